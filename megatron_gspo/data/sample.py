@@ -1,0 +1,197 @@
+"""A question (`Prompt`) and one response to it (`Sample`): what travels through a training step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+FINISH_REASONS = ("stop", "length", "abort")
+_LOG_PROB_FIELDS = ("rollout_log_probs", "old_log_probs", "ref_log_probs")
+
+
+@dataclass
+class Prompt:
+    """One question, tokenised.
+
+    index: position in its source; the group id of its samples.
+    token_ids: [P] int64, P >= 1.
+    text: what was tokenised (after the chat template).
+    answer: reference answer, where there is one.
+    metadata: JSON-able; verifiers get it.
+    """
+
+    index: int
+    token_ids: np.ndarray
+    text: str
+    answer: str | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        """Tokens in the prompt."""
+        return int(self.token_ids.shape[0])
+
+    def check(self) -> None:
+        """Raise ValueError (one line) unless the token ids are a non-empty [P] int64 array of ids >= 0."""
+        where = f"prompt {self.index}"
+        _check_ids(self.token_ids, where, "token_ids")
+        if self.length == 0:
+            raise ValueError(f"{where}: token_ids is empty; give the model at least one token to start from")
+
+
+@dataclass
+class Sample:
+    """One response with its prompt: P prompt tokens, R response tokens, L = P + R.
+
+    prompt_index: `Prompt.index`; the id of the group.
+    sample_index: 0 .. n-1 within the group.
+    tokens: [L] int64, prompt then response, no padding.
+    prompt_length: P >= 1.
+    loss_mask: [R] bool; True where the policy chose the token (end token included), False for tool text.
+    rollout_log_probs: [R] float32, log-probability of each response token as the engine scored it while
+        sampling (after temperature); None where the engine has none. Ignored where loss_mask is False.
+    finish_reason: "stop" (end token), "length" (cut off) or "abort".
+    text: the decoded response.
+    weight_version: version of the weights that sampled it.
+    reward: NaN until scored.
+    advantages, old_log_probs, ref_log_probs: [R] float32, filled in by the trainer.
+    routed_experts: [L-1, layers, k] int16 or wider, expert ids per input position (the last token is not fed).
+    metadata: JSON-able.
+    """
+
+    prompt_index: int
+    sample_index: int
+    tokens: np.ndarray
+    prompt_length: int
+    loss_mask: np.ndarray
+    rollout_log_probs: np.ndarray | None
+    finish_reason: str
+    text: str = ""
+    weight_version: int = 0
+    reward: float = math.nan
+    advantages: np.ndarray | None = None
+    old_log_probs: np.ndarray | None = None
+    ref_log_probs: np.ndarray | None = None
+    routed_experts: np.ndarray | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        """L: prompt and response tokens."""
+        return int(self.tokens.shape[0])
+
+    @property
+    def response_length(self) -> int:
+        """R: response tokens, masked ones included."""
+        return self.length - self.prompt_length
+
+    @property
+    def response_ids(self) -> np.ndarray:
+        """[R] int64 view of the response tokens."""
+        return self.tokens[self.prompt_length :]
+
+    def check(self, *, finite: bool = True) -> None:
+        """Raise ValueError (one line) unless shapes, dtypes and values are as documented.
+
+        finite=False accepts non-finite log-probs and advantages, for callers that filter and count such samples.
+        """
+        where = f"sample {self.prompt_index}/{self.sample_index}"
+        _check_ids(self.tokens, where, "tokens")
+        if not 1 <= self.prompt_length <= self.length:
+            raise ValueError(f"{where}: prompt_length is {self.prompt_length}; it must lie in 1..{self.length}")
+        if self.finish_reason not in FINISH_REASONS:
+            known = ", ".join(FINISH_REASONS)
+            raise ValueError(f"{where}: finish_reason is {self.finish_reason!r}; use one of {known}")
+        _check_array(self.loss_mask, (self.response_length,), np.bool_, where, "loss_mask")
+        for name in (*_LOG_PROB_FIELDS, "advantages"):
+            self._check_floats(name, where, finite)
+        if self.routed_experts is not None:
+            self._check_routed_experts(where)
+
+    def _check_floats(self, name: str, where: str, finite: bool) -> None:
+        values = getattr(self, name)
+        if values is None:
+            return
+        _check_array(values, (self.response_length,), np.float32, where, name)
+        trained = values[self.loss_mask]
+        if not finite:
+            return
+        bad = int(np.count_nonzero(~np.isfinite(trained)))
+        if bad:
+            raise ValueError(f"{where}: {name} has {bad} non-finite values at trained tokens; drop the sample")
+        if name in _LOG_PROB_FIELDS and trained.size and trained.max() > 1e-3:
+            raise ValueError(f"{where}: {name} has {trained.max():.4g}; a log-probability is at most 0")
+
+    def _check_routed_experts(self, where: str) -> None:
+        experts = np.asarray(self.routed_experts)
+        if experts.ndim != 3 or experts.shape[0] != self.length - 1:
+            raise ValueError(f"{where}: routed_experts has shape {experts.shape}; use [{self.length - 1}, layers, k]")
+        if experts.dtype.kind != "i" or experts.dtype.itemsize < 2:
+            raise ValueError(f"{where}: routed_experts is {experts.dtype}; use int16 or wider")
+        if experts.size and experts.min() < 0:
+            raise ValueError(f"{where}: routed_experts has the negative id {experts.min()}; ids start at 0")
+
+    def to_record(self, prompt: Prompt | None = None) -> dict[str, Any]:
+        """A JSON-able dict for the samples/ folder of a run: texts, reward and lengths, no token arrays.
+
+        A NaN or infinite reward becomes None, because JSON has no such number.
+        """
+        record: dict[str, Any] = {
+            "prompt_index": int(self.prompt_index),
+            "sample_index": int(self.sample_index),
+            "reward": json_able(self.reward),
+            "finish_reason": self.finish_reason,
+            "prompt_length": int(self.prompt_length),
+            "response_length": self.response_length,
+            "weight_version": int(self.weight_version),
+            "response": self.text,
+            "metadata": json_able(self.metadata),
+        }
+        if prompt is not None:
+            record["prompt"] = prompt.text
+            record["answer"] = prompt.answer
+        return record
+
+
+def json_able(value: Any) -> Any:
+    """`value` with only JSON types: tuples and arrays become lists, sets sorted lists, NaN and inf None."""
+    if isinstance(value, Mapping):
+        return {str(key): json_able(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_able(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return [json_able(item) for item in sorted(value, key=repr)]
+    if isinstance(value, np.ndarray):
+        return json_able(value.tolist())
+    if isinstance(value, np.generic):
+        return json_able(value.item())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    return str(value)
+
+
+def _check_ids(ids: Any, where: str, name: str) -> None:
+    if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype != np.int64:
+        raise ValueError(f"{where}: {name} is {_describe(ids)}; it must be a 1-d int64 numpy array")
+    if ids.size and ids.min() < 0:
+        raise ValueError(f"{where}: {name} has the negative id {ids.min()}; token ids start at 0")
+
+
+def _check_array(values: Any, shape: tuple[int, ...], dtype: type, where: str, name: str) -> None:
+    if not isinstance(values, np.ndarray) or values.dtype != dtype:
+        wanted = np.dtype(dtype).name
+        raise ValueError(f"{where}: {name} is {_describe(values)}; it must be a {wanted} numpy array")
+    if values.shape != shape:
+        raise ValueError(f"{where}: {name} has shape {values.shape}; the response has {shape[0]} tokens")
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return f"a {value.ndim}-d {value.dtype} array"
+    return type(value).__name__
