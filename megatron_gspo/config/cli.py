@@ -1,0 +1,33 @@
+"""`CONFIG.yaml [key=value ...]` and `--help`, for every front door that takes a config."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from megatron_gspo.config.base import MISSING, ConfigError
+from megatron_gspo.config.reference import help_text
+from megatron_gspo.config.schema import Config, load_config
+
+
+def from_command_line(arguments: Sequence[str], usage: str) -> Config:
+    """The config that the arguments name. `--help` prints every key and exits with 0; a fault prints one line and
+    exits with 2. Under torchrun only rank 0 prints."""
+    speak = os.environ.get("RANK", "0") == "0"  # set by torchrun, before any process group exists
+    if any(argument in ("-h", "--help") for argument in arguments):
+        if speak:
+            print(help_text(Config, usage))
+        raise SystemExit(0)
+    try:
+        return _load(arguments, usage)
+    except ConfigError as error:
+        if speak:
+            print(f"config error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _load(arguments: Sequence[str], usage: str) -> Config:
+    if not arguments or "=" in arguments[0]:
+        raise ConfigError("CONFIG.yaml", MISSING, "is missing", usage.splitlines()[0])
+    return load_config(arguments[0], arguments[1:])

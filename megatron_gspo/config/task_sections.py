@@ -1,0 +1,176 @@
+"""The sections that describe what is learnt from: objective, prompts, verifiers and rollouts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from megatron_gspo.config.base import Section
+
+if TYPE_CHECKING:
+    from megatron_gspo.algorithms import Objective
+
+OBJECTIVE_KEYS = (
+    "importance_sampling_level",
+    "aggregation",
+    "epsilon_low",
+    "epsilon_high",
+    "dual_clip",
+    "kl_loss_coef",
+    "kl_estimator",
+    "entropy_coef",
+    "advantage_std",
+    "advantage_baseline",
+    "constant_length",
+    "research_override",
+)
+
+
+class AlgorithmConfig(Section):
+    name: Literal["gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "sft"] = Field(
+        "gspo", description="Preset of the objective; every null below keeps the preset's value."
+    )
+    importance_sampling_level: Literal["token", "sequence", "sequence_token", "none"] | None = Field(
+        None, description="What one importance ratio spans."
+    )
+    aggregation: Literal["sequence_mean", "token_mean", "constant"] | None = Field(
+        None, description="How token losses become one number."
+    )
+    epsilon_low: float | None = Field(None, gt=0, le=1, description="Clip range below 1.")
+    epsilon_high: float | None = Field(None, gt=0, description="Clip range above 1.")
+    dual_clip: float | None = Field(
+        None, gt=1, description="Bound on the ratio where the advantage is negative."
+    )
+    kl_loss_coef: float | None = Field(
+        None,
+        ge=0,
+        description="Weight of the KL to the reference in the loss; the reference is the starting weights.",
+    )
+    kl_reward_coef: float | None = Field(
+        None, ge=0, description="Weight of the KL to the reference in the reward; null is 0."
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] | None = Field(None, description="Estimator of that KL.")
+    entropy_coef: float | None = Field(None, ge=0, description="Weight of the entropy bonus.")
+    advantage_std: Literal["sample", "population", "none"] | None = Field(
+        None, description="Standard deviation that a group's rewards are divided by."
+    )
+    advantage_baseline: Literal["mean", "leave_one_out"] | None = Field(
+        None, description="What is subtracted from a reward: its group's mean, or the mean of the others."
+    )
+    constant_length: float | None = Field(
+        None, gt=0, description="Divisor in tokens of aggregation: constant."
+    )
+    research_override: bool | None = Field(
+        None, description="Allow a combination that is another algorithm than its name says."
+    )
+    old_log_probs: Literal["recompute", "rollout"] = Field(
+        "recompute",
+        description="Log-probs of the old policy: a pass of the training engine, or the rollout engine's.",
+    )
+    zero_variance_groups: Literal["keep", "refill"] = Field(
+        "keep",
+        description="Groups whose rewards are all equal: keep (zero advantage), or sample others in their place.",
+    )
+    max_refills: int = Field(
+        3, ge=1, description="Most extra rollouts per step with zero_variance_groups: refill."
+    )
+    truncated: Literal["keep", "mask", "penalize"] = Field(
+        "keep",
+        description="Responses cut off at the length limit: keep, take out of the loss, or DAPO's soft penalty.",
+    )
+    overlong_buffer: int = Field(
+        0,
+        ge=0,
+        description="Last tokens before max_response_length over which the penalty grows; for truncated: penalize.",
+    )
+    overlong_penalty_factor: float = Field(
+        1.0, gt=0, description="Penalty at the length limit, taken off the reward."
+    )
+
+    def objective(self) -> Objective:
+        """The typed objective; raises ValueError where the overrides contradict the preset's name."""
+        from megatron_gspo.algorithms import preset
+
+        chosen = {key: getattr(self, key) for key in OBJECTIVE_KEYS}
+        return preset(self.name, **{key: value for key, value in chosen.items() if value is not None})
+
+    @property
+    def is_supervised(self) -> bool:
+        return self.name == "sft"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a KL term asks for ref_log_probs: those of the weights that the run started from."""
+        return bool(self.kl_loss_coef) or bool(self.kl_reward_coef)
+
+
+class TaskConfig(Section):
+    name: str = Field(description="reasoning-gym dataset, e.g. chain_sum.")
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="Its own settings, e.g. {min_terms: 2}.")
+    size: int = Field(100_000, ge=1, description="Training prompts.")
+    eval_size: int = Field(256, ge=0, description="Held-out prompts; none of them is a training prompt.")
+    seed: int = Field(0, ge=0, description="Seed of the generator.")
+
+
+class DataConfig(Section):
+    prompts: str | None = Field(
+        None, description="Training prompts: .jsonl, .parquet or a datasets directory."
+    )
+    task: TaskConfig | None = Field(None, description="A reasoning-gym task, in place of prompts.")
+    eval_prompts: str | None = Field(None, description="Held-out prompts; null takes the task's own.")
+    prompt_key: str = Field(
+        "prompt", description="Field with the question: text, or a list of chat messages."
+    )
+    answer_key: str = Field("answer", description="Field with the reference answer.")
+    chat_template: bool = Field(False, description="Wrap prompts in the tokenizer's chat template.")
+    system_prompt: str | None = Field(None, description="System message; needs chat_template.")
+    prompt_template: str = Field(
+        "{question}", description="Text of a prompt; {question} stands for the question."
+    )
+    max_prompt_length: int = Field(1024, ge=1, description="Longest prompt in tokens.")
+    overlong_prompts: Literal["drop", "error"] = Field("drop", description="What to do with a longer one.")
+    verifier: str | None = Field(
+        None,
+        description="Scores a response: exact_match, math_verify, reasoning_gym or path/to/file.py:function; "
+        "null is reasoning_gym with a task, else exact_match.",
+    )
+    verifier_timeout: float = Field(
+        10.0, gt=0, description="Time limit per response in seconds; beyond it the reward is 0."
+    )
+    verifier_workers: int = Field(1, ge=1, description="Verifier processes per rank.")
+    shuffle: bool = Field(True, description="Draw prompts in a new order, from seed, on each pass.")
+
+    @property
+    def resolved_verifier(self) -> str:
+        """The verifier's name, null resolved."""
+        return self.verifier or ("reasoning_gym" if self.task else "exact_match")
+
+    @property
+    def has_eval_prompts(self) -> bool:
+        return self.eval_prompts is not None or (self.task is not None and self.task.eval_size > 0)
+
+
+class RolloutConfig(Section):
+    engine: Literal["embedded", "demonstrations", "scripted"] = Field(
+        "embedded",
+        description="Where responses come from: the policy in Transformers, the reference answers (for sft), a script.",
+    )
+    rollout_batch_size: int = Field(description="Prompts per rollout batch.", ge=1)
+    n_samples_per_prompt: int = Field(
+        8, ge=1, description="Responses per prompt: the group that advantages compare."
+    )
+    max_response_length: int = Field(1024, ge=1, description="Longest response in tokens.")
+    temperature: float = Field(
+        1.0, gt=0, description="Sampling temperature; the training log-probs use it too."
+    )
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="Sample from the likeliest tokens of this total probability."
+    )
+    top_k: int = Field(0, ge=0, description="Sample from so many likeliest tokens; 0 is all.")
+    max_batch_size: int = Field(256, ge=1, description="Sequences generated at once on a rank.")
+
+    @property
+    def sequences(self) -> int:
+        """Responses of a rollout batch."""
+        return self.rollout_batch_size * self.n_samples_per_prompt
