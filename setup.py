@@ -1,0 +1,59 @@
+"""Packaging. Settings of the tools are in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "megatron_gspo" / "__init__.py").read_text()).group(1)
+README = ROOT / "README.md"
+
+# Top-level folders that an installation finds inside the package, as megatron_gspo.patches and megatron_gspo.tools.
+# megatron_gspo/__init__.py makes the same names work in a checkout.
+MAPPED = ("patches", "tools")
+
+EXTRAS = {
+    "tasks": ["reasoning-gym>=0.1.19", "math-verify>=0.8"],
+    "data": ["datasets>=3.0", "pyarrow>=15"],
+    "tracking": ["tensorboard>=2.16", "wandb>=0.17", "mlflow-skinny>=2.14"],
+    "plot": ["matplotlib>=3.8"],
+    "sglang": ["sglang>=0.5.15"],
+    "gpu": ["transformer-engine[pytorch]>=2.4"],
+    "test": ["pytest>=8", "hypothesis>=6.100"],
+    "dev": ["ruff>=0.6", "mypy>=1.11", "types-PyYAML", "pre-commit>=3"],
+}
+# Not in "all": sglang pins other versions of its dependencies and wants an environment of its own; gpu needs CUDA.
+EXTRAS["all"] = sorted({item for name in ("tasks", "data", "tracking", "plot", "test", "dev") for item in EXTRAS[name]})
+
+setup(
+    name="megatron-gspo",
+    version=VERSION,
+    description="GSPO on Megatron-Core, without forks",
+    long_description=README.read_text(encoding="utf-8") if README.is_file() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=[
+        *find_packages(include=["megatron_gspo", "megatron_gspo.*"]),
+        *(f"megatron_gspo.{name}" for name in MAPPED),
+    ],
+    package_dir={f"megatron_gspo.{name}": name for name in MAPPED},
+    package_data={"megatron_gspo.patches": ["README.md"]},
+    install_requires=[
+        "torch>=2.6",
+        "megatron-core>=0.16.1,<0.20",
+        "transformers>=5.0",
+        "safetensors>=0.4.3",
+        "numpy>=1.26",
+        "pydantic>=2.8",
+        "annotated-types>=0.6",
+        "pyyaml>=6.0",
+        "rich>=13.7",
+    ],
+    extras_require=EXTRAS,
+    classifiers=[
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)
