@@ -1,0 +1,46 @@
+"""GSPO and its relatives as pure functions on packed tensors. Needs torch and nothing else.
+
+objective = preset("gspo")
+advantages = group_advantages(rewards, group_ids)
+loss, metrics = policy_loss(objective, log_probs=..., old_log_probs=..., advantages=..., loss_mask=...,
+                            segment_ids=..., num_sequences=...)
+"""
+
+from .advantages import group_advantages
+from .distribution import effective_sample_size, quantiles, ratio_quantiles
+from .filters import (
+    Filtered,
+    complete_responses,
+    finite_log_probs,
+    finite_rewards,
+    overlong_penalty,
+    zero_variance_groups,
+)
+from .kl import kl_penalty
+from .metrics import finish_metrics
+from .objective import Objective
+from .policy_loss import policy_loss
+from .presets import PRESETS, preset
+from .rollout_correction import mismatch_metrics, sequence_correction_weights, token_correction_weights
+
+__all__ = [
+    "PRESETS",
+    "Filtered",
+    "Objective",
+    "complete_responses",
+    "effective_sample_size",
+    "finish_metrics",
+    "finite_log_probs",
+    "finite_rewards",
+    "group_advantages",
+    "kl_penalty",
+    "mismatch_metrics",
+    "overlong_penalty",
+    "policy_loss",
+    "preset",
+    "quantiles",
+    "ratio_quantiles",
+    "sequence_correction_weights",
+    "token_correction_weights",
+    "zero_variance_groups",
+]

@@ -1,0 +1,58 @@
+"""How the importance ratios of a mini-batch are spread: what the clip range is chosen by.
+
+Quantiles do not add up, so these take all tokens at once (gathered on the CPU, say) and may wait for the
+device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .aggregation import segment_sums
+
+QUANTILES: dict[str, float] = {"min": 0.0, "p01": 0.01, "p50": 0.5, "p99": 0.99, "max": 1.0}
+
+
+def quantiles(values: Tensor) -> dict[str, float]:
+    """QUANTILES of `values` [m], linearly interpolated; {} where m = 0."""
+    if values.numel() == 0:
+        return {}
+    # not torch.quantile, which stops at 2^24 elements
+    ordered = values.detach().double().sort().values
+    found = {}
+    for name, q in QUANTILES.items():
+        place = q * (ordered.numel() - 1)
+        below = int(place)
+        above = min(below + 1, ordered.numel() - 1)
+        found[name] = float(torch.lerp(ordered[below], ordered[above], place - below))
+    return found
+
+
+@torch.no_grad()
+def ratio_quantiles(
+    log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tensor, segment_ids: Tensor
+) -> dict[str, float]:
+    """Quantiles of `exp(log_probs - old_log_probs)` by token, and of the length-normalised sequence ratio.
+
+    Args:
+        log_probs, old_log_probs, loss_mask, segment_ids: [T], whole sequences (not a context rank's shard).
+
+    Returns:
+        `ratio_token/{min,p01,p50,p99,max}` over trained tokens and `ratio_sequence/...` over sequences that
+        have one; empty where nothing is trained. Not clamped, not clipped.
+    """
+    mask = loss_mask != 0
+    log_ratio = (log_probs.detach().double() - old_log_probs.detach().double())[mask]
+    ids = segment_ids[mask]
+    num_segments = int(ids.max()) + 1 if ids.numel() else 0
+    lengths = segment_sums(torch.ones_like(log_ratio), ids, num_segments)
+    means = segment_sums(log_ratio, ids, num_segments)[lengths > 0] / lengths[lengths > 0]
+    by_level = {"token": log_ratio.exp(), "sequence": means.exp()}
+    return {f"ratio_{level}/{q}": v for level, ratio in by_level.items() for q, v in quantiles(ratio).items()}
+
+
+def effective_sample_size(weights: Tensor) -> float:
+    """`(sum w)^2 / sum w^2 / m` of importance weights [m], in (0, 1]; NaN where m = 0."""
+    w = weights.detach().double()
+    return float(w.sum().square() / w.square().sum() / w.numel()) if w.numel() else float("nan")
