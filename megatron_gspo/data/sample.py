@@ -59,7 +59,7 @@ class Sample:
     weight_version: version of the weights that sampled it.
     reward: NaN until scored.
     advantages, old_log_probs, ref_log_probs: [R] float32, filled in by the trainer.
-    routed_experts: [L-1, layers, k] int16 or wider, expert ids per input position (the last token is not fed).
+    routed_experts: [L-1, layers, k] int16 or wider, expert ids per input position (L's last is not fed).
     metadata: JSON-able.
     """
 
@@ -97,12 +97,12 @@ class Sample:
     def check(self, *, finite: bool = True) -> None:
         """Raise ValueError (one line) unless shapes, dtypes and values are as documented.
 
-        finite=False accepts non-finite log-probs and advantages, for callers that filter and count such samples.
+        finite=False accepts non-finite log-probs and advantages, for callers that filter and count them.
         """
         where = f"sample {self.prompt_index}/{self.sample_index}"
         _check_ids(self.tokens, where, "tokens")
         if not 1 <= self.prompt_length <= self.length:
-            raise ValueError(f"{where}: prompt_length is {self.prompt_length}; it must lie in 1..{self.length}")
+            raise ValueError(f"{where}: prompt_length is {self.prompt_length}; use 1 to {self.length}")
         if self.finish_reason not in FINISH_REASONS:
             known = ", ".join(FINISH_REASONS)
             raise ValueError(f"{where}: finish_reason is {self.finish_reason!r}; use one of {known}")
@@ -122,14 +122,15 @@ class Sample:
             return
         bad = int(np.count_nonzero(~np.isfinite(trained)))
         if bad:
-            raise ValueError(f"{where}: {name} has {bad} non-finite values at trained tokens; drop the sample")
+            raise ValueError(f"{where}: {name} has {bad} non-finite trained values; drop the sample")
         if name in _LOG_PROB_FIELDS and trained.size and trained.max() > 1e-3:
             raise ValueError(f"{where}: {name} has {trained.max():.4g}; a log-probability is at most 0")
 
     def _check_routed_experts(self, where: str) -> None:
         experts = np.asarray(self.routed_experts)
         if experts.ndim != 3 or experts.shape[0] != self.length - 1:
-            raise ValueError(f"{where}: routed_experts has shape {experts.shape}; use [{self.length - 1}, layers, k]")
+            wanted = f"[{self.length - 1}, layers, k]"
+            raise ValueError(f"{where}: routed_experts has shape {list(experts.shape)}; it must be {wanted}")
         if experts.dtype.kind != "i" or experts.dtype.itemsize < 2:
             raise ValueError(f"{where}: routed_experts is {experts.dtype}; use int16 or wider")
         if experts.size and experts.min() < 0:

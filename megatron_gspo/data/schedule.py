@@ -1,0 +1,209 @@
+"""The packing schedule: which sequences go into which micro-batch of which rank.
+
+Invariants, for any valid input (tests/data/test_schedule.py):
+1. every index 0 .. N-1 appears exactly once;
+2. every rank has the same number K >= 1 of micro-batches, K % multiple_of == 0; some may be empty;
+3. no micro-batch holds more than max_tokens;
+4. K is the lower bound ceil(total / (num_ranks * max_tokens)) wherever largest-first placement reaches it, as
+   it does unless bins are almost full or hold few sequences each; else it is what best-fit-decreasing needs;
+5. micro-batch k has a similar load on every rank (ranks that exchange tokens wait there for each other), and
+   the sums over a rank's micro-batches are level;
+6. the result depends on the arguments alone. The largest micro-batch comes first: memory runs out early.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+Bins = list[list[int]]
+Schedule = list[list[list[int]]]
+_MOST_PASSED = 64  # full bins that a sequence looks past before the attempt is given up; bounds the time
+
+
+def schedule(lengths: Sequence[int], *, num_ranks: int, max_tokens: int, multiple_of: int = 1) -> Schedule:
+    """Spread sequences over ranks and micro-batches of level token load.
+
+    lengths: [N] tokens of every sequence, as packed (rounded up to the sequence multiple: `padded_length`).
+    num_ranks: data-parallel ranks.
+    max_tokens: most tokens in one micro-batch; make it a multiple of the packed total's multiple.
+    multiple_of: the number of micro-batches of a rank is a multiple of this (for interleaved pipelines).
+
+    Returns [rank][micro_batch] -> indices into `lengths`, ascending.
+    Raises ValueError for a sequence longer than max_tokens (naming it) and for arguments below 1.
+    Method: longest-processing-time-first (Graham 1969) with a target load per step, so that a sequence longer
+    than the mean micro-batch has its like on the other ranks; best-fit-decreasing where that overflows.
+    """
+    for name, value in (("num_ranks", num_ranks), ("max_tokens", max_tokens), ("multiple_of", multiple_of)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+    sizes, order = _checked_order(lengths, max_tokens)
+    step = num_ranks * multiple_of
+    fewest = max(_ceil_to(-(-sum(sizes) // max_tokens), step), step)
+    bins = _level(sizes, order, fewest, num_ranks, max_tokens)
+    if bins is None:
+        packed = _best_fit(sizes, order, max_tokens)
+        enough = max(_ceil_to(len(packed), step), fewest)
+        bins = _level(sizes, order, enough, num_ranks, max_tokens)
+        if bins is None:
+            bins = packed + [[] for _ in range(enough - len(packed))]
+    return _deal(bins, sizes, num_ranks)
+
+
+@dataclass(frozen=True)
+class ScheduleReport:
+    """How good a schedule is.
+
+    num_microbatches: per rank.
+    padding_share: padding tokens / packed tokens, empty micro-batches left out.
+    rank_imbalance: heaviest rank's tokens / mean rank's tokens - 1.
+    step_imbalance: time lost where all ranks wait for each other after every micro-batch:
+        sum_k max_rank load / sum_k mean_rank load - 1.
+    fill: mean tokens of a micro-batch / max_tokens (NaN without max_tokens).
+    """
+
+    num_microbatches: int
+    padding_share: float
+    rank_imbalance: float
+    step_imbalance: float
+    fill: float
+
+
+def schedule_report(
+    plan: Schedule,
+    lengths: Sequence[int],
+    *,
+    sequence_multiple: int = 1,
+    total_multiple: int = 1,
+    max_tokens: int | None = None,
+) -> ScheduleReport:
+    """Measure a schedule. `lengths` [N] are the true lengths; the multiples are the ones given to `pack`."""
+    true = np.zeros((len(plan), len(plan[0])), dtype=np.int64)
+    packed = np.zeros_like(true)
+    for rank, micro_batches in enumerate(plan):
+        for k, indices in enumerate(micro_batches):
+            true[rank, k] = sum(int(lengths[i]) for i in indices)
+            padded = sum(padded_length(int(lengths[i]), sequence_multiple) for i in indices)
+            packed[rank, k] = _ceil_to(padded, np.lcm(sequence_multiple, total_multiple))
+    total = int(packed.sum())
+    if total == 0:
+        return ScheduleReport(true.shape[1], 0.0, 0.0, 0.0, 0.0)
+    return ScheduleReport(
+        num_microbatches=true.shape[1],
+        padding_share=1.0 - int(true.sum()) / total,
+        rank_imbalance=float(packed.sum(axis=1).max() * len(plan) / total - 1.0),
+        step_imbalance=float(packed.max(axis=0).sum() * len(plan) / total - 1.0),
+        fill=float("nan") if max_tokens is None else total / (packed.size * max_tokens),
+    )
+
+
+def padded_length(length: int, multiple: int) -> int:
+    """`length` rounded up to a multiple of `multiple`."""
+    return _ceil_to(length, multiple)
+
+
+def _ceil_to(value: int, multiple: int) -> int:
+    return -(-value // int(multiple)) * int(multiple)
+
+
+def _checked_order(lengths: Sequence[int], max_tokens: int) -> tuple[list[int], list[int]]:
+    """The lengths as a list, and their indices from longest to shortest (ties: lower index first)."""
+    array = np.asarray(lengths)
+    if array.size == 0:
+        return [], []
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ValueError(f"lengths is a {array.ndim}-d {array.dtype} array; use a 1-d array of integers")
+    order = np.argsort(-array.astype(np.int64), kind="stable")
+    longest, shortest = int(order[0]), int(order[-1])
+    if array[longest] > max_tokens:
+        raise ValueError(
+            f"sequence {longest} has {array[longest]} tokens but max_tokens is {max_tokens}; "
+            f"raise max_tokens or lower the response length"
+        )
+    if array[shortest] < 1:
+        raise ValueError(f"sequence {shortest} has length {array[shortest]}; lengths start at 1")
+    return array.tolist(), order.tolist()
+
+
+def _level(sizes: list[int], order: list[int], num_bins: int, num_ranks: int, capacity: int) -> Bins | None:
+    """Level bins: with a target per step first, then all alike; None where neither fits."""
+    targets = _step_targets(sizes, order, num_bins // num_ranks, num_ranks)
+    bins = None
+    if targets[0] > targets[-1]:
+        bins = _fill(sizes, order, [target for target in targets for _ in range(num_ranks)], capacity)
+    return bins or _fill(sizes, order, [0] * num_bins, capacity)
+
+
+def _step_targets(sizes: list[int], order: list[int], num_steps: int, num_ranks: int) -> list[int]:
+    """Target load of each step: the mean of what is left, or the longest sequence that must go there."""
+    targets = []
+    left = sum(sizes)
+    for k in range(num_steps):
+        longest = sizes[order[k * num_ranks]] if k * num_ranks < len(order) else 0
+        targets.append(max(longest, -(-left // (num_ranks * (num_steps - k)))))
+        left -= targets[-1] * num_ranks
+    return targets
+
+
+def _fill(sizes: list[int], order: list[int], targets: list[int], capacity: int) -> Bins | None:
+    """Each sequence, longest first, into the bin furthest below its target that takes it; None: too full."""
+    bins: Bins = [[] for _ in targets]
+    heap = [(-target, b) for b, target in enumerate(targets)]
+    heapq.heapify(heap)
+    for index in order:
+        passed = []
+        while heap and heap[0][0] + targets[heap[0][1]] + sizes[index] > capacity:
+            passed.append(heapq.heappop(heap))
+            if len(passed) == _MOST_PASSED:
+                return None
+        if not heap:
+            return None
+        excess, b = heap[0]
+        bins[b].append(index)
+        heapq.heapreplace(heap, (excess + sizes[index], b))
+        for entry in passed:
+            heapq.heappush(heap, entry)
+    return bins
+
+
+def _best_fit(sizes: list[int], order: list[int], capacity: int) -> Bins:
+    """Each sequence, longest first, into the fullest bin that takes it; a new bin where none does."""
+    bins: Bins = []
+    by_room: dict[int, list[int]] = {}
+    rooms: list[int] = []  # sorted keys of by_room; at most `capacity` of them, so insertion stays cheap
+    for index in order:
+        size = sizes[index]
+        at = bisect_left(rooms, size)
+        if at < len(rooms):
+            room = rooms[at]
+            b = by_room[room].pop()
+            if not by_room[room]:
+                del by_room[room], rooms[at]
+        else:
+            room, b = capacity, len(bins)
+            bins.append([])
+        bins[b].append(index)
+        room -= size
+        if room not in by_room:
+            by_room[room] = []
+            insort(rooms, room)
+        by_room[room].append(b)
+    return bins
+
+
+def _deal(bins: Bins, sizes: list[int], num_ranks: int) -> Schedule:
+    """Bins to ranks: num_ranks bins of neighbouring load make a step; the lightest rank takes the largest."""
+    loads = [sum(sizes[i] for i in members) for members in bins]
+    by_load = sorted(range(len(bins)), key=lambda b: (-loads[b], b))
+    plan: Schedule = [[] for _ in range(num_ranks)]
+    totals = [0] * num_ranks
+    for first in range(0, len(bins), num_ranks):
+        ranks = sorted(range(num_ranks), key=lambda r: (totals[r], r))
+        for rank, b in zip(ranks, by_load[first : first + num_ranks], strict=True):
+            plan[rank].append(sorted(bins[b]))
+            totals[rank] += loads[b]
+    return plan

@@ -1,0 +1,153 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_gspo.data.packing import OPTIONAL_FIELDS, context_parallel_shard, count_trained, pack, unpack
+from megatron_gspo.parallel.context import zigzag_indices
+from tests.data.make import make_sample
+
+PER_TOKEN = ("tokens", "labels", "position_ids", "segment_ids", "loss_mask", "advantages", *OPTIONAL_FIELDS)
+shapes = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 7)), min_size=1, max_size=6)
+
+
+def two_samples():
+    first = make_sample(2, 2, seed=0, tokens=np.array([11, 12, 13, 14]))
+    second = make_sample(1, 2, seed=1, tokens=np.array([21, 22, 23]), mask=[True, False])
+    first.advantages[:] = [1, 2]
+    second.advantages[:] = [3, np.nan]
+    return [first, second]
+
+
+def test_by_hand():
+    batch = pack(two_samples(), sequence_multiple=4, total_multiple=3, num_sequences=5, num_tokens=9)
+    # second sequence: 3 tokens, padded to 4 by its multiple, to 8 by the total (12 = lcm(4, 3))
+    assert batch.tokens.tolist() == [11, 12, 13, 14, 21, 22, 23, 0, 0, 0, 0, 0]
+    assert batch.labels.tolist() == [12, 13, 14, 0, 22, 23, 0, 0, 0, 0, 0, 0]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7]
+    assert batch.segment_ids.tolist() == [0] * 4 + [1] * 8
+    assert batch.loss_mask.tolist() == [0, 1, 1, 0, 1, 0, 0, 0, 0, 0, 0, 0]
+    assert batch.advantages.tolist() == [0, 1, 2, 0, 3, 0, 0, 0, 0, 0, 0, 0]  # the masked NaN is gone
+    assert batch.cu_seqlens.tolist() == [0, 4, 12] and batch.max_seqlen == 8
+    assert (batch.num_segments, batch.num_sequences, batch.num_tokens) == (2, 5, 9)
+    assert batch.sample_ids == (0, 1)
+    assert {batch.tokens.dtype, batch.labels.dtype, batch.position_ids.dtype} == {torch.int64}
+    assert batch.segment_ids.dtype == torch.int64 and batch.cu_seqlens.dtype == torch.int32
+    assert {batch.loss_mask.dtype, batch.advantages.dtype, batch.old_log_probs.dtype} == {torch.float32}
+
+
+def test_counts_leave_out_sequences_without_a_trained_token():
+    samples = [make_sample(2, 3), make_sample(2, 2, mask=[False, False]), make_sample(1, 0)]
+    assert count_trained(samples) == (1, 3)
+
+
+@settings(max_examples=100, deadline=None)
+@given(shapes=shapes, sequence_multiple=st.integers(1, 8), total_multiple=st.integers(1, 8), data=st.data())
+def test_every_position_against_a_naive_loop(shapes, sequence_multiple, total_multiple, data):
+    samples = []
+    for seed, (prompt, response) in enumerate(shapes):
+        mask = data.draw(st.lists(st.booleans(), min_size=response, max_size=response))
+        samples.append(make_sample(prompt, response, seed=seed, mask=mask))
+    batch = pack(
+        samples,
+        sequence_multiple=sequence_multiple,
+        total_multiple=total_multiple,
+        num_sequences=1,
+        num_tokens=1,
+    )
+    bounds = batch.cu_seqlens.tolist()
+    assert len(batch.tokens) == bounds[-1] and bounds[-1] % total_multiple == 0
+    assert all((end - start) % sequence_multiple == 0 for start, end in zip(bounds, bounds[1:], strict=False))
+    assert batch.max_seqlen == max(end - start for start, end in zip(bounds, bounds[1:], strict=False))
+    for s, sample in enumerate(samples):
+        for t in range(bounds[s + 1] - bounds[s]):
+            at = bounds[s] + t
+            j = t + 1 - sample.prompt_length
+            trained = 0 <= j < sample.response_length and bool(sample.loss_mask[j])
+            assert batch.tokens[at] == (sample.tokens[t] if t < sample.length else 0)
+            assert batch.labels[at] == (sample.tokens[t + 1] if t + 1 < sample.length else 0)
+            assert (batch.position_ids[at], batch.segment_ids[at]) == (t, s)
+            assert batch.loss_mask[at] == float(trained)
+            for name in ("advantages", *OPTIONAL_FIELDS):
+                assert getattr(batch, name)[at] == (getattr(sample, name)[j] if trained else 0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(shapes=shapes, sequence_multiple=st.integers(1, 8))
+def test_unpack_is_the_inverse_of_pack(shapes, sequence_multiple):
+    samples = [make_sample(prompt, response, seed=i) for i, (prompt, response) in enumerate(shapes)]
+    batch = pack(samples, sequence_multiple=sequence_multiple, num_sequences=1, num_tokens=1)
+    for sample, labels in zip(samples, unpack(batch.labels, batch, samples), strict=True):
+        assert labels.tolist() == sample.response_ids.tolist()
+    for sample, values in zip(samples, unpack(batch.ref_log_probs, batch, samples), strict=True):
+        assert values.dtype == np.float32 and values.tolist() == sample.ref_log_probs.tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes=shapes, cp_size=st.integers(1, 4), extra=st.integers(1, 2))
+def test_shards_partition_the_tokens(shapes, cp_size, extra):
+    samples = [make_sample(prompt, response, seed=i) for i, (prompt, response) in enumerate(shapes)]
+    batch = pack(samples, sequence_multiple=2 * cp_size * extra, num_sequences=1, num_tokens=1)
+    shards = [context_parallel_shard(batch, rank, cp_size) for rank in range(cp_size)]
+    assert {len(shard.tokens) for shard in shards} == {len(batch.tokens) // cp_size}
+    owned = torch.cat([zigzag_indices(batch.cu_seqlens, rank, cp_size) for rank in range(cp_size)])
+    assert sorted(owned.tolist()) == list(range(len(batch.tokens)))
+    for name in PER_TOKEN:
+        together = torch.empty_like(getattr(batch, name))
+        together[owned] = torch.cat([getattr(shard, name) for shard in shards])
+        assert torch.equal(together, getattr(batch, name)), name
+    for shard in shards:
+        assert torch.equal(shard.cu_seqlens, batch.cu_seqlens)
+        assert (shard.max_seqlen, shard.sample_ids) == (batch.max_seqlen, batch.sample_ids)
+
+
+def test_shard_by_hand():
+    sample = make_sample(3, 5, tokens=np.arange(10, 18))
+    batch = pack([sample], sequence_multiple=4, num_sequences=1, num_tokens=5)
+    assert context_parallel_shard(batch, 0, 2).tokens.tolist() == [10, 11, 16, 17]
+    assert context_parallel_shard(batch, 1, 2).tokens.tolist() == [12, 13, 14, 15]
+
+
+def test_shard_refuses_uneven_sequences_and_shards():
+    batch = pack([make_sample(3, 3)], num_sequences=1, num_tokens=3)
+    with pytest.raises(ValueError, match="sequence_multiple=4"):
+        context_parallel_shard(batch, 0, 2)
+    batch = pack([make_sample(3, 5)], sequence_multiple=4, num_sequences=1, num_tokens=5)
+    with pytest.raises(ValueError, match="holds 4 of its 8 positions"):
+        context_parallel_shard(context_parallel_shard(batch, 0, 2), 0, 2)
+    with pytest.raises(ValueError, match=r"shape \[4\]; it must be \[8\]"):
+        unpack(context_parallel_shard(batch, 0, 2).tokens, batch, [make_sample(3, 5)])
+
+
+def test_dummy_batch_of_no_samples():
+    batch = pack([], sequence_multiple=4, total_multiple=6, num_sequences=3, num_tokens=7)
+    assert batch.tokens.tolist() == [0] * 12 and batch.cu_seqlens.tolist() == [0, 12]
+    assert batch.loss_mask.sum() == 0 and batch.advantages.sum() == 0
+    assert (batch.num_segments, batch.max_seqlen, batch.sample_ids) == (1, 12, ())
+    assert (batch.num_sequences, batch.num_tokens) == (3, 7)
+    assert all(torch.equal(getattr(batch, name), torch.zeros(12)) for name in OPTIONAL_FIELDS)
+    assert unpack(batch.loss_mask, batch, []) == []
+    assert len(context_parallel_shard(batch, 1, 2).tokens) == 6
+    only = pack([], num_sequences=3, num_tokens=7, optional=["old_log_probs"])
+    assert only.old_log_probs is not None and only.ref_log_probs is None and only.rollout_log_probs is None
+
+
+def test_fields_are_carried_by_all_samples_or_by_none():
+    bare = [make_sample(2, 2, log_probs=False), make_sample(1, 1, log_probs=False)]
+    batch = pack(bare, num_sequences=2, num_tokens=3)
+    assert batch.old_log_probs is None and batch.advantages.tolist() == [0] * 6
+    full = make_sample(2, 2)
+    assert pack([full], num_sequences=1, num_tokens=2, optional=()).old_log_probs is None
+    with pytest.raises(ValueError, match="advantages is missing from 1 of 2 samples"):
+        pack([full, bare[0]], num_sequences=2, num_tokens=4)
+    with pytest.raises(ValueError, match="ref_log_probs is missing from 2 of 2"):
+        pack(bare, num_sequences=2, num_tokens=3, optional=["ref_log_probs"])
+    full.old_log_probs = full.old_log_probs[:1]
+    with pytest.raises(ValueError, match="sample 0/0: a per-token field has shape"):
+        pack([full], num_sequences=1, num_tokens=2)
+
+
+def test_to_moves_every_tensor():
+    batch = pack(two_samples(), num_sequences=2, num_tokens=3).to("meta")
+    assert all(getattr(batch, name).device.type == "meta" for name in (*PER_TOKEN, "cu_seqlens"))
