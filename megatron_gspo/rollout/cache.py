@@ -1,0 +1,71 @@
+"""A key/value cache for decoding: written in place, so a step copies one column instead of the whole cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+
+class _BufferLayer(DynamicLayer):
+    """Keys and values of one layer, [B, heads, capacity, dim]; the first `length` columns are in use."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self.capacity = capacity
+        self.length = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        end = self.length + key_states.shape[2]
+        if not self.is_initialized:
+            self.dtype, self.device = key_states.dtype, key_states.device
+            self._allocate(key_states, max(end, self.capacity))
+            self.is_initialized = True
+        elif end > self.capacity:
+            old_keys, old_values = self.keys, self.values
+            self._allocate(key_states, max(end, 2 * self.capacity))
+            self._key_buffer[:, :, : self.length] = old_keys
+            self._value_buffer[:, :, : self.length] = old_values
+        self._key_buffer[:, :, self.length : end] = key_states
+        self._value_buffer[:, :, self.length : end] = value_states
+        self.length = end
+        self._set_views()
+        return self.keys, self.values
+
+    def select_rows(self, rows: Tensor, capacity: int) -> None:
+        """Batch row i becomes the old row rows[i]; room for `capacity` columns."""
+        keys, values = self.keys, self.values
+        self._allocate(keys, max(capacity, self.length), batch=rows.shape[0])
+        torch.index_select(keys, 0, rows, out=self._key_buffer[:, :, : self.length])
+        torch.index_select(values, 0, rows, out=self._value_buffer[:, :, : self.length])
+        self._set_views()
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def _allocate(self, like: Tensor, capacity: int, batch: int | None = None) -> None:
+        rows, heads, _, dim = like.shape
+        self.capacity = capacity
+        self._key_buffer = like.new_empty(batch or rows, heads, capacity, dim)
+        self._value_buffer = torch.empty_like(self._key_buffer)
+
+    def _set_views(self) -> None:
+        self.keys = self._key_buffer[:, :, : self.length]
+        self.values = self._value_buffer[:, :, : self.length]
+
+
+class BufferCache(Cache):
+    """The library's cache interface over `_BufferLayer`s. Full attention only."""
+
+    def __init__(self, num_layers: int, capacity: int) -> None:
+        super().__init__(layers=[_BufferLayer(capacity) for _ in range(num_layers)])
+
+    def select_rows(self, rows: Tensor, capacity: int = 0) -> None:
+        """Reorder, repeat or drop batch rows: row i becomes the old row rows[i] ([B'] int64).
+
+        capacity: columns to keep room for; the cache doubles when it runs out.
+        """
+        for layer in self.layers:
+            layer.select_rows(rows, capacity)

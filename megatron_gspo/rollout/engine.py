@@ -1,0 +1,93 @@
+"""What the loop asks of an inference engine: sampling parameters and the protocol every engine follows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from megatron_gspo.data.sample import Prompt, Sample
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How responses are drawn.
+
+    n: responses per prompt, >= 1.
+    max_response_length: tokens, the end token included, >= 1.
+    temperature: logits are divided by it, > 0. Greedy decoding ignores it (and scores at temperature 1).
+    top_p: nucleus: the most likely tokens whose mass before the last of them is below top_p; 1 is off.
+    top_k: the k most likely tokens, before top_p; 0 is off.
+    greedy: take the most likely token.
+
+    Raises ValueError (one line) for a value that no engine can follow.
+    """
+
+    n: int
+    max_response_length: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    greedy: bool = False
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise ValueError(f"n={self.n}: draw at least 1 response per prompt")
+        if self.max_response_length < 1:
+            raise ValueError(f"max_response_length={self.max_response_length}: give at least 1 token")
+        if not self.greedy and not (math.isfinite(self.temperature) and self.temperature > 0):
+            raise ValueError(f"temperature={self.temperature}: use a value above 0, or greedy=True")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p}: use a value in (0, 1]; 1 turns it off")
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k}: use a value of at least 0; 0 turns it off")
+
+    @property
+    def scoring_temperature(self) -> float:
+        """The temperature of `rollout_log_probs`: `temperature`, or 1 when greedy."""
+        return 1.0 if self.greedy else self.temperature
+
+
+@runtime_checkable
+class RolloutEngine(Protocol):
+    """An inference engine as the training loop sees it."""
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> list[Sample]:
+        """`sampling.n` samples a prompt, prompt-major: all samples of prompts[0], then of prompts[1], ...
+
+        The draw of response token t of (prompt_index, sample_index) depends on (seed, prompt_index, sample_index, t)
+        alone, not on the batch, the rank or the order of the prompts.
+
+        Of each sample: `rollout_log_probs[j]` is the natural log of the probability of response token j given all
+        tokens before it, under softmax(logits / scoring_temperature) over the whole vocabulary: after temperature,
+        before top-k and top-p (so that it compares with a training engine's log-probs). None where the engine has
+        none. The end token is part of the response. `loss_mask` is True for every token of a single-turn response.
+        `finish_reason` is "stop" (end token), "length" (max_response_length reached) or "abort". `weight_version` is
+        that of the last `update_weights`. `routed_experts` where the engine reports them, else None. `reward` stays NaN.
+
+        Raises ValueError (one line) for a prompt or parameters that the engine can't serve.
+        """
+        ...
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        """Take the weights from a stream of (Hugging Face checkpoint name, full tensor).
+
+        Every engine reads the stream to its end, also if it has no use for it: producing it may be collective.
+        Raises ValueError (one line, naming the tensor) for a missing, repeated, unknown or wrong-shape tensor.
+        """
+        ...
+
+    def pause(self) -> None:
+        """Finish or stop what is being generated; `generate` isn't called until `resume`."""
+        ...
+
+    def resume(self) -> None:
+        """Undo `pause`."""
+        ...
+
+    def close(self) -> None:
+        """Free everything the engine holds. Calling it twice is fine."""
+        ...

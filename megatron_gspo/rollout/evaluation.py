@@ -1,0 +1,43 @@
+"""What n samples a prompt say about a model: mean@k and pass@k."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+
+def mean_at_k(rewards: ArrayLike, k: int | None = None) -> float:
+    """Mean reward of the first k samples (default: all) of every prompt, averaged over prompts.
+
+    rewards: [prompts, n]. Raises ValueError for a wrong shape, a non-finite reward or a k outside 1..n.
+    """
+    table = _table(rewards, k)
+    return float(table[:, :k].mean())
+
+
+def pass_at_k(rewards: ArrayLike, k: int, *, threshold: float = 1.0) -> float:
+    """The probability that at least one of k samples succeeds, averaged over prompts.
+
+    Unbiased from n >= k samples, c of which succeed (reward >= threshold): 1 - C(n-c, k) / C(n, k)
+    (Chen et al. 2021, "Evaluating large language models trained on code", equation 1).
+    rewards: [prompts, n]. Raises ValueError for a wrong shape, a non-finite reward or a k outside 1..n.
+    """
+    table = _table(rewards, k)
+    n = table.shape[1]
+    successes = (table >= threshold).sum(axis=1)
+    by_count = np.array([1.0 - math.comb(n - c, k) / math.comb(n, k) for c in range(n + 1)])
+    return float(by_count[successes].mean())
+
+
+def _table(rewards: ArrayLike, k: int | None) -> np.ndarray:
+    table = np.asarray(rewards, dtype=np.float64)
+    if table.ndim != 2 or 0 in table.shape:
+        raise ValueError(f"rewards has shape {list(table.shape)}: give [prompts, n] with at least one of each")
+    if not np.isfinite(table).all():
+        prompt = int(np.argwhere(~np.isfinite(table))[0, 0])
+        raise ValueError(f"prompt {prompt} has a non-finite reward: score every sample before the evaluation")
+    if k is not None and not 1 <= k <= table.shape[1]:
+        raise ValueError(f"k={k}: use 1 to {table.shape[1]}, the number of samples a prompt")
+    return table

@@ -1,0 +1,123 @@
+"""Writing a stream of Hugging Face checkpoint tensors into a live Transformers model, in place.
+
+Since 5.0 the library keeps the experts of a layer in two 3-d parameters, while checkpoints hold one tensor per expert
+and projection. `WeightTargets` maps every checkpoint name to the slice that it fills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class WeightTargets:
+    """Where each checkpoint tensor of a model goes.
+
+    slices: checkpoint name -> view into the model's parameter or buffer.
+    fused: the model's own name of a fused parameter -> (parameter, the checkpoint names that it covers).
+    tied: name that may be absent -> name whose tensor it shares.
+    """
+
+    slices: dict[str, Tensor]
+    fused: dict[str, tuple[Tensor, tuple[str, ...]]]
+    tied: dict[str, str]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> WeightTargets:
+        """The targets of `model`: valid as long as its parameters are not replaced."""
+        slices: dict[str, Tensor] = {}
+        fused: dict[str, tuple[Tensor, tuple[str, ...]]] = {}
+        tied: dict[str, str] = {}
+        first_name: dict[tuple, str] = {}
+        for name, tensor in model.state_dict().items():
+            place = (tensor.data_ptr(), tensor.shape, tensor.dtype)
+            if tensor.numel() and place in first_name:
+                tied[name] = first_name[place]
+                continue
+            first_name[place] = name
+            parts = _expert_slices(model, name, tensor)
+            if parts:
+                fused[name] = (tensor, tuple(parts))
+            slices.update(parts or {name: tensor})
+        return cls(slices, fused, tied)
+
+    @torch.no_grad()
+    def write(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy every tensor to its place (dtype and device are converted); all of them, each exactly once.
+
+        A tied tensor may be absent or must equal the one it is tied to. The model's own name of a fused parameter is
+        accepted instead of its per-expert names. Raises ValueError naming the tensor if one is unknown, repeated,
+        of the wrong shape or missing; the stream is still read to its end, and part of the model may have changed.
+        """
+        written: set[str] = set()
+        extra: list[tuple[str, Tensor]] = []
+        error = ""
+        for name, tensor in named_tensors:
+            if error:
+                continue  # producing the stream may be collective: an engine that stops reading hangs its peers
+            if name in self.tied:
+                extra.append((name, tensor))
+                continue
+            target, covers = self.fused.get(name) or (self.slices.get(name), (name,))
+            error = _fault(name, tensor, target, written.intersection(covers))
+            if not error:
+                target.copy_(tensor)
+                written.update(covers)
+        error = error or self._missing(written) or self._tie_fault(extra)
+        if error:
+            raise ValueError(error)
+
+    def _missing(self, written: set[str]) -> str:
+        missing = [name for name in self.slices if name not in written]
+        if not missing:
+            return ""
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        return f"weight {missing[0]}{more} missing from the stream: send every tensor of the checkpoint"
+
+    def _tie_fault(self, extra: list[tuple[str, Tensor]]) -> str:
+        for name, tensor in extra:
+            target = self.slices[self.tied[name]]
+            error = _fault(name, tensor, target, set())
+            if not error and not torch.equal(target, tensor.to(target)):
+                error = f"weight {name} differs from {self.tied[name]}, to which the model ties it: untie or leave it out"
+            if error:
+                return error
+        return ""
+
+
+def _fault(name: str, tensor: Tensor, target: Tensor | None, repeated: set[str]) -> str:
+    if target is None:
+        return f"weight {name} is not in the model: check the checkpoint names and the model config"
+    if repeated:
+        return f"weight {min(repeated)} comes twice: send every tensor once"
+    if tensor.shape != target.shape:
+        return f"weight {name} has shape {list(tensor.shape)}, the model wants {list(target.shape)}: send full tensors"
+    return ""
+
+
+def _expert_slices(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Checkpoint name -> slice of a fused expert parameter; empty for any other tensor.
+
+    The layout of the library's `qwen2_moe` conversion, which Qwen3-MoE uses: gate_up_proj [E, 2i, h] is gate over up,
+    down_proj [E, h, i].
+    """
+    prefix, _, kind = name.rpartition(".")
+    if kind not in ("gate_up_proj", "down_proj") or tensor.dim() != 3:
+        return {}
+    module = model.get_submodule(prefix)
+    if getattr(module, "is_transposed", False) or not getattr(module, "is_concatenated", True):
+        return {}  # another family's layout, with checkpoints that hold the fused tensor
+    slices = {}
+    for expert, weight in enumerate(tensor.unbind(0)):
+        if kind == "down_proj":
+            slices[f"{prefix}.{expert}.down_proj.weight"] = weight
+        else:
+            gate, up = weight.chunk(2, dim=0)
+            slices[f"{prefix}.{expert}.gate_proj.weight"] = gate
+            slices[f"{prefix}.{expert}.up_proj.weight"] = up
+    return slices
