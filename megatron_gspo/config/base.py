@@ -27,6 +27,6 @@ def show(value: Any) -> str:
 
 
 class Section(BaseModel):
-    """Unknown keys are refused, no type is coerced (but a whole number is a fine float), values are frozen."""
+    """Refuses unknown keys, coerces no type (but a whole number is a fine float), is frozen."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)

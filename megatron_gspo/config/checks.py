@@ -213,8 +213,8 @@ def check_batches(config: Config, world_size: int) -> None:
     padded = -(-longest // parallel.total_multiple) * parallel.total_multiple
     if count is None and training.max_tokens_per_micro_batch < padded:
         problem = (
-            f"a sequence may take {padded} tokens (data.max_prompt_length + rollout.max_response_length, padded to a "
-            f"multiple of {parallel.total_multiple})"
+            f"a sequence may take {padded} tokens (data.max_prompt_length + rollout.max_response_length, "
+            f"padded to a multiple of {parallel.total_multiple})"
         )
         value = training.max_tokens_per_micro_batch
         raise ConfigError("training.max_tokens_per_micro_batch", value, problem, f"set at least {padded}")

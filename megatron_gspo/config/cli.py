@@ -12,8 +12,11 @@ from megatron_gspo.config.schema import Config, load_config
 
 
 def from_command_line(arguments: Sequence[str], usage: str) -> Config:
-    """The config that the arguments name. `--help` prints every key and exits with 0; a fault prints one line and
-    exits with 2. Under torchrun only rank 0 prints."""
+    """The config that the arguments name.
+
+    `--help` prints every key and exits with 0; a fault prints one line and exits with 2. Under torchrun only
+    rank 0 prints.
+    """
     speak = os.environ.get("RANK", "0") == "0"  # set by torchrun, before any process group exists
     if any(argument in ("-h", "--help") for argument in arguments):
         if speak:

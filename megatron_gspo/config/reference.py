@@ -1,4 +1,4 @@
-"""Key, type, default and meaning of every field: the source of `--help`, docs/config.md and error messages."""
+"""Key, type, default and meaning of every field: the source of `--help`, docs/config.md and errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Key:
 
 
 def keys(model: type[BaseModel], prefix: str = "") -> Iterator[Key]:
-    """Every leaf key of a config model in the order of declaration, a section's own keys before its subsections'."""
+    """Every leaf key of a config model, in order; a section's own keys before its subsections'."""
     sections = []
     for name, field in model.model_fields.items():
         section = section_of(field.annotation)
@@ -123,9 +123,10 @@ _INTRO = """# Config reference
 
 Generated from `megatron_gspo/config/` by `make docs`; edit the fields there, not this page.
 
-A config is one YAML file; `key.sub=value` on the command line overrides it, the value read as YAML (`1e-6` is a number,
-`null` is null, `'[1, 4]'` a list). Unknown keys, wrong types (`"8"` is not `8`) and choices that contradict each other stop the run
-before anything is allocated. Paths are relative to the working directory.
+A config is one YAML file; `key.sub=value` on the command line overrides it, the value read as YAML
+(`1e-6` is a number, `null` is null, `'[1, 4]'` a list). Unknown keys, wrong types (`"8"` is not `8`) and choices
+that contradict each other stop the run before anything is allocated. Paths are relative to the working directory.
+The `config.yaml` of a finished run is a config too: its `environment` section is ignored.
 """
 
 

@@ -57,7 +57,7 @@ class Config(Section):
         return config
 
     def check(self, world_size: int) -> None:
-        """Prove that the run can start on world_size processes: layout, model and files; reads config.json only.
+        """Prove that the run can start on world_size processes: layout, batches, model and files.
 
         Raises ConfigError.
         """
@@ -83,7 +83,9 @@ class Config(Section):
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Load a YAML file, apply `key.sub=value` overrides and validate. Raises ConfigError."""
-    return Config.from_dict(apply_overrides(read_file(path), overrides))
+    data = read_file(path)
+    data.pop("environment", None)  # a run's own config.yaml says there where it ran
+    return Config.from_dict(apply_overrides(data, overrides))
 
 
 def _first_fault(model: type[Section], error: ValidationError) -> ConfigError:

@@ -23,7 +23,7 @@ class ModelConfig(Section):
     )
     implementation: Literal["auto", "transformer_engine", "torch"] = Field(
         "auto",
-        description="Layer modules; auto takes Transformer Engine on a GPU where it is installed, else torch.",
+        description="Layer modules; auto is Transformer Engine on a GPU where it is installed, else torch.",
     )
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="Activation recomputation: none, core attention only, or whole layers."
@@ -98,12 +98,12 @@ class ParallelConfig(Section):
 
     @property
     def sequence_multiple(self) -> int:
-        """Every packed sequence is padded to a multiple of this: 2 x CP chunks under context parallelism, else 1."""
+        """Every packed sequence is padded to a multiple of this: 2 x CP chunks, or 1 without CP."""
         return 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
 
     @property
     def total_multiple(self) -> int:
-        """A packed micro-batch is padded to a multiple of this, so that CP x TP ranks hold equally many tokens."""
+        """A packed micro-batch is padded to a multiple of this, so that CP x TP ranks hold equal parts."""
         scatter = self.tensor_model_parallel_size if self.use_sequence_parallel else 1
         return self.sequence_multiple * scatter
 
@@ -155,7 +155,7 @@ class CheckpointConfig(Section):
     keep: int = Field(2, ge=1, description="Newest checkpoints kept; older ones are deleted.")
     resume: Literal["auto", "never"] = Field(
         "auto",
-        description="auto goes on from the newest checkpoint in run_dir; never refuses a run_dir already used.",
+        description="auto goes on from run_dir's newest checkpoint; never refuses a run_dir already used.",
     )
     export_hf: bool = Field(
         True, description="Write the trained model as a Hugging Face directory at the end."

@@ -70,19 +70,19 @@ class AlgorithmConfig(Section):
     )
     zero_variance_groups: Literal["keep", "refill"] = Field(
         "keep",
-        description="Groups whose rewards are all equal: keep (zero advantage), or sample others in their place.",
+        description="Groups whose rewards are all equal: keep (advantage 0), or sample others instead.",
     )
     max_refills: int = Field(
         3, ge=1, description="Most extra rollouts per step with zero_variance_groups: refill."
     )
     truncated: Literal["keep", "mask", "penalize"] = Field(
         "keep",
-        description="Responses cut off at the length limit: keep, take out of the loss, or DAPO's soft penalty.",
+        description="Responses cut at the length limit: keep, take out of the loss, or DAPO's penalty.",
     )
     overlong_buffer: int = Field(
         0,
         ge=0,
-        description="Last tokens before max_response_length over which the penalty grows; for truncated: penalize.",
+        description="With truncated: penalize, the last tokens over which the penalty grows.",
     )
     overlong_penalty_factor: float = Field(
         1.0, gt=0, description="Penalty at the length limit, taken off the reward."
@@ -154,7 +154,7 @@ class DataConfig(Section):
 class RolloutConfig(Section):
     engine: Literal["embedded", "demonstrations", "scripted"] = Field(
         "embedded",
-        description="Where responses come from: the policy in Transformers, the reference answers (for sft), a script.",
+        description="Source of responses: the policy in Transformers, the reference answers (sft), a script.",
     )
     rollout_batch_size: int = Field(description="Prompts per rollout batch.", ge=1)
     n_samples_per_prompt: int = Field(

@@ -1,0 +1,53 @@
+"""Where and with what a run ran: versions, host, git revision."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import platform
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import megatron_gspo
+
+PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "numpy")
+
+
+def describe_environment(*, world_size: int) -> dict[str, Any]:
+    """Plain data for config.yaml. Imports nothing heavy and asks nothing of the network."""
+    return {
+        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": " ".join(sys.argv),
+        "world_size": world_size,
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "megatron_gspo": megatron_gspo.__version__,
+        "git_revision": git_revision(Path(megatron_gspo.__file__).parent),
+        "versions": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def git_revision(folder: Path) -> str | None:
+    """Commit of a checkout, with "+changes" where tracked files differ from it; None outside a checkout."""
+    try:
+        revision = _git(folder, "rev-parse", "HEAD")
+        changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return revision + ("+changes" if changed else "")
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,162 @@
+"""One picture of a run's curves, drawn from metrics.jsonl alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_gspo.tracking.run_directory import read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Records = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One small plot: a title and its curves as (metric, label); scale multiplies the values."""
+
+    title: str
+    curves: tuple[tuple[str, str], ...]
+    scale: float = 1.0
+    sparse: bool = False  # few points, each one shown; no smoothing
+    from_zero: bool = False  # the axis starts at 0
+    unless: str = ""  # leave the panel out where this metric is there
+
+
+PANELS = (
+    Panel("Training reward (mean)", (("reward/mean", ""),)),
+    Panel("Training loss", (("loss", ""),), unless="reward/mean"),
+    Panel("Held-out accuracy, %", (("eval/accuracy", ""),), scale=100.0, sparse=True),
+    Panel(
+        "Clipped, %",
+        (("clip_fraction/tokens", "tokens"), ("clip_fraction/sequences", "sequences")),
+        scale=100.0,
+        from_zero=True,
+    ),
+    Panel("Response length, tokens", (("response_length/mean", ""),)),
+    Panel("Entropy, nats per token", (("entropy", ""),)),
+    Panel("Throughput, tokens/s", (("perf/tokens_per_second", ""),), from_zero=True),
+)
+COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#475569")
+COLUMNS = 3
+
+
+def draw_curves(runs: Mapping[str, Records], output: str | Path) -> Path:
+    """Draw the panels that have data into a PNG.
+
+    Args:
+        runs: records of each run by its label, as read_metrics gives them; one colour a run.
+        output: path of the PNG.
+
+    Raises ImportError where matplotlib is missing and ValueError where there is nothing to draw.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("drawing needs matplotlib: pip install 'megatron-gspo[plot]'") from None
+    panels = [panel for panel in PANELS if _has_data(panel, runs)]
+    if not panels:
+        raise ValueError(f"{', '.join(runs)}: holds no metric to draw; train at least one step")
+    columns = min(COLUMNS, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(4.6 * columns, 3.0 * rows + 0.5), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axis, panel in zip(axes, panels, strict=False):
+        _draw_panel(axis, panel, runs)
+    for axis in axes[len(panels) :]:
+        axis.axis("off")
+    if len(runs) == 1:
+        figure.suptitle(next(iter(runs)), fontsize=12, color="#0f172a")
+    else:
+        handles = [
+            axes[0].plot([], [], color=colour, lw=2)[0] for colour, _ in zip(_colours(), runs, strict=False)
+        ]
+        figure.legend(handles, list(runs), loc="outside upper center", ncols=min(4, len(runs)), frameon=False)
+    figure.savefig(output)
+    return Path(output)
+
+
+def draw_run(run_dir: str | Path, output: str | Path | None = None) -> Path:
+    """Draw run_dir/curves.png (or output) from run_dir/metrics.jsonl."""
+    run_dir = Path(run_dir)
+    return draw_curves({run_dir.resolve().name: read_metrics(run_dir)}, output or run_dir / "curves.png")
+
+
+def series(records: Records, metric: str) -> tuple[list[float], list[float]]:
+    """Steps and values of the records that hold the metric."""
+    points = [(record["step"], record[metric]) for record in records if record.get(metric) is not None]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def smooth(values: Sequence[float], window: int) -> list[float]:
+    """Mean of the last window values at each point (fewer at the start)."""
+    return [sum(values[max(0, i + 1 - window) : i + 1]) / (min(i + 1, window)) for i in range(len(values))]
+
+
+def _has_data(panel: Panel, runs: Mapping[str, Records]) -> bool:
+    if panel.unless and any(series(records, panel.unless)[0] for records in runs.values()):
+        return False
+    return any(series(records, metric)[0] for records in runs.values() for metric, _ in panel.curves)
+
+
+def _colours() -> list[str]:
+    return list(COLOURS) * 8
+
+
+def _draw_panel(axis: Axes, panel: Panel, runs: Mapping[str, Records]) -> None:
+    alone = len(runs) == 1
+    labelled: set[str] = {""}
+    for colour, records in zip(_colours(), runs.values(), strict=False):
+        for position, (metric, label) in enumerate(panel.curves):
+            steps, values = series(records, metric)
+            if not steps:
+                continue
+            shade = COLOURS[position] if alone else colour
+            style = "-" if alone or position == 0 else "--"
+            look = (shade, style, "" if label in labelled else label)
+            _draw_curve(axis, steps, [panel.scale * v for v in values], look, panel.sparse)
+            labelled.add(label)
+    axis.set_title(panel.title, fontsize=10, loc="left", color="#0f172a")
+    axis.set_xlabel("step", fontsize=8, color="#475569")
+    axis.tick_params(labelsize=8, colors="#475569")
+    axis.grid(True, color="#e2e8f0", lw=0.8)
+    axis.set_axisbelow(True)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axis.spines[side].set_color("#cbd5e1")
+    axis.ticklabel_format(axis="y", useOffset=False)
+    if panel.from_zero:
+        axis.set_ylim(bottom=0)
+    if len(labelled) > 1:
+        axis.legend(fontsize=8, frameon=False)
+
+
+def _draw_curve(
+    axis: Axes, steps: list[float], values: list[float], look: tuple[str, str, str], sparse: bool
+) -> None:
+    colour, style, label = look
+    if sparse:
+        axis.plot(steps, values, color=colour, ls=style, lw=1.8, marker="o", ms=4, label=label or None)
+        text: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8, "color": colour}
+        below = (
+            len(values) > 1 and values[1] > values[0]
+        )  # beside the first point, on the side the curve leaves free
+        axis.annotate(f"{values[0]:.1f}", (steps[0], values[0]), (7, -5 if below else 3), **text)
+        if len(values) > 1:
+            axis.annotate(f"{values[-1]:.1f}", (steps[-1], values[-1]), (0, 7), ha="center", **text)
+        axis.margins(x=0.08, y=0.18)
+        return
+    window = max(1, len(values) // 25)
+    if window > 1:
+        axis.plot(steps, values, color=colour, lw=0.8, alpha=0.25)
+    marker = "o" if len(steps) == 1 else None
+    axis.plot(
+        steps, smooth(values, window), color=colour, ls=style, lw=1.8, marker=marker, label=label or None
+    )
