@@ -1,0 +1,127 @@
+"""Hugging Face checkpoint files: read slices of safetensors shards, write shards and index atomically."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+# what belongs to a model beside its weights, copied to an export as it is
+_COMPANIONS = ("config.json", "generation_config.json", "tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json",
+               "added_tokens.json", "chat_template*")
+
+
+class CheckpointReader:
+    """The tensors of a Hugging Face directory by name, read lazily and by slice; a context manager.
+
+    Raises ``FileNotFoundError`` naming the file that is missing, ``KeyError`` naming the tensor.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._open: dict[str, Any] = {}
+        if (self.path / INDEX).is_file():
+            self._files: dict[str, str] = json.loads((self.path / INDEX).read_text())["weight_map"]
+        elif (self.path / SINGLE).is_file():
+            with safe_open(self.path / SINGLE, framework="pt") as file:
+                self._files = dict.fromkeys(file.keys(), SINGLE)
+        else:
+            raise FileNotFoundError(f"model.path={path}: neither {SINGLE} nor {INDEX} there; give a safetensors checkpoint")
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._open.clear()
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._files)
+
+    def _file(self, name: str) -> Any:
+        if name not in self._files:
+            raise KeyError(f"{self.path}: no tensor {name}")
+        shard = self._files[name]
+        if shard not in self._open:
+            if not (self.path / shard).is_file():
+                raise FileNotFoundError(f"{self.path / shard}: this shard is missing; it holds {name}")
+            self._open[shard] = safe_open(self.path / shard, framework="pt")
+        return self._open[shard]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The whole tensor's sizes."""
+        return tuple(self._file(name).get_slice(name).get_shape())
+
+    def read(self, name: str, dim: int | None = None, start: int = 0, stop: int | None = None) -> Tensor:
+        """The tensor, or its part ``[start, stop)`` along ``dim`` (0 or 1); only that part is read."""
+        part = self._file(name).get_slice(name)
+        if dim is None:
+            return part[:]
+        return part[start:stop] if dim == 0 else part[:, start:stop]
+
+
+def write_checkpoint(
+    path: str | Path, tensors: Iterable[tuple[str, Tensor]], *, source: str | Path, dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 4 << 30,
+) -> Path:
+    """Write a Hugging Face checkpoint from a stream of (name, tensor); config and tokenizer come from ``source``.
+
+    Memory: one shard. Everything is written beside ``path`` and renamed at the end, so that a broken export never
+    looks finished; an existing ``path`` is replaced. Returns ``path``.
+    """
+    final = Path(path)
+    partial = final.with_name(final.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    shards: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    total = size = 0
+    for name, tensor in tensors:
+        value = tensor.detach().to("cpu", dtype).contiguous().clone()
+        if pending and size + value.nbytes > max_shard_bytes:
+            shards.append(_write_shard(partial, len(shards), pending))
+            pending, size = {}, 0
+        pending[name] = value
+        size += value.nbytes
+        total += value.nbytes
+    shards.append(_write_shard(partial, len(shards), pending))
+    _finish_names(partial, shards, total)
+    copy_companions(source, partial)
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(partial, final)
+    return final
+
+
+def copy_companions(source: str | Path, target: str | Path) -> None:
+    """Copy config, tokenizer and chat template of one model directory to another."""
+    for pattern in _COMPANIONS:
+        for file in Path(source).glob(pattern):
+            shutil.copy2(file, target)
+
+
+def _write_shard(folder: Path, number: int, tensors: dict[str, Tensor]) -> list[str]:
+    save_file(tensors, folder / f"shard-{number:05d}", metadata={"format": "pt"})
+    return list(tensors)
+
+
+def _finish_names(folder: Path, shards: list[list[str]], total: int) -> None:
+    if len(shards) == 1:
+        os.replace(folder / "shard-00000", folder / SINGLE)
+        return
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards):
+        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        os.replace(folder / f"shard-{number:05d}", folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))

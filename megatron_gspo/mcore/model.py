@@ -1,0 +1,142 @@
+"""Build a Megatron ``GPTModel`` from the sizes of a Hugging Face model."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_gspo.conversion.shape import ModelShape
+from megatron_gspo.mcore.groups import Groups, Layout
+from megatron_gspo.mcore.layers import block_spec, transformer_engine_available
+from megatron_gspo.patches import expert_gradients
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """How to build the model; what it is comes from its ``ModelShape``.
+
+    ``implementation``: ``auto`` (Transformer Engine if installed), ``transformer_engine`` or ``torch``.
+    ``recompute``: ``none``, ``selective`` (attention core) or ``full`` (whole layers, ``recompute_num_layers`` at a time).
+    ``dispatcher``: Megatron's ``moe_token_dispatcher_type``, ``alltoall`` or ``allgather``.
+    """
+
+    dtype: torch.dtype = torch.float32
+    implementation: str = "auto"
+    recompute: str = "none"
+    recompute_num_layers: int = 1
+    dispatcher: str = "alltoall"
+    sequence_parallel: bool | None = None
+
+
+def padded_vocab_size(shape: ModelShape, tensor_size: int) -> int:
+    """Rows of the embedding: the vocabulary rounded up to a multiple of the tensor-parallel size."""
+    return -(-shape.vocab_size // tensor_size) * tensor_size
+
+
+def _moe(shape: ModelShape, layout: Layout, settings: ModelSettings, engine: bool) -> dict[str, Any]:
+    return dict(
+        num_moe_experts=shape.num_experts,
+        moe_router_topk=shape.experts_per_token,
+        moe_ffn_hidden_size=shape.moe_ffn_hidden_size,
+        moe_layer_freq=[int(is_moe) for is_moe in shape.moe_layers],
+        # softmax over the chosen experts equals softmax over all, then normalised; without normalisation it comes first
+        moe_router_pre_softmax=not shape.normalize_topk,
+        moe_router_score_function="softmax",
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",  # an auxiliary loss would be an objective that RL didn't ask for
+        moe_aux_loss_coeff=0.0,
+        moe_token_dispatcher_type=settings.dispatcher,
+        moe_grouped_gemm=engine,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+    )
+
+
+def transformer_config(shape: ModelShape, layout: Layout, settings: ModelSettings) -> TransformerConfig:
+    """Megatron's config for this model in this layout; keywords that the installed version lacks are left out."""
+    engine = use_transformer_engine(settings)
+    sequence_parallel = layout.tensor > 1 if settings.sequence_parallel is None else settings.sequence_parallel
+    keywords: dict[str, Any] = dict(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_attention_heads,
+        num_query_groups=shape.num_query_groups,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.rms_norm_eps,
+        qk_layernorm=True,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=settings.dtype,
+        pipeline_dtype=settings.dtype,
+        bf16=settings.dtype == torch.bfloat16,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
+        context_parallel_size=layout.context,
+        sequence_parallel=sequence_parallel,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        perform_initialization=True,
+        # fused kernels: Transformer Engine's only; the torch ones would be compiled on first use
+        bias_activation_fusion=engine,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=engine,
+        gradient_accumulation_fusion=False,
+        async_tensor_model_parallel_allreduce=False,
+        deallocate_pipeline_outputs=True,
+    )
+    if shape.is_moe:
+        keywords |= _moe(shape, layout, settings, engine)
+    if settings.recompute == "selective":
+        keywords |= dict(recompute_granularity="selective")
+    elif settings.recompute == "full":
+        keywords |= dict(recompute_granularity="full", recompute_method="uniform",
+                         recompute_num_layers=settings.recompute_num_layers)
+    known = inspect.signature(TransformerConfig.__init__).parameters
+    return TransformerConfig(**{key: value for key, value in keywords.items() if key in known})
+
+
+def use_transformer_engine(settings: ModelSettings) -> bool:
+    """Resolve ``settings.implementation``; asking for Transformer Engine where it is absent raises ``ValueError``."""
+    if settings.implementation == "transformer_engine" and not transformer_engine_available():
+        raise ValueError("model.implementation=transformer_engine: it is not installed or there is no CUDA device; use 'torch'")
+    return settings.implementation != "torch" and transformer_engine_available()
+
+
+def build_model(shape: ModelShape, layout: Layout, settings: ModelSettings, groups: Groups) -> list[GPTModel]:
+    """This rank's model chunks: one, or ``layout.virtual_pipeline`` under the interleaved schedule."""
+    config = transformer_config(shape, layout, settings)
+    engine = use_transformer_engine(settings)
+    chunks = []
+    stages = layout.virtual_pipeline or 1
+    for stage in range(stages):
+        vp_stage = stage if layout.virtual_pipeline else None
+        chunk = GPTModel(
+            config,
+            block_spec(config, transformer_engine=engine, vp_stage=vp_stage),
+            vocab_size=padded_vocab_size(shape, layout.tensor),
+            max_sequence_length=shape.max_position_embeddings,
+            pre_process=groups.pp.rank() == 0 and stage == 0,
+            post_process=groups.is_last_stage and stage == stages - 1,
+            position_embedding_type="rope",
+            rotary_base=shape.rope_theta,
+            share_embeddings_and_output_weights=shape.tied_embeddings,
+            vp_stage=vp_stage,
+        )
+        expert_gradients.apply(chunk, config)
+        if torch.cuda.is_available():
+            chunk.cuda()
+        if settings.dtype != torch.float32:
+            chunk.to(settings.dtype)
+        chunks.append(chunk)
+    return chunks

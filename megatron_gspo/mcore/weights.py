@@ -1,0 +1,218 @@
+"""Weights in and out of Megatron's shards: a stream of Hugging Face slices in, a stream of Hugging Face tensors out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_gspo.conversion import Family, ModelShape, Rule, Shard, hugging_face_names
+from megatron_gspo.conversion.files import CheckpointReader
+from megatron_gspo.mcore.groups import Groups, compute_device
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)")
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A local parameter, the rule that it follows and its global layer (-1 outside of the layers) and expert."""
+
+    parameter: Tensor
+    rule: Rule
+    layer: int
+    expert: int
+
+    @property
+    def names(self) -> list[str]:
+        """The Hugging Face tensors that it is made of."""
+        prefix = f"model.layers.{self.layer}." if self.layer >= 0 else ""
+        return [prefix + name for name in self.rule.names(self.layer, self.expert)]
+
+
+def place(chunk: Any, family: Family, shape: ModelShape, groups: Groups) -> Iterator[Placed]:
+    """Every parameter of an (unwrapped) model chunk with its rule; one that no rule matches raises ``ValueError``."""
+    layers = chunk.decoder.layers
+    for name, parameter in chunk.named_parameters():
+        found = _LAYER.fullmatch(name)
+        layer = layers[int(found[1])].layer_number - 1 if found else -1
+        local = found[2] if found else name
+        rules = family.layer_rules(shape, layer) if found else family.outer_rules(shape)
+        expert = 0
+        if is_expert := _EXPERT.fullmatch(local):
+            expert = int(is_expert[2]) + groups.ep.rank() * (shape.num_experts // groups.ep.size())
+            local = f"{is_expert[1]}{{expert}}{is_expert[3]}"
+        rule = next((rule for rule in rules if local in rule.megatron), None)
+        if rule is None:
+            raise ValueError(f"no rule of family {family.model_type} matches the Megatron parameter {name}")
+        yield Placed(parameter, rule, layer, expert)
+
+
+def check_names(names: set[str], family: Family, shape: ModelShape) -> None:
+    """Compare a checkpoint's tensor names with what the model needs; ``ValueError`` names the first missing or extra."""
+    expected = set(hugging_face_names(family, shape))
+    if shape.tied_embeddings:
+        names = names - {"lm_head.weight"}
+    if missing := sorted(expected - names):
+        raise ValueError(f"checkpoint lacks {missing[0]} ({len(missing)} missing); config.json and weights disagree")
+    if extra := sorted(names - expected):
+        raise ValueError(f"checkpoint has {extra[0]}, which the model does not use ({len(extra)} extra)")
+
+
+def load_weights(chunks: list[Any], path: str, family: Family, shape: ModelShape, groups: Groups) -> None:
+    """Copy a Hugging Face checkpoint into this rank's (unwrapped) chunks, reading only what this rank holds.
+
+    Raises ``ValueError`` naming the tensor when names or sizes disagree.
+    """
+    with CheckpointReader(path) as reader, torch.no_grad():
+        check_names(reader.names, family, shape)
+        for chunk in chunks:
+            for placed in place(chunk, family, shape, groups):
+                group = groups.expert_tp if placed.rule.is_expert else groups.tp
+                parts = [_read(reader, name, placed, group) for name in placed.names]
+                value = placed.rule.merge(parts, shape)
+                target = placed.parameter
+                if placed.rule.is_vocabulary and value.shape[0] < target.shape[0]:
+                    value = torch.nn.functional.pad(value, (0, 0, 0, target.shape[0] - value.shape[0]))
+                if value.shape != target.shape:
+                    raise ValueError(f"{placed.names[0]}: {tuple(value.shape)} on this rank, the model has {tuple(target.shape)}")
+                target.copy_(value)
+
+
+def _read(reader: CheckpointReader, name: str, placed: Placed, group: Any) -> Tensor:
+    rule = placed.rule
+    if rule.shard is Shard.NONE:
+        return reader.read(name)
+    size = reader.shape(name)[rule.shard.value]
+    per_rank = placed.parameter.shape[0] if rule.is_vocabulary else size // group.size()
+    start = min(group.rank() * per_rank, size)
+    return reader.read(name, rule.shard.value, start, min(start + per_rank, size))
+
+
+def export_weights(chunks: list[Any], family: Family, shape: ModelShape, groups: Groups, *,
+                   value: Callable[[Tensor], Tensor] = torch.Tensor.detach) -> Iterator[tuple[str, Tensor]]:
+    """Stream (Hugging Face name, whole tensor) to every rank, one layer at a time; a collective of all ranks.
+
+    Memory above the model: one layer's whole tensors. Every rank must consume the stream to its end. ``value`` maps
+    a parameter to what is sent in its place and has its sizes: the weight itself, or its gradient.
+    """
+    sections: dict[int, list[Placed]] = {}
+    for chunk in chunks:
+        for placed in place(chunk, family, shape, groups):
+            sections.setdefault(placed.layer, []).append(replace(placed, parameter=value(placed.parameter)))
+    owners, metadata = _owners(sections, shape, groups)
+    for section in sorted(owners):
+        stage = owners[section]
+        tensors: dict[str, Tensor] = {}
+        if groups.pp.rank() == stage:
+            tensors = _whole(sections[section], shape, groups)
+        if groups.pp.size() > 1:
+            tensors = _broadcast(tensors, metadata[section], stage, groups)
+        yield from tensors.items()
+
+
+def _owners(sections: dict[int, list[Placed]], shape: ModelShape, groups: Groups) -> tuple[dict[int, int], dict[int, Any]]:
+    """The pipeline stage that sends each section, and (name, sizes, dtype) of what it sends.
+
+    Sections outside of the layers are told apart by stage: -1 - stage. A tied embedding is sent by the first stage.
+    """
+    outer = -1 - groups.pp.rank()
+    if -1 in sections:
+        sections[outer] = sections.pop(-1)
+        if shape.tied_embeddings and groups.pp.rank() > 0:
+            sections[outer] = [placed for placed in sections[outer] if not placed.rule.is_vocabulary]
+    mine = {
+        section: [(name, size, placed.parameter.dtype) for placed in placed_list for name, size in _sizes(placed, shape, groups)]
+        for section, placed_list in sections.items()
+    } if groups.pp.size() > 1 else dict.fromkeys(sections)
+    stages: list[Any] = [None] * groups.pp.size()
+    if groups.pp.size() > 1:
+        dist.all_gather_object(stages, mine, group=groups.pp)
+    else:
+        stages[0] = mine
+    owners = {section: stage for stage, found in enumerate(stages) for section in found}
+    return owners, {section: found[section] for found in stages for section in found}
+
+
+def _sizes(placed: Placed, shape: ModelShape, groups: Groups) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and whole sizes of the Hugging Face tensors of a parameter, for all experts if it is an expert's."""
+    rule = placed.rule
+    group = groups.expert_tp if rule.is_expert else groups.tp
+    sizes = []
+    for part in rule.split(torch.empty_like(placed.parameter, device="meta"), shape):
+        size = list(part.shape)
+        if rule.shard is not Shard.NONE:
+            size[rule.shard.value] *= group.size()
+        if rule.is_vocabulary:
+            size[0] = shape.vocab_size
+        sizes.append(tuple(size))
+    step = shape.num_experts // groups.ep.size() if rule.is_expert else 1
+    experts = range(placed.expert % step, shape.num_experts, step) if rule.is_expert else (0,)
+    return [
+        (name, size) for expert in experts
+        for name, size in zip(Placed(placed.parameter, rule, placed.layer, expert).names, sizes, strict=True)
+    ]
+
+
+def _whole(placed_list: list[Placed], shape: ModelShape, groups: Groups) -> dict[str, Tensor]:
+    """The whole Hugging Face tensors of one section: one all-gather for the sharded ones, one for the experts."""
+    replicated = [placed for placed in placed_list if placed.rule.shard is Shard.NONE]
+    sharded = [placed for placed in placed_list if not placed.rule.is_expert and placed.rule.shard is not Shard.NONE]
+    experts = [placed for placed in placed_list if placed.rule.is_expert]
+    tensors = {placed.names[0]: placed.parameter for placed in replicated}
+    tensors |= _join(sharded, _gather(sharded, groups.tp), shape, shards=groups.tp.size(), experts_per_rank=0)
+    if experts:
+        tensors |= _join(experts, _gather(experts, groups.expert_tp_ep), shape, shards=groups.expert_tp.size(),
+                         experts_per_rank=shape.num_experts // groups.ep.size())
+    return tensors
+
+
+def _gather(placed_list: list[Placed], group: Any) -> list[list[Tensor]]:
+    """Every rank's parameters of ``placed_list``: outer list by rank of ``group``, inner as ``placed_list``."""
+    parameters = [placed.parameter for placed in placed_list]
+    if group.size() == 1 or not parameters:
+        return [parameters] * group.size()
+    flat = torch.cat([parameter.flatten() for parameter in parameters])
+    everyone = flat.new_empty(group.size() * flat.numel())
+    dist.all_gather_into_tensor(everyone, flat, group=group)
+    sizes = [parameter.numel() for parameter in parameters]
+    return [
+        [part.view_as(parameter) for part, parameter in zip(row.split(sizes), parameters, strict=True)]
+        for row in everyone.view(group.size(), -1)
+    ]
+
+
+def _join(placed_list: list[Placed], gathered: list[list[Tensor]], shape: ModelShape, *, shards: int,
+          experts_per_rank: int) -> dict[str, Tensor]:
+    """Concatenate the ranks' parts. The ranks of ``gathered`` are blocks of ``shards`` tensor-parallel ranks, one block
+    for each expert-parallel rank (Megatron's order: expert-tensor rank fastest)."""
+    tensors: dict[str, Tensor] = {}
+    for block in range(len(gathered) // shards):
+        ranks = gathered[block * shards : (block + 1) * shards]
+        for i, placed in enumerate(placed_list):
+            rule = placed.rule
+            expert = placed.expert % experts_per_rank + block * experts_per_rank if experts_per_rank else 0
+            names = Placed(placed.parameter, rule, placed.layer, expert).names
+            parts = zip(*(rule.split(rank[i], shape) for rank in ranks), strict=True)
+            for name, pieces in zip(names, parts, strict=True):
+                whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=rule.shard.value or 0)
+                tensors[name] = whole[: shape.vocab_size] if rule.is_vocabulary else whole
+    return tensors
+
+
+def _broadcast(tensors: dict[str, Tensor], metadata: list[Any], stage: int, groups: Groups) -> dict[str, Tensor]:
+    """One section's tensors from pipeline stage ``stage`` to all stages, as one flat buffer."""
+    dtype = metadata[0][2]
+    names, sizes = [row[0] for row in metadata], [torch.Size(row[1]) for row in metadata]
+    if groups.pp.rank() == stage:
+        flat = torch.cat([tensors[name].flatten() for name in names])
+    else:
+        flat = torch.empty(sum(size.numel() for size in sizes), dtype=dtype, device=compute_device())
+    dist.broadcast(flat, src=dist.get_global_rank(groups.pp, stage), group=groups.pp)
+    parts = flat.split([size.numel() for size in sizes])
+    return {name: part.view(size) for name, part, size in zip(names, parts, sizes, strict=True)}

@@ -1,0 +1,106 @@
+"""Let unmodified Megatron-Core run on a machine without an accelerator.
+
+Upstream: megatron-core 0.16.1 to 0.19.2 name the device in literals (``device="cuda"``, ``torch.cuda.current_device()``),
+use CUDA streams and CUDA random state, and let the distributed optimizer accept parameters by their CUDA type name.
+Delete when: Megatron-Core takes its device from the tensors or the process group.
+
+Does nothing where CUDA is available. Not patched: graphs, Transformer Engine, fused kernels (they need a GPU).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+import torch
+
+from megatron_gspo.patches.mark import MARK, replace
+
+_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn")
+
+
+class _Stream:
+    """A stream that is always in order: every method returns the stream itself."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: self
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+
+def _on_cpu(factory: Any) -> Any:
+    """``factory`` with a literal ``device="cuda"`` read as the CPU."""
+
+    @functools.wraps(factory)
+    def on_cpu(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is not None and str(device).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return on_cpu
+
+
+def _constant(value: Any) -> Any:
+    """A maker for ``replace``: ignore the original, return a function that gives ``value``."""
+    return lambda original: lambda *args, **kwargs: value
+
+
+def _cuda_type_name(original: Any) -> Any:
+    """``Tensor.type()`` as Megatron's optimizer expects it; a call with a type converts as before."""
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return original(self, *args, **kwargs)
+        name = original(self)
+        return name if "cuda" in name else name.replace("torch.", "torch.cuda.")
+
+    return type_
+
+
+def _patch_torch() -> None:
+    cpu = torch.device("cpu")
+    for name in _FACTORIES:
+        replace(torch, name, _on_cpu)
+    replace(torch.Tensor, "type", _cuda_type_name)
+    replace(torch.Tensor, "cuda", lambda _: lambda self, *args, **kwargs: self)
+    replace(torch.nn.Module, "cuda", lambda _: lambda self, *args, **kwargs: self)
+    replace(torch.cuda, "current_device", _constant(cpu))
+    replace(torch.cuda, "current_stream", lambda _: lambda *args, **kwargs: _Stream())
+    replace(torch.cuda, "stream", lambda _: lambda *args: contextlib.nullcontext())
+    replace(torch.cuda, "synchronize", _constant(None))
+    replace(torch.cuda, "get_rng_state", lambda _: lambda *args, **kwargs: torch.get_rng_state())
+    replace(torch.cuda, "set_rng_state", lambda _: lambda state, *args, **kwargs: torch.set_rng_state(state))
+    replace(torch.cuda, "manual_seed", lambda _: lambda seed: torch.manual_seed(seed))
+    if torch.cuda.Stream is not _Stream:  # a class, since libraries name it in annotations
+        torch.cuda.Stream = _Stream  # type: ignore[misc, assignment]
+
+
+def _patch_megatron() -> None:
+    import megatron.core.tensor_parallel.random as random
+
+    replace(random, "_get_cuda_rng_state", lambda _: lambda *args, **kwargs: torch.get_rng_state())
+    replace(random, "_set_cuda_rng_state", lambda _: lambda state, *args, **kwargs: torch.set_rng_state(state))
+
+
+def is_applied() -> bool:
+    """Whether this process runs Megatron on the CPU through this patch."""
+    return bool(getattr(torch.cuda.current_device, MARK, False))
+
+
+def apply() -> None:
+    """Send Megatron's device literals, streams and random state to the CPU; a no-op where CUDA is available."""
+    if not is_applied() and torch.cuda.is_available():
+        return
+    _patch_torch()
+    _patch_megatron()
