@@ -1,0 +1,175 @@
+"""Packed random batches, and the objectives written once more: loops over sequences in double precision."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from megatron_gspo.algorithms import Objective
+
+
+@dataclass(frozen=True)
+class Batch:
+    """[T] each, float64 but for loss_mask and segment_ids."""
+
+    log_probs: Tensor
+    old_log_probs: Tensor
+    ref_log_probs: Tensor
+    entropy: Tensor
+    advantages: Tensor
+    loss_mask: Tensor
+    segment_ids: Tensor
+    num_segments: int
+
+    @property
+    def num_sequences(self) -> int:
+        return self.segment_ids[self.loss_mask > 0].unique().numel()
+
+    @property
+    def num_tokens(self) -> int:
+        return int((self.loss_mask > 0).sum())
+
+    def take(self, positions: Tensor) -> Batch:
+        """The tokens at `positions`, all segments kept."""
+        chosen = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "num_segments"}
+        return replace(self, **{name: value[positions] for name, value in chosen.items()})
+
+    def arguments(self, dtype: torch.dtype = torch.float64) -> dict[str, Tensor | int]:
+        """Tensors for policy_loss; fresh, so that each call has its own gradients."""
+        floats = {
+            name: getattr(self, name).to(dtype).clone()
+            for name in ("log_probs", "old_log_probs", "ref_log_probs", "entropy", "advantages")
+        }
+        floats["log_probs"].requires_grad_()
+        floats["entropy"].requires_grad_()
+        return {
+            **floats,
+            "loss_mask": self.loss_mask,
+            "segment_ids": self.segment_ids,
+            "num_segments": self.num_segments,
+        }
+
+
+def random_batch(seed: int, *, drift: float, per_token: bool = False, poison: bool = True) -> Batch:
+    """Nine sequences of 1 to 40 positions: masks with holes, two sequences without a trained token, extreme
+    values at untrained positions. `drift` is the standard deviation of a sequence's mean log-ratio and of its
+    tokens' own.
+    """
+    g = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 41, (9,), generator=g).tolist()
+    ids = torch.repeat_interleave(torch.arange(9), torch.tensor(lengths))
+    total = ids.numel()
+
+    def normal(n: int = total) -> Tensor:
+        return torch.randn(n, generator=g, dtype=torch.float64)
+
+    mask = (torch.rand(total, generator=g) < 0.7).float()
+    mask[(ids == 2) | (ids == 8)] = 0
+    for i in set(range(9)) - {2, 8}:
+        mask[int((ids == i).nonzero()[0])] = 1
+    old = -normal().abs() - 0.05
+    log_probs = old + drift * (normal(9)[ids] + normal())
+    advantages = normal() if per_token else normal(9)[ids]
+    batch = Batch(log_probs, old, log_probs + 0.5 * normal(), normal().abs(), advantages, mask, ids, 9)
+    if poison:
+        for name in ("log_probs", "old_log_probs", "ref_log_probs", "entropy", "advantages"):
+            values = getattr(batch, name)
+            holes = (mask == 0).nonzero().flatten()
+            extreme = torch.tensor([float("nan"), float("inf"), -float("inf"), 1e30], dtype=torch.float64)
+            values[holes] = extreme.repeat(total)[: holes.numel()]
+    return batch
+
+
+def naive_loss(objective: Objective, batch: Batch, log_probs: Tensor, entropy: Tensor) -> Tensor:
+    """The loss of the whole mini-batch, straight from the formulas, differentiated by autograd through
+    everything.
+    """
+    o, total = objective, torch.zeros((), dtype=torch.float64)
+    for i in range(batch.num_segments):
+        tokens = [t for t in range(len(log_probs)) if batch.segment_ids[t] == i and batch.loss_mask[t] > 0]
+        if not tokens:
+            continue
+        length = len(tokens)
+        sequence_log_ratio = sum(log_probs[t] - batch.old_log_probs[t] for t in tokens) / length
+        for t in tokens:
+            advantage = batch.advantages[t]
+            if o.importance_sampling_level == "none":
+                value = log_probs[t] * advantage
+            else:
+                value = _surrogate(o, _ratio(o, batch, log_probs, t, sequence_log_ratio), advantage)
+            if o.kl_loss_coef:
+                d = log_probs[t] - batch.ref_log_probs[t]
+                kl = {"k1": d, "k2": d**2 / 2, "k3": torch.exp(-d) - 1 + d}[o.kl_estimator]
+                value = value - o.kl_loss_coef * kl
+            if o.entropy_coef:
+                value = value + o.entropy_coef * entropy[t]
+            if o.aggregation == "sequence_mean":
+                total = total + value / length / batch.num_sequences
+            elif o.aggregation == "token_mean":
+                total = total + value / batch.num_tokens
+            else:
+                total = total + value / o.constant_length / batch.num_sequences
+    return -total
+
+
+def _ratio(o: Objective, batch: Batch, log_probs: Tensor, t: int, sequence_log_ratio: Tensor) -> Tensor:
+    if o.importance_sampling_level == "token":
+        return torch.exp(log_probs[t] - batch.old_log_probs[t])
+    if o.importance_sampling_level == "sequence":  # the ratio itself, not its token-wise stand-in
+        return torch.exp(sequence_log_ratio)
+    return torch.exp(sequence_log_ratio).detach() * torch.exp(log_probs[t] - log_probs[t].detach())
+
+
+def _surrogate(o: Objective, ratio: Tensor, advantage: Tensor) -> Tensor:
+    clipped = torch.clamp(ratio, 1 - o.epsilon_low, 1 + o.epsilon_high)
+    value = torch.minimum(ratio * advantage, clipped * advantage)
+    if o.dual_clip is not None and advantage < 0:
+        value = torch.maximum(value, o.dual_clip * advantage)
+    return value
+
+
+def naive_metrics(objective: Objective, batch: Batch) -> dict[str, float]:
+    """Final figures of the mini-batch, counted one by one."""
+    o, out = objective, {}
+    clipped_tokens = lower = upper = clipped_sequences = 0.0
+    ratios = []
+    k3_old = k3_ref = entropy = 0.0
+    for i in range(batch.num_segments):
+        tokens = [
+            t for t in range(len(batch.log_probs)) if batch.segment_ids[t] == i and batch.loss_mask[t] > 0
+        ]
+        if not tokens:
+            continue
+        log_ratios = [float(batch.log_probs[t] - batch.old_log_probs[t]) for t in tokens]
+        mean = sum(log_ratios) / len(tokens)
+        cut = 0
+        for t, log_ratio in zip(tokens, log_ratios, strict=True):
+            ratio = math.exp(mean if o.sequence_level else log_ratio)
+            advantage = float(batch.advantages[t])
+            is_upper = advantage > 0 and ratio > 1 + o.epsilon_high
+            is_lower = advantage < 0 and ratio < 1 - o.epsilon_low
+            upper, lower, cut = upper + is_upper, lower + is_lower, cut + (is_upper or is_lower)
+            if not o.sequence_level:
+                ratios.append(ratio)
+            k3_old += math.exp(log_ratio) - 1 - log_ratio
+            d = float(batch.log_probs[t] - batch.ref_log_probs[t])
+            k3_ref += math.exp(-d) - 1 + d
+            entropy += float(batch.entropy[t])
+        if o.sequence_level:
+            ratios.append(ratio)
+        clipped_tokens += cut
+        clipped_sequences += cut / len(tokens) if o.sequence_level else cut > 0
+    n = batch.num_tokens
+    ratios = torch.tensor(ratios, dtype=torch.float64)
+    out["clip_fraction/tokens"] = clipped_tokens / n
+    out["clip_fraction/sequences"] = clipped_sequences / batch.num_sequences
+    out["clip_fraction/lower"], out["clip_fraction/upper"] = lower / n, upper / n
+    out["ratio/mean"], out["ratio/std"] = float(ratios.mean()), float(ratios.std(correction=0))
+    out["ratio_max"], out["ratio_min"] = float(ratios.max()), float(ratios.min())
+    out["effective_sample_size"] = float(ratios.sum() ** 2 / (ratios**2).sum() / len(ratios))
+    out["kl/old_policy"], out["kl/ref"], out["entropy"] = k3_old / n, k3_ref / n, entropy / n
+    out["log_ratio_clamped"] = 0.0
+    return out

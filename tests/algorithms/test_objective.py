@@ -1,0 +1,118 @@
+import dataclasses
+
+import pytest
+
+from megatron_gspo.algorithms import PRESETS, Objective, preset
+
+
+def test_published_settings():
+    rows = {
+        "gspo": ("sequence", "sequence_mean", 3e-4, 4e-4),
+        "gspo_token": ("sequence_token", "sequence_mean", 3e-4, 4e-4),
+        "grpo": ("token", "sequence_mean", 0.2, 0.27),
+        "dr_grpo": ("token", "constant", 0.2, 0.2),
+        "dapo": ("token", "token_mean", 0.2, 0.28),
+        "sft": ("none", "token_mean", None, None),
+    }
+    assert set(PRESETS) == set(rows)
+    for name, row in rows.items():
+        o = preset(name)
+        assert (o.importance_sampling_level, o.aggregation, o.epsilon_low, o.epsilon_high) == row
+        assert (o.kl_loss_coef, o.entropy_coef, o.dual_clip) == (0, 0, None)
+    assert preset("dr_grpo").advantage_std == "none"
+    assert {preset(name).advantage_std for name in rows if name != "dr_grpo"} == {"sample"}
+
+
+def test_any_field_may_be_overridden_and_the_value_is_frozen():
+    o = preset(
+        "grpo", epsilon_high=0.3, kl_loss_coef=0.01, kl_estimator="k2", dual_clip=3, advantage_std="none"
+    )
+    assert (o.epsilon_high, o.kl_loss_coef, o.kl_estimator, o.dual_clip) == (0.3, 0.01, "k2", 3)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        o.epsilon_low = 0.1
+    assert preset("sft", aggregation="sequence_mean").aggregation == "sequence_mean"
+    # a range justified by measured ratios of short answers
+    assert preset("gspo", epsilon_low=0.02, epsilon_high=0.03).clip_range == (0.98, 1.03)
+
+
+ANOTHER_ALGORITHM = [
+    ("gspo", {"aggregation": "token_mean"}, "aggregation = 'token_mean'"),
+    ("gspo_token", {"aggregation": "token_mean"}, "aggregation = 'token_mean'"),
+    ("gspo", {"aggregation": "constant", "constant_length": 8}, "aggregation = 'constant'"),
+    ("gspo", {"epsilon_low": 0.2}, "epsilon_low = 0.2"),
+    ("gspo", {"epsilon_low": 0.2, "epsilon_high": 0.2}, "epsilon_low = 0.2"),
+    ("gspo", {"epsilon_high": 0.2}, "epsilon_high = 0.2"),
+    ("gspo", {"epsilon_high": float("inf")}, "epsilon_high = inf"),
+    ("gspo_token", {"epsilon_low": 0.2}, "epsilon_low = 0.2"),
+    ("gspo_token", {"epsilon_high": 0.27}, "epsilon_high = 0.27"),
+    ("gspo", {"epsilon_low": 1e-9}, "epsilon_low = 1e-09"),
+    ("grpo", {"epsilon_low": 3e-4}, "epsilon_low = 0.0003"),
+    ("grpo", {"epsilon_high": 4e-4}, "epsilon_high = 0.0004"),
+    ("dapo", {"epsilon_low": 3e-4}, "epsilon_low = 0.0003"),
+    ("dr_grpo", {"epsilon_high": 3e-4}, "epsilon_high = 0.0003"),
+    ("gspo", {"importance_sampling_level": "token"}, "importance_sampling_level = 'token'"),
+    ("gspo", {"importance_sampling_level": "sequence_token"}, "importance_sampling_level = 'sequence_token'"),
+    ("gspo_token", {"importance_sampling_level": "sequence"}, "importance_sampling_level = 'sequence'"),
+    ("grpo", {"importance_sampling_level": "sequence"}, "importance_sampling_level = 'sequence'"),
+    ("grpo", {"aggregation": "token_mean"}, "aggregation = 'token_mean'"),
+    ("dapo", {"aggregation": "sequence_mean"}, "aggregation = 'sequence_mean'"),
+    ("dr_grpo", {"advantage_std": "sample"}, "advantage_std = 'sample'"),
+]
+
+
+@pytest.mark.parametrize(("name", "fields", "words"), ANOTHER_ALGORITHM)
+def test_another_algorithm_is_refused_in_one_line_unless_overridden(name, fields, words):
+    with pytest.raises(ValueError) as error:
+        preset(name, **fields)
+    message = str(error.value)
+    assert words in message and "research_override=True" in message and "use " in message
+    assert "\n" not in message
+    o = preset(name, **fields, research_override=True)
+    assert all(getattr(o, key) == value for key, value in fields.items())
+
+
+def test_refusals_follow_the_ratio_level_whatever_the_name():
+    with pytest.raises(ValueError, match="token_mean"):
+        Objective("mine", "sequence", "token_mean", epsilon_low=3e-4, epsilon_high=4e-4)
+    with pytest.raises(ValueError, match="sequence ratio"):
+        Objective("mine", "sequence", "sequence_mean", epsilon_low=0.2, epsilon_high=0.2)
+    with pytest.raises(ValueError, match="token ratio"):
+        Objective("mine", "token", "sequence_mean", epsilon_low=3e-4, epsilon_high=4e-4)
+    Objective("ppo", "token", "token_mean", epsilon_low=0.2, epsilon_high=0.2)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "words"),
+    [
+        ("grpo", {"epsilon_low": 0}, "epsilon_low = 0"),
+        ("grpo", {"epsilon_low": 1.5}, "epsilon_low = 1.5"),
+        ("grpo", {"epsilon_high": -0.1}, "epsilon_high = -0.1"),
+        ("grpo", {"epsilon_high": float("nan")}, "epsilon_high = nan"),
+        ("grpo", {"epsilon_high": "0.2"}, "epsilon_high = '0.2'"),
+        ("grpo", {"epsilon_high": None}, "epsilon_high = None"),
+        ("grpo", {"dual_clip": 1.0}, "dual_clip = 1.0"),
+        ("grpo", {"kl_loss_coef": -1}, "kl_loss_coef = -1"),
+        ("grpo", {"kl_estimator": "k4"}, "k1, k2, k3"),
+        ("grpo", {"entropy_coef": True}, "entropy_coef = True"),
+        ("grpo", {"max_log_ratio": 100}, "max_log_ratio = 100"),
+        ("grpo", {"advantage_baseline": "critic"}, "mean, leave_one_out"),
+        ("grpo", {"constant_length": 100}, "constant_length = 100"),
+        ("dr_grpo", {"constant_length": None}, "constant_length = None"),
+        ("dr_grpo", {"constant_length": 0}, "constant_length = 0"),
+        ("sft", {"epsilon_low": 0.2}, "epsilon_low = 0.2"),
+        ("sft", {"dual_clip": 3.0}, "dual_clip = 3.0"),
+        ("grpo", {"research_override": 1}, "research_override = 1"),
+    ],
+)
+def test_impossible_values_are_refused_even_for_researchers(name, fields, words):
+    for override in ({}, {"research_override": True}):
+        with pytest.raises(ValueError) as error:
+            preset(name, **{**override, **fields})
+        assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_unknown_names_list_the_choices():
+    with pytest.raises(ValueError, match="'gpso'.*gspo, gspo_token, grpo, dr_grpo, dapo, sft"):
+        preset("gpso")
+    with pytest.raises(ValueError, match="clip_high = 0.2.*epsilon_high"):
+        preset("gspo", clip_high=0.2)

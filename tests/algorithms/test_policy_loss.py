@@ -1,0 +1,120 @@
+"""The vectorised loss against loops over sequences in double precision, value and gradient."""
+
+import pytest
+import torch
+
+from megatron_gspo.algorithms import PRESETS, Objective, finish_metrics, policy_loss, preset
+
+from .reference import naive_loss, naive_metrics, random_batch
+
+# (objective, drift that clips some and not all)
+CASES = {
+    **{name: (preset(name), 5e-4 if name.startswith("gspo") else 0.2) for name in PRESETS},
+    "sft_sequence_mean": (preset("sft", aggregation="sequence_mean"), 0.2),
+    "gspo_wide": (preset("gspo", epsilon_low=0.05, epsilon_high=0.08), 0.1),
+    "gspo_kl_entropy": (preset("gspo", kl_loss_coef=0.1, kl_estimator="k3", entropy_coef=0.01), 5e-4),
+    "gspo_dual": (preset("gspo", epsilon_low=0.05, epsilon_high=0.08, dual_clip=1.1), 0.2),
+    "grpo_k1": (preset("grpo", kl_loss_coef=0.1, kl_estimator="k1"), 0.2),
+    "grpo_k2": (preset("grpo", kl_loss_coef=0.1, kl_estimator="k2"), 0.2),
+    "dapo_entropy_k3": (preset("dapo", kl_loss_coef=0.1, entropy_coef=0.05), 0.2),
+    "dr_grpo_kl": (preset("dr_grpo", kl_loss_coef=0.1, constant_length=77), 0.2),
+    "grpo_dual": (preset("grpo", dual_clip=1.5), 0.5),
+    "gspo_token_mean": (preset("gspo", aggregation="token_mean", research_override=True), 5e-4),
+    "own_ppo": (Objective("ppo", "token", "token_mean", epsilon_low=0.2, epsilon_high=0.2), 0.2),
+}
+
+
+def both(objective, batch, dtype):
+    arguments = batch.arguments(dtype)
+    loss, metrics = policy_loss(
+        objective, **arguments, num_sequences=batch.num_sequences, num_tokens=batch.num_tokens
+    )
+    loss.backward()
+    log_probs = batch.log_probs.clone().requires_grad_()
+    entropy = batch.entropy.clone().requires_grad_()
+    expected = naive_loss(objective, batch, log_probs, entropy)
+    expected.backward()
+    return loss, arguments, metrics, expected, log_probs.grad, entropy.grad
+
+
+def zeros_where_none(grad, like):
+    return torch.zeros_like(like) if grad is None else grad
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", CASES)
+def test_value_and_gradient_in_float64(name, seed):
+    objective, drift = CASES[name]
+    per_token = objective.importance_sampling_level != "sequence"
+    batch = random_batch(seed, drift=drift, per_token=per_token)
+    loss, arguments, _, expected, grad, entropy_grad = both(objective, batch, torch.float64)
+    torch.testing.assert_close(loss, expected, rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(arguments["log_probs"].grad, grad, rtol=1e-10, atol=1e-14)
+    got = zeros_where_none(arguments["entropy"].grad, batch.entropy)
+    torch.testing.assert_close(got, zeros_where_none(entropy_grad, batch.entropy), rtol=1e-10, atol=1e-14)
+    assert grad.abs().max() > 0 and (grad[batch.loss_mask > 0] == 0).float().mean() < 1
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_float32_stays_within_its_rounding(name):
+    objective, drift = CASES[name]
+    batch = random_batch(2, drift=drift)
+    # the inputs as float32 sees them, so that only the arithmetic is compared
+    batch = type(batch)(
+        **{
+            k: v.float().double() if torch.is_tensor(v) and v.is_floating_point() else v
+            for k, v in vars(batch).items()
+        }
+    )
+    loss, arguments, _, expected, grad, _ = both(objective, batch, torch.float32)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(arguments["log_probs"].grad.double(), grad, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+@pytest.mark.parametrize("name", [n for n, (o, _) in CASES.items() if o.has_ratio])
+def test_metrics_against_counting(name, seed):
+    objective, drift = CASES[name]
+    batch = random_batch(seed, drift=drift, per_token=objective.importance_sampling_level != "sequence")
+    _, _, metrics, *_ = both(objective, batch, torch.float64)
+    assert not any(value.requires_grad for value in metrics.values())
+    got, expected = finish_metrics(metrics), naive_metrics(objective, batch)
+    assert {k: got[k] for k in expected} == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    if not objective.sequence_level:
+        assert 0 < got["clip_fraction/tokens"] < 1
+    rest = set(got) - set(expected)
+    assert rest <= {"loss/policy", "loss/kl", "loss/entropy", "clip_fraction/dual"}
+
+
+def test_cases_clip_on_both_sides_and_not_everywhere():
+    """What makes the comparisons above worth their name."""
+    for name in ("gspo", "gspo_token", "grpo", "dapo", "grpo_dual", "gspo_dual"):
+        objective, drift = CASES[name]
+        found = []
+        for seed in range(4):
+            _, _, metrics, *_ = both(objective, random_batch(seed, drift=drift), torch.float64)
+            found.append(finish_metrics(metrics))
+        for what in ("lower", "upper"):
+            assert 0 < sum(m[f"clip_fraction/{what}"] for m in found) / 4 < 0.9, (name, what)
+        if objective.dual_clip:
+            assert 0 < sum(m["clip_fraction/dual"] for m in found) / 4 < 0.9, name
+
+
+def test_losses_add_up_from_their_terms():
+    batch = random_batch(0, drift=0.2)
+    objective = preset("grpo", kl_loss_coef=0.1, entropy_coef=0.05)
+    loss, metrics = policy_loss(objective, **batch.arguments(), num_sequences=batch.num_sequences)
+    terms = sum(metrics[f"loss/{term}"] for term in ("policy", "kl", "entropy"))
+    torch.testing.assert_close(loss.detach(), terms)
+
+
+def test_num_tokens_and_num_segments_default_to_this_call():
+    batch = random_batch(0, drift=0.2)
+    arguments = batch.arguments()
+    given, _ = policy_loss(
+        preset("dapo"), **arguments, num_sequences=batch.num_sequences, num_tokens=batch.num_tokens
+    )
+    arguments.pop("num_segments")
+    default, _ = policy_loss(preset("dapo"), **arguments, num_sequences=batch.num_sequences)
+    assert given == default

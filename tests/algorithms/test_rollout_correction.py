@@ -1,0 +1,97 @@
+import math
+
+import pytest
+import torch
+
+from megatron_gspo.algorithms import (
+    mismatch_metrics,
+    policy_loss,
+    preset,
+    sequence_correction_weights,
+    token_correction_weights,
+)
+
+D = torch.tensor([0.0, math.log(3), -math.log(4), 0.5, math.nan, -0.1])
+ROLLOUT = torch.full((6,), -1.0)
+MASK = torch.tensor([1.0, 1, 1, 1, 0, 1])
+IDS = torch.tensor([0, 0, 0, 1, 1, 2])
+
+
+def test_mismatch_by_hand():
+    got = mismatch_metrics(ROLLOUT + D, ROLLOUT, MASK, num_tokens=5)
+    d = [0.0, math.log(3), -math.log(4), 0.5, -0.1]
+    assert got["mismatch/k3"].item() == pytest.approx(sum(math.exp(x) - 1 - x for x in d) / 5, rel=1e-5)
+    assert got["mismatch/abs_diff"].item() == pytest.approx(sum(map(abs, d)) / 5, rel=1e-6)
+    assert got["mismatch/abs_diff_max"].item() == pytest.approx(math.log(4))
+    assert got["mismatch/outside_band"].item() == pytest.approx(2 / 5)  # 3 and 1/4; e^0.5 is inside
+
+
+def test_mismatch_shares_add_up():
+    whole = mismatch_metrics(ROLLOUT + D, ROLLOUT, MASK, num_tokens=5)
+    parts = [
+        mismatch_metrics((ROLLOUT + D)[p], ROLLOUT[p], MASK[p], num_tokens=5) for p in (slice(2), slice(2, 6))
+    ]
+    for name in whole:
+        a, b = (p[name] for p in parts)
+        torch.testing.assert_close(torch.maximum(a, b) if name.endswith("_max") else a + b, whole[name])
+
+
+def test_k3_of_tiny_differences_keeps_its_digits():
+    d = torch.full((4,), 1e-3, dtype=torch.float64)
+    old = torch.zeros(4)
+    got = mismatch_metrics(d.float(), old, torch.ones(4), num_tokens=4)["mismatch/k3"].item()
+    assert got == pytest.approx(5e-7, rel=2e-3)
+
+
+def test_token_weights_by_hand():
+    got = token_correction_weights(ROLLOUT + D, ROLLOUT, MASK)
+    torch.testing.assert_close(got, torch.tensor([1, 2, 0.25, math.exp(0.5), 1, math.exp(-0.1)]))
+    assert token_correction_weights(ROLLOUT + D, ROLLOUT, MASK, cap=5.0)[1].item() == pytest.approx(3)
+    with pytest.raises(ValueError, match="cap = 0.5"):
+        token_correction_weights(ROLLOUT + D, ROLLOUT, MASK, cap=0.5)
+
+
+def test_sequence_weights_are_length_normalised():
+    got = sequence_correction_weights(ROLLOUT + D, ROLLOUT, MASK, IDS, 3)
+    first, second, third = (3 / 4) ** (1 / 3), math.exp(0.5), math.exp(-0.1)  # not 3/4
+    torch.testing.assert_close(got, torch.tensor([first] * 3 + [second] * 2 + [third]))
+    got = sequence_correction_weights(ROLLOUT + 3, ROLLOUT, MASK, IDS, 3, cap=1.5)
+    torch.testing.assert_close(got, torch.full((6,), 1.5))
+
+
+def test_sequence_weights_over_context_ranks():
+    whole = sequence_correction_weights(ROLLOUT + D, ROLLOUT, MASK, IDS, 3)
+    sums = []
+
+    def shard(positions, sum_over_context):
+        p = torch.tensor(positions)
+        return sequence_correction_weights(
+            (ROLLOUT + D)[p], ROLLOUT[p], MASK[p], IDS[p], 3, sum_over_context=sum_over_context
+        )
+
+    halves = [0, 3, 5], [1, 2, 4]
+    for half in halves:
+        shard(half, lambda x: sums.append(x) or x)
+    assert [x.shape for x in sums] == [(2, 3), (2, 3)]
+    for half in halves:
+        torch.testing.assert_close(shard(half, lambda x: sums[0] + sums[1]), whole[torch.tensor(half)])
+
+
+def test_weights_times_advantages_scale_the_surrogate_token_by_token():
+    g = torch.Generator().manual_seed(0)
+    old = -torch.rand(6, generator=g)
+    weights = token_correction_weights(ROLLOUT + D, ROLLOUT, MASK)
+
+    def gradient(advantages):
+        log_probs = (old + 0.3 * torch.randn(6, generator=torch.Generator().manual_seed(2))).requires_grad_()
+        common = dict(loss_mask=MASK, segment_ids=IDS, num_sequences=3)
+        loss, metrics = policy_loss(
+            preset("grpo"), log_probs=log_probs, old_log_probs=old, advantages=advantages, **common
+        )
+        loss.backward()
+        return log_probs.grad, metrics["clip_fraction/tokens"]
+
+    advantages = torch.tensor([1.0, -1, 1, -1, 1, 1])
+    plain, corrected = gradient(advantages), gradient(advantages * weights)
+    torch.testing.assert_close(corrected[0], plain[0] * weights)
+    assert plain[1] == corrected[1]

@@ -1,0 +1,180 @@
+"""Hand-worked numbers of the objectives."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_gspo.algorithms import finish_metrics, policy_loss, preset
+
+
+def one_sequence(log_ratio, advantage, name, **fields):
+    """Loss, gradient to log_probs and metrics of one response of len(log_ratio) tokens."""
+    log_ratio = torch.as_tensor(log_ratio, dtype=torch.float32)
+    old = torch.full_like(log_ratio, -1.5)
+    log_probs = (old + log_ratio).requires_grad_()
+    loss, metrics = policy_loss(
+        preset(name, **fields),
+        log_probs=log_probs,
+        old_log_probs=old,
+        advantages=torch.full_like(old, advantage),
+        loss_mask=torch.ones_like(old),
+        segment_ids=torch.zeros(old.shape, dtype=torch.long),
+        num_sequences=1,
+    )
+    loss.backward()
+    return loss.item(), log_probs.grad, finish_metrics(metrics)
+
+
+def two_outliers():
+    log_ratio = torch.zeros(512)
+    log_ratio[100], log_ratio[300] = math.log(1.9), math.log(0.4)
+    return log_ratio
+
+
+def test_gspo_two_outliers_in_512_tokens():
+    s = math.exp((math.log(1.9) + math.log(0.4)) / 512)
+    assert s == pytest.approx(0.99946, abs=5e-6)
+
+    # A = +1: below the band [0.9997, 1.0004], but only the upper bound cuts
+    loss, grad, metrics = one_sequence(two_outliers(), 1.0, "gspo")
+    assert loss == pytest.approx(-s, rel=1e-6)
+    torch.testing.assert_close(grad, torch.full((512,), -s / 512), rtol=1e-6, atol=0)
+    assert metrics["clip_fraction/sequences"] == metrics["clip_fraction/tokens"] == 0
+    assert metrics["ratio_max"] == pytest.approx(s, rel=1e-6)
+
+    # A = -1: clipped, all 512 tokens with it
+    loss, grad, metrics = one_sequence(two_outliers(), -1.0, "gspo")
+    assert loss == pytest.approx(1 - 3e-4, rel=1e-6)
+    assert grad.abs().max() == 0
+    assert metrics["clip_fraction/sequences"] == metrics["clip_fraction/tokens"] == 1
+    assert metrics["clip_fraction/lower"] == 1 and metrics["clip_fraction/upper"] == 0
+
+
+def test_grpo_gives_those_tokens_weights_1_9_and_0_4():
+    _, grad, metrics = one_sequence(two_outliers(), 1.0, "grpo")
+    weights = -grad * 512
+    assert weights[100] == 0  # 1.9 > 1.27: clipped
+    assert weights[300].item() == pytest.approx(0.4, rel=1e-6)
+    assert weights[0].item() == pytest.approx(1, rel=1e-6)
+    assert metrics["clip_fraction/tokens"] == pytest.approx(1 / 512)
+    assert metrics["clip_fraction/sequences"] == 1  # a response with a clipped token
+
+    _, grad, metrics = one_sequence(two_outliers(), -1.0, "grpo")
+    weights = grad * 512
+    assert weights[100].item() == pytest.approx(1.9, rel=1e-6)
+    assert weights[300] == 0  # 0.4 < 0.8: clipped
+    assert metrics["clip_fraction/lower"] == pytest.approx(1 / 512)
+
+
+def test_ratio_of_doubled_likelihood_has_the_length_exponent():
+    # a response of 10 tokens goes from likelihood 1e-4 to 2e-4
+    log_ratio = torch.zeros(10)
+    log_ratio[4] = math.log(2.0)
+    _, _, metrics = one_sequence(log_ratio, 1.0, "gspo")
+    assert metrics["ratio/mean"] == pytest.approx(1.0718, abs=5e-5)
+    assert metrics["ratio/mean"] == pytest.approx(2**0.1, rel=1e-6)
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.3])
+@pytest.mark.parametrize("shift", [0.0, 2e-4, -2e-4, 5e-4, -5e-4])
+def test_gspo_token_with_equal_advantages_is_gspo(advantage, shift):
+    log_ratio = 0.3 * torch.randn(64, generator=torch.Generator().manual_seed(1))
+    log_ratio += shift - log_ratio.mean()
+    a, b = (one_sequence(log_ratio, advantage, name) for name in ("gspo", "gspo_token"))
+    assert a[0] == b[0] and torch.equal(a[1], b[1]) and a[2] == b[2]
+    cut = (advantage > 0 and shift > 4e-4) or (advantage < 0 and shift < -3e-4)
+    assert a[2]["clip_fraction/sequences"] == pytest.approx(float(cut))
+    assert bool(a[1].abs().max() == 0) == cut
+
+
+def test_true_log_ratio_of_2_6e_6_is_seen():
+    # in bfloat16 it came out as 0
+    _, _, metrics = one_sequence(torch.full((100,), 2.6e-6), 1.0, "gspo")
+    assert metrics["ratio/mean"] - 1 == pytest.approx(2.6e-6, rel=0.1)
+
+
+def test_dual_clip_bounds_a_bad_response():
+    # A = -1, ratio e^2 = 7.39: unbounded by the clip, bounded by c = 3
+    loss, grad, _ = one_sequence(torch.full((4,), 2.0), -1.0, "grpo")
+    assert loss == pytest.approx(math.exp(2), rel=1e-6) and grad.abs().min() > 0
+    loss, grad, metrics = one_sequence(torch.full((4,), 2.0), -1.0, "grpo", dual_clip=3.0)
+    assert loss == pytest.approx(3) and grad.abs().max() == 0
+    assert metrics["clip_fraction/dual"] == 1 and metrics["clip_fraction/tokens"] == 0
+    loss, _, _ = one_sequence(torch.full((4,), 2.0), 1.0, "grpo", dual_clip=3.0)  # A > 0: not concerned
+    assert loss == pytest.approx(-1.27)
+
+
+def test_length_weighting_tells_the_algorithms_apart():
+    """Two responses of 2 and 6 tokens, advantage 1, on policy: each token's share of the objective."""
+    ids = torch.tensor([0, 0, 1, 1, 1, 1, 1, 1])
+    expected = {
+        "gspo": [1 / 4] * 2 + [1 / 12] * 6,  # 1/N 1/|y|
+        "grpo": [1 / 4] * 2 + [1 / 12] * 6,
+        "dapo": [1 / 8] * 8,  # 1/tokens
+        "dr_grpo": [1 / 2048] * 8,  # 1/(N * 1024)
+        "sft": [1 / 8] * 8,
+    }
+    for name, weights in expected.items():
+        log_probs = torch.full((8,), -1.0, requires_grad=True)
+        loss, _ = policy_loss(
+            preset(name),
+            log_probs=log_probs,
+            old_log_probs=log_probs.detach(),
+            advantages=torch.ones(8),
+            loss_mask=torch.ones(8),
+            segment_ids=ids,
+            num_sequences=2,
+            num_tokens=8,
+        )
+        loss.backward()
+        torch.testing.assert_close(-log_probs.grad, torch.tensor(weights))
+
+
+def test_off_policy_grpo_follows_tokens_where_gspo_follows_the_response():
+    """One response, per-token ratios e^0.1 and e^-0.1: GSPO weighs both tokens 1, GRPO by their own ratio."""
+    _, gspo, _ = one_sequence([0.1, -0.1], 1.0, "gspo")
+    _, grpo, _ = one_sequence([0.1, -0.1], 1.0, "grpo")
+    torch.testing.assert_close(gspo, torch.tensor([-0.5, -0.5]))
+    torch.testing.assert_close(grpo, -0.5 * torch.tensor([0.1, -0.1]).exp())
+
+
+def test_kl_terms_by_hand():
+    # d = log_probs - ref = ln 2: k1 = ln 2, k2 = ln(2)^2 / 2, k3 = 1/2 - 1 + ln 2; gradients 1, ln 2, 1 - 1/2
+    ln2 = math.log(2)
+    rows = {"k1": (ln2, 1.0), "k2": (ln2**2 / 2, ln2), "k3": (ln2 - 0.5, 0.5)}
+    for estimator, (value, slope) in rows.items():
+        log_probs = torch.full((2,), -1.0, requires_grad=True)
+        loss, metrics = policy_loss(
+            preset("gspo", kl_loss_coef=0.1, kl_estimator=estimator),
+            log_probs=log_probs,
+            old_log_probs=log_probs.detach(),
+            advantages=torch.zeros(2),
+            loss_mask=torch.ones(2),
+            segment_ids=torch.zeros(2, dtype=torch.long),
+            num_sequences=1,
+            ref_log_probs=log_probs.detach() - ln2,
+        )
+        loss.backward()
+        assert loss.item() == pytest.approx(0.1 * value, rel=1e-5)
+        torch.testing.assert_close(log_probs.grad, torch.full((2,), 0.1 * slope / 2))
+        assert metrics["kl/ref"].item() == pytest.approx(ln2 - 0.5, rel=1e-5)
+
+
+def test_sft_needs_neither_old_policy_nor_advantages():
+    log_probs = torch.tensor([-1.0, -2.0, -6.0], requires_grad=True)
+    common = dict(
+        log_probs=log_probs,
+        old_log_probs=None,
+        advantages=None,
+        loss_mask=torch.tensor([1.0, 1.0, 1.0]),
+        segment_ids=torch.tensor([0, 0, 1]),
+        num_sequences=2,
+    )
+    loss, metrics = policy_loss(preset("sft"), **common)
+    assert loss.item() == pytest.approx(3)
+    assert {k: v.item() for k, v in metrics.items() if k.startswith("clip")} == {
+        f"clip_fraction/{what}": 0 for what in ("tokens", "sequences", "lower", "upper")
+    }
+    loss, _ = policy_loss(preset("sft", aggregation="sequence_mean"), **common)
+    assert loss.item() == pytest.approx((1.5 + 6) / 2)
