@@ -1,4 +1,4 @@
-"""A key/value cache for decoding: written in place, so a step copies one column instead of the whole cache."""
+"""A key/value cache for decoding: written in place, so a step copies one column, not the whole cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decoding loop: prefill each prompt once, repeat its cache for its samples, drop finished rows on the way."""
+"""The decoding loop: prefill a prompt once, repeat its cache for its samples, drop rows that finish."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megatron_gspo.rollout.cache import BufferCache
 from megatron_gspo.rollout.engine import SamplingParams
 from megatron_gspo.rollout.sampling import choose_tokens
 
-_DROP_SHARE = 8  # finished rows leave when they are 1/8 of the batch: a copy of the cache costs about a quarter step
+_DROP_SHARE = 8  # finished rows leave when they are 1/8 of the batch: copying the cache costs 1/4 of a step
 _RESERVE = 128  # columns of cache allocated ahead of need
 
 
 @dataclass
 class Responses:
-    """tokens [B, R] int64 and log_probs [B, R] float32, valid up to lengths [B] int64; stopped [B] bool: by an end
-    token, which is then the last one."""
+    """tokens [B, R] int64 and log_probs [B, R] float32, valid up to lengths [B] int64; stopped [B] bool: by
+    an end token, which is then the last one."""
 
     tokens: np.ndarray
     log_probs: np.ndarray
@@ -40,7 +40,8 @@ def decode(
     """Draw one response for each row.
 
     prompts: token ids [P_i] int64 of each distinct prompt; rows: [B] int64, the prompt of each row.
-    uniforms: [B, R] float32, R = max_response_length (None when greedy); stop_ids: [E] int64 on the model's device.
+    uniforms: [B, R] float32, R = max_response_length (None when greedy); stop_ids: [E] int64 on the model's
+    device.
     """
     device, limit, batch = model.device, sampling.max_response_length, len(rows)
     logits, state = _prefill(model, prompts, torch.from_numpy(rows).to(device), limit)
@@ -50,7 +51,8 @@ def decode(
     live = torch.arange(batch, device=device)  # which row of the output each row of the batch is
     finished = torch.zeros(batch, dtype=torch.bool, device=device)
     for t in range(limit):
-        chosen, scores = choose_tokens(logits, None if draws is None else draws[t].index_select(0, live), sampling)
+        draw = None if draws is None else draws[t].index_select(0, live)
+        chosen, scores = choose_tokens(logits, draw, sampling)
         tokens[t].index_copy_(0, live, chosen)
         log_probs[t].index_copy_(0, live, scores)
         finished |= torch.isin(chosen, stop_ids)

@@ -14,8 +14,9 @@ from megatron_gspo.rollout.engine import SamplingParams
 class DemonstrationEngine:
     """`RolloutEngine` whose response to a prompt is its reference answer and the end token.
 
-    One sample a prompt, reward 1, no `rollout_log_probs`. An answer longer than `max_response_length` is cut there,
-    without an end token, and finishes with "length", so that the filter for truncated responses sees it.
+    One sample a prompt, reward 1, no `rollout_log_probs`. An answer longer than `max_response_length` is cut
+    there, without an end token, and finishes with "length", so that the filter for truncated responses sees
+    it.
     """
 
     def __init__(self, encode: Callable[[str], list[int]], eos_token_id: int) -> None:
@@ -47,7 +48,9 @@ class DemonstrationEngine:
 
     def _sample(self, prompt: Prompt, limit: int) -> Sample:
         if prompt.answer is None:
-            raise ValueError(f"prompt {prompt.index} has no reference answer: give one to train on demonstrations")
+            raise ValueError(
+                f"prompt {prompt.index} has no reference answer: give one to train on demonstrations"
+            )
         response = np.asarray([*self.encode(prompt.answer), self.eos_token_id], dtype=np.int64)
         finish_reason = "stop" if len(response) <= limit else "length"
         response = response[:limit]

@@ -30,8 +30,8 @@ class Decoder(Protocol):
 class EmbeddedEngine:
     """`RolloutEngine` on a Transformers causal language model with full attention.
 
-    Samples are the same however prompts are batched or spread over engines, up to the rounding of matrix products
-    of different shapes (a draw within about 1e-7 of a boundary may fall on the other side of it).
+    Samples are the same however prompts are batched or spread over engines, up to the rounding of matrix
+    products of different shapes (a draw within about 1e-7 of a boundary may fall on the other side of it).
     """
 
     def __init__(
@@ -47,13 +47,14 @@ class EmbeddedEngine:
     ) -> None:
         """Build the model.
 
-        source: a local checkpoint folder, or a config, whose weights come from `state` (checkpoint names, full
-            tensors) or from the first `update_weights`.
+        source: a local checkpoint folder, or a config, whose weights come from `state` (checkpoint names,
+            full tensors) or from the first `update_weights`.
         tokenizer: gives `Sample.text` and an end token; without it the text is "".
-        eos_token_ids: end tokens; default: those of the generation config, else the config, and the tokenizer's.
+        eos_token_ids: end tokens; default: those of the generation config, else the config, and the
+            tokenizer's.
         max_batch: sequences decoded at once.
 
-        Raises ValueError (one line) for a missing folder, a model with sliding-window attention or no end token.
+        Raises ValueError (one line) for a missing folder, sliding-window attention or no end token.
         """
         if max_batch < 1:
             raise ValueError(f"max_batch={max_batch}: decode at least 1 sequence at once")
@@ -81,14 +82,13 @@ class EmbeddedEngine:
             np.array_split(order, batches), np.array_split(sample_index, batches), strict=True
         ):
             chosen = [prompts[i] for i in places]
-            for place, sample in zip(
-                places * sampling.n + indices, self._decode_batch(chosen, indices, sampling, seed), strict=True
-            ):
+            decoded = self._decode_batch(chosen, indices, sampling, seed)
+            for place, sample in zip(places * sampling.n + indices, decoded, strict=True):
                 samples[place] = sample
         return samples
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """See `RolloutEngine.update_weights`. After an error the engine refuses to generate until one succeeds."""
+        """See `RolloutEngine.update_weights`. After an error `generate` refuses until one succeeds."""
         self.weight_version = None
         self._targets.write(named_tensors)
         self.weight_version = version
@@ -152,10 +152,8 @@ class EmbeddedEngine:
         for i, (prompt, response, length) in enumerate(zip(prompts, ids, lengths, strict=True)):
             log_probs = responses.log_probs[i, :length].copy()
             if not np.isfinite(log_probs).all():
-                raise RuntimeError(
-                    f"prompt {prompt.index}: the model of weight version {self.weight_version} gives non-finite "
-                    "log-probs: check the weights"
-                )
+                where = f"prompt {prompt.index}, weight version {self.weight_version}"
+                raise RuntimeError(f"{where}: the log-probs are not finite; check the weights")
             samples.append(
                 Sample(
                     prompt_index=prompt.index,
@@ -172,13 +170,17 @@ class EmbeddedEngine:
         return samples
 
 
-def _build(source: str | Path | PretrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def _build(
+    source: str | Path | PretrainedConfig, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
     if isinstance(source, PretrainedConfig):
         _refuse_windows(source)
         model = AutoModelForCausalLM.from_config(source, dtype=dtype)
     else:
         if not (Path(source) / "config.json").is_file():
-            raise ValueError(f"model folder {source} has no config.json: give a local Hugging Face checkpoint")
+            raise ValueError(
+                f"model folder {source} has no config.json: give a local Hugging Face checkpoint"
+            )
         model = AutoModelForCausalLM.from_pretrained(source, local_files_only=True, dtype=dtype)
         _refuse_windows(model.config)
     model = model.to(device).eval().requires_grad_(False)
@@ -202,7 +204,10 @@ def _end_tokens(model: PreTrainedModel, tokenizer: Any, given: Sequence[int] | N
     found: set[int] = set(given or ())
     if given is None:
         generation = model.generation_config or GenerationConfig()
-        for ids in (generation.eos_token_id or model.config.eos_token_id, getattr(tokenizer, "eos_token_id", None)):
+        for ids in (
+            generation.eos_token_id or model.config.eos_token_id,
+            getattr(tokenizer, "eos_token_id", None),
+        ):
             found.update([ids] if isinstance(ids, int) else ids or [])
     if not found:
         raise ValueError("no end token in the configs or the tokenizer: pass eos_token_ids")

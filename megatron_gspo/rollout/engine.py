@@ -58,15 +58,16 @@ class RolloutEngine(Protocol):
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> list[Sample]:
         """`sampling.n` samples a prompt, prompt-major: all samples of prompts[0], then of prompts[1], ...
 
-        The draw of response token t of (prompt_index, sample_index) depends on (seed, prompt_index, sample_index, t)
-        alone, not on the batch, the rank or the order of the prompts.
+        The draw of response token t of (prompt_index, sample_index) depends on (seed, prompt_index,
+        sample_index, t) alone, not on the batch, the rank or the order of the prompts.
 
-        Of each sample: `rollout_log_probs[j]` is the natural log of the probability of response token j given all
-        tokens before it, under softmax(logits / scoring_temperature) over the whole vocabulary: after temperature,
-        before top-k and top-p (so that it compares with a training engine's log-probs). None where the engine has
-        none. The end token is part of the response. `loss_mask` is True for every token of a single-turn response.
-        `finish_reason` is "stop" (end token), "length" (max_response_length reached) or "abort". `weight_version` is
-        that of the last `update_weights`. `routed_experts` where the engine reports them, else None. `reward` stays NaN.
+        Of each sample: `rollout_log_probs[j]` is the natural log of the probability of response token j given
+        all tokens before it, under softmax(logits / scoring_temperature) over the whole vocabulary: after
+        temperature, before top-k and top-p (so that it compares with a training engine's log-probs). None
+        where the engine has none. The end token is part of the response. `loss_mask` is True for every token
+        of a single-turn response. `finish_reason` is "stop" (end token), "length" (max_response_length
+        reached) or "abort". `weight_version` is that of the last `update_weights`. `routed_experts` where the
+        engine reports them, else None. `reward` stays NaN.
 
         Raises ValueError (one line) for a prompt or parameters that the engine can't serve.
         """
@@ -75,8 +76,10 @@ class RolloutEngine(Protocol):
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Take the weights from a stream of (Hugging Face checkpoint name, full tensor).
 
-        Every engine reads the stream to its end, also if it has no use for it: producing it may be collective.
-        Raises ValueError (one line, naming the tensor) for a missing, repeated, unknown or wrong-shape tensor.
+        Every engine reads the stream to its end, also if it has no use for it: producing it may be
+        collective.
+
+        Raises ValueError (one line, naming the tensor) for a missing, repeated, unknown or wrong-shape one.
         """
         ...
 

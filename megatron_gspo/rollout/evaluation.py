@@ -34,7 +34,9 @@ def pass_at_k(rewards: ArrayLike, k: int, *, threshold: float = 1.0) -> float:
 def _table(rewards: ArrayLike, k: int | None) -> np.ndarray:
     table = np.asarray(rewards, dtype=np.float64)
     if table.ndim != 2 or 0 in table.shape:
-        raise ValueError(f"rewards has shape {list(table.shape)}: give [prompts, n] with at least one of each")
+        raise ValueError(
+            f"rewards has shape {list(table.shape)}: give [prompts, n] with at least one of each"
+        )
     if not np.isfinite(table).all():
         prompt = int(np.argwhere(~np.isfinite(table))[0, 0])
         raise ValueError(f"prompt {prompt} has a non-finite reward: score every sample before the evaluation")

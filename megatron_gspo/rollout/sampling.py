@@ -1,4 +1,4 @@
-"""Choosing tokens: counter-based random numbers and inverse-CDF sampling, both independent of the batch layout."""
+"""Choosing tokens: counter-based random numbers and inverse-CDF sampling, whatever the batch layout."""
 
 from __future__ import annotations
 
@@ -31,10 +31,14 @@ def philox_4x32(counter: tuple[np.ndarray, ...], key: tuple[int, int]) -> tuple[
     return c0, c1, c2, c3
 
 
-def sequence_uniforms(seed: int, prompt_index: np.ndarray, sample_index: np.ndarray, length: int) -> np.ndarray:
-    """One uniform number per (sequence, position), a function of (seed, prompt_index, sample_index, position) alone.
+def sequence_uniforms(
+    seed: int, prompt_index: np.ndarray, sample_index: np.ndarray, length: int
+) -> np.ndarray:
+    """One uniform number per (sequence, position).
 
-    prompt_index, sample_index: [N] int64. Returns [N, length] float32, multiples of 2^-24 in [0, 1).
+    Each is a function of (seed, prompt_index, sample_index, position) alone; seed: its low 64 bits count.
+    prompt_index, sample_index: [N] int64 (the low 32 bits of sample_index count).
+    Returns [N, length] float32, multiples of 2^-24 in [0, 1).
     """
     blocks = -(-length // 4)
     prompt = np.asarray(prompt_index, dtype=np.int64).astype(np.uint64)[:, None]
@@ -67,8 +71,8 @@ def choose_tokens(logits: Tensor, uniforms: Tensor | None, sampling: SamplingPar
 def _inverse_cdf(probs: Tensor, uniforms: Tensor, sampling: SamplingParams) -> Tensor:
     """[B, V] probabilities and [B] uniforms -> [B, 1] tokens of the (truncated, renormalised) distribution.
 
-    The token is the first whose cumulated probability exceeds u * total. In float64, u <= 1 - 2^-24 keeps that
-    threshold below the total, and a token of probability 0 is never the first to exceed anything.
+    The token is the first whose cumulated probability exceeds u * total. In float64, u <= 1 - 2^-24 keeps
+    that threshold below the total, and a token of probability 0 is never the first to exceed anything.
     """
     order = None
     if sampling.top_k or sampling.top_p < 1:

@@ -14,7 +14,7 @@ from megatron_gspo.rollout.engine import SamplingParams
 
 @dataclass(frozen=True)
 class ScriptedResponse:
-    """token_ids: the response, end token included; log_probs: as many floats, or None; finish_reason as in Sample."""
+    """token_ids: the response, end token included; log_probs: as many floats, or None; rest as in Sample."""
 
     token_ids: Sequence[int]
     log_probs: Sequence[float] | None = None
@@ -36,7 +36,7 @@ class ScriptedEngine:
     calls: list[str] = field(default_factory=list)
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> list[Sample]:
-        """The scripted responses, prompt-major. Raises ValueError if the script has none, or one that is too long."""
+        """The scripted responses, prompt-major. Raises ValueError if one is missing or too long."""
         return [self._sample(prompt, i, sampling, seed) for prompt in prompts for i in range(sampling.n)]
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
@@ -80,5 +80,7 @@ class ScriptedEngine:
             return self.script(prompt, sample_index, seed)
         responses = self.script.get(prompt.index, ())
         if sample_index >= len(responses):
-            raise ValueError(f"prompt {prompt.index} has {len(responses)} scripted responses: add sample {sample_index}")
+            raise ValueError(
+                f"prompt {prompt.index} has {len(responses)} scripted responses: add sample {sample_index}"
+            )
         return responses[sample_index]

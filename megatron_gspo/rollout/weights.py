@@ -1,7 +1,7 @@
 """Writing a stream of Hugging Face checkpoint tensors into a live Transformers model, in place.
 
-Since 5.0 the library keeps the experts of a layer in two 3-d parameters, while checkpoints hold one tensor per expert
-and projection. `WeightTargets` maps every checkpoint name to the slice that it fills.
+Since 5.0 the library keeps the experts of a layer in two 3-d parameters, while checkpoints hold one tensor
+per expert and projection. `WeightTargets` maps every checkpoint name to the slice that it fills.
 """
 
 from __future__ import annotations
@@ -50,16 +50,17 @@ class WeightTargets:
     def write(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy every tensor to its place (dtype and device are converted); all of them, each exactly once.
 
-        A tied tensor may be absent or must equal the one it is tied to. The model's own name of a fused parameter is
-        accepted instead of its per-expert names. Raises ValueError naming the tensor if one is unknown, repeated,
-        of the wrong shape or missing; the stream is still read to its end, and part of the model may have changed.
+        A tied tensor may be absent or must equal the one it is tied to. The model's own name of a fused
+        parameter is accepted instead of its per-expert names. Raises ValueError naming the tensor if one is
+        unknown, repeated, of the wrong shape or missing; the stream is still read to its end, and part of the
+        model may have changed.
         """
         written: set[str] = set()
         extra: list[tuple[str, Tensor]] = []
         error = ""
         for name, tensor in named_tensors:
             if error:
-                continue  # producing the stream may be collective: an engine that stops reading hangs its peers
+                continue  # producing the stream may be collective: to stop reading would hang its peers
             if name in self.tied:
                 extra.append((name, tensor))
                 continue
@@ -84,7 +85,7 @@ class WeightTargets:
             target = self.slices[self.tied[name]]
             error = _fault(name, tensor, target, set())
             if not error and not torch.equal(target, tensor.to(target)):
-                error = f"weight {name} differs from {self.tied[name]}, to which the model ties it: untie or leave it out"
+                error = f"weight {name} differs from {self.tied[name]}, but the model ties them: leave it out"
             if error:
                 return error
         return ""
@@ -96,15 +97,16 @@ def _fault(name: str, tensor: Tensor, target: Tensor | None, repeated: set[str])
     if repeated:
         return f"weight {min(repeated)} comes twice: send every tensor once"
     if tensor.shape != target.shape:
-        return f"weight {name} has shape {list(tensor.shape)}, the model wants {list(target.shape)}: send full tensors"
+        shapes = f"{list(tensor.shape)}, the model wants {list(target.shape)}"
+        return f"weight {name} has shape {shapes}: send full tensors"
     return ""
 
 
 def _expert_slices(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:
     """Checkpoint name -> slice of a fused expert parameter; empty for any other tensor.
 
-    The layout of the library's `qwen2_moe` conversion, which Qwen3-MoE uses: gate_up_proj [E, 2i, h] is gate over up,
-    down_proj [E, h, i].
+    The layout of the library's `qwen2_moe` conversion, which Qwen3-MoE uses: gate_up_proj [E, 2i, h] is gate
+    over up, down_proj [E, h, i].
     """
     prefix, _, kind = name.rpartition(".")
     if kind not in ("gate_up_proj", "down_proj") or tensor.dim() != 3:

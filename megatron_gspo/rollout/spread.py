@@ -1,0 +1,207 @@
+"""Rollouts over ranks: each rank generates its share of the prompts, every rank gets all samples.
+
+Samples travel as one flat byte buffer a rank: a table of numbers, then the tokens, masks and per-token floats
+of all its samples end to end. Two collectives in all: the sizes, the bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_gspo.data.sample import FINISH_REASONS, Prompt, Sample
+from megatron_gspo.rollout.engine import RolloutEngine, SamplingParams
+
+_PER_TOKEN = ("rollout_log_probs", "advantages", "old_log_probs", "ref_log_probs")
+_COLUMNS = ("place", "prompt_index", "sample_index", "length", "prompt_length", "finish", "weight_version",
+            "text_bytes", *_PER_TOKEN, "route_layers", "route_k", "route_bytes")  # fmt: skip
+_COLUMN = {name: i for i, name in enumerate(_COLUMNS)}
+
+
+def split_prompts(prompts: Sequence[Prompt], num_ranks: int) -> list[list[int]]:
+    """[rank] -> positions in `prompts`, ascending. Every position once; counts differ by at most 1.
+
+    Prompts are dealt in order of length, forth and back, so that ranks get equal lengths too. Deterministic.
+    """
+    order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i].token_ids), i))
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    for turn in range(0, len(order), num_ranks):
+        dealt = order[turn : turn + num_ranks]
+        ranks = range(num_ranks) if (turn // num_ranks) % 2 == 0 else range(num_ranks - 1, -1, -1)
+        for position, rank in zip(dealt, ranks, strict=False):
+            shares[rank].append(position)
+    return [sorted(share) for share in shares]
+
+
+def generate_spread(
+    engine: RolloutEngine,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    *,
+    seed: int,
+    group: dist.ProcessGroup | None = None,
+    device: str | torch.device = "cpu",
+) -> list[Sample]:
+    """`engine.generate` with the prompts spread over `group`: the same samples on every rank, prompt-major.
+
+    Every rank passes the same prompts. group None: this process alone. device: where the group's backend
+    communicates ("cuda" for NCCL). An exception on one rank raises on all of them (RuntimeError naming the
+    rank on the others), so that no rank waits for a peer that has left.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return engine.generate(prompts, sampling, seed=seed)
+    share = split_prompts(prompts, dist.get_world_size(group))[dist.get_rank(group)]
+    failure: Exception | None = None
+    samples: list[Sample] = []
+    try:
+        samples = engine.generate([prompts[i] for i in share], sampling, seed=seed)
+        if len(samples) != len(share) * sampling.n:
+            raise RuntimeError(f"engine gave {len(samples)} samples for {len(share)} prompts x {sampling.n}")
+    except Exception as error:
+        failure = error
+    places = [i * sampling.n + j for i in share for j in range(sampling.n)]
+    return _gather(samples, places, group, torch.device(device), failure)
+
+
+def gather_samples(
+    samples: Sequence[Sample], places: Sequence[int], group: dist.ProcessGroup | None, device: str = "cpu"
+) -> list[Sample]:
+    """All ranks' samples on every rank, in ascending order of `places` (one int a sample, distinct over
+    ranks)."""
+    if group is None or dist.get_world_size(group) == 1:
+        return [samples[i] for i in np.argsort(np.asarray(places, dtype=np.int64), kind="stable")]
+    return _gather(samples, places, group, torch.device(device), None)
+
+
+def _gather(
+    samples: Sequence[Sample],
+    places: Sequence[int],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    failure: Exception | None,
+) -> list[Sample]:
+    payload = encode_samples(samples, places) if failure is None else str(failure).encode()
+    buffers, failed = _all_gather_bytes(payload, failure is not None, group, device)
+    if failure is not None:
+        raise failure
+    for rank, buffer in enumerate(buffers):
+        if failed[rank]:
+            raise RuntimeError(f"generation failed on rank {rank} of the group: {buffer.tobytes().decode()}")
+    found = [pair for buffer in buffers for pair in decode_samples(buffer)]
+    found.sort(key=lambda pair: pair[0])
+    return [sample for _, sample in found]
+
+
+def _all_gather_bytes(
+    payload: bytes | bytearray, failed: bool, group: dist.ProcessGroup, device: torch.device
+) -> tuple[list[np.ndarray], list[bool]]:
+    """Every rank's payload as a uint8 array, and its flag."""
+    head = torch.tensor([len(payload), int(failed)], dtype=torch.int64, device=device)
+    heads = [torch.empty_like(head) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(heads, head, group=group)
+    sizes, flags = zip(*(h.tolist() for h in heads), strict=True)
+    width = max(*sizes, 1)
+    mine = torch.zeros(width, dtype=torch.uint8)
+    if payload:
+        mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    mine = mine.to(device)
+    everyone = [torch.empty_like(mine) for _ in heads]
+    dist.all_gather(everyone, mine, group=group)
+    arrays = [buffer.cpu().numpy()[:size] for buffer, size in zip(everyone, sizes, strict=True)]
+    return arrays, [bool(flag) for flag in flags]
+
+
+def encode_samples(samples: Sequence[Sample], places: Sequence[int]) -> bytes:
+    """Samples and their places as bytes: a few numpy concatenations, whatever their number."""
+    table = np.zeros((len(samples), len(_COLUMNS)), dtype=np.int64)
+    texts = [sample.text.encode() for sample in samples]
+    for row, sample, place, text in zip(table, samples, places, texts, strict=True):
+        routes = sample.routed_experts
+        present = [getattr(sample, name) is not None for name in _PER_TOKEN]
+        shape = (0, 0, 0) if routes is None else (*routes.shape[1:], routes.dtype.itemsize)
+        finish = FINISH_REASONS.index(sample.finish_reason)
+        ids = (place, sample.prompt_index, sample.sample_index)
+        sizes = (sample.length, sample.prompt_length)
+        row[:] = (*ids, *sizes, finish, sample.weight_version, len(text), *present, *shape)
+    metadata = (
+        b"" if not any(s.metadata for s in samples) else json.dumps([s.metadata for s in samples]).encode()
+    )
+    floats = [getattr(s, name) for s in samples for name in _PER_TOKEN if getattr(s, name) is not None]
+    routes = [s.routed_experts for s in samples if s.routed_experts is not None]
+    parts = [
+        np.array([len(samples), len(metadata)], dtype=np.int64),
+        table,
+        np.array([sample.reward for sample in samples], dtype=np.float64),
+        _joined([s.tokens for s in samples], np.int64),
+        _joined(floats, np.float32),
+        _joined([s.loss_mask for s in samples], np.uint8),
+    ]
+    blobs = [part.tobytes() for part in parts] + [np.ascontiguousarray(r).tobytes() for r in routes]
+    return b"".join([*blobs, *texts, metadata])
+
+
+def decode_samples(buffer: np.ndarray) -> list[tuple[int, Sample]]:
+    """The inverse of `encode_samples` over a writable uint8 array: (place, sample), arrays being views into
+    it (routes are copies)."""
+    reader = _Reader(buffer)
+    count, metadata_bytes = reader.take(np.int64, 2).tolist()
+    table = reader.take(np.int64, count * len(_COLUMNS)).reshape(count, len(_COLUMNS))
+    rewards = reader.take(np.float64, count).tolist()
+    lengths, prompt_lengths = table[:, _COLUMN["length"]], table[:, _COLUMN["prompt_length"]]
+    responses = lengths - prompt_lengths
+    tokens = np.split(reader.take(np.int64, int(lengths.sum())), np.cumsum(lengths)[:-1])
+    present = table[:, _COLUMN[_PER_TOKEN[0]] : _COLUMN[_PER_TOKEN[-1]] + 1]
+    floats = _Reader(reader.take(np.uint8, 4 * int((present.sum(1) * responses).sum())))
+    masks = np.split(reader.take(np.uint8, int(responses.sum())).view(bool), np.cumsum(responses)[:-1])
+    samples = []
+    for i, row in enumerate(table.tolist()):
+        record = dict(zip(_COLUMNS, row, strict=True))
+        length, response = record["length"], record["length"] - record["prompt_length"]
+        arrays = {name: floats.take(np.float32, response) if record[name] else None for name in _PER_TOKEN}
+        sample = Sample(
+            prompt_index=record["prompt_index"],
+            sample_index=record["sample_index"],
+            tokens=tokens[i],
+            prompt_length=record["prompt_length"],
+            loss_mask=masks[i],
+            finish_reason=FINISH_REASONS[record["finish"]],
+            weight_version=record["weight_version"],
+            reward=rewards[i],
+            **arrays,
+        )
+        if record["route_bytes"]:
+            shape = (length - 1, record["route_layers"], record["route_k"])
+            kind = np.dtype(f"i{record['route_bytes']}")
+            raw = reader.take(np.uint8, int(np.prod(shape)) * kind.itemsize)
+            sample.routed_experts = np.frombuffer(bytearray(raw.tobytes()), dtype=kind).reshape(shape)
+        samples.append((record["place"], sample))
+    for (_, sample), size in zip(samples, table[:, _COLUMN["text_bytes"]].tolist(), strict=True):
+        sample.text = reader.take(np.uint8, size).tobytes().decode()
+    if metadata_bytes:
+        for (_, sample), metadata in zip(
+            samples, json.loads(reader.take(np.uint8, metadata_bytes).tobytes()), strict=True
+        ):
+            sample.metadata = metadata
+    return samples
+
+
+def _joined(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.zeros(0, dtype=dtype)
+
+
+class _Reader:
+    """Consecutive typed views into a uint8 array."""
+
+    def __init__(self, buffer: np.ndarray) -> None:
+        self.buffer = buffer
+        self.offset = 0
+
+    def take(self, dtype: type, count: int) -> np.ndarray:
+        size = count * np.dtype(dtype).itemsize
+        part = self.buffer[self.offset : self.offset + size]
+        self.offset += size
+        return part.view(dtype)
