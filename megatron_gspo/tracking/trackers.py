@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +61,7 @@ class WandB:
             name=run.path.name,
             dir=str(run.path),
             config=dict(run.config),
-            id=_stored_id(run, "wandb_id", wandb.util.generate_id),
+            id=_stored_id(run, "wandb_id", lambda: uuid.uuid4().hex[:8]),
             resume="allow",
         )
 
@@ -122,8 +123,8 @@ def make_trackers(
 ) -> TrackerSet:
     """The trackers that are asked for.
 
-    A text is the name of the project (W&B) or experiment (MLflow); True takes "megatron-gspo". Raises ImportError,
-    one line, where a package is missing.
+    A text is the name of the project (W&B) or experiment (MLflow); True takes "megatron-gspo". Raises
+    ImportError, one line, where a package is missing.
     """
     trackers: list[Tracker] = []
     if tensorboard:

@@ -1,0 +1,52 @@
+# Every target works on a fresh clone: the first one makes .venv. `make PYTHON=python3.11 ...` picks the interpreter.
+PYTHON ?= python3
+VENV ?= .venv
+EXTRAS ?= all
+# On Python 3.11 this exact version has a CPU build on the package index; any other request brings CUDA.
+TORCH ?= torch==2.13.0
+ARGS ?=
+
+RUN = OMP_NUM_THREADS=1 $(VENV)/bin/python
+STAMP = $(VENV)/.installed
+BENCH_STAMP = $(VENV)/.bench
+
+.PHONY: install demo test bench lint format docs clean
+.DEFAULT_GOAL := install
+
+install: $(STAMP)
+
+# torch comes first and alone, so that no other package's requirement can choose another build.
+$(STAMP): setup.py
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -q --upgrade pip
+	$(VENV)/bin/python -m pip install -q "$(TORCH)"
+	$(VENV)/bin/python -m pip install -q -e ".[$(EXTRAS)]"
+	touch $@
+
+demo: install
+	$(RUN) -m megatron_gspo.tools.demo $(ARGS)
+
+test: install
+	$(RUN) -m pytest $(ARGS)
+
+$(BENCH_STAMP): $(STAMP)
+	$(VENV)/bin/python -m pip install -q -e ".[bench]"
+	touch $@
+
+bench: $(BENCH_STAMP)
+	$(RUN) benchmarks/run_all.py $(ARGS)
+
+lint: install
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+format: install
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+docs: install
+	$(RUN) -m megatron_gspo.tools.write_config_reference docs/config.md
+
+clean:
+	rm -rf $(VENV) .venv312 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

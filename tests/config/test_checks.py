@@ -1,0 +1,213 @@
+"""Choices, layouts, models and files that cannot work."""
+
+import copy
+from pathlib import Path
+
+import pytest
+
+from megatron_gspo.config import Config, ConfigError
+from megatron_gspo.config.checks import check_divisibility
+from megatron_gspo.config.load import apply_overrides
+from megatron_gspo.config.sections import ParallelConfig
+
+
+def build(plain: dict, *overrides: str) -> Config:
+    return Config.from_dict(apply_overrides(copy.deepcopy(plain), overrides))
+
+
+def refused(plain: dict, *overrides: str, world_size: int | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        config = build(plain, *overrides)
+        if world_size is not None:
+            config.check(world_size)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+SFT = ("algorithm.name=sft", "rollout.engine=demonstrations", "rollout.n_samples_per_prompt=1",
+       "training.global_batch_size=16")  # fmt: skip
+
+
+def test_every_algorithm_builds(plain: dict) -> None:
+    for name in ("gspo", "gspo_token", "grpo", "dr_grpo", "dapo"):
+        assert build(plain, f"algorithm.name={name}").algorithm.objective().name == name
+    assert build(plain, *SFT).algorithm.objective().name == "sft"
+
+
+def test_overrides_reach_the_objective(plain: dict) -> None:
+    objective = build(
+        plain, "algorithm.epsilon_low=0.01", "algorithm.advantage_std=population"
+    ).algorithm.objective()
+    assert (objective.epsilon_low, objective.epsilon_high, objective.advantage_std) == (
+        0.01,
+        4e-4,
+        "population",
+    )
+
+
+@pytest.mark.parametrize(
+    "overrides, key, fix",
+    [
+        (["algorithm.epsilon_low=0.2"], "algorithm.epsilon_low = 0.2: is no clip", "research_override: true"),
+        (
+            ["algorithm.name=grpo", "algorithm.epsilon_high=4e-4"],
+            "algorithm.epsilon_high = 0.0004:", "about 0.2"
+        ),
+        (["algorithm.aggregation=token_mean"], 'algorithm.aggregation = "token_mean":', "sequence_mean"),
+        (["algorithm.name=sft"], 'rollout.engine = "embedded":', "set rollout.engine: demonstrations"),
+        (["rollout.engine=demonstrations"], 'rollout.engine = "demonstrations":', "set algorithm.name: sft"),
+        ([*SFT, "rollout.n_samples_per_prompt=2"], "rollout.n_samples_per_prompt = 2:", "set it to 1"),
+        ([*SFT, "algorithm.zero_variance_groups=refill"], "algorithm.zero_variance_groups = ", "remove"),
+        (["rollout.n_samples_per_prompt=1"], "rollout.n_samples_per_prompt = 1:", "set it to 2 or more"),
+        (
+            ["algorithm.kl_loss_coef=0.1", "algorithm.kl_reward_coef=0.1"],
+            "algorithm.kl_reward_coef = 0.1:", "null"
+        ),
+        (["algorithm.truncated=penalize"], "algorithm.overlong_buffer = 0:", "set 1 to 64"),
+        (
+            ["algorithm.truncated=penalize", "algorithm.overlong_buffer=65"],
+            "algorithm.overlong_buffer = 65:", "64"
+        ),
+        (["algorithm.overlong_buffer=8"], "algorithm.overlong_buffer = 8:", "truncated: penalize"),
+        (["data.task=null"], "data.prompts = null:", "set one"),
+        (["data.prompts=x.jsonl"], 'data.prompts = "x.jsonl":', "set one"),
+        (["data.task=null", "data.prompts=x", "data.verifier=reasoning_gym"], "data.verifier =", "data.task"),
+        (["data.verifier=regex"], 'data.verifier = "regex":', "path/to/file.py:function"),
+        (["data.verifier=rewards.py:2x"], "data.verifier =", "path/to/file.py:function"),
+        (["data.prompt_template='Q:'"], "data.prompt_template =", "{question}"),
+        (["data.system_prompt=Hi"], "data.system_prompt =", "data.chat_template: true"),
+        (["parallel.virtual_pipeline_model_parallel_size=2"], "parallel.virtual_pipeline", "null"),
+        (["parallel.sequence_parallel=true"], "parallel.sequence_parallel = true:", "null"),
+        (
+            ["parallel.overlap_param_gather=true"],
+            "parallel.overlap_param_gather = true:", "overlap_grad_reduce: true"
+        ),
+        (["training.global_batch_size=48"], "training.global_batch_size = 48:", "divisor of 128"),
+        (["model.recompute_num_layers=2"], "model.recompute_num_layers = 2:", "recompute: full"),
+        (["optimizer.min_lr=1e-7"], "optimizer.min_lr = 1e-07:", "linear or cosine"),
+        (["optimizer.min_lr=1.0", "optimizer.lr_schedule=cosine"], "optimizer.min_lr = 1.0:", "lower it"),
+        (["optimizer.warmup_steps=13"], "optimizer.warmup_steps = 13:", "lower it"),
+        (["evaluation.interval=1", "data.task.eval_size=0"], "evaluation.interval = 1:", "data.eval_prompts"),
+        (["evaluation.n_samples=4", "evaluation.temperature=0"], "evaluation.n_samples = 4:", "temperature"),
+        (["evaluation.pass_at_k=[1, 4]"], "evaluation.pass_at_k = [1, 4]:", "n_samples"),
+    ],
+)  # fmt: skip
+def test_contradictions_are_refused_at_load(plain: dict, overrides: list[str], key: str, fix: str) -> None:
+    message = refused(plain, *overrides)
+    assert message.startswith(key), message
+    assert fix in message.partition("; ")[2], message
+
+
+def test_research_override_lets_it_pass(plain: dict) -> None:
+    config = build(plain, "algorithm.epsilon_low=0.2", "algorithm.research_override=true")
+    assert config.algorithm.objective().epsilon_low == 0.2
+
+
+@pytest.mark.parametrize(
+    "world_size, sizes, good",
+    [
+        # tp pp cp ep etp; dense needs tp*pp*cp | world, experts etp*ep*pp | world
+        (8, (2, 2, 2, 4, 1), True),
+        (8, (2, 1, 1, 8, 1), True),
+        (8, (4, 2, 1, 2, 2), True),
+        (4, (2, 2, 2, 1, 1), False),
+        (6, (4, 1, 1, 1, 1), False),
+        (8, (1, 2, 1, 8, 1), False),
+        (8, (2, 1, 1, 4, 4), False),
+    ],
+)
+def test_layout(plain: dict, world_size: int, sizes: tuple[int, ...], good: bool) -> None:
+    names = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+    overrides = [f"parallel.{name}_parallel_size={size}" for name, size in zip(names, sizes, strict=True)]
+    if good:
+        build(plain, *overrides).check(world_size)
+    else:
+        assert f"does not divide {world_size} processes" in refused(plain, *overrides, world_size=world_size)
+
+
+def test_sizes_derived_from_a_layout() -> None:
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=2, context_parallel_size=2, pipeline_model_parallel_size=2
+    )
+    assert parallel.data_parallel_size(16) == 2
+    assert (parallel.use_sequence_parallel, parallel.expert_tensor_size) == (True, 1)
+    assert (parallel.sequence_multiple, parallel.total_multiple) == (4, 8)
+    assert (ParallelConfig().sequence_multiple, ParallelConfig().total_multiple) == (1, 1)
+
+
+def test_longest_sequence_must_fit_the_budget(plain: dict) -> None:
+    cp = "parallel.context_parallel_size=4"  # 32 + 63 = 95 tokens, padded to a multiple of 8: 96
+    short = "rollout.max_response_length=63"
+    build(plain, short, "training.max_tokens_per_micro_batch=95").check(4)
+    assert "set at least 96" in refused(
+        plain, cp, short, "training.max_tokens_per_micro_batch=95", world_size=4
+    )
+    build(plain, cp, short, "training.max_tokens_per_micro_batch=96").check(4)
+    build(plain, cp, short, "training.max_tokens_per_micro_batch=1", "training.micro_batch_size=1").check(4)
+
+
+def test_fixed_micro_batches_fill_every_rank(plain: dict) -> None:
+    build(plain, "training.micro_batch_size=8").check(4)  # 32 sequences = 4 ranks x 8
+    assert "set a multiple of 64" in refused(plain, "training.micro_batch_size=16", world_size=4)
+    assert "set at least 64" in refused(plain, world_size=64)
+
+
+def divisible(hf: dict, **sizes: int | bool) -> str | None:
+    try:
+        check_divisibility(ParallelConfig(**sizes), hf)
+    except ConfigError as error:
+        return error.key
+    return None
+
+
+def test_model_must_divide(hf_config: dict) -> None:
+    assert divisible(hf_config, tensor_model_parallel_size=4) is None
+    assert (
+        divisible(hf_config, tensor_model_parallel_size=8) == "parallel.tensor_model_parallel_size"
+    )  # 4 kv heads
+    assert divisible(hf_config, pipeline_model_parallel_size=3) == "parallel.pipeline_model_parallel_size"
+    assert divisible(hf_config, expert_model_parallel_size=3) == "parallel.expert_model_parallel_size"
+    assert divisible(hf_config, expert_tensor_parallel_size=3) == "parallel.expert_tensor_parallel_size"
+    virtual = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    assert divisible(hf_config, **virtual) is None
+    assert (
+        divisible({**hf_config, "num_hidden_layers": 6}, **virtual)
+        == "parallel.virtual_pipeline_model_parallel_size"
+    )
+    no_sequence = {"tensor_model_parallel_size": 2, "sequence_parallel": False}
+    assert divisible(hf_config, **no_sequence) == "parallel.sequence_parallel"
+
+
+def test_dense_models(hf_config: dict) -> None:
+    del hf_config["num_experts"]
+    hf_config["intermediate_size"] = 100
+    assert divisible(hf_config, tensor_model_parallel_size=4, sequence_parallel=False) is None
+    hf_config["intermediate_size"] = 102
+    assert divisible(hf_config, tensor_model_parallel_size=4) == "parallel.tensor_model_parallel_size"
+    assert divisible(hf_config, expert_model_parallel_size=2) == "parallel.expert_model_parallel_size"
+    assert divisible(hf_config, expert_tensor_parallel_size=2) == "parallel.expert_tensor_parallel_size"
+
+
+def test_positions_of_the_model(plain: dict) -> None:
+    build(plain, "rollout.max_response_length=96").check(1)
+    assert "the model has 128 positions" in refused(plain, "rollout.max_response_length=97", world_size=1)
+
+
+def test_model_directories(plain: dict, tmp_path: Path) -> None:
+    assert "is not a directory" in refused(plain, f"model.path={tmp_path}/absent", world_size=1)
+    assert "has no config.json" in refused(plain, f"model.path={tmp_path}", world_size=1)
+    assert "no *.safetensors weights" in refused(plain, "model.init=pretrained", world_size=1)
+    config_json = Path(plain["model"]["path"]) / "config.json"
+    config_json.write_text('{"model_type": "gpt2"}')
+    assert "use one of qwen3, qwen3_moe" in refused(plain, world_size=1)
+    config_json.write_text("{")
+    assert "is not JSON" in refused(plain, world_size=1)
+
+
+def test_files_must_exist(plain: dict, tmp_path: Path) -> None:
+    assert refused(plain, "data.eval_prompts=absent.jsonl", world_size=1).startswith("data.eval_prompts = ")
+    assert "no such file" in refused(plain, f"data.verifier={tmp_path}/absent.py:score", world_size=1)
+    (tmp_path / "rewards.py").write_text("def score(response, answer): return 1.0\n")
+    config = build(plain, f"data.verifier={tmp_path}/rewards.py:score")
+    config.check(1)
+    assert config.data.resolved_verifier.endswith("rewards.py:score")

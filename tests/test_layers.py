@@ -1,0 +1,146 @@
+"""Imports only point down the layers, and only mcore/ and patches/ know Megatron. Read from the source."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "megatron_gspo"
+
+# From the bottom up. A part may import itself and the parts before it, never one after it.
+LAYERS = (
+    "algorithms",
+    "parallel",
+    "data",
+    "rollout",
+    "tracking",
+    "conversion",
+    "patches",
+    "mcore",
+    "config",
+    "train",
+    "tools",
+)
+KNOWS_MEGATRON = {"mcore", "patches"}
+# Third-party packages of the lowest layers; the standard library is free.
+ONLY = {"algorithms": {"torch"}, "parallel": {"torch", "numpy"}}
+
+
+def modules() -> list[tuple[str, Path]]:
+    """(dotted name, file) of every module; patches/ and tools/ under the names that they are installed by."""
+    found = []
+    mapped = [(folder, f"{PACKAGE}.{folder}") for folder in ("patches", "tools")]
+    for base, prefix in [(PACKAGE, PACKAGE), *mapped]:
+        for file in sorted((ROOT / base).rglob("*.py")):
+            parts = file.relative_to(ROOT / base).with_suffix("").parts
+            found.append((".".join((prefix, *parts)), file))
+    return found
+
+
+def imports(name: str, source: str) -> list[tuple[int, str]]:
+    """(line, dotted target) of each import in a module, relative ones resolved; `from a import b` is a.b."""
+    package = (
+        name.removesuffix(".__init__").split(".") if name.endswith(".__init__") else name.split(".")[:-1]
+    )
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            start = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*start, *([node.module] if node.module else [])])
+            found += [(node.lineno, f"{base}.{alias.name}") for alias in node.names]
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
+            constants = [a.value for a in node.args if isinstance(a, ast.Constant)]
+            found += [(node.lineno, value) for value in constants if isinstance(value, str)]
+    return found
+
+
+def part_of(name: str) -> str:
+    """The part of the package that a dotted name lies in, "" for the package itself."""
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] != "__init__" else ""
+
+
+def faults(name: str, source: str) -> list[str]:
+    part = part_of(name)
+    found = []
+    for line, target in imports(name, source):
+        top = target.partition(".")[0]
+        other = part_of(target)
+        if top == PACKAGE and part in LAYERS and other in LAYERS and LAYERS.index(other) > LAYERS.index(part):
+            found.append(f"{name}:{line} imports {target}: {other} lies above {part}")
+        if top == PACKAGE and part == "" and other in LAYERS:
+            found.append(f"{name}:{line} imports {target}: the package itself imports nothing of its own")
+        if top == "megatron" and part not in KNOWS_MEGATRON:
+            found.append(f"{name}:{line} imports {target}: only {' and '.join(sorted(KNOWS_MEGATRON))} may")
+        allowed = ONLY.get(part)
+        third_party = top not in sys.stdlib_module_names and top != PACKAGE
+        if allowed is not None and third_party and top not in allowed:
+            found.append(
+                f"{name}:{line} imports {target}: {part} needs {', '.join(sorted(allowed))} and nothing else"
+            )
+    return found
+
+
+def test_every_part_has_a_layer() -> None:
+    parts = {part_of(name) for name, _ in modules()} - {""}
+    assert parts <= set(LAYERS), f"give {parts - set(LAYERS)} a place in LAYERS"
+    assert {"algorithms", "config", "data", "patches"} <= parts
+
+
+def test_imports_point_down() -> None:
+    found = [fault for name, file in modules() for fault in faults(name, file.read_text(encoding="utf-8"))]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "name, source",
+    [
+        ("megatron_gspo.algorithms.kl", "from megatron_gspo.data import Sample"),
+        ("megatron_gspo.algorithms.kl", "from ..data.sample import Sample"),
+        ("megatron_gspo.algorithms.__init__", "from ..mcore import model"),
+        ("megatron_gspo.data.sample", "def late():\n    import megatron.core"),
+        ("megatron_gspo.config.checks", "import importlib\nimportlib.import_module('megatron.core')"),
+        ("megatron_gspo.rollout.embedded", "from megatron_gspo import mcore"),
+        ("megatron_gspo.mcore.model", "from megatron_gspo.config import Config"),
+        ("megatron_gspo.algorithms.ratio", "import numpy as np"),
+        ("megatron_gspo.__init__", "from megatron_gspo.algorithms import preset"),
+    ],
+)
+def test_a_wrong_import_is_found(name: str, source: str) -> None:
+    assert len(faults(name, source)) >= 1
+
+
+@pytest.mark.parametrize(
+    "name, source",
+    [
+        (
+            "megatron_gspo.mcore.model",
+            "import megatron.core\nfrom megatron_gspo.patches import apply_patches",
+        ),
+        ("megatron_gspo.algorithms.kl", "import torch, math\nfrom .ratio import log_ratio"),
+        ("megatron_gspo.patches.mark", "from megatron_gspo.patches import mark\nfrom . import mark"),
+        ("megatron_gspo.config.schema", "from megatron_gspo.algorithms import preset"),
+    ],
+)
+def test_a_right_import_passes(name: str, source: str) -> None:
+    assert faults(name, source) == []
+
+
+def test_algorithms_load_with_torch_alone() -> None:
+    code = (
+        "import sys, megatron_gspo.algorithms\n"
+        "heavy = {'megatron', 'transformers', 'pydantic', 'yaml', 'rich', 'datasets'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "[]"
+
+
+def test_files_stay_short() -> None:
+    long = {str(file): count for _, file in modules() if (count := len(file.read_text().splitlines())) >= 400}
+    assert long == {}

@@ -1,0 +1,57 @@
+"""The progress line, in a terminal and out of one."""
+
+import io
+
+from megatron_gspo.tracking import Progress
+from megatron_gspo.tracking.progress import format_metrics, format_time
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+METRICS = {"reward/mean": 0.51234, "clip_fraction/tokens": 0.153, "perf/tokens_per_second": 3412.4}
+
+
+def test_figures_that_are_there() -> None:
+    assert format_metrics(METRICS) == "reward 0.512  clip 15.3%  3,412 tok/s"
+    assert format_metrics({"eval/accuracy": 0.615, "reward/mean": None, "other": 1.0}) == "accuracy 61.5%"
+    assert format_metrics({}) == ""
+
+
+def test_times() -> None:
+    assert [format_time(t) for t in (0, 65, 59.6, 7384)] == ["0:00", "1:05", "1:00", "2:03:04"]
+
+
+def test_plain_lines_and_time_left() -> None:
+    stream, clock = io.StringIO(), Clock()
+    with Progress(10, start=4, stream=stream, clock=clock) as progress:
+        clock.now += 20
+        progress.update(5, METRICS)  # 20 s a step, 5 steps left; the steps before the resume don't count
+        clock.now += 10
+        progress.say("evaluating")
+        progress.update(6, {"eval/accuracy": 0.5})  # 30 s for two steps, 4 left
+        progress.update(7, {})
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "step 5/10  reward 0.512  clip 15.3%  3,412 tok/s  left 1:40"
+    assert lines[1] == "evaluating"
+    assert lines[2] == "step 6/10  accuracy 50.0%  left 1:00"
+    assert lines[3] == "step 7/10  accuracy 50.0%  left 0:30"  # the last accuracy stays
+
+
+def test_terminal_gets_a_bar() -> None:
+    stream = Terminal()
+    with Progress(10, stream=stream) as progress:
+        progress.update(10, METRICS)
+        progress.say("[not markup]")
+    shown = stream.getvalue()
+    assert "step 10/10" in shown and "reward 0.512" in shown and "[not markup]" in shown
