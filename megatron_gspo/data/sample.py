@@ -159,11 +159,16 @@ class Sample:
 
 
 def json_able(value: Any) -> Any:
-    """`value` with only JSON types: tuples and arrays become lists, sets sorted lists, NaN and inf None."""
+    """`value` as `json.dumps` takes it: arrays become lists, sets sorted lists, NaN and inf None.
+
+    Tuples stay tuples (JSON writes them as lists): some tasks compare them with `==`.
+    """
     if isinstance(value, Mapping):
         return {str(key): json_able(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list):
         return [json_able(item) for item in value]
+    if isinstance(value, tuple):
+        return tuple(json_able(item) for item in value)
     if isinstance(value, (set, frozenset)):
         return [json_able(item) for item in sorted(value, key=repr)]
     if isinstance(value, np.ndarray):

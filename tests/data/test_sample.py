@@ -86,5 +86,11 @@ def test_record_is_json_and_holds_no_nan():
 
 
 def test_json_able_covers_odd_values():
-    value = {1: {2, 1}, "x": np.arange(2), "y": np.bool_(True), "z": complex(1, 2)}
-    assert json_able(value) == {"1": [1, 2], "x": [0, 1], "y": True, "z": "(1+2j)"}
+    value = {
+        1: {2, 1},
+        "t": (np.int64(1), [float("nan")]),
+        "x": np.arange(2),
+        "y": np.bool_(True),
+        "z": complex(1, 2),
+    }
+    assert json_able(value) == {"1": [1, 2], "t": (1, [None]), "x": [0, 1], "y": True, "z": "(1+2j)"}

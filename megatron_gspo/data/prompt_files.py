@@ -1,0 +1,106 @@
+"""Rows out of prompt files: JSON lines, Parquet, and what the Hugging Face `datasets` library saves."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+Row = dict[str, Any]
+Place = str  # where a row came from, for error messages: "data.jsonl line 3"
+
+_JSON_LINES = (".jsonl", ".ndjson")
+_SUPPORTED = ".jsonl, .parquet, .arrow or a directory written by datasets' save_to_disk"
+
+
+class PromptError(ValueError):
+    """Prompts that can't be used; one line naming the file, the row, the key and the fix."""
+
+
+def read_rows(path: str | Path, *, split: str = "train") -> list[tuple[Place, Row]]:
+    """All rows of a prompt file, each with its place.
+
+    path: .jsonl / .ndjson (blank lines are skipped), .parquet (needs pyarrow), .arrow or a directory saved by
+        `datasets` (needs datasets).
+    split: which split of a saved DatasetDict.
+    Raises PromptError for a missing, empty, unreadable or unknown file.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise PromptError(f"{path}: no such file; check the path (relative to {Path.cwd()})")
+    if path.is_dir() or path.suffix == ".arrow":
+        rows = _read_datasets(path, split)
+    elif path.suffix in _JSON_LINES:
+        rows = _read_json_lines(path)
+    elif path.suffix == ".parquet":
+        rows = _read_parquet(path)
+    else:
+        raise PromptError(f"{path}: unknown kind {path.suffix or '(no suffix)'!r}; use {_SUPPORTED}")
+    if not rows:
+        raise PromptError(f"{path}: holds no prompts; give it at least one row")
+    return rows
+
+
+def optional_module(name: str, package: str, extra: str, purpose: str) -> ModuleType:
+    """Import an optional dependency, or raise ImportError with one line that says what to install."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(
+            f"{purpose} needs {package}: pip install 'megatron-gspo[{extra}]' ({error})"
+        ) from error
+
+
+def _read_json_lines(path: Path) -> list[tuple[Place, Row]]:
+    rows = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            place = f"{path} line {number}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:  # bad JSON or not UTF-8
+                reason = str(error).split("\n")[0]
+                raise PromptError(f"{place}: not JSON ({reason}); write one JSON object a line") from error
+            if not isinstance(row, dict):
+                raise PromptError(f"{place}: a JSON {type(row).__name__}; write one JSON object a line")
+            rows.append((place, row))
+    return rows
+
+
+def _read_parquet(path: Path) -> list[tuple[Place, Row]]:
+    parquet = optional_module("pyarrow.parquet", "pyarrow", "data", f"reading {path}")
+    try:
+        table = parquet.read_table(path)
+    except (ValueError, OSError) as error:  # pyarrow's errors derive from these two
+        raise PromptError(f"{path}: not Parquet ({_first_line(error)}); write the file again") from error
+    return _numbered(path, table.to_pylist())
+
+
+def _read_datasets(path: Path, split: str) -> list[tuple[Place, Row]]:
+    datasets = optional_module("datasets", "datasets", "data", f"reading {path}")
+    try:
+        if path.is_dir():
+            loaded = datasets.load_from_disk(str(path))
+        else:
+            loaded = datasets.Dataset.from_file(str(path))
+    except (ValueError, OSError) as error:
+        reason = _first_line(error)
+        raise PromptError(f"{path}: not a saved dataset ({reason}); write it with save_to_disk") from error
+    if isinstance(loaded, datasets.DatasetDict):
+        if split not in loaded:
+            raise PromptError(f"{path}: has no split {split!r}; it has {', '.join(sorted(loaded))}")
+        loaded = loaded[split]
+    return _numbered(path, loaded)
+
+
+def _numbered(path: Path, rows: Iterable[Row]) -> list[tuple[Place, Row]]:
+    return [(f"{path} row {number}", row) for number, row in enumerate(rows, start=1)]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).split("\n")[0]

@@ -1,0 +1,232 @@
+"""Prompts out of rows, and the order in which training draws them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from megatron_gspo.data.prompt_files import Place, PromptError, Row, read_rows
+from megatron_gspo.data.sample import Prompt, json_able
+
+__all__ = [
+    "PromptError",
+    "PromptFormat",
+    "PromptSet",
+    "PromptSource",
+    "Tokenizer",
+    "build_prompts",
+    "load_prompts",
+]
+
+
+class Tokenizer(Protocol):
+    """What prompts need of a tokenizer; those of Transformers have it."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class PromptFormat:
+    """How a row becomes a prompt.
+
+    prompt_key: field with the question: text, or a list of {"role", "content"} chat messages.
+    answer_key: field with the reference answer (text or number); None: prompts have no answer.
+    prompt_template: text of a prompt; {question} stands for the question. For text questions.
+    chat_template: wrap the prompt in the tokenizer's chat template (chat messages need it).
+    system_prompt: system message in front; needs chat_template.
+    max_prompt_length: longest prompt in tokens; None: no limit.
+    overlong: "drop" (counted) or "error" for a longer one.
+    """
+
+    prompt_key: str = "prompt"
+    answer_key: str | None = "answer"
+    prompt_template: str = "{question}"
+    chat_template: bool = False
+    system_prompt: str | None = None
+    max_prompt_length: int | None = None
+    overlong: Literal["drop", "error"] = "drop"
+
+    def check(self) -> None:
+        """Raise PromptError for settings that contradict each other."""
+        if self.system_prompt is not None and not self.chat_template:
+            raise PromptError("system_prompt is set but chat_template is false; set chat_template to true")
+        if "{question}" not in self.prompt_template:
+            raise PromptError(f"prompt_template is {self.prompt_template!r}; it must contain {{question}}")
+        if self.overlong not in ("drop", "error"):
+            raise PromptError(f"overlong is {self.overlong!r}; use drop or error")
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts with index 0 .. n-1, and how many were too long and left out."""
+
+    prompts: list[Prompt]
+    dropped: int = 0
+
+
+def load_prompts(
+    path: str | Path, tokenizer: Tokenizer, prompt_format: PromptFormat | None = None, *, split: str = "train"
+) -> PromptSet:
+    """Read and tokenise a prompt file (kinds: `read_rows`). Raises PromptError for anything wrong."""
+    prompt_format = prompt_format or PromptFormat()
+    prompt_format.check()
+    return build_prompts(read_rows(path, split=split), tokenizer, prompt_format, source=str(path))
+
+
+def build_prompts(
+    rows: Iterable[tuple[Place, Row]], tokenizer: Tokenizer, prompt_format: PromptFormat, *, source: str
+) -> PromptSet:
+    """Tokenise rows. Every field besides prompt and answer goes to the prompt's metadata (as JSON values).
+
+    `Prompt.index` counts the prompts that are kept. Raises PromptError naming the row for a missing key, a
+    wrong type, an empty prompt, or one that is too long where overlong is "error"; and where none is left.
+    """
+    prompts: list[Prompt] = []
+    dropped = 0
+    limit = prompt_format.max_prompt_length
+    for place, row in rows:
+        text = _prompt_text(place, row, tokenizer, prompt_format)
+        # a chat template writes its own special tokens
+        ids = tokenizer.encode(text, add_special_tokens=not prompt_format.chat_template)
+        if not ids:
+            raise PromptError(f"{place}: key {prompt_format.prompt_key!r} is empty; remove the row")
+        if limit is not None and len(ids) > limit:
+            if prompt_format.overlong == "error":
+                raise PromptError(
+                    f"{place}: prompt has {len(ids)} tokens but max_prompt_length is {limit}; "
+                    "raise it or set overlong_prompts to drop"
+                )
+            dropped += 1
+            continue
+        used = (prompt_format.prompt_key, prompt_format.answer_key)
+        metadata = json_able({key: value for key, value in row.items() if key not in used})
+        answer = _answer(place, row, prompt_format.answer_key)
+        prompts.append(Prompt(len(prompts), np.array(ids, dtype=np.int64), text, answer, metadata))
+    if not prompts:
+        if dropped:
+            raise PromptError(
+                f"{source}: all {dropped} prompts are longer than max_prompt_length {limit}; raise it"
+            )
+        raise PromptError(f"{source}: holds no prompts; give it at least one row")
+    return PromptSet(prompts, dropped)
+
+
+class PromptSource:
+    """Prompts in a deterministic order, addressed by a cursor: how many were drawn or passed over so far.
+
+    Epoch e covers cursors e * n .. e * n + n - 1. With shuffle its order depends on (seed, e) alone, so the
+    cursor is all the state that a resumed run needs.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], *, seed: int = 0, shuffle: bool = True):
+        if not prompts:
+            raise PromptError("a prompt source needs at least one prompt")
+        self._prompts = list(prompts)
+        self._seed = seed
+        self._shuffle = shuffle
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def order(self, epoch: int) -> np.ndarray:
+        """[n] int64: positions of the prompts in the order of that epoch.
+
+        Sorts raw generator output, the one thing whose stream numpy promises not to change between versions.
+        """
+        if not self._shuffle:
+            return np.arange(len(self))
+        raw = np.random.PCG64(np.random.SeedSequence([self._seed, epoch])).random_raw(len(self))
+        return np.argsort(raw, kind="stable")
+
+    def batch(self, cursor: int, size: int) -> tuple[list[Prompt], int]:
+        """`size` different prompts from `cursor` on, and the cursor after them; a pure function.
+
+        A batch doesn't straddle epochs, because the same prompt twice would merge two groups into one: where
+        fewer than `size` are left, the rest of the epoch is passed over. Raises PromptError for size > n.
+        """
+        total = len(self)
+        if not 1 <= size <= total:
+            raise PromptError(
+                f"a batch of {size} prompts was asked of {total}; lower rollout_batch_size or add prompts"
+            )
+        if cursor < 0:
+            raise PromptError(f"cursor is {cursor}; it counts prompts from 0")
+        epoch, offset = divmod(cursor, total)
+        if offset + size > total:
+            epoch, offset = epoch + 1, 0
+        chosen = self.order(epoch)[offset : offset + size]
+        return [self._prompts[i] for i in chosen.tolist()], epoch * total + offset + size
+
+
+def _field(place: Place, row: Row, key: str, setting: str) -> Any:
+    if key not in row:
+        found = ", ".join(sorted(map(str, row))) or "nothing"
+        raise PromptError(f"{place}: key {key!r} is missing (found: {found}); set {setting} to the right one")
+    return row[key]
+
+
+def _prompt_text(place: Place, row: Row, tokenizer: Tokenizer, prompt_format: PromptFormat) -> str:
+    key = prompt_format.prompt_key
+    question = _field(place, row, key, "prompt_key")
+    if isinstance(question, str):
+        if not question.strip():
+            raise PromptError(f"{place}: key {key!r} is empty; remove the row")
+        question = prompt_format.prompt_template.replace("{question}", question)
+        if not prompt_format.chat_template:
+            return question
+        question = [{"role": "user", "content": question}]
+    elif not _is_chat(question):
+        kind = type(question).__name__
+        raise PromptError(f"{place}: key {key!r} is a {kind}; it must be text or a list of chat messages")
+    elif not prompt_format.chat_template:
+        raise PromptError(f"{place}: key {key!r} holds chat messages; set chat_template to true")
+    messages = list(question)
+    if prompt_format.system_prompt is not None:
+        if messages[0]["role"] == "system":
+            raise PromptError(f"{place}: has a system message and system_prompt is set; remove one of them")
+        messages.insert(0, {"role": "system", "content": prompt_format.system_prompt})
+    return _apply_chat_template(place, tokenizer, messages)
+
+
+def _apply_chat_template(place: Place, tokenizer: Any, messages: list[dict[str, str]]) -> str:
+    if (
+        not hasattr(tokenizer, "apply_chat_template")
+        or getattr(tokenizer, "chat_template", "unknown") is None
+    ):
+        raise PromptError(
+            "the tokenizer has no chat template; set chat_template to false or use another tokenizer"
+        )
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # templates raise what they like
+        reason = str(error).split("\n")[0]
+        raise PromptError(
+            f"{place}: the chat template refuses the messages ({reason}); mend the row"
+        ) from error
+
+
+def _is_chat(value: Any) -> bool:
+    return (
+        isinstance(value, (list, tuple))
+        and len(value) > 0
+        and all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in value)
+    )
+
+
+def _answer(place: Place, row: Row, key: str | None) -> str | None:
+    if key is None:
+        return None
+    value = _field(place, row, key, "answer_key")
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, (bool, int, float)):
+        return json.dumps(value) if isinstance(value, bool) else str(value)
+    kind = type(value).__name__
+    raise PromptError(
+        f"{place}: key {key!r} is a {kind}; it must be text or a number (other fields are metadata)"
+    )
