@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "megatron_gspo" / "__init__.py").read_text()).group(1)
 README = ROOT / "README.md"
 
-# Top-level folders that an installation finds inside the package, as megatron_gspo.patches and megatron_gspo.tools.
+# Folders that an installation finds inside the package, as megatron_gspo.patches and megatron_gspo.tools.
 # megatron_gspo/__init__.py makes the same names work in a checkout.
 MAPPED = ("patches", "tools")
 
@@ -24,8 +24,9 @@ EXTRAS = {
     "bench": ["trl>=1.16"],
     "dev": ["ruff>=0.6", "mypy>=1.11", "types-PyYAML", "pre-commit>=3"],
 }
-# Not in "all": sglang pins other versions of its dependencies and wants an environment of its own; gpu needs CUDA.
-EXTRAS["all"] = sorted({item for name in ("tasks", "data", "tracking", "plot", "test", "dev") for item in EXTRAS[name]})
+# Not in "all": sglang pins other versions and wants an environment of its own; gpu needs CUDA.
+IN_ALL = ("tasks", "data", "tracking", "plot", "test", "dev")
+EXTRAS["all"] = sorted({item for name in IN_ALL for item in EXTRAS[name]})
 
 setup(
     name="megatron-gspo",

@@ -77,7 +77,8 @@ def test_config_is_frozen(file: Path) -> None:
         ("training.steps=true", "training.steps = true: is not allowed; set whole number >= 1"),
         ("training.steps=0", "training.steps = 0: is not allowed; set whole number >= 1"),
         ("model.dtype=fp32", 'model.dtype = "fp32": is not allowed; set one of float32, bfloat16'),
-        ("model.init=rand", 'model.init = "rand": is not allowed; set one of pretrained, random, perhaps random'),
+        ("rollout.engine=embeded", 'rollout.engine = "embeded": is not allowed; set one of embedded, '
+         "demonstrations, scripted, perhaps embedded"),
         ("optimizer.lr=.nan", "optimizer.lr = NaN: is not allowed; set number > 0"),
         ("tracking.wandb=3", "tracking.wandb = 3: is not allowed; set true or false or text"),
         ("model.path=", "model.path = null: is not allowed; set text"),
