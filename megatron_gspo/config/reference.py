@@ -125,7 +125,7 @@ Generated from `megatron_gspo/config/` by `make docs`; edit the fields there, no
 
 A config is one YAML file; `key.sub=value` on the command line overrides it, the value read as YAML
 (`1e-6` is a number, `null` is null, `'[1, 4]'` a list). Unknown keys, wrong types (`"8"` is not `8`) and
-choices that contradict each other stop the run before it allocates anything. Paths are relative to the working
+choices that contradict each other stop the run before any allocation. Paths are relative to the working
 directory. The `config.yaml` of a finished run is a config too: its `environment` section is ignored.
 """
 
