@@ -95,10 +95,14 @@ def _check_data(config: Config) -> None:
     if verifier == "reasoning_gym" and data.task is None:
         fix = f"set data.task, or one of {', '.join(VERIFIERS[:2])}, file.py:function"
         raise ConfigError("data.verifier", verifier, "needs data.task", fix)
-    file, _, function = verifier.rpartition(":")
-    if verifier not in VERIFIERS and not (file.endswith(".py") and function.isidentifier()):
-        fix = f"set one of {', '.join(VERIFIERS)}, or path/to/file.py:function"
+    place, _, function = verifier.rpartition(":")
+    named = place.endswith(".py") or all(part.isidentifier() for part in place.split("."))
+    if verifier not in VERIFIERS and not (named and function.isidentifier()):
+        fix = f"set one of {', '.join(VERIFIERS)}, path/to/file.py:function or package.module:function"
         raise ConfigError("data.verifier", verifier, "is no verifier", fix)
+    if verifier in VERIFIERS[:2] and data.answer_key is None and data.task is None:
+        fix = "name the field with the reference answer"
+        raise ConfigError("data.answer_key", None, f"the verifier {verifier} compares with it", fix)
     if "{question}" not in data.prompt_template:
         fix = "put {question} where the question goes"
         raise ConfigError("data.prompt_template", data.prompt_template, "would drop the question", fix)
@@ -293,8 +297,8 @@ def check_files(config: Config) -> None:
         if path is not None and not Path(path).exists():
             fix = "give a path relative to the working directory, or an absolute one"
             raise ConfigError(f"data.{key}", path, "no such file", fix)
-    file, colon, _ = data.resolved_verifier.rpartition(":")
-    if colon and not Path(file).is_file():
+    file, _, _ = data.resolved_verifier.rpartition(":")
+    if file.endswith(".py") and not Path(file).is_file():
         raise ConfigError(
             "data.verifier", data.verifier, f"no such file: {file}", "give its path, then :function"
         )

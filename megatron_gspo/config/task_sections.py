@@ -108,7 +108,7 @@ class AlgorithmConfig(Section):
 class TaskConfig(Section):
     name: str = Field(description="reasoning-gym dataset, e.g. chain_sum.")
     kwargs: dict[str, Any] = Field(default_factory=dict, description="Its own settings, e.g. {min_terms: 2}.")
-    size: int = Field(100_000, ge=1, description="Training prompts.")
+    size: int = Field(10_000, ge=1, description="Training prompts.")
     eval_size: int = Field(256, ge=0, description="Held-out prompts; none of them is a training prompt.")
     seed: int = Field(0, ge=0, description="Seed of the generator.")
 
@@ -122,7 +122,9 @@ class DataConfig(Section):
     prompt_key: str = Field(
         "prompt", description="Field with the question: text, or a list of chat messages."
     )
-    answer_key: str = Field("answer", description="Field with the reference answer.")
+    answer_key: str | None = Field(
+        "answer", description="Field with the reference answer; null where the verifier needs none."
+    )
     chat_template: bool = Field(False, description="Wrap prompts in the tokenizer's chat template.")
     system_prompt: str | None = Field(None, description="System message; needs chat_template.")
     prompt_template: str = Field(
@@ -132,11 +134,17 @@ class DataConfig(Section):
     overlong_prompts: Literal["drop", "error"] = Field("drop", description="What to do with a longer one.")
     verifier: str | None = Field(
         None,
-        description="Scores a response: exact_match, math_verify, reasoning_gym or path/to/file.py:function; "
-        "null is reasoning_gym with a task, else exact_match.",
+        description="Scores a response: exact_match, math_verify, reasoning_gym, path/to/file.py:function or "
+        "package.module:function; null is reasoning_gym with a task, else exact_match.",
     )
-    verifier_timeout: float = Field(
-        10.0, gt=0, description="Time limit per response in seconds; beyond it the reward is 0."
+    verifier_options: dict[str, Any] = Field(
+        default_factory=dict, description="Keyword arguments of the verifier, e.g. {style: boxed}."
+    )
+    verifier_timeout: float | None = Field(
+        10.0,
+        gt=0,
+        description="Seconds a response may take, beyond them its reward is 0; null scores in the training process, "
+        "faster and unguarded.",
     )
     verifier_workers: int = Field(1, ge=1, description="Verifier processes per rank.")
     shuffle: bool = Field(True, description="Draw prompts in a new order, from seed, on each pass.")

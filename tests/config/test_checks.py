@@ -74,6 +74,8 @@ def test_overrides_reach_the_objective(plain: dict) -> None:
         (["data.task=null", "data.prompts=x", "data.verifier=reasoning_gym"], "data.verifier =", "data.task"),
         (["data.verifier=regex"], 'data.verifier = "regex":', "path/to/file.py:function"),
         (["data.verifier=rewards.py:2x"], "data.verifier =", "path/to/file.py:function"),
+        (["data.verifier=a-b:c"], "data.verifier =", "package.module:function"),
+        (["data.task=null", "data.prompts=x", "data.answer_key=null"], "data.answer_key = null:", "name the field"),
         (["data.prompt_template='Q:'"], "data.prompt_template =", "{question}"),
         (["data.system_prompt=Hi"], "data.system_prompt =", "data.chat_template: true"),
         (["parallel.virtual_pipeline_model_parallel_size=2"], "parallel.virtual_pipeline", "null"),
@@ -208,6 +210,7 @@ def test_files_must_exist(plain: dict, tmp_path: Path) -> None:
     assert refused(plain, "data.eval_prompts=absent.jsonl", world_size=1).startswith("data.eval_prompts = ")
     assert "no such file" in refused(plain, f"data.verifier={tmp_path}/absent.py:score", world_size=1)
     (tmp_path / "rewards.py").write_text("def score(response, answer): return 1.0\n")
+    build(plain, "data.verifier=package.rewards:score").check(1)  # found, or not, when it is loaded
     config = build(plain, f"data.verifier={tmp_path}/rewards.py:score")
     config.check(1)
     assert config.data.resolved_verifier.endswith("rewards.py:score")
