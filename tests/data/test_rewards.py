@@ -55,7 +55,7 @@ def verifier(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def scorer(verifier):
-    with RewardScorer(verifier, timeout=1.0, workers=2, failure_reward=-1.0) as scorer:
+    with RewardScorer(verifier, timeout=2.0, workers=2, failure_reward=-1.0) as scorer:
         yield scorer
 
 
@@ -100,8 +100,8 @@ def test_any_number_will_do_and_workers_do_without_torch(scorer, text, reward):
         ("exit", "error", "SystemExit: 3"),
         ("die", "error", "the verifier's process ended (exit code 7)"),
         ("segfault", "error", "the verifier's process ended (Segmentation fault)"),
-        ("sleep", "timeout", "no result after 1 s"),
-        ("regex", "timeout", "no result after 1 s"),
+        ("sleep", "timeout", "no result after 2 s"),
+        ("regex", "timeout", "no result after 2 s"),
         ("nan", "invalid", "the verifier returned nan; return a finite number (float32)"),
         ("inf", "invalid", "the verifier returned inf; return a finite number (float32)"),
         ("huge", "invalid", "the verifier returned 1e+300; return a finite number (float32)"),

@@ -119,9 +119,9 @@ def lognormal_lengths(count, median, longest, seed=0):
 def test_heavy_tails_stay_level_with_little_padding(count, num_ranks, median, max_tokens, limit):
     lengths = lognormal_lengths(count, median, max_tokens - 8)
     padded = [padded_length(int(length), 4) for length in lengths]
-    started = time.perf_counter()
+    started = time.process_time()
     plan = schedule(padded, num_ranks=num_ranks, max_tokens=max_tokens)
-    assert time.perf_counter() - started < 3  # 0.2 s alone; the machine is shared
+    assert time.process_time() - started < 1  # seconds of processor time
     report = schedule_report(plan, lengths, sequence_multiple=4, total_multiple=8, max_tokens=max_tokens)
     assert report.num_microbatches == math.ceil(sum(padded) / (num_ranks * max_tokens))
     assert report.padding_share < 0.01
