@@ -75,7 +75,7 @@ def test_overrides_reach_the_objective(plain: dict) -> None:
         (["data.verifier=regex"], 'data.verifier = "regex":', "path/to/file.py:function"),
         (["data.verifier=rewards.py:2x"], "data.verifier =", "path/to/file.py:function"),
         (["data.verifier=a-b:c"], "data.verifier =", "package.module:function"),
-        (["data.task=null", "data.prompts=x", "data.answer_key=null"], "data.answer_key = null:", "name the field"),
+        (["data.task=null", "data.prompts=x", "data.answer_key=null"], "data.answer_key = null:", "name"),
         (["data.prompt_template='Q:'"], "data.prompt_template =", "{question}"),
         (["data.system_prompt=Hi"], "data.system_prompt =", "data.chat_template: true"),
         (["parallel.virtual_pipeline_model_parallel_size=2"], "parallel.virtual_pipeline", "null"),
