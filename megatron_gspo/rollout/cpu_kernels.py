@@ -12,13 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
-
-try:
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-except ImportError:  # a version from before fused experts: nothing to replace
-    ALL_EXPERTS_FUNCTIONS = None
 
 NAME = "cpu_decode"
 
@@ -28,7 +24,7 @@ def use_cpu_kernels(model: PreTrainedModel) -> None:
     AttentionInterface.register(NAME, decode_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     model.set_attn_implementation(NAME)
-    if ALL_EXPERTS_FUNCTIONS is not None and _experts_are_standard(model):
+    if _experts_are_standard(model):
         ALL_EXPERTS_FUNCTIONS.register(NAME, sorted_experts)
         model.set_experts_implementation(NAME)
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.rollout.cpu_kernels import use_cpu_kernels
@@ -203,11 +203,9 @@ def _end_tokens(model: PreTrainedModel, tokenizer: Any, given: Sequence[int] | N
     """The given end tokens, or those of generation config (else config) and tokenizer together."""
     found: set[int] = set(given or ())
     if given is None:
-        generation = model.generation_config or GenerationConfig()
-        for ids in (
-            generation.eos_token_id or model.config.eos_token_id,
-            getattr(tokenizer, "eos_token_id", None),
-        ):
+        configured = getattr(model.generation_config, "eos_token_id", None)
+        configured = model.config.eos_token_id if configured is None else configured
+        for ids in (configured, getattr(tokenizer, "eos_token_id", None)):
             found.update([ids] if isinstance(ids, int) else ids or [])
     if not found:
         raise ValueError("no end token in the configs or the tokenizer: pass eos_token_ids")
