@@ -9,8 +9,8 @@
 
     results = run_distributed(check, 4, 10)      # [check's return value on rank 0, 1, 2, 3]
 
-Children come from a fork server that has imported torch (and any slow package that the tests have imported) once,
-so a call costs tenths of a second, not one import of torch per process. One call should still check many cases.
+Children come from a fork server that has imported torch (and any slow package that the tests have imported)
+once, so a call costs tenths of a second, not one import of torch per process. Still check many cases a call.
 """
 
 import faulthandler
@@ -33,10 +33,15 @@ import torch.distributed as dist
 SLOW_IMPORTS = ("torch", "torch.distributed", "megatron.core", "transformers")
 
 
+def collectives_so_far(group: Any = None) -> int:
+    """How many collectives this process has started on ``group`` (None: the world). Take differences."""
+    return (group or dist.group.WORLD)._get_sequence_number_for_group()
+
+
 def run_distributed(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, backend: str = "gloo"
 ) -> list[Any]:
-    """Call ``fn(rank, world_size, *args)`` in processes of one group; return its values in the order of ranks.
+    """Call ``fn(rank, world_size, *args)`` in processes of one group; return its values by rank.
 
     ``fn`` is a module-level function; arguments and return values are pickled (tensors come back on the CPU).
     Raises RuntimeError with the traceback of the rank that failed first, or TimeoutError with every rank's
@@ -73,7 +78,7 @@ def _fork_server() -> Any:
 
 def _join(processes: list[Any], folder: Path, timeout: float) -> None:
     """Wait for all processes; the first failure ends the wait, for its peers may hang in a collective."""
-    deadline = time.monotonic() + timeout + 15.0  # children end themselves at the timeout; the rest is their start
+    deadline = time.monotonic() + timeout + 15.0  # children end themselves at the timeout; 15 s to start
     running = list(processes)
     while running:
         wait([process.sentinel for process in running], timeout=max(0.0, deadline - time.monotonic()))
@@ -86,16 +91,18 @@ def _join(processes: list[Any], folder: Path, timeout: float) -> None:
 
 
 def _failure(processes: list[Any], folder: Path, timeout: float) -> Exception:
-    errors = sorted(folder.glob("error_*"), key=lambda path: float(path.read_text().split("\n", 1)[0]))
-    if errors:
-        rank, (_, text) = errors[0].name.removeprefix("error_"), errors[0].read_text().split("\n", 1)
-        return RuntimeError(f"rank {rank} of {len(processes)} failed first:\n{text}")
-    crashed = {rank: p.exitcode for rank, p in enumerate(processes) if p.exitcode not in (None, 0)}
+    """The cause. A rank that timed out or was killed makes its peers' collectives fail: look there first."""
     stacks = [path for path in sorted(folder.glob("stack_*")) if path.stat().st_size]
-    if stacks or not crashed:
+    codes = {rank: process.exitcode for rank, process in enumerate(processes)}
+    if stacks or not any(codes.values()):
         text = "\n".join(f"--- {path.name.removeprefix('stack_')}\n{path.read_text()}" for path in stacks)
         return TimeoutError(f"{len(processes)} processes, not done in {timeout:g} s; stacks by rank:\n{text}")
-    return RuntimeError(f"processes ended without a traceback (rank: exit code): {crashed}")
+    killed = {rank: code for rank, code in codes.items() if code is not None and code < 0}
+    errors = sorted(path.read_text().split("\n", 1) + [path.name] for path in folder.glob("error_*"))
+    if killed or not errors:
+        return RuntimeError(f"processes ended without a traceback (rank: exit code): {killed or codes}")
+    _, text, name = errors[0]
+    return RuntimeError(f"rank {name.removeprefix('error_')} of {len(processes)} failed first:\n{text}")
 
 
 def _child(

@@ -1,0 +1,18 @@
+"""Vocabulary-parallel log-probabilities, context-parallel ownership of tokens, reduction of metrics.
+
+torch and torch.distributed only. Process groups are arguments; ``None`` is a group of one process, never the
+world.
+"""
+
+from megatron_gspo.parallel.context import all_gather_tokens, sum_over, unshard, zigzag_indices
+from megatron_gspo.parallel.log_probs import log_probs_from_hidden
+from megatron_gspo.parallel.metrics import reduce_metrics
+
+__all__ = [
+    "all_gather_tokens",
+    "log_probs_from_hidden",
+    "reduce_metrics",
+    "sum_over",
+    "unshard",
+    "zigzag_indices",
+]

@@ -1,0 +1,58 @@
+"""The few collectives that this package uses, without autograd, for a group that may be ``None`` (one
+process).
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+# torch 2.13 renamed both and warns at every call of the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def group_size(group: ProcessGroup | None) -> int:
+    """Number of processes in ``group``; 1 for None."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def group_rank(group: ProcessGroup | None) -> int:
+    """This process's rank in ``group``; 0 for None."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+def gather_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Concatenate every rank's ``x`` [n, ...] along dimension 0 in the order of ranks: [n * size, ...]."""
+    size = group_size(group)
+    if size == 1:
+        return x
+    gathered = x.new_empty((x.shape[0] * size, *x.shape[1:]))
+    _all_gather(gathered, x.contiguous(), group=group)
+    return gathered
+
+
+def scatter_summed_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Sum ``x`` [n * size, ...] over the ranks and return this rank's rows [n, ...]."""
+    size = group_size(group)
+    if size == 1:
+        return x
+    rows = x.shape[0] // size
+    try:
+        part = x.new_empty((rows, *x.shape[1:]))
+        _reduce_scatter(part, x.contiguous(), group=group)
+        return part
+    except (RuntimeError, NotImplementedError):
+        if dist.get_backend(group) != "gloo":
+            raise
+    # Older gloo has no reduce-scatter and says so before it communicates.
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total.narrow(0, rows * group_rank(group), rows).clone()
+
+
+def sum_in_place(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Sum contiguous ``x`` over the ranks in place and return it."""
+    if group_size(group) > 1:
+        dist.all_reduce(x, group=group)
+    return x

@@ -1,0 +1,98 @@
+"""Context parallelism: which tokens of a packed batch a rank owns, and how to put the whole together again.
+
+Megatron's zigzag split: every (padded) sequence is cut into 2 * cp_size equal chunks and rank r owns chunks r
+and 2 * cp_size - 1 - r, so that under a causal mask all ranks do the same work.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from megatron_gspo.parallel.collectives import gather_rows, group_size, scatter_summed_rows, sum_in_place
+
+
+def zigzag_indices(cu_seqlens: Tensor | Sequence[int], cp_rank: int, cp_size: int) -> Tensor:
+    """Positions of the packed batch that ``cp_rank`` owns, in its own order: int64 [T / cp_size] on the CPU.
+
+    ``cu_seqlens`` [n + 1]: padded bounds of the sequences, 0 first and T last. Give them on the CPU: their
+    values shape the result.
+    Raises ValueError for a length that 2 * cp_size does not divide, or a rank outside [0, cp_size).
+    """
+    if not 0 <= cp_rank < cp_size:
+        raise ValueError(f"cp_rank={cp_rank} is not in [0, cp_size={cp_size})")
+    bounds = torch.as_tensor(cu_seqlens, dtype=torch.int64, device="cpu")
+    starts, lengths = bounds[:-1], bounds.diff()
+    if cp_size == 1:
+        return torch.arange(int(bounds[0]), int(bounds[-1]))
+    uneven = (lengths % (2 * cp_size)).nonzero()
+    if len(uneven):
+        i = int(uneven[0])
+        raise ValueError(
+            f"sequence {i} has {int(lengths[i])} positions, not a multiple of 2 * cp_size = {2 * cp_size}; "
+            f"pad every sequence to one (pack with sequence_multiple={2 * cp_size})"
+        )
+    widths = lengths // (2 * cp_size)
+    first = starts + cp_rank * widths
+    second = starts + (2 * cp_size - 1 - cp_rank) * widths
+    chunk_starts = torch.stack([first, second], dim=1).flatten()
+    chunk_widths = widths.repeat_interleave(2)
+    ends = chunk_widths.cumsum(0)
+    total = int(ends[-1]) if len(ends) else 0
+    return torch.arange(total) + (chunk_starts - (ends - chunk_widths)).repeat_interleave(chunk_widths)
+
+
+def unshard(shard: Tensor, cu_seqlens: Tensor | Sequence[int], group: ProcessGroup | None) -> Tensor:
+    """The full packed tensor [T, ...] from the ranks' shards [T / cp_size, ...]: one all-gather, no gradient.
+
+    ``shard[k]`` belongs to packed position ``zigzag_indices(cu_seqlens, rank, cp_size)[k]``.
+    """
+    size = group_size(group)
+    if size == 1:
+        return shard
+    gathered = gather_rows(shard.detach(), group)
+    order = torch.cat([zigzag_indices(cu_seqlens, rank, size) for rank in range(size)])
+    if len(order) != len(gathered):
+        raise ValueError(
+            f"shards hold {len(gathered)} positions in all, cu_seqlens says {len(order)}; "
+            "pass the bounds of the unsharded batch"
+        )
+    full = torch.empty_like(gathered)
+    full[order.to(gathered.device)] = gathered
+    return full
+
+
+class _AllGatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return gather_rows(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return scatter_summed_rows(grad, ctx.group), None
+
+
+def all_gather_tokens(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Concatenate every rank's ``x`` [n, ...] along dimension 0 by rank: [n * size, ...], differentiable.
+
+    Backward sums the ranks' gradients and gives each rank its rows (reduce-scatter): right when each rank
+    goes on to its own share of the loss. All ranks hold the same n.
+    """
+    return x if group_size(group) == 1 else _AllGatherTokens.apply(x, group)
+
+
+def sum_over(group: ProcessGroup | None) -> Callable[[Tensor], Tensor]:
+    """A function that sums a tensor over ``group`` without autograd; the identity for None or one process.
+
+    This is the one context-parallel collective of a micro-batch: the sequence ratio uses the summed value,
+    and every rank's own tokens carry their own gradient, so nothing has to be communicated in the backward
+    pass.
+    """
+    if group_size(group) == 1:
+        return lambda x: x
+    return lambda x: sum_in_place(x.detach().clone(memory_format=torch.contiguous_format), group)

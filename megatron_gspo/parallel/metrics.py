@@ -1,0 +1,83 @@
+"""Reduce a dict of scalar metrics over a process group with a fixed, small number of collectives."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_gspo.parallel.collectives import group_size
+
+
+def reduce_metrics(
+    metrics: Mapping[str, Tensor | float],
+    group: ProcessGroup | None,
+    *,
+    names: Sequence[str] | None = None,
+) -> dict[str, Tensor]:
+    """Sum every scalar over the ranks; a name ending in ``_max`` / ``_min`` takes the maximum / minimum.
+
+    Shares that add up go in, the figure of the whole comes out, equal on every rank: float32 scalars, keys
+    sorted. A rank may lack keys (all its micro-batches were empty): it adds nothing to a sum and leaves an
+    extreme alone. NaN on any rank gives NaN. One collective for all sums, one for all extremes; every rank of
+    ``group`` must call.
+
+    names: all names that any rank has, the same on every rank. Without it they are exchanged first, for
+        which a GPU is waited for. Raises ValueError for a metric that names lack.
+    """
+    device = next((x.device for x in metrics.values() if isinstance(x, Tensor)), _device_of(group))
+    local = {
+        name: torch.as_tensor(value, dtype=torch.float32, device=device).detach().reshape(())
+        for name, value in metrics.items()
+    }
+    unknown = sorted(local.keys() - set(local if names is None else names))
+    if unknown:
+        raise ValueError(f"metrics {unknown} are missing from names; add them on every rank")
+    if group is None or group_size(group) == 1:
+        return {name: local[name] for name in sorted(local)}
+    everything = _all_names(local, group) if names is None else sorted(set(names))
+    extremes = [name for name in everything if name.endswith(("_max", "_min"))]
+    sums = [name for name in everything if not name.endswith(("_max", "_min"))]
+    reduced = _sum(sums, local, device, group) | _extremes(extremes, local, device, group)
+    return {name: reduced[name] for name in everything}
+
+
+def _device_of(group: ProcessGroup | None) -> torch.device:
+    if group is not None and dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _all_names(local: Mapping[str, Tensor], group: ProcessGroup) -> list[str]:
+    by_rank: list[list[str]] = [[] for _ in range(group_size(group))]
+    dist.all_gather_object(by_rank, sorted(local), group=group)
+    return sorted({name for names in by_rank for name in names})
+
+
+def _sum(
+    names: list[str], local: Mapping[str, Tensor], device: torch.device, group: ProcessGroup
+) -> dict[str, Tensor]:
+    if not names:
+        return {}
+    absent = torch.zeros((), device=device)
+    packed = torch.stack([local.get(name, absent) for name in names])
+    dist.all_reduce(packed, group=group)
+    return dict(zip(names, packed.unbind(), strict=True))
+
+
+def _extremes(
+    names: list[str], local: Mapping[str, Tensor], device: torch.device, group: ProcessGroup
+) -> dict[str, Tensor]:
+    """A minimum travels as the maximum of the negative, a NaN (backends differ in its maximum) as a flag."""
+    if not names:
+        return {}
+    signs = torch.tensor([-1.0 if name.endswith("_min") else 1.0 for name in names], device=device)
+    missing = torch.tensor([name not in local for name in names], device=device)
+    absent = torch.zeros((), device=device)
+    values = torch.stack([local.get(name, absent) for name in names]) * signs
+    is_nan = values.isnan()
+    packed = torch.stack([values.masked_fill(missing | is_nan, -torch.inf), is_nan.float()])
+    dist.all_reduce(packed, op=dist.ReduceOp.MAX, group=group)
+    values = (packed[0] * signs).masked_fill(packed[1] > 0, torch.nan)
+    return dict(zip(names, values.unbind(), strict=True))

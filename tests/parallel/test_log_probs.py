@@ -1,0 +1,380 @@
+"""Log-probabilities and entropy from hidden states against torch.log_softmax in float64."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_gspo.parallel import log_probs_from_hidden
+from megatron_gspo.parallel.log_probs import CHUNK_BYTES
+from megatron_gspo.parallel.vocabulary_tiles import TILE, tile_elements, tile_shape
+from tests.distributed import collectives_so_far, run_distributed
+
+# chunk_bytes: the logits are kept; tiles of a few tokens and rows; the default
+ONE_TILE, MANY_TILES, DEFAULT = 2**30, 2_000, None
+
+
+def inputs(tokens, vocabulary, width, *, padded=None, dtype=torch.float32, seed=0, size=1.0):
+    """hidden, weight, labels, gradients of both results. Padding rows are large, so that a leak shows."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, width, generator=generator) * size
+    weight = torch.randn(padded or vocabulary, width, generator=generator)
+    weight[vocabulary:] = 7.0
+    labels = torch.randint(0, vocabulary, (tokens,), generator=generator)
+    grads = torch.randn(2, tokens, generator=generator)
+    return hidden.to(dtype), weight.to(dtype), labels, grads[0], grads[1]
+
+
+def reference(hidden, weight, labels, grad_log_probs, grad_entropy, *, temperature=1.0, vocab_size=None):
+    """log_probs, entropy, hidden.grad, weight.grad in float64, from the whole logits."""
+    hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    logits = hidden @ weight[:vocab_size].T / temperature
+    all_log_probs = logits.log_softmax(-1)
+    log_probs = all_log_probs.gather(1, labels[:, None]).squeeze(1)
+    entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
+    loss = (log_probs * grad_log_probs).sum()
+    if grad_entropy is not None:
+        loss = loss + (entropy * grad_entropy).sum()
+    loss.backward()
+    return log_probs.detach(), entropy.detach(), hidden.grad, weight.grad
+
+
+def ours(hidden, weight, labels, grad_log_probs, grad_entropy, **options):
+    """The same four from the function under test, in their own dtypes."""
+    hidden, weight = (x.detach().clone().requires_grad_() for x in (hidden, weight))
+    log_probs, entropy = log_probs_from_hidden(hidden, weight, labels, with_entropy=True, **options)
+    loss = (log_probs * grad_log_probs).sum()
+    if grad_entropy is not None:
+        loss = loss + (entropy * grad_entropy).sum()
+    loss.backward()
+    return log_probs.detach(), entropy.detach(), hidden.grad, weight.grad
+
+
+def assert_same(actual, expected, *, values=1e-5, grads=1e-5):
+    """Absolute tolerance on the values; on gradients relative to the largest entry."""
+    names = ("log_probs", "entropy", "hidden.grad", "weight.grad")
+    for name, a, b in zip(names, actual, expected, strict=True):
+        error = (a.double() - b).abs().max().item()
+        limit = grads * b.abs().max().item() if name.endswith("grad") else values
+        assert error <= limit, f"{name}: off by {error:.2e}, allowed {limit:.2e}"
+
+
+def test_worked_case():
+    """Logits ln 1, ln 2, ln 5: probabilities 1/8, 2/8, 5/8."""
+    weight = torch.tensor([1.0, 2.0, 5.0]).log()[:, None]
+    log_probs, entropy = log_probs_from_hidden(
+        torch.ones(3, 1), weight, torch.arange(3), with_entropy=True, chunk_bytes=1
+    )
+    probabilities = [1 / 8, 2 / 8, 5 / 8]
+    assert log_probs.tolist() == pytest.approx([math.log(p) for p in probabilities], abs=1e-6)
+    assert entropy.tolist() == pytest.approx([-sum(p * math.log(p) for p in probabilities)] * 3, abs=1e-6)
+
+
+@pytest.mark.parametrize("chunk_bytes", [ONE_TILE, MANY_TILES, DEFAULT])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("padded", [None, 128])
+def test_matches_log_softmax(chunk_bytes, temperature, padded):
+    case = inputs(37, 101, 12, padded=padded)
+    options = {"temperature": temperature, "vocab_size": 101}
+    actual = ours(*case, **options, chunk_bytes=chunk_bytes)
+    assert_same(actual, reference(*case, **options))
+    assert actual[0].dtype == actual[1].dtype == torch.float32
+    assert not actual[3][101:].any()
+
+
+def test_matches_with_several_full_tiles_of_the_default_size():
+    tokens, vocabulary = TILE["cpu"][0] + 200, 4 * TILE["cpu"][1] + 77
+    case = inputs(tokens, vocabulary, 8)
+    assert_same(ours(*case, chunk_bytes=4 * TILE["cpu"][0] * TILE["cpu"][1] * 2), reference(*case))
+
+
+@pytest.mark.parametrize("chunk_bytes", [ONE_TILE, MANY_TILES])
+def test_gradcheck(chunk_bytes):
+    hidden, weight, labels, *_ = inputs(5, 11, 4, padded=13, dtype=torch.float64)
+
+    def call(hidden, weight):
+        return log_probs_from_hidden(
+            hidden,
+            weight,
+            labels,
+            temperature=0.7,
+            vocab_size=11,
+            with_entropy=True,
+            chunk_bytes=chunk_bytes // 10,
+        )
+
+    assert torch.autograd.gradcheck(call, (hidden.requires_grad_(), weight.requires_grad_()))
+
+
+@pytest.mark.parametrize("chunk_bytes", [ONE_TILE, MANY_TILES])
+def test_bfloat16_inputs_give_float32_values(chunk_bytes):
+    """The reference multiplies the same bfloat16 numbers exactly, so only float32 rounding may show in the
+    values (a bfloat16 logit would be off by up to 0.03 here). Gradients return in bfloat16: half a unit of 8
+    bits, 2**-9.
+    """
+    case = inputs(40, 300, 32, dtype=torch.bfloat16)
+    actual = ours(*case, chunk_bytes=chunk_bytes)
+    assert_same(actual, reference(*case), values=2e-5, grads=2**-8)
+    assert [x.dtype for x in actual] == [torch.float32] * 2 + [torch.bfloat16] * 2
+
+
+def test_weight_gradient_of_bfloat16_is_summed_in_float32():
+    """4,096 equal contributions: a bfloat16 sum would stop growing at 256 of them."""
+    tokens = 4096
+    hidden = torch.ones(tokens, 1, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.zeros(tokens, dtype=torch.int64)
+    log_probs_from_hidden(hidden, weight, labels, chunk_bytes=MANY_TILES)[0].sum().backward()
+    assert weight.grad.flatten().tolist() == [tokens / 2, -tokens / 2]
+
+
+@pytest.mark.parametrize("chunk_bytes", [ONE_TILE, MANY_TILES])
+def test_logits_of_ten_thousand(chunk_bytes):
+    """A float32 logit of 1e4 is known to 1e-3, hence the tolerance on values; nothing may overflow."""
+    case = inputs(30, 50, 4, size=5e3)
+    assert (case[0] @ case[1].T).abs().max() > 1e4
+    actual = ours(*case, chunk_bytes=chunk_bytes)
+    assert all(x.isfinite().all() for x in actual)
+    assert_same(actual, reference(*case), values=5e-3, grads=1e-3)
+
+
+@pytest.mark.parametrize("chunk_bytes", [ONE_TILE, MANY_TILES])
+def test_uniform_logits_at_an_offset(chunk_bytes):
+    """All logits 3e4: the entropy is ln V exactly; computed as logsumexp - E[x] it would be off by 1e-3."""
+    hidden, weight = torch.full((3, 1), 3e4), torch.ones(64, 1)
+    log_probs, entropy = log_probs_from_hidden(
+        hidden, weight, torch.tensor([0, 1, 63]), with_entropy=True, chunk_bytes=chunk_bytes
+    )
+    assert entropy.tolist() == pytest.approx([math.log(64)] * 3, abs=1e-6)
+    assert log_probs.tolist() == pytest.approx([-math.log(64)] * 3, abs=1e-6)
+
+
+def test_entropy_without_gradient_leaves_the_log_prob_gradient_alone():
+    *case, _ = inputs(20, 60, 8)
+    with_entropy = ours(*case, None, chunk_bytes=MANY_TILES)
+    hidden, weight = (x.clone().requires_grad_() for x in case[:2])
+    log_probs, entropy = log_probs_from_hidden(hidden, weight, case[2], chunk_bytes=MANY_TILES)
+    (log_probs * case[3]).sum().backward()
+    assert entropy is None
+    assert torch.equal(with_entropy[2], hidden.grad) and torch.equal(with_entropy[3], weight.grad)
+    assert_same(with_entropy, reference(*case, None))
+
+
+def test_gradient_of_the_entropy_alone():
+    hidden, weight, labels, _, grad = inputs(20, 60, 8)
+    case = (hidden, weight, labels, torch.zeros(20), grad)
+    hidden, weight = (x.clone().requires_grad_() for x in (hidden, weight))
+    (log_probs_from_hidden(hidden, weight, labels, with_entropy=True)[1] * grad).sum().backward()
+    _, _, expected_hidden, expected_weight = reference(*case)
+    torch.testing.assert_close(hidden.grad.double(), expected_hidden, rtol=0, atol=1e-5)
+    torch.testing.assert_close(weight.grad.double(), expected_weight, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_bytes", [ONE_TILE, MANY_TILES])
+def test_a_second_backward_gives_the_same(chunk_bytes):
+    hidden, weight, labels, grad, _ = inputs(20, 60, 8)
+    log_probs, _ = log_probs_from_hidden(hidden.requires_grad_(), weight, labels, chunk_bytes=chunk_bytes)
+    loss = (log_probs * grad).sum()
+    first = torch.autograd.grad(loss, hidden, retain_graph=True)[0]
+    assert torch.equal(first, torch.autograd.grad(loss, hidden)[0])
+
+
+def test_frozen_weight_or_hidden_gets_no_gradient():
+    hidden, weight, labels, grad, _ = inputs(20, 60, 8)
+    _, _, grad_hidden, grad_weight = ours(hidden, weight, labels, grad, None)
+    live = hidden.clone().requires_grad_()
+    (log_probs_from_hidden(live, weight, labels)[0] * grad).sum().backward()
+    assert torch.equal(live.grad, grad_hidden) and weight.grad is None
+    live = weight.clone().requires_grad_()
+    (log_probs_from_hidden(hidden, live, labels)[0] * grad).sum().backward()
+    assert torch.equal(live.grad, grad_weight) and hidden.grad is None
+
+
+def test_without_gradient_nothing_is_recorded():
+    hidden, weight, labels, *_ = inputs(20, 60, 8)
+    expected = log_probs_from_hidden(hidden.requires_grad_(), weight, labels, with_entropy=True)
+    assert expected[0].grad_fn is not None
+    with torch.no_grad():
+        actual = log_probs_from_hidden(hidden, weight, labels, with_entropy=True)
+    assert all(torch.equal(a, b) and a.grad_fn is None for a, b in zip(actual, expected, strict=True))
+
+
+def test_autocast_and_deterministic_mode_change_nothing():
+    case = inputs(20, 60, 8)
+    expected = ours(*case)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            actual = ours(*case)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_no_tokens():
+    hidden, weight, labels, *_ = inputs(0, 60, 8)
+    weight.requires_grad_()
+    log_probs, entropy = log_probs_from_hidden(hidden, weight, labels, with_entropy=True)
+    (log_probs.sum() + entropy.sum()).backward()
+    assert log_probs.shape == (0,) and not weight.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"temperature": 0.0}, "temperature=0.0"),
+        ({"vocab_size": 61}, "vocab_size=61"),
+        ({"labels": torch.full((20,), -100)}, "labels reach from -100"),
+        ({"labels": torch.full((20,), 60)}, "vocab_size=60"),
+        ({"labels": torch.zeros(19, dtype=torch.int64)}, r"labels \(19,\) must be \[20\]"),
+        ({"weight": torch.zeros(60, 9)}, r"weight \(60, 9\)"),
+    ],
+)
+def test_refuses(change, message):
+    hidden, weight, labels, *_ = inputs(20, 60, 8)
+    arguments = {"hidden": hidden, "weight": weight, "labels": labels} | change
+    with pytest.raises(ValueError, match=message) as error:
+        log_probs_from_hidden(**arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_tiles_keep_to_the_budget():
+    for tokens in (1, 37, 1024, 30_000):
+        for rows in (1, 300, 152_000):
+            for budget in (3_000, 10**6, 10**8):
+                chunk, vocabulary = tile_shape(tokens, rows, 64, budget, TILE["cpu"])
+                assert 1 <= chunk <= tokens and 1 <= vocabulary <= rows
+                assert tile_elements(chunk, vocabulary, 64) <= budget
+                assert chunk * vocabulary <= TILE["cpu"][0] * TILE["cpu"][1]
+
+
+def peak_bytes(call):
+    """The most bytes alive at once that ``call`` allocated."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = call()
+    del result
+    current = peak = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            current += event.nbytes()
+            peak = max(peak, current)
+    return peak
+
+
+@pytest.mark.parametrize(("tokens", "vocabulary"), [(1024, 16_384), (512, 151_936)])
+def test_peak_memory(tokens, vocabulary):
+    """Log-prob and entropy, with both inputs' gradients; unit: one float32 [tokens, vocabulary]."""
+    width = 64
+    hidden, weight, labels, *_ = inputs(tokens, vocabulary, width)
+    hidden.requires_grad_(), weight.requires_grad_()
+
+    def train():
+        log_probs, entropy = log_probs_from_hidden(hidden, weight, labels, with_entropy=True)
+        (log_probs.sum() + entropy.sum()).backward()
+
+    @torch.no_grad()
+    def score():
+        return log_probs_from_hidden(hidden, weight, labels, with_entropy=True)
+
+    unit, gradients = 4 * tokens * vocabulary, 4 * width * (tokens + vocabulary)
+    trained, scored = peak_bytes(train), peak_bytes(score)
+    assert trained >= gradients, "the profiler saw too little"
+    assert trained - gradients <= CHUNK_BYTES["cpu"] and trained <= 0.25 * unit
+    assert scored <= 0.1 * unit
+
+
+# --- tensor parallelism ---
+
+
+def _group_of(rank, world_size, size):
+    """The process group of ``size`` consecutive ranks around ``rank``; None for one."""
+    groups = [dist.new_group(list(range(i, i + size))) for i in range(0, world_size, size)]
+    return None if size == 1 else groups[rank // size]
+
+
+def _call_on_shard(case, group, size, rank, *, sequence_parallel, **options):
+    """Give this rank its shards; return values and gradients put together again."""
+    hidden, weight, *rest = case
+    if sequence_parallel:
+        hidden = hidden.chunk(size)[rank]
+    options |= {"tp_group": group, "sequence_parallel": sequence_parallel}
+    part = ours(hidden, weight.chunk(size)[rank], *rest, **options)
+
+    def whole(x):
+        parts = [torch.empty_like(x) for _ in range(size)]
+        if size > 1:
+            dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts) if size > 1 else x
+
+    return part[0], part[1], whole(part[2]) if sequence_parallel else part[2], whole(part[3])
+
+
+def _check_tensor_parallel(rank, world_size):
+    cases = 0
+    for size in (1, 2, 4):
+        group = _group_of(rank, world_size, size)
+        for sequence_parallel in (False, True):
+            for chunk_bytes in (ONE_TILE, MANY_TILES):
+                for dtype, values, grads in ((torch.float32, 1e-5, 1e-5), (torch.bfloat16, 2e-5, 2**-8)):
+                    for vocabulary in (120, 85, 25):  # of 120 rows: none padded, some, all rows of two ranks
+                        case = inputs(36, vocabulary, 12, padded=120, dtype=dtype)
+                        options = {"temperature": 0.8, "vocab_size": vocabulary}
+                        actual = _call_on_shard(
+                            case, group, size, rank % size, sequence_parallel=sequence_parallel,
+                            chunk_bytes=chunk_bytes, **options,
+                        )
+                        assert_same(actual, reference(*case, **options), values=values, grads=grads)
+                        cases += 1
+    return cases
+
+
+def test_tensor_parallel_matches_log_softmax():
+    assert run_distributed(_check_tensor_parallel, 4) == [72] * 4
+
+
+def _check_label_owner(rank, world_size):
+    """All labels on one shard, each shard in turn: gradients are right on every rank."""
+    results = []
+    for owner in range(world_size):
+        hidden, weight, _, *grads = inputs(24, 80, 8)
+        labels = torch.arange(24) % 20 + 20 * owner
+        case = (hidden, weight, labels, *grads)
+        actual = _call_on_shard(case, dist.group.WORLD, world_size, rank, sequence_parallel=False)
+        assert_same(actual, reference(*case))
+        results.append(actual[:3])
+    return results
+
+
+def test_label_on_every_shard_and_equal_bits_on_all_ranks():
+    first, *others = run_distributed(_check_label_owner, 4)
+    for other in others:
+        for a, b in zip(first, other, strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _count_collectives(rank, world_size):
+    """Collectives before and after a forward and a backward of many tiles, by sequence_parallel."""
+    counts = []
+    for sequence_parallel in (False, True):
+        hidden, weight, labels, grad, _ = inputs(32, 80, 8)
+        hidden = (hidden.chunk(world_size)[rank] if sequence_parallel else hidden).requires_grad_()
+        counts.append(collectives_so_far())
+        log_probs, _ = log_probs_from_hidden(
+            hidden,
+            weight.chunk(world_size)[rank],
+            labels,
+            tp_group=dist.group.WORLD,
+            sequence_parallel=sequence_parallel,
+            chunk_bytes=MANY_TILES,
+        )
+        counts.append(collectives_so_far())
+        (log_probs * grad).sum().backward()
+        counts.append(collectives_so_far())
+    return counts
+
+
+def test_one_collective_per_pass_whatever_the_number_of_tiles():
+    """Forward: the statistics; backward: hidden's gradient. Sequence parallelism gathers hidden in each."""
+    assert run_distributed(_count_collectives, 2) == [[0, 1, 2, 2, 4, 6]] * 2
