@@ -118,9 +118,9 @@ def test_a_failure_is_counted_and_the_others_are_scored(scorer, text, status, me
 
 
 def test_many_failures_at_once(scorer):
-    texts = ["4", "die", "raise", "nan", "die", "sleep", "4", "sleep", "segfault", "5"] * 2
+    texts = ["4", "die", "raise", "nan", "die", "sleep", "4", "sleep", "segfault", "5"]
     scores = run(scorer, texts)
-    assert scores.counts == {"error": 8, "timeout": 4, "invalid": 2}
+    assert scores.counts == {"error": 4, "timeout": 2, "invalid": 1}
     assert scores.rewards.tolist() == [{"4": 1.0, "5": 0.0}.get(text, -1.0) for text in texts]
 
 
