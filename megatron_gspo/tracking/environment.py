@@ -26,13 +26,18 @@ def describe_environment(*, world_size: int) -> dict[str, Any]:
         "platform": platform.platform(),
         "python": platform.python_version(),
         "megatron_gspo": megatron_gspo.__version__,
-        "git_revision": git_revision(Path(megatron_gspo.__file__).parent),
+        "git_revision": git_revision(Path(megatron_gspo.__file__).parent.parent),
         "versions": {name: _version(name) for name in PACKAGES},
     }
 
 
 def git_revision(folder: Path) -> str | None:
-    """Commit of a checkout, with "+changes" where tracked files differ from it; None outside a checkout."""
+    """Commit of the checkout whose root is folder, with "+changes" where tracked files differ from it; else None.
+
+    An environment inside somebody else's checkout must not report that one's commit.
+    """
+    if not (folder / ".git").exists():
+        return None
     try:
         revision = _git(folder, "rev-parse", "HEAD")
         changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
