@@ -32,7 +32,7 @@ def describe_environment(*, world_size: int) -> dict[str, Any]:
 
 
 def git_revision(folder: Path) -> str | None:
-    """Commit of the checkout whose root is folder, with "+changes" where tracked files differ from it; else None.
+    """Commit of the checkout whose root is folder, "+changes" where tracked files differ from it; else None.
 
     An environment inside somebody else's checkout must not report that one's commit.
     """
