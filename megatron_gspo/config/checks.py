@@ -261,7 +261,7 @@ def check_model(config: Config, hf: dict[str, Any]) -> None:
 def check_divisibility(parallel: ParallelConfig, hf: dict[str, Any]) -> None:
     """Heads, key-value groups, widths, layers and experts of a config.json against the parallel sizes."""
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    experts = hf.get("num_experts") or 0
+    experts = hf.get("num_experts") or hf.get("num_local_experts") or 0  # Transformers 5 writes the latter
     for key in ("num_attention_heads", "num_key_value_heads") + (() if experts else ("intermediate_size",)):
         _divides("tensor_model_parallel_size", tensor, key, hf.get(key))
     virtual = parallel.virtual_pipeline_model_parallel_size

@@ -76,7 +76,11 @@ def initialize(layout: Layout, *, seed: int, backend: str = "auto", timeout_minu
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if not dist.is_initialized():
         chosen = ("nccl" if cuda else "gloo") if backend == "auto" else backend
-        dist.init_process_group(chosen, timeout=timedelta(minutes=timeout_minutes))
+        limit = timedelta(minutes=timeout_minutes)
+        if "WORLD_SIZE" in os.environ:
+            dist.init_process_group(chosen, timeout=limit)
+        else:  # started without torchrun: a world of one
+            dist.init_process_group(chosen, timeout=limit, store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,

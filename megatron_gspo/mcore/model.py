@@ -94,6 +94,9 @@ def transformer_config(shape: ModelShape, layout: Layout, settings: ModelSetting
         gradient_accumulation_fusion=False,
         async_tensor_model_parallel_allreduce=False,
         deallocate_pipeline_outputs=True,
+        # a batched exchange mixes up the two directions when both neighbours are the same rank (2 interleaved stages)
+        overlap_p2p_comm=layout.virtual_pipeline is not None,
+        batch_p2p_comm=layout.virtual_pipeline is None,
     )
     if shape.is_moe:
         keywords |= _moe(shape, layout, settings, engine)

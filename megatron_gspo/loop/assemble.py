@@ -1,0 +1,156 @@
+"""From a checked config to the objects of a run on this rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoTokenizer
+
+from megatron_gspo.algorithms import Objective
+from megatron_gspo.config import Config
+from megatron_gspo.data.prompts import PromptFormat, PromptSource, load_prompts
+from megatron_gspo.data.rewards import RewardScorer
+from megatron_gspo.data.sample import Prompt
+from megatron_gspo.data.tasks import TaskSpec, load_task
+from megatron_gspo.mcore.groups import Layout, compute_device, initialize
+from megatron_gspo.mcore.model import ModelSettings
+from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, Policy, build_policy
+from megatron_gspo.mcore.step import Batching
+from megatron_gspo.rollout.demonstrations import DemonstrationEngine
+from megatron_gspo.rollout.embedded import EmbeddedEngine
+from megatron_gspo.rollout.engine import RolloutEngine, SamplingParams
+
+
+@dataclass
+class Run:
+    """Everything that the phases of the loop share. ``engine`` makes the training samples, ``eval_engine`` the
+    held-out ones (the same object except under supervised training); ``reference`` is the frozen starting policy."""
+
+    config: Config
+    objective: Objective
+    policy: Policy
+    reference: Policy | None
+    engine: RolloutEngine
+    eval_engine: RolloutEngine | None
+    scorer: RewardScorer
+    source: PromptSource
+    eval_prompts: list[Prompt]
+    batching: Batching
+    dropped_prompts: int
+
+    @property
+    def sampling(self) -> SamplingParams:
+        rollout = self.config.rollout
+        return SamplingParams(n=rollout.n_samples_per_prompt, max_response_length=rollout.max_response_length,
+                              temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k)
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this rank writes the run directory."""
+        return dist.get_rank() == 0
+
+    @property
+    def generates_on_policy(self) -> bool:
+        """Whether the engine needs the new weights after every update."""
+        return self.eval_engine is None or self.eval_engine is self.engine
+
+    def close(self) -> None:
+        self.scorer.close()
+        self.engine.close()
+        if self.eval_engine is not None and self.eval_engine is not self.engine:
+            self.eval_engine.close()
+
+
+def layout_of(config: Config) -> Layout:
+    """The parallel sizes of a config."""
+    parallel = config.parallel
+    return Layout(
+        tensor=parallel.tensor_model_parallel_size, pipeline=parallel.pipeline_model_parallel_size,
+        context=parallel.context_parallel_size, expert=parallel.expert_model_parallel_size,
+        expert_tensor=parallel.expert_tensor_size, virtual_pipeline=parallel.virtual_pipeline_model_parallel_size,
+    )
+
+
+def assemble(config: Config, *, engine: RolloutEngine | None = None) -> Run:
+    """Start the process groups and build everything. ``engine`` replaces the configured source of samples."""
+    parallel = config.parallel
+    groups = initialize(layout_of(config), seed=config.seed, backend=parallel.backend,
+                        timeout_minutes=parallel.timeout_minutes)
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
+    train, held_out, dropped = load_data(config, tokenizer)
+    policy = build_policy(
+        config.model.path, layout_of(config), groups, model=model_settings(config),
+        data_parallel=DataParallelSettings(parallel.use_distributed_optimizer, parallel.overlap_grad_reduce,
+                                           parallel.overlap_param_gather),
+        optimizer=_optimizer(config), pretrained=config.model.init == "pretrained",
+    )
+    reference = _reference(config, groups) if config.algorithm.needs_reference else None
+    engine, eval_engine = _engines(config, tokenizer, held_out, engine)
+    data, training = config.data, config.training
+    return Run(
+        config=config, objective=config.algorithm.objective(), policy=policy, reference=reference, engine=engine,
+        eval_engine=eval_engine,
+        scorer=RewardScorer(data.resolved_verifier, data.verifier_options, timeout=data.verifier_timeout,
+                            workers=data.verifier_workers),
+        source=PromptSource(train, seed=config.seed, shuffle=data.shuffle), eval_prompts=held_out,
+        batching=Batching(training.max_tokens_per_micro_batch, training.micro_batch_size), dropped_prompts=dropped,
+    )
+
+
+def load_data(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Prompt], int]:
+    """(training prompts, held-out prompts, prompts dropped for their length)."""
+    data = config.data
+    form = PromptFormat(data.prompt_key, data.answer_key, data.prompt_template, data.chat_template, data.system_prompt,
+                        data.max_prompt_length, data.overlong_prompts)
+    if data.task is not None:
+        task = load_task(TaskSpec(**data.task.model_dump()), tokenizer, form)
+        sets = [task.train] + ([task.evaluation] if task.evaluation else [])
+    else:
+        sets = [load_prompts(data.prompts or "", tokenizer, form)]
+    if data.eval_prompts:
+        sets = [sets[0], load_prompts(data.eval_prompts, tokenizer, form)]
+    held_out = sets[1].prompts[: config.evaluation.max_prompts] if len(sets) > 1 else []
+    return sets[0].prompts, held_out, sum(prompts.dropped for prompts in sets)
+
+
+def model_settings(config: Config) -> ModelSettings:
+    """How the config asks for the model to be built."""
+    model, parallel = config.model, config.parallel
+    return ModelSettings(
+        dtype=getattr(torch, model.dtype), implementation=model.implementation, recompute=model.recompute,
+        recompute_num_layers=model.recompute_num_layers or 1, dispatcher=parallel.moe_token_dispatcher_type,
+        sequence_parallel=parallel.sequence_parallel,
+    )
+
+
+def _optimizer(config: Config) -> OptimizerSettings:
+    optimizer = config.optimizer
+    return OptimizerSettings(
+        lr=optimizer.lr, min_lr=optimizer.min_lr, schedule=optimizer.lr_schedule, warmup_steps=optimizer.warmup_steps,
+        total_steps=config.optimizer_steps, weight_decay=optimizer.weight_decay, adam_beta1=optimizer.adam_beta1,
+        adam_beta2=optimizer.adam_beta2, adam_eps=optimizer.adam_eps, clip_grad=optimizer.clip_grad,
+    )
+
+
+def _reference(config: Config, groups: Any) -> Policy:
+    return build_policy(config.model.path, layout_of(config), groups, model=model_settings(config),
+                        data_parallel=DataParallelSettings(), optimizer=None)
+
+
+def _engines(config: Config, tokenizer: Any, held_out: list[Prompt],
+             given: RolloutEngine | None) -> tuple[RolloutEngine, RolloutEngine | None]:
+    def embedded() -> EmbeddedEngine:
+        return EmbeddedEngine(config.model.path, tokenizer=tokenizer, dtype=getattr(torch, config.model.dtype),
+                              device=compute_device(), max_batch=config.rollout.max_batch_size)
+
+    if given is not None:
+        return given, given if held_out else None
+    if config.rollout.engine == "embedded":
+        engine = embedded()
+        return engine, engine
+    demonstrations = DemonstrationEngine(lambda text: tokenizer.encode(text, add_special_tokens=False),
+                                         tokenizer.eos_token_id)
+    return demonstrations, embedded() if held_out else None

@@ -1,0 +1,34 @@
+"""Held-out accuracy: mean@k and pass@k under the current weights."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_gspo.loop.assemble import Run
+from megatron_gspo.loop.experience import rollout_seed, sample_and_score
+from megatron_gspo.loop.timers import Timers
+from megatron_gspo.rollout.engine import SamplingParams
+from megatron_gspo.rollout.evaluation import mean_at_k, pass_at_k
+
+# Apart from every training step's seed and the same at every evaluation, so that two evaluations differ by the weights.
+_EVALUATION_STREAM = 2**31 - 1
+
+
+def evaluate(run: Run, version: int, timers: Timers) -> dict[str, float]:
+    """``eval/accuracy`` (mean@n), ``eval/pass@k`` and the response length on the held-out prompts."""
+    assert run.eval_engine is not None
+    config = run.config.evaluation
+    if not run.generates_on_policy:
+        with timers("weight_sync"):
+            run.eval_engine.update_weights(run.policy.weights(), version=version)
+    greedy = config.temperature == 0
+    sampling = SamplingParams(n=config.n_samples, max_response_length=run.config.rollout.max_response_length,
+                              temperature=1.0 if greedy else config.temperature, greedy=greedy)
+    quiet = Timers()
+    with timers("evaluate"):
+        samples, _ = sample_and_score(run, run.eval_engine, run.eval_prompts, sampling,
+                                      rollout_seed(run.config.seed, _EVALUATION_STREAM), quiet)
+    rewards = np.array([sample.reward for sample in samples]).reshape(-1, config.n_samples)
+    found = {"eval/accuracy": mean_at_k(rewards),
+             "eval/response_length": float(np.mean([sample.response_length for sample in samples]))}
+    return found | {f"eval/pass@{k}": pass_at_k(rewards, k) for k in config.pass_at_k}

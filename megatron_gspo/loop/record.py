@@ -1,0 +1,92 @@
+"""What a run tells: metrics.jsonl, samples, progress line, trackers, summary and picture. Only one rank writes."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_gspo.data.sample import Sample
+from megatron_gspo.loop.assemble import Run
+from megatron_gspo.tracking.environment import describe_environment
+from megatron_gspo.tracking.picture import draw_run
+from megatron_gspo.tracking.progress import Progress
+from megatron_gspo.tracking.run_directory import RunDirectory, spread
+from megatron_gspo.tracking.trackers import RunInfo, make_trackers
+
+
+def throughput(samples: Sequence[Sample], times: Mapping[str, float]) -> dict[str, float]:
+    """The step's times, tokens per second (prompts and responses) of the whole step and of training, peak memory in GiB."""
+    tokens = sum(sample.length for sample in samples)
+    found = {**times, "perf/tokens": float(tokens), "perf/tokens_per_second": tokens / times["time/step"],
+             "perf/peak_memory_gib": peak_memory() / 2**30}
+    if times.get("time/train"):
+        found["perf/train_tokens_per_second"] = tokens / times["time/train"]
+    return found
+
+
+def peak_memory() -> int:
+    """Bytes: the GPU's largest allocation, or this process's largest resident size where there is no GPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+class Recorder:
+    """The run directory, progress line and trackers on the writing rank; on the others every method does nothing."""
+
+    def __init__(self, run: Run, *, resume_step: int) -> None:
+        self._config, self._stack = run.config, contextlib.ExitStack()
+        self._active = run.is_writer
+        if not self._active:
+            return
+        tracking, resumed = run.config.tracking, resume_step if resume_step else None
+        self._directory = self._stack.enter_context(
+            RunDirectory(run.config.run_dir, resume_step=resumed, reuse=run.config.checkpoint.resume == "auto")
+        )
+        self._directory.write_config(run.config.dump(), describe_environment(world_size=dist.get_world_size()))
+        self._trackers = make_trackers(
+            RunInfo(Path(run.config.run_dir), run.config.dump(), resumed),
+            tensorboard=tracking.tensorboard, wandb=tracking.wandb, mlflow=tracking.mlflow,
+        )
+        self._progress = self._stack.enter_context(Progress(run.config.training.steps, start=resume_step))
+        if run.dropped_prompts:
+            self._progress.say(f"{run.dropped_prompts} prompts are longer than data.max_prompt_length and were dropped")
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._active:
+            self._trackers.close()
+        self._stack.close()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One record of metrics.jsonl, the trackers and the progress line."""
+        if self._active:
+            values = self._directory.log(step, metrics)
+            self._trackers.log(step, values)
+            self._progress.update(step, values)
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """A few responses of the step, evenly picked."""
+        if self._active and self._config.tracking.samples_per_step:
+            chosen = spread(list(samples), self._config.tracking.samples_per_step)
+            self._directory.write_samples(step, [sample.to_record() for sample in chosen])
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """summary.json and the picture of the curves; matplotlib's absence is said, not raised."""
+        if not self._active:
+            return
+        self._directory.write_summary({**summary, "exit": "finished"})
+        if self._config.tracking.picture:
+            try:
+                draw_run(self._config.run_dir)
+            except (ImportError, ValueError) as error:
+                self._progress.say(f"no picture of the curves: {error}")

@@ -1,0 +1,77 @@
+"""The optimizer steps of one rollout batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from megatron_gspo.algorithms import ratio_quantiles
+from megatron_gspo.data.sample import Sample
+from megatron_gspo.loop.assemble import Run
+from megatron_gspo.loop.timers import Timers
+from megatron_gspo.mcore.step import StepResult, train_mini_batch
+
+
+def mini_batches(count: int, size: int, *, seed: int, step: int, epoch: int) -> list[list[int]]:
+    """Positions of the samples of each mini-batch: a permutation that depends on (seed, step, epoch) alone."""
+    order = np.random.default_rng([seed, step, epoch]).permutation(count)
+    return [order[start : start + size].tolist() for start in range(0, count, size)]
+
+
+def update(run: Run, samples: Sequence[Sample], step: int, timers: Timers) -> dict[str, float]:
+    """Train on a rollout batch: ``epochs`` passes, one optimizer step a mini-batch. Returns the step's metrics.
+
+    A mini-batch without a trained token is skipped and counted. Means are over optimizer steps.
+    """
+    config = run.config
+    results: list[StepResult] = []
+    trained: list[Sample] = []
+    skipped = 0
+    with timers("train"):
+        for epoch in range(config.training.epochs):
+            for rows in mini_batches(len(samples), config.training.global_batch_size, seed=config.seed, step=step, epoch=epoch):
+                batch = [samples[i] for i in rows]
+                if not any(sample.loss_mask.any() for sample in batch):
+                    skipped += 1
+                    continue
+                results.append(train_mini_batch(run.policy, batch, run.objective, run.batching,
+                                                temperature=config.rollout.temperature))
+                trained += batch
+    metrics = {"updates": float(len(results)), "updates/skipped": float(skipped)}
+    if not results:
+        return metrics
+    metrics |= _averaged([result.metrics for result in results]) | _packing(run, results)
+    if run.is_writer and run.objective.has_ratio:
+        metrics |= _quantiles(trained, [value for result in results for value in result.log_probs])
+    return metrics
+
+
+def _averaged(records: Sequence[dict[str, float]]) -> dict[str, float]:
+    combined: dict[str, float] = {}
+    for name in records[0]:
+        values = [record[name] for record in records if name in record]
+        reduce = max if name.endswith("_max") else min if name.endswith("_min") else np.mean
+        combined[name] = float(reduce(values))
+    return combined
+
+
+def _packing(run: Run, results: Sequence[StepResult]) -> dict[str, float]:
+    """Padding share of the packed batches and the share of the pipeline's time that its fill and drain take."""
+    batches = [result.batches for result in results]
+    real, packed = sum(b.real_tokens for b in batches), sum(b.packed_tokens for b in batches)
+    stages, chunks = run.policy.groups.pp.size(), len(run.policy.chunks)
+    bubbles = [(stages - 1) / (len(b.batches) * chunks + stages - 1) for b in batches]
+    return {"perf/padding": 1.0 - real / packed, "perf/pipeline_bubble": float(np.mean(bubbles)),
+            "perf/micro_batches": float(np.mean([len(b.batches) for b in batches]))}
+
+
+def _quantiles(samples: Sequence[Sample], log_probs: Sequence[np.ndarray]) -> dict[str, float]:
+    lengths = [sample.response_length for sample in samples]
+    return ratio_quantiles(
+        torch.from_numpy(np.concatenate(log_probs)),
+        torch.from_numpy(np.concatenate([sample.old_log_probs for sample in samples])),
+        torch.from_numpy(np.concatenate([sample.loss_mask for sample in samples])),
+        torch.from_numpy(np.repeat(np.arange(len(samples)), lengths)),
+    )

@@ -1,0 +1,145 @@
+"""The training loop: ``torchrun --nproc-per-node N -m megatron_gspo.train CONFIG.yaml [key=value ...]``."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_gspo.config import Config, ConfigError, from_command_line
+from megatron_gspo.conversion.files import write_checkpoint
+from megatron_gspo.loop.assemble import Run, assemble
+from megatron_gspo.loop.evaluate import evaluate
+from megatron_gspo.loop.experience import collect
+from megatron_gspo.loop.record import Recorder, throughput
+from megatron_gspo.loop.timers import Timers
+from megatron_gspo.loop.update import update
+from megatron_gspo.mcore.checkpoint import complete_checkpoints, load_checkpoint, save_checkpoint
+from megatron_gspo.mcore.groups import shutdown
+from megatron_gspo.rollout.engine import RolloutEngine
+
+USAGE = """torchrun --nproc-per-node N -m megatron_gspo.train CONFIG.yaml [key=value ...]
+Trains a Hugging Face model with GSPO or a relative on Megatron-Core; everything goes to run_dir."""
+
+
+@dataclass
+class LoopState:
+    """All that a resumed run needs besides weights and optimizer; saved with every checkpoint."""
+
+    step: int = 0  # rollout batches done
+    cursor: int = 0  # prompts drawn
+    samples: int = 0
+    tokens: int = 0
+    wall_seconds: float = 0.0
+    accuracy_before: float | None = None
+    accuracy_after: float | None = None
+
+
+def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
+    """Run the whole loop on this rank; ``engine`` replaces the configured source of samples. Returns the final state.
+
+    ``torch.distributed`` is started from torchrun's environment if it isn't running; without one this process is the
+    whole world. Raises ``ConfigError`` before any allocation for a config that can't work.
+    """
+    config.check(int(os.environ.get("WORLD_SIZE", 1)))
+    run = assemble(config, engine=engine)
+    try:
+        return _loop(run)
+    finally:
+        run.close()
+        shutdown()
+
+
+def _loop(run: Run) -> LoopState:
+    config, timers = run.config, Timers()
+    state = _resume(run)
+    with Recorder(run, resume_step=state.step) as recorder:
+        started = time.monotonic() - state.wall_seconds
+        if run.eval_prompts and config.evaluation.at_start and state.accuracy_before is None:
+            record = evaluate(run, state.step, timers)
+            state.accuracy_before = state.accuracy_after = record["eval/accuracy"]
+            recorder.log(0, record | timers.take())
+        while state.step < config.training.steps:
+            experience = collect(run, state.step, state.cursor, timers)
+            metrics = experience.metrics | update(run, experience.samples, state.step, timers)
+            state.step, state.cursor = state.step + 1, experience.cursor
+            state.samples += len(experience.samples)
+            state.tokens += sum(sample.length for sample in experience.samples)
+            if run.generates_on_policy:
+                with timers("weight_sync"):
+                    run.engine.update_weights(run.policy.weights(), version=state.step)
+            if _evaluates(run, state.step):
+                metrics |= evaluate(run, state.step, timers)
+                state.accuracy_after = metrics["eval/accuracy"]
+            state.wall_seconds = time.monotonic() - started
+            if config.checkpoint.interval and state.step % config.checkpoint.interval == 0:
+                with timers("checkpoint"):
+                    _save(run, state)
+            recorder.log(state.step, metrics | throughput(experience.samples, timers.take()))
+            recorder.write_samples(state.step, experience.samples)
+        state.wall_seconds = time.monotonic() - started
+        exported = _export(run) if config.checkpoint.export_hf else None
+        recorder.finish(asdict(state) | {"exported": exported and str(exported)})
+    return state
+
+
+def _evaluates(run: Run, step: int) -> bool:
+    evaluation = run.config.evaluation
+    if not run.eval_prompts:
+        return False
+    at_end = evaluation.at_end and step == run.config.training.steps
+    return at_end or bool(evaluation.interval and step % evaluation.interval == 0)
+
+
+def _checkpoints(run: Run) -> Path:
+    return Path(run.config.run_dir) / "checkpoints"
+
+
+def _save(run: Run, state: LoopState) -> None:
+    save_checkpoint(run.policy, _checkpoints(run), state.step, asdict(state), keep=run.config.checkpoint.keep)
+
+
+def _resume(run: Run) -> LoopState:
+    """Load the newest whole checkpoint, if ``checkpoint.resume`` allows and there is one, and tell the engine."""
+    found = complete_checkpoints(_checkpoints(run)) if run.config.checkpoint.resume == "auto" else []
+    dist.barrier()  # no rank may begin to write before all have looked
+    if not found:
+        if run.config.model.init == "random" and run.generates_on_policy:
+            run.engine.update_weights(run.policy.weights(), version=0)
+        return LoopState()
+    state = LoopState(**load_checkpoint(run.policy, found[-1]))
+    if run.generates_on_policy:
+        run.engine.update_weights(run.policy.weights(), version=state.step)
+    if run.is_writer:
+        print(f"resumed from {found[-1]}: step {state.step}", file=sys.stderr)
+    return state
+
+
+def _export(run: Run) -> Path | None:
+    """Write the trained model as ``run_dir/hf``; all ranks stream, one writes."""
+    stream = run.policy.weights()
+    if run.is_writer:
+        return write_checkpoint(Path(run.config.run_dir) / "hf", stream, source=run.config.model.path)
+    for _ in stream:
+        pass
+    return None
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command line; exits with 2 and one line for a config that can't work."""
+    config = from_command_line(sys.argv[1:] if arguments is None else arguments, USAGE)
+    try:
+        train(config)
+    except ConfigError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"config error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":  # dist_checkpointing spawns helpers that import this module again
+    main()
