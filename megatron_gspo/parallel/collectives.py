@@ -2,7 +2,6 @@
 process).
 """
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -37,18 +36,9 @@ def scatter_summed_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
     size = group_size(group)
     if size == 1:
         return x
-    rows = x.shape[0] // size
-    try:
-        part = x.new_empty((rows, *x.shape[1:]))
-        _reduce_scatter(part, x.contiguous(), group=group)
-        return part
-    except (RuntimeError, NotImplementedError):
-        if dist.get_backend(group) != "gloo":
-            raise
-    # Older gloo has no reduce-scatter and says so before it communicates.
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total.narrow(0, rows * group_rank(group), rows).clone()
+    part = x.new_empty((x.shape[0] // size, *x.shape[1:]))
+    _reduce_scatter(part, x.contiguous(), group=group)
+    return part
 
 
 def sum_in_place(x: Tensor, group: ProcessGroup | None) -> Tensor:

@@ -161,9 +161,8 @@ def _forward(
     hidden: Tensor, weight: Tensor, labels: Tensor, options: _Options, differentiable: bool
 ) -> tuple[Tensor, Tensor | None, _Saved]:
     tiling = _tiling(hidden, weight, labels.shape[0], options, differentiable)
-    with torch.autocast(hidden.device.type, enabled=False):
-        everyone = _all_hidden(hidden, weight, tiling, options)
-        local, kept = local_statistics(everyone, weight, labels, tiling, options.with_entropy)
+    everyone = _all_hidden(hidden, weight, tiling, options)
+    local, kept = local_statistics(everyone, weight, labels, tiling, options.with_entropy)
     parts = gather_rows(local[None], options.tp_group)  # [tp, 3 or 4, T]
     maximum = parts[:, 0].amax(0)
     shift = parts[:, 0] - maximum
@@ -203,11 +202,10 @@ class _LogProbs(torch.autograd.Function):
         saved, options = _Saved(*saved), ctx.options
         tiling = _tiling(hidden, weight, labels.shape[0], options, differentiable=True)
         factors = _row_factors(grad_log_probs, grad_entropy, entropy, saved, tiling.scale)
-        with torch.autocast(hidden.device.type, enabled=False):
-            everyone = _all_hidden(hidden, weight, tiling, options)
-            grad_hidden, grad_weight = local_gradients(
-                everyone, weight, labels, saved.kept, factors, tiling, ctx.needs_input_grad[:2]
-            )
+        everyone = _all_hidden(hidden, weight, tiling, options)
+        grad_hidden, grad_weight = local_gradients(
+            everyone, weight, labels, saved.kept, factors, tiling, ctx.needs_input_grad[:2]
+        )
         if grad_hidden is not None:
             join = scatter_summed_rows if options.sequence_parallel else sum_in_place
             grad_hidden = join(grad_hidden, options.tp_group).to(hidden.dtype)
