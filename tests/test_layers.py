@@ -21,6 +21,7 @@ LAYERS = (
     "patches",
     "mcore",
     "config",
+    "loop",
     "train",
     "tools",
 )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_gspo.config import Config, ConfigError
+from megatron_gspo.config import Config, ConfigError, load_config
 from megatron_gspo.config.checks import check_divisibility
 from megatron_gspo.config.load import apply_overrides
 from megatron_gspo.config.sections import ParallelConfig
@@ -214,3 +214,16 @@ def test_files_must_exist(plain: dict, tmp_path: Path) -> None:
     config = build(plain, f"data.verifier={tmp_path}/rewards.py:score")
     config.check(1)
     assert config.data.resolved_verifier.endswith("rewards.py:score")
+
+
+def test_experts_under_the_name_that_transformers_5_writes(hf_config: dict) -> None:
+    hf_config["num_local_experts"] = hf_config.pop("num_experts")
+    assert divisible(hf_config, expert_model_parallel_size=2) is None
+    assert divisible(hf_config, expert_model_parallel_size=3) == "parallel.expert_model_parallel_size"
+
+
+def test_shipped_configs_load() -> None:
+    files = sorted((Path(__file__).parents[2] / "examples").rglob("*.yaml"))
+    assert files
+    for file in files:
+        load_config(file)
