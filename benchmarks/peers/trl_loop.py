@@ -1,0 +1,149 @@
+"""Time TRL's `GRPOTrainer` at sequence level (GSPO) on one core: the peer our own loop is measured against.
+
+Runs in TRL's own virtual environment (`pip install trl`) and imports nothing of this project. Every setting
+is an argument; the last line on standard output is one JSON object.
+
+    OMP_NUM_THREADS=1 python trl_loop.py --model DIR --prompts FILE.jsonl --prompts-per-rollout 32 --samples 8
+
+A *step* is one optimizer step; a *rollout* is one round of generation and `--mini-batches` steps on it.
+Warm-up rollouts are in no figure. Tokens: prompt and response of the trained sequences, without padding.
+`loop` is everything; `training` is forward, backward and optimizer; `generation` and `scoring` (rewards, old
+log-probs) are the rest. `cpu_seconds` well below `loop.seconds` means that other work held the machine.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import datasets
+import torch
+import transformers
+import trl
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--model", required=True, help="local Hugging Face directory with weights and tokenizer")
+    add("--prompts", required=True, type=Path, help='JSONL of {"prompt": text, "answer": text (optional)}')
+    add("--samples", type=int, default=8, help="responses per prompt")
+    add("--prompts-per-rollout", type=int, default=32)
+    add("--mini-batches", type=int, default=4, help="optimizer steps per rollout")
+    add("--rollouts", type=int, default=10, help="timed rollouts")
+    for name, default in {"--warmup-rollouts": 2, "--max-response-length": 24, "--seed": 0}.items():
+        add(name, type=int, default=default)
+    add("--fixed-length", action="store_true", help="every response runs to --max-response-length")
+    for name, default in {"--learning-rate": 3e-4, "--clip-low": 3e-4, "--clip-high": 4e-4}.items():
+        add(name, type=float, default=default)
+    add("--experts-implementation", default="eager", help="of Transformers; eager is fastest on one CPU core")
+    args = parser.parse_args()
+    if args.samples * args.prompts_per_rollout % args.mini_batches:
+        parser.error("--mini-batches must divide --samples times --prompts-per-rollout")
+    return args
+
+
+def reward(completion_ids, completions, answer, **_) -> list[float]:
+    """1 for the exact answer; without an answer, 1 for an even first token, so that groups have a spread."""
+    rows = zip(completion_ids, completions, answer, strict=True)
+    return [float(ids[0] % 2 == 0 if want is None else text == want) for ids, text, want in rows]
+
+
+class TimedTrainer(GRPOTrainer):
+    """`GRPOTrainer` that adds up seconds by phase, and tokens, since the last `start_clock`."""
+
+    def start_clock(self) -> None:
+        self.seconds = {"generation": 0.0, "sampling_and_scoring": 0.0, "steps": 0.0}
+        self.steps, self.tokens, self.response_tokens, self.rewards = 0, 0, 0, []
+        self.wall_start, self.cpu_start = time.perf_counter(), time.process_time()
+
+    def _generate(self, *args, **kwargs):
+        begin = time.perf_counter()
+        output = super()._generate(*args, **kwargs)
+        self.seconds["generation"] += time.perf_counter() - begin
+        return output
+
+    def _generate_and_score_completions(self, inputs):
+        begin = time.perf_counter()
+        output = super()._generate_and_score_completions(inputs)
+        self.seconds["sampling_and_scoring"] += time.perf_counter() - begin
+        responses = int(output["completion_mask"].sum())
+        self.response_tokens += responses
+        self.tokens += responses + int(output["prompt_mask"].sum())
+        return output
+
+    def _calculate_rewards(self, *args, **kwargs):
+        output = super()._calculate_rewards(*args, **kwargs)
+        self.rewards.append(output.nanmean().item())
+        return output
+
+
+class Clock(TrainerCallback):
+    """Times whole steps (the optimizer runs outside `training_step`) and restarts the clock after warm-up."""
+
+    def __init__(self, warmup_steps: int):
+        self.warmup_steps, self.trainer, self.begin = warmup_steps, None, 0.0
+
+    def on_step_begin(self, args, state, control, **_):
+        self.begin = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **_):
+        now, trainer = time.perf_counter(), self.trainer
+        trainer.seconds["steps"] += now - self.begin
+        trainer.steps += 1
+        trainer.wall, trainer.cpu = now - trainer.wall_start, time.process_time() - trainer.cpu_start
+        if state.global_step == self.warmup_steps:
+            trainer.start_clock()
+
+
+def build_trainer(args: argparse.Namespace, output_dir: str) -> TimedTrainer:
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    if mixture := hasattr(model.config, "output_router_logits"):
+        model.set_experts_implementation(args.experts_implementation)
+    rows = [json.loads(line) for line in args.prompts.read_text().splitlines() if line.strip()]
+    data = datasets.Dataset.from_list([{"prompt": r["prompt"], "answer": r.get("answer")} for r in rows])
+    length, sequences = args.max_response_length, args.samples * args.prompts_per_rollout
+    config = GRPOConfig(
+        output_dir=output_dir, seed=args.seed, use_cpu=True, bf16=False, gradient_checkpointing=False,
+        importance_sampling_level="sequence", loss_type="grpo", beta=0.0, scale_rewards="group",
+        router_aux_loss_coef=0.0 if mixture else None,  # None would add the model config's own coefficient
+        epsilon=args.clip_low, epsilon_high=args.clip_high, temperature=1.0, max_completion_length=length,
+        generation_kwargs={"min_new_tokens": length} if args.fixed_length else None,
+        num_generations=args.samples, steps_per_generation=args.mini_batches, gradient_accumulation_steps=1,
+        per_device_train_batch_size=sequences // args.mini_batches,
+        max_steps=(args.warmup_rollouts + args.rollouts) * args.mini_batches,
+        learning_rate=args.learning_rate, lr_scheduler_type="constant", max_grad_norm=1.0,
+        logging_strategy="no", save_strategy="no", report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+    clock = Clock(args.warmup_rollouts * args.mini_batches)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    clock.trainer = TimedTrainer(model, reward, config, data, processing_class=tokenizer, callbacks=[clock])
+    return clock.trainer
+
+
+def main() -> None:
+    args = parse_arguments()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as output_dir:
+        trainer = build_trainer(args, output_dir)
+        trainer.start_clock()
+        trainer.train()
+    generation, sampled, steps = trainer.seconds.values()
+    spans = {"loop": trainer.wall, "training": steps - sampled, "generation": generation}
+    spans["scoring"] = sampled - generation
+    report = {
+        name: {"seconds": s, "seconds_per_step": s / trainer.steps, "tokens_per_second": trainer.tokens / s}
+        for name, s in spans.items()
+    }
+    report |= {key: getattr(trainer, key) for key in ("steps", "tokens", "response_tokens", "rewards")}
+    report |= {"cpu_seconds": trainer.cpu, "parameters": trainer.model.num_parameters()}
+    report["versions"] = {module.__name__: module.__version__ for module in (trl, transformers, torch)}
+    report["settings"] = vars(args) | {"prompts": str(args.prompts)}
+    print(json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    main()
