@@ -1,6 +1,4 @@
-"""The few collectives that this package uses, without autograd, for a group that may be ``None`` (one
-process).
-"""
+"""The few collectives that this package uses, without autograd; group ``None`` is one process."""
 
 import torch.distributed as dist
 from torch import Tensor
