@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_gspo.config import Config, ConfigError, from_command_line
+from megatron_gspo.config import Config, ConfigError, from_command_line, refuse
 from megatron_gspo.conversion.files import write_checkpoint
 from megatron_gspo.loop.assemble import Run, assemble
 from megatron_gspo.loop.evaluate import evaluate
@@ -136,9 +136,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         train(config)
     except ConfigError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"config error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        refuse(error)
 
 
 if __name__ == "__main__":  # dist_checkpointing spawns helpers that import this module again

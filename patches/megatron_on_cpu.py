@@ -14,6 +14,7 @@ import functools
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 from megatron_gspo.patches.mark import MARK, replace
 
@@ -70,6 +71,9 @@ def _cuda_type_name(original: Any) -> Any:
 
 def _patch_torch() -> None:
     cpu = torch.device("cpu")
+    # ``with torch.device("meta")`` knows the factories by identity, from a list that it makes once: let it make it of
+    # the originals, or whoever builds a model on the meta device later (Transformers does) gets uninitialised weights
+    _device_constructors()
     for name in _FACTORIES:
         replace(torch, name, _on_cpu)
     replace(torch.Tensor, "type", _cuda_type_name)

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-SLOW_IMPORTS = ("torch", "torch.distributed", "megatron.core", "transformers")
+SLOW_IMPORTS = ("torch", "torch.distributed", "transformers", "megatron_gspo.mcore.step")
 
 
 def collectives_so_far(group: Any = None) -> int:

@@ -1,7 +1,7 @@
 """Typed, strict configuration: one YAML file and `key.sub=value` overrides."""
 
 from megatron_gspo.config.base import ConfigError
-from megatron_gspo.config.cli import from_command_line
+from megatron_gspo.config.cli import from_command_line, refuse
 from megatron_gspo.config.schema import Config, load_config
 from megatron_gspo.config.sections import (
     CheckpointConfig,
@@ -30,4 +30,5 @@ __all__ = [
     "TrainingConfig",
     "from_command_line",
     "load_config",
+    "refuse",
 ]

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
+from typing import NoReturn
 
 from megatron_gspo.config.base import MISSING, ConfigError
 from megatron_gspo.config.reference import help_text
 from megatron_gspo.config.schema import Config, load_config
+
+_SECONDS_TO_SPEAK = 10.0  # ranks start seconds apart on a busy machine
 
 
 def from_command_line(arguments: Sequence[str], usage: str) -> Config:
@@ -25,9 +29,16 @@ def from_command_line(arguments: Sequence[str], usage: str) -> Config:
     try:
         return _load(arguments, usage)
     except ConfigError as error:
-        if speak:
-            print(f"config error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        refuse(error)
+
+
+def refuse(error: ConfigError) -> NoReturn:
+    """Print the one line on rank 0 and exit with 2. The other ranks wait: torchrun ends all at the first exit."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"config error: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(_SECONDS_TO_SPEAK)
+    raise SystemExit(2)
 
 
 def _load(arguments: Sequence[str], usage: str) -> Config:

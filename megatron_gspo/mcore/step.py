@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_gspo.algorithms import Objective, finish_metrics
+from megatron_gspo.data.packing import OPTIONAL_FIELDS
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.mcore.batches import MicroBatches, collect_values, micro_batches
 from megatron_gspo.mcore.forward import ForwardStep, log_prob_forward_step, policy_forward_step
@@ -73,13 +74,14 @@ def compute_log_probs(policy: Policy, samples: Sequence[Sample], batching: Batch
 def train_mini_batch(policy: Policy, samples: Sequence[Sample], objective: Objective, batching: Batching, *,
                      temperature: float) -> StepResult:
     """One optimizer step on a global mini-batch: forward, backward, gradient reduction, clipping, Adam, schedule."""
+    carried = [name for name in OPTIONAL_FIELDS if all(getattr(sample, name) is not None for sample in samples)]
     batches = micro_batches(samples, policy.config, policy.groups, max_tokens=batching.max_tokens,
-                            micro_batch_size=batching.micro_batch_size)
+                            micro_batch_size=batching.micro_batch_size, optional=carried)
     outputs = forward_backward(policy, objective, batches, temperature=temperature)
     _, grad_norm, _ = policy.optimizer.step()
     metrics = {"grad_norm": float(grad_norm), "lr": float(policy.optimizer.param_groups[0]["lr"])}
     policy.scheduler.step(1)
-    metrics |= finish_metrics(_reduced([output["metrics"] for output in outputs], policy))
+    metrics |= finish_metrics(summed_metrics([output["metrics"] for output in outputs], policy))
     log_probs = collect_values([output["log_probs"] for output in outputs], batches.batches, samples, policy.groups)
     return StepResult(metrics, log_probs, batches)
 
@@ -94,7 +96,7 @@ def forward_backward(policy: Policy, objective: Objective, batches: MicroBatches
     return run_schedule(policy, step, batches, forward_only=False)
 
 
-def _reduced(per_micro_batch: Sequence[dict[str, Any]], policy: Policy) -> dict[str, Any]:
+def summed_metrics(per_micro_batch: Sequence[dict[str, Any]], policy: Policy) -> dict[str, Any]:
     """Add the shares of all micro-batches and ranks up and tell every pipeline stage."""
     groups = policy.groups
     summed: list[Any] = [None]

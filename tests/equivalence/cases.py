@@ -11,6 +11,13 @@ from torch import Tensor
 
 from megatron_gspo.algorithms import preset
 from megatron_gspo.data.sample import Sample
+from megatron_gspo.mcore.batches import micro_batches
+from megatron_gspo.mcore.forward import unwrap
+from megatron_gspo.mcore.groups import Layout, initialize
+from megatron_gspo.mcore.model import ModelSettings
+from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, build_policy
+from megatron_gspo.mcore.step import Batching, compute_log_probs, forward_backward, summed_metrics, train_mini_batch
+from megatron_gspo.mcore.weights import export_weights
 
 
 @dataclass(frozen=True)
@@ -32,9 +39,9 @@ class Case:
         parts = [f"{key}{value}" for key, value in self.layout.items()] or ["single"]
         if self.world_size > 1:
             parts.append(f"world{self.world_size}")
-        parts += [f"{key}={value}" for key, value in self.model.items()]
+        parts += [f"{key}_{value}" for key, value in self.model.items()]
         defaults = asdict(Case())
-        parts += [f"{key}={value}" for key, value in asdict(self).items()
+        parts += [f"{key}_{value}" for key, value in asdict(self).items()
                   if key not in ("world_size", "layout", "model") and value != defaults[key]]
         return "-".join(parts)
 
@@ -70,10 +77,6 @@ def with_old_log_probs(samples: list[Sample], log_probs: list[np.ndarray], sprea
 
 def build(path: str, case: Case) -> Any:
     """The policy of one rank in the case's layout."""
-    from megatron_gspo.mcore.groups import Layout, initialize
-    from megatron_gspo.mcore.model import ModelSettings
-    from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, build_policy
-
     layout = Layout(**case.layout)
     return build_policy(
         path, layout, initialize(layout, seed=1), model=ModelSettings(**case.model),
@@ -84,11 +87,6 @@ def build(path: str, case: Case) -> Any:
 
 def run_case(rank: int, world_size: int, path: str, case: Case, samples: list[Sample]) -> dict[str, Any]:
     """Log-probs, then loss, metrics and every gradient of the mini-batch, then ``case.steps`` optimizer steps."""
-    from megatron_gspo.mcore.batches import micro_batches
-    from megatron_gspo.mcore.forward import unwrap
-    from megatron_gspo.mcore.step import Batching, _reduced, compute_log_probs, forward_backward, train_mini_batch
-    from megatron_gspo.mcore.weights import export_weights
-
     policy = build(path, case)
     batching = Batching(case.max_tokens, case.micro_batch_size)
     objective = preset(case.objective, **case.overrides)
@@ -96,7 +94,7 @@ def run_case(rank: int, world_size: int, path: str, case: Case, samples: list[Sa
     batches = micro_batches(samples, policy.config, policy.groups, max_tokens=case.max_tokens,
                             micro_batch_size=case.micro_batch_size)
     outputs = forward_backward(policy, objective, batches, temperature=1.0)
-    metrics = _reduced([output["metrics"] for output in outputs], policy)
+    metrics = summed_metrics([output["metrics"] for output in outputs], policy)
     chunks = [unwrap(chunk) for chunk in policy.chunks]
     gradients = {
         name: value.clone() for name, value in
