@@ -1,0 +1,127 @@
+"""docs/metrics.md lists what a run writes: every name that the code produces, and no other."""
+
+from __future__ import annotations
+
+import ast
+import re
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+
+from megatron_gspo.algorithms import (
+    PRESETS,
+    finish_metrics,
+    mismatch_metrics,
+    policy_loss,
+    preset,
+    ratio_quantiles,
+)
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "metrics.md"
+PACKAGE = ROOT / "megatron_gspo"
+SOURCES = (
+    *sorted((PACKAGE / "loop").glob("*.py"),
+    *(PACKAGE / "mcore" / f"{name}.py" for name in ("step", "forward")),
+)
+NOT_METRICS = {"metrics", "log_probs", "exit"}  # what a forward step returns; a key of summary.json
+
+
+def documented(heading: str) -> set[str]:
+    """Names in backticks in the first column of the tables under a heading of level 2."""
+    section = re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    [body] = [part for part in section if part.startswith(heading + "\n")]
+    cells = [line.split("|")[1] for line in body.splitlines() if line.startswith("| `")]
+    return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+
+
+def pattern(node: ast.expr) -> str | None:
+    """A text constant as it is, an f-string with * for what it fills in; None for anything else."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(v.value) if isinstance(v, ast.Constant) else "*" for v in node.values)
+    return None
+
+
+def written_names(source: str) -> set[str]:
+    """Keys of dict displays and comprehensions, and of assignments to an item (not `+=`), as patterns."""
+    keys: list[ast.expr | None] = []
+    nodes = list(ast.walk(ast.parse(source)))
+    counted = {id(node.target) for node in nodes if isinstance(node, ast.AugAssign)}
+    for node in nodes:
+        if id(node) in counted:
+            continue
+        if isinstance(node, ast.Dict):
+            keys += node.keys
+        elif isinstance(node, ast.DictComp):
+            keys.append(node.key)
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            keys.append(node.slice)
+    return {name for key in keys if key is not None and (name := pattern(key)) is not None}
+
+
+def timer_names(source: str) -> set[str]:
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    named = [c for c in calls if isinstance(c.func, ast.Name) and c.func.id == "timers" and c.args]
+    return {f"time/{pattern(call.args[0])}" for call in named}
+
+
+def computed_names() -> set[str]:
+    """What the functions of the algorithms return, for every preset and option that adds a figure."""
+    zeros, mask, ids = torch.zeros(4), torch.ones(4), torch.tensor([0, 0, 1, 1])
+    names: set[str] = set()
+    for name in PRESETS:
+        options = {"kl_loss_coef": 0.1, "entropy_coef": 0.1} | ({} if name == "sft" else {"dual_clip": 3.0})
+        _, metrics = policy_loss(
+            preset(name, **options), log_probs=zeros, old_log_probs=zeros, advantages=mask, loss_mask=mask,
+            segment_ids=ids, num_sequences=2, ref_log_probs=zeros, entropy=mask,
+        )  # fmt: skip
+        names |= set(finish_metrics(metrics))
+    mismatch = mismatch_metrics(zeros, zeros, mask, num_tokens=4)
+    return names | set(ratio_quantiles(zeros, zeros, mask, ids)) | set(mismatch)
+
+
+def produced() -> set[str]:
+    sources = [file.read_text(encoding="utf-8") for file in SOURCES]
+    written = set().union(*map(written_names, sources)) - NOT_METRICS
+    train = (PACKAGE / "train.py").read_text(encoding="utf-8")
+    timed = set().union(*map(timer_names, [*sources, train]))
+    return {"step"} | written | timed | computed_names()
+
+
+def unmatched(names: set[str], patterns: set[str]) -> set[str]:
+    return {name for name in names if not any(fnmatchcase(name, p) for p in patterns)}
+
+
+def test_the_sources_are_read() -> None:
+    some = {"grad_norm", "loss", "reward/mean", "eval/pass@*", "verifier/*", "time/weight_sync", "ratio/std"}
+    assert some <= produced()
+
+
+def test_every_metric_is_documented() -> None:
+    names = documented("metrics.jsonl")
+    exact = {name for name in produced() if "*" not in name}
+    assert exact - names == set()
+    for wildcard in produced() - exact:
+        assert any(fnmatchcase(name, wildcard) for name in names), f"no row for {wildcard}"
+
+
+def test_every_row_is_produced() -> None:
+    # time/* is what Timers.take makes of any phase: a phase must be one that the loop times
+    wide = produced() - {"time/*"}
+    assert unmatched(documented("metrics.jsonl"), wide) == set()
+
+
+def test_summary_is_documented() -> None:
+    tree = ast.parse((PACKAGE / "train.py").read_text(encoding="utf-8"))
+    [state] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "LoopState"]
+    fields = {item.target.id for item in state.body if isinstance(item, ast.AnnAssign)}
+    assert documented("summary.json") == fields | {"exported", "exit"}
+
+
+def test_a_missing_row_is_found() -> None:
+    assert unmatched({"reward/mean", "reward/new"}, {"reward/mean"}) == {"reward/new"}
+    source = "metrics |= {'a/b': 1}\nmetrics[f'c/{x}'] = 2\n{f'd/{k}': v for k, v in y}\ncounts['e'] += 1"
+    assert written_names(source) == {"a/b", "c/*", "d/*"}
