@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "metrics.md"
 PACKAGE = ROOT / "megatron_gspo"
 SOURCES = (
-    *sorted((PACKAGE / "loop").glob("*.py"),
+    *sorted((PACKAGE / "loop").glob("*.py")),
     *(PACKAGE / "mcore" / f"{name}.py" for name in ("step", "forward")),
 )
 NOT_METRICS = {"metrics", "log_probs", "exit"}  # what a forward step returns; a key of summary.json
