@@ -93,7 +93,8 @@ def transformer_config(shape: ModelShape, layout: Layout, settings: ModelSetting
         apply_rope_fusion=engine,
         gradient_accumulation_fusion=False,
         async_tensor_model_parallel_allreduce=False,
-        deallocate_pipeline_outputs=True,
+        # gloo reads a sent tensor's memory until the send is done, so its storage may not be freed before
+        deallocate_pipeline_outputs=torch.cuda.is_available(),
         # a batched exchange mixes up the two directions when both neighbours are the same rank (2 interleaved stages)
         overlap_p2p_comm=layout.virtual_pipeline is not None,
         batch_p2p_comm=layout.virtual_pipeline is None,

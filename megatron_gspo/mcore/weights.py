@@ -47,6 +47,8 @@ def place(chunk: Any, family: Family, shape: ModelShape, groups: Groups) -> Iter
         if is_expert := _EXPERT.fullmatch(local):
             expert = int(is_expert[2]) + groups.ep.rank() * (shape.num_experts // groups.ep.size())
             local = f"{is_expert[1]}{{expert}}{is_expert[3]}"
+        if shape.tied_embeddings and local == "output_layer.weight":  # the last pipeline stage's copy of the embedding
+            local = "embedding.word_embeddings.weight"
         rule = next((rule for rule in rules if local in rule.megatron), None)
         if rule is None:
             raise ValueError(f"no rule of family {family.model_type} matches the Megatron parameter {name}")
