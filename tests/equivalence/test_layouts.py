@@ -28,6 +28,7 @@ MOE = [
     Case(2, dict(tensor=2)),
     Case(2, dict(tensor=2, expert=2)),
     Case(2, dict(tensor=2, expert_tensor=2)),
+    Case(4, dict(tensor=2, expert=2, expert_tensor=2)),
     Case(2, dict(expert=2)),
     Case(2, dict(expert=2), dict(dispatcher="allgather")),
     Case(2, dict(tensor=2, expert=2), dict(dispatcher="allgather")),
