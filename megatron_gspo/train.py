@@ -77,11 +77,11 @@ def _loop(run: Run) -> LoopState:
                 metrics |= evaluate(run, state.step, timers)
                 state.accuracy_after = metrics["eval/accuracy"]
             state.wall_seconds = time.monotonic() - started
-            if config.checkpoint.interval and state.step % config.checkpoint.interval == 0:
-                with timers("checkpoint"):
-                    _save(run, state)
             recorder.log(state.step, metrics | throughput(experience.samples, timers.take()))
             recorder.write_samples(state.step, experience.samples)
+            if config.checkpoint.interval and state.step % config.checkpoint.interval == 0:
+                with timers("checkpoint"):  # told with the next step's times: a step is recorded before it is saved
+                    _save(run, state)
         state.wall_seconds = time.monotonic() - started
         exported = _export(run) if config.checkpoint.export_hf else None
         recorder.finish(asdict(state) | {"exported": exported and str(exported)})

@@ -126,12 +126,12 @@ class PromptSource:
     def __init__(self, prompts: Sequence[Prompt], *, seed: int = 0, shuffle: bool = True):
         if not prompts:
             raise PromptError("a prompt source needs at least one prompt")
-        self._prompts = list(prompts)
+        self.prompts = list(prompts)
         self._seed = seed
         self._shuffle = shuffle
 
     def __len__(self) -> int:
-        return len(self._prompts)
+        return len(self.prompts)
 
     def order(self, epoch: int) -> np.ndarray:
         """[n] int64: positions of the prompts in the order of that epoch.
@@ -160,7 +160,7 @@ class PromptSource:
         if offset + size > total:
             epoch, offset = epoch + 1, 0
         chosen = self.order(epoch)[offset : offset + size]
-        return [self._prompts[i] for i in chosen.tolist()], epoch * total + offset + size
+        return [self.prompts[i] for i in chosen.tolist()], epoch * total + offset + size
 
 
 def _field(place: Place, row: Row, key: str, setting: str) -> Any:

@@ -43,7 +43,7 @@ class Recorder:
 
     def __init__(self, run: Run, *, resume_step: int) -> None:
         self._config, self._stack = run.config, contextlib.ExitStack()
-        self._active = run.is_writer
+        self._active, self._prompts = run.is_writer, run.source.prompts
         if not self._active:
             return
         tracking, resumed = run.config.tracking, resume_step if resume_step else None
@@ -78,7 +78,7 @@ class Recorder:
         """A few responses of the step, evenly picked."""
         if self._active and self._config.tracking.samples_per_step:
             chosen = spread(list(samples), self._config.tracking.samples_per_step)
-            self._directory.write_samples(step, [sample.to_record() for sample in chosen])
+            self._directory.write_samples(step, [sample.to_record(self._prompts[sample.prompt_index]) for sample in chosen])
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """summary.json and the picture of the curves; matplotlib's absence is said, not raised."""

@@ -1,0 +1,112 @@
+"""Whole runs through the front door: what they write, and that a resumed run ends like one that wasn't interrupted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.train.run import base_config, launch, records, tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def finished(model, tmp_path_factory):
+    """A GSPO run of four steps on four processes, TP 2 and EP 2, with a checkpoint after the second."""
+    config = base_config(model, tmp_path_factory.mktemp("runs") / "gspo", training={"steps": 4},
+                         parallel={"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
+                         evaluation={"n_samples": 2, "pass_at_k": [2], "interval": 2}, checkpoint={"interval": 2, "keep": 1})
+    done = launch(config, 4)
+    return config, Path(config["run_dir"]), done
+
+
+def test_a_run_writes_its_directory(finished):
+    config, folder, done = finished
+    rows = records(folder)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    for name in ("reward/mean", "clip_fraction/tokens", "clip_fraction/sequences", "ratio_sequence/p99", "ratio_token/p99",
+                 "mismatch/k3", "entropy", "grad_norm", "kl/old_policy", "groups/zero_variance"):
+        assert rows[-1][name] is not None, name
+    assert {"eval/accuracy", "eval/pass@2"} <= set(rows[0]) & set(rows[2]) & set(rows[4])
+    assert rows[1]["updates"] == 2 and rows[1]["mismatch/abs_diff_max"] < 1e-4
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["exit"] == "finished" and summary["step"] == 4 and summary["wall_seconds"] > 0
+    assert summary["accuracy_before"] == rows[0]["eval/accuracy"]
+    assert summary["accuracy_after"] == rows[-1]["eval/accuracy"]
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step_000004"]
+    samples = [json.loads(line) for line in (folder / "samples" / "step_000004.jsonl").read_text().splitlines()]
+    assert len(samples) == 4 and all("Spell this word" in sample["prompt"] for sample in samples)
+    assert "step 4/4" in done.stderr
+
+
+def test_the_export_is_the_trained_model(finished):
+    config, folder, _ = finished
+    before = load_file(Path(config["model"]["path"]) / "model.safetensors")
+    after = load_file(folder / "hf" / "model.safetensors")
+    assert {name: value.shape for name, value in before.items()} == {name: value.shape for name, value in after.items()}
+    assert not [name for name in before if torch.equal(before[name], after[name])]
+    assert (folder / "hf" / "tokenizer.json").is_file() and (folder / "hf" / "config.json").is_file()
+
+
+def test_a_resumed_run_ends_the_same(finished, tmp_path):
+    """Stopped after two of four steps and started again: bitwise the same weights, and the same metrics."""
+    config, folder, _ = finished
+    again = {**config, "run_dir": str(tmp_path / "again")}
+    launch(again, 4, "training.steps=2")
+    first = launch(again, 4)
+    assert "resumed from" in first.stderr and "step 2" in first.stderr
+    ours, theirs = load_file(tmp_path / "again" / "hf" / "model.safetensors"), load_file(folder / "hf" / "model.safetensors")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert records(tmp_path / "again") == records(folder)
+
+
+def test_layouts_agree(finished, tmp_path):
+    """The same run on one process draws the same samples and follows the same course."""
+    config, folder, _ = finished
+    single = {**config, "run_dir": str(tmp_path / "single"), "parallel": {}}
+    launch(single, 1)
+    for ours, theirs in zip(records(tmp_path / "single")[:3], records(folder), strict=False):
+        assert ours["step"] == theirs["step"]
+        for name in ("reward/mean", "response_length/mean", "entropy", "loss", "grad_norm", "eval/accuracy"):
+            if name in theirs:
+                assert ours[name] == pytest.approx(theirs[name], rel=2e-3, abs=1e-5), (ours["step"], name)
+
+
+def test_supervised_cold_start(model, tmp_path):
+    config = base_config(model, tmp_path / "sft", algorithm={"name": "sft"}, training={"steps": 25, "global_batch_size": 16}, optimizer={"lr": 5e-3},
+                         rollout={"engine": "demonstrations", "rollout_batch_size": 16, "n_samples_per_prompt": 1},
+                         evaluation={"at_start": False}, parallel={"pipeline_model_parallel_size": 2})
+    launch(config, 2)
+    rows = records(config["run_dir"])
+    assert rows[-1]["loss"] < 0.8 * rows[0]["loss"] and "eval/accuracy" in rows[-1]
+
+
+@pytest.mark.parametrize(("algorithm", "extra"), [
+    ({"name": "grpo", "kl_loss_coef": 0.01, "entropy_coef": 0.001}, {}),
+    ({"name": "dapo", "zero_variance_groups": "refill", "max_refills": 2, "truncated": "penalize", "overlong_buffer": 2}, {}),
+    ({"name": "gspo_token", "old_log_probs": "rollout", "kl_reward_coef": 0.01, "truncated": "mask"}, {"epochs": 2}),
+])
+def test_other_objectives(model, tmp_path, algorithm, extra):
+    config = base_config(model, tmp_path / "run", algorithm=algorithm, training={"steps": 2, **extra})
+    launch(config)
+    rows = records(config["run_dir"])
+    assert rows[-1]["updates"] in (2.0 * extra.get("epochs", 1), rows[-1]["updates"]) and rows[-1]["step"] == 2
+    if algorithm.get("kl_loss_coef"):
+        assert rows[0].get("kl/ref", rows[1]["kl/ref"]) >= 0
+    if algorithm["name"] == "dapo":
+        assert rows[-1]["groups/generated"] >= 4
+
+
+def test_a_config_that_cannot_work_stops_with_one_line(model, tmp_path):
+    config = base_config(model, tmp_path / "run", parallel={"tensor_model_parallel_size": 4})
+    done = launch(config, 2, check=False)
+    assert done.returncode != 0
+    assert "config error: parallel.tensor_model_parallel_size = 4" in done.stderr
+    assert "Traceback" not in done.stderr.split("config error")[0]

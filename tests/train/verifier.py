@@ -1,0 +1,5 @@
+"""A verifier of a user's own that gives random responses different rewards, so that every group has an advantage."""
+
+
+def score(response: str, prompt) -> float:
+    return (sum(map(ord, response)) % 7) / 6
