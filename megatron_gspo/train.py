@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from megatron_gspo.config import Config, ConfigError, from_command_line, refuse
 from megatron_gspo.conversion.files import write_checkpoint
+from megatron_gspo.data.prompts import PromptError
+from megatron_gspo.data.verifiers import VerifierError
 from megatron_gspo.loop.assemble import Run, assemble
 from megatron_gspo.loop.evaluate import evaluate
 from megatron_gspo.loop.experience import collect
@@ -77,9 +79,9 @@ def _loop(run: Run) -> LoopState:
                 metrics |= evaluate(run, state.step, timers)
                 state.accuracy_after = metrics["eval/accuracy"]
             state.wall_seconds = time.monotonic() - started
-            recorder.log(state.step, metrics | throughput(experience.samples, timers.take()))
+            recorder.log(state.step, metrics | throughput(experience.samples, timers.take(), metrics.get("perf/trained_tokens", 0.0)))
             recorder.write_samples(state.step, experience.samples)
-            if config.checkpoint.interval and state.step % config.checkpoint.interval == 0:
+            if _is_due(config.checkpoint.interval, state.step, config.training.steps):
                 with timers("checkpoint"):  # told with the next step's times: a step is recorded before it is saved
                     _save(run, state)
         state.wall_seconds = time.monotonic() - started
@@ -94,6 +96,11 @@ def _evaluates(run: Run, step: int) -> bool:
         return False
     at_end = evaluation.at_end and step == run.config.training.steps
     return at_end or bool(evaluation.interval and step % evaluation.interval == 0)
+
+
+def _is_due(interval: int, step: int, last: int) -> bool:
+    """Whether an interval (0: never) asks for a checkpoint after ``step``; the last step always does."""
+    return bool(interval) and (step % interval == 0 or step == last)
 
 
 def _checkpoints(run: Run) -> Path:
@@ -135,7 +142,7 @@ def main(arguments: list[str] | None = None) -> None:
     config = from_command_line(sys.argv[1:] if arguments is None else arguments, USAGE)
     try:
         train(config)
-    except ConfigError as error:
+    except (ConfigError, PromptError, VerifierError) as error:
         refuse(error)
 
 

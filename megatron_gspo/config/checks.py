@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megatron_gspo.config.task_sections import AlgorithmConfig
 
 VERIFIERS = ("exact_match", "math_verify", "reasoning_gym")
-MODEL_TYPES = ("qwen3", "qwen3_moe")
+MODEL_TYPES = ("qwen3", "qwen3_moe")  # conversion.FAMILIES, which --help must not import: it needs torch
 
 
 def check_choices(config: Config) -> None:
@@ -54,6 +54,11 @@ def _check_algorithm(config: Config) -> None:
         raise ConfigError(
             "algorithm.kl_reward_coef", algorithm.kl_reward_coef, problem, "set one of the two to null"
         )
+    if algorithm.needs_reference and config.model.init == "random":
+        key = "kl_loss_coef" if algorithm.kl_loss_coef else "kl_reward_coef"
+        problem = "is the KL to the starting weights, which are drawn anew"
+        fix = "set model.init: pretrained, or this to null"
+        raise ConfigError(f"algorithm.{key}", getattr(algorithm, key), problem, fix)
     try:
         algorithm.objective()
     except ValueError as error:

@@ -160,9 +160,9 @@ class DataConfig(Section):
 
 
 class RolloutConfig(Section):
-    engine: Literal["embedded", "demonstrations", "scripted"] = Field(
+    engine: Literal["embedded", "demonstrations"] = Field(
         "embedded",
-        description="Source of responses: the policy in Transformers, the reference answers (sft), a script.",
+        description="Source of responses: the policy in Transformers, or the reference answers (sft).",
     )
     rollout_batch_size: int = Field(description="Prompts per rollout batch.", ge=1)
     n_samples_per_prompt: int = Field(

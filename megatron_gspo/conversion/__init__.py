@@ -1,7 +1,7 @@
 """Hugging Face <-> Megatron as one table per model family; every rule is written once for both directions."""
 
-from megatron_gspo.conversion.families import FAMILIES, Family, family_of, hugging_face_names
+from megatron_gspo.conversion.families import FAMILIES, Family, check_names, family_of, hugging_face_names
 from megatron_gspo.conversion.rules import Rule, Shard
 from megatron_gspo.conversion.shape import ModelShape, read_config
 
-__all__ = ["FAMILIES", "Family", "ModelShape", "Rule", "Shard", "family_of", "hugging_face_names", "read_config"]
+__all__ = ["FAMILIES", "Family", "ModelShape", "Rule", "Shard", "check_names", "family_of", "hugging_face_names", "read_config"]

@@ -137,3 +137,14 @@ def hugging_face_names(family: Family, shape: ModelShape) -> Iterator[str]:
                 yield from (f"model.layers.{layer}.{name}" for name in rule.names(layer, expert))
     for rule in rest:
         yield from rule.names()
+
+
+def check_names(names: set[str], family: Family, shape: ModelShape) -> None:
+    """Compare a checkpoint's tensor names with what the model needs; ``ValueError`` names the first missing or extra."""
+    expected = set(hugging_face_names(family, shape))
+    if shape.tied_embeddings:
+        names = names - {"lm_head.weight"}
+    if missing := sorted(expected - names):
+        raise ValueError(f"checkpoint lacks {missing[0]} ({len(missing)} missing); config.json and weights disagree")
+    if extra := sorted(names - expected):
+        raise ValueError(f"checkpoint has {extra[0]}, which the model does not use ({len(extra)} extra)")

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from megatron_gspo.algorithms import Objective
-from megatron_gspo.config import Config
+from megatron_gspo.config import Config, ConfigError
+from megatron_gspo.conversion import check_names, family_of, read_config
+from megatron_gspo.conversion.files import CheckpointReader
 from megatron_gspo.data.prompts import PromptFormat, PromptSource, load_prompts
 from megatron_gspo.data.rewards import RewardScorer
 from megatron_gspo.data.sample import Prompt
@@ -76,11 +78,14 @@ def layout_of(config: Config) -> Layout:
 
 def assemble(config: Config, *, engine: RolloutEngine | None = None) -> Run:
     """Start the process groups and build everything. ``engine`` replaces the configured source of samples."""
-    parallel = config.parallel
-    groups = initialize(layout_of(config), seed=config.seed, backend=parallel.backend,
-                        timeout_minutes=parallel.timeout_minutes)
+    parallel, data, training = config.parallel, config.data, config.training
+    check_weights(config)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
     train, held_out, dropped = load_data(config, tokenizer)
+    scorer = RewardScorer(data.resolved_verifier, data.verifier_options, timeout=data.verifier_timeout,
+                          workers=data.verifier_workers)
+    groups = initialize(layout_of(config), seed=config.seed, backend=parallel.backend,
+                        timeout_minutes=parallel.timeout_minutes)
     policy = build_policy(
         config.model.path, layout_of(config), groups, model=model_settings(config),
         data_parallel=DataParallelSettings(parallel.use_distributed_optimizer, parallel.overlap_grad_reduce,
@@ -89,15 +94,25 @@ def assemble(config: Config, *, engine: RolloutEngine | None = None) -> Run:
     )
     reference = _reference(config, groups) if config.algorithm.needs_reference else None
     engine, eval_engine = _engines(config, tokenizer, held_out, engine)
-    data, training = config.data, config.training
     return Run(
         config=config, objective=config.algorithm.objective(), policy=policy, reference=reference, engine=engine,
         eval_engine=eval_engine,
-        scorer=RewardScorer(data.resolved_verifier, data.verifier_options, timeout=data.verifier_timeout,
-                            workers=data.verifier_workers),
+        scorer=scorer,
         source=PromptSource(train, seed=config.seed, shuffle=data.shuffle), eval_prompts=held_out,
         batching=Batching(training.max_tokens_per_micro_batch, training.micro_batch_size), dropped_prompts=dropped,
     )
+
+
+def check_weights(config: Config) -> None:
+    """The checkpoint holds exactly the tensors that its config.json asks for; else ``ConfigError``, before any allocation."""
+    try:
+        family, shape = family_of(read_config(config.model.path))
+        if config.model.init == "pretrained":
+            with CheckpointReader(config.model.path) as weights:
+                check_names(weights.names, family, shape)
+    except (ValueError, FileNotFoundError) as error:
+        fix = "give a complete safetensors checkpoint of a supported model"
+        raise ConfigError("model.path", config.model.path, f"cannot be trained: {error}", fix) from None
 
 
 def load_data(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Prompt], int]:
@@ -143,7 +158,9 @@ def _reference(config: Config, groups: Any) -> Policy:
 def _engines(config: Config, tokenizer: Any, held_out: list[Prompt],
              given: RolloutEngine | None) -> tuple[RolloutEngine, RolloutEngine | None]:
     def embedded() -> EmbeddedEngine:
-        return EmbeddedEngine(config.model.path, tokenizer=tokenizer, dtype=getattr(torch, config.model.dtype),
+        random = config.model.init == "random"  # the weights come with the first update
+        source = AutoConfig.from_pretrained(config.model.path, local_files_only=True) if random else config.model.path
+        return EmbeddedEngine(source, tokenizer=tokenizer, dtype=getattr(torch, config.model.dtype),
                               device=compute_device(), max_batch=config.rollout.max_batch_size)
 
     if given is not None:

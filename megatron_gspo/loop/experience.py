@@ -83,9 +83,11 @@ def _rollout(run: Run, step: int, cursor: int, timers: Timers) -> tuple[list[Sam
         prompts, cursor = run.source.batch(cursor, size - len(kept) // n)
         used = {sample.prompt_index for sample in kept + flat}
         prompts = [prompt for prompt in prompts if prompt.index not in used]
+        if not prompts:  # a small data set has been drawn whole
+            continue
         samples, counts = sample_and_score(run, run.engine, prompts, run.sampling,
                                            rollout_seed(config.seed, step * (refills + 1) + attempt), timers)
-        failures += counts
+        failures.update(counts)
         generated += len(prompts)
         keep = _varied(samples) if refills else [True] * len(samples)
         kept += [sample for sample, good in zip(samples, keep, strict=True) if good]

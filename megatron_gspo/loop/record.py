@@ -21,13 +21,17 @@ from megatron_gspo.tracking.run_directory import RunDirectory, spread
 from megatron_gspo.tracking.trackers import RunInfo, make_trackers
 
 
-def throughput(samples: Sequence[Sample], times: Mapping[str, float]) -> dict[str, float]:
-    """The step's times, tokens per second (prompts and responses) of the whole step and of training, peak memory in GiB."""
+def throughput(samples: Sequence[Sample], times: Mapping[str, float], trained_tokens: float) -> dict[str, float]:
+    """The step's times, tokens per second (prompts and responses) and peak memory in GiB.
+
+    ``perf/tokens_per_second`` counts the rollout batch once over the whole step, ``perf/train_tokens_per_second`` every
+    pass over it in the time of the updates.
+    """
     tokens = sum(sample.length for sample in samples)
     found = {**times, "perf/tokens": float(tokens), "perf/tokens_per_second": tokens / times["time/step"],
              "perf/peak_memory_gib": peak_memory() / 2**30}
     if times.get("time/train"):
-        found["perf/train_tokens_per_second"] = tokens / times["time/train"]
+        found["perf/train_tokens_per_second"] = trained_tokens / times["time/train"]
     return found
 
 

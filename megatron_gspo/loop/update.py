@@ -42,7 +42,10 @@ def update(run: Run, samples: Sequence[Sample], step: int, timers: Timers) -> di
     metrics = {"updates": float(len(results)), "updates/skipped": float(skipped)}
     if not results:
         return metrics
-    metrics |= _averaged([result.metrics for result in results]) | _packing(run, results)
+    averaged = _averaged([result.metrics for result in results])
+    if "entropy" in averaged:  # of the policies in between; "entropy" is the old policy's
+        averaged["entropy/updates"] = averaged.pop("entropy")
+    metrics |= averaged | _packing(run, results)
     if run.is_writer and run.objective.has_ratio:
         metrics |= _quantiles(trained, [value for result in results for value in result.log_probs])
     return metrics
@@ -50,7 +53,7 @@ def update(run: Run, samples: Sequence[Sample], step: int, timers: Timers) -> di
 
 def _averaged(records: Sequence[dict[str, float]]) -> dict[str, float]:
     combined: dict[str, float] = {}
-    for name in records[0]:
+    for name in dict.fromkeys(name for record in records for name in record):
         values = [record[name] for record in records if name in record]
         reduce = max if name.endswith("_max") else min if name.endswith("_min") else np.mean
         combined[name] = float(reduce(values))
@@ -63,7 +66,7 @@ def _packing(run: Run, results: Sequence[StepResult]) -> dict[str, float]:
     real, packed = sum(b.real_tokens for b in batches), sum(b.packed_tokens for b in batches)
     stages, chunks = run.policy.groups.pp.size(), len(run.policy.chunks)
     bubbles = [(stages - 1) / (len(b.batches) * chunks + stages - 1) for b in batches]
-    return {"perf/padding": 1.0 - real / packed, "perf/pipeline_bubble": float(np.mean(bubbles)),
+    return {"perf/trained_tokens": float(real), "perf/padding": 1.0 - real / packed, "perf/pipeline_bubble": float(np.mean(bubbles)),
             "perf/micro_batches": float(np.mean([len(b.batches) for b in batches]))}
 
 

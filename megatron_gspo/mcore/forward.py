@@ -88,7 +88,7 @@ def policy_forward_step(objective: Objective, *, num_microbatches: int, temperat
     the model's is padded. ``groups`` defaults to Megatron's parallel state. The schedule returns, on the last stage
     and for each micro-batch, ``{"metrics": shares that add up, "log_probs": [t] of this shard}``.
 
-    Raises ``ValueError`` if the model's config asks for ``calculate_per_token_loss``: the objective is already
+    Raises ``ValueError`` for batches without ``old_log_probs`` where the objective has a ratio, and if the model's config asks for ``calculate_per_token_loss``: the objective is already
     normalised by the global batch.
     """
     groups = groups or current_groups()
@@ -105,9 +105,8 @@ def policy_forward_step(objective: Objective, *, num_microbatches: int, temperat
             model, hidden, batch, groups, temperature=temperature, vocab_size=vocab_size,
             with_entropy=objective.entropy_coef != 0.0,
         )
-        old = batch.old_log_probs if batch.old_log_probs is not None else log_probs.detach()
         loss, metrics = policy_loss(
-            objective, log_probs=log_probs, old_log_probs=old, advantages=batch.advantages, loss_mask=batch.loss_mask,
+            objective, log_probs=log_probs, old_log_probs=batch.old_log_probs, advantages=batch.advantages, loss_mask=batch.loss_mask,
             segment_ids=batch.segment_ids, num_segments=batch.num_segments, num_sequences=batch.num_sequences,
             num_tokens=batch.num_tokens, ref_log_probs=batch.ref_log_probs, entropy=entropy,
             sum_over_context=sum_over(groups.cp),

@@ -98,6 +98,7 @@ def _wrap(chunk: Any, config: Any, settings: DataParallelSettings, *, first: boo
         overlap_grad_reduce=settings.overlap_grad_reduce,
         overlap_param_gather=settings.overlap_param_gather,
         grad_reduce_in_fp32=True,
+        check_for_nan_in_grad=True,  # stop, rather than step into NaN weights
     )
     return DistributedDataParallel(config, ddp, chunk, disable_bucketing=not first)
 
@@ -130,7 +131,9 @@ def _optimizer_config(settings: OptimizerSettings, dtype: torch.dtype, data_para
 
 def _schedule(adam: Any, settings: OptimizerSettings) -> OptimizerParamScheduler:
     return OptimizerParamScheduler(
-        adam, init_lr=0.0, max_lr=settings.lr,
+        adam,
+        init_lr=settings.lr / (settings.warmup_steps + 1),  # not 0: the first update of a warm-up should do something
+        max_lr=settings.lr,
         min_lr=settings.min_lr, lr_warmup_steps=settings.warmup_steps,
         lr_decay_steps=max(settings.total_steps, settings.warmup_steps + 1), lr_decay_style=settings.schedule,
         start_wd=settings.weight_decay, end_wd=settings.weight_decay, wd_incr_steps=0, wd_incr_style="constant",

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_gspo.conversion import Family, ModelShape, Rule, Shard, hugging_face_names
+from megatron_gspo.conversion import Family, ModelShape, Rule, Shard, check_names
 from megatron_gspo.conversion.files import CheckpointReader
 from megatron_gspo.mcore.groups import Groups, compute_device
 
@@ -53,17 +53,6 @@ def place(chunk: Any, family: Family, shape: ModelShape, groups: Groups) -> Iter
         if rule is None:
             raise ValueError(f"no rule of family {family.model_type} matches the Megatron parameter {name}")
         yield Placed(parameter, rule, layer, expert)
-
-
-def check_names(names: set[str], family: Family, shape: ModelShape) -> None:
-    """Compare a checkpoint's tensor names with what the model needs; ``ValueError`` names the first missing or extra."""
-    expected = set(hugging_face_names(family, shape))
-    if shape.tied_embeddings:
-        names = names - {"lm_head.weight"}
-    if missing := sorted(expected - names):
-        raise ValueError(f"checkpoint lacks {missing[0]} ({len(missing)} missing); config.json and weights disagree")
-    if extra := sorted(names - expected):
-        raise ValueError(f"checkpoint has {extra[0]}, which the model does not use ({len(extra)} extra)")
 
 
 def load_weights(chunks: list[Any], path: str, family: Family, shape: ModelShape, groups: Groups) -> None:
