@@ -1,6 +1,7 @@
 """The adapters write to the real packages, offline; a missing or failing one is said in one line."""
 
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,11 @@ def test_wandb_writes_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     trackers.close()
     identity = (tmp_path / "wandb_id").read_text().strip()
     files = list((tmp_path / "wandb").glob(f"offline-run-*-{identity}/*.wandb"))
-    assert len(files) == 1 and b"reward/mean" in files[0].read_bytes()
+    assert len(files) == 1
+    deadline = time.monotonic() + 60.0  # its own process writes the file, when it gets a turn
+    while b"reward/mean" not in files[0].read_bytes() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert b"reward/mean" in files[0].read_bytes()
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
