@@ -7,7 +7,6 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -79,7 +78,10 @@ def _loop(run: Run) -> LoopState:
                 metrics |= evaluate(run, state.step, timers)
                 state.accuracy_after = metrics["eval/accuracy"]
             state.wall_seconds = time.monotonic() - started
-            recorder.log(state.step, metrics | throughput(experience.samples, timers.take(), metrics.get("perf/trained_tokens", 0.0)))
+            recorder.log(
+                state.step,
+                metrics | throughput(experience.samples, timers.take(), metrics.get("perf/trained_tokens", 0.0)),
+            )
             recorder.write_samples(state.step, experience.samples)
             if _is_due(config.checkpoint.interval, state.step, config.training.steps):
                 with timers("checkpoint"):  # told with the next step's times: a step is recorded before it is saved

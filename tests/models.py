@@ -11,19 +11,41 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 def tiny_config(kind: str = "moe", **overrides: object) -> Qwen3Config | Qwen3MoeConfig:
     """A Qwen3 (``dense``) or Qwen3-MoE (``moe``) config of a few thousand parameters that every layout divides."""
     common: dict[str, object] = dict(
-        vocab_size=96, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        intermediate_size=48, max_position_embeddings=512, rope_theta=10000.0, tie_word_embeddings=False,
-        initializer_range=0.2, bos_token_id=None, eos_token_id=1, pad_token_id=0,
+        vocab_size=96,
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=48,
+        max_position_embeddings=512,
+        rope_theta=10000.0,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
     )
     if kind == "dense":
         return Qwen3Config(**{**common, **overrides})
-    moe: dict[str, object] = dict(moe_intermediate_size=16, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True,
-                                  decoder_sparse_step=1, mlp_only_layers=[])
+    moe: dict[str, object] = dict(
+        moe_intermediate_size=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    )
     return Qwen3MoeConfig(**{**common, **moe, **overrides})
 
 
-def save_tiny_model(path: str | Path, kind: str = "moe", seed: int = 0, dtype: torch.dtype = torch.float32,
-                    **overrides: object) -> str:
+def save_tiny_model(
+    path: str | Path,
+    kind: str = "moe",
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **overrides: object,
+) -> str:
     """Write a random model; returns the directory. Norm weights are drawn too, so that a swap of two shows."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(kind, **overrides)).to(dtype)

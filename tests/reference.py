@@ -30,7 +30,9 @@ def response_log_probs(model: torch.nn.Module, sample: Sample, temperature: floa
     return log_softmax.gather(1, tokens[0, sample.prompt_length :, None])[:, 0], entropy
 
 
-def naive_loss(objective: Objective, model: torch.nn.Module, samples: Sequence[Sample], temperature: float = 1.0) -> Tensor:
+def naive_loss(
+    objective: Objective, model: torch.nn.Module, samples: Sequence[Sample], temperature: float = 1.0
+) -> Tensor:
     """The negative objective of a whole mini-batch, as the papers write it: a loop over sequences and tokens."""
     trained = [sample for sample in samples if sample.loss_mask.any()]
     tokens = sum(int(sample.loss_mask.sum()) for sample in trained)
@@ -38,8 +40,11 @@ def naive_loss(objective: Objective, model: torch.nn.Module, samples: Sequence[S
     for sample in trained:
         log_probs, entropy = response_log_probs(model, sample, temperature)
         kept = [t for t in range(sample.response_length) if sample.loss_mask[t]]
-        weight = {"sequence_mean": 1 / (len(kept) * len(trained)), "token_mean": 1 / tokens,
-                  "constant": 1 / (len(trained) * (objective.constant_length or 1))}[objective.aggregation]
+        weight = {
+            "sequence_mean": 1 / (len(kept) * len(trained)),
+            "token_mean": 1 / tokens,
+            "constant": 1 / (len(trained) * (objective.constant_length or 1)),
+        }[objective.aggregation]
         for t, term in zip(kept, _terms(objective, log_probs, sample, kept), strict=True):
             term = term + objective.entropy_coef * entropy[t]
             if objective.kl_loss_coef:
@@ -78,7 +83,10 @@ def checkpoint_gradients(model: torch.nn.Module) -> dict[str, Tensor]:
             for e, both in enumerate(gradient):
                 gate, up = both.chunk(2, dim=0)
                 prefix = name.removesuffix("gate_up_proj")
-                gradients[f"{prefix}{e}.gate_proj.weight"], gradients[f"{prefix}{e}.up_proj.weight"] = gate, up
+                gradients[f"{prefix}{e}.gate_proj.weight"], gradients[f"{prefix}{e}.up_proj.weight"] = (
+                    gate,
+                    up,
+                )
         elif name.endswith("experts.down_proj"):
             for e, down in enumerate(gradient):
                 gradients[f"{name.removesuffix('down_proj')}{e}.down_proj.weight"] = down

@@ -22,8 +22,18 @@ INSTRUCTION = "Spell this word backward (example: sun -> nus):"
 
 def train(config: Path, processes: int, *overrides: str) -> None:
     """One ``torchrun`` of the training loop; raises ``SystemExit`` with its exit code if it fails."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
-               "-m", "megatron_gspo.train", str(config), *overrides]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(processes),
+        "-m",
+        "megatron_gspo.train",
+        str(config),
+        *overrides,
+    ]
     print("$", " ".join(["torchrun", *command[3:]]), flush=True)
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"})
     if done.returncode:
@@ -47,16 +57,31 @@ def transformers_accuracy(model: Path, config: Path) -> float:
     held_out = load_task(TaskSpec(**spec.data.task.model_dump()), tokenizer, PromptFormat()).evaluation
     assert held_out is not None
     batch = tokenizer([prompt.text for prompt in held_out.prompts], return_tensors="pt", padding=True)
-    output = network.generate(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], do_sample=True, top_k=0,
-                              max_new_tokens=spec.rollout.max_response_length)
+    output = network.generate(
+        input_ids=batch["input_ids"],
+        attention_mask=batch["attention_mask"],
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=spec.rollout.max_response_length,
+    )
     texts = tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
     return sum(text.strip() == prompt.answer for text, prompt in zip(texts, held_out.prompts, strict=True)) / len(texts)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="where everything is written (default: %(default)s)")
-    parser.add_argument("--processes", type=int, default=4, help="a multiple of 2: the layout is TP 2, EP 2 (default: %(default)s)")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("runs/demo"),
+        help="where everything is written (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=4,
+        help="a multiple of 2: the layout is TP 2, EP 2 (default: %(default)s)",
+    )
     options = parser.parse_args()
     from megatron_gspo.tools.make_tiny_model import write_tiny_model
 
@@ -66,7 +91,12 @@ def main() -> None:
     count = write_tiny_model(folder / "model", words=[INSTRUCTION])
     print(f"1/3  a random Qwen3-MoE of {count:,} parameters -> {folder / 'model'}")
     print("2/3  supervised cold start")
-    train(EXAMPLES / "tiny_cold_start.yaml", options.processes, f"run_dir={cold}", f"model.path={folder / 'model'}")
+    train(
+        EXAMPLES / "tiny_cold_start.yaml",
+        options.processes,
+        f"run_dir={cold}",
+        f"model.path={folder / 'model'}",
+    )
     print("3/3  GSPO: tensor, sequence, expert and data parallel")
     train(EXAMPLES / "tiny_gspo.yaml", options.processes, f"run_dir={gspo}", f"model.path={cold / 'hf'}")
     report(gspo, EXAMPLES / "tiny_gspo.yaml", time.monotonic() - started)
@@ -80,13 +110,13 @@ def report(run: Path, config: Path, seconds: float) -> None:
     summary["accuracy_transformers"] = transformers_accuracy(run / "hf", config)
     file.write_text(json.dumps(summary, indent=2) + "\n")
     print(f"""
-held-out accuracy   {100 * summary['accuracy_before']:.1f} % before GSPO, {100 * summary['accuracy_after']:.1f} % after \
-({100 * summary['accuracy_transformers']:.1f} % in plain Transformers)
-time                {seconds:.0f} s in all, {summary['wall_seconds']:.0f} s of it GSPO
-picture             {run / 'curves.png'}
-metrics             {run / 'metrics.jsonl'}   summary: {file}
-samples             {run / 'samples'}
-checkpoint          {run / 'hf'}   (Hugging Face format)""")
+held-out accuracy   {100 * summary["accuracy_before"]:.1f} % before GSPO, {100 * summary["accuracy_after"]:.1f} % after \
+({100 * summary["accuracy_transformers"]:.1f} % in plain Transformers)
+time                {seconds:.0f} s in all, {summary["wall_seconds"]:.0f} s of it GSPO
+picture             {run / "curves.png"}
+metrics             {run / "metrics.jsonl"}   summary: {file}
+samples             {run / "samples"}
+checkpoint          {run / "hf"}   (Hugging Face format)""")
 
 
 if __name__ == "__main__":

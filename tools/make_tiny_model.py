@@ -28,20 +28,47 @@ def character_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
-                                   clean_up_tokenization_spaces=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+    )
 
 
-def write_tiny_model(folder: str | Path, *, words: Sequence[str] = (), seed: int = 0, hidden: int = 128, layers: int = 4,
-                     experts: int = 8, experts_per_token: int = 2, expert_width: int = 96) -> int:
+def write_tiny_model(
+    folder: str | Path,
+    *,
+    words: Sequence[str] = (),
+    seed: int = 0,
+    hidden: int = 128,
+    layers: int = 4,
+    experts: int = 8,
+    experts_per_token: int = 2,
+    expert_width: int = 96,
+) -> int:
     """Write config, random float32 weights and tokenizer to ``folder``; returns the number of parameters."""
     tokenizer = character_tokenizer(words)
     config = Qwen3MoeConfig(
-        vocab_size=-(-len(tokenizer) // 8) * 8, hidden_size=hidden, intermediate_size=expert_width,
-        moe_intermediate_size=expert_width, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=32, num_experts=experts, num_experts_per_tok=experts_per_token, norm_topk_prob=True,
-        decoder_sparse_step=1, mlp_only_layers=[], max_position_embeddings=512, rope_theta=10000.0,
-        tie_word_embeddings=False, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        vocab_size=-(-len(tokenizer) // 8) * 8,
+        hidden_size=hidden,
+        intermediate_size=expert_width,
+        moe_intermediate_size=expert_width,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=experts,
+        num_experts_per_tok=experts_per_token,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        max_position_embeddings=512,
+        rope_theta=10000.0,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
     torch.manual_seed(seed)
@@ -56,7 +83,13 @@ def main() -> None:
     parser.add_argument("folder")
     parser.add_argument("--word", action="append", default=[], help="a text that is one token; may be repeated")
     parser.add_argument("--seed", type=int, default=0)
-    for name, default in (("hidden", 128), ("layers", 4), ("experts", 8), ("experts-per-token", 2), ("expert-width", 96)):
+    for name, default in (
+        ("hidden", 128),
+        ("layers", 4),
+        ("experts", 8),
+        ("experts-per-token", 2),
+        ("expert-width", 96),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = vars(parser.parse_args())
     count = write_tiny_model(options.pop("folder"), words=options.pop("word"), **options)

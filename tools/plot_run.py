@@ -16,9 +16,7 @@ from megatron_gspo.tracking.run_directory import read_metrics
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Draw a run's curves from its metrics.jsonl.")
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
-    parser.add_argument(
-        "--output", type=Path, help="PNG to write; RUN_DIR/curves.png of the first run by default"
-    )
+    parser.add_argument("--output", type=Path, help="PNG to write; RUN_DIR/curves.png of the first run by default")
     options = parser.parse_args(arguments)
     try:
         runs = {str(path): read_metrics(path) for path in options.run_dirs}

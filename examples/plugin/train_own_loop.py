@@ -2,16 +2,23 @@
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron_gspo.mcore.forward import policy_forward_step  # first: lets Megatron-Core run where there is no GPU
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
+
 from megatron_gspo.algorithms import group_advantages, preset
 from megatron_gspo.data.packing import pack
 from megatron_gspo.data.sample import Sample
+from megatron_gspo.mcore.forward import (
+    policy_forward_step,  # first: lets Megatron-Core run where there is no GPU
+)
 from megatron_gspo.mcore.layers import block_spec
 
 

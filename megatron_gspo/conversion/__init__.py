@@ -4,4 +4,14 @@ from megatron_gspo.conversion.families import FAMILIES, Family, check_names, fam
 from megatron_gspo.conversion.rules import Rule, Shard
 from megatron_gspo.conversion.shape import ModelShape, read_config
 
-__all__ = ["FAMILIES", "Family", "ModelShape", "Rule", "Shard", "check_names", "family_of", "hugging_face_names", "read_config"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "ModelShape",
+    "Rule",
+    "Shard",
+    "check_names",
+    "family_of",
+    "hugging_face_names",
+    "read_config",
+]

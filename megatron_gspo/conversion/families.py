@@ -22,7 +22,9 @@ ATTENTION = (
     Rule(
         ("self_attention.linear_qkv.weight",),
         ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
-        Shard.ROWS, merge_qkv, split_qkv,
+        Shard.ROWS,
+        merge_qkv,
+        split_qkv,
     ),
     Rule(("self_attention.linear_proj.weight",), ("self_attn.o_proj.weight",), Shard.COLUMNS),
     Rule(("self_attention.q_layernorm.weight",), ("self_attn.q_norm.weight",)),
@@ -31,8 +33,11 @@ ATTENTION = (
 DENSE = (
     Rule(("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"), ("post_attention_layernorm.weight",)),
     Rule(
-        ("mlp.linear_fc1.weight",), ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-        Shard.ROWS, merge_rows, split_two,
+        ("mlp.linear_fc1.weight",),
+        ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        Shard.ROWS,
+        merge_rows,
+        split_two,
     ),
     Rule(("mlp.linear_fc2.weight",), ("mlp.down_proj.weight",), Shard.COLUMNS),
 )
@@ -42,7 +47,9 @@ EXPERTS = (
     Rule(
         ("mlp.experts.linear_fc1.weight{expert}", "mlp.experts.local_experts.{expert}.linear_fc1.weight"),
         ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"),
-        Shard.ROWS, merge_rows, split_two,
+        Shard.ROWS,
+        merge_rows,
+        split_two,
     ),
     Rule(
         ("mlp.experts.linear_fc2.weight{expert}", "mlp.experts.local_experts.{expert}.linear_fc2.weight"),
@@ -69,13 +76,17 @@ class Family:
 
     def outer_rules(self, shape: ModelShape) -> tuple[Rule, ...]:
         """The rules outside of the layers; with tied embeddings there is no output weight."""
-        return tuple(rule for rule in self.outer if not (shape.tied_embeddings and rule.megatron[0] == "output_layer.weight"))
+        return tuple(
+            rule for rule in self.outer if not (shape.tied_embeddings and rule.megatron[0] == "output_layer.weight")
+        )
 
 
 def _qwen3(config: dict[str, Any], **moe: Any) -> ModelShape:
     heads = config["num_attention_heads"]
     if config.get("attention_bias"):
-        raise ValueError("attention_bias=true in config.json is not supported for Qwen3; its published models have none")
+        raise ValueError(
+            "attention_bias=true in config.json is not supported for Qwen3; its published models have none"
+        )
     if config.get("use_sliding_window"):
         raise ValueError("use_sliding_window=true in config.json is not supported; set it to false")
     return ModelShape(
@@ -119,7 +130,9 @@ def family_of(config: dict[str, Any]) -> tuple[Family, ModelShape]:
     """The family and sizes of a Hugging Face config; an unknown ``model_type`` raises ``ValueError`` listing the known."""
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
-        raise ValueError(f"model_type={model_type!r} in config.json is not supported; known: {', '.join(sorted(FAMILIES))}")
+        raise ValueError(
+            f"model_type={model_type!r} in config.json is not supported; known: {', '.join(sorted(FAMILIES))}"
+        )
     family = FAMILIES[model_type]
     try:
         return family, family.shape(config)

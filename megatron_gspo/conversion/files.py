@@ -18,8 +18,16 @@ from torch import Tensor
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # what belongs to a model beside its weights, copied to an export as it is
-_COMPANIONS = ("config.json", "generation_config.json", "tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json",
-               "added_tokens.json", "chat_template*")
+_COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+)
 
 
 class CheckpointReader:
@@ -37,12 +45,16 @@ class CheckpointReader:
             with safe_open(self.path / SINGLE, framework="pt") as file:
                 self._files = dict.fromkeys(file.keys(), SINGLE)
         else:
-            raise FileNotFoundError(f"model.path={path}: neither {SINGLE} nor {INDEX} there; give a safetensors checkpoint")
+            raise FileNotFoundError(
+                f"model.path={path}: neither {SINGLE} nor {INDEX} there; give a safetensors checkpoint"
+            )
 
     def __enter__(self) -> CheckpointReader:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._open.clear()
 
     @property
@@ -72,7 +84,11 @@ class CheckpointReader:
 
 
 def write_checkpoint(
-    path: str | Path, tensors: Iterable[tuple[str, Tensor]], *, source: str | Path, dtype: torch.dtype | None = None,
+    path: str | Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    source: str | Path,
+    dtype: torch.dtype | None = None,
     max_shard_bytes: int = 4 << 30,
 ) -> Path:
     """Write a Hugging Face checkpoint from a stream of (name, tensor); config and tokenizer come from ``source``.

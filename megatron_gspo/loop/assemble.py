@@ -46,8 +46,13 @@ class Run:
     @property
     def sampling(self) -> SamplingParams:
         rollout = self.config.rollout
-        return SamplingParams(n=rollout.n_samples_per_prompt, max_response_length=rollout.max_response_length,
-                              temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k)
+        return SamplingParams(
+            n=rollout.n_samples_per_prompt,
+            max_response_length=rollout.max_response_length,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+        )
 
     @property
     def is_writer(self) -> bool:
@@ -70,9 +75,12 @@ def layout_of(config: Config) -> Layout:
     """The parallel sizes of a config."""
     parallel = config.parallel
     return Layout(
-        tensor=parallel.tensor_model_parallel_size, pipeline=parallel.pipeline_model_parallel_size,
-        context=parallel.context_parallel_size, expert=parallel.expert_model_parallel_size,
-        expert_tensor=parallel.expert_tensor_size, virtual_pipeline=parallel.virtual_pipeline_model_parallel_size,
+        tensor=parallel.tensor_model_parallel_size,
+        pipeline=parallel.pipeline_model_parallel_size,
+        context=parallel.context_parallel_size,
+        expert=parallel.expert_model_parallel_size,
+        expert_tensor=parallel.expert_tensor_size,
+        virtual_pipeline=parallel.virtual_pipeline_model_parallel_size,
     )
 
 
@@ -82,24 +90,43 @@ def assemble(config: Config, *, engine: RolloutEngine | None = None) -> Run:
     check_weights(config)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
     train, held_out, dropped = load_data(config, tokenizer)
-    scorer = RewardScorer(data.resolved_verifier, data.verifier_options, timeout=data.verifier_timeout,
-                          workers=data.verifier_workers)
-    groups = initialize(layout_of(config), seed=config.seed, backend=parallel.backend,
-                        timeout_minutes=parallel.timeout_minutes)
+    scorer = RewardScorer(
+        data.resolved_verifier,
+        data.verifier_options,
+        timeout=data.verifier_timeout,
+        workers=data.verifier_workers,
+    )
+    groups = initialize(
+        layout_of(config),
+        seed=config.seed,
+        backend=parallel.backend,
+        timeout_minutes=parallel.timeout_minutes,
+    )
     policy = build_policy(
-        config.model.path, layout_of(config), groups, model=model_settings(config),
-        data_parallel=DataParallelSettings(parallel.use_distributed_optimizer, parallel.overlap_grad_reduce,
-                                           parallel.overlap_param_gather),
-        optimizer=_optimizer(config), pretrained=config.model.init == "pretrained",
+        config.model.path,
+        layout_of(config),
+        groups,
+        model=model_settings(config),
+        data_parallel=DataParallelSettings(
+            parallel.use_distributed_optimizer, parallel.overlap_grad_reduce, parallel.overlap_param_gather
+        ),
+        optimizer=_optimizer(config),
+        pretrained=config.model.init == "pretrained",
     )
     reference = _reference(config, groups) if config.algorithm.needs_reference else None
     engine, eval_engine = _engines(config, tokenizer, held_out, engine)
     return Run(
-        config=config, objective=config.algorithm.objective(), policy=policy, reference=reference, engine=engine,
+        config=config,
+        objective=config.algorithm.objective(),
+        policy=policy,
+        reference=reference,
+        engine=engine,
         eval_engine=eval_engine,
         scorer=scorer,
-        source=PromptSource(train, seed=config.seed, shuffle=data.shuffle), eval_prompts=held_out,
-        batching=Batching(training.max_tokens_per_micro_batch, training.micro_batch_size), dropped_prompts=dropped,
+        source=PromptSource(train, seed=config.seed, shuffle=data.shuffle),
+        eval_prompts=held_out,
+        batching=Batching(training.max_tokens_per_micro_batch, training.micro_batch_size),
+        dropped_prompts=dropped,
     )
 
 
@@ -118,8 +145,15 @@ def check_weights(config: Config) -> None:
 def load_data(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Prompt], int]:
     """(training prompts, held-out prompts, prompts dropped for their length)."""
     data = config.data
-    form = PromptFormat(data.prompt_key, data.answer_key, data.prompt_template, data.chat_template, data.system_prompt,
-                        data.max_prompt_length, data.overlong_prompts)
+    form = PromptFormat(
+        data.prompt_key,
+        data.answer_key,
+        data.prompt_template,
+        data.chat_template,
+        data.system_prompt,
+        data.max_prompt_length,
+        data.overlong_prompts,
+    )
     if data.task is not None:
         task = load_task(TaskSpec(**data.task.model_dump()), tokenizer, form)
         sets = [task.train] + ([task.evaluation] if task.evaluation else [])
@@ -135,8 +169,11 @@ def model_settings(config: Config) -> ModelSettings:
     """How the config asks for the model to be built."""
     model, parallel = config.model, config.parallel
     return ModelSettings(
-        dtype=getattr(torch, model.dtype), implementation=model.implementation, recompute=model.recompute,
-        recompute_num_layers=model.recompute_num_layers or 1, dispatcher=parallel.moe_token_dispatcher_type,
+        dtype=getattr(torch, model.dtype),
+        implementation=model.implementation,
+        recompute=model.recompute,
+        recompute_num_layers=model.recompute_num_layers or 1,
+        dispatcher=parallel.moe_token_dispatcher_type,
         sequence_parallel=parallel.sequence_parallel,
     )
 
@@ -144,30 +181,50 @@ def model_settings(config: Config) -> ModelSettings:
 def _optimizer(config: Config) -> OptimizerSettings:
     optimizer = config.optimizer
     return OptimizerSettings(
-        lr=optimizer.lr, min_lr=optimizer.min_lr, schedule=optimizer.lr_schedule, warmup_steps=optimizer.warmup_steps,
-        total_steps=config.optimizer_steps, weight_decay=optimizer.weight_decay, adam_beta1=optimizer.adam_beta1,
-        adam_beta2=optimizer.adam_beta2, adam_eps=optimizer.adam_eps, clip_grad=optimizer.clip_grad,
+        lr=optimizer.lr,
+        min_lr=optimizer.min_lr,
+        schedule=optimizer.lr_schedule,
+        warmup_steps=optimizer.warmup_steps,
+        total_steps=config.optimizer_steps,
+        weight_decay=optimizer.weight_decay,
+        adam_beta1=optimizer.adam_beta1,
+        adam_beta2=optimizer.adam_beta2,
+        adam_eps=optimizer.adam_eps,
+        clip_grad=optimizer.clip_grad,
     )
 
 
 def _reference(config: Config, groups: Any) -> Policy:
-    return build_policy(config.model.path, layout_of(config), groups, model=model_settings(config),
-                        data_parallel=DataParallelSettings(), optimizer=None)
+    return build_policy(
+        config.model.path,
+        layout_of(config),
+        groups,
+        model=model_settings(config),
+        data_parallel=DataParallelSettings(),
+        optimizer=None,
+    )
 
 
-def _engines(config: Config, tokenizer: Any, held_out: list[Prompt],
-             given: RolloutEngine | None) -> tuple[RolloutEngine, RolloutEngine | None]:
+def _engines(
+    config: Config, tokenizer: Any, held_out: list[Prompt], given: RolloutEngine | None
+) -> tuple[RolloutEngine, RolloutEngine | None]:
     def embedded() -> EmbeddedEngine:
         random = config.model.init == "random"  # the weights come with the first update
         source = AutoConfig.from_pretrained(config.model.path, local_files_only=True) if random else config.model.path
-        return EmbeddedEngine(source, tokenizer=tokenizer, dtype=getattr(torch, config.model.dtype),
-                              device=compute_device(), max_batch=config.rollout.max_batch_size)
+        return EmbeddedEngine(
+            source,
+            tokenizer=tokenizer,
+            dtype=getattr(torch, config.model.dtype),
+            device=compute_device(),
+            max_batch=config.rollout.max_batch_size,
+        )
 
     if given is not None:
         return given, given if held_out else None
     if config.rollout.engine == "embedded":
         engine = embedded()
         return engine, engine
-    demonstrations = DemonstrationEngine(lambda text: tokenizer.encode(text, add_special_tokens=False),
-                                         tokenizer.eos_token_id)
+    demonstrations = DemonstrationEngine(
+        lambda text: tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id
+    )
     return demonstrations, embedded() if held_out else None

@@ -22,14 +22,26 @@ def evaluate(run: Run, version: int, timers: Timers) -> dict[str, float]:
         with timers("weight_sync"):
             run.eval_engine.update_weights(run.policy.weights(), version=version)
     greedy = config.temperature == 0
-    sampling = SamplingParams(n=config.n_samples, max_response_length=run.config.rollout.max_response_length,
-                              temperature=1.0 if greedy else config.temperature, greedy=greedy)
+    sampling = SamplingParams(
+        n=config.n_samples,
+        max_response_length=run.config.rollout.max_response_length,
+        temperature=1.0 if greedy else config.temperature,
+        greedy=greedy,
+    )
     quiet = Timers()
     with timers("evaluate"):
-        samples, failures = sample_and_score(run, run.eval_engine, run.eval_prompts, sampling,
-                                      rollout_seed(run.config.seed, _EVALUATION_STREAM), quiet)
+        samples, failures = sample_and_score(
+            run,
+            run.eval_engine,
+            run.eval_prompts,
+            sampling,
+            rollout_seed(run.config.seed, _EVALUATION_STREAM),
+            quiet,
+        )
     rewards = np.array([sample.reward for sample in samples]).reshape(-1, config.n_samples)
-    found = {"eval/accuracy": mean_at_k(rewards),
-             "eval/response_length": float(np.mean([sample.response_length for sample in samples])),
-             "eval/verifier_failures": float(sum(failures.values()))}
+    found = {
+        "eval/accuracy": mean_at_k(rewards),
+        "eval/response_length": float(np.mean([sample.response_length for sample in samples])),
+        "eval/verifier_failures": float(sum(failures.values())),
+    }
     return found | {f"eval/pass@{k}": pass_at_k(rewards, k) for k in config.pass_at_k}

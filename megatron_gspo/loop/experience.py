@@ -10,7 +10,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_gspo.algorithms import group_advantages, kl_penalty, mismatch_metrics, overlong_penalty, zero_variance_groups
+from megatron_gspo.algorithms import (
+    group_advantages,
+    kl_penalty,
+    mismatch_metrics,
+    overlong_penalty,
+    zero_variance_groups,
+)
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.loop.assemble import Run
 from megatron_gspo.loop.timers import Timers
@@ -46,8 +52,9 @@ def collect(run: Run, step: int, cursor: int, timers: Timers) -> Experience:
     return Experience(samples, cursor, metrics)
 
 
-def sample_and_score(run: Run, engine: object, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int,
-                     timers: Timers) -> tuple[list[Sample], Counter[str]]:
+def sample_and_score(
+    run: Run, engine: object, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int, timers: Timers
+) -> tuple[list[Sample], Counter[str]]:
     """Responses to ``prompts`` with rewards, on every rank; each rank generates and scores a share. Also failures by kind."""
     with timers("generate"):
         samples = generate_spread(engine, prompts, sampling, seed=seed, group=dist.group.WORLD, device=compute_device())
@@ -85,8 +92,14 @@ def _rollout(run: Run, step: int, cursor: int, timers: Timers) -> tuple[list[Sam
         prompts = [prompt for prompt in prompts if prompt.index not in used]
         if not prompts:  # a small data set has been drawn whole
             continue
-        samples, counts = sample_and_score(run, run.engine, prompts, run.sampling,
-                                           rollout_seed(config.seed, step * (refills + 1) + attempt), timers)
+        samples, counts = sample_and_score(
+            run,
+            run.engine,
+            prompts,
+            run.sampling,
+            rollout_seed(config.seed, step * (refills + 1) + attempt),
+            timers,
+        )
         failures.update(counts)
         generated += len(prompts)
         keep = _varied(samples) if refills else [True] * len(samples)
@@ -129,7 +142,10 @@ def _mismatch(samples: Sequence[Sample], log_probs: Sequence[np.ndarray]) -> dic
     """How far the rollout engine's log-probs are from the training engine's for the same weights."""
     if any(sample.rollout_log_probs is None for sample in samples):
         return {}
-    train, rollout = torch.from_numpy(np.concatenate(log_probs)), torch.from_numpy(_joined(samples, "rollout_log_probs"))
+    train, rollout = (
+        torch.from_numpy(np.concatenate(log_probs)),
+        torch.from_numpy(_joined(samples, "rollout_log_probs")),
+    )
     mask = torch.from_numpy(_joined(samples, "loss_mask"))
     found = mismatch_metrics(train, rollout, mask, num_tokens=max(int(mask.sum()), 1))
     return {name: float(value) for name, value in found.items()}
@@ -170,8 +186,10 @@ def _attach_advantages(run: Run, samples: list[Sample]) -> None:
         values = torch.ones(len(samples))
     else:
         values = group_advantages(
-            torch.from_numpy(shaped_rewards(run, samples)), torch.tensor([sample.prompt_index for sample in samples]),
-            std=run.objective.advantage_std, baseline=run.objective.advantage_baseline,
+            torch.from_numpy(shaped_rewards(run, samples)),
+            torch.tensor([sample.prompt_index for sample in samples]),
+            std=run.objective.advantage_std,
+            baseline=run.objective.advantage_baseline,
         )
     for sample, value in zip(samples, values.tolist(), strict=True):
         sample.advantages = np.full(sample.response_length, value, dtype=np.float32)
@@ -183,8 +201,12 @@ def shaped_rewards(run: Run, samples: Sequence[Sample]) -> np.ndarray:
     rewards = np.array([sample.reward for sample in samples], dtype=np.float64)
     if algorithm.truncated == "penalize":
         lengths = torch.tensor([sample.response_length for sample in samples])
-        rewards += overlong_penalty(lengths, max_length=run.config.rollout.max_response_length,
-                                    buffer=algorithm.overlong_buffer, factor=algorithm.overlong_penalty_factor).numpy()
+        rewards += overlong_penalty(
+            lengths,
+            max_length=run.config.rollout.max_response_length,
+            buffer=algorithm.overlong_buffer,
+            factor=algorithm.overlong_penalty_factor,
+        ).numpy()
     if algorithm.kl_reward_coef:
         for i, sample in enumerate(samples):
             old, reference = torch.from_numpy(sample.old_log_probs), torch.from_numpy(sample.ref_log_probs)
@@ -196,7 +218,8 @@ def shaped_rewards(run: Run, samples: Sequence[Sample]) -> np.ndarray:
 def _describe(samples: Sequence[Sample], *, supervised: bool) -> dict[str, float]:
     lengths = np.array([sample.response_length for sample in samples], dtype=np.float64)
     found = {
-        "response_length/mean": float(lengths.mean()), "response_length/max": float(lengths.max()),
+        "response_length/mean": float(lengths.mean()),
+        "response_length/max": float(lengths.max()),
         "response_length/truncated": float(np.mean([sample.finish_reason == "length" for sample in samples])),
     }
     if supervised:
@@ -204,6 +227,7 @@ def _describe(samples: Sequence[Sample], *, supervised: bool) -> dict[str, float
     rewards = np.array([sample.reward for sample in samples])
     varied = _varied(samples)
     return found | {
-        "reward/mean": float(rewards.mean()), "reward/std": float(rewards.std()),
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
         "groups/zero_variance": 1.0 - float(np.mean(varied)),
     }

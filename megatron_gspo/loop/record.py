@@ -28,8 +28,12 @@ def throughput(samples: Sequence[Sample], times: Mapping[str, float], trained_to
     pass over it in the time of the updates.
     """
     tokens = sum(sample.length for sample in samples)
-    found = {**times, "perf/tokens": float(tokens), "perf/tokens_per_second": tokens / times["time/step"],
-             "perf/peak_memory_gib": peak_memory() / 2**30}
+    found = {
+        **times,
+        "perf/tokens": float(tokens),
+        "perf/tokens_per_second": tokens / times["time/step"],
+        "perf/peak_memory_gib": peak_memory() / 2**30,
+    }
     if times.get("time/train"):
         found["perf/train_tokens_per_second"] = trained_tokens / times["time/train"]
     return found
@@ -57,7 +61,9 @@ class Recorder:
         self._directory.write_config(run.config.dump(), describe_environment(world_size=dist.get_world_size()))
         self._trackers = make_trackers(
             RunInfo(Path(run.config.run_dir), run.config.dump(), resumed),
-            tensorboard=tracking.tensorboard, wandb=tracking.wandb, mlflow=tracking.mlflow,
+            tensorboard=tracking.tensorboard,
+            wandb=tracking.wandb,
+            mlflow=tracking.mlflow,
         )
         self._progress = self._stack.enter_context(Progress(run.config.training.steps, start=resume_step))
         if run.dropped_prompts:
@@ -82,7 +88,9 @@ class Recorder:
         """A few responses of the step, evenly picked."""
         if self._active and self._config.tracking.samples_per_step:
             chosen = spread(list(samples), self._config.tracking.samples_per_step)
-            self._directory.write_samples(step, [sample.to_record(self._prompts[sample.prompt_index]) for sample in chosen])
+            self._directory.write_samples(
+                step, [sample.to_record(self._prompts[sample.prompt_index]) for sample in chosen]
+            )
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """summary.json and the picture of the curves; matplotlib's absence is said, not raised."""

@@ -31,13 +31,18 @@ def update(run: Run, samples: Sequence[Sample], step: int, timers: Timers) -> di
     skipped = 0
     with timers("train"):
         for epoch in range(config.training.epochs):
-            for rows in mini_batches(len(samples), config.training.global_batch_size, seed=config.seed, step=step, epoch=epoch):
+            for rows in mini_batches(
+                len(samples), config.training.global_batch_size, seed=config.seed, step=step, epoch=epoch
+            ):
                 batch = [samples[i] for i in rows]
                 if not any(sample.loss_mask.any() for sample in batch):
                     skipped += 1
                     continue
-                results.append(train_mini_batch(run.policy, batch, run.objective, run.batching,
-                                                temperature=config.rollout.temperature))
+                results.append(
+                    train_mini_batch(
+                        run.policy, batch, run.objective, run.batching, temperature=config.rollout.temperature
+                    )
+                )
                 trained += batch
     metrics = {"updates": float(len(results)), "updates/skipped": float(skipped)}
     if not results:
@@ -66,8 +71,12 @@ def _packing(run: Run, results: Sequence[StepResult]) -> dict[str, float]:
     real, packed = sum(b.real_tokens for b in batches), sum(b.packed_tokens for b in batches)
     stages, chunks = run.policy.groups.pp.size(), len(run.policy.chunks)
     bubbles = [(stages - 1) / (len(b.batches) * chunks + stages - 1) for b in batches]
-    return {"perf/trained_tokens": float(real), "perf/padding": 1.0 - real / packed, "perf/pipeline_bubble": float(np.mean(bubbles)),
-            "perf/micro_batches": float(np.mean([len(b.batches) for b in batches]))}
+    return {
+        "perf/trained_tokens": float(real),
+        "perf/padding": 1.0 - real / packed,
+        "perf/pipeline_bubble": float(np.mean(bubbles)),
+        "perf/micro_batches": float(np.mean([len(b.batches) for b in batches])),
+    }
 
 
 def _quantiles(samples: Sequence[Sample], log_probs: Sequence[np.ndarray]) -> dict[str, float]:

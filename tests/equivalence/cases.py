@@ -16,7 +16,13 @@ from megatron_gspo.mcore.forward import unwrap
 from megatron_gspo.mcore.groups import Layout, initialize
 from megatron_gspo.mcore.model import ModelSettings
 from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, build_policy
-from megatron_gspo.mcore.step import Batching, compute_log_probs, forward_backward, summed_metrics, train_mini_batch
+from megatron_gspo.mcore.step import (
+    Batching,
+    compute_log_probs,
+    forward_backward,
+    summed_metrics,
+    train_mini_batch,
+)
 from megatron_gspo.mcore.weights import export_weights
 
 
@@ -41,8 +47,11 @@ class Case:
             parts.append(f"world{self.world_size}")
         parts += [f"{key}_{value}" for key, value in self.model.items()]
         defaults = asdict(Case())
-        parts += [f"{key}_{value}" for key, value in asdict(self).items()
-                  if key not in ("world_size", "layout", "model") and value != defaults[key]]
+        parts += [
+            f"{key}_{value}"
+            for key, value in asdict(self).items()
+            if key not in ("world_size", "layout", "model") and value != defaults[key]
+        ]
         return "-".join(parts)
 
 
@@ -57,15 +66,24 @@ def make_samples(seed: int = 0, count: int = 10, vocab_size: int = 96, per_token
         if i == 1:
             mask[:] = False
         advantage = g.normal(size=response) if per_token else np.full(response, g.normal())
-        samples.append(Sample(
-            prompt_index=i // 2, sample_index=i % 2, tokens=g.integers(2, vocab_size, prompt + response),
-            prompt_length=prompt, loss_mask=mask, rollout_log_probs=None, finish_reason="stop",
-            advantages=advantage.astype(np.float32),
-        ))
+        samples.append(
+            Sample(
+                prompt_index=i // 2,
+                sample_index=i % 2,
+                tokens=g.integers(2, vocab_size, prompt + response),
+                prompt_length=prompt,
+                loss_mask=mask,
+                rollout_log_probs=None,
+                finish_reason="stop",
+                advantages=advantage.astype(np.float32),
+            )
+        )
     return samples
 
 
-def with_old_log_probs(samples: list[Sample], log_probs: list[np.ndarray], spread: float, seed: int = 1) -> list[Sample]:
+def with_old_log_probs(
+    samples: list[Sample], log_probs: list[np.ndarray], spread: float, seed: int = 1
+) -> list[Sample]:
     """Old log-probs a little off the current ones, so that some sequences are clipped and some are not; likewise ref."""
     g = np.random.default_rng(seed)
     for sample, value in zip(samples, log_probs, strict=True):
@@ -79,7 +97,10 @@ def build(path: str, case: Case) -> Any:
     """The policy of one rank in the case's layout."""
     layout = Layout(**case.layout)
     return build_policy(
-        path, layout, initialize(layout, seed=1), model=ModelSettings(**case.model),
+        path,
+        layout,
+        initialize(layout, seed=1),
+        model=ModelSettings(**case.model),
         data_parallel=DataParallelSettings(distributed_optimizer=case.distributed_optimizer),
         optimizer=OptimizerSettings(lr=1e-3, weight_decay=0.1, clip_grad=1.0, total_steps=8),
     )
@@ -91,20 +112,38 @@ def run_case(rank: int, world_size: int, path: str, case: Case, samples: list[Sa
     batching = Batching(case.max_tokens, case.micro_batch_size)
     objective = preset(case.objective, **case.overrides)
     log_probs, entropy = compute_log_probs(policy, samples, batching, temperature=1.0, with_entropy=True)
-    batches = micro_batches(samples, policy.config, policy.groups, max_tokens=case.max_tokens,
-                            micro_batch_size=case.micro_batch_size)
+    batches = micro_batches(
+        samples,
+        policy.config,
+        policy.groups,
+        max_tokens=case.max_tokens,
+        micro_batch_size=case.micro_batch_size,
+    )
     outputs = forward_backward(policy, objective, batches, temperature=1.0)
     metrics = summed_metrics([output["metrics"] for output in outputs], policy)
     chunks = [unwrap(chunk) for chunk in policy.chunks]
-    gradients = {
-        name: value.clone() for name, value in
-        export_weights(chunks, policy.family, policy.shape, policy.groups, value=lambda p: p.main_grad)
-    } if not case.distributed_optimizer else {}
+    gradients = (
+        {
+            name: value.clone()
+            for name, value in export_weights(
+                chunks, policy.family, policy.shape, policy.groups, value=lambda p: p.main_grad
+            )
+        }
+        if not case.distributed_optimizer
+        else {}
+    )
     steps = [train_mini_batch(policy, samples, objective, batching, temperature=1.0).metrics for _ in range(case.steps)]
     weights: dict[str, Tensor] = {name: value.clone() for name, value in policy.weights()} if case.steps else {}
     keep = rank == 0
-    return {"log_probs": log_probs, "entropy": entropy, "metrics": metrics, "steps": steps,
-            "gradients": gradients if keep else {}, "weights": weights if keep else {}, "batches": len(batches.batches)}
+    return {
+        "log_probs": log_probs,
+        "entropy": entropy,
+        "metrics": metrics,
+        "steps": steps,
+        "gradients": gradients if keep else {},
+        "weights": weights if keep else {},
+        "batches": len(batches.batches),
+    }
 
 
 def max_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:

@@ -109,11 +109,15 @@ def test_dense_equals_transformers(models, case):
     check(models["dense"], case)
 
 
-@pytest.mark.parametrize("case", [Case(), Case(2, dict(tensor=2)), Case(2, dict(pipeline=2))], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [Case(), Case(2, dict(tensor=2)), Case(2, dict(pipeline=2))], ids=lambda case: case.name
+)
 def test_tied_embeddings_and_padded_vocabulary(models, case):
     check(models["tied"], case)
 
 
-@pytest.mark.parametrize("case", [Case(), Case(2, dict(pipeline=2)), Case(2, dict(expert=2))], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [Case(), Case(2, dict(pipeline=2)), Case(2, dict(expert=2))], ids=lambda case: case.name
+)
 def test_dense_layers_between_experts_and_unnormalised_top_k(models, case):
     check(models["mixed"], case)

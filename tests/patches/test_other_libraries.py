@@ -23,7 +23,9 @@ def test_transformers_loads_the_same_model_after_the_patch(tmp_path):
     env = {**os.environ, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
 
     def total(when: str) -> float:
-        done = subprocess.run([sys.executable, "-c", PROGRAM, path, when], env=env, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, path, when], env=env, capture_output=True, text=True, check=True
+        )
         return float(done.stdout.split()[-1])
 
     assert total("after") == total("before")

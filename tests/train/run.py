@@ -28,8 +28,17 @@ def base_config(model: str, run_dir: Path, **sections: dict[str, Any]) -> dict[s
         "seed": 7,
         "run_dir": str(run_dir),
         "model": {"path": model, "dtype": "float32"},
-        "data": {"task": {"name": "spell_backward", "kwargs": {"min_word_len": 3, "max_word_len": 4}, "size": 200, "eval_size": 8},
-                 "max_prompt_length": 32, "verifier": f"{Path(__file__).parent}/verifier.py:score", "verifier_timeout": None},
+        "data": {
+            "task": {
+                "name": "spell_backward",
+                "kwargs": {"min_word_len": 3, "max_word_len": 4},
+                "size": 200,
+                "eval_size": 8,
+            },
+            "max_prompt_length": 32,
+            "verifier": f"{Path(__file__).parent}/verifier.py:score",
+            "verifier_timeout": None,
+        },
         "rollout": {"rollout_batch_size": 4, "n_samples_per_prompt": 4, "max_response_length": 6},
         "training": {"steps": 3, "global_batch_size": 8, "max_tokens_per_micro_batch": 96},
         "optimizer": {"lr": 1e-3},
@@ -40,12 +49,24 @@ def base_config(model: str, run_dir: Path, **sections: dict[str, Any]) -> dict[s
     return config
 
 
-def launch(config: dict[str, Any], processes: int = 1, *overrides: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+def launch(
+    config: dict[str, Any], processes: int = 1, *overrides: str, check: bool = True
+) -> subprocess.CompletedProcess[str]:
     """``torchrun -m megatron_gspo.train`` on a written config; output is captured as text."""
     file = Path(config["run_dir"]).with_suffix(".yaml")
     file.write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
-               "-m", "megatron_gspo.train", str(file), *overrides]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(processes),
+        "-m",
+        "megatron_gspo.train",
+        str(file),
+        *overrides,
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert not check or done.returncode == 0, done.stderr[-3000:]

@@ -20,9 +20,14 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def finished(model, tmp_path_factory):
     """A GSPO run of four steps on four processes, TP 2 and EP 2, with a checkpoint after the second."""
-    config = base_config(model, tmp_path_factory.mktemp("runs") / "gspo", training={"steps": 4},
-                         parallel={"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
-                         evaluation={"n_samples": 2, "pass_at_k": [2], "interval": 2}, checkpoint={"interval": 2, "keep": 1})
+    config = base_config(
+        model,
+        tmp_path_factory.mktemp("runs") / "gspo",
+        training={"steps": 4},
+        parallel={"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
+        evaluation={"n_samples": 2, "pass_at_k": [2], "interval": 2},
+        checkpoint={"interval": 2, "keep": 1},
+    )
     done = launch(config, 4)
     return config, Path(config["run_dir"]), done
 
@@ -31,8 +36,18 @@ def test_a_run_writes_its_directory(finished):
     config, folder, done = finished
     rows = records(folder)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
-    for name in ("reward/mean", "clip_fraction/tokens", "clip_fraction/sequences", "ratio_sequence/p99", "ratio_token/p99",
-                 "mismatch/k3", "entropy", "grad_norm", "kl/old_policy", "groups/zero_variance"):
+    for name in (
+        "reward/mean",
+        "clip_fraction/tokens",
+        "clip_fraction/sequences",
+        "ratio_sequence/p99",
+        "ratio_token/p99",
+        "mismatch/k3",
+        "entropy",
+        "grad_norm",
+        "kl/old_policy",
+        "groups/zero_variance",
+    ):
         assert rows[-1][name] is not None, name
     assert {"eval/accuracy", "eval/pass@2"} <= set(rows[0]) & set(rows[2]) & set(rows[4])
     assert rows[1]["updates"] == 2 and rows[1]["mismatch/abs_diff_max"] < 1e-4
@@ -62,7 +77,10 @@ def test_a_resumed_run_ends_the_same(finished, tmp_path):
     launch(again, 4, "training.steps=2")
     first = launch(again, 4)
     assert "resumed from" in first.stderr and "step 2" in first.stderr
-    ours, theirs = load_file(tmp_path / "again" / "hf" / "model.safetensors"), load_file(folder / "hf" / "model.safetensors")
+    ours, theirs = (
+        load_file(tmp_path / "again" / "hf" / "model.safetensors"),
+        load_file(folder / "hf" / "model.safetensors"),
+    )
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert records(tmp_path / "again") == records(folder)
 
@@ -80,19 +98,41 @@ def test_layouts_agree(finished, tmp_path):
 
 
 def test_supervised_cold_start(model, tmp_path):
-    config = base_config(model, tmp_path / "sft", algorithm={"name": "sft"}, training={"steps": 25, "global_batch_size": 16}, optimizer={"lr": 5e-3},
-                         rollout={"engine": "demonstrations", "rollout_batch_size": 16, "n_samples_per_prompt": 1},
-                         evaluation={"at_start": False}, parallel={"pipeline_model_parallel_size": 2})
+    config = base_config(
+        model,
+        tmp_path / "sft",
+        algorithm={"name": "sft"},
+        training={"steps": 25, "global_batch_size": 16},
+        optimizer={"lr": 5e-3},
+        rollout={"engine": "demonstrations", "rollout_batch_size": 16, "n_samples_per_prompt": 1},
+        evaluation={"at_start": False},
+        parallel={"pipeline_model_parallel_size": 2},
+    )
     launch(config, 2)
     rows = records(config["run_dir"])
     assert rows[-1]["loss"] < 0.8 * rows[0]["loss"] and "eval/accuracy" in rows[-1]
 
 
-@pytest.mark.parametrize(("algorithm", "extra"), [
-    ({"name": "grpo", "kl_loss_coef": 0.01, "entropy_coef": 0.001}, {}),
-    ({"name": "dapo", "zero_variance_groups": "refill", "max_refills": 2, "truncated": "penalize", "overlong_buffer": 2}, {}),
-    ({"name": "gspo_token", "old_log_probs": "rollout", "kl_reward_coef": 0.01, "truncated": "mask"}, {"epochs": 2}),
-])
+@pytest.mark.parametrize(
+    ("algorithm", "extra"),
+    [
+        ({"name": "grpo", "kl_loss_coef": 0.01, "entropy_coef": 0.001}, {}),
+        (
+            {
+                "name": "dapo",
+                "zero_variance_groups": "refill",
+                "max_refills": 2,
+                "truncated": "penalize",
+                "overlong_buffer": 2,
+            },
+            {},
+        ),
+        (
+            {"name": "gspo_token", "old_log_probs": "rollout", "kl_reward_coef": 0.01, "truncated": "mask"},
+            {"epochs": 2},
+        ),
+    ],
+)
 def test_other_objectives(model, tmp_path, algorithm, extra):
     config = base_config(model, tmp_path / "run", algorithm=algorithm, training={"steps": 2, **extra})
     launch(config)
