@@ -15,7 +15,8 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     since a patch for an unknown upstream would hide a defect instead of correcting it.
     """
     if not hasattr(owner, name):
-        raise ImportError(f"cannot patch {getattr(owner, '__name__', owner)}.{name}: no such symbol; this upstream version is unknown")
+        where = getattr(owner, "__name__", owner)
+        raise ImportError(f"cannot patch {where}.{name}: no such symbol; this upstream version is unknown")
     original = getattr(owner, name)
     if getattr(original, MARK, False):
         return

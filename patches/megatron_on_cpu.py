@@ -1,7 +1,8 @@
 """Let unmodified Megatron-Core run on a machine without an accelerator.
 
-Upstream: megatron-core 0.16.1 to 0.19.2 name the device in literals (``device="cuda"``, ``torch.cuda.current_device()``),
-use CUDA streams and CUDA random state, and let the distributed optimizer accept parameters by their CUDA type name.
+Upstream: megatron-core 0.16.1 to 0.19.2 name the device in literals (``device="cuda"``,
+``torch.cuda.current_device()``), use CUDA streams and CUDA random state,
+and let the distributed optimizer accept parameters by their CUDA type name.
 Delete when: Megatron-Core takes its device from the tensors or the process group.
 
 Does nothing where CUDA is available. Not patched: graphs, Transformer Engine, fused kernels (they need a GPU).

@@ -41,7 +41,7 @@ def train(config: Path, processes: int, *overrides: str) -> None:
 
 
 def transformers_accuracy(model: Path, config: Path) -> float:
-    """Held-out accuracy of an exported checkpoint in plain Transformers: its own ``generate``, sampled at temperature 1."""
+    """Held-out accuracy of an exported checkpoint with Transformers' own ``generate``, sampled at temperature 1."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -110,8 +110,8 @@ def report(run: Path, config: Path, seconds: float) -> None:
     summary["accuracy_transformers"] = transformers_accuracy(run / "hf", config)
     file.write_text(json.dumps(summary, indent=2) + "\n")
     print(f"""
-held-out accuracy   {100 * summary["accuracy_before"]:.1f} % before GSPO, {100 * summary["accuracy_after"]:.1f} % after \
-({100 * summary["accuracy_transformers"]:.1f} % in plain Transformers)
+held-out accuracy   {100 * summary["accuracy_before"]:.1f} % before GSPO, {100 * summary["accuracy_after"]:.1f} % after
+                    ({100 * summary["accuracy_transformers"]:.1f} % in plain Transformers)
 time                {seconds:.0f} s in all, {summary["wall_seconds"]:.0f} s of it GSPO
 picture             {run / "curves.png"}
 metrics             {run / "metrics.jsonl"}   summary: {file}

@@ -27,7 +27,7 @@ def rollout(step, vocabulary=64):  # yours: any engine that gives token ids, log
     samples = [Sample(i // 4, i % 4, random.integers(0, vocabulary, 24), prompt_length=8, loss_mask=np.ones(16, bool),
                       rollout_log_probs=None, finish_reason="stop", reward=float(random.integers(2))) for i in range(8)]
     rewards, groups = torch.tensor([s.reward for s in samples]), torch.tensor([s.prompt_index for s in samples])
-    for sample, advantage in zip(samples, group_advantages(rewards, groups).tolist()):
+    for sample, advantage in zip(samples, group_advantages(rewards, groups).tolist(), strict=True):
         sample.advantages = np.full(16, advantage, np.float32)
         sample.old_log_probs = np.full(16, -np.log(vocabulary), np.float32)  # yours: the policy before its first update
     return [pack(half, num_sequences=8, num_tokens=128) for half in (samples[:4], samples[4:])]
@@ -36,9 +36,10 @@ def rollout(step, vocabulary=64):  # yours: any engine that gives token ids, log
 dist.init_process_group()
 parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
 tensor_parallel.model_parallel_cuda_manual_seed(1)
-config = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, normalization="RMSNorm", add_bias_linear=False,
-                           tensor_model_parallel_size=dist.get_world_size(), attention_dropout=0.0, hidden_dropout=0.0,
-                           use_cpu_initialization=not torch.cuda.is_available(), gradient_accumulation_fusion=False)
+config = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, normalization="RMSNorm",
+                           add_bias_linear=False, tensor_model_parallel_size=dist.get_world_size(),
+                           attention_dropout=0.0, hidden_dropout=0.0, use_cpu_initialization=not torch.cuda.is_available(),
+                           gradient_accumulation_fusion=False)
 model = GPTModel(config, block_spec(config, transformer_engine=False), vocab_size=64, max_sequence_length=64,
                  position_embedding_type="rope")
 model = DistributedDataParallel(config, DistributedDataParallelConfig(), model.cuda())

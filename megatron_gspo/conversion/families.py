@@ -127,7 +127,7 @@ FAMILIES = {
 
 
 def family_of(config: dict[str, Any]) -> tuple[Family, ModelShape]:
-    """The family and sizes of a Hugging Face config; an unknown ``model_type`` raises ``ValueError`` listing the known."""
+    """The family and sizes of a Hugging Face config; ``ValueError`` for an unknown ``model_type``."""
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
         raise ValueError(
@@ -153,7 +153,7 @@ def hugging_face_names(family: Family, shape: ModelShape) -> Iterator[str]:
 
 
 def check_names(names: set[str], family: Family, shape: ModelShape) -> None:
-    """Compare a checkpoint's tensor names with what the model needs; ``ValueError`` names the first missing or extra."""
+    """Compare a checkpoint's tensor names with what the model needs; ``ValueError`` names one missing or extra."""
     expected = set(hugging_face_names(family, shape))
     if shape.tied_embeddings:
         names = names - {"lm_head.weight"}

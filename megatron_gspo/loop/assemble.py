@@ -131,7 +131,7 @@ def assemble(config: Config, *, engine: RolloutEngine | None = None) -> Run:
 
 
 def check_weights(config: Config) -> None:
-    """The checkpoint holds exactly the tensors that its config.json asks for; else ``ConfigError``, before any allocation."""
+    """The checkpoint must hold exactly the tensors that its config.json asks for; else ``ConfigError``."""
     try:
         family, shape = family_of(read_config(config.model.path))
         if config.model.init == "pretrained":

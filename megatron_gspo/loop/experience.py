@@ -36,7 +36,7 @@ class Experience:
 
 
 def rollout_seed(seed: int, step: int) -> int:
-    """The sampling seed of a step: rollouts depend on (seed, step, prompt, sample) alone, so a resumed run repeats them."""
+    """A step's sampling seed: rollouts depend on (seed, step, prompt, sample) alone, so a resumed run repeats them."""
     return int(np.random.SeedSequence([seed, step]).generate_state(1)[0])
 
 
@@ -55,7 +55,7 @@ def collect(run: Run, step: int, cursor: int, timers: Timers) -> Experience:
 def sample_and_score(
     run: Run, engine: object, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int, timers: Timers
 ) -> tuple[list[Sample], Counter[str]]:
-    """Responses to ``prompts`` with rewards, on every rank; each rank generates and scores a share. Also failures by kind."""
+    """Scored responses to ``prompts`` on every rank, and failures by kind; each rank generates and scores a share."""
     with timers("generate"):
         samples = generate_spread(engine, prompts, sampling, seed=seed, group=dist.group.WORLD, device=compute_device())
     with timers("verify"):
@@ -161,7 +161,7 @@ def _mean(values: Sequence[np.ndarray], samples: Sequence[Sample]) -> float:
 
 
 def _mask(run: Run, samples: list[Sample]) -> dict[str, float]:
-    """Take samples out of the loss: aborted, truncated where asked, log-probs that aren't finite. N shrinks with them."""
+    """Take samples out of the loss: aborted, truncated where asked, log-probs that aren't finite. N shrinks too."""
     counts: Counter[str] = Counter(truncated=0, non_finite=0)
     for sample in samples:
         aborted = sample.finish_reason == "abort"

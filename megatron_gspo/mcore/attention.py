@@ -52,7 +52,7 @@ class PackedSequences(PackedSeqParams):
 
 
 def packed_sequences(cu_seqlens: Tensor, max_seqlen: int, cp_group: Any, device: torch.device) -> PackedSequences:
-    """The parameters of one micro-batch. ``cu_seqlens`` [n + 1] int32 on the host, before the context-parallel split."""
+    """The parameters of one micro-batch. ``cu_seqlens`` [n + 1] int32 on the host, before context parallelism."""
     on_device = cu_seqlens.to(device)
     buckets = _plan(cu_seqlens, cp_group.rank(), cp_group.size())
     order = torch.argsort(torch.cat([bucket.tokens for bucket in buckets]))
@@ -118,7 +118,7 @@ class PackedAttention(torch.nn.Module):
                 packed_seq_params: PackedSequences | None = None, **kwargs: Any) -> Tensor:
         """``query`` [t, heads, d], ``key`` and ``value`` [t, groups, d], local tokens; returns [t, heads * d]."""
         if not isinstance(packed_seq_params, PackedSequences):
-            raise TypeError("PackedAttention needs packed_seq_params from megatron_gspo.mcore.attention.packed_sequences()")
+            raise TypeError("PackedAttention needs packed_seq_params of mcore.attention.packed_sequences()")
         heads, dim = query.shape[1], query.shape[2]
         pair = torch.stack((key, value), dim=1)
         if self.cp_group.size() > 1:

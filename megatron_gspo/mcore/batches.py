@@ -37,8 +37,8 @@ def micro_batches(samples: Sequence[Sample], config: Any, groups: Groups, *, max
     """Schedule and pack a global mini-batch; every rank calls it with the same samples and takes its own part.
 
     ``config`` is the model's ``TransformerConfig``. ``max_tokens`` bounds a packed micro-batch, ``micro_batch_size``
-    fixes the number of its sequences instead. ``optional``: as in ``pack``. Micro-batches are padded to one length where
-    their sizes must agree between ranks: pipeline stages and the allgather dispatcher.
+    fixes the number of its sequences instead. ``optional``: as in ``pack``. Micro-batches are padded to one length
+    where their sizes must agree between ranks: pipeline stages and the allgather dispatcher.
     """
     cp = groups.cp.size()
     sequence_multiple = 2 * cp if cp > 1 else 1
@@ -46,7 +46,8 @@ def micro_batches(samples: Sequence[Sample], config: Any, groups: Groups, *, max
     lengths = [padded_length(sample.length, sequence_multiple) for sample in samples]
     step = groups.pp.size() if config.virtual_pipeline_model_parallel_size else 1
     if micro_batch_size is None:
-        plan = schedule(lengths, num_ranks=groups.dp.size(), max_tokens=max_tokens - max_tokens % multiple, multiple_of=step)
+        budget = max_tokens - max_tokens % multiple
+        plan = schedule(lengths, num_ranks=groups.dp.size(), max_tokens=budget, multiple_of=step)
     else:
         plan = _fixed(len(samples), groups.dp.size(), micro_batch_size, step)
     totals = [[max(padded_length(sum(lengths[i] for i in rows), multiple), multiple) for rows in rank] for rank in plan]

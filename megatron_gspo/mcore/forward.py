@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_gspo.algorithms import Objective, policy_loss
@@ -88,8 +87,8 @@ def policy_forward_step(objective: Objective, *, num_microbatches: int, temperat
     the model's is padded. ``groups`` defaults to Megatron's parallel state. The schedule returns, on the last stage
     and for each micro-batch, ``{"metrics": shares that add up, "log_probs": [t] of this shard}``.
 
-    Raises ``ValueError`` for batches without ``old_log_probs`` where the objective has a ratio, and if the model's config asks for ``calculate_per_token_loss``: the objective is already
-    normalised by the global batch.
+    Raises ``ValueError`` for batches without ``old_log_probs`` where the objective has a ratio, and if the
+    model's config asks for ``calculate_per_token_loss``: the objective is already normalised by the global batch.
     """
     groups = groups or current_groups()
 
@@ -106,7 +105,8 @@ def policy_forward_step(objective: Objective, *, num_microbatches: int, temperat
             with_entropy=objective.entropy_coef != 0.0,
         )
         loss, metrics = policy_loss(
-            objective, log_probs=log_probs, old_log_probs=batch.old_log_probs, advantages=batch.advantages, loss_mask=batch.loss_mask,
+            objective, log_probs=log_probs, old_log_probs=batch.old_log_probs, advantages=batch.advantages,
+            loss_mask=batch.loss_mask,
             segment_ids=batch.segment_ids, num_segments=batch.num_segments, num_sequences=batch.num_sequences,
             num_tokens=batch.num_tokens, ref_log_probs=batch.ref_log_probs, entropy=entropy,
             sum_over_context=sum_over(groups.cp),
@@ -121,8 +121,9 @@ def _undo_averaging(loss: Tensor, num_microbatches: int, groups: Groups) -> Tens
     return loss * (num_microbatches * groups.dp.size())
 
 
-def log_prob_forward_step(groups: Groups, *, temperature: float, vocab_size: int | None, with_entropy: bool) -> ForwardStep:
-    """A loss-free forward step for a ``forward_only`` schedule with ``collect_non_loss_data``: old and reference policy.
+def log_prob_forward_step(groups: Groups, *, temperature: float, vocab_size: int | None,
+                          with_entropy: bool) -> ForwardStep:
+    """A loss-free step for a ``forward_only`` schedule with ``collect_non_loss_data``: old and reference policy.
 
     On the last stage the schedule returns ``(log_probs, entropy or None)`` of each micro-batch's shard.
     """

@@ -21,7 +21,7 @@ class ModelSettings:
     """How to build the model; what it is comes from its ``ModelShape``.
 
     ``implementation``: ``auto`` (Transformer Engine if installed), ``transformer_engine`` or ``torch``.
-    ``recompute``: ``none``, ``selective`` (attention core) or ``full`` (whole layers, ``recompute_num_layers`` at a time).
+    ``recompute``: ``none``, ``selective`` (attention core) or ``full`` (``recompute_num_layers`` layers at a time).
     ``dispatcher``: Megatron's ``moe_token_dispatcher_type``, ``alltoall`` or ``allgather``.
     """
 
@@ -113,7 +113,7 @@ def transformer_config(shape: ModelShape, layout: Layout, settings: ModelSetting
 def use_transformer_engine(settings: ModelSettings) -> bool:
     """Resolve ``settings.implementation``; asking for Transformer Engine where it is absent raises ``ValueError``."""
     if settings.implementation == "transformer_engine" and not transformer_engine_available():
-        raise ValueError("model.implementation=transformer_engine: it is not installed or there is no CUDA device; use 'torch'")
+        raise ValueError("model.implementation=transformer_engine: not installed, or no CUDA device; use 'torch'")
     return settings.implementation != "torch" and transformer_engine_available()
 
 

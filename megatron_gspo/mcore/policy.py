@@ -66,8 +66,9 @@ class Policy:
         return export_weights([unwrap(chunk) for chunk in self.chunks], self.family, self.shape, self.groups)
 
 
-def build_policy(path: str, layout: Layout, groups: Groups, *, model: ModelSettings, data_parallel: DataParallelSettings,
-                 optimizer: OptimizerSettings | None, pretrained: bool = True) -> Policy:
+def build_policy(path: str, layout: Layout, groups: Groups, *, model: ModelSettings,
+                 data_parallel: DataParallelSettings, optimizer: OptimizerSettings | None,
+                 pretrained: bool = True) -> Policy:
     """Build the model of a Hugging Face directory in this layout, load its weights and make its optimizer.
 
     With ``pretrained=False`` only ``config.json`` is read and the weights are drawn by Megatron's initialisation.
@@ -117,7 +118,8 @@ def _connect(config: Any, chunks: list[Any], settings: DataParallelSettings) -> 
                     setattr(config, name, getattr(config, name)[0])
 
 
-def _optimizer_config(settings: OptimizerSettings, dtype: torch.dtype, data_parallel: DataParallelSettings) -> OptimizerConfig:
+def _optimizer_config(settings: OptimizerSettings, dtype: torch.dtype,
+                      data_parallel: DataParallelSettings) -> OptimizerConfig:
     keywords: dict[str, Any] = dict(
         optimizer="adam", lr=settings.lr, min_lr=settings.min_lr, weight_decay=settings.weight_decay,
         adam_beta1=settings.adam_beta1, adam_beta2=settings.adam_beta2, adam_eps=settings.adam_eps,

@@ -71,7 +71,8 @@ def load_weights(chunks: list[Any], path: str, family: Family, shape: ModelShape
                 if placed.rule.is_vocabulary and value.shape[0] < target.shape[0]:
                     value = torch.nn.functional.pad(value, (0, 0, 0, target.shape[0] - value.shape[0]))
                 if value.shape != target.shape:
-                    raise ValueError(f"{placed.names[0]}: {tuple(value.shape)} on this rank, the model has {tuple(target.shape)}")
+                    found, wanted = tuple(value.shape), tuple(target.shape)
+                    raise ValueError(f"{placed.names[0]}: {found} on this rank, the model has {wanted}")
                 target.copy_(value)
 
 
@@ -107,7 +108,8 @@ def export_weights(chunks: list[Any], family: Family, shape: ModelShape, groups:
         yield from tensors.items()
 
 
-def _owners(sections: dict[int, list[Placed]], shape: ModelShape, groups: Groups) -> tuple[dict[int, int], dict[int, Any]]:
+def _owners(sections: dict[int, list[Placed]], shape: ModelShape,
+            groups: Groups) -> tuple[dict[int, int], dict[int, Any]]:
     """The pipeline stage that sends each section, and (name, sizes, dtype) of what it sends.
 
     Sections outside of the layers are told apart by stage: -1 - stage. A tied embedding is sent by the first stage.
@@ -118,7 +120,8 @@ def _owners(sections: dict[int, list[Placed]], shape: ModelShape, groups: Groups
         if shape.tied_embeddings and groups.pp.rank() > 0:
             sections[outer] = [placed for placed in sections[outer] if not placed.rule.is_vocabulary]
     mine = {
-        section: [(name, size, placed.parameter.dtype) for placed in placed_list for name, size in _sizes(placed, shape, groups)]
+        section: [(name, size, placed.parameter.dtype) for placed in placed_list
+                  for name, size in _sizes(placed, shape, groups)]
         for section, placed_list in sections.items()
     } if groups.pp.size() > 1 else dict.fromkeys(sections)
     stages: list[Any] = [None] * groups.pp.size()

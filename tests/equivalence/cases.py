@@ -1,4 +1,4 @@
-"""What the equivalence tests run on every rank: one mini-batch, its loss, gradients, metrics and weights after steps."""
+"""What the equivalence tests run on every rank: a mini-batch, its loss, gradients, metrics, weights after steps."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Case:
 
 
 def make_samples(seed: int = 0, count: int = 10, vocab_size: int = 96, per_token: bool = False) -> list[Sample]:
-    """A mini-batch with unequal lengths, masks with holes, one response of one token and one without a trained token."""
+    """A mini-batch of unequal lengths, masks with holes, a response of one token and one without a trained token."""
     g = np.random.default_rng(seed)
     samples = []
     for i in range(count):
@@ -84,7 +84,7 @@ def make_samples(seed: int = 0, count: int = 10, vocab_size: int = 96, per_token
 def with_old_log_probs(
     samples: list[Sample], log_probs: list[np.ndarray], spread: float, seed: int = 1
 ) -> list[Sample]:
-    """Old log-probs a little off the current ones, so that some sequences are clipped and some are not; likewise ref."""
+    """Old log-probs a little off the current ones, so that some sequences are clipped and some not; likewise ref."""
     g = np.random.default_rng(seed)
     for sample, value in zip(samples, log_probs, strict=True):
         shift = g.normal() * spread
