@@ -52,6 +52,7 @@ setup(
         "annotated-types>=0.6",
         "pyyaml>=6.0",
         "rich>=13.7",
+        "psutil>=5.9",  # megatron-core needs it to write checkpoints and does not ask for it
     ],
     extras_require=EXTRAS,
     classifiers=[

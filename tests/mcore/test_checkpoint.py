@@ -1,0 +1,188 @@
+"""Training checkpoints: exact in the layout that saved them, the same training in another one, whole or not there."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_gspo.algorithms import preset
+from megatron_gspo.mcore.checkpoint import complete_checkpoints, load_checkpoint, read_state, save_checkpoint
+from megatron_gspo.mcore.groups import Layout, initialize
+from megatron_gspo.mcore.model import ModelSettings
+from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, Policy, build_policy
+from megatron_gspo.mcore.step import Batching, train_mini_batch
+from tests.distributed import run_distributed
+from tests.equivalence.cases import make_samples, max_difference
+from tests.models import save_tiny_model
+
+LR = 1e-3
+OPTIMIZER = OptimizerSettings(lr=LR, min_lr=1e-5, schedule="linear", warmup_steps=2, total_steps=6, weight_decay=0.1)
+STATE = {"prompts": {"position": 7, "order": [2, 0, 1]}, "best": 0.25}
+LAYOUTS = [
+    Layout(tensor=2),
+    Layout(pipeline=2),
+    Layout(pipeline=2, virtual_pipeline=2),
+    Layout(tensor=2, expert=2),
+    Layout(),
+]
+
+
+def policy_in(path: str, layout: Layout, *, distributed_optimizer: bool = True) -> Policy:
+    """A policy in ``layout``; the groups of this process's earlier layout are taken down first."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    return build_policy(
+        path, layout, initialize(layout, seed=3), model=ModelSettings(), optimizer=OPTIMIZER,
+        data_parallel=DataParallelSettings(distributed_optimizer=distributed_optimizer),
+    )
+
+
+def weights(policy: Policy) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in policy.weights()}
+
+
+def train_step(policy: Policy, seed: int) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """One optimizer step on a mini-batch of its own; weights and metrics after it."""
+    result = train_mini_batch(policy, make_samples(seed, count=4), preset("sft"), Batching(64), temperature=1.0)
+    return weights(policy), result.metrics
+
+
+def resume(policy: Policy, at: Path, *, spoil: bool) -> dict[str, Any]:
+    """Load into a policy, optionally of another state; what came, and the step that follows."""
+    if spoil:
+        train_step(policy, seed=9)
+        with torch.no_grad():
+            for chunk in policy.chunks:
+                for parameter in chunk.parameters():
+                    parameter.mul_(-2.0)
+    state = load_checkpoint(policy, at)
+    return {"state": state, "schedule": policy.scheduler.state_dict(), "weights": weights(policy),
+            "next": train_step(policy, seed=1)}
+
+
+def train_and_save(path: str, folder: str, layout: Layout, distributed_optimizer: bool) -> tuple[Policy, dict[str, Any]]:
+    """One step, a checkpoint, and the step that follows without interruption."""
+    policy = policy_in(path, layout, distributed_optimizer=distributed_optimizer)
+    saved, _ = train_step(policy, seed=0)
+    at = save_checkpoint(policy, Path(folder), 1, STATE, keep=2)
+    found = {"at": at, "weights": saved, "schedule": policy.scheduler.state_dict(), "next": train_step(policy, seed=1)}
+    return policy, found
+
+
+def save_then_resume(rank: int, world_size: int, path: str, folder: str, layout: Layout, others: list[Layout],
+                     distributed_optimizer: bool) -> dict[str, Any]:
+    """Save in ``layout``; resume in the same policy, then in a fresh one of each other layout."""
+    policy, found = train_and_save(path, folder, layout, distributed_optimizer)
+    found["in place"] = resume(policy, found["at"], spoil=True)
+    found["others"] = [
+        resume(policy_in(path, other, distributed_optimizer=distributed_optimizer), found["at"], spoil=False)
+        for other in others
+    ]
+    fresh = policy_in(path, layout, distributed_optimizer=distributed_optimizer)
+    load_checkpoint(fresh, found["at"])
+    without = policy_in(path, layout, distributed_optimizer=distributed_optimizer)
+    with torch.no_grad():
+        for ours, theirs in zip(without.chunks, fresh.chunks, strict=True):
+            ours.load_state_dict(theirs.state_dict())
+    without.optimizer.reload_model_params()
+    found["without optimizer state"] = train_step(without, seed=1)[0]
+    return found if rank == 0 else {}
+
+
+def resume_alone(rank: int, world_size: int, path: str, at: Path) -> dict[str, Any]:
+    return resume(policy_in(path, Layout()), at, spoil=False)
+
+
+def mean_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    return float(torch.stack([(a[name] - b[name]).abs().mean() for name in b]).mean())
+
+
+def check_exact(found: dict[str, Any], resumed: dict[str, Any]) -> None:
+    assert resumed["state"] == {"step": 1, **STATE}
+    assert resumed["schedule"] == found["schedule"]
+    assert max_difference(resumed["weights"], found["weights"]) == 0
+    assert max_difference(resumed["next"][0], found["next"][0]) == 0
+    assert resumed["next"][1] == found["next"][1]
+
+
+def check_same_training(found: dict[str, Any], resumed: dict[str, Any]) -> None:
+    """Weights exactly; the next step up to the order of float32 sums (see tests/equivalence/test_steps.py)."""
+    assert resumed["schedule"] == found["schedule"]
+    assert max_difference(resumed["weights"], found["weights"]) == 0
+    assert max_difference(resumed["next"][0], found["next"][0]) < LR / 2
+    assert mean_difference(resumed["next"][0], found["next"][0]) < 1e-6
+    for name, value in found["next"][1].items():
+        assert resumed["next"][1][name] == pytest.approx(value, rel=1e-3, abs=1e-6), name
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "moe", num_experts=4)
+
+
+@pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(pipeline=2, virtual_pipeline=2)], ids=["tp2", "vpp2"])
+def test_resumes_exactly_and_in_other_layouts(path, tmp_path, layout):
+    others = [other for other in LAYOUTS if other != layout]
+    found = run_distributed(save_then_resume, 2, path, str(tmp_path), layout, others, True, timeout=120)[0]
+    check_exact(found, found["in place"])
+    for resumed in found["others"]:
+        check_same_training(found, resumed)
+    # the Adam state matters here: the same weights with a fresh one take a different step
+    assert mean_difference(found["without optimizer state"], found["next"][0]) > 1e-4
+    if layout == Layout(tensor=2):
+        check_same_training(found, run_distributed(resume_alone, 1, path, found["at"], timeout=60)[0])
+
+
+def test_resumes_without_the_distributed_optimizer(path, tmp_path):
+    found = run_distributed(save_then_resume, 2, path, str(tmp_path), Layout(tensor=2), [], False, timeout=120)[0]
+    check_exact(found, found["in place"])
+
+
+def save_often(rank: int, world_size: int, path: str, folder: str) -> dict[str, Any]:
+    """Three checkpoints of which two are kept, then one that cannot be encoded and one that the disk refuses."""
+    target = Path(folder)
+    policy = policy_in(path, Layout(tensor=2))
+    train_step(policy, seed=0)
+    for step in (1, 2, 10):
+        save_checkpoint(policy, target, step, {"rank": world_size}, keep=2)
+    kept = sorted(file.name for file in target.iterdir())
+    errors = []
+    with pytest.raises(RuntimeError) as caught:
+        save_checkpoint(policy, target, 11, {"value": object()}, keep=2)
+    errors.append(str(caught.value))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))  # as a full disk: writing fails with OSError
+    with pytest.raises(RuntimeError) as caught:
+        save_checkpoint(policy, target, 12, {}, keep=2)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    errors.append(str(caught.value))
+    complete = [file.name for file in complete_checkpoints(target)]
+    save_checkpoint(policy, target, 12, {"again": True}, keep=2)
+    return {"kept": kept, "errors": errors, "complete": complete, "after": sorted(f.name for f in target.iterdir())}
+
+
+def test_keeps_the_newest_and_survives_failures(path, tmp_path):
+    for found in run_distributed(save_often, 2, path, str(tmp_path), timeout=90):
+        assert found["kept"] == ["step_000002", "step_000010"]
+        assert "is not JSON serializable" in found["errors"][0]
+        assert "Worker failure" in found["errors"][1] and "\n" not in found["errors"][1]
+        assert found["complete"] == ["step_000002", "step_000010"]
+    assert [file.name for file in complete_checkpoints(tmp_path)] == ["step_000010", "step_000012"]
+    assert read_state(tmp_path / "step_000012") == {"step": 12, "again": True}
+
+
+def test_incomplete_checkpoints_are_ignored(tmp_path):
+    for name in ("step_000003", "step_000001", ".partial_000004", "step_000002"):
+        (tmp_path / name).mkdir()
+    for name in ("step_000003", "step_000001", ".partial_000004"):
+        (tmp_path / name / "state.json").write_text("{}")
+    assert [file.name for file in complete_checkpoints(tmp_path)] == ["step_000001", "step_000003"]
+    assert complete_checkpoints(tmp_path / "nothing") == []
+
+
