@@ -109,7 +109,7 @@ def _qwen3(config: dict[str, Any], **moe: Any) -> ModelShape:
 def _qwen3_moe(config: dict[str, Any]) -> ModelShape:
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     layers = range(config["num_hidden_layers"])
-    experts = config.get("num_experts") or config.get("num_local_experts")
+    experts = config.get("num_experts") or config.get("num_local_experts") or config["num_experts"]
     return _qwen3(
         config,
         moe_layers=tuple(i not in dense and (i + 1) % step == 0 for i in layers),

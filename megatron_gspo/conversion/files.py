@@ -114,8 +114,12 @@ def write_checkpoint(
     shards.append(_write_shard(partial, len(shards), pending))
     _finish_names(partial, shards, total)
     copy_companions(source, partial)
-    shutil.rmtree(final, ignore_errors=True)
+    old = final.with_name(final.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        os.replace(final, old)
     os.replace(partial, final)
+    shutil.rmtree(old, ignore_errors=True)
     return final
 
 

@@ -57,10 +57,15 @@ def _make_empty(folder: Path) -> None:
 
 def _publish(partial: Path, final: Path, state: Mapping[str, Any], keep: int) -> None:
     (partial / _STATE).write_text(json.dumps(state))
-    shutil.rmtree(final, ignore_errors=True)
+    _remove(final)
     os.replace(partial, final)
     for old in complete_checkpoints(final.parent)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(old)
+
+
+def _remove(checkpoint: Path) -> None:
+    (checkpoint / _STATE).unlink(missing_ok=True)  # first, so that a half removed one doesn't look complete
+    shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def _on_first_rank(action: Callable[[], None]) -> None:

@@ -64,16 +64,21 @@ def load_weights(chunks: list[Any], path: str, family: Family, shape: ModelShape
         check_names(reader.names, family, shape)
         for chunk in chunks:
             for placed in place(chunk, family, shape, groups):
+                _check_sizes(reader, placed, shape, groups)
                 group = groups.expert_tp if placed.rule.is_expert else groups.tp
                 parts = [_read(reader, name, placed, group) for name in placed.names]
                 value = placed.rule.merge(parts, shape)
                 target = placed.parameter
                 if placed.rule.is_vocabulary and value.shape[0] < target.shape[0]:
                     value = torch.nn.functional.pad(value, (0, 0, 0, target.shape[0] - value.shape[0]))
-                if value.shape != target.shape:
-                    found, wanted = tuple(value.shape), tuple(target.shape)
-                    raise ValueError(f"{placed.names[0]}: {found} on this rank, the model has {wanted}")
                 target.copy_(value)
+
+
+def _check_sizes(reader: CheckpointReader, placed: Placed, shape: ModelShape, groups: Groups) -> None:
+    wanted = dict(_sizes(placed, shape, groups))
+    for name in placed.names:
+        if reader.shape(name) != wanted[name]:
+            raise ValueError(f"{name} is {reader.shape(name)} in the checkpoint; config.json makes it {wanted[name]}")
 
 
 def _read(reader: CheckpointReader, name: str, placed: Placed, group: Any) -> Tensor:
