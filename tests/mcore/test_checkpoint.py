@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_gspo.algorithms import preset
 from megatron_gspo.mcore.checkpoint import complete_checkpoints, load_checkpoint, read_state, save_checkpoint
-from megatron_gspo.mcore.groups import Layout, initialize
+from megatron_gspo.mcore.groups import Layout
 from megatron_gspo.mcore.model import ModelSettings
 from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, Policy, build_policy
 from megatron_gspo.mcore.step import Batching, train_mini_batch
 from tests.distributed import run_distributed
 from tests.equivalence.cases import make_samples, max_difference
+from tests.mcore.layouts import groups_of
 from tests.models import save_tiny_model
 
 LR = 1e-3
@@ -34,11 +34,8 @@ LAYOUTS = [
 
 
 def policy_in(path: str, layout: Layout, *, distributed_optimizer: bool = True) -> Policy:
-    """A policy in ``layout``; the groups of this process's earlier layout are taken down first."""
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
     return build_policy(
-        path, layout, initialize(layout, seed=3), model=ModelSettings(), optimizer=OPTIMIZER,
+        path, layout, groups_of(layout), model=ModelSettings(), optimizer=OPTIMIZER,
         data_parallel=DataParallelSettings(distributed_optimizer=distributed_optimizer),
     )
 
