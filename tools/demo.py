@@ -11,13 +11,26 @@ import argparse
 import json
 import os
 import shutil
+import string
 import subprocess
 import sys
 import time
 from pathlib import Path
+from random import Random
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from megatron_gspo.config import load_config
+from megatron_gspo.data.prompts import PromptFormat
+from megatron_gspo.data.sample import Prompt
+from megatron_gspo.data.tasks import TaskSpec, load_task
+from megatron_gspo.tools.make_tiny_model import write_tiny_model
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "qwen3_moe"
 INSTRUCTION = "Spell this word backward (example: sun -> nus):"
+SLIPS = 0.12  # share of letters that the demonstrator mistypes
 
 
 def train(config: Path, processes: int, *overrides: str) -> None:
@@ -40,32 +53,44 @@ def train(config: Path, processes: int, *overrides: str) -> None:
         raise SystemExit(done.returncode)
 
 
+def held_out_and_training(model: Path, config: Path) -> tuple[list[Prompt], list[Prompt]]:
+    """The held-out and the training prompts of a config's task; they share no question."""
+    task = load_config(config).data.task
+    assert task is not None
+    found = load_task(TaskSpec(**task.model_dump()), AutoTokenizer.from_pretrained(model), PromptFormat())
+    assert found.evaluation is not None
+    return found.evaluation.prompts, found.train.prompts
+
+
+def write_demonstrations(folder: Path, config: Path) -> None:
+    """``demonstrations.jsonl`` (training questions, answers with slips) and ``held_out.jsonl`` (right answers)."""
+    held_out, training = held_out_and_training(folder / "model", config)
+    random = Random(0)
+
+    def careless(text: str) -> str:
+        return "".join(random.choice(string.ascii_lowercase) if random.random() < SLIPS else c for c in text)
+
+    for name, prompts, speak in (("demonstrations", training, careless), ("held_out", held_out, str)):
+        rows = [json.dumps({"prompt": prompt.text, "answer": speak(prompt.answer or "")}) for prompt in prompts]
+        (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+
+
 def transformers_accuracy(model: Path, config: Path) -> float:
     """Held-out accuracy of an exported checkpoint with Transformers' own ``generate``, sampled at temperature 1."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from megatron_gspo.config import load_config
-    from megatron_gspo.data.prompts import PromptFormat
-    from megatron_gspo.data.tasks import TaskSpec, load_task
-
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
     network = AutoModelForCausalLM.from_pretrained(model)
-    spec = load_config(config)
-    assert spec.data.task is not None
-    held_out = load_task(TaskSpec(**spec.data.task.model_dump()), tokenizer, PromptFormat()).evaluation
-    assert held_out is not None
-    batch = tokenizer([prompt.text for prompt in held_out.prompts], return_tensors="pt", padding=True)
+    held_out, _ = held_out_and_training(model, config)
+    batch = tokenizer([prompt.text for prompt in held_out], return_tensors="pt", padding=True)
     output = network.generate(
         input_ids=batch["input_ids"],
         attention_mask=batch["attention_mask"],
         do_sample=True,
         top_k=0,
-        max_new_tokens=spec.rollout.max_response_length,
+        max_new_tokens=load_config(config).rollout.max_response_length,
     )
     texts = tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-    return sum(text.strip() == prompt.answer for text, prompt in zip(texts, held_out.prompts, strict=True)) / len(texts)
+    return sum(text.strip() == prompt.answer for text, prompt in zip(texts, held_out, strict=True)) / len(texts)
 
 
 def main() -> None:
@@ -83,18 +108,20 @@ def main() -> None:
         help="a multiple of 2: the layout is TP 2, EP 2 (default: %(default)s)",
     )
     options = parser.parse_args()
-    from megatron_gspo.tools.make_tiny_model import write_tiny_model
-
+    disable_progress_bar()
     started = time.monotonic()
     folder, cold, gspo = options.folder, options.folder / "cold_start", options.folder / "gspo"
     shutil.rmtree(folder, ignore_errors=True)
-    count = write_tiny_model(folder / "model", words=[INSTRUCTION])
+    count = write_tiny_model(folder / "model", words=[INSTRUCTION], expert_width=64)
+    write_demonstrations(folder, EXAMPLES / "tiny_gspo.yaml")
     print(f"1/3  a random Qwen3-MoE of {count:,} parameters -> {folder / 'model'}")
     print("2/3  supervised cold start")
     train(
         EXAMPLES / "tiny_cold_start.yaml",
         options.processes,
         f"run_dir={cold}",
+        f"data.prompts={folder / 'demonstrations.jsonl'}",
+        f"data.eval_prompts={folder / 'held_out.jsonl'}",
         f"model.path={folder / 'model'}",
     )
     print("3/3  GSPO: tensor, sequence, expert and data parallel")

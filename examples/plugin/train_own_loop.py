@@ -38,7 +38,8 @@ parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_wor
 tensor_parallel.model_parallel_cuda_manual_seed(1)
 config = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, normalization="RMSNorm",
                            add_bias_linear=False, tensor_model_parallel_size=dist.get_world_size(),
-                           attention_dropout=0.0, hidden_dropout=0.0, use_cpu_initialization=not torch.cuda.is_available(),
+                           attention_dropout=0.0, hidden_dropout=0.0,
+                           use_cpu_initialization=not torch.cuda.is_available(),
                            gradient_accumulation_fusion=False)
 model = GPTModel(config, block_spec(config, transformer_engine=False), vocab_size=64, max_sequence_length=64,
                  position_embedding_type="rope")

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from megatron_gspo.algorithms import Objective
 from megatron_gspo.config import Config, ConfigError
 from megatron_gspo.conversion import check_names, family_of, read_config
 from megatron_gspo.conversion.files import CheckpointReader
-from megatron_gspo.data.prompts import PromptFormat, PromptSource, load_prompts
+from megatron_gspo.data.prompts import PromptError, PromptFormat, PromptSource, load_prompts
 from megatron_gspo.data.rewards import RewardScorer
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.data.tasks import TaskSpec, load_task
@@ -88,8 +89,12 @@ def assemble(config: Config, *, engine: RolloutEngine | None = None) -> Run:
     """Start the process groups and build everything. ``engine`` replaces the configured source of samples."""
     parallel, data, training = config.parallel, config.data, config.training
     check_weights(config)
+    disable_progress_bar()  # Transformers' own, one line a rank
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
-    train, held_out, dropped = load_data(config, tokenizer)
+    try:
+        train, held_out, dropped = load_data(config, tokenizer)
+    except ImportError as error:  # an optional package; the message says which and how to get it
+        raise PromptError(str(error)) from None
     scorer = RewardScorer(
         data.resolved_verifier,
         data.verifier_options,
