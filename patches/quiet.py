@@ -1,8 +1,8 @@
 """Leave out what upstream says at every start, on every rank, and nobody can act on.
 
 Upstream: megatron-core 0.16.1 to 0.19.2 (absent Transformer Engine and Apex, its own deprecations), torch (renamed
-collectives that Megatron still calls). A filter names one message, or torch's and Megatron's notes to each other about coming
-changes (``FutureWarning``): whatever else these packages say is shown.
+collectives that Megatron still calls). A filter names one message, or torch's and Megatron's notes to each other about
+coming changes (``FutureWarning``): whatever else these packages say is shown.
 Delete when: a message is no longer said.
 """
 
