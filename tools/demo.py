@@ -80,17 +80,19 @@ def transformers_accuracy(model: Path, config: Path) -> float:
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
     network = AutoModelForCausalLM.from_pretrained(model)
-    held_out, _ = held_out_and_training(model, config)
+    run, (held_out, _) = load_config(config), held_out_and_training(model, config)
     batch = tokenizer([prompt.text for prompt in held_out], return_tensors="pt", padding=True)
     output = network.generate(
         input_ids=batch["input_ids"],
         attention_mask=batch["attention_mask"],
         do_sample=True,
         top_k=0,
-        max_new_tokens=load_config(config).rollout.max_response_length,
+        max_new_tokens=run.rollout.max_response_length,
+        num_return_sequences=run.evaluation.n_samples,
     )
     texts = tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-    return sum(text.strip() == prompt.answer for text, prompt in zip(texts, held_out, strict=True)) / len(texts)
+    answers = [prompt.answer for prompt in held_out for _ in range(run.evaluation.n_samples)]
+    return sum(text.strip() == answer for text, answer in zip(texts, answers, strict=True)) / len(texts)
 
 
 def main() -> None:
