@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-MARK = "_megatron_gspo_patch"
+MARK = "_megatron_gspo_patch"  # on a replacement: the original
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -15,11 +15,11 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     since a patch for an unknown upstream would hide a defect instead of correcting it.
     """
     if not hasattr(owner, name):
-        where = getattr(owner, "__name__", owner)
-        raise ImportError(f"cannot patch {where}.{name}: no such symbol; this upstream version is unknown")
+        place = f"{getattr(owner, '__name__', owner)}.{name}"
+        raise ImportError(f"cannot patch {place}: no such symbol; this upstream version is unknown")
     original = getattr(owner, name)
-    if getattr(original, MARK, False):
+    if hasattr(original, MARK):
         return
     replacement = make(original)
-    setattr(replacement, MARK, True)
+    setattr(replacement, MARK, original)
     setattr(owner, name, replacement)
