@@ -2,9 +2,9 @@
 
 Upstream: megatron-core 0.16.1 to 0.18.2; 0.19.0 corrects both (NVIDIA/Megatron-LM#5916), by the conditions used here.
 
-1. ``tensor_parallel/layers.py`` marks expert weights for the expert-data-parallel group only if the expert-parallel size
-   is above 1. With TP > 1, EP = 1 and expert-TP = 1 each tensor-parallel rank feeds its own tokens to a replica of every
-   expert, but the gradients of these replicas are never added up: silently wrong by the other ranks' part.
+1. ``tensor_parallel/layers.py`` marks expert weights for the expert-data-parallel group only if the expert-parallel
+   size is above 1. With TP > 1, EP = 1 and expert-TP = 1 each tensor-parallel rank feeds its own tokens to a replica of
+   every expert, but the gradients of these replicas are never added up: silently wrong by the other ranks' part.
 2. ``optimizer/clip_grads.py`` counts a parameter that isn't marked as split by tensor parallelism on the first
    tensor-parallel rank only. Transformer Engine's grouped experts carry no such mark under expert-TP = 1, although with
    EP > 1 the other ranks hold other experts: the gradient norm is too small and clipping too weak.

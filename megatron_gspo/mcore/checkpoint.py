@@ -143,7 +143,8 @@ def _content(policy: Policy, *, is_loading: bool) -> tuple[dict[str, Any], dict[
     # with several chunks Megatron's optimizer expects them under these very keys
     weights = models if len(models) > 1 else models["model0"]
     optimizer = policy.optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=_FORMAT)
-    moments, rest = extract_matching_values(optimizer, lambda value: isinstance(value, (ShardedBase, LocalNonpersistentObject)))
+    stored = (ShardedBase, LocalNonpersistentObject)
+    moments, rest = extract_matching_values(optimizer, lambda value: isinstance(value, stored))
     steps = {"optimizer_step": _optimizer_step(rest), "schedule_step": policy.scheduler.num_steps}
     return {**models, "optimizer": moments, **({} if is_loading else steps)}, rest
 

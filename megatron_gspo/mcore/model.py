@@ -93,8 +93,9 @@ def transformer_config(shape: ModelShape, layout: Layout, settings: ModelSetting
         apply_rope_fusion=engine,
         gradient_accumulation_fusion=False,
         async_tensor_model_parallel_allreduce=False,
-        # gloo reads a sent tensor's memory until the send is done, so its storage may not be freed before
-        deallocate_pipeline_outputs=torch.cuda.is_available(),
+        # a sent tensor may not be freed before the send is done, which gloo, and before megatron-core 0.18 the
+        # interleaved schedule, don't wait for
+        deallocate_pipeline_outputs=torch.cuda.is_available() and layout.virtual_pipeline is None,
         # a batched exchange mixes up the two directions when both neighbours are the same rank (2 interleaved stages)
         overlap_p2p_comm=layout.virtual_pipeline is not None,
         batch_p2p_comm=layout.virtual_pipeline is None,

@@ -14,6 +14,7 @@ from megatron_gspo.conversion.rules import merge_qkv, merge_rows, split_qkv, spl
 from tests.models import tiny_config
 
 _, SHAPE = family_of(tiny_config("moe").to_dict())
+SIZES = dict(groups=st.integers(1, 6), heads_per_group=st.integers(1, 5), head_dim=st.integers(1, 6))
 
 
 def numbered(*sizes: int, start: int = 0) -> torch.Tensor:
@@ -24,7 +25,8 @@ def numbered(*sizes: int, start: int = 0) -> torch.Tensor:
 
 def test_qkv_rows_lie_group_by_group():
     shape = replace(SHAPE, num_attention_heads=4, num_query_groups=2, head_dim=1)
-    query, key, value = torch.tensor([[1.0], [2], [3], [4]]), torch.tensor([[10.0], [20]]), torch.tensor([[100.0], [200]])
+    query = torch.tensor([[1.0], [2], [3], [4]])
+    key, value = torch.tensor([[10.0], [20]]), torch.tensor([[100.0], [200]])
     merged = merge_qkv((query, key, value), shape)
     assert merged.flatten().tolist() == [1, 2, 10, 100, 3, 4, 20, 200]
 
@@ -34,7 +36,7 @@ def test_gate_lies_above_up():
 
 
 @settings(deadline=None, max_examples=60)
-@given(groups=st.integers(1, 6), heads_per_group=st.integers(1, 5), head_dim=st.integers(1, 6), columns=st.integers(1, 5))
+@given(**SIZES, columns=st.integers(1, 5))
 def test_qkv_split_undoes_merge_and_merge_split(groups, heads_per_group, head_dim, columns):
     heads = groups * heads_per_group
     shape = replace(SHAPE, num_attention_heads=heads, num_query_groups=groups, head_dim=head_dim)

@@ -1,4 +1,4 @@
-"""Packed attention against one sequence at a time in float64: values and gradients, alone and under context parallelism."""
+"""Packed attention against one sequence at a time in float64: values and gradients, alone and context-parallel."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def run(case: Case, group: Any) -> dict[str, float]:
     mine = zigzag_indices(bounds, group.rank(), group.size())
     local = [tensor[mine].clone().requires_grad_() for tensor in tensors]
     config = SimpleNamespace(attention_dropout=0.0, kv_channels=case.dim)
-    attention = PackedAttention(config, 1, None, "self", softmax_scale=case.scale, pg_collection=SimpleNamespace(cp=group))
+    groups = SimpleNamespace(cp=group)
+    attention = PackedAttention(config, 1, None, "self", softmax_scale=case.scale, pg_collection=groups)
     sequences = packed_sequences(bounds, max(case.lengths), group, torch.device("cpu"))
     found = attention(*local, packed_seq_params=sequences)
     (found * weight[mine]).sum().backward()

@@ -71,7 +71,8 @@ def check_layouts(rank: int, world_size: int) -> None:
 
 def check_shapes(found: Any, samples: list[Sample], groups: Any, config: Any, limits: dict[str, int]) -> None:
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, ([batch.sample_ids for batch in found.batches], groups.dp.rank(), found.seq_length))
+    mine = [batch.sample_ids for batch in found.batches]
+    dist.all_gather_object(everyone, (mine, groups.dp.rank(), found.seq_length))
     assert len({len(ids) for ids, _, _ in everyone}) == 1, "ranks have unequally many micro-batches"
     assert len({length for _, _, length in everyone}) == 1
     by_rank = {dp: ids for ids, dp, _ in everyone}

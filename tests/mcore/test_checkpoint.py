@@ -63,7 +63,8 @@ def resume(policy: Policy, at: Path, *, spoil: bool) -> dict[str, Any]:
             "next": train_step(policy, seed=1)}
 
 
-def train_and_save(path: str, folder: str, layout: Layout, distributed_optimizer: bool) -> tuple[Policy, dict[str, Any]]:
+def train_and_save(path: str, folder: str, layout: Layout,
+                   distributed_optimizer: bool) -> tuple[Policy, dict[str, Any]]:
     """One step, a checkpoint, and the step that follows without interruption."""
     policy = policy_in(path, layout, distributed_optimizer=distributed_optimizer)
     saved, _ = train_step(policy, seed=0)

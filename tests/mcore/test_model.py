@@ -74,9 +74,18 @@ def test_precision():
     assert config.moe_router_dtype == "fp32"
 
 
+def test_sent_tensors_are_freed_only_where_the_schedule_waits_for_the_send(monkeypatch):
+    settings = ModelSettings(implementation="torch")
+    plain, interleaved = Layout(pipeline=2), Layout(pipeline=2, virtual_pipeline=2)
+    for cuda, layout, freed in [(False, plain, False), (True, plain, True), (True, interleaved, False)]:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
+        assert transformer_config(shape_of("dense"), layout, settings).deallocate_pipeline_outputs is freed
+
+
 def test_norms_carry_the_mark_of_sequence_parallelism():
     for marked in (True, False):
-        norm = RMSNorm(SimpleNamespace(params_dtype=torch.float32, use_cpu_initialization=True, sequence_parallel=marked), 8)
+        config = SimpleNamespace(params_dtype=torch.float32, use_cpu_initialization=True, sequence_parallel=marked)
+        norm = RMSNorm(config, 8)
         assert norm.weight.sequence_parallel is marked
 
 
@@ -144,10 +153,12 @@ def around_the_model(rank: int, world_size: int, path: str) -> dict[str, Any]:
         output, loss_function = step(iter([batch]), model)
         scaled, reported = loss_function(output)
         messages.append(float(scaled / reported["metrics"]["loss"]))
-    output, collect = log_prob_forward_step(groups, temperature=1.0, vocab_size=95, with_entropy=True)(iter([batch]), model)
+    step = log_prob_forward_step(groups, temperature=1.0, vocab_size=95, with_entropy=True)
+    output, collect = step(iter([batch]), model)
     found, entropy = collect(output)
-    return {"unmarked": unmarked, "hidden": hidden.shape, "logits": whole, "log_probs": log_probs, "labels": batch.labels,
-            "restored": (restored, restored_after_error, same), "messages": messages, "collected": (found, entropy)}
+    return {"unmarked": unmarked, "hidden": hidden.shape, "logits": whole, "log_probs": log_probs,
+            "labels": batch.labels, "restored": (restored, restored_after_error, same),
+            "messages": messages, "collected": (found, entropy)}
 
 
 def outside_of_sequence_parallelism(rank: int, world_size: int, path: str) -> list[str]:

@@ -69,7 +69,8 @@ def round_trips(rank: int, world_size: int, models: dict[str, str]) -> dict[str,
         for name, tensor in export_weights(chunks, family, shape, groups):
             names.append(name)
             exported[name] = tensor.clone()
-        found[f"{kind} {layout}"] = differences(models[kind], exported) + (["twice"] if len(exported) < len(names) else [])
+        twice = ["a name came twice"] if len(exported) < len(names) else []
+        found[f"{kind} {layout}"] = differences(models[kind], exported) + twice
     return found
 
 

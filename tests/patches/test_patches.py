@@ -1,4 +1,4 @@
-"""Every correction of an upstream package: the defect without it, the right result with it, and where it does nothing."""
+"""Every correction of an upstream package: the defect without it, the right result with it, where it does nothing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ VERSION = tuple(int(part) for part in version("megatron-core").split(".")[:2])
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the patch does nothing where CUDA is available")
 
 
-# --- the mark -----------------------------------------------------------------------------------------------------------
+# --- the mark -----------------------------------------------------------------------------------------------
 
 
 def test_replace_works_once_and_keeps_the_original():
@@ -62,7 +62,7 @@ def test_a_missing_symbol_is_an_import_error_that_names_it():
         replace(dist, "no_such_function", lambda original: original)
 
 
-# --- Megatron on a CPU --------------------------------------------------------------------------------------------------
+# --- Megatron on a CPU --------------------------------------------------------------------------------------
 
 
 @on_cpu
@@ -84,7 +84,9 @@ def test_device_literals_mean_the_cpu():
 
 WITHOUT = """
 import torch
-for literal in (lambda: torch.zeros(1, device="cuda"), lambda: torch.zeros(1).cuda(), lambda: torch.cuda.current_device()):
+for literal in (
+    lambda: torch.zeros(1, device="cuda"), lambda: torch.zeros(1).cuda(), lambda: torch.cuda.current_device()
+):
     try:
         literal()
         raise SystemExit("worked without the patch")
@@ -115,7 +117,7 @@ def test_literals_fail_without_the_patch_and_where_cuda_is_available_it_changes_
     assert done.stdout.split()[-1:] == ["done"], done.stdout + done.stderr
 
 
-# --- a name that is defined only with Transformer Engine ----------------------------------------------------------------
+# --- a name that is defined only with Transformer Engine ----------------------------------------------------
 
 
 def test_the_router_runs_without_transformer_engine(monkeypatch):
@@ -133,7 +135,7 @@ def test_the_router_runs_without_transformer_engine(monkeypatch):
     assert torch.allclose(logits, hidden @ weight.t())
 
 
-# --- collectives with parts of unequal size -----------------------------------------------------------------------------
+# --- collectives with parts of unequal size -----------------------------------------------------------------
 
 
 def exchange(rank: int, world_size: int) -> dict[str, Any]:
@@ -184,7 +186,7 @@ def test_gloo_refuses_unequal_parts_without_the_patch():
         run_distributed(gather_upstream, 2, timeout=15)
 
 
-# --- expert gradients and the interleaved pipeline ----------------------------------------------------------------------
+# --- expert gradients and the interleaved pipeline ----------------------------------------------------------
 
 
 def policy_in(path: str, layout: Layout, *, distributed_optimizer: bool = False) -> Policy:
@@ -203,7 +205,7 @@ def gradients(policy: Policy) -> dict[str, Tensor]:
 
 
 def guarded_and_not(rank: int, world_size: int, path: str) -> dict[str, Any]:
-    """Gradients with data parallelism alone, and in the two layouts that upstream gets wrong, without and with our part."""
+    """Gradients with data parallelism alone, and in two layouts that upstream gets wrong, without and with our part."""
     policy = policy_in(path, Layout())
     truth = gradients(policy)
     interleaved = policy_in(path, Layout(pipeline=2, virtual_pipeline=2))
@@ -295,7 +297,7 @@ def test_two_interleaved_stages_exchange_unbatched(defects):
     assert defects["errors"]["p2p unguarded"][1] > 0.1, "upstream tells the directions apart: delete the guard"
 
 
-# --- the step count of torch's Adam -------------------------------------------------------------------------------------
+# --- the step count of torch's Adam -------------------------------------------------------------------------
 
 
 def steps_of(policy: Policy) -> list[Tensor]:
@@ -317,7 +319,8 @@ def resume_unpatched(rank: int, world_size: int, path: str, folder: str) -> dict
     found["loaded"] = [float(value) for value in steps_of(fresh)]
     step(fresh)
     found["then"] = [float(value) for value in steps_of(fresh)]
-    patched = {name: getattr(DistributedOptimizer, name) for name in ("state_dict", "_set_main_param_and_optimizer_states")}
+    names = ("state_dict", "_set_main_param_and_optimizer_states")
+    patched = {name: getattr(DistributedOptimizer, name) for name in names}
     upstream = {name: getattr(function, MARK) for name, function in patched.items()}
 
     def with_step_given(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
