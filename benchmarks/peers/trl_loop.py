@@ -1,23 +1,28 @@
 """Time TRL's `GRPOTrainer` at sequence level (GSPO) on one core: the peer our own loop is measured against.
 
 Runs in TRL's own virtual environment (`pip install trl`) and imports nothing of this project. Every setting
-is an argument; the last line on standard output is one JSON object.
+is an argument; a line on standard output that starts with `@@ ` holds one JSON object.
 
     OMP_NUM_THREADS=1 python trl_loop.py --model DIR --prompts FILE.jsonl --prompts-per-rollout 32 --samples 8
 
 A *step* is one optimizer step; a *rollout* is one round of generation and `--mini-batches` steps on it.
 Warm-up rollouts are in no figure. Tokens: prompt and response of the trained sequences, without padding.
 `loop` is everything; `training` is forward, backward and optimizer; `generation` and `scoring` (rewards, old
-log-probs) are the rest. `cpu_seconds` well below `loop.seconds` means that other work held the machine.
+log-probs) are the rest. `cpu_seconds` well below `seconds` means that other work held the machine.
+
+With `--paced` it reports after the warm-up and then after every `--rollouts` rollouts, and each time waits for a
+line on standard input before it goes on; it ends when that is closed.
 """
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import datasets
+import numpy as np
 import torch
 import transformers
 import trl
@@ -36,7 +41,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--rollouts", type=int, default=10, help="timed rollouts")
     for name, default in {"--warmup-rollouts": 2, "--max-response-length": 24, "--seed": 0}.items():
         add(name, type=int, default=default)
-    add("--fixed-length", action="store_true", help="every response runs to --max-response-length")
+    add("--fixed-length", action="store_true", help="no end token: every response runs to --max-response-length")
+    add("--paced", action="store_true", help="wait for standard input after every segment")
     for name, default in {"--learning-rate": 3e-4, "--clip-low": 3e-4, "--clip-high": 4e-4}.items():
         add(name, type=float, default=default)
     add("--experts-implementation", default="eager", help="of Transformers; eager is fastest on one CPU core")
@@ -46,30 +52,47 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def reward(completion_ids, completions, answer, **_) -> list[float]:
-    """1 for the exact answer; without an answer, 1 for an even first token, so that groups have a spread."""
-    rows = zip(completion_ids, completions, answer, strict=True)
-    return [float(ids[0] % 2 == 0 if want is None else text == want) for ids, text, want in rows]
+NEVER = -1  # an end token that no vocabulary holds
+
+
+def reward(completions, answer, **_) -> list[float]:
+    """1 for the exact answer; without an answer, 1 where the first character's code is even: groups have a spread."""
+    rows = zip(completions, answer, strict=True)
+    return [
+        float(bool(text) and ord(text[0]) % 2 == 0 if want is None else text == want) for text, want in rows
+    ]
+
+
+def now() -> np.ndarray:
+    """[wall-clock seconds, CPU seconds of this process]."""
+    return np.array([time.perf_counter(), time.process_time()])
 
 
 class TimedTrainer(GRPOTrainer):
-    """`GRPOTrainer` that adds up seconds by phase, and tokens, since the last `start_clock`."""
+    """`GRPOTrainer` that adds up [wall, CPU] seconds by phase, and tokens, since the last `start_clock`."""
 
     def start_clock(self) -> None:
-        self.seconds = {"generation": 0.0, "sampling_and_scoring": 0.0, "steps": 0.0}
+        self.seconds = {name: np.zeros(2) for name in ("loop", "generation", "sampling_and_scoring", "steps")}
         self.steps, self.tokens, self.response_tokens, self.rewards = 0, 0, 0, []
-        self.wall_start, self.cpu_start = time.perf_counter(), time.process_time()
+        self.start = now()
+
+    def report(self) -> dict:
+        loop, generation, sampled, steps = self.seconds.values()
+        spans = {"loop": loop, "training": steps - sampled, "generation": generation}
+        spans["scoring"] = sampled - generation
+        report = {name: {"seconds": wall, "cpu_seconds": cpu} for name, (wall, cpu) in spans.items()}
+        return report | {key: getattr(self, key) for key in ("steps", "tokens", "response_tokens", "rewards")}
 
     def _generate(self, *args, **kwargs):
-        begin = time.perf_counter()
+        begin = now()
         output = super()._generate(*args, **kwargs)
-        self.seconds["generation"] += time.perf_counter() - begin
+        self.seconds["generation"] += now() - begin
         return output
 
     def _generate_and_score_completions(self, inputs):
-        begin = time.perf_counter()
+        begin = now()
         output = super()._generate_and_score_completions(inputs)
-        self.seconds["sampling_and_scoring"] += time.perf_counter() - begin
+        self.seconds["sampling_and_scoring"] += now() - begin
         responses = int(output["completion_mask"].sum())
         self.response_tokens += responses
         self.tokens += responses + int(output["prompt_mask"].sum())
@@ -82,20 +105,27 @@ class TimedTrainer(GRPOTrainer):
 
 
 class Clock(TrainerCallback):
-    """Times whole steps (the optimizer runs outside `training_step`) and restarts the clock after warm-up."""
+    """Times whole steps (the optimizer runs outside `training_step`), reports, and waits for its turn."""
 
-    def __init__(self, warmup_steps: int):
-        self.warmup_steps, self.trainer, self.begin = warmup_steps, None, 0.0
+    def __init__(self, args: argparse.Namespace):
+        self.warmup_steps = args.warmup_rollouts * args.mini_batches
+        self.segment_steps = args.rollouts * args.mini_batches if args.paced else 0
+        self.trainer, self.begin = None, now()
 
     def on_step_begin(self, args, state, control, **_):
-        self.begin = time.perf_counter()
+        self.begin = now()
 
     def on_step_end(self, args, state, control, **_):
-        now, trainer = time.perf_counter(), self.trainer
-        trainer.seconds["steps"] += now - self.begin
+        trainer, end = self.trainer, now()
+        trainer.seconds["steps"] += end - self.begin
+        trainer.seconds["loop"] = end - trainer.start
         trainer.steps += 1
-        trainer.wall, trainer.cpu = now - trainer.wall_start, time.process_time() - trainer.cpu_start
-        if state.global_step == self.warmup_steps:
+        after_warmup = state.global_step - self.warmup_steps
+        if self.segment_steps and after_warmup >= 0 and after_warmup % self.segment_steps == 0:
+            print("@@ " + json.dumps(trainer.report()), flush=True)
+            control.should_training_stop = not sys.stdin.readline()
+            trainer.start_clock()
+        elif after_warmup == 0:
             trainer.start_clock()
 
 
@@ -111,16 +141,18 @@ def build_trainer(args: argparse.Namespace, output_dir: str) -> TimedTrainer:
         importance_sampling_level="sequence", loss_type="grpo", beta=0.0, scale_rewards="group",
         router_aux_loss_coef=0.0 if mixture else None,  # None would add the model config's own coefficient
         epsilon=args.clip_low, epsilon_high=args.clip_high, temperature=1.0, max_completion_length=length,
-        generation_kwargs={"min_new_tokens": length} if args.fixed_length else None,
+        generation_kwargs={"eos_token_id": [NEVER]} if args.fixed_length else None,
         num_generations=args.samples, steps_per_generation=args.mini_batches, gradient_accumulation_steps=1,
         per_device_train_batch_size=sequences // args.mini_batches,
-        max_steps=(args.warmup_rollouts + args.rollouts) * args.mini_batches,
+        max_steps=10**9 if args.paced else (args.warmup_rollouts + args.rollouts) * args.mini_batches,
         learning_rate=args.learning_rate, lr_scheduler_type="constant", max_grad_norm=1.0,
         logging_strategy="no", save_strategy="no", report_to="none", disable_tqdm=True,
     )  # fmt: skip
-    clock = Clock(args.warmup_rollouts * args.mini_batches)
+    clock = Clock(args)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     clock.trainer = TimedTrainer(model, reward, config, data, processing_class=tokenizer, callbacks=[clock])
+    if args.fixed_length:
+        clock.trainer.eos_token_ids = [NEVER]
     return clock.trainer
 
 
@@ -131,18 +163,16 @@ def main() -> None:
         trainer = build_trainer(args, output_dir)
         trainer.start_clock()
         trainer.train()
-    generation, sampled, steps = trainer.seconds.values()
-    spans = {"loop": trainer.wall, "training": steps - sampled, "generation": generation}
-    spans["scoring"] = sampled - generation
-    report = {
-        name: {"seconds": s, "seconds_per_step": s / trainer.steps, "tokens_per_second": trainer.tokens / s}
-        for name, s in spans.items()
-    }
-    report |= {key: getattr(trainer, key) for key in ("steps", "tokens", "response_tokens", "rewards")}
-    report |= {"cpu_seconds": trainer.cpu, "parameters": trainer.model.num_parameters()}
+    if args.paced:
+        return
+    report = trainer.report()
+    for name in ("loop", "training", "generation", "scoring"):
+        seconds = report[name]["seconds"]
+        report[name] |= {"seconds_per_step": seconds / trainer.steps, "tokens_per_second": trainer.tokens / seconds}
+    report["parameters"] = trainer.model.num_parameters()
     report["versions"] = {module.__name__: module.__version__ for module in (trl, transformers, torch)}
     report["settings"] = vars(args) | {"prompts": str(args.prompts)}
-    print(json.dumps(report), flush=True)
+    print("@@ " + json.dumps(report), flush=True)
 
 
 if __name__ == "__main__":

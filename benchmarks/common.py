@@ -1,0 +1,230 @@
+"""What every benchmark needs: timing in turns, medians, rows, the table, and the files of a result.
+
+A *row* compares ours with one peer. Both ran in turns in the same run; a ratio is taken within each turn and the median
+of these ratios is what the table shows, so that a machine which gets slower or faster meanwhile does little harm.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PACKAGES = ("torch", "megatron-core", "transformers")
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """One measurement: wall-clock time and this process's own CPU time, which other load on the machine leaves alone."""
+
+    wall: float
+    cpu: float
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles of ``count`` measurements."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Raises ``ValueError`` without values."""
+        if not values:
+            raise ValueError("no measurements: repeat at least once")
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0], 1)
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, low, high, len(values))
+
+
+@dataclass(frozen=True)
+class Row:
+    """Ours beside one peer. ``ratio`` and ``cpu_ratio`` are ours / peer; ``better`` says which way is good.
+
+    ``target``: the ratio to reach, with ``better``; None where the row only informs. ``cpu_ratio`` is None where CPU time
+    means nothing (memory, GPU). ``note``: what the figures are of.
+    """
+
+    benchmark: str
+    name: str
+    peer_name: str
+    unit: str
+    better: str  # "higher" or "lower"
+    ratio: Spread
+    ours: Spread
+    peer: Spread
+    cpu_ratio: Spread | None = None
+    target: float | None = None
+    note: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        if self.target is None:
+            return None
+        return self.ratio.median >= self.target if self.better == "higher" else self.ratio.median <= self.target
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"met": self.met}
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Row:
+        fields = {key: value for key, value in record.items() if key != "met"}
+        for key in ("ratio", "ours", "peer", "cpu_ratio"):
+            fields[key] = None if fields[key] is None else Spread(**fields[key])
+        return cls(**fields)
+
+
+def say(*parts: object) -> None:
+    """Progress, on standard error: standard output is for the table."""
+    print(*parts, file=sys.stderr, flush=True)
+
+
+def timed(function: Callable[[], Any]) -> Seconds:
+    """Run once; the caller sees to it that a GPU has finished."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    function()
+    return Seconds(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def interleave(
+    contestants: Mapping[str, Callable[[], Any]], *, repeats: int, warmup: int = 2, seconds: float = 120.0
+) -> dict[str, list[Seconds]]:
+    """Time every contestant once a turn, ``repeats`` turns or as many as fit in ``seconds`` (three at least).
+
+    The order alternates between turns, so that none always runs after the same other one.
+    """
+    for _ in range(warmup):
+        for function in contestants.values():
+            function()
+    taken: dict[str, list[Seconds]] = {name: [] for name in contestants}
+    started = time.perf_counter()
+    for turn in range(repeats):
+        if turn >= 3 and time.perf_counter() - started > seconds:
+            break
+        names = list(contestants)
+        for name in names if turn % 2 == 0 else reversed(names):
+            taken[name].append(timed(contestants[name]))
+    return taken
+
+
+def ratios(ours: Sequence[float], peer: Sequence[float]) -> Spread:
+    """Of ours / peer, turn by turn."""
+    return Spread.of([a / b for a, b in zip(ours, peer, strict=True)])
+
+
+def time_row(benchmark: str, name: str, ours: Sequence[Seconds], peer: Sequence[Seconds], **more: Any) -> Row:
+    """A row of times in milliseconds (lower is better) from the turns of two contestants."""
+    wall = [[1e3 * turn.wall for turn in turns] for turns in (ours, peer)]
+    cpu = [[turn.cpu for turn in turns] for turns in (ours, peer)]
+    return Row(
+        benchmark, name, unit="ms", better="lower", ratio=ratios(*wall), cpu_ratio=ratios(*cpu),
+        ours=Spread.of(wall[0]), peer=Spread.of(wall[1]), **more,
+    )  # fmt: skip
+
+
+def rate_row(benchmark: str, name: str, ours: Sequence[Mapping[str, float]], peer: Sequence[Mapping[str, float]],
+             **more: Any) -> Row:  # fmt: skip
+    """A row of rates (higher is better); every turn has ``amount``, ``seconds`` and ``cpu_seconds``."""
+    wall = [[turn["amount"] / turn["seconds"] for turn in turns] for turns in (ours, peer)]
+    cpu = [[turn["amount"] / turn["cpu_seconds"] for turn in turns] for turns in (ours, peer)]
+    return Row(
+        benchmark, name, better="higher", ratio=ratios(*wall), cpu_ratio=ratios(*cpu),
+        ours=Spread.of(wall[0]), peer=Spread.of(wall[1]), **more,
+    )  # fmt: skip
+
+
+def number(value: float) -> str:
+    """Three significant digits, thousands separated: 12,400; 3.14; 0.0021."""
+    if value == 0 or not abs(value) >= 1000:
+        return f"{value:.3g}"
+    digits = len(str(int(abs(value)))) - 3
+    return f"{round(value / 10**digits) * 10**digits:,}"
+
+
+def _cells(row: Row) -> list[str]:
+    sign = ">=" if row.better == "higher" else "<="
+    return [
+        f"{row.ratio.median:.2f} ({row.ratio.low:.2f}-{row.ratio.high:.2f})",
+        "" if row.cpu_ratio is None else f"{row.cpu_ratio.median:.2f}",
+        "" if row.target is None else f"{sign} {row.target:g} {'yes' if row.met else 'NO'}",
+        row.name,
+        f"{number(row.ours.median)} {row.unit}",
+        f"{number(row.peer.median)} {row.unit}",
+        row.peer_name,
+    ]
+
+
+HEADINGS = ("ours / peer", "CPU time", "target", "what", "ours", "peer", "peer is")
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown: the ratio with its quartiles first, then the ratio from CPU time, target, and both medians."""
+    lines = [list(HEADINGS), *(_cells(row) for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(HEADINGS))]
+    text = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
+            for line in lines]  # fmt: skip
+    return "\n".join([text[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *text[1:]])
+
+
+def cpu_model() -> str:
+    """The processor's name, as the kernel tells it."""
+    try:
+        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        found = None
+    return found.group(1).strip() if found else platform.processor() or platform.machine()
+
+
+def hardware() -> dict[str, Any]:
+    """Processor, cores this process may use, load average before the run and GPU (None without one)."""
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "cpu": cpu_model(),
+        "cores": cores,
+        "load_average": os.getloadavg()[0],
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "system": platform.system(),
+    }
+
+
+def machine_kind(found: Mapping[str, Any]) -> str:
+    """A name for files: the GPU, else processor and cores, e.g. ``amd-epyc-2-cores``."""
+    text = found["gpu"] or f"{found['cpu']} {found['cores']} cores"
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that both sides of a benchmark share."""
+    return {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES}
+
+
+def save_rows(file: Path, rows: Sequence[Row], **more: Any) -> None:
+    """One benchmark's part of a result, for ``run_all.py``."""
+    file.write_text(json.dumps({"rows": [row.to_json() for row in rows], **more}, indent=2) + "\n")
+
+
+def write_result(result: Mapping[str, Any], folder: Path, day: str) -> tuple[Path, Path]:
+    """``latest.json`` and ``<day>-<machine kind>.json``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = (folder / "latest.json", folder / f"{day}-{machine_kind(result['hardware'])}.json")
+    for file in files:
+        file.write_text(json.dumps(result, indent=2) + "\n")
+    return files

@@ -1,0 +1,136 @@
+"""The training step against bare Megatron: the same model, packed tokens, micro-batches and schedule, one process.
+
+Ours is ``policy_forward_step`` with GSPO: log-probs from hidden states, sequence ratios, clipping, metrics. Bare is
+Megatron's own ``model(labels=...)``: vocabulary-parallel cross entropy and its mean over the trained tokens. Both go
+through ``get_forward_backward_func()`` with zeroed gradient buffers, backward and gradient finalisation; the optimizer
+is the same for both and in neither. The layers are the same too (our torch modules on a CPU: Megatron has none that
+take packed sequences there), so the row tells what the objective costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+import torch
+
+from benchmarks.common import Row, interleave, save_rows, say, table, time_row
+
+TARGET = 1.15
+
+
+def make_samples(count: int, prompt: int, response: int, vocabulary: int, seed: int = 0) -> list[Any]:
+    """Random responses; lengths vary by up to half around ``response``."""
+    from megatron_gspo.data.sample import Sample
+
+    draw = np.random.default_rng(seed)
+    samples = []
+    for i in range(count):
+        length = int(draw.integers(response - response // 2, response + response // 2 + 1))
+        samples.append(Sample(
+            prompt_index=i // 8, sample_index=i % 8, tokens=draw.integers(3, vocabulary, size=prompt + length),
+            prompt_length=prompt, loss_mask=np.ones(length, dtype=bool), rollout_log_probs=None,
+            finish_reason="stop",
+            advantages=np.full(length, draw.normal(), dtype=np.float32),
+            old_log_probs=draw.normal(-np.log(vocabulary), 0.01, size=length).astype(np.float32),
+        ))  # fmt: skip
+    return samples
+
+
+def bare_forward_step(groups: Any) -> Callable[..., Any]:
+    """A forward step whose loss is Megatron's own cross entropy, averaged over the trained tokens."""
+    from megatron_gspo.mcore.attention import packed_sequences
+    from megatron_gspo.mcore.groups import compute_device
+
+    def forward_step(batches: Any, model: Any) -> Any:
+        batch = next(batches).to(compute_device())
+        sequences = packed_sequences(batch.cu_seqlens.cpu(), batch.max_seqlen, groups.cp, compute_device())
+        output = model(input_ids=batch.tokens[None], position_ids=batch.position_ids[None], attention_mask=None,
+                       labels=batch.labels[None], packed_seq_params=sequences)  # fmt: skip
+
+        def loss_function(losses: torch.Tensor) -> Any:
+            loss = (losses.view(-1).float() * batch.loss_mask).sum() / batch.loss_mask.sum()
+            return loss, {"loss": loss.detach()}
+
+        return output, loss_function
+
+    return forward_step
+
+
+def contestants(path: str, args: argparse.Namespace) -> dict[str, Callable[[], None]]:
+    """Forward-backward of one mini-batch, ours and bare, on one policy."""
+    from megatron_gspo.algorithms import preset
+    from megatron_gspo.mcore.batches import micro_batches
+    from megatron_gspo.mcore.groups import Layout, initialize
+    from megatron_gspo.mcore.model import ModelSettings
+    from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, build_policy
+    from megatron_gspo.mcore.step import forward_backward, run_schedule
+
+    groups = initialize(Layout(), seed=0)
+    policy = build_policy(path, Layout(), groups, model=ModelSettings(), data_parallel=DataParallelSettings(),
+                          optimizer=OptimizerSettings(lr=1e-6))  # fmt: skip
+    samples = make_samples(args.sequences, args.prompt_length, args.response_length, policy.shape.vocab_size)
+    batches = micro_batches(samples, policy.config, groups, max_tokens=args.max_tokens, optional=("old_log_probs",))
+    say(f"{batches.real_tokens} tokens in {len(batches.batches)} micro-batches")
+    objective, bare_step = preset("gspo"), bare_forward_step(groups)
+
+    def ours() -> None:
+        forward_backward(policy, objective, batches, temperature=1.0)
+        synchronize()
+
+    def bare() -> None:
+        for chunk in policy.chunks:
+            chunk.zero_grad_buffer()
+        policy.optimizer.zero_grad()
+        run_schedule(policy, bare_step, batches, forward_only=False)
+        synchronize()
+
+    return {"ours": ours, "bare": bare}
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def measure(args: argparse.Namespace) -> list[Row]:
+    """One row: ours against bare."""
+    from megatron_gspo.tools.make_tiny_model import write_tiny_model
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        count = write_tiny_model(folder)
+        say(f"training step against bare Megatron: {count:,} parameters, {args.repeats} repeats")
+        taken = interleave(contestants(folder, args), repeats=args.repeats, warmup=3, seconds=args.seconds)
+    return [
+        time_row("step", "forward and backward of a step", taken["ours"], taken["bare"], target=TARGET,
+                 peer_name="Megatron, cross entropy",
+                 note=f"{args.sequences} sequences, micro-batches of at most {args.max_tokens} tokens")
+    ]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="10 repeats instead of --repeats")
+    parser.add_argument("--seconds", type=float, default=90, help="stop repeating after so long (default: %(default)s)")
+    numbers = {"repeats": 60, "sequences": 64, "prompt-length": 8, "response-length": 24, "max-tokens": 4096}
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help="(default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    args = parser.parse_args()
+    args.repeats = min(args.repeats, 10) if args.quick else args.repeats
+    rows = measure(args)
+    print(table(rows))
+    if args.json:
+        save_rows(args.json, rows)
+
+
+if __name__ == "__main__":
+    main()
