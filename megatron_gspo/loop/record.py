@@ -52,6 +52,7 @@ class Recorder:
     def __init__(self, run: Run, *, resume_step: int) -> None:
         self._config, self._stack = run.config, contextlib.ExitStack()
         self._active, self._prompts = run.is_writer, run.source.prompts
+        self._warned = False
         if not self._active:
             return
         tracking, resumed = run.config.tracking, resume_step if resume_step else None
@@ -83,6 +84,12 @@ class Recorder:
             values = self._directory.log(step, metrics)
             self._trackers.log(step, values)
             self._progress.update(step, values)
+            if values.get("groups/zero_variance") == 1.0 and not self._warned:
+                self._warned = True
+                self._progress.say(
+                    f"step {step}: the rewards of every group are all equal, so there is nothing to learn from; "
+                    "look at samples/ and the verifier"
+                )
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """A few responses of the step, evenly picked."""
