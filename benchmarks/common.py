@@ -27,7 +27,7 @@ PACKAGES = ("torch", "megatron-core", "transformers")
 
 @dataclass(frozen=True)
 class Seconds:
-    """One measurement: wall-clock time and this process's own CPU time, which other load on the machine leaves alone."""
+    """One measurement: wall-clock time, and this process's own CPU time, which counts no other program's turns."""
 
     wall: float
     cpu: float
@@ -57,8 +57,8 @@ class Spread:
 class Row:
     """Ours beside one peer. ``ratio`` and ``cpu_ratio`` are ours / peer; ``better`` says which way is good.
 
-    ``target``: the ratio to reach, with ``better``; None where the row only informs. ``cpu_ratio`` is None where CPU time
-    means nothing (memory, GPU). ``note``: what the figures are of.
+    ``target``: the ratio to reach, with ``better``; None where the row only informs. ``cpu_ratio`` is None where CPU
+    time means nothing (memory, GPU). ``note``: what the figures are of.
     """
 
     benchmark: str

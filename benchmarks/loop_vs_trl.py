@@ -28,7 +28,8 @@ from benchmarks.common import ROOT, Row, rate_row, save_rows, say, table
 from benchmarks.turns import Worker, take_turns
 
 PEER = "TRL GRPOTrainer"
-PHASES = {"loop": "whole loop", "training": "training step", "generation": "generation", "scoring": "old log-probs, rewards"}
+PHASES = {"loop": "whole loop", "training": "training step", "generation": "generation",
+          "scoring": "old log-probs, rewards"}  # fmt: skip
 TARGETS = {"loop": 1.0}
 
 
@@ -99,7 +100,8 @@ def check_equal_work(ours: Mapping[str, Any], peer: Mapping[str, Any]) -> None:
 
 def peer_versions(python: str) -> dict[str, str]:
     """What TRL's environment holds."""
-    code = "import json, importlib.metadata as m; print(json.dumps({n: m.version(n) for n in ('trl', 'torch', 'transformers')}))"
+    names = ("trl", "torch", "transformers")
+    code = f"import json, importlib.metadata as m; print(json.dumps({{n: m.version(n) for n in {names}}}))"
     done = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True)
     return json.loads(done.stdout)
 
@@ -121,8 +123,8 @@ def measure(args: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
     for ours, peer in zip(*reports, strict=True):
         check_equal_work(ours, peer)
     said = {side: re.sub(re.escape(name), "FOLDER", " ".join(line)) for side, line in lines.items()}
-    details = {"peer_versions": peer_versions(lines[PEER][0]), "commands": said, "turns": dict(zip(lines, reports, strict=True))}
-    return rows_of(*reports), details
+    turns = dict(zip(lines, reports, strict=True))
+    return rows_of(*reports), {"peer_versions": peer_versions(lines[PEER][0]), "commands": said, "turns": turns}
 
 
 def main() -> None:
