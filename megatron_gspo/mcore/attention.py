@@ -8,7 +8,7 @@ sequence are gathered over the context-parallel group, its queries stay where th
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megatron_gspo.mcore.operators import gather_slots, rotate, spread
 from megatron_gspo.parallel.context import all_gather_tokens, zigzag_indices
 
 # Sequences share a padded batch while the longest is at most this much longer than the shortest: bounds the padding
@@ -25,18 +26,36 @@ _BUCKET_RATIO = 1.25
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Sequences of similar length as one padded batch of ``n`` rows.
+    """Sequences of similar length as one padded batch: ``rows`` sequences, ``length`` tokens each.
 
-    ``query`` [n, Lq] and ``key`` [n, Lk] index local and gathered tokens (padding repeats the last token of its row);
-    ``output`` lists, for the local tokens of ``tokens``, their place in the flattened [n * Lq] result. ``mask``
-    [n, 1, Lq, Lk] is None where plain causal attention says the same.
+    ``mask`` [rows, 1, queries, length] is None where plain causal attention says the same.
     """
 
-    query: Tensor
-    key: Tensor
-    output: Tensor
-    tokens: Tensor
+    rows: int
+    length: int
     mask: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """Where tokens stand in the padded batches, bucket after bucket, each [rows, length]; for one head.
+
+    ``source`` [slots]: the token in each slot; padding repeats the last token of its row. Of each token: ``row``, the
+    first slot of its row, ``column``, its place in it, and ``length``, the row's, all [tokens].
+    """
+
+    source: tuple[Tensor, ...]  # [rows, length] of each bucket
+    row: Tensor
+    column: Tensor
+    length: Tensor
+
+    def of_heads(self, heads: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(source [slots * heads], place [tokens * heads]) for tokens laid out [token, head] and slots
+        [bucket][row, head, column]: what ``spread`` takes."""
+        head = torch.arange(heads)
+        sources = [(slots[:, None] * heads + head[:, None]).flatten() for slots in self.source]
+        place = (self.row * heads + self.column)[:, None] + self.length[:, None] * head
+        return torch.cat(sources).to(device), place.flatten().to(device)
 
 
 @dataclass
@@ -44,67 +63,96 @@ class PackedSequences(PackedSeqParams):
     """Megatron's packed-sequence parameters plus the index plan of this module, computed once a micro-batch.
 
     The plan is data of the micro-batch and shared by all its layers; it is built on the host, without a device
-    synchronisation. ``lengths`` are the padded lengths of the whole (not context-parallel) sequences.
+    synchronisation. ``positions`` [t] are those of the local tokens in their sequences.
     """
 
     buckets: tuple[_Bucket, ...] = ()
-    order: Tensor | None = None  # [t] place of every local token in the concatenation of the buckets
+    queries: _Slots | None = None  # local tokens
+    keys: _Slots | None = None  # gathered tokens
+    positions: Tensor | None = None
+    cached: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def slots(self, which: str, heads: int) -> tuple[Tensor, Tensor]:
+        """``_Slots.of_heads`` of ``queries`` or ``keys``, made by the first layer that asks."""
+        if (which, heads) not in self.cached:
+            self.cached[which, heads] = getattr(self, which).of_heads(heads, self.cu_seqlens_q.device)
+        return self.cached[which, heads]
+
+    def rotation(self, base: float, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of every local token, [t, 1, dim]: what ``rotate`` takes."""
+        key = base, dim, dtype
+        if key not in self.cached:
+            frequencies = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+            angles = (self.positions[:, None].float() * frequencies)[:, None].to(self.cu_seqlens_q.device)
+            cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+            self.cached[key] = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        return self.cached[key]
 
 
 def packed_sequences(cu_seqlens: Tensor, max_seqlen: int, cp_group: Any, device: torch.device) -> PackedSequences:
     """The parameters of one micro-batch. ``cu_seqlens`` [n + 1] int32 on the host, before context parallelism."""
+    cp_rank, cp_size = cp_group.rank(), cp_group.size()
     on_device = cu_seqlens.to(device)
-    buckets = _plan(cu_seqlens, cp_group.rank(), cp_group.size())
-    order = torch.argsort(torch.cat([bucket.tokens for bucket in buckets]))
+    bounds = cu_seqlens.long()
+    starts, lengths = bounds[:-1], bounds.diff()
+    batches = _batches(lengths.tolist())
+    owned = [zigzag_indices(cu_seqlens, rank, cp_size) for rank in range(cp_size)]
+    mine = owned[cp_rank]
+    # where the token at packed position p lies after the all-gather: ranks one behind the other
+    gathered = torch.empty(int(bounds[-1]), dtype=torch.long)
+    gathered[torch.cat(owned)] = torch.arange(int(bounds[-1]))
+    queries = _slots(batches, starts // cp_size, lengths // cp_size, None)
+    positions = mine - starts.repeat_interleave(lengths // cp_size)
+    buckets = []
+    for rows, slots in zip(batches, queries.source, strict=True):
+        longest = int(lengths[rows].max())
+        visible = torch.arange(longest) <= positions[slots][:, :, None]
+        buckets.append(_Bucket(len(rows), longest, visible[:, None].to(device) if cp_size > 1 else None))
     return PackedSequences(
         qkv_format="thd", cu_seqlens_q=on_device, cu_seqlens_kv=on_device,
-        max_seqlen_q=max_seqlen, max_seqlen_kv=max_seqlen,
-        buckets=tuple(_to(bucket, device) for bucket in buckets), order=order.to(device),
+        max_seqlen_q=max_seqlen, max_seqlen_kv=max_seqlen, buckets=tuple(buckets), queries=queries,
+        keys=queries if cp_size == 1 else _slots(batches, starts, lengths, gathered), positions=positions,
     )
 
 
-def _to(bucket: _Bucket, device: torch.device) -> _Bucket:
-    mask = None if bucket.mask is None else bucket.mask.to(device)
-    query, key, output, tokens = (x.to(device) for x in (bucket.query, bucket.key, bucket.output, bucket.tokens))
-    return _Bucket(query, key, output, tokens, mask)
-
-
-def _plan(cu_seqlens: Tensor, cp_rank: int, cp_size: int) -> list[_Bucket]:
-    bounds = cu_seqlens.tolist()
-    lengths = [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
+def _batches(lengths: list[int]) -> list[list[int]]:
+    """Sequences of similar length together, by length."""
     by_length = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
-    owned = [zigzag_indices(cu_seqlens, rank, cp_size) for rank in range(cp_size)]
-    # where the token at packed position p lies after the all-gather: ranks one behind the other
-    gathered = torch.empty(bounds[-1], dtype=torch.long)
-    gathered[torch.cat(owned)] = torch.arange(bounds[-1])
-    buckets: list[_Bucket] = []
+    batches = []
     while by_length:
         limit = lengths[by_length[0]] * _BUCKET_RATIO
         count = next((k for k, i in enumerate(by_length) if lengths[i] > limit), len(by_length))
-        rows, by_length = by_length[:count], by_length[count:]
-        buckets.append(_bucket(rows, bounds, gathered, owned[cp_rank], cp_size))
-    return buckets
+        batches.append(by_length[:count])
+        by_length = by_length[count:]
+    return batches
 
 
-def _bucket(rows: list[int], bounds: list[int], gathered: Tensor, mine: Tensor, cp_size: int) -> _Bucket:
-    starts = torch.tensor([bounds[i] for i in rows])
-    lengths = torch.tensor([bounds[i + 1] - bounds[i] for i in rows])
-    longest = int(lengths.max())
-    key = gathered[starts[:, None] + torch.minimum(torch.arange(longest), lengths[:, None] - 1)]
-    local_starts, local_lengths = starts // cp_size, lengths // cp_size
-    columns = torch.arange(longest // cp_size)
-    query = local_starts[:, None] + torch.minimum(columns, local_lengths[:, None] - 1)
-    real = columns < local_lengths[:, None]
-    output = real.flatten().nonzero().squeeze(1)
-    mask = None
-    if cp_size > 1:
-        position = mine[query] - starts[:, None]
-        mask = (torch.arange(longest) <= position[:, :, None])[:, None]
-    return _Bucket(query, key, output, query[real], mask)
+def _slots(batches: list[list[int]], starts: Tensor, lengths: Tensor, moved: Tensor | None) -> _Slots:
+    """The slots of sequences that lie at ``starts``; token i of theirs is token ``moved[i]`` (None: i) of the input."""
+    sources, first = [], 0
+    row, column, length = torch.empty(3, int(lengths.sum()), dtype=torch.long)
+    for rows in batches:
+        own = lengths[rows][:, None]
+        columns = torch.arange(int(own.max()))
+        real = columns < own
+        tokens = starts[rows][:, None] + torch.minimum(columns, own - 1)
+        tokens = tokens if moved is None else moved[tokens]
+        begins = first + len(columns) * torch.arange(len(rows))
+        row[tokens[real]] = begins[:, None].expand_as(tokens)[real]
+        column[tokens[real]] = columns.expand_as(tokens)[real]
+        length[tokens[real]] = len(columns)
+        first += tokens.numel()
+        sources.append(tokens)
+    return _Slots(tuple(sources), row, column, length)
 
 
 class PackedAttention(torch.nn.Module):
-    """Core attention of a Megatron layer. Its signature is the one Megatron's ``SelfAttention`` builds and calls."""
+    """Core attention of a Megatron layer. Its signature is the one Megatron's ``SelfAttention`` builds and calls.
+
+    With ``rotary_base`` it applies the rotary embedding too, in place of the model, which does it sequence by sequence.
+    """
+
+    rotary_base: float | None = None
 
     def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, *args: Any,
                  softmax_scale: float | None = None, pg_collection: Any = None, **kwargs: Any) -> None:
@@ -119,19 +167,33 @@ class PackedAttention(torch.nn.Module):
         """``query`` [t, heads, d], ``key`` and ``value`` [t, groups, d], local tokens; returns [t, heads * d]."""
         if not isinstance(packed_seq_params, PackedSequences):
             raise TypeError("PackedAttention needs packed_seq_params of mcore.attention.packed_sequences()")
-        heads, dim = query.shape[1], query.shape[2]
-        pair = torch.stack((key, value), dim=1)
+        plan, (tokens, heads, dim), groups = packed_seq_params, query.shape, key.shape[1]
+        if self.rotary_base is not None:
+            cos, sin = plan.rotation(self.rotary_base, dim, query.dtype)
+            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         if self.cp_group.size() > 1:
-            pair = all_gather_tokens(pair, self.cp_group)
+            key, value = all_gather_tokens(torch.stack((key, value), dim=1), self.cp_group).unbind(dim=1)
+        query_source, query_place = plan.slots("queries", heads)
+        key_slots = plan.slots("keys", groups)
+        query = spread(query.reshape(-1, dim), query_source, query_place)
+        key, value = spread(key.reshape(-1, dim), *key_slots), spread(value.reshape(-1, dim), *key_slots)
+        out = gather_slots(self._attend(plan.buckets, query, key, value, heads), query_place)
+        return out.view(tokens, heads * dim)
+
+    def _attend(self, buckets: tuple[_Bucket, ...], query: Tensor, key: Tensor, value: Tensor, heads: int) -> Tensor:
+        """Attention within each row of each padded batch; all tensors are [slots * heads, d]."""
+        dim, cp_size = query.shape[1], self.cp_group.size()
+        groups = heads * key.shape[0] // (query.shape[0] * cp_size)
+        query_sizes = [bucket.rows * heads * bucket.length // cp_size for bucket in buckets]
+        key_sizes = [bucket.rows * groups * bucket.length for bucket in buckets]
         parts = []
-        for bucket in packed_seq_params.buckets:
-            rows, length = bucket.query.shape
-            q = query.index_select(0, bucket.query.flatten()).view(rows, length, heads, dim).transpose(1, 2)
-            kv = pair.index_select(0, bucket.key.flatten()).view(rows, -1, *pair.shape[1:])
-            k, v = kv.unbind(dim=2)
+        for bucket, q, k, v in zip(buckets, query.split(query_sizes), key.split(key_sizes), value.split(key_sizes),
+                                   strict=True):
+            q = q.view(bucket.rows, heads, -1, dim)
+            k, v = k.view(bucket.rows, groups, -1, dim), v.view(bucket.rows, groups, -1, dim)
             out = F.scaled_dot_product_attention(
-                q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=bucket.mask, is_causal=bucket.mask is None,
-                scale=self.softmax_scale, enable_gqa=k.shape[2] != heads,
+                q, k, v, attn_mask=bucket.mask, is_causal=bucket.mask is None, scale=self.softmax_scale,
+                enable_gqa=groups != heads,
             )
-            parts.append(out.transpose(1, 2).reshape(rows * length, heads * dim).index_select(0, bucket.output))
-        return torch.cat(parts).index_select(0, packed_seq_params.order)
+            parts.append(out.reshape(-1, dim))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)

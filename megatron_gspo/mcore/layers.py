@@ -7,8 +7,13 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from torch import Tensor
 
 from megatron_gspo.mcore.attention import PackedAttention
+from megatron_gspo.mcore.operators import Copies, add_up_copies, gated_experts, make_copies, rms_norm
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -20,6 +25,92 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=_device(config))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps or 0.0)
+
+
+class JoinedExperts(SequentialMLP):
+    """Megatron's ``SequentialMLP`` in one autograd node: only the matrix products go expert by expert."""
+
+    def forward(self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor,
+                permuted_probs: Tensor) -> tuple[Tensor, None]:
+        experts = self.local_experts
+        return gated_experts(
+            permuted_local_hidden_states, permuted_probs, tokens_per_expert.tolist(),
+            [expert.linear_fc1.weight for expert in experts], [expert.linear_fc2.weight for expert in experts],
+        ), None
+
+
+class LocalDispatcher(MoEAlltoAllTokenDispatcher):
+    """Megatron's dispatcher where every expert is on this rank: tokens are sorted by expert and nothing is sent."""
+
+    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        self.hidden_shape, self.routing_map = hidden_states.shape, routing_map
+        by_expert = routing_map.t().contiguous()
+        token = torch.arange(by_expert.shape[1], device=by_expert.device).expand_as(by_expert)
+        self.copies = Copies.of(token.masked_select(by_expert), routing_map.sum(1))
+        self.tokens_per_expert = by_expert.sum(1)
+        rows = make_copies(hidden_states.reshape(-1, hidden_states.shape[-1]), self.copies)
+        return rows, probs.t().masked_select(by_expert)
+
+    def token_dispatch(self, permutated_local_input_tokens: Tensor, permuted_probs: Tensor) -> tuple[Tensor, Tensor]:
+        return permutated_local_input_tokens, permuted_probs
+
+    def dispatch_postprocess(self, global_input_tokens: Tensor, global_probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return global_input_tokens, self.tokens_per_expert, global_probs
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states
+
+    def token_combine(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden_states
+
+    def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
+        return add_up_copies(permutated_local_input_tokens, self.copies).view(self.hidden_shape)
+
+
+def _is_local(dispatcher: Any) -> bool:
+    """Whether a dispatcher sends nothing, drops nothing and has no shared expert to run meanwhile."""
+    config = dispatcher.config
+    return (
+        type(dispatcher) is MoEAlltoAllTokenDispatcher
+        and dispatcher.tp_size == dispatcher.ep_size == 1
+        and dispatcher.shared_experts is None
+        and config.moe_expert_capacity_factor is None
+        and not config.moe_permute_fusion
+        and not getattr(config, "moe_router_padding_for_quantization", False)
+    )
+
+
+def use_own_operators(model: torch.nn.Module, rotary_base: float) -> None:
+    """Finish a model built from ``block_spec`` without Transformer Engine and with ``position_embedding_type="none"``.
+
+    Attention applies the rotary embedding of ``rotary_base``; expert layers become ``JoinedExperts``, their parameters
+    and names stay. By class and not in the spec, because the two ends of the supported range of Megatron nest that
+    differently.
+    """
+    for module in model.modules():
+        if isinstance(module, PackedAttention):
+            module.rotary_base = rotary_base
+        elif type(module) is SequentialMLP and _is_plain(module.config):
+            module.__class__ = JoinedExperts
+        elif isinstance(module, MoELayer) and _is_local(module.token_dispatcher):
+            module.token_dispatcher.__class__ = LocalDispatcher
+
+
+def _is_plain(config: Any) -> bool:
+    """Whether the experts are SwiGLU without biases, clamps and quantization."""
+    return (
+        config.gated_linear_unit
+        and config.activation_func is torch.nn.functional.silu
+        and not config.add_bias_linear
+        and not config.moe_apply_probs_on_input
+        and not getattr(config, "glu_linear_offset", 0.0)
+        and getattr(config, "activation_func_clamp_value", None) is None
+        and not config.fp8
+        and not getattr(config, "fp4", None)
+    )
 
 
 def _device(config: Any) -> torch.device | str:

@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_gspo.conversion.shape import ModelShape
 from megatron_gspo.mcore.groups import Groups, Layout
-from megatron_gspo.mcore.layers import block_spec, transformer_engine_available
+from megatron_gspo.mcore.layers import block_spec, transformer_engine_available, use_own_operators
 from megatron_gspo.patches import expert_gradients
 
 
@@ -133,11 +133,13 @@ def build_model(shape: ModelShape, layout: Layout, settings: ModelSettings, grou
             max_sequence_length=shape.max_position_embeddings,
             pre_process=groups.pp.rank() == 0 and stage == 0,
             post_process=groups.is_last_stage and stage == stages - 1,
-            position_embedding_type="rope",
+            position_embedding_type="rope" if engine else "none",  # PackedAttention applies it
             rotary_base=shape.rope_theta,
             share_embeddings_and_output_weights=shape.tied_embeddings,
             vp_stage=vp_stage,
         )
+        if not engine:
+            use_own_operators(chunk, shape.rope_theta)
         expert_gradients.apply(chunk, config)
         if torch.cuda.is_available():
             chunk.cuda()

@@ -89,6 +89,7 @@ def build_policy(path: str, layout: Layout, groups: Groups, *, model: ModelSetti
             chunk.broadcast_params()
     _connect(config, wrapped, data_parallel)
     adam = get_megatron_optimizer(_optimizer_config(optimizer, model.dtype, data_parallel), wrapped)
+    _fuse(adam)
     config.grad_scale_func = adam.scale_loss
     return Policy(wrapped, groups, family, shape, path, adam, _schedule(adam, optimizer))
 
@@ -129,6 +130,14 @@ def _optimizer_config(settings: OptimizerSettings, dtype: torch.dtype,
     )
     known = inspect.signature(OptimizerConfig.__init__).parameters
     return OptimizerConfig(**{key: value for key, value in keywords.items() if key in known})
+
+
+def _fuse(adam: Any) -> None:
+    """Let torch's Adam, Megatron's choice without Transformer Engine and Apex, run as one kernel a group."""
+    for part in getattr(adam, "chained_optimizers", [adam]):
+        if isinstance(part.optimizer, torch.optim.Adam):  # AdamW is one of it
+            for group in part.optimizer.param_groups:
+                group.update(fused=True, foreach=False)
 
 
 def _schedule(adam: Any, settings: OptimizerSettings) -> OptimizerParamScheduler:

@@ -87,7 +87,8 @@ def check(path: str, case: Case) -> None:
         for key, which in (("log_probs", 0), ("entropy", 1)):
             expected = torch.cat([pair[which].detach() for pair in exact])
             assert torch.allclose(stack(result[key]).double(), expected, atol=2e-5, rtol=0), f"{key}"
-        assert result["metrics"]["loss"] == pytest.approx(float(objective_loss), rel=TOLERANCE, abs=1e-7)
+        # terms as large as a log-prob, 4.6, cancel in the loss: float32 rounds each of them by up to 2.4e-7
+        assert result["metrics"]["loss"] == pytest.approx(float(objective_loss), rel=TOLERANCE, abs=5e-7)
         assert result["metrics"] == results[0]["metrics"], "metrics differ between ranks"
     name, error = worst_error(results[0]["gradients"], checkpoint_gradients(model))
     assert error < TOLERANCE, f"gradient of {name} is off by {error:.1e}"

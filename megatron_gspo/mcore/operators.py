@@ -1,0 +1,224 @@
+"""The element-wise parts of a layer as autograd functions with backwards of their own.
+
+Torch differentiates them op by op otherwise, which on a CPU took a sixth of a small model's training step. Plain torch,
+any device; each gives what its composite form gives, up to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``x / sqrt(mean(x ** 2) + eps) * weight`` over the last dimension; ``x`` [..., h], ``weight`` [h].
+
+    Low precision and GPUs go to torch's own, which sums in float32 and is fused there.
+    """
+    if x.is_cuda or x.dtype not in (torch.float32, torch.float64) or weight.dtype != x.dtype:
+        return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+    return _RMSNorm.apply(x, weight, eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        squares = torch.linalg.vecdot(x, x).unsqueeze(-1)  # a little closer than the square of vector_norm
+        inverse = squares.mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        return (x * inverse).mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        # y_j = x_j r w_j with r = (mean(x^2) + eps)^-1/2, so dr/dx_i = -r^3 x_i / h
+        x, weight, inverse = ctx.saved_tensors
+        product = (grad * x).view(-1, x.shape[-1])
+        grad_weight = torch.mv(product.t(), inverse.view(-1))
+        along = torch.mv(product, weight).view(inverse.shape)
+        factor = inverse.pow(3).mul_(along).mul_(-1.0 / x.shape[-1])
+        return (grad * weight).mul_(inverse).addcmul_(x, factor), grad_weight, None
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding: ``x * cos + (second half, first half of x) * sin``.
+
+    ``x`` [t, heads, d]; ``cos`` [t, 1, d]; ``sin`` [t, 1, d], its first half negated.
+    """
+    return _Rotate.apply(x, cos, sin)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return (x * cos).addcmul_(_swapped(x), sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors  # a rotation's transpose turns the other way
+        return (grad * cos).addcmul_(_swapped(grad), sin, value=-1.0), None, None
+
+
+def _swapped(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((second, first), dim=-1)
+
+
+def spread(x: Tensor, source: Tensor, place: Tensor) -> Tensor:
+    """Rows of ``x`` [n, d] into slots: slot s gets row ``source[s]``; [slots, d].
+
+    Row i stands in slot ``place[i]``; all other slots are padding, whose gradient must be zero: it is not read.
+    """
+    return _Spread.apply(x, source, place)
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: Tensor, place: Tensor) -> Tensor:
+        ctx.save_for_backward(place)
+        return x.index_select(0, source)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (place,) = ctx.saved_tensors
+        return grad.index_select(0, place), None, None
+
+
+def gather_slots(x: Tensor, place: Tensor) -> Tensor:
+    """The other way: row i of the result is slot ``place[i]`` of ``x`` [slots, d]; each slot at most once."""
+    return _GatherSlots.apply(x, place)
+
+
+class _GatherSlots(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, place: Tensor) -> Tensor:
+        ctx.save_for_backward(place)
+        ctx.slots = x.shape[0]
+        return x.index_select(0, place)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (place,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.slots, grad.shape[1]).index_copy_(0, place, grad), None
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Which row each copy is of, ``source`` [copies], and the copies of row i: ``order[first[i] : first[i + 1]]``."""
+
+    source: Tensor
+    order: Tensor
+    first: Tensor
+
+    @classmethod
+    def of(cls, source: Tensor, count: Tensor) -> Copies:
+        """``count`` [n]: copies of each row."""
+        return cls(source, source.argsort(stable=True), count.cumsum(0) - count)
+
+    def make(self, x: Tensor) -> Tensor:
+        """Rows [n, d] to copies [copies, d]."""
+        return x.index_select(0, self.source)
+
+    def add_up(self, x: Tensor) -> Tensor:
+        """Copies [copies, d] to the sums of each row's, [n, d]; always in the same order, unlike a scatter."""
+        return torch.nn.functional.embedding_bag(self.order, x, self.first, mode="sum")
+
+
+def make_copies(x: Tensor, copies: Copies) -> Tensor:
+    """``copies.make`` with a gradient."""
+    return _MakeCopies.apply(x, copies)
+
+
+def add_up_copies(x: Tensor, copies: Copies) -> Tensor:
+    """``copies.add_up`` with a gradient."""
+    return _AddUpCopies.apply(x, copies)
+
+
+class _MakeCopies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, copies: Copies) -> Tensor:
+        ctx.copies = copies
+        return copies.make(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.copies.add_up(grad.contiguous()), None
+
+
+class _AddUpCopies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, copies: Copies) -> Tensor:
+        ctx.copies = copies
+        return copies.add_up(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.copies.make(grad), None
+
+
+def gated_experts(x: Tensor, probs: Tensor, counts: Sequence[int], up: Sequence[Tensor],
+                  down: Sequence[Tensor]) -> Tensor:
+    """SwiGLU experts over rows sorted by expert, each row's output times its routing probability; [n, h].
+
+    ``x`` [n, h]; ``probs`` [n]; ``counts``: rows of each expert; ``up[e]`` [2 f, h], gate over up; ``down[e]`` [h, f].
+    """
+    return _GatedExperts.apply(x, probs, list(counts), *up, *down)
+
+
+class _GatedExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, probs: Tensor, counts: list[int], *weights: Tensor) -> Tensor:
+        up, down = weights[: len(counts)], weights[len(counts) :]
+        hidden = x.new_empty(x.shape[0], up[0].shape[0])
+        for rows, weight, out in zip(x.split(counts), up, hidden.split(counts), strict=True):
+            torch.mm(rows, weight.t(), out=out)
+        gate, linear = hidden.chunk(2, dim=1)
+        scaled = _scaled(torch.nn.functional.silu(gate).mul_(linear), probs)
+        result = x.new_empty(x.shape[0], down[0].shape[0])
+        for rows, weight, out in zip(scaled.split(counts), down, result.split(counts), strict=True):
+            torch.mm(rows, weight.t(), out=out)
+        ctx.counts = counts
+        ctx.save_for_backward(x, probs, hidden, *weights)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, probs, hidden, *weights = ctx.saved_tensors
+        counts, grad = ctx.counts, grad.contiguous()
+        up, down = weights[: len(counts)], weights[len(counts) :]
+        gate, linear = hidden.chunk(2, dim=1)
+        silu = torch.nn.functional.silu(gate)
+        product = silu * linear
+        grad_scaled = torch.empty_like(product)
+        for rows, weight, out in zip(grad.split(counts), down, grad_scaled.split(counts), strict=True):
+            torch.mm(rows, weight, out=out)
+        grad_down = [g.t() @ rows for g, rows in zip(grad.split(counts), _scaled(product, probs).split(counts),
+                                                    strict=True)]
+        grad_probs = product.mul_(grad_scaled).sum(1).to(probs.dtype)
+        grad_product = _scaled(grad_scaled, probs)
+        grad_hidden = torch.empty_like(hidden)
+        grad_gate, grad_linear = grad_hidden.chunk(2, dim=1)
+        torch.mul(grad_product, silu, out=grad_linear)
+        torch.ops.aten.silu_backward.grad_input(grad_product.mul_(linear), gate, grad_input=grad_gate)
+        grad_up = [g.t() @ rows for g, rows in zip(grad_hidden.split(counts), x.split(counts), strict=True)]
+        grad_x = torch.empty_like(x)
+        for rows, weight, out in zip(grad_hidden.split(counts), up, grad_x.split(counts), strict=True):
+            torch.mm(rows, weight, out=out)
+        return grad_x, grad_probs, None, *grad_up, *grad_down
+
+
+def _scaled(rows: Tensor, probs: Tensor) -> Tensor:
+    """Times each row's probability, in ``rows``' dtype; multiplied in the wider of the two, as Megatron does."""
+    return (rows * probs[:, None]).to(rows.dtype)
