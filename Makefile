@@ -8,7 +8,6 @@ ARGS ?=
 
 RUN = OMP_NUM_THREADS=1 $(VENV)/bin/python
 STAMP = $(VENV)/.installed
-BENCH_STAMP = $(VENV)/.bench
 
 .PHONY: install demo test bench lint format docs clean
 .DEFAULT_GOAL := install
@@ -29,11 +28,8 @@ demo: install
 test: install
 	$(RUN) -m pytest $(ARGS)
 
-$(BENCH_STAMP): $(STAMP)
-	$(VENV)/bin/python -m pip install -q -e ".[bench]"
-	touch $@
-
-bench: $(BENCH_STAMP)
+# TRL, the peer, gets an environment of its own, .venv-trl, on the first run.
+bench: install
 	$(RUN) benchmarks/run_all.py $(ARGS)
 
 lint: install
@@ -48,5 +44,5 @@ docs: install
 	$(RUN) -m megatron_gspo.tools.write_config_reference docs/config.md
 
 clean:
-	rm -rf $(VENV) .venv312 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv312 .venv-trl build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

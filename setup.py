@@ -21,7 +21,6 @@ EXTRAS = {
     "sglang": ["sglang>=0.5.15"],
     "gpu": ["transformer-engine[pytorch]>=2.4"],
     "test": ["pytest>=8", "hypothesis>=6.100"],
-    "bench": ["trl>=1.16"],
     "dev": ["ruff>=0.6", "mypy>=1.11", "types-PyYAML", "pre-commit>=3"],
 }
 # Not in "all": sglang pins other versions and wants an environment of its own; gpu needs CUDA.

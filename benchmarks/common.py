@@ -57,8 +57,8 @@ class Spread:
 class Row:
     """Ours beside one peer. ``ratio`` and ``cpu_ratio`` are ours / peer; ``better`` says which way is good.
 
-    ``target``: the ratio to reach, with ``better``; None where the row only informs. ``cpu_ratio`` is None where CPU
-    time means nothing (memory, GPU). ``note``: what the figures are of.
+    ``target``: the ratio to reach, with ``better``; None where the row only informs; with ``absolute`` it is ours
+    itself that is to reach it. ``cpu_ratio`` is None where CPU time means nothing (memory, GPU).
     """
 
     benchmark: str
@@ -71,13 +71,16 @@ class Row:
     peer: Spread
     cpu_ratio: Spread | None = None
     target: float | None = None
+    absolute: bool = False
     note: str = ""
 
     @property
     def met(self) -> bool | None:
+        """Whether the target is reached; None without one."""
         if self.target is None:
             return None
-        return self.ratio.median >= self.target if self.better == "higher" else self.ratio.median <= self.target
+        found = (self.ours if self.absolute else self.ratio).median
+        return found >= self.target if self.better == "higher" else found <= self.target
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"met": self.met}
@@ -151,14 +154,14 @@ def rate_row(benchmark: str, name: str, ours: Sequence[Mapping[str, float]], pee
 
 def number(value: float) -> str:
     """Three significant digits, thousands separated: 12,400; 3.14; 0.0021."""
-    if value == 0 or not abs(value) >= 1000:
+    if abs(value) < 999.5:
         return f"{value:.3g}"
-    digits = len(str(int(abs(value)))) - 3
-    return f"{round(value / 10**digits) * 10**digits:,}"
+    step = 10 ** (len(str(round(abs(value)))) - 3)
+    return f"{round(value / step) * step:,}"
 
 
 def _cells(row: Row) -> list[str]:
-    sign = ">=" if row.better == "higher" else "<="
+    sign = ("ours " if row.absolute else "") + (">=" if row.better == "higher" else "<=")
     return [
         f"{row.ratio.median:.2f} ({row.ratio.low:.2f}-{row.ratio.high:.2f})",
         "" if row.cpu_ratio is None else f"{row.cpu_ratio.median:.2f}",

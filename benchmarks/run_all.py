@@ -1,9 +1,7 @@
-"""Run the benchmarks, print one table and keep the result.
+"""Run every benchmark, print one table and write ``results/latest.json`` with a dated copy.
 
-    make bench                                   # or: python benchmarks/run_all.py [--quick] [--trl-python PATH]
-
-Writes ``benchmarks/results/latest.json`` and a copy named after the day and the machine: rows, versions, hardware and
-the commands. The loop's benchmark needs an environment with TRL, which is made as ``.venv-trl`` unless one is named.
+Each benchmark runs in a process of its own, on one thread. It takes about six minutes, with ``--quick`` two; TRL's
+environment is made on the first run.
 """
 
 from __future__ import annotations
@@ -11,53 +9,82 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import RESULTS, SCHEMA, Row, hardware, say, table, versions, write_result  # noqa: E402
+from benchmarks.common import RESULTS, ROOT, SCHEMA, Row, hardware, machine_kind, say, table, versions, write_result
 
-SCRIPTS = ("step_vs_megatron", "loop_vs_trl")
-
-
-def run_script(name: str, options: list[str], folder: Path) -> dict[str, Any]:
-    """One benchmark in a process of its own; what it saved, and the command. A failure ends the suite."""
-    file = folder / f"{name}.json"
-    command = ["benchmarks/" + name + ".py", *options]
-    say("$ python", *command)
-    subprocess.run([sys.executable, *command, "--json", str(file)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    return {**json.loads(file.read_text()), "command": "python " + " ".join(command)}
+BENCHMARKS = ("loop_vs_trl", "step_vs_megatron", "log_probs")
+LIMIT = 900  # seconds a benchmark may take, without the making of TRL's environment
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few repeats: to see that it works")
-    parser.add_argument("--trl-python", help="interpreter of an environment with TRL")
-    args = parser.parse_args()
-    quick = ["--quick"] if args.quick else []
-    trl = ["--trl-python", args.trl_python] if args.trl_python else []
-    machine = hardware()
+def command_of(name: str, args: argparse.Namespace) -> list[str]:
+    """Of one benchmark, relative to the repository."""
+    command = ["python", f"benchmarks/{name}.py", *(["--quick"] if args.quick else [])]
+    if name == "loop_vs_trl" and args.trl_python:
+        command += ["--trl-python", args.trl_python]
+    return command
+
+
+def run_benchmark(name: str, args: argparse.Namespace, file: Path) -> dict[str, Any]:
+    """Its rows and details. Raises ``CalledProcessError`` or ``TimeoutExpired``."""
+    command = [sys.executable, *command_of(name, args)[1:], "--json", str(file)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    subprocess.run(command, check=True, cwd=ROOT, env=env, timeout=LIMIT, stdout=subprocess.DEVNULL)
+    return json.loads(file.read_text())
+
+
+def shown_command(name: str, args: argparse.Namespace) -> str:
+    """The command for the result file; the place of an interpreter is nobody else's business."""
+    text = " ".join(command_of(name, args))
+    return f"OMP_NUM_THREADS=1 {text}".replace(args.trl_python or "\0", "PYTHON_WITH_TRL")
+
+
+def run_all(args: argparse.Namespace) -> dict[str, Any]:
+    """The whole result; a benchmark that fails is told under ``failures`` and leaves the others be."""
+    started, machine = time.perf_counter(), hardware()
+    rows: list[Row] = []
+    result: dict[str, Any] = {"schema": SCHEMA, "date": datetime.date.today().isoformat(), "quick": args.quick,
+                              "hardware": machine, "versions": versions(), "commands": {}, "failures": {}}  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        parts = {name: run_script(name, quick + (trl if "trl" in name else []), Path(folder)) for name in SCRIPTS}
-    rows = [Row.from_json(row) for part in parts.values() for row in part["rows"]]
-    print(table(rows))
-    day = datetime.date.today().isoformat()
-    result = {
-        "schema": SCHEMA,
-        "date": day,
-        "hardware": machine,
-        "versions": versions() | parts["loop_vs_trl"].get("peer_versions", {}),
-        "commands": {name: part["command"].replace(str(args.trl_python), "TRL_PYTHON") for name, part in parts.items()},
-        "rows": [row.to_json() for row in rows],
-    }
-    for file in write_result(result, RESULTS, day):
-        say("wrote", file.relative_to(ROOT))
+        for name in args.only or BENCHMARKS:
+            say(f"== {name}")
+            result["commands"][name] = shown_command(name, args)
+            try:
+                found = run_benchmark(name, args, Path(folder) / f"{name}.json")
+            except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+                result["failures"][name] = f"{type(error).__name__}: {error}".split("\n")[0]
+                continue
+            rows += [Row.from_json(record) for record in found["rows"]]
+            if "peer_versions" in found:
+                result["versions"]["trl"] = found["peer_versions"]["trl"]
+    return result | {"seconds": time.perf_counter() - started, "rows": [row.to_json() for row in rows]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer repeats, small sizes; not for figures to quote")
+    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, help="run these only")
+    parser.add_argument("--trl-python", help="interpreter of an environment with TRL; without it .venv-trl is made")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to (default: %(default)s)")
+    args = parser.parse_args()
+    result = run_all(args)
+    print(f"{machine_kind(result['hardware'])}, load {result['hardware']['load_average']:.1f} at the start; "
+          + ", ".join(f"{name} {version}" for name, version in result["versions"].items()))  # fmt: skip
+    print(table([Row.from_json(record) for record in result["rows"]]))
+    for file in write_result(result, args.results, result["date"]):
+        print(file)
+    for name, reason in result["failures"].items():
+        print(f"FAILED {name}: {reason}")
+    return 1 if result["failures"] else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""The pure parts of the benchmarks: spreads, ratios, rows, table, result files and the turns of two programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from benchmarks.common import (
+    Row,
+    Seconds,
+    Spread,
+    interleave,
+    machine_kind,
+    number,
+    rate_row,
+    ratios,
+    table,
+    time_row,
+    write_result,
+)
+from benchmarks.loop_vs_trl import PHASES, check_equal_work, rows_of
+from benchmarks.turns import Worker, take_turns
+
+
+def test_spread_is_median_and_quartiles():
+    assert Spread.of([5.0, 1.0, 3.0, 2.0, 4.0]) == Spread(3.0, 2.0, 4.0, 5)
+    assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0, 1)
+    with pytest.raises(ValueError, match="no measurements"):
+        Spread.of([])
+
+
+def test_ratios_are_taken_turn_by_turn():
+    """A machine twice as slow in the second and third turn: medians over all turns would say 2, the turns say 1."""
+    assert ratios([1.0, 2.0, 2.0], [1.0, 2.0, 2.0]).median == 1.0
+    assert ratios([2.0, 20.0, 3.0], [1.0, 10.0, 1.0]) == Spread(2.0, 2.0, 2.5, 3)
+
+
+def test_time_rows_want_to_be_low_and_rates_high():
+    slow, fast = [Seconds(2.0, 1.0)] * 3, [Seconds(1.0, 1.0)] * 3
+    row = time_row("step", "a", slow, fast, peer_name="p", target=1.5)
+    assert (row.ratio.median, row.cpu_ratio.median, row.ours.median, row.met) == (2.0, 1.0, 2000.0, False)
+    assert time_row("step", "a", fast, slow, peer_name="p", target=0.5).met is True
+    turn = {"amount": 100.0, "seconds": 4.0, "cpu_seconds": 2.0}
+    row = rate_row("loop", "b", [turn], [turn | {"seconds": 5.0}], unit="tokens/s", peer_name="p", target=1.3)
+    assert (row.ours.median, row.ratio.median, row.cpu_ratio.median, row.met) == (25.0, 1.25, 1.0, False)
+
+
+def test_an_absolute_target_is_of_ours():
+    row = Row("m", "peak", "p", "units", "lower", Spread.of([0.5]), Spread.of([0.3]), Spread.of([0.6]), target=0.25,
+              absolute=True)  # fmt: skip
+    assert row.met is False and "ours <= 0.25 NO" in table([row])
+
+
+def test_a_row_survives_json():
+    row = time_row("step", "a", [Seconds(2.0, 1.0)], [Seconds(1.0, 1.0)], peer_name="p", note="n")
+    record = json.loads(json.dumps(row.to_json()))
+    assert record["met"] is None
+    assert Row.from_json(record) == row
+
+
+def test_table_puts_the_ratio_first_and_lines_up():
+    row = time_row("step", "forward", [Seconds(1.5, 1.0)], [Seconds(1.0, 1.0)], peer_name="bare", target=1.15)
+    lines = table([row]).splitlines()
+    cells = [cell.strip() for cell in lines[2].strip("|").split("|")]
+    assert cells == ["1.50 (1.50-1.50)", "1.00", "<= 1.15 NO", "forward", "1,500 ms", "1,000 ms", "bare"]
+    assert len({len(line) for line in lines}) == 1
+
+
+NUMBERS = {12_345: "12,300", 999.6: "1,000", 999.4: "999", 3.14159: "3.14", 0.00213: "0.00213", 0: "0",
+           1_234_567: "1,230,000"}  # fmt: skip
+
+
+@pytest.mark.parametrize("value", NUMBERS)
+def test_numbers_have_three_digits(value):
+    assert number(value) == NUMBERS[value]
+
+
+def test_contestants_run_in_turns_in_alternating_order():
+    calls = []
+    taken = interleave({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, repeats=3, warmup=1)
+    assert calls == ["a", "b", "a", "b", "b", "a", "a", "b"]
+    assert {name: len(turns) for name, turns in taken.items()} == {"a": 3, "b": 3}
+
+
+def test_repeats_stop_when_the_time_is_over_but_not_before_three():
+    taken = interleave({"a": lambda: None}, repeats=100, warmup=0, seconds=-1.0)
+    assert len(taken["a"]) == 3
+
+
+def test_result_files(tmp_path):
+    machine = {"gpu": None, "cpu": "Fast CPU(R) 9", "cores": 2}
+    assert machine_kind(machine) == "fast-cpu-r-9-2-cores"
+    assert machine_kind(machine | {"gpu": "NVIDIA H100"}) == "nvidia-h100"
+    files = write_result({"hardware": machine, "rows": []}, tmp_path / "results", "2026-01-02")
+    assert [file.name for file in files] == ["latest.json", "2026-01-02-fast-cpu-r-9-2-cores.json"]
+    assert json.loads(files[0].read_text()) == json.loads(files[1].read_text())
+
+
+def test_loop_rows_from_the_reports_of_the_turns():
+    def report(seconds):
+        return {phase: {"seconds": seconds, "cpu_seconds": seconds} for phase in PHASES} | {"tokens": 600, "steps": 4}
+
+    rows = rows_of([report(2.0), report(2.0)], [report(3.0), report(3.0)])
+    assert [row.name for row in rows] == list(PHASES.values())
+    assert (rows[0].ours.median, rows[0].peer.median, rows[0].ratio.median, rows[0].met) == (300, 200, 1.5, True)
+    same = {"steps": 4, "response_tokens": 24}
+    check_equal_work(same, same)
+    with pytest.raises(ValueError, match="response_tokens: ours did 24, .* 23"):
+        check_equal_work(same, same | {"response_tokens": 23})
+
+
+WORKER = """
+import json, sys
+for i in range(9):
+    print("chatter", flush=True)
+    print("@@ " + json.dumps({"segment": i}), flush=True)
+    if not sys.stdin.readline():
+        break
+"""
+
+
+def test_programs_take_turns():
+    command = [sys.executable, "-c", WORKER]
+    with Worker("a", command, limit=30) as a, Worker("b", command, limit=30) as b:
+        reports = take_turns([a, b], 2)
+    assert reports == [[{"segment": 1}, {"segment": 2}]] * 2
+
+
+def test_a_program_that_dies_is_told_with_its_last_words():
+    command = [sys.executable, "-c", "import sys; sys.exit('out of luck')"]
+    with Worker("peer", command, limit=30) as worker, pytest.raises(RuntimeError, match="(?s)peer ended early.*luck"):
+        worker.report()
+
+
+def test_a_program_that_hangs_is_given_up():
+    command = [sys.executable, "-c", "input()"]
+    with Worker("peer", command, limit=0.2) as worker, pytest.raises(RuntimeError, match="longer than"):
+        worker.report()
