@@ -63,7 +63,7 @@ class Run:
     @property
     def generates_on_policy(self) -> bool:
         """Whether the engine needs the new weights after every update."""
-        return self.eval_engine is None or self.eval_engine is self.engine
+        return not self.config.algorithm.is_supervised
 
     def close(self) -> None:
         self.scorer.close()
