@@ -102,6 +102,8 @@ def naive_loss(objective: Objective, batch: Batch, log_probs: Tensor, entropy: T
                 value = _surrogate(o, _ratio(o, batch, log_probs, t, sequence_log_ratio), advantage)
             if o.kl_loss_coef:
                 d = log_probs[t] - batch.ref_log_probs[t]
+                if o.kl_estimator != "k1":
+                    d = d.clamp(-o.max_log_ratio, o.max_log_ratio)
                 kl = {"k1": d, "k2": d**2 / 2, "k3": torch.exp(-d) - 1 + d}[o.kl_estimator]
                 value = value - o.kl_loss_coef * kl
             if o.entropy_coef:
@@ -116,11 +118,15 @@ def naive_loss(objective: Objective, batch: Batch, log_probs: Tensor, entropy: T
 
 
 def _ratio(o: Objective, batch: Batch, log_probs: Tensor, t: int, sequence_log_ratio: Tensor) -> Tensor:
+    limit = o.max_log_ratio
     if o.importance_sampling_level == "token":
-        return torch.exp(log_probs[t] - batch.old_log_probs[t])
+        return torch.exp((log_probs[t] - batch.old_log_probs[t]).clamp(-limit, limit))
+    clamped = sequence_log_ratio.clamp(-limit, limit)
     if o.importance_sampling_level == "sequence":  # the ratio itself, not its token-wise stand-in
-        return torch.exp(sequence_log_ratio)
-    return torch.exp(sequence_log_ratio).detach() * torch.exp(log_probs[t] - log_probs[t].detach())
+        return torch.exp(clamped)
+    if bool(clamped != sequence_log_ratio):  # a clamped ratio is a constant
+        return torch.exp(clamped).detach()
+    return torch.exp(clamped).detach() * torch.exp(log_probs[t] - log_probs[t].detach())
 
 
 def _surrogate(o: Objective, ratio: Tensor, advantage: Tensor) -> Tensor:
@@ -134,8 +140,8 @@ def _surrogate(o: Objective, ratio: Tensor, advantage: Tensor) -> Tensor:
 def naive_metrics(objective: Objective, batch: Batch) -> dict[str, float]:
     """Final figures of the mini-batch, counted one by one."""
     o, out = objective, {}
-    clipped_tokens = lower = upper = clipped_sequences = 0.0
-    ratios = []
+    clipped_tokens = lower = upper = dual = clipped_sequences = 0.0
+    ratios, clamped = [], []
     k3_old = k3_ref = entropy = 0.0
     for i in range(batch.num_segments):
         tokens = [
@@ -145,21 +151,26 @@ def naive_metrics(objective: Objective, batch: Batch) -> dict[str, float]:
             continue
         log_ratios = [float(batch.log_probs[t] - batch.old_log_probs[t]) for t in tokens]
         mean = sum(log_ratios) / len(tokens)
+        log_weights = [mean if o.sequence_level else log_ratio for log_ratio in log_ratios]
         cut = 0
-        for t, log_ratio in zip(tokens, log_ratios, strict=True):
-            ratio = math.exp(mean if o.sequence_level else log_ratio)
+        for t, log_ratio, log_weight in zip(tokens, log_ratios, log_weights, strict=True):
+            ratio = math.exp(_within(log_weight, o.max_log_ratio))
             advantage = float(batch.advantages[t])
             is_upper = advantage > 0 and ratio > 1 + o.epsilon_high
             is_lower = advantage < 0 and ratio < 1 - o.epsilon_low
             upper, lower, cut = upper + is_upper, lower + is_lower, cut + (is_upper or is_lower)
+            dual += o.dual_clip is not None and advantage < 0 and ratio > o.dual_clip
             if not o.sequence_level:
                 ratios.append(ratio)
-            k3_old += math.exp(log_ratio) - 1 - log_ratio
-            d = float(batch.log_probs[t] - batch.ref_log_probs[t])
+                clamped.append(abs(log_weight) > o.max_log_ratio)
+            d = _within(log_ratio, o.max_log_ratio)
+            k3_old += math.exp(d) - 1 - d
+            d = _within(float(batch.log_probs[t] - batch.ref_log_probs[t]), o.max_log_ratio)
             k3_ref += math.exp(-d) - 1 + d
             entropy += float(batch.entropy[t])
         if o.sequence_level:
             ratios.append(ratio)
+            clamped.append(abs(mean) > o.max_log_ratio)
         clipped_tokens += cut
         clipped_sequences += cut / len(tokens) if o.sequence_level else cut > 0
     n = batch.num_tokens
@@ -171,5 +182,11 @@ def naive_metrics(objective: Objective, batch: Batch) -> dict[str, float]:
     out["ratio_max"], out["ratio_min"] = float(ratios.max()), float(ratios.min())
     out["effective_sample_size"] = float(ratios.sum() ** 2 / (ratios**2).sum() / len(ratios))
     out["kl/old_policy"], out["kl/ref"], out["entropy"] = k3_old / n, k3_ref / n, entropy / n
-    out["log_ratio_clamped"] = 0.0
+    out["log_ratio_clamped"] = sum(clamped) / len(clamped)
+    if o.dual_clip is not None:
+        out["clip_fraction/dual"] = dual / n
     return out
+
+
+def _within(value: float, limit: float) -> float:
+    return min(max(value, -limit), limit)
