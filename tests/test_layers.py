@@ -12,6 +12,7 @@ PACKAGE = "megatron_gspo"
 
 # From the bottom up. A part may import itself and the parts before it, never one after it.
 LAYERS = (
+    "errors",
     "algorithms",
     "parallel",
     "data",

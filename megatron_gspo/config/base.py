@@ -7,9 +7,13 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from megatron_gspo.errors import InputError
 
-class ConfigError(ValueError):
+
+class ConfigError(InputError):
     """A config that cannot work. Its text is one line: key, value, what is wrong, the fix."""
+
+    label = "config error"
 
     def __init__(self, key: str, value: Any, problem: str, fix: str) -> None:
         self.key, self.value, self.problem, self.fix = key, value, problem, fix

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megatron_gspo.errors import InputError, first_line
+
 Row = dict[str, Any]
 Place = str  # where a row came from, for error messages: "data.jsonl line 3"
 
@@ -16,7 +18,7 @@ _JSON_LINES = (".jsonl", ".ndjson")
 _SUPPORTED = ".jsonl, .parquet, .arrow or a directory written by datasets' save_to_disk"
 
 
-class PromptError(ValueError):
+class PromptError(InputError):
     """Prompts that can't be used; one line naming the file, the row, the key and the fix."""
 
 
@@ -77,7 +79,7 @@ def _read_parquet(path: Path) -> list[tuple[Place, Row]]:
     try:
         table = parquet.read_table(path)
     except (ValueError, OSError) as error:  # pyarrow's errors derive from these two
-        raise PromptError(f"{path}: not Parquet ({_first_line(error)}); write the file again") from error
+        raise PromptError(f"{path}: not Parquet ({first_line(error)}); write the file again") from error
     return _numbered(path, table.to_pylist())
 
 
@@ -89,7 +91,7 @@ def _read_datasets(path: Path, split: str) -> list[tuple[Place, Row]]:
         else:
             loaded = datasets.Dataset.from_file(str(path))
     except (ValueError, OSError) as error:
-        reason = _first_line(error)
+        reason = first_line(error)
         raise PromptError(f"{path}: not a saved dataset ({reason}); write it with save_to_disk") from error
     if isinstance(loaded, datasets.DatasetDict):
         if split not in loaded:
@@ -100,7 +102,3 @@ def _read_datasets(path: Path, split: str) -> list[tuple[Place, Row]]:
 
 def _numbered(path: Path, rows: Iterable[Row]) -> list[tuple[Place, Row]]:
     return [(f"{path} row {number}", row) for number, row in enumerate(rows, start=1)]
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).split("\n")[0]

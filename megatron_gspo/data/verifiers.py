@@ -15,12 +15,13 @@ from typing import Any
 from megatron_gspo.data.answers import STYLES, extract_answer
 from megatron_gspo.data.prompt_files import optional_module
 from megatron_gspo.data.sample import Prompt
+from megatron_gspo.errors import InputError
 
 Verifier = Callable[[str, Prompt], float]
 """verifier(response_text, prompt) -> reward, a finite number. It may raise: rewards.py counts that."""
 
 
-class VerifierError(ValueError):
+class VerifierError(InputError):
     """A verifier that can't be loaded; one line naming it and the fix."""
 
 

@@ -1,0 +1,89 @@
+"""Errors that are messages to the user: one line that says what is wrong, with which value, and what to do.
+
+Whatever isn't one of these is a defect of the program and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+
+class UserError(Exception):
+    """The cause lies in the input, the machine or the run, not in the program.
+
+    label: begins the line that the command line prints. exit_code: 2, the run can't start as it was asked for;
+    1, it failed under way and can go on from its newest checkpoint.
+    """
+
+    label = "error"
+    exit_code = 1
+
+
+class InputError(UserError, ValueError):
+    """Config, data, model or verifier that can't be used."""
+
+    exit_code = 2
+
+
+class RunError(UserError, RuntimeError):
+    """A run that can't go on."""
+
+
+class DiskError(RunError):
+    """A file of the run that can't be written; names it, the reason and how much room there is."""
+
+
+@contextlib.contextmanager
+def writing(path: str | Path, *, needed: int | None = None) -> Iterator[None]:
+    """Turn an `OSError` from writing `path` into a `DiskError`. needed: bytes, where the caller knows them."""
+    try:
+        yield
+    except OSError as error:
+        raise DiskError(describe_disk(path, error, needed=needed)) from error
+
+
+def describe_disk(path: str | Path, error: OSError, *, needed: int | None = None) -> str:
+    """One line: the path, what the system said, bytes needed and free, and what to do."""
+    reason = (error.strerror or str(error) or type(error).__name__).lower()
+    room = "" if needed is None else f"{show_bytes(needed)} needed, "
+    folder = _existing(Path(path))
+    room += f"{show_bytes(shutil.disk_usage(folder).free)} free in {folder}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        fix = "free some space"
+    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        fix = "make it writable or choose another run_dir"
+    elif error.errno == errno.EFBIG:
+        fix = "raise the limit on file sizes (ulimit -f)"
+    elif error.errno in (errno.ENOENT, errno.ENOTDIR):
+        fix = "don't remove a run's directory while it runs"
+    else:
+        fix = "mend the disk or choose another run_dir"
+    return f"{path}: cannot be written: {reason} ({room}); {fix}"
+
+
+def show_bytes(count: float) -> str:
+    """A number of bytes with a unit: `1.5 GiB`."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def first_line(error: BaseException | str) -> str:
+    """The first line of a message with something on it, or the error's type."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def _existing(path: Path) -> Path:
+    """The deepest part of a path that exists."""
+    path = Path(os.path.abspath(path))
+    while not path.exists():
+        path = path.parent
+    return path
