@@ -1,0 +1,11 @@
+"""hypothesis profiles: `ci` is the default; `pytest --hypothesis-profile=thorough` looks further, at random."""
+
+from hypothesis import HealthCheck, Phase, settings
+
+slow_machine = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+# The same examples in every run: a change that breaks nothing can't turn the tests red.
+settings.register_profile("ci", max_examples=40, derandomize=True, database=None, **slow_machine)
+settings.register_profile("thorough", max_examples=1000, print_blob=True, **slow_machine)
+# For tests/mutation: a failure ends a mutant, its smallest example is of no interest.
+settings.register_profile("mutation", parent=settings.get_profile("ci"), phases=[Phase.explicit, Phase.generate])
+settings.load_profile("ci")

@@ -1,0 +1,268 @@
+"""Mutation testing of megatron_gspo/algorithms and megatron_gspo/parallel.
+
+    python tests/mutation/run.py [files or folders ...] [--slots 2] [--only survived] [--out build/mutation]
+
+Each mutant is written into a copy of the project and the tests of its module run on it, quickest first, until one
+fails. This process imports torch and the test tools once and forks for every mutant; the project itself is
+imported in the fork, from the copy. Processes that a test starts import from the copy too, so a mutant is alive
+in all ranks. Results are kept in OUT/results.json, by file and mutant; a later run replaces what it looks at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+COPIED = ("megatron_gspo", "tests", "patches", "tools", "pyproject.toml", "setup.py")
+MEMORY = 12 * 2**30  # bytes of address space of one test run: a mutant of a tile size may ask for anything
+STATUS = {0: "survived", 1: "killed", 2: "killed", 5: "no tests"}  # pytest's exit codes; 2: broken import
+
+# What runs first on a mutant of a module (or of any other module of the package); then everything.
+FIRST = {
+    "algorithms": ["test_worked_cases"],
+    "advantages": ["test_advantages"],
+    "distribution": ["test_distribution"],
+    "filters": ["test_filters"],
+    "kl": ["test_kl"],
+    "objective": ["test_objective"],
+    "presets": ["test_objective"],
+    "rollout_correction": ["test_rollout_correction"],
+    "parallel": ["test_context"],
+    "log_probs": ["test_log_probs"],
+    "vocabulary_tiles": ["test_log_probs"],
+}
+EVERYTHING = {
+    "algorithms": ["tests/algorithms", "tests/properties/test_objective.py", "tests/properties/test_rewards.py"],
+    "parallel": ["tests/parallel", "tests/properties/test_ownership.py", "tests/properties/test_log_probs.py"],
+}
+
+
+def stages(file: str, root: Path = ROOT) -> list[list[str]]:
+    """pytest's arguments for a mutant of `file`: one run after the other, until one fails."""
+    package, module = Path(file).parts[-2], Path(file).stem
+    first = [f"tests/{package}/{name}.py" for name in FIRST.get(module, FIRST[package])]
+    everything = [path for path in EVERYTHING[package] if (root / path).exists()]
+    return [first, [*first, *everything]]
+
+
+@dataclass
+class Job:
+    file: str
+    key: str
+    source: str
+    about: dict
+    limit: float
+    again: bool = False  # a second try of what ran into its limit
+    pid: int = 0
+    started: float = 0.0
+
+
+@dataclass
+class Slot:
+    """One copy of the project, in which one mutant at a time is tested."""
+
+    folder: Path
+    job: Job | None = None
+    original: dict[str, str] = field(default_factory=dict)
+
+    def begin(self, job: Job) -> None:
+        path = self.folder / job.file
+        self.original.setdefault(job.file, path.read_text())
+        _put(path, job.source)
+        job.started = time.monotonic()
+        sys.stdout.flush()
+        job.pid = os.fork()
+        if job.pid == 0:
+            _test(self.folder, job.file)
+        self.job = job
+
+    def end(self) -> Job:
+        job, self.job = self.job, None
+        assert job is not None
+        _kill_group(job.pid)
+        _put(self.folder / job.file, self.original[job.file])
+        return job
+
+
+def _put(path: Path, text: str) -> None:
+    """Write a module; its compiled form would be trusted if only size and second of writing agreed."""
+    path.write_text(text)
+    for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
+        compiled.unlink()
+
+
+def _kill_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def _test(folder: Path, file: str) -> None:
+    """In the fork: run the stages in `folder`; the exit code is pytest's. Never returns."""
+    code = 3
+    try:
+        os.setsid()
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # die with the parent (Linux)
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        log = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for stream in (1, 2):
+            os.dup2(log, stream)
+        os.chdir(folder)
+        os.environ["PYTHONPATH"] = str(folder)
+        sys.path[0] = str(folder)
+        code = _stages(folder, file)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _stages(folder: Path, file: str) -> int:
+    import pytest
+
+    try:
+        module = __import__("importlib").import_module(file.removesuffix(".py").replace("/", "."))
+    except Exception:
+        traceback.print_exc()
+        return 2
+    assert str(module.__file__) == str(folder / file), f"{module.__file__} is not the mutated copy"
+    options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "--hypothesis-profile=mutation"]
+    for paths in stages(file, folder):
+        code = int(pytest.main([*options, *paths]))
+        if code != 0:
+            return code
+    return 0
+
+
+def run_all(jobs: list[Job], slots: list[Slot], record) -> None:
+    """Run the jobs, one in each slot at a time; `record(job, status, seconds)` gets each outcome.
+
+    A run at its limit is tried once more with three times the limit: only what hangs then is a timeout.
+    """
+    waiting = list(reversed(jobs))
+    while waiting or any(slot.job for slot in slots):
+        for slot in slots:
+            if slot.job is None and waiting:
+                slot.begin(waiting.pop())
+            job = slot.job
+            if job is None:
+                continue
+            done, status = os.waitpid(job.pid, os.WNOHANG)
+            seconds = time.monotonic() - job.started
+            if not done and seconds < job.limit:
+                continue
+            slot.end()
+            if not done:
+                os.waitpid(job.pid, 0)
+                if not job.again:
+                    waiting.append(Job(job.file, job.key, job.source, job.about, 3 * job.limit, again=True))
+                    continue
+                record(job, "timeout", seconds)
+            elif os.WIFSIGNALED(status):
+                record(job, f"crashed with signal {os.WTERMSIG(status)}", seconds)
+            else:
+                record(job, STATUS.get(os.WEXITSTATUS(status), "suspicious"), seconds)
+        time.sleep(0.02)
+
+
+def make_slot(folder: Path) -> Slot:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, folder / name)
+    return Slot(folder)
+
+
+def baseline(slots: list[Slot], files: list[str]) -> dict[str, float]:
+    """Seconds that the unchanged files' tests take; ends the run where they fail."""
+    seconds: dict[str, float] = {}
+
+    def record(job: Job, status: str, taken: float) -> None:
+        if status != "survived":
+            text = (slots[0].folder / "output.txt").read_text()
+            raise SystemExit(f"{job.file}: tests of the unchanged code: {status}\n{text[-3000:]}")
+        seconds[job.file] = taken
+        print(f"{job.file}: {taken:.1f} s unchanged", flush=True)
+
+    jobs = [Job(file, "", (ROOT / file).read_text(), {}, 600.0) for file in files]
+    run_all(jobs, slots[:1], record)
+    return seconds
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paths", nargs="*", default=["megatron_gspo/algorithms", "megatron_gspo/parallel"])
+    parser.add_argument("--slots", type=int, default=2, help="mutants tested at a time")
+    parser.add_argument("--only", help="only mutants with this status in the last results, and new ones")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "mutation")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    sys.path.insert(1, str(Path(__file__).parent))
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import hypothesis  # noqa: F401  imported here so that every fork has them already
+    import numpy  # noqa: F401
+    import pytest  # noqa: F401
+    import torch
+    import torch.distributed  # noqa: F401
+    import torch.profiler  # noqa: F401
+    from mutants import mutants
+
+    torch.set_num_threads(1)
+    found = [ROOT / path for path in options.paths]
+    files = sorted(
+        str(file.relative_to(ROOT))
+        for path in found
+        for file in (path.rglob("*.py") if path.is_dir() else [path])
+        if file.name != "__init__.py"
+    )
+    slots = [make_slot(options.out / f"slot{i}") for i in range(options.slots)]
+    store = options.out / "results.json"
+    results = json.loads(store.read_text()) if store.is_file() else {}
+    unchanged = baseline(slots, files)
+    jobs = []
+    for file in files:
+        old, results[file] = results.get(file, {}), {}
+        for mutant in mutants((ROOT / file).read_text()):
+            about = {name: getattr(mutant, name) for name in ("line", "operator", "before", "after")}
+            known = old.get(mutant.key, {}).get("status")
+            if options.only and known not in (None, "not run", options.only):
+                results[file][mutant.key] = old[mutant.key] | about
+                continue
+            results[file][mutant.key] = about | {"status": "not run"}
+            jobs.append(Job(file, mutant.key, mutant.source, about, 30.0 + 5 * unchanged[file]))
+    print(f"{len(jobs)} mutants", flush=True)
+
+    def record(job: Job, status: str, seconds: float) -> None:
+        results[job.file][job.key] = job.about | {"status": status, "seconds": round(seconds, 2)}
+        store.with_suffix(".tmp").write_text(json.dumps(results, indent=1))
+        os.replace(store.with_suffix(".tmp"), store)
+        if status != "killed":
+            print(f"{job.file}:{job.about['line']} {job.key} {status} {seconds:.0f} s {job.about['operator']}")
+            print(f"    - {job.about['before']}\n    + {job.about['after']}", flush=True)
+
+    run_all(jobs, slots, record)
+
+
+if __name__ == "__main__":
+    main()
