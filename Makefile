@@ -9,7 +9,7 @@ ARGS ?=
 RUN = OMP_NUM_THREADS=1 $(VENV)/bin/python
 STAMP = $(VENV)/.installed
 
-.PHONY: install demo test bench lint format docs clean
+.PHONY: install demo test test-peers bench lint format docs clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -28,7 +28,10 @@ demo: install
 test: install
 	$(RUN) -m pytest $(ARGS)
 
-# TRL, the peer, gets an environment of its own, .venv-trl, on the first run.
+# TRL and verl get an environment of their own, .venv-peers, on the first run.
+test-peers: install
+	PEERS=$$($(RUN) benchmarks/peers/environment.py) && OMP_NUM_THREADS=1 PYTHONPATH=. $$PEERS -m tests.peers $(ARGS)
+
 bench: install
 	$(RUN) benchmarks/run_all.py $(ARGS)
 
@@ -44,5 +47,5 @@ docs: install
 	$(RUN) -m megatron_gspo.tools.write_config_reference docs/config.md
 
 clean:
-	rm -rf $(VENV) .venv312 .venv-trl build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv312 .venv-peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

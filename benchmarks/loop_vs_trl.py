@@ -18,42 +18,19 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import ROOT, Row, rate_row, save_rows, say, table
+from benchmarks.peers.environment import peers_python
 from benchmarks.turns import Worker, take_turns
 
 PEER = "TRL GRPOTrainer"
 PHASES = {"loop": "whole loop", "training": "training step", "generation": "generation",
           "scoring": "old log-probs, rewards"}  # fmt: skip
 TARGETS = {"loop": 1.0}
-
-
-def trl_python(given: str | None) -> str:
-    """The interpreter of TRL's environment; ``.venv-trl`` is made if it's absent and none is given."""
-    if given:
-        return given
-    python = ROOT / ".venv-trl" / "bin" / "python"
-    stamp = ROOT / ".venv-trl" / ".installed"
-    if stamp.is_file():
-        return str(python)
-    torch, transformers = metadata.version("torch").split("+")[0], metadata.version("transformers")
-    say(f"making {stamp.parent} (torch {torch}, transformers {transformers} and TRL; a few minutes)")
-    pip = [str(python), "-m", "pip", "install", "-q"]
-    requirements = ROOT / "benchmarks" / "requirements-trl.txt"
-    # torch comes first and alone, so that no other package's requirement can choose another build
-    for command in (
-        [sys.executable, "-m", "venv", str(stamp.parent)],
-        [*pip, f"torch=={torch}"],
-        [*pip, "-r", str(requirements), f"transformers=={transformers}"],
-    ):
-        subprocess.run(command, check=True)
-    stamp.touch()
-    return str(python)
 
 
 def write_prompts(file: Path, count: int = 512) -> None:
@@ -74,7 +51,7 @@ def commands(args: argparse.Namespace, folder: Path) -> dict[str, list[str]]:
     here = ROOT / "benchmarks"
     return {
         "megatron-gspo": [sys.executable, str(here / "our_loop.py"), *shared, "--old-log-probs", args.old_log_probs],
-        PEER: [trl_python(args.trl_python), str(here / "peers" / "trl_loop.py"), *shared, "--paced"],
+        PEER: [args.trl_python or peers_python(), str(here / "peers" / "trl_loop.py"), *shared, "--paced"],
     }
 
 
@@ -137,7 +114,7 @@ def main() -> None:
         "--old-log-probs", choices=("recompute", "rollout"), default="recompute",
         help="ours: recompute does the pass that TRL does too, rollout takes the engine's (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--trl-python", help="interpreter of an environment with TRL; without it .venv-trl is made")
+    parser.add_argument("--trl-python", help="interpreter of an environment with TRL; without it .venv-peers is made")
     parser.add_argument("--limit", type=float, default=180, help="most seconds of a segment (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     args = parser.parse_args()

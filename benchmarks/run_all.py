@@ -72,7 +72,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer repeats, small sizes; not for figures to quote")
     parser.add_argument("--only", nargs="+", choices=BENCHMARKS, help="run these only")
-    parser.add_argument("--trl-python", help="interpreter of an environment with TRL; without it .venv-trl is made")
+    parser.add_argument("--trl-python", help="interpreter of an environment with TRL; without it .venv-peers is made")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to (default: %(default)s)")
     args = parser.parse_args()
     result = run_all(args)

@@ -1,0 +1,46 @@
+"""The environment of TRL and verl, the peers, apart from ours: `.venv-peers`, made on first use.
+
+    python benchmarks/peers/environment.py    # makes it if it's absent and prints its interpreter
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+# Asks for an older transformers and for packages that its loss functions never use.
+WITHOUT_REQUIREMENTS = "verl==0.9.1"
+
+
+def peers_python() -> str:
+    """The interpreter of `.venv-peers`, which is made if it's absent or older than its requirements.
+
+    Raises:
+        subprocess.CalledProcessError: pip could not install.
+    """
+    folder = ROOT / ".venv-peers"
+    python, stamp = folder / "bin" / "python", folder / ".installed"
+    requirements = Path(__file__).with_name("requirements.txt")
+    newest = max(file.stat().st_mtime for file in (requirements, Path(__file__)))
+    if stamp.is_file() and stamp.stat().st_mtime >= newest:
+        return str(python)
+    torch, transformers = metadata.version("torch").split("+")[0], metadata.version("transformers")
+    print(f"making {folder} (torch {torch}, transformers {transformers}, TRL and verl)", file=sys.stderr, flush=True)
+    pip = [str(python), "-m", "pip", "install", "-q"]
+    # torch comes first and alone, so that no other package's requirement can choose another build
+    for command in (
+        [sys.executable, "-m", "venv", str(folder)],
+        [*pip, f"torch=={torch}"],
+        [*pip, "-r", str(requirements), f"transformers=={transformers}"],
+        [*pip, "--no-deps", WITHOUT_REQUIREMENTS],
+    ):
+        subprocess.run(command, check=True)
+    stamp.touch()
+    return str(python)
+
+
+if __name__ == "__main__":
+    print(peers_python())
