@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-
-import torch.distributed as dist
 
 from megatron_gspo.config import Config, ConfigError, from_command_line, refuse
 from megatron_gspo.conversion.files import write_checkpoint
@@ -18,27 +16,14 @@ from megatron_gspo.loop.assemble import Run, assemble
 from megatron_gspo.loop.evaluate import evaluate
 from megatron_gspo.loop.experience import collect
 from megatron_gspo.loop.record import Recorder, throughput
+from megatron_gspo.loop.resume import LoopState, resume, save, sole_writer
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.loop.update import update
-from megatron_gspo.mcore.checkpoint import complete_checkpoints, load_checkpoint, save_checkpoint
 from megatron_gspo.mcore.groups import shutdown
 from megatron_gspo.rollout.engine import RolloutEngine
 
 USAGE = """torchrun --nproc-per-node N -m megatron_gspo.train CONFIG.yaml [key=value ...]
 Trains a Hugging Face model with GSPO or a relative on Megatron-Core; everything goes to run_dir."""
-
-
-@dataclass
-class LoopState:
-    """All that a resumed run needs besides weights and optimizer; saved with every checkpoint."""
-
-    step: int = 0  # rollout batches done
-    cursor: int = 0  # prompts drawn
-    samples: int = 0
-    tokens: int = 0
-    wall_seconds: float = 0.0
-    accuracy_before: float | None = None
-    accuracy_after: float | None = None
 
 
 def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
@@ -50,7 +35,8 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
     config.check(int(os.environ.get("WORLD_SIZE", 1)))
     run = assemble(config, engine=engine)
     try:
-        return _loop(run)
+        with sole_writer(run):
+            return _loop(run)
     finally:
         run.close()
         shutdown()
@@ -58,15 +44,15 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
 
 def _loop(run: Run) -> LoopState:
     config, timers = run.config, Timers()
-    state = _resume(run)
+    state, checkpoint = resume(run)
     with Recorder(run, resume_step=state.step) as recorder:
         started = time.monotonic() - state.wall_seconds
-        if run.eval_prompts and config.evaluation.at_start and state.accuracy_before is None:
+        if run.eval_prompts and config.evaluation.at_start and state.step == 0:
             record = evaluate(run, state.step, timers)
             state.accuracy_before = state.accuracy_after = record["eval/accuracy"]
             recorder.log(0, record | timers.take())
         while state.step < config.training.steps:
-            experience = collect(run, state.step, state.cursor, timers)
+            experience = collect(run, state.step, state.cursor, timers, checkpoint=checkpoint)
             metrics = experience.metrics | update(run, experience.samples, state.step, timers)
             state.step, state.cursor = state.step + 1, experience.cursor
             state.samples += len(experience.samples)
@@ -83,9 +69,10 @@ def _loop(run: Run) -> LoopState:
                 metrics | throughput(experience.samples, timers.take(), metrics.get("perf/trained_tokens", 0.0)),
             )
             recorder.write_samples(state.step, experience.samples)
+            checkpoint = None
             if _is_due(config.checkpoint.interval, state.step, config.training.steps):
                 with timers("checkpoint"):  # told with the next step's times: a step is recorded before it is saved
-                    _save(run, state)
+                    checkpoint = save(run, state)
         state.wall_seconds = time.monotonic() - started
         exported = _export(run) if config.checkpoint.export_hf else None
         recorder.finish(asdict(state) | {"exported": exported and str(exported)})
@@ -103,30 +90,6 @@ def _evaluates(run: Run, step: int) -> bool:
 def _is_due(interval: int, step: int, last: int) -> bool:
     """Whether an interval (0: never) asks for a checkpoint after ``step``; the last step always does."""
     return bool(interval) and (step % interval == 0 or step == last)
-
-
-def _checkpoints(run: Run) -> Path:
-    return Path(run.config.run_dir) / "checkpoints"
-
-
-def _save(run: Run, state: LoopState) -> None:
-    save_checkpoint(run.policy, _checkpoints(run), state.step, asdict(state), keep=run.config.checkpoint.keep)
-
-
-def _resume(run: Run) -> LoopState:
-    """Load the newest whole checkpoint, if ``checkpoint.resume`` allows and there is one, and tell the engine."""
-    found = complete_checkpoints(_checkpoints(run)) if run.config.checkpoint.resume == "auto" else []
-    dist.barrier()  # no rank may begin to write before all have looked
-    if not found:
-        if run.config.model.init == "random" and run.generates_on_policy:
-            run.engine.update_weights(run.policy.weights(), version=0)
-        return LoopState()
-    state = LoopState(**load_checkpoint(run.policy, found[-1]))
-    if run.generates_on_policy:
-        run.engine.update_weights(run.policy.weights(), version=state.step)
-    if run.is_writer:
-        print(f"resumed from {found[-1]}: step {state.step}", file=sys.stderr)
-    return state
 
 
 def _export(run: Run) -> Path | None:

@@ -7,6 +7,7 @@ import numpy as np
 from megatron_gspo.loop.assemble import Run
 from megatron_gspo.loop.experience import rollout_seed, sample_and_score
 from megatron_gspo.loop.timers import Timers
+from megatron_gspo.mcore.random_state import EVALUATION, seed_generators
 from megatron_gspo.rollout.engine import SamplingParams
 from megatron_gspo.rollout.evaluation import mean_at_k, pass_at_k
 
@@ -18,6 +19,7 @@ def evaluate(run: Run, version: int, timers: Timers) -> dict[str, float]:
     """``eval/accuracy`` (mean@n), ``eval/pass@k`` and the response length on the held-out prompts."""
     assert run.eval_engine is not None
     config = run.config.evaluation
+    seed_generators(run.config.seed, version, EVALUATION)
     if not run.generates_on_policy:
         with timers("weight_sync"):
             run.eval_engine.update_weights(run.policy.weights(), version=version)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,8 +20,10 @@ from megatron_gspo.algorithms import (
 )
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.loop.assemble import Run
+from megatron_gspo.loop.rollout_buffer import Rollout, read_rollout, write_rollout
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.groups import compute_device
+from megatron_gspo.mcore.random_state import ROLLOUT, UPDATE, seed_generators
 from megatron_gspo.mcore.step import compute_log_probs
 from megatron_gspo.rollout.engine import SamplingParams
 from megatron_gspo.rollout.spread import generate_spread
@@ -40,16 +43,28 @@ def rollout_seed(seed: int, step: int) -> int:
     return int(np.random.SeedSequence([seed, step]).generate_state(1)[0])
 
 
-def collect(run: Run, step: int, cursor: int, timers: Timers) -> Experience:
-    """Generate and score one rollout batch and give every sample its old log-probs and advantages."""
-    samples, cursor, metrics = _rollout(run, step, cursor, timers)
+def collect(run: Run, step: int, cursor: int, timers: Timers, *, checkpoint: Path | None = None) -> Experience:
+    """Generate and score one rollout batch and give every sample its old log-probs and advantages.
+
+    ``checkpoint``: that of the weights as they are, if there is one. The rollouts are kept in it, and taken from it
+    where an earlier life of the run has left them.
+    """
+    seed_generators(run.config.seed, step, ROLLOUT)
+    keeps = checkpoint is not None and not run.config.algorithm.is_supervised
+    rollout = read_rollout(run, checkpoint) if keeps else None
+    if rollout is None:
+        rollout = _rollout(run, step, cursor, timers)
+        if keeps:
+            write_rollout(run, checkpoint, rollout)
+    seed_generators(run.config.seed, step, UPDATE)
+    samples, metrics = rollout.samples, dict(rollout.metrics)
     if run.objective.has_ratio or run.reference is not None:
         with timers("log_probs"):
             metrics |= _attach_log_probs(run, samples)
     metrics |= _mask(run, samples)
     _attach_advantages(run, samples)
     metrics |= _describe(samples, supervised=run.config.algorithm.is_supervised)
-    return Experience(samples, cursor, metrics)
+    return Experience(samples, rollout.cursor, metrics)
 
 
 def sample_and_score(
@@ -72,14 +87,14 @@ def sample_and_score(
     return samples, Counter(dict(zip(names, map(int, both[len(samples) :].tolist()), strict=True)))
 
 
-def _rollout(run: Run, step: int, cursor: int, timers: Timers) -> tuple[list[Sample], int, dict[str, float]]:
+def _rollout(run: Run, step: int, cursor: int, timers: Timers) -> Rollout:
     """One batch of groups; with ``zero_variance_groups: refill`` groups that teach nothing are sampled anew, at most
     ``max_refills`` times, after which they are kept (their advantage is 0)."""
     config = run.config
     if config.algorithm.is_supervised:
         prompts, cursor = run.source.batch(cursor, config.rollout.rollout_batch_size)
         with timers("generate"):
-            return run.engine.generate(prompts, run.sampling, seed=0), cursor, {}
+            return Rollout(run.engine.generate(prompts, run.sampling, seed=0), cursor, {})
     size, n = config.rollout.rollout_batch_size, config.rollout.n_samples_per_prompt
     refills = config.algorithm.max_refills if config.algorithm.zero_variance_groups == "refill" else 0
     kept: list[Sample] = []
@@ -109,7 +124,7 @@ def _rollout(run: Run, step: int, cursor: int, timers: Timers) -> tuple[list[Sam
             break
     metrics = {f"verifier/{name}": float(count) for name, count in failures.items()}
     metrics["groups/generated"] = float(generated)
-    return kept + flat[: size * n - len(kept)], cursor, metrics
+    return Rollout(kept + flat[: size * n - len(kept)], cursor, metrics)
 
 
 def _varied(samples: Sequence[Sample]) -> list[bool]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
 import queue
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,72 +16,79 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, S
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_gspo.mcore.checkpoint_files import (
+    CheckpointError,
+    begin_checkpoint,
+    checkpoint_path,
+    publish_checkpoint,
+    read_state,
+)
 from megatron_gspo.mcore.forward import unwrap
 from megatron_gspo.mcore.policy import Policy
 
 # The one optimizer format that can be loaded in another layout; Megatron's default ties the state to the bucket sizes.
 # Expert layers have an optimizer of their own in some layouts only, which may not show in the tensors' names.
 _FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-_STATE = "state.json"  # written last: a directory without it is not a checkpoint
+_NOT_WRITTEN = "checkpoint not written; the last one is untouched"
+
+T = TypeVar("T")
 
 
 def save_checkpoint(policy: Policy, folder: Path, step: int, state: Mapping[str, Any], *, keep: int) -> Path:
     """Save model, optimizer, schedule and ``state`` (JSON-able, the same on every rank) as ``folder/step_NNNNNN``.
 
     Everything is written to a neighbour directory and renamed when all ranks are done. The newest ``keep`` checkpoints
-    stay. A collective of all ranks; raises ``RuntimeError`` on every rank if the disk is full or gone.
+    stay. A collective of all ranks; raises ``CheckpointError`` on every rank if the disk is full or gone.
     """
-    final = folder / f"step_{step:06d}"
-    partial = folder / f".partial_{step:06d}"
-    _on_first_rank(lambda: _make_empty(partial))
+    final = checkpoint_path(folder, step)
+    partial = on_first_rank(lambda: begin_checkpoint(folder, step), _NOT_WRITTEN)
     failure = ""
     try:
         with _results_in_process():
             dist_checkpointing.save(_content(policy, is_loading=False)[0], str(partial))
-    except CheckpointException as error:  # a BaseException; its own text is the tracebacks of all ranks
-        failure = next((str(cause) for cause, _ in error.failures.values()), "see another rank's error")
+    except CheckpointException as error:  # a BaseException
+        failure = _reason(error)
     except Exception as error:
         failure = f"{type(error).__name__}: {error}"
-    _raise_everywhere(failure)
-    _on_first_rank(lambda: _publish(partial, final, {"step": step, **state}, keep))
+    raise_everywhere(failure, _NOT_WRITTEN)
+    on_first_rank(lambda: publish_checkpoint(partial, final, {"step": step, **state}, keep=keep), _NOT_WRITTEN)
     return final
 
 
-def _make_empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+def on_first_rank(action: Callable[[], T], what: str) -> T:
+    """The value of ``action`` on every rank; rank 0 runs it while the others wait.
 
-
-def _publish(partial: Path, final: Path, state: Mapping[str, Any], keep: int) -> None:
-    (partial / _STATE).write_text(json.dumps(state))
-    _remove(final)
-    os.replace(partial, final)
-    for old in complete_checkpoints(final.parent)[:-keep]:
-        _remove(old)
-
-
-def _remove(checkpoint: Path) -> None:
-    (checkpoint / _STATE).unlink(missing_ok=True)  # first, so that a half removed one doesn't look complete
-    shutil.rmtree(checkpoint, ignore_errors=True)
-
-
-def _on_first_rank(action: Callable[[], None]) -> None:
-    """Run ``action`` on rank 0 while the others wait; its failure is every rank's failure."""
-    failure = ""
+    Its failure is every rank's: ``CheckpointError`` with ``what`` and the reason.
+    """
+    outcome: list[Any] = [None, ""]
     if dist.get_rank() == 0:
         try:
-            action()
+            outcome[0] = action()
+        except CheckpointError as error:
+            outcome[1] = str(error)
         except Exception as error:
-            failure = f"{type(error).__name__}: {error}"
-    _raise_everywhere(failure)
+            outcome[1] = f"{what}: {type(error).__name__}: {error}"
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1]:
+        raise CheckpointError(outcome[1])
+    return outcome[0]
 
 
-def _raise_everywhere(failure: str) -> None:
-    """Raise ``RuntimeError`` on every rank with the first rank's ``failure`` that isn't empty."""
+def raise_everywhere(failure: str, what: str) -> None:
+    """Raise ``CheckpointError`` on every rank with the first rank's ``failure`` that isn't empty."""
     failures: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(failures, failure)
     if first := next(filter(None, failures), None):
-        raise RuntimeError(f"checkpoint not written; the last one is untouched: {first}")
+        raise CheckpointError(f"{what}: {first}")
+
+
+def _reason(error: BaseException) -> str:
+    """One line; a ``CheckpointException``'s own text is the tracebacks of all ranks."""
+    causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    if not causes:
+        return "see another rank's error"
+    text = str(causes[0]).strip().splitlines()
+    return f"{type(causes[0]).__name__}: {text[0] if text else 'no message'}"
 
 
 @contextmanager
@@ -102,22 +106,21 @@ def _results_in_process() -> Iterator[None]:
         filesystem_async._results_queue = before
 
 
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints of a run that were written to their end, oldest first."""
-    return sorted(path for path in folder.glob("step_*") if (path / _STATE).is_file())
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    """The ``state`` that a checkpoint was saved with, and its ``step``."""
-    return dict(json.loads((path / _STATE).read_text()))
-
-
 def load_checkpoint(policy: Policy, path: Path) -> dict[str, Any]:
     """Load model, optimizer and schedule, in whatever layout they were saved; returns the saved ``state``.
 
     Of optimizer and schedule only what training changes comes from the checkpoint: Adam's moments and the two step
-    counts. Learning rates, decay and the length of the schedule are those that ``policy`` was built with.
+    counts. Learning rates, decay and the length of the schedule are those that ``policy`` was built with. Raises
+    ``CheckpointError`` for a checkpoint that can't be read or is of another model.
     """
+    try:
+        return _load(policy, path)
+    except (CheckpointException, Exception) as error:
+        other = "to go on from the one before, move it away"
+        raise CheckpointError(f"{path} can't be loaded ({_reason(error)}); {other}") from error
+
+
+def _load(policy: Policy, path: Path) -> dict[str, Any]:
     content, rest = _content(policy, is_loading=True)
     loaded = dist_checkpointing.load(content, str(path))
     for i, chunk in enumerate(policy.chunks):

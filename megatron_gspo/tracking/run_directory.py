@@ -5,6 +5,7 @@ Only rank 0 opens it. Everything that compares or draws runs reads these files a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -51,10 +52,12 @@ class RunDirectory:
         for file in self.samples.glob("step_*.jsonl"):
             if int(file.stem.removeprefix("step_")) > step:
                 file.unlink()
+        for file in (*self.path.glob("*.tmp"), *self.samples.glob("*.tmp")):
+            file.unlink()
         self.summary.unlink(missing_ok=True)  # it is written at the end, and the run isn't over
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float | None]:
-        """Append one step's record and flush it.
+        """Append one step's record and write it through to the disk, so that no checkpoint is ahead of it.
 
         Values are numbers or one-element tensors; those that aren't finite become null. Returns the record
         without its step. Raises ValueError where the step was logged before.
@@ -66,6 +69,7 @@ class RunDirectory:
         values = {name: _number(value) for name, value in metrics.items()}
         self._file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
         self._file.flush()
+        os.fsync(self._file.fileno())
         self._last_step = step
         return values
 
@@ -86,7 +90,8 @@ class RunDirectory:
         write_atomically(self.summary, json.dumps(_finite(dict(summary)), indent=2) + "\n")
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # a full disk: `log`, which writes through, has said so
+            self._file.close()
 
     def __enter__(self) -> RunDirectory:
         return self

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_gspo.algorithms import preset
-from megatron_gspo.mcore.checkpoint import complete_checkpoints, load_checkpoint, read_state, save_checkpoint
+from megatron_gspo.mcore.checkpoint import load_checkpoint, save_checkpoint
+from megatron_gspo.mcore.checkpoint_files import complete_checkpoints, read_state
 from megatron_gspo.mcore.groups import Layout
 from megatron_gspo.mcore.model import ModelSettings
 from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, Policy, build_policy
@@ -174,14 +175,3 @@ def test_keeps_the_newest_and_survives_failures(path, tmp_path):
     assert results[0]["kept"] == ["step_000002", "step_000010"]
     assert [file.name for file in complete_checkpoints(tmp_path)] == ["step_000010", "step_000012"]
     assert read_state(tmp_path / "step_000012") == {"step": 12, "again": True}
-
-
-def test_incomplete_checkpoints_are_ignored(tmp_path):
-    for name in ("step_000003", "step_000001", ".partial_000004", "step_000002"):
-        (tmp_path / name).mkdir()
-    for name in ("step_000003", "step_000001", ".partial_000004"):
-        (tmp_path / name / "state.json").write_text("{}")
-    assert [file.name for file in complete_checkpoints(tmp_path)] == ["step_000001", "step_000003"]
-    assert complete_checkpoints(tmp_path / "nothing") == []
-
-

@@ -1,0 +1,134 @@
+"""What a run needs to go on where it was: its state, its checkpoints, and that no other process writes them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from megatron_gspo.loop.assemble import Run
+from megatron_gspo.mcore.checkpoint import load_checkpoint, on_first_rank, save_checkpoint
+from megatron_gspo.mcore.checkpoint_files import (
+    CheckpointError,
+    newest_checkpoint,
+    read_state,
+    remove_leftovers,
+)
+
+_PATIENCE = 20.0  # seconds that the processes of a killed run may take to end
+
+
+@dataclass
+class LoopState:
+    """All that a resumed run needs besides weights and optimizer; saved with every checkpoint."""
+
+    step: int = 0  # rollout batches done
+    cursor: int = 0  # prompts drawn
+    samples: int = 0
+    tokens: int = 0
+    wall_seconds: float = 0.0
+    accuracy_before: float | None = None
+    accuracy_after: float | None = None
+
+
+def save(run: Run, state: LoopState) -> Path:
+    """A checkpoint of the run as it is; see ``save_checkpoint``."""
+    return save_checkpoint(
+        run.policy, _folder(run), state.step, asdict(state), keep=run.config.checkpoint.keep
+    )
+
+
+def resume(run: Run) -> tuple[LoopState, Path | None]:
+    """Load the newest whole checkpoint, if ``checkpoint.resume`` allows and there is one, and tell the engine.
+
+    The writing rank chooses for all; it says which it takes and what is wrong with those that it passes over.
+    """
+    found = on_first_rank(lambda: _choose(run), "the run's checkpoints can't be read")
+    if found is None:
+        if run.config.model.init == "random" and run.generates_on_policy:
+            run.engine.update_weights(run.policy.weights(), version=0)
+        return LoopState(), None
+    state = LoopState(**load_checkpoint(run.policy, found))
+    if run.generates_on_policy:
+        run.engine.update_weights(run.policy.weights(), version=state.step)
+    if run.is_writer:
+        print(f"resumed from {found}: step {state.step}", file=sys.stderr)
+    return state, found
+
+
+@contextmanager
+def sole_writer(run: Run) -> Iterator[None]:
+    """Hold the run directory's lock; ``CheckpointError`` on every rank where another process keeps it.
+
+    The system frees the lock when its holder dies, however it dies. Ranks of a killed run that outlive it a little
+    are waited for.
+    """
+    run_dir = Path(run.config.run_dir)
+    descriptor: list[int] = []
+    on_first_rank(lambda: descriptor.append(_lock(run_dir)), "the run directory can't be locked")
+    try:
+        yield
+    finally:
+        for number in descriptor:
+            os.close(number)
+
+
+def _lock(run_dir: Path) -> int:
+    """A descriptor with a record lock. Unlike flock's it isn't inherited by the forked writers of a checkpoint."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except (BlockingIOError, PermissionError):  # what POSIX allows for a lock that another one has
+            if time.monotonic() > deadline:
+                holder = os.read(descriptor, 200).decode(errors="replace").strip()
+                os.close(descriptor)
+                raise CheckpointError(
+                    f"run_dir = {run_dir}: {holder or 'another process'} is still writing it; "
+                    "end that run first or choose another run_dir"
+                ) from None
+            time.sleep(0.1)
+        except OSError:  # a file system without locks
+            break
+    os.truncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    return descriptor
+
+
+def _folder(run: Run) -> Path:
+    return Path(run.config.run_dir) / "checkpoints"
+
+
+def _choose(run: Run) -> Path | None:
+    """The checkpoint to go on from. Removes what a killed run left half done."""
+    if run.config.checkpoint.resume != "auto":
+        return None
+    remove_leftovers(_folder(run))
+    found, faults = newest_checkpoint(_folder(run))
+    for fault in faults:
+        what = f"resuming from {found.name}" if found else "starting from the beginning"
+        print(f"{fault}: {what}", file=sys.stderr)
+    if found is not None:
+        _check_state(found, read_state(found))
+    return found
+
+
+def _check_state(path: Path, state: dict[str, Any]) -> None:
+    known = {field.name for field in fields(LoopState)}
+    wrong = sorted(known ^ set(state))
+    if wrong:
+        what = "lacks" if wrong[0] in known else "has the unknown key"
+        raise CheckpointError(
+            f"{path}/state.json {what} {wrong[0]}: it is of another version of this program; "
+            "train on with that version or start anew in another run_dir"
+        )

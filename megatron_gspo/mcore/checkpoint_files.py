@@ -1,0 +1,120 @@
+"""The files of training checkpoints: which are whole, and how one is published, replaced and removed.
+
+A checkpoint ``step_NNNNNN`` is written as ``.partial_NNNNNN_...`` and renamed. ``state.json``, its last file, lists
+every other file with its size; a directory that doesn't match its list is not taken for a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_gspo.errors import RunError
+
+STATE = "state.json"
+
+
+class CheckpointError(RunError):
+    """A checkpoint that can't be written or read: one line with its path, what is wrong and how to go on."""
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Where the checkpoint after ``step`` lies."""
+    return folder / f"step_{step:06d}"
+
+
+def begin_checkpoint(folder: Path, step: int) -> Path:
+    """An empty directory to write into, under a name of its own.
+
+    The writers of a killed run may live a little longer than it; they must not meet those of this one.
+    """
+    remove_leftovers(folder)
+    partial = folder / f".partial_{step:06d}_{uuid.uuid4().hex[:8]}"
+    partial.mkdir(parents=True)
+    return partial
+
+
+def publish_checkpoint(partial: Path, final: Path, state: Mapping[str, Any], *, keep: int) -> None:
+    """Complete ``partial`` with ``state`` (JSON-able), rename it to ``final`` and remove all but the newest ``keep``.
+
+    Everything is on the disk before the rename, so that a power failure leaves no hollow checkpoint either.
+    """
+    files = [file for file in partial.rglob("*") if file.is_file()]
+    sizes = {str(file.relative_to(partial)): file.stat().st_size for file in files}
+    (partial / STATE).write_text(json.dumps({"state": dict(state), "files": sizes}))
+    for file in (*files, partial / STATE, partial):
+        _flush(file)
+    _remove(final)
+    os.replace(partial, final)
+    _flush(final.parent)
+    for old in complete_checkpoints(final.parent)[:-keep]:
+        _remove(old)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete what a killed run was writing or removing. Only the run's one writer may call this."""
+    for pattern in (".partial_*", ".removed_*"):
+        for path in folder.glob(pattern):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """The whole checkpoints of a run, oldest first."""
+    return [path for path in sorted(folder.glob("step_*")) if not fault_of(path)]
+
+
+def newest_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint, if there is one, and what is wrong with each newer directory."""
+    faults = []
+    for path in sorted(folder.glob("step_*"), reverse=True):
+        fault = fault_of(path)
+        if not fault:
+            return path, faults
+        faults.append(f"{path} is not whole ({fault})")
+    return None, faults
+
+
+def fault_of(path: Path) -> str:
+    """Why a directory is not a whole checkpoint, in a few words; "" for a whole one."""
+    try:
+        content = json.loads((path / STATE).read_text(encoding="utf-8"))
+    except OSError:
+        return f"no {STATE}"
+    except ValueError:
+        return f"{STATE} is not JSON"
+    if not isinstance(content, dict) or not all(isinstance(content.get(key), dict) for key in ("state", "files")):
+        return f"{STATE} has no list of files"
+    for name, size in content["files"].items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name}: {file.stat().st_size} of {size} bytes"
+    return ""
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The ``state`` that a whole checkpoint was saved with."""
+    return dict(json.loads((path / STATE).read_text(encoding="utf-8"))["state"])
+
+
+def _remove(checkpoint: Path) -> None:
+    """Rename first: a half removed directory never has a checkpoint's name."""
+    if not checkpoint.exists():
+        return
+    removed = checkpoint.with_name(f".removed_{checkpoint.name}_{uuid.uuid4().hex[:8]}")
+    os.replace(checkpoint, removed)
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
