@@ -43,15 +43,18 @@ def writing(path: str | Path, *, needed: int | None = None) -> Iterator[None]:
     """Turn an `OSError` from writing `path` into a `DiskError`. needed: bytes, where the caller knows them."""
     try:
         yield
+    except UserError:
+        raise
     except OSError as error:
         raise DiskError(describe_disk(path, error, needed=needed)) from error
 
 
 def describe_disk(path: str | Path, error: OSError, *, needed: int | None = None) -> str:
-    """One line: the path, what the system said, bytes needed and free, and what to do."""
+    """One line: the file that the error names, else `path`; what the system said, bytes needed and free; the fix."""
+    path = error.filename or path
     reason = (error.strerror or str(error) or type(error).__name__).lower()
     room = "" if needed is None else f"{show_bytes(needed)} needed, "
-    folder = _existing(Path(path))
+    folder = existing_part(path)
     room += f"{show_bytes(shutil.disk_usage(folder).free)} free in {folder}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         fix = "free some space"
@@ -81,9 +84,9 @@ def first_line(error: BaseException | str) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _existing(path: Path) -> Path:
+def existing_part(path: str | Path) -> Path:
     """The deepest part of a path that exists."""
-    path = Path(os.path.abspath(path))
-    while not path.exists():
-        path = path.parent
-    return path
+    found = Path(os.path.abspath(path))
+    while not found.exists():
+        found = found.parent
+    return found

@@ -8,13 +8,14 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron_gspo.config import Config, ConfigError, from_command_line, refuse
+import torch.distributed as dist
+
+from megatron_gspo.config import Config, from_command_line
 from megatron_gspo.conversion.files import write_checkpoint
-from megatron_gspo.data.prompts import PromptError
-from megatron_gspo.data.verifiers import VerifierError
 from megatron_gspo.loop.assemble import Run, assemble
 from megatron_gspo.loop.evaluate import evaluate
 from megatron_gspo.loop.experience import collect
+from megatron_gspo.loop.guard import run_guarded
 from megatron_gspo.loop.record import Recorder, throughput
 from megatron_gspo.loop.resume import LoopState, resume, save, sole_writer
 from megatron_gspo.loop.timers import Timers
@@ -29,9 +30,11 @@ Trains a Hugging Face model with GSPO or a relative on Megatron-Core; everything
 def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
     """Run the whole loop on this rank; ``engine`` replaces the configured source of samples. Returns the final state.
 
-    ``torch.distributed`` is started from torchrun's environment if it isn't running; without one this process is the
-    whole world. Raises ``ConfigError`` before any allocation for a config that can't work.
+    ``torch.distributed`` is started from torchrun's environment if it isn't running, and then ended too; without such
+    an environment this process is the whole world. Raises ``UserError`` for whatever the user can mend: one line, a
+    ``ConfigError`` before any allocation for a config that can't work.
     """
+    own = not dist.is_initialized()
     config.check(int(os.environ.get("WORLD_SIZE", 1)))
     run = assemble(config, engine=engine)
     try:
@@ -39,7 +42,7 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
             return _loop(run)
     finally:
         run.close()
-        shutdown()
+        shutdown(keep_distributed=not own)
 
 
 def _loop(run: Run) -> LoopState:
@@ -103,12 +106,16 @@ def _export(run: Run) -> Path | None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command line; exits with 2 and one line for a config that can't work."""
+    """The command line. Exits with 0, 2 for an input that can't work or 1 for a run that failed, with one line."""
     config = from_command_line(sys.argv[1:] if arguments is None else arguments, USAGE)
-    try:
-        train(config)
-    except (ConfigError, PromptError, VerifierError) as error:
-        refuse(error)
+    parallel = config.parallel
+    code = run_guarded(
+        lambda: train(config),
+        run_dir=config.run_dir,
+        backend=parallel.backend,
+        timeout_minutes=parallel.timeout_minutes,
+    )
+    raise SystemExit(code)
 
 
 if __name__ == "__main__":  # dist_checkpointing spawns helpers that import this module again

@@ -48,7 +48,7 @@ def run_distributed(
     stack after ``timeout`` seconds. No process outlives the call.
     """
     with tempfile.TemporaryDirectory(prefix="run_distributed_") as folder:
-        context = _fork_server()
+        context = fork_server()
         processes = [
             context.Process(target=_child, args=(fn, rank, world_size, args, folder, timeout, backend))
             for rank in range(world_size)
@@ -69,7 +69,8 @@ def run_distributed(
 
 
 @functools.cache
-def _fork_server() -> Any:
+def fork_server() -> Any:
+    """A multiprocessing context whose children start from a process that has the slow packages loaded."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the server and its children read it when they load torch
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([name for name in SLOW_IMPORTS if name in sys.modules])

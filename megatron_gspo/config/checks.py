@@ -6,11 +6,13 @@ Each raises ConfigError and returns nothing. None imports Megatron or allocates 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_gspo.config.base import ConfigError, show
 from megatron_gspo.config.sections import ParallelConfig
+from megatron_gspo.errors import existing_part
 
 if TYPE_CHECKING:
     from megatron_gspo.config.schema import Config
@@ -295,7 +297,8 @@ def _divides(name: str, size: int, quantity: str, amount: int | None) -> None:
 
 
 def check_files(config: Config) -> None:
-    """Files that the config names exist."""
+    """Files that the config names exist, and its run_dir can be written."""
+    _check_run_dir(config)
     data = config.data
     for key in ("prompts", "eval_prompts"):
         path = getattr(data, key)
@@ -313,3 +316,16 @@ def check_files(config: Config) -> None:
         raise ConfigError(
             "model.path", config.model.path, problem, "download them, or set model.init: random"
         )
+
+
+def _check_run_dir(config: Config) -> None:
+    folder = Path(config.run_dir)
+    place = existing_part(folder)
+    if not place.is_dir():
+        raise ConfigError("run_dir", config.run_dir, f"{place} is a file", "choose another directory")
+    if not os.access(place, os.W_OK | os.X_OK):
+        problem = f"{place} can't be written by this user"
+        raise ConfigError("run_dir", config.run_dir, problem, "make it writable or choose another directory")
+    if config.checkpoint.resume == "never" and (folder / "metrics.jsonl").exists():
+        fix = "choose another run_dir or set checkpoint.resume: auto"
+        raise ConfigError("run_dir", config.run_dir, "holds another run", fix)

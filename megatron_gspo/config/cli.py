@@ -19,9 +19,9 @@ def from_command_line(arguments: Sequence[str], usage: str) -> Config:
     """The config that the arguments name.
 
     `--help` prints every key and exits with 0; a fault prints one line and exits with 2. Under torchrun only
-    rank 0 prints.
+    the first rank of a node prints.
     """
-    speak = os.environ.get("RANK", "0") == "0"  # set by torchrun, before any process group exists
+    speak = os.environ.get("LOCAL_RANK", "0") == "0"  # each node has its own files
     if any(argument in ("-h", "--help") for argument in arguments):
         if speak:
             print(help_text(Config, usage))
@@ -33,8 +33,8 @@ def from_command_line(arguments: Sequence[str], usage: str) -> Config:
 
 
 def refuse(error: ConfigError) -> NoReturn:
-    """Print the one line on rank 0 and exit with 2. The other ranks wait: torchrun ends all at the first exit."""
-    if os.environ.get("RANK", "0") == "0":
+    """Print the one line, once a node, and exit with 2. The other ranks wait: torchrun ends all at the first exit."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"config error: {error}", file=sys.stderr, flush=True)
     else:
         time.sleep(_SECONDS_TO_SPEAK)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_gspo.data.sample import Sample
+from megatron_gspo.errors import writing
 from megatron_gspo.loop.assemble import Run
 from megatron_gspo.tracking.environment import describe_environment
 from megatron_gspo.tracking.picture import draw_run
@@ -56,10 +57,11 @@ class Recorder:
         if not self._active:
             return
         tracking, resumed = run.config.tracking, resume_step if resume_step else None
-        self._directory = self._stack.enter_context(
-            RunDirectory(run.config.run_dir, resume_step=resumed, reuse=run.config.checkpoint.resume == "auto")
-        )
-        self._directory.write_config(run.config.dump(), describe_environment(world_size=dist.get_world_size()))
+        with writing(run.config.run_dir):
+            self._directory = self._stack.enter_context(
+                RunDirectory(run.config.run_dir, resume_step=resumed, reuse=run.config.checkpoint.resume == "auto")
+            )
+            self._directory.write_config(run.config.dump(), describe_environment(world_size=dist.get_world_size()))
         self._trackers = make_trackers(
             RunInfo(Path(run.config.run_dir), run.config.dump(), resumed),
             tensorboard=tracking.tensorboard,
@@ -81,7 +83,8 @@ class Recorder:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One record of metrics.jsonl, the trackers and the progress line."""
         if self._active:
-            values = self._directory.log(step, metrics)
+            with writing(self._directory.metrics):
+                values = self._directory.log(step, metrics)
             self._trackers.log(step, values)
             self._progress.update(step, values)
             if values.get("groups/zero_variance") == 1.0 and not self._warned:
@@ -95,17 +98,19 @@ class Recorder:
         """A few responses of the step, evenly picked."""
         if self._active and self._config.tracking.samples_per_step:
             chosen = spread(list(samples), self._config.tracking.samples_per_step)
-            self._directory.write_samples(
-                step, [sample.to_record(self._prompts[sample.prompt_index]) for sample in chosen]
-            )
+            with writing(self._directory.samples):
+                self._directory.write_samples(
+                    step, [sample.to_record(self._prompts[sample.prompt_index]) for sample in chosen]
+                )
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """summary.json and the picture of the curves; matplotlib's absence is said, not raised."""
         if not self._active:
             return
-        self._directory.write_summary({**summary, "exit": "finished"})
+        with writing(self._directory.summary):
+            self._directory.write_summary({**summary, "exit": "finished"})
         if self._config.tracking.picture:
             try:
                 draw_run(self._config.run_dir)
-            except (ImportError, ValueError) as error:
+            except (ImportError, ValueError, OSError) as error:
                 self._progress.say(f"no picture of the curves: {error}")

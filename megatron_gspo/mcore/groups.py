@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from megatron_gspo.errors import RunError, first_line
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -65,22 +67,38 @@ def compute_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def initialize(layout: Layout, *, seed: int, backend: str = "auto", timeout_minutes: float = 30.0) -> Groups:
-    """Start ``torch.distributed`` from torchrun's environment, then Megatron's groups and random states.
+def start(*, backend: str = "auto", timeout_minutes: float = 30.0) -> dist.Store:
+    """Start ``torch.distributed`` from torchrun's environment, or as a world of one; returns the store of all ranks.
 
     ``backend`` is ``auto`` (nccl with CUDA, else gloo), ``gloo`` or ``nccl``. A rank that waits longer than
-    ``timeout_minutes`` in a collective raises, so that the death of one rank ends all.
+    ``timeout_minutes`` in a collective raises. Raises ``RunError`` where the ranks don't find each other.
     """
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    if not dist.is_initialized():
-        chosen = ("nccl" if cuda else "gloo") if backend == "auto" else backend
-        limit = timedelta(minutes=timeout_minutes)
+    limit = timedelta(minutes=timeout_minutes)
+    try:
         if "WORLD_SIZE" in os.environ:
-            dist.init_process_group(chosen, timeout=limit)
+            store, rank, size = next(iter(dist.rendezvous("env://", timeout=limit)))
+            store.set_timeout(limit)
         else:  # started without torchrun: a world of one
-            dist.init_process_group(chosen, timeout=limit, store=dist.HashStore(), rank=0, world_size=1)
+            store, rank, size = dist.HashStore(), 0, 1
+        chosen = ("nccl" if cuda else "gloo") if backend == "auto" else backend
+        own = dist.PrefixStore("process_groups", store)
+        dist.init_process_group(chosen, timeout=limit, store=own, rank=rank, world_size=size)
+    except (ValueError, RuntimeError) as error:
+        world = os.environ.get("WORLD_SIZE", "1")
+        fix = "start all of them with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT alike"
+        raise RunError(
+            f"the {world} processes did not find each other in {timeout_minutes:g} minutes ({first_line(error)}); {fix}"
+        ) from error
+    return store
+
+
+def initialize(layout: Layout, *, seed: int, backend: str = "auto", timeout_minutes: float = 30.0) -> Groups:
+    """``start`` what isn't started, then Megatron's groups and random states; the limits as in ``start``."""
+    if not dist.is_initialized():
+        start(backend=backend, timeout_minutes=timeout_minutes)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -88,15 +106,15 @@ def initialize(layout: Layout, *, seed: int, backend: str = "auto", timeout_minu
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
-        distributed_timeout_minutes=max(1, round(timeout_minutes)),
+        distributed_timeout_minutes=timeout_minutes,  # goes into a timedelta as it is, fractions too
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return current_groups()
 
 
-def shutdown() -> None:
-    """Destroy Megatron's groups and ``torch.distributed``; safe to call twice."""
+def shutdown(*, keep_distributed: bool = False) -> None:
+    """Destroy Megatron's groups and, unless it is to be kept, ``torch.distributed``; safe to call twice."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
-    if dist.is_initialized():
+    if dist.is_initialized() and not keep_distributed:
         dist.destroy_process_group()

@@ -142,10 +142,11 @@ def test_command_line(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert error.startswith("config error: ") and error.count("\n") == 1
 
 
-def test_only_rank_0_speaks(
+def test_one_rank_of_a_node_speaks(
     file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(SystemExit):
         from_command_line([str(file), "seed=x"], "usage: x")
     assert capsys.readouterr().err == ""

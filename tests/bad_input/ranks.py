@@ -1,0 +1,74 @@
+"""Several ranks of the command line without torchrun, as on several machines: each has an error stream of its own."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import yaml
+
+from megatron_gspo.train import main
+from tests.distributed import fork_server
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A rank that has ended: its exit code (minus the signal that killed it), its error stream, and when."""
+
+    code: int | None
+    text: str
+    seconds: float
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def run_ranks(config: dict[str, Any], count: int, folder: Path, *, limit: float = 60.0) -> list[Ended]:
+    """Run ``count`` ranks until they end, at most ``limit`` seconds; one that is left then has the code None.
+
+    No process outlives the call.
+    """
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    port, begin = free_port(), monotonic()
+    logs = [folder / f"rank_{rank}.txt" for rank in range(count)]
+    children = [
+        fork_server().Process(target=_rank, args=(rank, count, port, str(file), str(logs[rank])))
+        for rank in range(count)
+    ]
+    ended: dict[int, float] = {}
+    try:
+        for child in children:
+            child.start()
+        while len(ended) < count and monotonic() < begin + limit:
+            alive = [child.sentinel for rank, child in enumerate(children) if rank not in ended]
+            wait(alive, timeout=begin + limit - monotonic())
+            for rank, child in enumerate(children):
+                if rank not in ended and not child.is_alive():
+                    ended[rank] = monotonic() - begin
+        codes = [child.exitcode for child in children]
+    finally:
+        for child in children:
+            child.kill()
+            child.join()
+    return [
+        Ended(codes[rank], logs[rank].read_text(), ended.get(rank, monotonic() - begin)) for rank in range(count)
+    ]
+
+
+def _rank(rank: int, world_size: int, port: int, config: str, log: str) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 2)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ.update(address, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    main([config])
