@@ -5,14 +5,18 @@
 Each mutant is written into a copy of the project and the tests of its module run on it, quickest first, until one
 fails. This process imports torch and the test tools once and forks for every mutant; the project itself is
 imported in the fork, from the copy. Processes that a test starts import from the copy too, so a mutant is alive
-in all ranks. Results are kept in OUT/results.json, by file and mutant; a later run replaces what it looks at.
+in all ranks. Results are kept in OUT/results.jsonl, by file and mutant; a later run replaces what it looks at.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
+import gc
+import importlib
 import json
+import multiprocessing
 import os
 import resource
 import shutil
@@ -43,8 +47,16 @@ FIRST = {
     "vocabulary_tiles": ["test_log_probs"],
 }
 EVERYTHING = {
-    "algorithms": ["tests/algorithms", "tests/properties/test_objective.py", "tests/properties/test_rewards.py"],
-    "parallel": ["tests/parallel", "tests/properties/test_ownership.py", "tests/properties/test_log_probs.py"],
+    "algorithms": [
+        "tests/algorithms",
+        "tests/properties/test_objective.py",
+        "tests/properties/test_rewards.py",
+    ],
+    "parallel": [
+        "tests/parallel",
+        "tests/properties/test_ownership.py",
+        "tests/properties/test_log_probs.py",
+    ],
 }
 
 
@@ -120,7 +132,7 @@ def _test(folder: Path, file: str) -> None:
         for stream in (1, 2):
             os.dup2(log, stream)
         os.chdir(folder)
-        os.environ["PYTHONPATH"] = str(folder)
+        os.environ.update(PYTHONPATH=str(folder), PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
         sys.path[0] = str(folder)
         code = _stages(folder, file)
     except BaseException:
@@ -135,17 +147,31 @@ def _stages(folder: Path, file: str) -> int:
     import pytest
 
     try:
-        module = __import__("importlib").import_module(file.removesuffix(".py").replace("/", "."))
+        module = importlib.import_module(file.removesuffix(".py").replace("/", "."))
     except Exception:
         traceback.print_exc()
         return 2
     assert str(module.__file__) == str(folder / file), f"{module.__file__} is not the mutated copy"
-    options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "--hypothesis-profile=mutation"]
+    import tests.distributed
+
+    # Ranks are forks of this process, not of a server that starts with an import of torch.
+    tests.distributed._fork_server = lambda: multiprocessing.get_context("fork")
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "_hypothesis_pytestplugin"]
     for paths in stages(file, folder):
-        code = int(pytest.main([*options, *paths]))
+        code = int(pytest.main([*options, "--hypothesis-profile=mutation", *paths]))
         if code != 0:
             return code
+    (folder / "modules.txt").write_text("\n".join(sorted(sys.modules)))
     return 0
+
+
+def import_what_tests_import(folder: Path) -> None:
+    """Modules of other projects that the last passing run in `folder` had loaded, so that forks have them."""
+    ours = {*COPIED, "__main__", "mutants", "conftest"}
+    for name in (folder / "modules.txt").read_text().split():
+        if name.partition(".")[0] not in ours:
+            with contextlib.suppress(Exception):  # a lazy or made-up module: the fork will see to it
+                importlib.import_module(name)
 
 
 def run_all(jobs: list[Job], slots: list[Slot], record) -> None:
@@ -192,23 +218,37 @@ def make_slot(folder: Path) -> Slot:
 
 
 def baseline(slots: list[Slot], files: list[str]) -> dict[str, float]:
-    """Seconds that the unchanged files' tests take; ends the run where they fail."""
+    """Seconds that each package's tests take on the unchanged code; ends the run where they fail."""
     seconds: dict[str, float] = {}
 
     def record(job: Job, status: str, taken: float) -> None:
         if status != "survived":
             text = (slots[0].folder / "output.txt").read_text()
             raise SystemExit(f"{job.file}: tests of the unchanged code: {status}\n{text[-3000:]}")
-        seconds[job.file] = taken
-        print(f"{job.file}: {taken:.1f} s unchanged", flush=True)
+        seconds[Path(job.file).parts[-2]] = taken
 
-    jobs = [Job(file, "", (ROOT / file).read_text(), {}, 600.0) for file in files]
-    run_all(jobs, slots[:1], record)
+    for file in {Path(file).parts[-2]: file for file in files}.values():
+        job = Job(file, "", (ROOT / file).read_text(), {}, 600.0)
+        run_all([job], slots[:1], record)
+        import_what_tests_import(slots[0].folder)
+        run_all([job], slots[:1], record)
+    print(f"seconds that the unchanged code takes: {seconds}", flush=True)
     return seconds
 
 
+def load(store: Path) -> dict[str, dict[str, dict]]:
+    """Results by file and key; of several lines about one mutant the last counts."""
+    results: dict[str, dict[str, dict]] = {}
+    for line in store.read_text().splitlines() if store.is_file() else []:
+        about = json.loads(line)
+        results.setdefault(about["file"], {})[about["key"]] = about
+    return results
+
+
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("paths", nargs="*", default=["megatron_gspo/algorithms", "megatron_gspo/parallel"])
     parser.add_argument("--slots", type=int, default=2, help="mutants tested at a time")
     parser.add_argument("--only", help="only mutants with this status in the last results, and new ones")
@@ -237,29 +277,34 @@ def main() -> None:
         if file.name != "__init__.py"
     )
     slots = [make_slot(options.out / f"slot{i}") for i in range(options.slots)]
-    store = options.out / "results.json"
-    results = json.loads(store.read_text()) if store.is_file() else {}
+    store = options.out / "results.jsonl"
+    results = load(store)
     unchanged = baseline(slots, files)
-    jobs = []
+    gc.freeze()
+    kept, jobs = [], []
     for file in files:
-        old, results[file] = results.get(file, {}), {}
+        old = results.pop(file, {})
         for mutant in mutants((ROOT / file).read_text()):
-            about = {name: getattr(mutant, name) for name in ("line", "operator", "before", "after")}
-            known = old.get(mutant.key, {}).get("status")
-            if options.only and known not in (None, "not run", options.only):
-                results[file][mutant.key] = old[mutant.key] | about
+            about = {"file": file, "key": mutant.key, "line": mutant.line, "operator": mutant.operator}
+            about |= {"before": mutant.before, "after": mutant.after}
+            status = old.get(mutant.key, {}).get("status", "not run")
+            if options.only and status not in ("not run", options.only):
+                kept.append(old[mutant.key] | about)
                 continue
-            results[file][mutant.key] = about | {"status": "not run"}
-            jobs.append(Job(file, mutant.key, mutant.source, about, 30.0 + 5 * unchanged[file]))
+            kept.append(about | {"status": "not run"})
+            limit = 30.0 + 5 * unchanged[Path(file).parts[-2]]
+            jobs.append(Job(file, mutant.key, mutant.source, about, limit))
+    kept = [about for known in results.values() for about in known.values()] + kept
+    store.write_text("".join(json.dumps(about) + "\n" for about in kept))
     print(f"{len(jobs)} mutants", flush=True)
 
     def record(job: Job, status: str, seconds: float) -> None:
-        results[job.file][job.key] = job.about | {"status": status, "seconds": round(seconds, 2)}
-        store.with_suffix(".tmp").write_text(json.dumps(results, indent=1))
-        os.replace(store.with_suffix(".tmp"), store)
+        with store.open("a") as out:
+            out.write(json.dumps(job.about | {"status": status, "seconds": round(seconds, 2)}) + "\n")
         if status != "killed":
-            print(f"{job.file}:{job.about['line']} {job.key} {status} {seconds:.0f} s {job.about['operator']}")
-            print(f"    - {job.about['before']}\n    + {job.about['after']}", flush=True)
+            about = job.about
+            print(f"{job.file}:{about['line']} {job.key} {status} {seconds:.0f} s {about['operator']}")
+            print(f"    - {about['before']}\n    + {about['after']}", flush=True)
 
     run_all(jobs, slots, record)
 

@@ -1,0 +1,70 @@
+"""What the properties draw: structure by hypothesis (so that it shrinks), numbers from a seed that it draws."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+
+from megatron_gspo.algorithms import PRESETS, Objective, preset
+from tests.algorithms.reference import Batch
+
+EXTREME = torch.tensor([float("nan"), float("inf"), -float("inf"), 1e30, -1e30], dtype=torch.float64)
+VALUES = ("log_probs", "old_log_probs", "ref_log_probs", "entropy", "advantages")
+
+OBJECTIVES: dict[str, Objective] = {
+    **{name: preset(name) for name in PRESETS},
+    **{f"{name}_all_terms": preset(name, kl_loss_coef=0.05, entropy_coef=0.01) for name in PRESETS},
+    "gspo_wide": preset("gspo", epsilon_low=0.05, epsilon_high=0.08),
+    "gspo_dual": preset("gspo", epsilon_low=0.05, epsilon_high=0.08, dual_clip=1.1),
+    "grpo_dual": preset("grpo", dual_clip=1.5),
+    "grpo_k1": preset("grpo", kl_loss_coef=0.1, kl_estimator="k1"),
+    "sft_by_sequence": preset("sft", aggregation="sequence_mean"),
+    "gspo_by_token": preset("gspo", aggregation="token_mean", research_override=True),
+    "gspo_token_constant": preset(
+        "gspo_token", aggregation="constant", constant_length=7, research_override=True
+    ),
+    "clamped_early": preset("grpo", max_log_ratio=0.5),
+    "gspo_clamped_early": preset("gspo", max_log_ratio=0.01),
+}
+objectives = st.sampled_from(sorted(OBJECTIVES)).map(OBJECTIVES.__getitem__)
+
+
+@st.composite
+def batches(draw, *, per_token: bool | None = None, drifts=(0.0, 5e-4, 0.2, 3.0)) -> Batch:
+    """One to seven sequences of 0 to 9 positions, in pieces that need not be contiguous; any mask, also all zero;
+    NaN and infinity at untrained positions. Advantages by token or by sequence.
+    """
+    lengths = draw(st.lists(st.integers(0, 9), min_size=1, max_size=7))
+    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    if draw(st.booleans()):
+        ids = ids[torch.tensor(draw(st.permutations(range(len(ids)))), dtype=torch.long)]
+    total = len(ids)
+    mask = torch.tensor(draw(st.lists(st.booleans(), min_size=total, max_size=total)), dtype=torch.float32)
+    g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+
+    def normal(n: int = total) -> torch.Tensor:
+        return torch.randn(n, generator=g, dtype=torch.float64)
+
+    drift = draw(st.sampled_from(drifts))
+    old = -normal().abs() - 0.05
+    log_probs = old + drift * (normal(len(lengths))[ids] + normal())
+    by_token = draw(st.booleans()) if per_token is None else per_token
+    advantages = normal() if by_token else normal(len(lengths))[ids]
+    ref = log_probs + 0.5 * normal()
+    return poisoned(Batch(log_probs, old, ref, normal().abs(), advantages, mask, ids, len(lengths)), shift=0)
+
+
+def poisoned(batch: Batch, *, shift: int) -> Batch:
+    """The same with extreme values, others for another `shift`, at untrained positions."""
+    holes = (batch.loss_mask == 0).nonzero().flatten()
+    values = {name: getattr(batch, name).clone() for name in VALUES}
+    for i, value in enumerate(values.values()):
+        value[holes] = EXTREME[(torch.arange(len(holes)) + i + shift) % len(EXTREME)]
+    return Batch(
+        **values, loss_mask=batch.loss_mask, segment_ids=batch.segment_ids, num_segments=batch.num_segments
+    )
+
+
+def integers_each(count: int, highest: int) -> st.SearchStrategy[list[int]]:
+    """`count` integers of 0 .. highest."""
+    return st.lists(st.integers(0, highest), min_size=count, max_size=count)

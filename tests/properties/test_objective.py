@@ -1,0 +1,177 @@
+"""The objective is a function of the mini-batch alone: no cut, order, padding or masked value shows in it."""
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from megatron_gspo.algorithms import PRESETS, finish_metrics, kl_penalty, preset, sequence_correction_weights
+from tests.algorithms.reference import Batch, naive_loss
+from tests.algorithms.splits import Outcome, assert_same, evaluate, evaluate_in_pieces
+
+from .strategies import VALUES, batches, integers_each, objectives, poisoned
+
+
+@given(objective=objectives, batch=batches(), ranks=st.integers(1, 3), data=st.data())
+def test_any_cut_adds_up_to_the_whole(objective, batch, ranks, data):
+    """Sequences over micro-batches and data ranks, tokens over context ranks, both any way."""
+    piece = data.draw(integers_each(batch.num_segments, 3), label="micro-batch of each sequence")
+    owner = torch.tensor(
+        data.draw(integers_each(len(batch.segment_ids), ranks - 1), label="rank"), dtype=torch.long
+    )
+    assert_same(evaluate_in_pieces(objective, batch, piece, owner, ranks), evaluate(objective, batch))
+
+
+@given(objective=objectives, batch=batches(drifts=(5e-4, 0.2)))
+def test_any_batch_is_the_naive_loop(objective, batch):
+    assume(batch.num_tokens > 0)
+    assume(objective.importance_sampling_level != "sequence" or _equal_within_sequences(batch))
+    assume(objective.max_log_ratio == 20.0)  # the loop does not clamp
+    log_probs, entropy = (x.clone().requires_grad_() for x in (batch.log_probs, batch.entropy))
+    loss = naive_loss(objective, batch, log_probs, entropy)
+    loss.backward()
+    got = evaluate(objective, batch)
+    torch.testing.assert_close(got.loss, loss.detach(), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(got.grad, log_probs.grad, rtol=1e-10, atol=1e-13)
+
+
+def _equal_within_sequences(batch: Batch) -> bool:
+    kept = batch.loss_mask > 0
+    pairs = zip(batch.segment_ids[kept].tolist(), batch.advantages[kept].tolist(), strict=True)
+    return len(set(pairs)) == batch.num_sequences
+
+
+@given(objective=objectives, batch=batches(), data=st.data())
+def test_order_does_not_matter(objective, batch, data):
+    """Positions in any order, sequences under any number."""
+    order = torch.tensor(data.draw(st.permutations(range(len(batch.segment_ids)))), dtype=torch.long)
+    number = torch.tensor(data.draw(st.permutations(range(batch.num_segments))))
+    moved = batch.take(order)
+    moved = Batch(**{**vars(moved), "segment_ids": number[moved.segment_ids]})
+    got, expected = evaluate(objective, moved), evaluate(objective, batch)
+    assert_same(got, _reordered(expected, order))
+
+
+def _reordered(outcome: Outcome, order: torch.Tensor) -> Outcome:
+    return Outcome(outcome.loss, outcome.grad[order], outcome.entropy_grad[order], outcome.metrics)
+
+
+@given(objective=objectives, batch=batches(), data=st.data())
+def test_padding_does_not_matter(objective, batch, data):
+    """Untrained positions of any content anywhere, and sequences of nothing else."""
+    total = len(batch.segment_ids)
+    places = torch.tensor(data.draw(st.lists(st.integers(0, total), max_size=6)), dtype=torch.long)
+    owners = torch.tensor(data.draw(integers_each(len(places), batch.num_segments + 1)), dtype=torch.long)
+    order = torch.cat([torch.arange(total), places]).argsort(stable=True)
+    holes = torch.zeros(len(places), dtype=torch.float64)
+    fields = {name: torch.cat([getattr(batch, name), holes])[order] for name in VALUES}
+    padded = Batch(
+        **fields,
+        loss_mask=torch.cat([batch.loss_mask, holes.float()])[order],
+        segment_ids=torch.cat([batch.segment_ids, owners])[order],
+        num_segments=batch.num_segments + 2,
+    )
+    got = evaluate(objective, poisoned(padded, shift=1))
+    kept = order.argsort()[:total]
+    added = order.argsort()[total:]
+    assert not got.grad[added].any() and not got.entropy_grad[added].any()
+    assert_same(_reordered(got, kept), evaluate(objective, batch))
+
+
+@given(objective=objectives, batch=batches(), shift=st.integers(1, 4))
+def test_what_is_masked_is_never_read(objective, batch, shift):
+    """Bit for bit the same with other NaN, infinity and numbers under the mask, and with another mask value."""
+    expected, other = evaluate(objective, batch), poisoned(batch, shift=shift)
+    got = evaluate(objective, Batch(**{**vars(other), "loss_mask": 3.0 * other.loss_mask}))
+    assert got.loss == expected.loss and got.metrics == expected.metrics
+    assert torch.equal(got.grad, expected.grad) and torch.equal(got.entropy_grad, expected.entropy_grad)
+    assert not got.grad[batch.loss_mask == 0].any()
+
+
+@given(name=st.sampled_from(["gspo", "gspo_token", "grpo", "dapo", "dr_grpo"]), batch=batches(drifts=(0.0,)))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_ratio_of_equal_policies_is_exactly_one(dtype, name, batch):
+    got = evaluate(preset(name), batch, dtype=dtype)
+    final = finish_metrics(got.metrics)
+    if batch.num_tokens:
+        assert final["ratio_max"] == final["ratio_min"] == 1
+        assert final["ratio/mean"] == pytest.approx(1) and final["ratio/std"] == pytest.approx(0, abs=1e-3)
+        assert final["effective_sample_size"] == pytest.approx(1)
+    clip = [value for key, value in final.items() if key.startswith("clip_fraction")]
+    assert len(clip) == 4 and not any(clip) and final["kl/old_policy"] == final["log_ratio_clamped"] == 0
+
+
+@given(batch=batches(per_token=False))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gspo_token_with_equal_advantages_is_gspo(dtype, batch):
+    a, b = (evaluate(preset(name), batch, dtype=dtype) for name in ("gspo", "gspo_token"))
+    assert a.loss == b.loss and torch.equal(a.grad, b.grad) and a.metrics == b.metrics
+
+
+@given(name=st.sampled_from(sorted(PRESETS)), batch=batches(drifts=(0.0,)))
+def test_weights_of_all_tokens_add_up_to_one(name, batch):
+    """On policy and with advantage 1 the gradient is minus each token's weight in the objective."""
+    assume(batch.num_tokens > 0)
+    batch = Batch(**{**vars(batch), "advantages": torch.ones_like(batch.advantages)})
+    weights = -evaluate(preset(name), batch).grad
+    total = batch.num_tokens / (1024 * batch.num_sequences) if name == "dr_grpo" else 1.0
+    assert weights.sum().item() == pytest.approx(total, rel=1e-12)
+    assert ((weights > 0) == (batch.loss_mask > 0)).all()
+    if name in ("gspo", "gspo_token", "grpo"):  # and every sequence counts alike
+        sums = torch.zeros(batch.num_segments, dtype=torch.float64).index_add(0, batch.segment_ids, weights)
+        assert sums[sums > 0].tolist() == pytest.approx([1 / batch.num_sequences] * batch.num_sequences)
+
+
+@given(objective=objectives, batch=batches(), factor=st.sampled_from([0.25, 0.5, 4.0, 1024.0]))
+def test_loss_scales_with_the_advantages(objective, batch, factor):
+    """A power of two is exact; whether a token is clipped depends on the sign alone."""
+    scaled = Batch(**{**vars(batch), "advantages": factor * batch.advantages})
+    got, plain = evaluate(objective, scaled).metrics, evaluate(objective, batch).metrics
+    assert got.pop("loss/policy") == factor * plain.pop("loss/policy")
+    assert got == plain
+
+
+@given(objective=objectives, batch=batches())
+def test_fractions_stay_fractions(objective, batch):
+    final = finish_metrics(evaluate(objective, batch).metrics)
+    for key, value in final.items():
+        if key.startswith("clip_fraction") or key in ("log_ratio_clamped", "effective_sample_size"):
+            assert -1e-12 <= value <= 1 + 1e-12, key
+    lower, upper = final["clip_fraction/lower"], final["clip_fraction/upper"]
+    assert final["clip_fraction/tokens"] == pytest.approx(lower + upper)
+    if "ratio_max" in final:
+        assert final["ratio_min"] <= final["ratio/mean"] * (1 + 1e-12)
+        assert final["ratio/mean"] <= final["ratio_max"] * (1 + 1e-12)
+
+
+@given(difference=st.floats(-30, 30))
+def test_k2_and_k3_are_at_least_zero_and_zero_only_at_zero(difference):
+    d = torch.tensor([difference], dtype=torch.float64)
+    for estimator in ("k2", "k3"):
+        value = kl_penalty(d, torch.zeros_like(d), estimator).item()
+        assert value >= 0 and (value > 0 or abs(difference) < 1e-7)
+
+
+@given(batch=batches(), cap=st.sampled_from([1.0, 1.5, 4.0]), data=st.data())
+def test_correction_weights_over_any_split(batch, cap, data):
+    owner = torch.tensor(data.draw(integers_each(len(batch.segment_ids), 1)), dtype=torch.long)
+
+    def weights(part, sum_over_context=None):
+        return sequence_correction_weights(
+            part.log_probs,
+            part.old_log_probs,
+            part.loss_mask,
+            part.segment_ids,
+            part.num_segments,
+            cap=cap,
+            sum_over_context=sum_over_context,
+        )
+
+    whole, brought = weights(batch), []
+    shards = [(owner == rank).nonzero().flatten() for rank in (0, 1)]
+    for held in shards:
+        weights(batch.take(held), lambda x: brought.append(x) or x)
+    for held in shards:
+        got = weights(batch.take(held), lambda x: brought[0] + brought[1])
+        torch.testing.assert_close(got, whole[held], rtol=1e-12, atol=0)
+    assert (whole > 0).all() and (whole <= cap * (1 + 1e-12)).all()
