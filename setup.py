@@ -21,7 +21,7 @@ EXTRAS = {
     "sglang": ["sglang>=0.5.15"],
     "gpu": ["transformer-engine[pytorch]>=2.4"],
     "test": ["pytest>=8", "hypothesis>=6.100"],
-    "dev": ["ruff>=0.6", "mypy>=1.11", "types-PyYAML", "pre-commit>=3"],
+    "dev": ["ruff>=0.6", "mypy>=1.11", "types-PyYAML", "pre-commit>=3", "mutmut>=3.8,<3.9"],
 }
 # Not in "all": sglang pins other versions and wants an environment of its own; gpu needs CUDA.
 IN_ALL = ("tasks", "data", "tracking", "plot", "test", "dev")
