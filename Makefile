@@ -9,7 +9,7 @@ ARGS ?=
 RUN = OMP_NUM_THREADS=1 $(VENV)/bin/python
 STAMP = $(VENV)/.installed
 
-.PHONY: install demo test test-peers bench lint format docs clean
+.PHONY: install demo test test-peers bench mutate lint format docs clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -34,6 +34,11 @@ test-peers: install
 
 bench: install
 	$(RUN) benchmarks/run_all.py $(ARGS)
+
+# Mutation testing of algorithms/ and parallel/: docs/mutation.md says what it does and how long it takes.
+mutate: install
+	$(RUN) tests/mutation/run.py $(ARGS)
+	$(RUN) tests/mutation/report.py
 
 lint: install
 	$(VENV)/bin/ruff check .
