@@ -1,16 +1,20 @@
-"""The slow truth: Transformers in float64, one sequence at a time, objectives written as loops over tokens."""
+"""The slow truth: Transformers in float64, one sequence at a time, objectives as loops, torch's AdamW."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatron_gspo.algorithms import Objective
 from megatron_gspo.data.sample import Sample
+from megatron_gspo.mcore.policy import OptimizerSettings
+from tests.algorithms import reference as loops
 
 
 def load_reference(path: str) -> torch.nn.Module:
@@ -30,73 +34,94 @@ def response_log_probs(model: torch.nn.Module, sample: Sample, temperature: floa
     return log_softmax.gather(1, tokens[0, sample.prompt_length :, None])[:, 0], entropy
 
 
+def whole_batch(model: torch.nn.Module, samples: Sequence[Sample], temperature: float = 1.0) -> loops.Batch:
+    """All responses of a mini-batch end to end; ``log_probs`` and ``entropy`` carry their gradient to the model."""
+    scored = [response_log_probs(model, sample, temperature) for sample in samples]
+
+    def joined(name: str) -> Tensor:
+        return torch.from_numpy(np.concatenate([getattr(sample, name) for sample in samples]).astype(np.float64))
+
+    lengths = torch.tensor([sample.response_length for sample in samples])
+    return loops.Batch(
+        log_probs=torch.cat([log_probs for log_probs, _ in scored]),
+        old_log_probs=joined("old_log_probs"),
+        ref_log_probs=joined("ref_log_probs"),
+        entropy=torch.cat([entropy for _, entropy in scored]),
+        advantages=joined("advantages"),
+        loss_mask=joined("loss_mask").float(),
+        segment_ids=torch.arange(len(samples)).repeat_interleave(lengths),
+        num_segments=len(samples),
+    )
+
+
+def without_gradient(batch: loops.Batch) -> loops.Batch:
+    return replace(batch, log_probs=batch.log_probs.detach(), entropy=batch.entropy.detach())
+
+
 def naive_loss(
     objective: Objective, model: torch.nn.Module, samples: Sequence[Sample], temperature: float = 1.0
 ) -> Tensor:
     """The negative objective of a whole mini-batch, as the papers write it: a loop over sequences and tokens."""
-    trained = [sample for sample in samples if sample.loss_mask.any()]
-    tokens = sum(int(sample.loss_mask.sum()) for sample in trained)
-    total = torch.zeros((), dtype=torch.float64)
-    for sample in trained:
-        log_probs, entropy = response_log_probs(model, sample, temperature)
-        kept = [t for t in range(sample.response_length) if sample.loss_mask[t]]
-        weight = {
-            "sequence_mean": 1 / (len(kept) * len(trained)),
-            "token_mean": 1 / tokens,
-            "constant": 1 / (len(trained) * (objective.constant_length or 1)),
-        }[objective.aggregation]
-        for t, term in zip(kept, _terms(objective, log_probs, sample, kept), strict=True):
-            term = term + objective.entropy_coef * entropy[t]
-            if objective.kl_loss_coef:
-                term = term - objective.kl_loss_coef * _kl(objective, log_probs[t], float(sample.ref_log_probs[t]))
-            total = total - weight * term
-    return total
+    batch = whole_batch(model, samples, temperature)
+    return loops.naive_loss(objective, batch, batch.log_probs, batch.entropy)
 
 
-def _terms(objective: Objective, log_probs: Tensor, sample: Sample, kept: Sequence[int]) -> list[Tensor]:
-    level = objective.importance_sampling_level
-    advantages = [float(sample.advantages[t]) for t in kept]
-    if level == "none":
-        return [advantage * log_probs[t] for t, advantage in zip(kept, advantages, strict=True)]
-    log_ratios = [log_probs[t] - float(sample.old_log_probs[t]) for t in kept]
-    sequence = torch.exp(sum(log_ratios) / len(log_ratios))
-    ratios = {
-        "token": [torch.exp(x) for x in log_ratios],
-        "sequence": [sequence for _ in kept],
-        "sequence_token": [sequence.detach() * torch.exp(log_probs[t] - log_probs[t].detach()) for t in kept],
-    }[level]
-    low, high = 1 - objective.epsilon_low, 1 + objective.epsilon_high
-    return [torch.minimum(r * a, r.clamp(low, high) * a) for r, a in zip(ratios, advantages, strict=True)]
+def naive_metrics(objective: Objective, batch: loops.Batch) -> dict[str, float]:
+    """Every figure that a training step reports of its loss, counted one by one."""
+    batch = without_gradient(batch)
+
+    def loss(**coefficients: float) -> float:
+        chosen = replace(objective, **{"kl_loss_coef": 0.0, "entropy_coef": 0.0, **coefficients})
+        return float(loops.naive_loss(chosen, batch, batch.log_probs, batch.entropy))
+
+    kl, entropy = objective.kl_loss_coef, objective.entropy_coef
+    metrics = {"loss": loss(kl_loss_coef=kl, entropy_coef=entropy), "loss/policy": loss()}
+    if kl:
+        metrics["loss/kl"] = loss(kl_loss_coef=kl) - loss()
+    if entropy:
+        metrics["loss/entropy"] = loss(entropy_coef=entropy) - loss()
+    if objective.has_ratio:
+        metrics |= loops.naive_metrics(objective, batch)
+    else:
+        metrics |= {f"clip_fraction/{what}": 0.0 for what in ("tokens", "sequences", "lower", "upper")}
+        metrics["kl/ref"] = loops.naive_metrics(_with_a_ratio(objective), batch)["kl/ref"]
+    if not entropy:
+        metrics.pop("entropy", None)  # costs a pass over the vocabulary: computed only where the objective needs it
+    return metrics
 
 
-def _kl(objective: Objective, log_prob: Tensor, reference: float) -> Tensor:
-    d = reference - log_prob
-    return {"k1": -d, "k2": d.square() / 2, "k3": torch.exp(d) - 1 - d}[objective.kl_estimator]
+def _with_a_ratio(objective: Objective) -> Objective:
+    return replace(objective, name="any", importance_sampling_level="token", epsilon_low=0.2, epsilon_high=0.2)
+
+
+def checkpoint_tensors(model: torch.nn.Module, value: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """``value`` of every parameter under the names of a Hugging Face checkpoint, ``[whole tensor]`` each.
+
+    Transformers fuses the experts in memory; here they are split as they are on disk.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        whole = value(parameter)
+        if name.endswith("experts.gate_up_proj"):
+            prefix = name.removesuffix("gate_up_proj")
+            for e, both in enumerate(whole):
+                gate, up = both.chunk(2, dim=0)
+                tensors[f"{prefix}{e}.gate_proj.weight"], tensors[f"{prefix}{e}.up_proj.weight"] = gate, up
+        elif name.endswith("experts.down_proj"):
+            for e, down in enumerate(whole):
+                tensors[f"{name.removesuffix('down_proj')}{e}.down_proj.weight"] = down
+        else:
+            tensors[name] = whole
+    return tensors
 
 
 def checkpoint_gradients(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Gradients under the names of a Hugging Face checkpoint; Transformers fuses the experts in memory, split them."""
-    gradients: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-        if name.endswith("experts.gate_up_proj"):
-            for e, both in enumerate(gradient):
-                gate, up = both.chunk(2, dim=0)
-                prefix = name.removesuffix("gate_up_proj")
-                gradients[f"{prefix}{e}.gate_proj.weight"], gradients[f"{prefix}{e}.up_proj.weight"] = (
-                    gate,
-                    up,
-                )
-        elif name.endswith("experts.down_proj"):
-            for e, down in enumerate(gradient):
-                gradients[f"{name.removesuffix('down_proj')}{e}.down_proj.weight"] = down
-        else:
-            gradients[name] = gradient
-    return gradients
+    """Gradients under the names of a Hugging Face checkpoint; 0 where a parameter has none."""
+    return checkpoint_tensors(model, lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
 
 
 def worst_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[str, float]:
-    """The parameter whose gradient is furthest off, and its error relative to the parameter's own gradient norm.
+    """The parameter that is furthest off, and its error relative to the parameter's own norm.
 
     A parameter with (nearly) no gradient is measured against the typical norm, so that rounding noise isn't divided
     by zero.
@@ -107,5 +132,55 @@ def worst_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[
     errors = {
         name: float((found[name].double() - expected[name]).norm()) / max(norms[name], floor) for name in expected
     }
-    name = max(errors, key=lambda key: errors[key])
+    name = max(errors, key=lambda key: math.inf if math.isnan(errors[key]) else errors[key])
     return name, errors[name]
+
+
+@dataclass(frozen=True)
+class Training:
+    """What single-process training came to: each step's metrics and tokens; weights before, and after less before."""
+
+    steps: list[dict[str, float]]
+    before: dict[str, Tensor]
+    update: dict[str, Tensor]
+    batches: list[loops.Batch]
+
+
+def naive_training(
+    model: torch.nn.Module, objective: Objective, mini_batches: Sequence[Sequence[Sample]], settings: OptimizerSettings
+) -> Training:
+    """One AdamW step a mini-batch in float64, as Megatron defines it; the model is changed in place.
+
+    Weight decay for matrices and the embedding, none for vectors (norms, biases); gradients scaled down to the global
+    norm ``clip_grad``; the learning rate of `learning_rate`.
+    """
+    before = checkpoint_tensors(model, lambda p: p.detach().clone())
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    adam = torch.optim.AdamW(
+        [dict(params=matrices, weight_decay=settings.weight_decay), dict(params=vectors, weight_decay=0.0)],
+        lr=settings.lr, betas=(settings.adam_beta1, settings.adam_beta2), eps=settings.adam_eps,
+    )  # fmt: skip
+    steps, batches = [], []
+    for index, samples in enumerate(mini_batches):
+        batch = whole_batch(model, samples)
+        adam.zero_grad()
+        loops.naive_loss(objective, batch, batch.log_probs, batch.entropy).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad)
+        for group in adam.param_groups:
+            group["lr"] = learning_rate(settings, index)
+        adam.step()
+        batches.append(without_gradient(batch))
+        steps.append({**naive_metrics(objective, batch), "grad_norm": float(norm), "lr": adam.param_groups[0]["lr"]})
+    after = checkpoint_tensors(model, lambda p: p.detach().clone())
+    return Training(steps, before, {name: after[name] - before[name] for name in after}, batches)
+
+
+def learning_rate(settings: OptimizerSettings, step: int) -> float:
+    """Of optimizer step 0, 1, ...: a linear warm-up that starts above 0, then a cosine down to ``min_lr``."""
+    assert settings.schedule == "cosine"
+    warmup = settings.warmup_steps
+    if step <= warmup:
+        return settings.lr * (step + 1) / (warmup + 1)
+    done = (step - warmup) / (settings.total_steps - warmup)
+    return settings.min_lr + (settings.lr - settings.min_lr) * (1 + math.cos(math.pi * done)) / 2

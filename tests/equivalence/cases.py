@@ -1,61 +1,90 @@
-"""What the equivalence tests run on every rank: a mini-batch, its loss, gradients, metrics, weights after steps."""
+"""What is compared: mini-batches made to be awkward, objectives in which every metric is alive, cuts, optimizers."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_gspo.algorithms import preset
+from megatron_gspo.algorithms import Objective, preset
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.mcore.batches import micro_batches
-from megatron_gspo.mcore.forward import unwrap
-from megatron_gspo.mcore.groups import Layout, initialize
-from megatron_gspo.mcore.model import ModelSettings
-from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, build_policy
-from megatron_gspo.mcore.step import (
-    Batching,
-    compute_log_probs,
-    forward_backward,
-    summed_metrics,
-    train_mini_batch,
-)
-from megatron_gspo.mcore.weights import export_weights
+from megatron_gspo.mcore.policy import OptimizerSettings
+from megatron_gspo.mcore.step import Batching
+from tests.equivalence.layouts import Arrangement, turn_of
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """An objective with a mini-batch to suit it.
+
+    ``spread``: how far, in nats, the old log-probs are from the current ones: by sequence and again by token.
+    """
+
+    objective: Objective
+    spread: float
+    per_token: bool = False
+    temperature: float = 1.0
+
+
+# With these every metric takes a value that is neither 0 nor 1 (see test_truth.py): one sequence lies beyond
+# max_log_ratio, some are clipped on either side, some by the dual clip.
+SCENARIOS = {
+    "gspo": Scenario(preset("gspo", max_log_ratio=0.5), 4e-4),
+    "gspo_token": Scenario(
+        preset("gspo_token", epsilon_low=0.02, epsilon_high=0.03, dual_clip=1.04, kl_loss_coef=0.05, kl_estimator="k2",
+               max_log_ratio=0.5), 0.05, per_token=True,
+    ),
+    "grpo": Scenario(
+        preset("grpo", kl_loss_coef=0.1, entropy_coef=0.01, dual_clip=1.3, max_log_ratio=0.5), 0.2, per_token=True,
+        temperature=0.8,
+    ),
+}  # fmt: skip
+OTHERS = {
+    "dapo": Scenario(preset("dapo"), 0.2, per_token=True),
+    "dr_grpo": Scenario(preset("dr_grpo", constant_length=16), 0.2),
+    "sft": Scenario(preset("sft"), 0.2),
+}
+CUTS = {"packed": Batching(64), "one by one": Batching(64, micro_batch_size=1)}
+OTHER_CUTS = {"all in one": Batching(400), "threes": Batching(64, micro_batch_size=3)}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layout and the settings that may not change the result."""
+    """One launch: an arrangement of processes and what they run.
 
-    world_size: int = 1
-    layout: dict[str, Any] = field(default_factory=dict)
-    model: dict[str, Any] = field(default_factory=dict)
-    max_tokens: int = 64
-    micro_batch_size: int | None = None
-    objective: str = "gspo"
-    overrides: dict[str, Any] = field(default_factory=dict)
-    steps: int = 0
-    distributed_optimizer: bool = False
+    ``model``: fields of ``ModelSettings``. ``runs``: (scenario, cut). ``scored``: the scenario whose log-probs and
+    entropies are also computed without a loss, in every cut of ``runs``. ``distributed_optimizers``: one training each.
+    """
 
-    @property
-    def name(self) -> str:
-        parts = [f"{key}{value}" for key, value in self.layout.items()] or ["single"]
-        if self.world_size > 1:
-            parts.append(f"world{self.world_size}")
-        parts += [f"{key}_{value}" for key, value in self.model.items()]
-        defaults = asdict(Case())
-        parts += [
-            f"{key}_{value}"
-            for key, value in asdict(self).items()
-            if key not in ("world_size", "layout", "model") and value != defaults[key]
-        ]
-        return "-".join(parts)
+    arrangement: Arrangement
+    model: dict[str, Any]
+    runs: tuple[tuple[str, str], ...]
+    scored: str
+    distributed_optimizers: tuple[bool, ...]
 
 
-def make_samples(seed: int = 0, count: int = 10, vocab_size: int = 96, per_token: bool = False) -> list[Sample]:
+def case_of(arrangement: Arrangement) -> Case:
+    """What the suite and the page run in an arrangement."""
+    turn = turn_of(arrangement)
+    runs = tuple((name, "packed") for name in SCENARIOS) + ((turn.one_by_one, "one by one"),)
+    return Case(arrangement, dict(recompute=turn.recompute), runs, turn.one_by_one, turn.distributed_optimizers)
+
+
+TRAINING = Scenario(preset("gspo", epsilon_low=0.08, epsilon_high=0.09, kl_loss_coef=0.1, entropy_coef=0.01), 0.05)
+# adam_eps is about the size of a clipped gradient's entries, so that a step is a smooth function of the gradient: with
+# the usual 1e-8 the sign of a gradient of rounding noise would decide on a step of a whole lr.
+OPTIMIZER = OptimizerSettings(
+    lr=1e-2, min_lr=1e-3, schedule="cosine", warmup_steps=1, total_steps=4, weight_decay=0.1, adam_beta1=0.8,
+    adam_beta2=0.9, adam_eps=2e-4, clip_grad=0.2,
+)  # fmt: skip
+
+
+def make_samples(
+    seed: int = 0, count: int = 10, vocab_size: int = 96, per_token: bool = False, mean_advantage: float = 0.0
+) -> list[Sample]:
     """A mini-batch of unequal lengths, masks with holes, a response of one token and one without a trained token."""
     g = np.random.default_rng(seed)
     samples = []
@@ -75,75 +104,25 @@ def make_samples(seed: int = 0, count: int = 10, vocab_size: int = 96, per_token
                 loss_mask=mask,
                 rollout_log_probs=None,
                 finish_reason="stop",
-                advantages=advantage.astype(np.float32),
+                advantages=(advantage + mean_advantage).astype(np.float32),
             )
         )
     return samples
 
 
 def with_old_log_probs(
-    samples: list[Sample], log_probs: list[np.ndarray], spread: float, seed: int = 1
+    samples: list[Sample], log_probs: list[np.ndarray], spread: float, seed: int = 1, outlier: int | None = None
 ) -> list[Sample]:
-    """Old log-probs a little off the current ones, so that some sequences are clipped and some not; likewise ref."""
+    """Old log-probs a little off the current ones, so that some sequences are clipped and some not; likewise ref.
+
+    ``outlier``: a sample that the current policy likes better by 0.6 nats a token.
+    """
     g = np.random.default_rng(seed)
-    for sample, value in zip(samples, log_probs, strict=True):
-        shift = g.normal() * spread
+    for i, (sample, value) in enumerate(zip(samples, log_probs, strict=True)):
+        shift = g.normal() * spread - 0.6 * (i == outlier)
         sample.old_log_probs = (value + shift + g.normal(size=value.shape) * spread).astype(np.float32)
-        sample.ref_log_probs = (value + g.normal(size=value.shape) * 0.1).astype(np.float32)
+        sample.ref_log_probs = (value + g.normal(size=value.shape) * 0.3).astype(np.float32)
     return samples
-
-
-def build(path: str, case: Case) -> Any:
-    """The policy of one rank in the case's layout."""
-    layout = Layout(**case.layout)
-    return build_policy(
-        path,
-        layout,
-        initialize(layout, seed=1),
-        model=ModelSettings(**case.model),
-        data_parallel=DataParallelSettings(distributed_optimizer=case.distributed_optimizer),
-        optimizer=OptimizerSettings(lr=1e-3, weight_decay=0.1, clip_grad=1.0, total_steps=8),
-    )
-
-
-def run_case(rank: int, world_size: int, path: str, case: Case, samples: list[Sample]) -> dict[str, Any]:
-    """Log-probs, then loss, metrics and every gradient of the mini-batch, then ``case.steps`` optimizer steps."""
-    policy = build(path, case)
-    batching = Batching(case.max_tokens, case.micro_batch_size)
-    objective = preset(case.objective, **case.overrides)
-    log_probs, entropy = compute_log_probs(policy, samples, batching, temperature=1.0, with_entropy=True)
-    batches = micro_batches(
-        samples,
-        policy.config,
-        policy.groups,
-        max_tokens=case.max_tokens,
-        micro_batch_size=case.micro_batch_size,
-    )
-    outputs = forward_backward(policy, objective, batches, temperature=1.0)
-    metrics = summed_metrics([output["metrics"] for output in outputs], policy)
-    chunks = [unwrap(chunk) for chunk in policy.chunks]
-    gradients = (
-        {
-            name: value.clone()
-            for name, value in export_weights(
-                chunks, policy.family, policy.shape, policy.groups, value=lambda p: p.main_grad
-            )
-        }
-        if not case.distributed_optimizer
-        else {}
-    )
-    steps = [train_mini_batch(policy, samples, objective, batching, temperature=1.0).metrics for _ in range(case.steps)]
-    weights: dict[str, Tensor] = {name: value.clone() for name, value in policy.weights()} if case.steps else {}
-    keep = rank == 0
-    return {
-        "log_probs": log_probs,
-        "entropy": entropy,
-        "metrics": metrics,
-        "steps": steps,
-        "gradients": gradients if keep else {},
-        "weights": weights if keep else {},
-        "batches": len(batches.batches),
-    }
 
 
 def max_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:

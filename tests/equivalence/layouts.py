@@ -1,0 +1,90 @@
+"""Every valid combination of parallel sizes up to two each, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+from megatron_gspo.mcore.groups import Layout
+
+RECOMPUTE = ("none", "selective", "full")
+SCENARIOS = ("gspo", "gspo_token", "grpo")
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """A layout with what ``Layout`` leaves to the world and to the model: data and sequence parallelism."""
+
+    tensor: int = 1
+    sequence_parallel: bool = False
+    pipeline: int = 1
+    interleaved: bool = False
+    context: int = 1
+    data: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    moe: bool = True
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def is_valid(self) -> bool:
+        """Megatron's constraints: experts are laid out anew over the ranks of a pipeline stage; MoE layers with tensor
+        parallelism need sequence parallelism, which means nothing without tensor parallelism."""
+        stage = self.tensor * self.context * self.data
+        if self.interleaved and self.pipeline == 1 or self.sequence_parallel and self.tensor == 1:
+            return False
+        if not self.moe:
+            return self.expert == self.expert_tensor == 1
+        return stage % (self.expert * self.expert_tensor) == 0 and self.sequence_parallel == (self.tensor > 1)
+
+    @property
+    def name(self) -> str:
+        """Such as ``tp2-pp2i-cp1-dp1-ep2-etp1``; ``i``: interleaved, ``nosp``: without sequence parallelism."""
+        tensor = f"tp{self.tensor}" + ("nosp" if self.tensor > 1 and not self.sequence_parallel else "")
+        common = f"{tensor}-pp{self.pipeline}{'i' * self.interleaved}-cp{self.context}-dp{self.data}"
+        return common + (f"-ep{self.expert}-etp{self.expert_tensor}" if self.moe else "")
+
+    def layout(self) -> Layout:
+        return Layout(
+            self.tensor, self.pipeline, self.context, self.expert, self.expert_tensor, 2 if self.interleaved else None
+        )
+
+
+def layouts(max_world: int = 8, *, moe: bool = True) -> list[Arrangement]:
+    """All valid arrangements of at most ``max_world`` processes with every size 1 or 2, the smallest worlds first."""
+    both = (1, 2)
+    found = [
+        Arrangement(tensor, sequence, pipeline, interleaved, context, data, expert, expert_tensor, moe)
+        for pipeline, interleaved, tensor, sequence, context, data, expert, expert_tensor in product(
+            both, (False, True), both, (False, True), both, both, both, both
+        )
+    ]
+    valid = [a for a in found if a.is_valid and a.world_size <= max_world]
+    return sorted(valid, key=lambda a: a.world_size)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What an arrangement runs beside what all of them run: choices dealt out in turn, to keep the suite short.
+
+    ``one_by_one``: the scenario that is also run with one sequence a micro-batch.
+    ``distributed_optimizers``: with which the optimizer steps are taken, off and on.
+    """
+
+    recompute: str
+    one_by_one: str
+    distributed_optimizers: tuple[bool, ...]
+
+
+def turn_of(arrangement: Arrangement) -> Turn:
+    """Every choice turns up with every size of every dimension (see test_enumeration.py)."""
+    i = layouts(arrangement.world_size, moe=arrangement.moe).index(arrangement)
+    both = arrangement.world_size <= 2
+    return Turn(RECOMPUTE[i % 3], SCENARIOS[i // 3 % 3], (False, True) if both else ((i + i // 2) % 2 == 1,))
+
+
+MOE = layouts()
+DENSE = layouts(moe=False)

@@ -1,0 +1,126 @@
+"""What every rank runs: each scenario in each cut, then optimizer steps, all compared with the truth on the spot."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_gspo.algorithms import finish_metrics
+from megatron_gspo.data.packing import OPTIONAL_FIELDS
+from megatron_gspo.mcore.batches import collect_values, micro_batches
+from megatron_gspo.mcore.forward import unwrap
+from megatron_gspo.mcore.groups import initialize
+from megatron_gspo.mcore.model import ModelSettings
+from megatron_gspo.mcore.policy import DataParallelSettings, Policy, build_policy
+from megatron_gspo.mcore.step import compute_log_probs, forward_backward, summed_metrics, train_mini_batch
+from megatron_gspo.mcore.weights import export_weights
+from tests.equivalence.cases import CUTS, OPTIMIZER, OTHER_CUTS, OTHERS, SCENARIOS, TRAINING, Case, stack
+from tests.equivalence.truth import Expected, Truth
+from tests.reference import worst_error
+
+
+@dataclass
+class Errors:
+    """The largest error of each kind, and where it was met."""
+
+    worst: dict[str, tuple[float, str]] = field(default_factory=dict)
+
+    def add(self, kind: str, error: float, where: str) -> None:
+        if kind not in self.worst or not error <= self.worst[kind][0]:  # a NaN stays
+            self.worst[kind] = (math.inf if math.isnan(error) else error, where)
+
+    def add_metrics(self, found: dict[str, float], expected: dict[str, float], where: str, kind: str) -> None:
+        """Each relative to its own value; a metric that only one side knows is an infinite error."""
+        for name in sorted(found.keys() ^ expected.keys()):
+            self.add(kind, math.inf, f"{where}: {name} has no counterpart")
+        for name in found.keys() & expected.keys():
+            scale = abs(expected[name]) or 1.0
+            part = "loss" if name == "loss" and kind == "metric" else kind
+            self.add(part, abs(found[name] - expected[name]) / scale, f"{where}: {name}")
+
+    def merge(self, other: Errors, where: str) -> None:
+        for kind, (error, place) in other.worst.items():
+            self.add(kind, error, f"{where}, {place}")
+
+
+def run_case(rank: int, world_size: int, path: str, case: Case, truth_file: str) -> Errors:
+    """The errors of one rank."""
+    truth: Truth = torch.load(truth_file, weights_only=False)
+    groups = initialize(case.arrangement.layout(), seed=1)
+    errors = Errors()
+    policy = _build(path, case, groups, distributed_optimizer=False)
+    for name, cut in case.runs:
+        if name == case.scored:
+            compare_scores(policy, name, cut, truth.scenarios[name], errors)
+        compare_gradients(policy, name, cut, truth.scenarios[name], errors)
+    for distributed in case.distributed_optimizers:
+        if distributed:
+            policy = _build(path, case, groups, distributed_optimizer=True)
+        compare_training(policy, truth, errors, f"distributed optimizer {'on' if distributed else 'off'}")
+    return errors
+
+
+def _build(path: str, case: Case, groups: Any, *, distributed_optimizer: bool) -> Policy:
+    sequence_parallel = case.arrangement.sequence_parallel
+    return build_policy(
+        path, case.arrangement.layout(), groups,
+        model=ModelSettings(**{"sequence_parallel": sequence_parallel, **case.model}),
+        data_parallel=DataParallelSettings(distributed_optimizer=distributed_optimizer), optimizer=OPTIMIZER,
+    )  # fmt: skip
+
+
+def compare_scores(policy: Policy, name: str, cut: str, expected: Expected, errors: Errors) -> None:
+    """Log-probs and entropies without a loss, as the old and the reference policy's are computed."""
+    temperature = (SCENARIOS | OTHERS)[name].temperature
+    log_probs, entropy = compute_log_probs(
+        policy, expected.samples, (CUTS | OTHER_CUTS)[cut], temperature=temperature, with_entropy=True
+    )
+    errors.add("log-prob", _distance(log_probs, expected.batch.log_probs), f"{name}, {cut}, without a loss")
+    errors.add("entropy", _distance(entropy, expected.batch.entropy), f"{name}, {cut}")
+
+
+def _distance(found: Any, expected: Tensor) -> float:
+    return float((stack(found).double() - expected).abs().max())
+
+
+def compare_gradients(policy: Policy, name: str, cut: str, expected: Expected, errors: Errors) -> None:
+    """Loss, log-probs, metrics and every gradient of the mini-batch."""
+    scenario, batching, where = (SCENARIOS | OTHERS)[name], (CUTS | OTHER_CUTS)[cut], f"{name}, {cut}"
+    samples = expected.samples
+    batches = micro_batches(
+        samples, policy.config, policy.groups, max_tokens=batching.max_tokens,
+        micro_batch_size=batching.micro_batch_size, optional=_carried(samples),
+    )  # fmt: skip
+    outputs = forward_backward(policy, scenario.objective, batches, temperature=scenario.temperature)
+    log_probs = collect_values([output["log_probs"] for output in outputs], batches.batches, samples, policy.groups)
+    errors.add("log-prob", _distance(log_probs, expected.batch.log_probs), where)
+    metrics = finish_metrics(summed_metrics([output["metrics"] for output in outputs], policy))
+    errors.add_metrics(metrics, expected.metrics, where, "metric")
+    chunks = [unwrap(chunk) for chunk in policy.chunks]
+    gradients = {
+        name: value.clone()
+        for name, value in export_weights(
+            chunks, policy.family, policy.shape, policy.groups, value=lambda p: p.main_grad
+        )
+    }
+    parameter, error = worst_error(gradients, expected.gradients)
+    errors.add("gradient", error, f"{where}: {parameter}")
+
+
+def _carried(samples: list[Any]) -> list[str]:
+    return [name for name in OPTIONAL_FIELDS if all(getattr(sample, name) is not None for sample in samples)]
+
+
+def compare_training(policy: Policy, truth: Truth, errors: Errors, where: str) -> None:
+    """An optimizer step on each of the mini-batches, then what has become of the weights."""
+    for index, samples in enumerate(truth.mini_batches):
+        result = train_mini_batch(policy, samples, TRAINING.objective, CUTS["packed"], temperature=1.0)
+        errors.add_metrics(result.metrics, truth.training.steps[index], f"{where}, step {index}", "step metric")
+    before = truth.training.before
+    update = {name: value.double() - before[name] for name, value in policy.weights()}
+    parameter, error = worst_error(update, truth.training.update)
+    errors.add("update", error, f"{where}: {parameter}")

@@ -1,0 +1,98 @@
+"""That the comparison means something: every metric is alive, and no decision hangs on rounding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron_gspo.algorithms import Objective
+from megatron_gspo.mcore.policy import OptimizerSettings
+from tests.algorithms.reference import Batch
+from tests.equivalence.cases import OPTIMIZER, OTHERS, SCENARIOS, TRAINING
+from tests.equivalence.truth import expect, find_truth
+from tests.models import save_tiny_model
+from tests.reference import learning_rate, load_reference
+
+# float32 moves a log-prob by about 3e-6 and a router's logit by less
+MARGIN = 2e-5
+
+
+@pytest.fixture(scope="module", params=["moe", "dense"])
+def path(request, tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("models") / request.param, request.param)
+
+
+@pytest.fixture(scope="module")
+def truth(path):
+    return find_truth(path)
+
+
+def test_every_metric_takes_a_value_that_shows_a_wrong_share(truth):
+    values: dict[str, list[float]] = {}
+    for expected in truth.scenarios.values():
+        for name, value in expected.metrics.items():
+            values.setdefault(name, []).append(value)
+    dull = [name for name, found in values.items() if all(value in (0.0, 1.0) for value in found)]
+    assert not dull
+    assert len(values) >= 18, sorted(values)
+
+
+def test_the_mini_batches_are_awkward(truth):
+    for samples in [expected.samples for expected in truth.scenarios.values()] + truth.mini_batches:
+        assert len({sample.length for sample in samples}) > 5
+        assert samples[0].response_length == 1 and not samples[1].loss_mask.any()
+        assert any(0 < sample.loss_mask.sum() < len(sample.loss_mask) for sample in samples)
+
+
+def decisions(objective: Objective, batch: Batch) -> Iterator[float]:
+    """How far, in nats, every log-ratio is from every bound at which the loss changes its form."""
+    limit = objective.max_log_ratio
+    bounds = [-limit, limit, *(math.log(bound) for bound in objective.clip_range)]
+    bounds += [math.log(objective.dual_clip)] if objective.dual_clip else []
+    trained = batch.loss_mask > 0
+    log_ratio = (batch.log_probs - batch.old_log_probs)[trained]
+    ids = batch.segment_ids[trained]
+    sequences = [log_ratio[ids == i].mean() for i in ids.unique()]
+    for value in torch.stack(sequences) if objective.sequence_level else log_ratio:
+        yield from (abs(float(value) - bound) for bound in bounds)
+    for value in (batch.log_probs - batch.ref_log_probs)[trained]:
+        yield abs(abs(float(value)) - limit)
+
+
+def test_no_clip_hangs_on_rounding(truth):
+    for name, expected in truth.scenarios.items():
+        assert min(decisions(SCENARIOS[name].objective, expected.batch)) > MARGIN, name
+    for step, batch in enumerate(truth.training.batches):
+        assert min(decisions(TRAINING.objective, batch)) > MARGIN, step
+
+
+def test_training_clips_gradients_and_changes_every_parameter(truth):
+    assert all(step["grad_norm"] > OPTIMIZER.clip_grad for step in truth.training.steps)
+    assert len({step["lr"] for step in truth.training.steps}) == 3
+    still = [name for name, update in truth.training.update.items() if float(update.abs().max()) < 1e-4]
+    assert not still
+
+
+def test_no_choice_of_experts_hangs_on_rounding(tmp_path):
+    model = load_reference(save_tiny_model(tmp_path))
+    gaps: list[float] = []
+
+    def look(module: torch.nn.Module, inputs: object, output: tuple[torch.Tensor, ...]) -> None:
+        chosen = output[0].detach().sort(dim=-1, descending=True).values
+        k = model.config.num_experts_per_tok
+        gaps.append(float((chosen[:, k - 1] - chosen[:, k]).min()))
+
+    for name, module in model.named_modules():
+        if name.endswith("mlp.gate"):
+            module.register_forward_hook(look)
+    for scenario in (SCENARIOS | OTHERS).values():
+        expect(model, scenario)
+    assert gaps and min(gaps) > MARGIN
+
+
+def test_learning_rate_by_hand():
+    settings = OptimizerSettings(lr=0.4, min_lr=0.1, schedule="cosine", warmup_steps=1, total_steps=3)
+    assert [learning_rate(settings, step) for step in range(4)] == pytest.approx([0.2, 0.4, 0.25, 0.1])

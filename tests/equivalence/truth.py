@@ -1,0 +1,78 @@
+"""What Transformers and the naive loops in float64 make of every scenario, computed once and kept in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_gspo.data.sample import Sample
+from tests.algorithms import reference as loops
+from tests.equivalence.cases import OPTIMIZER, OTHERS, SCENARIOS, TRAINING, Scenario, make_samples, with_old_log_probs
+from tests.reference import (
+    Training,
+    checkpoint_gradients,
+    load_reference,
+    naive_metrics,
+    naive_training,
+    response_log_probs,
+    whole_batch,
+    without_gradient,
+)
+
+MEAN_ADVANTAGE = 0.3  # the loss of advantages around 0 is a small difference of large terms
+
+
+@dataclass(frozen=True)
+class Expected:
+    """One scenario: its samples, and what comes of them. ``batch``: all response tokens with log-probs and entropy."""
+
+    samples: list[Sample]
+    metrics: dict[str, float]
+    gradients: dict[str, Tensor]
+    batch: loops.Batch
+
+
+@dataclass(frozen=True)
+class Truth:
+    """All that a model's launches are compared with."""
+
+    scenarios: dict[str, Expected]
+    mini_batches: list[list[Sample]]
+    training: Training
+
+
+def scenario_samples(model: torch.nn.Module, scenario: Scenario, seed: int = 0) -> list[Sample]:
+    samples = make_samples(seed, vocab_size=model.config.vocab_size, per_token=scenario.per_token,
+                           mean_advantage=MEAN_ADVANTAGE)  # fmt: skip
+    with torch.no_grad():
+        log_probs = [response_log_probs(model, sample, scenario.temperature)[0].numpy() for sample in samples]
+    return with_old_log_probs(samples, log_probs, scenario.spread, seed + 1, outlier=3)
+
+
+def expect(model: torch.nn.Module, scenario: Scenario) -> Expected:
+    """The truth of one scenario."""
+    samples = scenario_samples(model, scenario)
+    model.zero_grad()
+    batch = whole_batch(model, samples, scenario.temperature)
+    loops.naive_loss(scenario.objective, batch, batch.log_probs, batch.entropy).backward()
+    gradients = {name: gradient.clone() for name, gradient in checkpoint_gradients(model).items()}
+    return Expected(samples, naive_metrics(scenario.objective, batch), gradients, without_gradient(batch))
+
+
+def find_truth(path: str, names: Sequence[str] = tuple(SCENARIOS)) -> Truth:
+    """Everything that is expected of the model at ``path``."""
+    model = load_reference(path)
+    scenarios = {name: expect(model, (SCENARIOS | OTHERS)[name]) for name in names}
+    mini_batches = [scenario_samples(model, TRAINING, seed) for seed in (10, 11, 12)]
+    model.zero_grad()
+    return Truth(scenarios, mini_batches, naive_training(model, TRAINING.objective, mini_batches, OPTIMIZER))
+
+
+def save_truth(path: str, file: Path, names: Sequence[str] = tuple(SCENARIOS)) -> str:
+    """Write the truth about the model at ``path``; returns the file, for the ranks to read."""
+    torch.save(find_truth(path, names), file)
+    return str(file)
