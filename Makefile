@@ -9,7 +9,7 @@ ARGS ?=
 RUN = OMP_NUM_THREADS=1 $(VENV)/bin/python
 STAMP = $(VENV)/.installed
 
-.PHONY: install demo test test-peers bench mutate lint format docs clean
+.PHONY: install demo test test-peers bench kill mutate lint format docs clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -39,6 +39,10 @@ bench: install
 mutate: install
 	$(RUN) tests/mutation/run.py $(ARGS)
 	$(RUN) tests/mutation/report.py
+
+# Kills runs at random moments and resumes them; counts the ends that are bitwise equal.
+kill: install
+	$(RUN) -m megatron_gspo.tools.kill_and_resume $(ARGS)
 
 lint: install
 	$(VENV)/bin/ruff check .
