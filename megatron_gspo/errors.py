@@ -54,8 +54,7 @@ def describe_disk(path: str | Path, error: OSError, *, needed: int | None = None
     path = error.filename or path
     reason = (error.strerror or str(error) or type(error).__name__).lower()
     room = "" if needed is None else f"{show_bytes(needed)} needed, "
-    folder = existing_part(path)
-    room += f"{show_bytes(shutil.disk_usage(folder).free)} free in {folder}"
+    room += f"{show_bytes(shutil.disk_usage(existing_part(path)).free)} free"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         fix = "free some space"
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):

@@ -143,8 +143,13 @@ class DataConfig(Section):
     verifier_timeout: float | None = Field(
         10.0,
         gt=0,
-        description="Seconds a response may take, beyond them its reward is 0; null scores in the training "
-        "process, faster and unguarded.",
+        description="Seconds a response may take, beyond them its verification failed; null scores in the "
+        "training process, faster and unguarded.",
+    )
+    verifier_failure_reward: float | None = Field(
+        None,
+        description="Reward of a response whose verification failed; null leaves it out of the loss and of "
+        "its group's mean and standard deviation.",
     )
     verifier_workers: int = Field(1, ge=1, description="Verifier processes per rank.")
     shuffle: bool = Field(True, description="Draw prompts in a new order, from seed, on each pass.")

@@ -1,4 +1,4 @@
-"""Rewards of samples: the verifier's, with every failure counted and none of them fatal."""
+"""Rewards of samples: the verifier's, with every failure counted and none of them fatal here."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ FAILURES = ("error", "timeout", "invalid")
 class Scores:
     """What scoring N samples gave, in their order.
 
-    rewards: [N] float32, all finite.
+    rewards: [N] float32; NaN for a failure, unless failures have a reward of their own.
     statuses: "ok", "error", "timeout" or "invalid" for each sample.
+    messages: why, for each failure; "" for the others.
     counts: how many of each failure ("error", "timeout", "invalid"; 0 included).
     first_messages: for each failure that occurred, the first message.
     """
 
     rewards: np.ndarray
     statuses: tuple[str, ...]
+    messages: tuple[str, ...]
     counts: dict[str, int]
     first_messages: dict[str, str]
 
@@ -47,13 +49,14 @@ class RewardScorer:
         *,
         timeout: float | None = 10.0,
         workers: int = 1,
-        failure_reward: float = 0.0,
+        failure_reward: float | None = None,
     ):
-        """verifier, options: see `load_verifier`. timeout: seconds a response. failure_reward: for failures.
+        """verifier, options: see `load_verifier`. timeout: seconds a response.
 
+        failure_reward: reward of a failure; None: it has none (NaN), which the loop leaves out and counts.
         Raises VerifierError in one line where the verifier can't be loaded.
         """
-        if not np.isfinite(failure_reward):
+        if failure_reward is not None and not np.isfinite(failure_reward):
             raise ValueError(f"failure_reward is {failure_reward}; it must be finite")
         self._failure_reward = failure_reward
         self._pool: RewardPool | None = None
@@ -94,16 +97,16 @@ class RewardScorer:
         self.close()
 
     def _summarise(self, replies: Sequence[Reply]) -> Scores:
-        rewards = np.array(
-            [self._failure_reward if value is None else value for _, value, _ in replies], dtype=np.float32
-        )
+        failed = np.nan if self._failure_reward is None else self._failure_reward
+        rewards = np.array([failed if value is None else value for _, value, _ in replies], dtype=np.float32)
         first_messages: dict[str, str] = {}
         for status, _, message in replies:
             if status != "ok":
                 first_messages.setdefault(status, message or "")
         statuses = tuple(status for status, _, _ in replies)
+        messages = tuple(message or "" for _, _, message in replies)
         counts = {name: statuses.count(name) for name in FAILURES}
-        return Scores(rewards, statuses, counts, first_messages)
+        return Scores(rewards, statuses, messages, counts, first_messages)
 
 
 def score(

@@ -122,7 +122,7 @@ class Sample:
             return
         bad = int(np.count_nonzero(~np.isfinite(trained)))
         if bad:
-            raise ValueError(f"{where}: {name} has {bad} non-finite trained values; drop the sample")
+            raise ValueError(f"{where}: {name} has {bad} non-finite trained values; check the weights")
         if name in _LOG_PROB_FIELDS and trained.size and trained.max() > 1e-3:
             raise ValueError(f"{where}: {name} has {trained.max():.4g}; a log-probability is at most 0")
 

@@ -100,6 +100,7 @@ def assemble(config: Config, *, engine: RolloutEngine | None = None) -> Run:
         data.verifier_options,
         timeout=data.verifier_timeout,
         workers=data.verifier_workers,
+        failure_reward=data.verifier_failure_reward,
     )
     groups = initialize(
         layout_of(config),

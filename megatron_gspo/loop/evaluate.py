@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_gspo.loop.assemble import Run
-from megatron_gspo.loop.experience import rollout_seed, sample_and_score
+from megatron_gspo.loop.experience import rollout_seed
+from megatron_gspo.loop.scoring import require_scores, sample_and_score
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.random_state import EVALUATION, seed_generators
 from megatron_gspo.rollout.engine import SamplingParams
@@ -40,7 +41,9 @@ def evaluate(run: Run, version: int, timers: Timers) -> dict[str, float]:
             rollout_seed(run.config.seed, _EVALUATION_STREAM),
             quiet,
         )
-    rewards = np.array([sample.reward for sample in samples]).reshape(-1, config.n_samples)
+    require_scores(run, samples)
+    # a response that could not be scored is not a solved one, and is counted
+    rewards = np.nan_to_num([sample.reward for sample in samples], nan=0.0).reshape(-1, config.n_samples)
     found = {
         "eval/accuracy": mean_at_k(rewards),
         "eval/response_length": float(np.mean([sample.response_length for sample in samples])),

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.errors import writing
 from megatron_gspo.loop.assemble import Run
+from megatron_gspo.loop.scoring import FAILURE
 from megatron_gspo.tracking.environment import describe_environment
 from megatron_gspo.tracking.picture import draw_run
 from megatron_gspo.tracking.progress import Progress
@@ -53,7 +54,7 @@ class Recorder:
     def __init__(self, run: Run, *, resume_step: int) -> None:
         self._config, self._stack = run.config, contextlib.ExitStack()
         self._active, self._prompts = run.is_writer, run.source.prompts
-        self._warned = False
+        self._said: set[str] = set()
         if not self._active:
             return
         tracking, resumed = run.config.tracking, resume_step if resume_step else None
@@ -87,15 +88,28 @@ class Recorder:
                 values = self._directory.log(step, metrics)
             self._trackers.log(step, values)
             self._progress.update(step, values)
-            if values.get("groups/zero_variance") == 1.0 and not self._warned:
-                self._warned = True
-                self._progress.say(
+            if values.get("groups/zero_variance") == 1.0:
+                self._say_once(
+                    "equal",
                     f"step {step}: the rewards of every group are all equal, so there is nothing to learn from; "
-                    "look at samples/ and the verifier"
+                    "look at samples/ and the verifier",
                 )
+            if values.get("updates") == 0:
+                self._say_once("masked", f"step {step}: every response is masked, so nothing was updated; see masked/*")
+
+    def _say_once(self, about: str, line: str) -> None:
+        if about not in self._said:
+            self._said.add(about)
+            self._progress.say(line)
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """A few responses of the step, evenly picked."""
+        """A few responses of the step, evenly picked; and once a line, if some could not be scored."""
+        if self._active and (reasons := [s.metadata[FAILURE] for s in samples if FAILURE in s.metadata]):
+            self._say_once(
+                "unscored",
+                f"step {step}: {len(reasons)} of {len(samples)} responses could not be scored ({reasons[0]}); "
+                "see verifier/* and data.verifier_failure_reward",
+            )
         if self._active and self._config.tracking.samples_per_step:
             chosen = spread(list(samples), self._config.tracking.samples_per_step)
             with writing(self._directory.samples):

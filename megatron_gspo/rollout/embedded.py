@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from megatron_gspo.data.sample import Prompt, Sample
+from megatron_gspo.rollout.check import EngineError
 from megatron_gspo.rollout.cpu_kernels import use_cpu_kernels
 from megatron_gspo.rollout.decode import Responses, decode
 from megatron_gspo.rollout.engine import SamplingParams
@@ -153,7 +154,7 @@ class EmbeddedEngine:
             log_probs = responses.log_probs[i, :length].copy()
             if not np.isfinite(log_probs).all():
                 where = f"prompt {prompt.index}, weight version {self.weight_version}"
-                raise RuntimeError(f"{where}: the log-probs are not finite; check the weights")
+                raise EngineError(f"{where}: the log-probs are not finite; check the weights")
             samples.append(
                 Sample(
                     prompt_index=prompt.index,

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_gspo.data.sample import FINISH_REASONS, Prompt, Sample
+from megatron_gspo.errors import UserError, first_line
+from megatron_gspo.rollout.check import EngineError, check_samples
 from megatron_gspo.rollout.engine import RolloutEngine, SamplingParams
 
 _PER_TOKEN = ("rollout_log_probs", "advantages", "old_log_probs", "ref_log_probs")
@@ -45,26 +47,45 @@ def generate_spread(
     seed: int,
     group: dist.ProcessGroup | None = None,
     device: str | torch.device = "cpu",
+    vocab_size: int | None = None,
 ) -> list[Sample]:
     """`engine.generate` with the prompts spread over `group`: the same samples on every rank, prompt-major.
 
     Every rank passes the same prompts. group None: this process alone. device: where the group's backend
-    communicates ("cuda" for NCCL). An exception on one rank raises on all of them (RuntimeError naming the
-    rank on the others), so that no rank waits for a peer that has left.
+    communicates ("cuda" for NCCL). vocab_size: bound of the token ids. What the engine gives is checked
+    (`check_samples`). An exception on one rank raises on all of them (EngineError naming the rank on the
+    others), so that no rank waits for a peer that has left.
     """
     if group is None or dist.get_world_size(group) == 1:
-        return engine.generate(prompts, sampling, seed=seed)
+        return _generate(engine, prompts, sampling, seed, vocab_size)
     share = split_prompts(prompts, dist.get_world_size(group))[dist.get_rank(group)]
     failure: Exception | None = None
     samples: list[Sample] = []
     try:
-        samples = engine.generate([prompts[i] for i in share], sampling, seed=seed)
-        if len(samples) != len(share) * sampling.n:
-            raise RuntimeError(f"engine gave {len(samples)} samples for {len(share)} prompts x {sampling.n}")
+        samples = _generate(engine, [prompts[i] for i in share], sampling, seed, vocab_size)
     except Exception as error:
         failure = error
     places = [i * sampling.n + j for i in share for j in range(sampling.n)]
     return _gather(samples, places, group, torch.device(device), failure)
+
+
+def _generate(
+    engine: RolloutEngine,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    seed: int,
+    vocab_size: int | None,
+) -> list[Sample]:
+    """This process's part, checked. ValueError and OSError (a server that is gone) are an engine's own words."""
+    try:
+        samples = engine.generate(prompts, sampling, seed=seed)
+    except UserError:
+        raise
+    except (ValueError, OSError) as error:
+        name = type(engine).__name__
+        raise EngineError(f"the engine {name} failed: {type(error).__name__}: {first_line(error)}") from error
+    check_samples(samples, prompts, sampling, vocab_size=vocab_size)
+    return samples
 
 
 def gather_samples(
@@ -84,13 +105,13 @@ def _gather(
     device: torch.device,
     failure: Exception | None,
 ) -> list[Sample]:
-    payload = encode_samples(samples, places) if failure is None else str(failure).encode()
+    payload = encode_samples(samples, places) if failure is None else first_line(failure).encode()
     buffers, failed = _all_gather_bytes(payload, failure is not None, group, device)
     if failure is not None:
         raise failure
     for rank, buffer in enumerate(buffers):
         if failed[rank]:
-            raise RuntimeError(f"generation failed on rank {rank} of the group: {buffer.tobytes().decode()}")
+            raise EngineError(f"generation failed on rank {rank} of the group: {buffer.tobytes().decode()}")
     found = [pair for buffer in buffers for pair in decode_samples(buffer)]
     found.sort(key=lambda pair: pair[0])
     return [sample for _, sample in found]

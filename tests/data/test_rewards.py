@@ -185,10 +185,19 @@ def test_the_kernel_ends_a_busy_worker_that_nobody_watches():
 
 
 def test_in_this_process(verifier):
-    with RewardScorer(verifier, timeout=None) as scorer:
+    with RewardScorer(verifier, timeout=None, failure_reward=0.0) as scorer:
         scores = run(scorer, ["4", "raise", "exit", "nan", "pid"])
     assert scores.statuses == ("ok", "error", "error", "invalid", "ok")
     assert scores.rewards[:4].tolist() == [1.0, 0.0, 0.0, 0.0] and scores.rewards[4] == os.getpid()
+
+
+def test_a_failure_has_no_reward_unless_it_is_given_one(verifier):
+    with RewardScorer(verifier, timeout=None) as scorer:
+        scores = run(scorer, ["4", "raise", "nan"])
+    assert scores.rewards[0] == 1.0 and np.isnan(scores.rewards[1:]).all()
+    assert scores.messages == (
+        "", "ValueError: no such thing", "the verifier returned nan; return a finite number (float32)"
+    )
 
 
 def test_score_once():

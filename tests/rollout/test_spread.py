@@ -126,8 +126,9 @@ def fail_on_one_rank(rank):
 def test_every_rank_gets_what_one_engine_gives_and_hears_of_a_failure():
     spread, failures = zip(*run_distributed(spread_over_ranks, 2), strict=True)
     assert spread[0] == spread[1]
-    told = ("RuntimeError: generation failed on rank 1 of the group: prompt 3 is cursed", 2.0)
-    assert failures == (told, ("ValueError: prompt 3 is cursed", 2.0))
+    own = "the engine ScriptedEngine failed: ValueError: prompt 3 is cursed"
+    told = f"EngineError: generation failed on rank 1 of the group: {own}"
+    assert failures == ((told, 2.0), (f"EngineError: {own}", 2.0))
 
 
 def test_without_a_group_the_engine_works_alone():
