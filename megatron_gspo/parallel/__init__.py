@@ -4,7 +4,7 @@ torch and torch.distributed only. Process groups are arguments; ``None`` is a gr
 world.
 """
 
-from megatron_gspo.parallel.context import all_gather_tokens, sum_over, unshard, zigzag_indices
+from megatron_gspo.parallel.context import all_gather_tokens, sum_over, zigzag_indices
 from megatron_gspo.parallel.log_probs import log_probs_from_hidden
 from megatron_gspo.parallel.metrics import reduce_metrics
 
@@ -13,6 +13,5 @@ __all__ = [
     "log_probs_from_hidden",
     "reduce_metrics",
     "sum_over",
-    "unshard",
     "zigzag_indices",
 ]

@@ -45,26 +45,6 @@ def zigzag_indices(cu_seqlens: Tensor | Sequence[int], cp_rank: int, cp_size: in
     return torch.arange(total) + (chunk_starts - (ends - chunk_widths)).repeat_interleave(chunk_widths)
 
 
-def unshard(shard: Tensor, cu_seqlens: Tensor | Sequence[int], group: ProcessGroup | None) -> Tensor:
-    """The full packed tensor [T, ...] from the ranks' shards [T / cp_size, ...]: one all-gather, no gradient.
-
-    ``shard[k]`` belongs to packed position ``zigzag_indices(cu_seqlens, rank, cp_size)[k]``.
-    """
-    size = group_size(group)
-    if size == 1:
-        return shard
-    gathered = gather_rows(shard.detach(), group)
-    order = torch.cat([zigzag_indices(cu_seqlens, rank, size) for rank in range(size)])
-    if len(order) != len(gathered):
-        raise ValueError(
-            f"shards hold {len(gathered)} positions in all, cu_seqlens says {len(order)}; "
-            "pass the bounds of the unsharded batch"
-        )
-    full = torch.empty_like(gathered)
-    full[order.to(gathered.device)] = gathered
-    return full
-
-
 class _AllGatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_gspo.parallel import all_gather_tokens, sum_over, unshard, zigzag_indices
+from megatron_gspo.parallel import all_gather_tokens, sum_over, zigzag_indices
 from tests.distributed import run_distributed
 
 BOUNDS = [0, 16, 16, 24, 64]  # lengths 16, 0, 8, 40: all multiples of 2 * 4
@@ -54,22 +54,19 @@ def test_refuses(bounds, rank, message):
 
 def test_no_group_is_one_process():
     x = torch.arange(6.0, requires_grad=True)
-    assert unshard(x, [0, 6], None) is x and all_gather_tokens(x, None) is x and sum_over(None)(x) is x
+    assert all_gather_tokens(x, None) is x and sum_over(None)(x) is x
 
 
-def _unshard(rank, world_size):
-    full = torch.arange(BOUNDS[-1] * 3, dtype=torch.float32).reshape(-1, 3)
-    shard = full[zigzag_indices(BOUNDS, rank, world_size)].requires_grad_()
-    whole = unshard(shard, torch.tensor(BOUNDS), dist.group.WORLD)
-    assert torch.equal(whole, full) and not whole.requires_grad
-    ids = torch.arange(BOUNDS[-1])[zigzag_indices(BOUNDS, rank, world_size)]
-    assert torch.equal(unshard(ids, BOUNDS, dist.group.WORLD), torch.arange(BOUNDS[-1]))
-    with pytest.raises(ValueError, match="shards hold 64 positions in all, cu_seqlens says 16"):
-        unshard(shard, [0, 16], dist.group.WORLD)
+def _whole_from_shards(rank, world_size):
+    """Gathered shards lie rank by rank: the indices of all ranks say where each position belongs."""
+    full = torch.arange(BOUNDS[-1] * 3).reshape(-1, 3)
+    order = torch.cat([zigzag_indices(BOUNDS, other, world_size) for other in range(world_size)])
+    gathered = all_gather_tokens(full[zigzag_indices(BOUNDS, rank, world_size)], dist.group.WORLD)
+    assert gathered.dtype == full.dtype and torch.equal(gathered[order.argsort()], full)
 
 
-def test_unshard_restores_the_packed_order():
-    run_distributed(_unshard, 4)
+def test_shards_make_the_whole_again():
+    run_distributed(_whole_from_shards, 4)
 
 
 def _all_gather_tokens(rank, world_size):
