@@ -29,7 +29,6 @@ def quantiles(values: Tensor) -> dict[str, float]:
     return found
 
 
-@torch.no_grad()
 def ratio_quantiles(
     log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tensor, segment_ids: Tensor
 ) -> dict[str, float]:
@@ -44,10 +43,9 @@ def ratio_quantiles(
     """
     mask = loss_mask != 0
     log_ratio = (log_probs.detach().double() - old_log_probs.detach().double())[mask]
-    ids = segment_ids[mask]
-    num_segments = int(ids.max()) + 1 if ids.numel() else 0
-    lengths = segment_sums(torch.ones_like(log_ratio), ids, num_segments)
-    means = segment_sums(log_ratio, ids, num_segments)[lengths > 0] / lengths[lengths > 0]
+    ids, index = segment_ids[mask].unique(return_inverse=True)
+    lengths = segment_sums(torch.ones_like(log_ratio), index, ids.numel())
+    means = segment_sums(log_ratio, index, ids.numel()) / lengths
     by_level = {"token": log_ratio.exp(), "sequence": means.exp()}
     return {f"ratio_{level}/{q}": v for level, ratio in by_level.items() for q, v in quantiles(ratio).items()}
 
@@ -55,4 +53,4 @@ def ratio_quantiles(
 def effective_sample_size(weights: Tensor) -> float:
     """`(sum w)^2 / sum w^2 / m` of importance weights [m], in (0, 1]; NaN where m = 0."""
     w = weights.detach().double()
-    return float(w.sum().square() / w.square().sum() / w.numel()) if w.numel() else float("nan")
+    return float(w.sum().square() / w.square().sum() / w.numel())

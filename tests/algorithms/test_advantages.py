@@ -19,6 +19,18 @@ def test_sample_std_worked_case_is_the_default():
     torch.testing.assert_close(got, torch.tensor([1.0, -1, 1, -1]) * 3**0.5 / 2)
 
 
+def test_groups_of_two_by_hand():
+    rewards, ids = torch.tensor([1, 0, 5, 1]), torch.tensor([0, 0, 1, 1])  # integers are rewards too
+    # sample std: 1 / sqrt(2) and 4 / sqrt(2), n - 1 = 1
+    half = 0.5**0.5
+    torch.testing.assert_close(group_advantages(rewards, ids), torch.tensor([half, -half, half, -half]))
+    assert group_advantages(rewards, ids, std="population").tolist() == [1, -1, 1, -1]
+    # the others' mean is the other one
+    got = group_advantages(rewards, ids, std="none", baseline="leave_one_out")
+    assert got.tolist() == [1, -1, 4, -4]
+    assert group_advantages([1, 0], [3, 3], std="none").tolist() == [0.5, -0.5]  # lists as well
+
+
 def test_std_off_and_leave_one_out_by_hand():
     rewards, ids = torch.tensor([3.0, 0, 0]), torch.zeros(3, dtype=torch.long)
     assert group_advantages(rewards, ids, std="none").tolist() == [2, -1, -1]

@@ -38,3 +38,6 @@ def test_effective_sample_size():
     assert effective_sample_size(torch.full((8,), 0.3)) == pytest.approx(1)
     assert effective_sample_size(torch.tensor([1.0, 0, 0, 0])) == pytest.approx(1 / 4)
     assert effective_sample_size(torch.tensor([3.0, 1.0])) == pytest.approx(16 / 10 / 2)
+    assert math.isnan(effective_sample_size(torch.zeros(0)))
+    # 1e-30 squared is 0 in float32
+    assert effective_sample_size(torch.tensor([1e-30, 3e-30])) == pytest.approx(16 / 10 / 2)

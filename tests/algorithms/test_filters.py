@@ -20,7 +20,8 @@ def test_zero_variance_groups():
     assert keep.tolist() == [False, True, False, True, False, False]
     assert (dropped, total) == (2, 3)  # group 7, and group 9 of one response
     assert torch.equal(group_advantages(rewards, ids) != 0, keep)
-    assert zero_variance_groups(torch.zeros(0), torch.zeros(0, dtype=torch.long)).total == 0
+    nothing = zero_variance_groups(torch.zeros(0), torch.zeros(0, dtype=torch.long))
+    assert (nothing.keep.shape, nothing.keep.dtype, nothing.dropped, nothing.total) == ((0,), torch.bool, 0, 0)
 
 
 def test_finite_rewards():

@@ -66,18 +66,22 @@ def test_a_group_is_on_its_own(pairs, options):
         torch.testing.assert_close(alone, whole[ids == group], rtol=1e-6, atol=1e-7)
 
 
-@given(pairs=responses, options=options)
-def test_sums_and_signs_within_a_group(pairs, options):
+@given(pairs=responses)
+@pytest.mark.parametrize("baseline", BASELINE)
+@pytest.mark.parametrize("std", STD)
+def test_sums_signs_and_sizes_within_a_group(std, baseline, pairs):
     values, ids = tensors(pairs)
-    advantages = group_advantages(values, ids, **options).double()
+    advantages = group_advantages(values, ids, std=std, baseline=baseline).double()
     for group in ids.unique():
         a, r = advantages[ids == group], values[ids == group]
+        if len(r.unique()) == 1:
+            continue
         assert a.sum().item() == pytest.approx(0, abs=1e-4)
-        assert ((a > 0) == (r > r.mean() + 1e-9)).all() or len(set(r.tolist())) == 1
-        if options == {"std": "population", "baseline": "mean"} and len(set(r.tolist())) > 1:
-            assert a.square().mean().item() == pytest.approx(1, rel=1e-5)
-        if options == {"std": "sample", "baseline": "mean"} and len(set(r.tolist())) > 1:
-            assert a.square().sum().item() == pytest.approx(len(a) - 1, rel=1e-5)
+        assert ((a > 0) == (r > r.mean() + 1e-9)).all()
+        spread = (r - r.mean()).square().sum().item()
+        size = {"sample": len(r) - 1, "population": len(r), "none": spread}[std]
+        size *= (len(r) / (len(r) - 1)) ** 2 if baseline == "leave_one_out" else 1
+        assert a.square().sum().item() == pytest.approx(size, rel=1e-5)
 
 
 @given(pairs=responses, options=options)

@@ -1,0 +1,229 @@
+"""Every refusal, word for word: what is wrong, its value, and the fix."""
+
+import pytest
+import torch
+
+from megatron_gspo.algorithms import (
+    Objective,
+    group_advantages,
+    kl_penalty,
+    mismatch_metrics,
+    overlong_penalty,
+    policy_loss,
+    preset,
+    sequence_correction_weights,
+    token_correction_weights,
+)
+
+ZEROS, IDS = torch.zeros(2), torch.zeros(2, dtype=torch.long)
+OVERRIDE = "or say research_override=True to run it all the same"
+CLIP_WORDS = {
+    "epsilon_low": "a number above 0 and at most 1",
+    "epsilon_high": "a number above 0",
+    "dual_clip": "a number above 1, or None to turn it off",
+    "kl_loss_coef": "a number of 0 or above",
+    "entropy_coef": "a number of 0 or above",
+    "max_log_ratio": "a number above 0 and at most 80 (exp overflows float32 at 88)",
+}
+FIELDS = (
+    "importance_sampling_level, aggregation, constant_length, epsilon_low, epsilon_high, dual_clip, kl_loss_coef, "
+    "kl_estimator, entropy_coef, max_log_ratio, advantage_std, advantage_baseline, research_override"
+)
+
+
+def loss(name="gspo", fields=None, **changes):
+    inputs = dict(log_probs=ZEROS, old_log_probs=ZEROS, advantages=ZEROS, loss_mask=ZEROS, segment_ids=IDS)
+    return policy_loss(preset(name, **(fields or {})), **{**inputs, "num_sequences": 1, **changes})
+
+
+CASES = [
+    (
+        lambda: group_advantages(ZEROS, torch.zeros(3)),
+        "rewards (2,) and group_ids (3,): give [N] both, one a response",
+    ),
+    (
+        lambda: group_advantages(ZEROS[None], IDS[None]),
+        "rewards (1, 2) and group_ids (1, 2): give [N] both, one a response",
+    ),
+    (lambda: group_advantages(ZEROS, ZEROS), "group_ids is torch.float32: give integers"),
+    (
+        lambda: group_advantages(ZEROS, IDS, std="all"),
+        "std = 'all': choose one of sample, population, none",
+    ),
+    (
+        lambda: group_advantages(ZEROS, IDS, baseline="zero"),
+        "baseline = 'zero': choose one of mean, leave_one_out",
+    ),
+    (
+        lambda: group_advantages(ZEROS / 0, IDS),
+        "rewards holds NaN or infinity: drop those responses first (filters.finite_rewards)",
+    ),
+    (
+        lambda: overlong_penalty(ZEROS, max_length=4, buffer=5),
+        "buffer = 5: give 1 to max_length = 4 tokens",
+    ),
+    (
+        lambda: overlong_penalty(ZEROS, max_length=4, buffer=0),
+        "buffer = 0: give 1 to max_length = 4 tokens",
+    ),
+    (lambda: kl_penalty(ZEROS, ZEROS, "k4"), "kl_estimator = 'k4': choose one of k1, k2, k3"),
+    (
+        lambda: mismatch_metrics(ZEROS[:1], ZEROS, ZEROS, num_tokens=1),
+        "log_probs has shape (1,), loss_mask (2,): all must be [T]",
+    ),
+    (
+        lambda: mismatch_metrics(ZEROS, ZEROS[:1], ZEROS, num_tokens=1),
+        "rollout_log_probs has shape (1,), loss_mask (2,): all must be [T]",
+    ),
+    (
+        lambda: token_correction_weights(ZEROS.half(), ZEROS, ZEROS),
+        "log_probs is torch.float16: compute it in float32",
+    ),
+    (
+        lambda: sequence_correction_weights(ZEROS, ZEROS, ZEROS, IDS, 1, cap=0.9),
+        "cap = 0.9: give 1 or more, the largest weight",
+    ),
+    (
+        lambda: preset("gpo"),
+        "preset name = 'gpo': choose one of gspo, gspo_token, grpo, dr_grpo, dapo, sft",
+    ),
+    (
+        lambda: preset("gspo", clip=0.2),
+        f"clip = 0.2 is no field of an objective: choose among {FIELDS}",
+    ),
+    (
+        lambda: Objective("", "none", "token_mean"),
+        "name = '': give a word, such as one of gspo, gspo_token, grpo, dr_grpo, dapo, sft",
+    ),
+    (
+        lambda: Objective(None, "none", "token_mean"),
+        "name = None: give a word, such as one of gspo, gspo_token, grpo, dr_grpo, dapo, sft",
+    ),
+    (lambda: preset("gspo", research_override=1), "research_override = 1: give True or False"),
+    (
+        lambda: Objective("x", "word", "token_mean"),
+        "importance_sampling_level = 'word': choose one of token, sequence, sequence_token, none",
+    ),
+    (
+        lambda: Objective("x", "none", "sum"),
+        "aggregation = 'sum': choose one of sequence_mean, token_mean, constant",
+    ),
+    (lambda: preset("gspo", kl_estimator="k4"), "kl_estimator = 'k4': choose one of k1, k2, k3"),
+    (
+        lambda: preset("gspo", advantage_std="all"),
+        "advantage_std = 'all': choose one of sample, population, none",
+    ),
+    (
+        lambda: preset("gspo", advantage_baseline="zero"),
+        "advantage_baseline = 'zero': choose one of mean, leave_one_out",
+    ),
+    (
+        lambda: preset("dr_grpo", constant_length=0),
+        "constant_length = 0: give a positive number of tokens",
+    ),
+    *[
+        (lambda key=key: preset("grpo", **{key: -1}), f"{key} = -1: give {words}")
+        for key, words in CLIP_WORDS.items()
+    ],
+    (
+        lambda: preset("dr_grpo", constant_length=None),
+        "constant_length = None with aggregation = 'constant': give the longest response in tokens",
+    ),
+    (
+        lambda: preset("gspo", constant_length=7),
+        "constant_length = 7 with aggregation = 'sequence_mean': leave it out, only aggregation = 'constant' "
+        "reads it",
+    ),
+    (
+        lambda: preset("grpo", epsilon_low=None),
+        "epsilon_low = None with importance_sampling_level = 'token': give a clip",
+    ),
+    (
+        lambda: preset("gspo", epsilon_high=None),
+        "epsilon_high = None with importance_sampling_level = 'sequence': give a clip",
+    ),
+    *[
+        (
+            lambda key=key: preset("sft", **{key: 1.5 if key == "dual_clip" else 0.2}),
+            f"{key} = {1.5 if key == 'dual_clip' else 0.2} with importance_sampling_level = 'none': leave it out, "
+            "there is no ratio to clip",
+        )
+        for key in ("epsilon_low", "epsilon_high", "dual_clip")
+    ],
+    (
+        lambda: preset("sft", aggregation="constant", constant_length=3),
+        f"aggregation = 'constant' is not sft: use 'token_mean' or 'sequence_mean', another name, {OVERRIDE}",
+    ),
+    (
+        lambda: Objective("x", "sequence", "token_mean", epsilon_low=3e-4, epsilon_high=4e-4),
+        "aggregation = 'token_mean' weighs a sequence ratio by response length, which is not GSPO: use "
+        f"'sequence_mean', {OVERRIDE}",
+    ),
+    (
+        lambda: preset("gspo", epsilon_low=0.2),
+        f"epsilon_low = 0.2 is no clip for a sequence ratio (gspo, 1e-06 to 0.1): use about 3e-4, {OVERRIDE}",
+    ),
+    (
+        lambda: preset("gspo_token", epsilon_high=0.2),
+        f"epsilon_high = 0.2 is no clip for a sequence ratio (gspo_token, 1e-06 to 0.1): use about 4e-4, "
+        f"{OVERRIDE}",
+    ),
+    (
+        lambda: preset("grpo", epsilon_low=3e-4),
+        f"epsilon_low = 0.0003 is no clip for a token ratio (grpo, 0.01 or more): use about 0.2, {OVERRIDE}",
+    ),
+    (
+        lambda: preset("sft").clip_range,
+        "importance_sampling_level = 'none' (sft) has no clip range",
+    ),
+    (
+        lambda: loss(old_log_probs=None),
+        "old_log_probs = None: gspo has a ratio, give the rollout policy's",
+    ),
+    (lambda: loss(advantages=None), "advantages = None: gspo needs them, see group_advantages"),
+    (
+        lambda: loss(fields={"kl_loss_coef": 0.1}),
+        "ref_log_probs = None with kl_loss_coef = 0.1: give it, or 0",
+    ),
+    (
+        lambda: loss(fields={"entropy_coef": 0.1}),
+        "entropy = None with entropy_coef = 0.1: give it, or 0",
+    ),
+    *[
+        (
+            lambda key=key: loss(**{key: torch.zeros(3)}),
+            f"{key} is (3,), log_probs (2,): all must be [T], packed",
+        )
+        for key in ("old_log_probs", "ref_log_probs", "entropy", "advantages", "loss_mask", "segment_ids")
+    ],
+    (
+        lambda: loss(log_probs=ZEROS[None]),
+        "log_probs is (1, 2), log_probs (1, 2): all must be [T], packed",
+    ),
+    *[
+        (
+            lambda key=key: loss(**{key: ZEROS.bfloat16()}),
+            f"{key} is torch.bfloat16, wrong by up to 0.045 where the clip may be 3e-4: compute it in float32 "
+            "(casting it afterwards does not help)",
+        )
+        for key in ("log_probs", "old_log_probs", "ref_log_probs")
+    ],
+    (
+        lambda: loss(segment_ids=ZEROS, num_segments=1),
+        "segment_ids is torch.float32: give integers",
+    ),
+    *[
+        (
+            lambda key=key: loss(**{key: 0}),
+            f"{key} = 0: nothing is trained in this mini-batch, skip its optimizer step",
+        )
+        for key in ("num_sequences", "num_tokens")
+    ],
+]
+
+
+@pytest.mark.parametrize(("call", "message"), CASES, ids=[message[:50] for _, message in CASES])
+def test_says_what_is_wrong_and_what_to_do(call, message):
+    with pytest.raises(ValueError) as error:
+        call()
+    assert str(error.value) == message
