@@ -1,0 +1,34 @@
+"""The list of defects fits the code: each text occurs once, the defective file parses, the tests exist."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.teeth.defects import DEFECTS, Defect
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def functions(file: Path) -> set[str]:
+    return {node.name for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)}
+
+
+def test_there_are_enough_and_none_twice():
+    assert len(DEFECTS) >= 20
+    assert len({defect.name for defect in DEFECTS}) == len(DEFECTS)
+    assert len({(defect.file, defect.before, defect.after) for defect in DEFECTS}) == len(DEFECTS)
+
+
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
+def test_a_defect_fits_the_code(defect: Defect):
+    source = (ROOT / defect.file).read_text(encoding="utf-8")
+    assert source.count(defect.before) == 1, f"{defect.file}: {defect.before!r}"
+    defective = source.replace(defect.before, defect.after)
+    assert ast.dump(ast.parse(defective)) != ast.dump(ast.parse(source)), "the defect changes nothing"
+    assert defect.tests
+    for test in defect.tests:
+        file, _, function = test.partition("::")
+        assert function.partition("[")[0] in functions(ROOT / file), test
