@@ -34,17 +34,20 @@ STATUS = {0: "survived", 1: "killed", 2: "killed", 5: "no tests"}  # pytest's ex
 
 # What runs first on a mutant of a module (or of any other module of the package); then everything.
 FIRST = {
-    "algorithms": ["test_worked_cases"],
+    "algorithms": ["test_worked_cases", "test_device"],
     "advantages": ["test_advantages"],
     "distribution": ["test_distribution"],
     "filters": ["test_filters"],
     "kl": ["test_kl"],
-    "objective": ["test_objective"],
-    "presets": ["test_objective"],
-    "rollout_correction": ["test_rollout_correction"],
+    "metrics": ["test_policy_loss", "test_robustness"],
+    "objective": ["test_objective", "test_messages"],
+    "policy_loss": ["test_worked_cases", "test_device", "test_messages"],
+    "presets": ["test_objective", "test_messages"],
+    "rollout_correction": ["test_rollout_correction", "test_messages"],
     "parallel": ["test_context"],
-    "log_probs": ["test_log_probs"],
-    "vocabulary_tiles": ["test_log_probs"],
+    "log_probs": ["test_log_probs_limits", "test_log_probs"],
+    "vocabulary_tiles": ["test_log_probs_limits", "test_log_probs"],
+    "parallel/metrics": ["test_metrics"],
 }
 EVERYTHING = {
     "algorithms": [
@@ -63,7 +66,8 @@ EVERYTHING = {
 def stages(file: str, root: Path = ROOT) -> list[list[str]]:
     """pytest's arguments for a mutant of `file`: one run after the other, until one fails."""
     package, module = Path(file).parts[-2], Path(file).stem
-    first = [f"tests/{package}/{name}.py" for name in FIRST.get(module, FIRST[package])]
+    names = FIRST.get(f"{package}/{module}") or FIRST.get(module) or FIRST[package]
+    first = [f"tests/{package}/{name}.py" for name in names]
     everything = [path for path in EVERYTHING[package] if (root / path).exists()]
     return [first, [*first, *everything]]
 
@@ -156,7 +160,7 @@ def _stages(folder: Path, file: str) -> int:
 
     # Ranks are forks of this process, not of a server that starts with an import of torch.
     tests.distributed._fork_server = lambda: multiprocessing.get_context("fork")
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "_hypothesis_pytestplugin"]
+    options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "_hypothesis_pytestplugin"]
     for paths in stages(file, folder):
         code = int(pytest.main([*options, "--hypothesis-profile=mutation", *paths]))
         if code != 0:

@@ -44,12 +44,21 @@ def test_causal_work_is_equal():
 
 @pytest.mark.parametrize(
     ("bounds", "rank", "message"),
-    [([0, 8, 14], 0, "sequence 1 has 6 positions.*sequence_multiple=4"), ([0, 8], 2, "cp_rank=2")],
+    [
+        (
+            [0, 8, 14],
+            0,
+            "sequence 1 has 6 positions, not a multiple of 2 * cp_size = 4; pad every sequence to one "
+            "(pack with sequence_multiple=4)",
+        ),
+        ([0, 8], 2, "cp_rank=2 is not in [0, cp_size=2)"),
+        ([0, 8], -1, "cp_rank=-1 is not in [0, cp_size=2)"),
+    ],
 )
 def test_refuses(bounds, rank, message):
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(ValueError) as error:
         zigzag_indices(bounds, rank, 2)
-    assert "\n" not in str(error.value)
+    assert str(error.value) == message
 
 
 def test_no_group_is_one_process():

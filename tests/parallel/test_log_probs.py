@@ -9,7 +9,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_gspo.parallel import log_probs_from_hidden
 from megatron_gspo.parallel.log_probs import CHUNK_BYTES
-from megatron_gspo.parallel.vocabulary_tiles import TILE, tile_elements, tile_shape
 from tests.distributed import collectives_so_far, run_distributed
 
 # chunk_bytes: the logits are kept; tiles of a few tokens and rows; the default
@@ -221,35 +220,6 @@ def test_no_tokens():
     assert log_probs.shape == (0,) and not weight.grad.any()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"temperature": 0.0}, "temperature=0.0"),
-        ({"vocab_size": 61}, "vocab_size=61"),
-        ({"labels": torch.full((20,), -100)}, "labels reach from -100"),
-        ({"labels": torch.full((20,), 60)}, "vocab_size=60"),
-        ({"labels": torch.zeros(19, dtype=torch.int64)}, r"labels \(19,\) must be \[20\]"),
-        ({"weight": torch.zeros(60, 9)}, r"weight \(60, 9\)"),
-    ],
-)
-def test_refuses(change, message):
-    hidden, weight, labels, *_ = inputs(20, 60, 8)
-    arguments = {"hidden": hidden, "weight": weight, "labels": labels} | change
-    with pytest.raises(ValueError, match=message) as error:
-        log_probs_from_hidden(**arguments)
-    assert "\n" not in str(error.value)
-
-
-def test_tiles_keep_to_the_budget():
-    for tokens in (1, 37, 1024, 30_000):
-        for rows in (1, 300, 152_000):
-            for budget in (3_000, 10**6, 10**8):
-                chunk, vocabulary = tile_shape(tokens, rows, 64, budget, TILE["cpu"])
-                assert 1 <= chunk <= tokens and 1 <= vocabulary <= rows
-                assert tile_elements(chunk, vocabulary, 64) <= budget
-                assert chunk * vocabulary <= TILE["cpu"][0] * TILE["cpu"][1]
-
-
 def peak_bytes(call):
     """The most bytes alive at once that ``call`` allocated."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -322,8 +292,13 @@ def _check_tensor_parallel(rank, world_size):
                         case = inputs(36, vocabulary, 12, padded=120, dtype=dtype)
                         options = {"temperature": 0.8, "vocab_size": vocabulary}
                         actual = _call_on_shard(
-                            case, group, size, rank % size, sequence_parallel=sequence_parallel,
-                            chunk_bytes=chunk_bytes, **options,
+                            case,
+                            group,
+                            size,
+                            rank % size,
+                            sequence_parallel=sequence_parallel,
+                            chunk_bytes=chunk_bytes,
+                            **options,
                         )
                         assert_same(actual, reference(*case, **options), values=values, grads=grads)
                         cases += 1

@@ -59,5 +59,6 @@ def test_one_process_sorts_and_detaches():
 
 
 def test_refuses_a_metric_that_names_lack():
-    with pytest.raises(ValueError, match=r"\['loss'\] are missing from names"):
-        reduce_metrics({"loss": 1.0}, None, names=["entropy"])
+    with pytest.raises(ValueError) as error:
+        reduce_metrics({"loss": 1.0, "kl": 2.0, "entropy": 0.0}, None, names=["entropy"])
+    assert str(error.value) == "metrics ['kl', 'loss'] are missing from names; add them on every rank"

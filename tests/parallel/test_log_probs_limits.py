@@ -1,0 +1,113 @@
+"""Log-probabilities from hidden states: refusals, budgets, the shape of tiles."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_gspo.parallel import log_probs_from_hidden
+from megatron_gspo.parallel.vocabulary_tiles import TILE, tile_elements, tile_shape
+
+from .test_log_probs import inputs
+
+VOCABULARY_WORDS = "the rows of all ranks"
+LABEL_WORDS = "give masked positions label 0"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"temperature": 0.0}, "temperature=0.0 must be > 0; score greedy samples with 1.0"),
+        ({"temperature": math.nan}, "temperature=nan must be > 0; score greedy samples with 1.0"),
+        ({"vocab_size": 61}, f"vocab_size=61 is not in [1, 60]: {VOCABULARY_WORDS}"),
+        ({"vocab_size": 0}, f"vocab_size=0 is not in [1, 60]: {VOCABULARY_WORDS}"),
+        (
+            {"labels": torch.arange(20) - 1},
+            f"labels reach from -1 to 18, outside vocab_size=60; {LABEL_WORDS}",
+        ),
+        (
+            {"labels": torch.arange(20) + 41},
+            f"labels reach from 41 to 60, outside vocab_size=60; {LABEL_WORDS}",
+        ),
+        (
+            {"labels": torch.zeros(19, dtype=torch.int64)},
+            "labels (19,) must be [20]: one for each token of all ranks",
+        ),
+        (
+            {"labels": torch.zeros(20, 1, dtype=torch.int64)},
+            "labels (20, 1) must be [20]: one for each token of all ranks",
+        ),
+        (
+            {"weight": torch.zeros(60, 9)},
+            "hidden (20, 8) and weight (60, 9) do not match; pass [tokens, h] and [rows, h]",
+        ),
+        (
+            {"weight": torch.zeros(60, 8, 1)},
+            "hidden (20, 8) and weight (60, 8, 1) do not match; pass [tokens, h] and [rows, h]",
+        ),
+        (
+            {"hidden": torch.zeros(20, 8, 1)},
+            "hidden (20, 8, 1) and weight (60, 8) do not match; pass [tokens, h] and [rows, h]",
+        ),
+    ],
+)
+def test_refuses(change, message):
+    hidden, weight, labels, *_ = inputs(20, 60, 8)
+    arguments = {"hidden": hidden, "weight": weight, "labels": labels} | change
+    with pytest.raises(ValueError) as error:
+        log_probs_from_hidden(**arguments)
+    assert str(error.value) == message
+
+
+def test_the_smallest_and_largest_label_and_vocabulary_pass():
+    hidden, weight, _, *_ = inputs(2, 60, 8)
+    log_probs, _ = log_probs_from_hidden(hidden, weight, torch.tensor([0, 59]), vocab_size=60)
+    assert log_probs.isfinite().all()
+    log_probs, _ = log_probs_from_hidden(hidden, weight, torch.tensor([0, 0]), vocab_size=1)
+    assert log_probs.tolist() == pytest.approx([0, 0], abs=1e-6)
+
+
+def test_sequence_parallel_without_a_group_is_one_process():
+    hidden, weight, labels, *_ = inputs(6, 60, 8)
+    plain = log_probs_from_hidden(hidden, weight, labels)[0]
+    assert torch.equal(log_probs_from_hidden(hidden, weight, labels, sequence_parallel=True)[0], plain)
+
+
+def test_logits_are_kept_where_they_and_a_tile_fit_and_a_gradient_is_wanted():
+    """6 tokens, 60 rows, width 8: 360 elements of logits and one tile of 60 * (3 * 6 + 2 * 8) = 2,040."""
+    hidden, weight, labels, *_ = inputs(6, 60, 8)
+    for dtype, size in ((torch.float32, 4), (torch.float64, 8)):
+        for elements, kept in ((2400, True), (2399, False)):
+            call = [hidden.to(dtype).requires_grad_(), weight.to(dtype), labels]
+            log_probs, _ = log_probs_from_hidden(*call, chunk_bytes=elements * size)
+            logits = log_probs.grad_fn.saved_tensors[-1]
+            assert (logits is not None) == kept
+    assert logits is None and torch.is_tensor(log_probs.grad_fn.saved_tensors[0])
+
+
+def test_tiles_by_hand():
+    """An area of 8 x 10; the longer side is halved, rounding up, until v (3 t + 2 h) fits."""
+    assert tile_elements(8, 10, 1) == 10 * (3 * 8 + 2 * 1) == 260
+    assert tile_elements(4, 5, 7) == 5 * (3 * 4 + 2 * 7)
+    assert tile_shape(8, 100, 1, 260, (8, 10)) == (8, 10)
+    assert tile_shape(8, 100, 1, 259, (8, 10)) == (8, 5)  # 5 * 26 = 130
+    assert tile_shape(8, 100, 1, 129, (8, 10)) == (4, 5)  # 5 * 14 = 70
+    assert tile_shape(8, 100, 1, 69, (8, 10)) == (4, 3)  # 3 * 14 = 42
+    assert tile_shape(8, 100, 1, 41, (8, 10)) == (2, 3)  # 3 * 8 = 24
+    assert tile_shape(8, 100, 1, 23, (8, 10)) == (2, 2)  # 2 * 8 = 16
+    assert tile_shape(8, 100, 1, 15, (8, 10)) == (2, 1)  # 8
+    assert tile_shape(8, 100, 1, 7, (8, 10)) == (1, 1)  # 5
+    assert tile_shape(8, 100, 1, 1, (8, 10)) == (1, 1)
+    assert tile_shape(2, 100, 1, 10**6, (8, 10)) == (2, 40)  # fewer tokens: more vocabulary
+    assert tile_shape(8, 3, 1, 10**6, (8, 10)) == (8, 3)
+    assert tile_shape(0, 0, 1, 10**6, (8, 10)) == (1, 1)
+
+
+def test_tiles_keep_to_the_budget():
+    for tokens in (1, 37, 1024, 30_000):
+        for rows in (1, 300, 152_000):
+            for budget in (3_000, 10**6, 10**8):
+                chunk, vocabulary = tile_shape(tokens, rows, 64, budget, TILE["cpu"])
+                assert 1 <= chunk <= tokens and 1 <= vocabulary <= rows
+                assert tile_elements(chunk, vocabulary, 64) <= budget
+                assert chunk * vocabulary <= TILE["cpu"][0] * TILE["cpu"][1]
