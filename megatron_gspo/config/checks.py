@@ -255,6 +255,12 @@ def check_model(config: Config, hf: dict[str, Any]) -> None:
     if kind not in MODEL_TYPES:
         problem = f"its config.json has model_type {show(kind)}"
         raise ConfigError("model.path", config.model.path, problem, f"use one of {', '.join(MODEL_TYPES)}")
+    from megatron_gspo.conversion.shape import ModelError, check_sizes  # loads torch, which --help does without
+
+    try:
+        check_sizes(hf)
+    except ModelError as error:
+        raise ConfigError("model.path", config.model.path, str(error), "download it again") from None
     check_divisibility(config.parallel, hf)
     longest = config.data.max_prompt_length + config.rollout.max_response_length
     limit = hf.get("max_position_embeddings")
@@ -312,10 +318,11 @@ def check_files(config: Config) -> None:
         )
     weights = Path(config.model.path)
     if config.model.init == "pretrained" and not any(weights.glob("*.safetensors")):
-        problem = "has no *.safetensors weights"
-        raise ConfigError(
-            "model.path", config.model.path, problem, "download them, or set model.init: random"
-        )
+        problem, fix = "has no *.safetensors weights", "download them, or set model.init: random"
+        if any(weights.glob("*.bin")):
+            problem += ", only pickled ones (*.bin), which could run code as they load"
+            fix = "load the model with Transformers and save_pretrained it"
+        raise ConfigError("model.path", config.model.path, problem, fix)
 
 
 def _check_run_dir(config: Config) -> None:

@@ -2,11 +2,12 @@
 
 from megatron_gspo.conversion.families import FAMILIES, Family, check_names, family_of, hugging_face_names
 from megatron_gspo.conversion.rules import Rule, Shard
-from megatron_gspo.conversion.shape import ModelShape, read_config
+from megatron_gspo.conversion.shape import ModelError, ModelShape, read_config
 
 __all__ = [
     "FAMILIES",
     "Family",
+    "ModelError",
     "ModelShape",
     "Rule",
     "Shard",

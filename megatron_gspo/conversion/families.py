@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_gspo.conversion.rules import Rule, Shard, merge_qkv, merge_rows, split_qkv, split_two
-from megatron_gspo.conversion.shape import ModelShape, rope_theta
+from megatron_gspo.conversion.shape import ModelError, ModelShape, check_sizes, rope_theta
 
 OUTER = (
     Rule(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), Shard.ROWS),
@@ -84,11 +84,11 @@ class Family:
 def _qwen3(config: dict[str, Any], **moe: Any) -> ModelShape:
     heads = config["num_attention_heads"]
     if config.get("attention_bias"):
-        raise ValueError(
+        raise ModelError(
             "attention_bias=true in config.json is not supported for Qwen3; its published models have none"
         )
     if config.get("use_sliding_window"):
-        raise ValueError("use_sliding_window=true in config.json is not supported; set it to false")
+        raise ModelError("use_sliding_window=true in config.json is not supported; set it to false")
     return ModelShape(
         model_type=config["model_type"],
         num_layers=config["num_hidden_layers"],
@@ -127,17 +127,18 @@ FAMILIES = {
 
 
 def family_of(config: dict[str, Any]) -> tuple[Family, ModelShape]:
-    """The family and sizes of a Hugging Face config; ``ValueError`` for an unknown ``model_type``."""
+    """The family and sizes of a Hugging Face config; ``ModelError`` for an unknown ``model_type``."""
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
-        raise ValueError(
+        raise ModelError(
             f"model_type={model_type!r} in config.json is not supported; known: {', '.join(sorted(FAMILIES))}"
         )
     family = FAMILIES[model_type]
+    check_sizes(config)
     try:
         return family, family.shape(config)
     except KeyError as error:
-        raise ValueError(f"config.json of a {model_type} model lacks the key {error}") from None
+        raise ModelError(f"config.json of a {model_type} model lacks the key {error}") from None
 
 
 def hugging_face_names(family: Family, shape: ModelShape) -> Iterator[str]:
@@ -153,11 +154,11 @@ def hugging_face_names(family: Family, shape: ModelShape) -> Iterator[str]:
 
 
 def check_names(names: set[str], family: Family, shape: ModelShape) -> None:
-    """Compare a checkpoint's tensor names with what the model needs; ``ValueError`` names one missing or extra."""
+    """Compare a checkpoint's tensor names with what the model needs; ``ModelError`` names one missing or extra."""
     expected = set(hugging_face_names(family, shape))
     if shape.tied_embeddings:
         names = names - {"lm_head.weight"}
     if missing := sorted(expected - names):
-        raise ValueError(f"checkpoint lacks {missing[0]} ({len(missing)} missing); config.json and weights disagree")
+        raise ModelError(f"checkpoint lacks {missing[0]} ({len(missing)} missing); config.json and weights disagree")
     if extra := sorted(names - expected):
-        raise ValueError(f"checkpoint has {extra[0]}, which the model does not use ({len(extra)} extra)")
+        raise ModelError(f"checkpoint has {extra[0]}, which the model does not use ({len(extra)} extra)")

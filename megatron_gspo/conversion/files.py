@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,10 +13,14 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_gspo.conversion.shape import ModelError, read_json
+from megatron_gspo.errors import DiskError, describe_disk, first_line, writing
+
+_DTYPES = ("F32", "BF16", "F16")
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # what belongs to a model beside its weights, copied to an export as it is
@@ -33,19 +39,21 @@ _COMPANIONS = (
 class CheckpointReader:
     """The tensors of a Hugging Face directory by name, read lazily and by slice; a context manager.
 
-    Raises ``FileNotFoundError`` naming the file that is missing, ``KeyError`` naming the tensor.
+    Raises ``ModelError`` naming the file that is missing or damaged, or the tensor.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._open: dict[str, Any] = {}
         if (self.path / INDEX).is_file():
-            self._files: dict[str, str] = json.loads((self.path / INDEX).read_text())["weight_map"]
+            weight_map = read_json(self.path / INDEX).get("weight_map")
+            if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+                raise ModelError(f"{self.path / INDEX}: has no weight_map of tensors to files; download it again")
+            self._files: dict[str, str] = weight_map
         elif (self.path / SINGLE).is_file():
-            with safe_open(self.path / SINGLE, framework="pt") as file:
-                self._files = dict.fromkeys(file.keys(), SINGLE)
+            self._files = dict.fromkeys(self._shard(SINGLE, "all tensors").keys(), SINGLE)
         else:
-            raise FileNotFoundError(
+            raise ModelError(
                 f"model.path={path}: neither {SINGLE} nor {INDEX} there; give a safetensors checkpoint"
             )
 
@@ -63,13 +71,30 @@ class CheckpointReader:
 
     def _file(self, name: str) -> Any:
         if name not in self._files:
-            raise KeyError(f"{self.path}: no tensor {name}")
-        shard = self._files[name]
+            raise ModelError(f"{self.path}: no tensor {name}")
+        return self._shard(self._files[name], name)
+
+    def _shard(self, shard: str, holds: str) -> Any:
         if shard not in self._open:
-            if not (self.path / shard).is_file():
-                raise FileNotFoundError(f"{self.path / shard}: this shard is missing; it holds {name}")
-            self._open[shard] = safe_open(self.path / shard, framework="pt")
+            file = self.path / shard
+            if not file.is_file():
+                raise ModelError(f"{file}: this shard is missing; it holds {holds}; download it again")
+            try:
+                self._open[shard] = safe_open(file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{file}: damaged or cut short ({first_line(error)}); download it again") from None
         return self._open[shard]
+
+    def check(self) -> None:
+        """Open every shard and read its header: all there, whole, with the tensors of the index, in a float type."""
+        held = {shard: set(self._shard(shard, name).keys()) for name, shard in self._files.items()}
+        for name, shard in self._files.items():
+            if name not in held[shard]:
+                raise ModelError(f"{self.path / shard}: lacks {name}, which {INDEX} places there; download it again")
+            kind = self._file(name).get_slice(name).get_dtype()
+            if kind not in _DTYPES:
+                known = ", ".join(_DTYPES)
+                raise ModelError(f"{name} is stored as {kind}; use a checkpoint that isn't quantised ({known})")
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The whole tensor's sizes."""
@@ -94,9 +119,19 @@ def write_checkpoint(
     """Write a Hugging Face checkpoint from a stream of (name, tensor); config and tokenizer come from ``source``.
 
     Memory: one shard. Everything is written beside ``path`` and renamed at the end, so that a broken export never
-    looks finished; an existing ``path`` is replaced. Returns ``path``.
+    looks finished; an existing ``path`` is replaced. Returns ``path``. Raises ``DiskError`` where it can't be written.
     """
-    final = Path(path)
+    with writing(path):
+        return _write(Path(path), tensors, source, dtype, max_shard_bytes)
+
+
+def _write(
+    final: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    source: str | Path,
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+) -> Path:
     partial = final.with_name(final.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -131,7 +166,15 @@ def copy_companions(source: str | Path, target: str | Path) -> None:
 
 
 def _write_shard(folder: Path, number: int, tensors: dict[str, Tensor]) -> list[str]:
-    save_file(tensors, folder / f"shard-{number:05d}", metadata={"format": "pt"})
+    file = folder / f"shard-{number:05d}"
+    needed = sum(tensor.nbytes for tensor in tensors.values())
+    try:
+        with writing(file, needed=needed):
+            save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:  # the system's error as text: "... (os error 28)"
+        number_of = re.search(r"os error (\d+)", str(error))
+        code = int(number_of[1]) if number_of else errno.EIO
+        raise DiskError(describe_disk(file, OSError(code, os.strerror(code)), needed=needed)) from error
     return list(tensors)
 
 

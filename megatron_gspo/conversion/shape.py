@@ -7,6 +7,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_gspo.errors import InputError
+
+_SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+)
+
+
+class ModelError(InputError):
+    """A Hugging Face model directory that can't be used; one line naming the file, key or tensor."""
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -39,15 +60,34 @@ class ModelShape:
 def read_config(path: str | Path) -> dict[str, Any]:
     """``config.json`` of a Hugging Face model directory, as a dict.
 
-    Raises ``FileNotFoundError`` or ``ValueError`` with one line that names the file.
+    Raises ``ModelError`` with one line that names the file.
     """
     file = Path(path) / "config.json"
     if not file.is_file():
-        raise FileNotFoundError(f"model.path={path}: no config.json there; give a Hugging Face model directory")
+        raise ModelError(f"model.path={path}: no config.json there; give a Hugging Face model directory")
+    return read_json(file)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object in a file; ``ModelError`` naming the file for anything else."""
     try:
-        return dict(json.loads(file.read_text()))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file}: not valid JSON ({error})") from None
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ModelError(f"{file}: not valid JSON ({error}); download it again") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{file}: not valid JSON (a {type(content).__name__}, no object); download it again")
+    return content
+
+
+def check_sizes(config: dict[str, Any]) -> None:
+    """Sizes in a ``config.json`` are whole numbers above 0, where they are there at all; else ``ModelError``."""
+    for key in _SIZES:
+        value = config.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ModelError(f"{key}={value!r} in config.json is no size; give a whole number above 0")
+    chosen, experts = config.get("num_experts_per_tok"), config.get("num_experts") or config.get("num_local_experts")
+    if chosen and experts and chosen > experts:
+        raise ModelError(f"num_experts_per_tok={chosen} in config.json is more than the {experts} experts; lower it")
 
 
 def rope_theta(config: dict[str, Any]) -> float:
@@ -55,5 +95,5 @@ def rope_theta(config: dict[str, Any]) -> float:
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind != "default":
-        raise ValueError(f"rope_type={kind!r} in config.json is not supported; only 'default' is")
+        raise ModelError(f"rope_type={kind!r} in config.json is not supported; only 'default' is")
     return float(parameters.get("rope_theta", config.get("rope_theta", 10000.0)))

@@ -12,12 +12,13 @@ from transformers.utils.logging import disable_progress_bar
 
 from megatron_gspo.algorithms import Objective
 from megatron_gspo.config import Config, ConfigError
-from megatron_gspo.conversion import check_names, family_of, read_config
+from megatron_gspo.conversion import ModelError, ModelShape, check_names, family_of, read_config
 from megatron_gspo.conversion.files import CheckpointReader
 from megatron_gspo.data.prompts import PromptError, PromptFormat, PromptSource, load_prompts
 from megatron_gspo.data.rewards import RewardScorer
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.data.tasks import TaskSpec, load_task
+from megatron_gspo.errors import first_line
 from megatron_gspo.mcore.groups import Layout, compute_device, initialize
 from megatron_gspo.mcore.model import ModelSettings
 from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, Policy, build_policy
@@ -88,13 +89,14 @@ def layout_of(config: Config) -> Layout:
 def assemble(config: Config, *, engine: RolloutEngine | None = None) -> Run:
     """Start the process groups and build everything. ``engine`` replaces the configured source of samples."""
     parallel, data, training = config.parallel, config.data, config.training
-    check_weights(config)
+    shape = check_weights(config)
     disable_progress_bar()  # Transformers' own, one line a rank
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
+    tokenizer = load_tokenizer(config)
     try:
         train, held_out, dropped = load_data(config, tokenizer)
     except ImportError as error:  # an optional package; the message says which and how to get it
         raise PromptError(str(error)) from None
+    check_prompts(config, train, held_out, shape.vocab_size)
     scorer = RewardScorer(
         data.resolved_verifier,
         data.verifier_options,
@@ -136,16 +138,48 @@ def assemble(config: Config, *, engine: RolloutEngine | None = None) -> Run:
     )
 
 
-def check_weights(config: Config) -> None:
-    """The checkpoint must hold exactly the tensors that its config.json asks for; else ``ConfigError``."""
+def check_weights(config: Config) -> ModelShape:
+    """The model's sizes. The checkpoint must be whole and hold just the tensors that its config.json asks for; else
+    ``ConfigError``."""
     try:
         family, shape = family_of(read_config(config.model.path))
         if config.model.init == "pretrained":
             with CheckpointReader(config.model.path) as weights:
                 check_names(weights.names, family, shape)
-    except (ValueError, FileNotFoundError) as error:
+                weights.check()
+    except ModelError as error:
         fix = "give a complete safetensors checkpoint of a supported model"
         raise ConfigError("model.path", config.model.path, f"cannot be trained: {error}", fix) from None
+    return shape
+
+
+def load_tokenizer(config: Config) -> Any:
+    """The model's tokenizer; ``ConfigError`` where there is none that works."""
+    path = config.model.path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # the library raises what it likes, also for damaged files
+        problem, fix = f"its tokenizer can't be loaded: {first_line(error)}", "copy the model's tokenizer files there"
+        raise ConfigError("model.path", path, problem, fix) from None
+    if config.rollout.engine == "demonstrations" and tokenizer.eos_token_id is None:
+        problem = "its tokenizer has no end token, which ends every demonstration"
+        raise ConfigError("model.path", path, problem, "set eos_token in tokenizer_config.json")
+    return tokenizer
+
+
+def check_prompts(config: Config, train: list[Prompt], held_out: list[Prompt], vocab_size: int) -> None:
+    """Enough prompts for a batch, of token ids that the model has; else ``PromptError``."""
+    size = config.rollout.rollout_batch_size
+    if len(train) < size:
+        raise PromptError(
+            f"there are {len(train)} training prompts and rollout.rollout_batch_size is {size}; lower it or add prompts"
+        )
+    for prompt in (*train, *held_out):
+        if (largest := int(prompt.token_ids.max())) >= vocab_size:
+            raise PromptError(
+                f"prompt {prompt.index} has the token id {largest}, the model's vocabulary ends at {vocab_size - 1}; "
+                "tokenizer and config.json in model.path are of different models"
+            )
 
 
 def load_data(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Prompt], int]:
@@ -217,13 +251,17 @@ def _engines(
     def embedded() -> EmbeddedEngine:
         random = config.model.init == "random"  # the weights come with the first update
         source = AutoConfig.from_pretrained(config.model.path, local_files_only=True) if random else config.model.path
-        return EmbeddedEngine(
-            source,
-            tokenizer=tokenizer,
-            dtype=getattr(torch, config.model.dtype),
-            device=compute_device(),
-            max_batch=config.rollout.max_batch_size,
-        )
+        try:
+            return EmbeddedEngine(
+                source,
+                tokenizer=tokenizer,
+                dtype=getattr(torch, config.model.dtype),
+                device=compute_device(),
+                max_batch=config.rollout.max_batch_size,
+            )
+        except ValueError as error:
+            problem, fix = f"the embedded engine refuses it: {first_line(error)}", "mend it or use another model"
+            raise ConfigError("model.path", config.model.path, problem, fix) from error
 
     if given is not None:
         return given, given if held_out else None

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from megatron_gspo.conversion import check_names, family_of, hugging_face_names, read_config
+from megatron_gspo.conversion import ModelError, check_names, family_of, hugging_face_names, read_config
 from megatron_gspo.conversion.files import CheckpointReader
 from tests.models import save_tiny_model, tiny_config
 
@@ -94,7 +94,7 @@ def test_tied_models_may_carry_the_output_weight():
 
 
 def test_config_file_errors_name_the_file(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no config.json there"):
+    with pytest.raises(ModelError, match="no config.json there"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("{not json")
     with pytest.raises(ValueError, match="config.json: not valid JSON"):

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from megatron_gspo.conversion import ModelError
 from megatron_gspo.conversion.files import INDEX, SINGLE, CheckpointReader, write_checkpoint
 from tests.models import save_tiny_model
 
@@ -49,15 +50,15 @@ def test_reads_slices(source, tensors):
 
 
 def test_missing_files_and_tensors_are_named(source, tensors, tmp_path):
-    with pytest.raises(FileNotFoundError, match=f"neither {SINGLE} nor {INDEX}"):
+    with pytest.raises(ModelError, match=f"neither {SINGLE} nor {INDEX}"):
         CheckpointReader(tmp_path)
-    with CheckpointReader(source) as reader, pytest.raises(KeyError, match="no tensor model.nothing"):
+    with CheckpointReader(source) as reader, pytest.raises(ModelError, match="no tensor model.nothing"):
         reader.read("model.nothing")
     path = write_checkpoint(tmp_path / "sharded", tensors.items(), source=source, max_shard_bytes=20_000)
     shard = json.loads((path / INDEX).read_text())["weight_map"]["model.norm.weight"]
     (path / shard).unlink()
     with CheckpointReader(path) as reader:
-        with pytest.raises(FileNotFoundError, match=f"{shard}: this shard is missing; it holds model.norm.weight"):
+        with pytest.raises(ModelError, match=f"{shard}: this shard is missing; it holds model.norm.weight"):
             reader.read("model.norm.weight")
 
 
@@ -115,7 +116,7 @@ def test_a_broken_stream_leaves_the_old_export(source, tensors, tmp_path):
     with pytest.raises(RuntimeError, match="a rank died"):
         write_checkpoint(path, broken(), source=source, max_shard_bytes=5_000)
     assert not path.exists()
-    with pytest.raises(FileNotFoundError):  # what lies beside it never looks finished
+    with pytest.raises(ModelError):  # what lies beside it never looks finished
         CheckpointReader(path.with_name("export.partial"))
     write_checkpoint(path, tensors.items(), source=source)
     with pytest.raises(RuntimeError, match="a rank died"):
