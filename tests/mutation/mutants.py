@@ -33,14 +33,19 @@ class Mutant:
 def mutants(source: str) -> list[Mutant]:
     """Every mutant of `source` that is another program, in the order of lines."""
     wrapper = MetadataWrapper(cst.parse_module(source))
-    positions = wrapper.resolve(PositionProvider)
+    positions, module = wrapper.resolve(PositionProvider), wrapper.module
+    texts = [module.code_for_node(statement) for statement in module.body]
+    begin = source.index(texts[0]) if texts else 0
     found, seen = [], {source}
-    for node in _nodes(wrapper.module):
-        for operator, changed in _changes(node):
-            text = wrapper.module.deep_replace(node, changed).code
-            if text not in seen:
-                seen.add(text)
-                found.append((positions[node].start.line, operator, text))
+    for i, statement in enumerate(module.body):
+        before = source[: begin + sum(map(len, texts[:i]))]
+        after = source[len(before) + len(texts[i]) :]
+        for node in _nodes(statement):
+            for operator, changed in _changes(node):
+                text = before + module.code_for_node(statement.deep_replace(node, changed)) + after
+                if text not in seen:
+                    seen.add(text)
+                    found.append((positions[node].start.line, operator, text))
     found.sort(key=lambda item: item[0])
     times: Counter[str] = Counter()
     return [_mutant(source, operator, text, times) for _, operator, text in found]
