@@ -81,6 +81,8 @@ def start(*, backend: str = "auto", timeout_minutes: float = 30.0) -> dist.Store
         if "WORLD_SIZE" in os.environ:
             store, rank, size = next(iter(dist.rendezvous("env://", timeout=limit)))
             store.set_timeout(limit)
+            # torchrun keeps one store over its restarts: without a prefix the addresses of the dead are found in it
+            store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         else:  # started without torchrun: a world of one
             store, rank, size = dist.HashStore(), 0, 1
         chosen = ("nccl" if cuda else "gloo") if backend == "auto" else backend
