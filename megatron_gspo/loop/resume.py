@@ -72,7 +72,7 @@ def sole_writer(run: Run) -> Iterator[None]:
     """
     run_dir = Path(run.config.run_dir)
     descriptor: list[int] = []
-    on_first_rank(lambda: descriptor.append(_lock(run_dir)), "the run directory can't be locked")
+    on_first_rank(lambda: descriptor.append(lock_directory(run_dir)), "the run directory can't be locked")
     try:
         yield
     finally:
@@ -80,11 +80,14 @@ def sole_writer(run: Run) -> Iterator[None]:
             os.close(number)
 
 
-def _lock(run_dir: Path) -> int:
-    """A descriptor with a record lock. Unlike flock's it isn't inherited by the forked writers of a checkpoint."""
+def lock_directory(run_dir: Path, *, patience: float = _PATIENCE) -> int:
+    """A descriptor with the record lock of ``run_dir/.lock``; ``CheckpointError`` after ``patience`` seconds.
+
+    Unlike flock's it isn't inherited by the forked writers of a checkpoint.
+    """
     run_dir.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + patience
     while True:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,0 +1,163 @@
+"""Stopping a run by SIGKILL and starting it again: the end is bitwise that of a run that was left alone."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from megatron_gspo.loop.resume import lock_directory
+from megatron_gspo.mcore.checkpoint_files import CheckpointError
+from megatron_gspo.tools.kill_and_resume import Reference, _has_reached
+from megatron_gspo.tools.lives import Life, RandomKill, live, live_under_torchrun, warm_up
+from megatron_gspo.tools.same_run import first_difference
+from megatron_gspo.tools.tripwire import Target
+from megatron_gspo.tracking import read_metrics
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory) -> Reference:
+    """Six steps on two processes, TP 2 and EP 2, left alone: checkpoints after 2, 4 and 6, of which two are kept.
+
+    Its verifier draws from Python's, numpy's and torch's global generators.
+    """
+    warm_up()
+    return Reference(tmp_path_factory.mktemp("runs"), 2, [])
+
+
+def resume(reference: Reference, run_dir: Path, *overrides: str, processes: int = 2) -> Life:
+    config = reference.config(run_dir, *overrides)
+    life = live(config, run_dir.with_suffix(".life"), processes, None, grace=1.0)
+    assert life.finished and not life.orphans, life.log[-3000:]
+    return life
+
+
+def stopped_after_four(reference: Reference, tmp_path: Path) -> Path:
+    """The reference as if it had been killed in its fifth step."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(reference.run_dir, run_dir)
+    shutil.rmtree(run_dir / "checkpoints" / "step_000006")
+    shutil.rmtree(run_dir / "hf")
+    assert (run_dir / "checkpoints" / "step_000004" / "rollout.bin").is_file()
+    return run_dir
+
+
+# event, which of them (a share of all), rank, whether all ranks are killed
+KILLS = {
+    "weight update": ("weight update", 0.55, 1, False),
+    "save": ("save", 0.6, 0, True),
+    "publication": ("publication", 0.99, 0, False),
+    "removal": ("removal", 0.5, 0, True),
+}
+
+
+@pytest.mark.parametrize("name", KILLS)
+def test_killed_at_its_worst_moments(reference, tmp_path, name):
+    kind, share, rank, kills_all = KILLS[name]
+    target = Target(kind, max(1, round(share * reference.life.counts[rank][kind])), rank, kills_all)
+    run_dir = tmp_path / "run"
+    killed = live(reference.config(run_dir), tmp_path / "killed", 2, target, grace=0.5)
+    assert killed.was_killed and not killed.orphans and not (run_dir / "summary.json").exists()
+    assert "resumed from" in resume(reference, run_dir).log
+    assert first_difference(run_dir, reference.run_dir) == ""
+
+
+def test_a_broken_checkpoint_is_passed_over_and_rollouts_are_not_generated_again(reference, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(reference.run_dir, run_dir)
+    broken = run_dir / "checkpoints" / "step_000006"
+    file = broken / "__1_0.distcp"
+    size = file.stat().st_size
+    os.truncate(file, size // 2)
+    life = resume(reference, run_dir)
+    fault = f"{broken} is not whole (__1_0.distcp: {size // 2} of {size} bytes): resuming from step_000004"
+    assert life.log.count(fault) == 1  # one rank says it
+    assert f"rollouts kept in {broken.parent}/step_000004: used" in life.log
+    # of the steps 5 and 6 and the last evaluation, step 5 asks no engine and no verifier
+    assert [counts["generation"] for counts in life.counts] == [2, 2]
+    assert [counts["verification"] for counts in life.counts] == [2, 2]
+    assert first_difference(run_dir, reference.run_dir) == ""
+
+
+def test_damaged_rollouts_are_generated_again(reference, tmp_path):
+    run_dir = stopped_after_four(reference, tmp_path)
+    file = run_dir / "checkpoints" / "step_000004" / "rollout.bin"
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 1
+    file.write_bytes(content)
+    life = resume(reference, run_dir)
+    assert "not used: the file is damaged" in life.log and life.counts[0]["generation"] == 3
+    assert first_difference(run_dir, reference.run_dir) == ""
+
+
+def test_rollouts_of_another_config_are_generated_again(reference, tmp_path):
+    life = resume(reference, stopped_after_four(reference, tmp_path), "rollout.temperature=0.9")
+    assert "not used: rollout.temperature has changed" in life.log and life.counts[0]["generation"] == 3
+
+
+@pytest.mark.parametrize(
+    ("processes", "layout"),
+    [
+        (1, ["parallel.tensor_model_parallel_size=1"]),
+        (2, ["parallel.tensor_model_parallel_size=1", "parallel.pipeline_model_parallel_size=2"]),
+    ],
+    ids=["one process", "pp2"],
+)
+def test_goes_on_in_another_layout(reference, tmp_path, processes, layout):
+    """Up to rounding: the kept rollouts are the same, and so is their update."""
+    run_dir = stopped_after_four(reference, tmp_path)
+    life = resume(reference, run_dir, *layout, "parallel.expert_model_parallel_size=1", processes=processes)
+    assert "resumed from" in life.log
+    ours, theirs = read_metrics(run_dir), read_metrics(reference.run_dir)
+    assert ours[:5] == theirs[:5]
+    for name, value in theirs[5].items():
+        if not name.startswith(("time/", "perf/")):
+            assert ours[5][name] == pytest.approx(value, rel=2e-3, abs=1e-4), name
+    assert ours[6]["entropy"] == pytest.approx(theirs[6]["entropy"], rel=2e-3)
+    assert ours[6]["eval/accuracy"] == pytest.approx(theirs[6]["eval/accuracy"], abs=2e-3)  # the verifier's noise
+
+
+def test_a_state_of_another_version_is_one_line(reference, tmp_path):
+    run_dir = stopped_after_four(reference, tmp_path)
+    file = run_dir / "checkpoints" / "step_000004" / "state.json"
+    content = json.loads(file.read_text())
+    del content["state"]["cursor"]
+    file.write_text(json.dumps(content))
+    life = live(reference.config(run_dir), tmp_path / "life", 2, None, grace=1.0)
+    assert not life.finished
+    assert "state.json lacks cursor: it is of another version of this program" in life.log
+    assert "Traceback" not in life.log
+
+
+def test_torchrun_restarts_a_run_whose_rank_was_killed(reference, tmp_path):
+    run_dir = tmp_path / "run"
+    due = partial(_has_reached, run_dir, 3)
+    life = live_under_torchrun(reference.config(run_dir), tmp_path / "life", 2, RandomKill(0.0, 1), after=due)
+    assert life.finished and "exitcode: -9" in life.log, life.log[-3000:]
+    assert "resumed from" in life.log
+    assert first_difference(run_dir, reference.run_dir) == ""
+
+
+def hold(run_dir: Path, ready) -> None:
+    lock_directory(run_dir)
+    ready.set()
+    signal.pause()
+
+
+def test_a_run_directory_has_one_writer(tmp_path):
+    context = multiprocessing.get_context("forkserver")
+    ready = context.Event()
+    holder = context.Process(target=hold, args=(tmp_path, ready))
+    holder.start()
+    assert ready.wait(60)
+    with pytest.raises(CheckpointError, match=f"process {holder.pid} on .* is still writing it; end that run first"):
+        lock_directory(tmp_path, patience=0.2)
+    holder.kill()
+    holder.join()
+    os.close(lock_directory(tmp_path, patience=0.2))

@@ -1,0 +1,98 @@
+"""Whether two runs ended bitwise the same: exported weights, checkpoints with Adam's moments, metrics and samples."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from megatron_gspo.tracking import read_metrics
+
+_CLOCK = ("time/", "perf/")  # metrics that differ between any two runs
+_OWN = ("wall_seconds", "exported")  # and entries of summary and state
+_LEFT = ("*.tmp", "*.partial", "*.old", ".partial_*", ".removed_*")  # names of what is being written or removed
+
+
+def first_difference(run: Path, other: Path) -> str:
+    """The first thing in which two finished run directories differ, with its file; "" where nothing does."""
+    return next(_differences(run, other), "")
+
+
+def _differences(run: Path, other: Path) -> Iterator[str]:
+    yield from (f"{path.relative_to(run)} was left behind" for name in _LEFT for path in run.rglob(name))
+    for folder in ("hf", "samples", "checkpoints"):
+        names, wanted = _names(run / folder), _names(other / folder)
+        if names != wanted:
+            yield f"{folder}/ holds {', '.join(sorted(names ^ wanted))} in one run only"
+    yield from _metrics(read_metrics(run), read_metrics(other))
+    for file in sorted((other / "samples").iterdir()):
+        if file.read_bytes() != (run / "samples" / file.name).read_bytes():
+            yield f"samples/{file.name}"
+    for file in sorted((other / "hf").glob("*.safetensors")):
+        yield from _tensors(f"hf/{file.name}", load_file(run / "hf" / file.name), load_file(file))
+    for path in sorted((other / "checkpoints").iterdir()):
+        mine = run / "checkpoints" / path.name
+        yield from _tensors(f"checkpoints/{path.name}", read_tensors(mine), read_tensors(path))
+        if (mine / "common.pt").read_bytes() != (path / "common.pt").read_bytes():
+            yield f"checkpoints/{path.name}/common.pt"
+        yield from _entries(f"checkpoints/{path.name}/state.json", _state(mine), _state(path))
+    yield from _entries("summary.json", _json(run / "summary.json"), _json(other / "summary.json"))
+
+
+def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
+    """Every tensor of a distributed checkpoint, whole, by name; read without Megatron and in one process."""
+    stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in stored.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that there is one process
+        load(tensors, checkpoint_id=checkpoint, no_dist=True)
+    return tensors
+
+
+def _names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+
+
+def _metrics(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> Iterator[str]:
+    steps, wanted = [row["step"] for row in rows], [row["step"] for row in others]
+    if steps != wanted:
+        yield f"metrics.jsonl has the steps {steps}, not {wanted}"
+    for row, other in zip(rows, others, strict=False):
+        yield from _entries(f"metrics.jsonl, step {other['step']}", row, other)
+
+
+def _entries(where: str, entries: dict[str, Any], others: dict[str, Any]) -> Iterator[str]:
+    """Differences of two flat dicts; what the clock decides is left out. json.dumps tells every float apart."""
+    for name in sorted(set(entries) | set(others)):
+        if not name.startswith(_CLOCK) and name not in _OWN:
+            if json.dumps(entries.get(name)) != json.dumps(others.get(name)):
+                yield f"{where}: {name} = {entries.get(name)}, not {others.get(name)}"
+
+
+def _tensors(where: str, tensors: dict[str, Tensor], others: dict[str, Tensor]) -> Iterator[str]:
+    if tensors.keys() != others.keys():
+        yield f"{where}: {sorted(tensors.keys() ^ others.keys())[0]} in one run only"
+    for name in sorted(tensors.keys() & others.keys()):
+        a, b = tensors[name].contiguous().flatten(), others[name].contiguous().flatten()
+        if a.dtype != b.dtype or not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+            yield f"{where}: {name}"
+
+
+def _json(file: Path) -> dict[str, Any]:
+    return dict(json.loads(file.read_text()))
+
+
+def _state(checkpoint: Path) -> dict[str, Any]:
+    return dict(_json(checkpoint / "state.json")["state"])
