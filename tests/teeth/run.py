@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import queue
+import re
 import shutil
 import subprocess
 import sys
@@ -23,13 +24,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.teeth.defects import DEFECTS, Defect
+from tests.teeth.defect import Defect
+from tests.teeth.defects import DEFECTS
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("megatron_gspo", "patches", "tools", "tests", "setup.py", "pyproject.toml")
 LIMIT = 300.0  # seconds of one run of pytest
 # What a failing assertion says, here or in the traceback that a process of run_distributed sent back.
 ASSERTED = ("assert ", "AssertionError", "Failed: DID NOT RAISE")
+DECORATION = re.compile(r"^(E\s)?[\s|+-]*")  # of pytest, and of hypothesis' groups of exceptions
 WHERE_FROM = """
 import importlib, sys
 for name in sys.argv[1:]:
@@ -103,7 +106,7 @@ def assertion_of(case: ElementTree.Element) -> str:
     if failure is None:
         return ""
     text = f"{failure.get('message', '')}\n{failure.text or ''}"
-    lines = [line.strip().removeprefix("E ").strip() for line in text.splitlines()]
+    lines = [DECORATION.sub("", line) for line in text.splitlines()]
     return next((line for line in lines if line.startswith(ASSERTED) or ": DID NOT RAISE" in line), "")
 
 

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.teeth.defects import DEFECTS, Defect
+from tests.equivalence.layouts import layouts
+from tests.teeth.defect import Defect
+from tests.teeth.defects import DEFECTS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,6 +31,9 @@ def test_a_defect_fits_the_code(defect: Defect):
     defective = source.replace(defect.before, defect.after)
     assert ast.dump(ast.parse(defective)) != ast.dump(ast.parse(source)), "the defect changes nothing"
     assert defect.tests
+    names = {arrangement.name for moe in (True, False) for arrangement in layouts(moe=moe)}
     for test in defect.tests:
         file, _, function = test.partition("::")
-        assert function.partition("[")[0] in functions(ROOT / file), test
+        function, _, case = function.partition("[")
+        assert function in functions(ROOT / file), test
+        assert not case or case.removesuffix("]") in names, test

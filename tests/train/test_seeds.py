@@ -1,0 +1,22 @@
+"""What a step draws depends on the run's seed and on the step, so that no two steps repeat each other."""
+
+from megatron_gspo.loop.experience import rollout_seed
+from megatron_gspo.loop.update import mini_batches
+
+
+def test_every_step_of_every_run_has_a_sampling_seed_of_its_own():
+    seeds = {(seed, step): rollout_seed(seed, step) for seed in range(4) for step in range(200)}
+    assert len(set(seeds.values())) == len(seeds)
+    assert all(rollout_seed(*key) == value for key, value in seeds.items())
+
+
+def test_mini_batches_are_a_partition_drawn_anew_each_step_and_epoch():
+    found = {
+        (seed, step, epoch): mini_batches(50, 16, seed=seed, step=step, epoch=epoch)
+        for seed in range(2) for step in range(2) for epoch in range(2)
+    }  # fmt: skip
+    for rows in found.values():
+        assert [len(row) for row in rows] == [16, 16, 16, 2]
+        assert sorted(sum(rows, [])) == list(range(50))
+    assert len({str(rows) for rows in found.values()}) == len(found)
+    assert mini_batches(50, 16, seed=1, step=1, epoch=1) == found[1, 1, 1]
