@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-SLOW_IMPORTS = ("torch", "torch.distributed", "transformers", "megatron_gspo.mcore.step")
+SLOW_IMPORTS = ("torch", "torch.distributed", "transformers", "megatron_gspo.mcore.step", "tests.equivalence.run")
 
 
 def collectives_so_far(group: Any = None) -> int:

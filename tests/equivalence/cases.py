@@ -47,8 +47,8 @@ OTHERS = {
     "dr_grpo": Scenario(preset("dr_grpo", constant_length=16), 0.2),
     "sft": Scenario(preset("sft"), 0.2),
 }
-CUTS = {"packed": Batching(64), "one by one": Batching(64, micro_batch_size=1)}
-OTHER_CUTS = {"all in one": Batching(400), "threes": Batching(64, micro_batch_size=3)}
+CUTS = {"packed": Batching(80), "one by one": Batching(80, micro_batch_size=1)}
+OTHER_CUTS = {"all in one": Batching(400), "threes": Batching(80, micro_batch_size=3)}
 
 
 @dataclass(frozen=True)

@@ -8,20 +8,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed import run_distributed
-from tests.equivalence.cases import OTHERS, SCENARIOS, Case, case_of
+from tests.equivalence.cases import OTHERS, Case, case_of
 from tests.equivalence.layouts import DENSE, MOE, Arrangement
-from tests.equivalence.run import run_case
+from tests.equivalence.measure import Models, launch
 from tests.equivalence.tolerances import TOLERANCES
-from tests.equivalence.truth import save_truth
-from tests.models import save_tiny_model
 
-MODELS = {
-    "moe": dict(kind="moe"),
-    "dense": dict(kind="dense"),
-    "tied": dict(kind="dense", tie_word_embeddings=True, vocab_size=95),
-    "mixed": dict(kind="moe", mlp_only_layers=[1], norm_topk_prob=False),
-}
 SINGLE = Arrangement()
 TP2 = Arrangement(tensor=2, sequence_parallel=True)
 CUTS = ("all in one", "threes")
@@ -29,22 +20,11 @@ CUTS = ("all in one", "threes")
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """Name -> (model directory, file with its truth), made when first asked for."""
-    folder, made = tmp_path_factory.mktemp("models"), {}
-
-    def of(name: str) -> tuple[str, str]:
-        if name not in made:
-            path = save_tiny_model(folder / name, **MODELS[name])
-            scenarios = SCENARIOS | OTHERS if name == "moe" else SCENARIOS
-            made[name] = path, save_truth(path, folder / f"{name}.pt", tuple(scenarios))
-        return made[name]
-
-    return of
+    return Models(tmp_path_factory.mktemp("models"))
 
 
 def check(model: tuple[str, str], case: Case) -> None:
-    path, truth = model
-    ranks = run_distributed(run_case, case.arrangement.world_size, path, case, truth, timeout=240)
+    ranks = launch(model, case)
     wrong = [
         f"rank {rank}: {kind} is off by {error:.1e} ({where})"
         for rank, errors in enumerate(ranks)

@@ -46,7 +46,7 @@ class Truth:
 
 
 def scenario_samples(model: torch.nn.Module, scenario: Scenario, seed: int = 0) -> list[Sample]:
-    samples = make_samples(seed, vocab_size=model.config.vocab_size, per_token=scenario.per_token,
+    samples = make_samples(seed, 8, vocab_size=model.config.vocab_size, per_token=scenario.per_token,
                            mean_advantage=MEAN_ADVANTAGE)  # fmt: skip
     with torch.no_grad():
         log_probs = [response_log_probs(model, sample, scenario.temperature)[0].numpy() for sample in samples]

@@ -1,0 +1,47 @@
+"""One launch of a case and what its ranks found; the tests and the page of the docs share it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.distributed import run_distributed
+from tests.equivalence.cases import OTHERS, SCENARIOS, Case
+from tests.equivalence.run import Errors, run_case
+from tests.equivalence.truth import save_truth
+from tests.models import save_tiny_model
+
+MODELS = {
+    "moe": dict(kind="moe"),
+    "dense": dict(kind="dense"),
+    "tied": dict(kind="dense", tie_word_embeddings=True, vocab_size=95),
+    "mixed": dict(kind="moe", mlp_only_layers=[1], norm_topk_prob=False),
+}
+
+
+class Models:
+    """Model directories with the files of their truths, each made when first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._made: dict[str, tuple[str, str]] = {}
+
+    def __call__(self, name: str) -> tuple[str, str]:
+        if name not in self._made:
+            path = save_tiny_model(self._folder / name, **MODELS[name])
+            scenarios = tuple(SCENARIOS | OTHERS if name == "moe" else SCENARIOS)
+            self._made[name] = path, save_truth(path, self._folder / f"{name}.pt", scenarios)
+        return self._made[name]
+
+
+def launch(model: tuple[str, str], case: Case) -> list[Errors]:
+    """Run a case in as many processes as it has ranks; each rank's errors."""
+    path, truth = model
+    return run_distributed(run_case, case.arrangement.world_size, path, case, truth, timeout=300)
+
+
+def worst_of(ranks: list[Errors]) -> Errors:
+    """The largest error of each kind on any rank."""
+    errors = Errors()
+    for rank, found in enumerate(ranks):
+        errors.merge(found, f"rank {rank}")
+    return errors

@@ -1,0 +1,49 @@
+"""The page of the documentation holds what the suite runs, and nothing that it has not measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.equivalence.cases import case_of
+from tests.equivalence.layouts import DENSE, MOE
+from tests.equivalence.page import layouts_on, parameter_kind, render
+from tests.equivalence.table import failures, load_records
+from tests.equivalence.tolerances import TOLERANCES
+
+PAGE = Path(__file__).parents[2] / "docs" / "equivalence.md"
+VERSIONS = ["0.16.1", "0.19.2"]
+
+
+def test_the_page_lists_exactly_the_layouts_of_the_suite():
+    text = PAGE.read_text()
+    assert layouts_on(text, "Mixture of experts") == [a.name for a in MOE]
+    assert layouts_on(text, "Dense") == [a.name for a in DENSE]
+
+
+def test_the_page_is_what_the_results_say():
+    records = load_records()
+    assert [r["versions"]["megatron-core"] for r in records] == VERSIONS, "make proof, under each of them"
+    assert PAGE.read_text() == render(records), "python -m tests.equivalence.table docs/equivalence.md --render-only"
+
+
+@pytest.mark.parametrize("index", range(len(VERSIONS)), ids=VERSIONS)
+def test_the_results_are_complete_and_within_tolerance(index):
+    record = load_records()[index]
+    assert failures(record) == []
+    for model, arrangements in (("moe", MOE), ("dense", DENSE)):
+        rows = record["layouts"][model]
+        assert list(rows) == [a.name for a in arrangements]
+        for a in arrangements:
+            row, case = rows[a.name], case_of(a)
+            assert set(row["errors"]) == set(TOLERANCES)
+            assert (row["processes"], row["recompute"]) == (a.world_size, case.model["recompute"])
+            assert row["one_by_one"] == case.scored and len(row["distributed_optimizer"]) >= 1
+
+
+def test_parameter_kinds():
+    where = "rank 1, gspo, packed: model.layers.2.mlp.experts.3.up_proj.weight"
+    assert parameter_kind(where) == "mlp.experts.up_proj"
+    assert parameter_kind("rank 0, grpo, one by one: model.embed_tokens.weight") == "embed_tokens"
+    assert parameter_kind("rank 0, x: lm_head.weight") == "lm_head"
