@@ -29,15 +29,15 @@ class RatioFacts:
 
 
 def share(values: Tensor, shares: Tensor) -> Tensor:
-    """`sum(values * shares)`, a scalar; `values` [T] of any dtype must be finite where shares are 0."""
-    return (values.to(shares.dtype) * shares).sum()
+    """`sum(values * shares)`, a scalar; `values` [T], bool or floating, must be finite where shares are 0."""
+    return (values * shares).sum()
 
 
-def _extreme(values: Tensor, mask: Tensor, reduce: Callable[..., Tensor], nothing: float) -> Tensor:
+def _extreme(values: Tensor, mask: Tensor, reduce: Callable[[Tensor], Tensor], nothing: float) -> Tensor:
     """Largest or smallest of the trained values; `nothing` where there is none, which loses to any other
     rank's.
     """
-    return reduce(torch.cat([values.masked_fill(~mask, nothing), values.new_full((1,), nothing)]), dim=0)
+    return reduce(torch.cat([values.masked_fill(~mask, nothing), values.new_full((1,), nothing)]))
 
 
 @torch.no_grad()
@@ -49,8 +49,7 @@ def ratio_metrics(
     `ratio/*` and `log_ratio_clamped` count what one ratio covers: sequences or tokens, by the level.
     """
     unit = shares.of_sequences if objective.sequence_level else shares.of_tokens
-    ratio = facts.ratio.detach()
-    limit = objective.max_log_ratio
+    ratio, limit = facts.ratio, objective.max_log_ratio
     metrics = {
         "clip_fraction/tokens": share(facts.clip.cut, shares.of_tokens),
         "clip_fraction/sequences": share(facts.sequence_cut, shares.of_sequences),
@@ -63,7 +62,7 @@ def ratio_metrics(
         "ratio_min": _extreme(ratio, mask, torch.amin, math.inf),
         "log_ratio_clamped": share(facts.clamped, unit),
         # log_ratio is log(current / old) on samples of the old policy: this estimates KL(old || current).
-        "kl/old_policy": share(k3(log_ratio.detach().clamp(-limit, limit)), shares.of_tokens),
+        "kl/old_policy": share(k3(log_ratio.clamp(-limit, limit)), shares.of_tokens),
     }
     if objective.dual_clip is not None:
         metrics["clip_fraction/dual"] = share(facts.clip.dual, shares.of_tokens)

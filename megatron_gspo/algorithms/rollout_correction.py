@@ -21,7 +21,7 @@ RATIO_BAND = 2.0
 
 
 def _log_ratio(log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """`log_probs - rollout_log_probs` [T], 0 at untrained positions, without gradient; and the mask."""
+    """`log_probs - rollout_log_probs` [T], 0 at untrained positions; and the mask."""
     mask = loss_mask != 0
     for key, value in (("log_probs", log_probs), ("rollout_log_probs", rollout_log_probs)):
         if value.shape != mask.shape:
@@ -30,7 +30,7 @@ def _log_ratio(log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor) 
             )
     if log_probs.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"log_probs is {log_probs.dtype}: compute it in float32")
-    difference = log_probs.detach() - rollout_log_probs.detach().to(log_probs.dtype)
+    difference = log_probs - rollout_log_probs.to(log_probs.dtype)
     return torch.where(mask, difference, 0), mask
 
 

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 
@@ -39,3 +41,19 @@ def test_far_tokens_are_finite_and_without_gradient(estimator, far):
 def test_unknown_estimator():
     with pytest.raises(ValueError, match="'k5'.*k1, k2, k3"):
         kl_penalty(torch.zeros(1), torch.zeros(1), "k5")
+
+
+def test_defaults_are_k3_and_20_nats():
+    far = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64)
+    got = kl_penalty(
+        far, far + torch.tensor([1.0, 19.9, 25.0], dtype=torch.float64)
+    )  # d = -1, -19.9, -25 -> -20
+    expected = [math.exp(d) - 1 - d for d in (1.0, 19.9, 20.0)]
+    assert got.tolist() == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_reference_gets_no_gradient():
+    for estimator in ("k1", "k2", "k3"):
+        log_probs, ref = (torch.tensor([value], requires_grad=True) for value in (-1.0, -1.5))
+        kl_penalty(log_probs, ref, estimator).sum().backward()
+        assert ref.grad is None and log_probs.grad is not None

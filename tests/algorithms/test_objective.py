@@ -35,6 +35,66 @@ def test_any_field_may_be_overridden_and_the_value_is_frozen():
     assert preset("gspo", epsilon_low=0.02, epsilon_high=0.03).clip_range == (0.98, 1.03)
 
 
+def test_defaults_of_every_field():
+    values = dataclasses.asdict(Objective("mine", "none", "token_mean"))
+    assert values == {
+        "name": "mine",
+        "importance_sampling_level": "none",
+        "aggregation": "token_mean",
+        "constant_length": None,
+        "epsilon_low": None,
+        "epsilon_high": None,
+        "dual_clip": None,
+        "kl_loss_coef": 0.0,
+        "kl_estimator": "k3",
+        "entropy_coef": 0.0,
+        "max_log_ratio": 20.0,
+        "advantage_std": "sample",
+        "advantage_baseline": "mean",
+        "research_override": False,
+    }
+    assert preset("dr_grpo").constant_length == 1024 and preset("grpo").constant_length is None
+
+
+def test_the_ends_of_each_range():
+    """The last value that passes, on both sides; one step further is refused."""
+    mine = dict(name="x", importance_sampling_level="token", aggregation="token_mean")
+    passing = [
+        {"epsilon_low": 1, "epsilon_high": 50.0},
+        {"epsilon_low": 0.01, "epsilon_high": 0.01},
+        {"dual_clip": 1.0001},
+        {"kl_loss_coef": 0, "entropy_coef": 0},
+        {"max_log_ratio": 80},
+        {"max_log_ratio": 1e-3},
+    ]
+    for fields in passing:
+        Objective(**{**mine, "epsilon_low": 0.2, "epsilon_high": 0.2, **fields})
+    for fields in (
+        {"epsilon_low": 1.001},
+        {"epsilon_low": 0.0099},
+        {"epsilon_high": 0.0099},
+        {"epsilon_high": 0},
+        {"dual_clip": 1},
+        {"dual_clip": float("inf")},
+        {"kl_loss_coef": float("inf")},
+        {"entropy_coef": float("inf")},
+        {"entropy_coef": -0.1},
+        {"max_log_ratio": 80.1},
+        {"max_log_ratio": 0},
+    ):
+        with pytest.raises(ValueError):
+            Objective(**{**mine, "epsilon_low": 0.2, "epsilon_high": 0.2, **fields})
+    for value in (1e-6, 0.1):
+        preset("gspo", epsilon_low=value, epsilon_high=value)
+    for value in (0.9e-6, 0.1001):
+        with pytest.raises(ValueError):
+            preset("gspo", epsilon_low=value)
+    preset("dr_grpo", constant_length=1e-3)
+    with pytest.raises(ValueError):
+        preset("dr_grpo", constant_length=float("inf"))
+    assert preset("gspo", epsilon_high=float("inf"), research_override=True).clip_range[1] == float("inf")
+
+
 ANOTHER_ALGORITHM = [
     ("gspo", {"aggregation": "token_mean"}, "aggregation = 'token_mean'"),
     ("gspo_token", {"aggregation": "token_mean"}, "aggregation = 'token_mean'"),

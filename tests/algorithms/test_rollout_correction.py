@@ -95,3 +95,46 @@ def test_weights_times_advantages_scale_the_surrogate_token_by_token():
     plain, corrected = gradient(advantages), gradient(advantages * weights)
     torch.testing.assert_close(corrected[0], plain[0] * weights)
     assert plain[1] == corrected[1]
+
+
+def test_no_gradient_passes():
+    """Metrics and weights are constants, whatever the caller left recorded."""
+    live = (ROLLOUT + 0.1).requires_grad_()
+    assert not any(x.requires_grad for x in mismatch_metrics(live, ROLLOUT, MASK, num_tokens=5).values())
+    assert not token_correction_weights(live, ROLLOUT, MASK).requires_grad
+    assert not sequence_correction_weights(live, ROLLOUT, MASK, IDS, 3).requires_grad
+
+
+def test_a_double_precision_rollout_does_not_change_the_dtype():
+    for dtype in (torch.float32, torch.float64):
+        got = token_correction_weights((ROLLOUT + 0.1).to(dtype), ROLLOUT.double(), MASK)
+        assert got.dtype == dtype
+        assert (
+            sequence_correction_weights((ROLLOUT + 0.1).to(dtype), ROLLOUT.double(), MASK, IDS, 3).dtype
+            == dtype
+        )
+    got = token_correction_weights(ROLLOUT + 0.1, ROLLOUT.bfloat16(), MASK)
+    assert got.dtype == torch.float32
+
+
+def test_metrics_of_no_tokens():
+    none = torch.zeros(0)
+    got = mismatch_metrics(none, none, none, num_tokens=1)
+    assert {name: value.item() for name, value in got.items()} == dict.fromkeys(got, 0.0)
+    assert {value.shape for value in got.values()} == {()}
+
+
+def test_the_band_and_the_default_cap():
+    """A ratio of 2 is on the edge and still inside; the cap of 2 is reached just beyond it."""
+    inside, outside = math.log(2) - 1e-4, math.log(2) + 1e-4
+    for d, share in ((inside, 0.0), (-inside, 0.0), (outside, 1.0), (-outside, 1.0)):
+        got = mismatch_metrics(torch.tensor([d - 1]), torch.tensor([-1.0]), torch.ones(1), num_tokens=1)
+        assert got["mismatch/outside_band"] == share
+    wide = torch.full((6,), 3.0) + ROLLOUT
+    assert token_correction_weights(wide, ROLLOUT, torch.ones(6)).tolist() == pytest.approx([2.0] * 6)
+    got = sequence_correction_weights(wide, ROLLOUT, torch.ones(6), IDS, 3)
+    assert got.tolist() == pytest.approx([2.0] * 6)
+    assert token_correction_weights(wide, ROLLOUT, torch.ones(6), cap=1.0).tolist() == [1.0] * 6
+    for cap in (float("nan"), 0.0, -1.0):
+        with pytest.raises(ValueError, match="cap = "):
+            token_correction_weights(wide, ROLLOUT, torch.ones(6), cap=cap)

@@ -178,3 +178,50 @@ def test_sft_needs_neither_old_policy_nor_advantages():
     }
     loss, _ = policy_loss(preset("sft", aggregation="sequence_mean"), **common)
     assert loss.item() == pytest.approx((1.5 + 6) / 2)
+
+
+def test_the_limit_of_log_ratios_is_the_objectives():
+    """max_log_ratio = 1: log-ratio 2 counts as 1 in the ratio and both KL figures, and the token is frozen."""
+    log_probs = torch.tensor([-1.0, -1.0], requires_grad=True)
+    loss, metrics = policy_loss(
+        preset("grpo", max_log_ratio=1.0, epsilon_high=5.0, kl_loss_coef=0.1),
+        log_probs=log_probs,
+        old_log_probs=torch.tensor([-3.0, -1.0]),
+        ref_log_probs=torch.tensor([-3.0, -1.0]),
+        advantages=torch.ones(2),
+        loss_mask=torch.ones(2),
+        segment_ids=torch.zeros(2, dtype=torch.long),
+        num_sequences=1,
+    )
+    loss.backward()
+    k3_old, k3_ref = math.exp(1) - 2, math.exp(-1)  # exp(d) - 1 - d at d = 1 and d = -1
+    final = finish_metrics(metrics)
+    assert final["kl/old_policy"] == pytest.approx(k3_old / 2)
+    assert final["kl/ref"] == pytest.approx(k3_ref / 2)
+    assert final["loss/kl"] == pytest.approx(0.1 * k3_ref / 2)
+    assert final["loss/policy"] == pytest.approx(-(math.e + 1) / 2)
+    assert loss.item() == pytest.approx(final["loss/policy"] + final["loss/kl"])
+    assert final["log_ratio_clamped"] == pytest.approx(1 / 2) and final["ratio_max"] == pytest.approx(math.e)
+    assert log_probs.grad[0] == 0 and log_probs.grad[1] == pytest.approx(-1 / 2)
+
+
+def test_finished_metrics_by_hand():
+    """Ratios 1 and 3: mean 2, mean square deviation from 1 is 2, variance 1, sample size 16 / 10 / 2."""
+    final = finish_metrics({"ratio/mean": torch.tensor(2.0), "ratio/square_deviation": 2.0, "loss/policy": 1})
+    assert final == {"ratio/mean": 2.0, "loss/policy": 1.0, "ratio/std": 1.0, "effective_sample_size": 0.8}
+    assert all(type(value) is float for value in final.values())
+    nothing = finish_metrics({"ratio/mean": 0.0, "ratio/square_deviation": 0.0})
+    assert nothing == {"ratio/mean": 0.0, "ratio/std": 0.0, "effective_sample_size": 0.0}
+    rounded = finish_metrics({"ratio/mean": 1.5, "ratio/square_deviation": 0.25 - 1e-9})
+    assert rounded["ratio/std"] == 0.0 and rounded["effective_sample_size"] == 1.0
+    extremes = {
+        "a_max": -math.inf,
+        "a_min": math.inf,
+        "b_max": 1.0,
+        "b_min": -2.0,
+        "c": math.inf,
+        "d_max": math.nan,
+    }
+    kept = finish_metrics(extremes)
+    assert set(kept) == {"b_max", "b_min", "c", "d_max"} and kept["b_min"] == -2.0
+    assert finish_metrics({"entropy": 2}) == {"entropy": 2.0}
