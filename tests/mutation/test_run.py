@@ -51,7 +51,11 @@ def test_a_key_outlives_a_moved_line_and_tells_equal_changes_apart():
 
 def outcomes(script: str, folder: Path) -> str:
     """What `script` prints, run beside run.py with a copy of the project in `slot`."""
-    lines = ["import sys, torch, run", "from pathlib import Path", f"slot = run.make_slot(Path({str(folder)!r}))"]
+    lines = [
+        "import sys, torch, run",
+        "from pathlib import Path",
+        f"slot = run.make_slot(Path({str(folder)!r}))",
+    ]
     lines += ["record = lambda job, status, seconds: print(status, flush=True)", script]
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(lines)],

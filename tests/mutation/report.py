@@ -1,0 +1,107 @@
+"""Write docs/mutation.md from the results of run.py and the reasons in survivors.toml.
+
+    python tests/mutation/report.py [--out build/mutation] [--page docs/mutation.md]
+
+Ends with 1 where a survivor has no reason, a reason has no survivor, or too few mutants were killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import platform
+import sys
+import tomllib
+from collections import Counter
+from datetime import date
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+WANTED = 0.85  # of all mutants, killed
+PACKAGES = ("megatron_gspo/algorithms", "megatron_gspo/parallel")
+COLUMNS = ("killed", "timeout", "crashed", "survived", "no tests", "suspicious", "not run")
+
+
+def counted(mutants: list[dict]) -> Counter[str]:
+    """Number of mutants by column; a crash of the test process goes under `crashed`."""
+    return Counter(m["status"].split(" with ")[0] for m in mutants)
+
+
+def share(counts: Counter[str]) -> float:
+    """Killed, of all: hanging and crashing are ways to be found out."""
+    return sum(counts[name] for name in ("killed", "timeout", "crashed")) / max(counts.total(), 1)
+
+
+def table(results: dict[str, list[dict]]) -> list[str]:
+    lines = [f"| file | mutants | {' | '.join(COLUMNS)} | killed, % |", "|---" * (len(COLUMNS) + 3) + "|"]
+    groups = {**results}
+    for package in PACKAGES:
+        groups[f"**{package}**"] = [m for file, ms in results.items() if file.startswith(package) for m in ms]
+    groups["**all**"] = [m for ms in results.values() for m in ms]
+    for name, mutants in groups.items():
+        counts = counted(mutants)
+        cells = " | ".join(str(counts[column]) for column in COLUMNS)
+        lines.append(f"| {name} | {len(mutants)} | {cells} | {100 * share(counts):.1f} |")
+    return lines
+
+
+def survivors(results: dict[str, list[dict]], reasons: list[dict]) -> tuple[list[str], list[str]]:
+    """The survivors by reason, as Markdown; and what is wrong with the list."""
+    alive = {m["key"]: m for ms in results.values() for m in ms if m["status"] == "survived"}
+    lines, faults = [], []
+    for reason in reasons:
+        found = [alive.pop(key) for key in reason["keys"] if key in alive]
+        if len(found) < len(reason["keys"]):
+            known = [m["key"] for m in found]
+            faults += [
+                f"{key} has a reason but does not survive" for key in reason["keys"] if key not in known
+            ]
+        if found:
+            lines += ["", f"**{reason['text'].strip()}**", "", *(shown(m) for m in found)]
+    faults += [f"{m['file']}:{m['line']} {key}: no reason given" for key, m in alive.items()]
+    if alive:
+        lines += ["", "**Without a reason yet**", "", *(shown(m) for m in alive.values())]
+    return lines, faults
+
+
+def shown(mutant: dict) -> str:
+    before, after = (" ".join(mutant[name].split()).replace("`", "'") for name in ("before", "after"))
+    place = f"{mutant['file'].removeprefix('megatron_gspo/')}:{mutant['line']}"
+    return f"- {place} `{mutant['key']}`: `{before}` → `{after or '(nothing)'}`"
+
+
+def versions() -> str:
+    names = ("mutmut", "torch", "pytest", "hypothesis")
+    found = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+    return f"{date.today()}, Python {platform.python_version()}, {found}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "mutation")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "mutation.md")
+    options = parser.parse_args()
+    from run import load
+
+    loaded = load(options.out / "results.jsonl")
+    results = {
+        file: sorted(found.values(), key=lambda m: m["line"]) for file, found in sorted(loaded.items())
+    }
+    reasons = tomllib.loads((HERE / "survivors.toml").read_text())["reason"]
+    lines, faults = survivors(results, reasons)
+    counts = counted([m for ms in results.values() for m in ms])
+    text = (HERE / "page.md").read_text()
+    text = text.replace("{table}", "\n".join(table(results))).replace("{survivors}", "\n".join(lines).strip())
+    text = text.replace("{versions}", versions()).replace("{killed}", f"{100 * share(counts):.1f}")
+    options.page.write_text(text.replace("{total}", str(counts.total())))
+    if share(counts) < WANTED:
+        faults.append(f"{100 * share(counts):.1f} % killed, wanted {100 * WANTED:.0f} %")
+    print("\n".join([*table(results)[-3:], *faults]))
+    sys.exit(1 if faults else 0)
+
+
+if __name__ == "__main__":
+    main()
