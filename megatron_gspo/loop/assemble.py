@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from megatron_gspo.mcore.step import Batching
 from megatron_gspo.rollout.demonstrations import DemonstrationEngine
 from megatron_gspo.rollout.embedded import EmbeddedEngine
 from megatron_gspo.rollout.engine import RolloutEngine, SamplingParams
+
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 @dataclass
@@ -156,6 +159,9 @@ def check_weights(config: Config) -> ModelShape:
 def load_tokenizer(config: Config) -> Any:
     """The model's tokenizer; ``ConfigError`` where there is none that works."""
     path = config.model.path
+    if not any((Path(path) / name).is_file() for name in _TOKENIZERS):  # the library makes an empty one
+        problem = f"has no tokenizer (none of {', '.join(_TOKENIZERS)})"
+        raise ConfigError("model.path", path, problem, "copy the model's tokenizer files there")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # the library raises what it likes, also for damaged files

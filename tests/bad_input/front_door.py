@@ -1,0 +1,116 @@
+"""What a user sees: the exit code and the error stream of a command line or of a run with an engine of one's own."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_gspo.config import Config
+from megatron_gspo.loop.guard import run_guarded
+from megatron_gspo.rollout.engine import RolloutEngine
+from megatron_gspo.train import main, train
+from tests.train.run import WORD, base_config
+
+VERIFIER = Path(__file__).parents[1] / "train" / "verifier.py"
+ROWS = [{"prompt": f"{WORD} {word}", "answer": word[::-1]} for word in ("dog", "cat", "sun", "map", "tin", "ore")]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One bad input.
+
+    name: what is wrong. phrase: the message without its values, as docs/troubleshooting.md has it. overrides: of the
+    command line. breaks: changes the config and the files of the case, in its folder. shows: values, files and fixes
+    that the message names as well. code: the exit code. world: check the config for so many processes, without a run.
+    """
+
+    name: str
+    phrase: str
+    overrides: tuple[str, ...] = ()
+    breaks: Callable[[dict[str, Any], Path], None] | None = None
+    shows: tuple[str, ...] = ()
+    code: int = 2
+    world: int = 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    text: str
+
+    @property
+    def messages(self) -> list[str]:
+        """The lines that are for the user to mend."""
+        return [line for line in self.text.splitlines() if line.startswith(("error: ", "config error: "))]
+
+
+def small_config(model: str, folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+    """One GSPO step on six prompts of a file, scored in this process, with nothing at its end."""
+    config = base_config(model, folder / "run")
+    write_rows(folder / "prompts.jsonl", ROWS)
+    config["data"] = {
+        "prompts": str(folder / "prompts.jsonl"),
+        "max_prompt_length": 32,
+        "verifier": f"{VERIFIER}:score",
+        "verifier_timeout": None,
+    }
+    config["training"]["steps"] = 1
+    config["rollout"] |= {"rollout_batch_size": 2, "n_samples_per_prompt": 4}
+    config["checkpoint"] = {"export_hf": False}
+    for name, values in sections.items():
+        config[name] = {**config.get(name, {}), **values}
+    return config
+
+
+def write_rows(path: Path, rows: Sequence[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def command_line(*arguments: str) -> Outcome:
+    """``python -m megatron_gspo.train ARGUMENTS`` in this process."""
+    return _captured(lambda: main(list(arguments)))
+
+
+def start(config: dict[str, Any], folder: Path, *overrides: str) -> Outcome:
+    """The command line on a config, which is written to the folder."""
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return command_line(str(file), *overrides)
+
+
+def with_engine(config: dict[str, Any], engine: RolloutEngine) -> Outcome:
+    """A run like the command line's whose samples come from ``engine``."""
+    checked = Config.from_dict(config)
+
+    def action() -> None:
+        train(checked, engine=engine)
+
+    return _captured(lambda: run_guarded(action, run_dir=config["run_dir"], backend="gloo", timeout_minutes=1.0))
+
+
+def _captured(action: Callable[[], int | None]) -> Outcome:
+    text = io.StringIO()
+    with contextlib.redirect_stderr(text), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            code = action()
+        except SystemExit as left:
+            code = left.code
+    return Outcome(int(code or 0), text.getvalue())
+
+
+def check(case: Case, outcome: Outcome) -> None:
+    """The exit code, and one line that says the phrase and the values; no traceback."""
+    assert "Traceback" not in outcome.text, outcome.text
+    assert len(outcome.messages) == 1, outcome.text
+    [line] = outcome.messages
+    for part in (case.phrase, *case.shows):
+        assert part in line, f"{part!r} is not in: {line}"
+    assert outcome.code == case.code, (outcome.code, line)

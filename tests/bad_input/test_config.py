@@ -1,0 +1,138 @@
+"""Configs that can't work: wrong keys, values that contradict each other, layouts that don't fit."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from megatron_gspo.config import ConfigError, load_config
+from tests.bad_input.front_door import Case, Outcome, check, command_line, small_config, start
+from tests.bad_input.ranks import free_port
+
+TP, PP, CP = (f"parallel.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context"))
+EP, ETP = "parallel.expert_model_parallel_size", "parallel.expert_tensor_parallel_size"
+VP = "parallel.virtual_pipeline_model_parallel_size"
+
+
+def run_dir_is_a_file(config, folder):
+    (folder / "run").write_text("")
+
+
+def run_dir_below_a_file(config, folder):
+    (folder / "taken").write_text("")
+    config["run_dir"] = str(folder / "taken" / "run")
+
+
+def used_run_dir(config, folder):
+    (folder / "run").mkdir()
+    (folder / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
+
+
+CASES = (
+    Case("unknown key", "is not a key; remove it, or see docs/config.md for the keys", ("zzz=1",), shows=("zzz = 1",)),
+    Case("misspelt key", "is not a key; did you mean", ("optimizer.lrr=1",), shows=("optimizer.lr?",)),
+    Case("misspelt section", "is not a key; did you mean", ("trainng={steps: 3}",), shows=("training?",)),
+    Case("text for a number", "is not allowed; set", ("optimizer.lr='1e-6'",), shows=("without quotes",)),
+    Case("number out of range", "is not allowed; set", ("training.steps=0",), shows=("whole number >= 1",)),
+    Case("not a number", "is not allowed; set", ("optimizer.lr=.nan",), shows=("number > 0",)),
+    Case("token clip under GSPO", "is no clip for a sequence ratio", ("algorithm.epsilon_low=0.2",),
+         shows=("epsilon_low = 0.2", "use about 3e-4")),
+    Case("sequence clip under GRPO", "is no clip for a token ratio",
+         ("algorithm.name=grpo", "algorithm.epsilon_low=3e-4"), shows=("epsilon_low = 0.0003", "use about 0.2")),
+    Case("GSPO averaged over tokens", "is not gspo", ("algorithm.aggregation=token_mean",), shows=("sequence_mean",)),
+    Case("unknown algorithm", "is not allowed; set one of", ("algorithm.name=ppo",), shows=("gspo_token",)),
+    Case("unknown engine", "is not allowed; set one of", ("rollout.engine=vllm",), shows=("embedded",)),
+    Case("unknown schedule", "is not allowed; set one of", ("optimizer.lr_schedule=wsd",), shows=("cosine",)),
+    Case("unknown data type", "is not allowed; set one of", ("model.dtype=fp8",), shows=("bfloat16",)),
+    Case("one sample a prompt", "group advantages compare at least two responses",
+         ("rollout.n_samples_per_prompt=1",), shows=("set it to 2 or more",)),
+    Case("SFT on samples", "does not go with algorithm.name", ("algorithm.name=sft",), shows=("demonstrations",)),
+    Case("TP doesn't fit the world", "does not divide 1 processes", (f"{TP}=2",), shows=("TP x PP x CP = 2 x 1 x 1",)),
+    Case("PP doesn't fit the world", "does not divide 1 processes", (f"{PP}=2",), shows=("TP x PP x CP = 1 x 2 x 1",)),
+    Case("CP doesn't fit the world", "does not divide 1 processes", (f"{CP}=2",), shows=("TP x PP x CP = 1 x 1 x 2",)),
+    Case("EP doesn't fit the world", "does not divide 1 processes", (f"{EP}=2",), shows=("ETP x EP x PP = 1 x 2 x 1",)),
+    Case("ETP doesn't fit the world", "does not divide 1 processes", (f"{ETP}=2",),
+         shows=("ETP x EP x PP = 2 x 1 x 1",)),
+    Case("heads not divisible by TP", "does not divide the model's num_attention_heads = ", (f"{TP}=3",), world=3),
+    Case("key-value heads not divisible by TP", "does not divide the model's num_key_value_heads = ", (f"{TP}=4",),
+         world=4),
+    Case("layers not divisible by PP", "does not divide the model's num_hidden_layers = ", (f"{PP}=4",), world=4),
+    Case("experts not divisible by EP", "does not divide the model's num_experts = ", (f"{EP}=3",), world=3),
+    Case("expert width not divisible by ETP", "does not divide the model's moe_intermediate_size = ", (f"{ETP}=3",),
+         world=3),
+    Case("virtual stages without a pipeline", "needs a pipeline", (f"{VP}=2",)),
+    Case("virtual stages not dividing a stage", "does not divide the model's layers of a pipeline stage = 1",
+         (f"{PP}=2", f"{VP}=2"), world=2),
+    Case("sequence parallelism without TP", "splits tokens between tensor-parallel ranks and there is one",
+         ("parallel.sequence_parallel=true",)),
+    Case("mini-batch doesn't divide the rollout", "does not divide the 8 sequences of a rollout batch",
+         ("training.global_batch_size=3",)),
+    Case("mini-batch smaller than the ranks", "data-parallel ranks without a sequence",
+         ("training.global_batch_size=2",), world=4),
+    Case("fixed micro-batches don't fill the ranks", "data-parallel ranks does not divide it",
+         ("training.micro_batch_size=3",), world=2),
+    Case("token budget below one sequence", "a sequence may take 38 tokens",
+         ("training.max_tokens_per_micro_batch=16",), shows=("set at least 38",)),
+    Case("longer than the model's positions", "positions; keep the sum within",
+         ("rollout.max_response_length=100000", "training.max_tokens_per_micro_batch=200000")),
+    Case("warm-up longer than the run", "is longer than the run's 1 optimizer steps", ("optimizer.warmup_steps=9",)),
+    Case("two KL terms", "counts the KL twice", ("algorithm.kl_loss_coef=0.1", "algorithm.kl_reward_coef=0.1")),
+    Case("override without a value", "is not an override; write key.sub=value", ("training.steps",)),
+    Case("override with dashes", "overrides take no dashes", ("--training.steps=1",), shows=("training.steps=1",)),
+    Case("override into a value", "is a value, not a section", ("seed.value=1",)),
+    Case("run_dir is a file", "is a file; choose another directory", breaks=run_dir_is_a_file, shows=("run_dir = ",)),
+    Case("run_dir below a file", "is a file; choose another directory", breaks=run_dir_below_a_file),
+    Case("run_dir of another run", "holds another run; choose another run_dir or set checkpoint.resume: auto",
+         ("checkpoint.resume=never",), breaks=used_run_dir),
+)  # fmt: skip
+
+FILES = (
+    (Case("config file missing", "cannot read the config: no such file", shows=("absent.yaml",)), None),
+    (Case("config is a directory", "cannot read the config: is a directory"), "directory"),
+    (Case("config of no YAML", "is not YAML (line 2, column 4)"), b"seed: 1\n  a: b: c\n"),
+    (Case("empty config", "holds no mapping of keys; start from a file in examples/"), b""),
+    (Case("config of bytes", "is not UTF-8 text"), b"\xff\xfe\x00"),
+    (Case("key given twice", "appears twice (line 2)"), b"seed: 1\nseed: 2\n"),
+    (Case("required key missing", "is missing; set it: "), b"seed: 1\n"),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_config(case, model, tmp_path):
+    config = small_config(model, tmp_path, training={"global_batch_size": 8})
+    if case.breaks:
+        case.breaks(config, tmp_path)
+    if case.world == 1:
+        check(case, start(config, tmp_path, *case.overrides))
+        return
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "config.yaml", case.overrides).check(case.world)
+    check(case, Outcome(2, f"{caught.value.label}: {caught.value}\n"))
+
+
+@pytest.mark.parametrize(("case", "content"), FILES, ids=lambda value: getattr(value, "name", ""))
+def test_config_file(case, content, tmp_path):
+    file = tmp_path / "absent.yaml"
+    if content == "directory":
+        file.mkdir()
+    elif content is not None:
+        file.write_bytes(content)
+    check(case, command_line(str(file)))
+
+
+def test_no_config_at_all():
+    check(Case("no argument", "CONFIG.yaml: is missing"), command_line())
+
+
+ALONE = Case("processes that don't find each other", "did not find each other in 0.02 minutes", code=1)
+
+
+@pytest.mark.parametrize("has_address", [False, True])
+def test_a_rank_alone(has_address, model, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    if has_address:
+        for name, value in {"RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}.items():
+            monkeypatch.setenv(name, value)
+    config = small_config(model, tmp_path, parallel={"timeout_minutes": 0.02})
+    check(ALONE, start(config, tmp_path))

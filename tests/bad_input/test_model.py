@@ -1,0 +1,200 @@
+"""Model directories: files that are missing, damaged, of another model or of a kind that isn't supported."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_gspo.conversion.files import CheckpointReader, write_checkpoint
+from tests.bad_input.front_door import ROWS, Case, check, small_config, start, write_rows
+
+WEIGHTS = "model.safetensors"
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+
+
+def setting(**changes):
+    """Changes of config.json; None removes a key."""
+
+    def change(config, folder):
+        file = folder / "model" / "config.json"
+        content = json.loads(file.read_text()) | changes
+        file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+    return change
+
+
+def weights(change):
+    """Weights after ``change``, which gets them by name."""
+
+    def write(config, folder):
+        tensors = load_file(folder / "model" / WEIGHTS)
+        change(tensors)
+        save_file(tensors, folder / "model" / WEIGHTS, metadata={"format": "pt"})
+
+    return write
+
+
+def file_of(name, content):
+    return lambda config, folder: (folder / "model" / name).write_bytes(content)
+
+
+def without(*names):
+    def remove(config, folder):
+        for name in names:
+            for file in (folder / "model").glob(name):
+                file.unlink()
+
+    return remove
+
+
+def pickled_only(config, folder):
+    torch.save(load_file(folder / "model" / WEIGHTS), folder / "model" / "pytorch_model.bin")
+    (folder / "model" / WEIGHTS).unlink()
+
+
+def cut_short(config, folder):
+    file = folder / "model" / WEIGHTS
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def sharded(change):
+    """The weights in several files, and then ``change(folder, index)``."""
+
+    def write(config, folder):
+        model = folder / "model"
+        with CheckpointReader(model) as reader:
+            tensors = [(name, reader.read(name)) for name in sorted(reader.names)]
+        write_checkpoint(folder / "sharded", tensors, source=model, max_shard_bytes=20_000)
+        config["model"]["path"] = str(folder / "sharded")
+        index = folder / "sharded" / "model.safetensors.index.json"
+        change(folder / "sharded", index)
+
+    return write
+
+
+def shard_away(folder, index):
+    (folder / json.loads(index.read_text())["weight_map"][QUERY]).unlink()
+
+
+def wrong_shard(folder, index):
+    content = json.loads(index.read_text())
+    content["weight_map"][QUERY] = content["weight_map"]["lm_head.weight"]
+    index.write_text(json.dumps(content))
+
+
+def no_weight_map(folder, index):
+    index.write_text("{}")
+
+
+def no_end_token(config, folder):
+    setting(eos_token_id=None)(config, folder)
+    (folder / "model" / "generation_config.json").unlink(missing_ok=True)
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        file = folder / "model" / name
+        if file.is_file():
+            content = json.loads(file.read_text())
+            content.pop("eos_token", None)
+            file.write_text(json.dumps(content))
+
+
+def demonstrations_without_end(config, folder):
+    no_end_token(config, folder)
+    config["algorithm"] = {"name": "sft"}
+    config["rollout"] |= {"engine": "demonstrations", "n_samples_per_prompt": 1}
+    config["training"]["global_batch_size"] = 2
+
+
+def small_vocabulary(config, folder):
+    """A model that knows fewer ids than its tokenizer gives."""
+    tensors = load_file(folder / "model" / WEIGHTS)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = tensors[name][:12].contiguous()
+    save_file(tensors, folder / "model" / WEIGHTS, metadata={"format": "pt"})
+    setting(vocab_size=12)(config, folder)
+    write_rows(folder / "prompts.jsonl", ROWS)
+
+
+def nan_in(name, value=float("nan")):
+    def change(tensors):
+        tensors[name][0, 1] = value
+
+    return weights(change)
+
+
+def integers(tensors):
+    tensors[QUERY] = (tensors[QUERY] * 100).to(torch.int8)
+
+
+def eight_bits(tensors):
+    tensors[QUERY] = tensors[QUERY].to(torch.float8_e4m3fn)
+
+
+def narrower(tensors):
+    tensors[QUERY] = tensors[QUERY][:-2].contiguous()
+
+
+CASES = (
+    Case("model directory missing", "is not a directory; give a local Hugging Face model directory",
+         ("model.path=absent",), shows=('model.path = "absent"', "hf download")),
+    Case("no config.json", "has no config.json", breaks=without("config.json")),
+    Case("config.json of no JSON", "its config.json is not JSON; download it again", breaks=file_of("config.json", b"{")),
+    Case("config.json of a list", "its config.json is not a mapping", breaks=file_of("config.json", b"[]")),
+    Case("unknown model type", "its config.json has model_type", breaks=setting(model_type="llama"),
+         shows=('"llama"', "use one of qwen3, qwen3_moe")),
+    Case("no model type", "its config.json has model_type", breaks=setting(model_type=None), shows=("null",)),
+    Case("size missing", "lacks the key 'hidden_size'", breaks=setting(hidden_size=None)),
+    Case("size of text", "in config.json is no size", breaks=setting(num_attention_heads="4"),
+         shows=("num_attention_heads='4'",)),
+    Case("size of 0", "in config.json is no size", breaks=setting(vocab_size=0), shows=("vocab_size=0",)),
+    Case("more chosen than there are experts", "in config.json is more than the 4 experts",
+         breaks=setting(num_experts_per_tok=5), shows=("num_experts_per_tok=5",)),
+    Case("scaled rotary embedding", "in config.json is not supported; only 'default' is",
+         breaks=setting(rope_parameters={"rope_type": "yarn", "factor": 4.0}), shows=("rope_type='yarn'",)),
+    Case("sliding window", "use_sliding_window=true in config.json is not supported",
+         breaks=setting(use_sliding_window=True)),
+    Case("attention bias", "attention_bias=true in config.json is not supported", breaks=setting(attention_bias=True)),
+    Case("no weights", "has no *.safetensors weights; download them", breaks=without(WEIGHTS)),
+    Case("pickled weights only", "only pickled ones (*.bin), which could run code as they load", breaks=pickled_only,
+         shows=("save_pretrained",)),
+    Case("weights of an adapter", "neither model.safetensors nor model.safetensors.index.json there",
+         breaks=lambda c, f: (f / "model" / WEIGHTS).rename(f / "model" / "adapter_model.safetensors")),
+    Case("missing weight", "config.json and weights disagree", breaks=weights(lambda w: w.pop(QUERY)),
+         shows=(f"checkpoint lacks {QUERY} (1 missing)",)),
+    Case("extra weight", "which the model does not use (1 extra)",
+         breaks=weights(lambda w: w.update({"model.layers.7.extra": torch.ones(2)})), shows=("model.layers.7.extra",)),
+    Case("weight of the wrong size", "in the checkpoint; config.json makes it", breaks=weights(narrower), shows=(QUERY,)),
+    Case("integer weights", "use a checkpoint that isn't quantised (F32, BF16, F16)", breaks=weights(integers),
+         shows=(f"{QUERY} is stored as I8",)),
+    Case("8-bit float weights", "use a checkpoint that isn't quantised (F32, BF16, F16)", breaks=weights(eight_bits),
+         shows=(f"{QUERY} is stored as F8_E4M3",)),
+    Case("weights cut short", "damaged or cut short", breaks=cut_short, shows=(WEIGHTS, "download it again")),
+    Case("weights of zeros", "damaged or cut short", breaks=file_of(WEIGHTS, b"\0" * 64)),
+    Case("shard missing", "this shard is missing; it holds", breaks=sharded(shard_away), shows=("download it again",)),
+    Case("weight not in its shard", "which model.safetensors.index.json places there", breaks=sharded(wrong_shard),
+         shows=(f"lacks {QUERY}",)),
+    Case("index without a map", "has no weight_map of tensors to files", breaks=sharded(no_weight_map)),
+    Case("index of no JSON", "not valid JSON", breaks=sharded(lambda f, index: index.write_text("{"))),
+    Case("NaN in the weights", "holds NaN or infinity in the checkpoint", breaks=nan_in(QUERY), shows=(QUERY,)),
+    Case("infinity in the weights", "holds NaN or infinity in the checkpoint",
+         breaks=nan_in("lm_head.weight", float("-inf")), shows=("lm_head.weight",)),
+    Case("no tokenizer", "has no tokenizer (none of tokenizer.json", breaks=without("tokenizer*", "vocab*", "merges*")),
+    Case("damaged tokenizer", "its tokenizer can't be loaded", breaks=file_of("tokenizer.json", b"{")),
+    Case("no end token", "no end token in the configs or the tokenizer", breaks=no_end_token),
+    Case("no end token for demonstrations", "its tokenizer has no end token, which ends every demonstration",
+         breaks=demonstrations_without_end),
+    Case("tokenizer of another model", "the model's vocabulary ends at 11", breaks=small_vocabulary,
+         shows=("prompt 0 has the token id",)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_model(case, model, tmp_path):
+    shutil.copytree(model, tmp_path / "model")
+    config = small_config(str(tmp_path / "model"), tmp_path)
+    if case.breaks:
+        case.breaks(config, tmp_path)
+    check(case, start(config, tmp_path, *case.overrides))
