@@ -1,12 +1,13 @@
 """Carry the step count of torch's Adam through a distributed checkpoint.
 
 Upstream: megatron-core 0.16.1 to 0.19.2, ``optimizer/distrib_optimizer.py``, without Transformer Engine and Apex (with
-them Adam counts steps per parameter group). Three defects of ``DistributedOptimizer`` meet when a run is resumed:
+them Adam counts steps per parameter group). Four defects of ``DistributedOptimizer`` meet when a run is resumed:
 ``state_dict`` fails on an optimizer that has not stepped yet; ``_set_main_param_and_optimizer_states`` asks the
 checkpoint for a ``step`` that the ``fully_reshardable`` format stores elsewhere, ``KeyError: 'step'``; and
 ``load_state_dict`` gives all parameters one and the same ``step`` tensor, which torch then increments once for each of
-them, so that Adam's bias correction is silently wrong from the next step on.
-Delete when: all three are corrected in the oldest supported megatron-core.
+them, so that Adam's bias correction is silently wrong from the next step on. And ``state_dict`` fails on a rank whose
+optimizer has no parameter at all, such as the experts' on a pipeline stage of dense layers: ``AssertionError``.
+Delete when: all four are corrected in the oldest supported megatron-core.
 """
 
 from __future__ import annotations
@@ -24,9 +25,18 @@ def _with_started_adam(original: Any) -> Any:
             for group in self.optimizer.param_groups:
                 for parameter in group["params"]:
                     _start(self.optimizer.state[parameter], parameter)
+            if not self.optimizer.state:
+                return _state_of_nothing(self.optimizer)
         return original(self)
 
     return state_dict
+
+
+def _state_of_nothing(optimizer: torch.optim.Adam) -> dict[str, Any]:
+    """The state dict of an optimizer without parameters; nothing depends on its step count."""
+    groups = optimizer.state_dict()["param_groups"]
+    kept = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    return {"optimizer": {"param_groups": [{**group, "step": 0.0} for group in kept]}}
 
 
 def _start(state: dict[str, Any], parameter: torch.Tensor) -> None:

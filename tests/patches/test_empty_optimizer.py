@@ -1,0 +1,64 @@
+"""A rank whose distributed optimizer holds no parameter: its checkpoint, with upstream's code and with ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+import megatron_gspo.mcore.step  # noqa: F401  applies the patches; the fork server of the tests imports it once
+from megatron_gspo.algorithms import preset
+from megatron_gspo.mcore.checkpoint import load_checkpoint, save_checkpoint
+from megatron_gspo.mcore.groups import Layout
+from megatron_gspo.mcore.model import ModelSettings
+from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, Policy, build_policy
+from megatron_gspo.mcore.step import Batching, train_mini_batch
+from megatron_gspo.patches.mark import MARK
+from tests.distributed import run_distributed
+from tests.equivalence.cases import make_samples
+from tests.mcore.layouts import groups_of
+from tests.models import save_tiny_model
+
+STAGES = Layout(pipeline=2, expert=2)
+
+
+def policy_at(path: str) -> Policy:
+    return build_policy(path, STAGES, groups_of(STAGES), model=ModelSettings(), optimizer=OptimizerSettings(lr=1e-2),
+                        data_parallel=DataParallelSettings(distributed_optimizer=True))  # fmt: skip
+
+
+def step(policy: Policy, seed: int) -> None:
+    train_mini_batch(policy, make_samples(seed, count=4), preset("sft"), Batching(64), temperature=1.0)
+
+
+def resume(rank: int, world_size: int, path: str, folder: str) -> dict[str, Any]:
+    """One step, a checkpoint, another step; the same from the checkpoint."""
+    through = policy_at(path)
+    step(through, 1)
+    parts = [part.optimizer for part in through.optimizer.chained_optimizers]
+    found: dict[str, Any] = {"parameters": [sum(len(g["params"]) for g in part.param_groups) for part in parts]}
+    for part in through.optimizer.chained_optimizers:
+        if not part.optimizer.state:
+            with pytest.raises(AssertionError):
+                getattr(DistributedOptimizer.state_dict, MARK)(part)
+            found["upstream"] = "fails"
+    at = save_checkpoint(through, Path(folder), 1, {}, keep=1)
+    step(through, 2)
+    resumed = policy_at(path)
+    load_checkpoint(resumed, at)
+    step(resumed, 2)
+    expected = {name: weight.clone() for name, weight in through.weights()}
+    found["equal"] = all(torch.equal(weight, expected[name]) for name, weight in resumed.weights())
+    return found
+
+
+def test_a_stage_without_experts_is_saved_and_resumed(tmp_path):
+    path = save_tiny_model(tmp_path / "model", mlp_only_layers=[0, 1])  # the first stage has dense layers only
+    ranks = run_distributed(resume, 4, path, str(tmp_path / "checkpoints"), timeout=120)
+    for rank, found in enumerate(ranks):
+        assert found["equal"]
+        assert (found["parameters"][1] == 0) == (rank < 2)
+        assert found.get("upstream") == ("fails" if rank < 2 else None), "upstream takes it: shorten the patch"
