@@ -9,7 +9,7 @@ ARGS ?=
 RUN = OMP_NUM_THREADS=1 $(VENV)/bin/python
 STAMP = $(VENV)/.installed
 
-.PHONY: install demo test test-peers teeth bench kill mutate lint format docs clean
+.PHONY: install demo test test-peers teeth proof bench kill mutate lint format docs clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -31,6 +31,10 @@ test: install
 # TRL and verl get an environment of their own, .venv-peers, on the first run.
 test-peers: install
 	PEERS=$$($(RUN) benchmarks/peers/environment.py) && OMP_NUM_THREADS=1 PYTHONPATH=. $$PEERS -m tests.peers $(ARGS)
+
+# Every layout against float64 under the installed megatron-core: its results and the page (five minutes, two cores).
+proof: install
+	$(RUN) -m tests.equivalence.table docs/equivalence.md $(ARGS)
 
 # Puts known defects back, one at a time, and fails if the tests let one pass.
 teeth: install
