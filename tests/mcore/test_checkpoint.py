@@ -111,7 +111,7 @@ def check_exact(found: dict[str, Any], resumed: dict[str, Any]) -> None:
 
 
 def check_same_training(found: dict[str, Any], resumed: dict[str, Any]) -> None:
-    """Weights exactly; the next step up to the order of float32 sums (see tests/equivalence/test_steps.py)."""
+    """Weights exactly; the next step up to the order of float32 sums (see tests/equivalence/tolerances.py)."""
     assert resumed["schedule"] == found["schedule"]
     assert max_difference(resumed["weights"], found["weights"]) == 0
     assert max_difference(resumed["next"][0], found["next"][0]) < LR / 2
