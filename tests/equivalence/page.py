@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from tests.equivalence.layouts import DENSE, MOE
-from tests.equivalence.tolerances import TOLERANCES
+from tests.equivalence.tolerances import REASON, TOLERANCES
 
 Record = dict[str, Any]
 
@@ -51,17 +51,7 @@ value (to a thousandth of the typical norm where that is smaller), and the worst
 and metrics are relative to their own value, those of log-probs and entropies absolute, in nats.
 """
 
-REASON = """
-Megatron's side computes in float32. A rounding is off by up to 6e-8, and a log-prob or a gradient is the sum of
-thousands of them through four layers: one process alone is off by the figures of the first column. A layout adds the
-same terms in another order, no more than that, and the tolerance leaves a small factor. The weight change is a
-difference of two float32 weights: a norm's weight of about 1 is rounded by 6e-8 at every step of at most 1e-2, which
-makes 1e-5 of its change. Adam's `eps` is 2e-4 here, the size of a gradient's entries: with the usual 1e-8 the sign of
-an entry of pure rounding noise would decide on a step of a whole learning rate.
-
-Tests also check that nothing in the comparison hangs on rounding: no ratio within 2e-5 of a clip, no two experts
-within 2e-5 of changing places.
-
+DEFECTS = """
 A defect is not a matter of tolerance. The same comparison between the truth and the truth with one thing wrong:
 
 | What is wrong | Gradient error |
@@ -74,7 +64,7 @@ COLUMNS = {"gradient": "gradient", "loss": "loss", "metric": "metric", "update":
 def render(records: list[Record]) -> str:
     """The whole page; ``records`` as ``table.measure`` makes them, one for each version of megatron-core."""
     parts = [
-        INTRO.format(moe=len(MOE), dense=len(DENSE)), _tolerances(records), REASON, _defects(records[-1]),
+        INTRO.format(moe=len(MOE), dense=len(DENSE)), _tolerances(records), REASON, DEFECTS, _defects(records[-1]),
         _environments(records),
     ]  # fmt: skip
     versions = " / ".join(r["versions"]["megatron-core"] for r in records)

@@ -1,31 +1,25 @@
-"""How far a layout may be from the float64 truth, and why.
-
-Megatron's side computes in float32: every rounding is off by up to 6e-8 of its value, and a log-prob or gradient is
-the sum of thousands of them through four layers. One process alone is off by the figures of the first column
-(worst of all parameters and metrics, both models, both ends of the range of megatron-core); layouts add the same terms
-in another order and come to the second column. The tolerance is the next round figure, two to seven times that.
-
-================  ===========  ===========  =========
-error             one process  all layouts  tolerance
-================  ===========  ===========  =========
-================  ===========  ===========  =========
-
-Errors of gradients and updates are norms of a parameter's difference relative to the norm of that parameter's own
-truth; of losses and metrics relative to their own value; of log-probs and entropies absolute, in nats.
-A defect is far from this: the smallest one that was tried (docs/equivalence.md) is off by more than 1e-3.
-
-The update is the difference of two float32 weights after three steps of up to 1e-2: a norm's weight of about 1 is
-rounded by 6e-8 at each step, which alone is 1e-5 of its update.
-"""
+"""How far a layout may be from the float64 truth, and why; the page of the documentation quotes both."""
 
 from __future__ import annotations
 
 TOLERANCES = {
-    "log-prob": 1e-5,
-    "entropy": 1e-5,
-    "loss": 1e-5,
+    "log-prob": 1e-5,  # nats
+    "entropy": 1e-5,  # nats
+    "loss": 1e-5,  # relative, like all that follow
     "metric": 1e-5,
-    "gradient": 1e-5,
-    "step metric": 1e-5,
-    "update": 1e-4,
+    "gradient": 1e-5,  # of the worst parameter
+    "step metric": 1e-5,  # with grad_norm and lr
+    "update": 1e-4,  # of the worst parameter, over three optimizer steps
 }
+
+REASON = """
+Megatron's side computes in float32. A rounding is off by up to 6e-8, and a log-prob or a gradient is the sum of
+thousands of them through four layers: one process alone is off by the figures of the first column. A layout adds the
+same terms in another order, no more than that, and the tolerance leaves a small factor. The weight change is a
+difference of two float32 weights: a norm's weight of about 1 is rounded by 6e-8 at every step of at most 1e-2, which
+makes 1e-5 of its change. Adam's `eps` is 2e-4 here, the size of a gradient's entries: with the usual 1e-8 the sign of
+an entry of pure rounding noise would decide on a step of a whole learning rate.
+
+Tests also check that nothing in the comparison hangs on rounding: no ratio within 2e-5 of a clip, no two experts
+within 2e-5 of changing places.
+"""
