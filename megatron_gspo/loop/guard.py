@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import re
-import select
 import signal
 import socket
 import sys
@@ -100,6 +99,7 @@ class _Guard:
         self._once = threading.Lock()  # held by whoever ends this process
         self._closed = threading.Event()
         self._signals, wake = socket.socketpair()
+        self._signals.settimeout(_POLL)  # no select: a large run has descriptors beyond its limit
         wake.setblocking(False)
         self._wake = wake  # the socket must outlive its number
         self._before = signal.signal(signal.SIGTERM, lambda *_: None)
@@ -171,10 +171,12 @@ class _Guard:
 
     def _watch(self, store: dist.Store) -> None:
         while True:
-            ready = select.select([self._signals], [], [], _POLL)[0]
+            received = b""
+            with contextlib.suppress(TimeoutError):
+                received = self._signals.recv(64)
             if self._closed.is_set():
                 return
-            if ready and signal.SIGTERM in self._signals.recv(64):
+            if signal.SIGTERM in received:
                 self._leave(f"stopped by SIGTERM, as a scheduler does, or torchrun when a rank ends; {self._next()}")
             try:
                 failed = self._world > 1 and store.check([_KEY])

@@ -66,8 +66,8 @@ CASES = (
     Case("answer key missing", "set answer_key to the right one", breaks=rows({"prompt": "a"}),
          shows=("key 'answer' is missing",)),
     Case("empty prompt", "is empty; remove the row", breaks=rows({"prompt": " ", "answer": "b"}), shows=("line 1",)),
-    Case("prompt of another type", "it must be text or a list of chat messages", breaks=rows({"prompt": 3, "answer": "b"}),
-         shows=("line 1: key 'prompt' is a int",)),
+    Case("prompt of another type", "it must be text or a list of chat messages",
+         breaks=rows({"prompt": 3, "answer": "b"}), shows=("line 1: key 'prompt' is a int",)),
     Case("answer of another type", "it must be text or a number", breaks=rows({"prompt": "a", "answer": {}}),
          shows=("line 1: key 'answer' is a dict",)),
     Case("chat messages without a template", "holds chat messages; set chat_template to true",
@@ -76,7 +76,8 @@ CASES = (
     Case("template without the question", "would drop the question", ("data.prompt_template='Solve:'",)),
     Case("all prompts too long", "are longer than max_prompt_length 2; raise it", ("data.max_prompt_length=2",),
          shows=("all 6 prompts",)),
-    Case("one prompt too long, by choice an error", "tokens but max_prompt_length is 2; raise it or set overlong_prompts",
+    Case("one prompt too long, by choice an error",
+         "tokens but max_prompt_length is 2; raise it or set overlong_prompts to drop",
          ("data.max_prompt_length=2", "data.overlong_prompts=error"), shows=("prompts.jsonl line 1",)),
     Case("fewer prompts than a batch", "lower it or add prompts",
          ("rollout.rollout_batch_size=7", "training.global_batch_size=28"), shows=("there are 6 training prompts",)),
@@ -89,8 +90,8 @@ CASES = (
     Case("task with unknown settings", "refused", shows=("kwargs {'letters': 3}", "mend them"),
          overrides=("data.prompts=null", "data.task={name: spell_backward, kwargs: {letters: 3}}")),
     Case("task with too few questions", "distinct questions were drawn; lower it",
-         ("data.prompts=null", "data.task={name: spell_backward, kwargs: {max_word_len: 3}, eval_size: 900, size: 5}"),
-         shows=("eval_size is 900",)),
+         ("data.prompts=null", "data.task={name: spell_backward, kwargs: {min_word_len: 3, max_word_len: 3}, "
+          "eval_size: 900, size: 5}"), shows=("eval_size is 900",)),
 )  # fmt: skip
 
 

@@ -1,0 +1,161 @@
+"""Engines that break their promise, and responses with nothing to learn from: named, or counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_gspo.data.sample import Sample
+from megatron_gspo.rollout.scripted import ScriptedEngine, ScriptedResponse
+from tests.bad_input.front_door import Case, Outcome, check, small_config, with_engine
+from tests.train.run import records
+
+
+def answer(prompt: Any, number: int, seed: int) -> ScriptedResponse:
+    """Six tokens, other ones for each sample, so that rewards differ."""
+    return ScriptedResponse([5 + number, 6, 7, 8, 1], [-1.0] * 5, text="x" * number)
+
+
+@dataclass
+class Breaking(ScriptedEngine):
+    """Answers properly, and then ``breaks`` the samples."""
+
+    script: Any = answer
+    breaks: Callable[[list[Sample]], Any] = field(default=lambda samples: samples)
+
+    def generate(self, prompts, sampling, *, seed):
+        return self.breaks(super().generate(prompts, sampling, seed=seed))
+
+
+def second(**changes):
+    """The second sample with other fields; a function makes the new value of the old."""
+
+    def change(samples):
+        old = samples[1]
+        new = {name: value(getattr(old, name)) if callable(value) else value for name, value in changes.items()}
+        return [samples[0], replace(old, **new), *samples[2:]]
+
+    return change
+
+
+def every(**changes):
+    return lambda samples: [replace(sample, **changes) for sample in samples]
+
+
+def fails(error):
+    def raise_it(samples):
+        raise error
+
+    return raise_it
+
+
+def put(place, value):
+    def change(array):
+        array = array.copy()
+        array[place] = value
+        return array
+
+    return change
+
+
+def failure(name: str, phrase: str, breaks: Any, *shows: str) -> tuple[Case, Any]:
+    return Case(name, phrase, shows=shows, code=1), breaks
+
+
+BROKEN = (
+    failure("too few samples", "samples for 2 prompts x 4; give 8", lambda samples: samples[:-1], "gave 7"),
+    failure("no samples", "samples for 2 prompts x 4; give 8", lambda samples: None, "gave NoneType"),
+    failure("not a sample", "is a dict; give a Sample", lambda samples: [{}, *samples[1:]]),
+    failure("wrong order", "give all samples of a prompt together, in the order of the prompts",
+            lambda samples: samples[::-1]),
+    failure("log-probs of another length", "the response has 5 tokens",
+            second(rollout_log_probs=lambda values: values[:-1]), "/1: rollout_log_probs has shape (4,)"),
+    failure("log-probs of another type", "it must be a float32 numpy array",
+            second(rollout_log_probs=lambda values: values.astype(np.float64)), "rollout_log_probs"),
+    failure("mask of another length", "the response has 5 tokens",
+            second(loss_mask=lambda values: values[:-1]), "/1: loss_mask has shape (4,)"),
+    failure("NaN among the log-probs", "non-finite trained values; check the weights",
+            second(rollout_log_probs=put(2, np.nan)), "rollout_log_probs has 1"),
+    failure("infinity among the log-probs", "non-finite trained values; check the weights",
+            second(rollout_log_probs=put(2, -np.inf))),
+    failure("positive log-prob", "a log-probability is at most 0", second(rollout_log_probs=put(2, 0.5)), "has 0.5"),
+    failure("token outside the vocabulary", "the model's vocabulary ends at",
+            second(tokens=put(-1, 10**6)), "tokens has the id 1000000"),
+    failure("negative token", "token ids start at 0", second(tokens=put(-1, -1)), "tokens has the negative id -1"),
+    failure("tokens of another type", "it must be a 1-d int64 numpy array", second(tokens=lambda t: t.tolist())),
+    failure("another prompt", "does not begin with the prompt's", second(tokens=put(0, 3))),
+    failure("prompt length beyond the tokens", "prompt_length is 99; use 1 to", second(prompt_length=99)),
+    failure("response beyond the limit", "max_response_length is 6",
+            second(tokens=lambda t: np.concatenate([t, t[-3:]]), loss_mask=np.ones(8, bool), rollout_log_probs=None),
+            "tokens has 8 of the response"),
+    failure("unknown finish reason", "use one of stop, length, abort", second(finish_reason="eos")),
+    failure("engine that refuses", "the engine Breaking failed: ValueError: prompt 3 is cursed",
+            fails(ValueError("prompt 3 is cursed"))),
+    failure("server that is gone", "the engine Breaking failed: ConnectionRefusedError",
+            fails(ConnectionRefusedError(111, "Connection refused"))),
+)  # fmt: skip
+CASES = tuple(case for case, _ in BROKEN)
+
+
+def run(breaks: Any, model: str, tmp_path: Any, **sections: Any) -> tuple[Outcome, dict[str, Any] | None]:
+    """The outcome and the record of the one step, where it was made."""
+    config = small_config(model, tmp_path, **sections)
+    done = with_engine(config, Breaking(breaks=breaks))
+    rows = records(config["run_dir"]) if done.code == 0 else []
+    return done, rows[-1] if rows else None
+
+
+@pytest.mark.parametrize(("case", "breaks"), BROKEN, ids=lambda value: getattr(value, "name", ""))
+def test_a_broken_promise_is_named(case, breaks, model, tmp_path):
+    check(case, run(breaks, model, tmp_path)[0])
+
+
+def test_an_engine_with_a_defect_keeps_its_traceback(model, tmp_path):
+    done, _ = run(fails(KeyError("state")), model, tmp_path)
+    assert done.code == 1 and "Traceback" in done.text
+    assert done.messages == ["error: KeyError: 'state' (the traceback is in its log)"]
+
+
+def test_no_log_probs_where_they_are_the_old_ones(model, tmp_path):
+    done, _ = run(every(rollout_log_probs=None), model, tmp_path, algorithm={"old_log_probs": "rollout"})
+    phrase = 'algorithm.old_log_probs = "rollout": the engine gives no log-probs; set it to recompute'
+    check(Case("old log-probs that aren't there", phrase), done)
+
+
+def test_all_rewards_equal_is_said_and_changes_no_weight_by_the_objective(model, tmp_path):
+    done, row = run(every(text="xx"), model, tmp_path)
+    assert done.code == 0 and "step 1: the rewards of every group are all equal" in done.text
+    assert row["groups/zero_variance"] == 1.0 and row["loss"] == 0.0 and row["grad_norm"] == 0.0
+
+
+def test_all_aborted_is_skipped_and_counted(model, tmp_path):
+    done, row = run(every(finish_reason="abort"), model, tmp_path)
+    assert done.code == 0 and "step 1: every response is masked, so nothing was updated" in done.text
+    assert row["masked/truncated"] == 8 and row["updates"] == 0 and row["updates/skipped"] == 1
+
+
+def test_a_response_of_no_token_is_counted(model, tmp_path):
+    """Its reward still counts in its group: it is what the policy answered."""
+
+    def empty(samples: list[Sample]) -> list[Sample]:
+        none = samples[1]
+        start = none.tokens[: none.prompt_length]
+        nothing = {"loss_mask": np.zeros(0, bool), "rollout_log_probs": np.zeros(0, np.float32)}
+        return [samples[0], replace(none, tokens=start, **nothing), *samples[2:]]
+
+    done, row = run(empty, model, tmp_path)
+    assert done.code == 0 and row["masked/empty"] == 1 and row["updates"] == 1
+    assert np.isfinite(row["loss"])
+
+
+def test_only_responses_of_no_token(model, tmp_path):
+    def empty(samples: list[Sample]) -> list[Sample]:
+        nothing = {"loss_mask": np.zeros(0, bool), "rollout_log_probs": np.zeros(0, np.float32)}
+        return [replace(sample, tokens=sample.tokens[: sample.prompt_length], **nothing) for sample in samples]
+
+    done, row = run(empty, model, tmp_path)
+    assert done.code == 0 and row["masked/empty"] == 8 and row["updates/skipped"] == 1
