@@ -42,6 +42,7 @@ from megatron_gspo.tracking import read_metrics
 
 WORD = "Reverse:"
 _MOST_KILLS = 3
+_MOST_LIVES = 9
 
 
 def score(response: str, prompt: Prompt) -> float:
@@ -113,33 +114,48 @@ def run_trial(reference: Reference, number: int, seed: int) -> Trial:
     trial = Trial(number)
     run_dir = reference.folder / f"trial_{number:03d}"
     config = reference.config(run_dir)
-    lives = reference.folder / "lives" / run_dir.name
-    under_torchrun = number % 10 == 9
-    kills = 0 if under_torchrun else draw.choice((1, 1, 2, _MOST_KILLS))
-    for turn in range(kills + 1):
-        if under_torchrun:
-            kill: RandomKill | Target | None = RandomKill(draw.uniform(0.0, 0.5), draw.randrange(reference.processes))
-            due = partial(_has_reached, run_dir, draw.randint(0, 5))
-            life = live_under_torchrun(config, lives / str(turn), reference.processes, kill, after=due)
-        else:
-            kill = _kill(reference, number, turn, draw) if turn < kills else None
-            life = live(config, lives / str(turn), reference.processes, kill, grace=draw.choice((0.0, 0.1, 0.5, 2.0)))
-        _note(trial, life, kill, run_dir, under_torchrun)
-        if life.finished or trial.fault:
-            break
-    if not trial.fault:
-        trial.fault = first_difference(run_dir, reference.run_dir)
+    folder = reference.folder / "lives" / run_dir.name
+    if number % 10 == 9:
+        due = partial(_has_reached, run_dir, draw.randint(0, 3))
+        kill = RandomKill(draw.uniform(0.0, 0.3), draw.randrange(reference.processes))
+        life = live_under_torchrun(config, folder, reference.processes, kill, after=due)
+        _note(trial, life, kill, run_dir, under_torchrun=True)
+    else:
+        _live_and_die(reference, trial, draw, config, folder)
+    trial.fault = trial.fault or first_difference(run_dir, reference.run_dir)
     if not trial.fault:
         shutil.rmtree(run_dir)
     return trial
 
 
-def _kill(reference: Reference, number: int, turn: int, draw: random.Random) -> RandomKill | Target:
+def _live_and_die(reference: Reference, trial: Trial, draw: random.Random, config: Path, folder: Path) -> None:
+    """The lives of one run: one to three that are killed, and one that isn't. A first kill that comes too late is
+    repeated, sooner."""
+    run_dir = reference.folder / f"trial_{trial.number:03d}"
+    kills = draw.choice((1, 1, 2, _MOST_KILLS))
+    speed = 1.0  # of this machine now, against when the reference ran
+    for number in range(_MOST_LIVES):
+        turn = trial.kills.total()
+        kill = _kill(reference, trial.number, turn, draw, speed) if turn < kills else None
+        grace = draw.choice((0.0, 0.1, 0.5, 2.0))
+        life = live(config, folder / str(number), reference.processes, kill, grace=grace)
+        _note(trial, life, kill, run_dir, under_torchrun=False)
+        if trial.fault or (life.finished and trial.kills):
+            return
+        if life.finished:
+            speed /= 2
+            shutil.rmtree(run_dir)
+    trial.fault = f"not over after {_MOST_LIVES} lives"
+
+
+def _kill(
+    reference: Reference, number: int, turn: int, draw: random.Random, speed: float
+) -> RandomKill | Target:
     """A random moment for every other trial's first kill, else an event of the kind whose turn it is."""
     everyone = draw.random() < 0.5
     if (number + turn) % 2 == 0:
         rank = None if everyone else draw.randrange(reference.processes)
-        return RandomKill(draw.uniform(0.0, reference.life.seconds / (turn + 1)), rank)
+        return RandomKill(draw.uniform(0.0, speed * reference.life.seconds / (turn + 1)), rank)
     kind = KINDS[(number // 2 + 5 * turn) % len(KINDS)]
     counts = [found[kind] for found in reference.life.counts]
     if not any(counts) or (kind == "load" and turn == 0):  # nothing is loaded in an undisturbed run
@@ -164,7 +180,9 @@ def _note(trial: Trial, life: Life, kill: RandomKill | Target | None, run_dir: P
         trial.kills["random moment" if isinstance(kill, RandomKill) else kill.kind] += 1
     if life.orphans:
         trial.fault = f"{life.orphans} processes were left behind"
-    elif not life.finished and (kill is None or not life.was_killed):
+    elif under_torchrun and not restarted:
+        trial.fault = "torchrun's run was not killed"
+    elif not life.finished and (under_torchrun or kill is None or not life.was_killed):
         trial.fault = "the run failed: " + (life.log.strip().splitlines() or ["no output"])[-1][:200]
 
 
@@ -205,7 +223,7 @@ def main() -> None:
             trial = run_trial(reference, number, options.seed)
             trials.append(trial)
             resumed = ", ".join(trial.resumed) or "start"
-            moments = "; ".join(trial.moments) or "not killed: it was over"
+            moments = "; ".join(trial.moments)
             progress.console.print(f"{number:3}  {trial.fault or 'equal'} | from {resumed} | {moments}")
             progress.advance(task)
     _report(console, trials, time.monotonic() - started)

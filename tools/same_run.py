@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -19,6 +18,8 @@ from megatron_gspo.tracking import read_metrics
 _CLOCK = ("time/", "perf/")  # metrics that differ between any two runs
 _OWN = ("wall_seconds", "exported")  # and entries of summary and state
 _LEFT = ("*.tmp", "*.partial", "*.old", ".partial_*", ".removed_*")  # names of what is being written or removed
+
+COMMON = "common.pt"
 
 
 def first_difference(run: Path, other: Path) -> str:
@@ -40,25 +41,24 @@ def _differences(run: Path, other: Path) -> Iterator[str]:
         yield from _tensors(f"hf/{file.name}", load_file(run / "hf" / file.name), load_file(file))
     for path in sorted((other / "checkpoints").iterdir()):
         mine = run / "checkpoints" / path.name
-        yield from _tensors(f"checkpoints/{path.name}", read_tensors(mine), read_tensors(path))
-        if (mine / "common.pt").read_bytes() != (path / "common.pt").read_bytes():
-            yield f"checkpoints/{path.name}/common.pt"
+        yield from _tensors(f"checkpoints/{path.name}", read_checkpoint(mine), read_checkpoint(path))
+        if _common(mine) != _common(path):
+            yield f"checkpoints/{path.name}/{COMMON}"
         yield from _entries(f"checkpoints/{path.name}/state.json", _state(mine), _state(path))
     yield from _entries("summary.json", _json(run / "summary.json"), _json(other / "summary.json"))
 
 
-def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
-    """Every tensor of a distributed checkpoint, whole, by name; read without Megatron and in one process."""
+def read_checkpoint(checkpoint: Path) -> dict[str, Any]:
+    """Every entry of a distributed checkpoint by name, tensors whole; read without Megatron and in one process."""
     stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in stored.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    entries: dict[str, Any] = dict.fromkeys(stored)
+    for name, entry in stored.items():
+        if isinstance(entry, TensorStorageMetadata):
+            entries[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says that there is one process
-        load(tensors, checkpoint_id=checkpoint, no_dist=True)
-    return tensors
+        load(entries, checkpoint_id=checkpoint, no_dist=True)
+    return entries
 
 
 def _names(folder: Path) -> set[str]:
@@ -81,13 +81,25 @@ def _entries(where: str, entries: dict[str, Any], others: dict[str, Any]) -> Ite
                 yield f"{where}: {name} = {entries.get(name)}, not {others.get(name)}"
 
 
-def _tensors(where: str, tensors: dict[str, Tensor], others: dict[str, Tensor]) -> Iterator[str]:
-    if tensors.keys() != others.keys():
-        yield f"{where}: {sorted(tensors.keys() ^ others.keys())[0]} in one run only"
-    for name in sorted(tensors.keys() & others.keys()):
-        a, b = tensors[name].contiguous().flatten(), others[name].contiguous().flatten()
-        if a.dtype != b.dtype or not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+def _tensors(where: str, entries: dict[str, Any], others: dict[str, Any]) -> Iterator[str]:
+    if entries.keys() != others.keys():
+        yield f"{where}: {sorted(entries.keys() ^ others.keys())[0]} in one run only"
+    for name in sorted(entries.keys() & others.keys()):
+        if _bits(entries[name]) != _bits(others[name]):
             yield f"{where}: {name}"
+
+
+def _bits(value: Any) -> tuple[str, bytes]:
+    """Type and content: -0.0 and 0.0 differ, and a NaN equals itself."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), value.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return type(value).__name__, repr(value).encode()
+
+
+def _common(checkpoint: Path) -> bytes:
+    """Counts of optimizer and schedule; newer versions of Megatron keep them with the tensors."""
+    file = checkpoint / COMMON
+    return file.read_bytes() if file.is_file() else b""
 
 
 def _json(file: Path) -> dict[str, Any]:

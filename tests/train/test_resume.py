@@ -53,7 +53,6 @@ KILLS = {
     "weight update": ("weight update", 0.55, 1, False),
     "save": ("save", 0.6, 0, True),
     "publication": ("publication", 0.99, 0, False),
-    "removal": ("removal", 0.5, 0, True),
 }
 
 
@@ -72,11 +71,11 @@ def test_a_broken_checkpoint_is_passed_over_and_rollouts_are_not_generated_again
     run_dir = tmp_path / "run"
     shutil.copytree(reference.run_dir, run_dir)
     broken = run_dir / "checkpoints" / "step_000006"
-    file = broken / "__1_0.distcp"
+    file = sorted(broken.glob("*.distcp"))[-1]
     size = file.stat().st_size
     os.truncate(file, size // 2)
     life = resume(reference, run_dir)
-    fault = f"{broken} is not whole (__1_0.distcp: {size // 2} of {size} bytes): resuming from step_000004"
+    fault = f"{broken} is not whole ({file.name}: {size // 2} of {size} bytes): resuming from step_000004"
     assert life.log.count(fault) == 1  # one rank says it
     assert f"rollouts kept in {broken.parent}/step_000004: used" in life.log
     # of the steps 5 and 6 and the last evaluation, step 5 asks no engine and no verifier
