@@ -34,7 +34,7 @@ def reduce_metrics(
     unknown = sorted(local.keys() - set(local if names is None else names))
     if unknown:
         raise ValueError(f"metrics {unknown} are missing from names; add them on every rank")
-    if group is None or group_size(group) == 1:
+    if group_size(group) == 1:
         return {name: local[name] for name in sorted(local)}
     everything = _all_names(local, group) if names is None else sorted(set(names))
     extremes = [name for name in everything if name.endswith(("_max", "_min"))]
@@ -49,14 +49,14 @@ def _device_of(group: ProcessGroup | None) -> torch.device:
     return torch.device("cpu")
 
 
-def _all_names(local: Mapping[str, Tensor], group: ProcessGroup) -> list[str]:
+def _all_names(local: Mapping[str, Tensor], group: ProcessGroup | None) -> list[str]:
     by_rank: list[list[str]] = [[] for _ in range(group_size(group))]
     dist.all_gather_object(by_rank, sorted(local), group=group)
     return sorted({name for names in by_rank for name in names})
 
 
 def _sum(
-    names: list[str], local: Mapping[str, Tensor], device: torch.device, group: ProcessGroup
+    names: list[str], local: Mapping[str, Tensor], device: torch.device, group: ProcessGroup | None
 ) -> dict[str, Tensor]:
     if not names:
         return {}
@@ -67,7 +67,7 @@ def _sum(
 
 
 def _extremes(
-    names: list[str], local: Mapping[str, Tensor], device: torch.device, group: ProcessGroup
+    names: list[str], local: Mapping[str, Tensor], device: torch.device, group: ProcessGroup | None
 ) -> dict[str, Tensor]:
     """A minimum travels as the maximum of the negative, a NaN (backends differ in its maximum) as a flag."""
     if not names:

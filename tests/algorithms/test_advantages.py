@@ -82,6 +82,11 @@ def test_large_offset_keeps_its_digits():
     rewards = torch.tensor([1e6 + 0.25, 1e6 - 0.25], dtype=torch.float64)
     got = group_advantages(rewards, torch.zeros(2, dtype=torch.long), std="population")
     assert got.tolist() == [1, -1]
+    # and so it would in the mean of three float32 rewards: 1000000.0833 is no float32
+    got = group_advantages(
+        torch.tensor([1e6 + 0.25, 1e6 - 0.25, 1e6 + 0.25]), torch.zeros(3).long(), std="none"
+    )
+    assert got.tolist() == pytest.approx([1 / 6, -1 / 3, 1 / 6], rel=1e-6)
 
 
 def test_empty():

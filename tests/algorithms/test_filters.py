@@ -21,7 +21,12 @@ def test_zero_variance_groups():
     assert (dropped, total) == (2, 3)  # group 7, and group 9 of one response
     assert torch.equal(group_advantages(rewards, ids) != 0, keep)
     nothing = zero_variance_groups(torch.zeros(0), torch.zeros(0, dtype=torch.long))
-    assert (nothing.keep.shape, nothing.keep.dtype, nothing.dropped, nothing.total) == ((0,), torch.bool, 0, 0)
+    assert (nothing.keep.shape, nothing.keep.dtype, nothing.dropped, nothing.total) == (
+        (0,),
+        torch.bool,
+        0,
+        0,
+    )
 
 
 def test_finite_rewards():
@@ -53,3 +58,15 @@ def test_overlong_penalty_by_hand():
     for buffer in (0, 16385):
         with pytest.raises(ValueError, match=f"buffer = {buffer}"):
             overlong_penalty(lengths, max_length=16384, buffer=buffer)
+
+
+def test_no_responses_at_all():
+    keep, dropped, total = complete_responses([])
+    assert (keep.dtype, keep.shape, dropped, total) == (torch.bool, (0,), 0, 0)
+    assert finite_rewards([1.0, math.nan]).keep.tolist() == [True, False]  # a list will do
+    assert finite_rewards(torch.zeros(0))[1:] == (0, 0)
+
+
+def test_penalty_takes_a_list_and_defaults_to_one():
+    assert overlong_penalty([5, 9, 12], max_length=10, buffer=2).tolist() == [0.0, -0.5, -1.0]
+    assert overlong_penalty([10], max_length=10, buffer=10).tolist() == [-1.0]

@@ -118,3 +118,52 @@ def test_num_tokens_and_num_segments_default_to_this_call():
     arguments.pop("num_segments")
     default, _ = policy_loss(preset("dapo"), **arguments, num_sequences=batch.num_sequences)
     assert given == default
+
+
+def test_default_counts_by_hand():
+    """One trained token in all, so its weight is 1; segments are counted to the highest id."""
+    arguments = dict(
+        log_probs=torch.tensor([-1.0, -2.0, -3.0]),
+        old_log_probs=torch.tensor([-1.0, -2.0, -3.0]),
+        advantages=torch.tensor([2.0, 5.0, 7.0]),
+        segment_ids=torch.tensor([0, 1, 2]),
+        num_sequences=1,
+    )
+    shapes = []
+    loss, _ = policy_loss(
+        preset("dapo"),
+        **arguments,
+        loss_mask=torch.tensor([0, 1, 0]),
+        sum_over_context=lambda x: shapes.append(tuple(x.shape)) or x,
+    )
+    assert loss.item() == -5.0 and shapes == [(2, 3)]
+    nothing = {key: value[:0] for key, value in arguments.items() if torch.is_tensor(value)}
+    policy_loss(
+        preset("dapo"),
+        **nothing,
+        loss_mask=torch.zeros(0),
+        num_sequences=1,
+        sum_over_context=lambda x: shapes.append(tuple(x.shape)) or x,
+    )
+    assert shapes == [(2, 3), (2, 0)]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_which_metrics_there_are(name):
+    """Those of a term only where it is in the loss, KL and entropy themselves wherever they can be had."""
+    batch = random_batch(0, drift=0.01, per_token=False)
+    always = {"loss/policy"} | {f"clip_fraction/{what}" for what in ("tokens", "sequences", "lower", "upper")}
+    if name != "sft":
+        always |= {"ratio/mean", "ratio/square_deviation", "ratio_max", "ratio_min", "log_ratio_clamped"}
+        always |= {"kl/old_policy"}
+
+    def names(objective, **changes):
+        return set(policy_loss(objective, **{**batch.arguments(), **changes}, num_sequences=7)[1])
+
+    both = {"kl/ref", "entropy"}
+    assert names(preset(name), ref_log_probs=None, entropy=None) == always
+    assert names(preset(name)) == always | both
+    assert names(preset(name, kl_loss_coef=0.1)) == always | both | {"loss/kl"}
+    assert names(preset(name, entropy_coef=0.1)) == always | both | {"loss/entropy"}
+    if name != "sft":
+        assert names(preset(name, dual_clip=3.0)) == always | both | {"clip_fraction/dual"}

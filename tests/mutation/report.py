@@ -11,10 +11,11 @@ import argparse
 import importlib.metadata
 import platform
 import sys
-import tomllib
 from collections import Counter
 from datetime import date
 from pathlib import Path
+
+import tomllib
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

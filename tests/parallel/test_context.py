@@ -89,6 +89,12 @@ def _all_gather_tokens(rank, world_size):
     (gathered.sin() * weights[rank]).sum().backward()
     (full.sin() * weights).sum().backward()
     torch.testing.assert_close(part.grad, full.grad.chunk(world_size)[rank], rtol=1e-12, atol=1e-12)
+    factor = torch.ones_like(full).requires_grad_()
+    (grad,) = torch.autograd.grad(
+        (all_gather_tokens(part, dist.group.WORLD) * factor).sum(), part, create_graph=True
+    )
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

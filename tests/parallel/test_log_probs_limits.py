@@ -1,5 +1,6 @@
 """Log-probabilities from hidden states: refusals, budgets, the shape of tiles."""
 
+import functools
 import math
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from megatron_gspo.parallel import log_probs_from_hidden
 from megatron_gspo.parallel.vocabulary_tiles import TILE, tile_elements, tile_shape
 
-from .test_log_probs import inputs
+from .test_log_probs import inputs, peak_bytes
 
 VOCABULARY_WORDS = "the rows of all ranks"
 LABEL_WORDS = "give masked positions label 0"
@@ -111,3 +112,53 @@ def test_tiles_keep_to_the_budget():
                 assert 1 <= chunk <= tokens and 1 <= vocabulary <= rows
                 assert tile_elements(chunk, vocabulary, 64) <= budget
                 assert chunk * vocabulary <= TILE["cpu"][0] * TILE["cpu"][1]
+
+
+TOKENS, VOCABULARY = 64, 4000
+UNIT = 4 * TOKENS * VOCABULARY  # bytes of the logits; the default tile holds all of them
+
+
+@pytest.mark.parametrize(("with_entropy", "buffers"), [(False, 1), (True, 2)])
+def test_scoring_holds_no_more_than_its_buffers(with_entropy, buffers):
+    """One tile of logits, another for the entropy; logits are not kept where no gradient is wanted."""
+    hidden, weight, labels, *_ = inputs(TOKENS, VOCABULARY, 2)
+
+    def score():
+        with torch.no_grad():
+            hidden.requires_grad_()
+            return log_probs_from_hidden(hidden, weight, labels, with_entropy=with_entropy)
+
+    def score_frozen():
+        return log_probs_from_hidden(hidden.detach(), weight, labels, with_entropy=with_entropy)
+
+    for call in (score, score_frozen):
+        assert buffers * UNIT <= peak_bytes(call) <= (buffers + 0.2) * UNIT
+
+
+@pytest.mark.parametrize(("with_entropy", "use_entropy"), [(False, False), (True, False), (True, True)])
+def test_training_holds_no_more_than_its_buffers(with_entropy, use_entropy):
+    """The logits are too many to keep: forward and backward come one after the other, and each needs a second
+    buffer only for an entropy, the backward only where a gradient comes through it.
+    """
+    hidden, weight, labels, *_ = inputs(TOKENS, VOCABULARY, 2)
+    peaks = []
+
+    def forward(live, budget):
+        return log_probs_from_hidden(live, weight, labels, with_entropy=with_entropy, chunk_bytes=budget)
+
+    for budget, kept in ((5 * UNIT, 1), (UNIT * 7 // 2, 0)):
+        results = []
+        call = functools.partial(forward, hidden.clone().requires_grad_(), budget)
+        peaks.append(peak_bytes(lambda call=call, results=results: results.extend(call())))
+        assert peaks[-1] <= (kept + 1 + with_entropy + 0.2) * UNIT
+        assert peak_bytes(results[use_entropy].sum().backward) <= (1 + use_entropy + 0.2) * UNIT
+    assert peaks[0] - peaks[1] >= 0.9 * UNIT  # that is what keeping them costs
+
+
+def test_second_derivatives_are_refused():
+    hidden, weight, labels, factor, _ = inputs(6, 60, 8)
+    log_probs, _ = log_probs_from_hidden(hidden.requires_grad_(), weight, labels)
+    loss = (log_probs * factor.requires_grad_()).sum()
+    (grad,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()

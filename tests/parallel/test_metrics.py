@@ -53,8 +53,9 @@ def test_no_metrics_anywhere():
 
 def test_one_process_sorts_and_detaches():
     loss = torch.tensor([2.0], requires_grad=True)
-    reduced = reduce_metrics({"loss": loss, "entropy": 1}, None)
-    assert list(reduced) == ["entropy", "loss"]
+    reduced = reduce_metrics({"loss": loss, "entropy": 1, "kl": torch.tensor(0.5, dtype=torch.float64)}, None)
+    assert list(reduced) == ["entropy", "kl", "loss"]
+    assert {value.dtype for value in reduced.values()} == {torch.float32}
     assert reduced["loss"].shape == () and not reduced["loss"].requires_grad
 
 
