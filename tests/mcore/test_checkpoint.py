@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_gspo.algorithms import preset
 from megatron_gspo.mcore.checkpoint import load_checkpoint, save_checkpoint
-from megatron_gspo.mcore.checkpoint_files import complete_checkpoints, read_state
+from megatron_gspo.mcore.checkpoint_files import CheckpointError, complete_checkpoints, read_state
 from megatron_gspo.mcore.groups import Layout
 from megatron_gspo.mcore.model import ModelSettings
 from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, Policy, build_policy
@@ -162,7 +162,14 @@ def save_often(rank: int, world_size: int, path: str, folder: str) -> dict[str, 
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     errors.append(str(caught.value))
     complete = [file.name for file in complete_checkpoints(target)]
-    save_checkpoint(policy, target, 12, {"again": True}, keep=2)
+    at = save_checkpoint(policy, target, 12, {"again": True}, keep=2)
+    if rank == 0:
+        metadata = at / ".metadata"
+        metadata.write_bytes(bytes(metadata.stat().st_size))  # its size doesn't tell
+    torch.distributed.barrier()
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(policy, at)
+    errors.append(str(caught.value))
     return {"kept": kept, "errors": errors, "complete": complete}
 
 
@@ -171,6 +178,8 @@ def test_keeps_the_newest_and_survives_failures(path, tmp_path):
     for found in results:  # a failure on one rank, the first, is every rank's
         assert "is not JSON serializable" in found["errors"][0]
         assert "Worker failure" in found["errors"][1] and "\n" not in found["errors"][1]
+        assert f"{tmp_path}/step_000012 can't be loaded (" in found["errors"][2] and "\n" not in found["errors"][2]
+        assert "to go on from the one before, move it away" in found["errors"][2]
         assert found["complete"] == ["step_000002", "step_000010"]
     assert results[0]["kept"] == ["step_000002", "step_000010"]
     assert [file.name for file in complete_checkpoints(tmp_path)] == ["step_000010", "step_000012"]
