@@ -30,8 +30,8 @@ from tests.teeth.defects import DEFECTS
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("megatron_gspo", "patches", "tools", "tests", "setup.py", "pyproject.toml")
 LIMIT = 300.0  # seconds of one run of pytest
-# What a failing assertion says, here or in the traceback that a process of run_distributed sent back.
-ASSERTED = ("assert ", "AssertionError", "Failed: DID NOT RAISE")
+ASSERTED = ("assert ", "AssertionError", "Failed: DID NOT RAISE")  # how pytest's message of a failed assertion begins
+RAISED = re.compile(r"AssertionError(:|$)|(_pytest\.outcomes\.)?Failed: DID NOT RAISE")
 DECORATION = re.compile(r"^(E\s)?[\s|+-]*")  # of pytest, and of hypothesis' groups of exceptions
 WHERE_FROM = """
 import importlib, sys
@@ -81,7 +81,9 @@ def check_imports(copy: Path, files: Iterable[str]) -> None:
 
 
 def run_tests(copy: Path, tests: Sequence[str], *options: str) -> tuple[int, list[ElementTree.Element]]:
-    """pytest's exit code (-1: LIMIT was reached) and its report of each test."""
+    """pytest's exit code (-1: LIMIT was reached) and its report of each test; no tests are no failure."""
+    if not tests:
+        return 0, []
     report = copy / "report.xml"
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *options, *tests]
@@ -101,13 +103,20 @@ def run_tests(copy: Path, tests: Sequence[str], *options: str) -> tuple[int, lis
 
 
 def assertion_of(case: ElementTree.Element) -> str:
-    """The failing assertion of one test in one line; "" if it didn't fail or failed in another way."""
-    failure = case.find("failure")
-    if failure is None:
-        return ""
-    text = f"{failure.get('message', '')}\n{failure.text or ''}"
-    lines = [DECORATION.sub("", line) for line in text.splitlines()]
-    return next((line for line in lines if line.startswith(ASSERTED) or ": DID NOT RAISE" in line), "")
+    """The failing assertion of one test, or of a fixture that it asked for, in one line; "" if there is none."""
+    failures = [*case.findall("failure"), *case.findall("error")]
+    for failure in failures:
+        message = failure.get("message", "").strip()
+        if message.startswith(ASSERTED):
+            return message.split("\n")[0]
+        # In another process or in a group of hypothesis': what was raised stands in the text. An `assert` there may
+        # be the source of a line that raised something else.
+        source = ""
+        for line in (DECORATION.sub("", line) for line in (failure.text or "").splitlines()):
+            if RAISED.match(line):
+                return source if line == "AssertionError" and source else line
+            source = line if line.startswith("assert ") else source
+    return ""
 
 
 def try_defect(defect: Defect, copy: Path) -> Outcome:
@@ -132,22 +141,22 @@ def try_defect(defect: Defect, copy: Path) -> Outcome:
     return Outcome(defect, "", happened.split("\n")[0], seconds)
 
 
-def try_all(defects: Sequence[Defect], folder: Path, slots: int) -> list[Outcome]:
-    """Each defect in one of `slots` copies, two at a time on two cores."""
-    copies: queue.Queue[Path] = queue.Queue()
-    for slot in range(slots):
-        copies.put(copy_project(folder / f"copy_{slot}"))
+def try_all(defects: Sequence[Defect], copies: Sequence[Path]) -> list[Outcome]:
+    """Each defect in a copy that is free; as many at a time as there are copies."""
+    free: queue.Queue[Path] = queue.Queue()
+    for copy in copies:
+        free.put(copy)
 
     def one(defect: Defect) -> Outcome:
-        copy = copies.get()
+        copy = free.get()
         try:
             outcome = try_defect(defect, copy)
         finally:
-            copies.put(copy)
+            free.put(copy)
         print(f"{'caught  ' if outcome.caught_by else 'SURVIVED'} {defect.name}: {outcome.line[:160]}", flush=True)
         return outcome
 
-    with ThreadPoolExecutor(slots) as pool:
+    with ThreadPoolExecutor(len(copies)) as pool:
         return list(pool.map(one, defects))
 
 
@@ -161,14 +170,16 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(rows)
 
 
-def check_baseline(folder: Path, tests: Sequence[str]) -> None:
+def check_baseline(copies: Sequence[Path], tests: Sequence[str]) -> None:
     """Raises ``SystemExit`` unless the tests pass without a defect."""
-    copy = copy_project(folder / "baseline")
-    check_imports(copy, sorted({defect.file for defect in DEFECTS}))
-    code, cases = run_tests(copy, tests)
-    wrong = [case.get("name") for case in cases if any(case.findall(tag) for tag in ("failure", "error", "skipped"))]
-    if code or wrong:
-        raise SystemExit(f"without any defect pytest says {code}; failed or skipped: {wrong}. Mend that first")
+    files = sorted({test.partition("::")[0] for test in tests})
+    parts = [[t for t in tests if files.index(t.partition("::")[0]) % len(copies) == i] for i in range(len(copies))]
+    with ThreadPoolExecutor(len(copies)) as pool:
+        runs = list(pool.map(run_tests, copies, parts))
+    for code, cases in runs:
+        bad = [case.get("name") for case in cases if any(case.findall(tag) for tag in ("failure", "error", "skipped"))]
+        if code or bad:
+            raise SystemExit(f"without any defect pytest says {code}; failed or skipped: {bad}. Mend that first")
 
 
 def main() -> int:
@@ -180,10 +191,12 @@ def main() -> int:
     defects = [d for d in DEFECTS if not args.words or any(word in d.name for word in args.words)]
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="teeth_") as name:
-        folder = Path(name).resolve()
-        check_baseline(folder, sorted({test for defect in defects for test in defect.tests}))
+        copies = [copy_project(Path(name).resolve() / f"copy_{slot}") for slot in range(args.slots)]
+        for copy in copies:
+            check_imports(copy, sorted({defect.file for defect in defects}))
+        check_baseline(copies, sorted({test for defect in defects for test in defect.tests}))
         print(f"without a defect all chosen tests pass ({time.monotonic() - begin:.0f} s)", flush=True)
-        outcomes = try_all(defects, folder, args.slots)
+        outcomes = try_all(defects, copies)
     survivors = [o for o in outcomes if not o.caught_by]
     print("", table(outcomes), "", sep="\n")
     print(f"{len(outcomes) - len(survivors)} of {len(outcomes)} defects caught in {time.monotonic() - begin:.0f} s")
