@@ -24,7 +24,7 @@ import signal
 import sys
 import time
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,6 +49,7 @@ FIRST = {
     "vocabulary_tiles": ["test_log_probs_limits", "test_log_probs"],
     "parallel/metrics": ["test_metrics"],
 }
+IGNORED = ["tests/algorithms/test_imports.py"]  # looks at imports alone, in a process of its own
 EVERYTHING = {
     "algorithms": [
         "tests/algorithms",
@@ -64,12 +65,12 @@ EVERYTHING = {
 
 
 def stages(file: str, root: Path = ROOT) -> list[list[str]]:
-    """pytest's arguments for a mutant of `file`: one run after the other, until one fails."""
+    """pytest's arguments for a mutant of `file`: its module's own tests, then the others."""
     package, module = Path(file).parts[-2], Path(file).stem
     names = FIRST.get(f"{package}/{module}") or FIRST.get(module) or FIRST[package]
     first = [f"tests/{package}/{name}.py" for name in names]
-    everything = [path for path in EVERYTHING[package] if (root / path).exists()]
-    return [first, [*first, *everything]]
+    others = [path for path in EVERYTHING[package] if (root / path).exists()]
+    return [first, [*others, *(f"--ignore={path}" for path in (*first, *IGNORED))]]
 
 
 @dataclass
@@ -79,6 +80,7 @@ class Job:
     source: str
     about: dict
     limit: float
+    stage: int = 0
     again: bool = False  # a second try of what ran into its limit
     pid: int = 0
     started: float = 0.0
@@ -100,7 +102,7 @@ class Slot:
         sys.stdout.flush()
         job.pid = os.fork()
         if job.pid == 0:
-            _test(self.folder, job.file)
+            _test(self.folder, job)
         self.job = job
 
     def end(self) -> Job:
@@ -125,8 +127,8 @@ def _kill_group(pid: int) -> None:
         pass
 
 
-def _test(folder: Path, file: str) -> None:
-    """In the fork: run the stages in `folder`; the exit code is pytest's. Never returns."""
+def _test(folder: Path, job: Job) -> None:
+    """In the fork: run the job's stage in `folder`; the exit code is pytest's. Never returns."""
     code = 3
     try:
         os.setsid()
@@ -138,7 +140,7 @@ def _test(folder: Path, file: str) -> None:
         os.chdir(folder)
         os.environ.update(PYTHONPATH=str(folder), PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
         sys.path[0] = str(folder)
-        code = _stages(folder, file)
+        code = _stage(folder, job)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -147,41 +149,31 @@ def _test(folder: Path, file: str) -> None:
         os._exit(code)
 
 
-def _stages(folder: Path, file: str) -> int:
+def _stage(folder: Path, job: Job) -> int:
     import pytest
 
     try:
-        module = importlib.import_module(file.removesuffix(".py").replace("/", "."))
+        module = importlib.import_module(job.file.removesuffix(".py").replace("/", "."))
     except Exception:
         traceback.print_exc()
         return 2
-    assert str(module.__file__) == str(folder / file), f"{module.__file__} is not the mutated copy"
+    assert str(module.__file__) == str(folder / job.file), f"{module.__file__} is not the mutated copy"
     import tests.distributed
 
     # Ranks are forks of this process, not of a server that starts with an import of torch.
     tests.distributed._fork_server = lambda: multiprocessing.get_context("fork")
-    options = [
-        "-x",
-        "-q",
-        "--tb=line",
-        "--ignore=tests/algorithms/test_imports.py",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "_hypothesis_pytestplugin",
-    ]
-    for paths in stages(file, folder):
-        code = int(pytest.main([*options, "--hypothesis-profile=mutation", *paths]))
-        if code != 0:
-            return code
-    (folder / "modules.txt").write_text("\n".join(sorted(sys.modules)))
-    return 0
+    options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "_hypothesis_pytestplugin"]
+    paths = stages(job.file, folder)[job.stage]
+    code = int(pytest.main([*options, "--hypothesis-profile=mutation", *paths]))
+    with (folder / "modules.txt").open("a") as out:
+        out.writelines(f"{name}\n" for name in sys.modules)
+    return code
 
 
 def import_what_tests_import(folder: Path) -> None:
     """Modules of other projects that the last passing run in `folder` had loaded, so that forks have them."""
     ours = {*COPIED, "__main__", "mutants", "conftest"}
-    for name in (folder / "modules.txt").read_text().split():
+    for name in sorted(set((folder / "modules.txt").read_text().split())):
         if name.partition(".")[0] not in ours:
             with contextlib.suppress(Exception):  # a lazy or made-up module: the fork will see to it
                 importlib.import_module(name)
@@ -190,7 +182,8 @@ def import_what_tests_import(folder: Path) -> None:
 def run_all(jobs: list[Job], slots: list[Slot], record) -> None:
     """Run the jobs, one in each slot at a time; `record(job, status, seconds)` gets each outcome.
 
-    A run at its limit is tried once more with three times the limit: only what hangs then is a timeout.
+    First every mutant meets its module's own tests; those that live meet the other tests at the end. A run at
+    its limit is tried once more with three times the limit: only what hangs then is a timeout.
     """
     waiting = list(reversed(jobs))
     while waiting or any(slot.job for slot in slots):
@@ -208,11 +201,13 @@ def run_all(jobs: list[Job], slots: list[Slot], record) -> None:
             if not done:
                 os.waitpid(job.pid, 0)
                 if not job.again:
-                    waiting.append(Job(job.file, job.key, job.source, job.about, 3 * job.limit, again=True))
+                    waiting.append(replace(job, limit=3 * job.limit, again=True))
                     continue
                 record(job, "timeout", seconds)
             elif os.WIFSIGNALED(status):
                 record(job, f"crashed with signal {os.WTERMSIG(status)}", seconds)
+            elif os.WEXITSTATUS(status) == 0 and job.stage + 1 < len(stages(job.file)):
+                waiting.insert(0, replace(job, stage=job.stage + 1))
             else:
                 record(job, STATUS.get(os.WEXITSTATUS(status), "suspicious"), seconds)
         time.sleep(0.02)

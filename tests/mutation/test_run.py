@@ -90,9 +90,9 @@ file = "megatron_gspo/algorithms/kl.py"
 source = (run.ROOT / file).read_text()
 hangs = "while True:\\n    pass\\n"
 dies = "import os, signal\\nos.kill(os.getpid(), signal.SIGSEGV)\\n"
-jobs = [run.Job(file, "", text, {}, 2.0) for text in (hangs, dies, "raise ValueError", source)]
-jobs[3].limit = 100.0
-run.stages = lambda file, root: [["tests/algorithms/test_kl.py"]]
+jobs = [run.Job(file, "", text, {}, 100.0) for text in (hangs, dies, "raise ValueError", source)]
+jobs[0].limit = 2.0
+run.stages = lambda file, root=None: [["tests/algorithms/test_kl.py"], ["tests/algorithms/test_imports.py"]]
 run.run_all(jobs, [slot], record)
 assert (slot.folder / file).read_text() == source
 """
