@@ -100,6 +100,7 @@ def main(arguments: list[str]) -> None:
     with contextlib.suppress(OSError):  # out of memory: end this process rather than the training process
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
+    own = os.getpid()
     verifier, reply = _load(connection)
     _send(connection, reply)
     while verifier is not None:
@@ -110,6 +111,8 @@ def main(arguments: list[str]) -> None:
         with _processor_limit(processor_limit):
             text, prompt = pickle.loads(request)
             reply = run_verifier(verifier, text, prompt)
+        if os.getpid() != own:  # a copy that the verifier forked and let return: its reply would be another's
+            os._exit(0)
         _send(connection, reply)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from megatron_gspo.algorithms import ratio_quantiles
 from megatron_gspo.data.sample import Sample
+from megatron_gspo.errors import RunError, first_line
 from megatron_gspo.loop.assemble import Run
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.step import StepResult, train_mini_batch
@@ -38,11 +39,7 @@ def update(run: Run, samples: Sequence[Sample], step: int, timers: Timers) -> di
                 if not any(sample.loss_mask.any() for sample in batch):
                     skipped += 1
                     continue
-                results.append(
-                    train_mini_batch(
-                        run.policy, batch, run.objective, run.batching, temperature=config.rollout.temperature
-                    )
-                )
+                results.append(_train(run, batch, step))
                 trained += batch
     metrics = {"updates": float(len(results)), "updates/skipped": float(skipped)}
     if not results:
@@ -54,6 +51,20 @@ def update(run: Run, samples: Sequence[Sample], step: int, timers: Timers) -> di
     if run.is_writer and run.objective.has_ratio:
         metrics |= _quantiles(trained, [value for result in results for value in result.log_probs])
     return metrics
+
+
+def _train(run: Run, batch: Sequence[Sample], step: int) -> StepResult:
+    """``train_mini_batch``; Megatron's refusal of a gradient that isn't finite becomes a message to the user."""
+    temperature = run.config.rollout.temperature
+    try:
+        return train_mini_batch(run.policy, batch, run.objective, run.batching, temperature=temperature)
+    except RuntimeError as error:
+        if "grad norm" not in str(error):
+            raise
+        raise RunError(
+            f"step {step + 1}: the gradient is not finite ({first_line(error)}), so the weights were left as they are; "
+            "lower optimizer.lr or optimizer.clip_grad, and look at ratio_max and grad_norm of the steps before"
+        ) from error
 
 
 def _averaged(records: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -22,6 +22,7 @@ from megatron_gspo.mcore.checkpoint_files import (
     checkpoint_path,
     publish_checkpoint,
     read_state,
+    room_left,
 )
 from megatron_gspo.mcore.forward import unwrap
 from megatron_gspo.mcore.policy import Policy
@@ -50,7 +51,7 @@ def save_checkpoint(policy: Policy, folder: Path, step: int, state: Mapping[str,
         failure = _reason(error)
     except Exception as error:
         failure = f"{type(error).__name__}: {error}"
-    raise_everywhere(failure, _NOT_WRITTEN)
+    raise_everywhere(failure and failure + room_left(folder), _NOT_WRITTEN)
     on_first_rank(lambda: publish_checkpoint(partial, final, {"step": step, **state}, keep=keep), _NOT_WRITTEN)
     return final
 

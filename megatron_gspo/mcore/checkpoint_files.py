@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_gspo.errors import RunError
+from megatron_gspo.errors import RunError, existing_part, show_bytes
 
 STATE = "state.json"
 
@@ -77,6 +77,16 @@ def newest_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
             return path, faults
         faults.append(f"{path} is not whole ({fault})")
     return None, faults
+
+
+def room_left(folder: Path) -> str:
+    """Free space of a run's disk, and what its newest checkpoint takes: for the message of a save that failed."""
+    room = f" ({show_bytes(shutil.disk_usage(existing_part(folder)).free)} free"
+    newest, _ = newest_checkpoint(folder)
+    if newest is not None:
+        size = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
+        room += f", the last one takes {show_bytes(size)}"
+    return room + ")"
 
 
 def fault_of(path: Path) -> str:

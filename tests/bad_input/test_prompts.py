@@ -90,8 +90,8 @@ CASES = (
     Case("task with unknown settings", "refused", shows=("kwargs {'letters': 3}", "mend them"),
          overrides=("data.prompts=null", "data.task={name: spell_backward, kwargs: {letters: 3}}")),
     Case("task with too few questions", "distinct questions were drawn; lower it",
-         ("data.prompts=null", "data.task={name: spell_backward, kwargs: {min_word_len: 3, max_word_len: 3}, "
-          "eval_size: 900, size: 5}"), shows=("eval_size is 900",)),
+         ("data.prompts=null", "data.task={name: chain_sum, kwargs: {min_terms: 2, max_terms: 2, min_digits: 1, "
+          "max_digits: 1}, eval_size: 900, size: 5}"), shows=("eval_size is 900",)),
 )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.rollout.scripted import ScriptedEngine, ScriptedResponse
-from tests.bad_input.front_door import Case, Outcome, check, small_config, with_engine
+from tests.bad_input.front_door import Case, Outcome, check, small_config, start, with_engine
 from tests.train.run import records
 
 
@@ -159,3 +159,29 @@ def test_only_responses_of_no_token(model, tmp_path):
 
     done, row = run(empty, model, tmp_path)
     assert done.code == 0 and row["masked/empty"] == 8 and row["updates/skipped"] == 1
+
+
+def broken_weights(config: dict[str, Any], lr: float) -> dict[str, Any]:
+    """A learning rate that the first update of two doesn't survive."""
+    config["training"]["steps"] = 2
+    config["optimizer"] = {"lr": lr, "clip_grad": 0}
+    return config
+
+
+DIVERGED = (
+    Case("weights that diverged", "so its weights are broken; look at grad_norm before", code=1,
+         shows=("step 2: no response has finite log-probs", "lower optimizer.lr")),
+    Case("gradient that isn't finite", "so the weights were left as they are; lower optimizer.lr", code=1,
+         shows=("step 2: the gradient is not finite",)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "lr"), zip(DIVERGED, (1e38, 1e30), strict=True), ids=lambda v: getattr(v, "name", ""))
+def test_a_run_that_diverged_ends(case, lr, model, tmp_path):
+    config = broken_weights(small_config(model, tmp_path), lr)
+    check(case, with_engine(config, Breaking()))
+
+
+def test_a_run_that_diverged_ends_with_the_embedded_engine_too(model, tmp_path):
+    case = Case("log-probs of an engine", "the log-probs are not finite; check the weights", code=1)
+    check(case, start(broken_weights(small_config(model, tmp_path), 1e38), tmp_path))
