@@ -36,10 +36,20 @@ class JoinedExperts(SequentialMLP):
     def forward(self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor,
                 permuted_probs: Tensor) -> tuple[Tensor, None]:
         experts = self.local_experts
+        for expert in experts:
+            _announce(expert.linear_fc1)
+            _announce(expert.linear_fc2)
         return gated_experts(
             permuted_local_hidden_states, permuted_probs, tokens_per_expert.tolist(),
             [expert.linear_fc1.weight for expert in experts], [expert.linear_fc2.weight for expert in experts],
         ), None
+
+
+def _announce(module: torch.nn.Module) -> None:
+    """Run a module's forward pre-hooks where its weight is used without a call of it: by one of them Megatron waits for
+    weights that are still being gathered (``overlap_param_gather``)."""
+    for hook in module._forward_pre_hooks.values():
+        hook(module, ())
 
 
 class LocalDispatcher(MoEAlltoAllTokenDispatcher):

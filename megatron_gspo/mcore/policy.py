@@ -61,8 +61,19 @@ class Policy:
     def config(self) -> Any:
         return unwrap(self.chunks[0]).config
 
+    def gather_weights(self) -> None:
+        """Bring every rank's copy of the weights up to date, for who reads them without a forward pass.
+
+        Only under ``overlap_param_gather`` is there anything to do: the optimizer step then leaves each rank with its
+        own part of the new weights, and the rest follows during the next forward pass. A collective of all ranks.
+        """
+        for chunk in self.chunks:
+            if getattr(chunk, "use_forward_hook", False):
+                chunk.start_param_sync(force_sync=True)
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Stream the weights under their Hugging Face names; a collective of all ranks."""
+        self.gather_weights()
         return export_weights([unwrap(chunk) for chunk in self.chunks], self.family, self.shape, self.groups)
 
 

@@ -57,6 +57,7 @@ class Case:
 
     ``model``: fields of ``ModelSettings``. ``runs``: (scenario, cut). ``scored``: the scenario whose log-probs and
     entropies are also computed without a loss, in every cut of ``runs``. ``distributed_optimizers``: one training each.
+    ``overlap``: gradients are reduced during the backward pass, weights gathered during the next forward pass.
     """
 
     arrangement: Arrangement
@@ -64,6 +65,7 @@ class Case:
     runs: tuple[tuple[str, str], ...]
     scored: str
     distributed_optimizers: tuple[bool, ...]
+    overlap: bool = False
 
 
 def case_of(arrangement: Arrangement) -> Case:

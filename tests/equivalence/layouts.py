@@ -8,7 +8,7 @@ from itertools import product
 from megatron_gspo.mcore.groups import Layout
 
 RECOMPUTE = ("none", "selective", "full")
-SCENARIOS = ("gspo", "gspo_token", "grpo")
+SCENARIO_NAMES = ("gspo", "gspo_token", "grpo")
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def turn_of(arrangement: Arrangement) -> Turn:
     """Every choice turns up with every size of every dimension (see test_enumeration.py)."""
     i = layouts(arrangement.world_size, moe=arrangement.moe).index(arrangement)
     both = arrangement.world_size <= 2
-    return Turn(RECOMPUTE[i % 3], SCENARIOS[i // 3 % 3], (False, True) if both else ((i + i // 2) % 2 == 1,))
+    return Turn(RECOMPUTE[i % 3], SCENARIO_NAMES[i // 3 % 3], (False, True) if both else ((i + i // 2) % 2 == 1,))
 
 
 MOE = layouts()

@@ -69,7 +69,8 @@ def _build(path: str, case: Case, groups: Any, *, distributed_optimizer: bool) -
     return build_policy(
         path, case.arrangement.layout(), groups,
         model=ModelSettings(**{"sequence_parallel": sequence_parallel, **case.model}),
-        data_parallel=DataParallelSettings(distributed_optimizer=distributed_optimizer), optimizer=OPTIMIZER,
+        optimizer=OPTIMIZER,
+        data_parallel=DataParallelSettings(distributed_optimizer, case.overlap, case.overlap and distributed_optimizer),
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import pytest
 
-from tests.equivalence.layouts import DENSE, MOE, RECOMPUTE, SCENARIOS, Arrangement, layouts, turn_of
+from tests.equivalence.layouts import DENSE, MOE, RECOMPUTE, SCENARIO_NAMES, Arrangement, layouts, turn_of
 
 
 def test_counts_by_hand():
@@ -38,7 +38,7 @@ def test_every_size_meets_every_choice(found):
         for value in {getattr(a, field.name) for a in found}:
             turns = [turn_of(a) for a in found if getattr(a, field.name) == value]
             assert {turn.recompute for turn in turns} == set(RECOMPUTE), (field.name, value)
-            assert {turn.one_by_one for turn in turns} == set(SCENARIOS), (field.name, value)
+            assert {turn.one_by_one for turn in turns} == set(SCENARIO_NAMES), (field.name, value)
             assert {on for turn in turns for on in turn.distributed_optimizers} == {False, True}, (field.name, value)
 
 

@@ -68,6 +68,22 @@ def test_allgather_dispatcher(models, arrangement):
 @pytest.mark.parametrize(
     "arrangement",
     [
+        Arrangement(data=2, moe=False),
+        Arrangement(data=2, expert=2),
+        Arrangement(pipeline=2, data=2),
+        Arrangement(pipeline=2, interleaved=True, data=2),
+    ],
+    ids=lambda a: a.name,
+)
+def test_overlapped_communication(models, arrangement):
+    runs = (("gspo", "packed"), ("grpo", "one by one"))
+    model = models("moe" if arrangement.moe else "dense")
+    check(model, Case(arrangement, {}, runs, "gspo", (False, True), overlap=True))
+
+
+@pytest.mark.parametrize(
+    "arrangement",
+    [
         Arrangement(moe=False),
         Arrangement(tensor=2, sequence_parallel=True, moe=False),
         Arrangement(pipeline=2, moe=False),

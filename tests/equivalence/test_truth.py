@@ -13,6 +13,7 @@ from megatron_gspo.mcore.policy import OptimizerSettings
 from tests.algorithms.reference import Batch
 from tests.equivalence.cases import OPTIMIZER, OTHERS, SCENARIOS, TRAINING
 from tests.equivalence.defects import measure_defects
+from tests.equivalence.layouts import SCENARIO_NAMES
 from tests.equivalence.tolerances import TOLERANCES
 from tests.equivalence.truth import expect, find_truth
 from tests.models import save_tiny_model
@@ -42,11 +43,22 @@ def test_every_metric_takes_a_value_that_shows_a_wrong_share(truth):
     assert len(values) >= 18, sorted(values)
 
 
+def test_turns_name_the_scenarios():
+    assert SCENARIO_NAMES == tuple(SCENARIOS)
+
+
 def test_the_mini_batches_are_awkward(truth):
     for samples in [expected.samples for expected in truth.scenarios.values()] + truth.mini_batches:
         assert len({sample.length for sample in samples}) >= 5
         assert samples[0].response_length == 1 and not samples[1].loss_mask.any()
         assert any(0 < sample.loss_mask.sum() < len(sample.loss_mask) for sample in samples)
+
+
+def test_every_parameter_has_a_gradient_that_an_error_can_be_measured_by(truth):
+    """Where the terms of a gradient all but cancel, its rounding errors are as large as it is."""
+    for name, expected in truth.scenarios.items():
+        norms = torch.stack([gradient.norm() for gradient in expected.gradients.values()])
+        assert norms.min() > 0.02 * norms.square().mean().sqrt(), name
 
 
 def decisions(objective: Objective, batch: Batch) -> Iterator[float]:
