@@ -264,6 +264,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
+    options.out = options.out.resolve()
     sys.path.insert(1, str(Path(__file__).parent))
     os.environ["OMP_NUM_THREADS"] = "1"
     import hypothesis  # noqa: F401  imported here so that every fork has them already
