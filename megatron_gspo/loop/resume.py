@@ -20,6 +20,7 @@ from megatron_gspo.mcore.checkpoint_files import (
     newest_checkpoint,
     read_state,
     remove_leftovers,
+    remove_old,
 )
 
 _PATIENCE = 20.0  # seconds that the processes of a killed run may take to end
@@ -113,7 +114,7 @@ def _folder(run: Run) -> Path:
 
 
 def _choose(run: Run) -> Path | None:
-    """The checkpoint to go on from. Removes what a killed run left half done."""
+    """The checkpoint to go on from. Ends what a killed run left half done: a save, or the removal of old ones."""
     if run.config.checkpoint.resume != "auto":
         return None
     remove_leftovers(_folder(run))
@@ -123,6 +124,7 @@ def _choose(run: Run) -> Path | None:
         print(f"{fault}: {what}", file=sys.stderr)
     if found is not None:
         _check_state(found, read_state(found))
+        remove_old(_folder(run), keep=run.config.checkpoint.keep)
     return found
 
 

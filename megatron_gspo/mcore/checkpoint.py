@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import inspect
+import os
 import queue
+import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +36,7 @@ from megatron_gspo.mcore.policy import Policy
 # The one optimizer format that can be loaded in another layout; Megatron's default ties the state to the bucket sizes.
 # Expert layers have an optimizer of their own in some layouts only, which may not show in the tensors' names.
 _FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+_PR_SET_PDEATHSIG = 1
 _NOT_WRITTEN = "checkpoint not written; the last one is untouched"
 
 T = TypeVar("T")
@@ -43,9 +50,10 @@ def save_checkpoint(policy: Policy, folder: Path, step: int, state: Mapping[str,
     """
     final = checkpoint_path(folder, step)
     partial = on_first_rank(lambda: begin_checkpoint(folder, step), _NOT_WRITTEN)
+    policy.gather_weights()
     failure = ""
     try:
-        with _results_in_process():
+        with _own_writers():
             dist_checkpointing.save(_content(policy, is_loading=False)[0], str(partial))
     except CheckpointException as error:  # a BaseException
         failure = _reason(error)
@@ -93,18 +101,40 @@ def _reason(error: BaseException) -> str:
 
 
 @contextmanager
-def _results_in_process() -> Iterator[None]:
-    """Within the context Megatron hands the results of its writers over through a plain queue.
+def _own_writers() -> Iterator[None]:
+    """Within the context nothing that Megatron starts to write a checkpoint outlives this rank.
 
-    Its own queue lives in a server process that every rank spawns, which imports the whole program again and outlives
-    a rank that is killed. Only an asynchronous save, which is not used here, needs it.
+    It hands the writers' results over through a queue in a server process that every rank spawns, which imports the
+    whole program again and stays when a rank is killed; a plain queue will do, for only an asynchronous save, which is
+    not used here, needs the other. The writers that it forks before 0.19 wait for their parent forever once it is dead.
     """
-    before = filesystem_async._results_queue
+    queue_before = filesystem_async._results_queue
+    writer = filesystem_async.FileSystemWriterAsync
+    write_before = inspect.getattr_static(writer, "write_preloaded_data")
+    parent, write = os.getpid(), writer.write_preloaded_data
+
+    @functools.wraps(write)
+    def write_and_die_with_the_rank(*args: Any, **kwargs: Any) -> Any:
+        if os.getpid() != parent:
+            _die_with(parent)
+        return write(*args, **kwargs)
+
     filesystem_async._results_queue = queue.Queue()
+    writer.write_preloaded_data = staticmethod(write_and_die_with_the_rank)
     try:
         yield
     finally:
-        filesystem_async._results_queue = before
+        filesystem_async._results_queue = queue_before
+        writer.write_preloaded_data = write_before
+
+
+def _die_with(parent: int) -> None:
+    """Have Linux kill this process when its parent dies; elsewhere nothing."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before
+        os._exit(1)
 
 
 def load_checkpoint(policy: Policy, path: Path) -> dict[str, Any]:

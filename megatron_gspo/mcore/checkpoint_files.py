@@ -52,7 +52,12 @@ def publish_checkpoint(partial: Path, final: Path, state: Mapping[str, Any], *, 
     _remove(final)
     os.replace(partial, final)
     _flush(final.parent)
-    for old in complete_checkpoints(final.parent)[:-keep]:
+    remove_old(final.parent, keep=keep)
+
+
+def remove_old(folder: Path, *, keep: int) -> None:
+    """Delete all but the newest ``keep`` whole checkpoints."""
+    for old in complete_checkpoints(folder)[:-keep]:
         _remove(old)
 
 

@@ -17,6 +17,7 @@ from megatron_gspo.mcore.checkpoint_files import (
     publish_checkpoint,
     read_state,
     remove_leftovers,
+    remove_old,
 )
 
 
@@ -84,3 +85,13 @@ def test_a_killed_save_leaves_nothing_that_counts(tmp_path):
     assert newest_checkpoint(tmp_path) == (path, [])
     remove_leftovers(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["step_000002"]
+
+
+def test_old_checkpoints_that_a_killed_run_did_not_remove_go(tmp_path):
+    for step in (2, 4, 6):
+        write(tmp_path, step)
+    (tmp_path / "step_000006" / "x.distcp").unlink()  # of no use, so it doesn't count
+    remove_old(tmp_path, keep=2)
+    assert [file.name for file in complete_checkpoints(tmp_path)] == ["step_000002", "step_000004"]
+    remove_old(tmp_path, keep=1)
+    assert [file.name for file in complete_checkpoints(tmp_path)] == ["step_000004"]
