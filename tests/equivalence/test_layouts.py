@@ -69,7 +69,7 @@ def test_allgather_dispatcher(models, arrangement):
     "arrangement",
     [
         Arrangement(data=2, moe=False),
-        Arrangement(data=2, expert=2),
+        Arrangement(tensor=2, sequence_parallel=True, data=2, expert=2),
         Arrangement(pipeline=2, data=2),
         Arrangement(pipeline=2, interleaved=True, data=2),
     ],

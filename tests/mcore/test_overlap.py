@@ -1,0 +1,54 @@
+"""Weights that are gathered during the next forward pass, read before there is one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_gspo.algorithms import preset
+from megatron_gspo.mcore.checkpoint import load_checkpoint, save_checkpoint
+from megatron_gspo.mcore.forward import unwrap
+from megatron_gspo.mcore.groups import Layout
+from megatron_gspo.mcore.model import ModelSettings
+from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, Policy, build_policy
+from megatron_gspo.mcore.step import Batching, train_mini_batch
+from tests.distributed import run_distributed
+from tests.equivalence.cases import make_samples
+from tests.mcore.layouts import groups_of
+from tests.models import save_tiny_model
+
+
+def policy_with(path: str, overlap: bool) -> Policy:
+    return build_policy(path, Layout(), groups_of(Layout()), model=ModelSettings(),
+                        optimizer=OptimizerSettings(lr=1e-2),
+                        data_parallel=DataParallelSettings(True, overlap, overlap))  # fmt: skip
+
+
+def whole(policy: Policy) -> torch.Tensor:
+    """All weights of this rank as they lie in memory."""
+    return torch.cat([p.detach().flatten() for p in unwrap(policy.chunks[0]).parameters()])
+
+
+def train_and_read(rank: int, world_size: int, path: str, folder: str) -> dict[str, Any]:
+    """One step without and with overlap, then the weights in memory, in a checkpoint and in the stream."""
+    plain, overlapped = policy_with(path, False), policy_with(path, True)
+    for policy in (plain, overlapped):
+        train_mini_batch(policy, make_samples(count=6), preset("sft"), Batching(64), temperature=1.0)
+    found: dict[str, Any] = {"stale": float((whole(overlapped) - whole(plain)).abs().max())}
+    restored = policy_with(path, False)
+    load_checkpoint(restored, save_checkpoint(overlapped, Path(folder), 1, {}, keep=1))
+    found["restored"] = torch.equal(whole(restored), whole(plain))
+    train_mini_batch(overlapped, make_samples(1, count=6), preset("sft"), Batching(64), temperature=1.0)
+    train_mini_batch(plain, make_samples(1, count=6), preset("sft"), Batching(64), temperature=1.0)
+    streamed = {name: weight.clone() for name, weight in overlapped.weights()}
+    found["streamed"] = all(torch.equal(weight, streamed[name]) for name, weight in plain.weights())
+    return found
+
+
+def test_a_checkpoint_and_the_weight_stream_hold_the_new_weights_of_every_rank(tmp_path):
+    path = save_tiny_model(tmp_path / "model", "dense")
+    for found in run_distributed(train_and_read, 2, path, str(tmp_path / "checkpoints"), timeout=90):
+        assert found["stale"] > 1e-3, "the step leaves nothing to gather: this test shows nothing"
+        assert found["restored"] and found["streamed"]
