@@ -17,6 +17,7 @@ import faulthandler
 import functools
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -59,13 +60,23 @@ def run_distributed(
             _join(processes, Path(folder), timeout)
         finally:
             for process in processes:
-                if process.pid is not None and process.is_alive():
-                    process.kill()
-                    process.join()
+                end_process(process)
         return [
             torch.load(Path(folder) / f"result_{rank}", weights_only=False, map_location="cpu")
             for rank in range(world_size)
         ]
+
+
+def end_process(process: Any) -> None:
+    """Kill a child and what it has started, and reap it."""
+    if process.pid is None:
+        return
+    try:
+        os.killpg(process.pid, signal.SIGKILL)  # a group of its own, which may outlive it
+    except ProcessLookupError:  # gone, or not yet a group
+        if process.is_alive():
+            process.kill()
+    process.join()
 
 
 @functools.cache
@@ -109,6 +120,7 @@ def _failure(processes: list[Any], folder: Path, timeout: float) -> Exception:
 def _child(
     fn: Callable[..., Any], rank: int, world_size: int, args: tuple, folder: str, timeout: float, backend: str
 ) -> None:
+    os.setsid()  # so that what it starts can be killed with it
     stack = open(Path(folder) / f"stack_{rank}", "w")
     faulthandler.dump_traceback_later(timeout, exit=True, file=stack)
     torch.set_num_threads(1)

@@ -12,7 +12,8 @@ def score(response: str, prompt, *, rank: int, how: str) -> float:
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
-        if how == "sleep":
+        if how == "terminate":
+            os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(600)
         if how == "full disk":
             resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from megatron_gspo.train import main
-from tests.distributed import fork_server
+from tests.distributed import end_process, fork_server
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,12 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def run_ranks(config: dict[str, Any], count: int, folder: Path, *, limit: float = 60.0) -> list[Ended]:
-    """Run ``count`` ranks until they end, at most ``limit`` seconds; one that is left then has the code None.
+def run_ranks(
+    config: dict[str, Any], count: int, folder: Path, *, limit: float = 60.0, patience: float | None = None
+) -> list[Ended]:
+    """Run ``count`` ranks until they end; one that is left after ``limit`` seconds has the code None.
 
-    No process outlives the call.
+    patience: seconds for the last one, after all others have ended. No process outlives the call.
     """
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(config))
@@ -51,21 +53,23 @@ def run_ranks(config: dict[str, Any], count: int, folder: Path, *, limit: float 
             child.start()
         while len(ended) < count and monotonic() < begin + limit:
             alive = [child.sentinel for rank, child in enumerate(children) if rank not in ended]
-            wait(alive, timeout=begin + limit - monotonic())
+            wait(alive, timeout=max(0.0, begin + limit - monotonic()))
             for rank, child in enumerate(children):
                 if rank not in ended and not child.is_alive():
                     ended[rank] = monotonic() - begin
+            if patience is not None and len(ended) == count - 1:
+                limit = min(limit, monotonic() - begin + patience)
         codes = [child.exitcode for child in children]
     finally:
         for child in children:
-            child.kill()
-            child.join()
+            end_process(child)
     return [
         Ended(codes[rank], logs[rank].read_text(), ended.get(rank, monotonic() - begin)) for rank in range(count)
     ]
 
 
 def _rank(rank: int, world_size: int, port: int, config: str, log: str) -> None:
+    os.setsid()
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 2)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)

@@ -14,7 +14,7 @@ import pytest
 
 from megatron_gspo.mcore.checkpoint_files import newest_checkpoint
 from tests.bad_input.front_door import Case, check, small_config, start, with_engine
-from tests.bad_input.test_rollouts import Breaking
+from tests.bad_input.test_rollouts import MyEngine
 
 
 @contextlib.contextmanager
@@ -45,7 +45,7 @@ CASES = (
 def test_full_disk(case, size, checkpoint, model, tmp_path):
     config = small_config(model, tmp_path, checkpoint=checkpoint)
     with largest_file(size):
-        outcome = with_engine(config, Breaking())
+        outcome = with_engine(config, MyEngine())
     check(case, outcome)
 
 
@@ -55,16 +55,16 @@ FULL_AGAIN = Case("a later checkpoint on a full disk", "checkpoint not written; 
 
 def test_the_last_checkpoint_survives_a_full_disk(model, tmp_path):
     config = small_config(model, tmp_path, checkpoint={"interval": 1})
-    assert with_engine(config, Breaking()).code == 0
+    assert with_engine(config, MyEngine()).code == 0
     folder = Path(config["run_dir"]) / "checkpoints"
     before = digest(folder / "step_000001")
     config["training"]["steps"] = 3
     with largest_file(12_000):
-        check(FULL_AGAIN, with_engine(config, Breaking()))
+        check(FULL_AGAIN, with_engine(config, MyEngine()))
     after = digest(folder / "step_000001")
     assert {name: after[name] for name in before} == before  # the kept rollouts may have come
     assert newest_checkpoint(folder)[0] == folder / "step_000001"
-    done = with_engine(config, Breaking())
+    done = with_engine(config, MyEngine())
     assert done.code == 0 and f"resumed from {folder / 'step_000001'}" in done.text
 
 
@@ -74,10 +74,10 @@ def test_metrics_on_a_full_disk(model, tmp_path):
     config["tracking"]["samples_per_step"] = 0
     case = Case("metrics on a full disk", "cannot be written: file too large", code=1, shows=("metrics.jsonl",))
     with largest_file(4_500):
-        check(case, with_engine(config, Breaking()))
+        check(case, with_engine(config, MyEngine()))
 
 
-class Removing(Breaking):
+class Removing(MyEngine):
     """Removes the run directory when it generates for the second time."""
 
     def __init__(self, folder: Path) -> None:

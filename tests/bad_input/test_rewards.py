@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.bad_input.front_door import Case, check, small_config, start, with_engine
-from tests.bad_input.test_rollouts import Breaking
+from tests.bad_input.test_rollouts import MyEngine
 from tests.train.run import records
 
 ALL = "responses of a batch (the first: "
@@ -40,6 +40,11 @@ def in_a_process(write, seconds: float = 1.0):
     return change
 
 
+def fails_on_all(name, first, overrides=(), *, breaks, shows=()):
+    """A case in which no response of the batch gets a score; ``first`` is the first one's reason."""
+    return Case(name, ALL, overrides, breaks, (ALL + first, *shows))
+
+
 CASES = (
     Case("unknown verifier", "is no verifier; set one of exact_match", ("data.verifier=regex",)),
     Case("verifier file missing", "no such file: absent.py; give its path, then :function",
@@ -48,39 +53,42 @@ CASES = (
          shows=("has no 'score'",)),
     Case("verifier that is no function", "it must be a function", breaks=body("score = 1\n"),
          shows=("'score' is a int",)),
-    Case("verifier file that fails", "failed (ModuleNotFoundError: No module named 'absent')",
-         breaks=body("import absent\n"), shows=("running ", "verify.py", "mend it")),
-    Case("verifier file of no Python", "failed (SyntaxError: ", breaks=body("def score(:\n")),
-    Case("verifier module missing", "importing absent.module failed", ("data.verifier=absent.module:score",)),
-    Case("verifier file that fails in a worker", "failed (ModuleNotFoundError: No module named 'absent')",
+    Case("verifier file that fails", "); mend it",
+         breaks=body("import absent\n"),
+         shows=("verify.py failed (ModuleNotFoundError: No module named 'absent'", "running ")),
+    Case("verifier file of no Python", "); mend it", breaks=body("def score(:\n"), shows=("failed (SyntaxError: ",)),
+    Case("verifier module missing", "); mend it", ("data.verifier=absent.module:score",),
+         shows=("importing absent.module failed (ModuleNotFoundError",)),
+    Case("verifier file that fails in a worker", "the verifier could not be loaded: ",
+         shows=("No module named 'absent'",),
          breaks=in_a_process(body("import absent\n"))),
-    Case("unknown option of a verifier", "don't fit",
+    Case("unknown option of a verifier", "don't fit (",
          ("data.verifier=exact_match", "data.verifier_options={tolerance: 1}")),
-    Case("verifier of another signature", ALL + "error: TypeError: score() ",
+    fails_on_all("verifier of another signature", "error: TypeError: score() ",
          breaks=body("def score(text): return 1.0\n"),
          shows=("mend it",)),
-    Case("verifier that raises", ALL + "error: ZeroDivisionError", breaks=returns("1 / 0")),
-    Case("verifier that raises in a worker", ALL + "error: ZeroDivisionError", breaks=in_a_process(returns("1 / 0"))),
-    Case("verifier that exits", ALL + "error: SystemExit: 3", breaks=body("def score(t, p): raise SystemExit(3)\n")),
-    Case("reward of NaN", ALL + "invalid: the verifier returned nan; return a finite number",
+    fails_on_all("verifier that raises", "error: ZeroDivisionError", breaks=returns("1 / 0")),
+    fails_on_all("verifier that raises in a worker", "error: ZeroDivisionError", breaks=in_a_process(returns("1 / 0"))),
+    fails_on_all("verifier that exits", "error: SystemExit: 3", breaks=body("def score(t, p): raise SystemExit(3)\n")),
+    fails_on_all("reward of NaN", "invalid: the verifier returned nan; return a finite number",
          breaks=returns("float('nan')")),
-    Case("infinite reward", ALL + "invalid: the verifier returned inf; return a finite number",
+    fails_on_all("infinite reward", "invalid: the verifier returned inf; return a finite number",
          breaks=returns("float('inf')")),
-    Case("reward beyond float32", ALL + "invalid: the verifier returned 1e+300; return a finite number",
+    fails_on_all("reward beyond float32", "invalid: the verifier returned 1e+300; return a finite number",
          breaks=returns("1e300")),
-    Case("reward of None", ALL + "invalid: the verifier returned the NoneType None; return a number",
+    fails_on_all("reward of None", "invalid: the verifier returned the NoneType None; return a number",
          breaks=returns("None")),
-    Case("reward of text", ALL + "invalid: the verifier returned the str '1.0'; return a number",
+    fails_on_all("reward of text", "invalid: the verifier returned the str '1.0'; return a number",
          breaks=returns("'1.0'")),
-    Case("list of rewards", ALL + "invalid: the verifier returned the list [1.0, 0.0]; return a number",
+    fails_on_all("list of rewards", "invalid: the verifier returned the list [1.0, 0.0]; return a number",
          breaks=returns("[1.0, 0.0]")),
-    Case("process that ends", ALL + "error: the verifier's process ended (exit code 7)",
+    fails_on_all("process that ends", "error: the verifier's process ended (exit code 7)",
          breaks=in_a_process(body("import os\ndef score(t, p): os._exit(7)\n"))),
-    Case("process that crashes", ALL + "error: the verifier's process ended (Segmentation fault)",
+    fails_on_all("process that crashes", "error: the verifier's process ended (Segmentation fault)",
          breaks=in_a_process(body("import ctypes\ndef score(t, p): ctypes.string_at(0)\n"))),
-    Case("verifier that hangs", ALL + "timeout: no result after 0.1 s",
+    fails_on_all("verifier that hangs", "timeout: no result after 0.1 s",
          breaks=in_a_process(body("import time\ndef score(t, p): time.sleep(600)\n"), 0.1)),
-    Case("answers missing for exact_match", ALL + "error: ValueError: prompt",
+    fails_on_all("answers missing for exact_match", "error: ValueError: prompt",
          ("data.verifier=exact_match", "data.answer_key=other"), shows=("has no answer",),
          breaks=lambda config, folder: (folder / "prompts.jsonl").write_text(
              "".join(json.dumps({"prompt": f"Spell {i}", "other": None}) + "\n" for i in range(4)))),
@@ -113,7 +121,7 @@ def test_some_failures_are_counted_and_move_no_baseline(fails, kind, model, tmp_
     """Rewards 1, 0 and two failures a group: the mean is 0.5 and not 0.25, and the failures aren't trained on."""
     config = small_config(model, tmp_path, tracking={"samples_per_step": 8, "picture": False})
     body(SOME.format(fails=fails))(config, tmp_path)
-    done = with_engine(config, Breaking())
+    done = with_engine(config, MyEngine())
     row = records(config["run_dir"])[-1]
     assert done.code == 0 and "step 1: 4 of 8 responses could not be scored" in done.text
     assert row[f"verifier/{kind}"] == 4 and row["masked/unscored"] == 4
@@ -129,7 +137,7 @@ def test_a_failure_can_be_given_a_reward(model, tmp_path):
     config = small_config(model, tmp_path, tracking={"samples_per_step": 8, "picture": False})
     body(SOME.format(fails="1 / 0"))(config, tmp_path)
     config["data"]["verifier_failure_reward"] = -1.0
-    assert with_engine(config, Breaking()).code == 0
+    assert with_engine(config, MyEngine()).code == 0
     row = records(config["run_dir"])[-1]
     assert row["verifier/error"] == 4 and row["masked/unscored"] == 0
     assert row["reward/mean"] == (1 + 0 - 1 - 1) / 4
@@ -142,7 +150,7 @@ def test_a_verifier_may_print_and_fork(model, tmp_path):
     code = "import os, sys\ndef score(text, prompt):\n    print('x' * 100000)\n    os.fork()\n    return len(text)\n"
     body(code)(config, tmp_path)
     config["data"]["verifier_timeout"] = 20.0
-    assert with_engine(config, Breaking()).code == 0
+    assert with_engine(config, MyEngine()).code == 0
     assert [sample["reward"] for sample in samples_of(config)] == [0, 1, 2, 3] * 2
     row = records(config["run_dir"])[-1]
     assert not [name for name in row if name.startswith("verifier/") and row[name]]

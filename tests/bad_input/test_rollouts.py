@@ -21,7 +21,7 @@ def answer(prompt: Any, number: int, seed: int) -> ScriptedResponse:
 
 
 @dataclass
-class Breaking(ScriptedEngine):
+class MyEngine(ScriptedEngine):
     """Answers properly, and then ``breaks`` the samples."""
 
     script: Any = answer
@@ -93,10 +93,10 @@ BROKEN = (
             second(tokens=lambda t: np.concatenate([t, t[-3:]]), loss_mask=np.ones(8, bool), rollout_log_probs=None),
             "tokens has 8 of the response"),
     failure("unknown finish reason", "use one of stop, length, abort", second(finish_reason="eos")),
-    failure("engine that refuses", "the engine Breaking failed: ValueError: prompt 3 is cursed",
-            fails(ValueError("prompt 3 is cursed"))),
-    failure("server that is gone", "the engine Breaking failed: ConnectionRefusedError",
-            fails(ConnectionRefusedError(111, "Connection refused"))),
+    failure("engine that refuses", "the engine MyEngine failed: ",
+            fails(ValueError("prompt 3 is cursed")), "ValueError: prompt 3 is cursed"),
+    failure("server that is gone", "the engine MyEngine failed: ",
+            fails(ConnectionRefusedError(111, "Connection refused")), "ConnectionRefusedError"),
 )  # fmt: skip
 CASES = tuple(case for case, _ in BROKEN)
 
@@ -104,7 +104,7 @@ CASES = tuple(case for case, _ in BROKEN)
 def run(breaks: Any, model: str, tmp_path: Any, **sections: Any) -> tuple[Outcome, dict[str, Any] | None]:
     """The outcome and the record of the one step, where it was made."""
     config = small_config(model, tmp_path, **sections)
-    done = with_engine(config, Breaking(breaks=breaks))
+    done = with_engine(config, MyEngine(breaks=breaks))
     rows = records(config["run_dir"]) if done.code == 0 else []
     return done, rows[-1] if rows else None
 
@@ -179,7 +179,7 @@ DIVERGED = (
 @pytest.mark.parametrize(("case", "lr"), zip(DIVERGED, (1e38, 1e30), strict=True), ids=lambda v: getattr(v, "name", ""))
 def test_a_run_that_diverged_ends(case, lr, model, tmp_path):
     config = broken_weights(small_config(model, tmp_path), lr)
-    check(case, with_engine(config, Breaking()))
+    check(case, with_engine(config, MyEngine()))
 
 
 def test_a_run_that_diverged_ends_with_the_embedded_engine_too(model, tmp_path):

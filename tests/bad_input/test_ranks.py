@@ -1,0 +1,126 @@
+"""Ranks that die, hang or fail alone: the others end soon, say why, and leave no process behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.bad_input.front_door import Case, small_config
+from tests.bad_input.ranks import run_ranks
+
+VERIFIER = Path(__file__).with_name("broken_verifier.py")
+LOST = "lost contact with another rank ("
+CASES = (
+    Case("rank killed", LOST, code=1, shows=("it died or hung, its log has the reason; ", "start again")),
+    Case("rank that hangs", LOST, code=1, shows=("Timed out waiting 10000ms",)),
+    Case("disk full on one rank", "cannot be written: file too large", code=1, shows=("rank 0: ", "metrics.jsonl")),
+    Case("verifier that fails on one node", "); mend it", shows=("rank 1: ", "this node lacks a package")),
+    Case("stopped by a scheduler", "stopped by SIGTERM, as a scheduler does", code=143, shows=("start again",)),
+)  # fmt: skip
+KILLED, HANGS, FULL, LACKS, STOPPED = CASES
+
+
+def broken(model: str, folder: Path, rank: int, how: str, **sections: Any) -> dict[str, Any]:
+    options = {"verifier": f"{VERIFIER}:score", "verifier_options": {"rank": rank, "how": how}}
+    config = small_config(model, folder, data=options, training={"steps": 3}, **sections)
+    return config
+
+
+def say(case: Case, text: str) -> bool:
+    """Whether one line, and one alone, says all of a case, without a traceback."""
+    lines = [line for line in text.splitlines() if re.match("(config )?error: ", line)]
+    return len(lines) == 1 and all(part in lines[0] for part in (case.phrase, *case.shows)) and "Traceback" not in text
+
+
+def test_a_rank_that_is_killed(model, tmp_path):
+    """On machines of their own, without torchrun: the broken connection ends the others at once."""
+    config = broken(model, tmp_path, 1, "kill", parallel={"timeout_minutes": 5.0})
+    first, killed, last = run_ranks(config, 3, tmp_path, limit=120)
+    assert killed.code == -signal.SIGKILL
+    for rank in (first, last):
+        assert rank.code == 1 and say(KILLED, rank.text), rank
+        assert rank.seconds - killed.seconds < 30
+
+
+def test_a_rank_that_hangs(model, tmp_path):
+    """Stopped in a step: the others wait for timeout_minutes, here ten seconds, and then end."""
+    config = broken(model, tmp_path, 1, "stop", parallel={"timeout_minutes": 1 / 6})
+    first, hangs, last = run_ranks(config, 3, tmp_path, limit=45, patience=2.0)
+    assert hangs.code is None
+    for rank in (first, last):
+        assert rank.code == 1 and say(HANGS, rank.text), rank
+
+
+@pytest.mark.parametrize("case", [FULL, LACKS], ids=lambda case: case.name)
+def test_one_rank_fails_and_all_say_its_reason(case, model, tmp_path):
+    """Long before a collective would time out: the reason travels through the store."""
+    config = broken(model, tmp_path, 0, "full disk", parallel={"timeout_minutes": 5.0})
+    if case is LACKS:
+        verifier = tmp_path / "verify.py"
+        lacks = "this node lacks a package"
+        fails = f'import os\nif os.environ["RANK"] == "1":\n    raise ImportError("{lacks}")\n'
+        verifier.write_text(fails + "def score(text, prompt): return 1.0\n")
+        config["data"] |= {"verifier": f"{verifier}:score", "verifier_options": {}}
+    ranks = run_ranks(config, 3, tmp_path, limit=120)
+    for rank in ranks:
+        assert rank.code == case.code and say(case, rank.text), rank
+    assert max(rank.seconds for rank in ranks) - min(rank.seconds for rank in ranks) < 30
+
+
+def torchrun(config: dict[str, Any], folder: Path, processes: int) -> subprocess.Popen[str]:
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    return subprocess.Popen(
+        [*command, "-m", "megatron_gspo.train", str(folder / "config.yaml")],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def members(session: int) -> list[int]:
+    """Living processes of a session."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                state, _, _, sid = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(sid) == session and state != "Z":
+                found.append(int(folder.name))
+    return found
+
+
+def test_under_torchrun_a_dead_rank_ends_all_and_one_line_says_it(model, tmp_path):
+    started = torchrun(broken(model, tmp_path, 1, "kill"), tmp_path, 2)
+    try:
+        text, _ = started.communicate(timeout=120)
+        assert started.returncode != 0
+        lines = [line for line in text.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1 and (LOST in lines[0] or STOPPED.phrase in lines[0]), text[-3000:]
+        end = time.monotonic() + 5
+        while (left := members(started.pid)) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert not left
+    finally:
+        for process in members(started.pid):
+            os.kill(process, signal.SIGKILL)
+
+
+def test_a_scheduler_that_stops_a_run_gets_one_line(model, tmp_path):
+    config = broken(model, tmp_path, 0, "terminate")
+    [alone] = run_ranks(config, 1, tmp_path, limit=60)
+    assert alone.code == STOPPED.code and say(STOPPED, alone.text), alone
