@@ -277,12 +277,12 @@ def main() -> None:
 
     torch.set_num_threads(1)
     found = [ROOT / path for path in options.paths]
-    files = sorted(
+    files = [
         str(file.relative_to(ROOT))
         for path in found
-        for file in (path.rglob("*.py") if path.is_dir() else [path])
+        for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])
         if file.name != "__init__.py"
-    )
+    ]
     slots = [make_slot(options.out / f"slot{i}") for i in range(options.slots)]
     store = options.out / "results.jsonl"
     results = load(store)
