@@ -7,6 +7,7 @@ a process group of its own, by which it and all that it starts can be found and 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -157,6 +158,7 @@ def _tree(pid: int) -> list[psutil.Process]:
 
 def _rank(config: str, folder: str, rank: int, environment: dict[str, str], target: Target | None) -> None:
     """One rank, in a process of its own: the command line's ``main`` under a tripwire."""
+    gc.freeze()  # what the server has imported: a collection, as before a save, would copy all its memory
     os.setpgid(0, 0)
     log = os.open(Path(folder) / f"log_{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
