@@ -22,6 +22,7 @@ import megatron_gspo.mcore.step  # noqa: F401  applies the patches; the fork ser
 from megatron_gspo.algorithms import preset
 from megatron_gspo.mcore.batches import micro_batches
 from megatron_gspo.mcore.checkpoint import load_checkpoint, save_checkpoint
+from megatron_gspo.mcore.checkpoint_files import CheckpointError
 from megatron_gspo.mcore.forward import unwrap
 from megatron_gspo.mcore.groups import Layout
 from megatron_gspo.mcore.model import ModelSettings, build_model
@@ -329,11 +330,11 @@ def resume_unpatched(rank: int, world_size: int, path: str, folder: str) -> dict
         upstream["_set_main_param_and_optimizer_states"](self, model_param, {**tensors, "step": state["step"]})
 
     DistributedOptimizer.state_dict = upstream["state_dict"]
-    with pytest.raises(AssertionError):
+    with pytest.raises(CheckpointError, match="AssertionError"):
         load_checkpoint(policy_in(path, Layout(), distributed_optimizer=True), at)
     DistributedOptimizer.state_dict = patched["state_dict"]
     DistributedOptimizer._set_main_param_and_optimizer_states = upstream["_set_main_param_and_optimizer_states"]
-    with pytest.raises(KeyError, match="step"):
+    with pytest.raises(CheckpointError, match="KeyError: 'step'"):
         load_checkpoint(policy_in(path, Layout(), distributed_optimizer=True), at)
     DistributedOptimizer._set_main_param_and_optimizer_states = with_step_given
     shared = policy_in(path, Layout(), distributed_optimizer=True)
