@@ -21,5 +21,6 @@ makes 1e-5 of its change. Adam's `eps` is 2e-4 here, the size of a gradient's en
 an entry of pure rounding noise would decide on a step of a whole learning rate.
 
 Tests also check that nothing in the comparison hangs on rounding: no ratio within 2e-5 of a clip, no two experts
-within 2e-5 of changing places.
+within 2e-5 of changing places, no parameter whose gradient is what is left of terms that cancel (each has at least
+2 % of the typical norm: at 0.7 % one was off by 1.2e-5).
 """
