@@ -9,7 +9,7 @@ TOLERANCES = {
     "metric": 1e-5,
     "gradient": 1e-5,  # of the worst parameter
     "step metric": 1e-5,  # with grad_norm and lr
-    "update": 1e-4,  # of the worst parameter, over three optimizer steps
+    "update": 5e-5,  # of the worst parameter, over three optimizer steps
 }
 
 REASON = """
