@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,7 @@ def live(config: Path, folder: Path, processes: int, kill: RandomKill | Target |
                 _kill(process.pid)
         for process in ranks:
             process.join()
-        orphans = sum(_sweep(process.pid) for process in ranks)
+        orphans = sum(_sweep(partial(_in_group, process.pid)) for process in ranks)
     codes = [process.exitcode for process in ranks]
     files = [folder / f"counts_{rank}.json" for rank in range(processes)]
     counts = [json.loads(file.read_text()) for file in files if file.is_file()]
@@ -135,8 +136,8 @@ def live_under_torchrun(
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             agent.wait()
-    codes = [agent.returncode or 0]
-    return Life(codes, time.monotonic() - started, _logs(folder))
+    seconds = time.monotonic() - started
+    return Life([agent.returncode or 0], seconds, _logs(folder), orphans=_sweep(lambda: _running(config)))
 
 
 def _worker(agent: subprocess.Popen[Any], rank: int) -> int | None:
@@ -207,10 +208,10 @@ def _kill(pid: int | None) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _sweep(group: int) -> int:
-    """Wait for what a dead rank has left in its process group; kill and count what does not end."""
+def _sweep(find: Callable[[], list[int]]) -> int:
+    """Wait for what a run has left behind; kill and count what does not end."""
     end = time.monotonic() + _AFTERLIFE
-    while left := [process.pid for process in psutil.process_iter(["status"]) if _group(process) == group]:
+    while left := find():
         if time.monotonic() > end:
             for pid in left:
                 _kill(pid)
@@ -219,11 +220,19 @@ def _sweep(group: int) -> int:
     return 0
 
 
-def _group(process: psutil.Process) -> int | None:
-    with contextlib.suppress(ProcessLookupError, psutil.Error):
-        if process.info["status"] != psutil.STATUS_ZOMBIE:
-            return os.getpgid(process.pid)
-    return None
+def _in_group(group: int) -> list[int]:
+    """The processes of a process group, zombies apart."""
+    found = []
+    for process in psutil.process_iter(["status"]):
+        with contextlib.suppress(ProcessLookupError):
+            if process.info["status"] != psutil.STATUS_ZOMBIE and os.getpgid(process.pid) == group:
+                found.append(process.pid)
+    return found
+
+
+def _running(config: Path) -> list[int]:
+    """The processes that were started with this config."""
+    return [p.pid for p in psutil.process_iter(["cmdline"]) if str(config) in (p.info["cmdline"] or [])]
 
 
 def _logs(folder: Path) -> str:
