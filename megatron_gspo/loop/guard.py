@@ -91,7 +91,9 @@ class _Guard:
     """This rank's watch over the others: a thread of its own, because the main one waits in collectives."""
 
     def __init__(self, store: dist.Store, run_dir: Path) -> None:
-        self._store, self._run_dir = store, run_dir
+        # a connection of its own: the main thread may hold the other one, waiting for a rank that is gone
+        self._store = store.clone() if hasattr(store, "clone") else store
+        self._run_dir = run_dir
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         elastic = "TORCHELASTIC_RUN_ID" in os.environ
         self._node = os.environ.get("GROUP_RANK", "0") if elastic else f"{socket.gethostname()}:{os.getpid()}"
@@ -104,7 +106,7 @@ class _Guard:
         self._wake = wake  # the socket must outlive its number
         self._before = signal.signal(signal.SIGTERM, lambda *_: None)
         signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-        self._thread = threading.Thread(target=self._watch, args=(store.clone(),), daemon=True)
+        self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -169,7 +171,7 @@ class _Guard:
         except RuntimeError:
             pass
 
-    def _watch(self, store: dist.Store) -> None:
+    def _watch(self) -> None:
         while True:
             received = b""
             with contextlib.suppress(TimeoutError):
@@ -179,7 +181,7 @@ class _Guard:
             if signal.SIGTERM in received:
                 self._leave(f"stopped by SIGTERM, as a scheduler does, or torchrun when a rank ends; {self._next()}")
             try:
-                failed = self._world > 1 and store.check([_KEY])
+                failed = self._world > 1 and self._store.check([_KEY])
             except RuntimeError:  # its host is gone: the main thread's next collective fails
                 return
             if failed:
