@@ -43,6 +43,7 @@ FIRST = {
     "objective": ["test_objective", "test_messages"],
     "policy_loss": ["test_worked_cases", "test_device", "test_messages"],
     "presets": ["test_objective", "test_messages"],
+    "ratio": ["test_ratio", "test_worked_cases", "test_device"],
     "rollout_correction": ["test_rollout_correction", "test_messages"],
     "parallel": ["test_context"],
     "log_probs": ["test_log_probs_limits", "test_log_probs"],
