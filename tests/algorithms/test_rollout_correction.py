@@ -130,6 +130,8 @@ def test_the_band_and_the_default_cap():
     for d, share in ((inside, 0.0), (-inside, 0.0), (outside, 1.0), (-outside, 1.0)):
         got = mismatch_metrics(torch.tensor([d - 1]), torch.tensor([-1.0]), torch.ones(1), num_tokens=1)
         assert got["mismatch/outside_band"] == share
+    edge = mismatch_metrics(torch.tensor([math.log(2)]), torch.zeros(1), torch.ones(1), num_tokens=1)
+    assert edge["mismatch/outside_band"] == 0
     wide = torch.full((6,), 3.0) + ROLLOUT
     assert token_correction_weights(wide, ROLLOUT, torch.ones(6)).tolist() == pytest.approx([2.0] * 6)
     got = sequence_correction_weights(wide, ROLLOUT, torch.ones(6), IDS, 3)
