@@ -102,7 +102,7 @@ def _environments(records: list[Record]) -> str:
         cells = [*(r["versions"][name] for name in columns[:3]), r["python"], r["machine"], r["date"]]
         lines.append(f"| {' | '.join(cells)} |")
     if len(records) > 1 and all(r["layouts"] == records[0]["layouts"] for r in records):
-        lines.append("\nEvery figure below is the same under all of them: they do the same arithmetic in the same order.")
+        lines.append("\nEvery figure below is the same under all: they do the same arithmetic in the same order.")
     return "\n".join(lines) + "\n"
 
 
