@@ -147,6 +147,7 @@ def test_refusals_follow_the_ratio_level_whatever_the_name():
         ("grpo", {"epsilon_low": 0}, "epsilon_low = 0"),
         ("grpo", {"epsilon_low": 1.5}, "epsilon_low = 1.5"),
         ("grpo", {"epsilon_high": -0.1}, "epsilon_high = -0.1"),
+        ("grpo", {"epsilon_high": 0}, "epsilon_high = 0: give a number above 0"),
         ("grpo", {"epsilon_high": float("nan")}, "epsilon_high = nan"),
         ("grpo", {"epsilon_high": "0.2"}, "epsilon_high = '0.2'"),
         ("grpo", {"epsilon_high": None}, "epsilon_high = None"),

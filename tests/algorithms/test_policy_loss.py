@@ -167,3 +167,15 @@ def test_which_metrics_there_are(name):
     assert names(preset(name, entropy_coef=0.1)) == always | both | {"loss/entropy"}
     if name != "sft":
         assert names(preset(name, dual_clip=3.0)) == always | both | {"clip_fraction/dual"}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_log_probs_decide_the_dtype(name):
+    """Advantages may be integers and the other log-probs float64: loss and metrics stay float32."""
+    batch = random_batch(0, drift=0.01)
+    arguments = batch.arguments()
+    arguments["log_probs"] = batch.log_probs.float().requires_grad_()
+    arguments["advantages"] = torch.ones(len(batch.advantages), dtype=torch.long)
+    objective = preset(name, kl_loss_coef=0.1, entropy_coef=0.1)
+    loss, metrics = policy_loss(objective, **arguments, num_sequences=batch.num_sequences)
+    assert {x.dtype for x in (loss, *metrics.values())} == {torch.float32}

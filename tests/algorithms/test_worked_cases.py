@@ -212,6 +212,9 @@ def test_finished_metrics_by_hand():
     assert all(type(value) is float for value in final.values())
     nothing = finish_metrics({"ratio/mean": 0.0, "ratio/square_deviation": 0.0})
     assert nothing == {"ratio/mean": 0.0, "ratio/std": 0.0, "effective_sample_size": 0.0}
+    for mean in (0.25, 0.5):  # shares that fit no ratios: the mean square would be below 0, or 0
+        odd = finish_metrics({"ratio/mean": mean, "ratio/square_deviation": 0.0})
+        assert odd["effective_sample_size"] == 0.0
     rounded = finish_metrics({"ratio/mean": 1.5, "ratio/square_deviation": 0.25 - 1e-9})
     assert rounded["ratio/std"] == 0.0 and rounded["effective_sample_size"] == 1.0
     extremes = {
