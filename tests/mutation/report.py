@@ -30,8 +30,10 @@ def counted(mutants: list[dict]) -> Counter[str]:
 
 
 def share(counts: Counter[str]) -> float:
-    """Killed, of all: hanging and crashing are ways to be found out."""
-    return sum(counts[name] for name in ("killed", "timeout", "crashed")) / max(counts.total(), 1)
+    """Killed, of those that were run: hanging and crashing are ways to be found out."""
+    return sum(counts[name] for name in ("killed", "timeout", "crashed")) / max(
+        counts.total() - counts["not run"], 1
+    )
 
 
 def table(results: dict[str, list[dict]]) -> list[str]:
@@ -97,7 +99,11 @@ def main() -> None:
     text = (HERE / "page.md").read_text()
     text = text.replace("{table}", "\n".join(table(results))).replace("{survivors}", "\n".join(lines).strip())
     text = text.replace("{versions}", versions()).replace("{killed}", f"{100 * share(counts):.1f}")
-    options.page.write_text(text.replace("{total}", str(counts.total())))
+    options.page.write_text(
+        text.replace("{run}", str(counts.total() - counts["not run"])).replace("{total}", str(counts.total()))
+    )
+    if counts["not run"]:
+        faults.append(f"{counts['not run']} mutants were not run: run.py --only 'not run'")
     if share(counts) < WANTED:
         faults.append(f"{100 * share(counts):.1f} % killed, wanted {100 * WANTED:.0f} %")
     print("\n".join([*table(results)[-3:], *faults]))
