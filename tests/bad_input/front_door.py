@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import multiprocessing
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from megatron_gspo.rollout.engine import RolloutEngine
 from megatron_gspo.train import main, train
 from tests.train.run import WORD, base_config
 
+LIMIT = 120.0  # seconds
 VERIFIER = Path(__file__).parents[1] / "train" / "verifier.py"
 ROWS = [{"prompt": f"{WORD} {word}", "answer": word[::-1]} for word in ("dog", "cat", "sun", "map", "tin", "ore")]
 
@@ -75,7 +79,7 @@ def write_rows(path: Path, rows: Sequence[Any]) -> Path:
 
 
 def command_line(*arguments: str) -> Outcome:
-    """``python -m megatron_gspo.train ARGUMENTS`` in this process."""
+    """``python -m megatron_gspo.train ARGUMENTS`` in a fork of this process."""
     return _captured(lambda: main(list(arguments)))
 
 
@@ -97,13 +101,38 @@ def with_engine(config: dict[str, Any], engine: RolloutEngine) -> Outcome:
 
 
 def _captured(action: Callable[[], int | None]) -> Outcome:
+    """What ``action`` does in a fork of this process.
+
+    torch keeps threads and files of every process group that a process has destroyed: a hundred runs in one process
+    would slow down all tests after them.
+    """
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_in_fork, args=(action, sender))
+    child.start()
+    sender.close()
+    try:
+        if not receiver.poll(LIMIT):
+            raise TimeoutError(f"not done in {LIMIT:g} s")
+        outcome = receiver.recv()
+        child.join(LIMIT)
+        return outcome
+    finally:
+        child.kill()
+        child.join()
+
+
+def _in_fork(action: Callable[[], int | None], sender: Connection) -> None:
     text = io.StringIO()
     with contextlib.redirect_stderr(text), contextlib.redirect_stdout(io.StringIO()):
         try:
             code = action()
         except SystemExit as left:
             code = left.code
-    return Outcome(int(code or 0), text.getvalue())
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+    sender.send(Outcome(int(code or 0), text.getvalue()))
 
 
 def check(case: Case, outcome: Outcome) -> None:
