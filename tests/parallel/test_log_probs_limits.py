@@ -1,6 +1,7 @@
 """Log-probabilities from hidden states: refusals, budgets, the shape of tiles."""
 
 import functools
+import inspect
 import math
 
 import pytest
@@ -66,6 +67,10 @@ def test_the_smallest_and_largest_label_and_vocabulary_pass():
     assert log_probs.isfinite().all()
     log_probs, _ = log_probs_from_hidden(hidden, weight, torch.tensor([0, 0]), vocab_size=1)
     assert log_probs.tolist() == pytest.approx([0, 0], abs=1e-6)
+
+
+def test_sequence_parallelism_is_asked_for():
+    assert inspect.signature(log_probs_from_hidden).parameters["sequence_parallel"].default is False
 
 
 def test_sequence_parallel_without_a_group_is_one_process():
