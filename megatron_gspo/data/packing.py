@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_gspo.data.sample import Sample
+from megatron_gspo.data.routes import RouteShape, spread_routes
+from megatron_gspo.data.sample import Sample, route_fault
 from megatron_gspo.data.schedule import ScheduleReport, padded_length, schedule, schedule_report
 from megatron_gspo.parallel.context import zigzag_indices
 
@@ -43,11 +44,15 @@ class PackedBatch:
         labels are 0 at padding and at the last position of a sequence.
     loss_mask: [T] float32, 1 where labels[t] is a token that the policy chose.
     advantages, old_log_probs, rollout_log_probs, ref_log_probs: [T] float32, 0 where loss_mask is 0.
+    routed_experts: [T, layers, k] of `RouteShape.dtype`, expert ids. A position without a row in its sample (padding,
+        the last of a sequence, a hole) has a balanced spread (`spread_routes`). None: packed without routes.
+    route_holes: [T] bool, where the sample's route isn't known; None where the batch has no hole.
     cu_seqlens: [n+1] int32, padded bounds, 0 .. T of the whole (never of a shard).
     max_seqlen: longest padded sequence, in tokens.
     num_segments: n.
     num_sequences, num_tokens: sequences with a trained token, and trained tokens, in the GLOBAL mini-batch.
     sample_ids: sample_ids[s] is the position of segment s in the list of samples that was packed.
+    micro_batch: which of its rank's micro-batches this is; whoever packs several numbers them.
     """
 
     tokens: Tensor
@@ -65,6 +70,9 @@ class PackedBatch:
     num_sequences: int
     num_tokens: int
     sample_ids: tuple[int, ...]
+    routed_experts: Tensor | None = None
+    route_holes: Tensor | None = None
+    micro_batch: int = 0
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedBatch:
         """The same batch with every tensor on `device`."""
@@ -93,6 +101,7 @@ def pack(
     sequence_multiple: int = 1,
     total_multiple: int = 1,
     optional: Collection[str] | None = None,
+    routes: RouteShape | None = None,
 ) -> PackedBatch:
     """Lay samples end to end.
 
@@ -101,14 +110,17 @@ def pack(
         sequence parallelism).
     num_sequences, num_tokens: counts over the global mini-batch (`count_trained`, summed over ranks).
     optional: which of OPTIONAL_FIELDS the batch carries; None takes those that the samples carry.
+    routes: the model's sizes where the batch is to carry the samples' routes (`check_routes` them before).
 
     An empty list gives one dummy segment with loss_mask 0, so that ranks stay in step; it carries every field
-    in `optional` (None: all of them) as zeros. Advantages are 0 where no sample has any (a log-prob pass).
-    Raises ValueError where a field is present in some samples only, or asked for and absent.
+    in `optional` (None: all of them) as zeros, and a spread as routes. Advantages are 0 where no sample has any (a
+    log-prob pass). Raises ValueError where a field is present in some samples only, or asked for and absent, and for
+    routes of other sizes.
     """
     multiple = math.lcm(sequence_multiple, total_multiple)
     if not samples:
-        return _dummy(multiple, num_sequences, num_tokens, OPTIONAL_FIELDS if optional is None else optional)
+        wanted = OPTIONAL_FIELDS if optional is None else optional
+        return _dummy(multiple, num_sequences, num_tokens, wanted, routes)
     padded = [padded_length(sample.length, sequence_multiple) for sample in samples]
     padded[-1] += padded_length(sum(padded), multiple) - sum(padded)
     bounds = np.concatenate([[0], np.cumsum(padded)])
@@ -120,23 +132,28 @@ def pack(
         labels[start : start + sample.length - 1] = sample.tokens[1:]
     advantages = _field("advantages", samples, bounds, wanted=None)
     loss_mask = _lay_out([sample.loss_mask for sample in samples], samples, bounds)
+    positions = np.arange(total) - np.repeat(bounds[:-1], padded)
+    carried: dict[str, Any] = {
+        name: _field(name, samples, bounds, wanted=None if optional is None else name in optional)
+        for name in OPTIONAL_FIELDS
+    }
+    routed_experts, route_holes = _routes(samples, positions, bounds.tolist(), routes)
     return PackedBatch(
         tokens=torch.from_numpy(tokens),
         labels=torch.from_numpy(labels),
-        position_ids=torch.from_numpy(np.arange(total) - np.repeat(bounds[:-1], padded)),
+        position_ids=torch.from_numpy(positions),
         segment_ids=torch.from_numpy(np.repeat(np.arange(len(padded)), padded)),
         loss_mask=torch.from_numpy(loss_mask),
         advantages=torch.zeros(total) if advantages is None else advantages,
-        **{
-            name: _field(name, samples, bounds, wanted=None if optional is None else name in optional)
-            for name in OPTIONAL_FIELDS
-        },
+        **carried,
         cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
         max_seqlen=max(padded),
         num_segments=len(padded),
         num_sequences=num_sequences,
         num_tokens=num_tokens,
         sample_ids=tuple(range(len(samples))),
+        routed_experts=routed_experts,
+        route_holes=route_holes,
     )
 
 
@@ -207,7 +224,45 @@ def _lay_out(values: Sequence[np.ndarray], samples: Sequence[Sample], bounds: np
     return out
 
 
-def _dummy(length: int, num_sequences: int, num_tokens: int, optional: Collection[str]) -> PackedBatch:
+def _routes(
+    samples: Sequence[Sample], positions: np.ndarray, starts: Sequence[int], shape: RouteShape | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """`routed_experts` and `route_holes` of a batch; positions: [T] within their sequence."""
+    if shape is None:
+        return None, None
+    ids = np.empty((len(positions), shape.layers, shape.k), dtype=shape.dtype)
+    bare = np.ones(len(positions), dtype=bool)
+    holes = np.zeros(len(positions), dtype=bool)
+    for sample, start in zip(samples, starts, strict=False):
+        rows = slice(start, start + sample.length - 1)
+        ids[rows] = _fitting(sample, shape)
+        bare[rows] = False
+        if sample.route_holes is not None:
+            holes[rows] = sample.route_holes
+    bare |= holes
+    ids[bare] = spread_routes(positions[bare], shape)
+    return torch.from_numpy(ids), torch.from_numpy(holes) if holes.any() else None
+
+
+def _fitting(sample: Sample, shape: RouteShape) -> np.ndarray:
+    """The sample's routes, of the model's layers and k, and with ids that `shape.dtype` holds."""
+    ids = sample.routed_experts
+    fault = "routed_experts is missing; give routes to all samples" if ids is None else route_fault(sample)
+    if not fault and ids is not None:
+        if ids.shape[1:] != (shape.layers, shape.k):
+            fault = f"routed_experts has shape {list(ids.shape)}; it must be [{len(ids)}, {shape.layers}, {shape.k}]"
+        elif ids.dtype.itemsize > shape.dtype.itemsize and ids.size and ids.max() >= shape.num_experts:
+            fault = f"routed_experts has the expert {ids.max()}; the model has experts 0 to {shape.num_experts - 1}"
+    if fault:
+        raise ValueError(f"sample {sample.prompt_index}/{sample.sample_index}: {fault}")
+    assert ids is not None
+    return ids
+
+
+def _dummy(
+    length: int, num_sequences: int, num_tokens: int, optional: Collection[str], routes: RouteShape | None
+) -> PackedBatch:
+    zeros: dict[str, Any] = {name: torch.zeros(length) if name in optional else None for name in OPTIONAL_FIELDS}
     return PackedBatch(
         tokens=torch.zeros(length, dtype=torch.int64),
         labels=torch.zeros(length, dtype=torch.int64),
@@ -215,11 +270,12 @@ def _dummy(length: int, num_sequences: int, num_tokens: int, optional: Collectio
         segment_ids=torch.zeros(length, dtype=torch.int64),
         loss_mask=torch.zeros(length),
         advantages=torch.zeros(length),
-        **{name: torch.zeros(length) if name in optional else None for name in OPTIONAL_FIELDS},
+        **zeros,
         cu_seqlens=torch.tensor([0, length], dtype=torch.int32),
         max_seqlen=length,
         num_segments=1,
         num_sequences=num_sequences,
         num_tokens=num_tokens,
         sample_ids=(),
+        routed_experts=_routes([], np.arange(length), [], routes)[0],
     )

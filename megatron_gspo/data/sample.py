@@ -59,7 +59,9 @@ class Sample:
     weight_version: version of the weights that sampled it.
     reward: NaN until scored.
     advantages, old_log_probs, ref_log_probs: [R] float32, filled in by the trainer.
-    routed_experts: [L-1, layers, k] int16 or wider, expert ids per input position (L's last is not fed).
+    routed_experts: [L-1, layers, k] unsigned, the smallest type that holds the ids (`routes.expert_id_dtype`): the
+        experts of each input position in the MoE layers, in model order; the last token is not fed.
+    route_holes: [L-1] bool, True where no route is known; None: all are.
     metadata: JSON-able.
     """
 
@@ -77,6 +79,7 @@ class Sample:
     old_log_probs: np.ndarray | None = None
     ref_log_probs: np.ndarray | None = None
     routed_experts: np.ndarray | None = None
+    route_holes: np.ndarray | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -109,8 +112,9 @@ class Sample:
         _check_array(self.loss_mask, (self.response_length,), np.bool_, where, "loss_mask")
         for name in (*_LOG_PROB_FIELDS, "advantages"):
             self._check_floats(name, where, finite)
-        if self.routed_experts is not None:
-            self._check_routed_experts(where)
+        fault = route_fault(self)
+        if fault:
+            raise ValueError(f"{where}: {fault}")
 
     def _check_floats(self, name: str, where: str, finite: bool) -> None:
         values = getattr(self, name)
@@ -125,16 +129,6 @@ class Sample:
             raise ValueError(f"{where}: {name} has {bad} non-finite trained values; check the weights")
         if name in _LOG_PROB_FIELDS and trained.size and trained.max() > 1e-3:
             raise ValueError(f"{where}: {name} has {trained.max():.4g}; a log-probability is at most 0")
-
-    def _check_routed_experts(self, where: str) -> None:
-        experts = np.asarray(self.routed_experts)
-        if experts.ndim != 3 or experts.shape[0] != self.length - 1:
-            wanted = f"[{self.length - 1}, layers, k]"
-            raise ValueError(f"{where}: routed_experts has shape {list(experts.shape)}; it must be {wanted}")
-        if experts.dtype.kind != "i" or experts.dtype.itemsize < 2:
-            raise ValueError(f"{where}: routed_experts is {experts.dtype}; use int16 or wider")
-        if experts.size and experts.min() < 0:
-            raise ValueError(f"{where}: routed_experts has the negative id {experts.min()}; ids start at 0")
 
     def to_record(self, prompt: Prompt | None = None) -> dict[str, Any]:
         """A JSON-able dict for the samples/ folder of a run: texts, reward and lengths, no token arrays.
@@ -156,6 +150,27 @@ class Sample:
             record["prompt"] = prompt.text
             record["answer"] = prompt.answer
         return record
+
+
+def route_fault(sample: Sample) -> str:
+    """Why routed_experts and route_holes aren't what `Sample` documents; empty where they are, or are None."""
+    experts, holes = sample.routed_experts, sample.route_holes
+    if experts is None:
+        return "" if holes is None else "route_holes is given without routed_experts; give both or neither"
+    if not isinstance(experts, np.ndarray) or experts.ndim != 3:
+        return f"routed_experts is {_describe(experts)}; it must be a [tokens - 1, layers, k] numpy array"
+    if experts.dtype.kind != "u":
+        return f"routed_experts is {_describe(experts)}; make it unsigned with data.routes.as_routes"
+    rows = sample.length - 1
+    if experts.shape[0] != rows:
+        fix = f"give {rows}, one for each token but the last, of this very tokenisation"
+        return f"routed_experts has {experts.shape[0]} rows for {sample.length} tokens; {fix}"
+    if holes is None:
+        return ""
+    if not isinstance(holes, np.ndarray) or holes.dtype != np.bool_ or holes.shape != (rows,):
+        found = f"{_describe(holes)} of shape {list(np.shape(holes))}"
+        return f"route_holes is {found}; it must be a [{rows}] bool numpy array, one for each row of routed_experts"
+    return ""
 
 
 def json_able(value: Any) -> Any:

@@ -36,3 +36,10 @@ def make_sample(prompt_length, response_length, *, seed=0, mask=None, log_probs=
         for name in ("rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages"):
             values[name] = (-1 - rng.random(response_length)).astype(np.float32)
     return Sample(**(values | extra))
+
+
+def make_routes(rows, layers, k, num_experts, *, seed=0):
+    """[rows, layers, k] in the smallest unsigned type: k different experts in every row, in any order."""
+    rng = np.random.default_rng(seed)
+    ids = rng.random((rows, layers, num_experts)).argsort(-1)[..., :k]
+    return ids.astype(np.uint8 if num_experts <= 256 else np.uint16)

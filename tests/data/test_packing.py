@@ -5,8 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_gspo.data.packing import OPTIONAL_FIELDS, context_parallel_shard, count_trained, pack, unpack
+from megatron_gspo.data.routes import RouteShape
 from megatron_gspo.parallel.context import zigzag_indices
-from tests.data.make import make_sample
+from tests.data.make import make_routes, make_sample
 
 PER_TOKEN = ("tokens", "labels", "position_ids", "segment_ids", "loss_mask", "advantages", *OPTIONAL_FIELDS)
 shapes = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 7)), min_size=1, max_size=6)
@@ -151,3 +152,100 @@ def test_fields_are_carried_by_all_samples_or_by_none():
 def test_to_moves_every_tensor():
     batch = pack(two_samples(), num_sequences=2, num_tokens=3).to("meta")
     assert all(getattr(batch, name).device.type == "meta" for name in (*PER_TOKEN, "cu_seqlens"))
+
+
+def routed(prompt, response, shape, seed=0, holes=None):
+    ids = make_routes(prompt + response - 1, shape.layers, shape.k, shape.num_experts, seed=seed)
+    return make_sample(prompt, response, seed=seed, routed_experts=ids, route_holes=holes)
+
+
+def test_routes_by_hand():
+    shape = RouteShape(layers=2, k=2, num_experts=5)
+    first = make_sample(2, 1, routed_experts=np.array([[[4, 0], [1, 3]], [[2, 1], [0, 4]]], np.uint8))
+    second = make_sample(1, 1, routed_experts=np.array([[[3, 4], [3, 0]]], np.uint8))
+    batch = pack([first, second], sequence_multiple=4, num_sequences=2, num_tokens=2, routes=shape)
+    # rows that no sample has, by their position: 1 -> (2, 3), 2 -> (4, 5), 3 -> (6, 7), modulo 5
+    assert batch.routed_experts.tolist() == [
+        [[4, 0], [1, 3]], [[2, 1], [0, 4]], [[4, 0], [4, 0]], [[1, 2], [1, 2]],
+        [[3, 4], [3, 0]], [[2, 3], [2, 3]], [[4, 0], [4, 0]], [[1, 2], [1, 2]],
+    ]  # fmt: skip
+    assert batch.routed_experts.dtype == torch.uint8 and batch.route_holes is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shapes=shapes,
+    multiple=st.integers(1, 8),
+    sizes=st.sampled_from([(1, 1, 1), (2, 2, 5), (3, 4, 256), (1, 4, 257)]),
+    data=st.data(),
+)
+def test_routes_of_every_position_against_a_naive_loop(shapes, multiple, sizes, data):
+    shape = RouteShape(*sizes)
+    samples = []
+    for seed, (prompt, response) in enumerate(shapes):
+        rows = prompt + response - 1
+        drawn = data.draw(st.none() | st.lists(st.booleans(), min_size=rows, max_size=rows))
+        samples.append(routed(prompt, response, shape, seed, None if drawn is None else np.array(drawn, bool)))
+    batch = pack(samples, sequence_multiple=multiple, num_sequences=1, num_tokens=1, routes=shape)
+    ids = batch.routed_experts.numpy()
+    assert ids.dtype == shape.dtype and ids.shape == (len(batch.tokens), shape.layers, shape.k)
+    bounds = batch.cu_seqlens.tolist()
+    holes = 0
+    for s, sample in enumerate(samples):
+        for t in range(bounds[s + 1] - bounds[s]):
+            real = t < sample.length - 1
+            hole = real and sample.route_holes is not None and bool(sample.route_holes[t])
+            holes += hole
+            assert (batch.route_holes is not None and bool(batch.route_holes[bounds[s] + t])) == hole
+            for layer in range(shape.layers):
+                spread = [(t * shape.k + j) % shape.num_experts for j in range(shape.k)]
+                known = real and not hole
+                wanted = sample.routed_experts[t, layer].tolist() if known else spread
+                assert ids[bounds[s] + t, layer].tolist() == wanted
+    assert (batch.route_holes is None) == (holes == 0)
+
+
+def test_padding_loads_the_experts_alike():
+    shape = RouteShape(layers=2, k=3, num_experts=8)
+    batch = pack([routed(1, 1, shape)], sequence_multiple=65, num_sequences=1, num_tokens=1, routes=shape)
+    for layer in range(2):
+        load = np.bincount(batch.routed_experts[1:, layer].flatten().numpy(), minlength=8)
+        assert load.tolist() == [24] * 8
+
+
+@pytest.mark.parametrize("num_experts", [8, 300])
+def test_a_dummy_batch_carries_routes_and_shards_and_moves(num_experts):
+    shape = RouteShape(layers=2, k=3, num_experts=num_experts)
+    dummy = pack([], sequence_multiple=4, total_multiple=6, num_sequences=1, num_tokens=1, routes=shape)
+    assert dummy.routed_experts.dtype == shape.torch_dtype and dummy.route_holes is None
+    for t in range(12):
+        wanted = [(3 * t + j) % num_experts for j in range(3)]
+        assert dummy.routed_experts[t].tolist() == [wanted, wanted]
+    assert pack([], num_sequences=1, num_tokens=1).routed_experts is None
+    holes = np.array([False, True, False])
+    batch = pack([routed(2, 2, shape, holes=holes)], sequence_multiple=4, num_sequences=1, num_tokens=2, routes=shape)
+    for rank, mine in ((0, [0, 3]), (1, [1, 2])):
+        shard = context_parallel_shard(batch, rank, 2)
+        assert shard.routed_experts.tolist() == batch.routed_experts[mine].tolist()
+        assert shard.route_holes.tolist() == batch.route_holes[mine].tolist()
+        assert shard.routed_experts.dtype == shape.torch_dtype
+    moved = batch.to("meta")
+    assert moved.routed_experts.device.type == moved.route_holes.device.type == "meta"
+    assert moved.routed_experts.dtype == shape.torch_dtype
+
+
+def test_routes_are_carried_only_where_asked_for():
+    shape = RouteShape(2, 2, 8)
+    assert pack([routed(2, 2, shape)], num_sequences=1, num_tokens=2).routed_experts is None
+    for sample, message in (
+        (make_sample(2, 2), "sample 0/0: routed_experts is missing; give routes to all samples"),
+        (routed(2, 2, RouteShape(3, 2, 8)), r"0/0: routed_experts has shape \[3, 3, 2\]; it must be \[3, 2, 2\]"),
+        (make_sample(2, 2, routed_experts=np.zeros((2, 2, 2), np.uint8)), "has 2 rows for 4 tokens; give 3"),
+        (make_sample(2, 2, routed_experts=np.full((3, 2, 2), 256, np.uint16)), "has the expert 256; the model has"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pack([sample], num_sequences=1, num_tokens=2, routes=shape)
+    wide = make_sample(2, 2, routed_experts=make_routes(3, 2, 2, 8).astype(np.uint16))
+    batch = pack([wide], num_sequences=1, num_tokens=2, routes=shape)
+    assert batch.routed_experts.dtype == torch.uint8
+    assert batch.routed_experts[:3].tolist() == wide.routed_experts.tolist()

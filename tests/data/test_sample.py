@@ -13,6 +13,8 @@ def test_lengths_and_views():
     assert sample.response_ids.tolist() == sample.tokens[2:].tolist()
     sample.check()
     make_sample(1, 0).check()
+    make_sample(1, 0, routed_experts=np.zeros((0, 2, 8), np.uint8), route_holes=np.zeros(0, bool)).check()
+    make_sample(2, 3, routed_experts=np.zeros((4, 2, 8), np.uint16)).check()
 
 
 @pytest.mark.parametrize(
@@ -33,8 +35,19 @@ def test_lengths_and_views():
             "ref_log_probs has 0.5; a log-probability is at",
         ),
         ({"advantages": np.array([0, np.inf, 0], np.float32)}, "advantages has 1 non-finite"),
-        ({"routed_experts": np.zeros((5, 2, 8), np.int32)}, "it must be [4, layers, k]"),
-        ({"routed_experts": np.zeros((4, 2, 8), np.uint8)}, "routed_experts is uint8; use int16 or wider"),
+        ({"routed_experts": np.zeros((5, 2, 8), np.uint8)}, "routed_experts has 5 rows for 5 tokens; give 4"),
+        ({"routed_experts": np.zeros((4, 2, 8), np.int32)}, "routed_experts is a 3-d int32 array; make it unsigned"),
+        ({"routed_experts": np.zeros((4, 16), np.uint8)}, "a 2-d uint8 array; it must be a [tokens - 1, layers, k]"),
+        ({"routed_experts": [[[1]]] * 4}, "routed_experts is list; it must be a [tokens - 1, layers, k]"),
+        ({"route_holes": np.zeros(4, bool)}, "route_holes is given without routed_experts; give both or neither"),
+        (
+            {"routed_experts": np.zeros((4, 2, 8), np.uint16), "route_holes": np.zeros(5, bool)},
+            "route_holes is a 1-d bool array of shape [5]; it must be a [4] bool numpy array",
+        ),
+        (
+            {"routed_experts": np.zeros((4, 2, 8), np.uint16), "route_holes": np.zeros(4, np.int8)},
+            "route_holes is a 1-d int8 array of shape [4]; it must be a [4] bool numpy array",
+        ),
     ],
 )
 def test_check_names_the_field_the_value_and_the_fix(change, message):
