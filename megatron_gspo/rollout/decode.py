@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from megatron_gspo.rollout.cache import BufferCache
 from megatron_gspo.rollout.engine import SamplingParams
+from megatron_gspo.rollout.route_recorder import DecodedRoutes, RouteRecorder
 from megatron_gspo.rollout.sampling import choose_tokens
 
 _DROP_SHARE = 8  # finished rows leave when they are 1/8 of the batch: copying the cache costs 1/4 of a step
@@ -20,12 +21,13 @@ _RESERVE = 128  # columns of cache allocated ahead of need
 @dataclass
 class Responses:
     """tokens [B, R] int64 and log_probs [B, R] float32, valid up to lengths [B] int64; stopped [B] bool: by
-    an end token, which is then the last one."""
+    an end token, which is then the last one. routes: of each row [P + length - 1, layers, k] expert ids."""
 
     tokens: np.ndarray
     log_probs: np.ndarray
     lengths: np.ndarray
     stopped: np.ndarray
+    routes: list[np.ndarray] | None = None
 
 
 @torch.no_grad()
@@ -36,15 +38,17 @@ def decode(
     uniforms: np.ndarray | None,
     sampling: SamplingParams,
     stop_ids: Tensor,
+    recorder: RouteRecorder | None = None,
 ) -> Responses:
     """Draw one response for each row.
 
     prompts: token ids [P_i] int64 of each distinct prompt; rows: [B] int64, the prompt of each row.
     uniforms: [B, R] float32, R = max_response_length (None when greedy); stop_ids: [E] int64 on the model's
-    device.
+    device. recorder: on the model's hooks, where routes are to be returned.
     """
     device, limit, batch = model.device, sampling.max_response_length, len(rows)
     logits, state = _prefill(model, prompts, torch.from_numpy(rows).to(device), limit)
+    routes = None if recorder is None else DecodedRoutes(recorder, prompts, rows)
     draws = None if uniforms is None else torch.from_numpy(uniforms).to(device).t().contiguous()
     tokens = torch.full((limit, batch), -1, dtype=torch.int64, device=device)
     log_probs = torch.zeros(limit, batch, device=device)
@@ -64,7 +68,12 @@ def decode(
             live, chosen, finished = live[keep], chosen[keep], finished[keep]
             state.select_rows(keep)
         logits = state.step(model, chosen)
-    return _collect(tokens.t(), log_probs.t(), stop_ids)
+        if routes is not None:
+            routes.add(live)
+    responses = _collect(tokens.t(), log_probs.t(), stop_ids)
+    if routes is not None:
+        responses.routes = routes.of_rows(responses.lengths.tolist())
+    return responses
 
 
 @dataclass

@@ -16,6 +16,7 @@ from megatron_gspo.rollout.check import EngineError
 from megatron_gspo.rollout.cpu_kernels import use_cpu_kernels
 from megatron_gspo.rollout.decode import Responses, decode
 from megatron_gspo.rollout.engine import SamplingParams
+from megatron_gspo.rollout.route_recorder import RouteRecorder
 from megatron_gspo.rollout.sampling import sequence_uniforms
 from megatron_gspo.rollout.weights import WeightTargets
 
@@ -45,6 +46,7 @@ class EmbeddedEngine:
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         max_batch: int = 256,
+        return_routed_experts: bool = False,
     ) -> None:
         """Build the model.
 
@@ -54,8 +56,10 @@ class EmbeddedEngine:
         eos_token_ids: end tokens; default: those of the generation config, else the config, and the
             tokenizer's.
         max_batch: sequences decoded at once.
+        return_routed_experts: give `Sample.routed_experts`, for a model with MoE layers.
 
-        Raises ValueError (one line) for a missing folder, sliding-window attention or no end token.
+        Raises ValueError (one line) for a missing folder, sliding-window attention, no end token, or routed experts
+        of a dense model.
         """
         if max_batch < 1:
             raise ValueError(f"max_batch={max_batch}: decode at least 1 sequence at once")
@@ -63,6 +67,7 @@ class EmbeddedEngine:
         self.tokenizer = tokenizer
         self.model = _build(source, dtype, torch.device(device))
         self.eos_token_ids = _end_tokens(self.model, tokenizer, eos_token_ids)
+        self._recorder = RouteRecorder(self.model) if return_routed_experts else None
         self._targets = WeightTargets.of(self.model)
         self.weight_version: int | None = None if isinstance(source, PretrainedConfig) else 0
         self._paused = False
@@ -102,7 +107,7 @@ class EmbeddedEngine:
 
     def close(self) -> None:
         """Drop the model and its memory."""
-        self.model = self._targets = self.weight_version = None
+        self.model = self._targets = self._recorder = self.weight_version = None
 
     def _check(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:
         if self.model is None:
@@ -140,7 +145,7 @@ class EmbeddedEngine:
             uniforms = sequence_uniforms(seed, prompt_index, sample_index, sampling.max_response_length)
         stop_ids = torch.tensor(self.eos_token_ids, device=self.model.device)
         distinct = [prompts[i].token_ids for i in starts]
-        responses = decode(self.model, distinct, rows.cumsum(), uniforms, sampling, stop_ids)
+        responses = decode(self.model, distinct, rows.cumsum(), uniforms, sampling, stop_ids, self._recorder)
         return self._samples(prompts, sample_index, responses)
 
     def _samples(self, prompts: list[Prompt], sample_index: np.ndarray, responses: Responses) -> list[Sample]:
@@ -166,6 +171,7 @@ class EmbeddedEngine:
                     finish_reason="stop" if responses.stopped[i] else "length",
                     text=texts[i],
                     weight_version=self.weight_version,
+                    routed_experts=None if responses.routes is None else responses.routes[i],
                 )
             )
         return samples

@@ -67,7 +67,8 @@ class RolloutEngine(Protocol):
         where the engine has none. The end token is part of the response. `loss_mask` is True for every token
         of a single-turn response. `finish_reason` is "stop" (end token), "length" (max_response_length
         reached) or "abort". `weight_version` is that of the last `update_weights`. `routed_experts` where the
-        engine reports them, else None. `reward` stays NaN.
+        engine reports them, else None: row p holds the experts that input position p was sent to when it was fed, as
+        `data.routes.as_routes` makes them (with `route_holes`) of an array of any integer type. `reward` stays NaN.
 
         Raises ValueError (one line) for a prompt or parameters that the engine can't serve.
         """

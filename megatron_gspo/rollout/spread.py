@@ -20,7 +20,8 @@ from megatron_gspo.rollout.engine import RolloutEngine, SamplingParams
 
 _PER_TOKEN = ("rollout_log_probs", "advantages", "old_log_probs", "ref_log_probs")
 _COLUMNS = ("place", "prompt_index", "sample_index", "length", "prompt_length", "finish", "weight_version",
-            "text_bytes", *_PER_TOKEN, "route_layers", "route_k", "route_bytes")  # fmt: skip
+            "text_bytes", *_PER_TOKEN, "route_layers", "route_k", "route_bytes", "route_holes")  # fmt: skip
+_FORMAT = int.from_bytes(b"samples2", "little")  # begins the bytes: those of another version of this file are refused
 _COLUMN = {name: i for i, name in enumerate(_COLUMNS)}
 
 
@@ -144,32 +145,37 @@ def encode_samples(samples: Sequence[Sample], places: Sequence[int]) -> bytes:
         routes = sample.routed_experts
         present = [getattr(sample, name) is not None for name in _PER_TOKEN]
         shape = (0, 0, 0) if routes is None else (*routes.shape[1:], routes.dtype.itemsize)
+        holes = sample.route_holes is not None
         finish = FINISH_REASONS.index(sample.finish_reason)
         ids = (place, sample.prompt_index, sample.sample_index)
         sizes = (sample.length, sample.prompt_length)
-        row[:] = (*ids, *sizes, finish, sample.weight_version, len(text), *present, *shape)
+        row[:] = (*ids, *sizes, finish, sample.weight_version, len(text), *present, *shape, holes)
     metadata = (
         b"" if not any(s.metadata for s in samples) else json.dumps([s.metadata for s in samples]).encode()
     )
     floats = [getattr(s, name) for s in samples for name in _PER_TOKEN if getattr(s, name) is not None]
-    routes = [s.routed_experts for s in samples if s.routed_experts is not None]
+    routes = [np.ascontiguousarray(s.routed_experts) for s in samples if s.routed_experts is not None]
+    holes = [s.route_holes for s in samples if s.route_holes is not None]
     parts = [
-        np.array([len(samples), len(metadata)], dtype=np.int64),
+        np.array([_FORMAT, len(samples), len(metadata)], dtype=np.int64),
         table,
         np.array([sample.reward for sample in samples], dtype=np.float64),
         _joined([s.tokens for s in samples], np.int64),
         _joined(floats, np.float32),
+        *routes,
+        _joined(holes, np.uint8),
         _joined([s.loss_mask for s in samples], np.uint8),
     ]
-    blobs = [part.tobytes() for part in parts] + [np.ascontiguousarray(r).tobytes() for r in routes]
-    return b"".join([*blobs, *texts, metadata])
+    return b"".join([*(part.data for part in parts), *texts, metadata])
 
 
 def decode_samples(buffer: np.ndarray) -> list[tuple[int, Sample]]:
     """The inverse of `encode_samples` over a writable uint8 array: (place, sample), arrays being views into
-    it (routes are copies)."""
+    it. Raises ValueError for bytes of another version."""
     reader = _Reader(buffer)
-    count, metadata_bytes = reader.take(np.int64, 2).tolist()
+    version, count, metadata_bytes = reader.take(np.int64, 3).tolist()
+    if version != _FORMAT:
+        raise ValueError("samples were encoded by another version")
     table = reader.take(np.int64, count * len(_COLUMNS)).reshape(count, len(_COLUMNS))
     rewards = reader.take(np.float64, count).tolist()
     lengths, prompt_lengths = table[:, _COLUMN["length"]], table[:, _COLUMN["prompt_length"]]
@@ -177,11 +183,12 @@ def decode_samples(buffer: np.ndarray) -> list[tuple[int, Sample]]:
     tokens = np.split(reader.take(np.int64, int(lengths.sum())), np.cumsum(lengths)[:-1])
     present = table[:, _COLUMN[_PER_TOKEN[0]] : _COLUMN[_PER_TOKEN[-1]] + 1]
     floats = _Reader(reader.take(np.uint8, 4 * int((present.sum(1) * responses).sum())))
+    routes = _read_routes(reader, table)
     masks = np.split(reader.take(np.uint8, int(responses.sum())).view(bool), np.cumsum(responses)[:-1])
     samples = []
     for i, row in enumerate(table.tolist()):
         record = dict(zip(_COLUMNS, row, strict=True))
-        length, response = record["length"], record["length"] - record["prompt_length"]
+        response = record["length"] - record["prompt_length"]
         arrays = {name: floats.take(np.float32, response) if record[name] else None for name in _PER_TOKEN}
         sample = Sample(
             prompt_index=record["prompt_index"],
@@ -192,13 +199,10 @@ def decode_samples(buffer: np.ndarray) -> list[tuple[int, Sample]]:
             finish_reason=FINISH_REASONS[record["finish"]],
             weight_version=record["weight_version"],
             reward=rewards[i],
+            routed_experts=routes[i][0],
+            route_holes=routes[i][1],
             **arrays,
         )
-        if record["route_bytes"]:
-            shape = (length - 1, record["route_layers"], record["route_k"])
-            kind = np.dtype(f"i{record['route_bytes']}")
-            raw = reader.take(np.uint8, int(np.prod(shape)) * kind.itemsize)
-            sample.routed_experts = np.frombuffer(bytearray(raw.tobytes()), dtype=kind).reshape(shape)
         samples.append((record["place"], sample))
     for (_, sample), size in zip(samples, table[:, _COLUMN["text_bytes"]].tolist(), strict=True):
         sample.text = reader.take(np.uint8, size).tobytes().decode()
@@ -208,6 +212,21 @@ def decode_samples(buffer: np.ndarray) -> list[tuple[int, Sample]]:
         ):
             sample.metadata = metadata
     return samples
+
+
+def _read_routes(reader: _Reader, table: np.ndarray) -> list[tuple[np.ndarray | None, np.ndarray | None]]:
+    """(routed_experts, route_holes) of every sample."""
+    columns = [_COLUMN[name] for name in ("length", "route_layers", "route_k", "route_bytes", "route_holes")]
+    sizes = table[:, columns].tolist()
+    routes: list[np.ndarray | None] = []
+    for length, layers, k, itemsize, _ in sizes:
+        ids = None
+        if itemsize:
+            ids = reader.take(np.dtype(f"u{itemsize}"), (length - 1) * layers * k).reshape(length - 1, layers, k)
+            ids = np.require(ids, requirements="A")
+        routes.append(ids)
+    holes = [reader.take(np.bool_, length - 1) if known else None for length, *_, known in sizes]
+    return list(zip(routes, holes, strict=True))
 
 
 def _joined(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
@@ -221,7 +240,7 @@ class _Reader:
         self.buffer = buffer
         self.offset = 0
 
-    def take(self, dtype: type, count: int) -> np.ndarray:
+    def take(self, dtype: type | np.dtype, count: int) -> np.ndarray:
         size = count * np.dtype(dtype).itemsize
         part = self.buffer[self.offset : self.offset + size]
         self.offset += size

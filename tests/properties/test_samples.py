@@ -23,11 +23,14 @@ json_values = st.recursive(
 def samples(draw) -> Sample:
     prompt, response = draw(st.integers(1, 4)), draw(st.integers(0, 5))
     floats = arrays.arrays(np.float32, response, elements=st.floats(width=32))
-    routes = st.none() | st.tuples(
-        st.sampled_from([np.int16, np.int32, np.int64]), st.integers(1, 3), st.integers(1, 2)
-    ).flatmap(
-        lambda s: arrays.arrays(s[0], (prompt + response - 1, *s[1:]), elements=st.integers(0, 2**15 - 1))
+    rows = prompt + response - 1
+    routes = draw(
+        st.none()
+        | st.tuples(st.sampled_from([np.uint8, np.uint16]), st.integers(1, 3), st.integers(1, 2)).flatmap(
+            lambda s: arrays.arrays(s[0], (rows, *s[1:]))
+        )
     )
+    holes = None if routes is None else draw(st.none() | arrays.arrays(np.bool_, rows))
     return Sample(
         prompt_index=draw(st.integers(0, 2**40)),
         sample_index=draw(st.integers(0, 100)),
@@ -38,7 +41,8 @@ def samples(draw) -> Sample:
         text=draw(words),
         weight_version=draw(st.integers(0, 2**40)),
         reward=draw(st.floats()),
-        routed_experts=draw(routes),
+        routed_experts=routes,
+        route_holes=holes,
         metadata=draw(st.dictionaries(words, json_values, max_size=3)),
         **{name: draw(st.none() | floats) for name in PER_TOKEN},
     )
@@ -56,7 +60,7 @@ def test_encoded_and_decoded(batch):
     found = decode_samples(wire)
     assert [place for place, _ in found] == list(range(7, 7 + len(batch)))
     for (_, got), sample in zip(found, batch, strict=True):
-        for name in ("tokens", "loss_mask", "routed_experts", *PER_TOKEN):
+        for name in ("tokens", "loss_mask", "routed_experts", "route_holes", *PER_TOKEN):
             assert same(getattr(got, name), getattr(sample, name)), name
         for name in (
             "prompt_index",

@@ -1,5 +1,5 @@
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -41,7 +41,8 @@ def random_sample(rng: np.random.Generator, i: int) -> Sample:
     def per_token():
         return maybe(-rng.random(response).astype(np.float32))
 
-    kind = [np.int16, np.int32][i % 2]
+    kind, rows = [np.uint8, np.uint16][i % 2], prompt + response - 1
+    routes = maybe(rng.integers(0, np.iinfo(kind).max + 1, (rows, layers, k)).astype(kind))
     return Sample(
         prompt_index=int(rng.integers(0, 2**40)),
         sample_index=i,
@@ -56,7 +57,8 @@ def random_sample(rng: np.random.Generator, i: int) -> Sample:
         advantages=per_token(),
         old_log_probs=per_token(),
         ref_log_probs=per_token(),
-        routed_experts=maybe(rng.integers(0, 300, (prompt + response - 1, layers, k)).astype(kind)),
+        routed_experts=routes,
+        route_holes=None if routes is None else maybe(rng.random(rows) < 0.5),
         metadata=maybe({"turns": [1, 2], "name": "é"}) or {},
     )
 
@@ -70,6 +72,27 @@ def test_samples_survive_the_wire(count):
     assert [place for place, _ in found] == list(range(10, 10 + count))
     for (_, after), before in zip(found, samples, strict=True):
         assert_same(after, before)
+        assert after.routed_experts is None or after.routed_experts.flags.aligned
+
+
+def test_bytes_of_another_version_are_refused():
+    wire = np.frombuffer(bytearray(encode_samples([], [])), dtype=np.uint8).copy()
+    assert decode_samples(wire) == []
+    wire[0] ^= 1
+    with pytest.raises(ValueError, match="samples were encoded by another version"):
+        decode_samples(wire)
+
+
+def test_routes_are_not_copied_on_arrival():
+    routes = np.arange(24, dtype=np.uint8).reshape(4, 3, 2)
+    sample = replace(random_sample(np.random.default_rng(0), 0), tokens=np.arange(5), routed_experts=routes)
+    sample = replace(sample, prompt_length=3, loss_mask=np.ones(2, bool), route_holes=None)
+    for name in ("rollout_log_probs", "advantages", "old_log_probs", "ref_log_probs"):
+        setattr(sample, name, None)
+    wire = np.frombuffer(bytearray(encode_samples([sample], [0])), dtype=np.uint8)
+    [(_, after)] = decode_samples(wire)
+    assert after.routed_experts.tolist() == routes.tolist() and np.shares_memory(after.routed_experts, wire)
+    after.routed_experts[0] = 9  # writable
 
 
 @pytest.mark.parametrize("count, ranks", [(0, 3), (2, 3), (16, 4), (17, 4), (101, 8)])
@@ -88,11 +111,12 @@ def spread_over_ranks(rank, world_size):
     """Embedded engines on every rank against one engine over all prompts; arbitrary samples; a failure."""
     group = dist.group.WORLD
     reference = reference_model(moe_config())
-    engine = EmbeddedEngine(moe_config(), state=checkpoint(reference))
+    engine = EmbeddedEngine(moe_config(), state=checkpoint(reference), return_routed_experts=True)
     questions, sampling = prompts(7), SamplingParams(3, 12)
     expected = engine.generate(questions, sampling, seed=3)
     spread = generate_spread(engine, questions, sampling, seed=3, group=group)
     assert len(spread) == len(expected) == 21
+    assert all(sample.routed_experts is not None for sample in spread)
     for a, b in zip(spread, expected, strict=True):
         np.testing.assert_allclose(a.rollout_log_probs, b.rollout_log_probs, atol=1e-5)
         a.rollout_log_probs = b.rollout_log_probs
