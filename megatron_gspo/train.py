@@ -56,7 +56,8 @@ def _loop(run: Run) -> LoopState:
             recorder.log(0, record | timers.take())
         while state.step < config.training.steps:
             experience = collect(run, state.step, state.cursor, timers, checkpoint=checkpoint)
-            metrics = experience.metrics | update(run, experience.samples, state.step, timers)
+            done = update(run, experience.samples, state.step, timers, experience.routing)
+            metrics = experience.metrics | done.metrics | experience.routing.metrics()
             state.step, state.cursor = state.step + 1, experience.cursor
             state.samples += len(experience.samples)
             state.tokens += sum(sample.length for sample in experience.samples)
@@ -72,6 +73,8 @@ def _loop(run: Run) -> LoopState:
                 metrics | throughput(experience.samples, timers.take(), metrics.get("perf/trained_tokens", 0.0)),
             )
             recorder.write_samples(state.step, experience.samples)
+            recorder.write_routing(state.step, experience.routing)
+            recorder.write_ratios(state.step, done)
             checkpoint = None
             if _is_due(config.checkpoint.interval, state.step, config.training.steps):
                 with timers("checkpoint"):  # told with the next step's times: a step is recorded before it is saved

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +31,8 @@ def load_reference(path: str) -> torch.nn.Module:
 def response_log_probs(model: torch.nn.Module, sample: Sample, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of the response tokens, float64 ``[R]``."""
     tokens = torch.from_numpy(sample.tokens)[None]
-    logits = model(input_ids=tokens, use_cache=False).logits[0, sample.prompt_length - 1 : -1] / temperature
+    with replayed(model, sample.routed_experts):
+        logits = model(input_ids=tokens, use_cache=False).logits[0, sample.prompt_length - 1 : -1] / temperature
     log_softmax = torch.log_softmax(logits, dim=-1)
     entropy = -(log_softmax.exp() * log_softmax).sum(-1)
     return log_softmax.gather(1, tokens[0, sample.prompt_length :, None])[:, 0], entropy
@@ -52,6 +56,74 @@ def whole_batch(model: torch.nn.Module, samples: Sequence[Sample], temperature: 
         segment_ids=torch.arange(len(samples)).repeat_interleave(lengths),
         num_segments=len(samples),
     )
+
+
+def gates_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The routers, in the order of their layers."""
+    return [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+
+
+@contextmanager
+def replayed(model: torch.nn.Module, routes: np.ndarray | None) -> Iterator[None]:
+    """Within the context the routers weigh the experts of ``routes`` ``[L - 1, layers, k]``, for one sequence of L."""
+    if routes is None:
+        yield
+        return
+    rows = torch.from_numpy(np.concatenate([routes, routes[:1]]).astype(np.int64))  # the last token's doesn't matter
+
+    def weigh(layer: int, gate: Any, args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        logits, ids = output[0], rows[:, layer]
+        weights = torch.softmax(logits, dim=-1).gather(1, ids)
+        if gate.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return logits, weights, ids
+
+    hooks = [gate.register_forward_hook(partial(weigh, layer)) for layer, gate in enumerate(gates_of(model))]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+def give_random_routes(model: torch.nn.Module, samples: Sequence[Sample], seed: int) -> None:
+    """Routes that any model of these sizes could have taken, a different set of experts for every token and layer."""
+    g, layers = np.random.default_rng(seed), len(gates_of(model))
+    experts, k = model.config.num_experts, model.config.num_experts_per_tok
+    for sample in samples:
+        order = g.random((sample.length - 1, layers, experts)).argsort(-1)
+        sample.routed_experts = order[..., :k].astype(np.uint8)
+
+
+@dataclass(frozen=True)
+class Routers:
+    """What the routers do with samples: ``routes`` ``[L - 1, layers, k]`` of each; over trained tokens the mean
+    ``entropy`` ``[layers]`` and the ``load`` ``[layers, experts]``, shares that sum to 1."""
+
+    routes: list[np.ndarray]
+    entropy: np.ndarray
+    load: np.ndarray
+
+
+def observe_routers(model: torch.nn.Module, samples: Sequence[Sample]) -> Routers:
+    """Run the model on each sample and count, token by token."""
+    gates, experts = gates_of(model), model.config.num_experts
+    routes, entropy, load, trained = [], np.zeros(len(gates)), np.zeros((len(gates), experts)), 0
+    seen: list[tuple[Tensor, ...]] = []
+    hooks = [gate.register_forward_hook(lambda gate, args, output: seen.append(output)) for gate in gates]
+    for sample in samples:
+        seen.clear()
+        with torch.no_grad():
+            model(input_ids=torch.from_numpy(sample.tokens)[None], use_cache=False)
+        routes.append(np.stack([ids.numpy()[:-1] for _, _, ids in seen], axis=1).astype(np.uint8))
+        for place in np.flatnonzero(sample.loss_mask) + sample.prompt_length - 1:
+            trained += 1
+            for layer, (logits, _, ids) in enumerate(seen):
+                p = torch.softmax(logits[place].double(), -1)
+                entropy[layer] -= float((p * p.log()).sum())
+                for expert in ids[place].tolist():
+                    load[layer, expert] += 1
+    for hook in hooks:
+        hook.remove()
+    return Routers(routes, entropy / trained, load / load.sum(1, keepdims=True))
 
 
 def without_gradient(batch: loops.Batch) -> loops.Batch:

@@ -28,6 +28,7 @@ def check_choices(config: Config) -> None:
     _check_data(config)
     _check_parallel(config.parallel)
     _check_training(config)
+    _check_routing(config)
     _check_evaluation(config)
 
 
@@ -164,6 +165,19 @@ def _check_training(config: Config) -> None:
         )
 
 
+def _check_routing(config: Config) -> None:
+    routing, algorithm = config.routing, config.algorithm
+    if routing.replay != "none" and not algorithm.objective().has_ratio:
+        problem = f"{algorithm.name} has no old policy whose routes could be replayed"
+        raise ConfigError("routing.replay", routing.replay, problem, "set it to none")
+    if routing.replay == "r2" and algorithm.old_log_probs == "rollout":
+        problem = "records the routes in the pass that algorithm.old_log_probs = rollout leaves out"
+        raise ConfigError("routing.replay", "r2", problem, "set it to r3, or algorithm.old_log_probs: recompute")
+    if routing.holes == "live" and routing.replay != "r3":
+        problem = f"has no effect with routing.replay = {show(routing.replay)}"
+        raise ConfigError("routing.holes", "live", problem, "set routing.replay: r3, or remove it")
+
+
 def _check_evaluation(config: Config) -> None:
     evaluation = config.evaluation
     if evaluation.interval and not config.data.has_eval_prompts:
@@ -262,6 +276,8 @@ def check_model(config: Config, hf: dict[str, Any]) -> None:
     except ModelError as error:
         raise ConfigError("model.path", config.model.path, str(error), "download it again") from None
     check_divisibility(config.parallel, hf)
+    if config.routing.replay != "none" and not (hf.get("num_experts") or hf.get("num_local_experts")):
+        raise ConfigError("routing.replay", config.routing.replay, "the model has no experts", "set it to none")
     longest = config.data.max_prompt_length + config.rollout.max_response_length
     limit = hf.get("max_position_embeddings")
     if limit is not None and longest > limit:

@@ -23,7 +23,7 @@ from megatron_gspo.config.sections import (
     TrackingConfig,
     TrainingConfig,
 )
-from megatron_gspo.config.task_sections import AlgorithmConfig, DataConfig, RolloutConfig
+from megatron_gspo.config.task_sections import AlgorithmConfig, DataConfig, RolloutConfig, RoutingConfig
 
 
 class Config(Section):
@@ -37,6 +37,7 @@ class Config(Section):
     data: DataConfig
     rollout: RolloutConfig
     training: TrainingConfig
+    routing: RoutingConfig = Field(default_factory=RoutingConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)

@@ -169,6 +169,12 @@ class TrackingConfig(Section):
     samples_per_step: int = Field(
         4, ge=0, description="Responses written to run_dir/samples after each step."
     )
+    ratio_interval: int = Field(
+        0, ge=0, description="Write importance ratios to run_dir/ratios after every so many steps; 0 is never."
+    )
+    time_split: bool = Field(
+        False, description="Time forward, backward and optimizer apart; on a GPU each is waited for."
+    )
     picture: bool = Field(
         True, description="Draw run_dir/curves.png at the end; skipped where matplotlib is absent."
     )

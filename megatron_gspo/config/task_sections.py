@@ -187,3 +187,36 @@ class RolloutConfig(Section):
     def sequences(self) -> int:
         """Responses of a rollout batch."""
         return self.rollout_batch_size * self.n_samples_per_prompt
+
+
+class RoutingConfig(Section):
+    replay: Literal["none", "r2", "r3"] = Field(
+        "none",
+        description="Experts that a training pass uses: the live router's, those of the old policy in the training "
+        "engine (r2), or those that the rollout engine took (r3). Their weights are always the live router's.",
+    )
+    replay_old_log_probs: bool = Field(
+        True, description="With r3, the old policy's log-probs are computed under the rollout's routes too."
+    )
+    holes: Literal["error", "live"] = Field(
+        "error", description="With r3, tokens whose route the engine didn't give: stop, or ask the live router."
+    )
+    storage: Literal["device", "host"] = Field(
+        "device", description="Where a mini-batch's routes wait: GPU memory, or pinned host memory."
+    )
+    metrics: bool = Field(
+        True, description="Expert flips, router entropy and expert load of a mixture of experts (routing/*)."
+    )
+    sampled_sequences: int = Field(
+        8,
+        ge=1,
+        description="Sequences of a rollout batch that expert flips are measured on where nothing is replayed.",
+    )
+    compare_rollout: bool = Field(
+        False, description="Ask the rollout engine for its routes to measure routing/rollout_flip_rate; r3 does."
+    )
+
+    @property
+    def needs_rollout_routes(self) -> bool:
+        """Whether the rollout engine is to return the routes that it took."""
+        return self.replay == "r3" or self.compare_rollout

@@ -16,10 +16,12 @@ from megatron_gspo.config import Config, ConfigError
 from megatron_gspo.conversion import ModelError, ModelShape, check_names, family_of, read_config
 from megatron_gspo.conversion.files import CheckpointReader
 from megatron_gspo.data.prompts import PromptError, PromptFormat, PromptSource, load_prompts
+from megatron_gspo.data.routes import RouteShape
 from megatron_gspo.data.rewards import RewardScorer
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.data.tasks import TaskSpec, load_task
 from megatron_gspo.errors import first_line
+from megatron_gspo.loop.timers import UpdateClock
 from megatron_gspo.mcore.groups import Layout, compute_device, initialize
 from megatron_gspo.mcore.model import ModelSettings
 from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, Policy, build_policy
@@ -47,6 +49,7 @@ class Run:
     eval_prompts: list[Prompt]
     batching: Batching
     dropped_prompts: int
+    tokenizer: Any
 
     @property
     def sampling(self) -> SamplingParams:
@@ -58,6 +61,12 @@ class Run:
             top_p=rollout.top_p,
             top_k=rollout.top_k,
         )
+
+    @property
+    def route_shape(self) -> RouteShape | None:
+        """Sizes of a token's routes; None for a model without experts."""
+        shape = self.policy.shape
+        return RouteShape(sum(shape.moe_layers), shape.experts_per_token, shape.num_experts) if shape.is_moe else None
 
     @property
     def is_writer(self) -> bool:
@@ -124,6 +133,7 @@ def assemble(config: Config, *, engine: RolloutEngine | None = None) -> Run:
         optimizer=_optimizer(config),
         pretrained=config.model.init == "pretrained",
     )
+    policy.config.timers = UpdateClock() if config.tracking.time_split else None
     reference = _reference(config, groups) if config.algorithm.needs_reference else None
     engine, eval_engine = _engines(config, tokenizer, held_out, engine)
     return Run(
@@ -138,6 +148,7 @@ def assemble(config: Config, *, engine: RolloutEngine | None = None) -> Run:
         eval_prompts=held_out,
         batching=Batching(training.max_tokens_per_micro_batch, training.micro_batch_size),
         dropped_prompts=dropped,
+        tokenizer=tokenizer,
     )
 
 
@@ -264,6 +275,7 @@ def _engines(
                 dtype=getattr(torch, config.model.dtype),
                 device=compute_device(),
                 max_batch=config.rollout.max_batch_size,
+                return_routed_experts=config.routing.needs_rollout_routes,
             )
         except ValueError as error:
             problem, fix = f"the embedded engine refuses it: {first_line(error)}", "mend it or use another model"

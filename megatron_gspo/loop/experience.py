@@ -17,6 +17,13 @@ from megatron_gspo.data.sample import Sample
 from megatron_gspo.errors import RunError
 from megatron_gspo.loop.assemble import Run
 from megatron_gspo.loop.rollout_buffer import Rollout, read_rollout, write_rollout
+from megatron_gspo.loop.routing import (
+    StepRouting,
+    accept_routes,
+    note_old_policy,
+    old_policy_task,
+    sample_old_policy,
+)
 from megatron_gspo.loop.scoring import attach_advantages, mask, require_scores, sample_and_score, varied
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.random_state import ROLLOUT, UPDATE, seed_generators
@@ -31,6 +38,7 @@ class Experience:
     samples: list[Sample]
     cursor: int
     metrics: dict[str, float]
+    routing: StepRouting
 
 
 def rollout_seed(seed: int, step: int) -> int:
@@ -52,10 +60,10 @@ def collect(run: Run, step: int, cursor: int, timers: Timers, *, checkpoint: Pat
         if keeps:
             write_rollout(run, checkpoint, rollout)
     seed_generators(run.config.seed, step, UPDATE)
-    samples, metrics = rollout.samples, dict(rollout.metrics)
+    samples, metrics, routing = rollout.samples, dict(rollout.metrics), StepRouting()
+    accept_routes(run, samples, routing)
     if run.objective.has_ratio or run.reference is not None:
-        with timers("log_probs"):
-            metrics |= _attach_log_probs(run, samples)
+        metrics |= _attach_log_probs(run, samples, routing, timers)
     metrics |= mask(run, samples)
     if metrics["masked/non_finite"] and not any(sample.loss_mask.any() for sample in samples):
         raise RunError(
@@ -64,7 +72,7 @@ def collect(run: Run, step: int, cursor: int, timers: Timers, *, checkpoint: Pat
         )
     attach_advantages(run, samples)
     metrics |= _describe(samples, supervised=run.config.algorithm.is_supervised)
-    return Experience(samples, rollout.cursor, metrics)
+    return Experience(samples, rollout.cursor, metrics, routing)
 
 
 def _rollout(run: Run, step: int, cursor: int, timers: Timers) -> Rollout:
@@ -110,8 +118,9 @@ def _rollout(run: Run, step: int, cursor: int, timers: Timers) -> Rollout:
     return Rollout(kept + flat[: size * n - len(kept)], cursor, metrics)
 
 
-def _attach_log_probs(run: Run, samples: list[Sample]) -> dict[str, float]:
-    """``old_log_probs`` from the training engine (or the rollout's own), ``ref_log_probs`` where a KL asks for them."""
+def _attach_log_probs(run: Run, samples: list[Sample], routing: StepRouting, timers: Timers) -> dict[str, float]:
+    """``old_log_probs`` from the training engine (or the rollout's own), ``ref_log_probs`` where a KL asks for them,
+    and the routes that the updates need."""
     temperature = run.config.rollout.temperature
     metrics: dict[str, float] = {}
     if run.config.algorithm.old_log_probs == "rollout":
@@ -119,14 +128,20 @@ def _attach_log_probs(run: Run, samples: list[Sample]) -> dict[str, float]:
         if any(value is None for value in old):
             problem = "the engine gives no log-probs"
             raise ConfigError("algorithm.old_log_probs", "rollout", problem, "set it to recompute")
+        sample_old_policy(run, samples, routing, timers)
     else:
-        old, entropy = compute_log_probs(run.policy, samples, run.batching, temperature=temperature, with_entropy=True)
-        metrics = _mismatch(samples, old) | {"entropy": _mean(entropy, samples)}
+        with timers("log_probs"):
+            scores = compute_log_probs(run.policy, samples, run.batching, temperature=temperature, with_entropy=True,
+                                       routing=old_policy_task(run))
+        note_old_policy(run, samples, scores.routing, routing, timers)
+        old = scores.log_probs
+        metrics = _mismatch(samples, old) | {"entropy": _mean(scores.entropy, samples)}
     for sample, value in zip(samples, old, strict=True):
         sample.old_log_probs = value
     if run.reference is not None:
-        reference, _ = compute_log_probs(run.reference, samples, run.batching, temperature=temperature)
-        for sample, value in zip(samples, reference, strict=True):
+        with timers("log_probs"):
+            reference = compute_log_probs(run.reference, samples, run.batching, temperature=temperature)
+        for sample, value in zip(samples, reference.log_probs, strict=True):
             sample.ref_log_probs = value
     return metrics
 

@@ -9,13 +9,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.errors import writing
 from megatron_gspo.loop.assemble import Run
+from megatron_gspo.loop.routing import StepRouting
 from megatron_gspo.loop.scoring import FAILURE
+from megatron_gspo.loop.update import Update
 from megatron_gspo.tracking.environment import describe_environment
 from megatron_gspo.tracking.picture import draw_run
 from megatron_gspo.tracking.progress import Progress
@@ -48,12 +51,29 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+def ratio_arrays(done: Update, tokenizer: Any) -> dict[str, np.ndarray]:
+    """Of each trained token of an update: ``log_ratio`` f32 (current less old policy, before the update), ``sequence``
+    i32 (its place in the mini-batch), ``advantage`` f32, ``token_ids`` i32 and ``token_text``."""
+    masks = [sample.loss_mask for sample in done.samples]
+    chosen = list(zip(done.samples, done.log_probs, masks, strict=True))
+    ids = np.concatenate([sample.response_ids[mask] for sample, _, mask in chosen]).astype(np.int32)
+    texts = {int(i): tokenizer.decode([int(i)]) for i in np.unique(ids)}
+    return {
+        "log_ratio": np.concatenate([(new - sample.old_log_probs)[mask] for sample, new, mask in chosen]),
+        "sequence": np.repeat(np.arange(len(masks)), [int(mask.sum()) for mask in masks]).astype(np.int32),
+        "advantage": np.concatenate([sample.advantages[mask] for sample, _, mask in chosen]),
+        "token_ids": ids,
+        "token_text": np.array([texts[i] for i in ids.tolist()], dtype=np.str_),
+    }
+
+
 class Recorder:
     """The run directory, progress line and trackers on the writing rank; on the others every method does nothing."""
 
     def __init__(self, run: Run, *, resume_step: int) -> None:
         self._config, self._stack = run.config, contextlib.ExitStack()
         self._active, self._prompts = run.is_writer, run.source.prompts
+        self._tokenizer, self._has_ratio = run.tokenizer, run.objective.has_ratio
         self._said: set[str] = set()
         if not self._active:
             return
@@ -116,6 +136,20 @@ class Recorder:
                 self._directory.write_samples(
                     step, [sample.to_record(self._prompts[sample.prompt_index]) for sample in chosen]
                 )
+
+    def write_routing(self, step: int, routing: StepRouting) -> None:
+        """The step's figures by MoE layer, where there are any."""
+        record = routing.by_layer()
+        if self._active and any(value is not None for value in record.values()):
+            with writing(self._directory.routing):
+                self._directory.write_routing(step, record)
+
+    def write_ratios(self, step: int, done: Update) -> None:
+        """Importance ratios of the last update's trained tokens, every ``tracking.ratio_interval`` steps."""
+        interval = self._config.tracking.ratio_interval
+        if self._active and interval and step % interval == 0 and self._has_ratio and done.samples:
+            with writing(self._directory.ratios):
+                self._directory.write_ratios(step, ratio_arrays(done, self._tokenizer))
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """summary.json and the picture of the curves; matplotlib's absence is said, not raised."""

@@ -1,10 +1,16 @@
-"""Wall time of the phases of a step."""
+"""Wall time of the phases of a step, and of the parts of an update."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+# Megatron's names for the parts of an update (and ours for the last), and what they are called in the metrics.
+_PARTS = {"forward-compute": "forward", "backward-compute": "backward", "optimizer": "optimizer"}
 
 
 class Timers:
@@ -29,3 +35,49 @@ class Timers:
         taken["time/step"] = now - self._started
         self._seconds, self._started = {}, now
         return taken
+
+
+class UpdateClock:
+    """What Megatron's schedule takes as ``config.timers``: seconds of forward, backward and optimizer on this rank.
+
+    Megatron starts and stops a timer by name around each micro-batch. A GPU is waited for at both ends, as it is in
+    Megatron's own timers, so this costs overlap and is off by default (``tracking.time_split``).
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._started: dict[str, float] = {}
+
+    def __call__(self, name: str, log_level: int = 0) -> _Stopwatch:
+        return _Stopwatch(self, name)
+
+    def take(self) -> dict[str, float]:
+        """``time/forward``, ``time/backward`` and ``time/optimizer`` since the last call, as far as they were timed."""
+        taken = {f"time/{part}": self._seconds[name] for name, part in _PARTS.items() if name in self._seconds}
+        self._seconds = {}
+        return taken
+
+    def start(self, name: str) -> None:
+        self._started[name] = _now()
+
+    def stop(self, name: str) -> None:
+        self._seconds[name] = self._seconds.get(name, 0.0) + _now() - self._started.pop(name)
+
+
+class _Stopwatch:
+    """One of the clock's timers, with the two methods that Megatron calls."""
+
+    def __init__(self, clock: UpdateClock, name: str) -> None:
+        self._clock, self._name = clock, name
+
+    def start(self, **_: Any) -> None:
+        self._clock.start(self._name)
+
+    def stop(self, **_: Any) -> None:
+        self._clock.stop(self._name)
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()

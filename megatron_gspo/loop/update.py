@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from megatron_gspo.algorithms import ratio_quantiles
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.errors import RunError, first_line
 from megatron_gspo.loop.assemble import Run
+from megatron_gspo.loop.routing import StepRouting, update_task
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.step import StepResult, train_mini_batch
 
@@ -21,43 +23,65 @@ def mini_batches(count: int, size: int, *, seed: int, step: int, epoch: int) -> 
     return [order[start : start + size].tolist() for start in range(0, count, size)]
 
 
-def update(run: Run, samples: Sequence[Sample], step: int, timers: Timers) -> dict[str, float]:
-    """Train on a rollout batch: ``epochs`` passes, one optimizer step a mini-batch. Returns the step's metrics.
+@dataclass(frozen=True)
+class Update:
+    """The metrics of a step's updates, and the ratios of the last one, which is the furthest from the old policy.
+
+    samples, log_probs: the last mini-batch and ``[R]`` log-probs of each of its samples before that update.
+    """
+
+    metrics: dict[str, float]
+    samples: list[Sample]
+    log_probs: list[np.ndarray]
+
+
+def update(run: Run, samples: Sequence[Sample], step: int, timers: Timers, routing: StepRouting) -> Update:
+    """Train on a rollout batch: ``epochs`` passes, one optimizer step a mini-batch.
 
     A mini-batch without a trained token is skipped and counted. Means are over optimizer steps.
     """
     config = run.config
     results: list[StepResult] = []
-    trained: list[Sample] = []
+    trained: list[list[Sample]] = []
     skipped = 0
-    with timers("train"):
-        for epoch in range(config.training.epochs):
-            for rows in mini_batches(
-                len(samples), config.training.global_batch_size, seed=config.seed, step=step, epoch=epoch
-            ):
-                batch = [samples[i] for i in rows]
-                if not any(sample.loss_mask.any() for sample in batch):
-                    skipped += 1
-                    continue
-                results.append(_train(run, batch, step))
-                trained += batch
+    clock = run.policy.config.timers
+    if clock is not None:
+        clock.take()  # the old policy's pass went by it too
+    for epoch in range(config.training.epochs):
+        for rows in mini_batches(
+            len(samples), config.training.global_batch_size, seed=config.seed, step=step, epoch=epoch
+        ):
+            batch = [samples[i] for i in rows]
+            if not any(sample.loss_mask.any() for sample in batch):
+                skipped += 1
+                continue
+            with timers("train"):
+                result = _train(run, batch, step)
+            routing.add_update(result.routing, timers)
+            results.append(replace(result, routing=None))  # a mini-batch's routes needn't outlive it
+            trained.append(batch)
     metrics = {"updates": float(len(results)), "updates/skipped": float(skipped)}
     if not results:
-        return metrics
+        return Update(metrics, [], [])
     averaged = _averaged([result.metrics for result in results])
     if "entropy" in averaged:  # of the policies in between; "entropy" is the old policy's
         averaged["entropy/updates"] = averaged.pop("entropy")
-    metrics |= averaged | _packing(run, results)
+    metrics |= averaged | _packing(run, results) | (clock.take() if clock is not None else {})
     if run.is_writer and run.objective.has_ratio:
-        metrics |= _quantiles(trained, [value for result in results for value in result.log_probs])
-    return metrics
+        metrics |= _quantiles(
+            [sample for batch in trained for sample in batch],
+            [value for result in results for value in result.log_probs],
+        )
+    return Update(metrics, trained[-1], results[-1].log_probs)
 
 
 def _train(run: Run, batch: Sequence[Sample], step: int) -> StepResult:
     """``train_mini_batch``; Megatron's refusal of a gradient that isn't finite becomes a message to the user."""
     temperature = run.config.rollout.temperature
     try:
-        return train_mini_batch(run.policy, batch, run.objective, run.batching, temperature=temperature)
+        return train_mini_batch(
+            run.policy, batch, run.objective, run.batching, temperature=temperature, routing=update_task(run)
+        )
     except RuntimeError as error:
         if "grad norm" not in str(error):
             raise

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_gspo.data.packing import PackedBatch, count_trained, pack
+from megatron_gspo.data.routes import RouteShape
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.schedule import padded_length, schedule
 from megatron_gspo.mcore.groups import Groups, compute_device
@@ -33,11 +34,12 @@ class MicroBatches:
 
 
 def micro_batches(samples: Sequence[Sample], config: Any, groups: Groups, *, max_tokens: int,
-                  micro_batch_size: int | None = None, optional: Sequence[str] | None = None) -> MicroBatches:
+                  micro_batch_size: int | None = None, optional: Sequence[str] | None = None,
+                  routes: RouteShape | None = None) -> MicroBatches:
     """Schedule and pack a global mini-batch; every rank calls it with the same samples and takes its own part.
 
     ``config`` is the model's ``TransformerConfig``. ``max_tokens`` bounds a packed micro-batch, ``micro_batch_size``
-    fixes the number of its sequences instead. ``optional``: as in ``pack``. Micro-batches are padded to one length
+    fixes the number of its sequences instead. ``optional``, ``routes``: as in ``pack``. Micro-batches are padded to one length
     where their sizes must agree between ranks: pipeline stages and the allgather dispatcher.
     """
     cp = groups.cp.size()
@@ -55,10 +57,10 @@ def micro_batches(samples: Sequence[Sample], config: Any, groups: Groups, *, max
     same_length = groups.pp.size() > 1 or config.moe_token_dispatcher_type == "allgather"
     sequences, tokens = count_trained(samples)
     batches = [
-        _renumber(pack([samples[i] for i in rows], num_sequences=max(sequences, 1), num_tokens=max(tokens, 1),
-                       sequence_multiple=sequence_multiple, total_multiple=longest if same_length else multiple,
-                       optional=optional), rows)
-        for rows in plan[groups.dp.rank()]
+        _number(pack([samples[i] for i in rows], num_sequences=max(sequences, 1), num_tokens=max(tokens, 1),
+                     sequence_multiple=sequence_multiple, total_multiple=longest if same_length else multiple,
+                     optional=optional, routes=routes), index, rows)
+        for index, rows in enumerate(plan[groups.dp.rank()])
     ]
     packed = longest * sum(map(len, totals)) if same_length else sum(map(sum, totals))
     return MicroBatches(batches, longest, sum(sample.length for sample in samples), packed)
@@ -72,8 +74,8 @@ def _fixed(count: int, num_ranks: int, size: int, multiple_of: int) -> list[list
     return [rows[rank::num_ranks] for rank in range(num_ranks)]
 
 
-def _renumber(batch: PackedBatch, rows: Sequence[int]) -> PackedBatch:
-    batch.sample_ids = tuple(rows)
+def _number(batch: PackedBatch, index: int, rows: Sequence[int]) -> PackedBatch:
+    batch.micro_batch, batch.sample_ids = index, tuple(rows)
     return batch
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,8 @@ from megatron_gspo.algorithms import Objective, policy_loss
 from megatron_gspo.data.packing import PackedBatch, context_parallel_shard
 from megatron_gspo.mcore.attention import packed_sequences
 from megatron_gspo.mcore.groups import Groups, compute_device, current_groups
+from megatron_gspo.mcore.routing_pass import RoutingPass
+from megatron_gspo.mcore.routing_replay import RouteTable
 from megatron_gspo.parallel.context import sum_over
 from megatron_gspo.parallel.log_probs import log_probs_from_hidden
 
@@ -47,14 +50,15 @@ def _without_output_layer(model: Any) -> Iterator[None]:
         del output_layer.forward
 
 
-def hidden_states(model: Any, batch: PackedBatch, groups: Groups) -> Tensor:
-    """Run one model chunk on a context-parallel shard of a micro-batch.
+def hidden_states(model: Any, batch: PackedBatch, groups: Groups, routes: RouteTable | None = None) -> Tensor:
+    """Run one model chunk on a context-parallel shard of a micro-batch, its routers with the table ``routes``.
 
     Returns the next stage's input on all but the last stage; there the hidden states before the output layer,
     ``[1, t, hidden]`` (``t / tp`` tokens under sequence parallelism).
     """
     inner = unwrap(model)
     sequences = packed_sequences(batch.cu_seqlens.cpu(), batch.max_seqlen, groups.cp, compute_device())
+    sequences.routes = routes
     with _without_output_layer(inner):
         return model(
             input_ids=batch.tokens[None], position_ids=batch.position_ids[None], attention_mask=None,
@@ -74,17 +78,23 @@ def token_log_probs(model: Any, hidden: Tensor, batch: PackedBatch, groups: Grou
     )
 
 
-def _shard(batches: Iterator[PackedBatch], groups: Groups) -> PackedBatch:
-    return context_parallel_shard(next(batches), groups.cp.rank(), groups.cp.size()).to(compute_device())
+def _take(batches: Iterator[PackedBatch], model: Any, groups: Groups,
+          routing: RoutingPass | None) -> tuple[PackedBatch, RouteTable | None]:
+    """The next micro-batch's shard on the device, and its routes for this model chunk."""
+    shard = context_parallel_shard(next(batches), groups.cp.rank(), groups.cp.size())
+    routes = routing.table(shard, unwrap(model)) if routing is not None else None
+    return replace(shard, routed_experts=None, route_holes=None).to(compute_device()), routes
 
 
 def policy_forward_step(objective: Objective, *, num_microbatches: int, temperature: float = 1.0,
-                        vocab_size: int | None = None, groups: Groups | None = None) -> ForwardStep:
+                        vocab_size: int | None = None, groups: Groups | None = None,
+                        routing: RoutingPass | None = None) -> ForwardStep:
     """A ``forward_step`` for Megatron's ``get_forward_backward_func()``: the whole plugin for a loop of your own.
 
     The data iterator yields ``PackedBatch`` micro-batches of one mini-batch, ``num_microbatches`` of them on each
     data-parallel rank. ``temperature`` is the one the responses were sampled at. ``vocab_size`` is the true size where
-    the model's is padded. ``groups`` defaults to Megatron's parallel state. The schedule returns, on the last stage
+    the model's is padded. ``groups`` defaults to Megatron's parallel state. ``routing``: what the routers do meanwhile,
+    a new value for each mini-batch; call its ``check`` after the schedule. The schedule returns, on the last stage
     and for each micro-batch, ``{"metrics": shares that add up, "log_probs": [t] of this shard}``.
 
     Raises ``ValueError`` for batches without ``old_log_probs`` where the objective has a ratio, and if the
@@ -95,8 +105,8 @@ def policy_forward_step(objective: Objective, *, num_microbatches: int, temperat
     def forward_step(batches: Iterator[PackedBatch], model: Any) -> tuple[Tensor, LossFunction]:
         if unwrap(model).config.calculate_per_token_loss:
             raise ValueError("calculate_per_token_loss=True would divide the objective again; set it to False")
-        batch = _shard(batches, groups)
-        output = hidden_states(model, batch, groups)
+        batch, routes = _take(batches, model, groups, routing)
+        output = hidden_states(model, batch, groups, routes)
         return output, partial(loss_function, batch, model)
 
     def loss_function(batch: PackedBatch, model: Any, hidden: Tensor) -> tuple[Tensor, dict[str, Any]]:
@@ -122,15 +132,15 @@ def _undo_averaging(loss: Tensor, num_microbatches: int, groups: Groups) -> Tens
 
 
 def log_prob_forward_step(groups: Groups, *, temperature: float, vocab_size: int | None,
-                          with_entropy: bool) -> ForwardStep:
+                          with_entropy: bool, routing: RoutingPass | None = None) -> ForwardStep:
     """A loss-free step for a ``forward_only`` schedule with ``collect_non_loss_data``: old and reference policy.
 
     On the last stage the schedule returns ``(log_probs, entropy or None)`` of each micro-batch's shard.
     """
 
     def forward_step(batches: Iterator[PackedBatch], model: Any) -> tuple[Tensor, LossFunction]:
-        batch = _shard(batches, groups)
-        output = hidden_states(model, batch, groups)
+        batch, routes = _take(batches, model, groups, routing)
+        output = hidden_states(model, batch, groups, routes)
         return output, partial(collect, batch, model)
 
     def collect(batch: PackedBatch, model: Any, hidden: Tensor, non_loss_data: bool = True) -> Any:

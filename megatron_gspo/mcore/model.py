@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_gspo.conversion.shape import ModelShape
 from megatron_gspo.mcore.groups import Groups, Layout
 from megatron_gspo.mcore.layers import block_spec, transformer_engine_available, use_own_operators
+from megatron_gspo.mcore.routing_replay import attach_gates
 from megatron_gspo.patches import expert_gradients
 
 
@@ -140,6 +141,8 @@ def build_model(shape: ModelShape, layout: Layout, settings: ModelSettings, grou
         )
         if not engine:
             use_own_operators(chunk, shape.rope_theta)
+        if shape.is_moe:
+            attach_gates(chunk)
         expert_gradients.apply(chunk, config)
         if torch.cuda.is_available():
             chunk.cuda()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron_gspo.data.sample import Sample
 from megatron_gspo.mcore.batches import MicroBatches, collect_values, micro_batches
 from megatron_gspo.mcore.forward import ForwardStep, log_prob_forward_step, policy_forward_step
 from megatron_gspo.mcore.policy import Policy
+from megatron_gspo.mcore.routing_pass import RoutingPass, RoutingTask
 from megatron_gspo.parallel.metrics import reduce_metrics
 
 
@@ -30,11 +32,13 @@ class Batching:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step: final ``metrics``, the same on every rank, and the new policy's ``log_probs`` per sample."""
+    """One optimizer step: final ``metrics``, the same on every rank, the ``log_probs`` per sample of the policy before
+    it, and what the routers did."""
 
     metrics: dict[str, float]
     log_probs: list[np.ndarray]
     batches: MicroBatches
+    routing: RoutingPass | None = None
 
 
 def run_schedule(policy: Policy, forward_step: ForwardStep, batches: MicroBatches, *, forward_only: bool) -> list[Any]:
@@ -53,47 +57,94 @@ def run_schedule(policy: Policy, forward_step: ForwardStep, batches: MicroBatche
     )
 
 
+@dataclass(frozen=True)
+class Scores:
+    """Of every response token, one ``[R]`` float32 array per sample on every rank; ``routing`` as it was asked for."""
+
+    log_probs: list[np.ndarray]
+    entropy: list[np.ndarray] | None
+    routing: RoutingPass | None
+
+
 def compute_log_probs(policy: Policy, samples: Sequence[Sample], batching: Batching, *, temperature: float,
-                      with_entropy: bool = False) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+                      with_entropy: bool = False, routing: RoutingTask | None = None) -> Scores:
     """Log-probs (and entropies) of every response token under the policy's weights, without a gradient.
 
-    Returns one ``[R]`` float32 array per sample, on every rank; the samples must be the same on every rank.
+    The samples must be the same on every rank. ``routing``: what the routers are to record or replay meanwhile.
     """
-    batches = micro_batches(samples, policy.config, policy.groups, max_tokens=batching.max_tokens,
-                            micro_batch_size=batching.micro_batch_size, optional=())
+    batches = cut(policy, samples, batching, optional=(), routing=routing)
+    routes = _routing_pass(policy, batches, routing)
     step = log_prob_forward_step(policy.groups, temperature=temperature, vocab_size=policy.shape.vocab_size,
-                                 with_entropy=with_entropy)
+                                 with_entropy=with_entropy, routing=routes)
     with torch.no_grad():
         outputs = run_schedule(policy, step, batches, forward_only=True)
+    if routes is not None:
+        routes.check(forward_only=True)
     log_probs = collect_values([output[0] for output in outputs], batches.batches, samples, policy.groups)
     if not with_entropy:
-        return log_probs, None
-    return log_probs, collect_values([output[1] for output in outputs], batches.batches, samples, policy.groups)
+        return Scores(log_probs, None, routes)
+    entropy = collect_values([output[1] for output in outputs], batches.batches, samples, policy.groups)
+    return Scores(log_probs, entropy, routes)
+
+
+def cut(policy: Policy, samples: Sequence[Sample], batching: Batching, *, optional: Sequence[str],
+        routing: RoutingTask | None) -> MicroBatches:
+    """This rank's micro-batches of a mini-batch, with routes where the task needs them."""
+    return micro_batches(
+        samples, policy.config, policy.groups, max_tokens=batching.max_tokens,
+        micro_batch_size=batching.micro_batch_size, optional=optional,
+        routes=routing.shape if routing is not None and routing.needs_routes else None,
+    )  # fmt: skip
+
+
+def _routing_pass(policy: Policy, batches: MicroBatches, task: RoutingTask | None) -> RoutingPass | None:
+    if task is None:
+        return None
+    return RoutingPass(task, policy.groups, policy.config.sequence_parallel, batches.batches)
 
 
 def train_mini_batch(policy: Policy, samples: Sequence[Sample], objective: Objective, batching: Batching, *,
-                     temperature: float) -> StepResult:
+                     temperature: float, routing: RoutingTask | None = None) -> StepResult:
     """One optimizer step on a global mini-batch: forward, backward, gradient reduction, clipping, Adam, schedule."""
     carried = [name for name in OPTIONAL_FIELDS if all(getattr(sample, name) is not None for sample in samples)]
-    batches = micro_batches(samples, policy.config, policy.groups, max_tokens=batching.max_tokens,
-                            micro_batch_size=batching.micro_batch_size, optional=carried)
-    outputs = forward_backward(policy, objective, batches, temperature=temperature)
-    _, grad_norm, _ = policy.optimizer.step()
+    batches = cut(policy, samples, batching, optional=carried, routing=routing)
+    routes = _routing_pass(policy, batches, routing)
+    outputs = forward_backward(policy, objective, batches, temperature=temperature, routing=routes)
+    with _timed(policy, "optimizer"):
+        _, grad_norm, _ = policy.optimizer.step()
     metrics = {"grad_norm": float(grad_norm), "lr": float(policy.optimizer.param_groups[0]["lr"])}
     policy.scheduler.step(1)
     metrics |= finish_metrics(summed_metrics([output["metrics"] for output in outputs], policy))
     log_probs = collect_values([output["log_probs"] for output in outputs], batches.batches, samples, policy.groups)
-    return StepResult(metrics, log_probs, batches)
+    return StepResult(metrics, log_probs, batches, routes)
 
 
-def forward_backward(policy: Policy, objective: Objective, batches: MicroBatches, *, temperature: float) -> list[Any]:
-    """Zero the gradients, run the schedule and reduce the gradients; what the last stage returned per micro-batch."""
+@contextmanager
+def _timed(policy: Policy, name: str) -> Iterator[None]:
+    """By the clock that the model's config holds for Megatron's schedule, if it holds one."""
+    clock = policy.config.timers
+    if clock is not None:
+        clock(name).start()
+    yield
+    if clock is not None:
+        clock(name).stop()
+
+
+def forward_backward(policy: Policy, objective: Objective, batches: MicroBatches, *, temperature: float,
+                     routing: RoutingPass | None = None) -> list[Any]:
+    """Zero the gradients, run the schedule and reduce the gradients; what the last stage returned per micro-batch.
+
+    Raises ``RoutingError`` where a router didn't take its routes exactly once.
+    """
     for chunk in policy.chunks:
         chunk.zero_grad_buffer()
     policy.optimizer.zero_grad()
     step = policy_forward_step(objective, num_microbatches=len(batches.batches), temperature=temperature,
-                               vocab_size=policy.shape.vocab_size, groups=policy.groups)
-    return run_schedule(policy, step, batches, forward_only=False)
+                               vocab_size=policy.shape.vocab_size, groups=policy.groups, routing=routing)
+    outputs = run_schedule(policy, step, batches, forward_only=False)
+    if routing is not None:
+        routing.check(forward_only=False)
+    return outputs
 
 
 def summed_metrics(per_micro_batch: Sequence[dict[str, Any]], policy: Policy) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The directory of a run: metrics.jsonl, config.yaml, samples/, checkpoints/, summary.json.
+"""The directory of a run: metrics.jsonl, routing.jsonl, config.yaml, samples/, ratios/, checkpoints/, summary.json.
 
 Only rank 0 opens it. Everything that compares or draws runs reads these files and nothing else.
 """
@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 
@@ -31,7 +32,9 @@ class RunDirectory:
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
         self.samples = self.path / "samples"
+        self.ratios = self.path / "ratios"
         self.metrics = self.path / "metrics.jsonl"
+        self.routing = self.path / "routing.jsonl"
         self.summary = self.path / "summary.json"
         self.picture = self.path / "curves.png"
         if not reuse and self.metrics.exists():
@@ -46,13 +49,14 @@ class RunDirectory:
         self._file = self.metrics.open("a", encoding="utf-8")
 
     def _forget_after(self, step: int) -> None:
-        if self.metrics.exists():
-            kept = [record for record in read_metrics(self.metrics) if record["step"] <= step]
-            write_atomically(self.metrics, "".join(json.dumps(record) + "\n" for record in kept))
-        for file in self.samples.glob("step_*.jsonl"):
+        for records in (self.metrics, self.routing):
+            if records.exists():
+                kept = [record for record in read_metrics(records) if record["step"] <= step]
+                write_atomically(records, "".join(json.dumps(record) + "\n" for record in kept))
+        for file in (*self.samples.glob("step_*.jsonl"), *self.ratios.glob("step_*.npz")):
             if int(file.stem.removeprefix("step_")) > step:
                 file.unlink()
-        for file in (*self.path.glob("*.tmp"), *self.samples.glob("*.tmp")):
+        for file in (*self.path.glob("*.tmp"), *self.samples.glob("*.tmp"), *self.ratios.glob("*.tmp")):
             file.unlink()
         self.summary.unlink(missing_ok=True)  # it is written at the end, and the run isn't over
 
@@ -83,6 +87,21 @@ class RunDirectory:
         """samples/step_000012.jsonl, one JSON object a row."""
         file = self.samples / f"step_{step:06d}.jsonl"
         write_atomically(file, "".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows))
+        return file
+
+    def write_routing(self, step: int, record: Mapping[str, Any]) -> None:
+        """One line of routing.jsonl: the step's figures by MoE layer and expert (lists of numbers)."""
+        with self.routing.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(_finite({"step": step, **record}), allow_nan=False) + "\n")
+
+    def write_ratios(self, step: int, arrays: Mapping[str, np.ndarray]) -> Path:
+        """ratios/step_000012.npz, whole or not at all; ``numpy.load`` reads it without unpickling."""
+        self.ratios.mkdir(exist_ok=True)
+        file = self.ratios / f"step_{step:06d}.npz"
+        temporary = file.with_name(file.name + ".tmp")
+        with temporary.open("wb") as stream:
+            np.savez_compressed(stream, allow_pickle=False, **arrays)
+        temporary.replace(file)
         return file
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:

@@ -21,12 +21,14 @@ class Scenario:
     """An objective with a mini-batch to suit it.
 
     ``spread``: how far, in nats, the old log-probs are from the current ones: by sequence and again by token.
+    ``replay``: the samples carry random routes, which every pass uses.
     """
 
     objective: Objective
     spread: float
     per_token: bool = False
     temperature: float = 1.0
+    replay: bool = False
 
 
 # With these every metric takes a value that is neither 0 nor 1 (see test_truth.py): one sequence lies beyond
@@ -42,11 +44,18 @@ SCENARIOS = {
         temperature=0.8,
     ),
 }  # fmt: skip
+# Routes that have nothing to do with the router's own choice: any token that went elsewhere would be far off.
+REPLAYED = {
+    "grpo, replayed": Scenario(
+        preset("grpo", kl_loss_coef=0.1, dual_clip=1.3, max_log_ratio=0.5), 0.2, per_token=True, replay=True
+    ),
+}
 OTHERS = {
     "dapo": Scenario(preset("dapo"), 0.2, per_token=True),
     "dr_grpo": Scenario(preset("dr_grpo", constant_length=16), 0.2),
     "sft": Scenario(preset("sft"), 0.2),
 }
+ALL = SCENARIOS | REPLAYED | OTHERS
 CUTS = {"packed": Batching(80), "one by one": Batching(80, micro_batch_size=1)}
 OTHER_CUTS = {"all in one": Batching(400), "threes": Batching(80, micro_batch_size=3)}
 
@@ -58,6 +67,7 @@ class Case:
     ``model``: fields of ``ModelSettings``. ``runs``: (scenario, cut). ``scored``: the scenario whose log-probs and
     entropies are also computed without a loss, in every cut of ``runs``. ``distributed_optimizers``: one training each.
     ``overlap``: gradients are reduced during the backward pass, weights gathered during the next forward pass.
+    ``replays``: routes are recorded and replayed too.
     """
 
     arrangement: Arrangement
@@ -66,13 +76,17 @@ class Case:
     scored: str
     distributed_optimizers: tuple[bool, ...]
     overlap: bool = False
+    replays: bool = False
 
 
 def case_of(arrangement: Arrangement) -> Case:
     """What the suite and the page run in an arrangement."""
     turn = turn_of(arrangement)
     runs = tuple((name, "packed") for name in SCENARIOS) + ((turn.one_by_one, "one by one"),)
-    return Case(arrangement, dict(recompute=turn.recompute), runs, turn.one_by_one, turn.distributed_optimizers)
+    if arrangement.moe:
+        runs += tuple((name, "packed") for name in REPLAYED)
+    return Case(arrangement, dict(recompute=turn.recompute), runs, turn.one_by_one, turn.distributed_optimizers,
+                replays=arrangement.moe)
 
 
 TRAINING = Scenario(preset("gspo", epsilon_low=0.08, epsilon_high=0.09, kl_loss_coef=0.1, entropy_coef=0.01), 0.05)

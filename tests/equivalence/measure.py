@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.distributed import run_distributed
-from tests.equivalence.cases import OTHERS, SCENARIOS, Case
+from tests.equivalence.cases import ALL, REPLAYED, SCENARIOS, Case
 from tests.equivalence.run import Errors, run_case
 from tests.equivalence.truth import save_truth
 from tests.models import save_tiny_model
@@ -28,7 +28,7 @@ class Models:
     def __call__(self, name: str) -> tuple[str, str]:
         if name not in self._made:
             path = save_tiny_model(self._folder / name, **MODELS[name])
-            scenarios = tuple(SCENARIOS | OTHERS if name == "moe" else SCENARIOS)
+            scenarios = tuple(ALL if name == "moe" else SCENARIOS if MODELS[name]["kind"] == "dense" else SCENARIOS | REPLAYED)
             self._made[name] = path, save_truth(path, self._folder / f"{name}.pt", scenarios)
         return self._made[name]
 

@@ -11,14 +11,17 @@ from torch import Tensor
 
 from megatron_gspo.algorithms import finish_metrics
 from megatron_gspo.data.packing import OPTIONAL_FIELDS
-from megatron_gspo.mcore.batches import collect_values, micro_batches
+from megatron_gspo.mcore.batches import collect_values
 from megatron_gspo.mcore.forward import unwrap
 from megatron_gspo.mcore.groups import initialize
 from megatron_gspo.mcore.model import ModelSettings
 from megatron_gspo.mcore.policy import DataParallelSettings, Policy, build_policy
+from megatron_gspo.mcore.routing_pass import RoutingPass, RoutingTask
 from megatron_gspo.mcore.step import compute_log_probs, forward_backward, summed_metrics, train_mini_batch
+from megatron_gspo.mcore.step import cut as cut_batches
 from megatron_gspo.mcore.weights import export_weights
-from tests.equivalence.cases import CUTS, OPTIMIZER, OTHER_CUTS, OTHERS, SCENARIOS, TRAINING, Case, stack
+from tests.equivalence.cases import ALL, CUTS, OPTIMIZER, OTHER_CUTS, TRAINING, Case, stack
+from tests.equivalence.replay import compare_recorded, route_shape
 from tests.equivalence.truth import Expected, Truth
 from tests.reference import worst_error
 
@@ -57,6 +60,9 @@ def run_case(rank: int, world_size: int, path: str, case: Case, truth_file: str)
         if name == case.scored:
             compare_scores(policy, name, cut, truth.scenarios[name], errors)
         compare_gradients(policy, name, cut, truth.scenarios[name], errors)
+    if case.replays:
+        for cut in CUTS if case.arrangement.world_size <= 2 else ("packed",):
+            compare_recorded(policy, cut, truth.scenarios["gspo"].samples, truth.routers, errors)
     for distributed in case.distributed_optimizers:
         if distributed:
             policy = _build(path, case, groups, distributed_optimizer=True)
@@ -76,12 +82,11 @@ def _build(path: str, case: Case, groups: Any, *, distributed_optimizer: bool) -
 
 def compare_scores(policy: Policy, name: str, cut: str, expected: Expected, errors: Errors) -> None:
     """Log-probs and entropies without a loss, as the old and the reference policy's are computed."""
-    temperature = (SCENARIOS | OTHERS)[name].temperature
-    log_probs, entropy = compute_log_probs(
-        policy, expected.samples, (CUTS | OTHER_CUTS)[cut], temperature=temperature, with_entropy=True
+    scores = compute_log_probs(
+        policy, expected.samples, (CUTS | OTHER_CUTS)[cut], temperature=ALL[name].temperature, with_entropy=True
     )
-    errors.add("log-prob", _distance(log_probs, expected.batch.log_probs), f"{name}, {cut}, without a loss")
-    errors.add("entropy", _distance(entropy, expected.batch.entropy), f"{name}, {cut}")
+    errors.add("log-prob", _distance(scores.log_probs, expected.batch.log_probs), f"{name}, {cut}, without a loss")
+    errors.add("entropy", _distance(scores.entropy, expected.batch.entropy), f"{name}, {cut}")
 
 
 def _distance(found: Any, expected: Tensor) -> float:
@@ -90,13 +95,12 @@ def _distance(found: Any, expected: Tensor) -> float:
 
 def compare_gradients(policy: Policy, name: str, cut: str, expected: Expected, errors: Errors) -> None:
     """Loss, log-probs, metrics and every gradient of the mini-batch."""
-    scenario, batching, where = (SCENARIOS | OTHERS)[name], (CUTS | OTHER_CUTS)[cut], f"{name}, {cut}"
+    scenario, batching, where = ALL[name], (CUTS | OTHER_CUTS)[cut], f"{name}, {cut}"
     samples = expected.samples
-    batches = micro_batches(
-        samples, policy.config, policy.groups, max_tokens=batching.max_tokens,
-        micro_batch_size=batching.micro_batch_size, optional=_carried(samples),
-    )  # fmt: skip
-    outputs = forward_backward(policy, scenario.objective, batches, temperature=scenario.temperature)
+    task = RoutingTask(route_shape(policy), replay=True) if scenario.replay else None
+    batches = cut_batches(policy, samples, batching, optional=_carried(samples), routing=task)
+    routing = RoutingPass(task, policy.groups, policy.config.sequence_parallel, batches.batches) if task else None
+    outputs = forward_backward(policy, scenario.objective, batches, temperature=scenario.temperature, routing=routing)
     log_probs = collect_values([output["log_probs"] for output in outputs], batches.batches, samples, policy.groups)
     errors.add("log-prob", _distance(log_probs, expected.batch.log_probs), where)
     metrics = finish_metrics(summed_metrics([output["metrics"] for output in outputs], policy))

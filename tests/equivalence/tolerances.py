@@ -10,7 +10,11 @@ TOLERANCES = {
     "gradient": 1e-5,  # of the worst parameter
     "step metric": 1e-5,  # with grad_norm and lr
     "update": 5e-5,  # of the worst parameter, over three optimizer steps
+    "replayed log-prob": 1e-6,  # nats, between the pass that recorded the routes and the one that replays them
+    "router figure": 1e-5,  # entropy in nats, load as a share
+    "route": 1e-9,  # tokens with another expert than they should have: none
 }
+OF_EXPERTS = ("replayed log-prob", "router figure", "route")
 
 REASON = """
 Megatron's side computes in float32. A rounding is off by up to 6e-8, and a log-prob or a gradient is the sum of

@@ -11,13 +11,17 @@ from torch import Tensor
 
 from megatron_gspo.data.sample import Sample
 from tests.algorithms import reference as loops
-from tests.equivalence.cases import OPTIMIZER, OTHERS, SCENARIOS, TRAINING, Scenario, make_samples, with_old_log_probs
+from tests.equivalence.cases import ALL, OPTIMIZER, SCENARIOS, TRAINING, Scenario, make_samples, with_old_log_probs
 from tests.reference import (
+    Routers,
     Training,
     checkpoint_gradients,
+    gates_of,
+    give_random_routes,
     load_reference,
     naive_metrics,
     naive_training,
+    observe_routers,
     response_log_probs,
     whole_batch,
     without_gradient,
@@ -39,16 +43,19 @@ class Expected:
 
 @dataclass(frozen=True)
 class Truth:
-    """All that a model's launches are compared with."""
+    """All that a model's launches are compared with; ``routers``: what they do with the samples of ``gspo``."""
 
     scenarios: dict[str, Expected]
     mini_batches: list[list[Sample]]
     training: Training
+    routers: Routers | None = None
 
 
 def scenario_samples(model: torch.nn.Module, scenario: Scenario, seed: int = SEED) -> list[Sample]:
     samples = make_samples(seed, 8, vocab_size=model.config.vocab_size, per_token=scenario.per_token,
                            mean_advantage=MEAN_ADVANTAGE)  # fmt: skip
+    if scenario.replay:
+        give_random_routes(model, samples, seed)
     with torch.no_grad():
         log_probs = [response_log_probs(model, sample, scenario.temperature)[0].numpy() for sample in samples]
     return with_old_log_probs(samples, log_probs, scenario.spread, seed + 1, outlier=3)
@@ -67,10 +74,12 @@ def expect(model: torch.nn.Module, scenario: Scenario) -> Expected:
 def find_truth(path: str, names: Sequence[str] = tuple(SCENARIOS)) -> Truth:
     """Everything that is expected of the model at ``path``."""
     model = load_reference(path)
-    scenarios = {name: expect(model, (SCENARIOS | OTHERS)[name]) for name in names}
+    scenarios = {name: expect(model, ALL[name]) for name in names}
+    routers = observe_routers(model, scenarios["gspo"].samples) if gates_of(model) else None
     mini_batches = [scenario_samples(model, TRAINING, seed) for seed in (10, 11, 12)]
     model.zero_grad()
-    return Truth(scenarios, mini_batches, naive_training(model, TRAINING.objective, mini_batches, OPTIMIZER))
+    training = naive_training(model, TRAINING.objective, mini_batches, OPTIMIZER)
+    return Truth(scenarios, mini_batches, training, routers)
 
 
 def save_truth(path: str, file: Path, names: Sequence[str] = tuple(SCENARIOS)) -> str:

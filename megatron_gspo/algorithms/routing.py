@@ -1,0 +1,32 @@
+"""Figures about the routers of a mixture of experts: how far two choices differ, how decided a router is."""
+
+import torch
+from torch import Tensor
+
+
+def expert_overlap(chosen: Tensor, other: Tensor) -> Tensor:
+    """``|S ∩ S'|`` for each row of two choices: int64 ``[...]`` from expert ids ``[..., k]`` of any integer type.
+
+    The order within a row doesn't matter; a row holds an expert once. The *flip rate* is ``1 - overlap / k`` averaged
+    over tokens.
+    """
+    return (chosen[..., :, None] == other[..., None, :]).sum((-1, -2))
+
+
+def router_entropy(probabilities: Tensor) -> Tensor:
+    """Entropy in nats of each token's distribution over the experts: float32 ``[T]`` from ``[T, experts]``.
+
+    Rows are normalised first, so that the independent scores of a sigmoid router are taken as weights.
+    """
+    p = probabilities.float()
+    p = p / p.sum(-1, keepdim=True)
+    return torch.special.entr(p).sum(-1)
+
+
+def expert_load(chosen: Tensor, weight: Tensor, num_experts: int) -> Tensor:
+    """How much ``weight`` each expert got: float32 ``[layers, experts]`` from ids ``[T, layers, k]``, weight ``[T]``."""
+    tokens, layers, k = chosen.shape
+    flat = chosen.long() + num_experts * torch.arange(layers, device=chosen.device)[:, None]
+    load = torch.zeros(layers * num_experts, device=chosen.device)
+    load.index_add_(0, flat.reshape(-1), weight.float().repeat_interleave(layers * k))
+    return load.view(layers, num_experts)
