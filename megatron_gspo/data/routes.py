@@ -67,12 +67,12 @@ def expert_id_dtype(num_experts: int) -> np.dtype:
 
 
 def spread_routes(positions: np.ndarray, shape: RouteShape) -> np.ndarray:
-    """Routes for positions without a row that load all experts alike: [n, layers, k] of `shape.dtype`.
+    """Routes for positions without a row that load all experts alike: [n, layers, k] of `shape.dtype`, read-only.
 
     positions: [n] integers, within their sequence. Every layer gets (position * k + arange(k)) % num_experts.
     """
     ids = (np.asarray(positions, dtype=np.int64)[:, None] * shape.k + np.arange(shape.k)) % shape.num_experts
-    return np.broadcast_to(ids.astype(shape.dtype)[:, None], (len(ids), shape.layers, shape.k)).copy()
+    return np.broadcast_to(ids.astype(shape.dtype)[:, None], (len(ids), shape.layers, shape.k))
 
 
 def as_routes(

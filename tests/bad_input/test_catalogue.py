@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.bad_input import test_config, test_disk, test_model, test_prompts, test_ranks, test_rewards, test_rollouts
+from tests.bad_input import (
+    test_config,
+    test_disk,
+    test_model,
+    test_prompts,
+    test_ranks,
+    test_rewards,
+    test_rollouts,
+    test_routes,
+)
 from tests.bad_input.front_door import Case
 
 PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
@@ -18,6 +27,7 @@ CASES: tuple[Case, ...] = (
     *test_model.CASES,
     *test_rollouts.CASES,
     *test_rollouts.DIVERGED,
+    *test_routes.CASES,
     *test_rewards.CASES,
     *(case for case, _, _ in test_disk.CASES),
     test_disk.FULL_AGAIN,

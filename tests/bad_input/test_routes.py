@@ -1,0 +1,174 @@
+"""Routes that can't be used: a line that names the sample. Holes: only where they are asked for, and counted."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_gspo.data.routes import as_routes
+from megatron_gspo.data.sample import Sample
+from tests.bad_input.front_door import Case, Outcome, check, small_config, start, with_engine
+from tests.bad_input.test_rollouts import MyEngine, every, put, second
+from tests.data.make import make_routes
+from tests.models import save_tiny_model
+from tests.train.run import records
+
+LAYERS, K, EXPERTS = 2, 2, 4  # of tests.train.run.tiny_model
+
+
+def routed(samples: list[Sample]) -> list[Sample]:
+    """Routes that the model could have taken, for every sample."""
+    return [
+        replace(sample, routed_experts=make_routes(sample.length - 1, LAYERS, K, EXPERTS, seed=place))
+        for place, sample in enumerate(samples)
+    ]
+
+
+def then(breaks: Callable[[list[Sample]], Any]) -> Callable[[list[Sample]], Any]:
+    return lambda samples: breaks(routed(samples))
+
+
+def experts(change: Any) -> Callable[[list[Sample]], Any]:
+    """The second sample with other routes."""
+    return then(second(routed_experts=change))
+
+
+def holes(*tokens: int) -> Callable[[list[Sample]], Any]:
+    """The second sample without a route for these tokens."""
+
+    def change(samples: list[Sample]) -> list[Sample]:
+        unknown = np.zeros(samples[1].length - 1, bool)
+        unknown[list(tokens)] = True
+        return second(route_holes=unknown)(samples)
+
+    return then(change)
+
+
+def narrowed(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[list[Sample]], Any]:
+    """What an engine does with the array of its server: the second one is changed before."""
+
+    def narrow(samples: list[Sample]) -> list[Sample]:
+        arrays = [sample.routed_experts.astype(np.int64) for sample in routed(samples)]
+        arrays[1] = change(arrays[1])
+        found = []
+        for sample, array in zip(samples, arrays, strict=True):
+            where = f"sample {sample.prompt_index}/{sample.sample_index}"
+            ids, unknown = as_routes(array, EXPERTS, where=where)
+            found.append(replace(sample, routed_experts=ids, route_holes=unknown))
+        return found
+
+    return narrow
+
+
+def fault(name: str, phrase: str, breaks: Any, *shows: str) -> tuple[Case, Any]:
+    return Case(name, phrase, shows=("/1: ", *shows), code=1), breaks
+
+
+BROKEN = (
+    fault("routes of two dimensions", "it must be a [tokens - 1, layers, k] numpy array",
+          experts(lambda ids: ids.reshape(len(ids), -1)), "routed_experts is a 2-d uint8 array"),
+    fault("routes in a list", "it must be a [tokens - 1, layers, k] numpy array",
+          experts(lambda ids: ids.tolist()), "routed_experts is list"),
+    fault("routes of a signed type", "make it unsigned with data.routes.as_routes",
+          experts(lambda ids: ids.astype(np.int32)), "routed_experts is a 3-d int32 array"),
+    fault("routes of a float type", "make it unsigned with data.routes.as_routes",
+          experts(lambda ids: ids.astype(np.float32)), "routed_experts is a 3-d float32 array"),
+    fault("routes with a row too few", "one for each token but the last, of this very tokenisation",
+          experts(lambda ids: ids[:-1]), "routed_experts has", "rows for"),
+    fault("routes with a row too many", "one for each token but the last, of this very tokenisation",
+          experts(lambda ids: np.concatenate([ids, ids[:1]])), "routed_experts has"),
+    fault("routes of a deeper model", "give those of the model that is trained",
+          experts(lambda ids: ids.repeat(2, axis=1)), "has 4 layers x 2 experts a token", "have 2 MoE layers x 2"),
+    fault("routes of a model with another k", "give those of the model that is trained",
+          experts(lambda ids: ids[:, :, :1]), "has 2 layers x 1 experts a token"),
+    fault("expert that the model hasn't", "the model has experts 0 to",
+          experts(put((3, 1, 0), EXPERTS)), "token 3, MoE layer 1: routed_experts has the expert 4", "0 to 3"),
+    fault("routes of a model with more experts", "the model has experts 0 to",
+          experts(lambda ids: ids.astype(np.uint16) + 300), "token 0, MoE layer 0: routed_experts has the expert 30"),
+    fault("expert twice", "routed_experts has an expert twice",
+          experts(put((3, 1), [2, 2])), "token 3, MoE layer 1", "[2, 2]; give 2 different ones"),
+    fault("routes of no sample", "routed_experts is missing; let the engine return the experts of every token",
+          lambda samples: routed(samples[:1]) + samples[1:]),
+    fault("routes of one sample missing", "routed_experts is missing; let the engine return the experts of every token",
+          experts(lambda ids: None)),
+    fault("token without a route", "set routing.holes to live to leave them to the live router",
+          holes(2, 5), "routed_experts has no route for 2 tokens (first: token 2)"),
+    fault("holes of another length", "one for each row of routed_experts",
+          then(second(route_holes=np.zeros(2, bool))), "route_holes is a 1-d bool array of shape [2]"),
+    fault("holes of another type", "one for each row of routed_experts",
+          then(second(route_holes=[False])), "route_holes is list"),
+    fault("holes of nothing", "route_holes is given without routed_experts; give both or neither",
+          second(route_holes=np.zeros(4, bool))),
+    fault("negative expert of a server", "ids start at 0, and -1 says that a route isn't known",
+          narrowed(put((1, 0, 0), -2)), "routes have the negative expert -2"),
+    fault("expert of a server that would wrap around", "the model has experts 0 to",
+          narrowed(put((1, 0, 0), 256 + 1)), "routes have the expert 257"),
+    fault("routes of a server that are no integers", "give integers [rows, layers, k]",
+          narrowed(lambda ids: ids / 1), "expert ids are a 3-d float64 array"),
+    fault("hole of a server", "set routing.holes to live to leave them to the live router",
+          narrowed(put(4, -1)), "routed_experts has no route for 1 tokens (first: token 4)"),
+)  # fmt: skip
+DENSE = Case("replay with a dense model", "the model has no experts; set it to none", shows=('routing.replay = "r3"',))
+CASES = (*(case for case, _ in BROKEN), DENSE)
+
+
+def run(breaks: Any, model: str, tmp_path: Any, **routing: Any) -> tuple[Outcome, dict[str, Any] | None]:
+    """The outcome of a step with R3 and the step's record, where it was made."""
+    config = small_config(model, tmp_path, routing={"replay": "r3", **routing})
+    done = with_engine(config, MyEngine(breaks=breaks))
+    return done, records(config["run_dir"])[-1] if done.code == 0 else None
+
+
+@pytest.mark.parametrize(("case", "breaks"), BROKEN, ids=lambda value: getattr(value, "name", ""))
+def test_routes_that_cannot_be_used_are_named(case, breaks, model, tmp_path):
+    check(case, run(breaks, model, tmp_path)[0])
+
+
+def test_good_routes_are_used_without_a_hole(model, tmp_path):
+    done, row = run(routed, model, tmp_path)
+    assert done.code == 0, done.text
+    assert row["updates"] == 1 and row.get("routing/holes", 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("breaks", "count"),
+    [
+        (holes(2, 5), 2),
+        (narrowed(put(4, -1)), 1),
+        (narrowed(put(slice(None), -1)), 9),  # a prompt of 5 tokens, a response of 5
+    ],
+    ids=["two tokens", "one token of a server", "a whole sample"],
+)
+def test_holes_are_left_to_the_live_router_only_where_asked_and_counted(breaks, count, model, tmp_path):
+    done, row = run(breaks, model, tmp_path, holes="live")
+    assert done.code == 0, done.text
+    assert row["routing/holes"] == count and row["updates"] == 1 and np.isfinite(row["loss"])
+
+
+def test_live_holes_forgive_nothing_else(model, tmp_path):
+    wrong = Case("expert that the model hasn't", "the model has experts 0 to", code=1)
+    check(wrong, run(experts(put((3, 1, 0), EXPERTS)), model, tmp_path, holes="live")[0])
+    missing = Case("no routes", "routed_experts is missing; let the engine return the experts of every token", code=1)
+    check(missing, run(every(text="x"), model, tmp_path, holes="live", storage="host")[0])
+
+
+def test_replay_with_a_dense_model(model, tmp_path):
+    dense = tmp_path / "dense"
+    shutil.copytree(model, dense)
+    vocabulary = json.loads((dense / "config.json").read_text())["vocab_size"]
+    save_tiny_model(dense, "dense", vocab_size=vocabulary)
+    config = small_config(str(dense), tmp_path, routing={"replay": "r3"})
+    check(DENSE, start(config, tmp_path))
+
+
+def test_the_embedded_engine_gives_routes_that_pass(model, tmp_path):
+    config = small_config(model, tmp_path, routing={"replay": "r3"})
+    done = start(config, tmp_path)
+    assert done.code == 0, done.text
+    assert records(config["run_dir"])[-1].get("routing/holes", 0) == 0
