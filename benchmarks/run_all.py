@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import RESULTS, ROOT, SCHEMA, Row, hardware, machine_kind, say, table, versions, write_result
 
-BENCHMARKS = ("loop_vs_trl", "step_vs_megatron", "log_probs")
+BENCHMARKS = ("loop_vs_trl", "step_vs_megatron", "log_probs", "routing_replay")
 LIMIT = 900  # seconds a benchmark may take, without the making of TRL's environment
 
 

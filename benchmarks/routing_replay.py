@@ -1,0 +1,125 @@
+"""What Routing Replay costs: steps with it beside the same steps without it, on the same tokens, in one process.
+
+R2 adds to the old policy's pass that routes are kept and brought to the samples, to an update that they are packed, moved
+and looked up in place of a top-k. The rows time both, and what the routing metrics add; the last two count bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from benchmarks.common import Row, Spread, interleave, save_rows, say, table, time_row
+from benchmarks.step_vs_megatron import make_samples, synchronize
+
+TARGET = 1.03  # of an update with R2 to one without
+
+
+def contestants(path: str, args: argparse.Namespace) -> tuple[dict[str, Callable[[], None]], Any, list[Any]]:
+    """The phases with and without routes, on one policy and the same samples; the routes' shape and the samples."""
+    from megatron_gspo.algorithms import preset
+    from megatron_gspo.data.routes import RouteShape
+    from megatron_gspo.mcore.groups import Layout, initialize
+    from megatron_gspo.mcore.model import ModelSettings
+    from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, build_policy
+    from megatron_gspo.mcore.routing_pass import RoutingTask
+    from megatron_gspo.mcore.routing_results import collect_routes, routing_figures
+    from megatron_gspo.mcore.step import Batching, compute_log_probs, train_mini_batch
+
+    groups = initialize(Layout(), seed=0)
+    policy = build_policy(path, Layout(), groups, model=ModelSettings(), data_parallel=DataParallelSettings(),
+                          optimizer=OptimizerSettings(lr=1e-9))  # fmt: skip
+    sizes = policy.shape
+    shape = RouteShape(sum(sizes.moe_layers), sizes.experts_per_token, sizes.num_experts)
+    samples = make_samples(args.sequences, args.prompt_length, args.response_length, sizes.vocab_size)
+    batching, objective = Batching(args.max_tokens), preset("grpo")
+
+    def record(task: RoutingTask | None) -> None:
+        done = compute_log_probs(policy, samples, batching, temperature=1.0, with_entropy=True, routing=task).routing
+        if done is not None:
+            if task is not None and task.describe:
+                routing_figures(done)
+            for sample, ids in zip(samples, collect_routes(done, samples, range(len(samples))), strict=True):
+                sample.routed_experts = ids
+        synchronize()
+
+    def update(task: RoutingTask | None) -> None:
+        done = train_mini_batch(policy, samples, objective, batching, temperature=1.0, routing=task).routing
+        if done is not None and done.task.compare:
+            routing_figures(done)
+        synchronize()
+
+    tasks = {
+        "record": (record, RoutingTask(shape, record=True)),
+        "record, metrics": (record, RoutingTask(shape, record=True, describe=True)),
+        "log-probs": (record, None),
+        "replay": (update, RoutingTask(shape, replay=True)),
+        "replay, metrics": (update, RoutingTask(shape, replay=True, compare=True)),
+        "update": (update, None),
+    }
+    record(tasks["record"][1])
+    return {name: lambda run=run, task=task: run(task) for name, (run, task) in tasks.items()}, shape, samples
+
+
+def measure(args: argparse.Namespace) -> list[Row]:
+    """The rows of the table."""
+    from megatron_gspo.tools.make_tiny_model import write_tiny_model
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        count = write_tiny_model(folder, layers=args.layers, experts=args.experts, experts_per_token=args.topk)
+        say(f"routing replay: {count:,} parameters, {args.repeats} repeats")
+        runs, shape, samples = contestants(folder, args)
+        taken = interleave(runs, repeats=args.repeats, warmup=3, seconds=args.seconds)
+    note = (f"{args.sequences} sequences, {shape.layers} MoE layers, {shape.k} of {shape.num_experts} experts, "
+            f"micro-batches of at most {args.max_tokens} tokens")  # fmt: skip
+
+    def row(name: str, ours: str, peer: str, **more: Any) -> Row:
+        return time_row("routing", name, taken[ours], taken[peer], peer_name="without routes", note=note, **more)
+
+    tokens = sum(sample.length - 1 for sample in samples)
+    stored = sum(sample.routed_experts.nbytes for sample in samples) / tokens
+    wanted = float(shape.layers * shape.k)
+    return [
+        row("update with R2", "replay", "update", target=TARGET),
+        row("update with R2 and routing metrics", "replay, metrics", "update"),
+        row("old log-probs, routes recorded (R2)", "record", "log-probs"),
+        row("old log-probs, routes and router metrics", "record, metrics", "log-probs"),
+        Row(
+            "routing", "storage of routes per token", "layers x top-k x 1 byte", "bytes", "lower",
+            ratio=exactly(stored / wanted), ours=exactly(stored), peer=exactly(wanted), target=1.0, note=note,
+        ),
+    ]  # fmt: skip
+
+
+def exactly(value: float) -> Spread:
+    return Spread(value, value, value, 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="10 repeats instead of --repeats")
+    parser.add_argument("--seconds", type=float, default=120, help="stop repeating after so long (default: %(default)s)")
+    numbers = {"repeats": 60, "sequences": 64, "prompt-length": 8, "response-length": 24, "max-tokens": 4096,
+               "layers": 4, "experts": 16, "topk": 4}  # fmt: skip
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help="(default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    args = parser.parse_args()
+    args.repeats = min(args.repeats, 10) if args.quick else args.repeats
+    rows = measure(args)
+    print(table(rows))
+    if args.json:
+        save_rows(args.json, rows)
+
+
+if __name__ == "__main__":
+    main()
