@@ -1,7 +1,7 @@
 """What Routing Replay costs: steps with it beside the same steps without it, on the same tokens, in one process.
 
-R2 adds to the old policy's pass that routes are kept and brought to the samples, to an update that they are packed, moved
-and looked up in place of a top-k. The rows time both, and what the routing metrics add; the last two count bytes.
+R2 adds to the old policy's pass that routes are kept and brought to the samples, to an update that they are packed,
+moved and looked up in place of a top-k. The rows time both, and what the routing metrics add; the last two count bytes.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def exactly(value: float) -> Spread:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="10 repeats instead of --repeats")
-    parser.add_argument("--seconds", type=float, default=120, help="stop repeating after so long (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=120, help="stop repeating after them (default: %(default)s)")
     numbers = {"repeats": 60, "sequences": 64, "prompt-length": 8, "response-length": 24, "max-tokens": 4096,
                "layers": 4, "experts": 16, "topk": 4}  # fmt: skip
     for name, default in numbers.items():

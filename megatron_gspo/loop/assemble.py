@@ -16,8 +16,8 @@ from megatron_gspo.config import Config, ConfigError
 from megatron_gspo.conversion import ModelError, ModelShape, check_names, family_of, read_config
 from megatron_gspo.conversion.files import CheckpointReader
 from megatron_gspo.data.prompts import PromptError, PromptFormat, PromptSource, load_prompts
-from megatron_gspo.data.routes import RouteShape
 from megatron_gspo.data.rewards import RewardScorer
+from megatron_gspo.data.routes import RouteShape
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.data.tasks import TaskSpec, load_task
 from megatron_gspo.errors import first_line

@@ -39,8 +39,8 @@ def micro_batches(samples: Sequence[Sample], config: Any, groups: Groups, *, max
     """Schedule and pack a global mini-batch; every rank calls it with the same samples and takes its own part.
 
     ``config`` is the model's ``TransformerConfig``. ``max_tokens`` bounds a packed micro-batch, ``micro_batch_size``
-    fixes the number of its sequences instead. ``optional``, ``routes``: as in ``pack``. Micro-batches are padded to one length
-    where their sizes must agree between ranks: pipeline stages and the allgather dispatcher.
+    fixes the number of its sequences instead. ``optional``, ``routes``: as in ``pack``. Micro-batches are
+    padded to one length where their sizes must agree between ranks: pipeline stages and the allgather dispatcher.
     """
     cp = groups.cp.size()
     sequence_multiple = 2 * cp if cp > 1 else 1

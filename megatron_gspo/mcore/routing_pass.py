@@ -1,4 +1,4 @@
-"""One pass over a mini-batch with its routes: hand each micro-batch its table on every chunk, check what became of it."""
+"""One pass over a mini-batch with its routes: each micro-batch gets its table on every chunk, and it is checked."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class RoutingPass:
         return self.tables[key]
 
     def rows(self, count: int) -> slice:
-        """The tokens, of the ``count`` of a shard, that this rank's routers see: its part under sequence parallelism."""
+        """The tokens of a shard of ``count`` that this rank's routers see: its part under sequence parallelism."""
         if not self.sequence_parallel:
             return slice(0, count)
         part = count // self.groups.tp.size()

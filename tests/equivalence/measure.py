@@ -28,8 +28,8 @@ class Models:
     def __call__(self, name: str) -> tuple[str, str]:
         if name not in self._made:
             path = save_tiny_model(self._folder / name, **MODELS[name])
-            scenarios = tuple(ALL if name == "moe" else SCENARIOS if MODELS[name]["kind"] == "dense" else SCENARIOS | REPLAYED)
-            self._made[name] = path, save_truth(path, self._folder / f"{name}.pt", scenarios)
+            scenarios = SCENARIOS if MODELS[name]["kind"] == "dense" else ALL if name == "moe" else SCENARIOS | REPLAYED
+            self._made[name] = path, save_truth(path, self._folder / f"{name}.pt", tuple(scenarios))
         return self._made[name]
 
 
