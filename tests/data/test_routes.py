@@ -37,6 +37,9 @@ def test_the_smallest_type_that_holds_the_ids(experts, dtype):
     with pytest.raises(RouteError, match=f"the expert {experts}; the model has experts 0 to {experts - 1}"):
         as_routes(last + 1, experts)
     assert check_routes([make_sample(1, 1, routed_experts=ids)], shape) == 0
+    if experts < np.iinfo(dtype).max + 1:
+        with pytest.raises(RouteError, match=f"the expert {experts}; the model has experts 0 to {experts - 1}"):
+            check_routes([make_sample(1, 1, routed_experts=(last + 1).astype(dtype))], shape)
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 8), (1, 0, 8), (1, 9, 8), (1, 1, 0), (1, 1, 2**16 + 1)])

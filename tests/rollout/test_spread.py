@@ -33,7 +33,7 @@ def assert_same(a: Sample, b: Sample) -> None:
 
 def random_sample(rng: np.random.Generator, i: int) -> Sample:
     """A sample with any subset of the optional fields."""
-    prompt, response, layers, k = rng.integers(1, 6), rng.integers(0, 6), 3, 2
+    prompt, response, layers, k = rng.integers(1, 6), rng.integers(0, 6), 3, rng.integers(1, 3)
 
     def maybe(values):
         return values if rng.random() < 0.5 else None
