@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatron_gspo.algorithms import Objective
+from megatron_gspo.data.routes import expert_id_dtype
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.mcore.policy import OptimizerSettings
 from tests.algorithms import reference as loops
@@ -31,7 +32,7 @@ def load_reference(path: str) -> torch.nn.Module:
 def response_log_probs(model: torch.nn.Module, sample: Sample, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of the response tokens, float64 ``[R]``."""
     tokens = torch.from_numpy(sample.tokens)[None]
-    with replayed(model, sample.routed_experts):
+    with replayed(model, sample.routed_experts, sample.route_holes):
         logits = model(input_ids=tokens, use_cache=False).logits[0, sample.prompt_length - 1 : -1] / temperature
     log_softmax = torch.log_softmax(logits, dim=-1)
     entropy = -(log_softmax.exp() * log_softmax).sum(-1)
@@ -64,15 +65,19 @@ def gates_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 @contextmanager
-def replayed(model: torch.nn.Module, routes: np.ndarray | None) -> Iterator[None]:
-    """Within the context the routers weigh the experts of ``routes`` ``[L - 1, layers, k]``, for one sequence of L."""
+def replayed(model: torch.nn.Module, routes: np.ndarray | None, holes: np.ndarray | None = None) -> Iterator[None]:
+    """Within the context the routers weigh the experts of ``routes`` ``[L - 1, layers, k]``, for one sequence of L, but
+    for the rows of ``holes`` ``[L - 1]``, where they choose themselves."""
     if routes is None:
         yield
         return
     rows = torch.from_numpy(np.concatenate([routes, routes[:1]]).astype(np.int64))  # the last token's doesn't matter
+    live = torch.zeros(len(rows), dtype=torch.bool)
+    if holes is not None:
+        live[:-1] = torch.from_numpy(holes)
 
     def weigh(layer: int, gate: Any, args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        logits, ids = output[0], rows[:, layer]
+        logits, ids = output[0], torch.where(live[:, None], output[2], rows[:, layer])
         weights = torch.softmax(logits, dim=-1).gather(1, ids)
         if gate.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -90,7 +95,7 @@ def give_random_routes(model: torch.nn.Module, samples: Sequence[Sample], seed: 
     experts, k = model.config.num_experts, model.config.num_experts_per_tok
     for sample in samples:
         order = g.random((sample.length - 1, layers, experts)).argsort(-1)
-        sample.routed_experts = order[..., :k].astype(np.uint8)
+        sample.routed_experts = order[..., :k].astype(expert_id_dtype(experts))
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,7 @@ def observe_routers(model: torch.nn.Module, samples: Sequence[Sample]) -> Router
         seen.clear()
         with torch.no_grad():
             model(input_ids=torch.from_numpy(sample.tokens)[None], use_cache=False)
-        routes.append(np.stack([ids.numpy()[:-1] for _, _, ids in seen], axis=1).astype(np.uint8))
+        routes.append(np.stack([ids.numpy()[:-1] for _, _, ids in seen], axis=1).astype(expert_id_dtype(experts)))
         for place in np.flatnonzero(sample.loss_mask) + sample.prompt_length - 1:
             trained += 1
             for layer, (logits, _, ids) in enumerate(seen):

@@ -32,6 +32,7 @@ _BYPASSES: dict[str, Callable[[Any], bool]] = {
     "moe_router_force_biased": lambda bias: bias is not None,
     "moe_input_jitter_eps": lambda eps: eps is not None,
     "recompute_modules": lambda modules: "moe" in (modules or ()),
+    "cuda_graph_impl": lambda kind: kind not in (None, "none"),  # a graph that is run again asks nobody
     "cuda_graph_scope": lambda scope: any("moe" in str(part) for part in _as_list(scope)),
 }
 
@@ -126,6 +127,11 @@ class RouteGate:
         """Forward pre-hook of the transformer layer: the micro-batch's sequences bring its table."""
         self._table = getattr(kwargs.get("packed_seq_params"), "routes", None)
 
+    def leave(self, layer: Any, args: Any, output: Any) -> None:
+        """Forward hook of the transformer layer: the table goes. Until then a router may ask again, which is counted
+        and then refused."""
+        self._table = None
+
     def get_replay_topk(self, scores: Tensor, topk: int, num_groups: int | None = None, group_topk: int | None = None,
                         default_compute_topk: TopK | None = None) -> tuple[Tensor, Tensor]:
         """What Megatron's routers call in place of their top-k; ``scores`` are logits or probabilities ``[t, E]``."""
@@ -134,7 +140,7 @@ class RouteGate:
         def live(values: Tensor) -> tuple[Tensor, Tensor]:
             return default_compute_topk(values, topk, num_groups, group_topk)
 
-        table, self._table = self._table, None  # a table that was asked for twice would hide a router that never asks
+        table = self._table
         return live(scores) if table is None else table.route(self.layer, scores, live, self._are_logits)
 
 
@@ -149,6 +155,7 @@ def attach_gates(chunk: torch.nn.Module) -> None:
         gate = RouteGate(position, before + position, chunk.config)
         layer.mlp.router.router_replay = gate
         layer.register_forward_pre_hook(gate.enter, with_kwargs=True)
+        layer.register_forward_hook(gate.leave)
 
 
 def gates(chunk: torch.nn.Module) -> list[RouteGate]:
