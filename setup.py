@@ -17,7 +17,7 @@ EXTRAS = {
     "tasks": ["reasoning-gym>=0.1.19", "math-verify>=0.8"],
     "data": ["datasets>=3.0", "pyarrow>=15"],
     "tracking": ["tensorboard>=2.16", "wandb>=0.17", "mlflow-skinny>=2.14"],
-    "plot": ["matplotlib>=3.8"],
+    "plot": ["matplotlib>=3.8", "jinja2>=3.1"],
     "sglang": ["sglang>=0.5.15"],
     "gpu": ["transformer-engine[pytorch]>=2.4"],
     "test": ["pytest>=8", "hypothesis>=6.100"],
@@ -40,7 +40,7 @@ setup(
         *(f"megatron_gspo.{name}" for name in MAPPED),
     ],
     package_dir={f"megatron_gspo.{name}": name for name in MAPPED},
-    package_data={"megatron_gspo.patches": ["README.md"]},
+    package_data={"megatron_gspo.patches": ["README.md"], "megatron_gspo.comparison": ["report.html"]},
     install_requires=[
         "torch>=2.6",
         "megatron-core>=0.16.1,<0.20",

@@ -24,6 +24,7 @@ LAYERS = (
     "config",
     "loop",
     "train",
+    "comparison",
     "tools",
 )
 KNOWS_MEGATRON = {"mcore", "patches"}

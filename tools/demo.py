@@ -9,70 +9,26 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
-import string
-import subprocess
-import sys
 import time
 from pathlib import Path
-from random import Random
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
+from megatron_gspo.comparison.cold_start import (
+    INSTRUCTION,
+    held_out_and_training,
+    imitate,
+    train,
+    write_demonstrations,
+)
+from megatron_gspo.comparison.plan import ColdStartFiles
 from megatron_gspo.config import load_config
-from megatron_gspo.data.prompts import PromptFormat
-from megatron_gspo.data.sample import Prompt
-from megatron_gspo.data.tasks import TaskSpec, load_task
 from megatron_gspo.tools.make_tiny_model import write_tiny_model
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "qwen3_moe"
-INSTRUCTION = "Spell this word backward (example: sun -> nus):"
-SLIPS = 0.12  # share of letters that the demonstrator mistypes
-
-
-def train(config: Path, processes: int, *overrides: str) -> None:
-    """One ``torchrun`` of the training loop; raises ``SystemExit`` with its exit code if it fails."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(processes),
-        "-m",
-        "megatron_gspo.train",
-        str(config),
-        *overrides,
-    ]
-    print("$", " ".join(["torchrun", *command[3:]]), flush=True)
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"})
-    if done.returncode:
-        raise SystemExit(done.returncode)
-
-
-def held_out_and_training(model: Path, config: Path) -> tuple[list[Prompt], list[Prompt]]:
-    """The held-out and the training prompts of a config's task; they share no question."""
-    task = load_config(config).data.task
-    assert task is not None
-    found = load_task(TaskSpec(**task.model_dump()), AutoTokenizer.from_pretrained(model), PromptFormat())
-    assert found.evaluation is not None
-    return found.evaluation.prompts, found.train.prompts
-
-
-def write_demonstrations(folder: Path, config: Path) -> None:
-    """``demonstrations.jsonl`` (training questions, answers with slips) and ``held_out.jsonl`` (right answers)."""
-    held_out, training = held_out_and_training(folder / "model", config)
-    random = Random(0)
-
-    def careless(text: str) -> str:
-        return "".join(random.choice(string.ascii_lowercase) if random.random() < SLIPS else c for c in text)
-
-    for name, prompts, speak in (("demonstrations", training, careless), ("held_out", held_out, str)):
-        rows = [json.dumps({"prompt": prompt.text, "answer": speak(prompt.answer or "")}) for prompt in prompts]
-        (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
 
 
 def transformers_accuracy(model: Path, config: Path) -> float:
@@ -112,22 +68,16 @@ def main() -> None:
     options = parser.parse_args()
     disable_progress_bar()
     started = time.monotonic()
-    folder, cold, gspo = options.folder, options.folder / "cold_start", options.folder / "gspo"
+    folder, gspo = options.folder, options.folder / "gspo"
+    files = ColdStartFiles(folder)
     shutil.rmtree(folder, ignore_errors=True)
-    count = write_tiny_model(folder / "model", words=[INSTRUCTION], expert_width=64)
-    write_demonstrations(folder, EXAMPLES / "tiny_gspo.yaml")
-    print(f"1/3  a random Qwen3-MoE of {count:,} parameters -> {folder / 'model'}")
+    count = write_tiny_model(files.model, words=[INSTRUCTION], expert_width=64)
+    write_demonstrations(files, EXAMPLES / "tiny_gspo.yaml")
+    print(f"1/3  a random Qwen3-MoE of {count:,} parameters -> {files.model}")
     print("2/3  supervised cold start")
-    train(
-        EXAMPLES / "tiny_cold_start.yaml",
-        options.processes,
-        f"run_dir={cold}",
-        f"data.prompts={folder / 'demonstrations.jsonl'}",
-        f"data.eval_prompts={folder / 'held_out.jsonl'}",
-        f"model.path={folder / 'model'}",
-    )
+    weights = imitate(files, EXAMPLES / "tiny_cold_start.yaml", options.processes)
     print("3/3  GSPO: tensor, sequence, expert and data parallel")
-    train(EXAMPLES / "tiny_gspo.yaml", options.processes, f"run_dir={gspo}", f"model.path={cold / 'hf'}")
+    train(EXAMPLES / "tiny_gspo.yaml", options.processes, [f"run_dir={gspo}", f"model.path={weights}"])
     report(gspo, EXAMPLES / "tiny_gspo.yaml", time.monotonic() - started)
 
 

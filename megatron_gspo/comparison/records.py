@@ -1,0 +1,188 @@
+"""What a run directory says: its series, its end, and the figures that the report compares."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_gspo.errors import InputError
+from megatron_gspo.tracking.run_directory import read_metrics
+
+FAILURE = "failure.json"  # written beside a run that ended with an error: exit_code, message
+COLLAPSE = 0.5  # a run whose last accuracy is below this part of its own best has collapsed
+TAIL = 0.1  # the last part of a run's steps that "at the end" means for training rewards
+AXES = ("samples", "tokens", "seconds")
+
+
+class ReportError(InputError):
+    """Run directories that can't be compared."""
+
+    label = "report error"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run as its directory tells it.
+
+    status: finished, failed (it ended with an error), partial (killed, or still running) or missing.
+    config: resolved training config as plain data; environment: where and with what it ran.
+    records: those of metrics.jsonl. trial: the search's values, where it is a trial.
+    """
+
+    setting: str
+    variant: str
+    seed: int
+    run_dir: Path
+    status: str
+    message: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    records: Sequence[Mapping[str, Any]] = ()
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    trial: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.setting} {self.variant} seed {self.seed}"
+
+
+def read_run(
+    run_dir: str | Path, *, setting: str, variant: str, seed: int | None = None, trial: Mapping[str, Any] | None = None
+) -> Run:
+    """A run directory in any state. seed None takes the config's. Raises ReportError for an unreadable config."""
+    path = Path(run_dir)
+    config, environment = _config(path)
+    records = read_metrics(path) if (path / "metrics.jsonl").is_file() else []
+    summary, failure = _json(path / "summary.json"), _json(path / FAILURE)
+    if summary.get("exit") == "finished":
+        status = "finished"
+    elif failure:
+        status = "failed"
+    else:
+        status = "partial" if records or config else "missing"
+    number = seed if seed is not None else int(config.get("seed", 0))
+    message = str(failure.get("message", ""))
+    return Run(setting, variant, number, path, status, message, config, environment, records, summary, trial or {})
+
+
+def series(run: Run, metric: str) -> tuple[list[float], list[float]]:
+    """Steps and values of the records that hold a finite value of the metric."""
+    points = [(r["step"], r[metric]) for r in run.records if r.get(metric) is not None]
+    return [float(step) for step, _ in points], [float(value) for _, value in points]
+
+
+def against(run: Run, metric: str, axis: str) -> tuple[list[float], list[float]]:
+    """The metric against `samples`, `tokens` (prompts and responses) or `seconds`, each cumulative.
+
+    seconds: wall time of the loop without evaluations and checkpoints.
+    """
+    where = _positions(run, axis)
+    steps, values = series(run, metric)
+    return [where[step] for step in steps], values
+
+
+def mean_of(run: Run, metric: str, *, tail: float = 1.0, first: int = 1) -> float | None:
+    """Mean over the steps from `first` on, or over their last part; None where the run has no such value."""
+    values = [value for step, value in zip(*series(run, metric), strict=True) if step >= first]
+    count = max(1, round(tail * len(values)))
+    return sum(values[-count:]) / count if values else None
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One run in numbers, None where the run doesn't have them.
+
+    final_accuracy: last held-out accuracy that was measured, also of a run that failed later.
+    mean_accuracy: area under the accuracy against steps over the span, by trapezia: how soon and how steadily.
+    largest_fall: most that the accuracy lay below its own best so far.
+    reward: mean training reward over the last tenth of the steps.
+    """
+
+    start_accuracy: float | None
+    final_accuracy: float | None
+    best_accuracy: float | None
+    mean_accuracy: float | None
+    largest_fall: float | None
+    reward: float | None
+    steps: int
+    samples: float | None
+    tokens: float | None
+    seconds: float | None
+    collapsed: bool
+
+
+def figures(run: Run) -> Figures:
+    steps, accuracy = series(run, "eval/accuracy")
+    best = fall = 0.0
+    for value in accuracy:
+        best = max(best, value)
+        fall = max(fall, best - value)
+    last = int(run.records[-1]["step"]) if run.records else 0
+    ends = {axis: _positions(run, axis).get(float(last)) if last else None for axis in AXES}
+    return Figures(
+        start_accuracy=accuracy[0] if accuracy and steps[0] == 0 else None,
+        final_accuracy=accuracy[-1] if accuracy else None,
+        best_accuracy=best if accuracy else None,
+        mean_accuracy=area(steps, accuracy),
+        largest_fall=fall if accuracy else None,
+        reward=mean_of(run, "reward/mean", tail=TAIL),
+        steps=last,
+        collapsed=bool(accuracy) and accuracy[-1] < COLLAPSE * best,
+        **ends,
+    )
+
+
+def area(x: Sequence[float], y: Sequence[float]) -> float | None:
+    """Mean height of a piecewise linear curve; its only value where there is one, None where there is none."""
+    if len(x) < 2:
+        return y[0] if y else None
+    total = sum((x[i + 1] - x[i]) * (y[i] + y[i + 1]) / 2 for i in range(len(x) - 1))
+    return total / (x[-1] - x[0])
+
+
+def _positions(run: Run, axis: str) -> dict[float, float]:
+    """Where each step lies on an axis."""
+    rollout = run.config.get("rollout", {})
+    sequences = rollout.get("rollout_batch_size", 1) * rollout.get("n_samples_per_prompt", 1)
+    found, total = {}, 0.0
+    for record in run.records:
+        if axis == "samples":
+            total = float(record["step"] * sequences)
+        elif axis == "tokens":
+            total += record.get("perf/tokens") or 0.0
+        elif axis == "seconds":
+            rest = (record.get("time/evaluate") or 0.0) + (record.get("time/checkpoint") or 0.0)
+            total += max(0.0, (record.get("time/step") or 0.0) - rest)
+        else:
+            raise ValueError(f"axis = {axis!r}: is none of {', '.join(AXES)}; choose one")
+        found[float(record["step"])] = total
+    return found
+
+
+def _config(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    file = path / "config.yaml"
+    if not file.is_file():
+        return {}, {}
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ReportError(f"{file}: cannot be read ({reason}); remove the directory or run it again") from None
+    if not isinstance(content, dict):
+        raise ReportError(f"{file}: holds no mapping of keys; remove the directory or run it again")
+    environment = content.pop("environment", None) or {}
+    return content, environment
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """The mapping in a JSON file; empty where there is none, or half of one."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
