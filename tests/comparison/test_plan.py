@@ -107,7 +107,7 @@ def test_unequal_searches_are_refused(file):
 
 
 def test_tuned_as_needs_a_variant_that_is_searched(file):
-    with pytest.raises(ConfigError, match="tuned_as = \"gspo\": is no variant"):
+    with pytest.raises(ConfigError, match='tuned_as = "gspo": is no variant'):
         load_comparison(changed(file, variants=without(file, "gspo")))
 
 
