@@ -42,8 +42,8 @@ class RoutingPass:
     """A task on one rank: the tables by (index of the chunk's first MoE layer, micro-batch).
 
     layers: the MoE layers of each chunk, as positions among those of the model. batches: the micro-batches, whole.
-    compared: by micro-batch, whether any of its routes is known to compare with. bytes_moved: between host and device,
-    by this rank.
+    compared: by micro-batch, whether the route of any trained token is known to compare with. bytes_moved: by this
+    rank, between host and device and to other ranks.
     """
 
     task: RoutingTask
@@ -56,8 +56,7 @@ class RoutingPass:
     bytes_moved: int = 0
 
     def __post_init__(self) -> None:
-        holes = [batch.route_holes for batch in self.batches]
-        self.compared = [self.task.compare and (unknown is None or not bool(unknown.all())) for unknown in holes]
+        self.compared = [self.task.compare and _has_known_route(batch) for batch in self.batches]
         for batch in self.batches if torch.cuda.is_available() else ():
             for name in ("routed_experts", "route_holes"):
                 if (ids := getattr(batch, name)) is not None:
@@ -120,6 +119,11 @@ class RoutingPass:
         moved = ids.to(compute_device(), non_blocking=True)
         self.bytes_moved += 0 if moved is ids else ids.numel() * ids.element_size()
         return moved
+
+
+def _has_known_route(batch: PackedBatch) -> bool:
+    trained = batch.loss_mask > 0
+    return bool((trained if batch.route_holes is None else trained & ~batch.route_holes).any())
 
 
 def _keep(ids: Tensor) -> Tensor:

@@ -55,8 +55,7 @@ def collect_routes(done: RoutingPass, samples: Sequence[Sample], wanted: Sequenc
             for layer, index in enumerate(done.layers[chunk]):
                 ids = table.chosen[layer].cpu().contiguous()
                 flat[places, index] = ids.view(torch.uint8).view(-1, width)[kept]
-    _add_up(flat)
-    done.bytes_moved += flat.numel()
+    done.bytes_moved += _add_up(flat)
     ids = flat.numpy().view(shape.dtype)
     return [ids[starts[i] : starts[i] + lengths[i]] for i in wanted]
 
@@ -73,14 +72,15 @@ def _places(done: RoutingPass, micro_batch: int, starts: np.ndarray, lengths: np
     return mine[kept], kept
 
 
-def _add_up(flat: Tensor) -> None:
-    """All-reduce bytes in place; backends know no sum of wider unsigned integers."""
+def _add_up(flat: Tensor) -> int:
+    """All-reduce bytes in place; backends know no sum of wider unsigned integers. How many were reduced."""
     if dist.get_world_size() == 1:
-        return
+        return 0
     for part in flat.view(-1).split(_PART_BYTES):
         moved = part.to(compute_device())
         dist.all_reduce(moved)
         part.copy_(moved)
+    return flat.numel()
 
 
 def routing_figures(done: RoutingPass) -> RoutingFigures:
