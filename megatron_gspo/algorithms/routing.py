@@ -24,7 +24,7 @@ def router_entropy(probabilities: Tensor) -> Tensor:
 
 
 def expert_load(chosen: Tensor, weight: Tensor, num_experts: int) -> Tensor:
-    """The ``weight`` that each expert got: float32 ``[layers, experts]`` from ids ``[T, layers, k]``, weight ``[T]``."""
+    """The weight that each expert got: float32 ``[layers, experts]`` from ids ``[T, layers, k]`` and weight ``[T]``."""
     tokens, layers, k = chosen.shape
     flat = chosen.long() + num_experts * torch.arange(layers, device=chosen.device)[:, None]
     load = torch.zeros(layers * num_experts, device=chosen.device)

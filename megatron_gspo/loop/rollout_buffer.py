@@ -106,6 +106,7 @@ def conditions(run: Run, samples: Sequence[Sample]) -> dict[str, Any]:
         ("algorithm", ("name", "zero_variance_groups", "max_refills")),
     ):
         found |= {f"{section}.{key}": config[section][key] for key in keys}
+    found["the engine's routes"] = run.config.routing.needs_rollout_routes
     found["the verifier's file"] = _digest_of_file(run.config.data.resolved_verifier)
     drawn = sorted({sample.prompt_index for sample in samples})
     found["the set of prompts"] = _digest(run.source.prompts, drawn)

@@ -40,6 +40,11 @@ processes. In each of them, on every rank:
   different mini-batches, with and without the distributed optimizer (both up to two processes, in turn above):
   warm-up and cosine, gradient clipping, weight decay on matrices and none on norms.
 
+With experts also [routing replay](routing_replay.md): `grpo` with random routes replayed, against the reference that is
+given the same routes; routes that are recorded, against the reference's own, token by token and layer by layer; what
+every router did in the passes that replay them, recomputations included; the routers' entropy and load; and log-probs
+under replay against those of the pass that recorded.
+
 Every combination of a parallel size with an objective, a cut, a recomputation and an optimizer occurs; a test checks
 that. Other objectives and cuts, communication that overlaps with computation, the allgather dispatcher, tied
 embeddings with a padded vocabulary and dense layers between experts have cases of their own in
@@ -83,7 +88,8 @@ def _tolerances(records: list[Record]) -> str:
     lines = ["", "| Error | One process | All layouts | Tolerance |", "| --- | --- | --- | --- |"]
     for kind, tolerance in TOLERANCES.items():
         rows = [(row["processes"], row["errors"][kind][0])
-                for r in records for layouts in r["layouts"].values() for row in layouts.values()]  # fmt: skip
+                for r in records for layouts in r["layouts"].values() for row in layouts.values()
+                if kind in row["errors"]]  # fmt: skip
         alone = max(error for processes, error in rows if processes == 1)
         lines.append(f"| {kind} | {alone:.1e} | {max(error for _, error in rows):.1e} | {tolerance:.0e} |")
     return "\n".join(lines) + "\n"
