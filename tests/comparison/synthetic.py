@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -144,8 +145,10 @@ VARIANTS: dict[str, Course] = {
 }  # fmt: skip
 
 
-def write_comparison(folder: Path, *, seeds: tuple[int, ...] = (1, 2, 3, 4, 5), steps: int = 30) -> Path:
-    """A comparison file with its finished runs, a stress under which plain GRPO fails, and a search."""
+def write_comparison(
+    folder: Path, *, seeds: tuple[int, ...] = (1, 2, 3, 4, 5), steps: int = 30, names: Sequence[str] = tuple(VARIANTS)
+) -> Path:
+    """A comparison file: the named variants, a stress and a search. Its runs are the caller's to write."""
     settings = {
         "title": "Made-up runs",
         "folder": str(folder / "out"),
@@ -158,6 +161,7 @@ def write_comparison(folder: Path, *, seeds: tuple[int, ...] = (1, 2, 3, 4, 5), 
              **({"tuned_as": "gspo"} if name.startswith("gspo_") else
                 {"clip": [[0.01, 0.015], [0.02, 0.03]] if name == "gspo" else [[0.1, 0.1], [0.2, 0.27]]})}
             for name, course in VARIANTS.items()
+            if name in names
         ],
         "stress": [{"name": "high_lr", "about": "a learning rate above what the search chose",
                     "overrides": {"optimizer.lr": 2e-3}}],
