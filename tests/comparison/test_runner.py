@@ -13,7 +13,7 @@ import pytest
 
 from megatron_gspo.comparison.plan import load_comparison, report_runs, resolve
 from megatron_gspo.comparison.records import read_run
-from megatron_gspo.comparison.runner import Interrupted, StaleRun, command_of, execute, is_over, last_words
+from megatron_gspo.comparison.runner import StaleRun, command_of, execute, is_over, last_words
 from tests.comparison.synthetic import write_comparison
 
 # Stands where a run's process stands: writes a run directory of the resolved config, or fails, or waits.
@@ -119,6 +119,7 @@ def test_a_stop_ends_the_processes_and_leaves_no_failure(tmp_path):
     """In a process of its own, which gets the SIGTERM."""
     write_comparison(tmp_path, seeds=(1,), names=("grpo", "grpo_r2", "gspo"))
     script = textwrap.dedent(f"""
+        from megatron_gspo.comparison.runner import Interrupted
         from tests.comparison.test_runner import *
         comparison = load_comparison({str(tmp_path / "compare.yaml")!r}, ["stress=[]"])
         try:
