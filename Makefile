@@ -5,11 +5,12 @@ EXTRAS ?= all
 # On Python 3.11 this exact version has a CPU build on the package index; any other request brings CUDA.
 TORCH ?= torch==2.13.0
 ARGS ?=
+COMPARISON ?= examples/qwen3_moe/compare_small.yaml
 
 RUN = OMP_NUM_THREADS=1 $(VENV)/bin/python
 STAMP = $(VENV)/.installed
 
-.PHONY: install demo test test-peers teeth proof bench kill mutate lint format docs clean
+.PHONY: install demo compare test test-peers teeth proof bench kill mutate lint format docs clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -24,6 +25,10 @@ $(STAMP): setup.py
 
 demo: install
 	$(RUN) -m megatron_gspo.tools.demo $(ARGS)
+
+# GRPO, GRPO with Routing Replay and GSPO from one cold start, and one report of them. COMPARISON=... takes another file.
+compare: install
+	$(RUN) tools/compare_runs.py $(COMPARISON) $(ARGS)
 
 test: install
 	$(RUN) -m pytest $(ARGS)
