@@ -125,7 +125,9 @@ def _overview(study: Study) -> str:
     over = [run for run in (*study.runs, *study.trial_runs) if run.status in ("finished", "failed")]
     steps = {run.config.get("training", {}).get("steps") for run in study.runs if run.config}
     finished = sum(run.status == "finished" for run in over)
-    text = f"{len(study.groups)} variants, {len(study.seeds)} seeds, {len(over)} runs ({finished} finished"
+    numbers = (("variant", study.groups), ("seed", study.seeds), ("run", over))
+    words = [f"{len(found)} {word}{'s' if len(found) != 1 else ''}" for word, found in numbers]
+    text = f"{', '.join(words)} ({finished} finished"
     failed = len(over) - finished
     text += f", {failed} failed)" if failed else ")"
     known = sorted(step for step in steps if step)
