@@ -7,5 +7,6 @@ from __future__ import annotations
 
 from tests.teeth.of_the_layouts import CONVERSION, LAYOUT, MEGATRON, PARALLEL, RESUME
 from tests.teeth.of_the_objective import DATA, OBJECTIVE
+from tests.teeth.of_the_routing import ROUTING
 
-DEFECTS = OBJECTIVE + DATA + PARALLEL + CONVERSION + MEGATRON + LAYOUT + RESUME
+DEFECTS = OBJECTIVE + DATA + PARALLEL + CONVERSION + MEGATRON + LAYOUT + RESUME + ROUTING

@@ -175,8 +175,8 @@ LAYOUT = (
     ),
     Defect(
         "micro-batches carry counts of their own", "three trainers", "megatron_gspo/mcore/batches.py",
-        "_renumber(pack([samples[i] for i in rows], num_sequences=max(sequences, 1), num_tokens=max(tokens, 1),",
-        "_renumber(pack([samples[i] for i in rows], num_sequences=max(len(rows), 1), num_tokens=max(tokens, 1),",
+        "_number(pack([samples[i] for i in rows], num_sequences=max(sequences, 1), num_tokens=max(tokens, 1),",
+        "_number(pack([samples[i] for i in rows], num_sequences=max(len(rows), 1), num_tokens=max(tokens, 1),",
         (ALONE,),
     ),
     Defect(
