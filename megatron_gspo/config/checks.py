@@ -176,6 +176,9 @@ def _check_routing(config: Config) -> None:
     if routing.holes == "live" and routing.replay != "r3":
         problem = f"has no effect with routing.replay = {show(routing.replay)}"
         raise ConfigError("routing.holes", "live", problem, "set routing.replay: r3, or remove it")
+    if routing.compare_rollout and not (routing.metrics and algorithm.objective().has_ratio):
+        key = "routing.metrics = false" if algorithm.objective().has_ratio else f"algorithm.name = {algorithm.name}"
+        raise ConfigError("routing.compare_rollout", True, f"has no effect with {key}", "remove it")
 
 
 def _check_evaluation(config: Config) -> None:
@@ -276,8 +279,10 @@ def check_model(config: Config, hf: dict[str, Any]) -> None:
     except ModelError as error:
         raise ConfigError("model.path", config.model.path, str(error), "download it again") from None
     check_divisibility(config.parallel, hf)
-    if config.routing.replay != "none" and not (hf.get("num_experts") or hf.get("num_local_experts")):
-        raise ConfigError("routing.replay", config.routing.replay, "the model has no experts", "set it to none")
+    for key, off in (("replay", "none"), ("compare_rollout", False)):
+        if getattr(config.routing, key) != off and not (hf.get("num_experts") or hf.get("num_local_experts")):
+            value, fix = getattr(config.routing, key), f"set it to {str(off).lower()}"
+            raise ConfigError(f"routing.{key}", value, "the model has no experts", fix)
     longest = config.data.max_prompt_length + config.rollout.max_response_length
     limit = hf.get("max_position_embeddings")
     if limit is not None and longest > limit:

@@ -1,6 +1,7 @@
 """Choices, layouts, models and files that cannot work."""
 
 import copy
+import json
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,23 @@ def test_overrides_reach_the_objective(plain: dict) -> None:
             "algorithm.overlong_buffer = 65:", "64"
         ),
         (["algorithm.overlong_buffer=8"], "algorithm.overlong_buffer = 8:", "truncated: penalize"),
+        (
+            ["routing.replay=r2", "algorithm.old_log_probs=rollout"],
+            'routing.replay = "r2": records the routes in the pass that algorithm.old_log_probs = rollout leaves out',
+            "set it to r3, or algorithm.old_log_probs: recompute",
+        ),
+        ([*SFT, "routing.replay=r2"], 'routing.replay = "r2": sft has no old policy', "set it to none"),
+        ([*SFT, "routing.replay=r3"], 'routing.replay = "r3": sft has no old policy', "set it to none"),
+        (["routing.holes=live"], 'routing.holes = "live": has no effect with routing.replay = "none"', "r3"),
+        (
+            ["routing.holes=live", "routing.replay=r2"],
+            'routing.holes = "live": has no effect with routing.replay = "r2"', "set routing.replay: r3, or remove it"
+        ),
+        (
+            ["routing.compare_rollout=true", "routing.metrics=false"],
+            "routing.compare_rollout = true: has no effect with routing.metrics = false", "remove it"
+        ),
+        ([*SFT, "routing.compare_rollout=true"], "routing.compare_rollout = true: has no effect", "remove it"),
         (["data.task=null"], "data.prompts = null:", "set one"),
         (["data.prompts=x.jsonl"], 'data.prompts = "x.jsonl":', "set one"),
         (["data.task=null", "data.prompts=x", "data.verifier=reasoning_gym"], "data.verifier =", "data.task"),
@@ -188,6 +206,35 @@ def test_dense_models(hf_config: dict) -> None:
     assert divisible(hf_config, tensor_model_parallel_size=4) == "parallel.tensor_model_parallel_size"
     assert divisible(hf_config, expert_model_parallel_size=2) == "parallel.expert_model_parallel_size"
     assert divisible(hf_config, expert_tensor_parallel_size=2) == "parallel.expert_tensor_parallel_size"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("routing.replay=r2", 'routing.replay = "r2": the model has no experts; set it to none'),
+        ("routing.replay=r3", 'routing.replay = "r3": the model has no experts; set it to none'),
+        (
+            "routing.compare_rollout=true",
+            "routing.compare_rollout = true: the model has no experts; set it to false",
+        ),
+    ],
+)
+def test_a_dense_model_has_no_routes(plain: dict, tmp_path: Path, override: str, message: str) -> None:
+    file = tmp_path / "model" / "config.json"
+    build(plain, override).check(1)
+    hf = json.loads(file.read_text())
+    del hf["num_experts"]
+    file.write_text(json.dumps({**hf, "model_type": "qwen3", "intermediate_size": 64}))
+    assert refused(plain, override, world_size=1) == message
+
+
+def test_routing_that_goes_together(plain: dict) -> None:
+    for overrides in (
+        ["routing.replay=r3", "algorithm.old_log_probs=rollout", "routing.holes=live", "routing.storage=host"],
+        ["routing.replay=r2", "routing.compare_rollout=true", "algorithm.name=grpo"],
+        ["routing.replay=r2", "routing.metrics=false"],
+    ):
+        build(plain, *overrides).check(1)
 
 
 def test_positions_of_the_model(plain: dict) -> None:

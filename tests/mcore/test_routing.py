@@ -349,7 +349,8 @@ def take_once(rank: int, world_size: int, path: str) -> dict[str, Any]:
         _, trained = train_pass(policy, samples, task)
         gradients[recompute] = [router.weight.main_grad.clone() for router in routers(policy)]
     scored = compute_log_probs(policy, samples, BATCHING, temperature=1.0, routing=task).routing
-    return {"trained": uses_of(trained), "scored": uses_of(scored), "error": distance(gradients["full"], gradients["none"])}
+    error = distance(gradients["full"], gradients["none"])
+    return {"trained": uses_of(trained), "scored": uses_of(scored), "error": error}
 
 
 def uses_of(done: RoutingPass) -> list[tuple[int, int]]:

@@ -13,8 +13,9 @@ REFERENCE = AT_ROUTERS + "test_with_two_experts_ratios_move_through_the_weights_
 
 ROUTING = (
     Defect(
-        "routes of the whole shard on every rank under sequence parallelism", "verl", PASS,
-        "return slice(self.groups.tp.rank() * part, (self.groups.tp.rank() + 1) * part)", "return slice(0, part)",
+        "first rank's routes on every rank under sequence parallelism", "verl", PASS,
+        "self._to_device(given[mine][:, layers[0] : layers[-1] + 1])",
+        "self._to_device(given[: mine.stop - mine.start][:, layers[0] : layers[-1] + 1])",
         (COUNTED,),
     ),
     Defect(

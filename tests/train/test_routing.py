@@ -1,0 +1,201 @@
+"""Whole runs with routing replay: what they log and write, and that a killed run goes on with the routes it had."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from megatron_gspo.loop.rollout_buffer import _FILE
+from megatron_gspo.rollout.spread import decode_samples
+from megatron_gspo.tools.kill_and_resume import Reference
+from megatron_gspo.tools.lives import live, warm_up
+from megatron_gspo.tools.same_run import first_difference
+from megatron_gspo.tools.tripwire import Target
+from megatron_gspo.tracking import read_metrics
+from tests.train.run import base_config, tiny_model
+
+LAYERS, EXPERTS, K = 2, 4, 2
+UPDATED = ("routing/flip_rate", "routing/flipped_tokens")
+FROM_ROLLOUT = ("routing/rollout_flip_rate", "routing/rollout_flipped_tokens")
+OF_THE_ROUTER = ("routing/entropy", "routing/load_imbalance")
+BYTES = ("routing/replay_bytes", "routing/bytes_moved")
+QUANTILES = tuple(f"ratio_{level}/{q}" for level in ("token", "sequence") for q in ("min", "p01", "p50", "p99", "max"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    warm_up()
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def routing_lines(run_dir: str | Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(run_dir) / "routing.jsonl").read_text().splitlines()]
+
+
+def run_here(config: dict[str, Any], processes: int = 1) -> tuple[list[dict[str, Any]], str]:
+    """The metrics and the log of a run on processes that have everything imported already."""
+    file = Path(config["run_dir"]).with_suffix(".yaml")
+    file.write_text(yaml.safe_dump(config))
+    shutil.rmtree(file.with_suffix(".life"), ignore_errors=True)
+    life = live(file, file.with_suffix(".life"), processes, None, grace=1.0)
+    assert life.finished, life.log[-3000:]
+    return read_metrics(config["run_dir"]), life.log
+
+
+def check_lines(lines: list[dict[str, Any]], *, rollout: bool) -> None:
+    for line in lines:
+        assert len(line["flip_rate"]) == len(line["entropy"]) == LAYERS
+        assert np.shape(line["load"]) == (LAYERS, EXPERTS) and np.sum(line["load"], axis=1) == pytest.approx([1.0] * 2)
+        assert all(0.0 < value <= np.log(EXPERTS) for value in line["entropy"])
+        assert len(line["rollout_flip_rate"]) == LAYERS if rollout else line["rollout_flip_rate"] is None
+
+
+def check_ratios(file: Path) -> None:
+    with np.load(file, allow_pickle=False) as arrays:
+        found = {name: (value.dtype.kind, value.dtype.itemsize, len(value)) for name, value in arrays.items()}
+        rows = found["log_ratio"][2]
+        assert found == {
+            "log_ratio": ("f", 4, rows),
+            "sequence": ("i", 4, rows),
+            "advantage": ("f", 4, rows),
+            "token_ids": ("i", 4, rows),
+            "token_text": ("U", found["token_text"][1], rows),
+        }
+        assert rows > 8 and np.abs(arrays["log_ratio"]).max() < 1e-5
+        assert (np.diff(arrays["sequence"]) >= 0).all() and set(arrays["sequence"].tolist()) <= set(range(8))
+        assert sum(arrays["token_text"] != "") > rows / 2  # the padded vocabulary has ids without a text
+
+
+def test_r2_on_four_processes(model, tmp_path):
+    """With a learning rate of nearly nothing every ratio stays 1 and no route flips."""
+    config = base_config(
+        model, tmp_path / "r2",
+        algorithm={"name": "grpo"},
+        routing={"replay": "r2"},
+        optimizer={"lr": 1e-12},
+        training={"steps": 2},
+        parallel={"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
+        evaluation={"at_start": False, "at_end": False},
+        tracking={"ratio_interval": 2, "time_split": True, "picture": False},
+        checkpoint={"interval": 2},
+    )  # fmt: skip
+    rows, _ = run_here(config, 4)
+    assert len(rows) == 2
+    for row in rows:
+        assert {*UPDATED, *OF_THE_ROUTER, *BYTES, *QUANTILES, "time/routing"} <= set(row)
+        assert not {*FROM_ROLLOUT, "routing/holes"} & set(row)
+        assert all(row[name] == pytest.approx(1.0, abs=1e-5) for name in QUANTILES)
+        assert row["routing/flip_rate"] == row["routing/flipped_tokens"] == row["clip_fraction/tokens"] == 0.0
+        tokens = row["perf/tokens"] - 16  # of 16 samples the last token has no route
+        assert row["routing/replay_bytes"] == tokens * LAYERS * K and row["routing/bytes_moved"] > 0
+        parts = [row[f"time/{part}"] for part in ("forward", "backward", "optimizer")]
+        assert min(parts) > 0 and sum(parts) < row["time/train"]
+    lines = routing_lines(config["run_dir"])
+    assert [line["step"] for line in lines] == [1, 2]
+    check_lines(lines, rollout=False)
+    files = sorted(path.name for path in (tmp_path / "r2" / "ratios").iterdir())
+    assert files == ["step_000002.npz"]
+    check_ratios(tmp_path / "r2" / "ratios" / files[0])
+
+
+def test_without_replay_flips_are_measured_on_a_sample(model, tmp_path):
+    config = base_config(
+        model, tmp_path / "none",
+        algorithm={"name": "grpo"},
+        routing={"sampled_sequences": 3},
+        optimizer={"lr": 5e-2},
+        training={"steps": 2, "epochs": 2},
+        evaluation={"at_start": False, "at_end": False},
+        checkpoint={"interval": 1},
+    )  # fmt: skip
+    rows, _ = run_here(config)
+    assert rows[0]["routing/flipped_tokens"] >= rows[0]["routing/flip_rate"] > 0, "routers that moved flip"
+    for row in rows:
+        assert {*UPDATED, *OF_THE_ROUTER, *BYTES, *QUANTILES, "time/routing"} <= set(row)
+        assert not {*FROM_ROLLOUT, "routing/holes", "time/forward", "time/backward", "time/optimizer"} & set(row)
+        assert 0 < row["routing/replay_bytes"] < (row["perf/tokens"] - 16) * LAYERS * K / 2, "3 of 16 sequences"
+    check_lines(routing_lines(config["run_dir"]), rollout=False)
+    # rollouts that were kept without routes are of no use to R3
+    shutil.rmtree(Path(config["run_dir"]) / "checkpoints" / "step_000002")
+    rows, log = run_here({**config, "routing": {"replay": "r3"}})
+    assert "not used: the engine's routes has changed" in log and len(rows) == 2
+    assert not {*FROM_ROLLOUT} & set(rows[0]) and {*FROM_ROLLOUT} <= set(rows[1])
+
+
+@pytest.mark.parametrize("old", ["recompute", "rollout"])
+def test_r3(model, tmp_path, old):
+    config = base_config(
+        model, tmp_path / old,
+        algorithm={"name": "grpo", "old_log_probs": old},
+        routing={"replay": "r3", "storage": "host"},
+        optimizer={"lr": 1e-12},
+        training={"steps": 1},
+        evaluation={"at_start": False, "at_end": False},
+        tracking={"ratio_interval": 1, "picture": False},
+    )  # fmt: skip
+    (row,), _ = run_here(config)
+    assert {*UPDATED, *FROM_ROLLOUT, *OF_THE_ROUTER, *BYTES, *QUANTILES} <= set(row)
+    assert all(row[name] == pytest.approx(1.0, abs=1e-5) for name in QUANTILES)
+    assert row["routing/rollout_flip_rate"] == row["routing/flip_rate"] == row["clip_fraction/tokens"] == 0.0
+    assert row["routing/replay_bytes"] == (row["perf/tokens"] - 16) * LAYERS * K
+    check_lines(routing_lines(config["run_dir"]), rollout=True)
+    check_ratios(tmp_path / old / "ratios" / "step_000001.npz")
+
+
+# --- going on -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reference(model, tmp_path_factory) -> Reference:
+    """Four steps with R3 on two processes (TP 2, EP 2), checkpoints after the second and the last."""
+    return Reference(tmp_path_factory.mktemp("runs"), 2, [
+        "algorithm.name=grpo", "routing.replay=r3", "training.steps=4", "training.epochs=2", "optimizer.lr=1e-2",
+        "evaluation.interval=0", "evaluation.at_start=false", "evaluation.at_end=false", "tracking.ratio_interval=1",
+    ])  # fmt: skip
+
+
+def same_routing(run_dir: Path, other: Path) -> bool:
+    """routing.jsonl and ratios/ are the same."""
+    if routing_lines(run_dir) != routing_lines(other):
+        return False
+    names = sorted(path.name for path in (other / "ratios").iterdir())
+    assert len(names) == 4 and names == sorted(path.name for path in (run_dir / "ratios").iterdir())
+    for name in names:
+        with np.load(run_dir / "ratios" / name) as a, np.load(other / "ratios" / name) as b:
+            if set(a) != set(b) or any(a[key].tobytes() != b[key].tobytes() for key in a):
+                return False
+    return True
+
+
+def test_a_killed_run_goes_on_with_the_routes_it_had(reference, tmp_path):
+    """Killed in the third step's updates, after the second step's checkpoint had taken that step's rollouts."""
+    run_dir = tmp_path / "run"
+    target = Target("update", round(0.7 * reference.life.counts[0]["update"]), 0, True)
+    assert live(reference.config(run_dir), tmp_path / "killed", 2, target, grace=0.5).was_killed
+    kept = run_dir / "checkpoints" / "step_000002" / _FILE
+    payload = kept.read_bytes().partition(b"\n")[2]
+    samples = [sample for _, sample in decode_samples(np.frombuffer(bytearray(payload), dtype=np.uint8))]
+    assert len(samples) == 16
+    assert all(sample.routed_experts.shape == (sample.length - 1, LAYERS, K) for sample in samples)
+    life = live(reference.config(run_dir), tmp_path / "life", 2, None, grace=1.0)
+    assert life.finished and "used; they are not generated again" in life.log, life.log[-3000:]
+    assert first_difference(run_dir, reference.run_dir) == "" and same_routing(run_dir, reference.run_dir)
+
+
+def test_a_resumed_run_forgets_what_came_after_its_checkpoint(reference, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(reference.run_dir, run_dir)
+    shutil.rmtree(run_dir / "checkpoints" / "step_000004")
+    stale = run_dir / "ratios" / "step_000009.npz"
+    stale.write_bytes(b"of a longer life")
+    with (run_dir / "routing.jsonl").open("a") as file:
+        file.write('{"step": 9, "flip_rate": null}\n')
+    life = live(reference.config(run_dir), tmp_path / "life", 2, None, grace=1.0)
+    assert life.finished and not stale.exists(), life.log[-3000:]
+    assert first_difference(run_dir, reference.run_dir) == "" and same_routing(run_dir, reference.run_dir)

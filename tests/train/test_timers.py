@@ -1,0 +1,99 @@
+"""The clocks of a step: phases, and the parts of an update as Megatron's schedule times them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_gspo.loop.timers import Timers, UpdateClock
+from megatron_gspo.mcore.forward import unwrap
+from megatron_gspo.mcore.groups import Layout
+from megatron_gspo.mcore.step import Batching, compute_log_probs, train_mini_batch
+from tests.distributed import run_distributed
+from tests.mcore.routes import GRPO, policy_of, scored_samples
+from tests.models import save_tiny_model
+
+NAP = 0.03  # seconds
+PARTS = {"time/forward", "time/backward", "time/optimizer"}
+
+
+def test_phases_add_up_until_they_are_taken():
+    timers = Timers()
+    for phase in ("generate", "train", "generate"):
+        with timers(phase):
+            time.sleep(NAP)
+    taken = timers.take()
+    assert taken.keys() == {"time/generate", "time/train", "time/step"}
+    assert taken["time/generate"] >= 2 * NAP and taken["time/train"] >= NAP
+    assert taken["time/step"] >= taken["time/generate"] + taken["time/train"]
+    again = timers.take()
+    assert again.keys() == {"time/step"} and again["time/step"] < taken["time/step"]
+
+
+def test_a_clock_keeps_the_parts_of_an_update_and_nothing_else():
+    clock = UpdateClock()
+    assert clock.take() == {}
+    for name, level in (("forward-backward", 1), ("forward-compute", 2), ("all-grads-sync", 1), ("forward-compute", 2)):
+        stopwatch = clock(name, log_level=level)
+        stopwatch.start(barrier=False)
+        time.sleep(NAP)
+        clock(name).stop()
+    taken = clock.take()
+    assert taken.keys() == {"time/forward"} and 2 * NAP <= taken["time/forward"]
+    assert clock.take() == {}
+
+
+class Slow(torch.autograd.Function):
+    """Takes two naps on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        time.sleep(2 * NAP)
+        return grad
+
+
+def slow_down(module: Any, args: Any, output: Any) -> Any:
+    time.sleep(NAP)
+    return Slow.apply(output)
+
+
+def time_an_update(rank: int, world_size: int, path: str) -> dict[str, Any]:
+    """An update of one sequence a micro-batch, each slowed down by one nap forward and two backward."""
+    policy = policy_of(path, Layout(pipeline=world_size))
+    samples, batching = scored_samples(3), Batching(80, micro_batch_size=1)
+    clock = policy.config.timers = UpdateClock()
+    train_mini_batch(policy, samples, GRPO, batching, temperature=1.0)  # the first is slower
+    clock.take()
+    layers = unwrap(policy.chunks[0]).decoder.layers
+    hook = layers[-1].self_attention.core_attention.register_forward_hook(slow_down)
+    begin = time.perf_counter()
+    result = train_mini_batch(policy, samples, GRPO, batching, temperature=1.0)
+    found: dict[str, Any] = {"wall": time.perf_counter() - begin, "update": clock.take(), "metrics": result.metrics}
+    compute_log_probs(policy, samples, batching, temperature=1.0)
+    found["scored"] = clock.take()
+    hook.remove()
+    policy.config.timers = None
+    train_mini_batch(policy, samples, GRPO, batching, temperature=1.0)
+    found["off"] = clock.take()
+    return found
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_clock_in_megatrons_schedule(stages, tmp_path):
+    path = save_tiny_model(tmp_path / "model", "dense", num_hidden_layers=2)
+    for found in run_distributed(time_an_update, stages, path):
+        update = found["update"]
+        assert update.keys() == PARTS and min(update.values()) > 0
+        assert 3 * NAP <= update["time/forward"] and 6 * NAP <= update["time/backward"]
+        assert sum(update.values()) <= found["wall"]
+        assert found["scored"].keys() == {"time/forward"} and found["scored"]["time/forward"] >= 3 * NAP
+        assert found["off"] == {}, "without a clock nothing is timed"
+        assert not PARTS & found["metrics"].keys()
