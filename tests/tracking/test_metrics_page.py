@@ -6,7 +6,9 @@ import ast
 import re
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import torch
 
 from megatron_gspo.algorithms import (
@@ -17,6 +19,11 @@ from megatron_gspo.algorithms import (
     preset,
     ratio_quantiles,
 )
+from megatron_gspo.data.sample import Sample
+from megatron_gspo.loop.record import ratio_arrays
+from megatron_gspo.loop.routing import StepRouting
+from megatron_gspo.loop.timers import _PARTS
+from megatron_gspo.loop.update import Update
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "metrics.md"
@@ -27,6 +34,7 @@ SOURCES = (
     *(PACKAGE / "mcore" / f"{name}.py" for name in ("step", "forward")),
 )
 NOT_METRICS = {"metrics", "log_probs", "exit"}  # what a forward step returns; a key of summary.json
+OTHER_RECORDS = {"by_layer", "ratio_arrays"}  # functions that make a line of routing.jsonl and the arrays of ratios/
 
 
 def documented(heading: str) -> set[str]:
@@ -49,7 +57,11 @@ def pattern(node: ast.expr) -> str | None:
 def written_names(source: str) -> set[str]:
     """Keys of dict displays and comprehensions, and of assignments to an item (not `+=`), as patterns."""
     keys: list[ast.expr | None] = []
-    nodes = list(ast.walk(ast.parse(source)))
+    tree = ast.parse(source)
+    nodes = list(ast.walk(tree))
+    elsewhere = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name in OTHER_RECORDS]
+    left_out = {id(inner) for function in elsewhere for inner in ast.walk(function)}
+    nodes = [node for node in nodes if id(node) not in left_out]
     counted = {id(node.target) for node in nodes if isinstance(node, ast.AugAssign)}
     for node in nodes:
         if id(node) in counted:
@@ -86,10 +98,10 @@ def computed_names() -> set[str]:
 
 def produced() -> set[str]:
     sources = [file.read_text(encoding="utf-8") for file in SOURCES]
-    written = set().union(*map(written_names, sources)) - NOT_METRICS
+    written = set().union(*map(written_names, sources)) - NOT_METRICS - set(_PARTS)
     train = (PACKAGE / "train.py").read_text(encoding="utf-8")
     timed = set().union(*map(timer_names, [*sources, train]))
-    return {"step"} | written | timed | computed_names()
+    return {"step"} | written | timed | {f"time/{part}" for part in _PARTS.values()} | computed_names()
 
 
 def unmatched(names: set[str], patterns: set[str]) -> set[str]:
@@ -120,6 +132,23 @@ def test_summary_is_documented() -> None:
     [state] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "LoopState"]
     fields = {item.target.id for item in state.body if isinstance(item, ast.AnnAssign)}
     assert documented("summary.json") == fields | {"exported", "exit"}
+
+
+def test_other_records_are_documented() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    [lines] = [line for line in page.splitlines() if "`routing.jsonl`" in line and line.startswith("|")]
+    [arrays] = [line for line in page.splitlines() if line.startswith("| `ratios/")]
+    assert {key for key in StepRouting().by_layer() if f"`{key}`" not in lines} == set()
+    tokenizer = SimpleNamespace(decode=str)
+    sample = Sample(
+        prompt_index=0, sample_index=0, tokens=np.arange(4), prompt_length=2, loss_mask=np.array([True, False]),
+        rollout_log_probs=None, finish_reason="stop", advantages=np.ones(2), old_log_probs=np.ones(2),
+    )  # fmt: skip
+    found = ratio_arrays(Update({}, [sample], [np.zeros(2)]), tokenizer)
+    assert {key for key in found if f"`{key}`" not in arrays} == set()
+    assert {key: value.tolist() for key, value in found.items()} == {
+        "log_ratio": [-1.0], "sequence": [0], "advantage": [1.0], "token_ids": [2], "token_text": ["[2]"],
+    }  # fmt: skip
 
 
 def test_a_missing_row_is_found() -> None:
