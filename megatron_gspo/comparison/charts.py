@@ -59,7 +59,9 @@ def base_charts(study: Study, colours: Mapping[str, int]) -> dict[str, list[Char
 def stress_charts(study: Study, setting: str, colours: Mapping[str, int]) -> list[Chart]:
     accuracy = _curve(study, setting, colours, "eval/accuracy", "Held-out accuracy", *_AXES[0], smooth=False)
     reward = _curve(study, setting, colours, "reward/mean", "Training reward", *_AXES[0], percent=False)
-    return [chart for chart in (accuracy, reward) if chart] + _by_step(study, setting, colours, _CLIPPING[:1])
+    return [chart for chart in (accuracy, reward) if chart] + _by_step(
+        study, setting, colours, (_CLIPPING[0], _ROUTING[1])
+    )
 
 
 def cost_chart(study: Study) -> dict[str, Any] | None:
@@ -121,8 +123,11 @@ def _interval_charts(study: Study, colours: Mapping[str, int]) -> list[Chart]:
     if any(found for *_, found in ends):
         charts.append(draw.interval_panel("Accuracy at the end", "%, mean and 95 % t-interval", ends))
     if gaps:
-        title = f"Difference from {study.label(study.baseline)}"
-        charts.append(draw.interval_panel(title, "points, paired by seed, 95 % t-interval", gaps, zero=True))
+        charts.append(
+            draw.interval_panel(
+                "Difference from the baseline", "points, paired by seed, 95 % t-interval", gaps, zero=True
+            )
+        )
     return charts
 
 
@@ -188,6 +193,6 @@ def _histograms(study: Study, colours: Mapping[str, int]) -> list[Chart]:
 
 def _reach(found: list[Spread]) -> float:
     """Half the width of the histograms in log-ratio: nearly all tokens, and the clip ranges, between 0.02 and 1."""
-    tail = max(float(np.quantile(np.abs(spread.token), 0.995)) for spread in found)
+    tail = max(float(np.quantile(np.abs(spread.token), 0.98)) for spread in found)
     widest = max(math.log1p(spread.band[1]) for spread in found)
     return min(1.0, max(0.02, tail, 1.3 * widest))

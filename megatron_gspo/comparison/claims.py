@@ -80,13 +80,12 @@ def _grpo_needs_replay(study: Study) -> Claim:
     replayed = [name for kind in ("r2", "r3") if (name := find(study, name="grpo", replay=kind))]
     if plain is None or not replayed:
         return Claim(claim, UNTESTED, ["There are no runs of GRPO with and without replay."])
-    evidence, needed, trouble, helped = [], 0, 0, 0
+    evidence, needed, helped = [], 0, 0
     for setting in study.settings:
         found = {row.group: row for row in rows(study, setting.name)}
         if plain not in found or not any(name in found for name in replayed):
             continue
         total, broken = len(found[plain].by_seed), found[plain].broken
-        trouble += broken > 0
         line = f"{_setting(setting.name)}: {broken} of {total} plain GRPO runs failed or collapsed"
         for name in (name for name in replayed if name in found):
             other = found[name].broken
@@ -99,7 +98,7 @@ def _grpo_needs_replay(study: Study) -> Claim:
         evidence.append(line + ".")
     if not evidence:
         return Claim(claim, UNTESTED, ["No setting has runs of GRPO with and without replay."])
-    verdict = REPRODUCED if needed else PARTLY if helped or trouble and not needed and helped else NOT
+    verdict = REPRODUCED if needed else PARTLY if helped else NOT
     return Claim(claim, verdict, evidence)
 
 
@@ -189,26 +188,23 @@ def _engines_differ(study: Study) -> Claim:
         "With separate engines about 10 % of the router decisions differ between rollout and training, and 94 % of the "
         "tokens in at least one layer."
     )
-    found = {
-        group.name: value
-        for group in study.groups
-        if (value := _metric(study, group.name, "routing/rollout_flip_rate")) is not None
-    }
+    found, evidence = [], []
+    for setting in study.settings:
+        for group in study.groups_in(setting.name):
+            rate = _metric(study, group.name, "routing/rollout_flip_rate", setting.name)
+            if rate is None:
+                continue
+            runs = study.of(setting.name, group.name)
+            dtypes = sorted({str(run.config.get("model", {}).get("dtype")) for run in runs if run.config})
+            tokens = _metric(study, group.name, "routing/rollout_flipped_tokens", setting.name)
+            share = "" if tokens is None else f", {percent(tokens, 3)} of the tokens"
+            place = f"{_setting(setting.name)}, {group.label}, both engines in {' and '.join(dtypes)}"
+            evidence.append(f"{place}: {percent(rate, 3)} of the decisions{share}.")
+            found.append(rate)
     if not found:
         return Claim(claim, UNTESTED, ["No run recorded the rollout engine's routes beside the training engine's."])
-    evidence = [
-        f"{study.label(name)}: {percent(value, 3)} of the decisions{_of_tokens(study, name)}."
-        for name, value in found.items()
-    ]
-    dtypes = sorted({str(run.config.get("model", {}).get("dtype")) for run in study.runs if run.config})
-    evidence.append(f"Both engines ran the same weights in {', '.join(dtypes)} on one machine.")
-    high = max(found.values())
+    high = max(found)
     return Claim(claim, REPRODUCED if high >= 0.05 else PARTLY if high >= 0.01 else NOT, evidence)
-
-
-def _of_tokens(study: Study, name: str) -> str:
-    share = _metric(study, name, "routing/rollout_flipped_tokens")
-    return "" if share is None else f", {percent(share, 3)} of the tokens"
 
 
 def _no_recompute(study: Study) -> Claim:
@@ -216,19 +212,21 @@ def _no_recompute(study: Study) -> Claim:
     plain, without = find(study, name="gspo"), find(study, name="gspo", old="rollout")
     if plain is None or without is None:
         return Claim(claim, UNTESTED, ["There are no runs of GSPO with both kinds of old log-probs."])
-    difference = _compare(study, BASE, without, plain)
-    if difference is None or difference.low is None:
+    evidence, worse = [], 0
+    for setting in study.settings:
+        difference = _compare(study, setting.name, without, plain)
+        if difference is None or difference.low is None or difference.high is None:
+            continue
+        line = f"{_setting(setting.name)}, accuracy at the end: {describe(difference)} against recomputed ones"
+        mismatch = _metric(study, plain, "mismatch/abs_diff_max", setting.name)
+        if mismatch is not None:
+            line += f"; the engines' log-probs differed by at most {mismatch:.1e} nats (mean of the steps' largest)"
+        row = next(row for row in rows(study, setting.name) if row.group == without)
+        worse += difference.high < 0 or row.broken > len(row.by_seed) / 2
+        evidence.append(line + ".")
+    if not evidence:
         return Claim(claim, UNTESTED, ["Fewer than two seeds have both."])
-    evidence = [f"Without stress, accuracy at the end: {describe(difference)} against recomputed ones."]
-    mismatch = _metric(study, plain, "mismatch/abs_diff_max")
-    if mismatch is not None:
-        evidence.append(
-            f"The two engines' log-probs differed by at most {mismatch:.1e} nats here (mean over steps of each step's "
-            "largest), so this says little about engines that differ more."
-        )
-    worse = difference.high is not None and difference.high < 0
-    row = next(row for row in rows(study, BASE) if row.group == without)
-    return Claim(claim, NOT if worse or row.broken > len(row.by_seed) / 2 else REPRODUCED, evidence)
+    return Claim(claim, NOT if worse == len(evidence) else PARTLY if worse else REPRODUCED, evidence)
 
 
 def _token_variant_equal(study: Study) -> Claim:
@@ -258,9 +256,9 @@ def _direction(difference: Difference) -> int:
     return 1 if difference.low > 0 else -1 if difference.high < 0 else 0
 
 
-def _metric(study: Study, group: str, metric: str) -> float | None:
-    """Mean over the steps, then over the seeds, without stress."""
-    found: Sequence[Any] = [mean_of(run, metric) for run in study.of(BASE, group)]
+def _metric(study: Study, group: str, metric: str, setting: str = BASE) -> float | None:
+    """Mean over the steps, then over the seeds."""
+    found: Sequence[Any] = [mean_of(run, metric) for run in study.of(setting, group)]
     known = [value for value in found if value is not None]
     return interval(known).mean if known else None
 

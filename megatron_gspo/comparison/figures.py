@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -126,12 +127,12 @@ def histogram_panel(
 def cost_panel(labels: Sequence[str], parts: Sequence[tuple[int, Sequence[float]]]) -> str:
     """Stacked bars, one a variant: seconds a step of each phase, as (colour's number, one value a variant)."""
     height = 0.75 + 0.36 * len(labels)
-    with _panel("", size=(7.2, height)) as (axis, output):
+    with _panel("", size=(5.2, height)) as (axis, output):
         left = np.zeros(len(labels))
         for number, seconds in parts:
             axis.barh(range(len(labels)), seconds, left=left, height=0.68, color=phase_colour(number), lw=0)
             left += np.asarray(seconds)
-        axis.set_yticks(range(len(labels)), labels)
+        axis.set_yticks(range(len(labels)), [_wrapped(label) for label in labels])
         axis.invert_yaxis()
         axis.set_xlabel("seconds a step")
         axis.grid(False, axis="y")
@@ -151,7 +152,7 @@ def interval_panel(title: str, xlabel: str, rows: Sequence[tuple[int, str, Any]]
             axis.plot([100 * found.mean], [place], "o", color=colour, ms=5, gid=f"v-{number}")
         if zero:
             axis.axvline(0, color=_FAINT, lw=1)
-        axis.set_yticks(range(len(rows)), [label for _, label, _ in rows])
+        axis.set_yticks(range(len(rows)), [_wrapped(label) for _, label, _ in rows])
         axis.set_ylim(len(rows) - 0.5, -0.5)
         axis.set_xlabel(xlabel)
         axis.grid(False, axis="y")
@@ -187,6 +188,10 @@ def _tidy(axis: Axes, *, log: bool, percent: bool) -> None:
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}{unit}"))
     axis.xaxis.set_major_locator(MaxNLocator(5))
     axis.xaxis.set_major_formatter(FuncFormatter(_short))
+
+
+def _wrapped(label: str) -> str:
+    return "\n".join(textwrap.wrap(label, 24)[:2])
 
 
 def _short(value: float, _: Any = None) -> str:

@@ -248,8 +248,7 @@ def _search(study: Study) -> dict[str, Any] | None:
         "runs": len(study.trial_runs),
         "overrides": _pairs(study.search_overrides),
         "edge": [study.label(name) for name in at_edge(study.trials)],
-        "borrowed": [group.label for group in study.groups
-                     if group.name in study.chosen and group.name not in {t.variant for t in study.trials}],
+        "borrowed": [(study.label(name), study.label(other)) for name, other in study.tuned_as.items()],
     }  # fmt: skip
 
 

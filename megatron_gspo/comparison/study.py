@@ -44,7 +44,8 @@ class Setting:
 class Study:
     """All that a report is made of.
 
-    runs: of the report, missing ones included. trials: the search's table, and chosen its outcome.
+    runs: of the report, missing ones included. trials: the search's table, and chosen its outcome. tuned_as: variants
+    that took another one's choice.
     shared: keys that every run sets beyond the base config. command: makes the report again.
     """
 
@@ -60,6 +61,7 @@ class Study:
     trials: list[Trial] = field(default_factory=list)
     trial_runs: list[Run] = field(default_factory=list)
     chosen: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tuned_as: dict[str, str] = field(default_factory=dict)
     search_overrides: dict[str, Any] = field(default_factory=dict)
 
     def of(self, setting: str, group: str) -> list[Run]:
@@ -106,7 +108,8 @@ def read_study(comparison: Comparison, command: str) -> Study:
     return Study(
         config.title, groups, settings, list(config.seeds), config.baseline, runs, command,
         base=str(comparison.base_file), shared=dict(config.overrides), trials=trials, trial_runs=trial_runs,
-        chosen=chosen, search_overrides=dict(config.search.overrides) if config.search else {},
+        chosen=chosen, tuned_as={v.name: v.tuned_as for v in config.variants if v.tuned_as is not None},
+        search_overrides=dict(config.search.overrides) if config.search else {},
     )  # fmt: skip
 
 
