@@ -10,6 +10,8 @@ from megatron_gspo.comparison.plan import as_arguments, load_comparison, report_
 from megatron_gspo.config import ConfigError
 from tests.comparison.synthetic import write_comparison
 
+EXAMPLES = Path(__file__).parents[2] / "examples" / "qwen3_moe"
+
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
@@ -114,3 +116,30 @@ def test_tuned_as_needs_a_variant_that_is_searched(file):
 def test_top_level_keys_can_be_overridden(file):
     comparison = load_comparison(file, ["seeds=[7]", "stress=[]"])
     assert {run.seed for run in report_runs(comparison, {})} == {7}
+
+
+@pytest.mark.parametrize("name", ["compare.yaml", "compare_small.yaml"])
+def test_the_examples_load_and_hold_every_algorithm(name):
+    comparison = load_comparison(EXAMPLES / name)
+    runs = [run for run in report_runs(comparison, {}) if run.setting == "base"]
+    kinds = {
+        (config.algorithm.name, config.routing.replay, config.algorithm.old_log_probs)
+        for config in (resolve(comparison, run) for run in runs)
+    }
+    assert kinds >= {
+        ("grpo", "none", "recompute"),
+        ("grpo", "r2", "recompute"),
+        ("grpo", "r3", "recompute"),
+        ("gspo", "none", "recompute"),
+        ("gspo_token", "none", "recompute"),
+        ("gspo", "none", "rollout"),
+    }
+
+
+def test_the_file_in_the_documentation_loads(tmp_path):
+    page = (EXAMPLES.parents[1] / "docs" / "comparison.md").read_text()
+    text = page.split("```yaml\n")[1].split("```")[0]
+    text = text.replace("my_run.yaml", str(EXAMPLES / "tiny_gspo.yaml"))
+    (tmp_path / "mine.yaml").write_text(text)
+    comparison = load_comparison(tmp_path / "mine.yaml")
+    assert len(report_runs(comparison, {})) == 15 + 6 and len(search_runs(comparison)) == 8
