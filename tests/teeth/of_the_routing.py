@@ -65,8 +65,9 @@ ROUTING = (
     ),
     Defect(
         "expert ids wrap around at 256", "verl", "megatron_gspo/data/routes.py",
-        'return torch.uint8 if self.dtype.itemsize == 1 else torch.uint16', "return torch.uint8",
-        (WIDE,),
+        "return np.dtype(np.uint8 if num_experts <= 2**8 else np.uint16)",
+        "return np.dtype(np.uint8 if num_experts <= 2**9 else np.uint16)",
+        ("tests/data/test_routes.py::test_the_smallest_type_that_holds_the_ids", WIDE),
     ),
     Defect(
         "flips counted over untrained tokens too", "design", PASS,

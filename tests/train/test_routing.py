@@ -128,24 +128,47 @@ def test_without_replay_flips_are_measured_on_a_sample(model, tmp_path):
     assert not {*FROM_ROLLOUT} & set(rows[0]) and {*FROM_ROLLOUT} <= set(rows[1])
 
 
-@pytest.mark.parametrize("old", ["recompute", "rollout"])
-def test_r3(model, tmp_path, old):
-    config = base_config(
-        model, tmp_path / old,
-        algorithm={"name": "grpo", "old_log_probs": old},
-        routing={"replay": "r3", "storage": "host"},
-        optimizer={"lr": 1e-12},
-        training={"steps": 1},
-        evaluation={"at_start": False, "at_end": False},
-        tracking={"ratio_interval": 1, "picture": False},
+def still_config(model: str, run_dir: Path, old: str, **sections: Any) -> dict[str, Any]:
+    """One step in which the weights hardly move."""
+    return base_config(
+        model, run_dir, algorithm={"name": "grpo", "old_log_probs": old}, optimizer={"lr": 1e-12},
+        training={"steps": 1}, evaluation={"at_start": False, "at_end": False},
+        tracking={"ratio_interval": 1, "picture": False}, **sections,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("old", "more"),
+    [("recompute", {"storage": "host"}), ("recompute", {"replay_old_log_probs": False}), ("rollout", {})],
+)
+def test_r3(model, tmp_path, old, more):
+    """The engine computes what the training engine does, so that routes are the same, replayed or not."""
+    config = still_config(model, tmp_path / "run", old, routing={"replay": "r3", **more})
     (row,), _ = run_here(config)
     assert {*UPDATED, *FROM_ROLLOUT, *OF_THE_ROUTER, *BYTES, *QUANTILES} <= set(row)
     assert all(row[name] == pytest.approx(1.0, abs=1e-5) for name in QUANTILES)
     assert row["routing/rollout_flip_rate"] == row["routing/flip_rate"] == row["clip_fraction/tokens"] == 0.0
     assert row["routing/replay_bytes"] == (row["perf/tokens"] - 16) * LAYERS * K
     check_lines(routing_lines(config["run_dir"]), rollout=True)
-    check_ratios(tmp_path / old / "ratios" / "step_000001.npz")
+    check_ratios(tmp_path / "run" / "ratios" / "step_000001.npz")
+
+
+def test_without_an_old_policys_pass_a_few_sequences_are_enough(model, tmp_path):
+    """Of two data-parallel ranks one has nothing to look at."""
+    config = still_config(model, tmp_path / "run", "rollout", routing={"sampled_sequences": 1})
+    (row,), _ = run_here(config, 2)
+    assert {*UPDATED, *OF_THE_ROUTER, *BYTES, "time/routing"} <= set(row) and "time/log_probs" not in row
+    assert row["routing/flip_rate"] == 0.0
+    assert 0 < row["routing/replay_bytes"] <= 38 * LAYERS * K, "of one prompt and response"
+    check_lines(routing_lines(config["run_dir"]), rollout=False)
+
+
+def test_replay_without_its_metrics(model, tmp_path):
+    config = still_config(model, tmp_path / "run", "recompute", routing={"replay": "r2", "metrics": False})
+    (row,), _ = run_here(config)
+    assert {name for name in row if name.startswith("routing/")} == set(BYTES)
+    assert all(row[name] == pytest.approx(1.0, abs=1e-5) for name in QUANTILES)
+    assert not (tmp_path / "run" / "routing.jsonl").exists()
 
 
 # --- going on -----------------------------------------------------------------------------------------------------
