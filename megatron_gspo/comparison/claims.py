@@ -155,13 +155,13 @@ def _gspo_learns_better(study: Study) -> Claim:
 def _gspo_clips_more(study: Study) -> Claim:
     claim = "GSPO clips two orders of magnitude more tokens than GRPO (published: 15 % against 0.13 %)."
     gspo, grpo = find(study, name="gspo"), find(study, name="grpo")
-    found = [_metric(study, name, "clip_fraction/tokens") for name in (gspo, grpo) if name]
-    if len(found) < 2 or None in found:
+    ours, theirs = (_metric(study, name, "clip_fraction/tokens") if name else None for name in (gspo, grpo))
+    if ours is None or theirs is None:
         return Claim(claim, UNTESTED, ["There are no clip fractions of both."])
-    factor = found[0] / found[1] if found[1] else float("inf")
+    factor = ours / theirs if theirs else float("inf")
     evidence = [
-        f"Without stress GSPO clipped {percent(found[0], 2)} of the tokens and GRPO {percent(found[1], 2)}: "
-        f"{factor:.1f} times as many, each with the clip range listed under settings."
+        f"Without stress GSPO clipped {percent(ours, 2)} of the tokens and GRPO {percent(theirs, 2)}: {factor:.1f} times "
+        "as many, each with the clip range listed under settings."
     ]
     verdict = REPRODUCED if factor >= 30 else PARTLY if factor > 1 else NOT
     return Claim(claim, verdict, evidence)

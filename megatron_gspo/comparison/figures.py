@@ -28,7 +28,7 @@ _PLACEHOLDERS = {f"#{0xA1B200 + i:06x}": f"v{i}" for i in range(COLOURS)} | {
 _TEXT, _GRID, _FAINT = "#a1b400", "#a1b401", "#a1b402"
 _PLACEHOLDERS |= {_TEXT: "text", _GRID: "grid", _FAINT: "faint"}
 _SIZE = (4.6, 2.9)  # inches; a panel is about 330 points wide, so that it needs no scaling on a phone
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "comparison",
     "font.family": "sans-serif",
