@@ -160,8 +160,8 @@ def _gspo_clips_more(study: Study) -> Claim:
         return Claim(claim, UNTESTED, ["There are no clip fractions of both."])
     factor = ours / theirs if theirs else float("inf")
     evidence = [
-        f"Without stress GSPO clipped {percent(ours, 2)} of the tokens and GRPO {percent(theirs, 2)}: {factor:.1f} times "
-        "as many, each with the clip range listed under settings."
+        f"Without stress GSPO clipped {percent(ours, 2)} of the tokens and GRPO {percent(theirs, 2)}: "
+        f"{factor:.1f} times as many, each with the clip range listed under settings."
     ]
     verdict = REPRODUCED if factor >= 30 else PARTLY if factor > 1 else NOT
     return Claim(claim, verdict, evidence)
