@@ -90,6 +90,7 @@ class RouteTable:
         assert self.given is not None
         wanted = self.given[:, layer].long()
         if self.holes is not None:
+            assert ids is not None
             wanted = torch.where(self.holes[:, None], ids, wanted)
         return scores.gather(1, wanted), wanted
 
@@ -166,7 +167,7 @@ def gates(chunk: torch.nn.Module) -> list[RouteGate]:
     return found
 
 
-def moe_layers(chunk: torch.nn.Module) -> list[Any]:
+def moe_layers(chunk: Any) -> list[Any]:
     """The transformer layers with experts of a model chunk, in order."""
     return [layer for layer in chunk.decoder.layers if isinstance(layer.mlp, MoELayer)]
 

@@ -56,8 +56,8 @@ def collect_routes(done: RoutingPass, samples: Sequence[Sample], wanted: Sequenc
                 ids = table.chosen[layer].cpu().contiguous()
                 flat[places, index] = ids.view(torch.uint8).view(-1, width)[kept]
     done.bytes_moved += _add_up(flat)
-    ids = flat.numpy().view(shape.dtype)
-    return [ids[starts[i] : starts[i] + lengths[i]] for i in wanted]
+    rows = flat.numpy().view(shape.dtype)
+    return [rows[starts[i] : starts[i] + lengths[i]] for i in wanted]
 
 
 def _places(done: RoutingPass, micro_batch: int, starts: np.ndarray, lengths: np.ndarray) -> tuple[Tensor, Tensor]:
