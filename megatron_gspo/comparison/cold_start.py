@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import string
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
 from megatron_gspo.comparison.plan import ColdStartFiles
-from megatron_gspo.comparison.runner import child_environment, torchrun
+from megatron_gspo.comparison.runner import run_one, torchrun
 from megatron_gspo.config import load_config
 from megatron_gspo.data.prompts import PromptFormat
 from megatron_gspo.data.sample import Prompt
@@ -24,12 +23,15 @@ SLIPS = 0.12  # share of letters that the demonstrator mistypes
 
 
 def train(config: Path, processes: int, overrides: Sequence[str]) -> None:
-    """One `torchrun` of the training loop in the foreground; raises SystemExit with its exit code if it fails."""
+    """One `torchrun` of the training loop in the foreground.
+
+    Raises SystemExit with its exit code if it fails, Interrupted where it is stopped.
+    """
     command = torchrun(processes, config, overrides)
     print("$", " ".join(["torchrun", *command[3:]]), flush=True)
-    done = subprocess.run(command, env=child_environment())
-    if done.returncode:
-        raise SystemExit(done.returncode)
+    code = run_one(command)
+    if code:
+        raise SystemExit(code)
 
 
 def held_out_and_training(model: Path, config: Path) -> tuple[list[Prompt], list[Prompt]]:

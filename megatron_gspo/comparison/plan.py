@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError
 
 from megatron_gspo.config import Config, ConfigError, load_config
 from megatron_gspo.config.base import MISSING, Section, show
-from megatron_gspo.config.load import apply_overrides, read_file
+from megatron_gspo.config.load import apply_overrides, parse_yaml, read_file
 
 BASE = "base"  # the setting without stress
 SEARCH = "search"
@@ -241,8 +241,13 @@ def as_arguments(comparison: Comparison, spec: RunSpec) -> list[str]:
 
 
 def argument(value: Any) -> str:
-    """A value as an override spells it: YAML on one line."""
-    return value if isinstance(value, str) and value else json.dumps(value)
+    """A value as an override spells it: YAML on one line; a text that YAML would take for something else is quoted."""
+    if isinstance(value, str):
+        try:
+            return value if parse_yaml(value, "value") == value else json.dumps(value)
+        except ConfigError:
+            return json.dumps(value)
+    return json.dumps(value)
 
 
 def _check_names(config: ComparisonConfig) -> None:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -100,22 +100,41 @@ def execute(
         else:
             waiting.append(spec)
     active: list[_Job] = []
+    with stoppable():
+        try:
+            while waiting or active:
+                while waiting and len(active) < slots:
+                    active.append(_start(comparison, waiting.pop(0), make))
+                    watcher.started(active[-1].spec)
+                time.sleep(_POLL)
+                for job in [job for job in active if job.process.poll() is not None]:
+                    active.remove(job)
+                    _settle(job)
+                    watcher.ended(job.spec, time.monotonic() - job.started)
+                watcher.running([job.spec for job in active])
+        finally:
+            _end([job.process for job in active])
+
+
+def run_one(command: Sequence[str]) -> int:
+    """Run a command in the foreground; its exit code. A stop ends all its processes and raises Interrupted."""
+    with stoppable():
+        process = subprocess.Popen(command, env=child_environment(), start_new_session=True)
+        try:
+            return process.wait()
+        finally:
+            _end([process])
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[None]:
+    """Turn Ctrl-C and SIGTERM into Interrupted."""
     before = signal.signal(signal.SIGTERM, _raise_interrupt)
     try:
-        while waiting or active:
-            while waiting and len(active) < slots:
-                active.append(_start(comparison, waiting.pop(0), make))
-                watcher.started(active[-1].spec)
-            time.sleep(_POLL)
-            for job in [job for job in active if job.process.poll() is not None]:
-                active.remove(job)
-                _settle(job)
-                watcher.ended(job.spec, time.monotonic() - job.started)
-            watcher.running([job.spec for job in active])
+        yield
     except KeyboardInterrupt:
         raise Interrupted("stopped; the same command goes on from here") from None
     finally:
-        _end(active)
         signal.signal(signal.SIGTERM, before)
 
 
@@ -178,17 +197,19 @@ def _check_same(comparison: Comparison, spec: RunSpec) -> None:
         )
 
 
-def _end(active: Sequence[_Job]) -> None:
-    for job in active:
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End those that still run, each with its whole group."""
+    running = [process for process in processes if process.poll() is None]
+    for process in running:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(job.process.pid, signal.SIGTERM)
-    for job in active:
+            os.killpg(process.pid, signal.SIGTERM)
+    for process in running:
         try:
-            job.process.wait(_PATIENCE)
+            process.wait(_PATIENCE)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(job.process.pid, signal.SIGKILL)
-            job.process.wait()
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _raise_interrupt(*_: object) -> None:

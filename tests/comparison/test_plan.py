@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_gspo.comparison.plan import as_arguments, load_comparison, report_runs, resolve, search_runs
+from megatron_gspo.comparison.plan import argument, as_arguments, load_comparison, report_runs, resolve, search_runs
 from megatron_gspo.config import ConfigError
+from megatron_gspo.config.load import apply_overrides
 from tests.comparison.synthetic import write_comparison
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "qwen3_moe"
@@ -111,6 +112,16 @@ def test_unequal_searches_are_refused(file):
 def test_tuned_as_needs_a_variant_that_is_searched(file):
     with pytest.raises(ConfigError, match='tuned_as = "gspo": is no variant'):
         load_comparison(changed(file, variants=without(file, "gspo")))
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [("r2", "r2"), ("true", '"true"'), ("1e-3", '"1e-3"'), ("", '""'), ("a: b", '"a: b"'), (1e-6, "1e-06"),
+     (None, "null"), ([1, 2], "[1, 2]"), ({"a": "x"}, '{"a": "x"}')],
+)  # fmt: skip
+def test_an_override_reads_back_as_the_value_that_it_was(value, text):
+    assert argument(value) == text
+    assert apply_overrides({}, [f"key={text}"]) == {"key": value}
 
 
 def test_top_level_keys_can_be_overridden(file):
