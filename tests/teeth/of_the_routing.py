@@ -13,13 +13,13 @@ REFERENCE = AT_ROUTERS + "test_with_two_experts_ratios_move_through_the_weights_
 
 ROUTING = (
     Defect(
-        "first rank's routes on every rank under sequence parallelism", "verl", PASS,
+        "first rank's routes on every rank under sequence parallelism", "design", PASS,
         "self._to_device(given[mine][:, layers[0] : layers[-1] + 1])",
         "self._to_device(given[: mine.stop - mine.start][:, layers[0] : layers[-1] + 1])",
         (COUNTED,),
     ),
     Defect(
-        "routes cut in order where tokens are cut in zigzag", "verl", PASS,
+        "routes cut in order where tokens are cut in zigzag", "design", PASS,
         "        given, holes = shard.routed_experts, shard.route_holes\n",
         "        whole, at = self.batches[shard.micro_batch], self.groups.cp.rank() * shard.tokens.shape[0]\n"
         "        given, holes = whole.routed_experts, shard.route_holes\n"
@@ -27,7 +27,7 @@ ROUTING = (
         (WIDE,),
     ),
     Defect(
-        "later pipeline stages replay the routes of the first layers", "one trainer", PASS,
+        "later pipeline stages replay the routes of the first layers", "design", PASS,
         "self._to_device(given[mine][:, layers[0] : layers[-1] + 1])",
         "self._to_device(given[mine][:, 0 : len(layers)])",
         (COUNTED,),
@@ -37,13 +37,13 @@ ROUTING = (
         "wanted = self.given[:, layer].long()", "wanted = self.given[:, layer - 1].long()", (REFERENCE,),
     ),
     Defect(
-        "routes of the first micro-batch for all", "Megatron's RouterReplay", PASS,
+        "routes of the first micro-batch for all", "several trainers", PASS,
         "        given, holes = shard.routed_experts, shard.route_holes\n",
         "        given, holes = self.batches[0].routed_experts[: len(shard.tokens)], shard.route_holes\n",
         (AT_ROUTERS + "test_several_epochs_over_the_same_samples_use_the_same_routes",),
     ),
     Defect(
-        "expert weights without a gradient", "one trainer", REPLAY,
+        "expert weights without a gradient", "design", REPLAY,
         "return scores.gather(1, wanted), wanted", "return scores.detach().gather(1, wanted), wanted",
         (REFERENCE,),
     ),
@@ -53,18 +53,18 @@ ROUTING = (
         (REFERENCE,),
     ),
     Defect(
-        "recomputation takes the live routes", "Megatron's RouterReplay", REPLAY,
+        "recomputation takes the live routes", "several trainers", REPLAY,
         "        if not self.replay:\n            assert values",
         "        if not self.replay or not first:\n            values, ids = live(scores)\n            assert values",
         (AT_ROUTERS + "test_recomputation_takes_the_same_routes_once_more",),
     ),
     Defect(
-        "holes replayed as if they were routes", "several trainers", REPLAY,
+        "holes replayed as if they were routes", "design", REPLAY,
         "        if self.holes is not None:\n            assert", "        if False:\n            assert",
         (AT_ROUTERS + "test_the_live_router_decides_where_a_route_is_unknown_and_nowhere_else",),
     ),
     Defect(
-        "expert ids wrap around at 256", "verl", "megatron_gspo/data/routes.py",
+        "expert ids wrap around at 256", "two trainers", "megatron_gspo/data/routes.py",
         "return np.dtype(np.uint8 if num_experts <= 2**8 else np.uint16)",
         "return np.dtype(np.uint8 if num_experts <= 2**9 else np.uint16)",
         ("tests/data/test_routes.py::test_the_smallest_type_that_holds_the_ids", WIDE),
@@ -81,13 +81,13 @@ ROUTING = (
         "    return (layers > 0).sum().double() if done.counts else 0.0", (COUNTED,),
     ),
     Defect(
-        "padding all to the first experts", "verl", "megatron_gspo/data/routes.py",
+        "padding all to the first experts", "several trainers", "megatron_gspo/data/routes.py",
         "ids = (np.asarray(positions, dtype=np.int64)[:, None] * shape.k + np.arange(shape.k)) % shape.num_experts",
         "ids = np.asarray(positions, dtype=np.int64)[:, None] * 0 + np.arange(shape.k)",
         (AT_ROUTERS + "test_padding_spreads_over_the_experts",),
     ),
     Defect(
-        "a router that never asks goes unnoticed", "Megatron's RouterReplay", STEP,
+        "a router that never asks goes unnoticed", "megatron-core's fused router", STEP,
         "        routing.check(forward_only=False)\n", "        pass\n",
         (AT_ROUTERS + "test_a_router_asks_once_or_the_pass_fails",),
     ),
