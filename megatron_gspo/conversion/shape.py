@@ -88,6 +88,11 @@ def check_sizes(config: dict[str, Any]) -> None:
     chosen, experts = config.get("num_experts_per_tok"), config.get("num_experts") or config.get("num_local_experts")
     if chosen and experts and chosen > experts:
         raise ModelError(f"num_experts_per_tok={chosen} in config.json is more than the {experts} experts; lower it")
+    if chosen == 1 and config.get("norm_topk_prob"):
+        raise ModelError(
+            "num_experts_per_tok=1 with norm_topk_prob=true in config.json makes every weight of an expert 1, so that no "
+            "router could learn; set norm_topk_prob to false"
+        )
 
 
 def rope_theta(config: dict[str, Any]) -> float:

@@ -153,6 +153,8 @@ CASES = (
     Case("size of 0", "in config.json is no size", breaks=setting(vocab_size=0), shows=("vocab_size=0",)),
     Case("more chosen than there are experts", "in config.json is more than the 4 experts",
          breaks=setting(num_experts_per_tok=5), shows=("num_experts_per_tok=5",)),
+    Case("one expert, its weight normalised", "makes every weight of an expert 1, so that no router could learn",
+         breaks=setting(num_experts_per_tok=1, norm_topk_prob=True), shows=("num_experts_per_tok=1",)),
     Case("scaled rotary embedding", "in config.json is not supported; only 'default' is",
          breaks=setting(rope_parameters={"rope_type": "yarn", "factor": 4.0}), shows=("rope_type='yarn'",)),
     Case("sliding window", "use_sliding_window=true in config.json is not supported",
