@@ -13,6 +13,8 @@ from megatron_gspo.comparison.study import Study, rows, values
 
 PRIMARY = "final_accuracy"
 REPRODUCED, NOT, PARTLY, UNTESTED = "reproduced", "not reproduced", "in part", "not tested here"
+UNDECIDED = "not decided"
+EQUAL = 0.05  # "as good as" must exclude a loss of more than 5 points
 
 
 @dataclass(frozen=True)
@@ -212,7 +214,7 @@ def _no_recompute(study: Study) -> Claim:
     plain, without = find(study, name="gspo"), find(study, name="gspo", old="rollout")
     if plain is None or without is None:
         return Claim(claim, UNTESTED, ["There are no runs of GSPO with both kinds of old log-probs."])
-    evidence, worse = [], 0
+    evidence, worse, wide = [], 0, 0
     for setting in study.settings:
         difference = _compare(study, setting.name, without, plain)
         if difference is None or difference.low is None or difference.high is None:
@@ -223,10 +225,12 @@ def _no_recompute(study: Study) -> Claim:
             line += f"; the engines' log-probs differed by at most {mismatch:.1e} nats (mean of the steps' largest)"
         row = next(row for row in rows(study, setting.name) if row.group == without)
         worse += difference.high < 0 or row.broken > len(row.by_seed) / 2
+        wide += difference.low < -EQUAL
         evidence.append(line + ".")
     if not evidence:
         return Claim(claim, UNTESTED, ["Fewer than two seeds have both."])
-    return Claim(claim, NOT if worse == len(evidence) else PARTLY if worse else REPRODUCED, evidence)
+    verdict = NOT if worse == len(evidence) else PARTLY if worse else UNDECIDED if wide else REPRODUCED
+    return Claim(claim, verdict, evidence + _too_wide(wide))
 
 
 def _token_variant_equal(study: Study) -> Claim:
@@ -241,8 +245,15 @@ def _token_variant_equal(study: Study) -> Claim:
         f"Without stress, accuracy at the end: {describe(difference)}. The two are equal in exact arithmetic; "
         "rounding sets the runs apart after some steps."
     ]
-    apart = difference.low is not None and (difference.low > 0 or (difference.high or 0.0) < 0)
-    return Claim(claim, NOT if apart else REPRODUCED, evidence)
+    if difference.low is None or difference.high is None:
+        return Claim(claim, UNDECIDED, evidence)
+    apart = difference.low > 0 or difference.high < 0
+    wide = difference.low < -EQUAL or difference.high > EQUAL
+    return Claim(claim, NOT if apart else UNDECIDED if wide else REPRODUCED, evidence + _too_wide(wide))
+
+
+def _too_wide(count: int) -> list[str]:
+    return [f"An interval that reaches beyond {100 * EQUAL:.0f} points decides nothing."] if count else []
 
 
 def _compare(study: Study, setting: str, variant: str, reference: str, measure: str = PRIMARY) -> Difference | None:

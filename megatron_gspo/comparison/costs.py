@@ -20,7 +20,7 @@ PHASES = (
     ("time/backward", "backward"),
     ("time/optimizer", "optimizer"),
     ("time/train", "rest of training"),
-    ("time/routing", "replay bookkeeping"),
+    ("time/routing", "routes: replay, metrics"),
     ("time/weight_sync", "weight sync"),
     ("other", "everything else"),
 )
@@ -107,12 +107,13 @@ def model_of(config: Mapping[str, Any], name: str = "this model") -> PaperModel 
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    if not found.get("num_experts"):
+    experts = found.get("num_experts") or found.get("num_local_experts")  # Transformers writes either
+    if not experts:
         return None
     sparse = found.get("decoder_sparse_step") or 1
     dense = set(found.get("mlp_only_layers") or ())
     layers = sum(i not in dense and (i + 1) % sparse == 0 for i in range(found["num_hidden_layers"]))
-    return PaperModel(name, layers, found["num_experts"], found["num_experts_per_tok"])
+    return PaperModel(name, layers, experts, found["num_experts_per_tok"])
 
 
 def _seconds(run: Run) -> dict[str, float]:

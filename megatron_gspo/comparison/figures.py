@@ -77,7 +77,9 @@ def band_panel(
             _draw_band(axis, line, scale, log_floor)
         if log_floor is not None:
             axis.set_yscale("log")
-            axis.set_ylim(bottom=log_floor * scale * 0.8)
+            axis.set_ylim(bottom=log_floor * scale * 0.8, top=2 * scale if percent else None)
+        else:
+            _set_height(axis, lines, scale)
         axis.set_xlabel(xlabel)
         _tidy(axis, log=log_floor is not None, percent=percent)
     return output[0]
@@ -158,6 +160,20 @@ def interval_panel(title: str, xlabel: str, rows: Sequence[tuple[int, str, Any]]
         axis.grid(False, axis="y")
         axis.tick_params(axis="y", length=0, labelcolor=_TEXT)
     return output[0]
+
+
+def _set_height(axis: Axes, lines: Sequence[Line], scale: float) -> None:
+    """The axis shows every mean, and at most half as much again of the bands: with few seeds they are wide."""
+    means = [value for line in lines for value in line.band.mean]
+    edges = [value for line in lines for value in (*line.band.low, *line.band.high)]
+    if not means:
+        return
+    low, high = min(means), max(means)
+    room = 0.5 * (high - low)
+    bottom, top = max(min(edges), low - room), min(max(edges), high + room)
+    if top > bottom:
+        margin = 0.05 * (top - bottom)
+        axis.set_ylim(scale * (bottom - margin), scale * (top + margin))
 
 
 def _draw_band(axis: Axes, line: Line, scale: float, floor: float | None) -> None:

@@ -9,7 +9,7 @@ from megatron_gspo.comparison import charts
 from megatron_gspo.comparison.claims import claims, p_value, percent
 from megatron_gspo.comparison.costs import PHASES, PUBLISHED, cost_of, model_of, on_paper
 from megatron_gspo.comparison.plan import BASE, argument
-from megatron_gspo.comparison.ratios import Response, pick_response
+from megatron_gspo.comparison.ratios import Response, clip_band, pick_response
 from megatron_gspo.comparison.records import Run
 from megatron_gspo.comparison.routing import LAYER_FIGURES, layers_of
 from megatron_gspo.comparison.search import LEARNING_RATE, at_edge
@@ -270,10 +270,20 @@ def _settings(study: Study) -> dict[str, Any]:
     first = runs[0].config if runs else {}
     return {
         "shared": _pairs(study.shared),
-        "groups": [(group, _pairs(group.overrides)) for group in study.groups],
+        "groups": [(group, _in_force(study, group.name), _pairs(group.overrides)) for group in study.groups],
         "versions": {key: ", ".join(values) for key, values in versions.items()},
         "resolved": [(key, argument(value)) for key, value in flat(first).items() if key not in ("run_dir", "seed")],
     }
+
+
+def _in_force(study: Study, name: str) -> list[str]:
+    """Clip range and learning rate that a variant ran with, wherever they come from."""
+    config = next((run.config for run in study.of(BASE, name) if run.config), None)
+    if config is None:
+        return ["-", "-"]
+    low, high = clip_band(config)
+    rate = config.get("optimizer", {}).get("lr")
+    return [f"{low:g} / {high:g}", "-" if rate is None else f"{rate:g}"]
 
 
 def _pairs(overrides: dict[str, Any]) -> list[str]:

@@ -60,6 +60,7 @@ def test_the_table_shows_the_studys_numbers(report):
         assert interval_text(row.measures["final_accuracy"]) in page
     assert COMMAND in page
     assert "optimizer.lr=0.002" in page  # an overridden key is shown
+    assert "<td>0.01 / 0.015</td><td>0.0005</td>" in page  # and what is in force though nobody overrode it
 
 
 def test_every_section_has_something(report):
@@ -135,6 +136,13 @@ def test_a_zero_on_a_log_scale_lies_at_the_edge():
     paths = re.findall(rf'class="v-0"[^>]*>\s*<path d="M{point} L{point} L{point}', drawing)
     heights = [float(value) for value in paths[-1][1::2]]
     assert heights[0] == heights[2] > heights[1]  # down is larger in an SVG
+
+
+def test_wide_bands_do_not_flatten_the_lines():
+    wide = band([([0.0, 1.0], [0.4, 0.6]), ([0.0, 1.0], [0.5, 0.5])])  # t(1) makes the interval 127 points wide
+    drawing = band_panel("Accuracy", "step", [Line(0, wide)], percent=True)
+    ticks = [float(text.replace("\u2212", "-")) for text in re.findall(r">([-\u2212\d.]+) %<", drawing)]
+    assert min(ticks) >= 40 and max(ticks) <= 60  # means 45 and 55, and half of their range on each side
 
 
 def test_histogram_counts_what_lies_beyond_its_axis():

@@ -137,6 +137,10 @@ def test_the_examples_load_and_hold_every_algorithm(name):
         (config.algorithm.name, config.routing.replay, config.algorithm.old_log_probs)
         for config in (resolve(comparison, run) for run in runs)
     }
+    for run in runs:  # the base config is GSPO's: its clip range would handicap GRPO
+        config = resolve(comparison, run)
+        if name == "compare_small.yaml" and config.algorithm.name == "grpo":
+            assert (config.algorithm.epsilon_low, config.algorithm.epsilon_high) == (0.2, 0.27)
     assert kinds >= {
         ("grpo", "none", "recompute"),
         ("grpo", "r2", "recompute"),

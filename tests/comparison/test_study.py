@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_gspo.comparison.claims import NOT, PARTLY, REPRODUCED, UNTESTED, claims
+from megatron_gspo.comparison.claims import NOT, PARTLY, REPRODUCED, UNDECIDED, UNTESTED, claims
 from megatron_gspo.comparison.costs import PUBLISHED, PaperModel, cost_of, model_of, on_paper
 from megatron_gspo.comparison.plan import load_comparison, report_runs, search_runs
 from megatron_gspo.comparison.records import ReportError, Run, read_run
@@ -145,6 +145,26 @@ def test_better_needs_every_interval_above_zero(tmp_path):
     assert found.verdict == NOT and "GSPO was worse there" in found.evidence[-1]
 
 
+@pytest.mark.parametrize(
+    "shifts, expected",
+    [
+        ((0.0, 0.0, 0.0), REPRODUCED),
+        ((0.01, 0.0, -0.01), REPRODUCED),
+        ((0.2, 0.0, -0.1), UNDECIDED),
+        ((0.1, 0.1, 0.1), NOT),
+    ],
+)
+def test_equal_means_that_the_interval_excludes_five_points(tmp_path, shifts, expected):
+    """Differences 0.2, 0, -0.1: mean 0.033, error 0.088, and t(2) = 4.3 makes it 38 points wide on each side."""
+    paths = []
+    for seed, shift in zip((1, 2, 3), shifts, strict=True):
+        for name, level in (("gspo", 0.5), ("gspo_token", 0.5 + shift)):
+            path = write_run(tmp_path / name / str(seed), seed, VARIANTS[name], steps=1)
+            (path / "metrics.jsonl").write_text(json.dumps({"step": 0, "eval/accuracy": level}))
+            paths.append(path)
+    assert verdict(study_of(paths, ""), "GSPO-token").verdict == expected
+
+
 @pytest.mark.parametrize("clipped, expected", [(0.9, REPRODUCED), (0.1, PARTLY), (0.001, NOT)])
 def test_clipping_is_told_as_a_factor(tmp_path, clipped, expected):
     study = compared(tmp_path, {"grpo": Course(clipped=0.01), "gspo": replace(VARIANTS["gspo"], clipped=clipped)})
@@ -189,6 +209,10 @@ def test_the_models_own_routes_come_from_its_config(tmp_path):
     found = model_of({"model": {"path": str(tmp_path)}})
     assert (found.layers, found.bytes_per_token) == (2, 8)  # layers 1, 3, 5 have experts, 3 is made dense
     assert model_of({"model": {"path": "nowhere"}}) is None
+    (tmp_path / "config.json").write_text(
+        '{"num_local_experts": 300, "num_experts_per_tok": 4, "num_hidden_layers": 4}'
+    )
+    assert model_of({"model": {"path": str(tmp_path)}}).bytes_per_token == 32
 
 
 def test_runs_of_a_real_layout_are_read(tmp_path):
