@@ -16,8 +16,10 @@ from megatron_gspo.comparison.ratios import Spread, clip_band, spread_of
 from megatron_gspo.comparison.records import against, series
 from megatron_gspo.comparison.statistics import Interval, band, thin
 from megatron_gspo.comparison.study import Study, differences, rows
+from megatron_gspo.tracking.picture import smooth
 
 _POINTS = 60  # of a curve; more make the page larger, not clearer
+_WINDOW = 5  # steps that a point of a noisy curve is the mean of
 _AXES = (("samples", "samples (responses)"), ("tokens", "tokens"), ("seconds", "training time, s"))
 _FLOOR = 1e-4  # of the log scales: 0.01 %
 
@@ -45,7 +47,7 @@ def base_charts(study: Study, colours: Mapping[str, int]) -> dict[str, list[Char
     """By section of the page; a section without data has an empty list."""
     return {
         "intervals": _interval_charts(study, colours),
-        "accuracy": [_curve(study, BASE, colours, "eval/accuracy", "Held-out accuracy", axis, words, smooth=False)
+        "accuracy": [_curve(study, BASE, colours, "eval/accuracy", "Held-out accuracy", axis, words, window=1)
                      for axis, words in _AXES],
         "reward": [_curve(study, BASE, colours, "reward/mean", "Training reward", axis, words, percent=False)
                    for axis, words in _AXES],
@@ -57,7 +59,7 @@ def base_charts(study: Study, colours: Mapping[str, int]) -> dict[str, list[Char
 
 
 def stress_charts(study: Study, setting: str, colours: Mapping[str, int]) -> list[Chart]:
-    accuracy = _curve(study, setting, colours, "eval/accuracy", "Held-out accuracy", *_AXES[0], smooth=False)
+    accuracy = _curve(study, setting, colours, "eval/accuracy", "Held-out accuracy", *_AXES[0], window=1)
     reward = _curve(study, setting, colours, "reward/mean", "Training reward", *_AXES[0], percent=False)
     return [chart for chart in (accuracy, reward) if chart] + _by_step(
         study, setting, colours, (_CLIPPING[0], _ROUTING[1])
@@ -133,13 +135,13 @@ def _interval_charts(study: Study, colours: Mapping[str, int]) -> list[Chart]:
 
 def _curve(
     study: Study, setting: str, colours: Mapping[str, int], metric: str, title: str, axis: str, words: str,
-    *, percent: bool = True, smooth: bool = True,
+    *, percent: bool = True, window: int = _WINDOW,
 ) -> Chart:  # fmt: skip
     """One metric against an axis of progress; empty text where no run has it."""
     lines = []
     for group in study.groups_in(setting):
         runs = study.of(setting, group.name)
-        curves = [_thinned(*against(run, metric, axis), smooth=smooth) for run in runs]
+        curves = [_prepared(*against(run, metric, axis), window) for run in runs]
         ends = [(x[-1], y[-1]) for run, (x, y) in zip(runs, curves, strict=True) if run.status == "failed" and len(x)]
         lines.append(draw.Line(colours[group.name], band(curves, _POINTS), ends))
     if not any(line.band.x for line in lines):
@@ -150,28 +152,20 @@ def _curve(
 def _by_step(study: Study, setting: str, colours: Mapping[str, int], panels: Any) -> list[Chart]:
     found = []
     for metric, title, percent, floor in panels:
-        lines = [
-            draw.Line(
-                colours[group.name],
-                band([_thinned(*series(run, metric)) for run in study.of(setting, group.name)], _POINTS),
-            )
-            for group in study.groups_in(setting)
-        ]
+        lines = []
+        for group in study.groups_in(setting):
+            curves = [_prepared(*series(run, metric), _WINDOW) for run in study.of(setting, group.name)]
+            lines.append(draw.Line(colours[group.name], band(curves, _POINTS)))
         if any(line.band.x for line in lines):
             found.append(draw.band_panel(title, "step", lines, percent=percent, log_floor=floor))
     return found
 
 
-def _thinned(x: list[float], y: list[float], *, smooth: bool = True) -> tuple[list[float], list[float]]:
-    """At most _POINTS points; each is the mean over the stretch that it stands for where `smooth`."""
-    if len(x) <= _POINTS:
-        return x, y
-    if not smooth:
-        places = thin(x, _POINTS)
-        return [x[i] for i in places], [y[i] for i in places]
-    width = math.ceil(len(x) / _POINTS)
-    starts = range(0, len(x), width)
-    return [float(np.mean(x[i : i + width])) for i in starts], [float(np.mean(y[i : i + width])) for i in starts]
+def _prepared(x: list[float], y: list[float], window: int) -> tuple[list[float], list[float]]:
+    """A curve to draw: trailing means over `window` points, at most _POINTS of them."""
+    means = smooth(y, window)
+    places = thin(x, _POINTS)
+    return [x[i] for i in places], [means[i] for i in places]
 
 
 def _histograms(study: Study, colours: Mapping[str, int]) -> list[Chart]:

@@ -171,6 +171,7 @@ def _set_height(axis: Axes, lines: Sequence[Line], scale: float) -> None:
     low, high = min(means), max(means)
     room = 0.5 * (high - low)
     bottom, top = max(min(edges), low - room), min(max(edges), high + room)
+    bottom = max(bottom, 0.0) if low >= 0 else bottom  # shares, rewards and times have nothing to show below 0
     if top > bottom:
         margin = 0.05 * (top - bottom)
         axis.set_ylim(scale * (bottom - margin), scale * (top + margin))

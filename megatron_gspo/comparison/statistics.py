@@ -6,6 +6,7 @@ correction where several variants are compared with one baseline.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 CONFIDENCE = 0.95
+_FEWEST = 3  # seeds that a band's interval needs
 _MOST_FLIPS = 16  # 2^16 sign patterns are enumerated; more pairs are drawn at random
 
 
@@ -72,6 +74,7 @@ def t_cdf(x: float, freedom: int) -> float:
     return 0.5 + math.copysign(inside / 2, x)
 
 
+@functools.cache
 def t_quantile(confidence: float, freedom: int) -> float:
     """The x with probability `confidence` between -x and x, by bisection to 1e-10."""
     low, high = 0.0, 1.0
@@ -153,7 +156,7 @@ def holm(values: Sequence[float | None]) -> list[float | None]:
 
 @dataclass(frozen=True)
 class Band:
-    """Mean over seeds at each x, with the t-interval; `count` is how many seeds are there at each x."""
+    """Mean over seeds at each x and the edges around it; `count` is how many seeds are there at each x."""
 
     x: list[float]
     mean: list[float]
@@ -167,7 +170,8 @@ def band(curves: Sequence[tuple[Sequence[float], Sequence[float]]], points: int 
 
     Curves that share their x exactly are averaged there; else each is interpolated linearly on an even grid and never
     beyond its own first and last x, so a run that ended early drops out of the count. The grid ends where the first of
-    the curves ends that reach 95 % of the longest. One curve has low = high = mean.
+    the curves ends that reach 95 % of the longest. Below 3 seeds a t-interval says next to nothing (its factor is 12.7
+    with 2), so there the band is the range of the seeds.
     """
     chosen = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in curves if len(x)]
     if not chosen:
@@ -180,15 +184,23 @@ def band(curves: Sequence[tuple[Sequence[float], Sequence[float]]], points: int 
         end = min(end for end in ends if end >= 0.95 * max(ends))
         grid = np.linspace(start, end, points)
     rows = np.array([np.interp(grid, x, y, left=np.nan, right=np.nan) for x, y in chosen])
-    found = [interval(column[~np.isnan(column)]) for column in rows.T if not np.isnan(column).all()]
-    kept = [float(x) for x, column in zip(grid, rows.T, strict=True) if not np.isnan(column).all()]
+    known = [(float(x), column[~np.isnan(column)]) for x, column in zip(grid, rows.T, strict=True)]
+    known = [(x, column) for x, column in known if len(column)]
+    edges = [_edges(column) for _, column in known]
     return Band(
-        kept,
-        [item.mean for item in found],
-        [item.mean if item.low is None else item.low for item in found],
-        [item.mean if item.high is None else item.high for item in found],
-        [item.count for item in found],
+        [x for x, _ in known],
+        [float(column.mean()) for _, column in known],
+        [low for low, _ in edges],
+        [high for _, high in edges],
+        [len(column) for _, column in known],
     )
+
+
+def _edges(values: np.ndarray) -> tuple[float, float]:
+    found = interval(values)
+    if len(values) < _FEWEST or found.low is None or found.high is None:
+        return float(values.min()), float(values.max())
+    return found.low, found.high
 
 
 def thin(values: Sequence[float], most: int) -> list[int]:

@@ -139,10 +139,11 @@ def test_a_zero_on_a_log_scale_lies_at_the_edge():
 
 
 def test_wide_bands_do_not_flatten_the_lines():
-    wide = band([([0.0, 1.0], [0.4, 0.6]), ([0.0, 1.0], [0.5, 0.5])])  # t(1) makes the interval 127 points wide
+    curves = ([0.3, 0.5], [0.45, 0.55], [0.6, 0.6])
+    wide = band([([0.0, 1.0], curve) for curve in curves])  # t(2) makes the interval at 0 75 points wide
     drawing = band_panel("Accuracy", "step", [Line(0, wide)], percent=True)
     ticks = [float(text.replace("\u2212", "-")) for text in re.findall(r">([-\u2212\d.]+) %<", drawing)]
-    assert min(ticks) >= 40 and max(ticks) <= 60  # means 45 and 55, and half of their range on each side
+    assert min(ticks) >= 40 and max(ticks) <= 60  # means 45 and 55, half of their range on each side
 
 
 def test_histogram_counts_what_lies_beyond_its_axis():

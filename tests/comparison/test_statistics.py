@@ -94,12 +94,17 @@ def test_holm_by_hand():
 
 
 def test_band_on_shared_x():
-    found = band([([0, 1, 2], [0.0, 1.0, 2.0]), ([0, 1, 2], [2.0, 3.0, 4.0])])
-    assert found.x == [0, 1, 2]
-    assert found.mean == [1.0, 2.0, 3.0]
-    # standard deviation sqrt(2), error 1, t(1) = 12.7062
-    assert found.high[0] == pytest.approx(1 + 12.7062, abs=1e-4)
-    assert found.count == [2, 2, 2]
+    found = band([([0, 1], [0.0, 1.0]), ([0, 1], [1.0, 2.0]), ([0, 1], [2.0, 3.0])])
+    assert found.x == [0, 1]
+    assert found.mean == [1.0, 2.0]
+    # standard deviation 1, error 1 / sqrt(3), t(2) = 4.30265
+    assert found.high[0] == pytest.approx(1 + 4.30265 / math.sqrt(3), abs=1e-4)
+    assert found.count == [3, 3]
+
+
+def test_a_band_of_two_is_their_range():
+    found = band([([0, 1], [0.0, 1.0]), ([0, 1], [1.0, 5.0])])
+    assert (found.low, found.high) == ([0.0, 1.0], [1.0, 5.0])
 
 
 def test_band_of_a_run_that_ended_early_counts_the_others():
