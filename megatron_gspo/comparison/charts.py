@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from megatron_gspo.comparison.claims import find
 from megatron_gspo.comparison.costs import PHASES, cost_of
 from megatron_gspo.comparison.plan import BASE
 from megatron_gspo.comparison.ratios import Spread, clip_band, spread_of
-from megatron_gspo.comparison.records import against, series
+from megatron_gspo.comparison.records import Run, against, positions, series
 from megatron_gspo.comparison.statistics import Interval, band, thin
 from megatron_gspo.comparison.study import Study, differences, rows
 from megatron_gspo.tracking.picture import smooth
@@ -141,12 +142,23 @@ def _curve(
     lines = []
     for group in study.groups_in(setting):
         runs = study.of(setting, group.name)
-        curves = [_prepared(*against(run, metric, axis), window) for run in runs]
-        ends = [(x[-1], y[-1]) for run, (x, y) in zip(runs, curves, strict=True) if run.status == "failed" and len(x)]
-        lines.append(draw.Line(colours[group.name], band(curves, _POINTS), ends))
+        by_step = band([_prepared(*series(run, metric), window) for run in runs], _POINTS)
+        found = replace(by_step, x=_places(runs, axis, by_step.x))
+        failed = [against(run, metric, axis) for run in runs if run.status == "failed"]
+        lines.append(draw.Line(colours[group.name], found, [(x[-1], y[-1]) for x, y in failed if x]))
     if not any(line.band.x for line in lines):
         return ""
     return draw.band_panel(title, words, lines, percent=percent)
+
+
+def _places(runs: Sequence[Run], axis: str, steps: Sequence[float]) -> list[float]:
+    """Where steps lie on an axis: the mean over the runs that came so far."""
+    known = [where for run in runs if (where := positions(run, axis))]
+    found = []
+    for step in steps:
+        there = [np.interp(step, list(where), list(where.values())) for where in known if max(where) >= step]
+        found.append(float(np.mean(there)))
+    return found
 
 
 def _by_step(study: Study, setting: str, colours: Mapping[str, int], panels: Any) -> list[Chart]:

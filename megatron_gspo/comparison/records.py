@@ -81,7 +81,7 @@ def against(run: Run, metric: str, axis: str) -> tuple[list[float], list[float]]
 
     seconds: wall time of the loop without evaluations and checkpoints.
     """
-    where = _positions(run, axis)
+    where = positions(run, axis)
     steps, values = series(run, metric)
     return [where[step] for step in steps], values
 
@@ -123,7 +123,7 @@ def figures(run: Run) -> Figures:
         best = max(best, value)
         fall = max(fall, best - value)
     last = int(run.records[-1]["step"]) if run.records else 0
-    ends = {axis: _positions(run, axis).get(float(last)) if last else None for axis in AXES}
+    ends = {axis: positions(run, axis).get(float(last)) if last else None for axis in AXES}
     return Figures(
         start_accuracy=accuracy[0] if accuracy and steps[0] == 0 else None,
         final_accuracy=accuracy[-1] if accuracy else None,
@@ -145,8 +145,8 @@ def area(x: Sequence[float], y: Sequence[float]) -> float | None:
     return total / (x[-1] - x[0])
 
 
-def _positions(run: Run, axis: str) -> dict[float, float]:
-    """Where each step lies on an axis."""
+def positions(run: Run, axis: str) -> dict[float, float]:
+    """Where each recorded step lies on `samples`, `tokens` or `seconds`. Raises ValueError for another axis."""
     rollout = run.config.get("rollout", {})
     sequences = rollout.get("rollout_batch_size", 1) * rollout.get("n_samples_per_prompt", 1)
     found, total = {}, 0.0

@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_gspo.comparison import charts
 from megatron_gspo.comparison.figures import Line, band_panel, histogram_panel
 from megatron_gspo.comparison.files import write_report
 from megatron_gspo.comparison.page import interval_text
 from megatron_gspo.comparison.plan import load_comparison, report_runs, search_runs
+from megatron_gspo.comparison.records import Run
 from megatron_gspo.comparison.statistics import Interval, band
 from megatron_gspo.comparison.study import read_study, rows, study_of
 from tests.comparison.synthetic import VARIANTS, Course, write_comparison, write_run
@@ -136,6 +138,15 @@ def test_a_zero_on_a_log_scale_lies_at_the_edge():
     paths = re.findall(rf'class="v-0"[^>]*>\s*<path d="M{point} L{point} L{point}', drawing)
     heights = [float(value) for value in paths[-1][1::2]]
     assert heights[0] == heights[2] > heights[1]  # down is larger in an SVG
+
+
+def test_a_point_against_time_is_the_mean_of_both_coordinates():
+    def run(seed, slow, accuracies):
+        records = [{"step": i, "eval/accuracy": y, "time/step": slow} for i, y in enumerate(accuracies)]
+        return Run("base", "grpo", seed, Path(), "finished", records=records)
+
+    runs = [run(1, 1.0, [0.1, 0.5]), run(2, 3.0, [0.2, 0.6]), run(3, 5.0, [0.3])]
+    assert charts._places(runs, "seconds", [0.0, 1.0]) == [3.0, 4.0]  # (1 + 3 + 5) / 3, then (2 + 6) / 2
 
 
 def test_wide_bands_do_not_flatten_the_lines():
