@@ -37,10 +37,9 @@ from megatron_gspo.tracking.run_directory import write_atomically
 def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_args(given)
-    command = shlex.join(["python", "-m", "megatron_gspo.tools.compare_runs", *given])
     try:
         if options.runs:
-            study = study_of(options.runs, command, baseline=options.baseline)
+            study = study_of(options.runs, _command(*given), baseline=options.baseline)
             folder = options.output or Path("comparison")
         elif options.config is None:
             print("compare_runs: name a comparison file, or run directories after --runs", file=sys.stderr)
@@ -50,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
             folder = options.output or comparison.folder
             if not options.report_only:
                 run_all(comparison, slots=options.slots, retry=options.retry_failed)
-            study = read_study(comparison, command)
+            study = read_study(comparison, _command(options.config, *options.overrides))
         for file in write_report(study, folder):
             print(file)
     except ImportError as error:
@@ -98,6 +97,11 @@ def prepare(comparison: Comparison) -> None:
     write_demonstrations(files, comparison.base_file)
     imitate(files, config, start.processes, [f"{key}={argument(value)}" for key, value in start.overrides.items()])
     write_atomically(stamp, json.dumps(wanted, indent=2) + "\n")
+
+
+def _command(*arguments: str) -> str:
+    """What makes the same report again, runs and all."""
+    return shlex.join(["python", "-m", "megatron_gspo.tools.compare_runs", *arguments])
 
 
 def _parser() -> argparse.ArgumentParser:

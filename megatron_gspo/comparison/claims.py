@@ -87,12 +87,14 @@ def _grpo_needs_replay(study: Study) -> Claim:
         found = {row.group: row for row in rows(study, setting.name)}
         if plain not in found or not any(name in found for name in replayed):
             continue
-        total, broken = len(found[plain].by_seed), found[plain].broken
-        line = f"{_setting(setting.name)}: {broken} of {total} plain GRPO runs failed or collapsed"
+        total, well = len(found[plain].by_seed), found[plain].converged
+        if not total:
+            continue
+        line = f"{_setting(setting.name)}: {well} of {total} plain GRPO runs converged"
         for name in (name for name in replayed if name in found):
-            other = found[name].broken
-            needed += broken > total / 2 and other <= len(found[name].by_seed) / 2
-            line += f"; {study.label(name)} {other} of {len(found[name].by_seed)}"
+            others, other = len(found[name].by_seed), found[name].converged
+            needed += well < total / 2 and other > others / 2
+            line += f"; {study.label(name)} {other} of {others}"
             difference = _compare(study, setting.name, name, plain)
             if difference is not None:
                 helped += difference.low is not None and difference.low > 0
@@ -100,6 +102,7 @@ def _grpo_needs_replay(study: Study) -> Claim:
         evidence.append(line + ".")
     if not evidence:
         return Claim(claim, UNTESTED, ["No setting has runs of GRPO with and without replay."])
+    evidence.append("Converged: finished, not collapsed, and above the accuracy that it began with.")
     verdict = REPRODUCED if needed else PARTLY if helped else NOT
     return Claim(claim, verdict, evidence)
 
@@ -115,17 +118,12 @@ def _gspo_needs_none(study: Study) -> Claim:
         if row is None or not row.by_seed:
             continue
         whole += 1
-        broken, learnt, known = row.broken, 0, 0
-        for item in row.by_seed.values():
-            if item.start_accuracy is not None and item.final_accuracy is not None:
-                known += 1
-                learnt += item.final_accuracy > item.start_accuracy
-        good += broken == 0 and learnt == known and known > 0
+        total, well = len(row.by_seed), row.converged
+        good += well == total
         fall = max((item.largest_fall or 0.0 for item in row.by_seed.values()), default=0.0)
         evidence.append(
-            f"{_setting(setting.name)}: {broken} of {len(row.by_seed)} runs failed or collapsed, {learnt} of {known} "
-            f"ended above their start; the largest fall of the accuracy below a run's own best was "
-            f"{100 * fall:.1f} points."
+            f"{_setting(setting.name)}: {well} of {total} runs converged, {row.broken} failed or collapsed; the "
+            f"largest fall of the accuracy below a run's own best was {100 * fall:.1f} points."
         )
     verdict = UNTESTED if not whole else REPRODUCED if good == whole else PARTLY if good else NOT
     return Claim(claim, verdict, evidence)

@@ -98,7 +98,7 @@ def _setting_table(study: Study, setting: str) -> list[TableRow]:
         difference = compared.get(row.group)
         cells = [interval_text(row.measures[name]) for name, _ in MEASURES]
         cells.append(interval_text(row.seconds, 1.0, 0))
-        shown, tests = _difference_text(difference)
+        shown, tests = ("baseline", "") if row.group == study.baseline else _difference_text(difference)
         label = study.label(row.group)
         found.append(TableRow(row.group, label, runs_text(row), cells, shown, tests, _tone(difference)))
     return found
@@ -106,7 +106,7 @@ def _setting_table(study: Study, setting: str) -> list[TableRow]:
 
 def _difference_text(difference: Difference | None) -> tuple[str, str]:
     if difference is None:
-        return "baseline", ""
+        return "-", ""
     text = f"{100 * difference.mean:+.1f}"
     if difference.low is not None and difference.high is not None:
         text += f" [{100 * difference.low:+.1f}, {100 * difference.high:+.1f}]"

@@ -79,12 +79,14 @@ class Study:
 class Row:
     """One variant under one setting.
 
-    counts: runs by status, and `collapsed` beside them. broken: runs that failed or collapsed or both.
+    counts: runs by status, and `collapsed` beside them. broken: runs that failed or collapsed or both. converged: that
+    finished, didn't collapse and ended above the accuracy that they began with. by_seed: of the runs that are over.
     """
 
     group: str
     counts: dict[str, int]
     broken: int
+    converged: int
     measures: dict[str, Interval | None]
     seconds: Interval | None
     by_seed: dict[int, Figures]
@@ -152,14 +154,23 @@ def rows(study: Study, setting: str) -> list[Row]:
     found = []
     for group in study.groups_in(setting):
         runs = study.of(setting, group.name)
-        numbers = {run.seed: figures(run) for run in runs}
+        over = [run for run in runs if run.status in ("finished", "failed")]
+        numbers = {run.seed: figures(run) for run in over}
         counts = {status: sum(run.status == status for run in runs) for status in STATUSES}
         counts["collapsed"] = sum(item.collapsed for item in numbers.values())
-        broken = sum(run.status == "failed" or numbers[run.seed].collapsed for run in runs)
+        broken = sum(run.status == "failed" or numbers[run.seed].collapsed for run in over)
+        converged = sum(run.status == "finished" and _ended_well(numbers[run.seed]) for run in over)
         measures = {name: _interval(study, setting, group.name, name) for name, _ in MEASURES}
-        seconds = [item.seconds for run in runs if run.status == "finished" and (item := numbers[run.seed]).seconds]
-        found.append(Row(group.name, counts, broken, measures, interval(seconds) if seconds else None, numbers))
+        times = [numbers[run.seed].seconds for run in over if run.status == "finished"]
+        seconds = [value for value in times if value]
+        took = interval(seconds) if seconds else None
+        found.append(Row(group.name, counts, broken, converged, measures, took, numbers))
     return found
+
+
+def _ended_well(item: Figures) -> bool:
+    start, end = item.start_accuracy, item.final_accuracy
+    return not item.collapsed and (start is None or end is None or end > start)
 
 
 def differences(study: Study, setting: str, measure: str, baseline: str | None = None) -> dict[str, Difference]:

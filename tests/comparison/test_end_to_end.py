@@ -77,6 +77,7 @@ def test_a_report_of_a_comparison_that_has_not_run_says_so(tmp_path, capsys):
     assert main([str(file), "--report-only"]) == 0
     page = (tmp_path / "out" / "report.html").read_text()
     assert "base grpo seed 1: not there" in page
+    assert f"<pre>python -m megatron_gspo.tools.compare_runs {file}</pre>" in page  # which does run
 
 
 def test_a_cold_start_of_other_settings_is_refused(tmp_path):

@@ -64,7 +64,7 @@ def test_the_table_counts_every_run(tmp_path):
     (half / "summary.json").unlink()
     row = rows(study_of([*paths, half], ""), "base")[0]
     assert row.counts == {"finished": 2, "failed": 1, "partial": 1, "missing": 0, "collapsed": 1}
-    assert row.broken == 2
+    assert (row.broken, row.converged) == (2, 1)
     assert row.measures["final_accuracy"].count == 3  # the failed one counts with what it had, the open one not
 
 
@@ -123,7 +123,7 @@ def test_grpo_needs_replay_where_it_breaks_without_and_not_with(tmp_path):
     broken = {"grpo": Course(collapses=3), "r2": VARIANTS["grpo_r2"], "r3": VARIANTS["grpo_r3"]}
     found = verdict(compared(tmp_path / "a", broken), "On a mixture")
     assert found.verdict == REPRODUCED
-    assert "3 of 3 plain GRPO runs failed or collapsed; grpo_r2 0 of 3" in found.evidence[0]
+    assert "0 of 3 plain GRPO runs converged; grpo_r2 3 of 3" in found.evidence[0]
     whole = {"grpo": Course(), "r2": replace(VARIANTS["grpo_r2"], level=0.5)}
     assert verdict(compared(tmp_path / "b", whole), "On a mixture").verdict == NOT
     assert verdict(compared(tmp_path / "c", {"grpo": Course()}), "On a mixture").verdict == UNTESTED
@@ -131,7 +131,7 @@ def test_grpo_needs_replay_where_it_breaks_without_and_not_with(tmp_path):
 
 def test_gspo_is_stable_if_none_of_its_runs_breaks(tmp_path):
     good = verdict(compared(tmp_path / "a", {"gspo": VARIANTS["gspo"]}), "GSPO trains stably")
-    assert good.verdict == REPRODUCED and "0 of 3 runs failed or collapsed, 3 of 3 ended above" in good.evidence[0]
+    assert good.verdict == REPRODUCED and "3 of 3 runs converged, 0 failed" in good.evidence[0]
     paths = [write_run(tmp_path / "b" / str(s), s, replace(VARIANTS["gspo"], collapses=3 if s == 2 else None), steps=10)
              for s in (1, 2, 3)]  # fmt: skip
     assert verdict(study_of(paths, ""), "GSPO trains stably").verdict == NOT
