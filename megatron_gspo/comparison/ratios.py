@@ -62,7 +62,7 @@ class Spread:
     """Ratios of the last recorded mini-batch of one variant's runs, pooled.
 
     token, sequence: log-ratios. token_flipped, token_same: mean |log-ratio| of tokens with and without an expert flip,
-    None where flips weren't recorded. flipped: share of tokens with one.
+    flipped: share of tokens with one; of the tokens that were compared, None where there are none.
     """
 
     variant: str
@@ -85,16 +85,15 @@ def spread_of(variant: str, runs: Sequence[Run]) -> Spread | None:
         step = max(step, _step(ratio_files(run)[-1]))
         tokens.append(arrays["log_ratio"].astype(np.float64))
         sequences.append(sequence_log_ratios(arrays)[0])
-        if "flipped" in arrays:
-            flips.append(arrays["flipped"].astype(bool))
+        flips.append(arrays["flipped"] if "flipped" in arrays else np.full(len(tokens[-1]), -1))
     if not tokens:
         return None
     token, flipped = np.concatenate(tokens), None
     moved: list[float | None] = [None, None]
-    if len(flips) == len(tokens):
-        flag = np.concatenate(flips)
-        flipped = float(flag.mean())
-        moved = [float(np.abs(token[part]).mean()) if part.any() else None for part in (flag, ~flag)]
+    flag = np.concatenate(flips)
+    if (flag >= 0).any():
+        flipped = float(flag[flag >= 0].mean())
+        moved = [float(np.abs(token[flag == value]).mean()) if (flag == value).any() else None for value in (1, 0)]
     return Spread(variant, step, clip_band(runs[0].config), token, np.concatenate(sequences), flipped, *moved)
 
 
@@ -152,7 +151,8 @@ def pick_response(run: Run, grpo_band: tuple[float, float], gspo_band: tuple[flo
     rows = arrays["sequence"] == chosen
     logs = arrays["log_ratio"][rows].astype(np.float64)
     advantage = float(arrays["advantage"][rows][0])
-    flipped = arrays["flipped"][rows].astype(bool).tolist() if "flipped" in arrays else [None] * len(logs)
+    flips = arrays["flipped"][rows].tolist() if "flipped" in arrays else [-1] * len(logs)
+    flipped = [None if flip < 0 else bool(flip) for flip in flips]
     tokens = [
         Token(str(text), math.exp(value), _is_cut(math.exp(value), advantage, grpo_band), flip)
         for text, value, flip in zip(arrays["token_text"][rows], logs, flipped, strict=True)

@@ -90,8 +90,8 @@ def check_sizes(config: dict[str, Any]) -> None:
         raise ModelError(f"num_experts_per_tok={chosen} in config.json is more than the {experts} experts; lower it")
     if chosen == 1 and config.get("norm_topk_prob"):
         raise ModelError(
-            "num_experts_per_tok=1 with norm_topk_prob=true in config.json makes every weight of an expert 1, so that no "
-            "router could learn; set norm_topk_prob to false"
+            "num_experts_per_tok=1 with norm_topk_prob=true in config.json makes every weight of an expert 1, so that "
+            "no router could learn; set norm_topk_prob to false"
         )
 
 

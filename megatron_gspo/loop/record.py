@@ -18,7 +18,7 @@ from megatron_gspo.errors import writing
 from megatron_gspo.loop.assemble import Run
 from megatron_gspo.loop.routing import StepRouting
 from megatron_gspo.loop.scoring import FAILURE
-from megatron_gspo.loop.update import Update
+from megatron_gspo.loop.update import Update, writes_ratios
 from megatron_gspo.tracking.environment import describe_environment
 from megatron_gspo.tracking.picture import draw_run
 from megatron_gspo.tracking.progress import Progress
@@ -53,18 +53,22 @@ def peak_memory() -> int:
 
 def ratio_arrays(done: Update, tokenizer: Any) -> dict[str, np.ndarray]:
     """Of each trained token of an update: ``log_ratio`` f32 (current less old policy, before the update), ``sequence``
-    i32 (its place in the mini-batch), ``advantage`` f32, ``token_ids`` i32 and ``token_text``."""
+    i32 (its place in the mini-batch), ``advantage`` f32, ``token_ids`` i32, ``token_text``, and where it was measured
+    ``flipped`` i8 (1: another expert in at least one layer, 0: none, -1: not compared)."""
     masks = [sample.loss_mask for sample in done.samples]
     chosen = list(zip(done.samples, done.log_probs, masks, strict=True))
     ids = np.concatenate([sample.response_ids[mask] for sample, _, mask in chosen]).astype(np.int32)
     texts = {int(i): tokenizer.decode([int(i)]) for i in np.unique(ids)}
-    return {
+    arrays = {
         "log_ratio": np.concatenate([(new - sample.old_log_probs)[mask] for sample, new, mask in chosen]),
         "sequence": np.repeat(np.arange(len(masks)), [int(mask.sum()) for mask in masks]).astype(np.int32),
         "advantage": np.concatenate([sample.advantages[mask] for sample, _, mask in chosen]),
         "token_ids": ids,
         "token_text": np.array([texts[i] for i in ids.tolist()], dtype=np.str_),
     }
+    if done.flips is not None:
+        arrays["flipped"] = np.concatenate([flips[mask] for flips, mask in zip(done.flips, masks, strict=True)])
+    return arrays
 
 
 class Recorder:
@@ -146,8 +150,7 @@ class Recorder:
 
     def write_ratios(self, step: int, done: Update) -> None:
         """Importance ratios of the last update's trained tokens, every ``tracking.ratio_interval`` steps."""
-        interval = self._config.tracking.ratio_interval
-        if self._active and interval and step % interval == 0 and self._has_ratio and done.samples:
+        if self._active and writes_ratios(self._config, step) and self._has_ratio and done.samples:
             with writing(self._directory.ratios):
                 self._directory.write_ratios(step, ratio_arrays(done, self._tokenizer))
 

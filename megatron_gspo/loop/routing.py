@@ -20,7 +20,7 @@ from megatron_gspo.data.sample import Sample
 from megatron_gspo.loop.assemble import Run
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.routing_pass import RoutingPass, RoutingTask
-from megatron_gspo.mcore.routing_results import RoutingFigures, collect_routes, routing_figures
+from megatron_gspo.mcore.routing_results import RoutingFigures, collect_flips, collect_routes, routing_figures
 from megatron_gspo.mcore.step import compute_log_probs
 from megatron_gspo.tracking.run_directory import spread
 
@@ -30,19 +30,23 @@ class StepRouting:
     """What a step found out about routes; the same on every rank, but for the bytes.
 
     old: figures of the old policy's pass, in which choices are compared with the rollout engine's. updates: of each
-    update, compared with the routes that the samples carry. moved: bytes that this rank sent or copied.
+    update, compared with the routes that the samples carry. flips: of the last update, by sample and response token
+    (``collect_flips``), where asked for. moved: bytes that this rank sent or copied.
     """
 
     old: RoutingFigures | None = None
+    flips: list[np.ndarray] | None = None
     updates: list[RoutingFigures] = field(default_factory=list)
     holes: int = 0
     stored: int = 0
     moved: int = 0
 
-    def add_update(self, done: RoutingPass | None, timers: Timers) -> None:
+    def add_update(self, done: RoutingPass | None, batch: Sequence[Sample], timers: Timers, *, flips: bool) -> None:
+        """What the routers did in an update with ``batch``; ``flips`` asks for those of each token. A collective."""
         if done is not None:
             with timers("routing"):
                 self.updates.append(routing_figures(done))
+                self.flips = collect_flips(done, batch) if flips and done.task.compare else None
                 self.moved += done.bytes_moved
 
     def metrics(self) -> dict[str, float]:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from megatron_gspo.algorithms import ratio_quantiles
+from megatron_gspo.config import Config
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.errors import RunError, first_line
 from megatron_gspo.loop.assemble import Run
@@ -27,12 +28,20 @@ def mini_batches(count: int, size: int, *, seed: int, step: int, epoch: int) -> 
 class Update:
     """The metrics of a step's updates, and the ratios of the last one, which is the furthest from the old policy.
 
-    samples, log_probs: the last mini-batch and ``[R]`` log-probs of each of its samples before that update.
+    samples, log_probs: the last mini-batch and ``[R]`` log-probs of each of its samples before that update. flips:
+    ``[R]`` of each, as ``collect_flips`` gives them; None where they weren't measured.
     """
 
     metrics: dict[str, float]
     samples: list[Sample]
     log_probs: list[np.ndarray]
+    flips: list[np.ndarray] | None = None
+
+
+def writes_ratios(config: Config, step: int) -> bool:
+    """Whether the ratios of a step's last update are written (``tracking.ratio_interval``)."""
+    interval = config.tracking.ratio_interval
+    return interval > 0 and step % interval == 0
 
 
 def update(run: Run, samples: Sequence[Sample], step: int, timers: Timers, routing: StepRouting) -> Update:
@@ -57,7 +66,7 @@ def update(run: Run, samples: Sequence[Sample], step: int, timers: Timers, routi
                 continue
             with timers("train"):
                 result = _train(run, batch, step)
-            routing.add_update(result.routing, timers)
+            routing.add_update(result.routing, batch, timers, flips=writes_ratios(config, step + 1))
             results.append(replace(result, routing=None))  # a mini-batch's routes needn't outlive it
             trained.append(batch)
     metrics = {"updates": float(len(results)), "updates/skipped": float(skipped)}
@@ -72,7 +81,7 @@ def update(run: Run, samples: Sequence[Sample], step: int, timers: Timers, routi
             [sample for batch in trained for sample in batch],
             [value for result in results for value in result.log_probs],
         )
-    return Update(metrics, trained[-1], results[-1].log_probs)
+    return Update(metrics, trained[-1], results[-1].log_probs, routing.flips)
 
 
 def _train(run: Run, batch: Sequence[Sample], step: int) -> StepResult:

@@ -60,6 +60,33 @@ def collect_routes(done: RoutingPass, samples: Sequence[Sample], wanted: Sequenc
     return [rows[starts[i] : starts[i] + lengths[i]] for i in wanted]
 
 
+def collect_flips(done: RoutingPass, samples: Sequence[Sample]) -> list[np.ndarray]:
+    """Whether routing has touched each response token of a pass that compared: int8 ``[R]`` for each sample, on every
+    rank. 1: its live choice differs from the given routes in at least one layer, 0: in none, -1: not compared.
+
+    One all-reduce over the world of two bytes a token.
+    """
+    lengths = np.array([sample.length - 1 for sample in samples], dtype=np.int64)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    flat = torch.zeros(int(starts[-1]), 2, dtype=torch.uint8)  # compared, chunks of layers that differ
+    if done.counts:
+        for (chunk, micro_batch), table in done.tables.items():
+            if table.flipped is None:
+                continue
+            places, kept = _places(done, micro_batch, starts, lengths)
+            known = table.known[kept.to(table.known.device)].cpu() > 0
+            flat[places, 1] += (table.flipped.cpu()[kept] > 0).to(torch.uint8)
+            if chunk == 0:  # the others see the same tokens
+                flat[places, 0] = known.to(torch.uint8)
+    _add_up(flat)
+    compared, flipped = flat.numpy().T > 0
+    found = np.where(compared, flipped, -1).astype(np.int8)
+    return [
+        found[start + sample.prompt_length - 1 : start + sample.length - 1]
+        for start, sample in zip(starts, samples, strict=False)
+    ]
+
+
 def _places(done: RoutingPass, micro_batch: int, starts: np.ndarray, lengths: np.ndarray) -> tuple[Tensor, Tensor]:
     """(rows of all routes end to end, rows of this rank's table) of the tokens whose routes are wanted."""
     batch = done.batches[micro_batch]

@@ -127,7 +127,7 @@ def ratio_arrays(random: np.random.Generator, flips: float = 0.1, sequences: int
         "token_ids": ids,
         "token_text": np.array([chr(94 + i) for i in ids], dtype=np.str_),
     }
-    return found | ({"flipped": flipped} if flips else {})
+    return found | ({"flipped": flipped.astype(np.int8)} if flips else {})
 
 
 VARIANTS: dict[str, Course] = {

@@ -119,16 +119,17 @@ def test_the_response_shown_is_the_one_that_spreads_most(tmp_path):
         sequence=np.int32([0] * 4 + [1] * 4 + [2] * 2),  # the third spreads more, but has two tokens
         advantage=np.float32([1.0] * 10),
         token_text=np.array(list("abcdefghij")),
-        flipped=np.array([False] * 4 + [True, False, True, False] + [False] * 2),
+        flipped=np.int8([0] * 4 + [1, 0, 1, 0] + [-1] * 2),
     )
     found = pick_response(run, (0.2, 0.27), (0.01, 0.015))
     assert [token.text for token in found.tokens] == ["e", "f", "g", "h"]
+    assert [token.flipped for token in found.tokens] == [True, False, True, False]
     assert [token.cut for token in found.tokens] == [True, False, False, False]  # 0.5 isn't cut at A > 0
     assert found.sequence_ratio == pytest.approx((1.4 * 0.5) ** 0.25)
     assert not found.sequence_cut and found.step == 10
     spread = spread_of("grpo", [run])
     assert spread.band == (0.2, 0.27)
-    assert spread.flipped == 0.2
+    assert spread.flipped == 0.25  # of the eight that were compared
     assert spread.token_flipped == pytest.approx((np.log(1.4) + np.log(2)) / 2, abs=1e-6)
     assert len(spread.sequence) == 3
 

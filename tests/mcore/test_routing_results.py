@@ -21,7 +21,7 @@ from megatron_gspo.mcore.layers import block_spec, use_own_operators
 from megatron_gspo.mcore.model import ModelSettings, transformer_config
 from megatron_gspo.mcore.routing_pass import RoutingPass, RoutingTask
 from megatron_gspo.mcore.routing_replay import attach_gates, moe_layers
-from megatron_gspo.mcore.routing_results import RoutingFigures, collect_routes, routing_figures
+from megatron_gspo.mcore.routing_results import RoutingFigures, collect_flips, collect_routes, routing_figures
 from megatron_gspo.mcore.step import Batching, compute_log_probs
 from tests.distributed import run_distributed
 from tests.equivalence.cases import make_samples
@@ -86,6 +86,17 @@ def count(samples: list[Sample], used: list[np.ndarray], experts: int) -> dict[s
             "load": load / load.sum(1, keepdims=True), "trained": trained}
 
 
+def flips_of(sample: Any, used: np.ndarray) -> list[int]:
+    """Of each response token, one by one: 1 or 0, and -1 where nothing was compared."""
+    found = []
+    for j in range(sample.response_length):
+        row = sample.prompt_length - 1 + j
+        hole = sample.route_holes is not None and sample.route_holes[row]
+        layers = zip(used[row].tolist(), sample.routed_experts[row].tolist(), strict=True)
+        found.append(-1 if hole or not sample.loss_mask[j] else int(any(set(a) != set(b) for a, b in layers)))
+    return found
+
+
 def compare_with_counts(rank: int, world_size: int, path: str, layout: Layout) -> None:
     policy = policy_of(path, layout)
     shape, samples = shape_of(policy), scored_samples(8)
@@ -102,6 +113,8 @@ def compare_with_counts(rank: int, world_size: int, path: str, layout: Layout) -
         assert found.compared == expected["compared"]
         assert np.abs(found.flip_rate - expected["rate"]).max() < 1e-6, (found.flip_rate, expected["rate"])
         assert abs(found.flipped_tokens - expected["flipped"]) < 1e-9, (found.flipped_tokens, expected["flipped"])
+        for sample, ids, flips in zip(given, used, collect_flips(done, given), strict=True):
+            assert flips.dtype == np.int8 and flips.tolist() == flips_of(sample, ids)
         if done is live:
             assert np.abs(found.load - expected["load"]).max() < 1e-6
         else:

@@ -66,7 +66,9 @@ def check_ratios(file: Path) -> None:
             "advantage": ("f", 4, rows),
             "token_ids": ("i", 4, rows),
             "token_text": ("U", found["token_text"][1], rows),
+            "flipped": ("i", 1, rows),
         }
+        assert set(arrays["flipped"].tolist()) <= {-1, 0, 1} and (arrays["flipped"] >= 0).any()
         assert rows > 8 and np.abs(arrays["log_ratio"]).max() < 1e-5
         assert (np.diff(arrays["sequence"]) >= 0).all() and set(arrays["sequence"].tolist()) <= set(range(8))
         assert sum(arrays["token_text"] != "") > rows / 2  # the padded vocabulary has ids without a text
