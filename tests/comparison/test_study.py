@@ -126,6 +126,10 @@ def test_grpo_needs_replay_where_it_breaks_without_and_not_with(tmp_path):
     assert "0 of 3 plain GRPO runs converged; grpo_r2 3 of 3" in found.evidence[0]
     whole = {"grpo": Course(), "r2": replace(VARIANTS["grpo_r2"], level=0.5)}
     assert verdict(compared(tmp_path / "b", whole), "On a mixture").verdict == NOT
+    higher = {"grpo": Course(), "r2": replace(VARIANTS["grpo_r2"], level=0.9)}
+    better = verdict(compared(tmp_path / "d", higher), "On a mixture")
+    assert better.verdict == NOT  # to end higher is something else than to be needed
+    assert "Replay ended higher without stress, but" in better.evidence[-1]
     assert verdict(compared(tmp_path / "c", {"grpo": Course()}), "On a mixture").verdict == UNTESTED
 
 
