@@ -98,7 +98,7 @@ def json_text(study: Study) -> str:
         "paper": [asdict(row) for row in on_paper(PUBLISHED)],
         "search": {"trials": [asdict(trial) for trial in study.trials], "chosen": study.chosen},
         "runs": [_run(run) for run in (*study.runs, *study.trial_runs)],
-        "environment": next((dict(run.environment) for run in study.runs if run.environment), {}),
+        "environment": _environment(study),
     }
     return json.dumps(_plain(content), allow_nan=False, separators=(",", ":")) + "\n"
 
@@ -131,3 +131,9 @@ def _plain(value: Any) -> Any:
 
 def _short(value: Any) -> Any:
     return "" if value is None else f"{value:.6g}" if isinstance(value, float) else value
+
+
+def _environment(study: Study) -> dict[str, Any]:
+    """Where the first run ran, without the paths and the name of its machine: the report is made to be passed on."""
+    found = next((dict(run.environment) for run in study.runs if run.environment), {})
+    return {key: value for key, value in found.items() if key not in ("command", "host")}
