@@ -271,6 +271,7 @@ def test_experts_under_the_name_that_transformers_5_writes(hf_config: dict) -> N
 
 def test_shipped_configs_load() -> None:
     files = sorted((Path(__file__).parents[2] / "examples").rglob("*.yaml"))
+    files = [file for file in files if not file.name.startswith("compare")]  # see tests/comparison/test_plan.py
     assert files
     for file in files:
         load_config(file)

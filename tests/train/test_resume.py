@@ -116,7 +116,7 @@ def test_goes_on_in_another_layout(reference, tmp_path, processes, layout):
     ours, theirs = read_metrics(run_dir), read_metrics(reference.run_dir)
     assert ours[:5] == theirs[:5]
     for name, value in theirs[5].items():
-        if not name.startswith(("time/", "perf/")):
+        if not name.startswith(("time/", "perf/", "routing/bytes_moved")):  # another layout moves other bytes
             assert ours[5][name] == pytest.approx(value, rel=2e-3, abs=1e-4), name
     assert ours[6]["entropy"] == pytest.approx(theirs[6]["entropy"], rel=2e-3)
     assert ours[6]["eval/accuracy"] == pytest.approx(theirs[6]["eval/accuracy"], abs=2e-3)  # the verifier's noise
