@@ -47,7 +47,8 @@ def git_revision(folder: Path) -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(folder), *arguments]
+    # without locks: a run that is killed meanwhile would leave one in the checkout, where git then refuses to work
+    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
 
