@@ -15,8 +15,9 @@ from megatron_gspo.comparison.costs import PHASES, cost_of
 from megatron_gspo.comparison.plan import BASE
 from megatron_gspo.comparison.ratios import Spread, clip_band, spread_of
 from megatron_gspo.comparison.records import Run, against, positions, series
-from megatron_gspo.comparison.statistics import Interval, band, thin
+from megatron_gspo.comparison.statistics import Interval, band
 from megatron_gspo.comparison.study import Study, differences, rows
+from megatron_gspo.tracking import run_directory
 from megatron_gspo.tracking.picture import smooth
 
 _POINTS = 60  # of a curve; more make the page larger, not clearer
@@ -176,7 +177,7 @@ def _by_step(study: Study, setting: str, colours: Mapping[str, int], panels: Any
 def _prepared(x: list[float], y: list[float], window: int) -> tuple[list[float], list[float]]:
     """A curve to draw: trailing means over `window` points, at most _POINTS of them."""
     means = smooth(y, window)
-    places = thin(x, _POINTS)
+    places = run_directory.spread(range(len(x)), _POINTS)
     return [x[i] for i in places], [means[i] for i in places]
 
 

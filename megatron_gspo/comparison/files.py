@@ -16,9 +16,8 @@ from megatron_gspo.comparison.page import render
 from megatron_gspo.comparison.plan import BASE
 from megatron_gspo.comparison.records import Run, figures, mean_of, series
 from megatron_gspo.comparison.routing import layers_of
-from megatron_gspo.comparison.statistics import thin
 from megatron_gspo.comparison.study import MEASURES, Study, differences, rows
-from megatron_gspo.tracking.run_directory import write_atomically
+from megatron_gspo.tracking.run_directory import spread, write_atomically
 
 CSV_METRICS = (
     "clip_fraction/tokens",
@@ -108,7 +107,7 @@ def _run(run: Run) -> dict[str, Any]:
     for metric in SERIES:
         steps, values = series(run, metric)
         if steps:
-            places = thin(steps, _POINTS)
+            places = spread(range(len(steps)), _POINTS)
             curves[metric] = [[steps[i] for i in places], [values[i] for i in places]]
     return {
         "setting": run.setting, "variant": run.variant, "seed": run.seed, "status": run.status, "message": run.message,

@@ -201,10 +201,3 @@ def _edges(values: np.ndarray) -> tuple[float, float]:
     if len(values) < _FEWEST or found.low is None or found.high is None:
         return float(values.min()), float(values.max())
     return found.low, found.high
-
-
-def thin(values: Sequence[float], most: int) -> list[int]:
-    """Places of at most `most` values, evenly spread, first and last included."""
-    if len(values) <= most:
-        return list(range(len(values)))
-    return sorted({round(i * (len(values) - 1) / (most - 1)) for i in range(most)})

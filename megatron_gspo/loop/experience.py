@@ -133,7 +133,7 @@ def _attach_log_probs(run: Run, samples: list[Sample], routing: StepRouting, tim
         with timers("log_probs"):
             scores = compute_log_probs(run.policy, samples, run.batching, temperature=temperature, with_entropy=True,
                                        routing=old_policy_task(run))
-        note_old_policy(run, samples, scores.routing, routing, timers)
+        note_old_policy(run, samples, samples, scores.routing, routing, timers)
         old = scores.log_probs
         metrics = _mismatch(samples, old) | {"entropy": _mean(scores.entropy, samples)}
     for sample, value in zip(samples, old, strict=True):

@@ -119,43 +119,34 @@ def _is_wanted(run: Run) -> bool:
     return run.route_shape is not None and run.objective.has_ratio and (routing.replay != "none" or routing.metrics)
 
 
-def note_old_policy(run: Run, samples: list[Sample], done: RoutingPass | None, found: StepRouting,
-                    timers: Timers) -> None:
-    """Give the samples the routes that the pass recorded, as far as they are wanted, and keep its figures."""
-    if done is None:
-        return
-    with timers("routing"):
-        if run.config.routing.metrics:
-            found.old = routing_figures(done)
-        if run.config.routing.replay == "r2":
-            _attach(samples, range(len(samples)), collect_routes(done, samples, range(len(samples))))
-        elif run.config.routing.replay == "none":
-            some = _some(run, samples)
-            recorded = collect_routes(done, samples, some)
-            _leave_out(samples, done.task.shape)
-            _attach(samples, some, recorded)
-        found.stored = sum(stored_bytes(sample) for sample in samples)
-        found.moved += done.bytes_moved
+def note_old_policy(run: Run, samples: list[Sample], scored: Sequence[Sample], done: RoutingPass | None,
+                    found: StepRouting, timers: Timers) -> None:
+    """Give the samples the routes that a pass over ``scored`` (all of them, or some) recorded, as far as they are
+    wanted, and keep its figures."""
+    config = run.config.routing
+    if done is not None:
+        with timers("routing"):
+            if config.metrics:
+                found.old = routing_figures(done)
+            if config.replay != "r3":
+                wanted = list(range(len(scored))) if config.replay == "r2" else _some(run, scored)
+                recorded = collect_routes(done, scored, wanted)
+                _leave_out(samples, done.task.shape)
+                _attach(scored, wanted, recorded)
+            found.moved += done.bytes_moved
+    found.stored = sum(stored_bytes(sample) for sample in samples)
 
 
 def sample_old_policy(run: Run, samples: list[Sample], found: StepRouting, timers: Timers) -> None:
     """Where there is no pass of the old policy: a pass over some sequences, for the figures alone."""
-    task = old_policy_task(run)
-    if task is None or not run.config.routing.metrics:
-        found.stored = sum(stored_bytes(sample) for sample in samples)
-        return
-    with timers("routing"):
-        some = [samples[i] for i in _some(run, samples)]
+    task = old_policy_task(run) if run.config.routing.metrics else None
+    some = [samples[i] for i in _some(run, samples)]
+    done = None
+    if task is not None:
         temperature = run.config.rollout.temperature
-        done = compute_log_probs(run.policy, some, run.batching, temperature=temperature, routing=task).routing
-        assert done is not None
-        found.old = routing_figures(done)
-        if run.config.routing.replay == "none":
-            recorded = collect_routes(done, some, range(len(some)))
-            _leave_out(samples, task.shape)
-            _attach(some, range(len(some)), recorded)
-        found.stored = sum(stored_bytes(sample) for sample in samples)
-        found.moved += done.bytes_moved
+        with timers("routing"):
+            done = compute_log_probs(run.policy, some, run.batching, temperature=temperature, routing=task).routing
+    note_old_policy(run, samples, some, done, found, timers)
 
 
 def stored_bytes(sample: Sample) -> int:

@@ -15,8 +15,8 @@ from megatron_gspo.comparison.statistics import (
     sign_flip,
     t_cdf,
     t_quantile,
-    thin,
 )
+from megatron_gspo.tracking.run_directory import spread
 
 
 @pytest.mark.parametrize(
@@ -121,5 +121,5 @@ def test_band_interpolates_where_x_differs():
 
 
 def test_thin_keeps_the_ends():
-    assert thin(range(5), 9) == [0, 1, 2, 3, 4]
-    assert thin(range(101), 3) == [0, 50, 100]
+    assert spread(range(5), 9) == [0, 1, 2, 3, 4]
+    assert spread(range(101), 3) == [0, 50, 100]
