@@ -6,6 +6,7 @@ of these ratios is what the table shows, so that a machine which gets slower or 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -222,6 +223,27 @@ def versions() -> dict[str, str]:
 def save_rows(file: Path, rows: Sequence[Row], **more: Any) -> None:
     """One benchmark's part of a result, for ``run_all.py``."""
     file.write_text(json.dumps({"rows": [row.to_json() for row in rows], **more}, indent=2) + "\n")
+
+
+def run_from_command_line(
+    about: str | None, measure: Callable[[argparse.Namespace], list[Row]], numbers: Mapping[str, int], *, seconds: float
+) -> None:
+    """The command line of a benchmark: ``--quick``, ``--seconds``, ``--json`` and a key for each of ``numbers`` with
+    its default, ``repeats`` among them. Prints the table of ``measure``'s rows and writes them where asked for."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="10 repeats instead of --repeats")
+    parser.add_argument(
+        "--seconds", type=float, default=seconds, help="stop repeating after so long (default: %(default)s)"
+    )
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help="(default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    args = parser.parse_args()
+    args.repeats = min(args.repeats, 10) if args.quick else args.repeats
+    rows = measure(args)
+    print(table(rows))
+    if args.json:
+        save_rows(args.json, rows)
 
 
 def write_result(result: Mapping[str, Any], folder: Path, day: str) -> tuple[Path, Path]:

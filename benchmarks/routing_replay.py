@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks.common import Row, Spread, interleave, save_rows, say, table, time_row
+from benchmarks.common import Row, Spread, interleave, run_from_command_line, say, time_row
 from benchmarks.step_vs_megatron import make_samples, synchronize
 
 TARGET = 1.03  # of an update with R2 to one without
@@ -105,20 +105,9 @@ def exactly(value: float) -> Spread:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="10 repeats instead of --repeats")
-    parser.add_argument("--seconds", type=float, default=120, help="stop repeating after them (default: %(default)s)")
     numbers = {"repeats": 60, "sequences": 64, "prompt-length": 8, "response-length": 24, "max-tokens": 4096,
                "layers": 4, "experts": 16, "topk": 4}  # fmt: skip
-    for name, default in numbers.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help="(default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    args = parser.parse_args()
-    args.repeats = min(args.repeats, 10) if args.quick else args.repeats
-    rows = measure(args)
-    print(table(rows))
-    if args.json:
-        save_rows(args.json, rows)
+    run_from_command_line(__doc__, measure, numbers, seconds=120)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import torch
 
-from benchmarks.common import Row, interleave, save_rows, say, table, time_row
+from benchmarks.common import Row, interleave, run_from_command_line, say, time_row
 
 TARGET = 1.15
 
@@ -117,19 +117,8 @@ def measure(args: argparse.Namespace) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="10 repeats instead of --repeats")
-    parser.add_argument("--seconds", type=float, default=90, help="stop repeating after so long (default: %(default)s)")
     numbers = {"repeats": 60, "sequences": 64, "prompt-length": 8, "response-length": 24, "max-tokens": 4096}
-    for name, default in numbers.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help="(default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    args = parser.parse_args()
-    args.repeats = min(args.repeats, 10) if args.quick else args.repeats
-    rows = measure(args)
-    print(table(rows))
-    if args.json:
-        save_rows(args.json, rows)
+    run_from_command_line(__doc__, measure, numbers, seconds=90)
 
 
 if __name__ == "__main__":
