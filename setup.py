@@ -52,6 +52,7 @@ setup(
         "pyyaml>=6.0",
         "rich>=13.7",
         "psutil>=5.9",  # megatron-core needs it to write checkpoints and does not ask for it
+        "aiohttp>=3.9",  # requests to SGLang servers
     ],
     extras_require=EXTRAS,
     classifiers=[
