@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,9 @@ class Sample:
         sampling (after temperature); None where the engine has none. Ignored where loss_mask is False.
     finish_reason: "stop" (end token), "length" (cut off) or "abort".
     text: the decoded response.
-    weight_version: version of the weights that sampled it.
+    weight_version: version of the weights that sampled it, of the oldest where there are several.
+    token_versions: [R] int32, version of the weights that sampled each token (for text of an environment: of the
+        response before it); None: all are weight_version. An engine whose responses can span a weight update gives it.
     reward: NaN until scored.
     advantages, old_log_probs, ref_log_probs: [R] float32, filled in by the trainer.
     routed_experts: [L-1, layers, k] unsigned, the smallest type that holds the ids (`routes.expert_id_dtype`): the
@@ -80,6 +83,7 @@ class Sample:
     ref_log_probs: np.ndarray | None = None
     routed_experts: np.ndarray | None = None
     route_holes: np.ndarray | None = None
+    token_versions: np.ndarray | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -97,6 +101,13 @@ class Sample:
         """[R] int64 view of the response tokens."""
         return self.tokens[self.prompt_length :]
 
+    @property
+    def trained_versions(self) -> np.ndarray:
+        """[loss_mask.sum()] int32: version of the weights that sampled each trained token."""
+        if self.token_versions is None:
+            return np.full(int(self.loss_mask.sum()), self.weight_version, dtype=np.int32)
+        return self.token_versions[self.loss_mask]
+
     def check(self, *, finite: bool = True) -> None:
         """Raise ValueError (one line) unless shapes, dtypes and values are as documented.
 
@@ -112,6 +123,7 @@ class Sample:
         _check_array(self.loss_mask, (self.response_length,), np.bool_, where, "loss_mask")
         for name in (*_LOG_PROB_FIELDS, "advantages"):
             self._check_floats(name, where, finite)
+        self._check_versions(where)
         fault = route_fault(self)
         if fault:
             raise ValueError(f"{where}: {fault}")
@@ -129,6 +141,15 @@ class Sample:
             raise ValueError(f"{where}: {name} has {bad} non-finite trained values; check the weights")
         if name in _LOG_PROB_FIELDS and trained.size and trained.max() > 1e-3:
             raise ValueError(f"{where}: {name} has {trained.max():.4g}; a log-probability is at most 0")
+
+    def _check_versions(self, where: str) -> None:
+        versions = self.token_versions
+        if versions is None:
+            return
+        _check_array(versions, (self.response_length,), np.int32, where, "token_versions")
+        if versions.size and versions.min() != self.weight_version:
+            oldest = f"{versions.min()}, weight_version is {self.weight_version}"
+            raise ValueError(f"{where}: the oldest of token_versions is {oldest}; weight_version is the oldest")
 
     def to_record(self, prompt: Prompt | None = None) -> dict[str, Any]:
         """A JSON-able dict for the samples/ folder of a run: texts, reward and lengths, no token arrays.
@@ -149,7 +170,14 @@ class Sample:
         if prompt is not None:
             record["prompt"] = prompt.text
             record["answer"] = prompt.answer
+        if self.token_versions is not None:
+            record["token_versions"] = version_spans(self.token_versions)
         return record
+
+
+def version_spans(versions: np.ndarray) -> list[list[int]]:
+    """`token_versions` [R] as [version, number of tokens] of each stretch of equal ones, in order."""
+    return [[version, len(list(tokens))] for version, tokens in groupby(versions.tolist())]
 
 
 def route_fault(sample: Sample) -> str:

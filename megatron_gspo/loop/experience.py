@@ -25,6 +25,7 @@ from megatron_gspo.loop.routing import (
     sample_old_policy,
 )
 from megatron_gspo.loop.scoring import attach_advantages, mask, require_scores, sample_and_score, varied
+from megatron_gspo.loop.staleness import staleness
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.random_state import ROLLOUT, UPDATE, seed_generators
 from megatron_gspo.mcore.step import compute_log_probs
@@ -71,6 +72,7 @@ def collect(run: Run, step: int, cursor: int, timers: Timers, *, checkpoint: Pat
             "look at grad_norm before, lower optimizer.lr, and go on from an earlier checkpoint"
         )
     attach_advantages(run, samples)
+    metrics |= staleness(samples, step)
     metrics |= _describe(samples, supervised=run.config.algorithm.is_supervised)
     return Experience(samples, rollout.cursor, metrics, routing)
 

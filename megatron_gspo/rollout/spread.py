@@ -1,6 +1,6 @@
 """Rollouts over ranks: each rank generates its share of the prompts, every rank gets all samples.
 
-Samples travel as one flat byte buffer a rank: a table of numbers, then the tokens, masks and per-token floats
+Samples travel as one flat byte buffer a rank: a table of numbers, then the tokens, masks and per-token numbers
 of all its samples end to end. Two collectives in all: the sizes, the bytes.
 """
 
@@ -20,8 +20,9 @@ from megatron_gspo.rollout.engine import RolloutEngine, SamplingParams
 
 _PER_TOKEN = ("rollout_log_probs", "advantages", "old_log_probs", "ref_log_probs")
 _COLUMNS = ("place", "prompt_index", "sample_index", "length", "prompt_length", "finish", "weight_version",
-            "text_bytes", *_PER_TOKEN, "route_layers", "route_k", "route_bytes", "route_holes")  # fmt: skip
-_FORMAT = int.from_bytes(b"samples2", "little")  # begins the bytes: those of another version of this file are refused
+            "text_bytes", *_PER_TOKEN, "route_layers", "route_k", "route_bytes", "route_holes",
+            "token_versions")  # fmt: skip
+_FORMAT = int.from_bytes(b"samples3", "little")  # begins the bytes: those of another version of this file are refused
 _COLUMN = {name: i for i, name in enumerate(_COLUMNS)}
 
 
@@ -146,10 +147,11 @@ def encode_samples(samples: Sequence[Sample], places: Sequence[int]) -> bytes:
         present = [getattr(sample, name) is not None for name in _PER_TOKEN]
         shape = (0, 0, 0) if routes is None else (*routes.shape[1:], routes.dtype.itemsize)
         holes = sample.route_holes is not None
+        versions = sample.token_versions is not None
         finish = FINISH_REASONS.index(sample.finish_reason)
         ids = (place, sample.prompt_index, sample.sample_index)
         sizes = (sample.length, sample.prompt_length)
-        row[:] = (*ids, *sizes, finish, sample.weight_version, len(text), *present, *shape, holes)
+        row[:] = (*ids, *sizes, finish, sample.weight_version, len(text), *present, *shape, holes, versions)
     metadata = (
         b"" if not any(s.metadata for s in samples) else json.dumps([s.metadata for s in samples]).encode()
     )
@@ -162,6 +164,7 @@ def encode_samples(samples: Sequence[Sample], places: Sequence[int]) -> bytes:
         np.array([sample.reward for sample in samples], dtype=np.float64),
         _joined([s.tokens for s in samples], np.int64),
         _joined(floats, np.float32),
+        _joined([s.token_versions for s in samples if s.token_versions is not None], np.int32),
         *routes,
         _joined(holes, np.uint8),
         _joined([s.loss_mask for s in samples], np.uint8),
@@ -183,6 +186,8 @@ def decode_samples(buffer: np.ndarray) -> list[tuple[int, Sample]]:
     tokens = np.split(reader.take(np.int64, int(lengths.sum())), np.cumsum(lengths)[:-1])
     present = table[:, _COLUMN[_PER_TOKEN[0]] : _COLUMN[_PER_TOKEN[-1]] + 1]
     floats = _Reader(reader.take(np.uint8, 4 * int((present.sum(1) * responses).sum())))
+    known = table[:, _COLUMN["token_versions"]] != 0
+    versions = _Reader(reader.take(np.uint8, 4 * int(responses[known].sum())))
     routes = _read_routes(reader, table)
     masks = np.split(reader.take(np.uint8, int(responses.sum())).view(bool), np.cumsum(responses)[:-1])
     samples = []
@@ -201,6 +206,7 @@ def decode_samples(buffer: np.ndarray) -> list[tuple[int, Sample]]:
             reward=rewards[i],
             routed_experts=routes[i][0],
             route_holes=routes[i][1],
+            token_versions=versions.take(np.int32, response) if record["token_versions"] else None,
             **arrays,
         )
         samples.append((record["place"], sample))

@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from megatron_gspo.data.sample import Prompt, json_able
+from megatron_gspo.data.sample import Prompt, json_able, version_spans
 from tests.data.make import make_prompt, make_sample
 
 
@@ -47,6 +47,12 @@ def test_lengths_and_views():
         (
             {"routed_experts": np.zeros((4, 2, 8), np.uint16), "route_holes": np.zeros(4, np.int8)},
             "route_holes is a 1-d int8 array of shape [4]; it must be a [4] bool numpy array",
+        ),
+        ({"token_versions": np.array([0, 1, 1])}, "token_versions is a 1-d int64 array; it must be a int32"),
+        ({"token_versions": np.zeros(4, np.int32)}, "token_versions has shape (4,); the response has 3 tokens"),
+        (
+            {"token_versions": np.array([5, 4, 5], np.int32), "weight_version": 5},
+            "the oldest of token_versions is 4, weight_version is 5; weight_version is the oldest",
         ),
     ],
 )
@@ -96,6 +102,17 @@ def test_record_is_json_and_holds_no_nan():
     }
     sample.reward = 0.5
     assert sample.to_record()["reward"] == 0.5 and "prompt" not in sample.to_record()
+
+
+def test_versions_of_tokens():
+    sample = make_sample(2, 5, mask=[True, True, False, True, True], weight_version=3)
+    assert sample.trained_versions.tolist() == [3] * 4 and "token_versions" not in sample.to_record()
+    sample.token_versions = np.array([4, 3, 3, 3, 5], np.int32)
+    sample.check()
+    assert sample.trained_versions.tolist() == [4, 3, 3, 5] and sample.trained_versions.dtype == np.int32
+    assert sample.to_record()["token_versions"] == [[4, 1], [3, 3], [5, 1]]
+    assert version_spans(np.zeros(0, np.int32)) == []
+    make_sample(1, 0, weight_version=7, token_versions=np.zeros(0, np.int32)).check()
 
 
 def test_json_able_covers_odd_values():

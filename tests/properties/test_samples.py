@@ -43,6 +43,7 @@ def samples(draw) -> Sample:
         reward=draw(st.floats()),
         routed_experts=routes,
         route_holes=holes,
+        token_versions=draw(st.none() | arrays.arrays(np.int32, response)),
         metadata=draw(st.dictionaries(words, json_values, max_size=3)),
         **{name: draw(st.none() | floats) for name in PER_TOKEN},
     )
@@ -60,7 +61,7 @@ def test_encoded_and_decoded(batch):
     found = decode_samples(wire)
     assert [place for place, _ in found] == list(range(7, 7 + len(batch)))
     for (_, got), sample in zip(found, batch, strict=True):
-        for name in ("tokens", "loss_mask", "routed_experts", "route_holes", *PER_TOKEN):
+        for name in ("tokens", "loss_mask", "routed_experts", "route_holes", "token_versions", *PER_TOKEN):
             assert same(getattr(got, name), getattr(sample, name)), name
         for name in (
             "prompt_index",

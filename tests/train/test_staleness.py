@@ -1,0 +1,27 @@
+"""How far behind the trainer a batch is: by hand, and that a run without versions is told nothing."""
+
+import numpy as np
+
+from megatron_gspo.loop.staleness import staleness
+from tests.data.make import make_sample
+
+
+def versions(*values):
+    return np.array(values, dtype=np.int32)
+
+
+def test_staleness_by_hand():
+    partial = make_sample(2, 4, mask=[1, 1, 0, 1], weight_version=3, token_versions=versions(3, 5, 3, 6))
+    whole = make_sample(1, 2, weight_version=5)  # no versions of its own: both tokens are of version 5
+    assert staleness([partial, whole], 6) == {"staleness/mean": (3 + 1 + 0 + 1 + 1) / 5, "staleness/max": 3.0}
+
+
+def test_masked_tokens_do_not_count():
+    masked = make_sample(2, 2, mask=[0, 0], weight_version=0, token_versions=versions(0, 0))
+    fresh = make_sample(1, 2, weight_version=8, token_versions=versions(8, 8))
+    assert staleness([masked, fresh], 8) == {"staleness/mean": 0.0, "staleness/max": 0.0}
+    assert staleness([masked], 8) == {}
+
+
+def test_an_engine_without_versions_is_told_nothing():
+    assert staleness([make_sample(1, 2), make_sample(1, 2, weight_version=4)], 9) == {}
