@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Coroutine, Mapping
+from collections.abc import AsyncIterable, Coroutine, Mapping
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -55,9 +55,10 @@ class Server:
     def __repr__(self) -> str:
         return f"Server({self.url})"
 
-    async def post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout: float,
+    async def post(self, path: str, body: Mapping[str, Any] | AsyncIterable[bytes] | None = None, *, timeout: float,
                    max_bytes: int = ANSWER_BYTES) -> Any:
-        """The parsed JSON answer (text where it isn't JSON) to a POST of `body`.
+        """The parsed JSON answer (text where it isn't JSON) to a POST of `body`: an object, or JSON in pieces, which
+        are sent as they come and are never whole in memory.
 
         timeout: seconds for the whole exchange. max_bytes: a longer answer is refused as it arrives. Raises
         `ServerError` for any status but 200, no or a broken answer, and the deadline. Redirects are not followed.
@@ -71,8 +72,11 @@ class Server:
     async def _exchange(self, method: str, path: str, body: Any, timeout: float, max_bytes: int) -> Any:
         where = f"server {self.url}{path}"
         limits = aiohttp.ClientTimeout(total=timeout, sock_connect=min(CONNECT_SECONDS, timeout))
+        content, headers = {"json": body}, self._headers
+        if isinstance(body, AsyncIterable):
+            content, headers = {"data": body}, {"Content-Type": "application/json", **self._headers}
         try:
-            async with self._session.request(method, self.url + path, json=body, headers=self._headers,
+            async with self._session.request(method, self.url + path, **content, headers=headers,
                                              timeout=limits, allow_redirects=False) as response:
                 payload = await _read(response, max_bytes, where)
         except aiohttp.ClientConnectorError as error:
