@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 from collections.abc import AsyncIterable, Coroutine, Mapping
 from typing import Any, TypeVar
@@ -80,7 +81,7 @@ class Server:
                                              timeout=limits, allow_redirects=False) as response:
                 payload = await _read(response, max_bytes, where)
         except aiohttp.ClientConnectorError as error:
-            reason = (error.strerror or first_line(error)).lower()
+            reason = (os.strerror(error.errno) if error.errno else first_line(error)).lower()
             raise ServerError(f"{where}: no connection ({reason})", retry=True, sent=False) from None
         except asyncio.TimeoutError:
             raise ServerError(f"{where}: no answer within {timeout:.0f} s", retry=True) from None
@@ -94,13 +95,13 @@ class Server:
 async def _read(response: aiohttp.ClientResponse, max_bytes: int, where: str) -> bytes:
     declared = response.content_length
     if declared is not None and declared > max_bytes:
-        raise ServerError(f"{where}: the answer has {declared} bytes, at most {max_bytes} are expected", retry=False)
+        raise ServerError(f"{where}: the answer has {declared} bytes, at most {max_bytes} are expected", retry=True)
     parts, size = [], 0
     async for part in response.content.iter_chunked(_CHUNK):
         size += len(part)
         if size > max_bytes:
             response.close()
-            raise ServerError(f"{where}: the answer has more than the expected {max_bytes} bytes", retry=False)
+            raise ServerError(f"{where}: the answer has more than the expected {max_bytes} bytes", retry=True)
         parts.append(part)
     return b"".join(parts)
 
@@ -158,6 +159,10 @@ class EventLoop:
         except BaseException:
             future.cancel()
             raise
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> Future:
+        """Begin a coroutine; cancel what is returned to end it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self) -> None:
         """Cancel what still runs and end the thread. Calling it twice is fine."""
