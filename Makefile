@@ -10,7 +10,7 @@ COMPARISON ?= examples/qwen3_moe/compare_small.yaml
 RUN = OMP_NUM_THREADS=1 $(VENV)/bin/python
 STAMP = $(VENV)/.installed
 
-.PHONY: install demo compare test test-peers teeth proof bench kill mutate lint format docs clean
+.PHONY: install demo compare test test-peers test-sglang teeth proof bench kill mutate lint format docs clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -36,6 +36,13 @@ test: install
 # TRL and verl get an environment of their own, .venv-peers, on the first run.
 test-peers: install
 	PEERS=$$($(RUN) benchmarks/peers/environment.py) && OMP_NUM_THREADS=1 PYTHONPATH=. $$PEERS -m tests.peers $(ARGS)
+
+# Real SGLang servers, from an environment of their own: .venv-sglang, made on the first run. SGLANG=0.5.15.post1 takes
+# the oldest supported version.
+SGLANG ?= 0.5.23
+test-sglang: install
+	SERVER=$$($(RUN) -m megatron_gspo.tools.sglang_environment $(SGLANG)) && \
+	$(RUN) -m pytest tests/sglang --sglang-python $$SERVER $(ARGS)
 
 # Every layout against float64 under the installed megatron-core: its results and the page (five minutes, two cores).
 proof: install
@@ -69,5 +76,5 @@ docs: install
 	$(RUN) -m megatron_gspo.tools.write_config_reference docs/config.md
 
 clean:
-	rm -rf $(VENV) .venv312 .venv-peers build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv312 .venv-peers .venv-sglang* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -11,3 +11,7 @@ settings.register_profile(
     "mutation", parent=settings.get_profile("ci"), max_examples=12, phases=[Phase.explicit, Phase.generate]
 )
 settings.load_profile("ci")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--sglang-python", help="interpreter that has sglang: runs tests/sglang with real servers")

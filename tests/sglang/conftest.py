@@ -1,0 +1,79 @@
+"""Real SGLang servers for tests: `make test-sglang` passes the interpreter that has it; without, they're skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_gspo.rollout.sglang.launch import ServerSettings
+from megatron_gspo.rollout.sglang.servers import LocalServers
+from megatron_gspo.tools.make_tiny_model import character_tokenizer
+from tests.models import save_tiny_model
+
+HERE = Path(__file__).parent
+StartServers = Callable[..., LocalServers]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--sglang-python") is None:
+        skip = pytest.mark.skip(reason="needs a real SGLang server: make test-sglang")
+        for item in items:
+            if HERE in item.path.parents:
+                item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def sglang_python(request: pytest.FixtureRequest) -> str:
+    """The interpreter that has sglang."""
+    return str(Path(request.config.getoption("--sglang-python")).absolute())
+
+
+@pytest.fixture(scope="session")
+def sglang_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Directory of a random float32 Qwen3-MoE: 4 layers, 8 experts, 2 active, and a character tokenizer."""
+    folder = tmp_path_factory.mktemp("sglang") / "model"
+    tokenizer = character_tokenizer()
+    save_tiny_model(folder, vocab_size=-(-len(tokenizer) // 8) * 8)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def start_servers(
+    sglang_python: str, sglang_model: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StartServers]:
+    """`start_servers(count=2, **settings)` gives `LocalServers` that are up; whatever happens, all are stopped at the
+    end of the session. Unless told otherwise they serve `sglang_model` in float32 and return routed experts."""
+    started: list[LocalServers] = []
+
+    def start(**settings: object) -> LocalServers:
+        given = dict(
+            model=sglang_model,
+            python=sglang_python,
+            dtype="float32",
+            routed_experts=True,
+            start_timeout=120.0,
+            log_dir=str(tmp_path_factory.mktemp("logs")),
+        )
+        servers = LocalServers(ServerSettings(**{**given, **settings}))
+        started.append(servers)
+        servers.start()
+        return servers
+
+    yield start
+    for servers in started:
+        servers.stop()
+
+
+@pytest.fixture(scope="session")
+def sglang_server(start_servers: StartServers) -> LocalServers:
+    """One server that the whole session shares: a test leaves it running, unpaused, and with any weights."""
+    return start_servers(count=1)
+
+
+@pytest.fixture(scope="session")
+def sglang_url(sglang_server: LocalServers) -> str:
+    """The URL of `sglang_server`."""
+    return sglang_server.urls[0]
