@@ -21,7 +21,13 @@ from .metrics import finish_metrics
 from .objective import Objective
 from .policy_loss import policy_loss
 from .presets import PRESETS, preset
-from .rollout_correction import mismatch_metrics, sequence_correction_weights, token_correction_weights
+from .rollout_correction import (
+    mismatch_metrics,
+    sequence_band_mask,
+    sequence_correction_weights,
+    token_band_mask,
+    token_correction_weights,
+)
 
 __all__ = [
     "PRESETS",
@@ -40,7 +46,9 @@ __all__ = [
     "preset",
     "quantiles",
     "ratio_quantiles",
+    "sequence_band_mask",
     "sequence_correction_weights",
+    "token_band_mask",
     "token_correction_weights",
     "zero_variance_groups",
 ]

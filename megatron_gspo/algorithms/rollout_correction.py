@@ -1,8 +1,9 @@
-"""Training engine against inference engine: how far apart they score the same tokens, and a correction.
+"""Training engine against inference engine: how far apart they score the same tokens, and what to do about it.
 
-Both work once a rollout batch, on the log-probs of the training engine before the first update
-(old_log_probs). The weights multiply the advantages: they are positive, so clipping is decided as before and
-the surrogate is scaled.
+All work once a rollout batch, on the log-probs of the training engine before the first update
+(old_log_probs). Truncated importance sampling (https://fengyao.notion.site/off-policy-rl): the weights multiply
+the advantages; they are positive, so clipping is decided as before and the surrogate is scaled. Masking (verl's
+rejection sampling, docs/algo/rollout_corr.md): what leaves the band is not trained on at all.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ def _log_ratio(log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor) 
     return torch.where(mask, difference, 0), mask
 
 
-def _log_cap(cap: float) -> float:
+def _checked(cap: float) -> float:
     if not cap >= 1:
         raise ValueError(f"cap = {cap!r}: give 1 or more, the largest weight")
-    return math.log(cap)
+    return cap
 
 
 @torch.no_grad()
@@ -67,7 +68,7 @@ def token_correction_weights(
 ) -> Tensor:
     """Importance weights truncated by token: `min(exp(d), cap)`, 1 where untrained. [T], no gradient."""
     d, _ = _log_ratio(log_probs, rollout_log_probs, loss_mask)
-    return d.clamp(max=_log_cap(cap)).exp()
+    return d.exp().clamp(max=_checked(cap))
 
 
 @torch.no_grad()
@@ -87,10 +88,60 @@ def sequence_correction_weights(
     Calls `sum_over_context` once, with [2, num_segments] float64. A sequence without a trained token gets 1.
     """
     d, mask = _log_ratio(log_probs, rollout_log_probs, loss_mask)
+    mean = _sequence_means(d, mask, segment_ids, num_segments, sum_over_context)
+    return mean.exp().clamp(max=_checked(cap)).to(d.dtype).index_select(0, segment_ids)
+
+
+@torch.no_grad()
+def token_band_mask(
+    log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor, *, low: float, high: float
+) -> Tensor:
+    """The trained tokens whose ratio `exp(d)` lies in [low, high]: [T] bool, the loss_mask to go on with.
+
+    Raises ValueError unless 0 < low <= 1 <= high.
+    """
+    d, mask = _log_ratio(log_probs, rollout_log_probs, loss_mask)
+    return mask & _inside(d, low, high)
+
+
+@torch.no_grad()
+def sequence_band_mask(
+    log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    loss_mask: Tensor,
+    segment_ids: Tensor,
+    num_segments: int,
+    *,
+    low: float,
+    high: float,
+    sum_over_context: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """The trained tokens of sequences whose ratio `exp(1/|y_i| sum_t d_it)` lies in [low, high]: [T] bool.
+
+    Calls `sum_over_context` once, with [2, num_segments] float64. Raises ValueError unless 0 < low <= 1 <= high.
+    """
+    d, mask = _log_ratio(log_probs, rollout_log_probs, loss_mask)
+    mean = _sequence_means(d, mask, segment_ids, num_segments, sum_over_context)
+    return mask & _inside(mean, low, high).index_select(0, segment_ids)
+
+
+def _inside(log_ratio: Tensor, low: float, high: float) -> Tensor:
+    if not 0 < low <= 1 <= high:
+        raise ValueError(f"low = {low!r}, high = {high!r}: give 0 < low <= 1 <= high")
+    return (log_ratio >= math.log(low)) & (log_ratio <= math.log(high))
+
+
+def _sequence_means(
+    d: Tensor,
+    mask: Tensor,
+    segment_ids: Tensor,
+    num_segments: int,
+    sum_over_context: Callable[[Tensor], Tensor] | None,
+) -> Tensor:
+    """Mean log-ratio of each sequence's trained tokens [num_segments] float64, 0 where it has none."""
     sums = torch.stack(
         [segment_sums(d, segment_ids, num_segments), segment_sums(mask, segment_ids, num_segments)]
     )
     if sum_over_context is not None:
         sums = sum_over_context(sums)
-    mean = sums[0] / sums[1].clamp_min(1)
-    return mean.clamp(max=_log_cap(cap)).exp().to(d.dtype).index_select(0, segment_ids)
+    return sums[0] / sums[1].clamp_min(1)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_gspo.config.base import ConfigError, show
+from megatron_gspo.config.rollout_checks import check_correction
 from megatron_gspo.config.sections import ParallelConfig
 from megatron_gspo.errors import existing_part
 
@@ -25,6 +26,7 @@ MODEL_TYPES = ("qwen3", "qwen3_moe")  # conversion.FAMILIES, which --help must n
 def check_choices(config: Config) -> None:
     """What contradicts itself whatever the machine."""
     _check_algorithm(config)
+    check_correction(config)
     _check_data(config)
     _check_parallel(config.parallel)
     _check_training(config)

@@ -68,6 +68,23 @@ class AlgorithmConfig(Section):
         "recompute",
         description="Log-probs of the old policy: a pass of the training engine, or the rollout engine's.",
     )
+    rollout_correction: Literal["none", "token", "sequence"] = Field(
+        "none",
+        description="Importance weights old policy / rollout engine on the advantages, by token or by sequence "
+        "(length-normalised), truncated at the cap.",
+    )
+    rollout_correction_cap: float = Field(2.0, ge=1, description="Largest weight of rollout_correction.")
+    rollout_mask: Literal["none", "token", "sequence"] = Field(
+        "none",
+        description="Take out of the loss what the two engines score too differently: tokens, or whole sequences by "
+        "their length-normalised ratio old policy / rollout engine.",
+    )
+    rollout_mask_low: float | None = Field(
+        None, gt=0, le=1, description="Smallest ratio that rollout_mask keeps; null is 1 / rollout_mask_high."
+    )
+    rollout_mask_high: float | None = Field(
+        None, ge=1, description="Largest ratio that it keeps; null is 2 by token, by sequence it must be set."
+    )
     zero_variance_groups: Literal["keep", "refill"] = Field(
         "keep",
         description="Groups whose rewards are all equal: keep (advantage 0), or sample others instead.",
@@ -94,6 +111,12 @@ class AlgorithmConfig(Section):
 
         chosen = {key: getattr(self, key) for key in OBJECTIVE_KEYS}
         return preset(self.name, **{key: value for key, value in chosen.items() if value is not None})
+
+    @property
+    def rollout_mask_band(self) -> tuple[float, float]:
+        """(smallest, largest) ratio that rollout_mask keeps, nulls resolved."""
+        high = self.rollout_mask_high or 2.0
+        return self.rollout_mask_low or 1 / high, high
 
     @property
     def is_supervised(self) -> bool:

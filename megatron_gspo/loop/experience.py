@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from megatron_gspo.algorithms import mismatch_metrics
 from megatron_gspo.config import ConfigError
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.errors import RunError
 from megatron_gspo.loop.assemble import Run
+from megatron_gspo.loop.mismatch import correct, mismatch
 from megatron_gspo.loop.rollout_buffer import Rollout, read_rollout, write_rollout
 from megatron_gspo.loop.routing import (
     StepRouting,
@@ -72,6 +71,7 @@ def collect(run: Run, step: int, cursor: int, timers: Timers, *, checkpoint: Pat
             "look at grad_norm before, lower optimizer.lr, and go on from an earlier checkpoint"
         )
     attach_advantages(run, samples)
+    metrics |= correct(run.config.algorithm, samples)
     metrics |= staleness(samples, step)
     metrics |= _describe(samples, supervised=run.config.algorithm.is_supervised)
     return Experience(samples, rollout.cursor, metrics, routing)
@@ -137,7 +137,7 @@ def _attach_log_probs(run: Run, samples: list[Sample], routing: StepRouting, tim
                                        routing=old_policy_task(run))
         note_old_policy(run, samples, samples, scores.routing, routing, timers)
         old = scores.log_probs
-        metrics = _mismatch(samples, old) | {"entropy": _mean(scores.entropy, samples)}
+        metrics = mismatch(samples, old) | {"entropy": _mean(scores.entropy, samples)}
     for sample, value in zip(samples, old, strict=True):
         sample.old_log_probs = value
     if run.reference is not None:
@@ -146,19 +146,6 @@ def _attach_log_probs(run: Run, samples: list[Sample], routing: StepRouting, tim
         for sample, value in zip(samples, reference.log_probs, strict=True):
             sample.ref_log_probs = value
     return metrics
-
-
-def _mismatch(samples: Sequence[Sample], log_probs: Sequence[np.ndarray]) -> dict[str, float]:
-    """How far the rollout engine's log-probs are from the training engine's for the same weights."""
-    if any(sample.rollout_log_probs is None for sample in samples):
-        return {}
-    train, rollout = (
-        torch.from_numpy(np.concatenate(log_probs)),
-        torch.from_numpy(_joined(samples, "rollout_log_probs")),
-    )
-    trained = torch.from_numpy(_joined(samples, "loss_mask"))
-    found = mismatch_metrics(train, rollout, trained, num_tokens=max(int(trained.sum()), 1))
-    return {name: float(value) for name, value in found.items()}
 
 
 def _joined(samples: Sequence[Sample], field: str) -> np.ndarray:

@@ -8,6 +8,7 @@
 | cut off, ``truncated: mask``   | yes                                    | no                     |
 | a log-prob that isn't finite   | yes                                    | no                     |
 | of no token                    | yes                                    | there are none         |
+| far from the rollout engine's  | yes                                    | no (``loop/mismatch``) |
 
 The reward of a response that was neither scored nor finished is unknown: any number in its place would move its
 group's baseline. The others are draws of the policy with a known reward, which the baseline needs.

@@ -13,6 +13,7 @@ from megatron_gspo.config import Config
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.errors import RunError, first_line
 from megatron_gspo.loop.assemble import Run
+from megatron_gspo.loop.mismatch import mismatch
 from megatron_gspo.loop.routing import StepRouting, update_task
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.step import StepResult, train_mini_batch
@@ -75,6 +76,8 @@ def update(run: Run, samples: Sequence[Sample], step: int, timers: Timers, routi
     averaged = _averaged([result.metrics for result in results])
     if "entropy" in averaged:  # of the policies in between; "entropy" is the old policy's
         averaged["entropy/updates"] = averaged.pop("entropy")
+    if config.algorithm.old_log_probs == "rollout":  # before the first update its policy is the old one
+        metrics |= mismatch(trained[0], results[0].log_probs)
     metrics |= averaged | _packing(run, results) | (clock.take() if clock is not None else {})
     if run.is_writer and run.objective.has_ratio:
         metrics |= _quantiles(

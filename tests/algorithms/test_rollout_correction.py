@@ -7,7 +7,9 @@ from megatron_gspo.algorithms import (
     mismatch_metrics,
     policy_loss,
     preset,
+    sequence_band_mask,
     sequence_correction_weights,
+    token_band_mask,
     token_correction_weights,
 )
 
@@ -140,3 +142,69 @@ def test_the_band_and_the_default_cap():
     for cap in (float("nan"), 0.0, -1.0):
         with pytest.raises(ValueError, match="cap = "):
             token_correction_weights(wide, ROLLOUT, torch.ones(6), cap=cap)
+
+
+def test_band_masks_by_hand():
+    """Ratios 1, 3, 1/4 | e^0.5 = 1.65, masked | e^-0.1; means of the log-ratios log(3/4)/3 = -0.0959, 0.5, -0.1."""
+    both = ROLLOUT + D, ROLLOUT, MASK
+    assert token_band_mask(*both, low=0.5, high=2.0).tolist() == [True, False, False, True, False, True]
+    assert token_band_mask(*both, low=0.2, high=3.1).tolist() == [True, True, True, True, False, True]
+    sequences = *both, IDS, 3
+    assert sequence_band_mask(*sequences, low=0.907, high=1.1).tolist() == [True] * 3 + [False] * 3
+    assert sequence_band_mask(*sequences, low=0.9, high=1.1).tolist() == [True] * 3 + [False] * 2 + [True]
+    assert sequence_band_mask(*sequences, low=0.9, high=1.65).tolist() == [True] * 4 + [False, True]
+    for low, high in ((0.0, 2.0), (1.1, 2.0), (0.5, 0.9), (math.nan, 2.0), (0.5, math.nan)):
+        for mask, given in ((token_band_mask, both), (sequence_band_mask, sequences)):
+            with pytest.raises(ValueError, match="give 0 < low <= 1 <= high"):
+                mask(*given, low=low, high=high)
+
+
+def naive(train, rollout, mask, ids, level, cap, low, high):
+    """(weights, kept) token by token, in Python floats."""
+    weights, kept = [], []
+    for t, chosen in enumerate(mask):
+        of = [t] if level == "token" else [u for u, i in enumerate(ids) if i == ids[t]]
+        d = [train[u] - rollout[u] for u in of if mask[u]]
+        ratio = math.exp(sum(d) / len(d)) if d else 1.0
+        weights.append(min(ratio, cap))
+        kept.append(bool(chosen) and low <= ratio <= high)
+    return weights, kept
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_weights_and_masks_against_a_naive_loop(level):
+    trained = left = 0
+    for seed in range(8):
+        g = torch.Generator().manual_seed(seed)
+        ids = torch.randint(0, 6, (80,), generator=g).sort().values
+        mask = (torch.rand(80, generator=g) < 0.7) & (ids != 3)  # a sequence without a trained token
+        rollout = -3 * torch.rand(80, generator=g, dtype=torch.float64)
+        shift = 0.1 * torch.randn(6, generator=g)[ids]
+        train = rollout + shift + 0.5 * torch.randn(80, generator=g, dtype=torch.float64)
+        cap, low, high = 1.05, 0.85, 1.15
+        weights, kept = naive(train.tolist(), rollout.tolist(), mask.tolist(), ids.tolist(), level, cap, low, high)
+        rest = (ids, 6) if level == "sequence" else ()
+        of_weights, of_masks = (
+            (sequence_correction_weights, sequence_band_mask) if rest else (token_correction_weights, token_band_mask)
+        )
+        got = of_weights(train, rollout, mask, *rest, cap=cap)
+        torch.testing.assert_close(got, torch.tensor(weights, dtype=torch.float64))
+        assert of_masks(train, rollout, mask, *rest, low=low, high=high).tolist() == kept
+        trained, left = trained + int(mask.sum()), left + sum(kept)
+    assert 0.1 < left / trained < 0.9
+
+
+def test_band_masks_over_context_ranks():
+    whole = sequence_band_mask(ROLLOUT + D, ROLLOUT, MASK, IDS, 3, low=0.907, high=1.1)
+    sums = []
+
+    def shard(positions, sum_over_context):
+        p = torch.tensor(positions)
+        return sequence_band_mask((ROLLOUT + D)[p], ROLLOUT[p], MASK[p], IDS[p], 3, low=0.907, high=1.1,
+                                  sum_over_context=sum_over_context)  # fmt: skip
+
+    halves = [0, 3, 5], [1, 2, 4]
+    for half in halves:
+        shard(half, lambda x: sums.append(x) or x)
+    for half in halves:
+        assert shard(half, lambda x: sums[0] + sums[1]).tolist() == whole[torch.tensor(half)].tolist()

@@ -70,6 +70,23 @@ def test_overrides_reach_the_objective(plain: dict) -> None:
             "algorithm.overlong_buffer = 65:", "64"
         ),
         (["algorithm.overlong_buffer=8"], "algorithm.overlong_buffer = 8:", "truncated: penalize"),
+        *(
+            (
+                [f"algorithm.{key}=token", "algorithm.old_log_probs=rollout"],
+                f'algorithm.{key} = "token": compares the rollout\'s log-probs with themselves',
+                "set algorithm.old_log_probs: recompute, or this to none",
+            )
+            for key in ("rollout_correction", "rollout_mask")
+        ),
+        ([*SFT, "algorithm.rollout_correction=token"], "algorithm.rollout_correction =", "remove the key"),
+        ([*SFT, "algorithm.rollout_mask=token"], 'algorithm.rollout_mask = "token": sft has no', "remove the key"),
+        (["algorithm.rollout_correction_cap=3.0"], "algorithm.rollout_correction_cap = 3.0: has no effect", "token"),
+        (["algorithm.rollout_mask_low=0.9"], "algorithm.rollout_mask_low = 0.9: has no effect", "token or sequence"),
+        (["algorithm.rollout_mask_high=1.1"], "algorithm.rollout_mask_high = 1.1: has no effect", "token or sequence"),
+        (["algorithm.rollout_mask=sequence"], "algorithm.rollout_mask_high = null: the ratio of a sequence", "1.001"),
+        (["algorithm.rollout_correction_cap=0.5"], "algorithm.rollout_correction_cap = 0.5:", ">= 1"),
+        (["algorithm.rollout_mask_low=1.5"], "algorithm.rollout_mask_low = 1.5:", "<= 1"),
+        (["algorithm.rollout_mask_high=0.5"], "algorithm.rollout_mask_high = 0.5:", ">= 1"),
         (
             ["routing.replay=r2", "algorithm.old_log_probs=rollout"],
             'routing.replay = "r2": records the routes in the pass that algorithm.old_log_probs = rollout leaves out',
@@ -121,6 +138,16 @@ def test_contradictions_are_refused_at_load(plain: dict, overrides: list[str], k
 def test_research_override_lets_it_pass(plain: dict) -> None:
     config = build(plain, "algorithm.epsilon_low=0.2", "algorithm.research_override=true")
     assert config.algorithm.objective().epsilon_low == 0.2
+
+
+def test_the_band_of_the_rollout_mask(plain: dict) -> None:
+    def band(*overrides: str) -> tuple[float, float]:
+        return build(plain, *(f"algorithm.rollout_mask{o}" for o in overrides)).algorithm.rollout_mask_band
+
+    assert band("=token") == (0.5, 2.0)
+    assert band("=token", "_high=4.0") == (0.25, 4.0)
+    assert band("=token", "_low=0.1") == (0.1, 2.0)
+    assert band("=sequence", "_high=1.25", "_low=0.9") == (0.9, 1.25)
 
 
 @pytest.mark.parametrize(

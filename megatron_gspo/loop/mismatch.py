@@ -1,0 +1,123 @@
+"""The rollout engine's log-probs against the training engine's: measured, and corrected where asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_gspo.algorithms import (
+    effective_sample_size,
+    mismatch_metrics,
+    ratio_quantiles,
+    sequence_band_mask,
+    sequence_correction_weights,
+    token_band_mask,
+    token_correction_weights,
+)
+from megatron_gspo.config import ConfigError
+from megatron_gspo.config.task_sections import AlgorithmConfig
+from megatron_gspo.data.sample import Sample
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """Response tokens of whole samples end to end, [T] each; ids: which sample, 0 .. count-1."""
+
+    log_probs: Tensor
+    rollout: Tensor
+    mask: Tensor
+    ids: Tensor
+    count: int
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], log_probs: Sequence[np.ndarray]) -> _Tokens:
+        lengths = [sample.response_length for sample in samples]
+        return cls(
+            torch.from_numpy(np.concatenate(log_probs)),
+            torch.from_numpy(np.concatenate([sample.rollout_log_probs for sample in samples])),
+            torch.from_numpy(np.concatenate([sample.loss_mask for sample in samples])),
+            torch.from_numpy(np.repeat(np.arange(len(samples)), lengths)),
+            len(samples),
+        )
+
+    def split(self, values: Tensor) -> list[np.ndarray]:
+        """[T] back into one array a sample."""
+        return np.split(values.numpy(), np.cumsum(np.bincount(self.ids.numpy(), minlength=self.count))[:-1])
+
+
+def mismatch(samples: Sequence[Sample], log_probs: Sequence[np.ndarray]) -> dict[str, float]:
+    """``mismatch/*``: how far the rollout engine's log-probs are from ``log_probs`` [R] of the training engine.
+
+    Nothing where the engine gives none.
+    """
+    if any(sample.rollout_log_probs is None for sample in samples):
+        return {}
+    tokens = _Tokens.of(samples, log_probs)
+    found = mismatch_metrics(
+        tokens.log_probs, tokens.rollout, tokens.mask, num_tokens=max(int(tokens.mask.sum()), 1)
+    )
+    ratios = ratio_quantiles(tokens.log_probs, tokens.rollout, tokens.mask, tokens.ids)
+    return {name: float(value) for name, value in found.items()} | {f"mismatch/{n}": v for n, v in ratios.items()}
+
+
+def correct(algorithm: AlgorithmConfig, samples: Sequence[Sample]) -> dict[str, float]:
+    """``algorithm.rollout_mask`` and ``rollout_correction`` on samples with old log-probs and advantages.
+
+    Outliers leave ``loss_mask`` first, so that ``|y_i|``, N and M shrink with them; the weights are those of what is
+    left. A response without a trained token still counts in its group's mean and std: its reward is known. Whole
+    samples are looked at, before anything is cut into batches, so that the result doesn't depend on the cut.
+    """
+    metrics: dict[str, float] = {}
+    for key, apply in (("rollout_mask", _mask), ("rollout_correction", _weigh)):
+        if (level := getattr(algorithm, key)) == "none":
+            continue
+        if any(sample.rollout_log_probs is None for sample in samples):
+            raise ConfigError(f"algorithm.{key}", level, "the engine gives no log-probs", "set it to none")
+        metrics |= apply(algorithm, samples, _Tokens.of(samples, [sample.old_log_probs for sample in samples]))
+    return metrics
+
+
+def _mask(algorithm: AlgorithmConfig, samples: Sequence[Sample], tokens: _Tokens) -> dict[str, float]:
+    low, high = algorithm.rollout_mask_band
+    both = tokens.log_probs, tokens.rollout, tokens.mask
+    if algorithm.rollout_mask == "token":
+        kept = token_band_mask(*both, low=low, high=high)
+    else:
+        kept = sequence_band_mask(*both, tokens.ids, tokens.count, low=low, high=high)
+    had = sum(bool(sample.loss_mask.any()) for sample in samples)
+    for sample, part in zip(samples, tokens.split(kept), strict=True):
+        sample.loss_mask = part
+    has = sum(bool(sample.loss_mask.any()) for sample in samples)
+    return {
+        "rollout_mask/tokens": 1.0 - float(kept.sum()) / max(int(tokens.mask.sum()), 1) if had else 0.0,
+        "rollout_mask/sequences": (had - has) / max(had, 1),
+    }
+
+
+def _weigh(algorithm: AlgorithmConfig, samples: Sequence[Sample], tokens: _Tokens) -> dict[str, float]:
+    """Multiply the advantages. The figures are over what has a weight of its own: trained tokens, or sequences that
+    have one."""
+    cap = algorithm.rollout_correction_cap
+    both = tokens.log_probs, tokens.rollout, tokens.mask
+    if algorithm.rollout_correction == "token":
+        weights = token_correction_weights(*both, cap=cap)
+        units = weights[tokens.mask]
+    else:
+        weights = sequence_correction_weights(*both, tokens.ids, tokens.count, cap=cap)
+        last = torch.zeros(tokens.count).index_copy(0, tokens.ids, weights)  # any token's: they are equal
+        units = last[tokens.ids[tokens.mask].unique()]
+    for sample, part in zip(samples, tokens.split(weights), strict=True):
+        sample.advantages = sample.advantages * part
+    if not units.numel():
+        return {}
+    return {
+        "rollout_correction/weight_mean": float(units.mean()),
+        "rollout_correction/weight_min": float(units.min()),
+        "rollout_correction/weight_max": float(units.max()),
+        "rollout_correction/effective_sample_size": effective_sample_size(units),
+        "rollout_correction/truncated": float((units >= cap).float().mean()),
+    }

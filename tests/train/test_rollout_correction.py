@@ -1,0 +1,250 @@
+"""What the loop does about an engine that scores tokens differently: against loops in double precision, whatever the
+cut into batches and ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from megatron_gspo.config import Config, ConfigError
+from megatron_gspo.config.task_sections import AlgorithmConfig
+from megatron_gspo.data.sample import Sample
+from megatron_gspo.loop.assemble import assemble
+from megatron_gspo.loop.experience import collect
+from megatron_gspo.loop.mismatch import correct, mismatch
+from megatron_gspo.loop.routing import StepRouting
+from megatron_gspo.loop.timers import Timers
+from megatron_gspo.loop.update import update
+from megatron_gspo.rollout.embedded import EmbeddedEngine
+from tests.data.make import make_sample
+from tests.distributed import run_distributed
+from tests.train.run import base_config, tiny_model
+
+
+class OtherKernels(EmbeddedEngine):
+    """Says other log-probs than it sampled with: a shift of each response, and noise of each token."""
+
+    def generate(self, prompts, sampling, *, seed):
+        return [self.disturbed(sample) for sample in super().generate(prompts, sampling, seed=seed)]
+
+    @staticmethod
+    def disturbed(sample: Sample) -> Sample:
+        rng = np.random.default_rng([sample.prompt_index, sample.sample_index])
+        noise = rng.normal(0, 0.3) + rng.normal(0, 0.5, sample.response_length)
+        values = np.minimum(sample.rollout_log_probs + noise, 0).astype(np.float32)
+        return replace(sample, rollout_log_probs=values)
+
+
+def one_step(rank: int, world: int, plain: dict[str, Any]) -> tuple[list[Sample], dict[str, float]]:
+    """The samples as they are trained on and the metrics of a whole step."""
+    config = Config.from_dict(plain)
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
+    run = assemble(config, engine=OtherKernels(config.model.path, tokenizer=tokenizer))
+    timers = Timers()
+    experience = collect(run, 0, 0, timers)
+    done = update(run, experience.samples, 0, timers, StepRouting())
+    return experience.samples, experience.metrics | done.metrics
+
+
+def small(folder: Any, **sections: dict[str, Any]) -> dict[str, Any]:
+    """One update over the whole batch of 16."""
+    training = {"steps": 1, "global_batch_size": 16, "max_tokens_per_micro_batch": 4096}
+    return base_config(str(folder / "model"), folder / "run", **{"training": training, **sections})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("correction")
+    tiny_model(folder / "model")
+    return folder
+
+
+def ratio_of(sample: Sample, tokens: np.ndarray) -> float:
+    """Length-normalised, in Python floats."""
+    pairs = zip(sample.old_log_probs[tokens], sample.rollout_log_probs[tokens], strict=True)
+    d = [float(a) - float(b) for a, b in pairs]
+    return math.exp(math.fsum(d) / len(d))
+
+
+def expected(plain: list[Sample], algorithm: AlgorithmConfig) -> tuple[list[list[bool]], list[list[float]]]:
+    """(masks, advantages) of samples whose advantages are still the group's."""
+    low, high = algorithm.rollout_mask_band
+    masks, advantages = [], []
+    for sample in plain:
+        places = np.arange(sample.response_length)
+        single = [ratio_of(sample, np.array([t])) for t in places]
+        kept = [True] * len(places)
+        if algorithm.rollout_mask == "token":
+            kept = [low <= r <= high for r in single]
+        elif algorithm.rollout_mask == "sequence":
+            kept = [low <= ratio_of(sample, places) <= high] * len(places)
+        weights = [1.0] * len(places)
+        if algorithm.rollout_correction == "token":
+            weights = [min(r, algorithm.rollout_correction_cap) for r in single]
+        elif algorithm.rollout_correction == "sequence" and any(kept):
+            weights = [min(ratio_of(sample, places[kept]), algorithm.rollout_correction_cap)] * len(places)
+        masks.append(kept)
+        advantages.append([float(a) * w for a, w in zip(sample.advantages, weights, strict=True)])
+    return masks, advantages
+
+
+def objective(masks: list[list[bool]], advantages: list[list[float]]) -> float:
+    """Before an update every ratio is 1: `1/N sum_i 1/|y_i| sum_t A_it` over what is trained on."""
+    means = []
+    for mask, values in zip(masks, advantages, strict=True):
+        chosen = [value for value, kept in zip(values, mask, strict=True) if kept]
+        if chosen:
+            means.append(math.fsum(chosen) / len(chosen))
+    return math.fsum(means) / len(means)
+
+
+SETTINGS = {
+    "weights by token": {"rollout_correction": "token", "rollout_correction_cap": 1.5},
+    "weights by sequence": {"rollout_correction": "sequence", "rollout_correction_cap": 1.1},
+    "mask by token, weights by sequence": {"rollout_mask": "token", "rollout_correction": "sequence"},
+    "mask by sequence, weights by token": {
+        "rollout_mask": "sequence", "rollout_mask_low": 0.75, "rollout_mask_high": 1.35, "rollout_correction": "token",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("chosen", SETTINGS.values(), ids=SETTINGS.keys())
+@pytest.mark.parametrize("name", ["gspo_token", "grpo"])
+def test_a_step_against_a_naive_loop(folder, chosen, name):
+    plain, before = run_distributed(one_step, 1, small(folder, algorithm={"name": name}))[0]
+    algorithm = {"name": name, **chosen}
+    samples, metrics = run_distributed(one_step, 1, small(folder, algorithm=algorithm))[0]
+    assert not any(key.startswith(("rollout_mask", "rollout_correction")) for key in before)
+    masks, advantages = expected(plain, AlgorithmConfig(**algorithm))
+    assert [sample.loss_mask.tolist() for sample in samples] == masks
+    for sample, values in zip(samples, advantages, strict=True):
+        kept = sample.loss_mask
+        np.testing.assert_allclose(sample.advantages[kept], np.array(values)[kept], rtol=1e-5, atol=1e-7)
+    assert metrics["loss"] == pytest.approx(-objective(masks, advantages), rel=1e-4, abs=1e-6)
+    assert abs(metrics["loss"] - before["loss"]) > 1e-3
+    if "rollout_mask" in chosen:
+        total, left = sum(map(len, masks)), sum(map(sum, masks))
+        assert 0 < left < total and metrics["rollout_mask/tokens"] == pytest.approx(1 - left / total)
+        assert metrics["rollout_mask/sequences"] == sum(not any(mask) for mask in masks) / 16
+
+
+@pytest.mark.parametrize("chosen", list(SETTINGS.values())[2:], ids=list(SETTINGS)[2:])
+def test_the_cut_does_not_matter(folder, chosen):
+    """Tokens packed into one micro-batch, into many, and over two ranks."""
+    algorithm = {"name": "gspo_token", **chosen}
+    training = {"steps": 1, "global_batch_size": 16}
+    wide = small(folder, algorithm=algorithm)
+    narrow = small(folder, algorithm=algorithm, training={**training, "max_tokens_per_micro_batch": 40})
+    [whole], [cut] = run_distributed(one_step, 1, wide), run_distributed(one_step, 1, narrow)
+    spread = run_distributed(one_step, 2, narrow)
+    context = run_distributed(one_step, 2, {**narrow, "parallel": {"context_parallel_size": 2}})
+    assert whole[1]["grad_norm"] > 1e-3 and 0 < whole[1]["rollout_mask/tokens"] < 1
+    assert cut[1]["perf/micro_batches"] > 4 and whole[1]["perf/micro_batches"] == 1
+    for samples, metrics in (cut, *spread, *context):
+        assert [s.loss_mask.tolist() for s in samples] == [s.loss_mask.tolist() for s in whole[0]]
+        for name in ("loss", "grad_norm", "rollout_mask/tokens", "rollout_correction/weight_mean"):
+            assert metrics[name] == pytest.approx(whole[1][name], rel=2e-4, abs=1e-6), name
+
+
+def test_the_rollouts_own_log_probs_are_compared_in_the_first_update(folder):
+    """No pass of the old policy is made; the first mini-batch is scored by it all the same."""
+    training = {"steps": 1, "global_batch_size": 4, "epochs": 2}
+    own = small(folder, algorithm={"name": "gspo", "old_log_probs": "rollout"}, training=training)
+    [(samples, metrics)] = run_distributed(one_step, 1, own)
+    [(scored, _)] = run_distributed(one_step, 1, small(folder))
+    rows = np.random.default_rng([7, 0, 0]).permutation(16)[:4]  # update.mini_batches of seed 7, step 0, epoch 0
+    wanted = mismatch([scored[i] for i in rows], [scored[i].old_log_probs for i in rows])
+    assert wanted["mismatch/abs_diff"] > 0.1
+    assert {name: metrics[name] for name in wanted} == pytest.approx(wanted, rel=1e-3)
+    assert metrics["updates"] == 8 and "time/log_probs" not in metrics and "entropy" not in metrics
+
+
+def two_samples() -> list[Sample]:
+    """Ratios old policy / rollout engine 3, 1/4, 1 (the third not trained) and 1.5, 1.5."""
+    first = make_sample(1, 3, mask=[True, True, False], log_probs=False)
+    second = make_sample(1, 2, log_probs=False)
+    for sample, ratios in ((first, (3, 0.25, 1)), (second, (1.5, 1.5))):
+        sample.rollout_log_probs = np.full(len(ratios), -2, np.float32)
+        sample.old_log_probs = (sample.rollout_log_probs + np.log(ratios)).astype(np.float32)
+        sample.advantages = np.full(len(ratios), -2, np.float32)
+    return [first, second]
+
+
+def test_weights_by_hand():
+    first, second = samples = two_samples()
+    found = correct(AlgorithmConfig(rollout_correction="token"), samples)
+    np.testing.assert_allclose(first.advantages, [-4, -0.5, -2])
+    np.testing.assert_allclose(second.advantages, [-3, -3], rtol=1e-6)
+    total, squares = 2 + 0.25 + 3, 4 + 0.0625 + 4.5
+    assert found == pytest.approx({
+        "rollout_correction/weight_mean": total / 4,
+        "rollout_correction/weight_min": 0.25,
+        "rollout_correction/weight_max": 2.0,
+        "rollout_correction/effective_sample_size": total**2 / squares / 4,
+        "rollout_correction/truncated": 0.25,
+    })  # fmt: skip
+
+
+def test_weights_of_sequences_by_hand():
+    first, second = samples = two_samples()
+    found = correct(AlgorithmConfig(rollout_correction="sequence", rollout_correction_cap=1.2), samples)
+    mean = math.sqrt(3 / 4)
+    np.testing.assert_allclose(first.advantages, [-2 * mean] * 3, rtol=1e-6)
+    np.testing.assert_allclose(second.advantages, [-2.4, -2.4], rtol=1e-6)
+    assert found["rollout_correction/weight_mean"] == pytest.approx((mean + 1.2) / 2)
+    assert found["rollout_correction/truncated"] == 0.5
+
+
+def test_the_weight_of_a_sequence_is_that_of_the_tokens_left():
+    first, second = samples = two_samples()
+    algorithm = AlgorithmConfig(rollout_mask="token", rollout_mask_high=4.0, rollout_mask_low=0.5,
+                                rollout_correction="sequence", rollout_correction_cap=5.0)  # fmt: skip
+    found = correct(algorithm, samples)
+    assert first.loss_mask.tolist() == [True, False, False] and second.loss_mask.all()
+    np.testing.assert_allclose(first.advantages, [-6, -6, -6], rtol=1e-6)
+    assert found["rollout_mask/tokens"] == 0.25 and found["rollout_mask/sequences"] == 0
+
+
+def test_a_masked_sequence_has_no_weight():
+    first, second = samples = two_samples()
+    algorithm = AlgorithmConfig(rollout_mask="sequence", rollout_mask_high=1.4, rollout_correction="sequence")
+    found = correct(algorithm, samples)
+    assert first.loss_mask.tolist() == [True, True, False] and not second.loss_mask.any()
+    assert found["rollout_mask/tokens"] == 0.5 and found["rollout_mask/sequences"] == 0.5
+    assert found["rollout_correction/weight_mean"] == found["rollout_correction/weight_max"] < 1
+
+
+def test_nothing_left_has_no_weights():
+    samples = two_samples()
+    algorithm = AlgorithmConfig(rollout_mask="token", rollout_mask_high=1.0, rollout_correction="token")
+    assert correct(algorithm, samples) == {"rollout_mask/tokens": 1.0, "rollout_mask/sequences": 1.0}
+    assert correct(algorithm, samples) == {"rollout_mask/tokens": 0.0, "rollout_mask/sequences": 0.0}
+    before = [sample.advantages.copy() for sample in samples]
+    assert correct(AlgorithmConfig(), samples) == {}
+    assert all(np.array_equal(a, s.advantages) for a, s in zip(before, samples, strict=True))
+
+
+def test_without_log_probs_it_is_refused():
+    samples = two_samples()
+    samples[1].rollout_log_probs = None
+    assert mismatch(samples, [np.zeros(3, np.float32), np.zeros(2, np.float32)]) == {}
+    for key in ("rollout_mask", "rollout_correction"):
+        refusal = f'algorithm.{key} = "token": the engine gives no log-probs; set it to none'
+        with pytest.raises(ConfigError, match=refusal):
+            correct(AlgorithmConfig(**{key: "token"}), samples)
+
+
+def test_mismatch_quantiles_of_both_ratios():
+    samples = two_samples()
+    found = mismatch(samples, [sample.old_log_probs for sample in samples])
+    assert found["mismatch/ratio_token/max"] == pytest.approx(3)
+    assert found["mismatch/ratio_token/min"] == pytest.approx(0.25)
+    assert found["mismatch/ratio_sequence/min"] == pytest.approx(math.sqrt(3 / 4))
+    assert found["mismatch/ratio_sequence/max"] == pytest.approx(1.5)
+    assert found["mismatch/abs_diff_max"] == pytest.approx(math.log(4))
+    assert len(found) == 14
