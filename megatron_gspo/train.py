@@ -16,11 +16,15 @@ from megatron_gspo.loop.assemble import Run, assemble
 from megatron_gspo.loop.evaluate import evaluate
 from megatron_gspo.loop.experience import collect
 from megatron_gspo.loop.guard import run_guarded
+from megatron_gspo.loop.probe import probe
 from megatron_gspo.loop.record import Recorder, throughput
-from megatron_gspo.loop.resume import LoopState, resume, save, sole_writer
+from megatron_gspo.loop.resume import LoopState, resume, save, saved_where_servers_fail, sole_writer
+from megatron_gspo.loop.rollouts import leave
+from megatron_gspo.loop.servers import server_counts, sync_weights
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.loop.update import update
 from megatron_gspo.mcore.groups import shutdown
+from megatron_gspo.rollout.check import EngineError
 from megatron_gspo.rollout.engine import RolloutEngine
 
 USAGE = """torchrun --nproc-per-node N -m megatron_gspo.train CONFIG.yaml [key=value ...]
@@ -55,18 +59,19 @@ def _loop(run: Run) -> LoopState:
             state.accuracy_before = state.accuracy_after = record["eval/accuracy"]
             recorder.log(0, record | timers.take())
         while state.step < config.training.steps:
-            experience = collect(run, state.step, state.cursor, timers, checkpoint=checkpoint)
+            with saved_where_servers_fail(run, state, checkpoint):
+                experience = collect(run, state.step, state.place, timers, checkpoint=checkpoint)
+                place = leave(run, experience.place, state.step)
             done = update(run, experience.samples, state.step, timers, experience.routing)
             metrics = experience.metrics | done.metrics | experience.routing.metrics()
-            state.step, state.cursor = state.step + 1, experience.cursor
+            state.step, state.place = state.step + 1, place
             state.samples += len(experience.samples)
             state.tokens += sum(sample.length for sample in experience.samples)
-            if run.generates_on_policy:
-                with timers("weight_sync"):
-                    run.engine.update_weights(run.policy.weights(), version=state.step)
-            if _evaluates(run, state.step):
-                metrics |= evaluate(run, state.step, timers)
-                state.accuracy_after = metrics["eval/accuracy"]
+            lost = None
+            try:
+                metrics |= _prepare_next(run, state, timers)
+            except EngineError as error:  # every rank's; the step is recorded and saved all the same
+                lost = error
             state.wall_seconds = time.monotonic() - started
             recorder.log(
                 state.step,
@@ -75,6 +80,10 @@ def _loop(run: Run) -> LoopState:
             recorder.write_samples(state.step, experience.samples)
             recorder.write_routing(state.step, experience.routing)
             recorder.write_ratios(state.step, done)
+            recorder.write_rollouts(state.step, experience.samples, place)
+            with saved_where_servers_fail(run, state, None):
+                if lost is not None:
+                    raise lost
             checkpoint = None
             if _is_due(config.checkpoint.interval, state.step, config.training.steps):
                 with timers("checkpoint"):  # told with the next step's times: a step is recorded before it is saved
@@ -83,6 +92,19 @@ def _loop(run: Run) -> LoopState:
         exported = _export(run) if config.checkpoint.export_hf else None
         recorder.finish(asdict(state) | {"exported": exported and str(exported)})
     return state
+
+
+def _prepare_next(run: Run, state: LoopState, timers: Timers) -> dict[str, float]:
+    """Send the new weights to the engine, and evaluate them where that is due."""
+    metrics: dict[str, float] = {}
+    if run.generates_on_policy:
+        with timers("weight_sync"):
+            sync_weights(run, state.step)
+        metrics |= probe(run, state.step, timers) | server_counts(run)
+    if _evaluates(run, state.step):
+        metrics |= evaluate(run, state.step, timers)
+        state.accuracy_after = metrics["eval/accuracy"]
+    return metrics
 
 
 def _evaluates(run: Run, step: int) -> bool:

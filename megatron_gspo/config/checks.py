@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_gspo.config.base import ConfigError, show
 from megatron_gspo.config.rollout_checks import check_correction
 from megatron_gspo.config.sections import ParallelConfig
+from megatron_gspo.config.sglang_checks import check_server_files, check_sglang
 from megatron_gspo.errors import existing_part
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def check_choices(config: Config) -> None:
     _check_training(config)
     _check_routing(config)
     _check_evaluation(config)
+    check_sglang(config)
 
 
 def _check_algorithm(config: Config) -> None:
@@ -328,6 +330,7 @@ def _divides(name: str, size: int, quantity: str, amount: int | None) -> None:
 def check_files(config: Config) -> None:
     """Files that the config names exist, and its run_dir can be written."""
     _check_run_dir(config)
+    check_server_files(config.sglang)
     data = config.data
     for key in ("prompts", "eval_prompts"):
         path = getattr(data, key)

@@ -78,6 +78,27 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
     return result
 
 
+_OVERRIDE = re.compile(r"(seed|run_dir|[a-z_]+(\.[a-z_0-9]+)+)=")
+
+
+def split_server_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(overrides, arguments for the SGLang servers): `--sglang.xyz value` and `--sglang.xyz=value` are for them, as
+    `--xyz value` and `--xyz=value`. A value is whatever follows that is neither an override nor starts with a dash."""
+    ours: list[str] = []
+    theirs: list[str] = []
+    after = False
+    for argument in arguments:
+        if argument.startswith("--sglang."):
+            theirs.append("--" + argument.removeprefix("--sglang."))
+            after = "=" not in argument
+        elif after and not argument.startswith("--") and not _OVERRIDE.match(argument):
+            theirs.append(argument)
+        else:
+            ours.append(argument)
+            after = False
+    return ours, theirs
+
+
 def _set(data: dict[str, Any], parts: list[str], value: Any) -> None:
     for depth, part in enumerate(parts[:-1], start=1):
         inner = data.get(part)

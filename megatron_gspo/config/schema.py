@@ -23,6 +23,7 @@ from megatron_gspo.config.sections import (
     TrackingConfig,
     TrainingConfig,
 )
+from megatron_gspo.config.sglang_section import SGLangConfig
 from megatron_gspo.config.task_sections import AlgorithmConfig, DataConfig, RolloutConfig, RoutingConfig
 
 
@@ -36,6 +37,7 @@ class Config(Section):
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     data: DataConfig
     rollout: RolloutConfig
+    sglang: SGLangConfig = Field(default_factory=SGLangConfig)
     training: TrainingConfig
     routing: RoutingConfig = Field(default_factory=RoutingConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
@@ -82,11 +84,19 @@ class Config(Section):
         return self.training.steps * self.training.epochs * per_epoch
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Load a YAML file, apply `key.sub=value` overrides and validate. Raises ConfigError."""
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, server_arguments: Sequence[str] = ()) -> Config:
+    """Load a YAML file, apply `key.sub=value` overrides and validate. Raises ConfigError.
+
+    server_arguments: added to sglang.arguments, where they win over the file's.
+    """
     data = read_file(path)
     data.pop("environment", None)  # a run's own config.yaml says there where it ran
-    return Config.from_dict(apply_overrides(data, overrides))
+    data = apply_overrides(data, overrides)
+    if server_arguments:
+        section = data.setdefault("sglang", {})
+        if isinstance(section, dict) and isinstance(section.setdefault("arguments", []), list):
+            section["arguments"] = [*section["arguments"], *server_arguments]
+    return Config.from_dict(data)
 
 
 def _first_fault(model: type[Section], error: ValidationError) -> ConfigError:

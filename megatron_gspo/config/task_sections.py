@@ -188,9 +188,9 @@ class DataConfig(Section):
 
 
 class RolloutConfig(Section):
-    engine: Literal["embedded", "demonstrations"] = Field(
+    engine: Literal["embedded", "sglang", "demonstrations"] = Field(
         "embedded",
-        description="Source of responses: the policy in Transformers, or the reference answers (sft).",
+        description="Source of responses: the policy in Transformers, SGLang servers, or the reference answers (sft).",
     )
     rollout_batch_size: int = Field(description="Prompts per rollout batch.", ge=1)
     n_samples_per_prompt: int = Field(
@@ -204,7 +204,27 @@ class RolloutConfig(Section):
         1.0, gt=0, le=1, description="Sample from the likeliest tokens of this total probability."
     )
     top_k: int = Field(0, ge=0, description="Sample from so many likeliest tokens; 0 is all.")
-    max_batch_size: int = Field(256, ge=1, description="Sequences generated at once on a rank.")
+    max_batch_size: int = Field(256, ge=1, description="Sequences that the embedded engine decodes at once on a rank.")
+    max_staleness: int = Field(
+        0,
+        ge=0,
+        description="Most updates that the weights which drew a token may be behind those that it is trained on with; "
+        "0 is on-policy.",
+    )
+    overlap: bool = Field(
+        False, description="Generate while training; with max_staleness 1 one step ahead, with n as far as n steps."
+    )
+    oversampling: float = Field(
+        1.0,
+        ge=1,
+        description="Groups begun for each that a step needs; the step takes those that finish first and stops the "
+        "others, which go on after the update (max_staleness above 0) or start over.",
+    )
+
+    @property
+    def streams(self) -> bool:
+        """Whether groups live longer than the step that began them, or begin in greater number than it takes."""
+        return self.max_staleness > 0 or self.oversampling > 1
 
     @property
     def sequences(self) -> int:

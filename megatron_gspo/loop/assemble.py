@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from megatron_gspo.algorithms import Objective
@@ -21,14 +21,15 @@ from megatron_gspo.data.routes import RouteShape
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.data.tasks import TaskSpec, load_task
 from megatron_gspo.errors import first_line
+from megatron_gspo.loop.engines import build_engines
 from megatron_gspo.loop.timers import UpdateClock
-from megatron_gspo.mcore.groups import Layout, compute_device, initialize
+from megatron_gspo.mcore.groups import Layout, initialize
 from megatron_gspo.mcore.model import ModelSettings
 from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, Policy, build_policy
 from megatron_gspo.mcore.step import Batching
-from megatron_gspo.rollout.demonstrations import DemonstrationEngine
-from megatron_gspo.rollout.embedded import EmbeddedEngine
 from megatron_gspo.rollout.engine import RolloutEngine, SamplingParams
+from megatron_gspo.rollout.sglang.engine import SGLangEngine
+from megatron_gspo.rollout.sglang.stream import Stream
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -36,7 +37,9 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 @dataclass
 class Run:
     """Everything that the phases of the loop share. ``engine`` makes the training samples, ``eval_engine`` the
-    held-out ones (the same object except under supervised training); ``reference`` is the frozen starting policy."""
+    held-out ones (the same object except under supervised training); ``reference`` is the frozen starting policy.
+    ``stream``: groups that outlive a step, on the rank that is the servers' client. ``weights_version``: of the weights
+    that the engine was last sent."""
 
     config: Config
     objective: Objective
@@ -50,6 +53,8 @@ class Run:
     batching: Batching
     dropped_prompts: int
     tokenizer: Any
+    stream: Stream | None = None
+    weights_version: int = 0
 
     @property
     def sampling(self) -> SamplingParams:
@@ -135,7 +140,8 @@ def assemble(config: Config, *, engine: RolloutEngine | None = None) -> Run:
     )
     policy.config.timers = UpdateClock() if config.tracking.time_split else None
     reference = _reference(config, groups) if config.algorithm.needs_reference else None
-    engine, eval_engine = _engines(config, tokenizer, held_out, engine)
+    engine, eval_engine = build_engines(config, shape, tokenizer, held_out, engine)
+    stream = engine.stream() if config.rollout.streams and isinstance(engine, SGLangEngine) else None
     return Run(
         config=config,
         objective=config.algorithm.objective(),
@@ -149,6 +155,7 @@ def assemble(config: Config, *, engine: RolloutEngine | None = None) -> Run:
         batching=Batching(training.max_tokens_per_micro_batch, training.micro_batch_size),
         dropped_prompts=dropped,
         tokenizer=tokenizer,
+        stream=stream,
     )
 
 
@@ -260,33 +267,3 @@ def _reference(config: Config, groups: Any) -> Policy:
         data_parallel=DataParallelSettings(),
         optimizer=None,
     )
-
-
-def _engines(
-    config: Config, tokenizer: Any, held_out: list[Prompt], given: RolloutEngine | None
-) -> tuple[RolloutEngine, RolloutEngine | None]:
-    def embedded() -> EmbeddedEngine:
-        random = config.model.init == "random"  # the weights come with the first update
-        source = AutoConfig.from_pretrained(config.model.path, local_files_only=True) if random else config.model.path
-        try:
-            return EmbeddedEngine(
-                source,
-                tokenizer=tokenizer,
-                dtype=getattr(torch, config.model.dtype),
-                device=compute_device(),
-                max_batch=config.rollout.max_batch_size,
-                return_routed_experts=config.routing.needs_rollout_routes,
-            )
-        except ValueError as error:
-            problem, fix = f"the embedded engine refuses it: {first_line(error)}", "mend it or use another model"
-            raise ConfigError("model.path", config.model.path, problem, fix) from error
-
-    if given is not None:
-        return given, given if held_out else None
-    if config.rollout.engine == "embedded":
-        engine = embedded()
-        return engine, engine
-    demonstrations = DemonstrationEngine(
-        lambda text: tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id
-    )
-    return demonstrations, embedded() if held_out else None

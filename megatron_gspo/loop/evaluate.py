@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_gspo.loop.assemble import Run
-from megatron_gspo.loop.experience import rollout_seed
+from megatron_gspo.loop.rollouts import rollout_seed
 from megatron_gspo.loop.scoring import require_scores, sample_and_score
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.random_state import EVALUATION, seed_generators

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,8 @@ from megatron_gspo.data.sample import Sample
 from megatron_gspo.errors import RunError
 from megatron_gspo.loop.assemble import Run
 from megatron_gspo.loop.mismatch import correct, mismatch
-from megatron_gspo.loop.rollout_buffer import Rollout, read_rollout, write_rollout
+from megatron_gspo.loop.rollout_buffer import Place, read_rollout, write_rollout
+from megatron_gspo.loop.rollouts import draw_rollout
 from megatron_gspo.loop.routing import (
     StepRouting,
     accept_routes,
@@ -23,30 +23,24 @@ from megatron_gspo.loop.routing import (
     old_policy_task,
     sample_old_policy,
 )
-from megatron_gspo.loop.scoring import attach_advantages, mask, require_scores, sample_and_score, varied
+from megatron_gspo.loop.scoring import attach_advantages, mask, varied
 from megatron_gspo.loop.staleness import staleness
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.random_state import ROLLOUT, UPDATE, seed_generators
 from megatron_gspo.mcore.step import compute_log_probs
-from megatron_gspo.rollout.spread import generate_spread
 
 
 @dataclass(frozen=True)
 class Experience:
-    """One rollout batch, the same on every rank, and where the prompt source stands after it."""
+    """One rollout batch, the same on every rank, and where the prompts stand after it."""
 
     samples: list[Sample]
-    cursor: int
+    place: Place
     metrics: dict[str, float]
     routing: StepRouting
 
 
-def rollout_seed(seed: int, step: int) -> int:
-    """A step's sampling seed: rollouts depend on (seed, step, prompt, sample) alone, so a resumed run repeats them."""
-    return int(np.random.SeedSequence([seed, step]).generate_state(1)[0])
-
-
-def collect(run: Run, step: int, cursor: int, timers: Timers, *, checkpoint: Path | None = None) -> Experience:
+def collect(run: Run, step: int, place: Place, timers: Timers, *, checkpoint: Path | None = None) -> Experience:
     """Generate and score one rollout batch and give every sample its old log-probs and advantages.
 
     ``checkpoint``: that of the weights as they are, if there is one. The rollouts are kept in it, and taken from it
@@ -56,7 +50,7 @@ def collect(run: Run, step: int, cursor: int, timers: Timers, *, checkpoint: Pat
     keeps = checkpoint is not None and not run.config.algorithm.is_supervised
     rollout = read_rollout(run, checkpoint) if keeps else None
     if rollout is None:
-        rollout = _rollout(run, step, cursor, timers)
+        rollout = draw_rollout(run, step, place, timers)
         if keeps:
             write_rollout(run, checkpoint, rollout)
     seed_generators(run.config.seed, step, UPDATE)
@@ -74,50 +68,7 @@ def collect(run: Run, step: int, cursor: int, timers: Timers, *, checkpoint: Pat
     metrics |= correct(run.config.algorithm, samples)
     metrics |= staleness(samples, step)
     metrics |= _describe(samples, supervised=run.config.algorithm.is_supervised)
-    return Experience(samples, rollout.cursor, metrics, routing)
-
-
-def _rollout(run: Run, step: int, cursor: int, timers: Timers) -> Rollout:
-    """One batch of groups; with ``zero_variance_groups: refill`` groups that teach nothing are sampled anew, at most
-    ``max_refills`` times, after which they are kept (their advantage is 0)."""
-    config = run.config
-    if config.algorithm.is_supervised:
-        prompts, cursor = run.source.batch(cursor, config.rollout.rollout_batch_size)
-        with timers("generate"):
-            vocabulary = run.policy.shape.vocab_size
-            samples = generate_spread(run.engine, prompts, run.sampling, seed=0, vocab_size=vocabulary)
-            return Rollout(samples, cursor, {})
-    size, n = config.rollout.rollout_batch_size, config.rollout.n_samples_per_prompt
-    refills = config.algorithm.max_refills if config.algorithm.zero_variance_groups == "refill" else 0
-    kept: list[Sample] = []
-    flat: list[Sample] = []
-    failures: Counter[str] = Counter()
-    generated = 0
-    for attempt in range(refills + 1):
-        prompts, cursor = run.source.batch(cursor, size - len(kept) // n)
-        used = {sample.prompt_index for sample in kept + flat}
-        prompts = [prompt for prompt in prompts if prompt.index not in used]
-        if not prompts:  # a small data set has been drawn whole
-            continue
-        samples, counts = sample_and_score(
-            run,
-            run.engine,
-            prompts,
-            run.sampling,
-            rollout_seed(config.seed, step * (refills + 1) + attempt),
-            timers,
-        )
-        failures.update(counts)
-        generated += len(prompts)
-        keep = varied(samples) if refills else [True] * len(samples)
-        kept += [sample for sample, good in zip(samples, keep, strict=True) if good]
-        flat += [sample for sample, good in zip(samples, keep, strict=True) if not good]
-        if len(kept) >= size * n:
-            break
-    require_scores(run, kept + flat)
-    metrics = {f"verifier/{name}": float(count) for name, count in failures.items()}
-    metrics["groups/generated"] = float(generated)
-    return Rollout(kept + flat[: size * n - len(kept)], cursor, metrics)
+    return Experience(samples, rollout.place, metrics, routing)
 
 
 def _attach_log_probs(run: Run, samples: list[Sample], routing: StepRouting, timers: Timers) -> dict[str, float]:

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.errors import writing
 from megatron_gspo.loop.assemble import Run
+from megatron_gspo.loop.rollout_buffer import Place
+from megatron_gspo.loop.rollouts import versions_of
 from megatron_gspo.loop.routing import StepRouting
 from megatron_gspo.loop.scoring import FAILURE
 from megatron_gspo.loop.update import Update, writes_ratios
@@ -147,6 +149,15 @@ class Recorder:
         if self._active and any(value is not None for value in record.values()):
             with writing(self._directory.routing):
                 self._directory.write_routing(step, record)
+
+    def write_rollouts(self, step: int, samples: Sequence[Sample], place: Place) -> None:
+        """Prompt, sample and versions of every sample of the step, and what was begun besides; for engines on servers,
+        where samples outlive steps."""
+        if self._active and self._config.rollout.engine == "sglang":
+            with writing(self._directory.rollouts):
+                self._directory.write_rollouts(
+                    step, {"samples": versions_of(samples), "cursor": place.cursor, "pending": place.pending}
+                )
 
     def write_ratios(self, step: int, done: Update) -> None:
         """Importance ratios of the last update's trained tokens, every ``tracking.ratio_interval`` steps."""

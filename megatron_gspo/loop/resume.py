@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_gspo.loop.assemble import Run
+from megatron_gspo.loop.rollout_buffer import Place
+from megatron_gspo.loop.servers import is_central, sync_weights
 from megatron_gspo.mcore.checkpoint import load_checkpoint, on_first_rank, save_checkpoint
 from megatron_gspo.mcore.checkpoint_files import (
     CheckpointError,
@@ -22,6 +24,7 @@ from megatron_gspo.mcore.checkpoint_files import (
     remove_leftovers,
     remove_old,
 )
+from megatron_gspo.rollout.check import EngineError
 
 _PATIENCE = 20.0  # seconds that the processes of a killed run may take to end
 
@@ -32,11 +35,20 @@ class LoopState:
 
     step: int = 0  # rollout batches done
     cursor: int = 0  # prompts drawn
+    pending: tuple[int, ...] = ()  # indices of those drawn that are not trained on yet
     samples: int = 0
     tokens: int = 0
     wall_seconds: float = 0.0
     accuracy_before: float | None = None
     accuracy_after: float | None = None
+
+    @property
+    def place(self) -> Place:
+        return Place(self.cursor, tuple(self.pending))
+
+    @place.setter
+    def place(self, place: Place) -> None:
+        self.cursor, self.pending = place.cursor, place.pending
 
 
 def save(run: Run, state: LoopState) -> Path:
@@ -46,6 +58,18 @@ def save(run: Run, state: LoopState) -> Path:
     )
 
 
+@contextmanager
+def saved_where_servers_fail(run: Run, state: LoopState, checkpoint: Path | None) -> Iterator[None]:
+    """Save the run as it is, unless ``checkpoint`` holds it already, before an `EngineError` of all ranks ends it."""
+    try:
+        yield
+    except EngineError as error:
+        if is_central(run.engine) and checkpoint is None and state.step:
+            found = save(run, state)
+            raise EngineError(f"{error}; saved {found}, start again to go on from there") from error
+        raise
+
+
 def resume(run: Run) -> tuple[LoopState, Path | None]:
     """Load the newest whole checkpoint, if ``checkpoint.resume`` allows and there is one, and tell the engine.
 
@@ -53,12 +77,12 @@ def resume(run: Run) -> tuple[LoopState, Path | None]:
     """
     found = on_first_rank(lambda: _choose(run), "the run's checkpoints can't be read")
     if found is None:
-        if run.config.model.init == "random" and run.generates_on_policy:
-            run.engine.update_weights(run.policy.weights(), version=0)
+        if run.generates_on_policy and (run.config.model.init == "random" or is_central(run.engine)):
+            sync_weights(run, 0)
         return LoopState(), None
     state = LoopState(**load_checkpoint(run.policy, found))
     if run.generates_on_policy:
-        run.engine.update_weights(run.policy.weights(), version=state.step)
+        sync_weights(run, state.step)
     if run.is_writer:
         print(f"resumed from {found}: step {state.step}", file=sys.stderr)
     return state, found

@@ -27,11 +27,20 @@ _FILE = "rollout.bin"  # a line of JSON, then the samples as they travel between
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where the prompts stand. cursor: how many were drawn. pending: indices of those drawn that are not trained on
+    yet, in the order in which they were drawn; a resumed run begins with them."""
+
+    cursor: int = 0
+    pending: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Rollout:
-    """One scored rollout batch, the same on every rank, and where the prompt source stands after it."""
+    """One scored rollout batch, the same on every rank, and where the prompts stand after it."""
 
     samples: list[Sample]
-    cursor: int
+    place: Place
     metrics: dict[str, float]
 
 
@@ -44,7 +53,8 @@ def write_rollout(run: Run, checkpoint: Path, rollout: Rollout) -> None:
         payload = encode_samples(rollout.samples, range(len(rollout.samples)))
         head = {
             "made with": conditions(run, rollout.samples),
-            "cursor": rollout.cursor,
+            "cursor": rollout.place.cursor,
+            "pending": rollout.place.pending,
             "metrics": rollout.metrics,
             "bytes": len(payload),
             "crc32": zlib.crc32(payload),
@@ -87,7 +97,8 @@ def _read(run: Run, file: Path) -> tuple[Rollout | None, str]:
         if len(payload) != head["bytes"] or zlib.crc32(payload) != head["crc32"]:
             return None, "the file is damaged"
         pairs = decode_samples(np.frombuffer(bytearray(payload), dtype=np.uint8))
-        rollout = Rollout([sample for _, sample in pairs], int(head["cursor"]), dict(head["metrics"]))
+        place = Place(int(head["cursor"]), tuple(map(int, head["pending"])))
+        rollout = Rollout([sample for _, sample in pairs], place, dict(head["metrics"]))
         now = conditions(run, rollout.samples)
         changed = next((key for key, value in now.items() if head["made with"].get(key) != value), None)
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:

@@ -29,6 +29,8 @@ from megatron_gspo.algorithms import group_advantages, kl_penalty, overlong_pena
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.data.verifiers import VerifierError
 from megatron_gspo.loop.assemble import Run
+from megatron_gspo.loop.servers import generate as generate_on_servers
+from megatron_gspo.loop.servers import is_central
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.groups import compute_device
 from megatron_gspo.rollout.engine import RolloutEngine, SamplingParams
@@ -45,20 +47,34 @@ def sample_and_score(
     seed: int,
     timers: Timers,
 ) -> tuple[list[Sample], Counter[str]]:
-    """Scored responses to ``prompts`` on every rank, and failures by kind; each rank generates and scores a share.
+    """Scored responses to ``prompts`` on every rank, and failures by kind: see ``generate`` and ``score``."""
+    with timers("generate"):
+        samples = generate(run, engine, prompts, sampling, seed)
+    return samples, score(run, samples, prompts, timers)
+
+
+def generate(
+    run: Run, engine: RolloutEngine, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int
+) -> list[Sample]:
+    """Responses to ``prompts`` on every rank, prompt-major: each rank generates a share, or servers do all."""
+    if is_central(engine):
+        return generate_on_servers(run, prompts, sampling, seed)
+    return generate_spread(
+        engine,
+        prompts,
+        sampling,
+        seed=seed,
+        group=dist.group.WORLD,
+        device=compute_device(),
+        vocab_size=run.policy.shape.vocab_size,
+    )
+
+
+def score(run: Run, samples: Sequence[Sample], prompts: Sequence[Prompt], timers: Timers) -> Counter[str]:
+    """Give every sample its reward on every rank, each scoring a share; returns failures by kind.
 
     The reward of a failed verification is ``data.verifier_failure_reward`` or NaN; its reason is in the metadata.
     """
-    with timers("generate"):
-        samples = generate_spread(
-            engine,
-            prompts,
-            sampling,
-            seed=seed,
-            group=dist.group.WORLD,
-            device=compute_device(),
-            vocab_size=run.policy.shape.vocab_size,
-        )
     with timers("verify"):
         rank, size = dist.get_rank(), dist.get_world_size()
         scores = run.scorer.score(samples[rank::size], prompts)
@@ -73,7 +89,7 @@ def sample_and_score(
         failures = Counter(dict(zip(names, map(int, both[len(samples) :].tolist()), strict=True)))
         if failures.total():
             _attach_reasons(samples, scores.statuses, scores.messages)
-    return samples, failures
+    return failures
 
 
 def _attach_reasons(samples: Sequence[Sample], statuses: Sequence[str], messages: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.rollout.check import EngineError
 from megatron_gspo.rollout.cpu_kernels import use_cpu_kernels
 from megatron_gspo.rollout.decode import Responses, decode
-from megatron_gspo.rollout.engine import SamplingParams
+from megatron_gspo.rollout.engine import SamplingParams, end_tokens
 from megatron_gspo.rollout.route_recorder import RouteRecorder
 from megatron_gspo.rollout.sampling import sequence_uniforms
 from megatron_gspo.rollout.weights import WeightTargets
@@ -66,7 +66,9 @@ class EmbeddedEngine:
         self.max_batch = max_batch
         self.tokenizer = tokenizer
         self.model = _build(source, dtype, torch.device(device))
-        self.eos_token_ids = _end_tokens(self.model, tokenizer, eos_token_ids)
+        configured = getattr(self.model.generation_config, "eos_token_id", None)
+        configured = self.model.config.eos_token_id if configured is None else configured
+        self.eos_token_ids = end_tokens(configured, tokenizer, self.model.config.vocab_size, given=eos_token_ids)
         self._recorder = RouteRecorder(self.model) if return_routed_experts else None
         self._targets = WeightTargets.of(self.model)
         self.weight_version: int | None = None if isinstance(source, PretrainedConfig) else 0
@@ -204,19 +206,3 @@ def _refuse_windows(config: PretrainedConfig) -> None:
             f"model type {config.model_type} has layers of {sorted(kinds)}, sliding_window={window}: "
             "the embedded engine serves full attention only; use a server engine"
         )
-
-
-def _end_tokens(model: PreTrainedModel, tokenizer: Any, given: Sequence[int] | None) -> tuple[int, ...]:
-    """The given end tokens, or those of generation config (else config) and tokenizer together."""
-    found: set[int] = set(given or ())
-    if given is None:
-        configured = getattr(model.generation_config, "eos_token_id", None)
-        configured = model.config.eos_token_id if configured is None else configured
-        for ids in (configured, getattr(tokenizer, "eos_token_id", None)):
-            found.update([ids] if isinstance(ids, int) else ids or [])
-    if not found:
-        raise ValueError("no end token in the configs or the tokenizer: pass eos_token_ids")
-    vocabulary = model.config.vocab_size
-    if not 0 <= min(found) <= max(found) < vocabulary:
-        raise ValueError(f"eos_token_ids={sorted(found)}: ids must lie in the vocabulary of {vocabulary}")
-    return tuple(sorted(found))

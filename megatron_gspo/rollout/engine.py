@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -95,3 +95,22 @@ class RolloutEngine(Protocol):
     def close(self) -> None:
         """Free everything the engine holds. Calling it twice is fine."""
         ...
+
+
+def end_tokens(
+    configured: int | Sequence[int] | None, tokenizer: Any, vocab_size: int, *, given: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """The tokens that end a response, ascending: `given`, or the model's configured ones and the tokenizer's together.
+
+    configured: eos_token_id of the generation config, else of the config. Raises ValueError where there is none, or one
+    outside of the vocabulary.
+    """
+    found: set[int] = set(given or ())
+    if given is None:
+        for ids in (configured, getattr(tokenizer, "eos_token_id", None)):
+            found.update([ids] if isinstance(ids, int) else ids or [])
+    if not found:
+        raise ValueError("no end token in the configs or the tokenizer: pass eos_token_ids")
+    if not 0 <= min(found) <= max(found) < vocab_size:
+        raise ValueError(f"eos_token_ids={sorted(found)}: ids must lie in the vocabulary of {vocab_size}")
+    return tuple(sorted(found))

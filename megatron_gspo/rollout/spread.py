@@ -1,4 +1,4 @@
-"""Rollouts over ranks: each rank generates its share of the prompts, every rank gets all samples.
+"""Rollouts over ranks: each rank generates its share of the prompts, or one rank all; every rank gets all samples.
 
 Samples travel as one flat byte buffer a rank: a table of numbers, then the tokens, masks and per-token numbers
 of all its samples end to end. Two collectives in all: the sizes, the bytes.
@@ -98,6 +98,22 @@ def gather_samples(
     if group is None or dist.get_world_size(group) == 1:
         return [samples[i] for i in np.argsort(np.asarray(places, dtype=np.int64), kind="stable")]
     return _gather(samples, places, group, torch.device(device), None)
+
+
+def broadcast_samples(
+    samples: Sequence[Sample] | None, group: dist.ProcessGroup | None, device: str | torch.device = "cpu"
+) -> list[Sample]:
+    """The first rank's samples on every rank, in their order. The others pass None."""
+    if group is None or dist.get_world_size(group) == 1:
+        return list(samples or ())
+    payload = bytearray(encode_samples(samples, range(len(samples)))) if samples is not None else bytearray()
+    source = dist.get_global_rank(group, 0)
+    size = torch.tensor([len(payload)], dtype=torch.int64, device=device)
+    dist.broadcast(size, src=source, group=group)
+    buffer = torch.frombuffer(payload, dtype=torch.uint8) if payload else torch.empty(int(size), dtype=torch.uint8)
+    buffer = buffer.to(device)
+    dist.broadcast(buffer, src=source, group=group)
+    return [sample for _, sample in decode_samples(buffer.cpu().numpy())]
 
 
 def _gather(

@@ -35,6 +35,7 @@ class RunDirectory:
         self.ratios = self.path / "ratios"
         self.metrics = self.path / "metrics.jsonl"
         self.routing = self.path / "routing.jsonl"
+        self.rollouts = self.path / "rollouts.jsonl"
         self.summary = self.path / "summary.json"
         self.picture = self.path / "curves.png"
         if not reuse and self.metrics.exists():
@@ -49,7 +50,7 @@ class RunDirectory:
         self._file = self.metrics.open("a", encoding="utf-8")
 
     def _forget_after(self, step: int) -> None:
-        for records in (self.metrics, self.routing):
+        for records in (self.metrics, self.routing, self.rollouts):
             if records.exists():
                 kept = [record for record in read_metrics(records) if record["step"] <= step]
                 write_atomically(records, "".join(json.dumps(record) + "\n" for record in kept))
@@ -93,6 +94,11 @@ class RunDirectory:
         """One line of routing.jsonl: the step's figures by MoE layer and expert (lists of numbers)."""
         with self.routing.open("a", encoding="utf-8") as file:
             file.write(json.dumps(_finite({"step": step, **record}), allow_nan=False) + "\n")
+
+    def write_rollouts(self, step: int, record: Mapping[str, Any]) -> None:
+        """One line of rollouts.jsonl: which samples the step trained on, and which weights drew them."""
+        with self.rollouts.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **record}, allow_nan=False) + "\n")
 
     def write_ratios(self, step: int, arrays: Mapping[str, np.ndarray]) -> Path:
         """ratios/step_000012.npz, whole or not at all; ``numpy.load`` reads it without unpickling."""

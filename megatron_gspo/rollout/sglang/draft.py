@@ -86,7 +86,7 @@ class Draft:
             finish_reason="length" if reason == "abort" else reason,
             text=decode(response.tolist()),
             weight_version=int(versions.min()),
-            token_versions=versions if (versions != versions[0]).any() else None,
+            token_versions=versions,
             routed_experts=routes,
             route_holes=holes,
         )

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
@@ -18,31 +16,23 @@ from megatron_gspo.rollout.engine import SamplingParams
 from megatron_gspo.rollout.sglang.client import Client, ModelFacts, RequestLimits
 from megatron_gspo.rollout.sglang.fleet import Fleet, FleetError, FleetSettings, Member
 from megatron_gspo.rollout.sglang.http import EventLoop, Server, ServerError, open_session
+from megatron_gspo.rollout.sglang.route import Route
+from megatron_gspo.rollout.sglang.servers import LocalServers
 from megatron_gspo.rollout.sglang.stream import Stream
-from megatron_gspo.rollout.sglang.weights import WeightRoute, update_servers
+from megatron_gspo.rollout.sglang.weights import update_servers
 
+_LAUNCHER_SECONDS = 0.5  # between two questions to the launcher, which answers at once
 _MEMORY_SECONDS = 120.0  # what a server may take to release or take back its memory
-
-
-class Launcher(Protocol):
-    """Servers that live and die with the run (`servers.LocalServers`)."""
-
-    def poll(self) -> list[str]:
-        """Restart what has died; a line for each thing that happened since the last call."""
-        ...
-
-    def stop(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class EngineSettings:
     """urls: servers, or routers. api_key: None without. recovery: seconds that the run waits while no server answers.
-    update_timeout: seconds that one update of the weights may take. bucket_bytes: most bytes of weights that are sent at once.
-    colocated: the servers' memory is released while
-    the trainer works."""
+    update_timeout: seconds that one step of an update of the weights may take. bucket_bytes: most bytes of weights that
+    are sent at once. colocated: the servers' memory is released while the trainer works."""
 
     urls: tuple[str, ...]
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     fleet: FleetSettings = FleetSettings()
     limits: RequestLimits = RequestLimits()
     recovery: float = 600.0
@@ -52,13 +42,16 @@ class EngineSettings:
 
 
 class SGLangEngine:
-    """See `RolloutEngine`; `stream` gives groups in the order in which they finish.
+    """See `RolloutEngine`; `stream` gives groups in the order in which they finish. `is_central`: one rank generates
+    for all.
 
     Draws depend on (seed, prompt, sample, token) alone only where servers run with --enable-deterministic-inference.
     """
 
-    def __init__(self, settings: EngineSettings, model: ModelFacts, route: WeightRoute,
-                 decode: Callable[[list[int]], str], *, launcher: Launcher | None = None,
+    is_central = True
+
+    def __init__(self, settings: EngineSettings, model: ModelFacts, route: Route,
+                 decode: Callable[[list[int]], str], *, launcher: LocalServers | None = None,
                  say: Callable[[str], None] = print) -> None:
         """model: sizes and end tokens. route: how weights travel. decode: a response's ids to its text. launcher: of
         servers that this engine closes too. say: takes a line about what happens to the servers.
@@ -195,9 +188,20 @@ class SGLangEngine:
 
         self._loop.run(everywhere())
 
-    async def _watch_launcher(self, launcher: Launcher) -> None:
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            while True:
-                for line in await asyncio.get_running_loop().run_in_executor(pool, launcher.poll):
-                    self._say(line)
-                await asyncio.sleep(self.settings.fleet.health_interval)
+    async def _watch_launcher(self, launcher: LocalServers) -> None:
+        by_url = {member.server.url: member for member in self._fleet.members}
+        while True:
+            changes = launcher.poll()
+            for url in changes.died:
+                self._say(f"{url}: its process ended; it is started again and gets weights with the next update")
+                await self._fleet.lose(by_url[url], "its process ended")
+            for url in changes.restarted:
+                self._say(f"{url}: runs again")
+            for url in changes.given_up:
+                self._say(f"{url}: was started again too often; given up")
+            for member in self._fleet.members:
+                if member.hangs:
+                    member.hangs = False
+                    self._say(f"{member.server.url}: does not answer ({member.reason}); it is started again")
+                    await asyncio.get_running_loop().run_in_executor(None, launcher.restart, member.server.url)
+            await asyncio.sleep(_LAUNCHER_SECONDS)

@@ -32,8 +32,8 @@ class Member:
 
     alive: it answered last. version: wire version of its weights, None while unknown or half updated. outstanding:
     tokens of the requests that are under way. requests: their number. strikes: health checks that it missed in a row.
-    faults: requests that failed in a row. losses: times it was taken out. reason: why it is out. not_before: when it may
-    be looked at again (monotonic seconds).
+    faults: requests that failed in a row. losses: times it was taken out. hangs: it was, for it took connections and
+    didn't answer. reason: why it is out. not_before: when it may be looked at again (monotonic seconds).
     """
 
     server: Server
@@ -44,6 +44,7 @@ class Member:
     strikes: int = 0
     faults: int = 0
     losses: int = 0
+    hangs: bool = False
     reason: str = ""
     not_before: float = 0.0
     tasks: set[asyncio.Task] = field(default_factory=set)
@@ -162,7 +163,8 @@ class Fleet:
 
     async def look(self, member: Member) -> None:
         """Ask one member how it is, and take it out or bring it back accordingly."""
-        if self.held or (not member.alive and time.monotonic() < member.not_before):  # a server that takes weights may be silent; the update has deadlines of its own
+        cooling = not member.alive and time.monotonic() < member.not_before
+        if self.held or cooling:  # a server that takes weights may be silent; the update has deadlines of its own
             return
         was_alive = member.alive
         try:
@@ -174,11 +176,12 @@ class Fleet:
             member.strikes += 1
             gone = error.status is None and not error.sent
             if was_alive and (gone or member.strikes >= _STRIKES):
+                member.hangs = not gone
                 await self.lose(member, first_line(error))
             return
         member.strikes = 0
         if not was_alive and not member.alive:
             version = info.get("weight_version") if isinstance(info, dict) else None
-            member.alive, member.reason = True, ""
+            member.alive, member.hangs, member.reason = True, False, ""
             member.version = version if version == self.version else None
             await self.notify()

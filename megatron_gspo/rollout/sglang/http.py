@@ -7,6 +7,7 @@ import json
 import os
 import threading
 from collections.abc import AsyncIterable, Coroutine, Mapping
+from concurrent.futures import Future
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 

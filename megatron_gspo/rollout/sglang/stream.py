@@ -1,4 +1,4 @@
-"""Groups of responses in flight: begun in one call, taken in others as they finish, carried over updates of the weights.
+"""Groups of responses in flight: begun in one call, taken in others as they finish, carried over updates of weights.
 
 What is begun is taken exactly once, or given back by `stop`. All of it lives in the event loop of the requests; the
 methods of `Stream` are called from the training thread.

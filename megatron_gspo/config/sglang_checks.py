@@ -1,0 +1,91 @@
+"""Checks of the SGLang servers and of what only they can do. Each raises ConfigError and returns nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from megatron_gspo.config.base import MISSING, ConfigError, show
+from megatron_gspo.config.sglang_section import SGLangConfig
+from megatron_gspo.config.task_sections import RolloutConfig
+
+if TYPE_CHECKING:
+    from megatron_gspo.config.schema import Config
+
+_STREAM_KEYS = ("max_staleness", "overlap", "oversampling")
+
+
+def check_sglang(config: Config) -> None:
+    """The servers are named or to be started, and nothing is set that has no effect or contradicts itself."""
+    rollout, sglang = config.rollout, config.sglang
+    if rollout.engine != "sglang":
+        _refuse_without_servers(rollout, sglang)
+        return
+    if bool(sglang.urls) == bool(sglang.servers):
+        problem = "both name servers" if sglang.urls else "names no server, and neither does sglang.servers"
+        fix = "set sglang.urls (servers that run) or sglang.servers (how many to start), one of them"
+        raise ConfigError("sglang.urls", sglang.urls, problem, fix)
+    _check_urls(sglang.urls)
+    _check_stream(config)
+    if sglang.urls:
+        for key in ("python", "port", "arguments"):
+            if value := getattr(sglang, key):
+                fix = "remove it, or set sglang.servers in place of sglang.urls"
+                raise ConfigError(f"sglang.{key}", value, "is for servers that the run starts", fix)
+    if sglang.port is not None and sglang.port + sglang.servers - 1 > 65535:
+        raise ConfigError("sglang.port", sglang.port, f"leaves no room for {sglang.servers} servers", "lower it")
+    if sglang.weight_dir is not None and sglang.weight_route != "disk":
+        problem = f"has no effect with sglang.weight_route = {show(sglang.weight_route)}"
+        fix = "set sglang.weight_route: disk, or remove it"
+        raise ConfigError("sglang.weight_dir", sglang.weight_dir, problem, fix)
+
+
+def _refuse_without_servers(rollout: RolloutConfig, sglang: SGLangConfig) -> None:
+    for key in _STREAM_KEYS:
+        if (value := getattr(rollout, key)) != type(rollout).model_fields[key].default:
+            problem = f"the engine {rollout.engine} finishes what it begins before anything else happens"
+            raise ConfigError(f"rollout.{key}", value, problem, "set rollout.engine: sglang, or remove it")
+    if sglang != SGLangConfig():
+        problem = f"describes servers, and rollout.engine = {show(rollout.engine)} has none"
+        raise ConfigError("sglang", MISSING, problem, "set rollout.engine: sglang, or remove the section")
+
+
+def _check_urls(urls: list[str]) -> None:
+    for url in urls:
+        parts = urlsplit(url)
+        fine = parts.scheme in ("http", "https") and parts.hostname and parts.path in ("", "/")
+        if not fine or parts.query or parts.fragment or "@" in parts.netloc:
+            shown = url if "@" not in parts.netloc else parts.hostname  # a password stays out of the message
+            raise ConfigError("sglang.urls", shown, "is no server", "write http://host:port; a key is for api_key_file")
+    if twice := [url for i, url in enumerate(urls) if url.rstrip("/") in [u.rstrip("/") for u in urls[:i]]]:
+        raise ConfigError("sglang.urls", twice[0], "is there twice", "name every server once")
+
+
+def _check_stream(config: Config) -> None:
+    rollout = config.rollout
+    if rollout.overlap and not rollout.max_staleness:
+        problem = "what is drawn while training was drawn by weights that are behind by one update"
+        raise ConfigError("rollout.overlap", True, problem, "set rollout.max_staleness to 1 or more")
+    if rollout.overlap and config.sglang.colocated:
+        problem = "the servers have released their memory while the trainer works (sglang.colocated)"
+        raise ConfigError("rollout.overlap", True, problem, "set one of the two to false")
+    if rollout.max_staleness and not rollout.overlap and rollout.oversampling == 1:
+        problem = "without rollout.overlap and rollout.oversampling nothing is ever behind"
+        raise ConfigError("rollout.max_staleness", rollout.max_staleness, problem,
+                          "set rollout.overlap: true or rollout.oversampling above 1, or this to 0")
+
+
+def check_server_files(sglang: SGLangConfig) -> None:
+    """The interpreter and the key file exist."""
+    if sglang.python is not None and not Path(sglang.python).is_file():
+        fix = "give the Python of the environment that SGLang is installed in, e.g. .venv-sglang/bin/python"
+        raise ConfigError("sglang.python", sglang.python, "no such file", fix)
+    if sglang.api_key_file is not None:
+        try:
+            lines = Path(sglang.api_key_file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError):
+            lines = []
+        if not lines or not lines[0].strip():
+            problem, fix = "cannot be read, or its first line is empty", "put the key on its first line"
+            raise ConfigError("sglang.api_key_file", sglang.api_key_file, problem, fix)

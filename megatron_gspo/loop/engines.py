@@ -1,0 +1,169 @@
+"""The engines that a config asks for, on this rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoConfig
+
+from megatron_gspo.config import Config, ConfigError
+from megatron_gspo.config.sglang_section import SGLangConfig
+from megatron_gspo.conversion import ModelShape, read_config
+from megatron_gspo.data.sample import Prompt, Sample
+from megatron_gspo.errors import first_line
+from megatron_gspo.mcore.groups import compute_device
+from megatron_gspo.rollout.demonstrations import DemonstrationEngine
+from megatron_gspo.rollout.embedded import EmbeddedEngine
+from megatron_gspo.rollout.engine import RolloutEngine, SamplingParams, end_tokens
+from megatron_gspo.rollout.sglang.answers import RouteLayout
+from megatron_gspo.rollout.sglang.client import ModelFacts, RequestLimits
+from megatron_gspo.rollout.sglang.engine import EngineSettings, SGLangEngine
+from megatron_gspo.rollout.sglang.fleet import FleetSettings
+from megatron_gspo.rollout.sglang.launch import ServerSettings
+from megatron_gspo.rollout.sglang.servers import LocalServers
+from megatron_gspo.rollout.sglang.weights import make_route
+
+
+class Bystander:
+    """The engine of all ranks but the servers' client: it reads weights to their end, its part in producing them."""
+
+    is_central = True
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> list[Sample]:
+        raise RuntimeError("the first rank generates for all: use loop.servers.generate")
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        for _ in named_tensors:
+            pass
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def build_engines(config: Config, shape: ModelShape, tokenizer: Any, held_out: list[Prompt],
+                  given: RolloutEngine | None) -> tuple[RolloutEngine, RolloutEngine | None]:
+    """(engine of the training samples, engine of the held-out ones: the same but under supervised training)."""
+    if given is not None:
+        return given, given if held_out else None
+    if config.rollout.engine == "sglang":
+        engine: RolloutEngine = _on_servers(config, shape, tokenizer) if dist.get_rank() == 0 else Bystander()
+        return engine, engine
+    if config.rollout.engine == "embedded":
+        engine = _embedded(config, tokenizer)
+        return engine, engine
+    demonstrations = DemonstrationEngine(
+        lambda text: tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id
+    )
+    return demonstrations, _embedded(config, tokenizer) if held_out else None
+
+
+def log_servers(line: str) -> None:
+    """What happens to the servers, for the log."""
+    print(f"servers: {line}", file=sys.stderr, flush=True)
+
+
+def _embedded(config: Config, tokenizer: Any) -> EmbeddedEngine:
+    random = config.model.init == "random"  # the weights come with the first update
+    source = AutoConfig.from_pretrained(config.model.path, local_files_only=True) if random else config.model.path
+    try:
+        return EmbeddedEngine(
+            source,
+            tokenizer=tokenizer,
+            dtype=getattr(torch, config.model.dtype),
+            device=compute_device(),
+            max_batch=config.rollout.max_batch_size,
+            return_routed_experts=config.routing.needs_rollout_routes,
+        )
+    except ValueError as error:
+        problem, fix = f"the embedded engine refuses it: {first_line(error)}", "mend it or use another model"
+        raise ConfigError("model.path", config.model.path, problem, fix) from error
+
+
+def _on_servers(config: Config, shape: ModelShape, tokenizer: Any) -> SGLangEngine:
+    sglang = config.sglang
+    model = ModelFacts(
+        vocab_size=shape.vocab_size,
+        stop_ids=_stop_ids(config.model.path, tokenizer, shape.vocab_size),
+        max_length=shape.max_position_embeddings,
+        routes=_route_layout(shape) if config.routing.needs_rollout_routes else None,
+    )
+    route = make_route(
+        sglang.weight_route,
+        directory=sglang.weight_dir or Path(config.run_dir) / "weights",
+        source=config.model.path,
+        address=sglang.master_address,
+    )
+    servers = _start_servers(config) if sglang.servers else None
+    settings = EngineSettings(
+        urls=tuple(servers.urls if servers is not None else sglang.urls),
+        api_key=_api_key(sglang),
+        fleet=FleetSettings(sglang.max_requests, sglang.health_interval, sglang.health_timeout),
+        limits=RequestLimits(sglang.request_timeout, sglang.retries),
+        recovery=sglang.recovery_timeout,
+        update_timeout=sglang.update_timeout,
+        bucket_bytes=int(sglang.bucket_mb * 2**20),
+        colocated=sglang.colocated,
+    )
+    try:
+        return SGLangEngine(
+            settings, model, route, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), launcher=servers,
+            say=log_servers,
+        )
+    except BaseException:
+        if servers is not None:
+            servers.stop()
+        raise
+
+
+def _start_servers(config: Config) -> LocalServers:
+    sglang = config.sglang
+    servers = LocalServers(
+        ServerSettings(
+            model=config.model.path,
+            count=sglang.servers,
+            python=os.path.abspath(sglang.python) if sglang.python else sys.executable,
+            base_port=sglang.port,
+            dtype=config.model.dtype,
+            routed_experts=config.routing.needs_rollout_routes,
+            api_key=_api_key(sglang),
+            arguments=tuple(sglang.arguments),
+            log_dir=str(Path(config.run_dir) / "servers"),
+            start_timeout=sglang.start_timeout,
+        )
+    )
+    log_servers(f"starting {sglang.servers}; logs are in {servers.settings.log_dir}")
+    servers.start()
+    log_servers(f"{', '.join(servers.urls)} answer")
+    return servers
+
+
+def _stop_ids(path: str, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
+    file = Path(path) / "generation_config.json"
+    configured = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+    configured = read_config(path).get("eos_token_id") if configured is None else configured
+    try:
+        return end_tokens(configured, tokenizer, vocab_size)
+    except ValueError as error:
+        raise ConfigError("model.path", path, str(error), "set eos_token_id in its config.json") from None
+
+
+def _route_layout(shape: ModelShape) -> RouteLayout:
+    layers = tuple(layer for layer, has_experts in enumerate(shape.moe_layers) if has_experts)
+    return RouteLayout(len(shape.moe_layers), layers, shape.experts_per_token, shape.num_experts)
+
+
+def _api_key(sglang: SGLangConfig) -> str | None:
+    if sglang.api_key_file is None:
+        return None
+    return Path(sglang.api_key_file).read_text(encoding="utf-8").splitlines()[0].strip()
