@@ -24,16 +24,17 @@ ENTRIES = rows("Patches") + rows("Guards")
 
 
 def test_every_file_is_in_the_table():
-    listed = {found[1] for row in rows("Patches") if (found := re.match(r"`(\w+\.py)`", row[0]))}
-    assert listed == {path.name for path in (ROOT / "patches").glob("*.py")} - HELPERS
+    listed = {found[1] for row in rows("Patches") if (found := re.match(r"`([\w/]+\.py)`", row[0]))}
+    folder = ROOT / "patches"
+    assert listed == {path.relative_to(folder).as_posix() for path in folder.rglob("*.py")} - HELPERS
 
 
 @pytest.mark.parametrize("row", ENTRIES, ids=lambda row: row[0].replace("`", ""))
 def test_every_entry_has_versions_a_place_and_tests(row):
     assert len(row) == 6 and all(row)
     _, versions, _, place, tests, _ = row
-    assert re.match(r"all|megatron-core \d+\.\d+\.\d+", versions)
-    assert "https://github.com/NVIDIA/Megatron-LM/" in place
+    assert re.match(r"all|(megatron-core|sglang) \d+\.\d+\.\d+", versions)
+    assert re.search(r"https://github\.com/(NVIDIA/Megatron-LM|sgl-project/sglang)/", place)
     named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", tests)
     assert named, "no test"
     for path, function in named:

@@ -1,23 +1,127 @@
-"""Local servers: they serve, come back after SIGKILL, and leave nothing behind."""
+"""Local servers for real: they serve, come back after SIGKILL, end with their trainer, and say why they can't start."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_gspo.rollout.check import EngineError
+from megatron_gspo.rollout.sglang.launch import ServerSettings
+from megatron_gspo.rollout.sglang.servers import LocalServers
+
+KEY = "a-key-that-nobody-may-see"
+# A trainer, by torchrun: its servers must not take its place in the process group for theirs.
+TRAINER = """
+import sys, time
+from megatron_gspo.rollout.sglang.launch import ServerSettings
+from megatron_gspo.rollout.sglang.servers import LocalServers
+
+model, python, log_dir = sys.argv[1:]
+key = sys.stdin.readline().strip()
+print(LocalServers(ServerSettings(model=model, python=python, api_key=key, log_dir=log_dir)).start()[0], flush=True)
+time.sleep(600)
+"""
+TORCHRUN = dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500",
+                TORCHELASTIC_USE_AGENT_STORE="True")  # fmt: skip
 
 
-def generate(url: str, ids: list[int], count: int = 4) -> dict:
-    body = {"input_ids": ids, "sampling_params": {"max_new_tokens": count, "ignore_eos": True}, "return_logprob": True,
-            "return_routed_experts": True}  # fmt: skip
-    request = urllib.request.Request(
-        f"{url}/generate", data=json.dumps(body).encode(), headers={"content-type": "application/json"}
-    )
+def generate(url: str, key: str = "") -> dict:
+    body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4, "ignore_eos": True},
+            "return_logprob": True, "return_routed_experts": True}  # fmt: skip
+    headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+    request = urllib.request.Request(f"{url}/generate", data=json.dumps(body).encode(), headers=headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)
 
 
-def test_a_server_serves(sglang_url):
-    answer = generate(sglang_url, [5, 6, 7])
-    assert len(answer["output_ids"]) == 4
-    assert all(log_prob <= 0 for log_prob, _, _ in answer["meta_info"]["output_token_logprobs"])
-    assert answer["meta_info"]["routed_experts"]
+def processes_of(url: str) -> list[psutil.Process]:
+    """The server at a URL, its children, and the guard that started it."""
+    port = url.rsplit(":", 1)[1]
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or []
+        if "sglang.launch_server" in command and port in command:
+            found += [process, *process.children(recursive=True)]
+    return list({process.pid: process for process in found}.values())
+
+
+def wait_for(condition: Callable[[], object], seconds: float) -> object:
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"nothing within {seconds} s"
+        time.sleep(0.1)
+    return value
+
+
+@pytest.fixture(scope="module")
+def trainer(sglang_model: str, sglang_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
+    """A process that starts a server of its own, begun while other tests run. Its output's first line is the URL."""
+    log_dir = tmp_path_factory.mktemp("trainer")
+    process = subprocess.Popen(
+        [sys.executable, "-c", TRAINER, sglang_model, sglang_python, str(log_dir)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **TORCHRUN},
+    )  # fmt: skip
+    process.stdin.write(f"{KEY}\n")
+    process.stdin.flush()
+    process.log_dir = log_dir
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_server_serves_and_comes_back_after_sigkill(sglang_server, trainer):
+    url = sglang_server.urls[0]
+    before = generate(url)
+    assert len(before["output_ids"]) == 4 and before["meta_info"]["routed_experts"]
+    old = processes_of(url)
+    server = next(process for process in old if process.cmdline()[1:3] == ["-m", "sglang.launch_server"])
+    os.kill(server.pid, signal.SIGKILL)
+    assert wait_for(sglang_server.poll, 10).died == [url]
+    changes = wait_for(sglang_server.poll, 90)
+    assert changes.restarted == [url] and not changes.given_up
+    assert not [process.pid for process in old if process.is_running()], "left behind by the first life"
+    assert generate(url)["meta_info"]["completion_tokens"] == 4
+
+
+def test_servers_start_from_a_worker_of_torchrun(trainer):
+    trainer.url = trainer.stdout.readline().strip()
+    assert trainer.url.startswith("http://127.0.0.1:")
+
+
+def test_the_api_key_is_asked_for_and_nobody_sees_it(trainer):
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        generate(trainer.url)
+    assert generate(trainer.url, KEY)["meta_info"]["completion_tokens"] == 4
+    commands = [" ".join(process.cmdline()) for process in processes_of(trainer.url)]
+    assert len(commands) >= 4 and not any(KEY in command for command in commands)
+    log = Path(trainer.log_dir) / "server_0.log"
+    assert log.stat().st_mode & 0o077 == 0
+    secret = commands[0].split("--config ")[1].split()[0]
+    assert not Path(secret).exists(), "the file with the key is removed when it has been read"
+
+
+def test_a_server_ends_with_its_trainer(trainer):
+    left = processes_of(trainer.url)
+    assert any("sglang::scheduler" in " ".join(process.cmdline()) for process in left)
+    trainer.kill()
+    wait_for(lambda: not [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE], 10)
+
+
+def test_arguments_that_sglang_refuses_are_named(sglang_model, sglang_python, tmp_path):
+    settings = ServerSettings(
+        model=sglang_model, python=sglang_python, arguments=("--no-such-option", "1"), log_dir=str(tmp_path)
+    )
+    with pytest.raises(EngineError, match="correct sglang.arguments.*--no-such-option") as error:
+        LocalServers(settings).start()
+    assert "\n" not in str(error.value) and str(tmp_path / "server_0.log") in str(error.value)
