@@ -1,0 +1,126 @@
+"""Cutting a stream of tensors into buckets of bounded size, packed one after the other in one buffer of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a bucket: its name and sizes, and the bytes `[start, stop)` of the bucket that it takes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors that travel together.
+
+    entries: in the order of the stream, without gaps; every one begins at a multiple of its element size.
+    data: [bytes] uint8, contiguous; valid until the next bucket is asked for.
+    """
+
+    entries: tuple[Entry, ...]
+    data: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.numel()
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """(name, tensor) of each entry; views of `data`."""
+        return [(e.name, self.data[e.start : e.stop].view(e.dtype).view(e.shape)) for e in self.entries]
+
+
+def buckets(
+    named_tensors: Iterable[tuple[str, Tensor]],
+    bucket_bytes: int,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    allocate: Callable[[int, torch.device], Tensor] | None = None,
+) -> Iterator[Bucket]:
+    """Pack a stream into buckets of at most `bucket_bytes` bytes.
+
+    One buffer of that size serves all buckets, so a bucket is valid until the next one is asked for, and this buffer
+    is the memory that the packing costs. A tensor larger than it travels alone: as it lies, without a copy, or in a
+    buffer of its own size where `allocate` is given. The order of the stream is kept.
+
+    dtype: cast floating-point tensors to it; None leaves each as it is. allocate: (bytes, device of the stream's
+    first tensor) -> uint8 tensor on the device that the bytes are wanted on; None: the stream's own device.
+
+    Raises ValueError naming the tensor for a repeated name, before it is packed; ValueError for a size below 1.
+    """
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes={bucket_bytes}: give at least 1")
+    packer = _Packer(bucket_bytes, device, allocate)
+    seen: set[str] = set()
+    for name, tensor in named_tensors:
+        if name in seen:
+            raise ValueError(f"{name} comes twice in the stream of weights")
+        seen.add(name)
+        value = tensor.detach()
+        if dtype is not None and value.is_floating_point():
+            value = value.to(dtype)
+        yield from packer.add(name, value)
+        del tensor, value  # nothing of the stream outlives its turn
+    yield from packer.take()
+
+
+class _Packer:
+    """The buffer and what has been packed into it since it was last taken."""
+
+    def __init__(self, size: int, device: torch.device | None,
+                 allocate: Callable[[int, torch.device], Tensor] | None) -> None:  # fmt: skip
+        self._size, self._device, self._allocate = size, device, allocate
+        self._buffer: Tensor | None = None
+        self._entries: list[Entry] = []
+        self._used = 0
+
+    def add(self, name: str, value: Tensor) -> Iterator[Bucket]:
+        size = value.numel() * value.element_size()
+        if self._used + size > self._size or self._used % value.element_size():
+            yield from self.take()
+        if size > self._size:
+            yield self._alone(name, value, size)
+            return
+        if self._buffer is None:
+            self._buffer = self._new(self._size, value.device)
+        entry = Entry(name, value.dtype, tuple(value.shape), self._used, self._used + size)
+        if size:
+            self._buffer[entry.start : entry.stop].view(value.dtype).view(value.shape).copy_(value)
+        self._entries.append(entry)
+        self._used += size
+
+    def take(self) -> Iterator[Bucket]:
+        """What is packed, if anything; the buffer is free again afterwards."""
+        if self._entries:
+            yield Bucket(tuple(self._entries), self._buffer[: self._used])
+        self._entries, self._used = [], 0
+
+    def _alone(self, name: str, value: Tensor, size: int) -> Bucket:
+        if self._allocate is None:
+            data = value.to(self._device or value.device).contiguous().view(-1).view(torch.uint8)
+        else:
+            data = self._new(size, value.device)
+            data.view(value.dtype).view(value.shape).copy_(value)
+        return Bucket((Entry(name, value.dtype, tuple(value.shape), 0, size),), data)
+
+    def _new(self, size: int, device: torch.device) -> Tensor:
+        if self._allocate is None:
+            return torch.empty(size, dtype=torch.uint8, device=self._device or device)
+        return self._allocate(size, device)
+
+
+def describe(bucket: Bucket) -> str:
+    """For messages: the first name and how many follow."""
+    more = len(bucket.entries) - 1
+    return bucket.entries[0].name + (f" and {more} more" if more else "")
