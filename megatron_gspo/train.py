@@ -19,7 +19,6 @@ from megatron_gspo.loop.guard import run_guarded
 from megatron_gspo.loop.probe import probe
 from megatron_gspo.loop.record import Recorder, throughput
 from megatron_gspo.loop.resume import LoopState, resume, save, saved_where_servers_fail, sole_writer
-from megatron_gspo.loop.rollouts import leave
 from megatron_gspo.loop.servers import server_counts, sync_weights
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.loop.update import update
@@ -61,10 +60,9 @@ def _loop(run: Run) -> LoopState:
         while state.step < config.training.steps:
             with saved_where_servers_fail(run, state, checkpoint):
                 experience = collect(run, state.step, state.place, timers, checkpoint=checkpoint)
-                place = leave(run, experience.place, state.step)
             done = update(run, experience.samples, state.step, timers, experience.routing)
             metrics = experience.metrics | done.metrics | experience.routing.metrics()
-            state.step, state.place = state.step + 1, place
+            state.step, state.place = state.step + 1, experience.place
             state.samples += len(experience.samples)
             state.tokens += sum(sample.length for sample in experience.samples)
             lost = None
@@ -80,7 +78,7 @@ def _loop(run: Run) -> LoopState:
             recorder.write_samples(state.step, experience.samples)
             recorder.write_routing(state.step, experience.routing)
             recorder.write_ratios(state.step, done)
-            recorder.write_rollouts(state.step, experience.samples, place)
+            recorder.write_rollouts(state.step, experience.samples, experience.place)
             with saved_where_servers_fail(run, state, None):
                 if lost is not None:
                     raise lost

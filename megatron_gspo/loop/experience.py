@@ -15,7 +15,7 @@ from megatron_gspo.errors import RunError
 from megatron_gspo.loop.assemble import Run
 from megatron_gspo.loop.mismatch import correct, mismatch
 from megatron_gspo.loop.rollout_buffer import Place, read_rollout, write_rollout
-from megatron_gspo.loop.rollouts import draw_rollout
+from megatron_gspo.loop.rollouts import draw_rollout, leave_servers
 from megatron_gspo.loop.routing import (
     StepRouting,
     accept_routes,
@@ -53,6 +53,7 @@ def collect(run: Run, step: int, place: Place, timers: Timers, *, checkpoint: Pa
         rollout = draw_rollout(run, step, place, timers)
         if keeps:
             write_rollout(run, checkpoint, rollout)
+    place = leave_servers(run, rollout.place, step)
     seed_generators(run.config.seed, step, UPDATE)
     samples, metrics, routing = rollout.samples, dict(rollout.metrics), StepRouting()
     accept_routes(run, samples, routing)
@@ -68,7 +69,7 @@ def collect(run: Run, step: int, place: Place, timers: Timers, *, checkpoint: Pa
     metrics |= correct(run.config.algorithm, samples)
     metrics |= staleness(samples, step)
     metrics |= _describe(samples, supervised=run.config.algorithm.is_supervised)
-    return Experience(samples, rollout.place, metrics, routing)
+    return Experience(samples, place, metrics, routing)
 
 
 def _attach_log_probs(run: Run, samples: list[Sample], routing: StepRouting, timers: Timers) -> dict[str, float]:

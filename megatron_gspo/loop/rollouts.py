@@ -102,16 +102,18 @@ def _from_stream(run: Run, count: int, place: Place, used: set[int], seed: int,
     return samples, score(run, samples, prompts, timers), place
 
 
-def leave(run: Run, place: Place, step: int) -> Place:
-    """What happens to the stream while the step trains: see the table."""
+def leave_servers(run: Run, place: Place, step: int) -> Place:
+    """What the servers do while the trainer works on the step's samples: see the table. Where they share its GPUs, they
+    give their memory back."""
     rollout = run.config.rollout
-    if not rollout.streams:
-        return place
     if rollout.overlap:
         extra = math.ceil(rollout.rollout_batch_size * (rollout.oversampling - 1))
         ahead = rollout.rollout_batch_size * rollout.max_staleness + extra
         return fill(run, place, ahead, rollout_seed(run.config.seed, step + 1), set())
-    on_first(lambda: run.stream.stop(keep=rollout.max_staleness > 0) and None)
+    if rollout.streams:
+        on_first(lambda: run.stream.stop(keep=rollout.max_staleness > 0) and None)
+    if run.config.sglang.colocated:
+        on_first(run.engine.pause)
     return place
 
 

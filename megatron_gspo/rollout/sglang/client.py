@@ -205,6 +205,7 @@ class Client:
             await asyncio.gather(*(_abort_all(member.server) for member in busy if member.alive))
             await asyncio.wait(tasks, timeout=0.2)
             await asyncio.sleep(0)
+        await self.fleet.quiet()
 
 
 async def _abort_all(server: Server) -> None:

@@ -68,6 +68,7 @@ class Fleet:
         self.settings = settings
         self.version: str | None = None
         self.held = False  # while weights move: no request begins
+        self._looks = 0  # under way
         self._changed = asyncio.Condition()
 
     @property
@@ -163,6 +164,19 @@ class Fleet:
 
     async def look(self, member: Member) -> None:
         """Ask one member how it is, and take it out or bring it back accordingly."""
+        self._looks += 1
+        try:
+            await self._look(member)
+        finally:
+            self._looks -= 1
+            await self.notify()
+
+    async def quiet(self) -> None:
+        """Return when no look is under way: a look is a request, and some orders want a server without any."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._looks == 0)
+
+    async def _look(self, member: Member) -> None:
         cooling = not member.alive and time.monotonic() < member.not_before
         if self.held or cooling:  # a server that takes weights may be silent; the update has deadlines of its own
             return
