@@ -17,6 +17,7 @@ from megatron_gspo.data.sample import Sample
 from megatron_gspo.loop.assemble import assemble
 from megatron_gspo.loop.experience import collect
 from megatron_gspo.loop.mismatch import correct, mismatch
+from megatron_gspo.loop.rollout_buffer import Place
 from megatron_gspo.loop.routing import StepRouting
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.loop.update import update
@@ -46,7 +47,7 @@ def one_step(rank: int, world: int, plain: dict[str, Any]) -> tuple[list[Sample]
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
     run = assemble(config, engine=OtherKernels(config.model.path, tokenizer=tokenizer))
     timers = Timers()
-    experience = collect(run, 0, 0, timers)
+    experience = collect(run, 0, Place(), timers)
     done = update(run, experience.samples, 0, timers, StepRouting())
     return experience.samples, experience.metrics | done.metrics
 
