@@ -94,9 +94,9 @@ def _on_servers(config: Config, shape: ModelShape, tokenizer: Any) -> SGLangEngi
     sglang = config.sglang
     model = ModelFacts(
         vocab_size=shape.vocab_size,
-        stop_ids=_stop_ids(config.model.path, tokenizer, shape.vocab_size),
+        stop_ids=stop_ids(config.model.path, tokenizer, shape.vocab_size),
         max_length=shape.max_position_embeddings,
-        routes=_route_layout(shape) if config.routing.needs_rollout_routes else None,
+        routes=route_layout(shape) if config.routing.needs_rollout_routes else None,
     )
     route = make_route(
         sglang.weight_route,
@@ -148,7 +148,8 @@ def _start_servers(config: Config) -> LocalServers:
     return servers
 
 
-def _stop_ids(path: str, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
+def stop_ids(path: str, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
+    """The end tokens of the model in a directory, as servers find them; ``ConfigError`` where there is none."""
     file = Path(path) / "generation_config.json"
     configured = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
     configured = read_config(path).get("eos_token_id") if configured is None else configured
@@ -158,7 +159,8 @@ def _stop_ids(path: str, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
         raise ConfigError("model.path", path, str(error), "set eos_token_id in its config.json") from None
 
 
-def _route_layout(shape: ModelShape) -> RouteLayout:
+def route_layout(shape: ModelShape) -> RouteLayout:
+    """How servers of the model lay out its routes."""
     layers = tuple(layer for layer, has_experts in enumerate(shape.moe_layers) if has_experts)
     return RouteLayout(len(shape.moe_layers), layers, shape.experts_per_token, shape.num_experts)
 

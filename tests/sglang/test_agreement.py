@@ -1,0 +1,103 @@
+"""The server, Transformers in float64 and our Megatron model score the same tokens alike and take the same routes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_gspo.data.sample import Sample
+from megatron_gspo.mcore.groups import Layout
+from megatron_gspo.mcore.routing_pass import RoutingTask
+from megatron_gspo.mcore.routing_results import collect_routes
+from megatron_gspo.mcore.step import Batching, compute_log_probs
+from megatron_gspo.rollout.check import check_samples
+from megatron_gspo.rollout.engine import SamplingParams
+from megatron_gspo.rollout.sglang.engine import SGLangEngine
+from megatron_gspo.rollout.sglang.servers import LocalServers
+from tests.distributed import run_distributed
+from tests.mcore.routes import policy_of, shape_of
+from tests.reference import load_reference, observe_routers, response_log_probs
+from tests.sglang.clients import checkpoint_stream, engine_on, prompts_of
+
+TOLERANCE = 2e-5  # nats, float32 against float64
+VOCABULARY = 96  # of the character tokenizer's ids, all below the model's vocabulary
+
+
+@pytest.fixture(scope="module")
+def engine(sglang_server: LocalServers, sglang_model: str) -> Iterator[SGLangEngine]:
+    engine = engine_on(sglang_server.urls, sglang_model)
+    engine.update_weights(checkpoint_stream(sglang_model), version=0)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def samples(engine: SGLangEngine) -> list[Sample]:
+    """Short and long prompts, some with a prefix that the server has in its cache, several samples of each."""
+    prompts = prompts_of([3, 7, 80, 80, 120, 90], VOCABULARY, shared=3)
+    prompts += [replace(p, index=p.index + 10) for p in prompts_of([100, 110, 64], VOCABULARY, seed=1, shared=60)]
+    sampling = SamplingParams(n=4, max_response_length=24, temperature=0.8)
+    found = engine.generate(prompts, sampling, seed=5) + engine.generate(prompts, sampling, seed=6)
+    check_samples(found, prompts + prompts, sampling, vocab_size=engine._client.model.vocab_size)
+    assert engine.counts()["rollout/cached_share"] > 0.5
+    return found
+
+
+def bare(sample: Sample) -> Sample:
+    return replace(sample, routed_experts=None, route_holes=None)
+
+
+def test_transformers_scores_them_alike_and_takes_the_same_routes(samples: list[Sample], sglang_model: str) -> None:
+    model = load_reference(sglang_model)
+    routes = observe_routers(model, [bare(sample) for sample in samples]).routes
+    rows = 0
+    for sample, expected in zip(samples, routes, strict=True):
+        log_probs = response_log_probs(model, bare(sample), temperature=0.8)[0].detach().numpy()
+        np.testing.assert_allclose(sample.rollout_log_probs, log_probs, rtol=0, atol=TOLERANCE)
+        assert sample.route_holes is None
+        np.testing.assert_array_equal(np.sort(sample.routed_experts, -1), np.sort(expected, -1))
+        rows += expected.shape[0] * expected.shape[1]
+    assert rows > 20_000
+
+
+def megatron(rank: int, world: int, path: str, samples: list[Sample]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    policy = policy_of(path, Layout(tensor=2, expert=2))
+    task = RoutingTask(shape_of(policy), record=True)
+    scores = compute_log_probs(policy, samples, Batching(400), temperature=0.8, routing=task)
+    return scores.log_probs, collect_routes(scores.routing, samples, range(len(samples)))
+
+
+def test_megatron_scores_them_alike_and_takes_the_same_routes(samples: list[Sample], sglang_model: str) -> None:
+    plain = [bare(sample) for sample in samples]
+    log_probs, routes = run_distributed(megatron, 2, sglang_model, plain)[0]
+    for sample, values, chosen in zip(samples, log_probs, routes, strict=True):
+        np.testing.assert_allclose(sample.rollout_log_probs, values, rtol=0, atol=TOLERANCE)
+        np.testing.assert_array_equal(np.sort(sample.routed_experts, -1), np.sort(chosen, -1))
+
+
+@pytest.mark.parametrize("sampling", [
+    SamplingParams(n=2, max_response_length=12, greedy=True),
+    SamplingParams(n=2, max_response_length=12, temperature=1.3, top_p=0.7),
+    SamplingParams(n=2, max_response_length=12, top_k=5),
+], ids=["greedy", "top_p", "top_k"])  # fmt: skip
+def test_log_probs_are_those_of_the_whole_vocabulary(engine: SGLangEngine, sglang_model: str,
+                                                     sampling: SamplingParams) -> None:
+    model = load_reference(sglang_model)
+    for sample in engine.generate(prompts_of([5, 70], VOCABULARY, seed=3), sampling, seed=2):
+        log_probs = response_log_probs(model, bare(sample), temperature=sampling.scoring_temperature)[0]
+        np.testing.assert_allclose(sample.rollout_log_probs, log_probs.detach().numpy(), rtol=0, atol=TOLERANCE)
+
+
+def test_scores_of_given_tokens(engine: SGLangEngine, sglang_model: str) -> None:
+    """What a probe compares."""
+    model = load_reference(sglang_model)
+    prompts = prompts_of([2, 40, 90], VOCABULARY, seed=4)
+    (found,) = engine.score([prompt.token_ids for prompt in prompts]).values()
+    for prompt, values in zip(prompts, found, strict=True):
+        size = prompt.length - 1
+        as_sample = Sample(prompt.index, 0, prompt.token_ids, 1, np.ones(size, dtype=bool), None, "stop")
+        expected = response_log_probs(model, as_sample)[0].detach().numpy()
+        np.testing.assert_allclose(values, expected, rtol=0, atol=TOLERANCE)
