@@ -25,7 +25,7 @@ PORT_IN_USE = "its port is in use"  # in what `explain_end` says
 # Below Linux' range for outgoing connections, which take ports at any moment
 _PORTS = range(30_000, 32_768)
 # What the options mean for the client too, so that they can't be passed by
-_OURS = {"--port": "sglang.base_port", "--host": "sglang.host", "--api-key": "sglang.api_key_file"}
+_OURS = {"--port": "sglang.port", "--api-key": "sglang.api_key_file"}
 # What torchrun tells its workers. A server is no worker: it would look for torchrun's store and wait for other ranks.
 _TORCHRUN = re.compile(r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)")
 _OVERLAP_IS_RIGHT_ON_CPU = (0, 5, 23)  # before it, routed experts are overwritten while they're copied
@@ -36,21 +36,18 @@ class ServerSettings:
     """Servers of one model on this machine.
 
     model: Hugging Face directory. python: interpreter that has sglang. base_port: server i listens on base_port + i;
-    None: free ports. host: where they listen; anything but loopback can be reached from other machines. dtype: as
-    sglang's `--dtype`. gpus_per_server: tensor-parallel size; server i gets the GPUs from first_gpu + i *
-    gpus_per_server on. Without a GPU, or with `--device cpu` in `arguments`, a server runs on the CPU. api_key: asked
-    for by every server. arguments: passed to `sglang.launch_server` as they are, after ours, so that they win. log_dir:
-    `server_<i>.log`. start_timeout: seconds. max_restarts: of one server in a row.
+    None: free ports. dtype: as sglang's `--dtype`. api_key: asked for by every server. arguments: passed to
+    `sglang.launch_server` as they are, after ours, so that they win; `--host` tells where to listen if not on loopback,
+    `--device cpu` to leave the GPUs alone (as where there is none), `--base-gpu-id` the first server's first GPU, from
+    which on each takes as many as it needs. log_dir: `server_<i>.log`. start_timeout: seconds. max_restarts: of one
+    server in a row.
     """
 
     model: str
     count: int = 1
     python: str = sys.executable
-    host: str = LOOPBACK
     base_port: int | None = None
     dtype: str = "auto"
-    gpus_per_server: int = 1
-    first_gpu: int = 0
     routed_experts: bool = False
     api_key: str | None = field(default=None, repr=False)
     arguments: tuple[str, ...] = ()
@@ -65,8 +62,13 @@ class ServerSettings:
         if self.api_key is not None and option(self.arguments, "--config"):
             raise InputError("sglang.arguments: --config can't be combined with an API key, which takes its place; "
                              "give its contents as arguments")  # fmt: skip
-        if self.count < 1 or self.gpus_per_server < 1:
-            raise InputError(f"sglang: count={self.count}, gpus_per_server={self.gpus_per_server}: must be at least 1")
+        if self.count < 1:
+            raise InputError(f"sglang.servers={self.count}: must be at least 1")
+
+    @property
+    def host(self) -> str:
+        """Where the servers listen; anything but loopback can be reached from other machines."""
+        return option(self.arguments, "--host") or LOOPBACK
 
 
 def option(arguments: Sequence[str], name: str) -> str | None:
@@ -78,6 +80,20 @@ def option(arguments: Sequence[str], name: str) -> str | None:
         elif argument.startswith(f"{name}="):
             found = argument.split("=", 1)[1]
     return found
+
+
+def gpus_of_a_server(arguments: Sequence[str]) -> int:
+    """How many GPUs a server with these arguments takes."""
+    sizes = [("--tp-size", "--tensor-parallel-size", "--tp"), ("--pp-size", "--pipeline-parallel-size", "--pp")]
+    if "--enable-dp-attention" not in arguments:  # with it, the data-parallel ranks are among the tensor-parallel ones
+        sizes.append(("--dp-size", "--data-parallel-size", "--dp"))
+    count = 1
+    for names in sizes:
+        value = next((value for name in names if (value := option(arguments, name))), "1")
+        if not value.isdecimal() or not int(value):
+            raise InputError(f"sglang.arguments: {names[0]} {value}: must be a positive number")
+        count *= int(value)
+    return count
 
 
 def on_cpu(settings: ServerSettings) -> bool:
@@ -104,12 +120,13 @@ def server_command(settings: ServerSettings, index: int, port: int, *, cpu: bool
         command += ["--sleep-on-idle", "--skip-server-warmup"]
         if version < _OVERLAP_IS_RIGHT_ON_CPU:
             command.append("--disable-overlap-schedule")
-    else:
-        first = settings.first_gpu + index * settings.gpus_per_server
-        command += ["--tp-size", str(settings.gpus_per_server), "--base-gpu-id", str(first)]
     if config:
         command += ["--config", config]
-    return [*command, *settings.arguments]
+    command += settings.arguments
+    if not cpu and settings.count > 1:
+        first = int(option(settings.arguments, "--base-gpu-id") or 0)
+        command += ["--base-gpu-id", str(first + index * gpus_of_a_server(settings.arguments))]
+    return command
 
 
 def server_environment(settings: ServerSettings, *, cpu: bool, base: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -173,7 +190,7 @@ def choose_ports(settings: ServerSettings, *, avoid: Sequence[int] = ()) -> list
         ports = [settings.base_port + index for index in range(settings.count)]
         for port in ports:
             if not is_free(settings.host, port):
-                raise InputError(f"sglang.base_port={settings.base_port}: port {port} is in use on {settings.host}; "
+                raise InputError(f"sglang.port={settings.base_port}: port {port} is in use on {settings.host}; "
                                  "choose another or end what listens there")  # fmt: skip
         return ports
     start = random.SystemRandom().randrange(len(_PORTS))
@@ -184,7 +201,7 @@ def choose_ports(settings: ServerSettings, *, avoid: Sequence[int] = ()) -> list
             found.append(port)
             if len(found) == settings.count:
                 return found
-    raise InputError(f"sglang: no {settings.count} free ports from {_PORTS.start} to {_PORTS.stop - 1}; set base_port")
+    raise InputError(f"sglang: no {settings.count} free ports in {_PORTS.start}..{_PORTS.stop - 1}; set sglang.port")
 
 
 def write_secret(api_key: str) -> str:
@@ -197,7 +214,7 @@ def write_secret(api_key: str) -> str:
 
 # (what the log says, what it means and what to do), from sglang 0.5.15 and 0.5.23; the first that is found
 _CAUSES = (
-    (r"address already in use|\[Errno 98\]", f"{PORT_IN_USE}; choose another sglang.base_port"),
+    (r"address already in use|\[Errno 98\]", f"{PORT_IN_USE}; choose another sglang.port"),
     (
         r"unrecognized arguments|error: (argument|ambiguous option|the following arguments)",
         "sglang refused its arguments; correct sglang.arguments",

@@ -34,11 +34,28 @@ def command(*, cpu: bool = False, version: tuple[int, ...] = NEW, index: int = 0
 
 
 def test_the_command_on_a_gpu():
-    assert command(index=2, gpus_per_server=4, first_gpu=8, routed_experts=True) == [
+    assert command(routed_experts=True) == [
         "/env/python", "-m", "sglang.launch_server", "--model-path", "hub/model", "--host", "127.0.0.1",
-        "--port", "31002", "--dtype", "auto", "--log-level-http", "warning", "--enable-return-routed-experts",
-        "--tp-size", "4", "--base-gpu-id", "16",
+        "--port", "31000", "--dtype", "auto", "--log-level-http", "warning", "--enable-return-routed-experts",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "arguments, first",
+    [
+        ((), "2"),
+        (("--tp", "4"), "8"),
+        (("--tensor-parallel-size=4", "--base-gpu-id", "3"), "11"),
+        (("--tp-size", "2", "--dp-size", "2", "--pp", "2"), "16"),
+        (("--tp-size", "4", "--dp-size", "4", "--enable-dp-attention"), "8"),
+    ],
+)
+def test_the_third_server_begins_at_the_gpu_after_the_second(arguments, first):
+    made = command(index=2, count=3, arguments=arguments)
+    assert option(made, "--base-gpu-id") == first and made[-1] == first
+    assert option(command(index=2, count=3, arguments=arguments, cpu=True), "--base-gpu-id") in (None, "3")
+    with pytest.raises(InputError, match="--tp-size many: must be a positive number"):
+        command(count=2, arguments=("--tp", "many"))
 
 
 def test_a_cpu_gets_what_it_needs():
@@ -46,7 +63,7 @@ def test_a_cpu_gets_what_it_needs():
     for version in (NEW, OLD):
         made = command(cpu=True, version=version)
         assert {name: option(made, name) for name in needed} == needed
-        assert "--sleep-on-idle" in made and option(made, "--tp-size") is None
+        assert "--sleep-on-idle" in made and "--skip-server-warmup" in made
         assert ("--disable-overlap-schedule" in made) == (version == OLD)
 
 
@@ -59,7 +76,7 @@ def test_passed_arguments_come_last_and_as_they_are():
 
 @pytest.mark.parametrize(
     "argument, key",
-    [("--port", "base_port"), ("--host=0.0.0.0", "host"), ("--api-key", "api_key_file")],
+    [("--port", "port"), ("--port=1", "port"), ("--api-key", "api_key_file")],
 )
 def test_arguments_that_the_client_must_know_have_keys_of_their_own(argument, key):
     with pytest.raises(InputError, match=rf"{argument.split('=')[0]} is ours to pass; set sglang.{key} instead"):
@@ -120,7 +137,7 @@ def test_ports_are_those_asked_for_or_free_ones():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(InputError, match=rf"sglang.base_port={port - 1}: port {port} is in use on 127.0.0.1"):
+        with pytest.raises(InputError, match=rf"sglang.port={port - 1}: port {port} is in use on 127.0.0.1"):
             choose_ports(ServerSettings(model="m", base_port=port - 1, count=2))
     first = choose_ports(ServerSettings(model="m", count=3))
     assert len(set(first)) == 3 and all(30_000 <= port < 32_768 for port in first)
@@ -132,7 +149,7 @@ def test_ports_are_those_asked_for_or_free_ones():
     "log, code, said",
     [
         ("[Errno 98] error while attempting to bind on address ('127.0.0.1', 31101): address already in use\nbye", 1,
-         "its port is in use; choose another sglang.base_port"),
+         "its port is in use; choose another sglang.port"),
         ("usage: launch_server.py [-h]\nlaunch_server.py: error: unrecognized arguments: --no-such 1", 2,
          "correct sglang.arguments ('launch_server.py: error: unrecognized arguments: --no-such 1')"),
         ("/env/bin/python: No module named sglang.launch_server", 1, "name another interpreter in sglang.python"),
