@@ -17,7 +17,7 @@ import numpy as np
 from megatron_gspo.data.sample import FINISH_REASONS
 from megatron_gspo.rollout.check import EngineError
 
-_TOKEN_BYTES = 96  # of one output token in an answer: its id twice, its log-prob, punctuation; generous
+_TOKEN_BYTES = 512  # of one output token in an answer: id, log-prob and its text, up to 128 characters in a vocabulary
 _FIXED_BYTES = 64 * 1024
 
 
@@ -93,7 +93,7 @@ def parse_answer(answer: Any, asked: Asked) -> Part:
     reason = _finish_reason(meta, asked)
     tokens, log_probs = _tokens(meta.get("output_token_logprobs"), asked)
     ids = answer.get("output_ids")
-    if ids is not None and (not isinstance(ids, list) or ids != tokens.tolist()):
+    if ids is not None and (not _are_integers(ids) or ids != tokens.tolist()):
         raise AnswerError(f"{asked.name}: output_ids and output_token_logprobs disagree about the tokens")
     count = len(tokens)
     if count > asked.max_new_tokens:
@@ -105,7 +105,9 @@ def parse_answer(answer: Any, asked: Asked) -> Part:
         raise AnswerError(f"{asked.name}: stopped on {last}, which is no end token ({sorted(asked.stop_ids)})")
     routes = None if asked.routes is None else _routes(meta.get("routed_experts"), count, asked)
     cached = meta.get("cached_tokens")
-    return Part(tokens, log_probs, reason, routes, cached if isinstance(cached, int) else 0)
+    if not _are_integers([cached]) or not 0 <= cached <= asked.context:  # a statistic: no reason to refuse the answer
+        cached = 0
+    return Part(tokens, log_probs, reason, routes, cached)
 
 
 def is_empty(answer: Any, asked: Asked) -> bool:
@@ -120,9 +122,13 @@ def answered_version(answer: Any, asked: Asked) -> str:
     version = meta.get("weight_version")
     if not isinstance(version, str):
         raise AnswerError(f"{asked.name}: the answer names no weight_version")
-    for span in meta.get("weight_versions") or []:
-        if isinstance(span, dict) and span.get("version") != version and span.get("start") != span.get("end"):
-            raise AnswerError(f"{asked.name}: the weights changed from {span.get('version')} to {version} within it")
+    spans = meta.get("weight_versions") or []
+    if not isinstance(spans, list) or not all(isinstance(span, dict) for span in spans):
+        raise AnswerError(f"{asked.name}: weight_versions is {_shown(spans)}, not a list of spans")
+    for span in spans:
+        if span.get("version") != version and span.get("start") != span.get("end"):
+            change = f"from {_shown(span.get('version'))} to {_shown(version)}"
+            raise AnswerError(f"{asked.name}: the weights changed {change} within it")
     return version
 
 
@@ -149,8 +155,20 @@ def _finish_reason(meta: dict[str, Any], asked: Asked) -> str:
     reason = meta.get("finish_reason")
     kind = reason.get("type") if isinstance(reason, dict) else None
     if kind not in FINISH_REASONS:
-        raise AnswerError(f"{asked.name}: finish_reason is {str(reason)[:80]}; expected one of {FINISH_REASONS}")
+        raise AnswerError(f"{asked.name}: finish_reason is {_shown(reason)}; expected one of {FINISH_REASONS}")
     return kind
+
+
+def _shown(value: Any) -> str:
+    """A value of a server's in a message: one line, short."""
+    try:
+        return repr(value)[:80]
+    except RecursionError:
+        return f"a deep {type(value).__name__}"
+
+
+def _are_integers(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int for value in values)  # True is no integer here
 
 
 def _tokens(rows: Any, asked: Asked) -> tuple[np.ndarray, np.ndarray]:
@@ -165,12 +183,15 @@ def _tokens(rows: Any, asked: Asked) -> tuple[np.ndarray, np.ndarray]:
 
 def _pairs(rows: list[Any], asked: Asked) -> tuple[np.ndarray, np.ndarray]:
     """Token ids [n] int64 and log-probs [n] float32 of SGLang's [[log-prob, id, text], ...]."""
+    if not all(isinstance(row, list) and len(row) > 1 and type(row[0]) in (float, int) for row in rows):
+        raise AnswerError(f"{asked.name}: the log-probs are not rows of [number, token id]")
+    ids = [row[1] for row in rows]
     try:
-        log_probs = np.array([row[0] for row in rows], dtype=np.float32)
-        ids = [row[1] for row in rows]
-    except (TypeError, ValueError, IndexError, KeyError, OverflowError):
+        with np.errstate(over="ignore"):  # found below, as an infinity
+            log_probs = np.array([row[0] for row in rows], dtype=np.float32)
+    except OverflowError:
         raise AnswerError(f"{asked.name}: the log-probs are not rows of [number, token id]") from None
-    if any(type(token) is not int or not -1 < token < 2**31 for token in ids):
+    if not _are_integers(ids) or any(not -1 < token < 2**31 for token in ids):
         raise AnswerError(f"{asked.name}: a token id is no integer of the vocabulary")
     if not np.isfinite(log_probs).all() or (log_probs > 0).any():
         wrong = log_probs[~np.isfinite(log_probs) | (log_probs > 0)][0]

@@ -1,0 +1,47 @@
+"""Answers to /generate as SGLang writes them, and the request that they answer."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+
+from megatron_gspo.rollout.sglang.answers import Asked, RouteLayout
+
+VERSION = "00c0ffee:3"
+LAYOUT = RouteLayout(num_layers=3, moe_layers=(0, 2), k=2, num_experts=8)  # layer 1 is dense
+
+
+def asked(**changed: Any) -> Asked:
+    """Five tokens sent, at most four asked for; the vocabulary has 96, of which 1 ends a response."""
+    given = dict(name="sample 7/2", context=5, max_new_tokens=4, vocab_size=96, version=VERSION,
+                 stop_ids=frozenset({1}), routes=LAYOUT)
+    return Asked(**{**given, **changed})
+
+
+def route_ids(rows: int, layout: RouteLayout = LAYOUT) -> np.ndarray:
+    """[rows, num_layers, k] int32, no two rows alike at first."""
+    return (np.arange(rows * layout.num_layers * layout.k, dtype=np.int32) * 5 % layout.num_experts).reshape(
+        rows, layout.num_layers, layout.k)
+
+
+def encoded(ids: np.ndarray) -> str:
+    return base64.b64encode(ids.astype("<i4").tobytes()).decode()
+
+
+def answer(tokens: list[int], log_probs: list[float], reason: str = "stop", context: int = 5, start: int = 0,
+           **meta: Any) -> dict[str, Any]:
+    """An answer that is right for `asked(context=context, routes_start=start)`."""
+    rows = max(context + len(tokens) - 1 - start, 0)
+    return {
+        "text": "words",
+        "output_ids": list(tokens),
+        "meta_info": {
+            "id": "0", "finish_reason": {"type": reason}, "prompt_tokens": context, "weight_version": VERSION,
+            "weight_versions": [{"version": VERSION, "start": 0, "end": len(tokens)}],
+            "completion_tokens": len(tokens), "cached_tokens": 2,
+            "output_token_logprobs": [[p, t, None] for t, p in zip(tokens, log_probs, strict=True)],
+            "routed_experts": encoded(route_ids(rows)), **meta,
+        },
+    }
