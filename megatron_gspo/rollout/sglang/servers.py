@@ -251,7 +251,7 @@ class LocalServers:
             for life in self._lives:
                 try:
                     self._look(life)
-                except (OSError, UserError) as error:  # no process, no memory for one, a full disk: try again later
+                except (OSError, UserError, psutil.Error) as error:  # no process, no memory for one, a full disk
                     logger.warning("sglang server %d (%s): %s", life.index, life.url, error)
                     with self._lock:
                         self._put_down(life)
