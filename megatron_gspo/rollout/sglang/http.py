@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 CONNECT_SECONDS = 10.0  # longest wait for a connection; within it a server that is alive accepts one
 ANSWER_BYTES = 64 * 2**20  # default bound of an answer; a generation's is computed from what was asked for
+_IDLE_SECONDS = 4.0  # that a connection is kept for: servers close theirs after 5, and a request then may be lost
 _QUOTED = 200  # characters of a server's own words in an error
 _CHUNK = 1 << 16
 
@@ -39,8 +40,8 @@ class ServerError(EngineError):
 async def open_session() -> aiohttp.ClientSession:
     """The connections that all `Server`s of an event loop share: kept alive, unlimited in number (the callers bound
     what is under way), no proxy from the environment. Close it in the loop that opened it."""
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
-    return aiohttp.ClientSession(connector=connector, trust_env=False, auto_decompress=True)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS)
+    return aiohttp.ClientSession(connector=connector, trust_env=False, auto_decompress=False)
 
 
 class Server:
@@ -52,7 +53,9 @@ class Server:
     def __init__(self, url: str, session: aiohttp.ClientSession, *, api_key: str | None = None) -> None:
         self.url = check_url(url)
         self._session = session
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._key = api_key
+        # what is compressed can't be bounded as it arrives: one read may hold a thousand times its size
+        self._headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
 
     def __repr__(self) -> str:
         return f"Server({self.url})"
@@ -71,6 +74,10 @@ class Server:
         """As `post`, for GET."""
         return await self._exchange("GET", path, None, timeout, max_bytes)
 
+    def _without_key(self, payload: bytes) -> bytes:
+        """A server's words, which may quote the request."""
+        return payload.replace(self._key.encode(), b"***") if self._key else payload
+
     async def _exchange(self, method: str, path: str, body: Any, timeout: float, max_bytes: int) -> Any:
         where = f"server {self.url}{path}"
         limits = aiohttp.ClientTimeout(total=timeout, sock_connect=min(CONNECT_SECONDS, timeout))
@@ -81,19 +88,23 @@ class Server:
             async with self._session.request(method, self.url + path, **content, headers=headers,
                                              timeout=limits, allow_redirects=False) as response:
                 payload = await _read(response, max_bytes, where)
+        except aiohttp.ConnectionTimeoutError:
+            raise ServerError(f"{where}: no connection (nobody takes it)", retry=True, sent=False) from None
         except aiohttp.ClientConnectorError as error:
             reason = (os.strerror(error.errno) if error.errno else first_line(error)).lower()
             raise ServerError(f"{where}: no connection ({reason})", retry=True, sent=False) from None
         except asyncio.TimeoutError:
-            raise ServerError(f"{where}: no answer within {timeout:.0f} s", retry=True) from None
+            raise ServerError(f"{where}: no answer within {timeout:g} s", retry=True) from None
         except (aiohttp.ClientError, OSError) as error:
             raise ServerError(f"{where}: the connection broke ({_name(error)})", retry=True) from None
         if response.status != 200:
-            raise _refusal(where, response.status, payload)
+            raise _refusal(where, response.status, self._without_key(payload))
         return _parsed(payload, response.content_type, where)
 
 
 async def _read(response: aiohttp.ClientResponse, max_bytes: int, where: str) -> bytes:
+    if response.headers.get("Content-Encoding", "identity") != "identity":
+        raise ServerError(f"{where}: the answer is compressed, which wasn't asked for", retry=True)
     declared = response.content_length
     if declared is not None and declared > max_bytes:
         raise ServerError(f"{where}: the answer has {declared} bytes, at most {max_bytes} are expected", retry=True)
