@@ -25,7 +25,7 @@ from torch.multiprocessing import reductions
 from megatron_gspo.rollout.sglang.buckets import Bucket
 
 FORMAT = "flattened_bucket"
-_PROTOCOL = 4
+_PROTOCOL = 3  # the last without frames, whose lengths would have to be mended
 _PIECE = 3 << 18  # bytes encoded at a time; a multiple of 3, so that the encodings join
 _DEVICE = 6  # place of the device among the arguments of torch's rebuild_cuda_tensor
 
@@ -33,10 +33,11 @@ _DEVICE = 6  # place of the device among the arguments of torch's rebuild_cuda_t
 def by_value(bucket: Bucket) -> list[bytes | memoryview]:
     """The pickle in pieces, the bucket's own memory among them: nothing is copied.
 
-    bucket: on the CPU; the pieces are valid as long as its data is.
+    bucket: on the CPU.
     """
-    exact = torch.from_numpy(bucket.data.numpy())  # a storage of just these bytes: torch saves whole storages
-    saved = _Pieces(exact)
+    memory = bucket.data.numpy()
+    exact = torch.from_numpy(memory)  # a storage of just these bytes: torch saves whole storages
+    saved = _Pieces(memory)
     storage = torch.storage.TypedStorage(wrap_storage=exact.untyped_storage(), dtype=torch.uint8, _internal=True)
     torch.save(storage, saved, _use_new_zipfile_serialization=False)
     size = sum(len(piece) for piece in saved.pieces)
@@ -119,16 +120,19 @@ def is_this_machine(host: str) -> bool:
 
 
 class _Pieces:
-    """A file that keeps what is written to it: views of `kept`'s own memory as they are, all else copied."""
+    """A file that keeps what is written to it: parts of `memory` [bytes] as views that keep it, all else copied."""
 
-    def __init__(self, kept: Tensor) -> None:
+    def __init__(self, memory: np.ndarray) -> None:
         self.pieces: list[bytes | memoryview] = []
-        self._memory = range(kept.data_ptr(), kept.data_ptr() + max(kept.numel(), 1))
+        self._memory = memory
 
     def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        address = np.frombuffer(view, np.uint8).ctypes.data if len(view) else 0
-        self.pieces.append(view if address in self._memory else bytes(view))
+        view = memoryview(data).cast("B")  # of torch's own, which keep nothing
+        start = np.frombuffer(view, np.uint8).ctypes.data - self._memory.ctypes.data if len(view) else -1
+        if 0 <= start < len(self._memory):
+            self.pieces.append(memoryview(self._memory)[start : start + len(view)])
+        else:
+            self.pieces.append(bytes(view))
         return len(view)
 
     def flush(self) -> None:

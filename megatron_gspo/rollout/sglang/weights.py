@@ -8,7 +8,8 @@ new version or serves nothing:
 2. the weights arrive;
 3. its prefix cache is flushed, it takes the new version, says so when asked, and generates again.
 
-A server that fails on the way stays paused, with the version that nobody accepts, until an update of it succeeds.
+A server that fails on the way keeps the version that nobody accepts until an update of it succeeds. It generates
+again, as far as it still answers: a paused one doesn't answer /health either, and would pass for one that hangs.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from megatron_gspo.rollout.sglang.route_tensor import MemoryRoute, TensorRoute
 
 ROUTES = ("disk", "tensor", "distributed", "ipc")
 _POLL = 0.05  # seconds between two tries to flush a server that still ends its requests
-_GIVE_UP = 10.0  # longest wait, in seconds, for each answer of a server that has already failed
+_GIVE_UP = 2.0  # longest wait, in seconds, for each further answer of a server that hasn't given one
 
 
 def update_servers(
@@ -53,8 +54,8 @@ def update_servers(
     (see each). timeout: seconds that a server may take for one step: to pause, for one bucket, to load from disk.
     dtype: cast floating-point tensors to it before they travel; the server converts to its own in any case.
 
-    Returns url -> one line, naming server and endpoint, for each server that failed: it is half updated, paused, and
-    must not be asked to generate until an update of it has succeeded. The others have the new weights. Raises
+    Returns url -> one line, naming server and endpoint, for each server that failed: it may be half updated, and what
+    it generates is of no version until an update of it has succeeded. The others have the new weights. Raises
     ValueError for a name that comes twice, DiskError if weights can't be written.
     """
     stream = iter(named_tensors)
@@ -123,7 +124,7 @@ class _Update:
             await step(server)
         except ServerError as error:
             self.failures[server.url] = first_line(error)
-            await self._leave(server)
+            await self._leave(server, _GIVE_UP if error.status is None else self._timeout)
 
     async def _begin(self, server: Server) -> None:
         """Stop the server and make it ready to take weights."""
@@ -154,16 +155,20 @@ class _Update:
         await server.post("/continue_generation", {}, timeout=timeout)
         self._route.settled(server, self._version)
 
-    async def _leave(self, server: Server) -> None:
+    async def _leave(self, server: Server, timeout: float = _GIVE_UP) -> None:
         """After a failure: let go of what the server holds for this update, as far as it still answers."""
-        timeout = min(self._timeout, _GIVE_UP)
+        timeout = min(timeout, self._timeout)
         found = self.found.get(server.url)
-        try:
-            if found is not None and found.update_session and self._route.needs_session:
-                await server.post("/end_weight_update", {}, timeout=timeout)
-        except ServerError:
-            pass
         await self._route.leave(server, timeout)
+        if found is None:
+            return  # it has not been touched
+        session = ["/end_weight_update"] if found.update_session and self._route.needs_session else []
+        for path in (*session, "/continue_generation"):
+            try:
+                await server.post(path, {}, timeout=timeout)
+            except ServerError as error:
+                if error.status is None:
+                    return  # it has died or hangs: don't wait for it once more
 
 
 def make_route(
