@@ -88,8 +88,8 @@ class Stream:
         return [(group.ticket, [draft.sample(routes, self._decode) for draft in group.drafts]) for group in groups]
 
     def stop(self, *, keep: bool) -> list[Prompt]:
-        """Have the servers stop. keep: what is drawn is kept and goes on after the next update or `take`; else all that
-        is unfinished is thrown away and its prompts are returned. Finished groups stay to be taken."""
+        """Have the servers stop. keep: what is drawn is kept and goes on after the next update or `take`; else all groups
+        that weren't taken, finished or not, are thrown away and their prompts are returned."""
         return self._loop.run(self._stop(keep))
 
     async def _start(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> list[int]:
@@ -154,14 +154,14 @@ class Stream:
         await self._client.interrupt()
         if keep:
             return []
-        dropped = [group for group in self._groups.values() if not group.done]
+        dropped = list(self._groups.values())
         tasks = [group.task for group in dropped if group.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for group in dropped:
             self._client.counts["discarded_tokens"] += sum(draft.forget() for draft in group.drafts)
-            del self._groups[group.ticket]
+        self._groups.clear()
         await self._client.fleet.hold(False)
         return [group.prompt for group in dropped]
 

@@ -1,0 +1,117 @@
+"""Whole runs on a real server. `mismatch/abs_diff_max` compares the server's log-probs of every trained token with those
+of the policy that the weights came from: an update that is missed, late or half done shows there at once."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_gspo.config import Config
+from megatron_gspo.rollout.sglang.servers import LocalServers
+from megatron_gspo.tools.make_tiny_model import write_tiny_model
+from megatron_gspo.train import train
+from tests.distributed import run_distributed
+from tests.sglang.conftest import StartServers
+from tests.train.run import WORD, base_config, records
+
+AGREEMENT = 2e-5  # nats
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Larger weights than the other tests' model, so that an update moves log-probs far beyond the tolerance."""
+    folder = tmp_path_factory.mktemp("trained") / "model"
+    write_tiny_model(folder, words=[WORD], hidden=32, layers=2, experts=4, expert_width=16)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def servers(start_servers: StartServers, model: str) -> LocalServers:
+    return start_servers(count=2, model=model)
+
+
+def run(model: str, run_dir: Path, urls: list[str], processes: int = 1, **sections: dict[str, Any]) -> list[dict]:
+    rollout = {"engine": "sglang", **sections.pop("rollout", {})}
+    sglang = {"urls": urls, "health_interval": 0.5, **sections.pop("sglang", {})}
+    config = base_config(model, run_dir, rollout=rollout, sglang=sglang, **sections)
+    run_distributed(train_here, processes, config, timeout=120.0)
+    return [record for record in records(run_dir) if record["step"] > 0]
+
+
+def train_here(rank: int, world_size: int, config: dict[str, Any]) -> None:
+    os.environ["WORLD_SIZE"] = str(world_size)  # what torchrun tells its workers
+    train(Config.from_dict(config))
+
+
+def ledger(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
+
+
+def check_ledger(run_dir: Path, *, batch: int, n: int, staleness: int) -> None:
+    """Every sample once, no prompt in two steps, what was drawn is trained on or pending, versions as bounded."""
+    trained: list[int] = []
+    for row in ledger(run_dir):
+        pairs = [(prompt, sample) for prompt, sample, _, _ in row["samples"]]
+        assert len(pairs) == len(set(pairs)) == batch * n
+        assert {sample for _, sample in pairs} == set(range(n))
+        assert all(row["step"] - 1 - staleness <= old <= new <= row["step"] - 1 for *_, old, new in row["samples"])
+        trained += sorted({prompt for prompt, _ in pairs})
+        assert not set(trained) & set(row["pending"])
+        assert len(trained) + len(row["pending"]) == row["cursor"]
+    assert len(trained) == len(set(trained)), "the runs are shorter than an epoch"
+
+
+@pytest.mark.parametrize("route", ["disk", "tensor", "distributed"])
+def test_each_way_of_the_weights(servers: LocalServers, model: str, tmp_path: Path, route: str) -> None:
+    found = run(model, tmp_path / "run", servers.urls, sglang={"weight_route": route, "probe_interval": 1},
+                routing={"replay": "r3"}, training={"steps": 4})  # fmt: skip
+    assert len(found) == 4
+    for record in found:
+        assert record["mismatch/abs_diff_max"] < AGREEMENT and record["probe/abs_diff_max"] < AGREEMENT
+        assert record["routing/rollout_flip_rate"] == 0.0 and record["staleness/max"] == 0.0
+        assert record["rollout/servers"] == 2.0
+        assert record["ratio_token/max"] > 1.001, "the updates must move what is compared"
+    check_ledger(tmp_path / "run", batch=4, n=4, staleness=0)
+
+
+def test_one_step_ahead_on_two_ranks(servers: LocalServers, model: str, tmp_path: Path) -> None:
+    found = run(model, tmp_path / "run", servers.urls, 2, parallel={"expert_model_parallel_size": 2},
+                rollout={"max_staleness": 1, "overlap": True}, training={"steps": 5})  # fmt: skip
+    assert [record["staleness/max"] for record in found] == [0.0] + [1.0] * 4
+    assert found[0]["mismatch/abs_diff_max"] < AGREEMENT < found[1]["mismatch/abs_diff_max"]
+    check_ledger(tmp_path / "run", batch=4, n=4, staleness=1)
+
+
+def test_unfinished_responses_go_on_after_the_update(servers: LocalServers, model: str, tmp_path: Path) -> None:
+    found = run(model, tmp_path / "run", servers.urls, routing={"replay": "r3"},
+                rollout={"max_staleness": 2, "oversampling": 2.0, "max_response_length": 200},
+                training={"steps": 6, "max_tokens_per_micro_batch": 400},
+                evaluation={"at_start": False, "at_end": False})  # fmt: skip
+    assert sum(record["rollout/continued"] for record in found) > 0
+    assert all(record["rollout/discarded_tokens"] == 0 for record in found)
+    assert 0 < max(record["staleness/max"] for record in found) <= 2
+    check_ledger(tmp_path / "run", batch=4, n=4, staleness=2)
+
+
+def test_without_staleness_the_tail_starts_over(servers: LocalServers, model: str, tmp_path: Path) -> None:
+    found = run(model, tmp_path / "run", servers.urls, training={"steps": 4, "max_tokens_per_micro_batch": 400},
+                rollout={"oversampling": 2.0, "max_response_length": 200},
+                evaluation={"at_start": False, "at_end": False})  # fmt: skip
+    assert sum(record["rollout/discarded_tokens"] for record in found) > 0
+    assert all(record["staleness/max"] == 0 and record["mismatch/abs_diff_max"] < AGREEMENT for record in found)
+    check_ledger(tmp_path / "run", batch=4, n=4, staleness=0)
+
+
+def test_a_resumed_run_begins_with_what_was_pending(servers: LocalServers, model: str, tmp_path: Path) -> None:
+    ahead = {"max_staleness": 1, "overlap": True}
+    run(model, tmp_path / "run", servers.urls, rollout=ahead, training={"steps": 2}, checkpoint={"interval": 2})
+    pending = ledger(tmp_path / "run")[-1]["pending"]
+    assert len(pending) == 4
+    found = run(model, tmp_path / "run", servers.urls, rollout=ahead, training={"steps": 4}, checkpoint={"interval": 2})
+    assert {row[0] for row in ledger(tmp_path / "run")[2]["samples"]} == set(pending)
+    assert [record["step"] for record in found] == [1, 2, 3, 4]
+    check_ledger(tmp_path / "run", batch=4, n=4, staleness=1)
