@@ -28,6 +28,7 @@ from .rollout_correction import (
     token_band_mask,
     token_correction_weights,
 )
+from .turns import turn_advantages, turn_returns
 
 __all__ = [
     "PRESETS",
@@ -50,5 +51,7 @@ __all__ = [
     "sequence_correction_weights",
     "token_band_mask",
     "token_correction_weights",
+    "turn_advantages",
+    "turn_returns",
     "zero_variance_groups",
 ]

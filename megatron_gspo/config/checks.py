@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_gspo.config.base import ConfigError, show
-from megatron_gspo.config.rollout_checks import check_correction
+from megatron_gspo.config.rollout_checks import check_correction, check_environment, check_environment_file
 from megatron_gspo.config.sections import ParallelConfig
 from megatron_gspo.config.sglang_checks import check_server_files, check_sglang
 from megatron_gspo.errors import existing_part
@@ -28,6 +28,7 @@ def check_choices(config: Config) -> None:
     """What contradicts itself whatever the machine."""
     _check_algorithm(config)
     check_correction(config)
+    check_environment(config)
     _check_data(config)
     _check_parallel(config.parallel)
     _check_training(config)
@@ -331,6 +332,7 @@ def check_files(config: Config) -> None:
     """Files that the config names exist, and its run_dir can be written."""
     _check_run_dir(config)
     check_server_files(config.sglang)
+    check_environment_file(config.rollout)
     data = config.data
     for key in ("prompts", "eval_prompts"):
         path = getattr(data, key)

@@ -85,6 +85,13 @@ class AlgorithmConfig(Section):
     rollout_mask_high: float | None = Field(
         None, ge=1, description="Largest ratio that it keeps; null is 2 by token, by sequence it must be set."
     )
+    turn_discount: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="Advantages of an episode by turn: the rewards to go from it, each counting this much less a turn, "
+        "against the same turn of the group's episodes; null: one advantage, of the summed rewards.",
+    )
     zero_variance_groups: Literal["keep", "refill"] = Field(
         "keep",
         description="Groups whose rewards are all equal: keep (advantage 0), or sample others instead.",
@@ -219,6 +226,22 @@ class RolloutConfig(Section):
         ge=1,
         description="Groups begun for each that a step needs; the step takes those that finish first and stops the "
         "others, which go on after the update (max_staleness above 0) or start over.",
+    )
+
+    environment: str | None = Field(
+        None,
+        description="Makes samples multi-turn episodes and scores them in the verifier's place: "
+        "path/to/file.py:factory or package.module:factory; null is one response.",
+    )
+    environment_options: dict[str, Any] = Field(
+        default_factory=dict, description="Keyword arguments of the factory, e.g. {partial_credit: true}."
+    )
+    max_turns: int = Field(8, ge=1, description="With an environment, most responses of an episode.")
+    max_turn_length: int | None = Field(
+        None,
+        ge=1,
+        description="With an environment, longest response of a turn in tokens; max_response_length holds for all "
+        "responses and observations of an episode together. null is what is left of it.",
     )
 
     @property

@@ -19,8 +19,19 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from megatron_gspo.data.reward_worker import Reply
-from megatron_gspo.data.sample import Prompt
 from megatron_gspo.data.verifiers import VerifierError
+from megatron_gspo.errors import InputError
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the workers of a pool run. module: what `python -m` starts, see `reward_worker.serve`. what: its name in
+    messages. refusal: raised where it can't be loaded."""
+
+    module: str = "megatron_gspo.data.reward_worker"
+    what: str = "verifier"
+    refusal: type[InputError] = VerifierError
+
 
 _MOST_FAILED_STARTS = 3  # in a row; then the worker's place stays empty
 
@@ -50,16 +61,19 @@ class RewardPool:
         timeout: float,
         workers: int = 1,
         start_timeout: float = 120.0,
+        served: Served | None = None,
     ):
         """Start the workers and wait until the verifier is loaded.
 
         timeout: seconds per response. start_timeout: seconds to start a worker and load the verifier.
-        Raises VerifierError in one line where the verifier can't be loaded.
+        served: something else than a verifier.
+        Raises VerifierError (or its own refusal) in one line where it can't be loaded.
         """
         if timeout <= 0:
             raise ValueError(f"timeout is {timeout}; it must be above 0 seconds")
         if workers < 1:
             raise ValueError(f"workers is {workers}; it must be at least 1")
+        self._served = served or Served()
         self._hello = pickle.dumps((verifier, options))
         self._timeout = timeout
         self._start_timeout = start_timeout
@@ -75,7 +89,7 @@ class RewardPool:
         """Process ids of the present workers."""
         return [worker.process.pid for worker in self._workers]
 
-    def run(self, requests: Sequence[tuple[str, Prompt]]) -> list[Reply]:
+    def run(self, requests: Sequence[Any]) -> list[Reply]:
         """Score (response text, prompt) pairs: one (status, value, message) each, in their order.
 
         status: "ok", "invalid", "error" or "timeout"; value only with "ok".
@@ -101,7 +115,7 @@ class RewardPool:
 
     def _start(self, failed_starts: int = 0) -> _Worker:
         ours, theirs = Pipe()
-        command = [sys.executable, "-m", __package__ + ".reward_worker"]
+        command = [sys.executable, "-m", self._served.module]
         with theirs:
             process = subprocess.Popen(
                 [*command, str(theirs.fileno()), str(os.getpid()), str(self._timeout)],
@@ -125,9 +139,9 @@ class RewardPool:
             self._collect([], starting=True)
             if not self._workers:
                 self.close()
-                raise VerifierError(self._last_failure)
+                raise self._served.refusal(self._last_failure)
 
-    def _hand_out(self, requests: Sequence[tuple[str, Prompt]], waiting: deque[int]) -> None:
+    def _hand_out(self, requests: Sequence[Any], waiting: deque[int]) -> None:
         for worker in list(self._workers):
             if not waiting:
                 return
@@ -162,7 +176,8 @@ class RewardPool:
             _kill(worker)
             code = worker.process.returncode
             how = f"exit code {code}" if code >= 0 else signal.strsignal(-code) or f"signal {-code}"
-            self._give_up(worker, replies, ("error", None, f"the verifier's process ended ({how})"), starting)
+            ended = f"the {self._served.what}'s process ended ({how})"
+            self._give_up(worker, replies, ("error", None, ended), starting)
             return
         if worker.ready:
             assert worker.task is not None
@@ -180,7 +195,7 @@ class RewardPool:
         if worker.ready:
             self._replace(worker)
             return
-        self._last_failure = f"the verifier could not be loaded: {reply[2]}"
+        self._last_failure = f"the {self._served.what} could not be loaded: {reply[2]}"
         if starting or worker.failed_starts + 1 >= _MOST_FAILED_STARTS:
             _kill(worker)
             self._workers.remove(worker)

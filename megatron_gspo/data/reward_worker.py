@@ -4,7 +4,8 @@ Started by reward_pool.py as `python -m megatron_gspo.data.reward_worker FD PARE
 `multiprocessing`, whose spawned children would import the training script, and torch with it, once more.
 
 Wire: the parent sends (verifier name, options) first, then pickled (text, prompt) pairs; each is answered by
-one JSON object {"status": ..., "value": number or null, "message": text or null}.
+one JSON object {"status": ..., "value": number or null, "message": text or null}. `serve` is the same for
+processes that run something else than a verifier.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.data.verifiers import Verifier, load_verifier
 
-Reply = tuple[str, float | None, str | None]  # status, value, message
+Reply = tuple[str, Any, str | None]  # status, value (a verifier's is a float, or None), message
 _LONGEST_MESSAGE = 300
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -55,10 +57,10 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())[:_LONGEST_MESSAGE]
 
 
-def _load(connection: Connection) -> tuple[Verifier | None, Reply]:
+def _load(connection: Connection, load: Callable[[str, Any], Any]) -> tuple[Any, Reply]:
     try:
         name, options = pickle.loads(connection.recv_bytes())
-        return load_verifier(name, options), ("ok", None, None)
+        return load(name, options), ("ok", None, None)
     except (Exception, SystemExit) as error:
         return None, ("error", None, _one_line(str(error)))
 
@@ -92,8 +94,12 @@ def _processor_limit(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
-def main(arguments: list[str]) -> None:
-    """Serve until the parent closes the connection."""
+def serve(arguments: list[str], load: Callable[[str, Any], Any], answer: Callable[[Any, Any], Reply]) -> None:
+    """Answer requests until the parent closes the connection.
+
+    arguments: of the command line. load(name, options) gives what is served, `answer(it, request)` a reply; it
+    must not raise.
+    """
     connection = Connection(int(arguments[0]))
     _leave_with(int(arguments[1]))
     processor_limit = float(arguments[2]) * len(os.sched_getaffinity(0)) + 5.0
@@ -101,19 +107,23 @@ def main(arguments: list[str]) -> None:
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
     own = os.getpid()
-    verifier, reply = _load(connection)
+    served, reply = _load(connection, load)
     _send(connection, reply)
-    while verifier is not None:
+    while served is not None:
         try:
             request = connection.recv_bytes()
         except (EOFError, OSError):
             return
         with _processor_limit(processor_limit):
-            text, prompt = pickle.loads(request)
-            reply = run_verifier(verifier, text, prompt)
-        if os.getpid() != own:  # a copy that the verifier forked and let return: its reply would be another's
+            reply = answer(served, pickle.loads(request))
+        if os.getpid() != own:  # a copy that the user's code forked and let return: its reply would be another's
             os._exit(0)
         _send(connection, reply)
+
+
+def main(arguments: list[str]) -> None:
+    """Serve a verifier."""
+    serve(arguments, load_verifier, lambda verifier, request: run_verifier(verifier, *request))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.data.verifiers import Verifier, load_verifier
 
 FAILURES = ("error", "timeout", "invalid")
+FAILURE = "verifier_failure"  # the key of `Sample.metadata` that says why a response has no score: "error: ..."
 
 
 @dataclass(frozen=True)

@@ -45,14 +45,25 @@ def load_verifier(name: str, options: dict[str, Any] | None = None) -> Verifier:
     if not colon or not place or not function:
         known = ", ".join(BUILT_IN)
         raise VerifierError(f"verifier {name!r} is unknown; use {known}, file.py:function or module:function")
-    module = _module_from_file(name, Path(place)) if place.endswith(".py") else _module(name, place)
-    verifier = getattr(module, function, None)
-    if verifier is None:
-        raise VerifierError(f"verifier {name!r}: {place} has no {function!r}; define it or mend the name")
-    if not callable(verifier):
-        kind = type(verifier).__name__
-        raise VerifierError(f"verifier {name!r}: {function!r} is a {kind}; it must be a function")
+    verifier = load_function(name, "verifier", VerifierError)
     return functools.partial(verifier, **options) if options else verifier
+
+
+def load_function(name: str, what: str, refusal: type[InputError]) -> Callable[..., Any]:
+    """A user's function, "path/to/file.py:function" or "package.module:function".
+
+    what: begins the message of a `refusal`, which is raised in one line where it can't be found or loaded.
+    """
+    place, _, function = name.rpartition(":")
+    label = f"{what} {name!r}"
+    load = _module_from_file if place.endswith(".py") else _module
+    module = load(label, place, refusal)
+    found = getattr(module, function, None)
+    if found is None:
+        raise refusal(f"{label}: {place} has no {function!r}; define it or mend the name")
+    if not callable(found):
+        raise refusal(f"{label}: {function!r} is a {type(found).__name__}; it must be a function")
+    return found
 
 
 def make_exact_match(style: str = "whole") -> Verifier:
@@ -134,22 +145,19 @@ def _reference(prompt: Prompt) -> str:
     return prompt.answer
 
 
-def _module(name: str, module: str) -> Any:
+def _module(label: str, module: str, refusal: type[InputError]) -> Any:
     try:
         return importlib.import_module(module)
     except Exception as error:  # a user's module may fail in any way
-        raise VerifierError(
-            f"verifier {name!r}: importing {module} failed ({_reason(error)}); mend it"
-        ) from error
+        raise refusal(f"{label}: importing {module} failed ({_reason(error)}); mend it") from error
 
 
-def _module_from_file(name: str, path: Path) -> Any:
+def _module_from_file(label: str, place: str, refusal: type[InputError]) -> Any:
+    path = Path(place)
     if not path.is_file():
-        raise VerifierError(
-            f"verifier {name!r}: no such file {path}; check the path (relative to {Path.cwd()})"
-        )
+        raise refusal(f"{label}: no such file {path}; check the path (relative to {Path.cwd()})")
     path = path.resolve()
-    unique = f"verifier_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    unique = f"{label.partition(' ')[0]}_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(unique, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -158,9 +166,7 @@ def _module_from_file(name: str, path: Path) -> Any:
         spec.loader.exec_module(module)
     except Exception as error:  # a user's file may fail in any way
         del sys.modules[unique]
-        raise VerifierError(
-            f"verifier {name!r}: running {path} failed ({_reason(error)}); mend it"
-        ) from error
+        raise refusal(f"{label}: running {path} failed ({_reason(error)}); mend it") from error
     return module
 
 

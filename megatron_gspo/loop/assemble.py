@@ -28,6 +28,7 @@ from megatron_gspo.mcore.model import ModelSettings
 from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, Policy, build_policy
 from megatron_gspo.mcore.step import Batching
 from megatron_gspo.rollout.engine import RolloutEngine, SamplingParams
+from megatron_gspo.rollout.environment_pool import EnvironmentPool
 from megatron_gspo.rollout.sglang.engine import SGLangEngine
 from megatron_gspo.rollout.sglang.stream import Stream
 
@@ -39,7 +40,7 @@ class Run:
     """Everything that the phases of the loop share. ``engine`` makes the training samples, ``eval_engine`` the
     held-out ones (the same object except under supervised training); ``reference`` is the frozen starting policy.
     ``stream``: groups that outlive a step, on the rank that is the servers' client. ``weights_version``: of the weights
-    that the engine was last sent."""
+    that the engine was last sent. ``environments``: where samples are multi-turn episodes."""
 
     config: Config
     objective: Objective
@@ -55,6 +56,7 @@ class Run:
     tokenizer: Any
     stream: Stream | None = None
     weights_version: int = 0
+    environments: EnvironmentPool | None = None
 
     @property
     def sampling(self) -> SamplingParams:
@@ -85,6 +87,8 @@ class Run:
 
     def close(self) -> None:
         self.scorer.close()
+        if self.environments is not None:
+            self.environments.close()
         self.engine.close()
         if self.eval_engine is not None and self.eval_engine is not self.engine:
             self.eval_engine.close()
@@ -114,10 +118,11 @@ def assemble(config: Config, *, engine: RolloutEngine | None = None) -> Run:
     except ImportError as error:  # an optional package; the message says which and how to get it
         raise PromptError(str(error)) from None
     check_prompts(config, train, held_out, shape.vocab_size)
+    environments = make_environments(config)
     scorer = RewardScorer(
         data.resolved_verifier,
         data.verifier_options,
-        timeout=data.verifier_timeout,
+        timeout=None if environments else data.verifier_timeout,  # it scores nothing there and needs no processes
         workers=data.verifier_workers,
         failure_reward=data.verifier_failure_reward,
     )
@@ -155,8 +160,18 @@ def assemble(config: Config, *, engine: RolloutEngine | None = None) -> Run:
         batching=Batching(training.max_tokens_per_micro_batch, training.micro_batch_size),
         dropped_prompts=dropped,
         tokenizer=tokenizer,
+        environments=environments,
         stream=stream,
     )
+
+
+def make_environments(config: Config) -> EnvironmentPool | None:
+    """This rank's environments, under the limits of verifiers; None where the config has none."""
+    rollout, data = config.rollout, config.data
+    if rollout.environment is None:
+        return None
+    return EnvironmentPool(rollout.environment, rollout.environment_options, timeout=data.verifier_timeout,
+                           workers=data.verifier_workers)
 
 
 def check_weights(config: Config) -> ModelShape:

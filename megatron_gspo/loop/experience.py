@@ -26,6 +26,7 @@ from megatron_gspo.loop.routing import (
 from megatron_gspo.loop.scoring import attach_advantages, mask, varied
 from megatron_gspo.loop.staleness import staleness
 from megatron_gspo.loop.timers import Timers
+from megatron_gspo.loop.turns import turn_metrics
 from megatron_gspo.mcore.random_state import ROLLOUT, UPDATE, seed_generators
 from megatron_gspo.mcore.step import compute_log_probs
 
@@ -67,7 +68,7 @@ def collect(run: Run, step: int, place: Place, timers: Timers, *, checkpoint: Pa
         )
     attach_advantages(run, samples)
     metrics |= correct(run.config.algorithm, samples)
-    metrics |= staleness(samples, step)
+    metrics |= staleness(samples, step) | turn_metrics(samples)
     metrics |= _describe(samples, supervised=run.config.algorithm.is_supervised)
     return Experience(samples, place, metrics, routing)
 

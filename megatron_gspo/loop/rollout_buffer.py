@@ -119,6 +119,7 @@ def conditions(run: Run, samples: Sequence[Sample]) -> dict[str, Any]:
         found |= {f"{section}.{key}": config[section][key] for key in keys}
     found["the engine's routes"] = run.config.routing.needs_rollout_routes
     found["the verifier's file"] = _digest_of_file(run.config.data.resolved_verifier)
+    found["the environment's file"] = _digest_of_file(run.config.rollout.environment or "")
     drawn = sorted({sample.prompt_index for sample in samples})
     found["the set of prompts"] = _digest(run.source.prompts, drawn)
     return json.loads(json.dumps(found, default=str))

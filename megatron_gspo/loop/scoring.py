@@ -26,17 +26,17 @@ import torch
 import torch.distributed as dist
 
 from megatron_gspo.algorithms import group_advantages, kl_penalty, overlong_penalty, zero_variance_groups
+from megatron_gspo.data.rewards import FAILURE
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.data.verifiers import VerifierError
 from megatron_gspo.loop.assemble import Run
 from megatron_gspo.loop.servers import generate as generate_on_servers
 from megatron_gspo.loop.servers import is_central
 from megatron_gspo.loop.timers import Timers
+from megatron_gspo.loop.turns import advantages_by_turn, generate_episodes, score_episodes
 from megatron_gspo.mcore.groups import compute_device
 from megatron_gspo.rollout.engine import RolloutEngine, SamplingParams
 from megatron_gspo.rollout.spread import generate_spread
-
-FAILURE = "verifier_failure"  # the key of `Sample.metadata` that says why a response has no score
 
 
 def sample_and_score(
@@ -57,6 +57,8 @@ def generate(
     run: Run, engine: RolloutEngine, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int
 ) -> list[Sample]:
     """Responses to ``prompts`` on every rank, prompt-major: each rank generates a share, or servers do all."""
+    if run.environments is not None:
+        return generate_episodes(run, engine, prompts, sampling, seed)
     if is_central(engine):
         return generate_on_servers(run, prompts, sampling, seed)
     return generate_spread(
@@ -75,6 +77,8 @@ def score(run: Run, samples: Sequence[Sample], prompts: Sequence[Prompt], timers
 
     The reward of a failed verification is ``data.verifier_failure_reward`` or NaN; its reason is in the metadata.
     """
+    if run.environments is not None:
+        return score_episodes(samples, run.config.data.verifier_failure_reward)
     with timers("verify"):
         rank, size = dist.get_rank(), dist.get_world_size()
         scores = run.scorer.score(samples[rank::size], prompts)
@@ -110,8 +114,10 @@ def require_scores(run: Run, samples: Sequence[Sample]) -> None:
     """Raise ``VerifierError`` where not one response has a score: the verifier is broken, not the responses."""
     if all(math.isnan(sample.reward) for sample in samples):
         reason = next((sample.metadata[FAILURE] for sample in samples if FAILURE in sample.metadata), "no reason given")
+        environment = run.config.rollout.environment
+        who = f"environment {environment!r}" if environment else f"verifier {run.config.data.resolved_verifier!r}"
         raise VerifierError(
-            f"verifier {run.config.data.resolved_verifier!r} failed on all {len(samples)} responses of a batch "
+            f"{who} failed on all {len(samples)} responses of a batch "
             f"(the first: {reason}); mend it"
         )
 
@@ -155,8 +161,12 @@ def _reason_to_mask(sample: Sample, *, truncated: bool) -> str:
 
 
 def attach_advantages(run: Run, samples: list[Sample]) -> None:
-    """Group advantages of the shaped rewards, broadcast to the response's tokens; 1 for demonstrations, 0 for those
-    whose reward doesn't count."""
+    """Group advantages of the shaped rewards, broadcast to the response's tokens (with ``turn_discount`` each turn its
+    own); 1 for demonstrations, 0 for those whose reward doesn't count."""
+    if run.config.algorithm.turn_discount is not None:
+        compared = [is_compared(sample) for sample in samples]
+        advantages_by_turn(run.config.algorithm, samples, shaped_rewards(run, samples), compared)
+        return
     if run.config.algorithm.is_supervised:
         values = torch.ones(len(samples))
     else:

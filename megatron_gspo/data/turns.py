@@ -1,0 +1,26 @@
+"""Turns of a multi-turn sample: which response tokens are whose, and what each response was worth."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from megatron_gspo.data.sample import Sample
+
+TURNS = "turns"  # the key of `Sample.metadata`
+
+
+@dataclass(frozen=True)
+class Span:
+    """A response within an episode: response tokens start .. end-1 of the sample, and its reward."""
+
+    start: int
+    end: int
+    reward: float
+
+    def to_json(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def spans(sample: Sample) -> list[Span]:
+    """The turns of a sample, in order; [] for one that no episode made."""
+    return [Span(**turn) for turn in sample.metadata.get(TURNS, ())]
