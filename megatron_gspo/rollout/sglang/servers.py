@@ -14,6 +14,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -77,10 +78,14 @@ class _Life:
 
 
 class LocalServers:
-    """`settings.count` servers on this machine. Also a context manager: `with LocalServers(settings) as servers`."""
+    """`settings.count` servers on this machine. Also a context manager: `with LocalServers(settings) as servers`.
 
-    def __init__(self, settings: ServerSettings) -> None:
+    say: gets a line for what happens to them: that they're up, why one ended.
+    """
+
+    def __init__(self, settings: ServerSettings, *, say: Callable[[str], None] = logger.warning) -> None:
         self.settings = settings
+        self._say = say
         self._lives: list[_Life] = []
         self._changes = Changes()
         self._lock = threading.Lock()  # over lives and changes
@@ -130,7 +135,7 @@ class LocalServers:
             self.stop()
             raise
         seconds = time.monotonic() - began
-        logger.info("%d sglang servers are up after %.0f s: %s", len(ports), seconds, ", ".join(self.urls))
+        self._say(f"{', '.join(self.urls)} answer after {seconds:.0f} s")
         self._ending.clear()
         self._watcher = threading.Thread(target=self._watch, name="sglang-servers", daemon=True)
         self._watcher.start()
@@ -252,7 +257,7 @@ class LocalServers:
                 try:
                     self._look(life)
                 except (OSError, UserError, psutil.Error) as error:  # no process, no memory for one, a full disk
-                    logger.warning("sglang server %d (%s): %s", life.index, life.url, error)
+                    self._say(f"sglang server {life.index} ({life.url}): {error}")
                     with self._lock:
                         self._put_down(life)
 
@@ -271,7 +276,7 @@ class LocalServers:
                 with self._lock:
                     life.state, life.since = "up", time.monotonic()
                     self._changes.restarted.append(life.url)
-                logger.info("sglang server %d (%s) answers again", life.index, life.url)
+                self._say(f"sglang server {life.index} ({life.url}) answers again")
 
     def _note_end(self, life: _Life, code: int | None) -> None:
         reason = self._why(life, code)
@@ -284,9 +289,9 @@ class LocalServers:
                 self._changes.died.append(life.url)
             self._put_down(life)
         if life.state == "given up":
-            logger.error("%s; %d restarts in a row failed: it's given up", reason, self.settings.max_restarts)
+            self._say(f"{reason}; it's given up after {self.settings.max_restarts} restarts")
         else:
-            logger.warning("%s; starting it again (%d of %d)", reason, life.restarts, self.settings.max_restarts)
+            self._say(f"{reason}; starting it again ({life.restarts} of {self.settings.max_restarts})")
 
     def _put_down(self, life: _Life) -> None:
         life.since = time.monotonic()

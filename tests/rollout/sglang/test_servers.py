@@ -1,4 +1,4 @@
-"""How local servers are watched, with a program in sglang's place that ends, hangs or answers as its test needs.
+"""How local servers are watched, with a program in sglang's place (conftest.py) that ends, hangs or answers.
 
 What matters here is the process and its end, not what it serves; tests/sglang does the same with real servers.
 """
@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import psutil
 import pytest
@@ -23,53 +22,7 @@ from megatron_gspo.rollout.check import EngineError
 from megatron_gspo.rollout.sglang import guard, servers
 from megatron_gspo.rollout.sglang.launch import ServerSettings
 from megatron_gspo.rollout.sglang.servers import LocalServers
-
-# Answers on its port, with a child, as sglang does. What it does instead stands in the file that it's given as model.
-PROGRAM = """
-import http.server, os, pathlib, subprocess, sys, time
-
-plan = pathlib.Path(sys.argv[sys.argv.index("--model-path") + 1]) / "plan"
-what = plan.read_text() if plan.exists() else ""
-port = int(sys.argv[sys.argv.index("--port") + 1])
-if what == "exit":
-    sys.exit("could not begin: no reason given")
-if what == "hang":
-    time.sleep(600)
-if what == "port":  # once
-    plan.unlink()
-    sys.exit(f"[Errno 98] error while attempting to bind on address ('127.0.0.1', {port}): address already in use")
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-    def log_message(self, *arguments):
-        pass
-
-subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
-print("--config", "--config" in sys.argv, flush=True)
-http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
-"""
-
-
-@pytest.fixture
-def settings(tmp_path: Path) -> ServerSettings:
-    """Of an interpreter that has the program as its sglang."""
-    packages = tmp_path / "packages"
-    (packages / "sglang").mkdir(parents=True)
-    (packages / "sglang" / "__init__.py").touch()
-    (packages / "sglang" / "launch_server.py").write_text(PROGRAM)
-    (packages / "sglang-0.5.23.dist-info").mkdir()
-    (packages / "sglang-0.5.23.dist-info" / "METADATA").write_text("Name: sglang\nVersion: 0.5.23\n")
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={packages} exec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
-    return ServerSettings(
-        model=str(model), python=str(python), arguments=("--device", "cpu"), log_dir=str(tmp_path / "logs")
-    )
+from tests.rollout.sglang.conftest import plan
 
 
 @pytest.fixture
@@ -80,13 +33,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def started(settings: ServerSettings, quick: None) -> Iterator[LocalServers]:
-    with LocalServers(settings) as running:
+def started(stand_in: ServerSettings, quick: None) -> Iterator[LocalServers]:
+    with LocalServers(stand_in) as running:
         yield running
-
-
-def plan(settings: ServerSettings, what: str) -> None:
-    (Path(settings.model) / "plan").write_text(what)
 
 
 def group_of(url: str) -> list[psutil.Process]:
@@ -164,9 +113,9 @@ def test_nothing_is_started_while_paused(started):
     assert wait_for(started.poll).restarted == [url]
 
 
-def test_a_server_that_ends_at_once_is_named_with_its_words_and_ends_the_others(settings, quick, tmp_path):
-    plan(settings, "exit")
-    many = replace(settings, count=2)
+def test_a_server_that_ends_at_once_is_named_with_its_words_and_ends_the_others(stand_in, quick, tmp_path):
+    plan(stand_in, "exit")
+    many = replace(stand_in, count=2)
     launcher = LocalServers(many)
     with pytest.raises(EngineError) as error:
         launcher.start()
@@ -175,29 +124,29 @@ def test_a_server_that_ends_at_once_is_named_with_its_words_and_ends_the_others(
     assert launcher.urls == []
 
 
-def test_a_server_that_never_answers_is_given_start_timeout(settings, quick):
-    plan(settings, "hang")
+def test_a_server_that_never_answers_is_given_start_timeout(stand_in, quick):
+    plan(stand_in, "hang")
     with pytest.raises(EngineError, match="didn't answer within sglang.start_timeout"):
-        LocalServers(replace(settings, start_timeout=0.5)).start()
+        LocalServers(replace(stand_in, start_timeout=0.5)).start()
 
 
-def test_a_port_that_is_taken_in_between_is_left_for_another_unless_it_was_asked_for(settings, quick):
-    plan(settings, "port")
-    with LocalServers(settings) as running_servers:
+def test_a_port_that_is_taken_in_between_is_left_for_another_unless_it_was_asked_for(stand_in, quick):
+    plan(stand_in, "port")
+    with LocalServers(stand_in) as running_servers:
         text = running_servers.logs[0].read_text()
         taken = text.split("'127.0.0.1', ")[1].split(")")[0]
         assert not running_servers.urls[0].endswith(taken)
-    plan(settings, "port")
+    plan(stand_in, "port")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with pytest.raises(EngineError, match="its port is in use; choose another sglang.port"):
-        LocalServers(replace(settings, base_port=port)).start()
+        LocalServers(replace(stand_in, base_port=port)).start()
 
 
-def test_the_key_goes_by_a_file_that_is_removed_when_read(settings, quick, monkeypatch, tmp_path):
+def test_the_key_goes_by_a_file_that_is_removed_when_read(stand_in, quick, monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with LocalServers(replace(settings, api_key="k-secret")) as launcher:
+    with LocalServers(replace(stand_in, api_key="k-secret")) as launcher:
         assert "--config True" in launcher.logs[0].read_text()
         assert not any("k-secret" in " ".join(process.cmdline()) for process in group_of(launcher.urls[0]))
         assert not list(tmp_path.glob("sglang-*.yaml"))
@@ -206,11 +155,11 @@ def test_the_key_goes_by_a_file_that_is_removed_when_read(settings, quick, monke
         assert "k-secret" not in launcher._why(launcher._lives[0], 1) and "***" in launcher._why(launcher._lives[0], 1)
 
 
-def test_servers_end_when_the_trainer_is_killed(settings):
+def test_servers_end_when_the_trainer_is_killed(stand_in):
     program = (
         "import time\nfrom megatron_gspo.rollout.sglang.launch import ServerSettings\n"
         "from megatron_gspo.rollout.sglang.servers import LocalServers\n"
-        f"print(LocalServers(ServerSettings(**{vars(settings)!r})).start()[0], flush=True)\ntime.sleep(600)\n"
+        f"print(LocalServers(ServerSettings(**{vars(stand_in)!r})).start()[0], flush=True)\ntime.sleep(600)\n"
     )
     trainer = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     try:
@@ -248,6 +197,6 @@ def test_the_guard_of_a_trainer_that_is_gone_starts_nothing(tmp_path):
     assert not touched.exists()
 
 
-def test_a_model_that_is_absent_is_named_before_anything_starts(settings):
+def test_a_model_that_is_absent_is_named_before_anything_starts(stand_in):
     with pytest.raises(InputError, match="model path /no/model: there's no config.json"):
-        LocalServers(replace(settings, model="/no/model")).start()
+        LocalServers(replace(stand_in, model="/no/model")).start()

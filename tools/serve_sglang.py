@@ -1,0 +1,110 @@
+"""Start SGLang servers on this machine and keep them running until this is stopped: for runs that get URLs.
+
+    python -m megatron_gspo.tools.serve_sglang --model DIR --servers 2 --port 31000 --sglang.mem-fraction-static 0.7
+
+Prints the line of `sglang.urls` for the run's command. `--sglang.xyz value` reaches the servers as `--xyz value`,
+untouched; `--sglang.host 0.0.0.0` makes them reachable from other machines, which wants `--api-key-file`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_gspo.config.load import split_server_arguments
+from megatron_gspo.errors import InputError, UserError
+from megatron_gspo.rollout.sglang.launch import LOOPBACK, ServerSettings
+from megatron_gspo.rollout.sglang.servers import LocalServers
+
+_LOOK_EVERY = 1.0  # seconds
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: 0, it was stopped; 1, a server can't be started or all were given up; 2, wrong arguments."""
+    ours, theirs = split_server_arguments(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(ours)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        settings = _settings(options, theirs)
+        with LocalServers(settings, say=_say) as servers:
+            return _keep(servers, options.advertise)
+    except UserError as error:
+        _say(str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="Hugging Face directory")
+    parser.add_argument("--servers", type=int, default=1, help="how many (default 1)")
+    parser.add_argument("--port", type=int, help="of the first; the others' follow (default: free ones)")
+    parser.add_argument("--python", default=sys.executable, help="interpreter that has sglang (default: this one)")
+    parser.add_argument("--dtype", default="auto", help="as sglang's (default auto)")
+    parser.add_argument("--routed-experts", action="store_true", help="return the routes of a mixture of experts")
+    parser.add_argument("--api-key-file", type=Path, help="file whose first line every request must know")
+    parser.add_argument("--log-dir", default="sglang_logs", help="gets server_<i>.log (default sglang_logs)")
+    parser.add_argument("--start-timeout", type=float, default=600.0, help="seconds (default 600)")
+    parser.add_argument("--max-restarts", type=int, default=3, help="of one server in a row (default 3)")
+    parser.add_argument("--advertise", help="this machine's address in the printed URLs (default: its name)")
+    return parser
+
+
+def _settings(options: argparse.Namespace, passed: Sequence[str]) -> ServerSettings:
+    return ServerSettings(
+        model=options.model,
+        count=options.servers,
+        python=options.python,
+        base_port=options.port,
+        dtype=options.dtype,
+        routed_experts=options.routed_experts,
+        api_key=_read_key(options.api_key_file) if options.api_key_file else None,
+        arguments=tuple(passed),
+        log_dir=options.log_dir,
+        start_timeout=options.start_timeout,
+        max_restarts=options.max_restarts,
+    )
+
+
+def _read_key(file: Path) -> str:
+    try:
+        first = file.read_text(encoding="utf-8").splitlines()[:1]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--api-key-file {file}: cannot be read ({type(error).__name__})") from error
+    if not first or not first[0].strip():
+        raise InputError(f"--api-key-file {file}: its first line is empty; put the key there")
+    return first[0].strip()
+
+
+def _keep(servers: LocalServers, advertise: str | None) -> int:
+    """Say where the servers are and what becomes of them, until there's none left."""
+    settings = servers.settings
+    is_private = settings.host in (LOOPBACK, "localhost", "::1")
+    if not is_private and settings.api_key is None:
+        _say(f"{settings.host} is open to other machines without a key, and whoever can send weights to a server can "
+             "run code in it: give --api-key-file or keep the network closed")  # fmt: skip
+    urls = list(servers.urls)
+    if settings.host in ("0.0.0.0", "::"):
+        name = advertise or socket.gethostname()
+        urls = [f"http://{name}:{url.rsplit(':', 1)[1]}" for url in urls]
+    print(f"sglang.urls=[{','.join(urls)}]", flush=True)
+    left = set(servers.urls)
+    while left:
+        time.sleep(_LOOK_EVERY)
+        left -= set(servers.poll().given_up)
+    _say("no server is left")
+    return 1
+
+
+def _say(line: str) -> None:
+    print(f"serve_sglang: {line}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
