@@ -57,12 +57,17 @@ class RequestLimits:
     retries: int = 8
 
 
+class _OtherWeights(EngineError):
+    """An answer by other weights than the current ones."""
+
+
 class Client:
     """See the module. `counts`: what happened since it was last read, by the names of docs/metrics.md."""
 
     def __init__(self, fleet: Fleet, model: ModelFacts, limits: RequestLimits) -> None:
         self.fleet, self.model, self.limits = fleet, model, limits
         self.current = 0  # training version that fleet.version stands for
+        self._interruptions = 0
         self.counts: Counter[str] = Counter()
 
     async def draw(self, draft: Draft, sampling: SamplingParams, seed: int, near: Member | None) -> None:
@@ -72,19 +77,25 @@ class Client:
         """
         failed = 0
         while not draft.done:
+            drawn, interruptions = draft.drawn, self._interruptions
             try:
-                drawn = draft.drawn
                 await self._ask(draft, sampling, seed, near if not failed else None)
-                failed = 0
-                if draft.drawn == drawn:  # stopped before its first token, or by weights of another version
+                if draft.drawn > drawn:
+                    failed = 0
+                    continue
+                if self._interruptions > interruptions:
                     await asyncio.sleep(_PAUSE)
-                continue
+                    continue
+                fault = EngineError("it came back without a token, and nobody had interrupted it")
             except ServerError as error:
                 if not error.retry:
                     raise
-                fault: EngineError = error
+                fault = error
             except AnswerError as error:
                 self.counts["refused"] += 1
+                fault = error
+            except _OtherWeights as error:
+                self.counts["distrusted"] += 1
                 fault = error
             failed += 1
             self.counts["retries"] += 1
@@ -104,10 +115,10 @@ class Client:
                     return
                 found = answered_version(answer, asked)
                 if found != version:
-                    self.counts["distrusted"] += 1
+                    reason = f"answered with weights {found[:80]!r} instead of {version!r}"
                     if member.version == version:
-                        await self.fleet.distrust(member, f"answered with weights {found!r} instead of {version!r}")
-                    return
+                        await self.fleet.distrust(member, reason)
+                    raise _OtherWeights(f"server {member.server.url}: {reason}")
                 part = parse_answer(answer, asked)
             except AnswerError as error:
                 await self.fleet.blame(member, str(error))
@@ -130,7 +141,7 @@ class Client:
         try:
             await asyncio.wait({task})
             if task.cancelled():
-                raise ServerError(f"{asked.name}: {member.reason or 'its server was taken out'}", retry=True)
+                raise ServerError(f"{asked.name}: {member.reason or 'it was not given back'}", retry=True)
             return task.result()
         except ServerError as error:
             if not error.sent:
@@ -177,7 +188,7 @@ class Client:
         body = {"input_ids": list(tokens), "sampling_params": {"max_new_tokens": 0, "temperature": 0.0}}
         async with self.fleet.use(len(tokens)) as member:
             try:
-                await member.server.post("/generate", body, timeout=self.limits.timeout)
+                await self._post(member, body, Asked("a prompt", len(tokens), 0, self.model.vocab_size, ""))
             except ServerError:
                 return None
             return member
@@ -194,6 +205,7 @@ class Client:
     async def interrupt(self) -> None:
         """Have all servers give back what they have drawn; nothing new begins until `fleet.hold(False)`."""
         await self.fleet.hold(True)
+        self._interruptions += 1
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _INTERRUPT_SECONDS
         while busy := [member for member in self.fleet.members if member.tasks]:

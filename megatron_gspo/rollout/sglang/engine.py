@@ -92,11 +92,11 @@ class SGLangEngine:
         """
         fleet, wire = self._fleet, f"{self._life}:{version}"
         again = fleet.version == wire and bool(fleet.serving)
-        targets = fleet.stale if again else [member for member in fleet.members if member.alive]
         if not again:
             self._loop.run(self._client.interrupt())
             self._loop.run(fleet.set_version(wire, ()))
             self._client.current = version
+        targets = fleet.stale if again else self._loop.run(self._answering())
         if self._released:
             self._memory("resume", ["weights"])
         try:
@@ -170,12 +170,18 @@ class SGLangEngine:
         if self._launcher is not None:
             self._launcher.stop()
 
+    async def _answering(self) -> list[Member]:
+        """Members that can take weights now: one that hangs would cost the deadline of an update, which is long."""
+        members = [member for member in self._fleet.members if member.alive]
+        answers = await asyncio.gather(*(self._fleet.still_answers(member) for member in members))
+        return [member for member, there in zip(members, answers, strict=True) if there]
+
     async def _settle(self, targets: Sequence[Member], failures: dict[str, str], wire: str) -> None:
         for member in targets:
             if (reason := failures.get(member.server.url)) is not None:
                 await self._fleet.distrust(member, reason)
                 self._say(f"weights {wire.partition(':')[2]}: {reason}")
-                await self._fleet.look(member)
+                await self._fleet.still_answers(member)
         await self._fleet.set_version(wire, [m for m in targets if m.server.url not in failures and m.alive])
 
     def _memory(self, action: str, tags: list[str]) -> None:

@@ -12,14 +12,17 @@ import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_gspo.errors import first_line
 from megatron_gspo.rollout.check import EngineError
 from megatron_gspo.rollout.sglang.http import Server, ServerError
 
+INCOMPLETE = ":incomplete"  # ends the version of a server that is in an update, or was left in one: it is paused
 _STRIKES = 3  # health checks in a row that a server may miss
 _FAULTS = 4  # requests in a row that may fail at a server
 _COOL_DOWN, _LONGEST_COOL_DOWN = 1.0, 60.0  # seconds that a lost server stays out, doubling each time
+_DOUBLINGS = 6  # until the longest
 
 
 class FleetError(EngineError):
@@ -32,8 +35,8 @@ class Member:
 
     alive: it answered last. version: wire version of its weights, None while unknown or half updated. outstanding:
     tokens of the requests that are under way. requests: their number. strikes: health checks that it missed in a row.
-    faults: requests that failed in a row. losses: times it was taken out. hangs: it was, for it took connections and
-    didn't answer. reason: why it is out. not_before: when it may be looked at again (monotonic seconds).
+    faults: requests that failed in a row. losses: times it was taken out. hangs: it is out, takes connections and
+    doesn't answer. reason: why it is out. not_before: when it may be looked at again (monotonic seconds).
     """
 
     server: Server
@@ -139,7 +142,9 @@ class Fleet:
         """Take a member out: it doesn't answer. Its requests are cancelled and go to another server."""
         if member.alive:
             member.losses += 1
-            member.not_before = time.monotonic() + min(_COOL_DOWN * 2 ** (member.losses - 1), _LONGEST_COOL_DOWN)
+            pause = min(_COOL_DOWN * 2 ** min(member.losses - 1, _DOUBLINGS), _LONGEST_COOL_DOWN)
+            member.not_before = time.monotonic() + pause
+            member.strikes = 0
         member.alive, member.version, member.reason, member.faults = False, None, reason, 0
         for task in list(member.tasks):
             task.cancel()
@@ -158,9 +163,21 @@ class Fleet:
 
     async def watch(self) -> None:
         """Look at every member until cancelled: a silent one is taken out, one that is back waits for weights."""
+        await asyncio.gather(*(self._watch(member) for member in self.members))
+
+    async def _watch(self, member: Member) -> None:
         while True:
-            await asyncio.gather(*(self.look(member) for member in self.members))
+            await self.look(member)
             await asyncio.sleep(self.settings.health_interval)
+
+    async def still_answers(self, member: Member) -> bool:
+        """Ask a member once, at any time; one that says nothing is taken out."""
+        try:
+            await member.server.get("/model_info", timeout=self.settings.health_timeout)
+        except ServerError as error:
+            await self.lose(member, first_line(error))
+            return False
+        return True
 
     async def look(self, member: Member) -> None:
         """Ask one member how it is, and take it out or bring it back accordingly."""
@@ -182,20 +199,43 @@ class Fleet:
             return
         was_alive = member.alive
         try:
-            await member.server.get("/health", timeout=self.settings.health_timeout)
-            info = None if was_alive else await member.server.get("/model_info", timeout=self.settings.health_timeout)
+            info = await self._ask(member)
         except ServerError as error:
-            if self.held:
-                return
-            member.strikes += 1
-            gone = error.status is None and not error.sent
-            if was_alive and (gone or member.strikes >= _STRIKES):
-                member.hangs = not gone
-                await self.lose(member, first_line(error))
+            if not self.held:
+                await self._note_silence(member, error)
             return
         member.strikes = 0
         if not was_alive and not member.alive:
-            version = info.get("weight_version") if isinstance(info, dict) else None
+            version = _version(info)
             member.alive, member.hangs, member.reason = True, False, ""
             member.version = version if version == self.version else None
             await self.notify()
+
+    async def _ask(self, member: Member) -> Any:
+        """What a member says of its model, once it is clear that it works.
+
+        /health is the better question, for it has the server generate a token. But that takes a second, and a server
+        that is paused answers it never: only one that is busy is asked it, or one that comes back.
+        """
+        timeout = self.settings.health_timeout
+        if member.alive and member.tasks:
+            await member.server.get("/health", timeout=timeout)
+            return None
+        info = await member.server.get("/model_info", timeout=timeout)
+        if not member.alive and not (_version(info) or "").endswith(INCOMPLETE):
+            await member.server.get("/health", timeout=timeout)
+        return info
+
+    async def _note_silence(self, member: Member, error: ServerError) -> None:
+        member.strikes += 1
+        often = member.strikes >= _STRIKES
+        if member.alive and (often or not error.sent):
+            await self.lose(member, first_line(error))
+        hangs = error.sent and error.status is None
+        if often and hangs:  # also one that was taken out for another reason; anew after as many strikes
+            member.hangs, member.strikes = True, 0
+
+
+def _version(info: Any) -> str | None:
+    version = info.get("weight_version") if isinstance(info, dict) else None
+    return version if isinstance(version, str) else None
