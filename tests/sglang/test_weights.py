@@ -1,0 +1,271 @@
+"""Every route against a real server: after an update it computes what Transformers does with the same weights."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from megatron_gspo.rollout.sglang.capabilities import capabilities, weight_version
+from megatron_gspo.rollout.sglang.http import EventLoop, Server, open_session
+from megatron_gspo.rollout.sglang.route import Route
+from megatron_gspo.rollout.sglang.route_disk import DiskRoute
+from megatron_gspo.rollout.sglang.servers import LocalServers
+from megatron_gspo.rollout.sglang.weights import ROUTES, make_route, update_servers
+from tests.models import save_tiny_model
+
+PROMPT = torch.randint(2, 96, (400,), generator=torch.Generator().manual_seed(3)).tolist()
+LAYERS, EXPERTS = 4, 8  # of `save_tiny_model`
+BUCKET = 8000  # bytes: embedding and head have 12 KiB each
+TOLERANCE = 2e-5  # of log-probs
+
+
+class Weights:
+    """Random weights of the served model, and the log-probs that Transformers computes with them."""
+
+    def __init__(self, folder: Path, seed: int, vocab_size: int) -> None:
+        save_tiny_model(folder, seed=seed, vocab_size=vocab_size)
+        self.named = load_file(folder / "model.safetensors")
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        with torch.no_grad():
+            table = model(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
+        self.log_probs = table[:-1].gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.named.items()
+
+
+class Client:
+    """What the tests ask of servers."""
+
+    def __init__(self) -> None:
+        self.loop = EventLoop()
+        self.session = self.loop.run(open_session())
+
+    def server(self, url: str) -> Server:
+        return Server(url, self.session)
+
+    def post(self, url: str, path: str, body: dict) -> dict:
+        return self.loop.run(self.server(url).post(path, body, timeout=30))
+
+    def score(self, url: str) -> dict:
+        """`meta_info` of an answer with the log-probs of PROMPT."""
+        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+                "return_logprob": True, "logprob_start_len": 0, "return_routed_experts": True}  # fmt: skip
+        return self.post(url, "/generate", body)["meta_info"]
+
+    def cache(self, url: str) -> None:
+        """Have the prompt in the prefix cache, and see that it is."""
+        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}
+        self.post(url, "/generate", body)
+        assert self.post(url, "/generate", body)["meta_info"]["cached_tokens"] >= len(PROMPT) - 1
+
+    def update(self, urls: list[str], weights: Iterator[tuple[str, Tensor]], route: Route, version: str, *,
+               timeout: float = 30.0) -> dict[str, str]:  # fmt: skip
+        return update_servers(self.loop, [self.server(url) for url in urls], weights, route, version=version,
+                              bucket_bytes=BUCKET, timeout=timeout)  # fmt: skip
+
+    def version(self, url: str) -> str:
+        return self.loop.run(weight_version(self.server(url), timeout=10))
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    client = Client()
+    yield client
+    client.loop.run(client.session.close())
+    client.loop.close()
+
+
+@pytest.fixture(scope="module")
+def weights(sglang_model: str, tmp_path_factory: pytest.TempPathFactory) -> list[Weights]:
+    """Two sets, neither the one that servers start with, in which every expert gets tokens of PROMPT."""
+    size = AutoModelForCausalLM.from_pretrained(sglang_model).config.vocab_size
+    return [Weights(tmp_path_factory.mktemp(f"weights{seed}"), seed, size) for seed in (3, 4)]
+
+
+@pytest.fixture(scope="module")
+def victims(start_servers: Callable[..., LocalServers]) -> LocalServers:
+    """One server of this module's own, to be harmed."""
+    return start_servers(count=1)
+
+
+@pytest.fixture
+def route(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Route]:
+    route = make_route(request.param, directory=tmp_path / "weights")
+    yield route
+    route.close()
+
+
+every_route = pytest.mark.parametrize("route", ROUTES, indirect=True)
+
+
+def assert_serves(client: Client, url: str, weights: Weights, version: str) -> None:
+    """All of them: every expert of every layer is in use, and nothing comes from the cache of older weights."""
+    meta = client.score(url)
+    assert meta["cached_tokens"] == 0 and meta["weight_version"] == version
+    routes = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32).reshape(len(PROMPT), LAYERS, -1)
+    assert all(len(set(routes[:, layer].ravel().tolist())) == EXPERTS for layer in range(LAYERS))
+    found = torch.tensor([row[0] for row in meta["input_token_logprobs"][1:]])
+    assert (found - weights.log_probs).abs().max() < TOLERANCE
+
+
+def processes(url: str) -> list[psutil.Process]:
+    """Of the server that listens at a URL, children included."""
+    port = url.rsplit(":", 1)[1]
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or []
+        if "sglang.launch_server" in command and port in command and "guard" not in " ".join(command[:5]):
+            found += [process, *process.children(recursive=True)]
+    return found
+
+
+def signal_all(url: str, number: signal.Signals) -> None:
+    for process in processes(url):
+        os.kill(process.pid, number)
+
+
+@every_route
+def test_two_updates_in_a_row(route: Route, client: Client, weights: list[Weights], sglang_url: str) -> None:
+    assert (weights[0].log_probs - weights[1].log_probs).abs().max() > 0.1
+    for number in (0, 1, 0):
+        client.cache(sglang_url)
+        version = f"00c0ffee:{number}"
+        assert client.update([sglang_url], weights[number].stream(), route, version) == {}
+        assert_serves(client, sglang_url, weights[number], version)
+
+
+@pytest.mark.parametrize("route", ["disk", "distributed", "ipc"], indirect=True)
+def test_a_server_that_hangs_is_named_and_the_other_served(
+    route: Route, client: Client, weights: list[Weights], sglang_url: str, victims: LocalServers
+) -> None:
+    """It stops in mid-stream; the stream is still read to its end. Running again, it takes the next update."""
+    url = victims.urls[0]
+    assert client.update([sglang_url, url], weights[0].stream(), route, "a:1") == {}
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        for number, pair in enumerate(weights[1].stream()):
+            if number == 60:
+                signal_all(url, signal.SIGSTOP)
+            yield pair
+
+    given = stream()
+    try:
+        failures = client.update([sglang_url, url], given, route, "a:2", timeout=2.0)
+    finally:
+        signal_all(url, signal.SIGCONT)
+    assert list(failures) == [url] and f"server {url}/" in failures[url] and "2 s" in failures[url]
+    assert next(given, None) is None
+    assert_serves(client, sglang_url, weights[1], "a:2")
+    client.cache(sglang_url)
+    assert client.update([sglang_url, url], weights[1].stream(), route, "a:3") == {}
+    for place in (sglang_url, url):
+        assert_serves(client, place, weights[1], "a:3")
+
+
+def test_a_checkpoint_that_is_not_there(client: Client, weights: list[Weights], sglang_url: str,
+                                        tmp_path: Path) -> None:  # fmt: skip
+    class Vanishing(DiskRoute):
+        def end(self) -> None:
+            super().end()
+            shutil.rmtree(self.checkpoint)
+
+    failures = client.update([sglang_url], weights[0].stream(), Vanishing(tmp_path), "b:1")
+    assert f"server {sglang_url}/update_weights_from_disk: answered 400" in failures[sglang_url]
+    assert client.version(sglang_url) == "b:1:incomplete"
+    assert client.update([sglang_url], weights[0].stream(), DiskRoute(tmp_path), "b:2") == {}
+    assert_serves(client, sglang_url, weights[0], "b:2")
+
+
+def test_half_updated_by_a_wrong_shape(client: Client, weights: list[Weights], sglang_url: str) -> None:
+    """A whole update mends it. (In a request by value or handle, upstream dies of a wrong shape.)"""
+    wrong = weights[1].named | {"model.layers.2.self_attn.q_proj.weight": torch.zeros(3, 5)}
+    route = make_route("distributed")
+    failures = client.update([sglang_url], iter(wrong.items()), route, "c:1")
+    assert "/update_weights_from_distributed: answered 400" in failures[sglang_url]
+    assert "[3, 5]" in failures[sglang_url]
+    meta = client.score(sglang_url)  # it answers, and says that this is of no version
+    assert meta["weight_version"] == "c:1:incomplete"
+    assert client.update([sglang_url], weights[1].stream(), route, "c:2") == {}
+    assert_serves(client, sglang_url, weights[1], "c:2")
+    route.close()
+
+
+def test_a_stream_that_breaks_is_read_to_its_end(client: Client, weights: list[Weights], sglang_url: str) -> None:
+    first = next(iter(weights[0].named.items()))
+    given = iter([*weights[0].named.items(), first, *weights[0].named.items()])
+    with pytest.raises(ValueError, match=f"^{first[0]} comes twice"):
+        client.update([sglang_url], given, make_route("tensor"), "d:1")
+    assert next(given, None) is None
+    assert client.version(sglang_url) == "d:1:incomplete"
+    assert client.update([sglang_url], weights[0].stream(), make_route("tensor"), "d:2") == {}
+    assert_serves(client, sglang_url, weights[0], "d:2")
+
+
+def test_a_client_that_died_in_its_update(client: Client, weights: list[Weights], sglang_url: str) -> None:
+    """It has left the server paused, with an open session where the version has sessions."""
+    found = client.loop.run(capabilities(client.server(sglang_url), timeout=10))
+    assert (found.tp_size, found.device, found.routed_experts) == (1, "cpu", True)
+    assert found.max_input_tokens > 100
+    client.post(sglang_url, "/pause_generation", {"mode": "abort"})
+    if found.update_session:
+        client.post(sglang_url, "/begin_weight_update", {})
+    assert client.update([sglang_url], weights[1].stream(), make_route("tensor"), "e:1") == {}
+    assert_serves(client, sglang_url, weights[1], "e:1")
+
+
+def test_a_request_under_way_is_answered_with_what_it_has(client: Client, weights: list[Weights],
+                                                          sglang_url: str) -> None:  # fmt: skip
+    assert client.update([sglang_url], weights[0].stream(), make_route("tensor"), "f:1") == {}
+    server = client.server(sglang_url)
+    body = {"input_ids": PROMPT[:100], "sampling_params": {"max_new_tokens": 350, "ignore_eos": True},
+            "return_logprob": True}  # fmt: skip
+
+    async def begin() -> asyncio.Task:
+        task = asyncio.create_task(server.post("/generate", body, timeout=60))
+        await asyncio.sleep(0.2)
+        return task
+
+    async def end(task: asyncio.Task) -> dict:
+        return await task
+
+    task = client.loop.run(begin())
+    assert client.update([sglang_url], weights[1].stream(), make_route("tensor"), "f:2") == {}
+    answer = client.loop.run(end(task))
+    meta = answer["meta_info"]
+    assert meta["finish_reason"]["type"] == "abort" and meta["weight_version"] == "f:1"
+    assert 0 < len(answer["output_ids"]) == len(meta["output_token_logprobs"]) < 350
+    assert_serves(client, sglang_url, weights[1], "f:2")
+
+
+def test_killed_in_mid_update(client: Client, weights: list[Weights], sglang_url: str, victims: LocalServers) -> None:
+    """By broadcast, where both sides wait for each other: named at once, and the other server has it all."""
+    url, route = victims.urls[0], make_route("distributed")
+    assert client.update([sglang_url, url], weights[0].stream(), route, "g:1") == {}
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        for number, pair in enumerate(weights[1].stream()):
+            if number == 60:
+                signal_all(url, signal.SIGKILL)
+            yield pair
+
+    given = stream()
+    failures = client.update([url, sglang_url], given, route, "g:2", timeout=20.0)
+    assert list(failures) == [url] and f"server {url}/update_weights_from_distributed" in failures[url]
+    assert len(failures[url].splitlines()) == 1
+    assert next(given, None) is None
+    assert_serves(client, sglang_url, weights[1], "g:2")
+    route.close()
