@@ -17,7 +17,7 @@ from megatron_gspo.data.sample import Sample
 from megatron_gspo.errors import writing
 from megatron_gspo.loop.assemble import Run
 from megatron_gspo.loop.rollout_buffer import Place
-from megatron_gspo.loop.rollouts import versions_of
+from megatron_gspo.loop.rollouts import ledger
 from megatron_gspo.loop.routing import StepRouting
 from megatron_gspo.loop.scoring import FAILURE
 from megatron_gspo.loop.update import Update, writes_ratios
@@ -155,9 +155,7 @@ class Recorder:
         where samples outlive steps."""
         if self._active and self._config.rollout.engine == "sglang":
             with writing(self._directory.rollouts):
-                self._directory.write_rollouts(
-                    step, {"samples": versions_of(samples), "cursor": place.cursor, "pending": place.pending}
-                )
+                self._directory.write_rollouts(step, ledger(samples, place))
 
     def write_ratios(self, step: int, done: Update) -> None:
         """Importance ratios of the last update's trained tokens, every ``tracking.ratio_interval`` steps."""

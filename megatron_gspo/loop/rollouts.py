@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -107,8 +108,8 @@ def leave_servers(run: Run, place: Place, step: int) -> Place:
     give their memory back."""
     rollout = run.config.rollout
     if rollout.overlap:
-        extra = math.ceil(rollout.rollout_batch_size * (rollout.oversampling - 1))
-        ahead = rollout.rollout_batch_size * rollout.max_staleness + extra
+        # not one more: they are trained on in this order, and the last would be too old by then
+        ahead = rollout.rollout_batch_size * rollout.max_staleness
         return fill(run, place, ahead, rollout_seed(run.config.seed, step + 1), set())
     if rollout.streams:
         on_first(lambda: run.stream.stop(keep=rollout.max_staleness > 0) and None)
@@ -140,7 +141,10 @@ def _by_index(run: Run, index: int) -> Prompt:
     return run.source.prompts[index]
 
 
-def versions_of(samples: Sequence[Sample]) -> list[list[int]]:
-    """[prompt, sample, oldest version, newest version] of each sample: the ledger of what was trained on."""
-    return [[s.prompt_index, s.sample_index, s.weight_version,
-             s.weight_version if s.token_versions is None else int(s.token_versions.max())] for s in samples]
+def ledger(samples: Sequence[Sample], place: Place) -> dict[str, Any]:
+    """The record of ``rollouts.jsonl``: what a step trained on, by which weights, and what was begun besides."""
+    rows = []
+    for sample in samples:
+        versions = [sample.weight_version] if sample.token_versions is None else sample.token_versions
+        rows.append([sample.prompt_index, sample.sample_index, int(min(versions)), int(max(versions))])
+    return {"samples": rows, "cursor": place.cursor, "pending": list(place.pending)}

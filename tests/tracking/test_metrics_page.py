@@ -21,6 +21,8 @@ from megatron_gspo.algorithms import (
 )
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.loop.record import ratio_arrays
+from megatron_gspo.loop.rollout_buffer import Place
+from megatron_gspo.loop.rollouts import ledger
 from megatron_gspo.loop.routing import StepRouting
 from megatron_gspo.loop.timers import _PARTS
 from megatron_gspo.loop.update import Update
@@ -34,7 +36,8 @@ SOURCES = (
     *(PACKAGE / "mcore" / f"{name}.py" for name in ("step", "forward")),
 )
 NOT_METRICS = {"metrics", "log_probs", "exit"}  # what a forward step returns; a key of summary.json
-OTHER_RECORDS = {"by_layer", "ratio_arrays"}  # functions that make a line of routing.jsonl and the arrays of ratios/
+# functions that make a line of routing.jsonl or of rollouts.jsonl, and the arrays of ratios/
+OTHER_RECORDS = {"by_layer", "ledger", "ratio_arrays"}
 
 
 def documented(heading: str) -> set[str]:
@@ -138,6 +141,8 @@ def test_other_records_are_documented() -> None:
     page = PAGE.read_text(encoding="utf-8")
     [lines] = [line for line in page.splitlines() if "`routing.jsonl`" in line and line.startswith("|")]
     [arrays] = [line for line in page.splitlines() if line.startswith("| `ratios/")]
+    [rollouts] = [line for line in page.splitlines() if line.startswith("| `rollouts.jsonl`")]
+    assert {key for key in ledger([], Place()) if f"`{key}`" not in rollouts} == set()
     assert {key for key in StepRouting().by_layer() if f"`{key}`" not in lines} == set()
     tokenizer = SimpleNamespace(decode=str)
     sample = Sample(
