@@ -70,6 +70,11 @@ def _check_stream(config: Config) -> None:
     if rollout.overlap and config.sglang.colocated:
         problem = "the servers have released their memory while the trainer works (sglang.colocated)"
         raise ConfigError("rollout.overlap", True, problem, "set one of the two to false")
+    if rollout.max_staleness and rollout.oversampling > 1 + rollout.max_staleness:
+        problem = (f"of so many groups the last are trained on {rollout.oversampling - 1:g} steps after they were begun, "
+                   f"and rollout.max_staleness = {rollout.max_staleness}")
+        raise ConfigError("rollout.oversampling", rollout.oversampling, problem,
+                          f"set it to {1 + rollout.max_staleness} at most, or raise rollout.max_staleness")
     if rollout.max_staleness and not rollout.overlap and rollout.oversampling == 1:
         problem = "without rollout.overlap and rollout.oversampling nothing is ever behind"
         raise ConfigError("rollout.max_staleness", rollout.max_staleness, problem,
