@@ -34,8 +34,10 @@ KEEPS_OTHER_RECORDS = {"rollout_buffer"}  # its dicts are the head of a file
 SOURCES = (
     *(file for file in sorted((PACKAGE / "loop").glob("*.py")) if file.stem not in KEEPS_OTHER_RECORDS),
     *(PACKAGE / "mcore" / f"{name}.py" for name in ("step", "forward")),
+    PACKAGE / "rollout" / "sglang" / "engine.py",
 )
-NOT_METRICS = {"metrics", "log_probs", "exit"}  # what a forward step returns; a key of summary.json
+# what a forward step returns; a key of summary.json; of a request
+NOT_METRICS = {"metrics", "log_probs", "exit", "tags"}
 # functions that make a line of routing.jsonl or of rollouts.jsonl, and the arrays of ratios/
 OTHER_RECORDS = {"by_layer", "ledger", "ratio_arrays"}
 

@@ -138,9 +138,13 @@ class SGLangEngine:
         counts, self._client.counts = self._client.counts, type(self._client.counts)()
         sent = counts.pop("input_tokens", 0)
         cached = counts.pop("cached_tokens", 0)
-        found = {name: float(counts[name]) for name in
-                 ("requests", "retries", "refused", "distrusted", "continued", "discarded_tokens")}
-        return {f"rollout/{name}": value for name, value in found.items()} | {
+        return {
+            "rollout/requests": float(counts["requests"]),
+            "rollout/retries": float(counts["retries"]),
+            "rollout/refused": float(counts["refused"]),
+            "rollout/distrusted": float(counts["distrusted"]),
+            "rollout/continued": float(counts["continued"]),
+            "rollout/discarded_tokens": float(counts["discarded_tokens"]),
             "rollout/cached_share": cached / sent if sent else 0.0,
             "rollout/servers": float(len(self._fleet.serving)),
         }
