@@ -53,6 +53,7 @@ class Stream:
         self._groups: dict[int, Group] = {}
         self._tickets = 0
         self._failure: BaseException | None = None
+        self._unserved: float | None = None  # since when no server answers, as seen by `take`, whose caller may go on
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -88,8 +89,8 @@ class Stream:
         return [(group.ticket, [draft.sample(routes, self._decode) for draft in group.drafts]) for group in groups]
 
     def stop(self, *, keep: bool) -> list[Prompt]:
-        """Have the servers stop. keep: what is drawn is kept and goes on after the next update or `take`; else all groups
-        that weren't taken, finished or not, are thrown away and their prompts are returned."""
+        """Have the servers stop. keep: what is drawn is kept and goes on after the next update or `take`; else all
+        groups that weren't taken, finished or not, are thrown away and their prompts are returned."""
         return self._loop.run(self._stop(keep))
 
     async def _start(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> list[int]:
@@ -118,7 +119,6 @@ class Stream:
 
     async def _take(self, count: int, patience: float | None, oldest: int | None) -> list[Group]:
         fleet, end = self._client.fleet, None if patience is None else time.monotonic() + patience
-        unserved: float | None = None
         if fleet.held:
             await fleet.hold(False)
         while True:
@@ -129,14 +129,17 @@ class Stream:
             if len(chosen) == count or (end is not None and now >= end):
                 break
             if fleet.serving:
-                unserved = None
+                self._unserved = None
             elif fleet.stale:
+                self._unserved = None
                 raise WeightsWanted
             else:
-                unserved = now if unserved is None else unserved
-                if now - unserved > self._recovery:
-                    raise FleetError(f"no server has answered for {self._recovery:.0f} s: {fleet.describe()}")
+                self._unserved = now if self._unserved is None else self._unserved
+                if now - self._unserved > self._recovery:
+                    raise FleetError(f"no server has answered for {self._recovery:g} s: {fleet.describe()}")
             await fleet.changed(min(0.5, end - now if end is not None else 0.5))
+        if len(chosen) == count:
+            self._unserved = None
         for group in chosen:
             del self._groups[group.ticket]
         return chosen

@@ -1,0 +1,125 @@
+"""A server that draws by a rule and, on request, breaks: token j of a response is 10 + (input length + j) % 50."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+
+from megatron_gspo.data.sample import Prompt
+from megatron_gspo.rollout.engine import SamplingParams
+from megatron_gspo.rollout.sglang import client as client_module
+from megatron_gspo.rollout.sglang.client import Client, ModelFacts, RequestLimits
+from megatron_gspo.rollout.sglang.fleet import Fleet, FleetSettings
+from megatron_gspo.rollout.sglang.http import EventLoop, Server, open_session
+from megatron_gspo.rollout.sglang.stream import Stream
+from tests.rollout.sglang.answer import answer
+from tests.rollout.sglang.web import WebServer
+
+VERSION = "00c0ffee:3"
+FACTS = ModelFacts(vocab_size=96, stop_ids=(1,), max_length=64)
+SAMPLING = SamplingParams(n=2, max_response_length=4)
+Break = Callable[[dict[str, Any]], Any]  # of a right answer: another answer, or a web.Response
+
+
+class Generator:
+    """breaks: what befalls the next answers, in turn. gate: closed, answers wait for it or for an abort."""
+
+    def __init__(self) -> None:
+        self.breaks: list[Break] = []
+        self.always: Break | None = None
+        self.version = VERSION
+        self.bodies: list[dict[str, Any]] = []
+        self.aborts = 0
+        self.gate = True
+        self._aborted = asyncio.Event()
+
+    def __enter__(self) -> Generator:
+        self.web = WebServer(self.answer)
+        self.web.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.web.__exit__()
+
+    @property
+    def url(self) -> str:
+        return self.web.url
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        if request.path == "/abort_request":
+            self.aborts += 1
+            self._aborted.set()
+            return web.json_response({})
+        if request.path != "/generate":
+            return web.json_response({"weight_version": self.version})
+        body = await request.json()
+        self.bodies.append(body)
+        found = respond(body, self.version)
+        while not self.gate:
+            self._aborted.clear()
+            try:
+                await asyncio.wait_for(self._aborted.wait(), 0.01)
+            except TimeoutError:
+                continue
+            found = respond(body, self.version, cut=1)
+            break
+        change = self.breaks.pop(0) if self.breaks else self.always
+        found = change(found) if change is not None else found
+        if asyncio.iscoroutine(found):
+            found = await found
+        return found if isinstance(found, web.StreamResponse) else web.json_response(found)
+
+
+def respond(body: dict[str, Any], version: str, cut: int | None = None) -> dict[str, Any]:
+    """The right answer to a request; `cut`: aborted after so many tokens."""
+    context, count = len(body["input_ids"]), body["sampling_params"]["max_new_tokens"]
+    tokens = [10 + (context + j) % 50 for j in range(count)]
+    log_probs = [-float(token) / 8 for token in tokens]
+    if cut is not None and cut < count:
+        return answer(tokens[:cut], log_probs[:cut], "abort", context, weight_version=version, weight_versions=None)
+    return answer(tokens, log_probs, "length", context, weight_version=version, weight_versions=None)
+
+
+def expected(prompt: Prompt) -> list[int]:
+    """The tokens of a response to it, interrupted or not."""
+    return [10 + (prompt.length + j) % 50 for j in range(SAMPLING.max_response_length)]
+
+
+def prompts(count: int, length: int = 5) -> list[Prompt]:
+    return [Prompt(i, np.arange(2, 2 + length) + i, "") for i in range(count)]
+
+
+class Setup:
+    """A stream over some servers in a loop of its own."""
+
+    def __init__(self, *urls: str, retries: int = 3, timeout: float = 10.0, recovery: float = 30.0,
+                 **fleet: Any) -> None:
+        self.loop = EventLoop()
+        self._session = self.loop.run(open_session())
+        servers = [Server(url, self._session) for url in urls]
+        self.fleet = Fleet(servers, FleetSettings(**fleet))
+        self.client = Client(self.fleet, FACTS, RequestLimits(timeout, retries))
+        self.serve()
+        self.stream = Stream(self.loop, self.client, str, recovery=recovery)
+
+    def serve(self, version: str = VERSION) -> None:
+        """All servers hold this version."""
+        self.client.current = int(version.rpartition(":")[2])
+        self.loop.run(self.fleet.set_version(version, self.fleet.members))
+        self.loop.run(self.fleet.hold(False))
+
+    def __enter__(self) -> Setup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.loop.run(self._session.close())
+        self.loop.close()
+
+
+def without_pauses(monkeypatch: Any) -> None:
+    """Repeat failed requests at once."""
+    monkeypatch.setattr(client_module, "_BACK_OFF", 0.0)

@@ -1,0 +1,235 @@
+"""What is repeated, what is not, and what the counts say of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from megatron_gspo.data.sample import Prompt
+from megatron_gspo.rollout.check import EngineError
+from megatron_gspo.rollout.engine import SamplingParams
+from megatron_gspo.rollout.sglang import fleet as fleet_module
+from megatron_gspo.rollout.sglang.stream import WeightsWanted
+from tests.rollout.sglang.generator import SAMPLING, Generator, Setup, expected, prompts, without_pauses
+
+
+@pytest.fixture
+def server() -> Iterator[Generator]:
+    with Generator() as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_pauses(monkeypatch)
+    monkeypatch.setattr(fleet_module, "_COOL_DOWN", 0.0)
+
+
+def change_meta(**values: Any):
+    def change(answer: dict[str, Any]) -> dict[str, Any]:
+        answer["meta_info"] |= values
+        return answer
+
+    return change
+
+
+def status(code: int):
+    return lambda answer: web.Response(status=code, text="words of the server")
+
+
+def half(answer: dict[str, Any]) -> web.Response:
+    body = json.dumps(answer).encode()
+    return web.Response(body=body[: len(body) // 2], content_type="application/json")
+
+
+async def _late(answer: dict[str, Any]) -> dict[str, Any]:
+    await asyncio.sleep(1.0)
+    return answer
+
+
+# what befalls an answer: the fault, and how it is counted
+PASSING = {
+    "error 500": (status(500), "retries"),
+    "busy": (status(503), "retries"),
+    "half": (half, "retries"),
+    "late": (_late, "retries"),
+    "text": (lambda answer: web.Response(text="ok"), "refused"),
+    "NaN": (change_meta(output_token_logprobs=[[float("nan"), 15, None]] * 4), "refused"),
+    "positive": (change_meta(output_token_logprobs=[[1.0, 15, None]] * 4), "refused"),
+    "other token": (change_meta(output_token_logprobs=[[-1.0, 96, None]] * 4), "refused"),
+    "lengths": (change_meta(output_token_logprobs=[[-1.0, 15, None]] * 3), "refused"),
+    "no version": (change_meta(weight_version=None), "refused"),
+    "huge": (lambda answer: answer | {"text": "x" * 10**6}, "retries"),
+    "nothing": (lambda answer: {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}}}, "retries"),
+}
+
+
+def check(groups: list[list], wanted: list[Prompt]) -> None:
+    """Every (prompt, sample) once, as the rule draws it."""
+    found = [(s.prompt_index, s.sample_index) for group in groups for s in group]
+    assert found == [(p.index, i) for p in wanted for i in range(SAMPLING.n)]
+    for prompt, group in zip(wanted, groups, strict=True):
+        for sample in group:
+            assert sample.response_ids.tolist() == expected(prompt)
+            np.testing.assert_array_equal(sample.rollout_log_probs, -np.array(expected(prompt), np.float32) / 8)
+
+
+@pytest.mark.parametrize("name", PASSING)
+def test_a_passing_fault_is_survived_and_counted_once(server, name):
+    fault, counted = PASSING[name]
+    server.breaks = [fault]
+    with Setup(server.url, timeout=0.5 if name == "late" else 10.0) as setup:
+        wanted = prompts(3)
+        setup.stream.start(wanted, SAMPLING, seed=1)
+        check(setup.stream.take(3), wanted)
+        counts = setup.client.counts
+    assert counts["requests"] == 6 and counts["retries"] == 1 and len(server.bodies) == 7
+    assert counts["refused"] == (counted == "refused") and counts["distrusted"] == 0
+    assert counts["input_tokens"] == 6 * 5 and counts["cached_tokens"] == 6 * 2
+
+
+@pytest.mark.parametrize("name", sorted(set(PASSING) - {"late"}))
+def test_a_lasting_fault_ends_with_one_line_that_names_the_request(server, name):
+    server.always = PASSING[name][0]
+    with Setup(server.url, health_interval=0.01) as setup:
+        watch = setup.loop.spawn(setup.fleet.watch())  # servers that are lost for their faults come back
+        setup.stream.start(prompts(1), SAMPLING, seed=1)
+        with pytest.raises(EngineError, match=r"^sample 0/[01]: given up after 4 tries; the last: ") as caught:
+            setup.stream.take(1)
+        watch.cancel()
+    assert "\n" not in str(caught.value) and setup.client.counts["requests"] == 0
+
+
+@pytest.mark.parametrize("code", [400, 401, 404, 413, 422])
+def test_a_request_that_is_refused_is_not_repeated(server, code):
+    server.always = status(code)
+    with Setup(server.url) as setup:
+        setup.stream.start(prompts(1), SamplingParams(n=1, max_response_length=4), seed=1)
+        with pytest.raises(EngineError, match=rf"^sample 0/0: server {server.url}/generate: .*{code}"):
+            setup.stream.take(1)
+    assert len(server.bodies) == 1
+
+
+def test_retries_begin_anew_after_a_success(server):
+    """Three are allowed; a response in parts may fail as often in each."""
+    fails = [status(500)] * 3
+    server.breaks = [*fails, lambda answer: _cut(answer, 1), *fails, lambda answer: _cut(answer, 1), *fails]
+    with Setup(server.url) as setup:
+        setup.fleet.members[0].faults = -100  # that it isn't taken out is of no interest here
+        setup.stream.start(prompts(1), SamplingParams(n=1, max_response_length=4), seed=1)
+        [[sample]] = setup.stream.take(1)
+    assert sample.response_ids.tolist() == expected(prompts(1)[0])
+    assert setup.client.counts["retries"] == 9 and setup.client.counts["continued"] == 2
+
+
+def _cut(answer: dict[str, Any], count: int) -> dict[str, Any]:
+    """The answer as it would be after an abort."""
+    meta = answer["meta_info"]
+    meta |= {"finish_reason": {"type": "abort"}, "output_token_logprobs": meta["output_token_logprobs"][:count]}
+    return {"output_ids": answer["output_ids"][:count], "meta_info": meta}
+
+
+def test_a_failed_request_goes_to_another_server(server):
+    with Generator() as bad:
+        bad.always = status(500)
+        with Setup(bad.url, server.url) as setup:
+            wanted = prompts(4)
+            setup.stream.start(wanted, SAMPLING, seed=1)
+            check(setup.stream.take(4), wanted)
+            assert not setup.fleet.members[0].alive, "four failures in a row"
+            assert "words of the server" in setup.fleet.members[0].reason
+
+
+def test_old_weights_never_serve(server):
+    """A server with other weights is out at its first answer; nothing of it is taken."""
+    with Generator() as old:
+        old.version = "00c0ffee:2"
+        with Setup(old.url, server.url) as setup:
+            wanted = prompts(3)
+            setup.stream.start(wanted, SAMPLING, seed=1)
+            check(setup.stream.take(3), wanted)
+            assert 1 <= setup.client.counts["distrusted"] <= 6
+            assert setup.fleet.serving == setup.fleet.members[1:] and setup.fleet.stale == setup.fleet.members[:1]
+            assert setup.client.counts["requests"] == 6
+
+
+def test_where_all_have_old_weights_an_update_is_asked_for(server):
+    server.version = "00c0ffee:2"
+    with Setup(server.url) as setup:
+        setup.stream.start(prompts(1), SAMPLING, seed=1)
+        with pytest.raises(WeightsWanted):
+            setup.stream.take(1)
+        server.version = "00c0ffee:4"
+        setup.serve("00c0ffee:4")
+        [group] = setup.stream.take(1)
+    assert [sample.weight_version for sample in group] == [4, 4]
+
+
+def test_a_version_that_no_update_mends_ends_the_run(server):
+    server.version = "another-life:9"
+    with Setup(server.url) as setup:
+        setup.stream.start(prompts(1), SamplingParams(n=1, max_response_length=4), seed=1)
+        for _ in range(3):
+            with pytest.raises(WeightsWanted):
+                setup.stream.take(1)
+            setup.serve()
+        with pytest.raises(EngineError, match="sample 0/0: given up after 4 tries.*weights 'another-life:9'"):
+            setup.stream.take(1)
+
+
+def test_the_prompt_of_a_group_is_computed_once_and_its_samples_follow(server):
+    with Generator() as other, Setup(server.url, other.url) as setup:
+        setup.client.model = type(setup.client.model)(96, (1,), None, None)
+        wanted = prompts(2, length=64)
+        wanted = [Prompt(p.index, p.token_ids % 90 + 2, "") for p in wanted]
+        setup.stream.start(wanted, SamplingParams(n=3, max_response_length=4), seed=1)
+        setup.stream.take(2)
+        for bodies in (server.bodies, other.bodies):
+            assert [body["sampling_params"]["max_new_tokens"] for body in bodies] == [0, 4, 4, 4]
+            assert len({tuple(body["input_ids"]) for body in bodies}) == 1
+
+
+def test_a_server_that_is_lost_gives_back_a_prompt_too(server):
+    """Not after the deadline of a request, which is long."""
+    with Generator() as hung, Setup(hung.url, server.url, timeout=600.0) as setup:
+        hung.gate = False
+        setup.client.model = type(setup.client.model)(96, (1,), None, None)
+        [prompt] = [Prompt(0, np.arange(70), "")]
+        setup.stream.start([prompt], SAMPLING, seed=1)
+        while not hung.bodies:
+            time.sleep(0.005)
+        setup.loop.run(setup.fleet.lose(setup.fleet.members[0], "gone"))
+        assert len(setup.stream.take(1, patience=20.0)) == 1
+
+
+def test_seeds_depend_on_seed_prompt_sample_and_token(server):
+    def seeds(seed: int) -> list[int]:
+        server.bodies.clear()
+        with Setup(server.url) as setup:
+            setup.stream.start(prompts(3), SAMPLING, seed=seed)
+            setup.stream.take(3)
+        return sorted(body["sampling_params"]["sampling_seed"] for body in server.bodies)
+
+    first = seeds(1)
+    assert len(set(first)) == 6 and all(0 <= seed < 2**63 for seed in first)
+    assert seeds(1) == first and not set(seeds(2)) & set(first)
+
+
+def test_what_is_asked_for(server):
+    with Setup(server.url) as setup:
+        sampling = SamplingParams(n=1, max_response_length=4, temperature=0.7, top_p=0.9, top_k=5)
+        setup.stream.start(prompts(1), sampling, seed=1)
+        setup.stream.start(prompts(1), SamplingParams(n=1, max_response_length=4, greedy=True), seed=1)
+        setup.stream.take(2)
+    sampled, greedy = (body["sampling_params"] for body in server.bodies)
+    assert (sampled["temperature"], sampled["top_p"], sampled["top_k"]) == (0.7, 0.9, 5)
+    assert (greedy["temperature"], greedy["top_p"], greedy["top_k"]) == (0.0, 1.0, -1)
+    assert sampled["stop_token_ids"] == [1] and server.bodies[0]["return_logprob"] is True
+    assert "return_routed_experts" not in server.bodies[0]
