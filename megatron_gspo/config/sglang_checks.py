@@ -28,6 +28,9 @@ def check_sglang(config: Config) -> None:
         raise ConfigError("sglang.urls", sglang.urls, problem, fix)
     _check_urls(sglang.urls)
     _check_stream(config)
+    if sglang.health_timeout <= 1:
+        problem = "/health takes a second, in which the server generates a token"
+        raise ConfigError("sglang.health_timeout", sglang.health_timeout, problem, "set it to 2 or more")
     if sglang.urls:
         for key in ("python", "port", "arguments"):
             if value := getattr(sglang, key):
@@ -55,6 +58,10 @@ def _check_urls(urls: list[str]) -> None:
     for url in urls:
         parts = urlsplit(url)
         fine = parts.scheme in ("http", "https") and parts.hostname and parts.path in ("", "/")
+        try:
+            fine = fine and (parts.port is None or parts.port > 0)
+        except ValueError:  # no number, or none of a port
+            fine = False
         if not fine or parts.query or parts.fragment or "@" in parts.netloc:
             shown = url if "@" not in parts.netloc else parts.hostname  # a password stays out of the message
             raise ConfigError("sglang.urls", shown, "is no server", "write http://host:port; a key is for api_key_file")

@@ -1,0 +1,175 @@
+"""Every refusal of the section `sglang` names key, value and fix; `--sglang.*` arguments reach servers untouched."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_gspo.config import Config, ConfigError
+from megatron_gspo.config.load import apply_overrides, split_server_arguments
+from megatron_gspo.config.schema import load_config
+from megatron_gspo.config.sglang_checks import check_server_files
+from megatron_gspo.config.sglang_section import SGLangConfig
+
+URL = "sglang.urls=['http://127.0.0.1:30000']"
+ON_SERVERS = ("rollout.engine=sglang", URL)
+AHEAD = (*ON_SERVERS, "rollout.overlap=true")
+
+
+def build(plain: dict, *overrides: str) -> Config:
+    return Config.from_dict(apply_overrides(copy.deepcopy(plain), overrides))
+
+
+def refused(plain: dict, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        build(plain, *overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+REFUSED = {
+    "no server": (["rollout.engine=sglang"], "sglang.urls = []: names no server", "set sglang.urls"),
+    "both": ([*ON_SERVERS, "sglang.servers=2"], 'sglang.urls = ["http://127.0.0.1:30000"]: both name', "one of them"),
+    "servers of another engine": (["sglang.servers=1"], 'sglang: describes servers, and rollout.engine = "embedded"',
+                                  "set rollout.engine: sglang"),
+    "staleness of another engine": (["rollout.max_staleness=1"], "rollout.max_staleness = 1: the engine embedded",
+                                    "set rollout.engine: sglang"),
+    "overlap of another engine": (["rollout.overlap=true"], "rollout.overlap = true: the engine embedded", "remove"),
+    "oversampling of another engine": (["rollout.oversampling=2"], "rollout.oversampling = 2", "remove it"),
+    "no scheme": (["rollout.engine=sglang", "sglang.urls=['127.0.0.1:30000']"],
+                  'sglang.urls = "127.0.0.1:30000": is no server', "write http://host:port"),
+    "a path": (["rollout.engine=sglang", "sglang.urls=['http://a:1/v1']"], 'sglang.urls = "http://a:1/v1"', "http://"),
+    "a query": (["rollout.engine=sglang", "sglang.urls=['http://a:1?k=v']"], 'sglang.urls = "http://a:1?k=v"', "http://"),
+    "no port": (["rollout.engine=sglang", "sglang.urls=['http://a:port']"], 'sglang.urls = "http://a:port"', "http://"),
+    "no such port": (["rollout.engine=sglang", "sglang.urls=['http://a:99999']"], 'sglang.urls = "http://a:99999"',
+                     "http://host:port"),
+    "twice": (["rollout.engine=sglang", "sglang.urls=['http://a:1', 'http://b:1', 'http://a:1/']"],
+              'sglang.urls = "http://a:1/": is there twice', "name every server once"),
+    "python of others": ([*ON_SERVERS, "sglang.python=/bin/python"], 'sglang.python = "/bin/python": is for servers',
+                         "remove it, or set sglang.servers"),
+    "port of others": ([*ON_SERVERS, "sglang.port=30000"], "sglang.port = 30000", "remove it"),
+    "arguments of others": ([*ON_SERVERS, "sglang.arguments=[--x]"], 'sglang.arguments = ["--x"]', "remove it"),
+    "too high a port": (["rollout.engine=sglang", "sglang.servers=3", "sglang.port=65534"],
+                        "sglang.port = 65534: leaves no room for 3 servers", "lower it"),
+    "no port number": (["rollout.engine=sglang", "sglang.servers=1", "sglang.port=70000"], "sglang.port = 70000",
+                       "65535"),
+    "no disk": ([*ON_SERVERS, "sglang.weight_dir=/tmp/w"], 'sglang.weight_dir = "/tmp/w": has no effect',
+                "set sglang.weight_route: disk"),
+    "no such route": ([*ON_SERVERS, "sglang.weight_route=pigeon"], 'sglang.weight_route = "pigeon"', "distributed"),
+    "overlap alone": ([*ON_SERVERS, "rollout.overlap=true"], "rollout.overlap = true", "max_staleness to 1 or more"),
+    "overlap on shared GPUs": ([*AHEAD, "rollout.max_staleness=1", "sglang.colocated=true"],
+                               "rollout.overlap = true: the servers have released their memory", "to false"),
+    "staleness alone": ([*ON_SERVERS, "rollout.max_staleness=1"], "rollout.max_staleness = 1: without rollout.overlap",
+                        "set rollout.overlap: true or rollout.oversampling above 1"),
+    "too many begun": ([*ON_SERVERS, "rollout.max_staleness=1", "rollout.oversampling=2.5"],
+                       "rollout.oversampling = 2.5: of so many groups the last are trained on 1.5 steps after",
+                       "set it to 2 at most, or raise rollout.max_staleness"),
+    "too many begun ahead": ([*AHEAD, "rollout.max_staleness=2", "rollout.oversampling=3.5"],
+                             "rollout.oversampling = 3.5", "set it to 3 at most"),
+    "negative": ([*ON_SERVERS, "sglang.retries=-1"], "sglang.retries = -1", "0"),
+    "no time": ([*ON_SERVERS, "sglang.recovery_timeout=0"], "sglang.recovery_timeout = 0", "0"),
+    "time for health": ([*ON_SERVERS, "sglang.health_timeout=1"], "sglang.health_timeout = 1.0: /health takes a second",
+                        "set it to 2 or more"),
+    "a typo": ([*ON_SERVERS, "sglang.retrys=1"], "sglang.retrys", "retries"),
+    "text for a number": ([*ON_SERVERS, "sglang.max_requests=many"], 'sglang.max_requests = "many"', ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_refused(plain, case):
+    overrides, *words = REFUSED[case]
+    message = refused(plain, *overrides)
+    for word in words:
+        assert word in message
+
+
+def test_a_password_in_a_url_is_not_shown(plain):
+    message = refused(plain, "rollout.engine=sglang", "sglang.urls=['http://me:s3cret@a:1']")
+    assert "s3cret" not in message and 'sglang.urls = "a"' in message and "api_key_file" in message
+
+
+@pytest.mark.parametrize("overrides", [
+    [], ["rollout.overlap=true", "rollout.max_staleness=1"], ["rollout.oversampling=1.5"],
+    ["rollout.oversampling=2", "rollout.max_staleness=1"], ["rollout.oversampling=3", "rollout.max_staleness=2"],
+    ["sglang.weight_route=disk", "sglang.weight_dir=/tmp/w"], ["sglang.colocated=true"],
+])  # fmt: skip
+def test_what_can_work_is_not(plain, overrides):
+    assert build(plain, *ON_SERVERS, *overrides).rollout.engine == "sglang"
+
+
+def test_servers_of_the_run(plain):
+    some = ("sglang.servers=2", "sglang.port=65534", "sglang.arguments=[--x, '1']")
+    config = build(plain, "rollout.engine=sglang", *some)
+    assert config.sglang.arguments == ["--x", "1"]
+
+
+def test_nothing_listens_beyond_this_machine_unless_told_to():
+    from megatron_gspo.rollout.sglang.launch import ServerSettings
+
+    assert ServerSettings(model="m").host == "127.0.0.1" == SGLangConfig().master_address
+
+
+FILES = {
+    "no python": ({"python": "/no/such/python"}, 'sglang.python = "/no/such/python": no such file'),
+    "no key": ({"api_key_file": "/no/such/key"}, 'sglang.api_key_file = "/no/such/key": cannot be read'),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_files_that_are_not_there(case):
+    values, words = FILES[case]
+    with pytest.raises(ConfigError) as caught:
+        check_server_files(SGLangConfig(**values))
+    assert words in str(caught.value) and ";" in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"  \nkey\n", b"\xff\xfe"])
+def test_a_key_file_without_a_key(tmp_path: Path, content: bytes):
+    (tmp_path / "key").write_bytes(content)
+    with pytest.raises(ConfigError, match="put the key on its first line"):
+        check_server_files(SGLangConfig(api_key_file=str(tmp_path / "key")))
+
+
+def test_a_key_file(tmp_path: Path):
+    (tmp_path / "key").write_text("the key\nmore\n")
+    check_server_files(SGLangConfig(api_key_file=str(tmp_path / "key")))
+
+
+ARGUMENTS = {
+    "a value": (["--sglang.mem-fraction-static", "0.7"], [], ["--mem-fraction-static", "0.7"]),
+    "after =": (["--sglang.mem-fraction-static=0.7"], [], ["--mem-fraction-static=0.7"]),
+    "a flag": (["--sglang.enable-x"], [], ["--enable-x"]),
+    "a flag, then an override": (["--sglang.enable-x", "seed=3"], ["seed=3"], ["--enable-x"]),
+    "a value, then an override": (["--sglang.x", "1", "optimizer.lr=1e-6"], ["optimizer.lr=1e-6"], ["--x", "1"]),
+    "an override between": (["--sglang.x", "a.b=1", "--sglang.y", "2"], ["a.b=1"], ["--x", "--y", "2"]),
+    "= and an override": (["--sglang.x=1", "run_dir=/a"], ["run_dir=/a"], ["--x=1"]),
+    "after = no value follows": (["--sglang.x=1", "2"], ["2"], ["--x=1"]),
+    "several values": (["--sglang.x", "1", "2", "3"], [], ["--x", "1", "2", "3"]),
+    "a negative value": (["--sglang.x", "-1"], [], ["--x", "-1"]),
+    "a value with =": (["--sglang.x", "A=b"], [], ["--x", "A=b"]),
+    "JSON": (["--sglang.x", '{"a.b": 1}'], [], ["--x", '{"a.b": 1}']),
+    "a path": (["--sglang.x", "/a.b/c=d"], [], ["--x", "/a.b/c=d"]),
+    "two flags": (["--sglang.x", "--sglang.y"], [], ["--x", "--y"]),
+    "an option of ours": (["--sglang.x", "--help"], ["--help"], ["--x"]),
+    "none": (["seed=3", "model.path=/m"], ["seed=3", "model.path=/m"], []),
+    "the case is kept": (["--sglang.X-y_z", "V"], [], ["--X-y_z", "V"]),
+}
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_arguments_pass_untouched(case):
+    arguments, ours, theirs = ARGUMENTS[case]
+    assert split_server_arguments(arguments) == (ours, theirs)
+
+
+def test_arguments_of_the_command_line_follow_those_of_the_file(plain, tmp_path: Path):
+    file = tmp_path / "config.yaml"
+    plain["rollout"]["engine"] = "sglang"
+    plain["sglang"] = {"servers": 1, "arguments": ["--x", "1"]}
+    file.write_text(yaml.safe_dump(plain))
+    ours, theirs = split_server_arguments(["seed=3", "--sglang.x", "2"])
+    config = load_config(file, ours, server_arguments=theirs)
+    assert config.sglang.arguments == ["--x", "1", "--x", "2"] and config.seed == 3
