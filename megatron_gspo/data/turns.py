@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from megatron_gspo.data.sample import Sample
 
@@ -17,10 +19,12 @@ class Span:
     end: int
     reward: float
 
-    def to_json(self) -> dict[str, float]:
-        return asdict(self)
-
 
 def spans(sample: Sample) -> list[Span]:
     """The turns of a sample, in order; [] for one that no episode made."""
     return [Span(**turn) for turn in sample.metadata.get(TURNS, ())]
+
+
+def with_spans(turns: Sequence[Span]) -> dict[str, Any]:
+    """The entry of `Sample.metadata` that says so."""
+    return {TURNS: [asdict(span) for span in turns]}

@@ -17,7 +17,7 @@ from megatron_gspo.config import Config
 from megatron_gspo.config.task_sections import AlgorithmConfig
 from megatron_gspo.data.rewards import FAILURE
 from megatron_gspo.data.sample import Prompt, Sample
-from megatron_gspo.data.turns import TURNS, spans
+from megatron_gspo.data.turns import spans, with_spans
 from megatron_gspo.loop.assemble import Run
 from megatron_gspo.loop.servers import is_central, on_first, sync_weights
 from megatron_gspo.mcore.groups import compute_device
@@ -102,9 +102,10 @@ def score_episodes(samples: Sequence[Sample], failure_reward: float | None) -> C
             continue
         failures[reason.partition(":")[0]] += 1
         if failure_reward is not None:
-            turns = [{**turn, "reward": 0.0} for turn in sample.metadata[TURNS]]
-            turns[-1]["reward"] = sample.reward = failure_reward
-            sample.metadata = {**sample.metadata, TURNS: turns}
+            worthless = [replace(span, reward=0.0) for span in spans(sample)]
+            turns = [*worthless[:-1], replace(worthless[-1], reward=failure_reward)]
+            sample.metadata = sample.metadata | with_spans(turns)
+            sample.reward = failure_reward
     return failures
 
 

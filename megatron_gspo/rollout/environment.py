@@ -87,16 +87,20 @@ class Environments:
         return "ok", {"observation": turn.observation, "reward": float(turn.reward), "done": bool(turn.done)}, None
 
     def _step(self, request: StepRequest) -> Turn:
-        environment, taken = self._live.pop(request.episode, (None, 0))
-        if environment is None or taken != len(request.responses) - 1:
+        key, count = request.episode, len(request.responses)
+        if key in self._live and self._live[key][1] != count - 1:
+            self._forget(key)
+        if key not in self._live:
             identity = {"sample_index": request.sample_index, "seed": request.seed}
-            environment, taken = self._factory(request.prompt, **identity, **self._options), 0
+            self._live[key] = self._factory(request.prompt, **identity, **self._options), 0
+        self._live.move_to_end(key)
+        while len(self._live) > _MOST_LIVE:
+            self._forget(next(iter(self._live)))
+        environment, taken = self._live[key]
         turn = Turn()
         for response in request.responses[taken:]:
             turn = environment.step(response)
-        self._live[request.episode] = environment, len(request.responses)
-        while len(self._live) > _MOST_LIVE:
-            self._forget(next(iter(self._live)))
+        self._live[key] = environment, count
         return turn
 
     def _forget(self, episode: tuple[int, int, int]) -> None:
@@ -105,7 +109,7 @@ class Environments:
         if close is not None:
             try:
                 close()
-            except Exception:  # noqa: S110  the episode is over, whatever its environment thinks of that
+            except Exception:  # the episode is over, whatever its environment thinks of that
                 pass
 
 

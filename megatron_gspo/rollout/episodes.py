@@ -19,7 +19,7 @@ import numpy as np
 from megatron_gspo.data.reward_worker import Reply
 from megatron_gspo.data.rewards import FAILURE
 from megatron_gspo.data.sample import Prompt, Sample
-from megatron_gspo.data.turns import TURNS, Span
+from megatron_gspo.data.turns import Span, with_spans
 from megatron_gspo.rollout.check import EngineError, check_samples
 from megatron_gspo.rollout.engine import RolloutEngine, SamplingParams
 from megatron_gspo.rollout.environment import StepRequest
@@ -147,7 +147,7 @@ class Episode:
         aborted), `metadata` has the turns."""
         assert self._finish is not None, "sample of an episode that is over"
         parts = self._parts
-        metadata: dict[str, object] = {TURNS: [span.to_json() for span in self._spans]}
+        metadata = with_spans(self._spans)
         if self._failure:
             metadata[FAILURE] = self._failure
         scored = not self._failure and self._finish != "abort"

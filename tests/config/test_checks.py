@@ -9,6 +9,7 @@ import pytest
 from megatron_gspo.config import Config, ConfigError, load_config
 from megatron_gspo.config.checks import check_divisibility
 from megatron_gspo.config.load import apply_overrides
+from megatron_gspo.config.rollout_checks import check_environment_file
 from megatron_gspo.config.sections import ParallelConfig
 
 
@@ -27,6 +28,8 @@ def refused(plain: dict, *overrides: str, world_size: int | None = None) -> str:
 
 SFT = ("algorithm.name=sft", "rollout.engine=demonstrations", "rollout.n_samples_per_prompt=1",
        "training.global_batch_size=16")  # fmt: skip
+
+ENVIRONMENT = "rollout.environment=examples/environments/spell_backward.py:spell_backward"
 
 
 def test_every_algorithm_builds(plain: dict) -> None:
@@ -87,6 +90,23 @@ def test_overrides_reach_the_objective(plain: dict) -> None:
         (["algorithm.rollout_correction_cap=0.5"], "algorithm.rollout_correction_cap = 0.5:", ">= 1"),
         (["algorithm.rollout_mask_low=1.5"], "algorithm.rollout_mask_low = 1.5:", "<= 1"),
         (["algorithm.rollout_mask_high=0.5"], "algorithm.rollout_mask_high = 0.5:", ">= 1"),
+        (["rollout.max_turns=2"], "rollout.max_turns = 2: has no effect without rollout.environment", "set that"),
+        (["rollout.max_turn_length=9"], "rollout.max_turn_length = 9: has no effect without", "remove this"),
+        (["rollout.environment_options={a: 1}"], "rollout.environment_options = ", "remove this"),
+        (["algorithm.turn_discount=0.5"], "algorithm.turn_discount = 0.5: has no effect without", "set that"),
+        (["rollout.environment=shell"], 'rollout.environment = "shell": is no environment', "file.py:factory"),
+        (["rollout.environment=a-b:c"], 'rollout.environment = "a-b:c": is no environment', "module:factory"),
+        ([ENVIRONMENT, *SFT], "rollout.environment = ", "remove the key"),
+        ([ENVIRONMENT, "data.verifier=exact_match"], 'data.verifier = "exact_match": has no effect', "remove one"),
+        ([ENVIRONMENT, "rollout.oversampling=1.5"], "rollout.oversampling = 1.5:", "set it to 1"),
+        (
+            [ENVIRONMENT, "algorithm.turn_discount=0.5"],
+            "algorithm.turn_discount = 0.5: gspo has one ratio and one advantage", "algorithm.name: gspo_token",
+        ),
+        (
+            [ENVIRONMENT, "algorithm.name=gspo_token", "algorithm.turn_discount=1.5"],
+            "algorithm.turn_discount = 1.5: is not allowed", "<= 1",
+        ),
         (
             ["routing.replay=r2", "algorithm.old_log_probs=rollout"],
             'routing.replay = "r2": records the routes in the pass that algorithm.old_log_probs = rollout leaves out',
@@ -148,6 +168,16 @@ def test_the_band_of_the_rollout_mask(plain: dict) -> None:
     assert band("=token", "_high=4.0") == (0.25, 4.0)
     assert band("=token", "_low=0.1") == (0.1, 2.0)
     assert band("=sequence", "_high=1.25", "_low=0.9") == (0.9, 1.25)
+
+
+def test_turns_of_an_environment(plain: dict) -> None:
+    for name in ("gspo_token", "grpo", "dapo", "dr_grpo"):
+        config = build(plain, ENVIRONMENT, f"algorithm.name={name}", "algorithm.turn_discount=0.9")
+        assert (config.algorithm.turn_discount, config.rollout.max_turns) == (0.9, 8)
+    build(plain, ENVIRONMENT, "rollout.max_turns=2", "rollout.environment_options={tries: 2}")
+    check_environment_file(build(plain, "rollout.environment=some.module:factory").rollout)
+    with pytest.raises(ConfigError, match="rollout.environment = .*: no such file: missing.py; give its path"):
+        check_environment_file(build(plain, "rollout.environment=missing.py:factory").rollout)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,245 @@
+"""Whole runs whose samples are episodes: on the example's environment, and with environments that fail."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_gspo.algorithms import policy_loss, preset
+from megatron_gspo.config import Config, ConfigError
+from megatron_gspo.config.task_sections import AlgorithmConfig
+from megatron_gspo.data.packing import pack
+from megatron_gspo.data.rewards import FAILURE
+from megatron_gspo.data.sample import Sample
+from megatron_gspo.data.turns import TURNS, spans
+from megatron_gspo.loop.assemble import assemble
+from megatron_gspo.loop.experience import collect
+from megatron_gspo.loop.rollout_buffer import Place
+from megatron_gspo.loop.routing import StepRouting
+from megatron_gspo.loop.timers import Timers
+from megatron_gspo.loop.turns import advantages_by_turn, score_episodes, turn_metrics
+from megatron_gspo.loop.update import update
+from tests.data.make import make_sample
+from tests.distributed import run_distributed
+from tests.train.run import base_config, launch, records, tiny_model
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = f"{ROOT}/examples/environments/spell_backward.py:spell_backward"
+ROLLOUT = {
+    "environment": EXAMPLE,
+    "environment_options": {"tries": 3, "partial_credit": True},
+    "max_turns": 3,
+    "max_turn_length": 6,
+    "max_response_length": 60,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def multi_turn(model: str, run_dir: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+    algorithm = {"name": "gspo_token", "turn_discount": 0.5} | sections.pop("algorithm", {})
+    config = base_config(model, run_dir, algorithm=algorithm, **sections)
+    config["rollout"] |= ROLLOUT | sections.get("rollout", {})
+    config["data"]["verifier"] = None
+    return config
+
+
+@pytest.fixture(scope="module")
+def finished(model, tmp_path_factory):
+    config = multi_turn(
+        model,
+        tmp_path_factory.mktemp("runs") / "episodes",
+        data={"verifier_timeout": 20.0},
+        parallel={"expert_model_parallel_size": 2},
+        checkpoint={"interval": 2},
+        evaluation={"n_samples": 2, "interval": 2},
+        tracking={"samples_per_step": 16, "picture": False},
+    )
+    launch(config, 2)
+    return config
+
+
+def test_a_run_on_the_example(finished):
+    rows = records(finished["run_dir"])
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    for row in rows[1:]:
+        assert 1 < row["turns/mean"] <= row["turns/max"] <= 3
+        assert row["turns/observation_tokens"] > 10 and row["updates"] == 2 and row["grad_norm"] > 0
+        # every generated token scored as it was sampled, wherever it stands in its episode
+        assert row["mismatch/abs_diff_max"] < 1e-4
+        assert not any(name.startswith("verifier/") and value for name, value in row.items())
+    assert {"eval/accuracy"} <= set(rows[0]) & set(rows[-1])
+    lines = (Path(finished["run_dir"]) / "samples" / "step_000001.jsonl").read_text().splitlines()
+    for sample in map(json.loads, lines):
+        turns = sample["metadata"]["turns"]
+        assert sample["response"].count("\nnot ") == len(turns) - 1
+        assert sample["reward"] == pytest.approx(sum(turn["reward"] for turn in turns))
+        assert turns[-1]["end"] == sample["response_length"] and turns[0]["start"] == 0
+
+
+def test_a_resumed_run_ends_the_same(finished, tmp_path):
+    again = {**finished, "run_dir": str(tmp_path / "again")}
+    launch(again, 2, "training.steps=2")
+    launch(again, 2)
+    assert records(again["run_dir"]) == records(finished["run_dir"])
+    ours, theirs = (load_file(Path(c["run_dir"]) / "hf" / "model.safetensors") for c in (again, finished))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def one_step(rank: int, world: int, plain: dict[str, Any], disturb: bool) -> tuple[list[Sample], dict[str, float]]:
+    """The samples as they are trained on and the metrics of a step; disturb: nonsense at every observation token."""
+    run = assemble(Config.from_dict(plain))
+    experience = collect(run, 0, Place(), Timers())
+    for sample in experience.samples if disturb else ():
+        for name, value in (("advantages", 1e3), ("old_log_probs", -50.0), ("rollout_log_probs", -9.0)):
+            values = getattr(sample, name).copy()
+            values[~sample.loss_mask] = value
+            setattr(sample, name, values)
+    done = update(run, experience.samples, 0, Timers(), StepRouting())
+    run.close()
+    return experience.samples, experience.metrics | done.metrics
+
+
+@pytest.fixture(scope="module")
+def step(model, tmp_path_factory):
+    training = {"steps": 1, "global_batch_size": 16, "max_tokens_per_micro_batch": 4096}
+    config = multi_turn(model, tmp_path_factory.mktemp("step") / "run", training=training)
+    return config, *run_distributed(one_step, 1, config, False)[0]
+
+
+def test_observations_have_no_gradient(step):
+    config, samples, metrics = step
+    [(_, disturbed)] = run_distributed(one_step, 1, config, True)
+    assert sum(int((~sample.loss_mask).sum()) for sample in samples) > 100
+    assert metrics["grad_norm"] > 1e-3
+    for name in ("loss", "grad_norm", "ratio_max", "kl/old_policy"):
+        assert disturbed[name] == metrics[name], name
+    batch = pack(samples, num_sequences=len(samples), num_tokens=sum(int(s.loss_mask.sum()) for s in samples))
+    log_probs = batch.old_log_probs.clone().requires_grad_()
+    loss, _ = policy_loss(
+        preset("gspo_token"), log_probs=log_probs, old_log_probs=batch.old_log_probs, advantages=batch.advantages + 1,
+        loss_mask=batch.loss_mask, segment_ids=batch.segment_ids, num_sequences=batch.num_sequences,
+    )  # fmt: skip
+    loss.backward()
+    trained = batch.loss_mask > 0
+    assert not log_probs.grad[~trained].any() and (log_probs.grad[trained] != 0).float().mean() > 0.9
+
+
+def test_the_layout_does_not_matter(step):
+    config, samples, metrics = step
+    narrow = {**config, "training": {"steps": 1, "global_batch_size": 16, "max_tokens_per_micro_batch": 100}}
+    runs = run_distributed(one_step, 2, narrow, False)
+    runs += run_distributed(one_step, 2, {**narrow, "parallel": {"context_parallel_size": 2}}, False)
+    for others, found in runs:
+        for a, b in zip(samples, others, strict=True):
+            assert a.tokens.tolist() == b.tokens.tolist() and a.loss_mask.tolist() == b.loss_mask.tolist()
+            np.testing.assert_allclose(a.advantages, b.advantages, rtol=1e-5)
+        for name in ("loss", "grad_norm", "reward/mean", "turns/mean"):
+            assert found[name] == pytest.approx(metrics[name], rel=2e-4, abs=1e-6), name
+
+
+def test_turns_have_advantages_of_their_own(step):
+    """First turns and second turns are compared with their like; the loss is the mean over an episode's tokens."""
+    _, samples, metrics = step
+    returns = [[span.reward for span in spans(sample)] for sample in samples]
+    for values in returns:
+        for k in range(len(values) - 2, -1, -1):
+            values[k] += 0.5 * values[k + 1]
+    means = []
+    for sample, own in zip(samples, returns, strict=True):
+        tokens = []
+        for k, span in enumerate(spans(sample)):
+            peers = [r[k] for s, r in zip(samples, returns, strict=True)
+                     if s.prompt_index == sample.prompt_index and len(r) > k]  # fmt: skip
+            spread = np.std(peers, ddof=1) if len(peers) > 1 else 0.0
+            wanted = (own[k] - np.mean(peers)) / spread if max(peers) > min(peers) else 0.0
+            np.testing.assert_allclose(sample.advantages[span.start : span.end], wanted, atol=1e-5)
+            tokens += [wanted] * (span.end - span.start)
+        means.append(np.mean(tokens))
+    assert metrics["loss"] == pytest.approx(-np.mean(means), rel=1e-4, abs=1e-6)
+    assert any(len(set(sample.advantages[sample.loss_mask].tolist())) > 1 for sample in samples)
+
+
+def test_one_advantage_an_episode_without_a_discount(model, tmp_path):
+    config = multi_turn(model, tmp_path / "run", algorithm={"name": "gspo", "turn_discount": None})
+    [(samples, metrics)] = run_distributed(one_step, 1, config, False)
+    assert all(len(set(sample.advantages.tolist())) == 1 for sample in samples) and metrics["turns/mean"] > 1
+
+
+FAILING = f"{Path(__file__).parent}/failing_environment.py:failing"
+
+
+@pytest.mark.parametrize("worth", [None, -1.0])
+def test_environments_that_fail_are_counted(model, tmp_path, worth):
+    config = multi_turn(
+        model, tmp_path / "run", data={"verifier_failure_reward": worth, "verifier_timeout": 2.0},
+        rollout={"environment": FAILING, "environment_options": {}},
+        training={"steps": 1}, evaluation={"at_start": False, "at_end": False},
+    )  # fmt: skip
+    done = launch(config)
+    [row] = records(config["run_dir"])
+    assert (row["verifier/error"], row["verifier/timeout"], row.get("verifier/invalid", 0)) == (4, 4, 0)
+    assert row["masked/unscored"] == (8 if worth is None else 0)
+    assert "8 of 16 responses could not be scored" in done.stderr
+    assert row["reward/mean"] == pytest.approx(0.5 if worth is None else (8 * 0.5 - 8) / 16)
+
+
+def test_environments_that_always_fail_end_the_run(model, tmp_path):
+    rollout = {"environment": FAILING, "environment_options": {"always": True}}
+    done = launch(multi_turn(model, tmp_path / "run", rollout=rollout), check=False)
+    assert done.returncode != 0
+    assert f"environment '{FAILING}' failed on all" in done.stderr and "ValueError: no such tool" in done.stderr
+
+
+def episode(*rewards: float, prompt: int = 0, **more: Any) -> Sample:
+    """Turns of two tokens with one observed token between them."""
+    length = 3 * len(rewards) - 1
+    turns = [{"start": 3 * k, "end": 3 * k + 2, "reward": reward} for k, reward in enumerate(rewards)]
+    mask = [place % 3 < 2 for place in range(length)]
+    values = {"prompt_index": prompt, "reward": float(sum(rewards)), "metadata": {TURNS: turns}}
+    return make_sample(1, length, mask=mask, log_probs=False, **(values | more))
+
+
+def test_penalties_are_charged_to_the_last_turn():
+    samples = [episode(0.0, 1.0), episode(1.0, 0.0), episode(0.5, 0.0, reward=float("nan"))]
+    shaped = np.array([1.0, 0.0, np.nan])  # one off the second
+    algorithm = AlgorithmConfig(name="gspo_token", turn_discount=0.5, advantage_std="none")
+    advantages_by_turn(algorithm, samples, shaped, [True, True, False])
+    # returns 1/2, 1 and 1 - 1/2, -1
+    np.testing.assert_allclose(samples[0].advantages, [0, 0, 0, 1, 1])
+    np.testing.assert_allclose(samples[1].advantages, [0, 0, 0, -1, -1])
+    assert samples[2].advantages.tolist() == [0] * 5 and samples[2].advantages.dtype == np.float32
+
+
+def test_a_failure_is_worth_what_the_config_says():
+    failed = episode(0.5, 0.25, reward=float("nan"))
+    failed.metadata[FAILURE] = "timeout: no result"
+    fine = episode(1.0)
+    assert score_episodes([failed, fine], None) == {"timeout": 1} and np.isnan(failed.reward)
+    assert score_episodes([failed, fine], -2.0) == {"timeout": 1}
+    assert failed.reward == -2.0 and [span.reward for span in spans(failed)] == [0.0, -2.0] and fine.reward == 1.0
+
+
+def test_turn_metrics_by_hand():
+    assert turn_metrics([make_sample(1, 3)]) == {}
+    found = turn_metrics([episode(1.0), episode(1.0, 2.0), episode(0.0, 0.0, 1.0)])
+    assert found == {"turns/mean": 2.0, "turns/max": 3.0, "turns/observation_tokens": 1.0}
+
+
+def test_the_example_config_is_valid():
+    from megatron_gspo.config import load_config
+
+    file = ROOT / "examples" / "environments" / "spell_backward.yaml"
+    config = load_config(file)
+    assert config.algorithm.turn_discount == 0.5 and config.rollout.max_turns == 3
+    with pytest.raises(ConfigError, match="gspo has one ratio and one advantage a response"):
+        load_config(file, ["algorithm.name=gspo"])
