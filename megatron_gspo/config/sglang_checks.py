@@ -78,7 +78,7 @@ def _check_stream(config: Config) -> None:
         problem = "the servers have released their memory while the trainer works (sglang.colocated)"
         raise ConfigError("rollout.overlap", True, problem, "set one of the two to false")
     if rollout.max_staleness and rollout.oversampling > 1 + rollout.max_staleness:
-        problem = (f"of so many groups the last are trained on {rollout.oversampling - 1:g} steps after they were begun, "
+        problem = (f"of so many groups the last are trained on {rollout.oversampling - 1:g} steps after their begin, "
                    f"and rollout.max_staleness = {rollout.max_staleness}")
         raise ConfigError("rollout.oversampling", rollout.oversampling, problem,
                           f"set it to {1 + rollout.max_staleness} at most, or raise rollout.max_staleness")
