@@ -175,17 +175,22 @@ class SGLangEngine:
             self._launcher.stop()
 
     async def _answering(self) -> list[Member]:
-        """Members that can take weights now: one that hangs would cost the deadline of an update, which is long."""
+        """Members that can take weights now: one that hangs would cost the deadline of an update, which is long.
+
+        Raises `ServerError` where waiting mends nothing: a wrong key, or no SGLang server at all.
+        """
         members = [member for member in self._fleet.members if member.alive]
-        answers = await asyncio.gather(*(self._fleet.still_answers(member) for member in members))
-        return [member for member, there in zip(members, answers, strict=True) if there]
+        faults = await asyncio.gather(*(self._fleet.ask(member) for member in members))
+        if members and all(fault is not None and not fault.retry for fault in faults):
+            raise faults[0]
+        return [member for member, fault in zip(members, faults, strict=True) if fault is None]
 
     async def _settle(self, targets: Sequence[Member], failures: dict[str, str], wire: str) -> None:
         for member in targets:
             if (reason := failures.get(member.server.url)) is not None:
                 await self._fleet.distrust(member, reason)
                 self._say(f"weights {wire.partition(':')[2]}: {reason}")
-                await self._fleet.still_answers(member)
+                await self._fleet.ask(member)
         await self._fleet.set_version(wire, [m for m in targets if m.server.url not in failures and m.alive])
 
     def _memory(self, action: str, tags: list[str]) -> None:

@@ -170,14 +170,14 @@ class Fleet:
             await self.look(member)
             await asyncio.sleep(self.settings.health_interval)
 
-    async def still_answers(self, member: Member) -> bool:
-        """Ask a member once, at any time; one that says nothing is taken out."""
+    async def ask(self, member: Member) -> ServerError | None:
+        """Ask a member once whether it is there, at any time; one that doesn't say so is taken out: the reason."""
         try:
             await member.server.get("/model_info", timeout=self.settings.health_timeout)
         except ServerError as error:
             await self.lose(member, first_line(error))
-            return False
-        return True
+            return error
+        return None
 
     async def look(self, member: Member) -> None:
         """Ask one member how it is, and take it out or bring it back accordingly."""

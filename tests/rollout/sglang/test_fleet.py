@@ -360,9 +360,9 @@ def test_one_question_tells_whether_a_server_can_take_weights(health):
         member = fleet.members[0]
         await fleet.hold(True)
         health.paused = True
-        assert await fleet.still_answers(member) and member.alive
+        assert await fleet.ask(member) is None and member.alive
         health.silent = True
-        assert not await fleet.still_answers(member) and not member.alive
+        assert (await fleet.ask(member)).retry and not member.alive
 
     with_fleet(action, health.server.url)
 
