@@ -4,8 +4,8 @@
 
 Every variant trains the same model on the same prompts with several seeds: with the embedded engine, with SGLang and
 each way of the weights, and with SGLang one step ahead of the training (`rollout.overlap`). Seeds are interleaved, so
-that all variants meet the same machine. The servers are started once; each run sends them its weights before it begins. The
-trainer is one process. Samples per second are those of the rollout batches over the time of the steps, without
+that all variants meet the same machine. The servers are started once; each run sends them its weights before it begins.
+The trainer is one process. Samples per second are those of the rollout batches over the time of the steps, without
 evaluation. Intervals are 95 %, by Student's t over paired seeds.
 """
 

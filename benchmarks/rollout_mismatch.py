@@ -2,10 +2,10 @@
 
     python benchmarks/rollout_mismatch.py
 
-A random Qwen3-MoE (4 layers, 8 experts, 2 active, weights of standard deviation 0.1) draws responses of three lengths on
-a server; the trainer scores the same tokens before any update. Were both engines the same, every ratio would be 1.
+A random Qwen3-MoE (4 layers, 8 experts, 2 active, weights of standard deviation 0.1) draws responses of three lengths
+on a server; the trainer scores the same tokens before any update. Were both engines the same, every ratio would be 1.
 GRPO's ratio is one token's; GSPO's the geometric mean over the response. Torch-native kernels on a CPU on both sides:
-other kernels, as on GPUs, differ by more. float32 and bfloat16, one server each.
+other kernels, as on GPUs, differ by more. Both dtypes, a server each.
 """
 
 from __future__ import annotations

@@ -15,3 +15,4 @@ settings.load_profile("ci")
 
 def pytest_addoption(parser):
     parser.addoption("--sglang-python", help="interpreter that has sglang: runs tests/sglang with real servers")
+    parser.addoption("--every", type=int, default=1, help="of the layouts in tests/equivalence, run one in so many")
