@@ -214,7 +214,8 @@ class LocalServers:
 
     def _why(self, life: _Life, code: int | None) -> str:
         """One line about the end of a server's present life, without the API key."""
-        with open(life.log, "rb") as file:
+        text = ""
+        with contextlib.suppress(OSError), open(life.log, "rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(life.log_start, size - _LOG_TAIL))
             text = file.read().decode(errors="replace")
