@@ -1,0 +1,48 @@
+"""Episodes on a real server: the contexts of later turns are in its cache, and what they yield must still be exact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_gspo.tools.make_tiny_model import write_tiny_model
+from tests.sglang.conftest import StartServers
+from tests.sglang.test_training import AGREEMENT, check_ledger, run
+from tests.train.run import WORD
+from tests.train.test_multi_turn import FAILING, ROLLOUT
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("episodes") / "model"
+    write_tiny_model(folder, words=[WORD], hidden=32, layers=2, experts=4, expert_width=16)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def urls(start_servers: StartServers, model: str) -> list[str]:
+    return start_servers(count=1, model=model).urls
+
+
+def test_episodes_on_two_ranks(urls: list[str], model: str, tmp_path: Path) -> None:
+    """Log-probs and experts of every generated token are those of the trainer's one pass over the whole episode."""
+    found = run(model, tmp_path / "run", urls, 2, parallel={"expert_model_parallel_size": 2},
+                rollout=ROLLOUT, data={"verifier": None, "verifier_timeout": 20.0}, routing={"replay": "r3"},
+                algorithm={"name": "gspo_token", "turn_discount": 0.5}, training={"steps": 3},
+                evaluation={"at_start": False})  # fmt: skip
+    assert len(found) == 3
+    for record in found:
+        assert 1 < record["turns/mean"] <= record["turns/max"] <= 3 and record["turns/observation_tokens"] > 10
+        assert record["mismatch/abs_diff_max"] < AGREEMENT and record["routing/rollout_flip_rate"] == 0.0
+        assert record["staleness/max"] == 0.0 and record["grad_norm"] > 0
+        assert record["rollout/requests"] > 16, "one a turn"
+    check_ledger(tmp_path / "run", batch=4, n=4, staleness=0)
+
+
+def test_environments_that_fail_are_counted(urls: list[str], model: str, tmp_path: Path) -> None:
+    failing = {**ROLLOUT, "environment": FAILING, "environment_options": {}}
+    [record] = run(model, tmp_path / "run", urls, rollout=failing,
+                   data={"verifier": None, "verifier_timeout": 2.0}, training={"steps": 1},
+                   evaluation={"at_start": False, "at_end": False})  # fmt: skip
+    assert (record["verifier/error"], record["verifier/timeout"], record["masked/unscored"]) == (4, 4, 8)
