@@ -54,8 +54,8 @@ def by_value(bucket: Bucket) -> list[bytes | memoryview]:
 def by_handle(bucket: Bucket) -> bytes:
     """The pickle with a handle to the bucket's memory: CUDA IPC for a CUDA bucket, else POSIX shared memory.
 
-    A CPU bucket must lie in memory from `shared_buffer`. The receiver maps it while it copies; every handle is for one
-    receiver, since it counts the references.
+    The receiver maps the memory while it copies; every handle is for one receiver, since it counts the references.
+    Raises ValueError for a CPU bucket that isn't packed into a `shared_buffer`: to share it would copy it first.
     """
     data = bucket.data
     if data.is_cuda:
@@ -64,6 +64,8 @@ def by_handle(bucket: Bucket) -> bytes:
         arguments = (*arguments[:_DEVICE], device, *arguments[_DEVICE + 1 :])
         return _pickle(bucket, None, (rebuild, arguments))
     storage = data.untyped_storage()
+    if not storage.is_shared():
+        raise ValueError("the bucket is not in shared memory: pack it with allocate=shared_buffer")
     manager, handle, size = storage._share_filename_cpu_()
     storage._shared_incref()  # the receiver takes it back
     place = (torch.storage.TypedStorage, manager, handle, size, torch.uint8)

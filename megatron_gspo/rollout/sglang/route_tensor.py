@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,6 +15,7 @@ from megatron_gspo.rollout.sglang.payload import (
     by_value,
     is_this_machine,
     json_with_base64,
+    shared_buffer,
 )
 from megatron_gspo.rollout.sglang.route import Route, accepted
 
@@ -40,7 +41,7 @@ class TensorRoute(Route):
 
     async def send(self, server: Server, bucket: Bucket, timeout: float) -> None:
         payload = by_value(bucket)
-        await accepted(server, _PATH, _stream(bucket, [payload] * self._ranks[server.url]), timeout)
+        await accepted(server, _PATH, _stream([payload] * self._ranks[server.url]), timeout)
 
 
 class MemoryRoute(Route):
@@ -49,7 +50,12 @@ class MemoryRoute(Route):
     The servers copy from the buffer; only handles go over HTTP. Every tensor-parallel rank gets a handle of its own
     (the references are counted) to the same memory: with CUDA, ranks on other GPUs copy between the GPUs, so these
     must reach each other. Servers need the same user and the same /dev/shm as this process.
+
+    Memory: the buffer, or one as large as the largest tensor where that is larger.
     """
+
+    device = None
+    allocate = staticmethod(shared_buffer)
 
     def __init__(self) -> None:
         self._ranks: dict[str, int] = {}
@@ -65,11 +71,10 @@ class MemoryRoute(Route):
 
     async def send(self, server: Server, bucket: Bucket, timeout: float) -> None:
         payloads = [[by_handle(bucket)] for _ in range(self._ranks[server.url])]
-        await accepted(server, _PATH, _stream(bucket, payloads), timeout)
+        await accepted(server, _PATH, _stream(payloads), timeout)
 
 
-async def _stream(bucket: Bucket, payloads: list[list[bytes | memoryview]] | list[list[bytes]]) -> AsyncIterator[bytes]:
-    """The body of a request. It holds the bucket, whose memory the payloads are made of."""
+async def _stream(payloads: Sequence[Sequence[bytes | memoryview]]) -> AsyncIterator[bytes]:
+    """The body of a request."""
     for piece in json_with_base64(_FIELDS, _FIELD, payloads):
         yield piece
-    del bucket

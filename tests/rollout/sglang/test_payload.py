@@ -102,6 +102,14 @@ def test_by_handle_in_another_process(tmp_path: Path) -> None:
     assert bucket.tensors()[0][1].eq(7.0).all()  # one memory, no copy
 
 
+def test_by_handle_leaves_other_memory_alone() -> None:
+    parameter = torch.arange(10.0)
+    (bucket,) = buckets([("a", parameter)], 8)
+    with pytest.raises(ValueError, match="shared_buffer"):
+        by_handle(bucket)
+    assert not parameter.is_shared()
+
+
 @pytest.mark.parametrize("sizes", [[0], [1], [2, 2], [3, 1, 1], [1, 1, 1, 1, 5], [10**6, 1, 2**20 + 1]])
 def test_base64_of_pieces_is_that_of_the_whole(sizes: list[int]) -> None:
     pieces = [bytes(torch.randint(0, 256, (size,), dtype=torch.uint8).tolist()) for size in sizes]
