@@ -1,0 +1,58 @@
+"""What keeps a server, or whoever poses as one, from running code here or learning the key."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from megatron_gspo.rollout.sglang.client import ModelFacts
+from megatron_gspo.rollout.sglang.engine import EngineSettings
+from megatron_gspo.rollout.sglang.launch import ServerSettings
+
+SOURCES = sorted((Path(__file__).parents[3] / "megatron_gspo/rollout/sglang").glob("*.py"))
+# (module, name) of what makes objects or code of bytes
+LOADERS = {("pickle", "load"), ("pickle", "loads"), ("pickle", "Unpickler"), ("torch", "load"), ("marshal", "load"),
+           ("marshal", "loads"), ("yaml", "load"), ("yaml", "unsafe_load"), ("np", "load"), ("numpy", "load"),
+           ("builtins", "eval"), ("builtins", "exec"), ("shelve", "open"), ("joblib", "load")}  # fmt: skip
+
+
+def loaders_in(text: str) -> set[tuple[str, str]]:
+    """Those of LOADERS that a source names, however it imports them."""
+    found: set[tuple[str, str]] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            found.add((node.value.id, node.attr))
+        elif isinstance(node, ast.ImportFrom):
+            found |= {(node.module or "", alias.name) for alias in node.names}
+        elif isinstance(node, ast.Import):
+            assert not any(alias.asname and alias.name in ("pickle", "torch", "marshal") for alias in node.names)
+        elif isinstance(node, ast.Name):
+            found.add(("builtins", node.id))
+    return found & LOADERS
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
+def test_nothing_that_a_server_sends_is_unpickled(source):
+    assert loaders_in(source.read_text()) == set()
+
+
+@pytest.mark.parametrize("text", ["import pickle\npickle.loads(b)", "from pickle import loads", "torch.load(f)",
+                                  "eval(text)", "from torch import load"])
+def test_the_search_finds_what_it_looks_for(text):
+    assert loaders_in(text)
+
+
+def test_the_sources_are_there():
+    assert {"http.py", "answers.py", "client.py", "engine.py", "stream.py"} <= {source.name for source in SOURCES}
+
+
+def test_servers_listen_here_alone():
+    assert ServerSettings(model="m").host == "127.0.0.1"
+
+
+def test_settings_do_not_show_the_key():
+    key = "a-key-that-nobody-may-see"
+    assert key not in repr(EngineSettings(("http://a:1",), api_key=key)) + repr(ServerSettings(model="m", api_key=key))
+    assert "vocab_size=96" in repr(ModelFacts(96, (1,)))  # what a repr shows otherwise
