@@ -26,7 +26,7 @@ if what == "port":  # once
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(200)
+        self.send_response(503 if what == "ill" else 200)
         self.end_headers()
     def log_message(self, *arguments):
         pass
@@ -58,5 +58,5 @@ def stand_in(tmp_path: Path) -> ServerSettings:
 
 
 def plan(settings: ServerSettings, what: str) -> None:
-    """Tell the program what to do from now on: "exit", "hang" or "port"."""
+    """Tell the program what to do from now on: "exit", "hang", "ill" (unhealthy) or "port"."""
     (Path(settings.model) / "plan").write_text(what)

@@ -102,6 +102,15 @@ def test_it_is_given_up_after_as_many_restarts_as_it_may_have(started):
     assert not started.poll() and not group_of(url)
 
 
+def test_restarts_count_in_a_row_only(started, monkeypatch):
+    monkeypatch.setattr(servers, "STABLE", 0.0)
+    for _ in range(started.settings.max_restarts + 1):
+        os.kill(server_of(started.urls[0]).pid, signal.SIGKILL)
+        while not (changes := wait_for(started.poll)).restarted:
+            assert not changes.given_up
+    assert started._lives[0].restarts == 1
+
+
 def test_nothing_is_started_while_paused(started):
     url = started.urls[0]
     started.pause()
@@ -124,8 +133,9 @@ def test_a_server_that_ends_at_once_is_named_with_its_words_and_ends_the_others(
     assert launcher.urls == []
 
 
-def test_a_server_that_never_answers_is_given_start_timeout(stand_in, quick):
-    plan(stand_in, "hang")
+@pytest.mark.parametrize("state", ["hang", "ill"])
+def test_a_server_that_never_answers_is_given_start_timeout(stand_in, quick, state):
+    plan(stand_in, state)
     with pytest.raises(EngineError, match="didn't answer within sglang.start_timeout"):
         LocalServers(replace(stand_in, start_timeout=0.5)).start()
 
