@@ -1,0 +1,217 @@
+"""Weights to an SGLang server: time and the client's extra memory, by each route, beside the plain way to do it.
+
+The plain way is one request to /update_weights_from_tensor with every tensor in it, as a client without buckets sends
+it. Both move the weights of a random Qwen3-MoE from this process to the same server, in turns; a turn is a whole
+update: pause, weights, flush of the prefix cache, version, continue. Memory is how far this process's peak lies above
+what it held before, which includes the weights themselves: the stream hands out tensors that are there anyway.
+
+    make test-sglang                                 # makes .venv-sglang; then
+    OMP_NUM_THREADS=1 python benchmarks/weight_sync.py --sglang-python .venv-sglang/bin/python
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import ctypes
+import datetime
+import json
+import pickle
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from benchmarks.common import (
+    RESULTS,
+    Row,
+    Seconds,
+    Spread,
+    hardware,
+    number,
+    ratios,
+    say,
+    table,
+    time_row,
+    timed,
+    versions,
+)
+
+MEBI = 2**20
+ROUTES = ("disk", "tensor", "distributed", "ipc")
+PLAIN = "one request with all"
+
+
+def make_model(path: Path, mebibytes: int) -> dict[str, torch.Tensor]:
+    """A random float32 Qwen3-MoE of about so many MiB, nearly all of it experts of 0.5 MiB a tensor."""
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    from megatron_gspo.tools.make_tiny_model import character_tokenizer
+
+    tokenizer = character_tokenizer()
+    layers = max(1, round(mebibytes / (16 * 3 * 0.5 + 6)))  # 16 experts of 3 tensors; attention takes 6 MiB
+    config = Qwen3MoeConfig(
+        vocab_size=-(-len(tokenizer) // 8) * 8, hidden_size=512, intermediate_size=512, moe_intermediate_size=256,
+        num_hidden_layers=layers, num_attention_heads=16, num_key_value_heads=8, head_dim=64, num_experts=16,
+        num_experts_per_tok=2, max_position_embeddings=512, tie_word_embeddings=False, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    from safetensors.torch import load_file
+
+    return {name: tensor.clone() for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def status(key: str) -> int:
+    """A size of this process in bytes: VmRSS, or VmHWM, its peak since `forget_peak`."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(key)
+
+
+def forget_peak() -> int:
+    """Give free memory back to the system, begin a new peak and return the size now."""
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return status("VmRSS")
+
+
+class Contest:
+    """The updates that are compared; each call moves all weights. `memory`: MiB above the start, by contestant."""
+
+    def __init__(self, url: str, weights: dict[str, torch.Tensor], folder: Path, bucket_bytes: int) -> None:
+        from megatron_gspo.rollout.sglang.http import EventLoop, Server, open_session
+        from megatron_gspo.rollout.sglang.weights import make_route
+
+        self.loop = EventLoop()
+        self.session = self.loop.run(open_session())
+        self.server = Server(url, self.session)
+        self.weights, self.bucket_bytes, self.count = weights, bucket_bytes, 0
+        self.routes = {name: make_route(name, directory=folder) for name in ROUTES}
+        self.memory: dict[str, list[float]] = {name: [] for name in (*ROUTES, PLAIN)}
+
+    def close(self) -> None:
+        for route in self.routes.values():
+            route.close()
+        self.loop.run(self.session.close())
+        self.loop.close()
+
+    def run(self, name: str) -> Seconds:
+        """One update, timed; raises ``RuntimeError`` if the server didn't take it."""
+        self.count += 1
+        before = forget_peak()
+        seconds = timed(self.plain if name == PLAIN else lambda: self.ours(name))
+        self.memory[name].append((status("VmHWM") - before) / MEBI)
+        return seconds
+
+    def ours(self, name: str) -> None:
+        from megatron_gspo.rollout.sglang.weights import update_servers
+
+        failures = update_servers(
+            self.loop, [self.server], self.weights.items(), self.routes[name],
+            version=f"bench:{self.count}", bucket_bytes=self.bucket_bytes, timeout=300.0,
+        )  # fmt: skip
+        if failures:
+            raise RuntimeError(f"{name}: {failures}")
+
+    def plain(self) -> None:
+        def post(path: str, body: dict[str, Any]) -> None:
+            answer = self.loop.run(self.server.post(path, body, timeout=300.0))
+            if isinstance(answer, dict) and answer.get("success") is False:
+                raise RuntimeError(f"{path}: {answer}")
+
+        post("/pause_generation", {"mode": "abort"})
+        post("/begin_weight_update", {})
+        payload = base64.b64encode(pickle.dumps(list(self.weights.items()))).decode()
+        post("/update_weights_from_tensor", {"serialized_named_tensors": [payload],
+                                             "weight_version": f"bench:{self.count}"})  # fmt: skip
+        post("/end_weight_update", {})
+        post("/continue_generation", {})
+
+
+def measure(contest: Contest, repeats: int) -> dict[str, list[Seconds]]:
+    """Every contestant once a turn, after a turn that isn't counted; the order alternates."""
+    names = [*ROUTES, PLAIN]
+    taken: dict[str, list[Seconds]] = {name: [] for name in names}
+    for turn in range(-1, repeats):
+        for name in names if turn % 2 else reversed(names):
+            seconds = contest.run(name)
+            say(f"turn {turn} {name}: {seconds.wall:.2f} s")
+            if turn >= 0:
+                taken[name].append(seconds)
+    contest.memory = {name: values[1:] for name, values in contest.memory.items()}
+    return taken
+
+
+def rows_of(contest: Contest, taken: dict[str, list[Seconds]]) -> list[Row]:
+    """Time of each route beside the plain way's, and memory with its target: one bucket."""
+    bucket = contest.bucket_bytes / MEBI
+    rows = [
+        time_row("weight_sync", f"{name}: one update", taken[name], taken[PLAIN], peer_name=PLAIN) for name in ROUTES
+    ]
+    for name in ROUTES:
+        ours, peer = contest.memory[name], contest.memory[PLAIN]
+        # 4 MiB for what isn't the bucket: pieces on their way, the answers, Python
+        row = Row("weight_sync", f"{name}: extra memory", PLAIN, "MiB", "lower", ratios(ours, peer), Spread.of(ours),
+                  Spread.of(peer), target=bucket + 4, absolute=True)  # fmt: skip
+        rows.append(row)
+    return rows
+
+
+def speeds(weights: dict[str, torch.Tensor], taken: dict[str, list[Seconds]]) -> dict[str, Any]:
+    """Of the model, and MB/s (10^6 bytes) of each contestant's median turn."""
+    total = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+    rate = {name: total / 1e6 / Spread.of([s.wall for s in turns]).median for name, turns in taken.items()}
+    return {"megabytes": total / 1e6, "tensors": len(weights), "megabytes_per_second": rate}
+
+
+def run(args: argparse.Namespace, start: Callable[..., Any]) -> dict[str, Any]:
+    """The whole result."""
+    machine = hardware()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        weights = make_model(folder / "model", args.mebibytes)
+        arguments = ("--max-total-tokens", "1024")
+        with start(model=str(folder / "model"), python=args.sglang_python, dtype="float32", log_dir=str(folder),
+                   arguments=arguments) as servers:  # fmt: skip
+            contest = Contest(servers.urls[0], weights, folder / "weights", args.bucket_mebibytes * MEBI)
+            found = contest.loop.run(contest.server.get("/server_info", timeout=30.0))["version"]
+            taken = measure(contest, args.repeats)
+            contest.close()
+    rows = rows_of(contest, taken)
+    return {"schema": 1, "date": datetime.date.today().isoformat(), "hardware": machine,
+            "versions": versions() | {"sglang": found}, "bucket_mebibytes": args.bucket_mebibytes,
+            "rows": [row.to_json() for row in rows]} | speeds(weights, taken)  # fmt: skip
+
+
+def main() -> int:
+    from megatron_gspo.rollout.sglang.launch import ServerSettings
+    from megatron_gspo.rollout.sglang.servers import LocalServers
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sglang-python", required=True, help="interpreter of an environment with sglang")
+    parser.add_argument("--mebibytes", type=int, default=200, help="of weights, about (default: %(default)s)")
+    parser.add_argument("--bucket-mebibytes", type=int, default=32, help="(default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="(default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="2 repeats of 60 MiB; not for figures to quote")
+    parser.add_argument("--json", type=Path, help=f"write the result there, e.g. in {RESULTS}")
+    args = parser.parse_args()
+    if args.quick:
+        args.repeats, args.mebibytes = 2, 60
+    result = run(args, lambda **settings: LocalServers(ServerSettings(**settings)))
+    print(table([Row.from_json(record) for record in result["rows"]]))
+    print(f"{result['megabytes']:.0f} MB in {result['tensors']} tensors, buckets of {args.bucket_mebibytes} MiB; MB/s: "
+          + ", ".join(f"{name} {number(rate)}" for name, rate in result["megabytes_per_second"].items()))  # fmt: skip
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
