@@ -39,9 +39,9 @@ class DiskRoute(Route):
     needs_session = False
 
     def __init__(self, directory: Path, *, source: Path | None = None) -> None:
-        self._directory, self._source = directory, source
+        self._directory, self._source = directory.absolute(), source  # a server has another working directory
         self.checkpoint: Path | None = None  # the newest whole one
-        self._unfinished = directory
+        self._unfinished = self._directory
         self._weight_map: dict[str, str] = {}
         self._total, self._files = 0, 0
 

@@ -189,7 +189,7 @@ def make_route(
     """
     if name == "disk":
         if directory is None:
-            raise ValueError("sglang.weight_route=disk: set the directory that servers read checkpoints from")
+            raise ValueError("sglang.weight_route=disk: set sglang.weight_dir, which servers read checkpoints from")
         return DiskRoute(Path(directory), source=None if source is None else Path(source))
     if name == "tensor":
         return TensorRoute()
