@@ -64,10 +64,11 @@ def saved_where_servers_fail(run: Run, state: LoopState, checkpoint: Path | None
     try:
         yield
     except EngineError as error:
-        if is_central(run.engine) and checkpoint is None and state.step:
-            found = save(run, state)
-            raise EngineError(f"{error}; saved {found}, start again to go on from there") from error
-        raise
+        if not is_central(run.engine) or not state.step:
+            raise
+        saved = "" if checkpoint is not None else "saved, "
+        found = checkpoint if checkpoint is not None else save(run, state)
+        raise EngineError(f"{error}; {saved}start again to go on from {found}") from error
 
 
 def resume(run: Run) -> tuple[LoopState, Path | None]:

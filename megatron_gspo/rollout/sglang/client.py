@@ -123,7 +123,7 @@ class Client:
             except AnswerError as error:
                 await self.fleet.blame(member, str(error))
                 raise
-            member.faults = 0
+            member.faults = member.losses = 0
             self._count(draft, part)
             draft.add(part, current)
 

@@ -35,8 +35,9 @@ class Member:
 
     alive: it answered last. version: wire version of its weights, None while unknown or half updated. outstanding:
     tokens of the requests that are under way. requests: their number. strikes: health checks that it missed in a row.
-    faults: requests that failed in a row. losses: times it was taken out. hangs: it is out, takes connections and
-    doesn't answer. reason: why it is out. not_before: when it may be looked at again (monotonic seconds).
+    faults: requests that failed in a row. losses: times it was taken out since its last good answer. hangs: it is out,
+    takes connections and doesn't answer. reason: why it is out. not_before: when it may be looked at again (monotonic
+    seconds).
     """
 
     server: Server

@@ -233,3 +233,12 @@ def test_what_is_asked_for(server):
     assert (greedy["temperature"], greedy["top_p"], greedy["top_k"]) == (0.0, 1.0, -1)
     assert sampled["stop_token_ids"] == [1] and server.bodies[0]["return_logprob"] is True
     assert "return_routed_experts" not in server.bodies[0]
+
+
+def test_a_server_that_gives_a_good_answer_is_not_held_to_its_past(server):
+    """Else one that failed now and then in a run of weeks would be out for longer and longer."""
+    with Setup(server.url) as setup:
+        setup.fleet.members[0].losses = 6
+        setup.stream.start(prompts(1), SAMPLING, seed=1)
+        setup.stream.take(1)
+        assert setup.fleet.members[0].losses == 0
