@@ -46,6 +46,7 @@ FIRST = {
     "ratio": ["test_ratio", "test_worked_cases", "test_device"],
     "rollout_correction": ["test_rollout_correction", "test_messages"],
     "routing": ["test_routing"],
+    "turns": ["test_turns"],
     "parallel": ["test_context", "test_subgroups"],
     "log_probs": ["test_log_probs_limits", "test_log_probs"],
     "vocabulary_tiles": ["test_log_probs_limits", "test_log_probs"],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from tests.teeth.of_the_layouts import CONVERSION, LAYOUT, MEGATRON, PARALLEL, RESUME
 from tests.teeth.of_the_objective import DATA, OBJECTIVE
+from tests.teeth.of_the_rollouts import OF_THE_ROLLOUTS
 from tests.teeth.of_the_routing import ROUTING
 
-DEFECTS = OBJECTIVE + DATA + PARALLEL + CONVERSION + MEGATRON + LAYOUT + RESUME + ROUTING
+DEFECTS = OBJECTIVE + DATA + PARALLEL + CONVERSION + MEGATRON + LAYOUT + RESUME + ROUTING + OF_THE_ROLLOUTS

@@ -207,7 +207,7 @@ LAYOUT = (
 
 RESUME = (
     Defect(
-        "every step samples with the same seed", "design", "megatron_gspo/loop/experience.py",
+        "every step samples with the same seed", "design", "megatron_gspo/loop/rollouts.py",
         "np.random.SeedSequence([seed, step])", "np.random.SeedSequence([seed])",
         ("tests/train/test_seeds.py::test_every_step_of_every_run_has_a_sampling_seed_of_its_own",),
     ),

@@ -57,7 +57,7 @@ OBJECTIVE = (
     Defect(
         "train/rollout weight of a sequence without the length", "one trainer",
         "megatron_gspo/algorithms/rollout_correction.py",
-        "mean = sums[0] / sums[1].clamp_min(1)", "mean = sums[0]",
+        "return sums[0] / sums[1].clamp_min(1)", "return sums[0]",
         ("tests/algorithms/test_rollout_correction.py::test_sequence_weights_are_length_normalised",),
     ),
     Defect(
