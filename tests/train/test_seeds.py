@@ -1,6 +1,6 @@
 """What a step draws depends on the run's seed and on the step, so that no two steps repeat each other."""
 
-from megatron_gspo.loop.experience import rollout_seed
+from megatron_gspo.loop.rollouts import rollout_seed
 from megatron_gspo.loop.update import mini_batches
 
 
