@@ -7,7 +7,6 @@ event loop, so nothing needs a lock.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -104,7 +103,8 @@ class Fleet:
         finally:
             member.outstanding -= cost
             member.requests -= 1
-            await self.notify()
+            async with self._changed:
+                self._changed.notify()  # one place, one of thousands that may wait
 
     async def _pick(self, near: Member | None) -> Member:
         async with self._changed:
@@ -120,12 +120,6 @@ class Fleet:
         """Wake those who wait for a server or for a change."""
         async with self._changed:
             self._changed.notify_all()
-
-    async def changed(self, timeout: float) -> None:
-        """Return after the next `notify`, or after `timeout` seconds."""
-        async with self._changed:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), max(timeout, 0.0))
 
     async def hold(self, held: bool) -> None:
         """Stop or allow the beginning of requests."""

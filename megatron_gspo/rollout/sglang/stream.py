@@ -7,6 +7,7 @@ methods of `Stream` are called from the training thread.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,13 +20,16 @@ from megatron_gspo.rollout.sglang.fleet import FleetError, Member
 from megatron_gspo.rollout.sglang.http import EventLoop
 
 
+_LOOK = 0.5  # seconds between two looks at the servers while nothing finishes
+
+
 class WeightsWanted(Exception):
     """No server holds the current weights, and at least one is there to take them: update, then ask again."""
 
 
 @dataclass
 class Group:
-    """The drafts of one prompt. ticket: its number in the order of `Stream.start`."""
+    """The drafts of one prompt. ticket: its number in the order of `Stream.start`. done: all are drawn."""
 
     ticket: int
     prompt: Prompt
@@ -33,10 +37,7 @@ class Group:
     sampling: SamplingParams
     seed: int
     task: asyncio.Task | None = None
-
-    @property
-    def done(self) -> bool:
-        return all(draft.done for draft in self.drafts)
+    done: bool = False
 
     @property
     def oldest(self) -> int | None:
@@ -52,6 +53,7 @@ class Stream:
         self._loop, self._client, self._decode, self._recovery = loop, client, decode, recovery
         self._groups: dict[int, Group] = {}
         self._tickets = 0
+        self._news = asyncio.Event()
         self._failure: BaseException | None = None
         self._unserved: float | None = None  # since when no server answers, as seen by `take`, whose caller may go on
 
@@ -111,11 +113,12 @@ class Stream:
                 near = await self._client.prime(group.prompt.token_ids.tolist())
             draws = (self._client.draw(draft, group.sampling, group.seed, near) for draft in group.drafts)
             await asyncio.gather(*draws)
+            group.done = True
         except asyncio.CancelledError:
             raise
         except BaseException as error:
             self._failure = self._failure or error
-        await self._client.fleet.notify()
+        self._news.set()
 
     async def _take(self, count: int, patience: float | None, oldest: int | None) -> list[Group]:
         fleet, end = self._client.fleet, None if patience is None else time.monotonic() + patience
@@ -137,12 +140,18 @@ class Stream:
                 self._unserved = now if self._unserved is None else self._unserved
                 if now - self._unserved > self._recovery:
                     raise FleetError(f"no server has answered for {self._recovery:g} s: {fleet.describe()}")
-            await fleet.changed(min(0.5, end - now if end is not None else 0.5))
+            await self._wait(_LOOK if end is None else min(_LOOK, end - now))
         if len(chosen) == count:
             self._unserved = None
         for group in chosen:
             del self._groups[group.ticket]
         return chosen
+
+    async def _wait(self, seconds: float) -> None:
+        """Until a group is finished, or for so long: the state of the servers is looked at anew then."""
+        self._news.clear()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._news.wait(), max(seconds, 0.0))
 
     def _choose(self, count: int, oldest: int | None) -> list[Group]:
         """Finished groups to take; fewer than count where more must be waited for."""
