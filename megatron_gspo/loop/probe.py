@@ -44,6 +44,8 @@ def _compare(run: Run, samples: list[Sample], ours: list[np.ndarray], version: i
         total, count = total + float(differences.sum()), count + differences.size
         if (largest := float(differences.max())) >= worst:
             worst, where = largest, url
+    if not count:  # no server answered, which others report
+        return {}
     if worst > sglang.probe_tolerance:
         line = (f"weights {version}: server {where} scores a token {worst:.3g} nats off the trainer, "
                 f"sglang.probe_tolerance is {sglang.probe_tolerance:g}; compare model, dtype and weights of both")

@@ -73,26 +73,33 @@ def sync_weights(run: Run, version: int) -> None:
                 pass
             failure = error
             on_first(lambda failure=failure: _raise(failure))
-        if not on_first(lambda refusal=refusal: _again(run.engine, refusal, end)):
+        if not on_first(lambda refusal=refusal: refusal and _note(refusal, end)):
             return
+        while not on_first(lambda refusal=refusal: _is_back(run.engine, refusal, end)):
+            pass
 
 
 def _raise(error: Exception) -> None:
     raise error
 
 
-def _again(engine: Any, refusal: str, end: float) -> bool:
-    """Whether the update is to be made once more; waits for a server that answers."""
-    if not refusal:
-        return False
-    left = end - time.monotonic()
-    if left <= 0:
+def _note(refusal: str, end: float) -> bool:
+    """Say that no server took the weights; raises where there is no time for another try."""
+    if time.monotonic() >= end:
         raise FleetError(refusal)
     log_servers(refusal)
     time.sleep(_PAUSE)
-    if not engine.wait_for_server(left):
-        raise FleetError(refusal)
     return True
+
+
+def _is_back(engine: Any, refusal: str, end: float) -> bool:
+    """Whether a server answers, after some seconds at most; raises at the end of the time."""
+    left = end - time.monotonic()
+    if engine.wait_for_server(min(max(left, 0.0), _PATIENCE)):
+        return True
+    if left <= 0:
+        raise FleetError(refusal)
+    return False
 
 
 def generate(run: Run, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> list[Sample]:

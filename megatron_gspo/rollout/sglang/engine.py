@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from megatron_gspo.data.sample import Prompt, Sample
+from megatron_gspo.rollout.check import EngineError
 from megatron_gspo.rollout.engine import SamplingParams
 from megatron_gspo.rollout.sglang.client import Client, ModelFacts, RequestLimits
 from megatron_gspo.rollout.sglang.fleet import Fleet, FleetError, FleetSettings, Member
@@ -122,14 +123,18 @@ class SGLangEngine:
 
     def score(self, sequences: Sequence[np.ndarray]) -> dict[str, list[np.ndarray]]:
         """By URL of each serving server: its log-probs (temperature 1) [L-1] of the tokens [L] of each sequence but
-        the first."""
+        the first. A server that fails at it is left out, and blamed."""
+        async def one(member: Member) -> list[np.ndarray] | None:
+            try:
+                return [await self._client.score(member.server, tokens.tolist()) for tokens in sequences]
+            except EngineError as error:
+                await self._fleet.blame(member, str(error))
+                return None
+
         async def everywhere() -> dict[str, list[np.ndarray]]:
             members = self._fleet.serving
-            found = await asyncio.gather(*(
-                self._client.score(member.server, tokens.tolist()) for member in members for tokens in sequences
-            ))
-            size = len(sequences)
-            return {m.server.url: list(found[i * size : (i + 1) * size]) for i, m in enumerate(members)}
+            found = await asyncio.gather(*(one(member) for member in members))
+            return {m.server.url: each for m, each in zip(members, found, strict=True) if each is not None}
 
         return self._loop.run(everywhere())
 
