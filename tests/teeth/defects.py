@@ -9,5 +9,8 @@ from tests.teeth.of_the_layouts import CONVERSION, LAYOUT, MEGATRON, PARALLEL, R
 from tests.teeth.of_the_objective import DATA, OBJECTIVE
 from tests.teeth.of_the_rollouts import OF_THE_ROLLOUTS
 from tests.teeth.of_the_routing import ROUTING
+from tests.teeth.of_the_servers import OF_THE_SERVERS
 
-DEFECTS = OBJECTIVE + DATA + PARALLEL + CONVERSION + MEGATRON + LAYOUT + RESUME + ROUTING + OF_THE_ROLLOUTS
+DEFECTS = (
+    OBJECTIVE + DATA + PARALLEL + CONVERSION + MEGATRON + LAYOUT + RESUME + ROUTING + OF_THE_ROLLOUTS + OF_THE_SERVERS
+)

@@ -1,0 +1,308 @@
+"""The client of real servers, with faults between the two: every sample comes back once and is what the model drew."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_gspo.data.sample import Prompt, Sample
+from megatron_gspo.rollout.check import EngineError, check_samples
+from megatron_gspo.rollout.engine import SamplingParams
+from megatron_gspo.rollout.sglang import client
+from megatron_gspo.rollout.sglang.client import RequestLimits
+from megatron_gspo.rollout.sglang.engine import SGLangEngine
+from megatron_gspo.rollout.sglang.fleet import FleetSettings
+from megatron_gspo.rollout.sglang.servers import LocalServers
+from megatron_gspo.rollout.sglang.stream import Stream, WeightsWanted
+from tests.reference import load_reference, observe_routers, response_log_probs
+from tests.rollout.tiny import checkpoint
+from tests.sglang.clients import checkpoint_stream, engine_on, prompts_of
+from tests.sglang.conftest import StartServers
+from tests.sglang.faults import Fault, FaultProxy
+from tests.sglang.test_agreement import TOLERANCE, VOCABULARY, bare
+
+KEY = "a-key-that-nobody-may-see"
+SHORT = SamplingParams(n=2, max_response_length=8)
+IMPATIENT = RequestLimits(timeout=4.0, retries=4)
+
+
+@pytest.fixture(scope="module")
+def keyed(start_servers: StartServers) -> LocalServers:
+    """A server that asks for a key."""
+    return start_servers(count=1, api_key=KEY)
+
+
+@pytest.fixture(scope="module")
+def proxy(sglang_server: LocalServers) -> Iterator[FaultProxy]:
+    with FaultProxy(sglang_server.urls[0]) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def behind(proxy: FaultProxy, sglang_model: str) -> Iterator[SGLangEngine]:
+    """An engine whose one server is behind the proxy. A hang in a request isn't taken for one of the server."""
+    engine = engine_on([proxy.url], sglang_model, limits=IMPATIENT,
+                       fleet=FleetSettings(health_interval=0.5, health_timeout=20.0))
+    engine.update_weights(checkpoint_stream(sglang_model), version=0)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(behind: SGLangEngine, proxy: FaultProxy) -> Iterator[SGLangEngine]:
+    behind.counts()
+    proxy.requests.clear()
+    yield behind
+    proxy.clear()
+
+
+def everything(stream: Stream, count: int, update: Callable[[], None]) -> list[Sample]:
+    """`count` groups, with an update whenever one is asked for, as the loop does."""
+    while True:
+        try:
+            return [sample for group in stream.take(count) for sample in group]
+        except WeightsWanted:
+            update()
+
+
+def draw(engine: SGLangEngine, model: str, prompts: Sequence[Prompt], sampling: SamplingParams = SHORT) -> list[Sample]:
+    """All samples of the prompts, checked; each comes back once."""
+    stream = engine.stream()
+    stream.start(prompts, sampling, seed=3)
+    samples = everything(stream, len(prompts),
+                         lambda: engine.update_weights(checkpoint_stream(model), version=engine.weight_version))
+    check_samples(samples, prompts, sampling, vocab_size=engine._client.model.vocab_size)
+    with pytest.raises(ValueError, match="only 0 groups"):
+        stream.take(1)
+    return samples
+
+
+# fault, how it is counted besides as a retry
+FAULTS = {
+    "hang": (Fault("hang"), None),
+    "error": (Fault("error"), None),
+    "late": (Fault("late", seconds=6.0), None),
+    "half": (Fault("half"), None),
+    "lost": (Fault("lost"), None),
+    "refuse": (Fault("refuse"), None),
+    "huge": (Fault("huge"), None),
+    "wrong lengths": (Fault("wrong_lengths"), "refused"),
+    "NaN": (Fault("nan"), "refused"),
+    "positive": (Fault("positive"), "refused"),
+    "foreign token": (Fault("foreign_token"), "refused"),
+    "few routes": (Fault("few_routes"), "refused"),
+    "old weights": (Fault("old_version"), "distrusted"),
+    "twice": (Fault("error", times=2), None),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_that_passes_is_survived_and_told(engine, proxy, sglang_model, name):
+    fault, counted = FAULTS[name]
+    times = fault.times
+    proxy.add(fault)
+    samples = draw(engine, sglang_model, prompts_of([5, 9, 12], VOCABULARY))
+    assert proxy.pending == 0
+    assert all(sample.weight_version == 0 for sample in samples)
+    counts = engine.counts()
+    assert counts["rollout/retries"] == times
+    # an update interrupts the others, which then go on: these may have come in two parts
+    assert counts["rollout/requests"] == 6 + counts["rollout/continued"]
+    assert counts["rollout/continued"] == 0 or counted == "distrusted"
+    assert counts["rollout/refused"] == (counted == "refused")
+    assert counts["rollout/distrusted"] == (counted == "distrusted")
+    assert counts["rollout/discarded_tokens"] == 0 and counts["rollout/servers"] == 1
+    updates = sum(path == "/continue_generation" for path in proxy.requests)
+    assert updates == (counted == "distrusted"), "only other weights ask for an update"
+
+
+@pytest.mark.parametrize("kind", ["error", "few_routes", "half", "nan"])
+def test_a_fault_that_lasts_ends_with_one_line_that_names_the_request(engine, proxy, sglang_model, kind):
+    proxy.add(Fault(kind, times=10**6))
+    with pytest.raises(EngineError, match=r"^sample 0/[01]: given up after 5 tries; the last: ") as caught:
+        draw(engine, sglang_model, prompts_of([5], VOCABULARY))
+    assert "\n" not in str(caught.value)
+    proxy.clear()
+    draw(engine, sglang_model, prompts_of([5], VOCABULARY))  # the engine is as good as before
+
+
+def test_an_update_that_fails_leaves_a_server_out_until_one_succeeds(engine, proxy, sglang_model):
+    version = engine.weight_version
+    proxy.add(Fault("error", path="/update_weights_from_tensor"))
+    with pytest.raises(EngineError, match=f"no server took weights {version}: .*update_weights_from_tensor.*500"):
+        engine._loop.run(engine._fleet.distrust(engine._fleet.members[0], "so that it wants an update"))
+        engine.update_weights(checkpoint_stream(sglang_model), version=version)
+    assert not engine._fleet.serving
+    assert engine.wait_for_server(20)
+    samples = draw(engine, sglang_model, prompts_of([5], VOCABULARY))  # updates it on the way
+    assert all(sample.weight_version == version for sample in samples) and engine.counts()["rollout/servers"] == 1
+
+
+def changed_model(path: str, version: int) -> torch.nn.Module:
+    """The model as an update would leave it: every version has other weights."""
+    model = load_reference(path)
+    generator = torch.Generator().manual_seed(version)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.mul_(1 + 0.05 * version * noise)
+            parameter.copy_(parameter.float())  # as it travels
+    return model
+
+
+def interrupt_midway(stream: Stream) -> list[int]:
+    """Stop the servers when a response is begun and not done; how many tokens each draft has."""
+    deadline = time.monotonic() + 60
+    while True:
+        stream.stop(keep=True)
+        drafts = [draft for group in stream._groups.values() for draft in group.drafts]
+        if any(draft.drawn and not draft.done for draft in drafts):
+            return [draft.drawn for draft in drafts]
+        assert time.monotonic() < deadline and not all(draft.done for draft in drafts), "too short to be interrupted"
+        stream._loop.run(stream._client.fleet.hold(False))
+        time.sleep(0.1)
+
+
+def test_an_interrupted_response_goes_on_under_new_weights(engine, sglang_model):
+    """Each token has the version that drew it and its log-prob, each row of routes is of the version that fed it."""
+    sampling = SamplingParams(n=3, max_response_length=350, temperature=1.0)
+    prompts = prompts_of([70, 70, 90, 40], VOCABULARY, seed=8, shared=30)
+    models = {version: changed_model(sglang_model, version) for version in (1, 2, 3)}
+    engine.update_weights(checkpoint(models[1].float()).items(), version=1)
+    stream = engine.stream()
+    stream.start(prompts, sampling, seed=1)
+    bounds = []
+    for version in (2, 3):
+        bounds.append(interrupt_midway(stream))
+        engine.update_weights(checkpoint(models[version].float()).items(), version=version)
+    samples = everything(stream, len(prompts), lambda: pytest.fail("the server has the weights"))
+    counts = engine.counts()
+    assert counts["rollout/continued"] > 0 and counts["rollout/cached_share"] > 0
+    check_samples(samples, prompts, sampling, vocab_size=engine._client.model.vocab_size)
+    models = {version: model.double() for version, model in models.items()}
+    for sample, first, second in zip(samples, *bounds, strict=True):
+        size = sample.response_length
+        expected = [1] * min(first, size) + [2] * (second - first) + [3] * (size - second)
+        assert sample.token_versions.tolist() == expected and sample.weight_version == expected[0]
+        check_by_version(sample, models)
+    assert {len(set(sample.token_versions.tolist())) for sample in samples} & {2, 3}
+
+
+def check_by_version(sample: Sample, models: dict[int, torch.nn.Module]) -> None:
+    plain, versions = bare(sample), sample.token_versions
+    # a position is fed by the request that draws the token after it; those of the prompt by the first one
+    fed_by = np.concatenate([np.full(sample.prompt_length - 1, versions[0]), versions])
+    for version in set(versions.tolist()):
+        log_probs = response_log_probs(models[version], plain)[0].detach().numpy()
+        mine = versions == version
+        np.testing.assert_allclose(sample.rollout_log_probs[mine], log_probs[mine], rtol=0, atol=TOLERANCE)
+        [routes] = observe_routers(models[version], [plain]).routes
+        rows = fed_by == version
+        np.testing.assert_array_equal(np.sort(sample.routed_experts[rows], -1), np.sort(routes[rows], -1))
+
+
+def test_priming_a_prompt_raises_what_is_cached(engine, sglang_model, monkeypatch):
+    sampling = SamplingParams(n=4, max_response_length=4)
+
+    def cached(seed: int) -> float:
+        engine.counts()
+        draw(engine, sglang_model, prompts_of([130] * 3, VOCABULARY, seed=seed), sampling)
+        return engine.counts()["rollout/cached_share"]
+
+    primed = cached(21)
+    monkeypatch.setattr(client, "_PRIME_TOKENS", 10**6)
+    assert primed > 0.9 and primed > cached(22)
+
+
+def test_seeds_repeat_draws_where_the_server_heeds_them(engine, sglang_model):
+    """This server doesn't (it needs --enable-deterministic-inference): sampled draws differ, greedy ones don't."""
+    prompts = prompts_of([20, 30], VOCABULARY, seed=5)
+    greedy = SamplingParams(n=2, max_response_length=16, greedy=True)
+    first, again = (draw(engine, sglang_model, prompts, greedy) for _ in range(2))
+    assert [s.tokens.tolist() for s in first] == [s.tokens.tolist() for s in again]
+    assert first[0].tokens.tolist() == first[1].tokens.tolist()
+    sampled = draw(engine, sglang_model, prompts, SamplingParams(n=4, max_response_length=16))
+    assert len({tuple(sample.tokens.tolist()) for sample in sampled}) == 8
+
+
+def test_a_key_is_needed_and_shown_nowhere(keyed, sglang_model, capfd):
+    with_key = engine_on(keyed.urls, sglang_model, api_key=KEY)
+    try:
+        with_key.update_weights(checkpoint_stream(sglang_model), version=0)
+        draw(with_key, sglang_model, prompts_of([5], VOCABULARY))
+    finally:
+        with_key.close()
+    for key in ("a-wrong-key", None):
+        without = engine_on(keyed.urls, sglang_model, api_key=key)
+        try:
+            with pytest.raises(EngineError, match=r"^server \S+: refused with 401; set sglang.api_key_file to the ser"):
+                without.update_weights(checkpoint_stream(sglang_model), version=0)
+        finally:
+            without.close()
+    said = capfd.readouterr()
+    assert KEY not in said.out + said.err and "a-wrong-key" not in said.out + said.err
+    assert KEY not in repr(with_key.settings)
+
+
+@pytest.fixture(scope="module")
+def pair(proxy: FaultProxy, keyed: LocalServers, sglang_model: str) -> Iterator[SGLangEngine]:
+    """Two servers: the first, behind the proxy, doesn't mind the key that the second asks for. From now on it has the
+    weights of this engine."""
+    engine = engine_on([proxy.url, keyed.urls[0]], sglang_model, api_key=KEY, limits=IMPATIENT)
+    engine.update_weights(checkpoint_stream(sglang_model), version=0)
+    yield engine
+    engine.close()
+
+
+def test_two_servers_share_the_load(pair, proxy, sglang_model):
+    pair.counts()
+    proxy.requests.clear()
+    draw(pair, sglang_model, prompts_of([10] * 12, VOCABULARY, seed=2))
+    mine = proxy.requests.count("/generate")
+    assert 8 <= mine <= 16 and pair.counts()["rollout/requests"] == 24
+    assert [member.outstanding for member in pair._fleet.members] == [0, 0]
+
+
+def test_one_with_old_weights_is_left_out_and_the_other_does_all(pair, proxy, sglang_model):
+    pair.counts()
+    proxy.add(Fault("old_version", times=10**6))
+    stream = pair.stream()
+    prompts = prompts_of([10] * 6, VOCABULARY, seed=2)
+    stream.start(prompts, SHORT, seed=3)
+    samples = [sample for group in stream.take(6) for sample in group]
+    check_samples(samples, prompts, SHORT)
+    counts = pair.counts()
+    assert 1 <= counts["rollout/distrusted"] <= 6 and counts["rollout/requests"] == 12
+    assert counts["rollout/servers"] == 1 and len(pair._fleet.stale) == 1
+    proxy.clear()
+    pair.update_weights(checkpoint_stream(sglang_model), version=pair.weight_version)
+    assert pair.counts()["rollout/servers"] == 2, "an update brings it back"
+
+
+def test_one_that_is_gone_and_comes_back_with_the_same_weights(pair, proxy, sglang_model):
+    """Its connections are refused for a while: its requests go to the other, and it serves again by itself."""
+    pair.counts()
+    proxy.add(Fault("refuse", path="/", times=12))
+    draw(pair, sglang_model, prompts_of([10] * 6, VOCABULARY, seed=2))
+    assert pair.counts()["rollout/requests"] == 12
+    deadline = time.monotonic() + 60
+    while pair.counts()["rollout/servers"] < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert proxy.pending == 0 or all(member.alive for member in pair._fleet.members)
+    proxy.clear()
+
+
+def test_a_probe_leaves_out_a_server_that_fails_at_it(pair, proxy, keyed):
+    sequences = [prompt.token_ids for prompt in prompts_of([10, 20], VOCABULARY, seed=6)]
+    both = pair.score(sequences)
+    assert list(both) == [proxy.url, keyed.urls[0]]
+    proxy.add(Fault("error"))
+    [(url, found)] = pair.score(sequences).items()
+    assert url == keyed.urls[0]
+    for values, before in zip(found, both[url], strict=True):
+        np.testing.assert_allclose(values, before, rtol=0, atol=TOLERANCE)

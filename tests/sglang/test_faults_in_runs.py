@@ -1,0 +1,226 @@
+"""Servers that die, hang and come back while `torchrun -m megatron_gspo.train` trains on them.
+
+When to strike is read off the servers (a line of log for each batch that they decode) or off the requests that pass a
+proxy, never off the clock. Whatever happens, `rollouts.jsonl` accounts for every sample.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from megatron_gspo.rollout.sglang.servers import LocalServers
+from tests.sglang.conftest import StartServers
+from tests.sglang.faults import Fault, FaultProxy
+from tests.sglang.test_servers import processes_of
+from tests.sglang.test_training import check_ledger
+from tests.train.run import base_config, records, tiny_model
+
+TELLS_BATCHES = ("--decode-log-interval", "1")
+DECODES = b"Decode batch"
+QUICK = {"health_interval": 0.5, "health_timeout": 3.0, "request_timeout": 60.0, "weight_route": "tensor"}
+# responses of a random model are as long as the chance of its end token lets them, about a hundred tokens
+LONG = {"max_response_length": 400}
+SECONDS = 150.0  # for whatever is waited for; it takes a tenth of it
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_model(tmp_path_factory.mktemp("faulty") / "model")
+
+
+@pytest.fixture(scope="module")
+def servers(start_servers: StartServers, model: str) -> LocalServers:
+    return start_servers(count=2, model=model, arguments=TELLS_BATCHES)
+
+
+class TrainingRun:
+    """`torchrun` on one process, with everything that it says in `log`."""
+
+    def __init__(self, model: str, run_dir: Path, *, steps: int, rollout: dict[str, Any],
+                 sglang: dict[str, Any]) -> None:
+        self.run_dir, self.gate = run_dir, run_dir.with_suffix(".gate")
+        self.log = run_dir.with_name(f"{run_dir.name}.{time.monotonic_ns()}.log")
+        config = base_config(
+            model, run_dir, rollout={"engine": "sglang", **LONG, **rollout}, sglang={**QUICK, **sglang},
+            data={"verifier": f"{Path(__file__).parent}/patient_verifier.py:score"},
+            training={"steps": steps, "max_tokens_per_micro_batch": 900}, checkpoint={"interval": 2},
+            evaluation={"at_start": False, "at_end": False},
+        )  # fmt: skip
+        file = run_dir.with_suffix(".yaml")
+        file.write_text(yaml.safe_dump(config))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1",
+                   "-m", "megatron_gspo.train", str(file)]  # fmt: skip
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "GATE": str(self.gate)}
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    @property
+    def steps(self) -> int:
+        """How many are recorded."""
+        metrics = self.run_dir / "metrics.jsonl"
+        return sum('"step": 0,' not in line for line in metrics.read_text().splitlines()) if metrics.exists() else 0
+
+    def wait_for(self, condition: Callable[[], Any]) -> Any:
+        """What `condition` gives once it is true. The run must not end before."""
+        deadline = time.monotonic() + SECONDS
+        while not (value := condition()):
+            assert self.process.poll() is None, f"the run has ended: {self.said[-3000:]}"
+            assert time.monotonic() < deadline, f"nothing happened: {self.said[-3000:]}"
+            time.sleep(0.02)
+        return value
+
+    def end(self, code: int = 0) -> str:
+        """Everything it said, once it has ended with this exit code."""
+        self.process.wait(SECONDS)
+        said = self.said
+        assert self.process.returncode == code, said[-3000:]
+        return said
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            for process in [*psutil.Process(self.process.pid).children(recursive=True), self.process]:
+                process.kill()
+            self.process.wait()
+
+
+@pytest.fixture
+def train(model: str, tmp_path: Path) -> Iterator[Callable[..., TrainingRun]]:
+    """`train(steps=..., rollout=..., sglang=...)` begins a run in the test's directory, or goes on with it."""
+    begun: list[TrainingRun] = []
+
+    def begin(**given: Any) -> TrainingRun:
+        begun.append(TrainingRun(model, tmp_path / "run", **given))
+        return begun[-1]
+
+    yield begin
+    for run in begun:
+        run.kill()
+
+
+def decoding(log: Path) -> Callable[[], bool]:
+    """Whether the server with this log has decoded a batch since now."""
+    size = log.stat().st_size if log.exists() else 0
+
+    def is_decoding() -> bool:
+        with open(log, "rb") as file:
+            file.seek(size)
+            return DECODES in file.read()
+
+    return is_decoding
+
+
+def main_process(url: str) -> psutil.Process:
+    """The server at a URL, child of its guard."""
+    return next(p for p in processes_of(url) if p.cmdline()[1:3] == ["-m", "sglang.launch_server"])
+
+
+def kill(url: str) -> None:
+    main_process(url).kill()
+
+
+def total(found: list[dict[str, Any]], name: str) -> float:
+    return sum(record.get(f"rollout/{name}", 0.0) for record in found)
+
+
+def check_run(run: TrainingRun, steps: int, staleness: int = 0) -> list[dict[str, Any]]:
+    found = [record for record in records(run.run_dir) if record["step"] > 0]
+    assert [record["step"] for record in found] == list(range(1, steps + 1))
+    assert max(record["staleness/max"] for record in found) <= staleness
+    check_ledger(run.run_dir, batch=4, n=4, staleness=staleness)
+    return found
+
+
+def test_a_server_of_the_run_is_killed_and_another_time_hangs(train, sglang_python):
+    """It is its only one: the run waits until it is back, gives it the weights and goes on."""
+    run = train(steps=4, rollout={}, sglang={"servers": 1, "python": sglang_python, "arguments": list(TELLS_BATCHES)})
+    log = run.run_dir / "servers" / "server_0.log"
+    url = run.wait_for(lambda: [line for line in run.said.splitlines() if line.endswith(" answer")])[0].split()[1]
+    run.wait_for(lambda: run.steps >= 1)
+    run.wait_for(decoding(log))
+    kill(url)
+    run.wait_for(lambda: run.said.count("runs again") == 1)
+    steps = run.steps
+    run.wait_for(lambda: run.steps > steps)
+    run.wait_for(decoding(log))
+    stopped = main_process(url)
+    os.killpg(os.getpgid(stopped.pid), signal.SIGSTOP)
+    said = run.end()
+    assert f"{url}: does not answer" in said and said.count("runs again") == 2 and "its process ended" in said
+    assert not stopped.is_running() and not processes_of(url), "nothing is left behind"
+    found = check_run(run, 4)
+    assert total(found, "retries") >= 2, "requests were under way both times"
+    assert total(found, "requests") == 4 * 16 + total(found, "continued"), "each sample is counted once"
+
+
+def test_servers_killed_in_a_generation_and_in_an_update_come_back_with_old_weights(train, servers):
+    """They are others' to restart. The run is one step ahead of itself and goes on with the one that is left."""
+    servers.poll()
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(FaultProxy(url)) for url in servers.urls)
+        first.add(Fault("call", skip=12, action=lambda: kill(servers.urls[0]), seconds=0.1))
+        second.add(Fault("call", path="/update_weights_from_tensor", skip=3, action=lambda: kill(servers.urls[1])))
+        run = train(steps=8, rollout={"max_staleness": 1, "overlap": True},
+                    sglang={"urls": [first.url, second.url]})  # fmt: skip
+        run.wait_for(lambda: not first.pending and not second.pending)
+        run.gate.touch()
+        try:
+            restarted: set[str] = set()
+            run.wait_for(lambda: restarted.update(servers.poll().restarted) or len(restarted) == 2)
+            for proxy in (first, second):  # the run looks whether a server that is back works
+                before = proxy.requests.count("/health")
+                run.wait_for(lambda proxy=proxy, before=before: "/model_info" in proxy.requests[before:])
+        finally:
+            run.gate.unlink()
+        run.end()
+    found = check_run(run, 8, staleness=1)
+    assert total(found, "retries") >= 1
+    assert min(record["rollout/servers"] for record in found) <= 1 and found[-1]["rollout/servers"] == 2
+    ledger = [json.loads(line) for line in (run.run_dir / "rollouts.jsonl").read_text().splitlines()]
+    assert len(ledger) == 8
+
+
+def test_all_servers_gone_end_the_run_with_a_checkpoint_that_it_goes_on_from(train, servers):
+    servers.poll()
+    settings = dict(steps=6, rollout={}, sglang={"urls": servers.urls, "recovery_timeout": 3.0})
+    run = train(**settings)
+    run.wait_for(lambda: run.steps >= 3)
+    watches = [decoding(log) for log in servers.logs]
+    run.wait_for(lambda: any(watch() for watch in watches))
+    servers.pause()
+    for url in servers.urls:
+        kill(url)
+    began = time.monotonic()
+    said = run.end(code=1)
+    assert time.monotonic() - began >= 3.0, "it waits as long as it was told"
+    checkpoint = run.run_dir / "checkpoints" / f"step_{run.steps:06d}"
+    [line] = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert "no server has answered for 3 s: " in line and all(url in line for url in servers.urls)
+    assert str(checkpoint) in line and "start again" in line and checkpoint.is_dir()
+    assert "Traceback" not in said.split("error: ")[0]
+    servers.resume()
+    restarted: set[str] = set()
+    deadline = time.monotonic() + SECONDS
+    while len(restarted) < 2:
+        restarted.update(servers.poll().restarted)
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    again = train(**settings)
+    assert f"resumed from {checkpoint}: step" in again.end()
+    check_run(again, 6)
