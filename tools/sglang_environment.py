@@ -10,6 +10,7 @@ documentation says and name that interpreter in `sglang.python`.
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,9 @@ PINS = ROOT / "patches" / "sglang_on_cpu"
 VERSIONS = ("0.5.23", "0.5.15.post1")  # the ends of the supported range; the first is the default
 # The build for CPUs where the package index has one under this version (as in the Makefile).
 TORCH = "torch==2.13.0"
+# What a server loads. Imported once: that compiles it, a quarter of what is installed, and shows that it can be loaded.
+LOADED = ("sglang.launch_server", "sglang.srt.entrypoints.http_server", "sglang.srt.managers.scheduler",
+          "sglang.srt.managers.detokenizer_manager", "sglang.srt.models.registry")  # fmt: skip
 
 
 def sglang_python(version: str = VERSIONS[0]) -> str:
@@ -29,7 +33,7 @@ def sglang_python(version: str = VERSIONS[0]) -> str:
 
     Raises:
         ValueError: there are no pins for this version.
-        subprocess.CalledProcessError: pip could not install.
+        subprocess.CalledProcessError: pip could not install, or what it installed can't be loaded.
     """
     if version not in VERSIONS:
         raise ValueError(f"no pins for sglang {version!r}; there are some for {', '.join(VERSIONS)}")
@@ -49,7 +53,8 @@ def sglang_python(version: str = VERSIONS[0]) -> str:
 def _make(folder: Path, pins: Path, below: Path | None) -> None:
     run = [sys.executable, "-m", "venv", "--clear", str(folder)]
     subprocess.run(run, check=True, stdout=sys.stderr)
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    python = str(folder / "bin" / "python")
+    pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-compile"]
     if below is None:
         # torch comes first and alone, so that no other package's requirement can choose another build
         subprocess.run([*pip, TORCH], check=True, stdout=sys.stderr)
@@ -58,6 +63,13 @@ def _make(folder: Path, pins: Path, below: Path | None) -> None:
         (packages / "below.pth").write_text(f"{below / packages.relative_to(folder)}\n")
     # The pins are whole, and sglang's own requirements would bring CUDA packages that can't be loaded here.
     subprocess.run([*pip, "--no-deps", "-r", str(pins)], check=True, stdout=sys.stderr)
+    environment = {**os.environ, "PYTHONPATH": str(PINS), "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    loading = [python, "-W", "ignore", "-c", f"import {', '.join(LOADED)}"]
+    loaded = subprocess.run(loading, env=environment, capture_output=True, text=True)
+    if loaded.returncode:  # else what it says is of models and options that nobody asks for here
+        print(loaded.stderr, file=sys.stderr)
+        loaded.check_returncode()
 
 
 def main() -> None:
