@@ -61,7 +61,7 @@ def sync_weights(run: Run, version: int) -> None:
         run.engine.update_weights(run.policy.weights(), version=version)
         return
     patience = run.config.sglang.recovery_timeout
-    end = time.monotonic() + patience
+    end, said = time.monotonic() + patience, ""
     while True:
         stream, refusal = run.policy.weights(), ""
         try:
@@ -73,8 +73,9 @@ def sync_weights(run: Run, version: int) -> None:
                 pass
             failure = error
             on_first(lambda failure=failure: _raise(failure))
-        if not on_first(lambda refusal=refusal: refusal and _note(refusal, end)):
+        if not on_first(lambda refusal=refusal, news=refusal != said: refusal and _note(refusal, end, news)):
             return
+        said = refusal
         while not on_first(lambda refusal=refusal: _is_back(run.engine, refusal, end)):
             pass
 
@@ -83,11 +84,12 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-def _note(refusal: str, end: float) -> bool:
-    """Say that no server took the weights; raises where there is no time for another try."""
+def _note(refusal: str, end: float, news: bool) -> bool:
+    """Say that no server took the weights, if it wasn't said; raises where there is no time for another try."""
     if time.monotonic() >= end:
         raise FleetError(refusal)
-    log_servers(refusal)
+    if news:
+        log_servers(refusal)
     time.sleep(_PAUSE)
     return True
 

@@ -91,7 +91,8 @@ class Server:
         except aiohttp.ConnectionTimeoutError:
             raise ServerError(f"{where}: no connection (nobody takes it)", retry=True, sent=False) from None
         except aiohttp.ClientConnectorError as error:
-            reason = (os.strerror(error.errno) if error.errno else first_line(error)).lower()
+            known = error.errno is not None and error.errno > 0  # negative: of the search for its address
+            reason = (os.strerror(error.errno) if known else error.strerror or first_line(error)).lower()
             raise ServerError(f"{where}: no connection ({reason})", retry=True, sent=False) from None
         except asyncio.TimeoutError:
             raise ServerError(f"{where}: no answer within {timeout:g} s", retry=True) from None

@@ -201,6 +201,11 @@ def test_no_connection(loop, session):
     assert error.retry and not error.sent and error.status is None
 
 
+def test_a_host_that_nobody_knows(loop, session):
+    error = fails(loop, Server("http://no-such-host.invalid:1", session).get("/health", timeout=30))
+    assert "no connection (" in str(error) and "unknown error" not in str(error) and not error.sent
+
+
 def test_a_host_that_takes_no_connection(loop, session, monkeypatch):
     """Its backlog is full: the request can't have been seen."""
     monkeypatch.setattr(http, "CONNECT_SECONDS", 0.2)
