@@ -54,7 +54,7 @@ def start_servers(
             python=sglang_python,
             dtype="float32",
             routed_experts=True,
-            start_timeout=120.0,
+            start_timeout=300.0,
             log_dir=str(tmp_path_factory.mktemp("logs")),
         )
         servers = LocalServers(ServerSettings(**{**given, **settings}))
