@@ -78,7 +78,7 @@ def test_config_is_frozen(file: Path) -> None:
         ("training.steps=0", "training.steps = 0: is not allowed; set whole number >= 1"),
         ("model.dtype=fp32", 'model.dtype = "fp32": is not allowed; set one of float32, bfloat16'),
         ("rollout.engine=embeded", 'rollout.engine = "embeded": is not allowed; set one of embedded, '
-         "demonstrations, perhaps embedded"),
+         "sglang, demonstrations, perhaps embedded"),
         ("optimizer.lr=.nan", "optimizer.lr = NaN: is not allowed; set number > 0"),
         ("tracking.wandb=3", "tracking.wandb = 3: is not allowed; set true or false or text"),
         ("model.path=", "model.path = null: is not allowed; set text"),
