@@ -40,7 +40,10 @@ setup(
         *(f"megatron_gspo.{name}" for name in MAPPED),
     ],
     package_dir={f"megatron_gspo.{name}": name for name in MAPPED},
-    package_data={"megatron_gspo.patches": ["README.md", "sglang_on_cpu/*"], "megatron_gspo.comparison": ["report.html"]},
+    package_data={
+        "megatron_gspo.patches": ["README.md", "sglang_on_cpu/*"],
+        "megatron_gspo.comparison": ["report.html"],
+    },
     install_requires=[
         "torch>=2.6",
         "megatron-core>=0.16.1,<0.20",

@@ -140,11 +140,11 @@ def _start_servers(config: Config) -> LocalServers:
             arguments=tuple(sglang.arguments),
             log_dir=str(Path(config.run_dir) / "servers"),
             start_timeout=sglang.start_timeout,
-        )
+        ),
+        say=log_servers,
     )
     log_servers(f"starting {sglang.servers}; logs are in {servers.settings.log_dir}")
     servers.start()
-    log_servers(f"{', '.join(servers.urls)} answer")
     return servers
 
 

@@ -1,4 +1,4 @@
-"""Whole runs on a real server. `mismatch/abs_diff_max` compares the server's log-probs of every trained token with those
+"""Whole runs on a real server. `mismatch/abs_diff_max` compares its log-probs of every trained token with those
 of the policy that the weights came from: an update that is missed, late or half done shows there at once."""
 
 from __future__ import annotations

@@ -211,14 +211,8 @@ class SGLangEngine:
     async def _watch_launcher(self, launcher: LocalServers) -> None:
         by_url = {member.server.url: member for member in self._fleet.members}
         while True:
-            changes = launcher.poll()
-            for url in changes.died:
-                self._say(f"{url}: its process ended; it is started again and gets weights with the next update")
+            for url in launcher.poll().died:  # the launcher tells the rest; the watch sees who is back
                 await self._fleet.lose(by_url[url], "its process ended")
-            for url in changes.restarted:
-                self._say(f"{url}: runs again")
-            for url in changes.given_up:
-                self._say(f"{url}: was started again too often; given up")
             for member in self._fleet.members:
                 if member.hangs:
                     member.hangs = False

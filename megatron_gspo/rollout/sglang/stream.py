@@ -19,7 +19,6 @@ from megatron_gspo.rollout.sglang.draft import Draft
 from megatron_gspo.rollout.sglang.fleet import FleetError, Member
 from megatron_gspo.rollout.sglang.http import EventLoop
 
-
 _LOOK = 0.5  # seconds between two looks at the servers while nothing finishes
 
 
