@@ -53,7 +53,9 @@ class SGLangConfig(Section):
         600.0, gt=0, description="Seconds that the run waits while no server answers; then it saves and stops."
     )
     health_interval: float = Field(5.0, gt=0, description="Seconds between two looks at a server's health.")
-    health_timeout: float = Field(10.0, gt=0, description="Seconds that a server may take to say that it is healthy.")
+    health_timeout: float = Field(
+        10.0, gt=0, description="Seconds that a server may take to say that it is healthy, which takes it one."
+    )
     colocated: bool = Field(
         False,
         description="The servers share the trainer's GPUs: they release their memory while it works (start them with "

@@ -225,7 +225,7 @@ class RolloutConfig(Section):
         1.0,
         ge=1,
         description="Groups begun for each that a step needs; the step takes those that finish first and stops the "
-        "others, which go on after the update (max_staleness above 0) or start over.",
+        "others, which start over or, with max_staleness, go on after the update: then at most 1 + max_staleness.",
     )
 
     environment: str | None = Field(
