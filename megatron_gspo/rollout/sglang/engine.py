@@ -6,12 +6,14 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
 
 from megatron_gspo.data.sample import Prompt, Sample
+from megatron_gspo.errors import first_line
 from megatron_gspo.rollout.check import EngineError
 from megatron_gspo.rollout.engine import SamplingParams
 from megatron_gspo.rollout.sglang.client import Client, ModelFacts, RequestLimits
@@ -73,6 +75,8 @@ class SGLangEngine:
         self._watches = [self._loop.spawn(self._fleet.watch())]
         if launcher is not None:
             self._watches.append(self._loop.spawn(self._watch_launcher(launcher)))
+        for watch in self._watches:
+            watch.add_done_callback(self._tell_end)
 
     def stream(self) -> Stream:
         """A new stream of groups over the same servers."""
@@ -207,6 +211,12 @@ class SGLangEngine:
                     await self._fleet.lose(member, str(error))
 
         self._loop.run(everywhere())
+
+    def _tell_end(self, watch: Future) -> None:
+        """A watch ends when it is cancelled, or by a defect, which would pass unseen."""
+        if not watch.cancelled() and (error := watch.exception()) is not None:
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            self._say(f"nobody looks after them any more ({reason}): end the run and start it again")
 
     async def _watch_launcher(self, launcher: LocalServers) -> None:
         by_url = {member.server.url: member for member in self._fleet.members}
