@@ -139,7 +139,7 @@ def flush(url: str) -> None:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """The whole result; a turn that isn't counted comes first."""
-    from megatron_gspo.rollout.sglang.launch import ServerSettings, on_cpu, server_environment
+    from megatron_gspo.rollout.sglang.launch import ServerSettings, on_cpu, server_environment, sglang_version
     from megatron_gspo.rollout.sglang.servers import LocalServers
 
     machine = hardware()
@@ -150,6 +150,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         settings = ServerSettings(model=str(model), python=args.sglang_python, dtype="float32", routed_experts=True,
                                   log_dir=name, arguments=("--max-total-tokens", "32768"))  # fmt: skip
         environment = server_environment(settings, cpu=on_cpu(settings))
+        found = ".".join(map(str, sglang_version(args.sglang_python)))
         with LocalServers(settings) as servers:
             url = servers.urls[0]
             ours = Ours(url, model, args, vocabulary)
@@ -161,14 +162,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                     say(f"turn {turn} {side}: {number(rate)} tokens/s")
                     if turn >= 0:
                         rates[side].append(rate)
-            found = ours.engine._loop.run(ours.engine._fleet.members[0].server.get("/server_info", timeout=30))
             ours.engine.close()
     row = Row("rollout_client", f"output tokens/s at concurrency {args.concurrency}", "sglang.bench_serving",
               "tokens/s", "higher", ratios(rates["ours"], rates["peer"]), Spread.of(rates["ours"]),
               Spread.of(rates["peer"]), target=TARGET)  # fmt: skip
     shape = {key: getattr(args, key) for key in ("concurrency", "requests", "prompt_length", "response_length")}
     return {"schema": 1, "date": datetime.date.today().isoformat(), "hardware": machine,
-            "versions": versions() | {"sglang": found["version"]}, "rows": [row.to_json()]} | shape  # fmt: skip
+            "versions": versions() | {"sglang": found}, "rows": [row.to_json()]} | shape  # fmt: skip
 
 
 def main() -> int:
