@@ -5,6 +5,7 @@ EXTRAS ?= all
 # On Python 3.11 this exact version has a CPU build on the package index; any other request brings CUDA.
 TORCH ?= torch==2.13.0
 ARGS ?=
+JOBS ?= 2
 COMPARISON ?= examples/qwen3_moe/compare_small.yaml
 
 RUN = OMP_NUM_THREADS=1 $(VENV)/bin/python
@@ -30,8 +31,9 @@ demo: install
 compare: install
 	$(RUN) tools/compare_runs.py $(COMPARISON) $(ARGS)
 
+# JOBS processes take test files in turn; JOBS=0 is one process, for a debugger.
 test: install
-	$(RUN) -m pytest $(ARGS)
+	$(RUN) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 # TRL and verl get an environment of their own, .venv-peers, on the first run.
 test-peers: install
