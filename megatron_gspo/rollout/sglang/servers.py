@@ -210,6 +210,8 @@ class LocalServers:
         if life.secret is not None:  # read by now
             Path(life.secret).unlink(missing_ok=True)
             life.secret = None
+        if self._cpu:
+            _freeze_garbage(life.url, self.settings.api_key)
         return True
 
     def _why(self, life: _Life, code: int | None) -> str:
@@ -319,6 +321,19 @@ def _is_healthy(url: str) -> bool:
         return connection.getresponse().status == 200
     except (OSError, http.client.HTTPException):
         return False
+    finally:
+        connection.close()
+
+
+def _freeze_garbage(url: str, api_key: str | None) -> None:
+    """Leave what a server has loaded out of its garbage collections, as sglang does itself after its warm-up, which
+    servers on a CPU skip. Each flush of the cache, so each update of the weights, collects there: 0.4 s without this."""
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=_ASK)
+    try:
+        connection.request("POST", "/freeze_gc", headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
+        connection.getresponse().read()
+    except (OSError, http.client.HTTPException):
+        pass  # it only costs time
     finally:
         connection.close()
 
