@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -124,6 +125,7 @@ class Client:
                 await self.fleet.blame(member, str(error))
                 raise
             member.faults = member.losses = 0
+            member.answered = time.monotonic()
             self._count(draft, part)
             draft.add(part, current)
 
@@ -217,7 +219,6 @@ class Client:
             await asyncio.gather(*(_abort_all(member.server) for member in busy if member.alive))
             await asyncio.wait(tasks, timeout=0.2)
             await asyncio.sleep(0)
-        await self.fleet.quiet()
 
 
 async def _abort_all(server: Server) -> None:

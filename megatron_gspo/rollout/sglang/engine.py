@@ -162,6 +162,7 @@ class SGLangEngine:
         """Have the servers give back what they have drawn (it goes on later), and their memory where colocated."""
         self._loop.run(self._client.interrupt())
         if self.settings.colocated and not self._released:
+            self._loop.run(self._fleet.quiet())  # a server that isn't idle dies of this order
             self._memory("release", ["kv_cache", "weights"])
             self._released = True
 

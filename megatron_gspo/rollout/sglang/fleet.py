@@ -35,8 +35,8 @@ class Member:
     alive: it answered last. version: wire version of its weights, None while unknown or half updated. outstanding:
     tokens of the requests that are under way. requests: their number. strikes: health checks that it missed in a row.
     faults: requests that failed in a row. losses: times it was taken out since its last good answer. hangs: it is out,
-    takes connections and doesn't answer. reason: why it is out. not_before: when it may be looked at again (monotonic
-    seconds).
+    takes connections and doesn't answer. reason: why it is out. not_before: when it may be looked at again; answered:
+    when it last answered a request (monotonic seconds).
     """
 
     server: Server
@@ -50,6 +50,7 @@ class Member:
     hangs: bool = False
     reason: str = ""
     not_before: float = 0.0
+    answered: float = 0.0
     tasks: set[asyncio.Task] = field(default_factory=set)
 
 
@@ -209,11 +210,12 @@ class Fleet:
     async def _ask(self, member: Member) -> Any:
         """What a member says of its model, once it is clear that it works.
 
-        /health is the better question, for it has the server generate a token. But that takes a second, and a server
-        that is paused answers it never: only one that is busy is asked it, or one that comes back.
+        /health is the better question, for it has the server generate a token. But that takes a second, which an update
+        of the weights would have to wait for, and a server that is paused answers it never: only one that is busy and
+        hasn't answered a request for a while is asked it, or one that comes back.
         """
         timeout = self.settings.health_timeout
-        if member.alive and member.tasks:
+        if member.alive and member.tasks and time.monotonic() - member.answered > self.settings.health_interval:
             await member.server.get("/health", timeout=timeout)
             return None
         info = await member.server.get("/model_info", timeout=timeout)
