@@ -48,7 +48,9 @@ class SGLangConfig(Section):
     max_requests: int = Field(256, ge=1, description="Most requests under way at one server.")
     request_timeout: float = Field(600.0, gt=0, description="Seconds that one request may take.")
     retries: int = Field(8, ge=0, description="How often the request of one response is repeated before the run stops.")
-    update_timeout: float = Field(600.0, gt=0, description="Seconds that one step of an update of the weights may take.")
+    update_timeout: float = Field(
+        600.0, gt=0, description="Seconds that one step of an update of the weights may take."
+    )
     recovery_timeout: float = Field(
         600.0, gt=0, description="Seconds that the run waits while no server answers; then it saves and stops."
     )
