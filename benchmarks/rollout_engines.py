@@ -4,10 +4,10 @@
 
 Every variant trains the same model on the same prompts with several seeds: with the embedded engine, with SGLang and
 each way of the weights, and with SGLang one step ahead of the training (`rollout.overlap`). Seeds are interleaved, so
-that all variants meet the same machine. The servers are started once; each run sends them its weights before it begins.
-The trainer is one process and makes two epochs over each rollout batch: with two cores a trainer that is idle for most of
-the time leaves nothing to overlap. Samples per second are those of the rollout batches over the time of the steps, without
-evaluation. Intervals are 95 %, by Student's t over paired seeds.
+that all variants meet the same machine. The servers are started once; each run sends them its weights first. The trainer
+is one process and makes two epochs over each rollout batch: with two cores, a trainer that mostly waits leaves nothing
+to overlap. Samples per second are those of the rollout batches over the time of the steps, without evaluation.
+Intervals are 95 %, by Student's t over paired seeds.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def train(model: str, run_dir: Path, seed: int, steps: int, changes: Mapping[str
     """One run in a process of its own; its output is shown if it fails."""
     settings = {
         "run_dir": run_dir, "model.path": model, "seed": seed, "training.steps": steps, "checkpoint.interval": 0,
-        "checkpoint.export_hf": False, "training.epochs": 2, "evaluation.interval": 0, "tracking.picture": False, "optimizer.warmup_steps": 5,
+        "checkpoint.export_hf": False, "training.epochs": 2,
+        "evaluation.interval": 0, "tracking.picture": False, "optimizer.warmup_steps": 5,
         "parallel.tensor_model_parallel_size": 1, "parallel.expert_model_parallel_size": 1, **changes,
     }  # fmt: skip
     if "rollout.engine" in changes:
