@@ -4,7 +4,7 @@
 
 Every variant trains the same model on the same prompts with several seeds: with the embedded engine, with SGLang and
 each way of the weights, and with SGLang one step ahead of the training (`rollout.overlap`). Seeds are interleaved, so
-that all variants meet the same machine. The servers are started once; each run sends them its weights first. The trainer
+that all meet the same machine. The servers are started once; each run sends them its weights first. The trainer
 is one process and makes two epochs over each rollout batch: with two cores, a trainer that mostly waits leaves nothing
 to overlap. Samples per second are those of the rollout batches over the time of the steps, without evaluation.
 Intervals are 95 %, by Student's t over paired seeds.
