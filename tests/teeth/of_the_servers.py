@@ -69,7 +69,7 @@ OF_THE_SERVERS = (
     ),
     Defect(
         "a server that is paused is asked for a token to prove its health", "this project", FLEET,
-        "if member.alive and member.tasks:", "if member.alive:",
+        "if member.alive and member.tasks and time.", "if member.alive and time.",
         (f"{TESTS}/test_fleet.py::test_only_a_busy_server_is_asked_for_a_token",),
     ),
     Defect(

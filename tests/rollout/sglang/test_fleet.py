@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
@@ -291,6 +292,10 @@ def test_only_a_busy_server_is_asked_for_a_token(health):
             await fleet.look(member)
         assert member.alive and "/health" not in health.asked
         member.tasks.add(asyncio.create_task(asyncio.sleep(60)))  # a request is under way: the scheduler may hang
+        member.answered = time.monotonic() + 60  # but it has just answered another
+        await fleet.look(member)
+        assert member.alive and "/health" not in health.asked
+        member.answered = 0.0
         for _ in range(3):
             await fleet.look(member)
         assert not member.alive and member.hangs

@@ -16,11 +16,17 @@ from megatron_gspo.tools.serve_sglang import main
 from tests.rollout.sglang.conftest import plan
 
 
+def _hear_interrupts() -> None:
+    """What a shell starts in the background ignores them, and so would its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextmanager
 def serving(settings: ServerSettings, *more: str) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "megatron_gspo.tools.serve_sglang", "--model", settings.model]
     command += ["--python", settings.python, "--log-dir", settings.log_dir, "--sglang.device", "cpu", *more]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               preexec_fn=_hear_interrupts)  # fmt: skip
     try:
         yield process
     finally:
