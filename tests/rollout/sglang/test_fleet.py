@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from typing import Any
