@@ -46,7 +46,7 @@ def train(model: str, run_dir: Path, seed: int, steps: int, changes: Mapping[str
     settings = {
         "run_dir": run_dir, "model.path": model, "seed": seed, "training.steps": steps, "checkpoint.interval": 0,
         "checkpoint.export_hf": False, "training.epochs": 2,
-        "evaluation.interval": 0, "tracking.picture": False, "optimizer.warmup_steps": 5,
+        "evaluation.interval": 0, "evaluation.max_prompts": 200, "tracking.picture": False, "optimizer.warmup_steps": 5,
         "parallel.tensor_model_parallel_size": 1, "parallel.expert_model_parallel_size": 1, **changes,
     }  # fmt: skip
     if "rollout.engine" in changes:
@@ -165,11 +165,10 @@ def main() -> None:
                     runs[name][seed] = read(run_dir)
                     say(f"seed {seed}, {name}: {runs[name][seed]['accuracy']:.1%}, "
                         f"{runs[name][seed]['samples_per_second']:.0f} samples/s")  # fmt: skip
-    lines = summarise(runs)
-    print("\n".join(lines))
-    if args.json:
-        more = {"hardware": machine, "versions": versions(), "steps": args.steps, "table": lines}
-        args.json.write_text(json.dumps({"runs": runs, **more}, indent=1) + "\n")
+                if args.json:  # after each seed: this takes long
+                    more = {"hardware": machine, "versions": versions(), "steps": args.steps, "table": summarise(runs)}
+                    args.json.write_text(json.dumps({"runs": runs, **more}, indent=1) + "\n")
+    print("\n".join(summarise(runs)))
     if args.picture:
         draw(runs, args.picture)
 
