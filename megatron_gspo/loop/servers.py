@@ -127,17 +127,19 @@ def take(run: Run, stream: Stream | None, count: int, *, oldest: int | None) -> 
     groups: dict[int, list[Sample]] = {}
     while len(groups) < count:
         groups |= _some(run, stream, count - len(groups), oldest)
-    samples = [sample for ticket in sorted(groups) for sample in groups[ticket]] if dist.get_rank() == 0 else None
+    samples: list[Sample] | None = None
+    prompts: list[Prompt] = []
     n = run.sampling.n
-    drawn = broadcast_samples(samples, dist.group.WORLD, compute_device())
-    by_index = {prompt.index: prompt for prompt in run.source.prompts}
-    prompts = [by_index[sample.prompt_index] for sample in drawn[::n]]
-    on_first(lambda: check_samples(drawn, prompts, run.sampling, vocab_size=run.policy.shape.vocab_size))
+    if dist.get_rank() == 0:
+        samples = [sample for ticket in sorted(groups) for sample in groups[ticket]]
+        prompts = [run.source.prompts[sample.prompt_index] for sample in samples[::n]]
+    drawn = _everywhere(run, samples, prompts, run.sampling)
     return [drawn[i : i + n] for i in range(0, len(drawn), n)]
 
 
 def _everywhere(run: Run, samples: list[Sample] | None, prompts: Sequence[Prompt],
                 sampling: SamplingParams) -> list[Sample]:
+    """The first rank's samples, checked, on every rank."""
     vocabulary = run.policy.shape.vocab_size
     on_first(lambda: check_samples(samples, prompts, sampling, vocab_size=vocabulary))
     return broadcast_samples(samples, dist.group.WORLD, compute_device())

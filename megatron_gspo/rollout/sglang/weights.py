@@ -71,12 +71,6 @@ def update_servers(
     return update.failures
 
 
-def read_to_end(named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """What the ranks without a client do with the stream."""
-    for _ in named_tensors:
-        pass
-
-
 class _Update:
     """One update of some servers. `live`: those that haven't failed; `failures`: url -> reason."""
 
