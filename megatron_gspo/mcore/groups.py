@@ -97,8 +97,12 @@ def start(*, backend: str = "auto", timeout_minutes: float = 30.0) -> dist.Store
     return store
 
 
-def initialize(layout: Layout, *, seed: int, backend: str = "auto", timeout_minutes: float = 30.0) -> Groups:
-    """``start`` what isn't started, then Megatron's groups and random states; the limits as in ``start``."""
+def initialize(layout: Layout, *, seed: int, backend: str = "auto", timeout_minutes: float = 30.0,
+               gloo_groups: bool = True) -> Groups:
+    """``start`` what isn't started, then Megatron's groups and random states; the limits as in ``start``.
+
+    gloo_groups: Megatron's second set of data-parallel groups, for what is exchanged on the CPU.
+    """
     if not dist.is_initialized():
         start(backend=backend, timeout_minutes=timeout_minutes)
     parallel_state.initialize_model_parallel(
@@ -108,6 +112,7 @@ def initialize(layout: Layout, *, seed: int, backend: str = "auto", timeout_minu
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
+        create_gloo_process_groups=gloo_groups,
         distributed_timeout_minutes=timeout_minutes,  # goes into a timedelta as it is, fractions too
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

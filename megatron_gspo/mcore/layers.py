@@ -123,8 +123,9 @@ def _is_plain(config: Any) -> bool:
     )
 
 
-def _device(config: Any) -> torch.device | str:
-    return "cpu" if config.use_cpu_initialization else torch.cuda.current_device()  # type: ignore[return-value]
+def _device(config: Any) -> int | None:
+    """None: the default device, which is the CPU, or meta for a model on paper."""
+    return None if config.use_cpu_initialization else torch.cuda.current_device()
 
 
 def transformer_engine_available() -> bool:

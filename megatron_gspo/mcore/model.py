@@ -85,7 +85,7 @@ def transformer_config(shape: ModelShape, layout: Layout, settings: ModelSetting
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
         context_parallel_size=layout.context,
         sequence_parallel=sequence_parallel,
-        use_cpu_initialization=not torch.cuda.is_available(),
+        use_cpu_initialization=not torch.cuda.is_available() or _on_paper(),
         perform_initialization=True,
         # fused kernels: Transformer Engine's only; the torch ones would be compiled on first use
         bias_activation_fusion=engine,
@@ -119,6 +119,11 @@ def use_transformer_engine(settings: ModelSettings) -> bool:
     return settings.implementation != "torch" and transformer_engine_available()
 
 
+def _on_paper() -> bool:
+    """Whether models are built without memory (`mcore/paper.py`)."""
+    return torch.get_default_device().type == "meta"
+
+
 def build_model(shape: ModelShape, layout: Layout, settings: ModelSettings, groups: Groups) -> list[GPTModel]:
     """This rank's model chunks: one, or ``layout.virtual_pipeline`` under the interleaved schedule."""
     config = transformer_config(shape, layout, settings)
@@ -144,7 +149,7 @@ def build_model(shape: ModelShape, layout: Layout, settings: ModelSettings, grou
         if shape.is_moe:
             attach_gates(chunk)
         expert_gradients.apply(chunk, config)
-        if torch.cuda.is_available():
+        if torch.cuda.is_available() and not _on_paper():
             chunk.cuda()
         if settings.dtype != torch.float32:
             chunk.to(settings.dtype)
