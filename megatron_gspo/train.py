@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from megatron_gspo.loop.probe import probe
 from megatron_gspo.loop.record import Recorder, throughput
 from megatron_gspo.loop.resume import LoopState, resume, save, saved_where_servers_fail, sole_writer
 from megatron_gspo.loop.servers import server_counts, sync_weights
+from megatron_gspo.loop.stop import stop_on_signal
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.loop.update import update
 from megatron_gspo.mcore.groups import shutdown
@@ -34,21 +36,23 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
     """Run the whole loop on this rank; ``engine`` replaces the configured source of samples. Returns the final state.
 
     ``torch.distributed`` is started from torchrun's environment if it isn't running, and then ended too; without such
-    an environment this process is the whole world. Raises ``UserError`` for whatever the user can mend: one line, a
-    ``ConfigError`` before any allocation for a config that can't work.
+    an environment this process is the whole world. SIGUSR1 to any rank ends it after the step, with a checkpoint.
+    Raises ``UserError`` for whatever the user can mend: one line, a ``ConfigError`` before any allocation for a config
+    that can't work.
     """
     own = not dist.is_initialized()
     config.check(int(os.environ.get("WORLD_SIZE", 1)))
-    run = assemble(config, engine=engine)
-    try:
-        with sole_writer(run):
-            return _loop(run)
-    finally:
-        run.close()
-        shutdown(keep_distributed=not own)
+    with stop_on_signal() as asked_to_stop:
+        run = assemble(config, engine=engine)
+        try:
+            with sole_writer(run):
+                return _loop(run, asked_to_stop)
+        finally:
+            run.close()
+            shutdown(keep_distributed=not own)
 
 
-def _loop(run: Run) -> LoopState:
+def _loop(run: Run, asked_to_stop: Callable[[], bool]) -> LoopState:
     config, timers = run.config, Timers()
     state, checkpoint = resume(run)
     with Recorder(run, resume_step=state.step) as recorder:
@@ -82,10 +86,13 @@ def _loop(run: Run) -> LoopState:
             with saved_where_servers_fail(run, state, None):
                 if lost is not None:
                     raise lost
-            checkpoint = None
-            if _is_due(config.checkpoint.interval, state.step, config.training.steps):
+            checkpoint, stops = None, asked_to_stop()
+            if stops or _is_due(config.checkpoint.interval, state.step, config.training.steps):
                 with timers("checkpoint"):  # told with the next step's times: a step is recorded before it is saved
                     checkpoint = save(run, state)
+            if stops and state.step < config.training.steps:
+                recorder.say(f"stopped by SIGUSR1 after step {state.step}; start again to go on from {checkpoint}")
+                return state
         state.wall_seconds = time.monotonic() - started
         exported = _export(run) if config.checkpoint.export_hf else None
         recorder.finish(asdict(state) | {"exported": exported and str(exported)})

@@ -123,6 +123,11 @@ class Recorder:
             if values.get("updates") == 0:
                 self._say_once("masked", f"step {step}: every response is masked, so nothing was updated; see masked/*")
 
+    def say(self, line: str) -> None:
+        """A line for the reader, beside the progress."""
+        if self._active:
+            self._progress.say(line)
+
     def _say_once(self, about: str, line: str) -> None:
         if about not in self._said:
             self._said.add(about)
