@@ -1,0 +1,109 @@
+"""Several hosts on one machine: network namespaces with addresses and host names of their own, on one switch.
+
+What runs on a host has its network, its host name and its /etc/hosts, and nothing else: the disk is that of all, as a
+cluster's shared file system is. For root on Linux, with Debian's iproute2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+CONFIGURATION = Path("/etc/netns")  # where `ip netns exec` looks for a namespace's own files of /etc
+
+
+@dataclass(frozen=True)
+class Host:
+    """A namespace; ``name`` is also the host name, which all hosts of the switch can resolve."""
+
+    name: str
+    address: str
+
+    def command(self, arguments: Sequence[str]) -> list[str]:
+        """The command that runs ``arguments`` there."""
+        named = f'echo {self.name} > /proc/sys/kernel/hostname && exec "$@"'
+        return ["ip", "netns", "exec", self.name, "unshare", "--uts", "bash", "-c", named, "bash", *arguments]
+
+    def processes(self) -> list[int]:
+        return [int(process) for process in ip("netns", "pids", self.name).split()]
+
+    def kill(self) -> int:
+        """SIGKILL all that runs there, as a power failure does; returns how many processes that were."""
+        count = 0
+        deadline = time.monotonic() + 10
+        while found := self.processes():
+            assert time.monotonic() < deadline, f"{self.name}: {found} outlive SIGKILL"
+            count = max(count, len(found))
+            for process in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            time.sleep(0.05)
+        return count
+
+
+def ip(*arguments: str) -> str:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def why_not() -> str:
+    """Why there can be no hosts here; "" where there can."""
+    if os.geteuid() != 0:
+        return "network namespaces are for root"
+    for program in ("ip", "unshare", "bash"):
+        if shutil.which(program) is None:
+            return f"there is no {program} (Debian's iproute2, util-linux)"
+    try:
+        with hosts(1, prefix=f"try{os.getpid()}"):
+            return ""
+    except OSError as error:
+        return f"network namespaces are not allowed here ({error})"
+
+
+@contextlib.contextmanager
+def hosts(count: int, *, prefix: str = "") -> Iterator[list[Host]]:
+    """``count`` hosts on a switch of their own; what runs on them is killed at the end. OSError where that can't be."""
+    prefix = prefix or f"gspo{os.getpid()}"
+    switch = f"{prefix}-switch"
+    found = [Host(f"{prefix}-{number}", f"10.77.0.{number + 1}") for number in range(count)]
+    names = "127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in found)
+    try:
+        ip("netns", "add", switch)
+        ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        ip("-n", switch, "link", "set", "bridge", "up")
+        for number, host in enumerate(found):
+            ip("netns", "add", host.name)
+            port = f"port{number}"
+            ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", host.name)
+            ip("-n", switch, "link", "set", port, "master", "bridge", "up")
+            ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                ip("-n", host.name, "link", "set", device, "up")
+            folder = CONFIGURATION / host.name
+            folder.mkdir(parents=True)
+            (folder / "hosts").write_text(names)
+        yield found
+    finally:
+        _remove(found, switch)
+
+
+def _remove(found: Sequence[Host], switch: str) -> None:
+    existing = {line.split()[0] for line in ip("netns", "list").splitlines() if line}
+    for host in found:
+        shutil.rmtree(CONFIGURATION / host.name, ignore_errors=True)
+        if host.name in existing:
+            host.kill()
+            ip("netns", "del", host.name)
+    if switch in existing:
+        ip("netns", "del", switch)
+    with contextlib.suppress(OSError):  # it isn't empty, or wasn't made
+        CONFIGURATION.rmdir()
