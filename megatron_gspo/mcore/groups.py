@@ -62,6 +62,18 @@ def current_groups() -> Groups:
     )
 
 
+def every_group() -> dict[str, dist.ProcessGroup]:
+    """Every kind of group that training communicates in, by name, in one order on all ranks; Megatron's parallel state
+    must be initialised."""
+    groups = current_groups()
+    return {
+        "world": dist.group.WORLD,
+        **{name: getattr(groups, name) for name in ("tp", "pp", "cp", "dp", "dp_cp", "ep", "expert_tp", "expert_tp_ep")},
+        "expert_dp": parallel_state.get_expert_data_parallel_group(),
+        "model": parallel_state.get_model_parallel_group(),
+    }
+
+
 def compute_device() -> torch.device:
     """This process's GPU, or the CPU where there is none."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -1,0 +1,151 @@
+"""What the doctor finds, as plain data: one line each, from whichever rank, and what they mean for a script."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_gspo.errors import UserError, first_line
+
+Level = Literal["ok", "note", "warning", "error"]
+LEVELS: tuple[Level, ...] = ("ok", "note", "warning", "error")  # each worse than the ones before it
+# In the order in which they are shown; a check is named `theme.what`.
+THEMES = (
+    "versions",
+    "defects",
+    "machine",
+    "config",
+    "model",
+    "run",
+    "disk",
+    "ports",
+    "servers",
+    "ranks",
+    "groups",
+    "agreement",
+)
+LATE = ".late"  # ends the name of a check that did not come to its end
+EXIT_CODES = {"ok": 0, "note": 0, "warning": 1, "error": 2}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line. check: `theme.what`, stable for scripts. what: the fact, with its figures. why: what follows from it.
+    fix: what to do; both empty where nothing is wrong. ranks: that found it, none where there is one process."""
+
+    level: Level
+    check: str
+    what: str
+    why: str = ""
+    fix: str = ""
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def theme(self) -> str:
+        return self.check.partition(".")[0]
+
+    @property
+    def line(self) -> str:
+        """What, why and what to do."""
+        return "; ".join(" ".join(part.split()) for part in (self.what, self.why, self.fix) if part)
+
+
+@dataclass
+class Report:
+    """All that one rank has found so far; the watch may read it while a check hangs."""
+
+    findings: list[Finding] = field(default_factory=list)
+    measures: list[Any] = field(default_factory=list)  # JSON-able, judged by the first rank with those of the others
+
+    def add(self, *findings: Finding) -> None:
+        self.findings.extend(findings)
+
+
+def ok(check: str, what: str) -> Finding:
+    return Finding("ok", check, what)
+
+
+def note(check: str, what: str, why: str = "", fix: str = "") -> Finding:
+    return Finding("note", check, what, why, fix)
+
+
+def warning(check: str, what: str, why: str, fix: str) -> Finding:
+    return Finding("warning", check, what, why, fix)
+
+
+def error(check: str, what: str, why: str, fix: str) -> Finding:
+    return Finding("error", check, what, why, fix)
+
+
+def examine(
+    check: str, action: Callable[[], Iterable[Finding]], *, why: str = "the run would stop there"
+) -> list[Finding]:
+    """What a check finds. What the user can mend and the check raises is an error finding; so is a check that crashes,
+    under its own name: a doctor never ends in a traceback."""
+    try:
+        return list(action())
+    except UserError as failure:
+        return [failed(check, failure, why)]
+    except (Exception, SystemExit) as failure:
+        frame = traceback.extract_tb(failure.__traceback__)[-1]
+        where = f"{'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno}"
+        what = f"this check crashed: {type(failure).__name__}: {first_line(failure)} ({where})"
+        return [error(check, what, "what it looks at is unknown", "please report this line")]
+
+
+def failed(check: str, failure: UserError, why: str) -> Finding:
+    """An error's one line, whose last part is the fix, as a finding."""
+    what, _, fix = str(failure).rpartition("; ")
+    return error(check, what or fix, why, fix if what else "")
+
+
+def worst(findings: Iterable[Finding]) -> Level:
+    return max((finding.level for finding in findings), key=LEVELS.index, default="ok")
+
+
+def exit_code(findings: Iterable[Finding], *, allow_warnings: bool = False) -> int:
+    """0: nothing worse than a note. 1: warnings, unless they are allowed. 2: errors."""
+    code = EXIT_CODES[worst(findings)]
+    return 0 if code == 1 and allow_warnings else code
+
+
+def merge(by_rank: dict[int, Sequence[Finding]]) -> list[Finding]:
+    """The findings of all ranks, equal ones once with their ranks; see `in_order`."""
+    ranks: dict[Finding, list[int]] = {}
+    for rank in sorted(by_rank):
+        for finding in by_rank[rank]:
+            ranks.setdefault(Finding(**{**asdict(finding), "ranks": ()}), []).append(rank)
+    several = len(by_rank) > 1
+    merged = [
+        Finding(**{**asdict(f), "ranks": tuple(sorted(set(where))) if several else ()}) for f, where in ranks.items()
+    ]
+    return in_order(merged)
+
+
+def in_order(findings: Iterable[Finding]) -> list[Finding]:
+    """The worst last, next to the summary; then by theme and as they were found."""
+    return sorted(findings, key=lambda finding: (LEVELS.index(finding.level), THEMES.index(finding.theme)))
+
+
+def describe_ranks(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0-7, 9`."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    parts = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(parts)
+
+
+@contextlib.contextmanager
+def quiet_output() -> Iterator[None]:
+    """What packages print goes to the error stream, so that the report has the output stream to itself."""
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
