@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_gspo.conversion.shape import ModelError, read_json
 from megatron_gspo.errors import DiskError, describe_disk, first_line, writing
 
-_DTYPES = ("F32", "BF16", "F16")
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # what belongs to a model beside its weights, copied to an export as it is
@@ -95,6 +95,16 @@ class CheckpointReader:
             if kind not in _DTYPES:
                 known = ", ".join(_DTYPES)
                 raise ModelError(f"{name} is stored as {kind}; use a checkpoint that isn't quantised ({known})")
+
+    def common_dtype(self) -> torch.dtype:
+        """The type of all tensors; ``ModelError`` naming two that differ."""
+        kinds: dict[str, str] = {}
+        for name in sorted(self._files):
+            kinds.setdefault(self._file(name).get_slice(name).get_dtype(), name)
+        if len(kinds) > 1:
+            (a, first), (b, second) = list(kinds.items())[:2]
+            raise ModelError(f"{first} is {a} and {second} {b} in {self.path}; choose one with --dtype")
+        return _DTYPES[next(iter(kinds))]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The whole tensor's sizes."""

@@ -85,3 +85,8 @@ class Rule:
     def names(self, layer: int = 0, expert: int = 0) -> list[str]:
         """The Hugging Face names for one layer and expert."""
         return [name.format(layer=layer, expert=expert) for name in self.hugging_face]
+
+    def names_in(self, layer: int, expert: int) -> list[str]:
+        """The whole Hugging Face names; layer -1 is outside of the layers."""
+        prefix = f"model.layers.{layer}." if layer >= 0 else ""
+        return [prefix + name for name in self.names(layer, expert)]

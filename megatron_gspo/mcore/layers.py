@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron_gspo.mcore.attention import PackedAttention
@@ -107,6 +109,20 @@ def use_own_operators(model: torch.nn.Module, rotary_base: float) -> None:
             module.__class__ = JoinedExperts
         elif isinstance(module, MoELayer) and _is_local(module.token_dispatcher):
             module.token_dispatcher.__class__ = LocalDispatcher
+        elif isinstance(module, TransformerLayer) and isinstance(module.mlp, MoELayer):
+            _name_as_transformer_engine(module)
+
+
+def _name_as_transformer_engine(layer: TransformerLayer) -> None:
+    """Have the norm before a layer's experts stored under its own name, as with Transformer Engine.
+
+    Megatron's torch spec stores it as the norm that Transformer Engine fuses into a dense layer's MLP, so that neither
+    kind of layers could load the other's checkpoints.
+    """
+    submodules = layer.submodules_config
+    names = submodules.sharded_state_dict_keys_map
+    kept = {name: stored for name, stored in names.items() if name != "pre_mlp_layernorm."}
+    layer.submodules_config = replace(submodules, sharded_state_dict_keys_map=kept)
 
 
 def _is_plain(config: Any) -> bool:

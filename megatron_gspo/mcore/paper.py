@@ -7,13 +7,13 @@ knows sizes only. So one process can ask Megatron itself what a rank of 1,024 wo
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -36,12 +36,13 @@ def paper_rank(layout: Layout, world_size: int, rank: int) -> Iterator[Groups]:
     """
     if dist.is_initialized():
         raise RuntimeError("paper_rank needs a process without torch.distributed")
+    excepthook = sys.excepthook  # torch's own would go on to print the rank before each line of a traceback
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield initialize(layout, seed=0, gloo_groups=False)
     finally:
-        parallel_state.destroy_model_parallel()
         shutdown()
+        sys.excepthook = excepthook
 
 
 def meta_model(shape: ModelShape, layout: Layout, settings: ModelSettings, groups: Groups) -> list[GPTModel]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_gspo.conversion import Family, ModelError, ModelShape, Rule, Shard, check_names
 from megatron_gspo.conversion.files import CheckpointReader
+from megatron_gspo.conversion.parts import Part
 from megatron_gspo.mcore.groups import Groups, compute_device
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -21,8 +22,10 @@ _EXPERT = re.compile(r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))
 
 @dataclass(frozen=True)
 class Placed:
-    """A local parameter, the rule that it follows and its global layer (-1 outside of the layers) and expert."""
+    """A local parameter, its name in the model, the rule that it follows and its global layer (-1 outside of the
+    layers) and expert."""
 
+    name: str
     parameter: Tensor
     rule: Rule
     layer: int
@@ -31,8 +34,13 @@ class Placed:
     @property
     def names(self) -> list[str]:
         """The Hugging Face tensors that it is made of."""
-        prefix = f"model.layers.{self.layer}." if self.layer >= 0 else ""
-        return [prefix + name for name in self.rule.names(self.layer, self.expert)]
+        return self.rule.names_in(self.layer, self.expert)
+
+    def part(self, groups: Groups) -> Part:
+        """What this rank holds of it, as plain data."""
+        group = groups.expert_tp if self.rule.is_expert else groups.tp
+        rank, ranks = (0, 1) if self.rule.shard is Shard.NONE else (group.rank(), group.size())
+        return Part(self.rule, self.layer, self.expert, tuple(self.parameter.shape), rank, ranks)
 
 
 def place(chunk: Any, family: Family, shape: ModelShape, groups: Groups) -> Iterator[Placed]:
@@ -52,7 +60,7 @@ def place(chunk: Any, family: Family, shape: ModelShape, groups: Groups) -> Iter
         rule = next((rule for rule in rules if local in rule.megatron), None)
         if rule is None:
             raise ValueError(f"no rule of family {family.model_type} matches the Megatron parameter {name}")
-        yield Placed(parameter, rule, layer, expert)
+        yield Placed(name, parameter, rule, layer, expert)
 
 
 def load_weights(chunks: list[Any], path: str, family: Family, shape: ModelShape, groups: Groups) -> None:
@@ -64,38 +72,21 @@ def load_weights(chunks: list[Any], path: str, family: Family, shape: ModelShape
         check_names(reader.names, family, shape)
         for chunk in chunks:
             for placed in place(chunk, family, shape, groups):
-                _check_sizes(reader, placed, shape, groups)
-                group = groups.expert_tp if placed.rule.is_expert else groups.tp
-                parts = [_finite(name, _read(reader, name, placed, group)) for name in placed.names]
-                value = placed.rule.merge(parts, shape)
-                target = placed.parameter
-                if placed.rule.is_vocabulary and value.shape[0] < target.shape[0]:
-                    value = torch.nn.functional.pad(value, (0, 0, 0, target.shape[0] - value.shape[0]))
-                target.copy_(value)
+                part = placed.part(groups)
+                part.check(reader, shape)
+                placed.parameter.copy_(_finite(part, part.read(reader, shape), shape))
 
 
-def _finite(name: str, part: Tensor) -> Tensor:
-    """The part of a checkpoint as it is; ``ModelError`` for NaN or infinity. Twice as fast as the copy that follows."""
-    if part.numel() and not torch.isfinite(torch.stack(part.aminmax())).all():
+def _finite(part: Part, value: Tensor, shape: ModelShape) -> Tensor:
+    """The value as it is; ``ModelError`` for NaN or infinity. Twice as fast as the copy that follows."""
+    if not _is_finite(value):
+        name = next(name for name, tensor in part.split(value, shape).items() if not _is_finite(tensor))
         raise ModelError(f"{name} holds NaN or infinity in the checkpoint; use one from before the weights broke")
-    return part
+    return value
 
 
-def _check_sizes(reader: CheckpointReader, placed: Placed, shape: ModelShape, groups: Groups) -> None:
-    wanted = dict(_sizes(placed, shape, groups))
-    for name in placed.names:
-        if reader.shape(name) != wanted[name]:
-            raise ModelError(f"{name} is {reader.shape(name)} in the checkpoint; config.json makes it {wanted[name]}")
-
-
-def _read(reader: CheckpointReader, name: str, placed: Placed, group: Any) -> Tensor:
-    rule = placed.rule
-    if rule.shard is Shard.NONE:
-        return reader.read(name)
-    size = reader.shape(name)[rule.shard.value]
-    per_rank = placed.parameter.shape[0] if rule.is_vocabulary else size // group.size()
-    start = min(group.rank() * per_rank, size)
-    return reader.read(name, rule.shard.value, start, min(start + per_rank, size))
+def _is_finite(value: Tensor) -> bool:
+    return not value.numel() or bool(torch.isfinite(torch.stack(value.aminmax())).all())
 
 
 def export_weights(chunks: list[Any], family: Family, shape: ModelShape, groups: Groups, *,
@@ -161,7 +152,7 @@ def _sizes(placed: Placed, shape: ModelShape, groups: Groups) -> list[tuple[str,
     experts = range(placed.expert % step, shape.num_experts, step) if rule.is_expert else (0,)
     return [
         (name, size) for expert in experts
-        for name, size in zip(Placed(placed.parameter, rule, placed.layer, expert).names, sizes, strict=True)
+        for name, size in zip(rule.names_in(placed.layer, expert), sizes, strict=True)
     ]
 
 
@@ -203,7 +194,7 @@ def _join(placed_list: list[Placed], gathered: list[list[Tensor]], shape: ModelS
         for i, placed in enumerate(placed_list):
             rule = placed.rule
             expert = placed.expert % experts_per_rank + block * experts_per_rank if experts_per_rank else 0
-            names = Placed(placed.parameter, rule, placed.layer, expert).names
+            names = rule.names_in(placed.layer, expert)
             parts = zip(*(rule.split(rank[i], shape) for rank in ranks), strict=True)
             for name, pieces in zip(names, parts, strict=True):
                 whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=rule.shard.value or 0)

@@ -1,0 +1,70 @@
+"""Writing a safetensors file piece by piece, at once from several processes: its library writes whole ones only.
+
+The format: 8 bytes with the header's length, a JSON header of sizes and offsets, the tensors' bytes. The library's own
+order is kept (by name, within one dtype), so that a file that it wrote comes out the same to the byte.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_gspo.errors import writing
+
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """header: the file's first bytes. offsets: name -> where its bytes begin in the file. size: of the whole file."""
+
+    header: bytes
+    offsets: dict[str, int]
+    size: int
+
+
+def file_layout(tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> FileLayout:
+    """The layout of a file that holds tensors of these sizes, all of one dtype."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    starts: dict[str, int] = {}
+    position = 0
+    for name in sorted(tensors):
+        size = math.prod(tensors[name]) * dtype.itemsize
+        entries[name] = {
+            "dtype": _NAMES[dtype],
+            "shape": list(tensors[name]),
+            "data_offsets": [position, position + size],
+        }
+        starts[name] = position
+        position += size
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    return FileLayout(header, {name: len(header) + start for name, start in starts.items()}, len(header) + position)
+
+
+def begin_file(path: Path, layout: FileLayout) -> None:
+    """Make the file in its full size, with its header. Raises ``DiskError`` where the disk has no room."""
+    with writing(path, needed=layout.size), path.open("wb") as stream:
+        os.posix_fallocate(stream.fileno(), 0, layout.size)
+        stream.write(layout.header)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def write_tensors(path: Path, tensors: Iterable[tuple[int, Tensor]]) -> None:
+    """Write tensors at their offsets into a file that `begin_file` made, and flush it to the disk."""
+    with writing(path), path.open("r+b", buffering=0) as stream:
+        for offset, tensor in tensors:
+            data = memoryview(tensor.contiguous().view(torch.uint8).numpy().reshape(-1))
+            while data:
+                written = os.pwrite(stream.fileno(), data, offset)
+                data, offset = data[written:], offset + written
+        os.fsync(stream.fileno())

@@ -1,0 +1,142 @@
+"""From a Hugging Face checkpoint to a Megatron distributed checkpoint, streamed: no process holds more than a unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_gspo.conversion.distributed_files import Placement, write_file, write_metadata
+from megatron_gspo.conversion.families import check_names, family_of
+from megatron_gspo.conversion.files import INDEX, CheckpointReader, copy_companions
+from megatron_gspo.conversion.parts import Chunk, Part
+from megatron_gspo.conversion.shape import ModelError, ModelShape, read_config
+from megatron_gspo.conversion.units import Unit, cut, run_units
+from megatron_gspo.conversion.workspace import Workspace, file_stamps
+
+COMPANIONS = "hf"  # the folder of config, tokenizer and index in a converted checkpoint
+
+
+@dataclass(frozen=True)
+class _Work:
+    """number: of the file. chunks: those of one part follow each other."""
+
+    source: Path
+    folder: Path
+    number: int
+    chunks: tuple[Chunk, ...]
+    objects: dict[str, bytes]
+    dtype: torch.dtype
+    shape: ModelShape
+
+
+def to_megatron(
+    source: Path,
+    out: Path,
+    chunks: Sequence[Chunk],
+    objects: Mapping[str, bytes],
+    finish: Callable[[Path], None],
+    *,
+    dtype: torch.dtype | None = None,
+    processes: int = 1,
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> Path:
+    """Convert the Hugging Face directory `source` to the distributed checkpoint `out`; returns `out`.
+
+    chunks, objects: what Megatron's checkpoint holds, by `mcore.checkpoint_frame`. finish: writes the files by which
+    Megatron knows it. dtype: of the result; None is the source's. report: bytes written so far and in all.
+
+    Broken off, it goes on when called again. Raises ``ModelError`` for a source that isn't whole or isn't the model of
+    its config.json, ``InputError`` and ``DiskError`` before any work for an output that can't be.
+    """
+    family, shape = family_of(read_config(source))
+    with CheckpointReader(source) as reader:
+        reader.check()
+        check_names(reader.names, family, shape)
+        for part in {chunk.part.names[0]: chunk.part for chunk in chunks}.values():
+            part.check(reader, shape)
+        dtype = dtype or reader.common_dtype()
+    ordered = sorted(chunks, key=lambda chunk: (chunk.part.layer, chunk.part.names, chunk.part.rank))
+    job = {"from": str(source.resolve()), "files": file_stamps(source), "dtype": str(dtype), "chunks": _places(ordered)}
+    with Workspace(out, job) as workspace:
+        units = _units(source, workspace.result, ordered, dict(objects), dtype, shape)
+        left = [unit for unit in units if not _is_there(workspace, unit)]
+        total = sum(unit.size for unit in units)
+        written = total - sum(unit.size for unit in left)
+        workspace.check_room(total - written)
+        report(written, total)
+
+        def note(unit: Unit, placements: list[Placement]) -> None:
+            nonlocal written
+            workspace.record(unit.number, placements)
+            written += unit.size
+            report(written, total)
+
+        run_units(_write, left, processes=processes, done=note)
+        placements = [tuple(place) for unit in units for place in workspace.done[unit.number]]
+        write_metadata(workspace.result, ordered, dtype, objects, placements)
+        finish(workspace.result)
+        companions = workspace.result / COMPANIONS
+        companions.mkdir(exist_ok=True)
+        copy_companions(source, companions)
+        if (source / INDEX).is_file():
+            (companions / INDEX).write_bytes((source / INDEX).read_bytes())
+        return workspace.publish()
+
+
+def _places(chunks: Iterable[Chunk]) -> list[str]:
+    """The chunks' places in one line each: another layout is another job."""
+    return [f"{chunk.key} {chunk.offsets} {chunk.sizes}" for chunk in chunks]
+
+
+def _units(
+    source: Path, folder: Path, chunks: Sequence[Chunk], objects: dict[str, bytes], dtype: torch.dtype,
+    shape: ModelShape,
+) -> list[Unit]:
+    """The chunks in files of one unit each; those of a part stay together. The objects go into the first."""
+    by_part = [tuple(group) for _, group in groupby(chunks, key=lambda chunk: (chunk.part.names, chunk.part.rank))]
+
+    def size(group: Iterable[Chunk]) -> int:
+        return sum(chunk.numel for chunk in group) * dtype.itemsize
+
+    units = []
+    for number, run in enumerate(cut(by_part, size)):
+        together = tuple(chunk for group in run for chunk in group)
+        work = _Work(source, folder, number, together, {} if number else objects, dtype, shape)
+        units.append(Unit(number, size(together), work))
+    return units
+
+
+def _is_there(workspace: Workspace, unit: Unit) -> bool:
+    """Whether a unit was done and its file still has every byte."""
+    placements: list[Placement] = workspace.done.get(unit.number, [])
+    sizes: dict[str, int] = {}
+    for _, _, file, start, length in placements:
+        sizes[file] = max(sizes.get(file, 0), start + length)
+    files = {file: workspace.result / file for file in sizes}
+    return bool(sizes) and all(path.is_file() and path.stat().st_size == sizes[file] for file, path in files.items())
+
+
+def _write(work: _Work) -> list[Placement]:
+    with CheckpointReader(work.source) as reader:
+        last: tuple[Part, Tensor] | None = None  # the chunks of one part follow each other
+
+        def make(chunk: Chunk) -> Tensor:
+            nonlocal last
+            if last is None or last[0] is not chunk.part and last[0] != chunk.part:
+                last = chunk.part, chunk.part.read(reader, work.shape)
+            return chunk.of(last[1])
+
+        return write_file(work.folder, work.number, work.chunks, make, work.dtype, work.objects)
+
+
+def companions_of(checkpoint: Path) -> Path:
+    """The folder with config.json and tokenizer in a converted checkpoint; ``ModelError`` where there is none."""
+    folder = checkpoint / COMPANIONS
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{checkpoint}: has no {COMPANIONS}/config.json; name the Hugging Face directory of its model")
+    return folder

@@ -1,0 +1,164 @@
+"""Checkpoints between Hugging Face and Megatron: `python -m megatron_gspo.tools.convert to-megatron|to-hf|verify`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from megatron_gspo.config.checks import check_divisibility
+from megatron_gspo.config.load import read_file
+from megatron_gspo.config.sections import ParallelConfig
+from megatron_gspo.conversion import family_of, read_config
+from megatron_gspo.conversion.distributed_files import METADATA, DistributedReader
+from megatron_gspo.conversion.files import CheckpointReader
+from megatron_gspo.conversion.to_hugging_face import to_hugging_face
+from megatron_gspo.conversion.to_megatron import COMPANIONS, to_megatron
+from megatron_gspo.conversion.verify import verify, write_checksums
+from megatron_gspo.errors import InputError, UserError
+from megatron_gspo.mcore.checkpoint_files import newest_checkpoint
+from megatron_gspo.mcore.checkpoint_frame import checkpoint_frame, write_frame
+from megatron_gspo.mcore.groups import Layout
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line. Exits with 0, 2 for an input that can't be converted, or 1 where it failed, with one line."""
+    options = _parser().parse_args(arguments)
+    try:
+        {"to-megatron": _to_megatron, "to-hf": _to_hugging_face, "verify": _verify}[options.command](options)
+    except UserError as error:
+        print(f"{error.label}: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m megatron_gspo.tools.convert", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
+    converts = argparse.ArgumentParser(add_help=False, parents=[common])
+    converts.add_argument("--dtype", choices=DTYPES, help="type of the result (default: the source's)")
+    converts.add_argument("--verify", action="store_true", help="compare both, bit for bit, and write SHA256SUMS")
+    there = commands.add_parser("to-megatron", parents=[converts], help="Hugging Face -> Megatron")
+    there.add_argument("source", type=Path, help="Hugging Face directory")
+    there.add_argument("out", type=Path)
+    for flag, name in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"), ("etp", "expert-tensor")):
+        text = f"{name}-parallel size to store it for; any other can load it too"
+        there.add_argument(f"--{flag}", type=int, default=1, help=text)
+    back = commands.add_parser("to-hf", parents=[converts], help="Megatron -> Hugging Face")
+    checkpoint = "distributed checkpoint, or a training run's directory (its newest)"
+    back.add_argument("checkpoint", type=Path, help=checkpoint)
+    back.add_argument("out", type=Path)
+    back.add_argument("--source", type=Path, help="Hugging Face directory with config, tokenizer, division into files")
+    back.add_argument("--max-shard-gib", type=float, default=4.0, help="largest file, where the source has no index")
+    check = commands.add_parser("verify", parents=[common], help="compare a Hugging Face and a Megatron checkpoint")
+    check.add_argument("hugging_face", type=Path)
+    check.add_argument("checkpoint", type=Path, help=checkpoint)
+    return parser
+
+
+def _to_megatron(options: argparse.Namespace) -> None:
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=options.tp,
+        pipeline_model_parallel_size=options.pp,
+        expert_model_parallel_size=options.ep,
+        expert_tensor_parallel_size=options.etp,
+    )
+    config = read_config(options.source)
+    family, shape = family_of(config)
+    check_divisibility(parallel, config)
+    frame = checkpoint_frame(family, shape, Layout(options.tp, options.pp, 1, options.ep, options.etp))
+    with _progress("to Megatron") as report:
+        out = to_megatron(
+            options.source, options.out, frame.chunks, frame.objects, write_frame,
+            dtype=DTYPES.get(options.dtype), processes=options.processes, report=report,
+        )
+    if options.verify:
+        _prove(options.source, out, options.processes, made=out)
+    print(out)
+
+
+def _to_hugging_face(options: argparse.Namespace) -> None:
+    checkpoint = find_checkpoint(options.checkpoint)
+    source = options.source or find_source(options.checkpoint, checkpoint)
+    chunks = checkpoint_frame(*family_of(read_config(source)), Layout()).chunks
+    with _progress("to Hugging Face") as report:
+        out = to_hugging_face(
+            checkpoint, options.out, chunks, source, dtype=DTYPES.get(options.dtype), processes=options.processes,
+            max_shard_bytes=int(options.max_shard_gib * 2**30), report=report,
+        )
+    if options.verify:
+        _prove(out, checkpoint, options.processes, made=out)
+    print(out)
+
+
+def _verify(options: argparse.Namespace) -> None:
+    _prove(options.hugging_face, find_checkpoint(options.checkpoint), options.processes, made=None)
+
+
+def _prove(hugging_face: Path, megatron: Path, processes: int, *, made: Path | None) -> None:
+    """Compare the two in the type of the one that was made (None: of the Hugging Face one), and write its checksums."""
+    chunks = checkpoint_frame(*family_of(read_config(hugging_face)), Layout()).chunks
+    if made == megatron:
+        dtype = DistributedReader(megatron).dtype(chunks[0].key)
+    else:
+        with CheckpointReader(hugging_face) as reader:
+            dtype = reader.common_dtype()
+    with _progress("comparing") as report:
+        count = verify(hugging_face, megatron, chunks, dtype=dtype, processes=processes, report=report)
+    print(f"{count} tensors are equal, bit for bit", file=sys.stderr)
+    if made is not None:
+        print(f"checksums: {write_checksums(made)}", file=sys.stderr)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """`path` itself where it is a distributed checkpoint, else the newest whole one of the run there."""
+    if (path / METADATA).is_file():
+        return path
+    newest, faults = newest_checkpoint(path / "checkpoints")
+    if newest is None:
+        why = f" ({faults[0]})" if faults else ""
+        raise InputError(f"{path} is no distributed checkpoint and no run with a whole one{why}; give one of the two")
+    return newest
+
+
+def find_source(path: Path, checkpoint: Path) -> Path:
+    """The Hugging Face directory of a checkpoint's model: its own copy of the config, or what the run began with."""
+    if (checkpoint / COMPANIONS / "config.json").is_file():
+        return checkpoint / COMPANIONS
+    run = path if (path / "config.yaml").is_file() else checkpoint.parent.parent
+    if (run / "config.yaml").is_file():
+        source = Path(str(read_file(run / "config.yaml").get("model", {}).get("path")))
+        if (source / "config.json").is_file():
+            return source
+        raise InputError(f"{run / 'config.yaml'}: model.path={source} is gone; name its place: --source DIR")
+    raise InputError(f"{checkpoint} doesn't say of which model it is; name its Hugging Face directory: --source DIR")
+
+
+@contextmanager
+def _progress(title: str) -> Iterator[Any]:
+    """A bar with bytes, speed and time left, on stderr; a function (bytes done, in all) that moves it."""
+    columns = (
+        TextColumn("{task.description}"), BarColumn(30), DownloadColumn(binary_units=True), TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(file=sys.stderr)) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+if __name__ == "__main__":
+    main()
