@@ -7,12 +7,13 @@
 #
 #   PROCESSES  per node, one for each GPU (8)
 #   PYTHON     interpreter of the trainer (python)
-#   LOG_DIR    gets <node>/<run>/attempt_0/<local rank>/{stdout,stderr}.log, and the same goes to this script's output (logs)
+#   LOG_DIR    gets <node>/<run>/attempt_0/<local rank>/{stdout,stderr}.log; this script's output has the same (logs)
 #   IFNAME     network interface of gloo's and NCCL's sockets, where a node has several (whatever they choose)
 #   RESTARTS   how often a run that failed is started again, from its last checkpoint (0)
 #   PAUSE      seconds before that (10)
 #
-# SIGUSR1 or SIGTERM: the run saves after the step that is under way and stops. SIGINT, or a second SIGTERM: it ends now.
+# SIGUSR1 or SIGTERM: the run saves after the step that is under way and stops. SIGINT, or a second SIGTERM: it ends
+# now.
 # Exit code: 0, the run is finished; 75, it was stopped and goes on when started again; else it failed.
 set -euo pipefail
 

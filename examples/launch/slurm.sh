@@ -1,0 +1,92 @@
+#!/usr/bin/env bash
+# A run as a Slurm job: training on the first nodes, SGLang servers on the last SERVER_NODES.
+#
+#   sbatch --nodes 4 examples/launch/slurm.sh CONFIG.yaml [key=value ...]
+#
+#   SERVER_NODES      of the job's nodes, how many only serve (0: the config says where servers are)
+#   MODEL             Hugging Face directory, for training and servers (with SERVER_NODES)
+#   SGLANG_PYTHON     interpreter of SGLang's environment (with SERVER_NODES)
+#   SERVERS_PER_NODE  how many (4), of SERVER_GPUS GPUs each (2)
+#   SERVER_PORT       of the first server of a node (31000)
+#   ROUTED_EXPERTS    1 where the config replays the servers' routes (routing.replay: r3)
+# and those of c10d.sh and node.sh; edit or override the lines below for your cluster.
+#
+# Before the time limit, and at a pre-emption that gives notice, the run saves and stops, and the job is queued again.
+# Then it goes on from its checkpoint, as it does after a node has failed. A run that fails by itself isn't queued again.
+#SBATCH --job-name=gspo
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@1200
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+# USR1 comes 20 minutes before the limit: more than the longest step and a save take. B: to this script alone.
+set -euo pipefail
+
+readonly STOPPED=75
+readonly servers="${SERVER_NODES:-0}" per_node="${SERVERS_PER_NODE:-4}" gpus="${SERVER_GPUS:-2}"
+readonly port="${SERVER_PORT:-31000}"
+# Slurm runs a copy of this script from its spool directory: the others are found from where sbatch was called.
+readonly scripts="${SCRIPTS:-$SLURM_SUBMIT_DIR/examples/launch}"
+export LOG_DIR="${LOG_DIR:-logs/$SLURM_JOB_ID}" PYTHON="${PYTHON:-python}"
+
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+training=$(( ${#nodes[@]} - servers ))
+if (( $# == 0 || training < 1 )); then
+    echo "usage: sbatch --nodes N slurm.sh CONFIG.yaml [key=value ...], with SERVER_NODES < N" >&2
+    exit 2
+fi
+mkdir -p "$LOG_DIR"
+
+join() {
+    local IFS=,
+    echo "$*"
+}
+
+overrides=()
+if (( servers > 0 )); then
+    : "${MODEL:?MODEL is the model directory}" "${SGLANG_PYTHON:?SGLANG_PYTHON is the interpreter that has sglang}"
+    key="$LOG_DIR/server_key"
+    [[ -s $key ]] || (umask 077 && od -An -N 24 -t x1 /dev/urandom | tr -d ' \n' > "$key")
+    urls=()
+    for node in "${nodes[@]:training}"; do
+        for (( i = 0; i < per_node; i++ )); do
+            urls+=("http://$node:$(( port + i ))")
+        done
+    done
+    overrides=(
+        "model.path=$MODEL" "rollout.engine=sglang" "sglang.urls=[$(join "${urls[@]}")]"
+        "sglang.api_key_file=$key" "sglang.master_address=${nodes[0]}"
+    )
+    # Slurm sends SIGTERM to the tasks of all steps when it takes a job's nodes: the servers outlive it, for the step that
+    # is under way.
+    # shellcheck disable=SC2016  # expanded on the node
+    keep='trap : TERM USR1; "$@" --log-dir "$LOG_DIR/servers/$(uname -n)" & while wait $!; (( $? > 128 )); do :; done'
+    srun --nodes "$servers" --ntasks "$servers" --nodelist "$(join "${nodes[@]:training}")" \
+        --output "$LOG_DIR/servers-%N.log" \
+        bash -c "$keep" servers "$PYTHON" -m megatron_gspo.tools.serve_sglang --model "$MODEL" --python "$SGLANG_PYTHON" \
+        --servers "$per_node" --port "$port" --api-key-file "$key" ${ROUTED_EXPERTS:+--routed-experts} \
+        --sglang.host 0.0.0.0 --sglang.tp-size "$gpus" &
+fi
+
+export NODES=$training HEAD="${nodes[0]}" RUN_ID="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
+srun --nodes "$training" --ntasks "$training" --nodelist "$(join "${nodes[@]:0:training}")" \
+    "$scripts/c10d.sh" "$1" "${overrides[@]}" "${@:2}" &
+run=$!
+
+# srun hands SIGUSR1 to its tasks. SIGTERM, which ends srun, the tasks get from Slurm.
+trap 'kill -USR1 "$run" 2>/dev/null || true' USR1 TERM
+code=0
+while kill -0 "$run" 2>/dev/null; do
+    sleep 1 &
+    wait $! || true  # unlike sleep alone, it ends at a signal
+done
+wait "$run" || code=$?
+
+if (( code == STOPPED )); then
+    echo "slurm.sh: the run has stopped with a checkpoint; the job is queued again" >&2
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

@@ -1,0 +1,134 @@
+"""The Slurm job script with stand-ins for srun and scontrol (tests/launch/slurm): Slurm itself isn't here."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_gspo.config import load_config
+from megatron_gspo.config.load import split_server_arguments
+from megatron_gspo.tools import serve_sglang
+from megatron_gspo.tools.same_run import first_difference
+from tests.bad_input.ranks import run_ranks
+from tests.launch.hosts import hosts, why_not
+from tests.train.run import base_config, tiny_model
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 120.0  # seconds
+
+
+def submit(folder: Path, nodes: list[str], arguments: list[str], **settings: Any) -> subprocess.Popen:
+    """The job script as sbatch starts it."""
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(__file__).parent / 'slurm'}:{os.environ['PATH']}",
+        "SHIM_CALLS": str(folder / "calls"),
+        "SLURM_JOB_ID": "17",
+        "SLURM_JOB_NODELIST": ",".join(nodes),
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "LOG_DIR": str(folder / "logs"),
+        "PYTHON": sys.executable,
+        "PYTHONPATH": str(ROOT),
+        "PYTHONWARNINGS": "ignore",
+        **{name: str(value) for name, value in settings.items()},
+    }
+    environment.pop("GLOO_SOCKET_IFNAME", None)
+    with (folder / "job.txt").open("a") as log:
+        command = [str(ROOT / "examples" / "launch" / "slurm.sh"), *arguments]
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=ROOT)
+
+
+def calls(folder: Path) -> list[list[str]]:
+    return [json.loads(line) for line in (folder / "calls").read_text().splitlines()]
+
+
+def lines(file: Path) -> int:
+    return file.read_bytes().count(b"\n") if file.is_file() else 0
+
+
+@pytest.fixture
+def nodes():
+    """Names of two hosts."""
+    if reason := why_not():
+        pytest.skip(f"the Slurm script was not tested over several hosts: {reason}")
+    with hosts(2) as found:
+        yield [host.name for host in found]
+
+
+def test_before_its_time_limit_a_job_saves_and_is_queued_again(nodes, tmp_path):
+    """TP 2 over two nodes; the job's second life ends the run, bitwise as one that was left alone."""
+    configs = {}
+    for name in ("alone", "run"):
+        configs[name] = base_config(
+            tiny_model(tmp_path / "model"),
+            tmp_path / name,
+            parallel={"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "timeout_minutes": 1.0},
+            training={"steps": 8},
+            evaluation={"at_start": False},
+            checkpoint={"interval": 8, "keep": 1},
+        )
+    assert [rank.code for rank in run_ranks(configs["alone"], 2, tmp_path, limit=LIMIT)] == [0, 0]
+
+    file, run_dir = tmp_path / "run.yaml", tmp_path / "run"
+    file.write_text(yaml.safe_dump(configs["run"]))
+    job = submit(tmp_path, nodes, [str(file)], PROCESSES=1)
+    end = time.monotonic() + LIMIT
+    while lines(run_dir / "metrics.jsonl") < 1 and job.poll() is None and time.monotonic() < end:
+        time.sleep(0.02)
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(LIMIT) == 75, (tmp_path / "job.txt").read_text()[-3000:]
+    done = lines(run_dir / "metrics.jsonl")
+    assert 1 <= done < 8 and not (run_dir / "summary.json").exists()
+    assert calls(tmp_path)[-1] == ["requeue", "17"]
+
+    again = submit(tmp_path, nodes, [str(file)], PROCESSES=1, SLURM_RESTART_COUNT=1)
+    assert again.wait(LIMIT) == 0, (tmp_path / "job.txt").read_text()[-3000:]
+    assert f"resumed from {run_dir}/checkpoints/step_{done:06d}" in (tmp_path / "job.txt").read_text()
+    assert [call[0] for call in calls(tmp_path)].count("requeue") == 1
+    assert first_difference(run_dir, tmp_path / "alone") == ""
+
+
+def test_a_run_that_fails_is_not_queued_again(tmp_path):
+    (tmp_path / "run.yaml").write_text("run_dirr: x\n")
+    job = submit(tmp_path, ["here"], [str(tmp_path / "run.yaml")])
+    assert job.wait(LIMIT) == 2 and "run_dirr" in (tmp_path / "job.txt").read_text()
+    assert [call[0] for call in calls(tmp_path)] == ["--nodes"]
+
+
+def test_the_last_nodes_serve_and_the_run_knows_them(tmp_path):
+    """What the script tells srun is a valid command of the server tool and a valid set of overrides."""
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(base_config(str(tmp_path), tmp_path / "run")))
+    settings = dict(SERVER_NODES=1, SERVERS_PER_NODE=2, SERVER_GPUS=4, MODEL="/models/m", SGLANG_PYTHON="/s/python")
+    nodes = ["node1", "node2", "node3"]
+    job = submit(tmp_path, nodes, [str(file), "seed=3"], SHIM_ONLY_RECORD=1, ROUTED_EXPERTS=1, **settings)
+    assert job.wait(LIMIT) == 0, (tmp_path / "job.txt").read_text()
+    end = time.monotonic() + LIMIT
+    while len(calls(tmp_path)) < 2 and time.monotonic() < end:  # the job doesn't wait for its servers
+        time.sleep(0.05)
+    serving, training = sorted(calls(tmp_path), key=lambda call: "serve_sglang" not in " ".join(call))
+
+    assert serving[:6] == ["--nodes", "1", "--ntasks", "1", "--nodelist", "node3"]
+    words = serving[serving.index("megatron_gspo.tools.serve_sglang") + 1 :]
+    ours, theirs = split_server_arguments(words)
+    tool = serve_sglang._settings(serve_sglang._parser().parse_args(ours), theirs)
+    assert (tool.model, tool.count, tool.base_port, tool.python) == ("/models/m", 2, 31000, "/s/python")
+    assert tool.routed_experts and tool.arguments == ("--host", "0.0.0.0", "--tp-size", "4")
+
+    assert training[:6] == ["--nodes", "2", "--ntasks", "2", "--nodelist", "node1,node2"]
+    assert training[6].endswith("/examples/launch/c10d.sh") and training[7] == str(file)
+    config = load_config(file, training[8:])
+    assert config.sglang.urls == ["http://node3:31000", "http://node3:31001"]
+    assert (config.sglang.master_address, config.model.path, config.seed) == ("node1", "/models/m", 3)
+    key = Path(config.sglang.api_key_file)
+    assert key.stat().st_mode & 0o777 == 0o600 and key.read_text().strip() == tool.api_key
+    assert len(tool.api_key) == 48
