@@ -1,0 +1,117 @@
+"""Every config of examples/ can start on the number of processes that its header names; variants differ where they say."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megatron_gspo.config import Config, load_config
+from tests.train.run import tiny_model
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MODELS = EXAMPLES / "qwen3_moe" / "models"
+OTHERS = {"compare.yaml", "compare_small.yaml", "kubernetes.yaml"}  # no configs of a run
+CONFIGS = sorted(file for file in EXAMPLES.rglob("*.yaml") if file.name not in OTHERS)
+GRPO = [file for file in CONFIGS if file.stem.endswith("_grpo_r2")]
+GIB = 2**30
+
+
+def processes(file: Path) -> int:
+    """The world size in a config's header."""
+    return int(re.search(r"^# processes: (\d+)$", file.read_text(), re.MULTILINE)[1])
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> str:
+    return tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+def load(file: Path, tiny: str, folder: Path) -> Config:
+    """The config with this machine's paths: model sizes as shipped, random weights, six prompts."""
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{i} + 1", "answer": str(i + 1)}) + "\n" for i in range(6)))
+    data = yaml.safe_load(file.read_text())
+    shipped = MODELS / Path(data["model"]["path"]).name
+    overrides = [f"model.path={shipped if shipped.is_dir() else tiny}", "model.init=random", f"run_dir={folder}/run"]
+    overrides += [f"data.{key}={prompts}" for key in ("prompts", "eval_prompts") if key in data["data"]]
+    if "python" in data.get("sglang", {}):
+        overrides.append(f"sglang.python={sys.executable}")
+    return load_config(file, overrides)
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_can_start(file, tiny, tmp_path):
+    config = load(file, tiny, tmp_path)
+    config.check(processes(file))
+    assert config.run_dir != load_config(file).run_dir
+
+
+def flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found = {}
+    for key, value in data.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
+@pytest.mark.parametrize("file", GRPO, ids=lambda file: file.stem)
+def test_variants_differ_only_where_the_algorithms_do(file):
+    gspo = file.with_name(file.name.replace("_grpo_r2", "_gspo"))
+    ours, theirs = flat(load_config(file).dump()), flat(load_config(gspo).dump())
+    different = {key for key in ours | theirs if ours.get(key) != theirs.get(key)}
+    clip = {"algorithm.epsilon_low", "algorithm.epsilon_high"}
+    assert different == {"run_dir", "algorithm.name", "routing.replay"} | clip
+    assert processes(file) == processes(gspo)
+    assert (ours["algorithm.epsilon_low"], ours["algorithm.epsilon_high"]) == (0.2, 0.27)  # as published
+    if "tiny" not in file.name:
+        assert (theirs["algorithm.epsilon_low"], theirs["algorithm.epsilon_high"]) == (3e-4, 4e-4)
+        assert load_config(gspo).rollout.sequences == 4 * load_config(gspo).training.global_batch_size
+
+
+def test_there_is_a_variant_of_each():
+    large = {file.stem for file in CONFIGS if file.stem.startswith("qwen3_")}
+    assert len(large) == 8 and {stem.replace("_grpo_r2", "_gspo") for stem in large} <= large
+    assert len(GRPO) == 5
+
+
+@pytest.mark.parametrize(("name", "total", "active"), [("30B-A3B", 30.5, 3.3), ("235B-A22B", 235.1, 22.2)])
+def test_the_models_have_the_published_sizes(name, total, active):
+    """Billions of parameters, counted by Transformers; those of 8 of 128 experts are active."""
+    config = AutoConfig.from_pretrained(MODELS / f"Qwen3-{name}", local_files_only=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    everything = sum(sizes.values())
+    assert everything / 1e9 == pytest.approx(total, abs=0.05)
+    assert (everything - experts * (1 - 8 / 128)) / 1e9 == pytest.approx(active, abs=0.1)
+
+
+def state_bytes(config: Config, world: int, hf: dict[str, Any]) -> float:
+    """Weights, gradients and optimizer of the fullest rank: 2 + 4 + 12 bytes a parameter, the 12 shared by data ranks."""
+    parallel, hidden, layers = config.parallel, hf["hidden_size"], hf["num_hidden_layers"]
+    tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    parts = parallel.expert_model_parallel_size * stages
+    experts = layers * hf["num_experts"] * 3 * hidden * hf["moe_intermediate_size"] / parts
+    heads = 2 * hf["num_attention_heads"] + 2 * hf["num_key_value_heads"]
+    vocabulary = hf["vocab_size"] * hidden * (2 if stages == 1 else 1)
+    dense = (layers / stages * hidden * heads * hf["head_dim"] + vocabulary) / tensor
+    dense += layers / stages * hidden * hf["num_experts"]  # the router, whole on every rank
+    return 6 * (experts + dense) + 12 * (experts / (world / parts) + dense / (world / (tensor * stages)))
+
+
+@pytest.mark.parametrize("file", [f for f in CONFIGS if f.stem.startswith("qwen3_") and f not in GRPO],
+                         ids=lambda file: file.stem)  # fmt: skip
+def test_the_header_has_the_memory_of_the_layout(file, tiny, tmp_path):
+    config = load(file, tiny, tmp_path)
+    hf = json.loads(Path(config.model.path, "config.json").read_text())
+    header = " ".join(line.lstrip("# ") for line in file.read_text().splitlines() if line.startswith("#"))
+    told = float(re.search(r"optimizer \([^)]*\): ([\d.]+)\.", header)[1])
+    assert told == pytest.approx(state_bytes(config, processes(file), hf) / GIB, abs=0.06)
