@@ -1,4 +1,4 @@
-"""Every config of examples/ can start on the number of processes that its header names; variants differ where they say."""
+"""Every config of examples/ can start on as many processes as its header names; variants differ where they say so."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_the_models_have_the_published_sizes(name, total, active):
 
 
 def state_bytes(config: Config, world: int, hf: dict[str, Any]) -> float:
-    """Weights, gradients and optimizer of the fullest rank: 2 + 4 + 12 bytes a parameter, the 12 shared by data ranks."""
+    """Weights, gradients and optimizer of the fullest rank: 2 + 4 + 12 bytes a parameter, the 12 over data ranks."""
     parallel, hidden, layers = config.parallel, hf["hidden_size"], hf["num_hidden_layers"]
     tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     parts = parallel.expert_model_parallel_size * stages

@@ -26,7 +26,8 @@ def is_shell(file: Path) -> bool:
         return file.suffix in (".sh", ".bash")
     with file.open("rb") as content:
         first = content.readline(80)
-    return first.startswith(b"#!") and first.split()[-1] in (b"bash", b"sh", b"/bin/sh", b"/bin/bash")
+    words = first.removeprefix(b"#!").split() if first.startswith(b"#!") else []
+    return bool(words) and words[-1].rpartition(b"/")[2] in (b"bash", b"sh")
 
 
 @pytest.fixture(scope="module")
