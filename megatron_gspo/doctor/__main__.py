@@ -7,8 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megatron_gspo.doctor.checkup import Checkup, Options
-from megatron_gspo.doctor.findings import quiet_output
+from megatron_gspo.doctor.options import Options
 
 USAGE = "python -m megatron_gspo.doctor [CONFIG.yaml] [key=value ...] [--json] [--probe]"
 ABOUT = """Looks at this machine and, with a config, at everything that a run of it needs, before the run: versions,
@@ -54,6 +53,16 @@ def parse(arguments: Sequence[str]) -> Options:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(sys.argv[1:] if arguments is None else arguments)
+    try:
+        from megatron_gspo.doctor.checkup import Checkup
+        from megatron_gspo.doctor.findings import quiet_output
+    except ImportError as failure:  # a package that nothing works without
+        print(
+            f"error    versions.packages  {failure}; the doctor can't start either; install this project with pip: "
+            "its requirements come with it",
+            file=sys.stderr,
+        )
+        return 2
     checkup = Checkup(options, output=sys.stdout)
     with quiet_output():
         return checkup.run()

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 import torch
 
-from megatron_gspo.config import Config, ConfigError, load_config
-from megatron_gspo.config.checks import check_layout, read_hf_config
-from megatron_gspo.config.load import split_server_arguments
-from megatron_gspo.conversion import ModelShape
+from megatron_gspo.config import Config, ConfigError
+from megatron_gspo.config.checks import check_layout
 from megatron_gspo.doctor.findings import (
     LATE,
     Finding,
     Report,
+    describe_ranks,
     error,
     examine,
     exit_code,
@@ -25,32 +25,19 @@ from megatron_gspo.doctor.findings import (
     in_order,
     merge,
     note,
-    ok,
     worst,
 )
+from megatron_gspo.doctor.local import Local
 from megatron_gspo.doctor.meeting import Meeting, Place, PortError, open_store
+from megatron_gspo.doctor.options import Options
 from megatron_gspo.doctor.ranks import facts_of_this_rank, judge_missing, judge_ranks
 from megatron_gspo.doctor.render import document, write_json, write_text
-from megatron_gspo.doctor.versions import installed, judge_accelerator, judge_versions
+from megatron_gspo.doctor.versions import installed
 from megatron_gspo.doctor.watch import Watch
 from megatron_gspo.errors import RunError
 
 _LOCAL_SECONDS = 600.0  # for all that this rank does alone: reading prompts takes longest
 _GRACE = 10.0  # seconds beyond a limit that the others' reports may take
-
-
-@dataclass(frozen=True)
-class Options:
-    """Of the command line. config: file; "" for the machine alone. seconds: that the ranks may take to meet, and to
-    exchange something on all groups. world_size: to check the config for; None: as many as there are."""
-
-    config: str = ""
-    overrides: tuple[str, ...] = ()
-    as_json: bool = False
-    probe: bool = False
-    allow_warnings: bool = False
-    seconds: float = 60.0
-    world_size: int | None = None
 
 
 @dataclass
@@ -65,6 +52,8 @@ class Checkup:
     config: Config | None = None
     versions: Mapping[str, str | None] = field(default_factory=dict)
     can_meet: bool = True  # False once some rank is known to be gone: nothing is exchanged any more
+    has_errors: bool = False  # on some rank, as far as the ranks have told each other
+    _at: str = ""
     _ending: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self) -> int:
@@ -76,10 +65,10 @@ class Checkup:
             with watch.stage("ranks", 6 * self.options.seconds + _GRACE):  # beyond what its own limits add up to
                 self._run("ranks", self._meet)
         with watch.stage("config", _LOCAL_SECONDS):
-            self._local()
-        if self.place.world_size > 1 and self.can_meet and self.options.world_size is None:
+            self._alone()
+        if self.place.world_size > 1 and self.options.world_size is None and self._all_agree("groups", watch):
             with watch.stage("groups", self.options.seconds):
-                self._run("groups", self._groups)
+                self._run("groups.all", self._groups)
         if self.options.probe:
             self._agreement(watch)
         watch.close()
@@ -88,7 +77,38 @@ class Checkup:
     def _run(self, check: str, action: Any) -> None:
         self.report.add(*examine(check, action))
 
+    def _all_agree(self, name: str, watch: Watch) -> bool:
+        """Wait until every rank has come here with the same config."""
+        if self.meeting is None or not self.can_meet:
+            return False
+        text = "" if self.config is None else self.config.to_yaml()
+        wrong = any(measure["wrong"] for measure in self.report.measures)
+        mine = {
+            "worst": "error" if wrong else worst(self.report.findings),
+            "config": hashlib.sha256(text.encode()).hexdigest(),
+        }
+        with watch.stage("ranks.waiting", _LOCAL_SECONDS + 2 * _GRACE):
+            said = self.meeting.agree(name, mine, _LOCAL_SECONDS)
+        if said is None:
+            self.can_meet = False
+            return False
+        self.has_errors = any(each["worst"] == "error" for each in said.values())
+        others = [rank for rank, each in said.items() if each["config"] != said[self.meeting.speaker]["config"]]
+        if others:
+            self.can_meet = False
+            if self.place.rank == self.meeting.speaker:
+                self.report.add(
+                    error(
+                        "config.ranks",
+                        f"{describe_ranks(others)} read another config than rank {self.meeting.speaker}, or none",
+                        "they would wait for each other in different groups",
+                        "give every rank the same file and overrides",
+                    )
+                )
+        return not others
+
     def _begin(self, stage: str) -> None:
+        self._at = stage
         if self.meeting is not None:
             self.meeting.begin(stage)
 
@@ -119,86 +139,11 @@ class Checkup:
             return []
         return [*missing, *judge_ranks(everybody, offsets)]
 
-    def _local(self) -> None:
-        """What needs no other rank. The first rank of each host looks at what all of them share."""
-        gpu = torch.cuda.is_available()
-        if self.place.local_rank == 0:
-            self._run("versions", lambda: judge_versions(self.versions, gpu=gpu))
-            self._run("versions.cuda", _accelerator)
-        if self.options.config:
-            self._run("config", self._load)
-        shape, hf = self._inputs()
-        if self.place.local_rank == 0:
-            self._run("machine", lambda: _machine(self._ranks_here(), gpu))
-            self._run("ports", lambda: _ports(self.config))
-            self._run("disk", lambda: _disk(self.config, shape, self._ranks_here(), gpu))
-        servers: dict[str, Any] = {}
-        if self.place.rank == 0 and self.config is not None and self.config.rollout.engine == "sglang":
-            self._run("servers", lambda: _servers(self.config, servers))
-        if self.place.local_rank == 0:
-            self._run("defects", lambda: _defects(self.versions, self.config, hf, self._world_size, servers))
-
-    @property
-    def _world_size(self) -> int:
-        return self.options.world_size or self.place.world_size
-
-    def _ranks_here(self) -> int:
-        return self.meeting.neighbours if self.meeting is not None else self.place.local_size
-
-    def _load(self) -> list[Finding]:
-        overrides, for_servers = split_server_arguments(self.options.overrides)
-        self.config = load_config(self.options.config, overrides, server_arguments=for_servers)
-        if self.place.local_rank != 0:
-            return []
-        try:
-            self.config.check(self._world_size)
-        except ConfigError as failure:
-            found = failed("config.check", failure, "a run would refuse it at its start")
-            return [replace(found, fix=found.fix + _for_world(failure, self.place))]
-        return [
-            ok(
-                "config.check",
-                f"{self.options.config}: nothing contradicts itself on {self._world_size} "
-                f"process{'es' if self._world_size > 1 else ''}",
-            )
-        ]
-
-    def _inputs(self) -> tuple[ModelShape | None, dict[str, Any]]:
-        """Look at the model, the prompts and the run's directory; (the model's sizes, its config.json) where they are
-        readable."""
-        config = self.config
-        shapes: list[ModelShape] = []
-        if config is None:
-            return None, {}
-        hf: dict[str, Any] = {}
-        try:
-            hf = read_hf_config(config.model.path)
-        except ConfigError:
-            return None, {}  # Config.check has said it
-
-        def weights() -> list[Finding]:
-            from megatron_gspo.doctor import inputs
-
-            shape, found = inputs.check_weights(config)
-            shapes.append(shape)
-            return found
-
-        def rest() -> list[Finding]:
-            from megatron_gspo.doctor import inputs
-
-            return inputs.check_tokenizer_and_prompts(config, shapes[0]) if shapes else []
-
-        def checkpoints() -> list[Finding]:
-            from megatron_gspo.doctor import inputs
-
-            return inputs.check_checkpoints(config)
-
-        if self.place.local_rank == 0:
-            self._run("model.weights", weights)
-            self._run("run.prompts", rest)
-        if self.place.rank == 0:
-            self._run("run.checkpoints", checkpoints)
-        return (shapes[0] if shapes else None), hf
+    def _alone(self) -> None:
+        neighbours = self.meeting.neighbours if self.meeting is not None else self.place.local_size
+        local = Local(self.options, self.place, self.report, self.versions, neighbours)
+        local.run()
+        self.config = local.config
 
     def _groups(self) -> list[Finding]:
         """Build Megatron's groups as a run does and exchange something on each."""
@@ -213,14 +158,16 @@ class Checkup:
                 layout, backend = layout_of(self.config), self.config.parallel.backend
             except ConfigError:
                 pass  # said already: without the layout at least the ranks' connections are tried
-        initialize(layout, seed=0, backend=backend, timeout_minutes=(self.options.seconds + 3 * _GRACE) / 60)
+        minutes = (self.options.seconds + 3 * _GRACE) / 60  # the watch comes first
+        if self.options.probe and self.config is not None:  # the world's group stays for it
+            minutes = max(minutes, self.config.parallel.timeout_minutes)
+        initialize(layout, seed=0, backend=backend, timeout_minutes=minutes)
         import torch.distributed as dist
 
         over = dist.get_backend()
         device = compute_device() if over == "nccl" else torch.device("cpu")
         for kind, group in every_group().items():
-            if self.meeting:
-                self.meeting.begin(f"groups.{kind}")
+            self._begin(f"groups.{kind}")
             ranks = tuple(dist.get_process_group_ranks(group))
             alone = Measure(kind, ranks, dist.get_rank(), 0.0, 0.0, backend=over)
             measure = alone if len(ranks) == 1 else measure_group(kind, group, device=device)
@@ -231,10 +178,14 @@ class Checkup:
 
     def _agreement(self, watch: Watch) -> None:
         config = self.config
-        broken = worst(self.report.findings) == "error" or not self.can_meet
+        if self.place.world_size > 1:
+            broken = not self._all_agree("agreement", watch) or self.has_errors
+        else:
+            broken = worst(self.report.findings) == "error"
         if config is None or broken or self.options.world_size is not None:
             why = "there is no config" if config is None else "other errors come first"
-            self.report.add(note("agreement.log_probs", f"--probe: not compared, {why}"))
+            if self.place.rank == 0:
+                self.report.add(note("agreement.log_probs", f"--probe: not compared, {why}"))
             return
 
         def compare() -> list[Finding]:
@@ -252,7 +203,7 @@ class Checkup:
         self.report.add(
             error(
                 f"{stage}{LATE}",
-                f"not done after {seconds:g} s",
+                f"not done after {seconds:g} s, in {self._at}",
                 "a run would hang there as well",
                 "look at the findings of the other ranks, and at their logs",
             )
@@ -290,73 +241,3 @@ def _judge_measures(measures: list[Any]) -> list[Finding]:
     from megatron_gspo.doctor.groups import Measure, judge_groups
 
     return judge_groups([Measure.from_dict(measure) for measure in measures])
-
-
-def _for_world(failure: ConfigError, place: Place) -> str:
-    if "processes" in failure.problem and place.world_size == 1:
-        return ", or start the doctor as the run, with torchrun, or say --world-size N"
-    return ""
-
-
-def _accelerator() -> list[Finding]:
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    names = [torch.cuda.get_device_name(index) for index in range(gpus)]
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if gpus and torch.distributed.is_nccl_available() else None
-    return judge_accelerator(torch.version.cuda, names, nccl)
-
-
-def _machine(ranks: int, gpu: bool) -> list[Finding]:
-    from megatron_gspo.doctor.machine import check_machine
-
-    return check_machine(ranks, gpu=gpu)
-
-
-def _ports(config: Config | None) -> list[Finding]:
-    from megatron_gspo.doctor.machine import check_ports
-
-    return check_ports(config, os.environ)
-
-
-def _disk(config: Config | None, shape: ModelShape | None, ranks: int, gpu: bool) -> list[Finding]:
-    from megatron_gspo.doctor import storage
-
-    found = storage.check_shared_memory(ranks, gpu=gpu)
-    if config is None or shape is None:
-        return found + storage.check_free_disk()
-    return found + storage.check_run_disk(config, shape) + storage.check_weight_disk(config, shape)
-
-
-def _servers(config: Config | None, told: dict[str, Any]) -> list[Finding]:
-    """`told` gets version and device of the servers, for the known defects."""
-    from megatron_gspo.doctor import servers
-    from megatron_gspo.doctor.versions import numbers
-
-    assert config is not None
-    if config.sglang.servers:
-        told["version"], told["cpu"], found = servers.check_startable(config)
-        return found
-    answers = servers.ask(config)
-    versions = [numbers(answer.version) for answer in answers.values() if not isinstance(answer, str)]
-    told["version"], told["cpu"] = min(versions, default=()), False
-    return servers.judge_servers(config, answers)
-
-
-def _defects(
-    versions: Mapping[str, str | None],
-    config: Config | None,
-    hf: Mapping[str, Any],
-    world_size: int,
-    servers: Mapping[str, Any],
-) -> list[Finding]:
-    from megatron_gspo.doctor import defects
-
-    return defects.check_defects(
-        defects.situation(
-            versions,
-            config,
-            hf,
-            world_size=world_size,
-            sglang=servers.get("version", ()),
-            servers_on_cpu=servers.get("cpu", False),
-        )
-    )

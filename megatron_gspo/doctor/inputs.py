@@ -11,7 +11,6 @@ from megatron_gspo.conversion import ModelShape
 from megatron_gspo.doctor.findings import Finding, error, note, ok, warning
 from megatron_gspo.doctor.space import parameter_count
 from megatron_gspo.errors import show_bytes
-from megatron_gspo.mcore.checkpoint_files import newest_checkpoint, read_state
 
 
 def check_weights(config: Config) -> tuple[ModelShape, list[Finding]]:
@@ -64,6 +63,8 @@ def check_tokenizer_and_prompts(config: Config, shape: ModelShape) -> list[Findi
 
 def check_checkpoints(config: Config) -> list[Finding]:
     """Where a run of this config begins: its newest whole checkpoint, those passed over, and who else writes there."""
+    from megatron_gspo.mcore.checkpoint_files import newest_checkpoint, read_state  # Megatron may be missing
+
     run_dir = Path(config.run_dir)
     found = judge_lock(run_dir, writer_of(run_dir))
     newest, faults = newest_checkpoint(run_dir / "checkpoints")

@@ -102,7 +102,7 @@ def open_store(place: Place, seconds: float) -> dist.Store:
 
 class Meeting:
     """This rank's side of the exchange. Keys: here/<rank>, roll, flash/<n>, clock/<n>/<rank>, stage/<rank>,
-    report/<rank>, verdict."""
+    report/<rank>, verdict, and the names of agreements."""
 
     def __init__(self, place: Place, store: dist.Store) -> None:
         self.place, self._store = place, store
@@ -160,6 +160,19 @@ class Meeting:
             if complete
             else {}
         )
+
+    def agree(self, name: str, value: Any, seconds: float) -> dict[int, Any] | None:
+        """What every rank says (JSON-able), on every rank, once all have come to this place; None where one doesn't in
+        time. No rank begins an exchange that another won't take part in."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"{name}/{self.place.rank}", json.dumps(value))
+            if self.place.rank == self.speaker:
+                said = self._gather(name, self.here, seconds)
+                self._store.set(name, json.dumps(said if len(said) == len(self.here) else None))
+        if not self._arrives(name, seconds + _LATE):
+            return None
+        said = json.loads(self._get(name) or "null")
+        return None if said is None else {int(rank): value for rank, value in said.items()}
 
     def begin(self, stage: str) -> None:
         """Leave word of what this rank is doing, for the others should it not come back."""

@@ -1,0 +1,30 @@
+"""One tiny model with a tokenizer for all tests of the doctor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.bad_input.front_door import small_config
+from tests.train.run import tiny_model
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_model(tmp_path_factory.mktemp("doctor_model"))
+
+
+@pytest.fixture
+def config_file(model: str, tmp_path: Path) -> Callable[..., Path]:
+    """Writes a small config, with sections of one's own; returns its file."""
+
+    def write(**sections: dict[str, Any]) -> Path:
+        file = tmp_path / "config.yaml"
+        file.write_text(yaml.safe_dump(small_config(model, tmp_path, **sections)))
+        return file
+
+    return write

@@ -1,0 +1,107 @@
+"""The doctor's command line in real processes, a rank each, as torchrun would start them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_gspo.doctor.__main__ import main
+from megatron_gspo.doctor.meeting import Meeting, Place, open_store
+from megatron_gspo.doctor.ranks import facts_of_this_rank
+from megatron_gspo.doctor.versions import installed
+from tests.distributed import end_process, fork_server
+
+LIMIT = 60.0  # seconds
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one rank: exit code (negative: a signal), output, errors, seconds."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+
+def doctor(folder: Path, *arguments: str, world: int = 1, port: int = 0,
+           others: dict[int, Callable[[], None]] | None = None, absent: Sequence[int] = ()) -> list[Outcome]:
+    """Run it on each of ``world`` ranks but the absent ones; ``others``: what some ranks do in its place."""
+    port = port or free_port()
+    context = fork_server()
+    started = time.monotonic()
+    processes = {
+        rank: context.Process(target=_child, args=(rank, world, port, arguments, (others or {}).get(rank), folder))
+        for rank in range(world) if rank not in absent
+    }  # fmt: skip
+    try:
+        for process in processes.values():
+            process.start()
+        seconds = {}
+        for rank, process in processes.items():
+            process.join(LIMIT)
+            seconds[rank] = time.monotonic() - started
+            assert process.exitcode is not None, f"rank {rank} still runs after {LIMIT:g} s"
+        codes = {rank: process.exitcode for rank, process in processes.items()}
+    finally:
+        for process in processes.values():
+            end_process(process)
+    return [Outcome(codes[rank], *((folder / f"{name}_{rank}").read_text() for name in ("out", "err")), seconds[rank])
+            for rank in processes]  # fmt: skip
+
+
+def arrive_and_leave() -> None:
+    """A rank that comes to the meeting and dies."""
+    meet()
+    os._exit(3)
+
+
+def arrive_and_hang() -> None:
+    """A rank that comes to the meeting and does nothing more."""
+    meet()
+    time.sleep(2 * LIMIT)
+
+
+def meet() -> Meeting:
+    place = Place.of(os.environ)
+    meeting = Meeting(place, open_store(place, 10.0))
+    meeting.roll_call(facts_of_this_rank(place.rank, place.local_rank, installed()), 10.0)
+    meeting.clocks(10.0)
+    return meeting
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _child(rank: int, world: int, port: int, arguments: Sequence[str], instead: Callable[[], None] | None,
+           folder: Path) -> Any:
+    os.setsid()
+    torch.set_num_threads(1)
+    for number, name in ((1, "out"), (2, "err")):
+        descriptor = os.open(folder / f"{name}_{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(descriptor, number)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if world > 1:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
+                          MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))  # fmt: skip
+    try:
+        if instead is not None:
+            instead()
+        code = main(list(arguments))
+    except SystemExit as left:
+        code = left.code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)
