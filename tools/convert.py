@@ -22,6 +22,7 @@ from megatron_gspo.conversion.distributed_files import METADATA, DistributedRead
 from megatron_gspo.conversion.files import CheckpointReader
 from megatron_gspo.conversion.to_hugging_face import to_hugging_face
 from megatron_gspo.conversion.to_megatron import COMPANIONS, to_megatron
+from megatron_gspo.conversion.units import UNIT_BYTES
 from megatron_gspo.conversion.verify import verify, write_checksums
 from megatron_gspo.errors import InputError, UserError
 from megatron_gspo.mcore.checkpoint_files import newest_checkpoint
@@ -49,6 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
+    text = "MiB that each process works on at a time; it needs about three times as much (default: %(default)s)"
+    common.add_argument("--unit-mib", type=float, default=UNIT_BYTES / 2**20, help=text)
     converts = argparse.ArgumentParser(add_help=False, parents=[common])
     converts.add_argument("--dtype", choices=DTYPES, help="type of the result (default: the source's)")
     converts.add_argument("--verify", action="store_true", help="compare both, bit for bit, and write SHA256SUMS")
@@ -84,10 +87,10 @@ def _to_megatron(options: argparse.Namespace) -> None:
     with _progress("to Megatron") as report:
         out = to_megatron(
             options.source, options.out, frame.chunks, frame.objects, write_frame,
-            dtype=DTYPES.get(options.dtype), processes=options.processes, report=report,
+            dtype=DTYPES.get(options.dtype), report=report, **_work(options),
         )
     if options.verify:
-        _prove(options.source, out, options.processes, made=out)
+        _prove(options.source, out, options, made=out)
     print(out)
 
 
@@ -97,19 +100,25 @@ def _to_hugging_face(options: argparse.Namespace) -> None:
     chunks = checkpoint_frame(*family_of(read_config(source)), Layout()).chunks
     with _progress("to Hugging Face") as report:
         out = to_hugging_face(
-            checkpoint, options.out, chunks, source, dtype=DTYPES.get(options.dtype), processes=options.processes,
-            max_shard_bytes=int(options.max_shard_gib * 2**30), report=report,
+            checkpoint, options.out, chunks, source, dtype=DTYPES.get(options.dtype),
+            max_shard_bytes=int(options.max_shard_gib * 2**30), report=report, **_work(options),
         )
     if options.verify:
-        _prove(out, checkpoint, options.processes, made=out)
+        _prove(out, checkpoint, options, made=out)
     print(out)
 
 
+def _work(options: argparse.Namespace) -> dict[str, int]:
+    if options.processes < 1 or options.unit_mib <= 0:
+        raise InputError("--processes and --unit-mib must be above 0")
+    return {"processes": options.processes, "unit_bytes": int(options.unit_mib * 2**20)}
+
+
 def _verify(options: argparse.Namespace) -> None:
-    _prove(options.hugging_face, find_checkpoint(options.checkpoint), options.processes, made=None)
+    _prove(options.hugging_face, find_checkpoint(options.checkpoint), options, made=None)
 
 
-def _prove(hugging_face: Path, megatron: Path, processes: int, *, made: Path | None) -> None:
+def _prove(hugging_face: Path, megatron: Path, options: argparse.Namespace, *, made: Path | None) -> None:
     """Compare the two in the type of the one that was made (None: of the Hugging Face one), and write its checksums."""
     chunks = checkpoint_frame(*family_of(read_config(hugging_face)), Layout()).chunks
     if made == megatron:
@@ -118,7 +127,7 @@ def _prove(hugging_face: Path, megatron: Path, processes: int, *, made: Path | N
         with CheckpointReader(hugging_face) as reader:
             dtype = reader.common_dtype()
     with _progress("comparing") as report:
-        count = verify(hugging_face, megatron, chunks, dtype=dtype, processes=processes, report=report)
+        count = verify(hugging_face, megatron, chunks, dtype=dtype, report=report, **_work(options))
     print(f"{count} tensors are equal, bit for bit", file=sys.stderr)
     if made is not None:
         print(f"checksums: {write_checksums(made)}", file=sys.stderr)

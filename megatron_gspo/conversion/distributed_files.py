@@ -44,6 +44,9 @@ _SAFE = {
         "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata", "BytesStorageMetadata",
         "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING",
     ),
+    "torch.distributed.checkpoint.planner": (
+        "SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData",
+    ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
     "pathlib": ("PosixPath",),
     "pathlib._local": ("PosixPath",),

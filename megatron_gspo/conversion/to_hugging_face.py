@@ -17,7 +17,7 @@ from megatron_gspo.conversion.files import INDEX, SINGLE, copy_companions
 from megatron_gspo.conversion.parts import Chunk, Part
 from megatron_gspo.conversion.safetensors_file import FileLayout, begin_file, file_layout, write_tensors
 from megatron_gspo.conversion.shape import ModelError, ModelShape, read_config, read_json
-from megatron_gspo.conversion.units import Unit, cut, run_units
+from megatron_gspo.conversion.units import UNIT_BYTES, Unit, cut, run_units
 from megatron_gspo.conversion.workspace import Workspace, file_stamps
 
 _KEPT_BYTES = 64 << 20  # of parameters kept for the next tensors: query, key and value are one, and not neighbours
@@ -46,6 +46,7 @@ def to_hugging_face(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 4 << 30,
     processes: int = 1,
+    unit_bytes: int = UNIT_BYTES,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> Path:
     """Convert the distributed checkpoint to the Hugging Face directory `out`; returns `out`.
@@ -62,11 +63,11 @@ def to_hugging_face(
     dtype = dtype or _common_dtype(reader, chunks)
     sizes = {name: size for chunk in chunks for name, size in chunk.part.whole_sizes(shape).items()}
     files = _files(source, {name: sizes[name] for name in hugging_face_names(family, shape)}, dtype, max_shard_bytes)
-    job = {"from": str(checkpoint.resolve()), "files": file_stamps(checkpoint), "dtype": str(dtype),
+    job = {"from": str(checkpoint.resolve()), "files": file_stamps(checkpoint), "dtype": str(dtype), "unit_bytes": unit_bytes,
            "to": {file: sorted(names) for file, names in files.items()}}
     layouts = {file: file_layout({name: sizes[name] for name in names}, dtype) for file, names in files.items()}
     with Workspace(out, job) as workspace:
-        units = _units(checkpoint, workspace.result, layouts, chunks, sizes, dtype, shape)
+        units = _units(checkpoint, workspace.result, layouts, chunks, sizes, dtype, shape, unit_bytes)
         begun = {file for file, layout in layouts.items() if _size(workspace.result / file) == layout.size}
         left = [unit for unit in units if unit.number not in workspace.done or unit.work.file.name not in begun]
         total = sum(unit.size for unit in units)
@@ -149,7 +150,7 @@ def _files(
             files.setdefault(str(weight_map.get(name)), []).append(name)
         if "None" not in files:
             return dict(sorted(files.items()))
-    runs = list(cut(sizes, lambda name: math.prod(sizes[name]) * dtype.itemsize, limit=max_shard_bytes))
+    runs = list(cut(sizes, lambda name: math.prod(sizes[name]) * dtype.itemsize, max_shard_bytes))
     if len(runs) == 1 or (source / SINGLE).is_file():
         return {SINGLE: list(sizes)}
     return {f"model-{i + 1:05d}-of-{len(runs):05d}.safetensors": run for i, run in enumerate(runs)}
@@ -157,14 +158,14 @@ def _files(
 
 def _units(
     checkpoint: Path, folder: Path, layouts: Mapping[str, FileLayout], chunks: Sequence[Chunk],
-    sizes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, shape: ModelShape,
+    sizes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, shape: ModelShape, unit_bytes: int,
 ) -> list[Unit]:
     """Runs of consecutive tensors of one file."""
     parts = by_part(chunks)
     first = {name: key for key, of_part in parts.items() for name in of_part[0].part.names}
     units: list[Unit] = []
     for file, layout in layouts.items():
-        for names in cut(layout.offsets, lambda name: math.prod(sizes[name]) * dtype.itemsize):
+        for names in cut(layout.offsets, lambda name: math.prod(sizes[name]) * dtype.itemsize, unit_bytes):
             needed = tuple(chunk for key in dict.fromkeys(first[name] for name in names) for chunk in parts[key])
             offsets = tuple(layout.offsets[name] for name in names)
             work = _Work(checkpoint, folder / file, tuple(names), offsets, needed, dtype, shape)

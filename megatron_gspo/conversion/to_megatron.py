@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from megatron_gspo.conversion.families import check_names, family_of
 from megatron_gspo.conversion.files import INDEX, CheckpointReader, copy_companions
 from megatron_gspo.conversion.parts import Chunk, Part
 from megatron_gspo.conversion.shape import ModelError, ModelShape, read_config
-from megatron_gspo.conversion.units import Unit, cut, run_units
+from megatron_gspo.conversion.units import UNIT_BYTES, Unit, cut, run_units
 from megatron_gspo.conversion.workspace import Workspace, file_stamps
 
 COMPANIONS = "hf"  # the folder of config, tokenizer and index in a converted checkpoint
@@ -43,12 +43,14 @@ def to_megatron(
     *,
     dtype: torch.dtype | None = None,
     processes: int = 1,
+    unit_bytes: int = UNIT_BYTES,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> Path:
     """Convert the Hugging Face directory `source` to the distributed checkpoint `out`; returns `out`.
 
     chunks, objects: what Megatron's checkpoint holds, by `mcore.checkpoint_frame`. finish: writes the files by which
     Megatron knows it. dtype: of the result; None is the source's. report: bytes written so far and in all.
+    unit_bytes: what a process works on at a time.
 
     Broken off, it goes on when called again. Raises ``ModelError`` for a source that isn't whole or isn't the model of
     its config.json, ``InputError`` and ``DiskError`` before any work for an output that can't be.
@@ -61,9 +63,11 @@ def to_megatron(
             part.check(reader, shape)
         dtype = dtype or reader.common_dtype()
     ordered = sorted(chunks, key=lambda chunk: (chunk.part.layer, chunk.part.names, chunk.part.rank))
-    job = {"from": str(source.resolve()), "files": file_stamps(source), "dtype": str(dtype), "chunks": _places(ordered)}
+    job = {"from": str(source.resolve()), "files": file_stamps(source), "dtype": str(dtype), "unit_bytes": unit_bytes,
+           "chunks": _places(ordered)}
     with Workspace(out, job) as workspace:
-        units = _units(source, workspace.result, ordered, dict(objects), dtype, shape)
+        first = _Work(source, workspace.result, 0, (), dict(objects), dtype, shape)
+        units = _units(first, ordered, unit_bytes)
         left = [unit for unit in units if not _is_there(workspace, unit)]
         total = sum(unit.size for unit in units)
         written = total - sum(unit.size for unit in left)
@@ -93,20 +97,17 @@ def _places(chunks: Iterable[Chunk]) -> list[str]:
     return [f"{chunk.key} {chunk.offsets} {chunk.sizes}" for chunk in chunks]
 
 
-def _units(
-    source: Path, folder: Path, chunks: Sequence[Chunk], objects: dict[str, bytes], dtype: torch.dtype,
-    shape: ModelShape,
-) -> list[Unit]:
-    """The chunks in files of one unit each; those of a part stay together. The objects go into the first."""
+def _units(first: _Work, chunks: Sequence[Chunk], unit_bytes: int) -> list[Unit]:
+    """The chunks in files of one unit each, like `first`, which has the objects; those of a part stay together."""
     by_part = [tuple(group) for _, group in groupby(chunks, key=lambda chunk: (chunk.part.names, chunk.part.rank))]
 
     def size(group: Iterable[Chunk]) -> int:
-        return sum(chunk.numel for chunk in group) * dtype.itemsize
+        return sum(chunk.numel for chunk in group) * first.dtype.itemsize
 
     units = []
-    for number, run in enumerate(cut(by_part, size)):
+    for number, run in enumerate(cut(by_part, size, unit_bytes)):
         together = tuple(chunk for group in run for chunk in group)
-        work = _Work(source, folder, number, together, {} if number else objects, dtype, shape)
+        work = replace(first, number=number, chunks=together, objects={} if number else first.objects)
         units.append(Unit(number, size(together), work))
     return units
 

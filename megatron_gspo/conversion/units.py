@@ -27,7 +27,7 @@ class Unit:
     work: Any
 
 
-def cut(items: Iterable[T], size: Callable[[T], int], *, limit: int = UNIT_BYTES) -> Iterator[list[T]]:
+def cut(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
     """Runs of consecutive items of at most `limit` bytes together, or one item that is larger."""
     run: list[T] = []
     total = 0

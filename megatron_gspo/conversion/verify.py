@@ -16,7 +16,7 @@ from megatron_gspo.conversion.files import CheckpointReader
 from megatron_gspo.conversion.parts import Chunk
 from megatron_gspo.conversion.shape import ModelError, ModelShape, read_config
 from megatron_gspo.conversion.to_hugging_face import as_stored, by_part, read_part
-from megatron_gspo.conversion.units import Unit, cut, run_units
+from megatron_gspo.conversion.units import UNIT_BYTES, Unit, cut, run_units
 from megatron_gspo.errors import writing
 
 CHECKSUMS = "SHA256SUMS"  # as the command sha256sum writes and checks it
@@ -39,6 +39,7 @@ def verify(
     *,
     dtype: torch.dtype,
     processes: int = 1,
+    unit_bytes: int = UNIT_BYTES,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> int:
     """Compare every tensor of the two, rebuilt from the Megatron checkpoint's chunks; returns their number.
@@ -59,7 +60,7 @@ def verify(
 
     units = [
         Unit(number, sum(map(size, run)), _Work(hugging_face, megatron, tuple(run), dtype, shape))
-        for number, run in enumerate(cut(parts.values(), size))
+        for number, run in enumerate(cut(parts.values(), size, unit_bytes))
     ]
     total, compared = sum(unit.size for unit in units), 0
 
