@@ -38,7 +38,7 @@ def parse(arguments: Sequence[str]) -> Options:
         "--world-size", type=int, metavar="N", help="check the config for N processes without starting them"
     )
     known, rest = parser.parse_known_args(arguments)
-    if known.timeout <= 0 or (known.world_size or 1) < 1:
+    if known.timeout <= 0 or (known.world_size is not None and known.world_size < 1):
         parser.error("--timeout and --world-size must be above 0")
     config = rest[0] if rest and "=" not in rest[0] and not rest[0].startswith("-") else ""
     overrides = rest[1:] if config else rest
@@ -47,7 +47,13 @@ def parse(arguments: Sequence[str]) -> Options:
     if overrides and not config:
         parser.error(f"{overrides[0]}: an override needs a CONFIG.yaml before it")
     return Options(
-        config, tuple(overrides), known.json, known.probe, known.allow_warnings, known.timeout, known.world_size
+        config,
+        tuple(overrides),
+        as_json=known.json,
+        probe=known.probe,
+        allow_warnings=known.allow_warnings,
+        seconds=known.timeout,
+        world_size=known.world_size,
     )
 
 

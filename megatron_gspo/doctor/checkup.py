@@ -36,9 +36,6 @@ from megatron_gspo.doctor.versions import installed
 from megatron_gspo.doctor.watch import Watch
 from megatron_gspo.errors import RunError
 
-_LOCAL_SECONDS = 600.0  # for all that this rank does alone: reading prompts takes longest
-_GRACE = 10.0  # seconds beyond a limit that the others' reports may take
-
 
 @dataclass
 class Checkup:
@@ -62,9 +59,11 @@ class Checkup:
         self._place()
         self.versions = installed()
         if self.place.world_size > 1:
-            with watch.stage("ranks", 6 * self.options.seconds + _GRACE):  # beyond what its own limits add up to
+            with watch.stage(
+                "ranks", 6 * self.options.seconds + self.options.grace
+            ):  # beyond what its own limits add up to
                 self._run("ranks", self._meet)
-        with watch.stage("config", _LOCAL_SECONDS):
+        with watch.stage("config", self.options.local_seconds):
             self._alone()
         if self.place.world_size > 1 and self.options.world_size is None and self._all_agree("groups", watch):
             with watch.stage("groups", self.options.seconds):
@@ -87,8 +86,8 @@ class Checkup:
             "worst": "error" if wrong else worst(self.report.findings),
             "config": hashlib.sha256(text.encode()).hexdigest(),
         }
-        with watch.stage("ranks.waiting", _LOCAL_SECONDS + 2 * _GRACE):
-            said = self.meeting.agree(name, mine, _LOCAL_SECONDS)
+        with watch.stage("ranks.waiting", self.options.local_seconds + 2 * self.options.grace):
+            said = self.meeting.agree(name, mine, self.options.local_seconds)
         if said is None:
             self.can_meet = False
             return False
@@ -158,7 +157,7 @@ class Checkup:
                 layout, backend = layout_of(self.config), self.config.parallel.backend
             except ConfigError:
                 pass  # said already: without the layout at least the ranks' connections are tried
-        minutes = (self.options.seconds + 3 * _GRACE) / 60  # the watch comes first
+        minutes = (self.options.seconds + 3 * self.options.grace) / 60  # the watch comes first
         if self.options.probe and self.config is not None:  # the world's group stays for it
             minutes = max(minutes, self.config.parallel.timeout_minutes)
         initialize(layout, seed=0, backend=backend, timeout_minutes=minutes)
@@ -217,7 +216,7 @@ class Checkup:
         if meeting is None:
             return self._print({self.place.rank: self.report})
         meeting.hand_in(self.report)
-        patience = self.options.seconds + 3 * _GRACE
+        patience = self.options.seconds + 3 * self.options.grace
         if self.place.rank == meeting.speaker:
             code = self._print(meeting.reports(patience))
             meeting.announce(code)

@@ -24,7 +24,7 @@ from megatron_gspo.errors import InputError, RunError, first_line
 
 _FLASHES = 3
 _POLL = 0.02  # seconds between two looks for a key
-_LATE = 5.0  # seconds that the first rank may take beyond its limit to say who is here
+_LATE = 3.0  # seconds that the first rank may take beyond its limit to say who is here
 _LINGER = 5.0  # seconds that the store's host stays for the others to read the verdict
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -107,6 +107,7 @@ class Meeting:
     def __init__(self, place: Place, store: dist.Store) -> None:
         self.place, self._store = place, store
         self.here: list[int] = []
+        self._awaited = 0  # ranks that wait for the verdict
         self.neighbours = 1  # ranks on this host, this one included
 
     def again(self) -> Meeting:
@@ -195,6 +196,7 @@ class Meeting:
             )
             for rank, content in self._gather("report", self.here, seconds).items()
         }
+        self._awaited = len(set(found) - {self.place.rank})
         for rank in self.here:
             if rank not in found:
                 stage = self._get(f"stage/{rank}") or "nothing"
@@ -211,11 +213,12 @@ class Meeting:
         return found
 
     def announce(self, code: int) -> None:
-        """The speaker has printed: let the others leave with this exit code, and stay until they have read it."""
+        """The speaker has printed: let the others leave with this exit code, and stay until those that have handed in
+        a report have read it."""
         with contextlib.suppress(RuntimeError):
             self._store.set("verdict", str(code))
             end = time.monotonic() + _LINGER
-            while self._store.add("left", 0) < len(self.here) - 1 and time.monotonic() < end:
+            while self._store.add("left", 0) < self._awaited and time.monotonic() < end:
                 time.sleep(0.02)
 
     def verdict(self, seconds: float) -> int | None:

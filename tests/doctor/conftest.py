@@ -24,7 +24,9 @@ def config_file(model: str, tmp_path: Path) -> Callable[..., Path]:
 
     def write(**sections: dict[str, Any]) -> Path:
         file = tmp_path / "config.yaml"
-        file.write_text(yaml.safe_dump(small_config(model, tmp_path, **sections)))
+        config = small_config(model, tmp_path)
+        config |= {name: {**config.get(name, {}), **values} for name, values in sections.items()}
+        file.write_text(yaml.safe_dump(config))
         return file
 
     return write

@@ -14,7 +14,10 @@ from typing import Any
 import torch
 
 from megatron_gspo.doctor.__main__ import main
+from megatron_gspo.doctor.checkup import Checkup
+from megatron_gspo.doctor.findings import quiet_output
 from megatron_gspo.doctor.meeting import Meeting, Place, open_store
+from megatron_gspo.doctor.options import Options
 from megatron_gspo.doctor.ranks import facts_of_this_rank
 from megatron_gspo.doctor.versions import installed
 from tests.distributed import end_process, fork_server
@@ -33,13 +36,16 @@ class Outcome:
 
 
 def doctor(folder: Path, *arguments: str, world: int = 1, port: int = 0,
-           others: dict[int, Callable[[], None]] | None = None, absent: Sequence[int] = ()) -> list[Outcome]:
-    """Run it on each of ``world`` ranks but the absent ones; ``others``: what some ranks do in its place."""
+           others: dict[int, Callable[[], None]] | None = None, absent: Sequence[int] = (),
+           own_arguments: dict[int, Sequence[str]] | None = None) -> list[Outcome]:
+    """Run it on each of ``world`` ranks but the absent ones. others: what some ranks do in its place; own_arguments: of
+    those that get others."""
     port = port or free_port()
     context = fork_server()
     started = time.monotonic()
     processes = {
-        rank: context.Process(target=_child, args=(rank, world, port, arguments, (others or {}).get(rank), folder))
+        rank: context.Process(target=_child, args=(
+            rank, world, port, (own_arguments or {}).get(rank, arguments), (others or {}).get(rank), folder))
         for rank in range(world) if rank not in absent
     }  # fmt: skip
     try:
@@ -47,6 +53,8 @@ def doctor(folder: Path, *arguments: str, world: int = 1, port: int = 0,
             process.start()
         seconds = {}
         for rank, process in processes.items():
+            if (others or {}).get(rank) is arrive_and_hang:  # the ranks before it have ended
+                end_process(process)
             process.join(LIMIT)
             seconds[rank] = time.monotonic() - started
             assert process.exitcode is not None, f"rank {rank} still runs after {LIMIT:g} s"
@@ -68,6 +76,13 @@ def arrive_and_hang() -> None:
     """A rank that comes to the meeting and does nothing more."""
     meet()
     time.sleep(2 * LIMIT)
+
+
+def impatient() -> None:
+    """A doctor that waits a second where it usually waits a minute or ten."""
+    checkup = Checkup(Options(seconds=1.0, local_seconds=3.0, grace=0.5), sys.stdout)
+    with quiet_output():
+        raise SystemExit(checkup.run())
 
 
 def meet() -> Meeting:
