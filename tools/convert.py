@@ -49,7 +49,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m megatron_gspo.tools.convert", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
+    text = "processes (default: %(default)s)"
+    common.add_argument("--processes", type=_positive, default=os.cpu_count() or 1, help=text)
     text = "MiB that each process works on at a time; it needs about three times as much (default: %(default)s)"
     common.add_argument("--unit-mib", type=float, default=UNIT_BYTES / 2**20, help=text)
     converts = argparse.ArgumentParser(add_help=False, parents=[common])
@@ -60,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     there.add_argument("out", type=Path)
     for flag, name in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"), ("etp", "expert-tensor")):
         text = f"{name}-parallel size to store it for; any other can load it too"
-        there.add_argument(f"--{flag}", type=int, default=1, help=text)
+        there.add_argument(f"--{flag}", type=_positive, default=1, help=text)
     back = commands.add_parser("to-hf", parents=[converts], help="Megatron -> Hugging Face")
     checkpoint = "distributed checkpoint, or a training run's directory (its newest)"
     back.add_argument("checkpoint", type=Path, help=checkpoint)
@@ -71,6 +72,12 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("hugging_face", type=Path)
     check.add_argument("checkpoint", type=Path, help=checkpoint)
     return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
 
 
 def _to_megatron(options: argparse.Namespace) -> None:
@@ -109,8 +116,8 @@ def _to_hugging_face(options: argparse.Namespace) -> None:
 
 
 def _work(options: argparse.Namespace) -> dict[str, int]:
-    if options.processes < 1 or options.unit_mib <= 0:
-        raise InputError("--processes and --unit-mib must be above 0")
+    if options.unit_mib <= 0:
+        raise InputError(f"--unit-mib={options.unit_mib:g} must be above 0")
     return {"processes": options.processes, "unit_bytes": int(options.unit_mib * 2**20)}
 
 
@@ -159,14 +166,25 @@ def find_source(path: Path, checkpoint: Path) -> Path:
 
 @contextmanager
 def _progress(title: str) -> Iterator[Any]:
-    """A bar with bytes, speed and time left, on stderr; a function (bytes done, in all) that moves it."""
+    """A bar with bytes, speed and time left, on stderr; a function (bytes done, in all) that moves it.
+
+    It appears with the first bytes: its thread may not run yet when processes are forked.
+    """
     columns = (
         TextColumn("{task.description}"), BarColumn(30), DownloadColumn(binary_units=True), TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(file=sys.stderr)) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    bar = Progress(*columns, console=Console(file=sys.stderr))
+
+    def report(done: int, total: int) -> None:
+        task = bar.tasks[0].id if bar.tasks else bar.add_task(title, total=total)
+        bar.start()
+        bar.update(task, completed=done)
+
+    try:
+        yield report
+    finally:
+        bar.stop()
 
 
 if __name__ == "__main__":

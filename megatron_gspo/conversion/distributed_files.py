@@ -77,7 +77,8 @@ def write_file(
             assert index.offset is not None
             return make(by_place[index.fqn, index.offset]).to(dtype)
 
-    writer = FileSystemWriter(folder, single_file_per_rank=True, thread_count=1)
+    # no copying ahead: on a machine with a GPU that would start CUDA in a forked process
+    writer = FileSystemWriter(folder, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0)
     plan = SavePlan(items, storage_data=_StoragePrefix(f"__{number}_"))
     results = writer.write_data(plan, Planner()).wait()
     return [

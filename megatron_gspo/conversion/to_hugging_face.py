@@ -75,7 +75,6 @@ def to_hugging_face(
         workspace.check_room(sum(layout.size for file, layout in layouts.items() if file not in begun))
         for file in layouts.keys() - begun:
             begin_file(workspace.result / file, layouts[file])
-        report(written, total)
 
         def note(unit: Unit, _: None) -> None:
             nonlocal written

@@ -72,7 +72,6 @@ def to_megatron(
         total = sum(unit.size for unit in units)
         written = total - sum(unit.size for unit in left)
         workspace.check_room(total - written)
-        report(written, total)
 
         def note(unit: Unit, placements: list[Placement]) -> None:
             nonlocal written

@@ -46,14 +46,14 @@ def run_units(
 ) -> None:
     """`do(unit.work)` for each unit, in `processes` processes or, for 1, in this one; `done` with each result, here.
 
-    `do` and the work must be picklable. The first failure ends all and is raised; a process that dies makes a
-    ``RunError``.
+    Results must be picklable. The first failure ends all and is raised; a process that dies makes a ``RunError``.
+    Processes are forked, since others would import everything again: call it before any other thread is started.
     """
     if processes == 1 or len(units) < 2:
         for unit in units:
             done(unit, do(unit.work))
         return
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(min(processes, len(units)), context, torch.set_num_threads, (1,)) as pool:
         futures = {pool.submit(do, unit.work): unit for unit in units}
         try:

@@ -54,6 +54,8 @@ class Workspace:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._journal.close()
+        if error is not None and not self.done:  # it failed before anything was worth keeping
+            shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()
 
     def _resume(self) -> None:
