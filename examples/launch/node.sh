@@ -55,19 +55,19 @@ PROGRAM
 ) || exit 2
 
 agent=  # process id of torchrun
-asked=0
+asked=  # "save" or "now": how the run is to stop
 
 workers() {
     cat /proc/"$agent"/task/*/children 2>/dev/null || true
 }
 
 end_now() {
-    asked=1
+    asked=now
     [[ -z $agent ]] || kill -TERM "$agent" 2>/dev/null || true
 }
 
 ask() {
-    asked=1
+    asked=save
     echo "${0##*/}: the run was asked to stop, saves after this step" >&2
     trap end_now TERM
 }
@@ -79,7 +79,7 @@ trap end_now INT
 follow() {
     local code=0 pids
     while kill -0 "$agent" 2>/dev/null; do
-        if (( asked )); then
+        if [[ $asked == save ]]; then
             read -ra pids < <(workers) || true
             (( ${#pids[@]} == 0 )) || kill -USR1 "${pids[@]}" 2>/dev/null || true
         fi
@@ -115,7 +115,7 @@ for (( attempt = 0; ; attempt++ )); do
         is_finished || exit "$STOPPED"
         exit 0
     fi
-    if (( asked || attempt >= RESTARTS )); then
+    if [[ -n $asked ]] || (( attempt >= RESTARTS )); then
         exit "$code"
     fi
     echo "${0##*/}: torchrun ended with $code; start $(( attempt + 1 )) of $RESTARTS again in $PAUSE s" >&2

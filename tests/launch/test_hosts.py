@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from megatron_gspo.tools.same_run import first_difference
-from tests.bad_input.ranks import run_ranks
+from tests.bad_input.ranks import free_port, run_ranks
 from tests.launch.hosts import Host, hosts, why_not
 from tests.train.run import base_config, tiny_model
 
@@ -124,19 +124,40 @@ def test_a_host_loses_power_and_comes_back(machines, model, start, tmp_path):
     assert first_difference(run_dir, tmp_path / "alone") == ""
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["SIGTERM", "SIGUSR1"])
-def test_a_scheduler_asks_the_script_to_stop(model, start, tmp_path, number):
-    """Here and without namespaces: one process by static.sh, which says 75 until the run is finished."""
-    run_dir, log = tmp_path / "run", tmp_path / "log.txt"
+def configure_one(model: str, run_dir: Path) -> list[str]:
+    """Many steps without a checkpoint, and no parallelism but data's."""
     one = ["parallel.tensor_model_parallel_size=1", "parallel.expert_model_parallel_size=1", "checkpoint.interval=0"]
-    arguments = [str(configure(model, run_dir, steps=40)), *one]
-    stopped = start("static.sh", log, arguments, PROCESSES=1)
-    wait_for(lambda: lines(run_dir / "metrics.jsonl") >= 1, stopped, log)
-    stopped.send_signal(number)
-    assert stopped.wait(LIMIT) == 75, log.read_text()
+    return [str(configure(model, run_dir, steps=60)), *one]
+
+
+def test_one_script_is_asked_and_both_say_that_the_run_has_stopped(model, start, tmp_path):
+    """Static rendezvous of two nodes, here and without namespaces; a scheduler's SIGTERM reaches the second."""
+    run_dir, arguments = tmp_path / "run", configure_one(model, tmp_path / "run")
+    settings = dict(NODES=2, PROCESSES=1, HEAD="127.0.0.1", PORT=free_port())
+    logs = [tmp_path / f"node_{number}.txt" for number in (0, 1)]
+    first, second = (start("static.sh", logs[i], arguments, NODE_RANK=i, **settings) for i in (0, 1))
+    wait_for(lambda: lines(run_dir / "metrics.jsonl") >= 1, first, logs[0])
+    second.send_signal(signal.SIGTERM)
+    assert [first.wait(LIMIT), second.wait(LIMIT)] == [75, 75], logs[0].read_text()
     done = lines(run_dir / "metrics.jsonl")
-    assert 1 <= done < 40 and f"stopped by SIGUSR1 after step {done}" in log.read_text()
+    assert 1 <= done < 60 and f"stopped by SIGUSR1 after step {done}" in logs[0].read_text()
     assert (run_dir / "checkpoints" / f"step_{done:06d}").is_dir()
-    if number == signal.SIGUSR1:
-        again = start("static.sh", log, [*arguments, f"training.steps={done + 1}"], PROCESSES=1)
-        assert again.wait(LIMIT) == 0 and lines(run_dir / "metrics.jsonl") == done + 1, log.read_text()
+
+    again = start("static.sh", logs[0], [*arguments, f"training.steps={done + 1}"], PROCESSES=1)
+    assert again.wait(LIMIT) == 0 and lines(run_dir / "metrics.jsonl") == done + 1, logs[0].read_text()
+
+
+def test_an_interrupt_ends_the_run_at_once(model, start, tmp_path):
+    log = tmp_path / "log.txt"
+    running = start("static.sh", log, configure_one(model, tmp_path / "run"), PROCESSES=1)
+    wait_for(lambda: lines(tmp_path / "run" / "metrics.jsonl") >= 1, running, log)
+    running.send_signal(signal.SIGINT)
+    assert running.wait(20) not in (0, 75)
+    assert "stopped by SIGTERM" in log.read_text() and not list(tmp_path.glob("run/checkpoints/step_*"))
+
+
+def test_a_misspelt_key_ends_before_torchrun(start, tmp_path):
+    log, config = tmp_path / "log.txt", tmp_path / "run.yaml"
+    config.write_text("run_dir: x\ntrainng: {}\n")
+    assert start("static.sh", log, [str(config)], PROCESSES=1).wait(30) == 2
+    assert log.read_text().startswith("config error: trainng") and log.read_text().count("\n") == 1
