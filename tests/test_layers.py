@@ -24,6 +24,7 @@ LAYERS = (
     "config",
     "loop",
     "train",
+    "plan",
     "doctor",
     "comparison",
     "tools",

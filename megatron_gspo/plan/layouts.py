@@ -1,0 +1,76 @@
+"""Which layouts a model and a number of GPUs allow: the rules of the config (``config/checks.py``), asked for each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+from megatron_gspo.config.base import ConfigError
+from megatron_gspo.config.checks import check_divisibility, check_layout
+from megatron_gspo.config.sections import ParallelConfig
+
+MOST_VIRTUAL = 4  # chunks of a stage that are tried
+MOST_CONTEXT = 16
+
+
+def divisors(number: int, most: int) -> list[int]:
+    """Divisors of ``number`` up to ``most``."""
+    return [d for d in range(1, min(number, most) + 1) if number % d == 0]
+
+
+def candidates(hf: dict[str, Any], gpus: int, node: int) -> Iterator[dict[str, Any]]:
+    """Sizes worth asking about: TP within a node, EP over powers of two, as keys of the ``parallel`` section."""
+    experts = hf.get("num_experts") or hf.get("num_local_experts") or 0
+    powers = [2**i for i in range(13) if 2**i <= gpus]
+    tensors = [d for d in powers if d <= node]
+    contexts = [d for d in powers if d <= MOST_CONTEXT]
+    pipelines = divisors(hf.get("num_hidden_layers", 1), gpus)
+    experts_over = [d for d in powers if experts and experts % d == 0] or [1]
+    for tensor, pipeline, context, expert in product(tensors, pipelines, contexts, experts_over):
+        if gpus % (tensor * pipeline * context):
+            continue
+        layers = hf.get("num_hidden_layers", 1) // pipeline
+        virtual = [None, *(d for d in divisors(layers, MOST_VIRTUAL) if d > 1)] if pipeline > 1 else [None]
+        for chunks, expert_tensor in product(virtual, {1, tensor} if experts else {1}):
+            yield dict(
+                tensor_model_parallel_size=tensor,
+                pipeline_model_parallel_size=pipeline,
+                virtual_pipeline_model_parallel_size=chunks,
+                context_parallel_size=context,
+                expert_model_parallel_size=expert,
+                expert_tensor_parallel_size=expert_tensor,
+            )
+
+
+def feasible(hf: dict[str, Any], gpus: int, node: int, global_batch_size: int
+             ) -> tuple[list[ParallelConfig], Counter[str]]:
+    """The layouts that a run would start with, and how many were refused by which key."""
+    found, refused = [], Counter[str]()
+    for sizes in candidates(hf, gpus, node):
+        parallel = ParallelConfig(**sizes)
+        try:
+            check_layout(parallel, gpus)
+            check_divisibility(parallel, hf)
+        except ConfigError as error:
+            refused[error.key] += 1
+            continue
+        if parallel.data_parallel_size(gpus) > global_batch_size:
+            refused["training.global_batch_size"] += 1
+            continue
+        found.append(parallel)
+    return found, refused
+
+
+def name_of(parallel: ParallelConfig) -> str:
+    """Such as ``TP2 PP4 VP2 CP1 EP8 ETP1``; sizes of 1 are left out, ``DP only`` where all are."""
+    sizes = {
+        "TP": parallel.tensor_model_parallel_size,
+        "PP": parallel.pipeline_model_parallel_size,
+        "VP": parallel.virtual_pipeline_model_parallel_size or 1,
+        "CP": parallel.context_parallel_size,
+        "EP": parallel.expert_model_parallel_size,
+        "ETP": parallel.expert_tensor_size,
+    }
+    return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "DP only"
