@@ -11,9 +11,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_gspo.config import Config, from_command_line
+from megatron_gspo.config import Config, ConfigError, from_command_line
+from megatron_gspo.config.cli import refuse
 from megatron_gspo.conversion.files import write_checkpoint
 from megatron_gspo.loop.assemble import Run, assemble
+from megatron_gspo.loop.dry_run import describe, dry_run
 from megatron_gspo.loop.evaluate import evaluate
 from megatron_gspo.loop.experience import collect
 from megatron_gspo.loop.guard import run_guarded
@@ -29,7 +31,9 @@ from megatron_gspo.rollout.check import EngineError
 from megatron_gspo.rollout.engine import RolloutEngine
 
 USAGE = """torchrun --nproc-per-node N -m megatron_gspo.train CONFIG.yaml [key=value ...]
-Trains a Hugging Face model with GSPO or a relative on Megatron-Core; everything goes to run_dir."""
+Trains a Hugging Face model with GSPO or a relative on Megatron-Core; everything goes to run_dir.
+python -m megatron_gspo.train CONFIG.yaml --dry-run PROCESSES checks everything for so many processes, and builds each
+pipeline stage's model without memory, on any machine."""
 
 
 def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
@@ -135,9 +139,31 @@ def _export(run: Run) -> Path | None:
     return None
 
 
+def _split_dry_run(arguments: list[str]) -> tuple[list[str], str | None]:
+    """The other arguments, and what follows ``--dry-run``."""
+    if "--dry-run" not in arguments:
+        return arguments, None
+    place = arguments.index("--dry-run")
+    return arguments[:place] + arguments[place + 2 :], "".join(arguments[place + 1 : place + 2])
+
+
+def _try_out(config: Config, processes: str) -> int:
+    """Dry run on so many processes; the exit code."""
+    try:
+        if not processes.isdecimal() or int(processes) < 1:
+            raise ConfigError("--dry-run", processes, "is no number of processes", "write --dry-run 8 or another")
+        print(describe(config, int(processes), dry_run(config, int(processes))))
+    except ConfigError as error:
+        refuse(error)
+    return 0
+
+
 def main(arguments: list[str] | None = None) -> None:
     """The command line. Exits with 0, 2 for an input that can't work or 1 for a run that failed, with one line."""
-    config = from_command_line(sys.argv[1:] if arguments is None else arguments, USAGE)
+    arguments, processes = _split_dry_run(sys.argv[1:] if arguments is None else arguments)
+    config = from_command_line(arguments, USAGE)
+    if processes is not None:
+        raise SystemExit(_try_out(config, processes))
     parallel = config.parallel
     code = run_guarded(
         lambda: train(config),

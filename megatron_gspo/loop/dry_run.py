@@ -1,0 +1,72 @@
+"""A run's start without the run: every check, and Megatron's own model for each pipeline stage, on paper.
+
+One process on any machine answers for a world of any size: nothing is allocated and nothing is sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_gspo.config import Config, ConfigError
+from megatron_gspo.conversion import ModelError, family_of, read_config
+from megatron_gspo.loop.assemble import layout_of, model_settings
+from megatron_gspo.mcore.paper import meta_model, paper_rank
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one rank of a pipeline stage holds; ranks that differ in another way hold as much. rank: its first one."""
+
+    stage: int
+    rank: int
+    layers: int
+    parameters: int
+    expert_parameters: int
+
+
+def dry_run(config: Config, world_size: int) -> list[Stage]:
+    """Check all that `train` checks before it allocates, and build each pipeline stage's model without memory.
+
+    Raises ``ConfigError``, also for what only Megatron refuses.
+    """
+    config.check(world_size)
+    try:
+        family, shape = family_of(read_config(config.model.path))
+    except ModelError as error:
+        raise ConfigError("model.path", config.model.path, str(error), "give another model") from None
+    layout, stages = layout_of(config), []
+    for stage in range(layout.pipeline):
+        rank = stage * (world_size // layout.pipeline)  # Megatron's order: pipeline stages are the outermost
+        with paper_rank(layout, world_size, rank) as groups:
+            assert groups.pp.rank() == stage
+            try:
+                chunks = meta_model(shape, layout, model_settings(config), groups)
+            except (ValueError, AssertionError) as error:
+                fix = "change the section parallel or model"
+                raise ConfigError("parallel", layout, f"Megatron refuses it: {error}", fix) from None
+            sizes = [(name, p.numel()) for chunk in chunks for name, p in chunk.named_parameters()]
+            experts = sum(size for name, size in sizes if ".mlp.experts." in name)
+            layers = sum(len(chunk.decoder.layers) for chunk in chunks)
+            stages.append(Stage(stage, rank, layers, sum(size for _, size in sizes), experts))
+    return stages
+
+
+def describe(config: Config, world_size: int, stages: list[Stage]) -> str:
+    """What the dry run found, for a terminal."""
+    parallel = config.parallel
+    sizes = {
+        "TP": parallel.tensor_model_parallel_size,
+        "PP": parallel.pipeline_model_parallel_size,
+        "CP": parallel.context_parallel_size,
+        "EP": parallel.expert_model_parallel_size,
+        "ETP": parallel.expert_tensor_size,
+        "DP": parallel.data_parallel_size(world_size),
+    }
+    lines = [f"{world_size} processes: " + " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)]
+    for stage in stages:
+        rest = stage.parameters - stage.expert_parameters
+        lines.append(f"stage {stage.stage} (rank {stage.rank} and its like): {stage.layers} layers, "
+                     f"{stage.parameters / 1e9:.3f} billion parameters a rank "
+                     f"({stage.expert_parameters / 1e9:.3f} of experts, {rest / 1e9:.3f} others)")
+    lines.append(f"{config.optimizer_steps:,} optimizer steps; the config can start")
+    return "\n".join(lines)

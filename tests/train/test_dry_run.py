@@ -1,0 +1,55 @@
+"""--dry-run: what a start would refuse is refused, and what it would build is counted, without a world."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from megatron_gspo import train
+from megatron_gspo.config import Config, ConfigError
+from megatron_gspo.conversion import family_of, read_config
+from megatron_gspo.loop.dry_run import dry_run
+from tests.models import save_tiny_model
+from tests.train.run import base_config
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "moe")
+
+
+def make(model: str, folder, **sections) -> Config:
+    return Config.from_dict(base_config(model, folder / "run", **sections))
+
+
+def test_counts_what_each_stage_holds(model, tmp_path):
+    config = make(model, tmp_path, parallel={"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2})
+    stages = dry_run(config, 8)
+    assert [(stage.stage, stage.rank, stage.layers) for stage in stages] == [(0, 0, 2), (1, 4, 2)]
+    _, shape = family_of(read_config(model))
+    expert = 3 * shape.hidden_size * shape.moe_ffn_hidden_size
+    assert [stage.expert_parameters for stage in stages] == [2 * expert * shape.num_experts // 2] * 2
+    assert not dist.is_initialized()
+
+
+def test_the_command_line(model, tmp_path, capsys):
+    config = tmp_path / "config.yaml"
+    config.write_text(make(model, tmp_path).to_yaml())
+    with pytest.raises(SystemExit) as stopped:
+        train.main([str(config), "--dry-run", "4", "parallel.expert_model_parallel_size=4"])
+    assert stopped.value.code == 0 and "EP 4" in (out := capsys.readouterr().out) and "can start" in out
+    assert not (tmp_path / "run").exists()
+    for arguments, says in (
+        (["--dry-run", "3", "parallel.expert_model_parallel_size=4"], "does not divide 3 processes"),
+        (["--dry-run"], "is no number of processes"),
+        (["--dry-run", "2", "model.path=/nowhere"], '"/nowhere": is not a directory'),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            train.main([str(config), *arguments])
+        assert stopped.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_a_layout_that_does_not_fit_is_a_config_error(model, tmp_path):
+    config = make(model, tmp_path, parallel={"pipeline_model_parallel_size": 3})
+    with pytest.raises(ConfigError, match="num_hidden_layers = 4"):
+        dry_run(config, 3)
