@@ -8,11 +8,12 @@
 #   SGLANG_PYTHON     interpreter of SGLang's environment (with SERVER_NODES)
 #   SERVERS_PER_NODE  how many (4), of SERVER_GPUS GPUs each (2)
 #   SERVER_PORT       of the first server of a node (31000)
-#   ROUTED_EXPERTS    1 where the config replays the servers' routes (routing.replay: r3)
+#   SERVER_ARGS       more for serve_sglang, e.g. "--sglang.mem-fraction-static 0.9"; "--routed-experts" where the config
+#                     replays the servers' routes (routing.replay: r3)
 # and those of c10d.sh and node.sh; edit or override the lines below for your cluster.
 #
 # Before the time limit, and at a pre-emption that gives notice, the run saves and stops, and the job is queued again.
-# Then it goes on from its checkpoint, as it does after a node has failed. A run that fails by itself isn't queued again.
+# Then it goes on from its checkpoint, as after the failure of a node. A run that fails by itself isn't queued again.
 #SBATCH --job-name=gspo
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
@@ -60,15 +61,16 @@ if (( servers > 0 )); then
         "model.path=$MODEL" "rollout.engine=sglang" "sglang.urls=[$(join "${urls[@]}")]"
         "sglang.api_key_file=$key" "sglang.master_address=${nodes[0]}"
     )
-    # Slurm sends SIGTERM to the tasks of all steps when it takes a job's nodes: the servers outlive it, for the step that
-    # is under way.
+    read -ra more <<< "${SERVER_ARGS:-}"
+    # Slurm sends SIGTERM to the tasks of all steps when it takes a job's nodes: the servers outlive it, for the step
+    # that is under way.
     # shellcheck disable=SC2016  # expanded on the node
     keep='trap : TERM USR1; "$@" --log-dir "$LOG_DIR/servers/$(uname -n)" & while wait $!; (( $? > 128 )); do :; done'
     srun --nodes "$servers" --ntasks "$servers" --nodelist "$(join "${nodes[@]:training}")" \
         --output "$LOG_DIR/servers-%N.log" \
-        bash -c "$keep" servers "$PYTHON" -m megatron_gspo.tools.serve_sglang --model "$MODEL" --python "$SGLANG_PYTHON" \
-        --servers "$per_node" --port "$port" --api-key-file "$key" ${ROUTED_EXPERTS:+--routed-experts} \
-        --sglang.host 0.0.0.0 --sglang.tp-size "$gpus" &
+        bash -c "$keep" servers "$PYTHON" -m megatron_gspo.tools.serve_sglang --model "$MODEL" \
+        --python "$SGLANG_PYTHON" --servers "$per_node" --port "$port" --api-key-file "$key" \
+        --sglang.host 0.0.0.0 --sglang.tp-size "$gpus" "${more[@]}" &
 fi
 
 export NODES=$training HEAD="${nodes[0]}" RUN_ID="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"

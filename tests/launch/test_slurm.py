@@ -108,9 +108,10 @@ def test_the_last_nodes_serve_and_the_run_knows_them(tmp_path):
     """What the script tells srun is a valid command of the server tool and a valid set of overrides."""
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(base_config(str(tmp_path), tmp_path / "run")))
-    settings = dict(SERVER_NODES=1, SERVERS_PER_NODE=2, SERVER_GPUS=4, MODEL="/models/m", SGLANG_PYTHON="/s/python")
+    settings = dict(SERVER_NODES=1, SERVERS_PER_NODE=2, SERVER_GPUS=4, MODEL="/models/m", SGLANG_PYTHON="/s/python",
+                    SERVER_ARGS="--routed-experts --sglang.mem-fraction-static 0.9")  # fmt: skip
     nodes = ["node1", "node2", "node3"]
-    job = submit(tmp_path, nodes, [str(file), "seed=3"], SHIM_ONLY_RECORD=1, ROUTED_EXPERTS=1, **settings)
+    job = submit(tmp_path, nodes, [str(file), "seed=3"], SHIM_ONLY_RECORD=1, **settings)
     assert job.wait(LIMIT) == 0, (tmp_path / "job.txt").read_text()
     end = time.monotonic() + LIMIT
     while len(calls(tmp_path)) < 2 and time.monotonic() < end:  # the job doesn't wait for its servers
@@ -122,7 +123,10 @@ def test_the_last_nodes_serve_and_the_run_knows_them(tmp_path):
     ours, theirs = split_server_arguments(words)
     tool = serve_sglang._settings(serve_sglang._parser().parse_args(ours), theirs)
     assert (tool.model, tool.count, tool.base_port, tool.python) == ("/models/m", 2, 31000, "/s/python")
-    assert tool.routed_experts and tool.arguments == ("--host", "0.0.0.0", "--tp-size", "4")
+    assert tool.routed_experts and tool.arguments == (
+        *("--host", "0.0.0.0", "--tp-size", "4"),
+        *("--mem-fraction-static", "0.9"),
+    )
 
     assert training[:6] == ["--nodes", "2", "--ntasks", "2", "--nodelist", "node1,node2"]
     assert training[6].endswith("/examples/launch/c10d.sh") and training[7] == str(file)
