@@ -8,8 +8,8 @@
 #   SGLANG_PYTHON     interpreter of SGLang's environment (with SERVER_NODES)
 #   SERVERS_PER_NODE  how many (4), of SERVER_GPUS GPUs each (2)
 #   SERVER_PORT       of the first server of a node (31000)
-#   SERVER_ARGS       more for serve_sglang, e.g. "--sglang.mem-fraction-static 0.9"; "--routed-experts" where the config
-#                     replays the servers' routes (routing.replay: r3)
+#   SERVER_ARGS       more for serve_sglang, e.g. "--sglang.mem-fraction-static 0.9"; "--routed-experts" where routes of
+#                     the servers are replayed (routing.replay: r3)
 # and those of c10d.sh and node.sh; edit or override the lines below for your cluster.
 #
 # Before the time limit, and at a pre-emption that gives notice, the run saves and stops, and the job is queued again.

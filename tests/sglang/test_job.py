@@ -1,5 +1,5 @@
-"""A Slurm job of two nodes, one that trains and one that serves: its script starts both and tells the run where the servers
-are. The nodes are network namespaces, srun and scontrol stand-ins."""
+"""A Slurm job of two nodes, one that trains and one that serves: its script starts both and tells the run where the
+servers are. The nodes are network namespaces, srun and scontrol stand-ins."""
 
 from __future__ import annotations
 
