@@ -17,7 +17,6 @@ from megatron_gspo.doctor.findings import (
     LATE,
     Finding,
     Report,
-    describe_ranks,
     error,
     examine,
     exit_code,
@@ -30,11 +29,11 @@ from megatron_gspo.doctor.findings import (
 from megatron_gspo.doctor.local import Local
 from megatron_gspo.doctor.meeting import Meeting, Place, PortError, open_store
 from megatron_gspo.doctor.options import Options
-from megatron_gspo.doctor.ranks import facts_of_this_rank, judge_missing, judge_ranks
+from megatron_gspo.doctor.ranks import facts_of_this_rank, judge_configs, judge_missing, judge_ranks, judge_shared
 from megatron_gspo.doctor.render import document, write_json, write_text
 from megatron_gspo.doctor.versions import installed
 from megatron_gspo.doctor.watch import Watch
-from megatron_gspo.errors import RunError
+from megatron_gspo.errors import RunError, existing_part
 
 
 @dataclass
@@ -50,6 +49,7 @@ class Checkup:
     versions: Mapping[str, str | None] = field(default_factory=dict)
     can_meet: bool = True  # False once some rank is known to be gone: nothing is exchanged any more
     has_errors: bool = False  # on some rank, as far as the ranks have told each other
+    hosts: dict[int, str] = field(default_factory=dict)  # by rank, on the one that speaks
     _at: str = ""
     _ending: threading.Lock = field(default_factory=threading.Lock)
 
@@ -80,31 +80,34 @@ class Checkup:
         """Wait until every rank has come here with the same config."""
         if self.meeting is None or not self.can_meet:
             return False
-        text = "" if self.config is None else self.config.to_yaml()
-        wrong = any(measure["wrong"] for measure in self.report.measures)
-        mine = {
-            "worst": "error" if wrong else worst(self.report.findings),
-            "config": hashlib.sha256(text.encode()).hexdigest(),
-        }
         with watch.stage("ranks.waiting", self.options.local_seconds + 2 * self.options.grace):
-            said = self.meeting.agree(name, mine, self.options.local_seconds)
+            said = self.meeting.agree(name, self._word(), self.options.local_seconds)
         if said is None:
             self.can_meet = False
             return False
         self.has_errors = any(each["worst"] == "error" for each in said.values())
-        others = [rank for rank, each in said.items() if each["config"] != said[self.meeting.speaker]["config"]]
-        if others:
-            self.can_meet = False
-            if self.place.rank == self.meeting.speaker:
-                self.report.add(
-                    error(
-                        "config.ranks",
-                        f"{describe_ranks(others)} read another config than rank {self.meeting.speaker}, or none",
-                        "they would wait for each other in different groups",
-                        "give every rank the same file and overrides",
-                    )
-                )
-        return not others
+        apart = [rank for rank, each in said.items() if each["config"] != said[self.meeting.speaker]["config"]]
+        self.can_meet = not apart and not any(each["ranks"] for each in said.values())
+        if self.place.rank == self.meeting.speaker:
+            places = {rank: tuple(each["run_dir"]) for rank, each in said.items() if each["run_dir"]}
+            self.report.add(*judge_configs(apart, self.place.rank), *judge_shared(places, self.hosts))
+            if not self.can_meet:
+                self.report.add(note("groups.all", "not tried: the ranks' errors come first"))
+        return self.can_meet
+
+    def _word(self) -> dict[str, Any]:
+        """What this rank tells the others before they begin something together: its worst finding, its config, whether
+        the ranks themselves are at fault, and where it sees run_dir."""
+        findings, config = self.report.findings, self.config
+        wrong = any(measure["wrong"] for measure in self.report.measures)
+        text = "" if config is None else config.to_yaml()
+        place = existing_part(config.run_dir) if config is not None and self.place.local_rank == 0 else None
+        return {
+            "worst": "error" if wrong else worst(findings),
+            "config": hashlib.sha256(text.encode()).hexdigest(),
+            "ranks": any(finding.level == "error" and finding.theme == "ranks" for finding in findings),
+            "run_dir": [str(place), place.stat().st_ino] if place is not None else None,
+        }
 
     def _begin(self, stage: str) -> None:
         self._at = stage
@@ -131,6 +134,7 @@ class Checkup:
             self.can_meet = False
             return [failed("ranks.missing", failure, "the ranks could not meet")]
         everybody = self.meeting.roll_call(facts, seconds)
+        self.hosts = {fact.rank: fact.host for fact in everybody}
         offsets = self.meeting.clocks(seconds)
         missing = judge_missing(self.meeting.here, self.place.world_size, seconds)
         self.can_meet = not missing

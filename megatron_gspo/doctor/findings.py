@@ -92,6 +92,10 @@ def examine(
     except UserError as failure:
         return [failed(check, failure, why)]
     except (Exception, SystemExit) as failure:
+        package = (getattr(failure, "name", None) or "").partition(".")[0]
+        if isinstance(failure, ModuleNotFoundError) and package not in ("", "megatron_gspo"):
+            what = f"this check needs {package}, which isn't installed"
+            return [error(check, what, "what it looks at is unknown", f"pip install {package}")]
         frame = traceback.extract_tb(failure.__traceback__)[-1]
         where = f"{'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno}"
         what = f"this check crashed: {type(failure).__name__}: {first_line(failure)} ({where})"

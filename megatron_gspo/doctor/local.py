@@ -13,7 +13,7 @@ from megatron_gspo.config import Config, ConfigError, load_config
 from megatron_gspo.config.checks import read_hf_config
 from megatron_gspo.config.load import split_server_arguments
 from megatron_gspo.conversion import ModelShape
-from megatron_gspo.doctor import defects, inputs, machine, servers, storage
+from megatron_gspo.doctor import defects, inputs, machine, storage
 from megatron_gspo.doctor.findings import Finding, Report, examine, failed, ok
 from megatron_gspo.doctor.meeting import Place
 from megatron_gspo.doctor.options import Options
@@ -49,8 +49,9 @@ class Local:
         self._run("ports.free", lambda: machine.check_ports(self.config, os.environ))
         self._run("disk.space", lambda: self._disk(gpu))
         told: dict[str, Any] = {}
-        if self.place.rank == 0 and self.config is not None and self.config.rollout.engine == "sglang":
-            self._run("servers.answer", lambda: _servers(self.config, told))
+        config = self.config
+        if self.place.rank == 0 and config is not None and config.rollout.engine == "sglang":
+            self._run("servers.answer", lambda: _servers(config, told))
         self._run(
             "defects.known",
             lambda: defects.check_defects(
@@ -121,9 +122,10 @@ def _accelerator() -> list[Finding]:
     return judge_accelerator(torch.version.cuda, names, nccl)
 
 
-def _servers(config: Config | None, told: dict[str, Any]) -> list[Finding]:
+def _servers(config: Config, told: dict[str, Any]) -> list[Finding]:
     """`told` gets version and device of the servers, for the known defects."""
-    assert config is not None
+    from megatron_gspo.doctor import servers  # aiohttp may be missing
+
     if config.sglang.servers:
         told["sglang"], told["servers_on_cpu"], found = servers.check_startable(config)
         return found

@@ -129,6 +129,38 @@ def judge_clocks(offsets: Mapping[int, float], hosts: int) -> list[Finding]:
     ]
 
 
+def judge_configs(apart: Sequence[int], speaker: int) -> list[Finding]:
+    """apart: ranks that have another config than the one that speaks."""
+    if not apart:
+        return []
+    return [
+        error(
+            "config.ranks",
+            f"{describe_ranks(apart)} read another config than rank {speaker}, or none",
+            "they would wait for each other in different groups",
+            "give every rank the same file and overrides",
+        )
+    ]
+
+
+def judge_shared(places: Mapping[int, tuple[str, int]], hosts: Mapping[int, str]) -> list[Finding]:
+    """Whether run_dir is one directory on all hosts. places: by rank, the deepest part of it that exists and its inode,
+    which all clients of a network file system see alike; hosts: by rank, as in `RankFacts.host`."""
+    first = min(places, default=0)
+    different = [rank for rank in places if hosts[rank] != hosts[first] and places[rank] != places[first]]
+    if not different:
+        return []
+    return [
+        warning(
+            "ranks.run_dir",
+            f"{places[different[0]][0]} on {hosts[different[0]].split()[0]} ({describe_ranks(different)}) is another "
+            f"directory than {places[first][0]} on {hosts[first].split()[0]}",
+            "a checkpoint is written by all hosts, and a part of it would be missing on each",
+            "put run_dir on a file system that all hosts see under one path",
+        )
+    ]
+
+
 def _judge_numbers(hosts: Mapping[str, list[RankFacts]]) -> list[Finding]:
     counts = {members[0].hostname: len(members) for members in hosts.values()}
     if len(set(len(members) for members in hosts.values())) > 1:

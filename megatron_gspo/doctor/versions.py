@@ -28,7 +28,7 @@ class Support:
 
 SUPPORTED = (
     Support("python", ">=3.10", "3.12"),
-    Support("torch", ">=2.6", "2.13.0"),
+    Support("torch", ">=2.6", "2.15.0"),
     Support("megatron-core", ">=0.16.1,<0.20", "0.19.2"),
     Support("transformers", ">=5.0", "5.23.0"),
     Support("safetensors", ">=0.4.3"),

@@ -85,6 +85,15 @@ def test_a_check_that_crashes_is_a_finding_that_names_it():
     assert "SystemExit" in examine("disk.space", leave)[0].what
 
 
+def test_a_package_that_a_check_needs():
+    def needs():
+        import no_such_package.part  # noqa: F401
+
+    [found] = examine("model.weights", needs)
+    assert found.what == "this check needs no_such_package, which isn't installed"
+    assert found.fix == "pip install no_such_package"
+
+
 def test_a_users_error_keeps_its_fix():
     def refuse():
         raise InputError("seed = -1: is negative; set 0 or more")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_gspo.doctor.ranks import RankFacts, judge_clocks, judge_missing, judge_ranks
+from megatron_gspo.doctor.ranks import RankFacts, judge_clocks, judge_missing, judge_ranks, judge_shared
 
 
 def fact(rank: int, node: int = 0, **changes: object) -> RankFacts:
@@ -93,3 +93,16 @@ def test_missing_ranks():
     assert judge_missing([0, 1], 2, 5.0) == []
     [found] = judge_missing([0, 2, 7], 8, 5.0)
     assert found.level == "error" and found.what == "ranks 1, 3-6 of 8 did not arrive within 5 s"
+
+
+def test_a_run_dir_that_is_not_shared():
+    hosts = {f.rank: f.host for f in TWO_NODES}
+    assert judge_shared({0: ("/shared/runs", 77), 2: ("/shared/runs", 77)}, hosts) == []
+    assert judge_shared({}, hosts) == []
+    [other_disk] = judge_shared({0: ("/home/runs", 77), 2: ("/home/runs", 78)}, hosts)
+    assert other_disk.level == "warning"
+    assert other_disk.what == "/home/runs on node1 (rank 2) is another directory than /home/runs on node0"
+    [not_mounted] = judge_shared({0: ("/shared/runs", 77), 2: ("/", 2)}, hosts)
+    assert not_mounted.what.startswith("/ on node1")
+    same_host = dict.fromkeys(hosts, "node0 boot0")
+    assert judge_shared({0: ("/home/runs", 77), 2: ("/home/runs", 78)}, same_host) == []

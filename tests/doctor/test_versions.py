@@ -33,7 +33,7 @@ def test_ranges_are_those_of_the_installation():
         ("megatron-core", "main-a1b2", "warning", "no version that can be compared"),
         ("torch", "2.13.0+cpu", "ok", ""),
         ("torch", "2.5.1+cu124", "error", "not supported"),
-        ("torch", "2.14.0.dev20261101", "note", "newer"),
+        ("torch", "2.16.0.dev20261101", "note", "newer"),
         ("python", "3.11.7", "ok", ""),
         ("python", "3.13.1", "note", "newer"),
         ("transformer-engine", None, "note", "the torch implementations do its work"),
