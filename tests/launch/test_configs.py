@@ -14,6 +14,13 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_gspo.config import Config, load_config
+from megatron_gspo.conversion import family_of, read_config
+from megatron_gspo.loop.dry_run import dry_run
+from megatron_gspo.plan.activations import Setting
+from megatron_gspo.plan.assumptions import Assumptions
+from megatron_gspo.plan.hardware import GPUS
+from megatron_gspo.plan.memory import Memory, stage_states, worst_memory
+from megatron_gspo.plan.workload import Cluster, Workload
 from tests.train.run import tiny_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -94,24 +101,44 @@ def test_the_models_have_the_published_sizes(name, total, active):
     assert (everything - experts * (1 - 8 / 128)) / 1e9 == pytest.approx(active, abs=0.1)
 
 
-def state_bytes(config: Config, world: int, hf: dict[str, Any]) -> float:
-    """Weights, gradients and optimizer of the fullest rank: 2 + 4 + 12 bytes a parameter, the 12 over data ranks."""
-    parallel, hidden, layers = config.parallel, hf["hidden_size"], hf["num_hidden_layers"]
-    tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    parts = parallel.expert_model_parallel_size * stages
-    experts = layers * hf["num_experts"] * 3 * hidden * hf["moe_intermediate_size"] / parts
-    heads = 2 * hf["num_attention_heads"] + 2 * hf["num_key_value_heads"]
-    vocabulary = hf["vocab_size"] * hidden * (2 if stages == 1 else 1)
-    dense = (layers / stages * hidden * heads * hf["head_dim"] + vocabulary) / tensor
-    dense += layers / stages * hidden * hf["num_experts"]  # the router, whole on every rank
-    return 6 * (experts + dense) + 12 * (experts / (world / parts) + dense / (world / (tensor * stages)))
+def planned(config: Config, world: int) -> Memory:
+    """The plan's memory of the fullest rank, for the config's own layout, budget of tokens and recomputation."""
+    hf = read_config(config.model.path)
+    _, shape = family_of(hf)
+    rollout, training = config.rollout, config.training
+    work = Workload(rollout.max_response_length, config.data.max_prompt_length, rollout.rollout_batch_size,
+                    rollout.n_samples_per_prompt, training.global_batch_size, routes=False)  # fmt: skip
+    cluster = Cluster(GPUS["h100"], world)
+    per_rank = training.global_batch_size // config.parallel.data_parallel_size(world)
+    states = stage_states(shape, config.parallel, world, 2)
+    setting = Setting(recompute=config.model.recompute)
+    tokens = training.max_tokens_per_micro_batch
+    return worst_memory(shape, config.parallel, states, tokens, per_rank, setting, work, cluster, Assumptions())
 
 
 @pytest.mark.parametrize("file", [f for f in CONFIGS if f.stem.startswith("qwen3_") and f not in GRPO],
                          ids=lambda file: file.stem)  # fmt: skip
 def test_the_header_has_the_memory_of_the_layout(file, tiny, tmp_path):
     config = load(file, tiny, tmp_path)
-    hf = json.loads(Path(config.model.path, "config.json").read_text())
+    memory = planned(config, processes(file))
     header = " ".join(line.lstrip("# ") for line in file.read_text().splitlines() if line.startswith("#"))
-    told = float(re.search(r"optimizer \([^)]*\): ([\d.]+)\.", header)[1])
-    assert told == pytest.approx(state_bytes(config, processes(file), hf) / GIB, abs=0.06)
+    told = re.search(r"([\d.]+) GiB weights, ([\d.]+) gradients .*, ([\d.]+) optimizer \([^)]*\): ([\d.]+)\.", header)
+    parts = (memory.weights, memory.gradients, memory.optimizer)
+    found = [amount / GIB for amount in (*parts, sum(parts))]
+    assert [float(word) for word in told.groups()] == pytest.approx(found, abs=0.06)
+    activations = float(re.search(r"([\d.]+) of activations", header)[1])
+    assert activations == pytest.approx(memory.activations / GIB, abs=0.06)
+    page = (EXAMPLES.parent / "docs" / "launch.md").read_text()
+    assert f"| {told[4]} GiB |" in next(line for line in page.splitlines() if file.name in line and "|" in line)
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_dry_run(file, tiny, tmp_path):
+    """Every stage's model is built on paper, in the config's full world; all stages together hold the whole model."""
+    config = load(file, tiny, tmp_path)
+    stages = dry_run(config, processes(file))
+    _, shape = family_of(read_config(config.model.path))
+    assert sum(stage.layers for stage in stages) == shape.num_layers
+    experts = sum(stage.expert_parameters for stage in stages) * config.parallel.expert_model_parallel_size
+    moe_layers = sum(shape.moe_layers)
+    assert experts == moe_layers * shape.num_experts * 3 * shape.hidden_size * shape.moe_ffn_hidden_size
