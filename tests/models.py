@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 
 
-def tiny_config(kind: str = "moe", **overrides: object) -> Qwen3Config | Qwen3MoeConfig:
-    """A Qwen3 (``dense``) or Qwen3-MoE (``moe``) config of a few thousand parameters that every layout divides."""
+def tiny_config(kind: str = "moe", **overrides: object) -> Qwen2MoeConfig | Qwen3Config | Qwen3MoeConfig:
+    """A Qwen3 (``dense``), Qwen3-MoE (``moe``) or Qwen2-MoE (``shared``, for its shared expert) config of a few thousand
+    parameters that every layout divides."""
     common: dict[str, object] = dict(
         vocab_size=96,
         hidden_size=32,
@@ -36,6 +37,11 @@ def tiny_config(kind: str = "moe", **overrides: object) -> Qwen3Config | Qwen3Mo
         decoder_sparse_step=1,
         mlp_only_layers=[],
     )
+    if kind == "shared":  # a head is hidden / heads there
+        shared: dict[str, object] = dict(
+            shared_expert_intermediate_size=24, norm_topk_prob=False, num_experts=4, head_dim=8
+        )
+        return Qwen2MoeConfig(**{**common, **moe, **shared, **overrides})
     return Qwen3MoeConfig(**{**common, **moe, **overrides})
 
 
@@ -46,12 +52,14 @@ def save_tiny_model(
     dtype: torch.dtype = torch.float32,
     **overrides: object,
 ) -> str:
-    """Write a random model; returns the directory. Norm weights are drawn too, so that a swap of two shows."""
+    """Write a random model; returns the directory. Norms and biases are drawn too, so that a swap of two shows."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(kind, **overrides)).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
+            elif name.endswith(".bias"):
+                parameter.uniform_(-0.5, 0.5)
     model.save_pretrained(path)
     return str(path)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatron_gspo.config.task_sections import AlgorithmConfig
 
 VERIFIERS = ("exact_match", "math_verify", "reasoning_gym")
-MODEL_TYPES = ("qwen3", "qwen3_moe")  # conversion.FAMILIES, which --help must not import: it needs torch
+MODEL_TYPES = ("qwen3", "qwen3_moe", "qwen2_moe")  # conversion.FAMILIES, which --help must not import: it needs torch
 
 
 def check_choices(config: Config) -> None:
@@ -312,6 +312,8 @@ def check_divisibility(parallel: ParallelConfig, hf: dict[str, Any]) -> None:
         _divides("expert_model_parallel_size", parallel.expert_model_parallel_size, "num_experts", experts)
         width = hf.get("moe_intermediate_size")
         _divides("expert_tensor_parallel_size", parallel.expert_tensor_size, "moe_intermediate_size", width)
+        shared = hf.get("shared_expert_intermediate_size")
+        _divides("tensor_model_parallel_size", tensor, "shared_expert_intermediate_size", shared)
         if tensor > 1 and not parallel.use_sequence_parallel:
             problem = "a mixture of experts with tensor parallelism needs it"
             raise ConfigError("parallel.sequence_parallel", False, problem, "set it to null or true")

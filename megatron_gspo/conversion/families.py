@@ -1,12 +1,13 @@
 """The model families, one table each. A new family is a new entry of ``FAMILIES``.
 
-Sources: transformers ``modeling_qwen3.py`` and ``modeling_qwen3_moe.py``; Megatron-Core ``GPTModel`` parameter names.
+Sources: transformers ``modeling_qwen3.py``, ``modeling_qwen3_moe.py`` and ``modeling_qwen2_moe.py``; Megatron-Core
+``GPTModel`` parameter names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_gspo.conversion.rules import Rule, Shard, merge_qkv, merge_rows, split_qkv, split_two
@@ -27,8 +28,19 @@ ATTENTION = (
         split_qkv,
     ),
     Rule(("self_attention.linear_proj.weight",), ("self_attn.o_proj.weight",), Shard.COLUMNS),
+)
+QUERY_KEY_NORMS = (
     Rule(("self_attention.q_layernorm.weight",), ("self_attn.q_norm.weight",)),
     Rule(("self_attention.k_layernorm.weight",), ("self_attn.k_norm.weight",)),
+)
+ATTENTION_BIAS = (
+    Rule(
+        ("self_attention.linear_qkv.bias",),
+        ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+        Shard.ROWS,
+        merge_qkv,
+        split_qkv,
+    ),
 )
 DENSE = (
     Rule(("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"), ("post_attention_layernorm.weight",)),
@@ -57,6 +69,17 @@ EXPERTS = (
         Shard.COLUMNS,
     ),
 )
+SHARED_EXPERT = (
+    Rule(
+        ("mlp.shared_experts.linear_fc1.weight",),
+        ("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
+        Shard.ROWS,
+        merge_rows,
+        split_two,
+    ),
+    Rule(("mlp.shared_experts.linear_fc2.weight",), ("mlp.shared_expert.down_proj.weight",), Shard.COLUMNS),
+    Rule(("mlp.shared_experts.gate_weight",), ("mlp.shared_expert_gate.weight",)),
+)
 
 
 @dataclass(frozen=True)
@@ -81,12 +104,30 @@ class Family:
         )
 
 
-def _qwen3(config: dict[str, Any], **moe: Any) -> ModelShape:
-    heads = config["num_attention_heads"]
+def _qwen3(config: dict[str, Any]) -> ModelShape:
     if config.get("attention_bias"):
         raise ModelError(
             "attention_bias=true in config.json is not supported for Qwen3; its published models have none"
         )
+    return _decoder(config)
+
+
+def _qwen3_moe(config: dict[str, Any]) -> ModelShape:
+    return replace(_qwen3(config), **_experts(config))
+
+
+def _qwen2_moe(config: dict[str, Any]) -> ModelShape:
+    if config.get("qkv_bias") is False:
+        raise ModelError("qkv_bias=false in config.json is not supported for Qwen2-MoE; its published models have it")
+    shared = config["shared_expert_intermediate_size"]
+    return replace(
+        _decoder(config), attention_bias=True, query_key_norms=False, shared_expert_size=shared, **_experts(config)
+    )
+
+
+def _decoder(config: dict[str, Any]) -> ModelShape:
+    """What all families have."""
+    heads = config["num_attention_heads"]
     if config.get("use_sliding_window"):
         raise ModelError("use_sliding_window=true in config.json is not supported; set it to false")
     return ModelShape(
@@ -102,16 +143,16 @@ def _qwen3(config: dict[str, Any], **moe: Any) -> ModelShape:
         rope_theta=rope_theta(config),
         max_position_embeddings=config.get("max_position_embeddings", 32768),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        **{"moe_layers": (False,) * config["num_hidden_layers"], **moe},
+        moe_layers=(False,) * config["num_hidden_layers"],
     )
 
 
-def _qwen3_moe(config: dict[str, Any]) -> ModelShape:
+def _experts(config: dict[str, Any]) -> dict[str, Any]:
+    """What the mixtures of experts have."""
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     layers = range(config["num_hidden_layers"])
     experts = config.get("num_experts") or config.get("num_local_experts") or config["num_experts"]
-    return _qwen3(
-        config,
+    return dict(
         moe_layers=tuple(i not in dense and (i + 1) % step == 0 for i in layers),
         num_experts=experts,
         experts_per_token=config["num_experts_per_tok"],
@@ -121,8 +162,9 @@ def _qwen3_moe(config: dict[str, Any]) -> ModelShape:
 
 
 FAMILIES = {
-    "qwen3": Family("qwen3", _qwen3, OUTER, ATTENTION, DENSE),
-    "qwen3_moe": Family("qwen3_moe", _qwen3_moe, OUTER, ATTENTION, DENSE, EXPERTS),
+    "qwen3": Family("qwen3", _qwen3, OUTER, ATTENTION + QUERY_KEY_NORMS, DENSE),
+    "qwen3_moe": Family("qwen3_moe", _qwen3_moe, OUTER, ATTENTION + QUERY_KEY_NORMS, DENSE, EXPERTS),
+    "qwen2_moe": Family("qwen2_moe", _qwen2_moe, OUTER, ATTENTION + ATTENTION_BIAS, DENSE, EXPERTS + SHARED_EXPERT),
 }
 
 

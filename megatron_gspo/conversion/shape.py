@@ -22,6 +22,7 @@ _SIZES = (
     "num_local_experts",
     "num_experts_per_tok",
     "moe_intermediate_size",
+    "shared_expert_intermediate_size",
 )
 
 
@@ -31,7 +32,11 @@ class ModelError(InputError):
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder-only transformer; ``moe_layers[i]`` says whether layer ``i`` has experts."""
+    """Sizes of a decoder-only transformer; ``moe_layers[i]`` says whether layer ``i`` has experts.
+
+    ``attention_bias``: of query, key and value. ``shared_expert_size``: width of the expert that every token goes to,
+    with a gate of its own; 0: there is none.
+    """
 
     model_type: str
     num_layers: int
@@ -46,11 +51,13 @@ class ModelShape:
     max_position_embeddings: int
     tied_embeddings: bool
     attention_bias: bool = False
+    query_key_norms: bool = True
     moe_layers: tuple[bool, ...] = ()
     num_experts: int = 0
     experts_per_token: int = 0
     moe_ffn_hidden_size: int = 0
     normalize_topk: bool = True
+    shared_expert_size: int = 0
 
     @property
     def is_moe(self) -> bool:

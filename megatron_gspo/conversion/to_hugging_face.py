@@ -63,8 +63,8 @@ def to_hugging_face(
     dtype = dtype or _common_dtype(reader, chunks)
     sizes = {name: size for chunk in chunks for name, size in chunk.part.whole_sizes(shape).items()}
     files = _files(source, {name: sizes[name] for name in hugging_face_names(family, shape)}, dtype, max_shard_bytes)
-    job = {"from": str(checkpoint.resolve()), "files": file_stamps(checkpoint), "dtype": str(dtype), "unit_bytes": unit_bytes,
-           "to": {file: sorted(names) for file, names in files.items()}}
+    job = {"from": str(checkpoint.resolve()), "files": file_stamps(checkpoint), "dtype": str(dtype),
+           "unit_bytes": unit_bytes, "to": {file: sorted(names) for file, names in files.items()}}
     layouts = {file: file_layout({name: sizes[name] for name in names}, dtype) for file, names in files.items()}
     with Workspace(out, job) as workspace:
         units = _units(checkpoint, workspace.result, layouts, chunks, sizes, dtype, shape, unit_bytes)

@@ -53,6 +53,8 @@ def _moe(shape: ModelShape, layout: Layout, settings: ModelSettings, engine: boo
         moe_aux_loss_coeff=0.0,
         moe_token_dispatcher_type=settings.dispatcher,
         moe_grouped_gemm=engine,
+        moe_shared_expert_intermediate_size=shape.shared_expert_size or None,
+        moe_shared_expert_gate=bool(shape.shared_expert_size),
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
     )
@@ -71,7 +73,8 @@ def transformer_config(shape: ModelShape, layout: Layout, settings: ModelSetting
         ffn_hidden_size=shape.ffn_hidden_size,
         normalization="RMSNorm",
         layernorm_epsilon=shape.rms_norm_eps,
-        qk_layernorm=True,
+        qk_layernorm=shape.query_key_norms,
+        add_qkv_bias=shape.attention_bias,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,

@@ -324,11 +324,3 @@ def test_experts_under_the_name_that_transformers_5_writes(hf_config: dict) -> N
     hf_config["num_local_experts"] = hf_config.pop("num_experts")
     assert divisible(hf_config, expert_model_parallel_size=2) is None
     assert divisible(hf_config, expert_model_parallel_size=3) == "parallel.expert_model_parallel_size"
-
-
-def test_shipped_configs_load() -> None:
-    files = sorted((Path(__file__).parents[2] / "examples").rglob("*.yaml"))
-    files = [file for file in files if not file.name.startswith("compare")]  # see tests/comparison/test_plan.py
-    assert files
-    for file in files:
-        load_config(file)

@@ -40,6 +40,7 @@ def models(tmp_path_factory) -> dict[str, Path]:
     kept = {
         "moe": save_tiny_model(folder / "moe", vocab_size=95, dtype=torch.bfloat16),
         "mixed": save_tiny_model(folder / "mixed", mlp_only_layers=[1]),
+        "shared": save_tiny_model(folder / "shared", "shared"),
         "tied": save_tiny_model(folder / "tied", "dense", vocab_size=95, tie_word_embeddings=True),
     }
     sharded = folder / "sharded"
@@ -69,8 +70,8 @@ def same_files(a: Path, b: Path) -> bool:
 CASES = [
     ("moe", [], Layout(tensor=2, expert=2)),
     ("moe", ["--tp", 2, "--ep", 4, "--pp", 2], Layout(pipeline=2, expert_tensor=2)),
-    ("moe", ["--etp", 2, "--ep", 2], Layout()),
     ("mixed", ["--pp", 4, "--ep", 2], Layout(pipeline=2, virtual_pipeline=2)),
+    ("shared", ["--tp", 2, "--ep", 2], Layout(expert=2)),
     ("tied", ["--tp", 2, "--pp", 2], Layout(tensor=2)),
 ]
 

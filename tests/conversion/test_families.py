@@ -50,7 +50,7 @@ def test_rope_theta_of_a_config_of_transformers_4():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(model_type="llama"), r"model_type='llama' .* known: qwen3, qwen3_moe"),
+        (dict(model_type="llama"), r"model_type='llama' .* known: qwen2_moe, qwen3, qwen3_moe"),
         (dict(model_type=None), "model_type=None"),
         (dict(attention_bias=True), "attention_bias=true"),
         (dict(use_sliding_window=True), "use_sliding_window=true"),

@@ -86,7 +86,7 @@ CASES = [
     ("to-megatron", lambda f: (f / "config.json").unlink(), ["no config.json there"]),
     ("to-hf", lambda f: (f / METADATA).unlink(), ["no distributed checkpoint"]),
     ("to-hf", truncated(METADATA), [METADATA, "not readable"]),
-    ("to-hf", lambda f: (f / METADATA).write_bytes(b"cposix\nsystem\n(S'true'\ntR."), ["posix.system", "no checkpoint"]),
+    ("to-hf", lambda f: (f / METADATA).write_bytes(b"cposix\nsystem\n(S'true'\ntR."), ["posix.system", "no checkp"]),
     ("to-hf", edit_config(num_hidden_layers=3), ["lacks decoder.layers.2", "config.json's model"]),
     ("to-hf", edit_config(num_hidden_layers=1), ["decoder.layers.1", "does not use"]),
     ("to-hf", edit_config(hidden_size=48), ["config.json makes it"]),

@@ -15,6 +15,7 @@ MODELS = {
     "dense": dict(kind="dense"),
     "tied": dict(kind="dense", tie_word_embeddings=True, vocab_size=95),
     "mixed": dict(kind="moe", mlp_only_layers=[1], norm_topk_prob=False),
+    "shared": dict(kind="shared", seed=7),  # one in which no expert's gradient is too small to compare
 }
 
 

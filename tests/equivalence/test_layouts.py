@@ -100,3 +100,17 @@ def test_tied_embeddings_and_padded_vocabulary(models, arrangement):
 )
 def test_dense_layers_between_experts_and_unnormalised_top_k(models, arrangement):
     check(models("mixed"), case_of(arrangement))
+
+
+@pytest.mark.parametrize(
+    "arrangement",
+    [
+        Arrangement(tensor=2, sequence_parallel=True, expert=2),
+        Arrangement(pipeline=2, data=2, expert=2),
+        Arrangement(context=2),
+    ],
+    ids=lambda a: a.name,
+)
+def test_shared_experts_and_attention_biases(models, arrangement):
+    """Another family: Qwen2-MoE."""
+    check(models("shared"), case_of(arrangement))

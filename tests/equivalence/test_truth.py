@@ -14,6 +14,7 @@ from tests.algorithms.reference import Batch
 from tests.equivalence.cases import OPTIMIZER, OTHERS, SCENARIOS, TRAINING
 from tests.equivalence.defects import measure_defects
 from tests.equivalence.layouts import SCENARIO_NAMES
+from tests.equivalence.measure import MODELS
 from tests.equivalence.tolerances import TOLERANCES
 from tests.equivalence.truth import expect, find_truth
 from tests.models import save_tiny_model
@@ -23,9 +24,9 @@ from tests.reference import learning_rate, load_reference
 MARGIN = 2e-5
 
 
-@pytest.fixture(scope="module", params=["moe", "dense"])
+@pytest.fixture(scope="module", params=["moe", "dense", "shared"])
 def path(request, tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("models") / request.param, request.param)
+    return save_tiny_model(tmp_path_factory.mktemp("models") / request.param, **MODELS[request.param])
 
 
 @pytest.fixture(scope="module")

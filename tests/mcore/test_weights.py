@@ -32,6 +32,8 @@ CASES = [
     ("mixed", Layout(expert=2)),
     ("dense", Layout(tensor=2)),
     ("dense", Layout(pipeline=2)),
+    ("shared", Layout(tensor=2, expert=2)),
+    ("shared", Layout(pipeline=2)),
     ("tied", Layout()),
     ("tied", Layout(tensor=2)),
     ("tied", Layout(pipeline=2)),
@@ -45,6 +47,7 @@ def models(tmp_path_factory) -> dict[str, str]:
     return {
         "moe": save_tiny_model(folder / "moe", vocab_size=95),
         "mixed": save_tiny_model(folder / "mixed", mlp_only_layers=[1]),
+        "shared": save_tiny_model(folder / "shared", "shared"),
         "dense": save_tiny_model(folder / "dense", "dense"),
         "tied": save_tiny_model(folder / "tied", "dense", vocab_size=95, tie_word_embeddings=True),
     }
