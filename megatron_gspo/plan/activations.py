@@ -20,11 +20,9 @@ from megatron_gspo.conversion.shape import ModelShape
 from megatron_gspo.parallel.log_probs import CHUNK_BYTES
 from megatron_gspo.parallel.vocabulary_tiles import TILE, tile_elements, tile_shape
 from megatron_gspo.plan.parameters import (
-    has_qk_norm,
     layer_kinds,
     local_experts,
     padded_vocabulary,
-    shared_width,
     stage_layers,
 )
 
@@ -93,8 +91,8 @@ def sizes_of(shape: ModelShape, parallel: ParallelConfig, batch: MicroBatch, set
         ffn=shape.ffn_hidden_size // tp, moe=shape.moe_ffn_hidden_size // etp, experts=shape.num_experts,
         local=local_experts(shape, parallel) if shape.is_moe else 0, k=k,
         rows=even if batch.expert_rows is None else batch.expert_rows,
-        shared=shared_width(shape) // tp, sent=ep * etp > 1,
-        mask=t * batch.longest if cp > 1 else 0.0, qk_norm=has_qk_norm(shape),
+        shared=shape.shared_expert_size // tp, sent=ep * etp > 1,
+        mask=t * batch.longest if cp > 1 else 0.0, qk_norm=shape.query_key_norms,
     )
 
 
@@ -169,7 +167,7 @@ def backward_bytes(z: Sizes, setting: Setting, *, is_moe: bool) -> float:
     """The most that a layer's backward holds above what it has saved: gradients of its widest part, in the torch
     experts the gradients of all their weights, with Transformer Engine those of one product."""
     if not is_moe:
-        return z.a * (z.s * z.h + 3 * z.t * z.ffn)
+        return z.a * (z.s * z.h + (3 if setting.recompute == "full" else 2) * z.t * z.ffn)
     weights = 3 * z.local * z.moe * z.h
     if setting.implementation == "torch":
         return z.a * (z.s * z.h + z.rows * (2 * z.h + 6 * z.moe) + weights)
@@ -180,7 +178,8 @@ def shared_bytes(z: Sizes, setting: Setting) -> float:
     """Once a micro-batch, for all its layers: the rotary angles and in torch the places of tokens in padded batches."""
     if setting.implementation != "torch":
         return 4 * z.t * z.d
-    places = 2 * INDEX * (z.t * z.query + z.keys * z.groups)
+    both_ways = 1 if setting.recompute == "none" else 2  # a layer that runs again needs them as the forward did
+    places = both_ways * INDEX * (z.t * z.query + z.keys * z.groups)
     return 2 * z.a * z.t * z.d + places + z.mask
 
 
@@ -255,7 +254,7 @@ def peak_bytes(shape: ModelShape, parallel: ParallelConfig, stage: int, batch: M
     once = shared_bytes(z, setting) * chunks
     sends = stages > 1 and not (setting.on_gpu and chunks == 1)
     outputs = stream * chunks if sends and not (stage == stages - 1 and chunks == 1) else 0.0
-    held = flying * (kept + once + outputs) + (stream if stages > 1 else 0.0)
+    held = flying * (kept + once + outputs) + (2 * stream if chunks > 1 else 0.0)  # gradients on their way
     held += modules  # the dispatchers' own, of every layer, once
     held += z.a * z.t * z.h if parallel.use_sequence_parallel else 0.0  # Megatron's buffer for gathered tokens
     moments = {"layer": (0.0, working)}

@@ -53,7 +53,7 @@ def _layer_parameters(shape: ModelShape, tp: int, ep: int, etp: int, is_moe: boo
     ]
     if shape.attention_bias:
         found.append(Parameter("linear_qkv.bias", rows // tp))
-    if has_qk_norm(shape):
+    if shape.query_key_norms:
         found += [Parameter("q_layernorm", d), Parameter("k_layernorm", d)]
     found.append(Parameter("pre_mlp_layernorm", h))
     if not is_moe:
@@ -64,8 +64,8 @@ def _layer_parameters(shape: ModelShape, tp: int, ep: int, etp: int, is_moe: boo
     for index in range(shape.num_experts // ep):
         found.append(Parameter(f"experts.{index}.linear_fc1", 2 * width * h, expert=True))
         found.append(Parameter(f"experts.{index}.linear_fc2", width * h, expert=True))
-    if shared := shared_width(shape):
-        width = shared // tp
+    if shape.shared_expert_size:
+        width = shape.shared_expert_size // tp
         found.append(Parameter("shared_experts.gate", h))
         found.append(Parameter("shared_experts.linear_fc1", 2 * width * h))
         found.append(Parameter("shared_experts.linear_fc2", width * h))
@@ -81,16 +81,6 @@ def _layer_counts(shape: ModelShape, tp: int, ep: int, etp: int, is_moe: bool) -
 def layer_counts(shape: ModelShape, parallel: ParallelConfig, *, is_moe: bool) -> tuple[Counter[int], Counter[int]]:
     """How many tensors of each size a layer has on a rank: dense ones, experts'."""
     return _layer_counts(shape, *_sizes(parallel), is_moe)
-
-
-def has_qk_norm(shape: ModelShape) -> bool:
-    """Whether queries and keys are normalised; every family of the project does, unless its shape says otherwise."""
-    return bool(getattr(shape, "qk_norm", True))
-
-
-def shared_width(shape: ModelShape) -> int:
-    """Width of the expert that every token uses, 0 where there is none."""
-    return int(getattr(shape, "shared_expert_ffn_hidden_size", 0) or 0)
 
 
 def local_experts(shape: ModelShape, parallel: ParallelConfig) -> int:
