@@ -46,6 +46,9 @@ join() {
     echo "$*"
 }
 
+# cpu-bind: the ranks of a node are one task to Slurm, which could bind all of them to one core. kill-on-bad-exit: the
+# node that has stopped first takes no other with it.
+step=(--cpu-bind=none --kill-on-bad-exit=0)
 overrides=()
 if (( servers > 0 )); then
     : "${MODEL:?MODEL is the model directory}" "${SGLANG_PYTHON:?SGLANG_PYTHON is the interpreter that has sglang}"
@@ -66,7 +69,7 @@ if (( servers > 0 )); then
     # that is under way.
     # shellcheck disable=SC2016  # expanded on the node
     keep='trap : TERM USR1; "$@" --log-dir "$LOG_DIR/servers/$(uname -n)" & while wait $!; (( $? > 128 )); do :; done'
-    srun --nodes "$servers" --ntasks "$servers" --nodelist "$(join "${nodes[@]:training}")" \
+    srun "${step[@]}" --nodes "$servers" --ntasks "$servers" --nodelist "$(join "${nodes[@]:training}")" \
         --output "$LOG_DIR/servers-%N.log" \
         bash -c "$keep" servers "$PYTHON" -m megatron_gspo.tools.serve_sglang --model "$MODEL" \
         --python "$SGLANG_PYTHON" --servers "$per_node" --port "$port" --api-key-file "$key" \
@@ -74,11 +77,11 @@ if (( servers > 0 )); then
 fi
 
 export NODES=$training HEAD="${nodes[0]}" RUN_ID="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
-srun --nodes "$training" --ntasks "$training" --nodelist "$(join "${nodes[@]:0:training}")" \
+srun "${step[@]}" --nodes "$training" --ntasks "$training" --nodelist "$(join "${nodes[@]:0:training}")" \
     "$scripts/c10d.sh" "$1" "${overrides[@]}" "${@:2}" &
 run=$!
 
-# srun hands SIGUSR1 to its tasks. SIGTERM, which ends srun, the tasks get from Slurm.
+# srun hands SIGUSR1 to its tasks, and under proctrack/cgroup to no process of theirs. SIGTERM they get from Slurm.
 trap 'kill -USR1 "$run" 2>/dev/null || true' USR1 TERM
 code=0
 while kill -0 "$run" 2>/dev/null; do

@@ -229,6 +229,11 @@ RESUME = (
         ("tests/train/test_run.py::test_a_resumed_run_ends_the_same",),
     ),
     Defect(
+        "only the rank that got the signal stops", "design", "megatron_gspo/loop/stop.py",
+        "        dist.all_reduce(flag, op=dist.ReduceOp.MAX)\n", "",
+        ("tests/train/test_stop.py::test_all_ranks_give_the_same_answer",),
+    ),
+    Defect(
         "a resumed run starts Adam anew", "design", "megatron_gspo/mcore/checkpoint.py",
         "    policy.optimizer.load_state_dict(optimizer)\n", "",
         ("tests/mcore/test_checkpoint.py::test_resumes_without_the_distributed_optimizer",),
