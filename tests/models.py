@@ -9,8 +9,10 @@ from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen3Config, Qwen
 
 
 def tiny_config(kind: str = "moe", **overrides: object) -> Qwen2MoeConfig | Qwen3Config | Qwen3MoeConfig:
-    """A Qwen3 (``dense``), Qwen3-MoE (``moe``) or Qwen2-MoE (``shared``, for its shared expert) config of a few thousand
-    parameters that every layout divides."""
+    """A Qwen3 (``dense``), Qwen3-MoE (``moe``) or Qwen2-MoE (``shared``, for its shared expert) config.
+
+    It has a few thousand parameters, which every layout divides.
+    """
     common: dict[str, object] = dict(
         vocab_size=96,
         hidden_size=32,

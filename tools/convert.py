@@ -28,6 +28,7 @@ from megatron_gspo.errors import InputError, UserError
 from megatron_gspo.mcore.checkpoint_files import newest_checkpoint
 from megatron_gspo.mcore.checkpoint_frame import checkpoint_frame, write_frame
 from megatron_gspo.mcore.groups import Layout
+from megatron_gspo.mcore.probe import compare_log_probs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -71,6 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("verify", parents=[common], help="compare a Hugging Face and a Megatron checkpoint")
     check.add_argument("hugging_face", type=Path)
     check.add_argument("checkpoint", type=Path, help=checkpoint)
+    text = "also compare both models' log-probs of this text, in float32: takes the memory of the whole model"
+    check.add_argument("--probe", metavar="TEXT", help=text)
     return parser
 
 
@@ -122,7 +125,11 @@ def _work(options: argparse.Namespace) -> dict[str, int]:
 
 
 def _verify(options: argparse.Namespace) -> None:
-    _prove(options.hugging_face, find_checkpoint(options.checkpoint), options, made=None)
+    checkpoint = find_checkpoint(options.checkpoint)
+    _prove(options.hugging_face, checkpoint, options, made=None)
+    if options.probe is not None:
+        difference, tokens = compare_log_probs(options.hugging_face, checkpoint, options.probe)
+        print(f"log-probs of {tokens} tokens differ by at most {difference:.1e}", file=sys.stderr)
 
 
 def _prove(hugging_face: Path, megatron: Path, options: argparse.Namespace, *, made: Path | None) -> None:

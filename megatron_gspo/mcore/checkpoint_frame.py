@@ -44,7 +44,7 @@ def checkpoint_frame(family: Family, shape: ModelShape, layout: Layout) -> Frame
     chunks: dict[tuple[str, tuple[int, ...]], Chunk] = {}
     objects: dict[str, bytes] = {}
     world = smallest_world(layout)
-    for rank in range(world):
+    for rank in range(world):  # each holds another part: data-parallel copies need a larger world
         with paper_rank(layout, world, rank) as groups:
             for model in meta_model(shape, layout, ModelSettings(), groups):
                 placed = {p.name: p for p in place(model, family, shape, groups)}

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from megatron_gspo.mcore.model import ModelSettings, build_model
 from megatron_gspo.mcore.paper import smallest_world
 from megatron_gspo.mcore.weights import export_weights
 from megatron_gspo.tools import convert
+from megatron_gspo.tools.make_tiny_model import character_tokenizer
 from tests.distributed import run_distributed
 from tests.mcore.layouts import groups_of
 from tests.models import save_tiny_model
@@ -225,3 +227,15 @@ def test_megatrons_own_torch_layers_name_a_norm_otherwise(models, tmp_path):
     file.write_bytes(pickle.dumps(metadata))
     run("to-hf", tmp_path / "megatron", tmp_path / "back", "--verify")
     assert same_files(models["moe"], tmp_path / "back")
+
+
+@pytest.mark.parametrize("kind", ["moe", "shared"])
+def test_log_probs_of_a_text_agree(kind, tmp_path, capsys):
+    tokenizer = character_tokenizer()
+    source = Path(save_tiny_model(tmp_path / kind, kind, vocab_size=len(tokenizer)))
+    tokenizer.save_pretrained(source)
+    run("to-megatron", source, tmp_path / "megatron", "--ep", 2)
+    run("verify", source, tmp_path / "megatron", "--probe", "some words")
+    difference = float(re.search(r"log-probs of \d+ tokens differ by at most (\S+)", capsys.readouterr().err)[1])
+    assert difference < 2e-5
+    assert "two at least" in fails(capsys, "verify", source, tmp_path / "megatron", "--probe", "")
