@@ -29,7 +29,7 @@ THEMES = (
     "groups",
     "agreement",
 )
-LATE = ".late"  # ends the name of a check that did not come to its end
+LATE, SILENT = ".late", ".silent"  # end the name of a check that a rank did not come to the end of
 EXIT_CODES = {"ok": 0, "note": 0, "warning": 1, "error": 2}
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_gspo.doctor.findings import Finding, Report, error
+from megatron_gspo.doctor.findings import SILENT, Finding, Report, error
 from megatron_gspo.doctor.ranks import RankFacts
 from megatron_gspo.errors import InputError, RunError, first_line
 
@@ -203,8 +203,8 @@ class Meeting:
                 found[rank] = Report(
                     [
                         error(
-                            "ranks.silent",
-                            f"rank {rank} said nothing more; it had begun {stage}",
+                            f"ranks{SILENT}",
+                            f"said nothing more, the last that it began: {stage}",
                             "it died or hangs, and so would a run",
                             "look at its log",
                         )

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 import megatron_gspo
-from megatron_gspo.doctor.findings import LATE, LEVELS, Finding, describe_ranks, worst
+from megatron_gspo.doctor.findings import LATE, LEVELS, SILENT, Finding, describe_ranks, worst
 
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
 _VERDICTS = {
@@ -31,7 +31,7 @@ def lines(findings: Sequence[Finding]) -> list[str]:
         looked[finding.check] |= set(finding.ranks)
     return [
         f"{describe_ranks(finding.ranks)}: {finding.line}"
-        if finding.ranks and (set(finding.ranks) != looked[finding.check] or finding.check.endswith(LATE))
+        if finding.ranks and (set(finding.ranks) != looked[finding.check] or finding.check.endswith((LATE, SILENT)))
         else finding.line
         for finding in findings
     ]

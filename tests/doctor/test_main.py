@@ -86,12 +86,11 @@ def test_the_first_rank_never_arrives(tmp_path):
     assert "where the first rank should serve it, within 1 s" in outcome.out
 
 
-@pytest.mark.parametrize("does", [arrive_and_leave, arrive_and_hang])
-def test_a_rank_that_is_lost_later(does, tmp_path):
-    first, _ = doctor(tmp_path, world=2, others={0: impatient, 1: does})
+def test_ranks_that_are_lost_later(tmp_path):
+    first, *_ = doctor(tmp_path, world=3, others={0: impatient, 1: arrive_and_leave, 2: arrive_and_hang})
     assert first.code == 2 and first.seconds < 30
-    assert ("error", "ranks.silent") in faults(first)
-    assert "rank 1 said nothing more" in first.out
+    lost = [text for level, check, text in table(first) if (level, check) == ("error", "ranks.silent")]
+    assert [text.split(";")[0] for text in lost] == ["ranks 1-2: said nothing more, the last that it began: nothing"]
 
 
 def test_a_port_that_is_taken(tmp_path):

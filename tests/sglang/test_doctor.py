@@ -1,0 +1,35 @@
+"""The doctor asks a real server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron_gspo.config import Config
+from megatron_gspo.doctor.servers import ask, check_startable, judge_servers
+from megatron_gspo.doctor.versions import numbers
+from tests.bad_input.front_door import small_config
+
+
+def config_of(model: str, folder: Path, **sglang: Any) -> Config:
+    sections = {"rollout": {"engine": "sglang"}, "sglang": sglang, "routing": {"replay": "r3"}}
+    content = small_config(model, folder)
+    return Config.from_dict(content | {name: {**content.get(name, {}), **more} for name, more in sections.items()})
+
+
+def test_a_real_server_can_serve(sglang_model, sglang_url, sglang_python, tmp_path):
+    config = config_of(sglang_model, tmp_path, urls=[sglang_url])
+    found = judge_servers(config, ask(config))
+    version, cpu, startable = check_startable(config_of(sglang_model, tmp_path, servers=1, python=sglang_python))
+    assert cpu and [f.level for f in startable] == ["ok"]
+    overlaps = version < (0, 5, 23)  # and then returns wrong routes on a CPU, unless it was told not to
+    second = ("warning", "servers.routes") if overlaps else ("ok", "servers.answer")
+    assert [(f.level, f.check) for f in found] == [("ok", "versions.sglang"), second]
+    assert overlaps or "cpu, TP 1, PP 1, DP 1" in found[1].what
+    assert numbers(next(answer.version for answer in ask(config).values())) == version  # type: ignore[union-attr]
+
+
+def test_a_real_server_that_is_too_small(sglang_model, sglang_url, tmp_path):
+    config = config_of(sglang_model, tmp_path, urls=[sglang_url])
+    long = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_response_length": 9000})})
+    assert [f.check for f in judge_servers(long, ask(long)) if f.level == "error"] == ["servers.length"]
