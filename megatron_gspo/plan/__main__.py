@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(json.dumps([{"gpus": gpus, "reason": reason, "plan": plan and plan.to_json(sized)}
                                   for gpus, plan, sized, reason in rows], indent=2))  # fmt: skip
             else:
-                print(page.describe(shape, work, cluster), page.scale_table(rows), sep="\n\n")
+                print(page.describe(shape, work, cluster, sizes=False), page.scale_table(rows), sep="\n\n")
             return 0
         check_cluster(cluster)
         found = search(hf, shape, work, cluster, assume)

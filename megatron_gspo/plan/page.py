@@ -14,11 +14,12 @@ from megatron_gspo.plan.search import Plan, Search, limits
 from megatron_gspo.plan.workload import Cluster, Workload
 
 
-def describe(shape: ModelShape, work: Workload, cluster: Cluster) -> str:
-    """Two lines: the model, and what is trained on what."""
+def describe(shape: ModelShape, work: Workload, cluster: Cluster, *, sizes: bool = True) -> str:
+    """Two lines: the model, and what is trained on what; without ``sizes`` any number of GPUs."""
     gpu = cluster.gpu
+    own = f"{cluster.engine_gpus} GPUs" if sizes else "GPUs"
     engine = {
-        "sglang": f"engines on {cluster.engine_gpus} GPUs of their own",
+        "sglang": f"engines on {own} of their own",
         "colocated": "engines on the same GPUs", "embedded": "the embedded engine", "none": "generation not counted",
     }[cluster.engine]  # fmt: skip
     return (
@@ -26,7 +27,8 @@ def describe(shape: ModelShape, work: Workload, cluster: Cluster) -> str:
         f"{active_parameters(shape) / 1e9:.1f} used by a token; "
         f"{work.implementation} layers, {'bfloat16' if work.dtype_bytes == 2 else 'float32'}\n"
         f"{work.rollout_batch_size} prompts x {work.n_samples} responses of up to {work.prompt_length} + "
-        f"{work.response_length} tokens, mini-batches of {work.global_batch_size}; {cluster.gpus} x {gpu.name} "
+        f"{work.response_length} tokens, mini-batches of {work.global_batch_size}; "
+        f"{f'{cluster.gpus} x ' if sizes else ''}{gpu.name} "
         f"({gpu.memory / GIB:.1f} GiB), {engine}"
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_gspo.config.sections import ParallelConfig
@@ -110,20 +110,17 @@ def best_of(shape: ModelShape, parallel: ParallelConfig, work: Workload, cluster
     """The fastest choice of recomputation and budget that fits, else None and the bytes that the smallest lacks."""
     room = float(cluster.gpu.memory)
     states = stage_states(shape, parallel, cluster.gpus, work.dtype_bytes)
-    least = max(held.total for held in states.values()) + assume.runtime_gib * GIB
-    if least > room:
-        return None, least - room
+    hopeless = max(held.total for held in states.values()) + assume.runtime_gib * GIB > room
+    per_rank = work.global_batch_size / parallel.data_parallel_size(cluster.gpus) * assume.packing_imbalance
+    per_rank *= work.mean_length(assume.mean_response)
     best, lacking = None, float("inf")
-    length = work.mean_length(assume.mean_response)
-    per_rank = (work.global_batch_size / parallel.data_parallel_size(cluster.gpus)) * length * assume.packing_imbalance
     for factor in BUDGETS:
         budget = budget_of(parallel, work, factor)
         count = micro_batches(per_rank, budget, parallel)
-        memories = {
-            mode: worst_memory(shape, parallel, states, budget, count, _setting(work, mode), work, cluster, assume)
-            for mode in RECOMPUTE
-        }
-        for mode, memory in memories.items():
+        for mode in RECOMPUTE[-1:] if hopeless else RECOMPUTE:
+            memory = worst_memory(
+                shape, parallel, states, budget, count, _setting(work, mode), work, cluster, assume
+            )
             rollouts = generation(shape, work, cluster, assume, memory.held)
             over = max(memory.total - room, rollouts.shortfall / cluster.engine_tensor)
             lacking = min(lacking, over)
@@ -132,12 +129,21 @@ def best_of(shape: ModelShape, parallel: ParallelConfig, work: Workload, cluster
             time = step_time(shape, parallel, budget, work, cluster, assume, _setting(work, mode), rollouts)
             if best is None or time.total < best.time.total:
                 best = Plan(
-                    parallel, mode, budget, count, memory, {m: held.activations for m, held in memories.items()}, time,
-                    rollouts, parallel.data_parallel_size(cluster.gpus), model_flops(shape, work, assume),
+                    parallel, mode, budget, count, memory, {}, time, rollouts,
+                    parallel.data_parallel_size(cluster.gpus), model_flops(shape, work, assume),
                 )  # fmt: skip
-        if count == 1 or count == parallel.pipeline_model_parallel_size:
+            break  # a mode that recomputes more takes longer
+        if hopeless or count == 1 or count == parallel.pipeline_model_parallel_size:
             break  # a larger budget changes nothing
-    return best, lacking
+    if best is None:
+        return None, lacking
+    modes = {
+        mode: worst_memory(
+            shape, parallel, states, best.budget, best.micro_batches, _setting(work, mode), work, cluster, assume
+        ).activations
+        for mode in RECOMPUTE
+    }
+    return replace(best, activations=modes), lacking
 
 
 def _setting(work: Workload, recompute: str) -> Setting:
