@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -72,6 +73,7 @@ def why_not() -> str:
 @contextlib.contextmanager
 def hosts(count: int, *, prefix: str = "") -> Iterator[list[Host]]:
     """``count`` hosts on a switch of their own; what runs on them is killed at the end. OSError where that can't be."""
+    remove_those_of_the_dead()
     prefix = prefix or f"gspo{os.getpid()}"
     switch = f"{prefix}-switch"
     found = [Host(f"{prefix}-{number}", f"10.77.0.{number + 1}") for number in range(count)]
@@ -96,8 +98,20 @@ def hosts(count: int, *, prefix: str = "") -> Iterator[list[Host]]:
         _remove(found, switch)
 
 
+def remove_those_of_the_dead() -> None:
+    """Namespaces of a test process that was killed before it could remove them."""
+    for name in _existing():
+        owner = re.match(r"gspo(\d+)-", name)
+        if owner and not Path("/proc", owner[1]).exists():
+            _remove([Host(name, "")], "")
+
+
+def _existing() -> set[str]:
+    return {line.split()[0] for line in ip("netns", "list").splitlines() if line}
+
+
 def _remove(found: Sequence[Host], switch: str) -> None:
-    existing = {line.split()[0] for line in ip("netns", "list").splitlines() if line}
+    existing = _existing()
     for host in found:
         shutil.rmtree(CONFIGURATION / host.name, ignore_errors=True)
         if host.name in existing:

@@ -22,7 +22,7 @@ from tests.train.run import base_config, tiny_model
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "examples" / "launch"
-LIMIT = 120.0  # seconds
+LIMIT = 240.0  # seconds, on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -105,15 +105,15 @@ def test_a_host_loses_power_and_comes_back(machines, model, start, tmp_path):
 
     config, run_dir = configure(model, tmp_path / "run"), tmp_path / "run"
     head, other = machines
-    settings = dict(NODES=2, PROCESSES=2, HEAD=head.name, RESTARTS=1, PAUSE=1)
+    settings = dict(NODES=2, PROCESSES=2, HEAD=head.address, IFNAME="eth0", RESTARTS=1, PAUSE=1)
     logs = [tmp_path / "head.txt", tmp_path / "other.txt"]
-    first = start("c10d.sh", logs[0], [str(config)], on=head, **settings)
-    second = start("c10d.sh", logs[1], [str(config)], on=other, **settings)
+    first = start("c10d.sh", logs[0], [str(config)], on=head, ADDRESS=head.address, **settings)
+    second = start("c10d.sh", logs[1], [str(config)], on=other, ADDRESS=other.address, **settings)
     wait_for(lambda: lines(run_dir / "metrics.jsonl") >= 3, first, logs[0])
     assert other.kill() >= 4  # the script, torchrun and two ranks
     assert second.wait(10) != 0
     wait_for(lambda: "start 1 of 1 again" in logs[0].read_text(), first, logs[0])
-    second = start("c10d.sh", logs[1], [str(config)], on=other, **settings)
+    second = start("c10d.sh", logs[1], [str(config)], on=other, ADDRESS=other.address, **settings)
     codes = [process.wait(LIMIT) for process in (first, second)]
 
     text = logs[0].read_text()
@@ -131,11 +131,16 @@ def configure_one(model: str, run_dir: Path) -> list[str]:
 
 
 def test_one_script_is_asked_and_both_say_that_the_run_has_stopped(model, start, tmp_path):
-    """Static rendezvous of two nodes, here and without namespaces; a scheduler's SIGTERM reaches the second."""
+    """Static rendezvous of two nodes, here and without namespaces; a scheduler's SIGTERM reaches the second. The first
+    is told by our variables where to meet, the second by those of Kubeflow's operator."""
     run_dir, arguments = tmp_path / "run", configure_one(model, tmp_path / "run")
-    settings = dict(NODES=2, PROCESSES=1, HEAD="127.0.0.1", PORT=free_port())
-    logs = [tmp_path / f"node_{number}.txt" for number in (0, 1)]
-    first, second = (start("static.sh", logs[i], arguments, NODE_RANK=i, **settings) for i in (0, 1))
+    port, logs = free_port(), [tmp_path / f"node_{number}.txt" for number in (0, 1)]
+    ours = dict(NODE_RANK=0, HEAD="127.0.0.1", PORT=port)
+    operators = dict(RANK=1, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    first, second = (
+        start("static.sh", log, arguments, NODES=2, PROCESSES=1, **variables)
+        for log, variables in zip(logs, (ours, operators), strict=True)
+    )
     wait_for(lambda: lines(run_dir / "metrics.jsonl") >= 1, first, logs[0])
     second.send_signal(signal.SIGTERM)
     assert [first.wait(LIMIT), second.wait(LIMIT)] == [75, 75], logs[0].read_text()
@@ -149,7 +154,7 @@ def test_an_interrupt_ends_the_run_at_once(model, start, tmp_path):
     running = start("static.sh", log, configure_one(model, tmp_path / "run"), PROCESSES=1)
     wait_for(lambda: lines(tmp_path / "run" / "metrics.jsonl") >= 1, running, log)
     running.send_signal(signal.SIGINT)
-    assert running.wait(20) not in (0, 75)
+    assert running.wait(60) not in (0, 75)
     assert "stopped by SIGTERM" in log.read_text() and not list(tmp_path.glob("run/checkpoints/step_*"))
 
 

@@ -23,7 +23,7 @@ from tests.launch.hosts import hosts, why_not
 from tests.train.run import base_config, tiny_model
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 120.0  # seconds
+LIMIT = 240.0  # seconds, on a busy machine
 
 
 def submit(folder: Path, nodes: list[str], arguments: list[str], **settings: Any) -> subprocess.Popen:
