@@ -9,8 +9,8 @@ from pathlib import Path
 from megatron_gspo.config import Config
 from megatron_gspo.conversion import ModelShape
 from megatron_gspo.doctor.findings import Finding, error, note, ok, warning
-from megatron_gspo.doctor.space import parameter_count
 from megatron_gspo.errors import show_bytes
+from megatron_gspo.plan.parameters import total_parameters
 
 
 def check_weights(config: Config) -> tuple[ModelShape, list[Finding]]:
@@ -18,7 +18,7 @@ def check_weights(config: Config) -> tuple[ModelShape, list[Finding]]:
     from megatron_gspo.loop import assemble
 
     shape = assemble.check_weights(config)
-    count = parameter_count(shape)
+    count = total_parameters(shape)
     path = Path(config.model.path)
     if config.model.init == "random":
         return shape, [ok("model.weights", f"{path}: {count:,} parameters, drawn at random (model.init)")]

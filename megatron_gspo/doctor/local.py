@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -10,11 +11,12 @@ from typing import Any
 import torch
 
 from megatron_gspo.config import Config, ConfigError, load_config
-from megatron_gspo.config.checks import read_hf_config
+from megatron_gspo.config.checks import check_divisibility, check_layout, read_hf_config
 from megatron_gspo.config.load import split_server_arguments
 from megatron_gspo.conversion import ModelShape
 from megatron_gspo.doctor import defects, inputs, machine, storage
 from megatron_gspo.doctor.findings import Finding, Report, examine, failed, ok
+from megatron_gspo.doctor.gpu_memory import judge_gpu_memory, planned_memory
 from megatron_gspo.doctor.meeting import Place
 from megatron_gspo.doctor.options import Options
 from megatron_gspo.doctor.versions import judge_accelerator, judge_versions, numbers
@@ -46,6 +48,7 @@ class Local:
         if self.config is not None:
             self._run("config.check", self._check)
             hf = self._look_at_inputs(self.config)
+            self._run("machine.gpu_memory", self._gpu_memory)
         self._run("ports.free", lambda: machine.check_ports(self.config, os.environ))
         self._run("disk.space", lambda: self._disk(gpu))
         told: dict[str, Any] = {}
@@ -99,6 +102,21 @@ class Local:
     def _weights(self, config: Config) -> list[Finding]:
         self.shape, found = inputs.check_weights(config)
         return found
+
+    def _gpu_memory(self) -> list[Finding]:
+        """Where there is a GPU, or one is only thought of (--world-size)."""
+        gpu = torch.cuda.is_available()
+        if self.config is None or self.shape is None or not (gpu or self.options.world_size):
+            return []
+        try:
+            check_layout(self.config.parallel, self._world_size)
+            check_divisibility(self.config.parallel, read_hf_config(self.config.model.path))
+        except ConfigError:
+            return []  # _check has said it
+        available = torch.cuda.get_device_properties(self.place.local_rank).total_memory if gpu else None
+        engine = not gpu or importlib.util.find_spec("transformer_engine") is not None
+        memory = planned_memory(self.config, self.shape, self._world_size, transformer_engine=engine)
+        return [judge_gpu_memory(memory, available)]
 
     def _disk(self, gpu: bool) -> list[Finding]:
         found = storage.check_shared_memory(self.neighbours, gpu=gpu)

@@ -4,22 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_gspo.conversion import ModelShape
-
 _MASTER_AND_MOMENTS = 12  # bytes a parameter: float32 weights and Adam's two moments, as a checkpoint holds them
-
-
-def parameter_count(shape: ModelShape) -> int:
-    """Parameters of the whole model, every expert counted, as its Hugging Face checkpoint has them."""
-    hidden, head = shape.hidden_size, shape.head_dim
-    queries, pairs = shape.num_attention_heads * head, 2 * shape.num_query_groups * head
-    attention = (
-        hidden * (queries + pairs) + queries * hidden + 2 * head + 2 * hidden
-    )  # 2 norms of heads, 2 of the layer
-    dense = 3 * hidden * shape.ffn_hidden_size
-    experts = shape.num_experts * (3 * hidden * shape.moe_ffn_hidden_size + hidden)  # the router's row of each
-    layers = sum(attention + (experts if is_moe else dense) for is_moe in shape.moe_layers)
-    return layers + hidden + shape.vocab_size * hidden * (1 if shape.tied_embeddings else 2)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from pathlib import Path
 from megatron_gspo.config import Config
 from megatron_gspo.conversion import ModelShape
 from megatron_gspo.doctor.findings import Finding, error, note, ok, warning
-from megatron_gspo.doctor.space import Needs, needs, parameter_count
+from megatron_gspo.doctor.space import Needs, needs
 from megatron_gspo.errors import existing_part, show_bytes
+from megatron_gspo.plan.parameters import total_parameters
 
 SHARED_MEMORY = Path("/dev/shm")
 _WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
@@ -24,7 +25,7 @@ def needs_of(config: Config, shape: ModelShape) -> Needs:
     inside = config.sglang.weight_dir is None or Path(config.sglang.weight_dir).is_relative_to(config.run_dir)
     copies = 2 if config.rollout.engine == "sglang" and config.sglang.weight_route == "disk" and inside else 0
     return needs(
-        parameter_count(shape),
+        total_parameters(shape),
         weight_bytes=_WEIGHT_BYTES[config.model.dtype],
         keep=config.checkpoint.keep,
         saves=bool(config.checkpoint.interval),
@@ -45,7 +46,7 @@ def check_weight_disk(config: Config, shape: ModelShape) -> list[Finding]:
     place = config.sglang.weight_dir
     if config.sglang.weight_route != "disk" or place is None or Path(place).is_relative_to(config.run_dir):
         return []
-    wanted = 2 * parameter_count(shape) * _WEIGHT_BYTES[config.model.dtype]
+    wanted = 2 * total_parameters(shape) * _WEIGHT_BYTES[config.model.dtype]
     free = shutil.disk_usage(existing_part(place)).free + _size(Path(place))
     text = f"{place}: {show_bytes(free)} free, two copies of the weights take {show_bytes(wanted)}"
     if free < wanted:

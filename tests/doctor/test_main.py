@@ -62,6 +62,7 @@ def test_a_broken_config_is_found_and_the_rest_is_looked_at(config_file, tmp_pat
     assert ("ok", "model.weights") in [row[:2] for row in table(outcome)]
     [outcome] = doctor(tmp_path, str(file), TP2, "--world-size", "4")
     assert outcome.code == 0 and "nothing contradicts itself on 4 processes" in outcome.out
+    assert "of its GPU by the plan" in outcome.out
 
 
 def test_a_config_that_is_none(tmp_path):
