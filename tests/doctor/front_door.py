@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,8 +23,10 @@ from megatron_gspo.doctor.options import Options
 from megatron_gspo.doctor.ranks import facts_of_this_rank
 from megatron_gspo.doctor.versions import installed
 from tests.distributed import end_process, fork_server
+from tests.launch.hosts import CONFIGURATION, Host
 
 LIMIT = 60.0  # seconds
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000  # linux/sched.h
 
 
 @dataclass(frozen=True)
@@ -37,15 +41,16 @@ class Outcome:
 
 def doctor(folder: Path, *arguments: str, world: int = 1, port: int = 0,
            others: dict[int, Callable[[], None]] | None = None, absent: Sequence[int] = (),
-           own_arguments: dict[int, Sequence[str]] | None = None) -> list[Outcome]:
+           own_arguments: dict[int, Sequence[str]] | None = None, hosts: Sequence[Host] = ()) -> list[Outcome]:
     """Run it on each of ``world`` ranks but the absent ones. others: what some ranks do in its place; own_arguments: of
-    those that get others."""
+    those that get others; hosts: where each rank runs, instead of here."""
     port = port or free_port()
     context = fork_server()
     started = time.monotonic()
     processes = {
         rank: context.Process(target=_child, args=(
-            rank, world, port, (own_arguments or {}).get(rank, arguments), (others or {}).get(rank), folder))
+            rank, world, port, (own_arguments or {}).get(rank, arguments), (others or {}).get(rank), folder,
+            tuple(hosts)))
         for rank in range(world) if rank not in absent
     }  # fmt: skip
     try:
@@ -64,6 +69,19 @@ def doctor(folder: Path, *arguments: str, world: int = 1, port: int = 0,
             end_process(process)
     return [Outcome(codes[rank], *((folder / f"{name}_{rank}").read_text() for name in ("out", "err")), seconds[rank])
             for rank in processes]  # fmt: skip
+
+
+def enter(host: Host) -> None:
+    """Let this process run on a host, as `ip netns exec` does for a new program: its network, its name, its names."""
+    system = ctypes.CDLL(None, use_errno=True)
+    if system.unshare(CLONE_NEWNS | CLONE_NEWUTS):
+        raise OSError(ctypes.get_errno(), "unshare")
+    with open(f"/run/netns/{host.name}") as network:
+        if system.setns(network.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
+    socket.sethostname(host.name)
+    for command in (["--make-rslave", "/"], ["--bind", str(CONFIGURATION / host.name / "hosts"), "/etc/hosts"]):
+        subprocess.run(["mount", *command], check=True)
 
 
 def arrive_and_leave() -> None:
@@ -100,17 +118,23 @@ def free_port() -> int:
 
 
 def _child(rank: int, world: int, port: int, arguments: Sequence[str], instead: Callable[[], None] | None,
-           folder: Path) -> Any:
+           folder: Path, hosts: Sequence[Host]) -> Any:
     os.setsid()
+    if hosts:
+        enter(hosts[rank])
     torch.set_num_threads(1)
     for number, name in ((1, "out"), (2, "err")):
         descriptor = os.open(folder / f"{name}_{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(descriptor, number)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if hosts:
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    else:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if world > 1:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
-                          MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))  # fmt: skip
+        local, size = (0, 1) if hosts else (rank, world)
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(local), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(size),
+                          MASTER_ADDR=hosts[0].address if hosts else "127.0.0.1", MASTER_PORT=str(port))  # fmt: skip
     try:
         if instead is not None:
             instead()
