@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -70,12 +71,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 2
     checkup = Checkup(options, output=sys.stdout)
-    with quiet_output():
-        return checkup.run()
+    try:
+        with quiet_output():
+            return checkup.run()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":
     code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(BrokenPipeError):
+            stream.flush()
     os._exit(code)  # threads of process groups whose peers are gone may never end

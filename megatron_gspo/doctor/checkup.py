@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import threading
@@ -233,10 +234,12 @@ class Checkup:
         findings = in_order([*findings, *_judge_measures([m for r in reports.values() for m in r.measures])])
         code = exit_code(findings, allow_warnings=self.options.allow_warnings)
         world = self.place.world_size
-        if self.options.as_json:
-            write_json(document(findings, world_size=world, config=self.options.config or None, code=code), self.output)
-        else:
-            write_text(findings, self.output)
+        with contextlib.suppress(BrokenPipeError):  # whoever reads it has read enough
+            if self.options.as_json:
+                content = document(findings, world_size=world, config=self.options.config or None, code=code)
+                write_json(content, self.output)
+            else:
+                write_text(findings, self.output)
         return code
 
 

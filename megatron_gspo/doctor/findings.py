@@ -133,7 +133,8 @@ def merge(by_rank: dict[int, Sequence[Finding]]) -> list[Finding]:
 
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
     """The worst last, next to the summary; then by theme and as they were found."""
-    return sorted(findings, key=lambda finding: (LEVELS.index(finding.level), THEMES.index(finding.theme)))
+    places = {theme: place for place, theme in enumerate(THEMES)}
+    return sorted(findings, key=lambda finding: (LEVELS.index(finding.level), places.get(finding.theme, len(places))))
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:

@@ -50,10 +50,11 @@ def write_text(findings: Sequence[Finding], stream: TextIO) -> None:
             style = _STYLES[finding.level]
             table.add_row(Text(finding.level, style), Text(finding.check, "dim"), Text(line))
         console.print(table)
+        console.print(Text(summary(findings), _STYLES[worst(findings)]))
     else:
         for finding, line in zip(findings, lines(findings), strict=True):
             print(f"{finding.level:<7}  {finding.check:<{width}}  {line}", file=stream)
-    console.print(Text(summary(findings), _STYLES[worst(findings)]), soft_wrap=True)
+        print(summary(findings), file=stream)
     stream.flush()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import socket
 import subprocess
@@ -25,18 +26,17 @@ from megatron_gspo.doctor.versions import installed
 from tests.distributed import end_process, fork_server
 from tests.launch.hosts import CONFIGURATION, Host
 
-LIMIT = 60.0  # seconds
+LIMIT = 120.0  # seconds, far below the doctor's own of ten minutes
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000  # linux/sched.h
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one rank: exit code (negative: a signal), output, errors, seconds."""
+    """Of one rank: exit code (negative: a signal), output, errors."""
 
     code: int
     out: str
     err: str
-    seconds: float
 
 
 def doctor(folder: Path, *arguments: str, world: int = 1, port: int = 0,
@@ -46,7 +46,6 @@ def doctor(folder: Path, *arguments: str, world: int = 1, port: int = 0,
     those that get others; hosts: where each rank runs, instead of here."""
     port = port or free_port()
     context = fork_server()
-    started = time.monotonic()
     processes = {
         rank: context.Process(target=_child, args=(
             rank, world, port, (own_arguments or {}).get(rank, arguments), (others or {}).get(rank), folder,
@@ -56,18 +55,16 @@ def doctor(folder: Path, *arguments: str, world: int = 1, port: int = 0,
     try:
         for process in processes.values():
             process.start()
-        seconds = {}
         for rank, process in processes.items():
-            if (others or {}).get(rank) is arrive_and_hang:  # the ranks before it have ended
+            if (others or {}).get(rank) in (arrive_and_hang, agree_and_hang):  # the ranks before it have ended
                 end_process(process)
             process.join(LIMIT)
-            seconds[rank] = time.monotonic() - started
             assert process.exitcode is not None, f"rank {rank} still runs after {LIMIT:g} s"
         codes = {rank: process.exitcode for rank, process in processes.items()}
     finally:
         for process in processes.values():
             end_process(process)
-    return [Outcome(codes[rank], *((folder / f"{name}_{rank}").read_text() for name in ("out", "err")), seconds[rank])
+    return [Outcome(codes[rank], *((folder / f"{name}_{rank}").read_text() for name in ("out", "err")))
             for rank in processes]  # fmt: skip
 
 
@@ -96,9 +93,17 @@ def arrive_and_hang() -> None:
     time.sleep(2 * LIMIT)
 
 
+def agree_and_hang() -> None:
+    """A rank that says it is ready for the groups, and takes no part in them."""
+    meeting = meet()
+    word = {"worst": "ok", "config": hashlib.sha256(b"").hexdigest(), "ranks": False, "run_dir": None}
+    assert meeting.agree("groups", word, 10.0) is not None
+    time.sleep(2 * LIMIT)
+
+
 def impatient() -> None:
     """A doctor that waits a second where it usually waits a minute or ten."""
-    checkup = Checkup(Options(seconds=1.0, local_seconds=3.0, grace=0.5), sys.stdout)
+    checkup = Checkup(Options(seconds=1.0, local_seconds=6.0, grace=0.5), sys.stdout)
     with quiet_output():
         raise SystemExit(checkup.run())
 
