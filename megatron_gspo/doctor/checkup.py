@@ -60,10 +60,9 @@ class Checkup:
         self._place()
         self.versions = installed()
         if self.place.world_size > 1:
-            with watch.stage(
-                "ranks", 6 * self.options.seconds + self.options.grace
-            ):  # beyond what its own limits add up to
-                self._run("ranks", self._meet)
+            limit = 6 * self.options.seconds + self.options.grace  # beyond what the meeting's own limits add up to
+            with watch.stage("ranks", limit):
+                self._run("ranks.all", self._meet)
         with watch.stage("config", self.options.local_seconds):
             self._alone()
         if self.place.world_size > 1 and self.options.world_size is None and self._all_agree("groups", watch):
@@ -199,7 +198,7 @@ class Checkup:
             return found if self.place.rank == 0 else []
 
         with watch.stage("agreement", 60 * config.parallel.timeout_minutes):
-            self._run("agreement", compare)
+            self._run("agreement.log_probs", compare)
 
     def _late(self, stage: str, seconds: float) -> None:
         """Called by the watch: this rank hangs. Tell what there is and end the process."""
