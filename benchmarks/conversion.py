@@ -7,17 +7,19 @@ resident set of any one process of the command, pages of mapped files included.
 
     OMP_NUM_THREADS=1 python benchmarks/conversion.py --layers 6 --json conversion.json
 
-Wants four times the checkpoint's size in free disk space; 6 layers are 8.8 GB. mbridge, the peer on the registry, is not
-in the table: it builds Transformer Engine's layers only, and without a GPU it stops at
-`NameError: name 'TENorm' is not defined`.
+Where this user may, the page cache is dropped before each command, so that all read the disk. Wants four times the
+checkpoint's size in free disk space; 6 layers are 8.8 GB. mbridge, the peer on the registry, is not in the table: it
+builds Transformer Engine's layers only, and without a GPU it stops at `NameError: name 'TENorm' is not defined`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import filecmp
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -75,6 +77,7 @@ def make_checkpoint(folder: Path, layers: int) -> int:
 
 def measure(command: list[str]) -> Measured:
     """Run a command to its end, watching the memory of every process that it starts."""
+    _drop_caches()
     started = time.perf_counter()
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     peaks: dict[int, int] = {}
@@ -85,6 +88,13 @@ def measure(command: list[str]) -> Measured:
     if process.returncode:
         raise SystemExit(f"{' '.join(command)}: exit code {process.returncode}")
     return Measured(time.perf_counter() - started, max(peaks.values(), default=0))
+
+
+def _drop_caches() -> None:
+    """Have all files read from the disk, where this user may; what was written before is there by then."""
+    os.sync()
+    with contextlib.suppress(OSError):
+        Path("/proc/sys/vm/drop_caches").write_text("1")
 
 
 def _peaks(pid: int) -> dict[int, int]:

@@ -205,6 +205,11 @@ DEFECTS = (
         lambda s: s.replay,
     ),
     Defect(
+        "`mcore/layers.py`: `_name_as_transformer_engine`", _NO_ENGINE,
+        "the norm before the experts is stored under a key that Transformer Engine's layers don't look for",
+        lambda s: s.has_experts and not s.transformer_engine,
+    ),
+    Defect(
         "`setup.py`: `psutil`", "megatron-core 0.19.2", "checkpoints need psutil, which the wheel doesn't ask for",
         lambda s: True,
     ),

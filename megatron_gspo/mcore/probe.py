@@ -23,13 +23,14 @@ TOLERANCE = 1e-4  # nats, in float32: wrong weights are off by whole nats, round
 def compare_log_probs(hugging_face: Path, megatron: Path, text: str) -> tuple[float, int]:
     """(Largest difference of two log-probs in nats, tokens compared), in float32 and one process.
 
-    Raises ``InputError`` for a text that can't be tokenised, or where the models differ by more than ``TOLERANCE``.
+    Raises ``InputError`` for a text that can't be tokenised, or models that differ by more than ``TOLERANCE``.
     """
     tokens = _tokens(hugging_face, text)
     ours, theirs = _by_megatron(hugging_face, megatron, tokens), _by_transformers(hugging_face, tokens)
     difference = float(np.abs(ours - theirs).max())
     if not difference <= TOLERANCE:
-        raise InputError(f"log-probs of {hugging_face} and {megatron} differ by {difference:.3g} nats; convert it again")
+        both = f"{hugging_face} and {megatron}"
+        raise InputError(f"log-probs of {both} differ by {difference:.3g} nats; convert it again")
     return difference, len(ours)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_gspo.config import Config, ConfigError, load_config
+from megatron_gspo.config import Config, ConfigError
 from megatron_gspo.config.checks import check_divisibility
 from megatron_gspo.config.load import apply_overrides
 from megatron_gspo.config.rollout_checks import check_environment_file
