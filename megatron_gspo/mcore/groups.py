@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 
 import torch
@@ -68,7 +68,7 @@ def every_group() -> dict[str, dist.ProcessGroup]:
     groups = current_groups()
     return {
         "world": dist.group.WORLD,
-        **{name: getattr(groups, name) for name in ("tp", "pp", "cp", "dp", "dp_cp", "ep", "expert_tp", "expert_tp_ep")},
+        **{field.name: getattr(groups, field.name) for field in fields(groups)},
         "expert_dp": parallel_state.get_expert_data_parallel_group(),
         "model": parallel_state.get_model_parallel_group(),
     }
