@@ -45,7 +45,8 @@ TARGET = 0.10
 @dataclass(frozen=True)
 class Case:
     """A small model in a layout. ``sizes``: of the parallel section, by first letters (tp, pp, vp, cp, ep, etp, sp, do:
-    the distributed optimizer); ``lengths``: tokens of the mini-batch's sequences, one a micro-batch."""
+    the distributed optimizer); ``lengths``: tokens of the mini-batch's sequences, one a micro-batch, or with ``packed``
+    as many as fit into so many tokens."""
 
     kind: str
     world: int = 1
@@ -55,6 +56,7 @@ class Case:
     tied: bool = False
     lengths: tuple[int, ...] = (256,)
     layers: int = 4
+    packed: int | None = None
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -79,11 +81,13 @@ class Case:
         words += ["no SP"] if self.sizes.get("sp") is False else []
         words += ["optimizer whole"] if not parallel.use_distributed_optimizer else []
         words += [f"recompute {self.recompute}"] if self.recompute != "none" else []
+        words += ["packed"] if self.packed else []
         return ", ".join(words)
 
 
 def _cases() -> list[Case]:
     many, bf16 = (256,) * 4, dict(dtype="bfloat16")
+    unequal = (60, 200, 90, 130, 250, 70, 110, 170, 80, 140, 40, 190)
     return [
         Case("dense"),
         Case("dense", tied=True, sizes=dict(do=False)),
@@ -116,6 +120,8 @@ def _cases() -> list[Case]:
         Case("moe", 4, dict(cp=2, ep=2), lengths=(256, 256)),
         Case("moe", 4, dict(pp=2, vp=2, ep=2), tied=True, lengths=(256,) * 8, **bf16),
         Case("moe", 4, dict(ep=2, etp=2), lengths=many),
+        Case("moe", 2, dict(ep=2), lengths=unequal, packed=384),
+        Case("dense", 2, dict(cp=2), lengths=unequal, packed=384, recompute="selective", **bf16),
         Case("moe", 8, dict(tp=2, pp=2, ep=2, do=True), lengths=many, **bf16),
         Case("dense", 8, dict(tp=2, cp=2), lengths=(256, 256), recompute="selective"),
     ]
@@ -162,7 +168,7 @@ def _measure(case: Case, path: str, layout: Any, groups: Any) -> dict[str, Any]:
         data_parallel=DataParallelSettings(parallel.use_distributed_optimizer),
     )  # fmt: skip
     samples = make_samples(case.lengths)
-    objective, batching = preset("gspo"), Batching(sum(case.lengths), micro_batch_size=1)
+    objective, batching = preset("gspo"), Batching(case.packed or sum(case.lengths), None if case.packed else 1)
     batches = cut(policy, samples, batching, optional=["old_log_probs", "advantages"], routing=None)
     rows = _count_expert_rows(policy)
     with LiveStorages() as first:
@@ -283,6 +289,10 @@ def run(cases: Sequence[Case], timeout: float = 240.0) -> list[Result]:
     return [found[number] for number in range(len(cases))]
 
 
+def _percent(error: float) -> str:
+    return f"{100 * error:+.1f} %".replace("-0.0", "0.0").replace("+0.0", "0.0")
+
+
 def results_table(results: Sequence[Result]) -> str:
     """One row a layout: the fullest rank's bytes and both errors."""
     rows = [["model and layout", "ranks", "states", "measured KiB", "of these activations", "total off by",
@@ -293,7 +303,7 @@ def results_table(results: Sequence[Result]) -> str:
         rows.append([
             result.case.name, str(result.case.world), "exact" if result.exact() else "NOT EXACT",
             f"{sum(fullest[part] for part in PARTS) / 1024:,.0f}", f"{fullest['activations'] / 1024:,.0f}",
-            f"{100 * total:+.1f} %", f"{100 * activations:+.1f} %",
+            _percent(total), _percent(activations),
         ])  # fmt: skip
     return table(rows)
 

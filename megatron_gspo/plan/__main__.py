@@ -16,8 +16,9 @@ from megatron_gspo.errors import InputError, UserError
 from megatron_gspo.plan import page
 from megatron_gspo.plan.assumptions import Assumptions, parse_assumptions
 from megatron_gspo.plan.hardware import GPUS, find_gpu
-from megatron_gspo.plan.layouts import name_of
-from megatron_gspo.plan.search import Plan, no_fit, search
+from megatron_gspo.plan.layouts import name_of, parse_layout
+from megatron_gspo.plan.memory import RECOMPUTE
+from megatron_gspo.plan.search import Fixed, Plan, no_fit, search
 from megatron_gspo.plan.workload import ENGINES, Cluster, Workload, check_cluster, check_workload
 
 _SHORT = {"none of": "nothing fits", "at most": "mini-batch too small"}  # reasons, in a table
@@ -54,6 +55,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--implementation", choices=("transformer_engine", "torch"), default="transformer_engine",
                       help="layer modules (default: %(default)s)")  # fmt: skip
     made.add_argument("--assume", action="append", default=[], metavar="NAME=VALUE", help="change an assumption")
+    made.add_argument("--layout", help="this layout only, such as 'TP4 EP8'")
+    made.add_argument("--recompute", choices=RECOMPUTE, help="this mode only (default: the fastest that fits)")
+    made.add_argument("--max-tokens", type=int, help="tokens of a micro-batch (default: 1 to 8 longest sequences)")
     made.add_argument("--scale", action="store_true", help=f"one table of {SCALE[0]} to {SCALE[-1]} GPUs instead")
     made.add_argument("--json", action="store_true", help="print JSON")
     return made
@@ -79,6 +83,17 @@ def inputs(args: argparse.Namespace) -> tuple[Workload, Cluster, Assumptions]:
     engine = "colocated" if args.colocated else args.engine
     cluster = Cluster(find_gpu(args.gpu), args.gpus, engine, args.engine_gpus or args.gpus, args.engine_tensor)
     return work, cluster, parse_assumptions(args.assume)
+
+
+def fixed_choice(args: argparse.Namespace, hf: dict[str, Any], work: Workload) -> Fixed:
+    """What the options leave no choice of."""
+    layout = None if args.layout is None else parse_layout(args.layout, hf, args.gpus)
+    if args.max_tokens is not None and args.max_tokens < work.longest:
+        raise InputError(
+            f"--max-tokens {args.max_tokens}: a sequence may take {work.longest} tokens (--prompt-length + "
+            f"--response-length); give at least {work.longest}"
+        )
+    return Fixed(layout, args.recompute, args.max_tokens)
 
 
 def scale(hf: dict[str, Any], shape: ModelShape, work: Workload, cluster: Cluster, assume: Assumptions, own: int
@@ -115,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(page.describe(shape, work, cluster, sizes=False), page.scale_table(rows), sep="\n\n")
             return 0
         check_cluster(cluster)
-        found = search(hf, shape, work, cluster, assume)
+        found = search(hf, shape, work, cluster, assume, fixed_choice(args, hf, work))
         if not found.plans:
             raise no_fit(found, work, cluster)
         if args.json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from itertools import product
@@ -10,6 +11,7 @@ from typing import Any
 from megatron_gspo.config.base import ConfigError
 from megatron_gspo.config.checks import check_divisibility, check_layout
 from megatron_gspo.config.sections import ParallelConfig
+from megatron_gspo.errors import InputError
 
 MOST_VIRTUAL = 4  # chunks of a stage that are tried
 MOST_CONTEXT = 16
@@ -63,14 +65,36 @@ def feasible(hf: dict[str, Any], gpus: int, node: int, global_batch_size: int
     return found, refused
 
 
+_KEYS = {
+    "TP": "tensor_model_parallel_size",
+    "PP": "pipeline_model_parallel_size",
+    "VP": "virtual_pipeline_model_parallel_size",
+    "CP": "context_parallel_size",
+    "EP": "expert_model_parallel_size",
+    "ETP": "expert_tensor_parallel_size",
+}
+
+
+def parse_layout(text: str, hf: dict[str, Any], gpus: int) -> ParallelConfig:
+    """The layout of a name such as ``TP4 EP8``; ``InputError`` where it is none, or none of this model and GPUs."""
+    sizes: dict[str, Any] = {}
+    for word in text.replace(",", " ").split():
+        found = re.fullmatch(r"(TP|PP|VP|CP|EP|ETP)(\d+)", word.upper())
+        if found is None or int(found[2]) < 1:
+            raise InputError(f"--layout {text}: {word} is no size; write some of {', '.join(f'{k}2' for k in _KEYS)}")
+        sizes[_KEYS[found[1]]] = int(found[2])
+    if sizes.get(_KEYS["VP"]) == 1:
+        del sizes[_KEYS["VP"]]
+    parallel = ParallelConfig(**sizes)
+    try:
+        check_layout(parallel, gpus)
+        check_divisibility(parallel, hf)
+    except ConfigError as error:
+        raise InputError(f"--layout {text}: {error}") from None
+    return parallel
+
+
 def name_of(parallel: ParallelConfig) -> str:
     """Such as ``TP2 PP4 VP2 CP1 EP8 ETP1``; sizes of 1 are left out, ``DP only`` where all are."""
-    sizes = {
-        "TP": parallel.tensor_model_parallel_size,
-        "PP": parallel.pipeline_model_parallel_size,
-        "VP": parallel.virtual_pipeline_model_parallel_size or 1,
-        "CP": parallel.context_parallel_size,
-        "EP": parallel.expert_model_parallel_size,
-        "ETP": parallel.expert_tensor_size,
-    }
+    sizes = {name: getattr(parallel, key) or 1 for name, key in _KEYS.items()}
     return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "DP only"

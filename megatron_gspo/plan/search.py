@@ -58,6 +58,15 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Fixed:
+    """What isn't to be searched for: a layout, a recompute mode, the tokens of a micro-batch."""
+
+    layout: ParallelConfig | None = None
+    recompute: str | None = None
+    budget: int | None = None
+
+
+@dataclass(frozen=True)
 class Search:
     """``plans``: those that fit, the fastest first. refused: layouts that the config's rules exclude, by key. too_big:
     of those that don't fit, the one that lacks least, as (name, bytes above)."""
@@ -74,9 +83,12 @@ def budget_of(parallel: ParallelConfig, work: Workload, factor: int) -> int:
     return factor * -(-work.longest // multiple) * multiple
 
 
-def search(hf: dict[str, Any], shape: ModelShape, work: Workload, cluster: Cluster, assume: Assumptions) -> Search:
-    """Raises ``InputError`` if no layout divides model and GPUs, or none fits, naming what the best one lacks."""
+def search(hf: dict[str, Any], shape: ModelShape, work: Workload, cluster: Cluster, assume: Assumptions,
+           fixed: Fixed = Fixed()) -> Search:  # noqa: B008 (frozen)
+    """Every layout that the rules allow, or the fixed one. Raises ``InputError`` if none divides model and GPUs."""
     layouts, refused = feasible(hf, cluster.gpus, cluster.gpu.node, work.global_batch_size)
+    if fixed.layout is not None:
+        layouts = [fixed.layout]
     if not layouts:
         raise InputError(
             f"--gpus {cluster.gpus}: no layout divides the model and the GPUs with at most {work.global_batch_size} "
@@ -84,7 +96,7 @@ def search(hf: dict[str, Any], shape: ModelShape, work: Workload, cluster: Clust
         )
     plans, nearest = [], None
     for parallel in layouts:
-        found, lacking = best_of(shape, parallel, work, cluster, assume)
+        found, lacking = best_of(shape, parallel, work, cluster, assume, fixed)
         if found is not None:
             plans.append(found)
         elif nearest is None or lacking < nearest[1]:
@@ -99,14 +111,14 @@ def no_fit(found: Search, work: Workload, cluster: Cluster) -> InputError:
     return InputError(
         f"--gpus {cluster.gpus}: none of {found.considered} layouts fits into {cluster.gpus} x {cluster.gpu.name} "
         f"({show_bytes(cluster.gpu.memory)} each); {name} comes closest and lacks {show_bytes(lacking)} a GPU with "
-        f"recompute full and {work.longest} tokens a micro-batch; take more or larger GPUs"
+        "the most recomputation and the smallest micro-batch; take more or larger GPUs"
         + (", or engines of their own (--engine sglang)" if cluster.engine in ("colocated", "embedded") else "")
         + (", or a shorter --response-length" if work.longest > 4096 else "")
     )
 
 
-def best_of(shape: ModelShape, parallel: ParallelConfig, work: Workload, cluster: Cluster,
-            assume: Assumptions) -> tuple[Plan | None, float]:
+def best_of(shape: ModelShape, parallel: ParallelConfig, work: Workload, cluster: Cluster, assume: Assumptions,
+            fixed: Fixed) -> tuple[Plan | None, float]:
     """The fastest choice of recomputation and budget that fits, else None and the bytes that the smallest lacks."""
     room = float(cluster.gpu.memory)
     states = stage_states(shape, parallel, cluster.gpus, work.dtype_bytes)
@@ -114,10 +126,10 @@ def best_of(shape: ModelShape, parallel: ParallelConfig, work: Workload, cluster
     per_rank = work.global_batch_size / parallel.data_parallel_size(cluster.gpus) * assume.packing_imbalance
     per_rank *= work.mean_length(assume.mean_response)
     best, lacking = None, float("inf")
-    for factor in BUDGETS:
-        budget = budget_of(parallel, work, factor)
+    budgets = [fixed.budget] if fixed.budget else [budget_of(parallel, work, factor) for factor in BUDGETS]
+    for budget in budgets:
         count = micro_batches(per_rank, budget, parallel)
-        for mode in RECOMPUTE[-1:] if hopeless else RECOMPUTE:
+        for mode in (fixed.recompute,) if fixed.recompute else RECOMPUTE[-1:] if hopeless else RECOMPUTE:
             memory = worst_memory(
                 shape, parallel, states, budget, count, _setting(work, mode), work, cluster, assume
             )

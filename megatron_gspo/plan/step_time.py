@@ -141,7 +141,7 @@ def step_time(shape: ModelShape, parallel: ParallelConfig, budget: int, work: Wo
     score_stage = first.products + first.attention + talk + first.send
     slowest = (train_stage + 4 * last.head, score_stage + last.head)
     train_all = (count + (stages - 1) / chunks) * slowest[0] * updates
-    score_all = (forwards + (stages - 1) / chunks * updates * scores) * slowest[1]
+    score_all = (forwards + (stages - 1) / chunks * scores) * slowest[1]
     busy_head = (4 * trained + forwards) * head
     busy = trained * train_stage + forwards * score_stage + busy_head
     dense, expert = _split(shape, parallel, cluster.gpus, setting.dtype_bytes)

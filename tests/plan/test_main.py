@@ -15,8 +15,8 @@ from megatron_gspo.conversion import read_config
 from megatron_gspo.plan.__main__ import main
 from megatron_gspo.plan.assumptions import Assumptions
 from megatron_gspo.plan.hardware import GPUS, find_gpu
-from megatron_gspo.plan.layouts import feasible, name_of
-from megatron_gspo.plan.search import search
+from megatron_gspo.plan.layouts import feasible, name_of, parse_layout
+from megatron_gspo.plan.search import Fixed, search
 from megatron_gspo.plan.workload import Cluster, Workload
 from tests.plan.models import LARGE, SMALL, shape_of
 
@@ -67,6 +67,16 @@ def test_94_layers_have_few_stages() -> None:
 def test_names() -> None:
     assert name_of(ParallelConfig()) == "DP only"
     assert name_of(ParallelConfig(tensor_model_parallel_size=2, expert_model_parallel_size=8)) == "TP2 EP8"
+
+
+def test_a_named_layout() -> None:
+    hf = read_config(SMALL)
+    parallel = parse_layout("tp2 PP4,VP3 EP8", hf, 64)
+    assert name_of(parallel) == "TP2 PP4 VP3 EP8"
+    fixed = Fixed(parallel, "full", 20_000)
+    work, cluster = Workload(4096, global_batch_size=1024), Cluster(find_gpu("h100"), 64, "none")
+    found = search(hf, shape_of(SMALL), work, cluster, Assumptions(), fixed)
+    assert [(p.parallel, p.recompute, p.budget) for p in found.plans] == [(parallel, "full", 20_000)]
 
 
 def test_what_fits_is_ranked_and_within_memory() -> None:
@@ -130,6 +140,9 @@ BAD = {
     "--assume matmul_efficiency=x": (["--assume", "matmul_efficiency=x"], "no number"),
     "--assume matmul_efficiency=0": (["--assume", "matmul_efficiency=0"], "above 0"),
     "--assume other_seconds=-1": (["--assume", "other_seconds=-1"], "0 or more"),
+    "--layout TP8": (["--layout", "TP8"], "set one of 1, 2, 4"),
+    "--layout XX2": (["--layout", "XX2"], "is no size"),
+    "--max-tokens 100": (["--max-tokens", "100"], "give at least 9216"),
     "--model nowhere": (["--model", "nowhere"], "give a Hugging Face model directory"),
 }
 
