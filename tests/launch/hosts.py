@@ -90,12 +90,18 @@ def hosts(count: int, *, prefix: str = "") -> Iterator[list[Host]]:
             ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
                 ip("-n", host.name, "link", "set", device, "up")
-            folder = CONFIGURATION / host.name
-            folder.mkdir(parents=True)
-            (folder / "hosts").write_text(names)
+            _write_names(CONFIGURATION / host.name, names)
         yield found
     finally:
         _remove(found, switch)
+
+
+def _write_names(folder: Path, names: str) -> None:
+    for _ in range(3):
+        with contextlib.suppress(FileNotFoundError):  # another test process has just removed the parent
+            folder.mkdir(parents=True)
+            break
+    (folder / "hosts").write_text(names)
 
 
 def remove_those_of_the_dead() -> None:
@@ -103,7 +109,8 @@ def remove_those_of_the_dead() -> None:
     for name in _existing():
         owner = re.match(r"gspo(\d+)-", name)
         if owner and not Path("/proc", owner[1]).exists():
-            _remove([Host(name, "")], "")
+            with contextlib.suppress(OSError):  # another test process was faster
+                _remove([Host(name, "")], "")
 
 
 def _existing() -> set[str]:
