@@ -44,7 +44,8 @@ TARGET = 0.10
 
 @dataclass(frozen=True)
 class Case:
-    """A small model in a layout. ``sizes``: of the parallel section, by first letters (tp, pp, vp, cp, ep, etp, sp, do:
+    """A small model in a layout. ``kind``: ``dense``, ``moe``, or ``shared``, experts of which every token uses one.
+    ``sizes``: of the parallel section, by first letters (tp, pp, vp, cp, ep, etp, sp, do:
     the distributed optimizer); ``lengths``: tokens of the mini-batch's sequences, one a micro-batch, or with ``packed``
     as many as fit into so many tokens."""
 
@@ -71,7 +72,12 @@ class Case:
     def model(self) -> dict[str, Any]:
         """Fields of the Hugging Face config."""
         common = SIZES | dict(num_hidden_layers=self.layers, tie_word_embeddings=self.tied)
-        return common if self.kind == "moe" else {k: v for k, v in common.items() if k != "moe_intermediate_size"}
+        if self.kind == "dense":
+            del common["moe_intermediate_size"]
+        if self.kind == "shared":  # Qwen2-MoE, whose heads are hidden / heads wide
+            common |= dict(head_dim=SIZES["hidden_size"] // SIZES["num_attention_heads"],
+                           shared_expert_intermediate_size=160)  # fmt: skip
+        return common
 
     @property
     def name(self) -> str:
@@ -120,6 +126,9 @@ def _cases() -> list[Case]:
         Case("moe", 4, dict(cp=2, ep=2), lengths=(256, 256)),
         Case("moe", 4, dict(pp=2, vp=2, ep=2), tied=True, lengths=(256,) * 8, **bf16),
         Case("moe", 4, dict(ep=2, etp=2), lengths=many),
+        Case("shared"),
+        Case("shared", 2, dict(tp=2, ep=2), **bf16),
+        Case("shared", 2, dict(ep=2), lengths=(256, 256), recompute="selective"),
         Case("moe", 2, dict(ep=2), lengths=unequal, packed=384),
         Case("dense", 2, dict(cp=2), lengths=unequal, packed=384, recompute="selective", **bf16),
         Case("moe", 8, dict(tp=2, pp=2, ep=2, do=True), lengths=many, **bf16),

@@ -124,10 +124,10 @@ def attention_bytes(z: Sizes, setting: Setting) -> dict[str, float]:
         core += z.a * (2 * z.keys * z.groups * z.d + query + z.mask)
     else:  # rotated keys; the values lie in the product above; context parallelism passes them on, block by block
         core += z.a * key
-    if setting.recompute == "selective":
-        core = z.a * (2 * query + key)  # the inputs (values lie in the product of qkv), and the projection's
-        if torch_layers and cpu and z.a < 4:
-            core += z.a * (query + 2 * key)
+    if setting.recompute == "selective":  # the inputs, normalised or as they come; and the projection's
+        core = z.a * (2 * query + (key if z.qk_norm else 0.0))
+        if torch_layers and (not z.qk_norm or (cpu and z.a < 4)):
+            core += z.a * (query + 2 * key)  # the values keep the product of qkv alive, which nothing else does
     return saved | {"attention": core}
 
 

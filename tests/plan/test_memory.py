@@ -41,7 +41,9 @@ def test_enough_layouts_are_measured() -> None:
     for key in ("tp", "pp", "vp", "cp", "ep", "etp"):
         assert any(case.sizes.get(key, 1) > 1 for case in CASES), key
     assert {case.parallel.use_distributed_optimizer for case in CASES} == {True, False}
-    assert {(case.kind, case.tied) for case in CASES} == {(k, t) for k in ("dense", "moe") for t in (True, False)}
+    assert {(case.kind, case.tied) for case in CASES} == {
+        (kind, tied) for kind in ("dense", "moe") for tied in (True, False)
+    } | {("shared", False)}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
