@@ -20,7 +20,8 @@ def describe(shape: ModelShape, work: Workload, cluster: Cluster, *, sizes: bool
     own = f"{cluster.engine_gpus} GPUs" if sizes else "GPUs"
     engine = {
         "sglang": f"engines on {own} of their own",
-        "colocated": "engines on the same GPUs", "embedded": "the embedded engine (not timed)", "none": "generation not counted",
+        "colocated": "engines on the same GPUs", "embedded": "the embedded engine (not timed)",
+        "none": "generation not counted",
     }[cluster.engine]  # fmt: skip
     return (
         f"{shape.model_type}, {total_parameters(shape) / 1e9:.1f} billion parameters, "
