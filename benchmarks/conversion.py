@@ -7,9 +7,10 @@ resident set of any one process of the command, pages of mapped files included.
 
     OMP_NUM_THREADS=1 python benchmarks/conversion.py --layers 6 --json conversion.json
 
-Where this user may, the page cache is dropped before each command, so that all read the disk. Wants four times the
-checkpoint's size in free disk space; 6 layers are 8.8 GB. mbridge, the peer on the registry, is not in the table: it
-builds Transformer Engine's layers only, and without a GPU it stops at `NameError: name 'TENorm' is not defined`.
+Where this user may, the page cache is dropped before each command, so that all read the disk, and the program's own
+files are read again. Wants four times the checkpoint's size in free disk space; 6 layers are 8.7 GB. mbridge, the peer on
+the registry, is not in the table: it builds Transformer Engine's layers only, and without a GPU it stops at
+`NameError: name 'TENorm' is not defined`.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from megatron_gspo.mcore.checkpoint_frame import checkpoint_frame
 from megatron_gspo.mcore.groups import Layout
 
 MODEL = ROOT / "examples" / "qwen3_moe" / "models" / "Qwen3-30B-A3B"
+CONVERT = [sys.executable, "-m", "megatron_gspo.tools.convert"]
 SHARD_BYTES = 4_000_000_000
 LAYOUTS = {
     "TP 1": [],
@@ -91,10 +93,12 @@ def measure(command: list[str]) -> Measured:
 
 
 def _drop_caches() -> None:
-    """Have all files read from the disk, where this user may; what was written before is there by then."""
+    """Have all files but the programs read from the disk, where this user may; what was written before is there by
+    then."""
     os.sync()
     with contextlib.suppress(OSError):
         Path("/proc/sys/vm/drop_caches").write_text("1")
+    subprocess.run([*CONVERT, "--help"], cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
 
 
 def _peaks(pid: int) -> dict[int, int]:
@@ -111,7 +115,7 @@ def _peaks(pid: int) -> dict[int, int]:
 
 
 def convert(*arguments: object) -> Measured:
-    return measure([sys.executable, "-m", "megatron_gspo.tools.convert", *map(str, arguments)])
+    return measure([*CONVERT, *map(str, arguments)])
 
 
 def copy(source: Path, target: Path) -> Measured:

@@ -28,7 +28,6 @@ from megatron_gspo.errors import InputError, UserError
 from megatron_gspo.mcore.checkpoint_files import newest_checkpoint
 from megatron_gspo.mcore.checkpoint_frame import checkpoint_frame, write_frame
 from megatron_gspo.mcore.groups import Layout
-from megatron_gspo.mcore.probe import compare_log_probs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -128,6 +127,8 @@ def _verify(options: argparse.Namespace) -> None:
     checkpoint = find_checkpoint(options.checkpoint)
     _prove(options.hugging_face, checkpoint, options, made=None)
     if options.probe is not None:
+        from megatron_gspo.mcore.probe import compare_log_probs  # loads Transformers, which the rest does without
+
         difference, tokens = compare_log_probs(options.hugging_face, checkpoint, options.probe)
         print(f"log-probs of {tokens} tokens differ by at most {difference:.1e}", file=sys.stderr)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,17 @@ class DistributedReader:
 
     def _file(self, item: ReadItem) -> str:
         return str(self._reader.storage_data[item.storage_index].relative_path)
+
+
+def open_checkpoint(path: Path) -> DistributedReader:
+    """A reader of `path`, the same as last time while the checkpoint is: its metadata are long to read."""
+    file = path / METADATA
+    return _reader(path, file.stat().st_mtime_ns if file.is_file() else 0)
+
+
+@lru_cache(maxsize=1)
+def _reader(path: Path, changed: int) -> DistributedReader:
+    return DistributedReader(path)
 
 
 class _MetadataUnpickler(pickle.Unpickler):

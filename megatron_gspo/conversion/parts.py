@@ -7,7 +7,8 @@ elements of a part that lie there. `mcore/checkpoint_frame.py` asks Megatron for
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -103,6 +104,21 @@ class Chunk:
     @property
     def numel(self) -> int:
         return math.prod(self.sizes)
+
+    def pieces(self, most: int) -> Iterator[Chunk]:
+        """The chunk in regions of at most `most` elements, cut between rows; itself where it is no larger."""
+        axis = len(self.sizes) - len(self.strides)
+        rows, row = self.sizes[axis], self.numel // self.sizes[axis]
+        step = max(most // row, 1)
+        if step >= rows:
+            yield self
+            return
+        for first in range(0, rows, step):
+            offsets, sizes = list(self.offsets), list(self.sizes)
+            offsets[axis] += first
+            sizes[axis] = min(step, rows - first)
+            start = self.start + first * self.strides[0]
+            yield replace(self, offsets=tuple(offsets), sizes=tuple(sizes), start=start)
 
     def of(self, value: Tensor) -> Tensor:
         """The chunk's elements as a view of the part's (contiguous) `value`, with the chunk's sizes."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_gspo.conversion.distributed_files import DistributedReader
+from megatron_gspo.conversion.distributed_files import DistributedReader, open_checkpoint
 from megatron_gspo.conversion.families import family_of, hugging_face_names
 from megatron_gspo.conversion.files import INDEX, SINGLE, copy_companions
 from megatron_gspo.conversion.parts import Chunk, Part
@@ -58,7 +58,7 @@ def to_hugging_face(
     Broken off, it goes on when called again. Errors as in `to_megatron`.
     """
     family, shape = family_of(read_config(source))
-    reader = DistributedReader(checkpoint)
+    reader = open_checkpoint(checkpoint)
     chunks = as_stored(reader, chunks)
     dtype = dtype or _common_dtype(reader, chunks)
     sizes = {name: size for chunk in chunks for name, size in chunk.part.whole_sizes(shape).items()}
@@ -182,7 +182,7 @@ def _write(work: _Work) -> None:
 
 
 def _tensors(work: _Work) -> Iterator[tuple[int, Tensor]]:
-    reader = DistributedReader(work.checkpoint)
+    reader = open_checkpoint(work.checkpoint)
     parts = by_part(work.chunks)
     part_of: dict[str, Part] = {name: chunk.part for chunk in work.chunks for name in chunk.part.names}
     kept: dict[str, Tensor] = {}

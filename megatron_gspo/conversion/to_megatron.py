@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -18,12 +17,13 @@ from megatron_gspo.conversion.shape import ModelError, ModelShape, read_config
 from megatron_gspo.conversion.units import UNIT_BYTES, Unit, cut, run_units
 from megatron_gspo.conversion.workspace import Workspace, file_stamps
 
+_PIECE_BYTES = 64 << 20  # of a larger tensor, such as an embedding, that are written at a time: torch copies them twice
 COMPANIONS = "hf"  # the folder of config, tokenizer and index in a converted checkpoint
 
 
 @dataclass(frozen=True)
 class _Work:
-    """number: of the file. chunks: those of one part follow each other."""
+    """number: of the file. chunks: in the order of their parts."""
 
     source: Path
     folder: Path
@@ -62,7 +62,8 @@ def to_megatron(
         for part in {chunk.part.names[0]: chunk.part for chunk in chunks}.values():
             part.check(reader, shape)
         dtype = dtype or reader.common_dtype()
-    ordered = sorted(chunks, key=lambda chunk: (chunk.part.layer, chunk.part.names, chunk.part.rank))
+    ordered = sorted(chunks, key=lambda chunk: (chunk.part.layer, chunk.part.names, chunk.part.rank, chunk.start))
+    ordered = [piece for chunk in ordered for piece in chunk.pieces(_PIECE_BYTES // dtype.itemsize)]
     job = {"from": str(source.resolve()), "files": file_stamps(source), "dtype": str(dtype), "unit_bytes": unit_bytes,
            "chunks": _places(ordered)}
     with Workspace(out, job) as workspace:
@@ -97,17 +98,12 @@ def _places(chunks: Iterable[Chunk]) -> list[str]:
 
 
 def _units(first: _Work, chunks: Sequence[Chunk], unit_bytes: int) -> list[Unit]:
-    """The chunks in files of one unit each, like `first`, which has the objects; those of a part stay together."""
-    by_part = [tuple(group) for _, group in groupby(chunks, key=lambda chunk: (chunk.part.names, chunk.part.rank))]
-
-    def size(group: Iterable[Chunk]) -> int:
-        return sum(chunk.numel for chunk in group) * first.dtype.itemsize
-
+    """The chunks in files of one unit each, like `first`, which has the objects."""
     units = []
-    for number, run in enumerate(cut(by_part, size, unit_bytes)):
-        together = tuple(chunk for group in run for chunk in group)
-        work = replace(first, number=number, chunks=together, objects={} if number else first.objects)
-        units.append(Unit(number, size(together), work))
+    for number, run in enumerate(cut(chunks, lambda chunk: chunk.numel * first.dtype.itemsize, unit_bytes)):
+        size = sum(chunk.numel for chunk in run) * first.dtype.itemsize
+        work = replace(first, number=number, chunks=tuple(run), objects={} if number else first.objects)
+        units.append(Unit(number, size, work))
     return units
 
 

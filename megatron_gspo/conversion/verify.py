@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_gspo.conversion.distributed_files import DistributedReader
+from megatron_gspo.conversion.distributed_files import open_checkpoint
 from megatron_gspo.conversion.families import check_names, family_of, hugging_face_names
 from megatron_gspo.conversion.files import CheckpointReader
 from megatron_gspo.conversion.parts import Chunk
@@ -50,7 +50,7 @@ def verify(
     family, shape = family_of(read_config(hugging_face))
     with CheckpointReader(hugging_face) as reader:
         check_names(reader.names, family, shape)
-    parts = by_part(as_stored(DistributedReader(megatron), chunks))
+    parts = by_part(as_stored(open_checkpoint(megatron), chunks))
     made = sorted(name for of_part in parts.values() for name in of_part[0].part.names)
     if made != sorted(hugging_face_names(family, shape)):
         raise ModelError(f"{megatron}: its parameters are not made of each tensor of {hugging_face} exactly once")
@@ -74,7 +74,7 @@ def verify(
 
 
 def _compare(work: _Work) -> None:
-    stored = DistributedReader(work.megatron)
+    stored = open_checkpoint(work.megatron)
     with CheckpointReader(work.hugging_face) as reader:
         for chunks in work.parts:
             value = read_part(stored, chunks)
