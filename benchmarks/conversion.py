@@ -8,8 +8,8 @@ resident set of any one process of the command, pages of mapped files included.
     OMP_NUM_THREADS=1 python benchmarks/conversion.py --layers 6 --json conversion.json
 
 Where this user may, the page cache is dropped before each command, so that all read the disk, and the program's own
-files are read again. Wants four times the checkpoint's size in free disk space; 6 layers are 8.7 GB. mbridge, the peer on
-the registry, is not in the table: it builds Transformer Engine's layers only, and without a GPU it stops at
+files are read again. Wants four times the checkpoint's size in free disk space; 6 layers are 8.7 GB. mbridge, the peer
+on the registry, is not in the table: it builds Transformer Engine's layers only, and without a GPU it stops at
 `NameError: name 'TENorm' is not defined`.
 """
 
