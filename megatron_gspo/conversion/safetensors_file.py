@@ -63,7 +63,7 @@ def write_tensors(path: Path, tensors: Iterable[tuple[int, Tensor]]) -> None:
     """Write tensors at their offsets into a file that `begin_file` made, and flush it to the disk."""
     with writing(path), path.open("r+b", buffering=0) as stream:
         for offset, tensor in tensors:
-            data = memoryview(tensor.contiguous().view(torch.uint8).numpy().reshape(-1))
+            data = tensor.contiguous().view(torch.uint8).numpy().reshape(-1).data
             while data:
                 written = os.pwrite(stream.fileno(), data, offset)
                 data, offset = data[written:], offset + written

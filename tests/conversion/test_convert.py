@@ -140,6 +140,18 @@ def test_several_processes_write_the_same(models, tmp_path):
     assert sums.returncode == 0
 
 
+def test_large_tensors_are_written_in_pieces(models, tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_gspo.conversion.to_megatron._PIECE_BYTES", 1000)
+    run("to-megatron", models["mixed"], tmp_path / "megatron", "--tp", 2, "--verify")
+    [embedding] = [
+        value for key, value in read_metadata(tmp_path / "megatron" / METADATA).state_dict_metadata.items()
+        if key == "embedding.word_embeddings.weight"
+    ]
+    assert max(chunk.sizes.numel() for chunk in embedding.chunks) * 4 <= 1000 and len(embedding.chunks) > 4
+    run("to-hf", tmp_path / "megatron", tmp_path / "back")
+    assert same_files(models["mixed"], tmp_path / "back")
+
+
 def unit_by_unit(tmp_path: Path, command: list[str]) -> subprocess.Popen:
     """A conversion in a process of its own, which waits after each unit until it is killed."""
     script = tmp_path / "slow.py"
