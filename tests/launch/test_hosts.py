@@ -84,8 +84,14 @@ def launch(script: str, log: Path, arguments: list[str], on: Host | None = None,
     command = [str(SCRIPTS / script), *arguments]
     with log.open("a") as output:
         return subprocess.Popen(
-            command if on is None else on.command(command), env=environment, stdout=output, stderr=output, cwd=ROOT
+            command if on is None else on.command(command), env=environment, stdout=output, stderr=output, cwd=ROOT,
+            preexec_fn=hear_interrupts,
         )
+
+
+def hear_interrupts() -> None:
+    """A shell that starts the tests in the background has them ignore SIGINT; inherited, that can't be trapped."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen, log: Path, seconds: float = LIMIT) -> None:
@@ -130,6 +136,7 @@ def configure_one(model: str, run_dir: Path) -> list[str]:
     return [str(configure(model, run_dir, steps=60)), *one]
 
 
+@pytest.mark.slow
 def test_one_script_is_asked_and_both_say_that_the_run_has_stopped(model, start, tmp_path):
     """Static rendezvous of two nodes, here and without namespaces; a scheduler's SIGTERM reaches the second. The first
     is told by our variables where to meet, the second by those of Kubeflow's operator."""
@@ -149,6 +156,7 @@ def test_one_script_is_asked_and_both_say_that_the_run_has_stopped(model, start,
     assert (run_dir / "checkpoints" / f"step_{done:06d}").is_dir()
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_the_run_at_once(model, start, tmp_path):
     log = tmp_path / "log.txt"
     running = start("static.sh", log, configure_one(model, tmp_path / "run"), PROCESSES=1)

@@ -84,6 +84,7 @@ run.run_all([run.Job(file, "", deadly, {}, 100.0)], [slot], record)
     assert "test_no_group_is_one_process" not in output  # that one passed, in its own process
 
 
+@pytest.mark.slow
 def test_only_what_hangs_twice_is_a_timeout(tmp_path):
     script = """
 file = "megatron_gspo/algorithms/kl.py"

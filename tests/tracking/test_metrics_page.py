@@ -30,7 +30,7 @@ from megatron_gspo.loop.update import Update
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "metrics.md"
 PACKAGE = ROOT / "megatron_gspo"
-KEEPS_OTHER_RECORDS = {"rollout_buffer"}  # its dicts are the head of a file
+KEEPS_OTHER_RECORDS = {"rollout_buffer", "dry_run"}  # their dicts are the head of a file, and sizes to print
 SOURCES = (
     *(file for file in sorted((PACKAGE / "loop").glob("*.py")) if file.stem not in KEEPS_OTHER_RECORDS),
     *(PACKAGE / "mcore" / f"{name}.py" for name in ("step", "forward")),

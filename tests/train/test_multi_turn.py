@@ -86,6 +86,7 @@ def test_a_run_on_the_example(finished):
         assert turns[-1]["end"] == sample["response_length"] and turns[0]["start"] == 0
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_the_same(finished, tmp_path):
     again = {**finished, "run_dir": str(tmp_path / "again")}
     launch(again, 2, "training.steps=2")
@@ -178,7 +179,7 @@ def test_one_advantage_an_episode_without_a_discount(model, tmp_path):
 FAILING = f"{Path(__file__).parent}/failing_environment.py:failing"
 
 
-@pytest.mark.parametrize("worth", [None, -1.0])
+@pytest.mark.parametrize("worth", [None, pytest.param(-1.0, marks=pytest.mark.slow)])
 def test_environments_that_fail_are_counted(model, tmp_path, worth):
     config = multi_turn(
         model, tmp_path / "run", data={"verifier_failure_reward": worth, "verifier_timeout": 2.0},

@@ -134,6 +134,7 @@ def test_a_step_against_a_naive_loop(folder, chosen, name):
         assert metrics["rollout_mask/sequences"] == sum(not any(mask) for mask in masks) / 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chosen", list(SETTINGS.values())[2:], ids=list(SETTINGS)[2:])
 def test_the_cut_does_not_matter(folder, chosen):
     """Tokens packed into one micro-batch, into many, and over two ranks."""

@@ -70,6 +70,7 @@ def test_the_export_is_the_trained_model(finished):
     assert (folder / "hf" / "tokenizer.json").is_file() and (folder / "hf" / "config.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_the_same(finished, tmp_path):
     """Stopped after two of four steps and started again: bitwise the same weights, and the same metrics."""
     config, folder, _ = finished

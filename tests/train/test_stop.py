@@ -44,6 +44,7 @@ def model(tmp_path_factory) -> str:
     return tiny_model(tmp_path_factory.mktemp("stop_model"))
 
 
+@pytest.mark.slow
 def test_one_rank_is_asked_and_all_stop_with_a_checkpoint(model, tmp_path):
     whole = run(tmp_path / "a", config(tmp_path, model, "whole", stop_after=-1))
     assert [rank.code for rank in whole] == [0, 0]
