@@ -20,6 +20,7 @@ from megatron_gspo.config.sections import ParallelConfig
 from megatron_gspo.conversion import family_of, read_config
 from megatron_gspo.conversion.distributed_files import METADATA, DistributedReader
 from megatron_gspo.conversion.files import CheckpointReader
+from megatron_gspo.conversion.parts import Chunk
 from megatron_gspo.conversion.to_hugging_face import to_hugging_face
 from megatron_gspo.conversion.to_megatron import COMPANIONS, to_megatron
 from megatron_gspo.conversion.units import UNIT_BYTES
@@ -99,21 +100,21 @@ def _to_megatron(options: argparse.Namespace) -> None:
             dtype=DTYPES.get(options.dtype), report=report, **_work(options),
         )
     if options.verify:
-        _prove(options.source, out, options, made=out)
+        _prove(options.source, out, chunks_of(options.source), options, made=out)
     print(out)
 
 
 def _to_hugging_face(options: argparse.Namespace) -> None:
     checkpoint = find_checkpoint(options.checkpoint)
     source = options.source or find_source(options.checkpoint, checkpoint)
-    chunks = checkpoint_frame(*family_of(read_config(source)), Layout()).chunks
+    chunks = chunks_of(source)
     with _progress("to Hugging Face") as report:
         out = to_hugging_face(
             checkpoint, options.out, chunks, source, dtype=DTYPES.get(options.dtype),
             max_shard_bytes=int(options.max_shard_gib * 2**30), report=report, **_work(options),
         )
     if options.verify:
-        _prove(out, checkpoint, options, made=out)
+        _prove(out, checkpoint, chunks, options, made=out)
     print(out)
 
 
@@ -125,7 +126,7 @@ def _work(options: argparse.Namespace) -> dict[str, int]:
 
 def _verify(options: argparse.Namespace) -> None:
     checkpoint = find_checkpoint(options.checkpoint)
-    _prove(options.hugging_face, checkpoint, options, made=None)
+    _prove(options.hugging_face, checkpoint, chunks_of(options.hugging_face), options, made=None)
     if options.probe is not None:
         from megatron_gspo.mcore.probe import compare_log_probs  # loads Transformers, which the rest does without
 
@@ -133,9 +134,15 @@ def _verify(options: argparse.Namespace) -> None:
         print(f"log-probs of {tokens} tokens differ by at most {difference:.1e}", file=sys.stderr)
 
 
-def _prove(hugging_face: Path, megatron: Path, options: argparse.Namespace, *, made: Path | None) -> None:
+def chunks_of(hugging_face: Path) -> tuple[Chunk, ...]:
+    """What Megatron's checkpoint of this model holds, each parameter whole."""
+    return checkpoint_frame(*family_of(read_config(hugging_face)), Layout()).chunks
+
+
+def _prove(
+    hugging_face: Path, megatron: Path, chunks: Sequence[Chunk], options: argparse.Namespace, *, made: Path | None
+) -> None:
     """Compare the two in the type of the one that was made (None: of the Hugging Face one), and write its checksums."""
-    chunks = checkpoint_frame(*family_of(read_config(hugging_face)), Layout()).chunks
     if made == megatron:
         dtype = DistributedReader(megatron).dtype(chunks[0].key)
     else:

@@ -64,6 +64,11 @@ class ModelShape:
         return any(self.moe_layers)
 
 
+def padded_vocab_size(shape: ModelShape, tensor_size: int) -> int:
+    """Rows of the embedding: the vocabulary rounded up to a multiple of the tensor-parallel size."""
+    return -(-shape.vocab_size // tensor_size) * tensor_size
+
+
 def read_config(path: str | Path) -> dict[str, Any]:
     """``config.json`` of a Hugging Face model directory, as a dict.
 

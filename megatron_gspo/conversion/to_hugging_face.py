@@ -69,20 +69,11 @@ def to_hugging_face(
     with Workspace(out, job) as workspace:
         units = _units(checkpoint, workspace.result, layouts, chunks, sizes, dtype, shape, unit_bytes)
         begun = {file for file, layout in layouts.items() if _size(workspace.result / file) == layout.size}
-        left = [unit for unit in units if unit.number not in workspace.done or unit.work.file.name not in begun]
-        total = sum(unit.size for unit in units)
-        written = total - sum(unit.size for unit in left)
+        finished = {unit.number for unit in units if unit.number in workspace.done and unit.work.file.name in begun}
         workspace.check_room(sum(layout.size for file, layout in layouts.items() if file not in begun))
         for file in layouts.keys() - begun:
             begin_file(workspace.result / file, layouts[file])
-
-        def note(unit: Unit, _: None) -> None:
-            nonlocal written
-            workspace.record(unit.number, None)
-            written += unit.size
-            report(written, total)
-
-        run_units(_write, left, processes=processes, done=note)
+        run_units(_write, units, finished=finished, processes=processes, record=workspace.record, report=report)
         _finish(workspace.result, files, sizes, source, dtype)
         return workspace.publish()
 

@@ -69,18 +69,9 @@ def to_megatron(
     with Workspace(out, job) as workspace:
         first = _Work(source, workspace.result, 0, (), dict(objects), dtype, shape)
         units = _units(first, ordered, unit_bytes)
-        left = [unit for unit in units if not _is_there(workspace, unit)]
-        total = sum(unit.size for unit in units)
-        written = total - sum(unit.size for unit in left)
-        workspace.check_room(total - written)
-
-        def note(unit: Unit, placements: list[Placement]) -> None:
-            nonlocal written
-            workspace.record(unit.number, placements)
-            written += unit.size
-            report(written, total)
-
-        run_units(_write, left, processes=processes, done=note)
+        finished = {unit.number for unit in units if _is_there(workspace, unit)}
+        workspace.check_room(sum(unit.size for unit in units if unit.number not in finished))
+        run_units(_write, units, finished=finished, processes=processes, record=workspace.record, report=report)
         placements = [tuple(place) for unit in units for place in workspace.done[unit.number]]
         write_metadata(workspace.result, ordered, dtype, objects, placements)
         finish(workspace.result)

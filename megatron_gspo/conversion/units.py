@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -42,23 +42,41 @@ def cut(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[li
 
 
 def run_units(
-    do: Callable[[Any], T], units: Sequence[Unit], *, processes: int, done: Callable[[Unit, T], None]
+    do: Callable[[Any], T],
+    units: Sequence[Unit],
+    *,
+    finished: Collection[int] = (),
+    processes: int,
+    record: Callable[[int, T], None] = lambda number, result: None,
+    report: Callable[[int, int], None],
 ) -> None:
-    """`do(unit.work)` for each unit, in `processes` processes or, for 1, in this one; `done` with each result, here.
+    """`do(unit.work)` for each unit but the finished ones (numbers), in `processes` processes or, for 1, in this one.
 
-    Results must be picklable. The first failure ends all and is raised; a process that dies makes a ``RunError``.
-    Processes are forked, since others would import everything again: call it before any other thread is started.
+    record: takes each result here, with the unit's number; then report: bytes done, those finished before among them,
+    and in all. Results must be picklable. The first failure ends all and is raised; a process that dies makes a
+    ``RunError``. Processes are forked, since others would import everything again: call it before any other thread is
+    started.
     """
+    left = [unit for unit in units if unit.number not in finished]
+    total = sum(unit.size for unit in units)
+    done = total - sum(unit.size for unit in left)
+    for unit, result in _results(do, left, processes):
+        record(unit.number, result)
+        done += unit.size
+        report(done, total)
+
+
+def _results(do: Callable[[Any], T], units: Sequence[Unit], processes: int) -> Iterator[tuple[Unit, T]]:
+    """Each unit with its result, as they come."""
     if processes == 1 or len(units) < 2:
-        for unit in units:
-            done(unit, do(unit.work))
+        yield from ((unit, do(unit.work)) for unit in units)
         return
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(min(processes, len(units)), context, torch.set_num_threads, (1,)) as pool:
         futures = {pool.submit(do, unit.work): unit for unit in units}
         try:
             for future in as_completed(futures):
-                done(futures[future], future.result())
+                yield futures[future], future.result()
         except BrokenProcessPool:
             fix = "run the same command again: it goes on; with fewer --processes it takes less memory"
             raise RunError(f"a process of the conversion was killed (out of memory?); {fix}") from None

@@ -62,14 +62,7 @@ def verify(
         Unit(number, sum(map(size, run)), _Work(hugging_face, megatron, tuple(run), dtype, shape))
         for number, run in enumerate(cut(parts.values(), size, unit_bytes))
     ]
-    total, compared = sum(unit.size for unit in units), 0
-
-    def note(unit: Unit, _: None) -> None:
-        nonlocal compared
-        compared += unit.size
-        report(compared, total)
-
-    run_units(_compare, units, processes=processes, done=note)
+    run_units(_compare, units, processes=processes, report=report)
     return len(made)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_gspo.config import Config
 from megatron_gspo.conversion import ModelShape
 from megatron_gspo.doctor.findings import Finding, error, note, ok, warning
+from megatron_gspo.doctor.space import DTYPE_BYTES
 from megatron_gspo.errors import show_bytes
 from megatron_gspo.plan.activations import Setting
 from megatron_gspo.plan.assumptions import Assumptions
@@ -12,13 +13,11 @@ from megatron_gspo.plan.hardware import GPUS
 from megatron_gspo.plan.memory import Memory, stage_states, worst_memory
 from megatron_gspo.plan.workload import Cluster, Workload
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-
 
 def planned_memory(config: Config, shape: ModelShape, world_size: int, *, transformer_engine: bool = True) -> Memory:
     """Bytes on the fullest rank of a run of ``world_size`` GPUs, which the config's layout must divide."""
     model, rollout, training = config.model, config.rollout, config.training
-    size = _DTYPE_BYTES[model.dtype]
+    size = DTYPE_BYTES[model.dtype]
     layers = "transformer_engine" if transformer_engine and model.implementation != "torch" else "torch"
     work = Workload(
         rollout.max_response_length,

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 _MASTER_AND_MOMENTS = 12  # bytes a parameter: float32 weights and Adam's two moments, as a checkpoint holds them
 
 
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}  # of a parameter, by model.dtype
+
+
 @dataclass(frozen=True)
 class Needs:
     """Bytes. checkpoint: one of the run's own, with optimizer state. checkpoints: how many there are at most, the one

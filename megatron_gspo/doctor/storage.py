@@ -9,12 +9,11 @@ from pathlib import Path
 from megatron_gspo.config import Config
 from megatron_gspo.conversion import ModelShape
 from megatron_gspo.doctor.findings import Finding, error, note, ok, warning
-from megatron_gspo.doctor.space import Needs, needs
+from megatron_gspo.doctor.space import DTYPE_BYTES, Needs, needs
 from megatron_gspo.errors import existing_part, show_bytes
 from megatron_gspo.plan.parameters import total_parameters
 
 SHARED_MEMORY = Path("/dev/shm")
-_WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 # A container's default of 64 MiB is what NCCL and SGLang run out of; NVIDIA starts its own with 1 GiB a few GPUs.
 _SHARED_MEMORY_OF_A_RANK = 256 << 20
 _LITTLE = 1 << 30  # on the disk of a machine without a config
@@ -26,7 +25,7 @@ def needs_of(config: Config, shape: ModelShape) -> Needs:
     copies = 2 if config.rollout.engine == "sglang" and config.sglang.weight_route == "disk" and inside else 0
     return needs(
         total_parameters(shape),
-        weight_bytes=_WEIGHT_BYTES[config.model.dtype],
+        weight_bytes=DTYPE_BYTES[config.model.dtype],
         keep=config.checkpoint.keep,
         saves=bool(config.checkpoint.interval),
         exports=config.checkpoint.export_hf,
@@ -46,7 +45,7 @@ def check_weight_disk(config: Config, shape: ModelShape) -> list[Finding]:
     place = config.sglang.weight_dir
     if config.sglang.weight_route != "disk" or place is None or Path(place).is_relative_to(config.run_dir):
         return []
-    wanted = 2 * total_parameters(shape) * _WEIGHT_BYTES[config.model.dtype]
+    wanted = 2 * total_parameters(shape) * DTYPE_BYTES[config.model.dtype]
     free = shutil.disk_usage(existing_part(place)).free + _size(Path(place))
     text = f"{place}: {show_bytes(free)} free, two copies of the weights take {show_bytes(wanted)}"
     if free < wanted:

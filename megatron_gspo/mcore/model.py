@@ -10,7 +10,7 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_gspo.conversion.shape import ModelShape
+from megatron_gspo.conversion.shape import ModelShape, padded_vocab_size
 from megatron_gspo.mcore.groups import Groups, Layout
 from megatron_gspo.mcore.layers import block_spec, transformer_engine_available, use_own_operators
 from megatron_gspo.mcore.routing_replay import attach_gates
@@ -32,11 +32,6 @@ class ModelSettings:
     recompute_num_layers: int = 1
     dispatcher: str = "alltoall"
     sequence_parallel: bool | None = None
-
-
-def padded_vocab_size(shape: ModelShape, tensor_size: int) -> int:
-    """Rows of the embedding: the vocabulary rounded up to a multiple of the tensor-parallel size."""
-    return -(-shape.vocab_size // tensor_size) * tensor_size
 
 
 def _moe(shape: ModelShape, layout: Layout, settings: ModelSettings, engine: bool) -> dict[str, Any]:

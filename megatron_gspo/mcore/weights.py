@@ -138,22 +138,10 @@ def _owners(sections: dict[int, list[Placed]], shape: ModelShape,
 
 def _sizes(placed: Placed, shape: ModelShape, groups: Groups) -> list[tuple[str, tuple[int, ...]]]:
     """Names and whole sizes of the Hugging Face tensors of a parameter, for all experts if it is an expert's."""
-    rule = placed.rule
-    group = groups.expert_tp if rule.is_expert else groups.tp
-    sizes = []
-    for part in rule.split(torch.empty_like(placed.parameter, device="meta"), shape):
-        size = list(part.shape)
-        if rule.shard is not Shard.NONE:
-            size[rule.shard.value] *= group.size()
-        if rule.is_vocabulary:
-            size[0] = shape.vocab_size
-        sizes.append(tuple(size))
-    step = shape.num_experts // groups.ep.size() if rule.is_expert else 1
-    experts = range(placed.expert % step, shape.num_experts, step) if rule.is_expert else (0,)
-    return [
-        (name, size) for expert in experts
-        for name, size in zip(rule.names_in(placed.layer, expert), sizes, strict=True)
-    ]
+    part = placed.part(groups)
+    step = shape.num_experts // groups.ep.size() if part.rule.is_expert else 1
+    experts = range(placed.expert % step, shape.num_experts, step) if part.rule.is_expert else (0,)
+    return [size for expert in experts for size in replace(part, expert=expert).whole_sizes(shape).items()]
 
 
 def _whole(placed_list: list[Placed], shape: ModelShape, groups: Groups) -> dict[str, Tensor]:

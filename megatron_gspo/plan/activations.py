@@ -16,13 +16,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_gspo.config.sections import ParallelConfig
-from megatron_gspo.conversion.shape import ModelShape
+from megatron_gspo.conversion.shape import ModelShape, padded_vocab_size
 from megatron_gspo.parallel.log_probs import CHUNK_BYTES
 from megatron_gspo.parallel.vocabulary_tiles import TILE, tile_elements, tile_shape
 from megatron_gspo.plan.parameters import (
     layer_kinds,
     local_experts,
-    padded_vocabulary,
     stage_layers,
 )
 
@@ -186,7 +185,7 @@ def shared_bytes(z: Sizes, setting: Setting) -> float:
 def embedding_rows(shape: ModelShape, parallel: ParallelConfig) -> int:
     """Rows of the embedding, and of the output weight, on a rank."""
     tp = parallel.tensor_model_parallel_size
-    return padded_vocabulary(shape, tp) // tp
+    return padded_vocab_size(shape, tp) // tp
 
 
 def in_flight(parallel: ParallelConfig, stage: int, micro_batches: int) -> int:

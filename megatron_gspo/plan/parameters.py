@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from megatron_gspo.config.sections import ParallelConfig
-from megatron_gspo.conversion.shape import ModelShape
+from megatron_gspo.conversion.shape import ModelShape, padded_vocab_size
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,6 @@ class Parameter:
     count: int
     expert: bool = False
     shared: bool = False
-
-
-def padded_vocabulary(shape: ModelShape, tensor: int) -> int:
-    """Rows of the embedding: the vocabulary rounded up to a multiple of the tensor-parallel size."""
-    return -(-shape.vocab_size // tensor) * tensor
 
 
 def layer_parameters(shape: ModelShape, parallel: ParallelConfig, *, is_moe: bool) -> tuple[Parameter, ...]:
@@ -110,7 +105,7 @@ def outer_parameters(shape: ModelShape, parallel: ParallelConfig, stage: int, ch
     """
     stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
     tp = parallel.tensor_model_parallel_size
-    rows = padded_vocabulary(shape, tp) // tp * shape.hidden_size
+    rows = padded_vocab_size(shape, tp) // tp * shape.hidden_size
     shared = shape.tied_embeddings and stages > 1
     before = [Parameter("word_embeddings", rows, shared=shared)] if stage == 0 and chunk == 0 else []
     if stage != stages - 1 or chunk != chunks - 1:
