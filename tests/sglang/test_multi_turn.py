@@ -35,7 +35,9 @@ def test_episodes_on_two_ranks(urls: list[str], model: str, tmp_path: Path) -> N
     for record in found:
         assert 1 < record["turns/mean"] <= record["turns/max"] <= 3 and record["turns/observation_tokens"] > 10
         assert record["mismatch/abs_diff_max"] < AGREEMENT and record["routing/rollout_flip_rate"] == 0.0
-        assert record["staleness/max"] == 0.0 and record["grad_norm"] > 0
+        assert record["staleness/max"] == 0.0
+        # this server's draws aren't seeded: a step in which no episode earned anything has nothing to learn from
+        assert record["grad_norm"] > 0 or record["groups/zero_variance"] == 1.0
         assert record["rollout/requests"] > 16, "one a turn"
     check_ledger(tmp_path / "run", batch=4, n=4, staleness=0)
 
