@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 1
+SCHEMA = 2
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("torch", "megatron-core", "transformers")
@@ -53,6 +53,11 @@ class Spread:
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
         return cls(median, low, high, len(values))
 
+    @classmethod
+    def exactly(cls, value: float) -> Spread:
+        """Of what is counted and doesn't vary."""
+        return cls(value, value, value, 1)
+
 
 @dataclass(frozen=True)
 class Row:
@@ -80,8 +85,17 @@ class Row:
         """Whether the target is reached; None without one."""
         if self.target is None:
             return None
-        found = (self.ours if self.absolute else self.ratio).median
-        return found >= self.target if self.better == "higher" else found <= self.target
+        return self.found >= self.target if self.better == "higher" else self.found <= self.target
+
+    @property
+    def found(self) -> float:
+        """What the target is asked of: the median of ours or of the ratio."""
+        return (self.ours if self.absolute else self.ratio).median
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What tells a row from all others of a result."""
+        return self.benchmark, self.name, self.peer_name
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"met": self.met}
@@ -153,6 +167,12 @@ def rate_row(benchmark: str, name: str, ours: Sequence[Mapping[str, float]], pee
     )  # fmt: skip
 
 
+def count_row(benchmark: str, name: str, ours: float, peer: float, *, unit: str, **more: Any) -> Row:
+    """A row of two counts that don't vary (lower is better); ``peer`` is above zero."""
+    own, other, ratio = (Spread.exactly(value) for value in (ours, peer, ours / peer))
+    return Row(benchmark, name, unit=unit, better="lower", ratio=ratio, ours=own, peer=other, **more)
+
+
 def number(value: float) -> str:
     """Three significant digits, thousands separated: 12,400; 3.14; 0.0021."""
     if abs(value) < 999.5:
@@ -161,11 +181,16 @@ def number(value: float) -> str:
     return f"{round(value / step) * step:,}"
 
 
+def _ratio(value: float) -> str:
+    """Two decimals, below 0.1 two digits."""
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
+
+
 def _cells(row: Row) -> list[str]:
     sign = ("ours " if row.absolute else "") + (">=" if row.better == "higher" else "<=")
     return [
-        f"{row.ratio.median:.2f} ({row.ratio.low:.2f}-{row.ratio.high:.2f})",
-        "" if row.cpu_ratio is None else f"{row.cpu_ratio.median:.2f}",
+        f"{_ratio(row.ratio.median)} ({_ratio(row.ratio.low)}-{_ratio(row.ratio.high)})",
+        "" if row.cpu_ratio is None else _ratio(row.cpu_ratio.median),
         "" if row.target is None else f"{sign} {row.target:g} {'yes' if row.met else 'NO'}",
         row.name,
         f"{number(row.ours.median)} {row.unit}",
@@ -225,31 +250,45 @@ def save_rows(file: Path, rows: Sequence[Row], **more: Any) -> None:
     file.write_text(json.dumps({"rows": [row.to_json() for row in rows], **more}, indent=2) + "\n")
 
 
+Measured = list[Row] | tuple[list[Row], dict[str, Any]]
+
+
 def run_from_command_line(
-    about: str | None, measure: Callable[[argparse.Namespace], list[Row]], numbers: Mapping[str, int], *, seconds: float
+    about: str | None,
+    measure: Callable[[argparse.Namespace], Measured],
+    numbers: Mapping[str, int],
+    *,
+    seconds: float,
+    peers: bool = False,
 ) -> None:
     """The command line of a benchmark: ``--quick``, ``--seconds``, ``--json`` and a key for each of ``numbers`` with
-    its default, ``repeats`` among them. Prints the table of ``measure``'s rows and writes them where asked for."""
+    its default, ``repeats`` among them; with ``peers`` also ``--peers-python``. Prints the table of ``measure``'s rows
+    and writes them where asked for, with the details that ``measure`` gives beside them."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="10 repeats instead of --repeats")
+    parser.add_argument("--quick", action="store_true", help="10 repeats at most, small sizes; to see that it runs")
     parser.add_argument(
         "--seconds", type=float, default=seconds, help="stop repeating after so long (default: %(default)s)"
     )
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default, help="(default: %(default)s)")
+    if peers:
+        parser.add_argument("--peers-python", help="interpreter with the peers; without it .venv-peers is made")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     args = parser.parse_args()
     args.repeats = min(args.repeats, 10) if args.quick else args.repeats
-    rows = measure(args)
+    measured = measure(args)
+    rows, details = measured if isinstance(measured, tuple) else (measured, {})
     print(table(rows))
     if args.json:
-        save_rows(args.json, rows)
+        save_rows(args.json, rows, **details)
 
 
-def write_result(result: Mapping[str, Any], folder: Path, day: str) -> tuple[Path, Path]:
-    """``latest.json`` and ``<day>-<machine kind>.json``."""
+def write_result(result: Mapping[str, Any], folder: Path) -> list[Path]:
+    """``latest.json`` and ``<day>-<machine kind>.json``; of a partial result ``partial.json`` alone, so that the rows
+    in ``latest.json`` always come from one run."""
     folder.mkdir(parents=True, exist_ok=True)
-    files = (folder / "latest.json", folder / f"{day}-{machine_kind(result['hardware'])}.json")
+    dated = f"{result['date']}-{machine_kind(result['hardware'])}.json"
+    files = [folder / name for name in (["partial.json"] if result["partial"] else ["latest.json", dated])]
     for file in files:
         file.write_text(json.dumps(result, indent=2) + "\n")
     return files

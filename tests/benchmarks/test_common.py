@@ -11,6 +11,7 @@ from benchmarks.common import (
     Row,
     Seconds,
     Spread,
+    count_row,
     interleave,
     machine_kind,
     number,
@@ -93,9 +94,23 @@ def test_result_files(tmp_path):
     machine = {"gpu": None, "cpu": "Fast CPU(R) 9", "cores": 2}
     assert machine_kind(machine) == "fast-cpu-r-9-2-cores"
     assert machine_kind(machine | {"gpu": "NVIDIA H100"}) == "nvidia-h100"
-    files = write_result({"hardware": machine, "rows": []}, tmp_path / "results", "2026-01-02")
+    result = {"hardware": machine, "rows": [], "date": "2026-01-02", "partial": False}
+    files = write_result(result, tmp_path / "results")
     assert [file.name for file in files] == ["latest.json", "2026-01-02-fast-cpu-r-9-2-cores.json"]
-    assert json.loads(files[0].read_text()) == json.loads(files[1].read_text())
+    assert json.loads(files[0].read_text()) == json.loads(files[1].read_text()) == result
+
+
+def test_a_partial_result_leaves_the_latest_alone(tmp_path):
+    (tmp_path / "latest.json").write_text("whole")
+    machine = {"gpu": None, "cpu": "c", "cores": 2}
+    write_result({"hardware": machine, "rows": [], "date": "2026-01-02", "partial": True}, tmp_path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["latest.json", "partial.json"]
+    assert (tmp_path / "latest.json").read_text() == "whole"
+
+
+def test_counts_have_no_spread():
+    row = count_row("b", "n", 3.0, 12.0, unit="bytes", peer_name="p", target=0.25)
+    assert row.ratio == Spread(0.25, 0.25, 0.25, 1) and row.met is True and row.cpu_ratio is None
 
 
 def test_loop_rows_from_the_reports_of_the_turns():

@@ -1,0 +1,136 @@
+"""Compare a result with the committed one, row by row, as ratios of ours to the peer; 1 where something was lost.
+
+    python benchmarks/run_all.py --results build/benchmarks && python benchmarks/check_regression.py
+
+A row got *worse* where its ratio did by more than ``NOTICED`` and the quartiles of both results lie apart; by more than
+``--loss`` it is a loss. Lost too: rows that are gone though their benchmark ran, benchmarks that failed, and targets
+that were reached and are now missed by the better quartile as well. The ratio to a peer in the same run, and not the
+time, is what survives another machine; a row of memory or bytes doesn't vary at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.common import RESULTS, ROOT, Row, Spread, machine_kind, number
+from benchmarks.report import rows_of
+
+NOTICED = 0.05  # a smaller change isn't told
+LOSS = 0.15  # a larger one fails
+NEW = ROOT / "build" / "benchmarks"
+
+
+@dataclass
+class Findings:
+    """What changed for the worse; ``losses`` make the check fail, ``worse`` and ``notes`` are told."""
+
+    losses: list[str] = field(default_factory=list)
+    worse: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def worse_by(row: Row, old: Row) -> float:
+    """How much worse the ratio is than it was, as a share: 0.1 where a time took 10 % more or a rate reached a tenth
+    more before; negative where it is better."""
+    pair = (row.ratio.median, old.ratio.median) if row.better == "lower" else (old.ratio.median, row.ratio.median)
+    return 0.0 if pair[0] == pair[1] else pair[0] / pair[1] - 1.0 if pair[1] else float("inf")
+
+
+def apart(row: Row, old: Row) -> bool:
+    """Whether the quartiles of both ratios don't touch, the new ones on the worse side."""
+    return row.ratio.low > old.ratio.high if row.better == "lower" else row.ratio.high < old.ratio.low
+
+
+def surely_missed(row: Row) -> bool:
+    """Whether the better quartile misses the target too."""
+    spread: Spread = row.ours if row.absolute else row.ratio
+    assert row.target is not None
+    return spread.low > row.target if row.better == "lower" else spread.high < row.target
+
+
+def compare_rows(row: Row, old: Row, loss: float, findings: Findings) -> None:
+    """Adds what there is to say about one row."""
+    name, change = describe(row), worse_by(row, old)
+    if change > NOTICED and apart(row, old):
+        ratio = f"{number(old.ratio.median)} -> {number(row.ratio.median)}"
+        line = f"{name}: ours / peer {ratio}, {100 * change:.0f} % worse"
+        (findings.losses if change > loss else findings.worse).append(line)
+    if row.met is False and old.met is True and row.target == old.target:
+        sign = ">=" if row.better == "higher" else "<="
+        line = f"{name}: target {sign} {row.target:g} reached before ({number(old.found)}), now {number(row.found)}"
+        (findings.losses if surely_missed(row) else findings.worse).append(line)
+
+
+def describe(row: Row) -> str:
+    return f"{row.benchmark}: {row.name}, beside {row.peer_name}"
+
+
+def compare(new: Mapping[str, Any], old: Mapping[str, Any], *, loss: float = LOSS) -> Findings:
+    """All that got worse from ``old`` to ``new``, two results of ``run_all.py``.
+
+    Raises ``ValueError`` where one is a quick run and the other isn't: their sizes differ.
+    """
+    if new["quick"] != old["quick"]:
+        raise ValueError("one of the results is of a --quick run, whose sizes are others")
+    findings = Findings()
+    kinds = [machine_kind(result["hardware"]) for result in (new, old)]
+    if kinds[0] != kinds[1]:
+        findings.notes.append(f"another machine ({kinds[0]}, before {kinds[1]}): ratios may differ for that alone")
+    findings.losses += [f"{name} failed: {reason}" for name, reason in new["failures"].items()]
+    rows = {row.key: row for row in rows_of(new)}
+    ran = {row.benchmark for row in rows.values()}
+    absent = []
+    for before in rows_of(old):
+        if before.key in rows:
+            compare_rows(rows[before.key], before, loss, findings)
+        elif before.benchmark in ran:
+            findings.losses.append(f"{describe(before)}: the row is gone")
+        elif before.benchmark not in absent:
+            absent.append(before.benchmark)
+    findings.notes += [f"{name} did not run" for name in absent if name not in new["failures"]]
+    return findings
+
+
+def newest(folder: Path) -> Path:
+    """The result that was written last. Raises ``FileNotFoundError`` where there is none."""
+    files = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime)
+    if not files:
+        raise FileNotFoundError(f"{folder} holds no result; run benchmarks/run_all.py --results {folder}")
+    return files[-1]
+
+
+def show(findings: Findings, count: int) -> None:
+    """The findings on standard output, losses last."""
+    for title, lines in (("note", findings.notes), ("worse", findings.worse), ("LOST", findings.losses)):
+        for line in lines:
+            print(f"{title}: {line}")
+    verdict = f"{len(findings.losses)} LOST, " if findings.losses else "nothing lost, "
+    print(f"{verdict}{len(findings.worse)} worse, of {count} rows")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("new", type=Path, nargs="?", help=f"(default: the newest file in {NEW.relative_to(ROOT)})")
+    parser.add_argument("--against", type=Path, default=RESULTS / "latest.json", help="(default: the committed result)")
+    parser.add_argument("--loss", type=float, default=LOSS, help="share that fails (default: %(default)s)")
+    args = parser.parse_args()
+    try:
+        new, old = (json.loads(file.read_text()) for file in (args.new or newest(NEW), args.against))
+        findings = compare(new, old, loss=args.loss)
+    except (OSError, ValueError, KeyError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    show(findings, len(new["rows"]))
+    return 1 if findings.losses else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""The regression check on hand-made results: what it calls lost, worse, gone."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from benchmarks import check_regression
+from benchmarks.check_regression import compare, newest, worse_by
+from tests.benchmarks.make import result, row
+
+
+def test_worse_by_looks_the_right_way():
+    assert worse_by(row(ratio=1.2), row(ratio=1.0)) == pytest.approx(0.2)
+    assert worse_by(row(ratio=2.0, better="higher"), row(ratio=2.5, better="higher")) == pytest.approx(0.25)
+    assert worse_by(row(ratio=0.8), row(ratio=1.0)) < 0 < worse_by(row(ratio=0.5), row(ratio=0.0))
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "width", "losses", "worse"),
+    [
+        (1.30, 1.0, 0.05, 1, 0),  # far beyond the spread of both
+        (1.30, 1.0, 0.20, 0, 0),  # 1.10 to 1.50 and 0.80 to 1.20 overlap
+        (1.10, 1.0, 0.02, 0, 1),  # apart, but small
+        (1.04, 1.0, 0.00, 0, 0),  # too small to tell
+        (0.50, 1.0, 0.01, 0, 0),  # better
+    ],
+)
+def test_a_loss_is_large_and_beyond_the_quartiles(new, old, width, losses, worse):
+    found = compare(result(row(ratio=new, width=width)), result(row(ratio=old, width=width)))
+    assert (len(found.losses), len(found.worse), found.notes) == (losses, worse, [])
+    for line in found.losses + found.worse:
+        assert f"bench: a, beside peer: ours / peer 1 -> {new:g}, {round(100 * (new - 1))} % worse" == line
+
+
+def test_rates_lose_downwards():
+    old = result(row(ratio=2.6, better="higher"))
+    assert compare(result(row(ratio=1.3, better="higher")), old).losses[0].endswith("2.6 -> 1.3, 100 % worse")
+    assert compare(result(row(ratio=5.2, better="higher")), old).losses == []
+
+
+def test_rows_that_vanish_are_lost_and_benchmarks_that_did_not_run_are_told():
+    old = result(row("a"), row("b"), row("c", benchmark="other"))
+    found = compare(result(row("a")), old)
+    assert found.losses == ["bench: b, beside peer: the row is gone"]
+    assert found.notes == ["other did not run"]
+    found = compare(result(row("a"), row("b"), failures={"other": "exit code 1"}), old)
+    assert found.losses == ["other failed: exit code 1"] and found.notes == []
+
+
+def test_a_target_newly_missed_is_lost_where_the_better_quartile_misses_it_too():
+    old = result(row(ratio=1.0, target=1.05))
+    assert compare(result(row(ratio=1.04, width=0.1, target=1.05)), old).worse == []
+    found = compare(result(row(ratio=1.06, width=0.1, target=1.05)), old)
+    assert (found.losses, len(found.worse)) == ([], 1)
+    found = compare(result(row(ratio=1.08, width=0.01, target=1.05)), old)
+    assert found.losses == ["bench: a, beside peer: target <= 1.05 reached before (1), now 1.08"]
+    missed_before = result(row(ratio=1.10, target=1.05))
+    assert compare(result(row(ratio=1.12, target=1.05)), missed_before).losses == []
+
+
+def test_other_machines_are_told_and_quick_runs_refused():
+    machine = result()["hardware"] | {"cores": 64}
+    assert "another machine (fast-cpu-64-cores" in compare(result(hardware=machine), result()).notes[0]
+    with pytest.raises(ValueError, match="--quick"):
+        compare(result(quick=True), result())
+
+
+def test_the_command_ends_with_1_on_a_loss(tmp_path, monkeypatch, capsys):
+    files = [tmp_path / "new.json", tmp_path / "old.json"]
+
+    def run(new, old):
+        for file, content in zip(files, (new, old), strict=True):
+            file.write_text(json.dumps(content))
+        monkeypatch.setattr("sys.argv", ["check_regression", str(files[0]), "--against", str(files[1])])
+        return check_regression.main(), capsys.readouterr().out
+
+    assert run(result(row()), result(row())) == (0, "nothing lost, 0 worse, of 1 rows\n")
+    code, text = run(result(row(ratio=2.0)), result(row()))
+    assert code == 1 and text.startswith("LOST: bench: a") and text.endswith("1 LOST, 0 worse, of 1 rows\n")
+    assert run(result(quick=True), result()) == (2, "")
+
+
+def test_the_newest_result_is_taken(tmp_path):
+    with pytest.raises(FileNotFoundError, match="holds no result"):
+        newest(tmp_path)
+    for name, age in {"latest.json": 10, "partial.json": 5}.items():
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (1000 - age, 1000 - age))
+    assert newest(tmp_path).name == "partial.json"

@@ -1,0 +1,71 @@
+"""Pages with figures are what the committed result says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.common import RESULTS, table
+from benchmarks.report import missed, missed_by, select
+from benchmarks.write_page import PAGE, filled, page, pages, stale
+from tests.benchmarks.make import result, row
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_pages_of_this_repository_show_the_committed_result():
+    """`python benchmarks/write_page.py` writes them."""
+    wanted = pages(ROOT, json.loads((RESULTS / "latest.json").read_text()))
+    assert PAGE in wanted
+    assert stale(ROOT, wanted) == []
+
+
+ROWS = (row("time", 1.21, benchmark="step", target=1.1, note="busy"), row("bytes", 0.5, benchmark="log", target=0.5),
+        row("rate", 2.0, benchmark="log", better="higher"))  # fmt: skip
+
+
+def test_the_page_has_tables_misses_commands_and_machine():
+    text = page(result(*ROWS, not_compared={"log": {"liger": "needs triton"}}))
+    assert "Targets: 1 of 2 reached." in text
+    assert "- step: time, beside peer: 1.21 for <= 1.1, 10 % off (busy)" in text
+    assert "Fast CPU, 2 cores, Linux, load 0.1 at the start, 2026-01-02, 2 minutes." in text
+    assert "python 3.11, torch 2, verl 9." in text
+    assert text.index("## step") < text.index("`python benchmarks/step.py` (45 s)") < text.index("## log")
+    assert table(ROWS[1:]) in text and "- log: liger: needs triton" in text
+    assert "Not compared" not in page(result(*ROWS))
+
+
+def test_misses_count_from_the_target_and_of_what_it_asks():
+    absolute = row(ratio=0.3, target=0.25, absolute=True)
+    assert missed_by(absolute) == pytest.approx(0.2)
+    assert missed([absolute])[0] == "bench: a, beside peer: 0.3 ms for <= 0.25, 20 % off"
+    assert missed_by(row(ratio=0.5, target=2.0, better="higher")) == pytest.approx(0.75)
+    assert missed_by(row(ratio=0.5, target=0.0)) == 0.5
+
+
+def test_blocks_are_filled_and_stay_filled():
+    text = "before\n<!-- benchmarks: log/b*; step/* -->\nold\n\n<!-- /benchmarks -->\nafter\n"
+    once = filled(text, result(*ROWS))
+    assert table([ROWS[1], ROWS[0]]) in once and "old" not in once
+    assert once.startswith("before\n") and once.endswith("\nafter\n")
+    assert filled(once, result(*ROWS)) == once
+    changed = result(row("time", 9.0, benchmark="step"), ROWS[1])
+    assert filled(once, changed) != once
+
+
+def test_a_pattern_without_a_row_is_refused():
+    assert select(ROWS, ["log/*", "*/rate/peer"]) == list(ROWS[1:])
+    with pytest.raises(ValueError, match="no row of the result fits 'log/gone'"):
+        filled("<!-- benchmarks: log/gone -->\n<!-- /benchmarks -->", result(*ROWS))
+
+
+def test_pages_without_blocks_are_left_alone(tmp_path):
+    for name, text in {"README.md": "plain", "benchmarks/README.md": "plain", "docs/a.md": "", "docs/b.md": ""}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "docs/b.md").write_text("<!-- benchmarks: log/* -->\n<!-- /benchmarks -->\n")
+    wanted = pages(tmp_path, result(*ROWS))
+    assert list(wanted) == [PAGE, Path("docs/b.md")]
+    assert stale(tmp_path, wanted) == list(wanted)
