@@ -2,9 +2,13 @@
 
 Both run in one process each, on one core, from the same Hugging Face directory and prompts: 32 prompts x 8 responses a
 rollout, 4 optimizer steps of 64 sequences on it, Adam at a constant rate, gradient norm clipped at 1, no KL, no
-evaluation. Neither has an end token, so every response has the same length in both. Tokens are prompt and response of
-the trained sequences, without padding. The two processes take turns (one waits, idle, while the other works); the
-first rollouts of each are warm-up and in no figure.
+evaluation. Tokens are prompt and response of the trained sequences, without padding. The two processes take turns (one
+waits, idle, while the other works); the first rollouts of each are warm-up and in no figure.
+
+Two kinds of responses. *sampled*: each ends where the policy draws the end token, which this random model does once in
+about 100 tokens: geometric lengths, cut at the limit, so the longest of a rollout is about four times the mean, as in
+training on real tasks. *equal*: neither side has an end token and every response is as long as the limit; nothing is
+left to gain from padding or from rows that end early.
 """
 
 from __future__ import annotations
@@ -30,7 +34,9 @@ from benchmarks.turns import Worker, take_turns
 PEER = "TRL GRPOTrainer"
 PHASES = {"loop": "whole loop", "training": "training step", "generation": "generation",
           "scoring": "old log-probs, rewards"}  # fmt: skip
-TARGETS = {"loop": 1.0}
+LENGTHS = {"sampled": 384, "equal": 24}  # and the most tokens of a response
+TARGETS = {"sampled": {"loop": 2.5}, "equal": {"loop": 1.0}}
+WARMUP = {"sampled": 1, "equal": 3}  # rollouts
 
 
 def write_prompts(file: Path, count: int = 512) -> None:
@@ -40,39 +46,46 @@ def write_prompts(file: Path, count: int = 512) -> None:
     file.write_text("\n".join(lines) + "\n")
 
 
-def commands(args: argparse.Namespace, folder: Path) -> dict[str, list[str]]:
-    """The two programs with the same settings."""
+def commands(lengths: str, args: argparse.Namespace, folder: Path) -> dict[str, list[str]]:
+    """The two programs with the same settings; `lengths` is a key of LENGTHS."""
     settings = {
-        "--model": folder / "model", "--prompts": folder / "prompts.jsonl", "--rollouts": args.rollouts,
-        "--samples": 8, "--prompts-per-rollout": 32, "--mini-batches": 4, "--warmup-rollouts": 3,
-        "--max-response-length": args.response_length, "--learning-rate": 1e-4, "--seed": 0,
+        "--model": folder / "model", "--prompts": folder / "prompts.jsonl", "--seed": 0, "--learning-rate": 1e-4,
+        "--rollouts": 2 if lengths == "equal" else 1, "--warmup-rollouts": WARMUP[lengths], "--samples": 8,
+        "--prompts-per-rollout": 32, "--mini-batches": 4, "--max-response-length": LENGTHS[lengths],
     }  # fmt: skip
-    shared = [str(part) for pair in settings.items() for part in pair] + ["--fixed-length"]
+    shared = [str(part) for pair in settings.items() for part in pair]
+    shared += ["--fixed-length"] if lengths == "equal" else []
     here = ROOT / "benchmarks"
     return {
         "megatron-gspo": [sys.executable, str(here / "our_loop.py"), *shared, "--old-log-probs", args.old_log_probs],
-        PEER: [args.trl_python or peers_python(), str(here / "peers" / "trl_loop.py"), *shared, "--paced"],
+        PEER: [args.trl_python, str(here / "peers" / "trl_loop.py"), *shared, "--paced"],
     }
 
 
-def rows_of(ours: Sequence[Mapping[str, Any]], peer: Sequence[Mapping[str, Any]]) -> list[Row]:
+def rows_of(lengths: str, ours: Sequence[Mapping[str, Any]], peer: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Tokens per second by phase from the reports of the turns."""
 
     def rates(reports: Sequence[Mapping[str, Any]], phase: str) -> list[dict[str, float]]:
         return [report[phase] | {"amount": report["tokens"]} for report in reports]
 
     return [
-        rate_row("loop", name, rates(ours, phase), rates(peer, phase), unit="tokens/s", peer_name=PEER,
-                 target=TARGETS.get(phase))
+        rate_row("loop_vs_trl", f"{name}, {lengths} lengths", rates(ours, phase), rates(peer, phase), unit="tokens/s",
+                 peer_name=PEER, target=TARGETS[lengths].get(phase))
         for phase, name in PHASES.items()
     ]  # fmt: skip
 
 
-def check_equal_work(ours: Mapping[str, Any], peer: Mapping[str, Any]) -> None:
-    """Raises ``ValueError`` if the two sides did different amounts of work in a turn."""
+def check_equal_work(lengths: str, ours: Sequence[Mapping[str, Any]], peer: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ``ValueError`` if the two sides did different amounts of work: of steps, or of response tokens, which
+    sampled lengths give in the mean only (within 15 % over all turns)."""
     for key in ("steps", "response_tokens"):
-        if ours[key] != peer[key]:
-            raise ValueError(f"{key}: ours did {ours[key]}, {PEER} {peer[key]}; the settings of the two must agree")
+        pairs = [(own[key], other[key]) for own, other in zip(ours, peer, strict=True)]
+        if lengths == "sampled" and key == "response_tokens":
+            total = [sum(side) for side in zip(*pairs, strict=True)]
+            pairs = [] if abs(total[0] / total[1] - 1.0) <= 0.15 else [(total[0], total[1])]
+        for own, other in pairs:
+            if own != other:
+                raise ValueError(f"{key}: ours did {own}, {PEER} {other}; the settings of the two must agree")
 
 
 def peer_versions(python: str) -> dict[str, str]:
@@ -83,33 +96,41 @@ def peer_versions(python: str) -> dict[str, str]:
     return json.loads(done.stdout)
 
 
+def measure_one(lengths: str, args: argparse.Namespace, folder: Path) -> tuple[list[Row], dict[str, Any]]:
+    """Rows for one kind of responses, and both sides' commands and reports of every turn."""
+    lines = commands(lengths, args, folder)
+    say(f"whole loop against TRL: {lengths} lengths up to {LENGTHS[lengths]}, {args.turns} turns")
+    workers = [Worker(side, command, limit=args.limit) for side, command in lines.items()]
+    with workers[0], workers[1]:
+        reports = take_turns(workers, args.turns)
+    check_equal_work(lengths, *reports)
+    said = {side: re.sub(re.escape(str(folder)), "FOLDER", " ".join(line)) for side, line in lines.items()}
+    return rows_of(lengths, *reports), {"commands": said, "turns": dict(zip(lines, reports, strict=True))}
+
+
 def measure(args: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
-    """Rows, and both sides' reports of every turn with TRL's versions."""
+    """All rows, and the details by kind of responses with TRL's versions."""
     from megatron_gspo.tools.make_tiny_model import write_tiny_model
 
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    args.trl_python = args.trl_python or peers_python()
+    rows: list[Row] = []
+    details: dict[str, Any] = {"peer_versions": peer_versions(args.trl_python)}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        count = write_tiny_model(folder / "model")
+        details["parameters"] = write_tiny_model(folder / "model")
         write_prompts(folder / "prompts.jsonl")
-        lines = commands(args, folder)
-        say(f"whole loop against TRL: {count:,} parameters, {args.turns} turns of {args.rollouts} rollouts")
-        workers = [Worker(side, command, limit=args.limit) for side, command in lines.items()]
-        with workers[0], workers[1]:
-            reports = take_turns(workers, args.turns)
-    for ours, peer in zip(*reports, strict=True):
-        check_equal_work(ours, peer)
-    said = {side: re.sub(re.escape(name), "FOLDER", " ".join(line)) for side, line in lines.items()}
-    turns = dict(zip(lines, reports, strict=True))
-    return rows_of(*reports), {"peer_versions": peer_versions(lines[PEER][0]), "commands": said, "turns": turns}
+        for lengths in args.lengths:
+            found, details[lengths] = measure_one(lengths, args, folder)
+            rows += found
+    return rows, details
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="3 turns instead of --turns")
-    parser.add_argument("--turns", type=int, default=9, help="segments of each side (default: %(default)s)")
-    parser.add_argument("--rollouts", type=int, default=2, help="rollouts a segment (default: %(default)s)")
-    parser.add_argument("--response-length", type=int, default=24, help="tokens (default: %(default)s)")
+    parser.add_argument("--turns", type=int, default=7, help="segments of each side (default: %(default)s)")
+    parser.add_argument("--lengths", nargs="+", choices=LENGTHS, default=list(LENGTHS), help="kinds of responses")
     parser.add_argument(
         "--old-log-probs", choices=("recompute", "rollout"), default="recompute",
         help="ours: recompute does the pass that TRL does too, rollout takes the engine's (default: %(default)s)",

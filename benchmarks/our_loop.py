@@ -11,6 +11,7 @@ import json
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +29,7 @@ from megatron_gspo.rollout.engine import SamplingParams
 
 NEVER = -1  # an end token that no vocabulary holds
 PHASES = {"train": "training", "generate": "generation", "log_probs": "scoring", "verify": "scoring",
-          "weight_sync": "weight_sync"}  # fmt: skip
+          "routing": "routing", "weight_sync": "weight_sync"}  # fmt: skip
 
 
 def reward(response: str, prompt: Any) -> float:
@@ -48,7 +49,7 @@ class Clock(Timers):
         self.start()
 
     def start(self) -> None:
-        self.phases = {name: [0.0, 0.0] for name in PHASES.values()}
+        self.phases = defaultdict(lambda: [0.0, 0.0], {name: [0.0, 0.0] for name in PHASES.values()})
         self.begin = (time.perf_counter(), time.process_time())
         self.tokens = self.response_tokens = self.rollouts = 0
 
@@ -59,7 +60,7 @@ class Clock(Timers):
             with super().__call__(phase):
                 yield
         finally:
-            spent = self.phases[PHASES[phase]]  # a phase in which ``start`` was called counts from there
+            spent = self.phases[PHASES.get(phase, phase)]  # a phase in which ``start`` was called counts from there
             spent[0] += time.perf_counter() - max(begin[0], self.begin[0])
             spent[1] += time.process_time() - max(begin[1], self.begin[1])
 

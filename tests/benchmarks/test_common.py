@@ -21,7 +21,6 @@ from benchmarks.common import (
     time_row,
     write_result,
 )
-from benchmarks.loop_vs_trl import PHASES, check_equal_work, rows_of
 from benchmarks.turns import Worker, take_turns
 
 
@@ -111,19 +110,6 @@ def test_a_partial_result_leaves_the_latest_alone(tmp_path):
 def test_counts_have_no_spread():
     row = count_row("b", "n", 3.0, 12.0, unit="bytes", peer_name="p", target=0.25)
     assert row.ratio == Spread(0.25, 0.25, 0.25, 1) and row.met is True and row.cpu_ratio is None
-
-
-def test_loop_rows_from_the_reports_of_the_turns():
-    def report(seconds):
-        return {phase: {"seconds": seconds, "cpu_seconds": seconds} for phase in PHASES} | {"tokens": 600, "steps": 4}
-
-    rows = rows_of([report(2.0), report(2.0)], [report(3.0), report(3.0)])
-    assert [row.name for row in rows] == list(PHASES.values())
-    assert (rows[0].ours.median, rows[0].peer.median, rows[0].ratio.median, rows[0].met) == (300, 200, 1.5, True)
-    same = {"steps": 4, "response_tokens": 24}
-    check_equal_work(same, same)
-    with pytest.raises(ValueError, match="response_tokens: ours did 24, .* 23"):
-        check_equal_work(same, same | {"response_tokens": 23})
 
 
 WORKER = """
