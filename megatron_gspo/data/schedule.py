@@ -7,14 +7,15 @@ Invariants, for any valid input (tests/data/test_schedule.py):
 4. K is the lower bound ceil(total / (num_ranks * max_tokens)) wherever largest-first placement reaches it, as
    it does unless bins are almost full or hold few sequences each; else it is what best-fit-decreasing needs;
 5. micro-batch k has a similar load on every rank (ranks that exchange tokens wait there for each other), and
-   the sums over a rank's micro-batches are level;
+   the sums over a rank's micro-batches are level; where no sequence is longer than the mean micro-batch, all
+   micro-batches are (pipelines pad them to one length);
 6. the result depends on the arguments alone. The largest micro-batch comes first: memory runs out early.
 """
 
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,11 @@ import numpy as np
 
 Bins = list[list[int]]
 Schedule = list[list[list[int]]]
+Sized = tuple[int, int]  # tokens and index of a sequence
 _MOST_PASSED = 64  # full bins that a sequence looks past before the attempt is given up; bounds the time
+_MOST_SWAPS = 4096  # exchanges between bins of one level; bounds the time, and is reached by large batches alone
+_MOST_TRIED = 4  # lightest bins that the heaviest tries
+_CLOSE = 2000  # bins whose loads differ by less than this part of the heavier one are level
 
 
 def schedule(lengths: Sequence[int], *, num_ranks: int, max_tokens: int, multiple_of: int = 1) -> Schedule:
@@ -36,7 +41,8 @@ def schedule(lengths: Sequence[int], *, num_ranks: int, max_tokens: int, multipl
     Returns [rank][micro_batch] -> indices into `lengths`, ascending.
     Raises ValueError for a sequence longer than max_tokens (naming it) and for arguments below 1.
     Method: longest-processing-time-first (Graham 1969) with a target load per step, so that a sequence longer
-    than the mean micro-batch has its like on the other ranks; best-fit-decreasing where that overflows.
+    than the mean micro-batch has its like on the other ranks; best-fit-decreasing where that overflows. Then the
+    heaviest and lightest bins of a level exchange sequences, which evens out what few sequences a bin leave uneven.
     """
     for name, value in (("num_ranks", num_ranks), ("max_tokens", max_tokens), ("multiple_of", multiple_of)):
         if value < 1:
@@ -48,9 +54,9 @@ def schedule(lengths: Sequence[int], *, num_ranks: int, max_tokens: int, multipl
     if bins is None:
         packed = _best_fit(sizes, order, max_tokens)
         enough = max(_ceil_to(len(packed), step), fewest)
-        bins = _level(sizes, order, enough, num_ranks, max_tokens)
+        bins = _level(sizes, order, enough, num_ranks, max_tokens) if enough > fewest else None
         if bins is None:
-            bins = packed + [[] for _ in range(enough - len(packed))]
+            bins = _exchange(packed + [[] for _ in range(enough - len(packed))], sizes)
     return _deal(bins, sizes, num_ranks)
 
 
@@ -132,10 +138,71 @@ def _checked_order(lengths: Sequence[int], max_tokens: int) -> tuple[list[int], 
 def _level(sizes: list[int], order: list[int], num_bins: int, num_ranks: int, capacity: int) -> Bins | None:
     """Level bins: with a target per step first, then all alike; None where neither fits."""
     targets = _step_targets(sizes, order, num_bins // num_ranks, num_ranks)
-    bins = None
     if targets[0] > targets[-1]:
         bins = _fill(sizes, order, [target for target in targets for _ in range(num_ranks)], capacity)
-    return bins or _fill(sizes, order, [0] * num_bins, capacity)
+        if bins is not None:
+            bounds = [k for k in range(1, len(targets)) if targets[k - 1] > targets[k] + 1]  # rounding makes 1
+            ends = zip([0, *bounds], [*bounds, len(targets)], strict=True)
+            return [members for first, last in ends
+                    for members in _exchange(bins[first * num_ranks : last * num_ranks], sizes)]  # fmt: skip
+    bins = _fill(sizes, order, [0] * num_bins, capacity)
+    return None if bins is None else _exchange(bins, sizes)
+
+
+def _exchange(bins: Bins, sizes: list[int]) -> Bins:
+    """The same bins, more level: the heaviest gives one of the lightest a sequence, for a shorter one or for none, as
+    long as that brings the two closer. No load grows beyond the heaviest."""
+    by_load = sorted((sum(map(sizes.__getitem__, members)), b) for b, members in enumerate(bins))
+    opened: dict[int, list[Sized]] = {}  # the bins that have exchanged something or tried to, ascending
+    for _ in range(_MOST_SWAPS):
+        found = _next_swap(bins, sizes, by_load, opened)
+        if found is None:
+            break
+        at, given, taken = found
+        (heavy, giver), (light, taker) = by_load.pop(), by_load.pop(at)
+        opened[giver].remove(given)
+        insort(opened[taker], given)
+        if taken is not None:
+            opened[taker].remove(taken)
+            insort(opened[giver], taken)
+        moved = given[0] - (taken[0] if taken else 0)
+        insort(by_load, (heavy - moved, giver))
+        insort(by_load, (light + moved, taker))
+    return [[i for _, i in opened[b]] if b in opened else members for b, members in enumerate(bins)]
+
+
+def _next_swap(
+    bins: Bins, sizes: list[int], by_load: list[tuple[int, int]], opened: dict[int, list[Sized]]
+) -> tuple[int, Sized, Sized | None] | None:
+    """Which of the lightest bins the heaviest exchanges with (as a position in ``by_load``), and what for what; None
+    where they are level or no exchange helps. Opens the bins that it looks into."""
+    heavy, giver = by_load[-1]
+    for at, (light, taker) in enumerate(by_load[:_MOST_TRIED]):
+        if heavy - light <= max(heavy // _CLOSE, 1):
+            return None
+        for b in (giver, taker):
+            if b not in opened:
+                opened[b] = sorted((sizes[i], i) for i in bins[b])
+        swap = _best_swap(opened[giver], opened[taker], heavy - light)
+        if swap is not None:
+            return at, *swap
+    return None
+
+
+def _best_swap(heavy: list[Sized], light: list[Sized], gap: int) -> tuple[Sized, Sized | None] | None:
+    """A sequence of ``heavy`` and one of ``light`` (None: none) whose exchange comes closest to moving half of the gap;
+    None where each would move nothing or all of it and more. Both ascend."""
+    best = gap  # twice the distance to half of the gap; below the gap where an exchange helps
+    found: tuple[Sized, Sized | None] | None = None
+    for given in heavy:
+        if given[0] < gap and abs(2 * given[0] - gap) < best:
+            best, found = abs(2 * given[0] - gap), (given, None)
+        at = bisect_right(light, (given[0] - gap // 2, -1))
+        for taken in light[max(at - 1, 0) : at + 1]:
+            moved = given[0] - taken[0]
+            if 0 < moved < gap and abs(2 * moved - gap) < best:
+                best, found = abs(2 * moved - gap), (given, taken)
+    return found
 
 
 def _step_targets(sizes: list[int], order: list[int], num_steps: int, num_ranks: int) -> list[int]:
