@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -243,6 +244,12 @@ def machine_kind(found: Mapping[str, Any]) -> str:
 def versions() -> dict[str, str]:
     """Of Python and of the packages that both sides of a benchmark share."""
     return {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES}
+
+
+def versions_in(python: str, names: Sequence[str]) -> dict[str, str]:
+    """Of packages in another interpreter's environment. Raises ``CalledProcessError`` where one is absent."""
+    code = f"import json, importlib.metadata as m; print(json.dumps({{n: m.version(n) for n in {tuple(names)!r}}}))"
+    return json.loads(subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout)
 
 
 def save_rows(file: Path, rows: Sequence[Row], **more: Any) -> None:
