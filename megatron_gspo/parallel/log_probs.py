@@ -108,7 +108,8 @@ class _Saved:
     """What the backward needs beside the inputs: per token [T], and the logits if they were kept."""
 
     maximum: Tensor
-    total: Tensor  # sum exp(x - maximum) over the whole vocabulary
+    log_total: Tensor  # log sum exp(x - maximum) over the whole vocabulary
+    shares: Tensor  # [tiles, T], the probability of each of this rank's tiles of the vocabulary
     kept: Tensor | None
 
 
@@ -159,11 +160,11 @@ def _tiling(hidden: Tensor, weight: Tensor, tokens: int, options: _Options, diff
 
 def _forward(
     hidden: Tensor, weight: Tensor, labels: Tensor, options: _Options, differentiable: bool
-) -> tuple[Tensor, Tensor | None, _Saved]:
+) -> tuple[Tensor, Tensor | None, _Saved | None]:
     tiling = _tiling(hidden, weight, labels.shape[0], options, differentiable)
     everyone = _all_hidden(hidden, weight, tiling, options)
-    local, kept = local_statistics(everyone, weight, labels, tiling, options.with_entropy)
-    parts = gather_rows(local[None], options.tp_group)  # [tp, 3 or 4, T]
+    local = local_statistics(everyone, weight, labels, tiling, options.with_entropy)
+    parts = gather_rows(local.packed()[None], options.tp_group)  # [tp, 3 or 4, T]
     maximum = parts[:, 0].amax(0)
     shift = parts[:, 0] - maximum
     factor = shift.exp()
@@ -173,7 +174,10 @@ def _forward(
     entropy = None
     if options.with_entropy:
         entropy = log_total - ((parts[:, 3] + parts[:, 1] * shift) * factor).sum(0) / total
-    return log_probs, entropy, _Saved(maximum, total, kept)
+    if not differentiable:
+        return log_probs, entropy, None
+    shares = local.tile_totals * (local.tile_maxima - maximum).exp_() / total
+    return log_probs, entropy, _Saved(maximum, log_total, shares, local.kept)
 
 
 def _all_hidden(hidden: Tensor, weight: Tensor, tiling: Tiling, options: _Options) -> Tensor:
@@ -188,9 +192,10 @@ class _LogProbs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, options: _Options
     ) -> tuple[Tensor, Tensor | None]:
         log_probs, entropy, saved = _forward(hidden, weight, labels, options, differentiable=True)
+        assert saved is not None
         ctx.options = options
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, labels, entropy, saved.maximum, saved.total, saved.kept)
+        ctx.save_for_backward(hidden, weight, labels, entropy, *vars(saved).values())
         return log_probs, entropy
 
     @staticmethod
@@ -204,7 +209,7 @@ class _LogProbs(torch.autograd.Function):
         factors = _row_factors(grad_log_probs, grad_entropy, entropy, saved, tiling.scale)
         everyone = _all_hidden(hidden, weight, tiling, options)
         grad_hidden, grad_weight = local_gradients(
-            everyone, weight, labels, saved.kept, factors, tiling, ctx.needs_input_grad[:2]
+            everyone, weight, labels, saved.kept, saved.shares, factors, tiling, ctx.needs_input_grad[:2]
         )
         if grad_hidden is not None:
             join = scatter_summed_rows if options.sequence_parallel else sum_in_place
@@ -219,15 +224,14 @@ def _row_factors(
     saved: _Saved,
     scale: float,
 ) -> RowFactors:
-    """The gradient of a token's logits as factors of exp(x_j - maximum) = total p_j.
+    """The gradient of a token's logits as factors of p_j.
 
     With log p_j = (x_j - maximum) - log total:
     d loss / d x_j = -p_j (grad_log_prob + grad_entropy (log p_j + entropy)) + [j = label] grad_log_prob.
     """
-    factor = -scale / saved.total
-    constant = torch.zeros_like(saved.total) if grad_log_probs is None else grad_log_probs * factor
+    constant = torch.zeros_like(saved.log_total) if grad_log_probs is None else grad_log_probs * -scale
     label = None if grad_log_probs is None else grad_log_probs * scale
     if grad_entropy is None or entropy is None:
         return RowFactors(saved.maximum, None, constant, label)
-    slope = grad_entropy * factor
-    return RowFactors(saved.maximum, slope, constant + slope * (entropy - saved.total.log()), label)
+    slope = grad_entropy * -scale
+    return RowFactors(saved.maximum, slope, constant + slope * (entropy - saved.log_total), label)

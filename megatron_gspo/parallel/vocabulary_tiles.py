@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-TILE = {"cpu": (1024, 512), "cuda": (8192, 8192)}
-"""Preferred (tokens, vocabulary) of a tile: what a CPU core's cache holds, what fills a GPU."""
+TILE = {"cpu": (1024, 384), "cuda": (8192, 8192)}
+"""Preferred (tokens, vocabulary) of a tile: what a CPU core's cache holds (a width that is no power of two: rows
+that fall on the same cache lines cost the weight gradient's product a sixth), what fills a GPU."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Tiling:
 
 @dataclass(frozen=True)
 class RowFactors:
-    """Per token [T]: d loss / d x_j = exp(x_j - m) * (slope * (x_j - m) + constant) + [j = label] * label."""
+    """Per token [T]: d loss / d x_j = p_j * (slope * (x_j - m) + constant) + [j = label] * label."""
 
     maximum: Tensor  # m
     slope: Tensor | None  # None: no gradient comes through the entropy
@@ -50,9 +51,7 @@ def tile_elements(tokens: int, vocabulary: int, width: int) -> int:
     return vocabulary * (3 * tokens + 2 * width)
 
 
-def tile_shape(
-    tokens: int, rows: int, width: int, budget: int, preferred: tuple[int, int]
-) -> tuple[int, int]:
+def tile_shape(tokens: int, rows: int, width: int, budget: int, preferred: tuple[int, int]) -> tuple[int, int]:
     """(tokens, vocabulary) of a tile: the preferred area, or less to stay within ``budget`` elements."""
     chunk = max(1, min(tokens, preferred[0]))
     vocabulary = max(1, min(rows, preferred[0] * preferred[1] // chunk))
@@ -75,29 +74,55 @@ def operand(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     return hidden.to(dtype)
 
 
+@dataclass(frozen=True)
+class LocalStatistics:
+    """What one rank's rows say of every token [T], in tiling.dtype."""
+
+    maximum: Tensor  # m
+    total: Tensor  # sum exp(x - m)
+    label: Tensor  # the label's logit, 0 where the label is another rank's
+    moment: Tensor | None  # sum exp(x - m)(x - m), for the entropy
+    tile_maxima: Tensor  # [tiles, T], of each tile of the vocabulary
+    tile_totals: Tensor  # [tiles, T]: sum exp(x - tile's maximum)
+    kept: Tensor | None  # the logits, tile after tile
+
+    def packed(self) -> Tensor:
+        """[3 or 4, T]: maximum, total, label and, if there is one, moment."""
+        rows = (self.maximum, self.total, self.label, self.moment)
+        return torch.stack([row for row in rows if row is not None])
+
+
 def local_statistics(
     hidden: Tensor, weight: Tensor, labels: Tensor, tiling: Tiling, with_entropy: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Per-token statistics over this rank's rows, [3 or 4, T], and the logits [T, rows] if they are kept.
+) -> LocalStatistics:
+    """Per-token statistics over this rank's rows. hidden: [T, h] from ``operand``.
 
-    Rows: maximum m; s = sum exp(x - m); the label's logit, 0 where the label is another rank's; and with
-    entropy e = sum exp(x - m)(x - m). hidden: [T, h] from ``operand``.
+    A tile's own softmax gives its sum too: its largest entry is exp(0) / sum. One fused pass is cheaper than
+    exponentials and their sum, and no running maximum ties the tiles together.
     """
-    tokens = hidden.shape[0]
-    stats = hidden.new_zeros((4 if with_entropy else 3, tokens), dtype=tiling.dtype)
-    stats[0].fill_(torch.finfo(tiling.dtype).min)  # not -inf: with padding only, -inf * 0 is NaN
-    kept = hidden.new_empty((tokens, tiling.rows), dtype=tiling.dtype) if tiling.keep_logits else None
-    buffers = _buffers(hidden, tiling, 2 if with_entropy else 1)
-    for v0, v1 in _spans(tiling.rows, tiling.tile[1]):
+    tokens, spans = hidden.shape[0], _spans(tiling.rows, tiling.tile[1])
+    # One tile at least, of nothing: with padding only there is none. Not -inf, since -inf * 0 is NaN.
+    tiles = hidden.new_zeros((3 if with_entropy else 2, max(1, len(spans)), tokens), dtype=tiling.dtype)
+    tiles[0].fill_(torch.finfo(tiling.dtype).min)
+    label = hidden.new_zeros(tokens, dtype=tiling.dtype)
+    kept = hidden.new_empty(tokens * tiling.rows, dtype=tiling.dtype) if tiling.keep_logits else None
+    buffers, own = _buffers(hidden, tiling, 2 if with_entropy else 1), _place(labels, tiling)
+    for i, (v0, v1) in enumerate(spans):
         rows = weight[v0:v1].to(hidden.dtype)
         for t0, t1 in _spans(tokens, tiling.tile[0]):
             scratch = _views(buffers, t1 - t0, v1 - v0)
-            logits = scratch[0] if kept is None else kept[t0:t1, v0:v1]
+            logits = scratch[0] if kept is None else _kept_tile(kept, tokens, t0, t1, v0, v1)
             _logits(hidden[t0:t1], rows, tiling.scale, logits)
-            column, inside = _find(labels[t0:t1] - (tiling.first + v0), v1 - v0)
-            stats[2, t0:t1] += torch.where(inside, logits.gather(1, column), 0.0).squeeze(1)
-            _accumulate(stats[:, t0:t1], logits, scratch)
-    return stats, kept
+            column, inside = own.in_tile(i, t0, t1, v1 - v0)
+            label[t0:t1] = torch.where(inside, logits.gather(1, column), label[t0:t1, None]).squeeze(1)
+            _summarize(tiles[:, i, t0:t1], logits, scratch)
+    if spans:
+        tiles[1].reciprocal_()
+    maximum = tiles[0].amax(0)
+    shift = tiles[0] - maximum
+    weights = tiles[1] * shift.exp()
+    moment = (weights * shift.add_(tiles[2])).sum(0) if with_entropy else None
+    return LocalStatistics(maximum, weights.sum(0), label, moment, tiles[0], tiles[1], kept)
 
 
 def local_gradients(
@@ -105,6 +130,7 @@ def local_gradients(
     weight: Tensor,
     labels: Tensor,
     kept: Tensor | None,
+    shares: Tensor,
     factors: RowFactors,
     tiling: Tiling,
     needed: tuple[bool, bool],
@@ -112,23 +138,23 @@ def local_gradients(
     """This rank's part of hidden's gradient, [T, h] in tiling.dtype, and the weight's, in its own dtype.
 
     Both are summed in tiling.dtype; one that is not needed is None. hidden: [T, h] from ``operand``; kept:
-    the logits of the forward, or None.
+    the logits of the forward, or None; shares: [tiles, T], the probability of each tile of the vocabulary.
     """
     tokens = hidden.shape[0]
     grad_hidden = hidden.new_zeros(hidden.shape, dtype=tiling.dtype) if needed[0] else None
     grad_weight = weight.new_zeros(weight.shape) if needed[1] else None
-    buffers = _buffers(hidden, tiling, 1 if factors.slope is None else 2)
-    for v0, v1 in _spans(tiling.rows, tiling.tile[1]):
+    buffers, own = _buffers(hidden, tiling, 1 if factors.slope is None else 2), _place(labels, tiling)
+    for i, (v0, v1) in enumerate(_spans(tiling.rows, tiling.tile[1])):
         rows = weight[v0:v1].to(hidden.dtype)
         # A view where the dtype is the weight's own, else a copy of zeros that is written back below.
         grad_rows = None if grad_weight is None else grad_weight[v0:v1].to(tiling.dtype)
         for t0, t1 in _spans(tokens, tiling.tile[0]):
             scratch = _views(buffers, t1 - t0, v1 - v0)
-            logits = scratch[0] if kept is None else kept[t0:t1, v0:v1]
+            logits = scratch[0] if kept is None else _kept_tile(kept, tokens, t0, t1, v0, v1)
             if kept is None:
                 _logits(hidden[t0:t1], rows, tiling.scale, logits)
-            own_labels = labels[t0:t1] - (tiling.first + v0)
-            grad_logits = _grad_logits(logits, own_labels, factors.cut(t0, t1), scratch)
+            place = own.in_tile(i, t0, t1, v1 - v0)
+            grad_logits = _grad_logits(logits, place, factors.cut(t0, t1), shares[i, t0:t1, None], scratch)
             if grad_rows is not None:
                 _add_product(grad_rows, grad_logits.t(), hidden[t0:t1])
             if grad_hidden is not None:
@@ -151,6 +177,12 @@ def _views(buffers: list[Tensor], tokens: int, vocabulary: int) -> list[Tensor]:
     return [buffer[: tokens * vocabulary].view(tokens, vocabulary) for buffer in buffers]
 
 
+def _kept_tile(kept: Tensor, tokens: int, t0: int, t1: int, v0: int, v1: int) -> Tensor:
+    """The tile [t1 - t0, v1 - v0] of the kept logits, contiguous: tiles lie one after the other."""
+    start = v0 * tokens + t0 * (v1 - v0)
+    return kept[start : start + (t1 - t0) * (v1 - v0)].view(t1 - t0, v1 - v0)
+
+
 def _logits(hidden: Tensor, rows: Tensor, scale: float, out: Tensor) -> None:
     """out = scale * hidden @ rows.T, summed and written in out's dtype."""
     if hidden.dtype == out.dtype:
@@ -169,38 +201,49 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.add_(torch.mm(a.to(b.dtype), b, out_dtype=total.dtype))
 
 
-def _find(labels: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """For labels relative to a tile of ``count`` ids: a valid column, and whether it is the label's own."""
-    column = labels[:, None]
-    return column.clamp(0, count - 1), (column >= 0) & (column < count)
+@dataclass(frozen=True)
+class _Place:
+    """Where each label [T] lies: its tile of the vocabulary, -1 if it is another rank's, and the column in it."""
+
+    tile: Tensor
+    column: Tensor
+
+    def in_tile(self, i: int, t0: int, t1: int, count: int) -> tuple[Tensor, Tensor]:
+        """Of tokens [t0, t1): a column [t, 1] that is valid in tile ``i`` of ``count`` ids, and whether the label is
+        there."""
+        return self.column[t0:t1, None].clamp(max=count - 1), self.tile[t0:t1, None] == i
 
 
-def _accumulate(stats: Tensor, logits: Tensor, scratch: list[Tensor]) -> None:
-    """Fold a tile of logits into the running m, s (and e): the online softmax. Overwrites scratch."""
-    maximum = torch.maximum(stats[0], logits.amax(1))
-    shift = stats[0] - maximum
-    factor = shift.exp()
-    centred = torch.sub(logits, maximum[:, None], out=scratch[0])
-    if len(stats) == 4:
-        exponentials = torch.exp(centred, out=scratch[1])
-        tile_sum = exponentials.sum(1)
-        stats[3].add_(stats[1] * shift).mul_(factor).add_(exponentials.mul_(centred).sum(1))
-    else:
-        tile_sum = centred.exp_().sum(1)
-    stats[1].mul_(factor).add_(tile_sum)
-    stats[0] = maximum
+def _place(labels: Tensor, tiling: Tiling) -> _Place:
+    own = labels - tiling.first
+    tile = own.div(tiling.tile[1], rounding_mode="floor")
+    return _Place(torch.where((own >= 0) & (own < tiling.rows), tile, -1), own.remainder(tiling.tile[1]))
 
 
-def _grad_logits(logits: Tensor, labels: Tensor, factors: RowFactors, scratch: list[Tensor]) -> Tensor:
-    """The loss's gradient for one tile of logits, in scratch[0]. Logits elsewhere are left alone."""
-    grad = torch.sub(logits, factors.maximum, out=scratch[0])
+def _summarize(stats: Tensor, logits: Tensor, scratch: list[Tensor]) -> None:
+    """Of a tile of logits into ``stats`` [2 or 3, t]: maximum m, 1 / sum exp(x - m) and sum p (x - m), p being the
+    tile's own softmax. Overwrites scratch."""
+    maximum = torch.amax(logits, 1, out=stats[0])
+    softmax = torch.softmax(logits, 1, out=scratch[-1])
+    torch.amax(softmax, 1, out=stats[1])
+    if len(stats) == 3:
+        torch.sub(logits, maximum[:, None], out=scratch[0])
+        torch.sum(softmax.mul_(scratch[0]), 1, out=stats[2])
+
+
+def _grad_logits(
+    logits: Tensor, place: tuple[Tensor, Tensor], factors: RowFactors, share: Tensor, scratch: list[Tensor]
+) -> Tensor:
+    """The loss's gradient for one tile of logits, in scratch[0]; p is the tile's softmax times its ``share`` [t, 1].
+    Logits elsewhere are left alone."""
+    softmax = torch.softmax(logits, 1, out=scratch[-1])
     if factors.slope is None:
-        grad.exp_().mul_(factors.constant)
+        grad = softmax.mul_(factors.constant * share)
     else:
-        exponentials = torch.exp(grad, out=scratch[1])
-        grad.mul_(factors.slope).add_(factors.constant).mul_(exponentials)
+        grad = torch.sub(logits, factors.maximum, out=scratch[0])
+        grad.mul_(factors.slope * share).add_(factors.constant * share).mul_(softmax)
     if factors.label is not None:
-        column, inside = _find(labels, grad.shape[1])
+        column, inside = place
         own = grad.gather(1, column)
         # Assigned, not added: one column a row needs no sum, and CUDA's scatter_add_ is not deterministic.
         grad.scatter_(1, column, torch.where(inside, own + factors.label, own))
