@@ -1,7 +1,8 @@
 """What Routing Replay costs: steps with it beside the same steps without it, on the same tokens, in one process.
 
 R2 adds to the old policy's pass that routes are kept and brought to the samples, to an update that they are packed,
-moved and looked up in place of a top-k. The rows time both, and what the routing metrics add; the last two count bytes.
+moved and looked up in place of a top-k. The rows time both and what the routing
+metrics add; the last three count bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks.common import Row, Spread, interleave, run_from_command_line, say, time_row
+from benchmarks.common import Row, count_row, interleave, run_from_command_line, say, time_row
 from benchmarks.step_vs_megatron import make_samples, synchronize
 
 TARGET = 1.03  # of an update with R2 to one without
@@ -85,27 +86,37 @@ def measure(args: argparse.Namespace) -> list[Row]:
     def row(name: str, ours: str, peer: str, **more: Any) -> Row:
         return time_row("routing", name, taken[ours], taken[peer], peer_name="without routes", note=note, **more)
 
-    tokens = sum(sample.length - 1 for sample in samples)
-    stored = sum(sample.routed_experts.nbytes for sample in samples) / tokens
-    wanted = float(shape.layers * shape.k)
     return [
         row("update with R2", "replay", "update", target=TARGET),
         row("update with R2 and routing metrics", "replay, metrics", "update"),
         row("old log-probs, routes recorded (R2)", "record", "log-probs"),
         row("old log-probs, routes and router metrics", "record, metrics", "log-probs"),
-        Row(
-            "routing", "storage of routes per token", "layers x top-k x 1 byte", "bytes", "lower",
-            ratio=exactly(stored / wanted), ours=exactly(stored), peer=exactly(wanted), target=1.0, note=note,
-        ),
-    ]  # fmt: skip
+        *byte_rows(samples, shape),
+    ]
 
 
-def exactly(value: float) -> Spread:
-    return Spread(value, value, value, 1)
+def byte_rows(samples: list[Any], shape: Any) -> list[Row]:
+    """Bytes of a token's routes, kept in samples and packed for a pass, beside ids as a top-k gives them."""
+    from megatron_gspo.data.packing import count_trained, pack
+    from megatron_gspo.data.routes import RouteShape
+
+    kept = sum(sample.routed_experts.nbytes for sample in samples) / sum(sample.length - 1 for sample in samples)
+    sequences, tokens = count_trained(samples)
+    packed = pack(samples, num_sequences=sequences, num_tokens=tokens, routes=shape).routed_experts
+    large = RouteShape(48, 8, 128)
+    found = {
+        "routes kept, per token": (kept, shape),
+        "routes packed for a pass, per position": (packed.nbytes / packed.shape[0], shape),
+        "routes per token, 48 layers, 8 of 128 experts": (large.dtype.itemsize * 48.0 * 8, large),
+    }
+    return [
+        count_row("routing", name, size, 8.0 * of.layers * of.k, unit="bytes", peer_name="int64 ids", target=1 / 8)
+        for name, (size, of) in found.items()
+    ]
 
 
 def main() -> None:
-    numbers = {"repeats": 60, "sequences": 64, "prompt-length": 8, "response-length": 24, "max-tokens": 4096,
+    numbers = {"repeats": 40, "sequences": 64, "prompt-length": 8, "response-length": 24, "max-tokens": 4096,
                "layers": 4, "experts": 16, "topk": 4}  # fmt: skip
     run_from_command_line(__doc__, measure, numbers, seconds=120)
 
