@@ -21,7 +21,8 @@ from megatron_gspo.loop.experience import collect
 from megatron_gspo.loop.guard import run_guarded
 from megatron_gspo.loop.probe import probe
 from megatron_gspo.loop.record import Recorder, throughput
-from megatron_gspo.loop.resume import LoopState, resume, save, saved_where_servers_fail, sole_writer
+from megatron_gspo.loop.resume import LoopState, resume, sole_writer
+from megatron_gspo.loop.saves import saved_where_servers_fail, writing_checkpoints
 from megatron_gspo.loop.servers import server_counts, sync_weights
 from megatron_gspo.loop.stop import stop_on_signal
 from megatron_gspo.loop.timers import Timers
@@ -58,16 +59,18 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
 
 def _loop(run: Run, asked_to_stop: Callable[[], bool]) -> LoopState:
     config, timers = run.config, Timers()
-    state, checkpoint = resume(run)
-    with Recorder(run, resume_step=state.step) as recorder:
+    state, found = resume(run)
+    with Recorder(run, resume_step=state.step) as recorder, writing_checkpoints(run, found) as saves:
         started = time.monotonic() - state.wall_seconds
         if run.eval_prompts and config.evaluation.at_start and state.step == 0:
             record = evaluate(run, state.step, timers)
             state.accuracy_before = state.accuracy_after = record["eval/accuracy"]
             recorder.log(0, record | timers.take())
         while state.step < config.training.steps:
-            with saved_where_servers_fail(run, state, checkpoint):
-                experience = collect(run, state.step, state.place, timers, checkpoint=checkpoint)
+            with saved_where_servers_fail(run, saves, state):
+                experience = collect(run, state.step, state.place, timers, checkpoint=saves.current)
+            saves.poll(timers)  # where most of a step's time is over
+            saves.forget()
             done = update(run, experience.samples, state.step, timers, experience.routing)
             metrics = experience.metrics | done.metrics | experience.routing.metrics()
             state.step, state.place = state.step + 1, experience.place
@@ -87,16 +90,18 @@ def _loop(run: Run, asked_to_stop: Callable[[], bool]) -> LoopState:
             recorder.write_routing(state.step, experience.routing)
             recorder.write_ratios(state.step, done)
             recorder.write_rollouts(state.step, experience.samples, experience.place)
-            with saved_where_servers_fail(run, state, None):
+            with saved_where_servers_fail(run, saves, state):
                 if lost is not None:
                     raise lost
-            checkpoint, stops = None, asked_to_stop()
+            stops = asked_to_stop()
             if stops or _is_due(config.checkpoint.interval, state.step, config.training.steps):
                 with timers("checkpoint"):  # told with the next step's times: a step is recorded before it is saved
-                    checkpoint = save(run, state)
+                    saves.begin(state)
             if stops and state.step < config.training.steps:
-                recorder.say(f"stopped by SIGUSR1 after step {state.step}; start again to go on from {checkpoint}")
+                saves.finish()
+                recorder.say(f"stopped by SIGUSR1 after step {state.step}; start again to go on from {saves.current}")
                 return state
+        saves.finish()
         state.wall_seconds = time.monotonic() - started
         exported = _export(run) if config.checkpoint.export_hf else None
         recorder.finish(asdict(state) | {"exported": exported and str(exported)})

@@ -153,6 +153,9 @@ class EvaluationConfig(Section):
 class CheckpointConfig(Section):
     interval: int = Field(0, ge=0, description="Save after every so many steps; 0 is never.")
     keep: int = Field(2, ge=1, description="Newest checkpoints kept; older ones are deleted.")
+    asynchronous: bool = Field(
+        True, description="Train on while a checkpoint is written, for a copy of it in host memory meanwhile."
+    )
     resume: Literal["auto", "never"] = Field(
         "auto",
         description="auto goes on from run_dir's newest checkpoint; never refuses a run_dir already used.",

@@ -9,14 +9,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from megatron_gspo.loop.assemble import Run
 from megatron_gspo.loop.rollout_buffer import Place
 from megatron_gspo.loop.servers import is_central, sync_weights
-from megatron_gspo.mcore.checkpoint import load_checkpoint, on_first_rank, save_checkpoint
+from megatron_gspo.mcore.checkpoint import load_checkpoint, on_first_rank
 from megatron_gspo.mcore.checkpoint_files import (
     CheckpointError,
     newest_checkpoint,
@@ -24,7 +24,6 @@ from megatron_gspo.mcore.checkpoint_files import (
     remove_leftovers,
     remove_old,
 )
-from megatron_gspo.rollout.check import EngineError
 
 _PATIENCE = 20.0  # seconds that the processes of a killed run may take to end
 
@@ -49,26 +48,6 @@ class LoopState:
     @place.setter
     def place(self, place: Place) -> None:
         self.cursor, self.pending = place.cursor, place.pending
-
-
-def save(run: Run, state: LoopState) -> Path:
-    """A checkpoint of the run as it is; see ``save_checkpoint``."""
-    return save_checkpoint(
-        run.policy, _folder(run), state.step, asdict(state), keep=run.config.checkpoint.keep
-    )
-
-
-@contextmanager
-def saved_where_servers_fail(run: Run, state: LoopState, checkpoint: Path | None) -> Iterator[None]:
-    """Save the run as it is, unless ``checkpoint`` holds it already, before an `EngineError` of all ranks ends it."""
-    try:
-        yield
-    except EngineError as error:
-        if not is_central(run.engine) or not state.step:
-            raise
-        saved = "" if checkpoint is not None else "saved, "
-        found = checkpoint if checkpoint is not None else save(run, state)
-        raise EngineError(f"{error}; {saved}start again to go on from {found}") from error
 
 
 def resume(run: Run) -> tuple[LoopState, Path | None]:
@@ -134,7 +113,8 @@ def lock_directory(run_dir: Path, *, patience: float = _PATIENCE) -> int:
     return descriptor
 
 
-def _folder(run: Run) -> Path:
+def checkpoint_folder(run: Run) -> Path:
+    """Where a run's checkpoints lie."""
     return Path(run.config.run_dir) / "checkpoints"
 
 
@@ -142,14 +122,14 @@ def _choose(run: Run) -> Path | None:
     """The checkpoint to go on from. Ends what a killed run left half done: a save, or the removal of old ones."""
     if run.config.checkpoint.resume != "auto":
         return None
-    remove_leftovers(_folder(run))
-    found, faults = newest_checkpoint(_folder(run))
+    remove_leftovers(checkpoint_folder(run))
+    found, faults = newest_checkpoint(checkpoint_folder(run))
     for fault in faults:
         what = f"resuming from {found.name}" if found else "starting from the beginning"
         print(f"{fault}: {what}", file=sys.stderr)
     if found is not None:
         _check_state(found, read_state(found))
-        remove_old(_folder(run), keep=run.config.checkpoint.keep)
+        remove_old(checkpoint_folder(run), keep=run.config.checkpoint.keep)
     return found
 
 

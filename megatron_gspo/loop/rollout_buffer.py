@@ -21,9 +21,10 @@ import torch.distributed as dist
 
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.loop.assemble import Run
+from megatron_gspo.mcore.checkpoint_files import ROLLOUTS
 from megatron_gspo.rollout.spread import decode_samples, encode_samples
 
-_FILE = "rollout.bin"  # a line of JSON, then the samples as they travel between ranks
+_FILE = ROLLOUTS  # a line of JSON, then the samples as they travel between ranks
 
 
 @dataclass(frozen=True)

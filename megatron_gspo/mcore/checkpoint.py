@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
+import gc
 import inspect
-import os
+import json
 import queue
-import signal
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, merge
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
-from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies import common, filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_gspo.mcore.checkpoint_files import (
@@ -30,38 +29,136 @@ from megatron_gspo.mcore.checkpoint_files import (
     read_state,
     room_left,
 )
+from megatron_gspo.mcore.checkpoint_writers import Writers, file_jobs
 from megatron_gspo.mcore.forward import unwrap
+from megatron_gspo.mcore.groups import compute_device
 from megatron_gspo.mcore.policy import Policy
 
 # The one optimizer format that can be loaded in another layout; Megatron's default ties the state to the bucket sizes.
 # Expert layers have an optimizer of their own in some layouts only, which may not show in the tensors' names.
 _FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-_PR_SET_PDEATHSIG = 1
+_SAVE_KEYWORDS = inspect.signature(dist_checkpointing.save).parameters
+# what rank 0 alone writes: the common part (before 0.19), the metadata, the format
+_ON_RANK_0 = (
+    (getattr(common, "TorchCommonSaveStrategy", None), "save_common"),
+    (filesystem_async.FileSystemWriterAsync, "finish"),
+    (serialization, "save_config"),
+)
 _NOT_WRITTEN = "checkpoint not written; the last one is untouched"
 
 T = TypeVar("T")
 
 
-def save_checkpoint(policy: Policy, folder: Path, step: int, state: Mapping[str, Any], *, keep: int) -> Path:
-    """Save model, optimizer, schedule and ``state`` (JSON-able, the same on every rank) as ``folder/step_NNNNNN``.
+class Save:
+    """A checkpoint that is being written while training goes on. Every rank has one; see ``begin_save``.
 
-    Everything is written to a neighbour directory and renamed when all ranks are done. The newest ``keep`` checkpoints
-    stay. A collective of all ranks; raises ``CheckpointError`` on every rank if the disk is full or gone.
+    ``path``: where it lies now, under its own name once it is whole.
+    """
+
+    def __init__(self, request: Any, results: queue.Queue[Any], publish: functools.partial[None]) -> None:
+        self._request, self._results, self._publish = request, results, publish
+        self.path, self._final = publish.args[:2]
+        self._staged: Any = request.preload_fn() if request.preload_fn else []  # the children read it, pinned or not
+        transforms, use_msc = request.async_fn.args if request.async_fn else ([], False)
+        self._writers = Writers(file_jobs(self._staged, transforms, use_msc))
+
+    @property
+    def writers(self) -> list[int]:
+        """Process ids of this rank's writers."""
+        return self._writers.pids
+
+    def poll(self) -> bool:
+        """Whether the checkpoint is whole and has its name: it gets it here, once all ranks' writers are done.
+
+        A collective of all ranks, of two numbers as long as it isn't; raises ``CheckpointError`` on all if a writer
+        failed.
+        """
+        if self.path == self._final:
+            return True
+        running = not self._writers.poll()
+        state = torch.tensor([float(running), float(bool(self._writers.failure))], device=compute_device())
+        dist.all_reduce(state)
+        still_running, failed = state.tolist()
+        if failed:
+            self.end()
+            self._raise(self._writers.failure)
+        if still_running:
+            return False
+        self._conclude()
+        return True
+
+    def finish(self) -> Path:
+        """Wait for it; the checkpoint's own path. A collective of all ranks, raises as ``poll``."""
+        while self.path != self._final:
+            self._writers.poll(timeout=None)
+            self.poll()
+        return self.path
+
+    def end(self) -> None:
+        """Give it up: this rank's writers are ended. The next save or start removes what they have written."""
+        self._writers.end()
+        self._staged = []
+
+    def _conclude(self) -> None:
+        """Complete the directory with Megatron's metadata and give it its name."""
+        self._staged = []
+        self._results.put(self._writers.results)
+        with _in_step() as failures:
+            try:
+                for function in self._request.finalize_fns:
+                    function()
+            except (CheckpointException, Exception) as error:
+                failures.append(_reason(error))
+        self._raise(next(iter(failures), ""))
+        on_first_rank(self._publish, _NOT_WRITTEN)
+        self.path = self._final
+
+    def _raise(self, failure: str) -> None:
+        raise_everywhere(failure and failure + room_left(self._final.parent), _NOT_WRITTEN)
+
+
+def begin_save(policy: Policy, folder: Path, step: int, state: Mapping[str, Any], *, keep: int) -> Save:
+    """Begin to save model, optimizer, schedule and ``state`` (JSON-able, the same on every rank) as they are now.
+
+    The checkpoint ``folder/step_NNNNNN`` appears when the ``Save`` is polled or finished after all ranks have written
+    their parts to a neighbour directory; training may go on meanwhile. The newest ``keep`` checkpoints stay. Memory: a
+    copy of what this rank writes, in host memory, until then. At most one may be under way. A collective of all ranks;
+    raises ``CheckpointError`` on every rank if the disk is full or gone.
     """
     final = checkpoint_path(folder, step)
-    partial = on_first_rank(lambda: begin_checkpoint(folder, step), _NOT_WRITTEN)
+    text, partial = on_first_rank(
+        lambda: (json.dumps({"step": step, **state}), begin_checkpoint(folder, step)), _NOT_WRITTEN
+    )
     policy.gather_weights()
-    failure = ""
+    save, results = None, queue.Queue[Any]()
+    with _in_step() as failures:
+        try:
+            with _results_through(results), _few_to_collect():
+                request = _plan(_content(policy, is_loading=False)[0], partial)
+            publish = functools.partial(publish_checkpoint, partial, final, json.loads(text), keep=keep)
+            save = Save(request, results, publish)
+        except (CheckpointException, Exception) as error:  # the first is a BaseException
+            failures.append(_reason(error))
+    failure = next(iter(failures), "")
     try:
-        with _own_writers():
-            dist_checkpointing.save(_content(policy, is_loading=False)[0], str(partial))
-    except CheckpointException as error:  # a BaseException
-        failure = _reason(error)
-    except Exception as error:
-        failure = f"{type(error).__name__}: {error}"
-    raise_everywhere(failure and failure + room_left(folder), _NOT_WRITTEN)
-    on_first_rank(lambda: publish_checkpoint(partial, final, {"step": step, **state}, keep=keep), _NOT_WRITTEN)
-    return final
+        raise_everywhere(failure and failure + room_left(folder), _NOT_WRITTEN)
+    except CheckpointError:
+        if save is not None:
+            save.end()
+        raise
+    assert save is not None
+    return save
+
+
+def save_checkpoint(policy: Policy, folder: Path, step: int, state: Mapping[str, Any], *, keep: int) -> Path:
+    """``begin_save``, and wait for it: the checkpoint's path."""
+    return begin_save(policy, folder, step, state, keep=keep).finish()
+
+
+def _plan(content: dict[str, Any], folder: Path) -> Any:
+    """Megatron's request for an asynchronous save: what stages the tensors, what writes them, what ends the save."""
+    keywords = {"async_strategy": "mcore"} if "async_strategy" in _SAVE_KEYWORDS else {}
+    return dist_checkpointing.save(content, str(folder), async_sharded_save=True, **keywords)
 
 
 def on_first_rank(action: Callable[[], T], what: str) -> T:
@@ -101,40 +198,56 @@ def _reason(error: BaseException) -> str:
 
 
 @contextmanager
-def _own_writers() -> Iterator[None]:
-    """Within the context nothing that Megatron starts to write a checkpoint outlives this rank.
+def _results_through(results: queue.Queue[Any]) -> Iterator[None]:
+    """Within the context Megatron's storage writers expect the results of their writers in ``results``.
 
-    It hands the writers' results over through a queue in a server process that every rank spawns, which imports the
-    whole program again and stays when a rank is killed; a plain queue will do, for only an asynchronous save, which is
-    not used here, needs the other. The writers that it forks before 0.19 wait for their parent forever once it is dead.
+    Its own queue lives in a server process that every rank spawns, which imports the whole program again and stays when
+    a rank is killed.
     """
-    queue_before = filesystem_async._results_queue
-    writer = filesystem_async.FileSystemWriterAsync
-    write_before = inspect.getattr_static(writer, "write_preloaded_data")
-    parent, write = os.getpid(), writer.write_preloaded_data
-
-    @functools.wraps(write)
-    def write_and_die_with_the_rank(*args: Any, **kwargs: Any) -> Any:
-        if os.getpid() != parent:
-            _die_with(parent)
-        return write(*args, **kwargs)
-
-    filesystem_async._results_queue = queue.Queue()
-    writer.write_preloaded_data = staticmethod(write_and_die_with_the_rank)
+    before = filesystem_async._results_queue
+    filesystem_async._results_queue = results
     try:
         yield
     finally:
-        filesystem_async._results_queue = queue_before
-        writer.write_preloaded_data = write_before
+        filesystem_async._results_queue = before
 
 
-def _die_with(parent: int) -> None:
-    """Have Linux kill this process when its parent dies; elsewhere nothing."""
-    if sys.platform != "linux":
+@contextmanager
+def _in_step() -> Iterator[list[str]]:
+    """Within the context what Megatron writes on rank 0 alone doesn't raise there: the other ranks would wait for it in
+    the next collective. Yields the list of what went wrong."""
+    failures: list[str] = []
+    with ExitStack() as stack:
+        for owner, name in _ON_RANK_0:
+            function = getattr(owner, name, None)
+            if function is not None:
+                stack.callback(setattr, owner, name, function)
+                setattr(owner, name, _noting(function, failures))
+        yield failures
+
+
+def _noting(function: Callable[..., Any], failures: list[str]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            failures.append(_reason(error))
+
+    return noting
+
+
+@contextmanager
+def _few_to_collect() -> Iterator[None]:
+    """Megatron collects garbage for each optimizer that it saves: let it look at what has come since only."""
+    if gc.get_freeze_count():  # somebody else has frozen what is old
+        yield
         return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before
-        os._exit(1)
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def load_checkpoint(policy: Policy, path: Path) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """The files of training checkpoints: which are whole, and how one is published, replaced and removed.
 
 A checkpoint ``step_NNNNNN`` is written as ``.partial_NNNNNN_...`` and renamed. ``state.json``, its last file, lists
-every other file with its size; a directory that doesn't match its list is not taken for a checkpoint.
+every other file but the kept rollouts with its size; a directory that doesn't match its list is not taken for a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 from megatron_gspo.errors import RunError, existing_part, show_bytes
 
 STATE = "state.json"
+ROLLOUTS = "rollout.bin"  # comes when it comes, before or after the rest is whole: it isn't listed
 
 
 class CheckpointError(RunError):
@@ -44,7 +46,7 @@ def publish_checkpoint(partial: Path, final: Path, state: Mapping[str, Any], *, 
 
     Everything is on the disk before the rename, so that a power failure leaves no hollow checkpoint either.
     """
-    files = [file for file in partial.rglob("*") if file.is_file()]
+    files = [file for file in partial.rglob("*") if file.is_file() and file.name != ROLLOUTS]
     sizes = {str(file.relative_to(partial)): file.stat().st_size for file in files}
     (partial / STATE).write_text(json.dumps({"state": dict(state), "files": sizes}))
     for file in (*files, partial / STATE, partial):

@@ -50,7 +50,7 @@ def stopped_after_four(reference: Reference, tmp_path: Path) -> Path:
 
 # event, which of them (a share of all), rank, whether all ranks are killed
 KILLS = {
-    "weight update": ("weight update", 0.55, 1, False),
+    "weight update": ("weight update", 0.8, 1, False),
     "save": ("save", 0.6, 0, True),
     "publication": ("publication", 0.99, 0, False),
 }
@@ -64,6 +64,37 @@ def test_killed_at_its_worst_moments(reference, tmp_path, name):
     killed = live(reference.config(run_dir), tmp_path / "killed", 2, target, grace=0.5)
     assert killed.was_killed and not killed.orphans and not (run_dir / "summary.json").exists()
     assert "resumed from" in resume(reference, run_dir).log
+    assert first_difference(run_dir, reference.run_dir) == ""
+
+
+def holding(run_dir: Path, records: int) -> list[str]:
+    """Overrides: the writers of checkpoints are held up until metrics.jsonl has so many records."""
+    options = {"metrics": str(run_dir / "metrics.jsonl"), "go": str(run_dir.with_suffix(".go")), "records": records}
+    return [
+        f"data.verifier={Path(__file__).with_name('holding_verifier.py')}:score",
+        f"data.verifier_options={json.dumps(options)}",
+    ]
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(reference, tmp_path):
+    """The checkpoint of step 2 can't be written before step 4: a run that waited for it would wait forever."""
+    run_dir = tmp_path / "run"
+    life = resume(reference, run_dir, *holding(run_dir, records=4))  # of the steps 0 to 3
+    assert first_difference(run_dir, reference.run_dir) == ""
+    # the rollouts of the third step waited with it
+    assert (run_dir / "checkpoints" / "step_000004" / "rollout.bin").is_file() and "not kept" not in life.log
+
+
+def test_a_kill_while_training_and_writing_loses_that_checkpoint_only(reference, tmp_path):
+    run_dir = tmp_path / "run"
+    config = reference.config(run_dir, *holding(run_dir, records=100))
+    count = round(0.6 * reference.life.counts[0]["gradients"])  # in the fourth step
+    killed = live(config, tmp_path / "killed", 2, Target("gradients", count, 0, False), grace=0.5)
+    assert killed.was_killed and not killed.orphans
+    assert [row["step"] for row in read_metrics(run_dir)] == [0, 1, 2, 3]
+    [partial] = (run_dir / "checkpoints").iterdir()
+    assert partial.name.startswith(".partial_000002_") and (partial / "rollout.bin").is_file()
+    assert "resumed from" not in resume(reference, run_dir, "checkpoint.asynchronous=false").log
     assert first_difference(run_dir, reference.run_dir) == ""
 
 

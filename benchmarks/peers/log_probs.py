@@ -1,0 +1,243 @@
+"""Log-probs and entropies from hidden states by the peers' own functions, all behind one signature.
+
+Where a peer's function takes logits, the product with the output weight is made as that peer makes it: in the inputs'
+dtype, of all tokens at once; in a tensor-parallel group hidden's gradient is summed over it, as Megatron's
+`ColumnParallelLinear` does. Nothing of this project is imported here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import checkpoint
+
+CHUNK = 256  # tokens of a checkpointed chunk
+Result = tuple[Tensor, Tensor | None]  # log-probs [T], entropy [T] where asked for
+Function = Callable[[Tensor, Tensor, Tensor, bool], Result]  # hidden [T, h], weight [V / tp, h], labels [T], entropy?
+
+
+@dataclass(frozen=True)
+class Peer:
+    """`load(group)` imports what is needed and gives the function; ImportError says what is missing.
+
+    `alone`, `parallel`: whether it runs in one process, in a tensor-parallel group; `entropy`: whether it has one.
+    """
+
+    name: str
+    load: Callable[[ProcessGroup | None], Function]
+    alone: bool = True
+    parallel: bool = False
+    entropy: bool = True
+
+
+NOT_COMPARED = {
+    "NeMo-RL": "the index has a placeholder without code (nemo-rl 0.0.0)",
+    "slime, prime-rl": "not on the index",
+    "ms-swift": "its Megatron log-probs are Megatron-Core's vocab_parallel_cross_entropy, which is here",
+    "Liger LigerFusedLinearGRPOLoss": "gives the loss, not log-probs; the function inside it that does is here",
+    "Liger fused linear cross entropy": "a Triton kernel: no CPU",
+    "verl FusedLinearForPPO with Liger": "the same Triton kernel",
+    "verl and TRL with flash-attn or Triton": "CUDA only; their torch paths are here",
+}
+
+
+class _SumGradient(torch.autograd.Function):
+    """hidden as it is; its gradient summed over the group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+def logits_of(hidden: Tensor, weight: Tensor, group: ProcessGroup | None) -> Tensor:
+    """[T, V / tp] in the inputs' dtype."""
+    return F.linear(hidden if group is None else _SumGradient.apply(hidden, group), weight)
+
+
+# --- plain torch
+
+
+def _log_softmax(hidden: Tensor, weight: Tensor, labels: Tensor, entropy: bool) -> Result:
+    every = F.linear(hidden.float(), weight.float()).log_softmax(-1)
+    log_probs = every.gather(1, labels[:, None]).squeeze(1)
+    return log_probs, -(every.exp() * every).sum(-1) if entropy else None
+
+
+def naive(_: ProcessGroup | None) -> Function:
+    """A whole log_softmax; the product in float32 whatever the inputs are, as ours."""
+    return _log_softmax
+
+
+def checkpointed(_: ProcessGroup | None) -> Function:
+    """The same on 256 tokens at a time, each chunk recomputed in the backward."""
+
+    def run(hidden: Tensor, weight: Tensor, labels: Tensor, entropy: bool) -> Result:
+        parts = [checkpoint(_log_softmax, rows, weight, own, entropy, use_reentrant=False)
+                 for rows, own in zip(hidden.split(CHUNK), labels.split(CHUNK), strict=True)]  # fmt: skip
+        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts]) if entropy else None
+
+    return run
+
+
+# --- TRL
+
+
+def trl_selective(_: ProcessGroup | None) -> Function:
+    """`selective_log_softmax` and `selective_log_softmax_and_entropy`."""
+    utils = importlib.import_module("trl.trainer.utils")
+
+    def run(hidden: Tensor, weight: Tensor, labels: Tensor, entropy: bool) -> Result:
+        logits = logits_of(hidden, weight, None)
+        if entropy:
+            return utils.selective_log_softmax_and_entropy(logits, labels)
+        return utils.selective_log_softmax(logits, labels), None
+
+    return run
+
+
+def trl_chunked(_: ProcessGroup | None) -> Function:
+    """`ChunkedLogProbFunction`, the head that GRPOTrainer gives its model, with its own chunk size."""
+    function = importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction
+    size = importlib.import_module("trl.trainer.utils")._CHUNKED_LOGPROB_CHUNK_SIZE
+
+    def run(hidden: Tensor, weight: Tensor, labels: Tensor, entropy: bool) -> Result:
+        outputs = ("log_probs", "entropy") if entropy else ("log_probs",)
+        return function.apply(hidden, weight, None, labels, 1.0, size, None, 1.0, outputs)[:2]
+
+    return run
+
+
+# --- verl
+
+
+def _verl(module: str) -> Any:
+    """A module of verl; its Liger path (Triton) is turned off where Triton is absent, as it is without Liger."""
+    kernels = types.ModuleType("liger_kernel.ops")
+    kernels.LigerFusedLinearScaledCrossEntropyFunction = None  # type: ignore[attr-defined]
+    absent = importlib.util.find_spec("triton") is None and "liger_kernel.ops" not in sys.modules
+    if absent:
+        sys.modules["liger_kernel.ops"] = kernels
+    try:
+        return importlib.import_module(f"verl.utils.{module}")
+    finally:
+        if absent:
+            del sys.modules["liger_kernel.ops"]
+
+
+def verl_logits(_: ProcessGroup | None) -> Function:
+    """`logprobs_from_logits` and `entropy_from_logits`."""
+    functions = _verl("torch_functional")
+
+    def run(hidden: Tensor, weight: Tensor, labels: Tensor, entropy: bool) -> Result:
+        logits = logits_of(hidden, weight, None)
+        log_probs = functions.logprobs_from_logits(logits, labels)
+        return log_probs, functions.entropy_from_logits(logits) if entropy else None
+
+    return run
+
+
+def verl_fused(_: ProcessGroup | None) -> Function:
+    """`FusedLinearForPPO`, its torch version; it always computes the entropy."""
+    head = _verl("experimental.torch_functional").FusedLinearForPPO()
+    return lambda hidden, weight, labels, entropy: head(hidden, weight, labels)
+
+
+def verl_megatron(group: ProcessGroup | None) -> Function:
+    """`vocab_parallel_log_probs_from_logits` and `vocab_parallel_entropy`, on a clone as its engine calls them."""
+    functions = _verl("megatron.tensor_parallel")
+
+    def run(hidden: Tensor, weight: Tensor, labels: Tensor, entropy: bool) -> Result:
+        logits = logits_of(hidden, weight, group)
+        copy = logits.clone() if entropy else logits
+        found = functions.vocab_parallel_entropy(logits) if entropy else None
+        return functions.vocab_parallel_log_probs_from_logits(copy, labels), found
+
+    return run
+
+
+# --- AReaL, Liger, Megatron-Core
+
+
+def areal(group: ProcessGroup | None) -> Function:
+    """`gather_logprobs` and `gather_logprobs_entropy`. Its packages are entered without running their
+    `__init__.py`, which import its servers and launchers."""
+    spec = importlib.util.find_spec("areal")
+    if spec is None or spec.origin is None:
+        raise ImportError("areal is not installed")
+    for name in ("areal", "areal.infra", "areal.utils", "areal.utils.functional"):
+        if name not in sys.modules:
+            package = types.ModuleType(name)
+            package.__path__ = [str(Path(spec.origin).parent.joinpath(*name.split(".")[1:]))]
+            sys.modules[name] = package
+    functions = importlib.import_module("areal.utils.functional.vocab_parallel")
+
+    def run(hidden: Tensor, weight: Tensor, labels: Tensor, entropy: bool) -> Result:
+        logits = logits_of(hidden, weight, group)
+        if entropy:
+            return functions.gather_logprobs_entropy(logits, labels, tp_group=group)
+        return functions.gather_logprobs(logits, labels, tp_group=group), None
+
+    return run
+
+
+def liger(_: ProcessGroup | None) -> Function:
+    """`_ChunkedSelectiveLogProbFunction`, which its fused linear GRPO loss calls."""
+    module = importlib.import_module("liger_kernel.chunked_loss.fused_linear_ppo")
+    function, size = module._ChunkedSelectiveLogProbFunction, module._SELECTIVE_LOGPROB_VOCAB_CHUNK_SIZE
+    return lambda hidden, weight, labels, entropy: (function.apply(hidden, weight, labels, None, 1.0, size), None)
+
+
+def megatron(group: ProcessGroup | None) -> Function:
+    """`vocab_parallel_cross_entropy`, which overwrites float32 logits."""
+    module = importlib.import_module("megatron.core.tensor_parallel.cross_entropy")
+
+    def run(hidden: Tensor, weight: Tensor, labels: Tensor, entropy: bool) -> Result:
+        return -module.vocab_parallel_cross_entropy(logits_of(hidden, weight, group), labels), None
+
+    return run
+
+
+def megatron_fused(group: ProcessGroup | None) -> Function:
+    """`fused_vocab_parallel_cross_entropy` (`cross_entropy_loss_fusion`)."""
+    module = importlib.import_module("megatron.core.fusions.fused_cross_entropy")
+
+    def run(hidden: Tensor, weight: Tensor, labels: Tensor, entropy: bool) -> Result:
+        whole = dist.group.WORLD if group is None else group
+        logits = logits_of(hidden, weight, group)
+        return -module.fused_vocab_parallel_cross_entropy(logits[:, None], labels[:, None], whole).squeeze(1), None
+
+    return run
+
+
+PEERS = (
+    Peer("naive", naive),
+    Peer("checkpointed chunks", checkpointed),
+    Peer("TRL selective_log_softmax", trl_selective),
+    Peer("TRL ChunkedLogProbFunction", trl_chunked),
+    Peer("verl logprobs_from_logits", verl_logits),
+    Peer("verl FusedLinearForPPO", verl_fused),
+    Peer("verl vocab_parallel", verl_megatron, parallel=True),
+    Peer("AReaL gather_logprobs", areal, parallel=True),
+    Peer("Liger chunked log-probs", liger, entropy=False),
+    Peer("Megatron cross entropy", megatron, parallel=True, entropy=False),
+    Peer("Megatron fused cross entropy", megatron_fused, parallel=True, entropy=False),
+)
