@@ -304,9 +304,11 @@ def check_divisibility(parallel: ParallelConfig, hf: dict[str, Any]) -> None:
     for key in ("num_attention_heads", "num_key_value_heads") + (() if experts else ("intermediate_size",)):
         _divides("tensor_model_parallel_size", tensor, key, hf.get(key))
     virtual = parallel.virtual_pipeline_model_parallel_size
-    _divides("pipeline_model_parallel_size", pipeline, "num_hidden_layers", hf.get("num_hidden_layers"))
+    extra = parallel.extra_pipeline_layers
+    layers = None if hf.get("num_hidden_layers") is None else hf["num_hidden_layers"] + extra
+    _divides("pipeline_model_parallel_size", pipeline, f"num_hidden_layers{f' + {extra}' if extra else ''}", layers)
     if virtual is not None:
-        layers = hf.get("num_hidden_layers", 0) // pipeline
+        layers = (layers or 0) // pipeline
         _divides("virtual_pipeline_model_parallel_size", virtual, "layers of a pipeline stage", layers)
     if experts:
         _divides("expert_model_parallel_size", parallel.expert_model_parallel_size, "num_experts", experts)

@@ -43,6 +43,12 @@ class ParallelConfig(Section):
         ge=2,
         description="Model chunks on each pipeline stage (interleaved schedule); null is the plain schedule.",
     )
+    account_for_embedding_in_pipeline_split: bool = Field(
+        False, description="Count the embedding as a layer when layers are split over pipeline stages."
+    )
+    account_for_loss_in_pipeline_split: bool = Field(
+        False, description="Count the output layer and the loss as a layer when layers are split over pipeline stages."
+    )
     context_parallel_size: int = Field(
         1, ge=1, description="Ranks that share the tokens of each sequence (CP)."
     )
@@ -84,6 +90,11 @@ class ParallelConfig(Section):
     def expert_tensor_size(self) -> int:
         """Expert-tensor-parallel size, null resolved."""
         return self.expert_tensor_parallel_size or 1
+
+    @property
+    def extra_pipeline_layers(self) -> int:
+        """What is counted as a layer beside the model's when they are split over pipeline stages: 0, 1 or 2."""
+        return int(self.account_for_embedding_in_pipeline_split) + int(self.account_for_loss_in_pipeline_split)
 
     @property
     def model_parallel_size(self) -> int:

@@ -104,6 +104,8 @@ def layout_of(config: Config) -> Layout:
         expert=parallel.expert_model_parallel_size,
         expert_tensor=parallel.expert_tensor_size,
         virtual_pipeline=parallel.virtual_pipeline_model_parallel_size,
+        embedding_as_layer=parallel.account_for_embedding_in_pipeline_split,
+        loss_as_layer=parallel.account_for_loss_in_pipeline_split,
     )
 
 

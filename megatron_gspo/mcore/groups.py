@@ -15,7 +15,10 @@ from megatron_gspo.errors import RunError, first_line
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the parallel dimensions; data parallelism takes what is left of the world."""
+    """Sizes of the parallel dimensions; data parallelism takes what is left of the world.
+
+    ``embedding_as_layer``, ``loss_as_layer``: counted where layers are split over pipeline stages.
+    """
 
     tensor: int = 1
     pipeline: int = 1
@@ -23,6 +26,8 @@ class Layout:
     expert: int = 1
     expert_tensor: int = 1
     virtual_pipeline: int | None = None
+    embedding_as_layer: bool = False
+    loss_as_layer: bool = False
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,8 @@ def transformer_config(shape: ModelShape, layout: Layout, settings: ModelSetting
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
+        account_for_embedding_in_pipeline_split=layout.embedding_as_layer,
+        account_for_loss_in_pipeline_split=layout.loss_as_layer,
         context_parallel_size=layout.context,
         sequence_parallel=sequence_parallel,
         use_cpu_initialization=not torch.cuda.is_available() or _on_paper(),

@@ -241,12 +241,12 @@ def peak_bytes(shape: ModelShape, parallel: ParallelConfig, stage: int, batch: M
     kinds = layer_kinds(shape, layers)
     saved = {kind: sum(layer_bytes(z, setting, is_moe=kind).values()) for kind in kinds}
     flying, stream = in_flight(parallel, stage, micro_batches) / chunks, z.a * z.s * z.h
-    working = max(backward_bytes(z, setting, is_moe=kind) for kind in kinds)
+    working = max((backward_bytes(z, setting, is_moe=kind) for kind in kinds), default=0.0)
     if setting.recompute == "full":
-        unit = min(setting.recompute_num_layers, len(layers) // chunks)
+        unit = max(min(setting.recompute_num_layers, len(layers) // chunks), 1)
         kept = stream * len(layers) / unit
         modules = sum(moe_bytes(z, setting)["dispatcher"] * count for kind, count in kinds.items() if kind)
-        working += unit * (max(saved.values()) - stream)
+        working += unit * (max(saved.values()) - stream) if saved else 0.0
     else:
         kept = sum(saved[kind] * count for kind, count in kinds.items())
         modules = 0.0

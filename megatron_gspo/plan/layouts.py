@@ -28,18 +28,23 @@ def candidates(hf: dict[str, Any], gpus: int, node: int) -> Iterator[dict[str, A
     powers = [2**i for i in range(13) if 2**i <= gpus]
     tensors = [d for d in powers if d <= node]
     contexts = [d for d in powers if d <= MOST_CONTEXT]
-    pipelines = divisors(hf.get("num_hidden_layers", 1), gpus)
+    count = hf.get("num_hidden_layers", 1)
+    # where stages don't divide the layers they may divide them with embedding and loss counted
+    pipelines = [(size, 0) for size in divisors(count, gpus)]
+    pipelines += [(size, 2) for size in divisors(count + 2, gpus) if count % size]
     experts_over = [d for d in powers if experts and experts % d == 0] or [1]
-    for tensor, pipeline, context, expert in product(tensors, pipelines, contexts, experts_over):
+    for tensor, (pipeline, extra), context, expert in product(tensors, pipelines, contexts, experts_over):
         if gpus % (tensor * pipeline * context):
             continue
-        layers = hf.get("num_hidden_layers", 1) // pipeline
+        layers = (count + extra) // pipeline
         virtual = [None, *(d for d in divisors(layers, MOST_VIRTUAL) if d > 1)] if pipeline > 1 else [None]
         for chunks, expert_tensor in product(virtual, {1, tensor} if experts else {1}):
             yield dict(
                 tensor_model_parallel_size=tensor,
                 pipeline_model_parallel_size=pipeline,
                 virtual_pipeline_model_parallel_size=chunks,
+                account_for_embedding_in_pipeline_split=bool(extra),
+                account_for_loss_in_pipeline_split=bool(extra),
                 context_parallel_size=context,
                 expert_model_parallel_size=expert,
                 expert_tensor_parallel_size=expert_tensor,
@@ -76,13 +81,18 @@ _KEYS = {
 
 
 def parse_layout(text: str, hf: dict[str, Any], gpus: int) -> ParallelConfig:
-    """The layout of a name such as ``TP4 EP8``; ``InputError`` where it is none, or none of this model and GPUs."""
+    """The layout of a name such as ``TP4 EP8``; ``InputError`` where it is none, or none of this model and GPUs.
+
+    ``PP8+2``: embedding and loss count as layers.
+    """
     sizes: dict[str, Any] = {}
     for word in text.replace(",", " ").split():
-        found = re.fullmatch(r"(TP|PP|VP|CP|EP|ETP)(\d+)", word.upper())
-        if found is None or int(found[2]) < 1:
+        found = re.fullmatch(r"(TP|PP|VP|CP|EP|ETP)(\d+)(\+2)?", word.upper())
+        if found is None or int(found[2]) < 1 or (found[3] and found[1] != "PP"):
             raise InputError(f"--layout {text}: {word} is no size; write some of {', '.join(f'{k}2' for k in _KEYS)}")
         sizes[_KEYS[found[1]]] = int(found[2])
+        if found[3]:
+            sizes |= dict(account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True)
     if sizes.get(_KEYS["VP"]) == 1:
         del sizes[_KEYS["VP"]]
     parallel = ParallelConfig(**sizes)
@@ -95,6 +105,9 @@ def parse_layout(text: str, hf: dict[str, Any], gpus: int) -> ParallelConfig:
 
 
 def name_of(parallel: ParallelConfig) -> str:
-    """Such as ``TP2 PP4 VP2 CP1 EP8 ETP1``; sizes of 1 are left out, ``DP only`` where all are."""
+    """Such as ``TP2 PP4 VP2 CP1 EP8 ETP1``; sizes of 1 are left out, ``DP only`` where all are; ``PP8+2`` where two
+    more are counted as layers."""
     sizes = {name: getattr(parallel, key) or 1 for name, key in _KEYS.items()}
-    return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "DP only"
+    extra = f"+{parallel.extra_pipeline_layers}" if parallel.extra_pipeline_layers else ""
+    words = [f"{name}{size}{extra if name == 'PP' else ''}" for name, size in sizes.items() if size > 1]
+    return " ".join(words) or "DP only"

@@ -73,14 +73,16 @@ def stage_memory(shape: ModelShape, parallel: ParallelConfig, stage: int, states
 
 
 def stage_states(shape: ModelShape, parallel: ParallelConfig, gpus: int, dtype_bytes: int) -> dict[int, States]:
-    """Of the first stage, which has most micro-batches in flight, and of the last, which has the head."""
-    stages = sorted({0, parallel.pipeline_model_parallel_size - 1})
+    """Of the first stage, which has most micro-batches in flight, of the second, which has more layers where the
+    embedding counts as one, and of the last, which has the head."""
+    last = parallel.pipeline_model_parallel_size - 1
+    stages = sorted({0, last} | ({min(1, last)} if parallel.extra_pipeline_layers else set()))
     return {stage: rank_states(shape, parallel, gpus, stage, dtype_bytes) for stage in stages}
 
 
 def worst_memory(shape: ModelShape, parallel: ParallelConfig, states: dict[int, States], tokens: int,
                  micro_batches: int, setting: Setting, work: Workload, cluster: Cluster, assume: Assumptions) -> Memory:
-    """The fuller of the stages in ``states``."""
+    """The fullest of the stages in ``states``."""
     found = [stage_memory(shape, parallel, stage, held, tokens, micro_batches, setting, work, cluster, assume)
              for stage, held in states.items()]  # fmt: skip
     return max(found, key=lambda memory: memory.total)

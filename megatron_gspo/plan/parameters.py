@@ -84,11 +84,13 @@ def local_experts(shape: ModelShape, parallel: ParallelConfig) -> int:
 
 
 def chunk_layers(shape: ModelShape, parallel: ParallelConfig, stage: int, chunk: int = 0) -> range:
-    """The layers of a model chunk of a pipeline stage: chunk c of stage s holds the (c PP + s)-th part of the model."""
+    """The layers of a model chunk of a pipeline stage: chunk c of stage s holds the (c PP + s)-th part of the model,
+    in which the embedding stands before the first layer and the loss after the last where they count as layers."""
     parts = parallel.pipeline_model_parallel_size * (parallel.virtual_pipeline_model_parallel_size or 1)
-    size = shape.num_layers // parts
-    first = (chunk * parallel.pipeline_model_parallel_size + stage) * size
-    return range(first, first + size)
+    size = (shape.num_layers + parallel.extra_pipeline_layers) // parts
+    part = chunk * parallel.pipeline_model_parallel_size + stage
+    first = part * size - parallel.account_for_embedding_in_pipeline_split
+    return range(max(first, 0), min(first + size, shape.num_layers))
 
 
 def stage_layers(shape: ModelShape, parallel: ParallelConfig, stage: int) -> list[int]:

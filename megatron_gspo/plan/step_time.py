@@ -115,6 +115,22 @@ def micro_batches(tokens: float, budget: int, parallel: ParallelConfig) -> int:
     return -(-count // step) * step
 
 
+def computed_again(stage: Pass, recompute: str) -> float:
+    """Seconds of products and attention that a backward computes again."""
+    return {"none": 0.0, "selective": stage.attention, "full": stage.products + stage.attention}[recompute]
+
+
+def stage_seconds(stage: Pass, recompute: str) -> tuple[float, float]:
+    """Of a micro-batch on a stage without its head: forward and backward in training, a forward alone."""
+    talk = stage.tensor + stage.expert + stage.context
+    retalk = talk if recompute == "full" else 0.0
+    # forward and backward: a gather more for tensor parallelism's weight gradients, both directions for context's
+    trained_talk = 2.5 * stage.tensor + 2 * stage.expert + 3 * stage.context + retalk
+    computed = stage.products + stage.attention
+    train = 3 * computed + computed_again(stage, recompute) + trained_talk + 2 * stage.send
+    return train, computed + talk + stage.send
+
+
 def step_time(shape: ModelShape, parallel: ParallelConfig, budget: int, work: Workload, cluster: Cluster,
               assume: Assumptions, setting: Setting, rollouts: Generation) -> StepTime:
     """A rollout batch: scored once (twice with a reference), trained on in mini-batches, generated, sent."""
@@ -124,22 +140,17 @@ def step_time(shape: ModelShape, parallel: ParallelConfig, budget: int, work: Wo
     updates = work.sequences // work.global_batch_size
     count = micro_batches(per_rank / updates, budget, parallel)
     tokens = per_rank / updates / count  # of a micro-batch
-    passes = [forward_pass(shape, parallel, stage, tokens, length, cluster, assume, setting)
-              for stage in sorted({0, stages - 1})]  # fmt: skip
-    first, last = passes[0], passes[-1]
-    again = {"none": 0.0, "selective": first.attention, "full": first.products + first.attention}[setting.recompute]
-    talk = first.tensor + first.expert + first.context
-    retalk = talk if setting.recompute == "full" else 0.0
-    # forward and backward: a gather more for tensor parallelism's weight gradients, both directions for context's
-    trained_talk = 2.5 * first.tensor + 2 * first.expert + 3 * first.context + retalk
+    # a stage in the middle has as many layers as any; the last may have one less, and has the head
+    usual, last = (forward_pass(shape, parallel, stage, tokens, length, cluster, assume, setting)
+                   for stage in (stages // 2, stages - 1))  # fmt: skip
+    train_stage, score_stage = stage_seconds(usual, setting.recompute)
+    train_last, score_last = stage_seconds(last, setting.recompute)
     scores = 2 if work.reference else 1
     forwards = updates * count * scores  # micro-batches of the scoring passes
     trained = updates * count
     # the last stage's head is computed 1 + 1 (again) + 2 times in training; stages wait for it
     head = last.head / stages
-    train_stage = 3 * (first.products + first.attention) + again + trained_talk + 2 * first.send
-    score_stage = first.products + first.attention + talk + first.send
-    slowest = (train_stage + 4 * last.head, score_stage + last.head)
+    slowest = (max(train_stage, train_last + 4 * last.head), max(score_stage, score_last + last.head))
     train_all = (count + (stages - 1) / chunks) * slowest[0] * updates
     score_all = (forwards + (stages - 1) / chunks * scores) * slowest[1]
     busy_head = (4 * trained + forwards) * head
@@ -148,13 +159,13 @@ def step_time(shape: ModelShape, parallel: ParallelConfig, budget: int, work: Wo
     data = updates * data_seconds(dense, expert, parallel, cluster.gpus, Links.of(cluster.gpu, assume), assume)
     again_talk = trained if setting.recompute == "full" else 0
     return StepTime(
-        products=(3 * trained + forwards) * first.products + busy_head,
-        attention=(3 * trained + forwards) * first.attention,
-        recompute=trained * again,
-        tensor=(2.5 * trained + forwards + again_talk) * first.tensor,
-        expert=(2 * trained + forwards + again_talk) * first.expert,
-        context=(3 * trained + forwards + again_talk) * first.context,
-        pipeline=(2 * trained + forwards) * first.send,
+        products=(3 * trained + forwards) * usual.products + busy_head,
+        attention=(3 * trained + forwards) * usual.attention,
+        recompute=trained * computed_again(usual, setting.recompute),
+        tensor=(2.5 * trained + forwards + again_talk) * usual.tensor,
+        expert=(2 * trained + forwards + again_talk) * usual.expert,
+        context=(3 * trained + forwards + again_talk) * usual.context,
+        pipeline=(2 * trained + forwards) * usual.send,
         data=data,
         bubble=max(0.0, train_all + score_all - busy),
         optimizer=updates * _optimizer_seconds(shape, parallel, cluster, setting),

@@ -13,7 +13,10 @@ SCENARIO_NAMES = ("gspo", "gspo_token", "grpo")
 
 @dataclass(frozen=True)
 class Arrangement:
-    """A layout with what ``Layout`` leaves to the world and to the model: data and sequence parallelism."""
+    """A layout with what ``Layout`` leaves to the world and to the model: data and sequence parallelism.
+
+    ``outer``: embedding and loss count as layers; interleaved, one of the 4 + 2 to a chunk.
+    """
 
     tensor: int = 1
     sequence_parallel: bool = False
@@ -24,6 +27,7 @@ class Arrangement:
     expert: int = 1
     expert_tensor: int = 1
     moe: bool = True
+    outer: bool = False
 
     @property
     def world_size(self) -> int:
@@ -42,15 +46,17 @@ class Arrangement:
 
     @property
     def name(self) -> str:
-        """Such as ``tp2-pp2i-cp1-dp1-ep2-etp1``; ``i``: interleaved, ``nosp``: without sequence parallelism."""
+        """Such as ``tp2-pp2i-cp1-dp1-ep2-etp1``; ``i``: interleaved, ``o``: ``outer``, ``nosp``: without sequence
+        parallelism."""
         tensor = f"tp{self.tensor}" + ("nosp" if self.tensor > 1 and not self.sequence_parallel else "")
-        common = f"{tensor}-pp{self.pipeline}{'i' * self.interleaved}-cp{self.context}-dp{self.data}"
+        pipeline = f"pp{self.pipeline}{'i' * self.interleaved}{'o' * self.outer}"
+        common = f"{tensor}-{pipeline}-cp{self.context}-dp{self.data}"
         return common + (f"-ep{self.expert}-etp{self.expert_tensor}" if self.moe else "")
 
     def layout(self) -> Layout:
-        return Layout(
-            self.tensor, self.pipeline, self.context, self.expert, self.expert_tensor, 2 if self.interleaved else None
-        )
+        chunks = (3 if self.outer else 2) if self.interleaved else None
+        return Layout(self.tensor, self.pipeline, self.context, self.expert, self.expert_tensor, chunks, self.outer,
+                      self.outer)  # fmt: skip
 
 
 def layouts(max_world: int = 8, *, moe: bool = True) -> list[Arrangement]:

@@ -114,3 +114,10 @@ def test_dense_layers_between_experts_and_unnormalised_top_k(models, arrangement
 def test_shared_experts_and_attention_biases(models, arrangement):
     """Another family: Qwen2-MoE."""
     check(models("shared"), case_of(arrangement))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_embedding_and_loss_count_as_layers(models, recompute):
+    """The first chunk of the first stage and the last of the last have no layer, and every other chunk has one."""
+    arrangement = Arrangement(pipeline=2, interleaved=True, outer=True)
+    check(models("moe"), Case(arrangement, {"recompute": recompute}, (("gspo", "packed"),), "gspo", (False, True)))

@@ -16,6 +16,7 @@ LAYOUTS = [
     Layout(tensor=2, expert=4),
     Layout(pipeline=4, expert=2),
     Layout(pipeline=2, virtual_pipeline=2),
+    Layout(pipeline=3, embedding_as_layer=True, loss_as_layer=True),
     Layout(expert_tensor=2, tensor=2, expert=2),
 ]
 

@@ -25,6 +25,7 @@ CASES = [
     ("moe", Layout(expert=2)),
     ("moe", Layout(pipeline=2)),
     ("moe", Layout(pipeline=2, virtual_pipeline=2)),
+    ("moe", Layout(pipeline=2, virtual_pipeline=3, embedding_as_layer=True, loss_as_layer=True)),
     ("moe", Layout(tensor=2, expert=2)),
     ("moe", Layout(tensor=2, expert_tensor=2)),
     ("moe", Layout(expert_tensor=2)),

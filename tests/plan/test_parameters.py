@@ -45,6 +45,15 @@ def test_stages_hold_every_layer_once() -> None:
     assert sorted(layer for part in chunks.values() for layer in part) == list(range(48))
 
 
+def test_embedding_and_loss_take_the_place_of_a_layer_each() -> None:
+    """94 layers and 2 on 8 stages of 2 chunks: 6 to a chunk, 5 in the first and in the last."""
+    parallel = ParallelConfig(pipeline_model_parallel_size=8, virtual_pipeline_model_parallel_size=2,
+                              account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True)
+    chunks = [chunk_layers(shape_of(LARGE), parallel, stage, chunk) for chunk in range(2) for stage in range(8)]
+    assert [len(chunk) for chunk in chunks] == [5, *[6] * 14, 5]
+    assert [layer for chunk in chunks for layer in chunk] == list(range(94))
+
+
 @pytest.mark.parametrize(
     "sizes", [dict(tp=4, pp=3, ep=8, etp=1), dict(tp=2, pp=1, ep=16, etp=2), dict(tp=1, pp=2, ep=1, etp=1)]
 )
@@ -113,11 +122,14 @@ def _same_as_megatron(rank: int, world: int, cases: list[Any]) -> list[str]:
     found = []
     for hf, sizes, gpus, place in cases:
         shape = family_of(hf)[1]
-        layout = Layout(sizes["tp"], sizes["pp"], 1, sizes["ep"], sizes.get("etp", 1), sizes.get("vp"))
+        layout = Layout(sizes["tp"], sizes["pp"], 1, sizes["ep"], sizes.get("etp", 1), sizes.get("vp"),
+                        *[sizes.get("outer", False)] * 2)  # fmt: skip
         parallel = ParallelConfig(
             tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.pipeline,
             expert_model_parallel_size=layout.expert, expert_tensor_parallel_size=layout.expert_tensor,
             virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
+            account_for_embedding_in_pipeline_split=layout.embedding_as_layer,
+            account_for_loss_in_pipeline_split=layout.loss_as_layer,
         )  # fmt: skip
         with paper_rank(layout, gpus, place) as groups:
             chunks = meta_model(shape, layout, ModelSettings(dtype=torch.bfloat16), groups)
@@ -145,6 +157,7 @@ def test_megatron_registers_the_same_tensors_in_the_same_order() -> None:
     cases = [
         (read_config(SMALL), dict(tp=2, pp=4, ep=8, vp=3), 64, 63),
         (read_config(LARGE), dict(tp=4, pp=2, ep=32, etp=2), 128, 0),
+        *[(read_config(LARGE), dict(tp=4, pp=8, ep=16, vp=2, outer=True), 128, place) for place in (0, 63, 127)],
         (shared, dict(tp=2, pp=1, ep=2), 4, 1),
     ]
     assert run_distributed(_same_as_megatron, 1, cases) == [[]]
