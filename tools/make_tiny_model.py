@@ -47,6 +47,8 @@ def write_tiny_model(
     experts: int = 8,
     experts_per_token: int = 2,
     expert_width: int = 96,
+    heads: int = 4,
+    key_value_heads: int = 2,
 ) -> int:
     """Write config, random float32 weights and tokenizer to ``folder``; returns the number of parameters."""
     tokenizer = character_tokenizer(words)
@@ -56,8 +58,8 @@ def write_tiny_model(
         intermediate_size=expert_width,
         moe_intermediate_size=expert_width,
         num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
         head_dim=32,
         num_experts=experts,
         num_experts_per_tok=experts_per_token,

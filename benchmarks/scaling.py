@@ -1,0 +1,242 @@
+"""Scaling on this machine: one step in 1, 2, 4 and 8 processes, and its cost against tokens, experts and length.
+
+*Processes*: forward and backward of one mini-batch of fixed size (GSPO, gradients reduced), shared by data, tensor,
+expert or pipeline parallelism. More processes than cores can't be faster: *speedup* stands beside the cores that so
+many processes can use, so its ratio is the efficiency, and *processor time* beside one process's says what sharing the
+work costs in all (collectives, smaller products, work that every rank does). Bare Megatron, the same step with its own
+cross entropy, runs in turns.
+
+*Cost*: one process, one quantity grows by doubling. Shown is the fitted exponent (least squares on the logarithms); the
+ratio is that of the growth per doubling, 2 to the power of the exponents' difference. The peer is bare Megatron again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.common import Row, Seconds, Spread, hardware, number, ratios, run_from_command_line, say, time_row
+from benchmarks.step_vs_megatron import bare_forward_step, make_samples
+from benchmarks.worlds import World
+
+BARE = "bare Megatron"
+SIZES = (1, 2, 4, 8)
+DIMENSIONS = ("data", "tensor", "expert", "pipeline")
+SEQUENCES, PROMPT, RESPONSE = 32, 8, 64  # of the shared mini-batch
+MAX_TOKENS = {"data": 4096, "tensor": 4096, "expert": 4096, "pipeline": 320}  # a pipeline wants several micro-batches
+
+
+@dataclass(frozen=True)
+class Point:
+    """One size of a fit: a mini-batch and the number of experts of the model that does it."""
+
+    size: int
+    sequences: int
+    response: int
+    experts: int = 8
+    max_tokens: int = 1152
+
+
+FITS = {
+    "tokens": [Point(72 * n, n, 64) for n in (16, 32, 64, 128)],
+    "experts at top-2": [Point(n, 64, 64, experts=n) for n in (4, 8, 16, 32)],
+    "length of one sequence": [Point(n, 1, n - 8, max_tokens=n) for n in (256, 512, 1024, 2048)],
+}
+
+
+def fixed_lengths(samples: list[Any], response: int) -> list[Any]:
+    """Samples with responses of one length, cut or repeated: a fit wants exact sizes."""
+    import numpy as np
+
+    for sample in samples:
+        tokens = np.resize(sample.tokens[sample.prompt_length :], response)
+        sample.tokens = np.concatenate([sample.tokens[: sample.prompt_length], tokens])
+        for name in ("loss_mask", "advantages", "old_log_probs"):
+            setattr(sample, name, np.resize(getattr(sample, name), response))
+    return samples
+
+
+def steps_of(policy: Any, groups: Any, samples: list[Any], max_tokens: int) -> dict[str, Callable[[], None]]:
+    """Forward and backward of a mini-batch, ours and bare Megatron's, on one policy."""
+    from megatron_gspo.algorithms import preset
+    from megatron_gspo.mcore.batches import micro_batches
+    from megatron_gspo.mcore.step import forward_backward, run_schedule
+
+    batches = micro_batches(samples, policy.config, groups, max_tokens=max_tokens, optional=("old_log_probs",))
+    objective, bare_step = preset("gspo"), bare_forward_step(groups)
+
+    def ours() -> None:
+        forward_backward(policy, objective, batches, temperature=1.0)
+
+    def bare() -> None:
+        for chunk in policy.chunks:
+            chunk.zero_grad_buffer()
+        policy.optimizer.zero_grad()
+        run_schedule(policy, bare_step, batches, forward_only=False)
+
+    return {"ours": ours, BARE: bare}
+
+
+def build(path: str, layout: Any, groups: Any) -> Any:
+    from megatron_gspo.mcore.model import ModelSettings
+    from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, build_policy
+
+    return build_policy(path, layout, groups, model=ModelSettings(), data_parallel=DataParallelSettings(),
+                        optimizer=OptimizerSettings(lr=1e-6))  # fmt: skip
+
+
+def prepare_processes(rank: int, size: int, path: str, dimension: str) -> dict[str, Callable[[], None]]:
+    """In every process of a world: the shared mini-batch, split along ``dimension``."""
+    from megatron_gspo.mcore.groups import Layout, initialize
+
+    layout = Layout() if dimension == "data" else Layout(**{dimension: size})
+    groups = initialize(layout, seed=0)
+    policy = build(path, layout, groups)
+    samples = make_samples(SEQUENCES, PROMPT, RESPONSE, policy.shape.vocab_size)
+    return steps_of(policy, groups, samples, MAX_TOKENS[dimension])
+
+
+def prepare_fits(rank: int, size: int, folder: str) -> dict[str, Callable[[], None]]:
+    """In one process: every point of every fit, named ``fit/size/who``."""
+    from megatron_gspo.mcore.groups import Layout, initialize
+
+    groups = initialize(Layout(), seed=0)
+    policies: dict[int, Any] = {}
+    found = {}
+    for fit, points in FITS.items():
+        for point in points:
+            if point.experts not in policies:
+                policies[point.experts] = build(f"{folder}/{point.experts}", Layout(), groups)
+            policy = policies[point.experts]
+            samples = make_samples(point.sequences, 8, point.response, policy.shape.vocab_size)
+            steps = steps_of(policy, groups, fixed_lengths(samples, point.response), point.max_tokens)
+            found |= {f"{fit}/{point.size}/{who}": step for who, step in steps.items()}
+    return found
+
+
+def in_turns(worlds: Mapping[Any, tuple[World, str]], turns: int, seconds: float) -> dict[Any, list[Seconds]]:
+    """Time every (world, name) once a turn after a warm-up, in alternating order; three turns at least."""
+    for world, name in worlds.values():
+        world.time(name)
+    taken: dict[Any, list[Seconds]] = {key: [] for key in worlds}
+    started = time.perf_counter()
+    for turn in range(turns):
+        if turn >= 3 and time.perf_counter() - started > seconds:
+            break
+        keys = list(worlds)
+        for key in keys if turn % 2 == 0 else reversed(keys):
+            world, name = worlds[key]
+            taken[key].append(world.time(name))
+    return taken
+
+
+def speedup_row(dimension: str, size: int, cores: int, taken: Mapping[Any, Sequence[Seconds]]) -> Row:
+    """How much faster than one process, beside the cores that so many processes can use."""
+    speedup = [one.wall / many.wall for one, many in zip(taken[1, "ours"], taken[size, "ours"], strict=True)]
+    usable = float(min(size, cores))
+    bare = Spread.of([one.wall / many.wall for one, many in zip(taken[1, BARE], taken[size, BARE], strict=True)])
+    return Row(
+        "scaling", f"speedup, {dimension} parallel, {size} processes", "cores they can use", "x", "higher",
+        ratio=Spread.of([value / usable for value in speedup]), ours=Spread.of(speedup),
+        peer=Spread.exactly(usable), note=f"{BARE}: {bare.median:.2f} x",
+    )  # fmt: skip
+
+
+def overhead_row(dimension: str, size: int, taken: Mapping[Any, Sequence[Seconds]]) -> Row:
+    """Processor time of all processes beside that of one."""
+    ours, one = ([1e3 * turn.cpu for turn in taken[count, "ours"]] for count in (size, 1))
+    bare = ratios([turn.cpu for turn in taken[size, BARE]], [turn.cpu for turn in taken[1, BARE]])
+    return Row(
+        "scaling", f"processor time, {dimension} parallel, {size} processes", "one process", "ms", "lower",
+        ratio=ratios(ours, one), ours=Spread.of(ours), peer=Spread.of(one), note=f"{BARE}: {bare.median:.2f}",
+    )  # fmt: skip
+
+
+def process_rows(dimension: str, path: str, args: argparse.Namespace) -> list[Row]:
+    """Rows of one dimension: for each number of processes ours beside bare, speedup and processor time."""
+    sizes = SIZES[:2] if args.quick else SIZES
+    with ExitStack() as stack:
+        worlds = {size: stack.enter_context(World(size, prepare_processes, path, dimension)) for size in sizes}
+        for world in worlds.values():
+            world.ready()
+        contestants = {(size, who): (world, who) for size, world in worlds.items() for who in ("ours", BARE)}
+        taken = in_turns(contestants, args.repeats, args.seconds)
+    rows, cores = [], hardware()["cores"]
+    for size in sizes[1:]:
+        rows += [
+            time_row("scaling", f"step, {dimension} parallel, {size} processes", taken[size, "ours"],
+                     taken[size, BARE], peer_name=BARE),
+            speedup_row(dimension, size, cores, taken), overhead_row(dimension, size, taken),
+        ]  # fmt: skip
+    return rows
+
+
+def exponent(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """Slope of log(seconds) over log(sizes) by least squares, and the root mean square of what is left, as a share."""
+    x, y = ([math.log(value) for value in values] for values in (sizes, seconds))
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / sum((a - mean_x) ** 2 for a in x)
+    left = [b - mean_y - slope * (a - mean_x) for a, b in zip(x, y, strict=True)]
+    return slope, math.sqrt(sum(value * value for value in left) / len(left))
+
+
+def fit_row(fit: str, sizes: Sequence[int], taken: Mapping[Any, Sequence[Seconds]]) -> Row:
+    """The exponent of ours and of bare Megatron, one fit a turn."""
+    turns = range(len(taken[fit, sizes[0], "ours"]))
+    fits = {
+        who: [exponent(sizes, [taken[fit, size, who][turn].wall for size in sizes]) for turn in turns]
+        for who in ("ours", BARE)
+    }
+    slopes = {who: [slope for slope, _ in found] for who, found in fits.items()}
+    left = Spread.of([residual for _, residual in fits["ours"]]).median
+    times = [1e3 * Spread.of([turn.wall for turn in taken[fit, size, "ours"]]).median for size in sizes]
+    return Row(
+        "scaling", f"exponent of {fit}", BARE, "", "lower",
+        ratio=Spread.of([2 ** (a - b) for a, b in zip(slopes["ours"], slopes[BARE], strict=True)]),
+        ours=Spread.of(slopes["ours"]), peer=Spread.of(slopes[BARE]),
+        note=f"{sizes[0]} to {sizes[-1]}: {', '.join(map(number, times))} ms; residual {100 * left:.0f} %",
+    )  # fmt: skip
+
+
+def fit_rows(folder: str, args: argparse.Namespace) -> list[Row]:
+    """One row a fit."""
+    with World(1, prepare_fits, folder) as world:
+        world.ready()
+        keys = [(fit, point.size, who) for fit, points in FITS.items() for point in points for who in ("ours", BARE)]
+        taken = in_turns({key: (world, "/".join(map(str, key))) for key in keys}, args.repeats, args.seconds)
+    return [fit_row(fit, [point.size for point in points], taken) for fit, points in FITS.items()]
+
+
+def measure(args: argparse.Namespace) -> list[Row]:
+    """All rows."""
+    from megatron_gspo.tools.make_tiny_model import write_tiny_model
+
+    args.repeats = min(args.repeats, 3) if args.quick else args.repeats
+    with tempfile.TemporaryDirectory() as folder:
+        write_tiny_model(f"{folder}/wide", layers=8, heads=8, key_value_heads=8)
+        for experts in {point.experts for points in FITS.values() for point in points}:
+            write_tiny_model(f"{folder}/{experts}", experts=experts)
+        rows = []
+        for dimension in DIMENSIONS:
+            say(f"scaling: {dimension} parallel")
+            rows += process_rows(dimension, f"{folder}/wide", args)
+        say("scaling: exponents")
+        return rows + fit_rows(folder, args)
+
+
+def main() -> None:
+    run_from_command_line(__doc__, measure, {"repeats": 5}, seconds=20)
+
+
+if __name__ == "__main__":
+    main()
