@@ -124,15 +124,10 @@ def pack(
     padded = [padded_length(sample.length, sequence_multiple) for sample in samples]
     padded[-1] += padded_length(sum(padded), multiple) - sum(padded)
     bounds = np.concatenate([[0], np.cumsum(padded)])
-    total = int(bounds[-1])
-    tokens = np.zeros(total, dtype=np.int64)
-    labels = np.zeros(total, dtype=np.int64)
-    for sample, start in zip(samples, bounds.tolist(), strict=False):
-        tokens[start : start + sample.length] = sample.tokens
-        labels[start : start + sample.length - 1] = sample.tokens[1:]
+    tokens, labels = _tokens_and_labels(samples, bounds)
     advantages = _field("advantages", samples, bounds, wanted=None)
     loss_mask = _lay_out([sample.loss_mask for sample in samples], samples, bounds)
-    positions = np.arange(total) - np.repeat(bounds[:-1], padded)
+    positions = np.arange(len(tokens)) - np.repeat(bounds[:-1], padded)
     carried: dict[str, Any] = {
         name: _field(name, samples, bounds, wanted=None if optional is None else name in optional)
         for name in OPTIONAL_FIELDS
@@ -144,7 +139,7 @@ def pack(
         position_ids=torch.from_numpy(positions),
         segment_ids=torch.from_numpy(np.repeat(np.arange(len(padded)), padded)),
         loss_mask=torch.from_numpy(loss_mask),
-        advantages=torch.zeros(total) if advantages is None else advantages,
+        advantages=torch.zeros(len(tokens)) if advantages is None else advantages,
         **carried,
         cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
         max_seqlen=max(padded),
@@ -193,6 +188,15 @@ def unpack(values: Tensor, batch: PackedBatch, samples: Sequence[Sample]) -> lis
         first = start + sample.prompt_length - 1
         out.append(array[first : first + sample.response_length].copy())
     return out
+
+
+def _tokens_and_labels(samples: Sequence[Sample], bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[T] int64 each; 0 where a sequence is padded, and as the label of its last token."""
+    tokens, labels = np.zeros((2, int(bounds[-1])), dtype=np.int64)
+    for sample, start in zip(samples, bounds.tolist(), strict=False):
+        tokens[start : start + sample.length] = sample.tokens
+        labels[start : start + sample.length - 1] = sample.tokens[1:]
+    return tokens, labels
 
 
 def _field(name: str, samples: Sequence[Sample], bounds: np.ndarray, *, wanted: bool | None) -> Tensor | None:
