@@ -11,7 +11,7 @@ COMPARISON ?= examples/qwen3_moe/compare_small.yaml
 RUN = OMP_NUM_THREADS=1 $(VENV)/bin/python
 STAMP = $(VENV)/.installed
 
-.PHONY: install demo compare test test-all test-peers test-sglang teeth proof bench kill mutate lint format docs clean
+.PHONY: install demo compare test test-all test-peers test-sglang teeth proof bench bench-check kill mutate lint format docs clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -58,8 +58,14 @@ proof: install
 teeth: install
 	$(RUN) -m tests.teeth.run $(ARGS)
 
+# Ours beside its peers, twenty minutes on two quiet cores: results/latest.json. `make docs` brings the pages up to it.
 bench: install
 	$(RUN) benchmarks/run_all.py $(ARGS)
+
+# The same into build/, and a comparison with the committed result; fails where a ratio to a peer got much worse.
+bench-check: install
+	$(RUN) benchmarks/run_all.py --results build/benchmarks $(ARGS)
+	$(RUN) benchmarks/check_regression.py
 
 # Mutation testing of algorithms/ and parallel/: docs/mutation.md says what it does and how long it takes.
 mutate: install
@@ -80,6 +86,7 @@ format: install
 
 docs: install
 	$(RUN) -m megatron_gspo.tools.write_config_reference docs/config.md
+	$(RUN) benchmarks/write_page.py
 
 clean:
 	rm -rf $(VENV) .venv312 .venv-peers .venv-sglang* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
