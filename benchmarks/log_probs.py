@@ -1,141 +1,179 @@
-"""Log-probabilities from hidden states: time and peak memory against two ways that frameworks use in plain torch.
+"""Log-probs, and log-probs with entropy, from hidden states: time and peak memory beside the peers' own functions.
 
-*naive*: logits of all tokens at once, ``log_softmax``, gather. *checkpointed chunks*: the same on 256 tokens at a time,
-each chunk recomputed in the backward. Memory is the peak above the inputs in units of one float32 [tokens, vocabulary]
-tensor, counted by torch's own allocator over one call; gradients of the hidden states and of the weight are part of it.
+Sizes: vocabularies of 16k and 152k words, 1k to 16k tokens, tensor parallelism (TP) over 1, 2 and 4 processes, float32
+and bfloat16 inputs, with gradient and without. All tokens x words x widths would take an hour: 1k tokens has every
+vocabulary, 4k and 16k tokens the small one; the width is 128, where exponentials and memory count as much as products,
+and in one row 2048, where only products do. The loss is the mean log-prob and a tenth of the mean entropy.
+
+A *peer* counts in time where its result and gradients agree with ours to 1e-5; the target, 1.0, is beside the fastest.
+Memory is the peak above the inputs in units of one float32 [tokens, vocabulary] tensor (of a rank: vocabulary / TP), as
+the allocator recorded it, gradients of the hidden states and of the weight included; at width 2048 the weight's
+gradient alone is 4 units for everyone, so that row tells the peak without the gradients.
+
+    OMP_NUM_THREADS=1 python benchmarks/log_probs.py
+    python benchmarks/log_probs.py --device cuda --peak-tflops 989    # hidden 2048, 152k words, 32k tokens
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from benchmarks.common import ROOT, Row, Seconds, count_row, save_rows, say, table, time_row, versions_in
+from benchmarks.log_prob_worker import Case
+from benchmarks.peers.environment import peers_python
+from benchmarks.peers.log_probs import NOT_COMPARED, PEERS
 
-from benchmarks.common import Row, Spread, interleave, save_rows, say, table, time_row
+SAME = 1e-5  # relative to the largest entry
+SMALL, LARGE = 16_384, 151_936
+PACKAGES = ("trl", "verl", "liger-kernel", "areal")
+# The fastest of each kind of call, found by timing all, and one that saves memory.
+WITH_ENTROPY = ("AReaL gather_logprobs", "verl vocab_parallel")
+WITHOUT = ("Megatron cross entropy", "Liger chunked log-probs")
+LEAST = ("TRL ChunkedLogProbFunction", "verl FusedLinearForPPO")
+EVERY = tuple(peer.name for peer in PEERS)
 
-CHUNK = 256
-Inputs = tuple[Tensor, Tensor, Tensor]  # hidden [T, h], weight [V, h], labels [T]
-Method = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def naive(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """[T] log-probs by a whole log_softmax in float32."""
-    logits = (hidden @ weight.t()).float()
-    return logits.log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
-
-
-def checkpointed(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """[T] log-probs chunk by chunk; a chunk's logits live only while it is computed, forward or backward."""
-    pairs = zip(hidden.split(CHUNK), labels.split(CHUNK), strict=True)
-    return torch.cat([checkpoint(naive, rows, weight, own, use_reentrant=False) for rows, own in pairs])
+Report = Mapping[str, Any]  # what the worker prints for a case
 
 
-def ours(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """[T] log-probs of ``log_probs_from_hidden``."""
-    from megatron_gspo.parallel.log_probs import log_probs_from_hidden
-
-    return log_probs_from_hidden(hidden, weight, labels)[0]
-
-
-METHODS: dict[str, Method] = {"ours": ours, "naive": naive, "checkpointed chunks": checkpointed}
-
-
-def call(method: Method, inputs: Inputs, *, gradient: bool) -> Callable[[], None]:
-    """One forward, and backward with ``gradient``, from fresh leaves."""
-
-    def run() -> None:
-        hidden, weight, labels = inputs
-        if not gradient:
-            with torch.no_grad():
-                method(hidden, weight, labels)
-        else:
-            leaves = [tensor.detach().requires_grad_() for tensor in (hidden, weight)]
-            method(*leaves, labels).mean().backward()
-        if hidden.is_cuda:
-            torch.cuda.synchronize()
-
-    return run
+def cases(quick: bool) -> list[Case]:
+    """The grid; ``quick``: the small vocabulary with entropy, and TP 2."""
+    small = Case(1024, SMALL, 128, timed=EVERY, repeats=5)
+    if quick:
+        few = replace(small, timed=WITH_ENTROPY, repeats=3)
+        return [few, replace(few, gradient=False), replace(few, tensor_parallel=2)]
+    small_ones = [small, *(replace(small, entropy=entropy, gradient=gradient) for entropy, gradient in
+                           ((False, True), (True, False), (False, False)))]  # fmt: skip
+    small_ones[2:] = [replace(case, timed=WITH_ENTROPY if case.entropy else WITHOUT) for case in small_ones[2:]]
+    large = Case(1024, LARGE, 128, timed=WITH_ENTROPY, measured=LEAST[1:])
+    plain = replace(large, entropy=False, timed=WITHOUT, measured=())
+    more = Case(4096, SMALL, 128, timed=WITH_ENTROPY, measured=())
+    half = {"dtype": "bfloat16", "timed": ("naive", "checkpointed chunks")}
+    wide = Case(512, LARGE, 2048, timed=WITH_ENTROPY[:1], measured=(), repeats=2)
+    alone = [*small_ones, large, plain, replace(large, gradient=False), replace(plain, gradient=False), more,
+             replace(more, tokens=16_384, timed=WITH_ENTROPY[:1], repeats=2), replace(small, **half),
+             replace(large, **(half | {"timed": ("naive",)}), measured=(), repeats=2), wide]  # fmt: skip
+    parallel = [replace(case, tensor_parallel=ranks, timed=case.timed[:1] if not case.entropy else case.timed)
+                for ranks in (2, 4) for case in (replace(large, measured=()), plain)]  # fmt: skip
+    return [*alone, *parallel]
 
 
-def peak_bytes(function: Callable[[], None], device: torch.device) -> int:
-    """Most bytes alive at once that ``function`` allocated, from the allocator's own records."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        function()
-        return torch.cuda.max_memory_allocated() - before
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        function()
-    events = record.profiler.kineto_results.events()
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    alive = peak = 0
-    for _, change in changes:
-        alive += change
-        peak = max(peak, alive)
-    return peak
+def on_gpu() -> list[Case]:
+    """Real sizes. Nobody's whole logits: 32k tokens of them are 19 GiB a copy."""
+    case = Case(32_768, LARGE, 2048, dtype="bfloat16", timed=LEAST, measured=(), repeats=10, device="cuda")
+    return [case, replace(case, gradient=False)]
 
 
-def make_inputs(tokens: int, vocabulary: int, width: int, device: torch.device) -> Inputs:
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(tokens, width, generator=generator).to(device)
-    weight = (torch.randn(vocabulary, width, generator=generator) * 0.05).to(device)
-    return hidden, weight, torch.randint(vocabulary, (tokens,), generator=generator).to(device)
+def run_group(python: str, group: Sequence[Case]) -> list[Report]:
+    """Run cases of one tensor-parallel size, a process a rank. Raises ``RuntimeError`` where a rank fails."""
+    ranks = group[0].tensor_parallel
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "cases.json"
+        file.write_text(json.dumps([asdict(case) for case in group]))
+        command = [python, str(ROOT / "benchmarks" / "log_prob_worker.py"), str(file), "--ranks", str(ranks),
+                   "--meet", str(Path(folder) / "meet")]  # fmt: skip
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        errors = Path(folder) / "errors"  # torch's profiler writes there as well
+        with errors.open("w") as stderr:
+            started = [subprocess.Popen([*command, "--rank", str(rank)], cwd=ROOT, env=env, text=True, stderr=stderr,
+                                        stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL)
+                       for rank in range(ranks)]  # fmt: skip
+        reports = []
+        for line in started[0].stdout or ():
+            if line.startswith("@@ "):
+                reports.append(json.loads(line[3:]))
+                say(name_of(group[len(reports) - 1]))
+        if any(process.wait() for process in started):
+            raise RuntimeError(f"a rank of {ranks} failed: {errors.read_text()[-2000:]}")
+    return reports
 
 
-def memory_row(name: str, units: dict[str, float], peer: str, target: float) -> Row:
-    """Peak memory; one measurement each, since it doesn't vary. The target is of ours, in units."""
-    ratio, own, other = (Spread.of([value]) for value in (units["ours"] / units[peer], units["ours"], units[peer]))
-    return Row("log_probs", name, peer, "units", "lower", ratio, own, other, target=target, absolute=True)
+def name_of(case: Case) -> str:
+    """What a row says of its case."""
+    parts = ["log-prob + entropy" if case.entropy else "log-prob", "gradient" if case.gradient else "no gradient",
+             f"{case.tokens // 1024 or 0.5}k x {round(case.vocabulary / 1000)}k"]  # fmt: skip
+    parts += [case.dtype] if case.dtype != "float32" else []
+    parts += [f"TP {case.tensor_parallel}"] if case.tensor_parallel > 1 else []
+    return ", ".join(parts + ([f"hidden {case.width}"] if case.width != 128 else []))
 
 
-def measure_one(vocabulary: int, gradient: bool, args: argparse.Namespace, device: torch.device) -> list[Row]:
-    """Rows of time and memory, against each peer."""
-    inputs = make_inputs(args.tokens, vocabulary, args.width, device)
-    calls = {name: call(method, inputs, gradient=gradient) for name, method in METHODS.items()}
-    if not gradient:
-        del calls["checkpointed chunks"]  # there is nothing to checkpoint
-    kind = "forward and backward" if gradient else "no gradient"
-    what = f"log-probs, {kind}, {args.tokens} tokens x {round(vocabulary / 1000)}k"
-    say(what)
-    with torch.no_grad():
-        worst = (ours(*inputs) - naive(*inputs)).abs().max().item()
-    if worst > 1e-4:
-        raise ValueError(f"log-probs differ by {worst:.1e}: the methods don't compute the same")
-    unit = 4 * args.tokens * vocabulary
-    units = {name: peak_bytes(function, device) / unit for name, function in calls.items()}
-    taken = interleave(calls, repeats=args.repeats, warmup=1, seconds=args.seconds)
-    rows = []
-    for peer in list(calls)[1:]:
-        rows.append(time_row("log_probs", f"{what}: time", taken["ours"], taken[peer], peer_name=peer, target=1.0))
-        rows.append(memory_row(f"{what}: peak", units, peer, 0.25 if gradient else 0.1))
+def rows_of(case: Case, report: Report) -> list[Row]:
+    """Time beside each timed peer of the same result, the target beside the fastest; peak beside the least."""
+    once, name = report["once"], name_of(case)
+    same = {peer for peer, found in once.items() if found["difference"] <= SAME}
+    turns = {peer: [Seconds(*turn) for turn in taken] for peer, taken in report["turns"].items() if peer in same}
+    middle = {peer: median(turn.wall for turn in taken) for peer, taken in turns.items() if peer != "ours"}
+    fastest = min(middle, key=lambda peer: middle[peer], default="")
+    products = "the logits are computed twice, 4 products for 3, and the width makes all else small"
+    rows = [time_row("log_probs", f"{name}: time", turns["ours"], turns[peer], peer_name=peer,
+                     target=1.0 if peer == fastest else None, note=products if case.width > 1000 else "")
+            for peer in middle]  # fmt: skip
+    wide = case.width > 1000
+    which, what = ("beyond_gradients", "peak without gradients") if wide else ("peak", "peak")
+    peaks = {peer: once[peer][which] for peer in same if peer != "ours"}
+    shown = sorted(peaks, key=lambda peer: peaks[peer])
+    for place, peer in enumerate(shown if case.timed == EVERY else shown[:1]):
+        rows.append(count_row("log_probs", f"{name}: {what}", once["ours"][which], peaks[peer], unit="units",
+                              peer_name=peer, target=None if place else 0.25 if case.gradient else 0.1,
+                              absolute=True))  # fmt: skip
     return rows
+
+
+def not_compared(reports: Sequence[Report]) -> dict[str, str]:
+    """Peers that can't run, with the reason, and those that compute something else, with how far they are off."""
+    found = dict(NOT_COMPARED)
+    for report in reports:
+        case = Case(**report["case"])
+        for peer, reason in report["failed"].items():
+            found[f"{peer}, TP {case.tensor_parallel}"] = reason
+        for peer, once in report["once"].items():
+            if once["difference"] > SAME:
+                found[f"{peer}, {case.dtype} inputs"] = f"off by {once['difference']:.0e} of the largest entry"
+    return found
+
+
+def share_of_peak(case: Case, report: Report, peak_tflops: float) -> str:
+    """Ours: floating-point operations of its products (4 with gradient, 1 without) over the median time."""
+    wall = median(turn[0] for turn in report["turns"]["ours"])
+    products = 4 if case.gradient else 1
+    achieved = products * 2 * case.tokens * case.vocabulary * case.width / wall / 1e12
+    return f"{name_of(case)}: {achieved:.0f} TFLOP/s, {100 * achieved / peak_tflops:.0f} % of the peak"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="16k words only, 3 repeats")
-    parser.add_argument("--seconds", type=float, default=40, help="per comparison (default: %(default)s)")
-    for name, default in {"tokens": 1024, "width": 128, "repeats": 7}.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help="(default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="16k words with entropy only, 3 repeats")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: real sizes, one GPU")
+    parser.add_argument("--peak-tflops", type=float, default=989, help="of the GPU in bfloat16 (default: H100)")
+    parser.add_argument("--peers-python", help="interpreter with the peers; without it .venv-peers is made")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    args.repeats = min(args.repeats, 3) if args.quick else args.repeats
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    vocabularies = (16_384,) if args.quick else (16_384, 151_936)
-    rows = [row for size in vocabularies for kind in (True, False) for row in measure_one(size, kind, args, device)]
+    python = args.peers_python or peers_python()
+    grid = on_gpu() if args.device == "cuda" else cases(args.quick)
+    reports: list[Report] = []
+    for ranks in sorted({case.tensor_parallel for case in grid}):
+        reports += run_group(python, [case for case in grid if case.tensor_parallel == ranks])
+    pairs = list(zip(sorted(grid, key=lambda case: case.tensor_parallel), reports, strict=True))
+    rows = [row for case, report in pairs for row in rows_of(case, report)]
     print(table(rows))
+    if args.device == "cuda":
+        print("\n".join(share_of_peak(case, report, args.peak_tflops) for case, report in pairs))
+    for name, reason in not_compared(reports).items():
+        print(f"not compared: {name}: {reason}")
     if args.json:
-        save_rows(args.json, rows)
+        save_rows(args.json, rows, peer_versions=versions_in(python, PACKAGES), not_compared=not_compared(reports),
+                  reports=reports)  # fmt: skip
 
 
 if __name__ == "__main__":

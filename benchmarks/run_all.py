@@ -28,7 +28,8 @@ from benchmarks.report import as_text
 
 BENCHMARKS = ("loop_vs_trl", "step_vs_megatron", "log_probs", "sequence_ratio", "policy_loss", "packing",
               "routing_replay", "weight_export", "checkpoint", "scaling")  # fmt: skip
-PEERS_OPTION = {"loop_vs_trl": "--trl-python", "packing": "--peers-python"}  # what takes the peers' interpreter
+WITH_PEERS = ("packing", "log_probs", "policy_loss")
+PEERS_OPTION = {"loop_vs_trl": "--trl-python"} | dict.fromkeys(WITH_PEERS, "--peers-python")  # for the interpreter
 LIMIT = 900  # seconds a benchmark may take
 BUSY = 0.5  # load average at the start above which figures suffer
 FOLDER = ROOT / "benchmarks"

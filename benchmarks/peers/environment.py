@@ -1,4 +1,4 @@
-"""The environment of TRL and verl, the peers, apart from ours: `.venv-peers`, made on first use.
+"""The environment of TRL, verl, AReaL and Liger, the peers, apart from ours: `.venv-peers`, made on first use.
 
     python benchmarks/peers/environment.py    # makes it if it's absent and prints its interpreter
 """
@@ -11,8 +11,9 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# Asks for an older transformers and for packages that its loss functions never use.
-WITHOUT_REQUIREMENTS = "verl==0.9.1"
+# They ask for other versions of torch and transformers (Liger for Triton) and for packages that their losses and
+# log-probs never use. Megatron-Core, of our own version, joins them: verl's log-probs are made of its functions.
+WITHOUT_REQUIREMENTS = ("verl==0.9.1", "areal==1.0.4", "liger-kernel==0.8.5")
 
 
 def peers_python() -> str:
@@ -28,14 +29,14 @@ def peers_python() -> str:
     if stamp.is_file() and stamp.stat().st_mtime >= newest:
         return str(python)
     torch, transformers = metadata.version("torch").split("+")[0], metadata.version("transformers")
-    print(f"making {folder} (torch {torch}, transformers {transformers}, TRL and verl)", file=sys.stderr, flush=True)
+    print(f"making {folder}: torch {torch}, transformers {transformers}, the peers", file=sys.stderr, flush=True)
     pip = [str(python), "-m", "pip", "install", "-q"]
     # torch comes first and alone, so that no other package's requirement can choose another build
     for command in (
         [sys.executable, "-m", "venv", str(folder)],
         [*pip, f"torch=={torch}"],
         [*pip, "-r", str(requirements), f"transformers=={transformers}"],
-        [*pip, "--no-deps", WITHOUT_REQUIREMENTS],
+        [*pip, "--no-deps", *WITHOUT_REQUIREMENTS, f"megatron-core=={metadata.version('megatron-core')}"],
     ):
         subprocess.run(command, check=True)
     stamp.touch()

@@ -32,7 +32,8 @@ Function = Callable[[Tensor, Tensor, Tensor, bool], Result]  # hidden [T, h], we
 class Peer:
     """`load(group)` imports what is needed and gives the function; ImportError says what is missing.
 
-    `alone`, `parallel`: whether it runs in one process, in a tensor-parallel group; `entropy`: whether it has one.
+    `alone`, `parallel`: whether it runs in one process, in a tensor-parallel group; `entropy`: whether it has one;
+    `compiles`: whether its first call compiles.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Peer:
     alone: bool = True
     parallel: bool = False
     entropy: bool = True
+    compiles: bool = False
 
 
 NOT_COMPARED = {
@@ -180,11 +182,11 @@ def verl_megatron(group: ProcessGroup | None) -> Function:
 def areal(group: ProcessGroup | None) -> Function:
     """`gather_logprobs` and `gather_logprobs_entropy`. Its packages are entered without running their
     `__init__.py`, which import its servers and launchers."""
-    spec = importlib.util.find_spec("areal")
-    if spec is None or spec.origin is None:
-        raise ImportError("areal is not installed")
-    for name in ("areal", "areal.infra", "areal.utils", "areal.utils.functional"):
-        if name not in sys.modules:
+    if "areal" not in sys.modules:
+        spec = importlib.util.find_spec("areal")
+        if spec is None or spec.origin is None:
+            raise ImportError("areal is not installed")
+        for name in ("areal", "areal.infra", "areal.utils", "areal.utils.functional"):
             package = types.ModuleType(name)
             package.__path__ = [str(Path(spec.origin).parent.joinpath(*name.split(".")[1:]))]
             sys.modules[name] = package
@@ -235,9 +237,9 @@ PEERS = (
     Peer("TRL ChunkedLogProbFunction", trl_chunked),
     Peer("verl logprobs_from_logits", verl_logits),
     Peer("verl FusedLinearForPPO", verl_fused),
-    Peer("verl vocab_parallel", verl_megatron, parallel=True),
-    Peer("AReaL gather_logprobs", areal, parallel=True),
+    Peer("verl vocab_parallel", verl_megatron, parallel=True, compiles=True),
+    Peer("AReaL gather_logprobs", areal, parallel=True, compiles=True),
     Peer("Liger chunked log-probs", liger, entropy=False),
     Peer("Megatron cross entropy", megatron, parallel=True, entropy=False),
-    Peer("Megatron fused cross entropy", megatron_fused, parallel=True, entropy=False),
+    Peer("Megatron fused cross entropy", megatron_fused, parallel=True, entropy=False, compiles=True),
 )

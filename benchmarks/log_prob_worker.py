@@ -1,0 +1,229 @@
+"""One rank of `log_probs.py`: runs in the peers' environment, where ours needs torch alone.
+
+    python benchmarks/log_prob_worker.py CASES.json --rank 0 --ranks 2 --meet FILE
+
+For every case: each contestant once for its result, its difference from ours and its peak memory, then the timed ones
+in turns. In a tensor-parallel group all ranks start together and a turn lasts until the last is done. Rank 0 prints a
+line `@@ JSON` for each case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from benchmarks.common import say
+from benchmarks.peers.log_probs import PEERS, Function, Peer, Result
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of the whole; ``timed``: peers that are timed in turns, ``measured``: those that run once (None: all)."""
+
+    tokens: int
+    vocabulary: int
+    width: int
+    dtype: str = "float32"
+    tensor_parallel: int = 1
+    entropy: bool = True
+    gradient: bool = True
+    timed: tuple[str, ...] = ()
+    measured: tuple[str, ...] | None = None
+    repeats: int = 3
+    seconds: float = 30.0
+    device: str = "cpu"
+
+    def runs(self, peer: Peer) -> bool:
+        """Whether the peer can do this case and is wanted in it."""
+        fits = (peer.parallel if self.tensor_parallel > 1 else peer.alone) and (peer.entropy or not self.entropy)
+        return fits and (self.measured is None or peer.name in (*self.measured, *self.timed))
+
+
+Inputs = tuple[Tensor, Tensor, Tensor]  # hidden [T, h], this rank's rows of the weight [V / tp, h], labels [T]
+Outputs = list[Tensor]  # log-probs, entropy, gradients of hidden and of the weight, as far as the case has them
+
+
+def make_inputs(case: Case, rank: int) -> Inputs:
+    """Logits of standard deviation 0.05 sqrt(h), at hidden 2048 2.3: a model that is unsure but has favourites."""
+    generator = torch.Generator().manual_seed(0)
+    dtype = getattr(torch, case.dtype)
+    hidden = torch.randn(case.tokens, case.width, generator=generator).to(dtype)
+    weight = torch.randn(case.vocabulary, case.width, generator=generator).mul_(0.05).to(dtype)
+    labels = torch.randint(case.vocabulary, (case.tokens,), generator=generator)
+    own = weight.chunk(case.tensor_parallel)[rank].clone()
+    return hidden.to(case.device), own.to(case.device), labels.to(case.device)
+
+
+def ours(group: ProcessGroup | None) -> Function:
+    from megatron_gspo.parallel.log_probs import log_probs_from_hidden
+
+    def run(hidden: Tensor, weight: Tensor, labels: Tensor, entropy: bool) -> Result:
+        return log_probs_from_hidden(hidden, weight, labels, tp_group=group, with_entropy=entropy)
+
+    return run
+
+
+def call(function: Function, inputs: Inputs, case: Case) -> Outputs:
+    """Forward; with ``gradient`` also the backward of mean log-prob and a tenth of the mean entropy, from fresh leaves.
+    """
+    hidden, weight, labels = inputs
+    if not case.gradient:
+        with torch.no_grad():
+            found = function(hidden, weight, labels, case.entropy)
+        return [found[0], *([found[1]] if case.entropy and found[1] is not None else [])]
+    leaves = [tensor.detach().requires_grad_() for tensor in (hidden, weight)]
+    log_probs, entropy = function(*leaves, labels, case.entropy)
+    loss = log_probs.float().mean()
+    if case.entropy and entropy is not None:
+        loss = loss + 0.1 * entropy.float().mean()
+    loss.backward()
+    values = [log_probs.detach(), *([entropy.detach()] if case.entropy and entropy is not None else [])]
+    return [*values, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def difference(found: Outputs, expected: Outputs) -> float:
+    """The largest over results and gradients, relative to the largest entry of each."""
+    return max(((a.float() - b.float()).abs().max() / b.float().abs().max()).item()
+               for a, b in zip(found, expected, strict=True))  # fmt: skip
+
+
+def peak_bytes(function: Callable[[], Any], device: str) -> tuple[int, Any]:
+    """Most bytes alive at once that ``function`` allocated, from the allocator's own records, and what it returned."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        found = function()
+        return torch.cuda.max_memory_allocated() - before, found
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        found = function()
+    events = record.profiler.kineto_results.events()
+    alive = peak = 0
+    for _, change in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
+        alive += change
+        peak = max(peak, alive)
+    return peak, found
+
+
+@dataclass
+class Seat:
+    """This process in its group: ``group`` is None where it is alone."""
+
+    rank: int
+    group: ProcessGroup | None
+
+    def together(self, value: float, how: Any) -> float:
+        """Of all ranks, by ``dist.ReduceOp``."""
+        if self.group is None:
+            return value
+        whole = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(whole, op=how, group=self.group)
+        return float(whole)
+
+    def timed(self, function: Callable[[], Any], device: str) -> list[float]:
+        """Seconds until the last rank is done, CPU seconds of all."""
+        if self.group is not None:
+            dist.barrier(group=self.group)
+        wall, cpu = time.perf_counter(), time.process_time()
+        function()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        cpu = time.process_time() - cpu
+        if self.group is not None:
+            dist.barrier(group=self.group)
+        return [time.perf_counter() - wall, self.together(cpu, dist.ReduceOp.SUM)]
+
+
+def once(function: Function, inputs: Inputs, case: Case, expected: Outputs | None, seat: Seat, warm: bool) -> Any:
+    """One contestant's peak in units of a rank's float32 [T, V / tp], with and without the gradients it leaves, and its
+    difference from ours; with ``warm`` a call before that compiles it. Gives the outputs too."""
+    if warm:
+        call(function, inputs, case)
+    unit = 4 * case.tokens * case.vocabulary // case.tensor_parallel
+    peak, found = peak_bytes(lambda: call(function, inputs, case), case.device)
+    gradients = sum(tensor.nbytes for tensor in found[-2:]) if case.gradient else 0
+    apart = 0.0 if expected is None else difference(found, expected)
+    maximum = dist.ReduceOp.MAX
+    return found, {
+        "peak": seat.together(peak / unit, maximum),
+        "beyond_gradients": seat.together((peak - gradients) / unit, maximum),
+        "difference": seat.together(apart, maximum),
+    }
+
+
+def run_case(case: Case, seat: Seat) -> dict[str, Any]:
+    """``once`` and ``turns`` of each contestant, ``failed`` with reasons; the same peers fail on every rank."""
+    inputs = make_inputs(case, seat.rank)
+    functions = {"ours": ours(seat.group)}
+    found, first = once(functions["ours"], inputs, case, None, seat, warm=False)
+    report: dict[str, Any] = {"case": asdict(case), "once": {"ours": first}, "failed": {}}
+    for peer in PEERS:
+        if not case.runs(peer):
+            continue
+        try:
+            functions[peer.name] = peer.load(seat.group)
+            _, report["once"][peer.name] = once(functions[peer.name], inputs, case, found, seat, peer.compiles)
+        except Exception as error:  # a peer may fail in any way; it is told, and the others run
+            functions.pop(peer.name, None)
+            report["failed"][peer.name] = f"{type(error).__name__}: {error}".split("\n")[0]
+    del found
+    names = ["ours", *(name for name in case.timed if name in functions)]
+    turns: dict[str, list[list[float]]] = {name: [] for name in names}
+    started = time.perf_counter()
+    for turn in range(case.repeats):
+        late = turn >= 3 and time.perf_counter() - started > case.seconds
+        if seat.together(float(late), dist.ReduceOp.MAX):
+            break
+        for name in names if turn % 2 == 0 else reversed(names):
+            turns[name].append(seat.timed(lambda name=name: call(functions[name], inputs, case), case.device))
+    return report | {"turns": turns}
+
+
+def take_seat(rank: int, ranks: int, meet: str, device: str) -> Seat:
+    """Join the group; Megatron's parallel state too, which its functions and verl's read."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", init_method=f"file://{meet}", rank=rank,
+                            world_size=ranks)  # fmt: skip
+    try:
+        from megatron.core import parallel_state
+    except ImportError:
+        say("megatron-core is absent: its functions and verl's will be missing")
+    else:
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
+    return Seat(rank, dist.group.WORLD if ranks > 1 else None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("cases", type=Path, help="JSON list of cases, all of the same tensor-parallel size")
+    for name in ("rank", "ranks"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--meet", required=True, help="a file that doesn't exist: where the ranks find each other")
+    args = parser.parse_args()
+    cases = [Case(**case) for case in json.loads(args.cases.read_text())]
+    seat = take_seat(args.rank, args.ranks, args.meet, cases[0].device)
+    for case in cases:
+        report = run_case(case, seat)
+        if seat.rank == 0:
+            print("@@ " + json.dumps(report), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
