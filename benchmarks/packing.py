@@ -5,10 +5,10 @@ Ours (``data/schedule.py``, packed micro-batches) beside
 - *fixed count, padded*: 4 sequences a micro-batch in the order of arrival, padded to its longest, whatever that takes;
 - *verl*: its ``get_seqlen_balanced_partitions`` (Karmarkar-Karp), packed like ours (``peers/verl_partitions.py``).
 
-Every figure is a share of the tokens that are computed. *Rank imbalance*: the heaviest rank over the mean. *Waiting*:
-the same micro-batch by micro-batch, which is what counts where ranks exchange tokens in each (expert parallelism).
-Repeats are batches of other lengths. Lengths are prompts of 64 to 512 tokens and responses of up to 16,384, where they
-are cut:
+At most 32,768 tokens a micro-batch. Every figure is a share of the tokens that are computed. *Rank imbalance*: the
+heaviest rank over the mean. *Waiting*: the same micro-batch by micro-batch, which is what counts where ranks exchange
+tokens in each (expert parallelism). Repeats are batches of other lengths. Lengths are prompts of 64 to 512 tokens and
+responses of up to 16,384, where they are cut:
 - *log-normal*, median 1,500, sigma 1.0: what most published length histograms of one task look like; 1 % are cut;
 - *geometric*, mean 2,000: the same chance to end at every token, no heavy tail;
 - *bimodal*: a quarter thinks long (log-normal, median 10,000, sigma 0.6), the others answer (1,200, 0.6); 5 % are cut,
@@ -39,7 +39,7 @@ from benchmarks.turns import Worker
 from megatron_gspo.data.schedule import Schedule, padded_length, schedule
 
 LIMIT, PROMPTS = 16_384, (64, 512)
-MAX_TOKENS = 32_768
+MAX_TOKENS = 32_768  # of a micro-batch
 FIXED = 4  # sequences of a micro-batch of a fixed count
 SCHEDULED = 100_000  # sequences whose scheduling is timed
 PADDING, IMBALANCE, MILLISECONDS = 1.0, 3.0, 1000.0  # targets
@@ -48,7 +48,8 @@ SMALL = 0.01  # per cent; shares below it count as it in ratios
 
 @dataclass(frozen=True)
 class Layout:
-    """``multiple``: of a sequence, 2 CP; ``total``: of a micro-batch, times TP under sequence parallelism."""
+    """``sequences`` over ``ranks``. ``multiple``: of a sequence, 2 CP; ``total``: of a micro-batch, with sequence
+    parallelism times TP."""
 
     name: str
     ranks: int
@@ -60,15 +61,19 @@ class Layout:
 
 
 LAYOUTS = {
-    "dp 8": Layout("dp 8", 8, 512),
-    "dp 8, CP 2, TP 4": Layout("dp 8, CP 2, TP 4", 8, 512, multiple=4, total=16),
-    "dp 64, CP 4, TP 8": Layout("dp 64, CP 4, TP 8", 64, 4096, multiple=8, total=64),
-    "dp 8, PP 4": Layout("dp 8, PP 4", 8, 512, multiple_of=4, one_length=True),
+    layout.name: layout
+    for layout in (
+        Layout("512 on dp 8", 8, 512),
+        Layout("512 on dp 8, CP 2, TP 4", 8, 512, multiple=4, total=16),
+        Layout("4096 on dp 64, CP 4, TP 8", 64, 4096, multiple=8, total=64),
+        Layout("512 on dp 8, PP 4", 8, 512, multiple_of=4, one_length=True),
+    )
 }
+LARGE = LAYOUTS["4096 on dp 64, CP 4, TP 8"]
 CASES = (
     *(("bimodal", layout) for layout in LAYOUTS.values()),
-    ("log-normal", LAYOUTS["dp 64, CP 4, TP 8"]),
-    ("geometric", LAYOUTS["dp 64, CP 4, TP 8"]),
+    ("log-normal", LARGE),
+    ("geometric", LARGE),
 )
 
 
@@ -162,7 +167,6 @@ def case_rows(kind: str, layout: Layout, batches: Sequence[list[int]], plans: Se
         found["verl"].append(measure(theirs, padded=False))
         found["sorted, padded"].append(measure(sorted_padded(sizes, layout), padded=True))
         found["fixed count, padded"].append(measure(fixed_count(sizes, layout), padded=True))
-    note = f"{layout.sequences} sequences, at most {MAX_TOKENS} tokens a micro-batch"
     rows = []
     for figure, peers in PEERS.items():
         if layout.one_length and figure != "padding":
@@ -171,7 +175,7 @@ def case_rows(kind: str, layout: Layout, batches: Sequence[list[int]], plans: Se
             if peer == "verl" and figure == "padding" and not layout.one_length:
                 continue
             values = [[batch[figure] for batch in found[who]] for who in ("ours", peer)]
-            rows.append(share_row(f"{figure}, {kind}, {layout.name}", *values, peer_name=peer, note=note,
+            rows.append(share_row(f"{figure}, {kind}, {layout.name}", *values, peer_name=peer,
                                   target=TARGETS.get(figure)))  # fmt: skip
     return rows
 
@@ -192,24 +196,23 @@ def measure(args: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
     args.repeats = min(args.repeats, 3) if args.quick else args.repeats
     count = 10_000 if args.quick else SCHEDULED
     batches = [[draw_lengths(kind, layout.sequences, seed) for seed in range(args.repeats)] for kind, layout in CASES]
-    big = LAYOUTS["dp 64, CP 4, TP 8"]
-    sizes = [padded_length(n, big.multiple) for n in draw_lengths("bimodal", count - count % big.ranks, 0)]
+    sizes = [padded_length(n, LARGE.multiple) for n in draw_lengths("bimodal", count - count % LARGE.ranks, 0)]
     tasks = [task_of(lengths, layout) for (_, layout), drawn in zip(CASES, batches, strict=True) for lengths in drawn]
     say(f"packing: {len(CASES)} cases of {args.repeats} batches, scheduling {len(sizes):,} sequences")
     with tempfile.TemporaryDirectory() as name:
         files = [Path(name) / file for file in ("tasks.json", "plans.json")]
-        files[0].write_text(json.dumps([*tasks, task_of(sizes, big)]))
+        files[0].write_text(json.dumps([*tasks, task_of(sizes, LARGE)]))
         program = str(ROOT / "benchmarks" / "peers" / "verl_partitions.py")
         with Worker("verl", [python, program, *map(str, files)], limit=300) as worker:
             worker.report()
-            times = take_times(lambda: ours(sizes, big), worker, min(args.repeats, 5))
+            times = take_times(lambda: ours(sizes, LARGE), worker, min(args.repeats, 5))
         plans = json.loads(files[1].read_text())
     rows = []
     for number, (kind, layout) in enumerate(CASES):
         rows += case_rows(kind, layout, batches[number], plans[number * args.repeats :][: args.repeats])
     rows.append(
         time_row(
-            "packing", f"scheduling {len(sizes):,} sequences, {big.name}", *times, peer_name="verl",
+            "packing", f"scheduling {len(sizes):,} sequences on dp 64", *times, peer_name="verl",
             target=MILLISECONDS, absolute=True, note="verl: the dealing to ranks and one rank's micro-batches",
         )
     )  # fmt: skip

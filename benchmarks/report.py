@@ -85,6 +85,24 @@ def not_compared(result: Result) -> list[str]:
     ]
 
 
+def notes(rows: Sequence[Row]) -> list[str]:
+    """What rows say of their measurement: once where all say the same, else by row."""
+    told: dict[str, list[str]] = {}
+    for row in rows:
+        if row.note:
+            told.setdefault(row.note, []).append(row.name)
+    if not told:
+        return []
+    if len(told) == 1:
+        return [f"{next(iter(told))}.", ""]
+    lines = []
+    for note, names in told.items():
+        different = list(dict.fromkeys(names))
+        more = f" and {len(different) - 2} more" if len(different) > 2 else ""
+        lines.append(f"- {'; '.join(different[:2])}{more}: {note}")
+    return [*lines, ""]
+
+
 def tables(result: Result) -> str:
     """One table a benchmark, each under its heading with its command and its seconds."""
     parts = []
@@ -94,7 +112,7 @@ def tables(result: Result) -> str:
         if name in result["commands"]:
             took = f" ({spent[name]:.0f} s)" if name in spent else ""
             parts += [f"`{result['commands'][name]}`{took}", ""]
-        parts += [table(rows), ""]
+        parts += [table(rows), "", *notes(rows)]
     return "\n".join(parts)
 
 

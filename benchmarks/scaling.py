@@ -50,7 +50,7 @@ class Point:
 FITS = {
     "tokens": [Point(72 * n, n, 64) for n in (16, 32, 64, 128)],
     "experts at top-2": [Point(n, 64, 64, experts=n) for n in (4, 8, 16, 32)],
-    "length of one sequence": [Point(n, 1, n - 8, max_tokens=n) for n in (256, 512, 1024, 2048)],
+    "length of one sequence": [Point(n, 1, n - 8, max_tokens=n) for n in (512, 1024, 2048, 4096)],
 }
 
 

@@ -45,3 +45,14 @@ def test_links_lead_somewhere(page: Path) -> None:
         found = (page.parent / file).resolve() if file else page
         assert found.exists(), f"{page.name}: {target}"
         assert not anchor or anchor in anchors(found), f"{page.name}: no heading for {target}"
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.stem)
+def test_figures_of_benchmarks_name_a_committed_result(page: Path) -> None:
+    """Tables are checked figure by figure where `benchmarks/write_page.py` writes them (tests/benchmarks)."""
+    text = page.read_text(encoding="utf-8")
+    results = re.findall(r"benchmarks/results/([\w.-]+\.json)", text)
+    for name in results:
+        assert (ROOT / "benchmarks" / "results" / name).is_file(), f"{page.name}: no {name}"
+    scripts = re.findall(r"\bbenchmarks/(\w+\.py)", text)
+    assert results or not scripts, f"{page.name} has figures of {scripts[0]}; name the result that they are from"

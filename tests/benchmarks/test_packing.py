@@ -28,7 +28,7 @@ def test_shares_by_hand():
 
 
 def test_ours_is_counted_as_the_schedule_counts_it():
-    layout = packing.LAYOUTS["dp 8, CP 2, TP 4"]
+    layout = packing.LAYOUTS["512 on dp 8, CP 2, TP 4"]
     lengths = draw_lengths("bimodal", layout.sequences, 3)
     plan = ours([padded_length(length, layout.multiple) for length in lengths], layout)
     report = schedule_report(plan, lengths, sequence_multiple=layout.multiple, total_multiple=layout.total)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.common import RESULTS, table
-from benchmarks.report import missed, missed_by, select
+from benchmarks.report import missed, missed_by, notes, select
 from benchmarks.write_page import PAGE, filled, page, pages, stale
 from tests.benchmarks.make import result, row
 
@@ -43,6 +43,14 @@ def test_misses_count_from_the_target_and_of_what_it_asks():
     assert missed([absolute])[0] == "bench: a, beside peer: 0.3 ms for <= 0.25, 20 % off"
     assert missed_by(row(ratio=0.5, target=2.0, better="higher")) == pytest.approx(0.75)
     assert missed_by(row(ratio=0.5, target=0.0)) == 0.5
+
+
+def test_notes_are_told_once():
+    assert notes([row(), row("b")]) == []
+    assert notes([row(note="busy"), row("b", note="busy")]) == ["busy.", ""]
+    rows = [row(note="busy"), row("b", note="idle"), row("c", note="busy"), row("a", note="busy")]
+    assert notes(rows) == ["- a; c: busy", "- b: idle", ""]
+    assert notes([*rows, row("d", note="busy")])[0] == "- a; c and 1 more: busy"
 
 
 def test_blocks_are_filled_and_stay_filled():
