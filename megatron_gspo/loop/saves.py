@@ -22,6 +22,7 @@ class Saves:
     def __init__(self, run: Run, current: Path | None) -> None:
         self._run, self._current = run, current
         self._save: Save | None = None
+        self._checked = False
 
     @property
     def current(self) -> Path | None:
@@ -37,7 +38,9 @@ class Saves:
         on return."""
         self.finish()
         run, config = self._run, self._run.config.checkpoint
-        self._save = begin_save(run.policy, checkpoint_folder(run), state.step, asdict(state), keep=config.keep)
+        self._save = begin_save(run.policy, checkpoint_folder(run), state.step, asdict(state), keep=config.keep,
+                                check=not self._checked)
+        self._checked = True
         self._current = self._save.path
         if not config.asynchronous:
             self.finish()

@@ -117,13 +117,15 @@ class Save:
         raise_everywhere(failure and failure + room_left(self._final.parent), _NOT_WRITTEN)
 
 
-def begin_save(policy: Policy, folder: Path, step: int, state: Mapping[str, Any], *, keep: int) -> Save:
+def begin_save(policy: Policy, folder: Path, step: int, state: Mapping[str, Any], *, keep: int,
+               check: bool = True) -> Save:
     """Begin to save model, optimizer, schedule and ``state`` (JSON-able, the same on every rank) as they are now.
 
     The checkpoint ``folder/step_NNNNNN`` appears when the ``Save`` is polled or finished after all ranks have written
     their parts to a neighbour directory; training may go on meanwhile. The newest ``keep`` checkpoints stay. Memory: a
-    copy of what this rank writes, in host memory, until then. At most one may be under way. A collective of all ranks;
-    raises ``CheckpointError`` on every rank if the disk is full or gone.
+    copy of what this rank writes, in host memory, until then. At most one may be under way. ``check``: that the ranks'
+    parts make up the whole, for which every rank needs to know all; once is enough for a layout. A collective of all
+    ranks; raises ``CheckpointError`` on every rank if the disk is full or gone.
     """
     final = checkpoint_path(folder, step)
     text, partial = on_first_rank(
@@ -134,7 +136,7 @@ def begin_save(policy: Policy, folder: Path, step: int, state: Mapping[str, Any]
     with _in_step() as failures:
         try:
             with _results_through(results), _few_to_collect():
-                request = _plan(_content(policy, is_loading=False)[0], partial)
+                request = _plan(_content(policy, is_loading=False)[0], partial, check)
             publish = functools.partial(publish_checkpoint, partial, final, json.loads(text), keep=keep)
             save = Save(request, results, publish)
         except (CheckpointException, Exception) as error:  # the first is a BaseException
@@ -155,10 +157,12 @@ def save_checkpoint(policy: Policy, folder: Path, step: int, state: Mapping[str,
     return begin_save(policy, folder, step, state, keep=keep).finish()
 
 
-def _plan(content: dict[str, Any], folder: Path) -> Any:
+def _plan(content: dict[str, Any], folder: Path, check: bool) -> Any:
     """Megatron's request for an asynchronous save: what stages the tensors, what writes them, what ends the save."""
     keywords = {"async_strategy": "mcore"} if "async_strategy" in _SAVE_KEYWORDS else {}
-    return dist_checkpointing.save(content, str(folder), async_sharded_save=True, **keywords)
+    return dist_checkpointing.save(
+        content, str(folder), async_sharded_save=True, validate_access_integrity=check, **keywords
+    )
 
 
 def on_first_rank(action: Callable[[], T], what: str) -> T:
@@ -239,7 +243,7 @@ def _noting(function: Callable[..., Any], failures: list[str]) -> Callable[..., 
 
 @contextmanager
 def _few_to_collect() -> Iterator[None]:
-    """Megatron collects garbage for each optimizer that it saves: let it look at what has come since only."""
+    """Megatron collects garbage for each optimizer that it saves or loads: let it look at what has come since only."""
     if gc.get_freeze_count():  # somebody else has frozen what is old
         yield
         return
@@ -258,7 +262,8 @@ def load_checkpoint(policy: Policy, path: Path) -> dict[str, Any]:
     ``CheckpointError`` for a checkpoint that can't be read or is of another model.
     """
     try:
-        return _load(policy, path)
+        with _few_to_collect():
+            return _load(policy, path)
     except (CheckpointException, Exception) as error:
         other = "to go on from the one before, move it away"
         raise CheckpointError(f"{path} can't be loaded ({_reason(error)}); {other}") from error

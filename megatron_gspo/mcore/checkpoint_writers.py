@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron_gspo.errors import first_line
 
 _PR_SET_PDEATHSIG = 1
+_NICENESS = 5  # where there are too few cores for both, training comes first
 
 
 class Writers:
@@ -113,6 +114,7 @@ def _write(number: int, bucket: Any, transforms: list[Any], use_msc: bool) -> An
 def _work(job: Callable[[], Any], sender: Connection, parent: int) -> None:
     """The child's whole life."""
     _die_with(parent)
+    os.nice(_NICENESS)
     gc.disable()  # garbage of the rank's GPU is not the child's to free
     signal.set_wakeup_fd(-1)  # a signal to the child must not wake the rank
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

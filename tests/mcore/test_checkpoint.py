@@ -225,7 +225,7 @@ def train_while_saving(rank: int, world_size: int, path: str, folder: str,
 @pytest.mark.parametrize("distributed_optimizer", [True, False], ids=["sharded", "whole"])
 def test_a_save_holds_what_was_there_when_it_began(path, tmp_path, distributed_optimizer):
     """Also of tensors that Megatron doesn't stage: without the distributed optimizer Adam's moments are their own."""
-    for found in run_distributed(train_while_saving, 2, path, str(tmp_path), distributed_optimizer, timeout=60):
+    for found in run_distributed(train_while_saving, 2, path, str(tmp_path), distributed_optimizer, timeout=120):
         assert found["meanwhile"] == (False, [], True, True)
         assert found["at"] == tmp_path / "step_000001" and found["again"] and found["writers"] == []
         resumed = found["resumed"]
@@ -254,7 +254,7 @@ def fail_while_saving(rank: int, world_size: int, path: str, folder: str) -> lis
 
 
 def test_a_writer_that_is_killed_ends_the_save_on_every_rank(path, tmp_path):
-    for line, left, complete in run_distributed(fail_while_saving, 2, path, str(tmp_path), timeout=60):
+    for line, left, complete in run_distributed(fail_while_saving, 2, path, str(tmp_path), timeout=120):
         assert line.startswith("checkpoint not written; the last one is untouched: a writer was ended by signal 9 (")
         assert " free, the last one takes " in line and "\n" not in line
         assert left == "[]" and complete == "['step_000002']"
@@ -281,7 +281,7 @@ def fail_on_rank_0(rank: int, world_size: int, path: str, folder: str) -> list[s
 
 
 def test_a_file_of_rank_0_alone_ends_the_save_on_every_rank(path, tmp_path):
-    for first, last, name in run_distributed(fail_on_rank_0, 2, path, str(tmp_path), timeout=60):
+    for first, last, name in run_distributed(fail_on_rank_0, 2, path, str(tmp_path), timeout=120):
         assert first.startswith("checkpoint not written; the last one is untouched: ") and " free)" in first
         assert "Is a directory" in last and "\n" not in first + last
         assert name == "step_000003"

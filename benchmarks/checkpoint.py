@@ -1,0 +1,188 @@
+"""A training checkpoint: what the loop waits for it, a synchronous save and a load, beside Megatron's and torch's own.
+
+One process, a random Qwen3-MoE with Adam in float32; a step is one optimizer step of ``--sequences`` sequences. A turn
+is a step alone, a save that begins before a step and is polled after it, as the loop does, then the other saves and the
+loads of the same state. Every save is on the disk when it counts as done (fsync). "Written after" is when the last
+tensor of the asynchronous save was there, while the step ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from benchmarks.common import Row, Seconds, Spread, ratios, run_from_command_line, say, timed
+from benchmarks.step_vs_megatron import make_samples
+
+TARGET = 0.05  # of a step, that the loop may wait
+KEEP = 2
+
+
+class Contest:
+    """What is timed, on one policy; each method is a contestant, and leaves the policy as it is but for the steps."""
+
+    def __init__(self, folder: Path, args: argparse.Namespace) -> None:
+        from megatron_gspo.mcore.groups import Layout, initialize
+        from megatron_gspo.mcore.model import ModelSettings
+        from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, build_policy
+        from megatron_gspo.tools.make_tiny_model import write_tiny_model
+
+        self.folder, self.number, self.begun = folder, 0, 0.0
+        self.parameters = write_tiny_model(
+            folder / "model", hidden=args.hidden, layers=args.layers, experts=16, expert_width=args.hidden // 2
+        )
+        self.policy = build_policy(
+            str(folder / "model"), Layout(), initialize(Layout(), seed=0), model=ModelSettings(),
+            data_parallel=DataParallelSettings(), optimizer=OptimizerSettings(lr=1e-6),
+        )  # fmt: skip
+        self.samples = make_samples(args.sequences, 16, 48, self.policy.shape.vocab_size)
+
+    def step(self) -> None:
+        from megatron_gspo.algorithms import preset
+        from megatron_gspo.mcore.step import Batching, train_mini_batch
+
+        train_mini_batch(self.policy, self.samples, preset("gspo"), Batching(4096), temperature=1.0)
+
+    def _next(self) -> int:
+        self.number += 1
+        return self.number
+
+    def begin(self) -> Any:
+        """The first wait of the loop."""
+        from megatron_gspo.mcore.checkpoint import begin_save
+
+        self.begun = time.time()
+        return begin_save(self.policy, self.folder / "ours", self._next(), {}, keep=KEEP, check=self.number == 1)
+
+    def written_after(self) -> float:
+        """Seconds from the beginning of the newest save to its last tensor."""
+        files = (self.folder / "ours" / f"step_{self.number:06d}").glob("*.distcp")
+        return max(file.stat().st_mtime for file in files) - self.begun
+
+    def save(self) -> None:
+        from megatron_gspo.mcore.checkpoint import save_checkpoint
+
+        save_checkpoint(self.policy, self.folder / "ours", self._next(), {}, keep=KEEP)
+
+    def load(self) -> None:
+        from megatron_gspo.mcore.checkpoint import load_checkpoint
+
+        load_checkpoint(self.policy, self.folder / "ours" / f"step_{self.number:06d}")
+
+    def _sharded(self, is_loading: bool) -> dict[str, Any]:
+        """As Megatron's own training script makes it, in the format that loads in any layout."""
+        from megatron_gspo.mcore.forward import unwrap
+
+        model = unwrap(self.policy.chunks[0]).sharded_state_dict()
+        metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
+        optimizer = self.policy.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+        return {"model": model, "optimizer": optimizer}
+
+    def megatron_save(self) -> None:
+        from megatron.core import dist_checkpointing
+
+        folder = self.folder / "megatron"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        dist_checkpointing.save(self._sharded(False), str(folder))
+
+    def megatron_load(self) -> None:
+        from megatron.core import dist_checkpointing
+
+        from megatron_gspo.mcore.forward import unwrap
+
+        loaded = dist_checkpointing.load(self._sharded(True), str(self.folder / "megatron"))
+        unwrap(self.policy.chunks[0]).load_state_dict(loaded["model"])
+        self.policy.optimizer.load_state_dict(loaded["optimizer"])
+
+    def _tensors(self) -> dict[str, Any]:
+        state = {id(p): s for part in getattr(self.policy.optimizer, "chained_optimizers", [self.policy.optimizer])
+                 for p, s in part.optimizer.state.items()}  # fmt: skip
+        return {"model": dict(self.policy.chunks[0].named_parameters()), "moments": list(state.values())}
+
+    def torch_save(self) -> None:
+        with open(self.folder / "torch.pt", "wb") as file:
+            torch.save(self._tensors(), file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def torch_load(self) -> None:
+        loaded, own = torch.load(self.folder / "torch.pt", weights_only=True), self._tensors()
+        with torch.no_grad():
+            for name, value in own["model"].items():
+                value.copy_(loaded["model"][name])
+            for mine, theirs in zip(own["moments"], loaded["moments"], strict=True):
+                for name, value in mine.items():
+                    if torch.is_tensor(value):
+                        value.copy_(theirs[name])
+
+
+def turn(contest: Contest) -> dict[str, Seconds]:
+    """Everything once."""
+    taken = {"step": timed(contest.step)}
+    saves: list[Any] = []
+    begin = timed(lambda: saves.append(contest.begin()))
+    taken["step beside"] = timed(contest.step)
+    poll = timed(saves[0].poll)
+    rest = timed(saves[0].finish)  # nothing, unless the writers take longer than a step
+    taken["wait"] = Seconds(begin.wall + poll.wall + rest.wall, begin.cpu + poll.cpu + rest.cpu)
+    taken["written"] = Seconds(contest.written_after(), 0.0)
+    for name in ("save", "megatron_save", "torch_save", "load", "megatron_load", "torch_load"):
+        taken[name] = timed(getattr(contest, name))
+    return taken
+
+
+def measure(args: argparse.Namespace) -> list[Row]:
+    """The rows of the table."""
+    torch.set_num_threads(1)
+    if args.quick:
+        args.repeats, args.sequences, args.hidden = min(args.repeats, 2), min(args.sequences, 128), 128
+    with tempfile.TemporaryDirectory() as folder:
+        contest = Contest(Path(folder), args)
+        tokens = sum(sample.length for sample in contest.samples)
+        turn(contest)
+        stored = sum(file.stat().st_size for file in (Path(folder) / "ours").glob(f"*{contest.number}/*")) / 1e6
+        say(f"checkpoint: {contest.parameters:,} parameters, {stored:.0f} MB, steps of {tokens:,} tokens")
+        started, turns = time.perf_counter(), []
+        while len(turns) < args.repeats and (len(turns) < 3 or time.perf_counter() - started < args.seconds):
+            turns.append(turn(contest))
+    taken = {name: [found[name] for found in turns] for name in turns[0]}
+    note = f"{contest.parameters / 1e6:.1f} million parameters, {stored:.0f} MB, steps of {tokens:,} tokens"
+    row = functools.partial(_row, taken, note)
+    return [
+        row("wait of the loop for an asynchronous save", "wait", "step", "a training step", target=TARGET),
+        row("wait of the loop for an asynchronous save", "wait", "torch_save", "torch.save"),
+        row("step while a checkpoint is written", "step beside", "step", "step alone"),
+        row("asynchronous save, written after", "written", "save", "synchronous save"),
+        row("synchronous save", "save", "megatron_save", "dist_checkpointing.save"),
+        row("synchronous save", "save", "torch_save", "torch.save"),
+        row("load", "load", "megatron_load", "dist_checkpointing.load"),
+        row("load", "load", "torch_load", "torch.load"),
+    ]
+
+
+def _row(taken: dict[str, list[Seconds]], note: str, name: str, ours: str, peer: str, peer_name: str,
+         **more: Any) -> Row:  # fmt: skip
+    """Without the CPU time: that of the writers isn't this process's."""
+    wall = [[1e3 * seconds.wall for seconds in taken[key]] for key in (ours, peer)]
+    return Row("checkpoint", name, peer_name, "ms", "lower", ratios(*wall), Spread.of(wall[0]), Spread.of(wall[1]),
+               note=note, **more)  # fmt: skip
+
+
+def main() -> None:
+    run_from_command_line(__doc__, measure, {"repeats": 6, "sequences": 512, "hidden": 256, "layers": 4}, seconds=75)
+
+
+if __name__ == "__main__":
+    main()
