@@ -80,10 +80,12 @@ def token_log_probs(model: Any, hidden: Tensor, batch: PackedBatch, groups: Grou
 
 def _take(batches: Iterator[PackedBatch], model: Any, groups: Groups,
           routing: RoutingPass | None) -> tuple[PackedBatch, RouteTable | None]:
-    """The next micro-batch's shard on the device, and its routes for this model chunk."""
+    """The next micro-batch's shard on the device, and its routes for this model chunk. The bounds of its sequences stay
+    on the host, which is where they are needed: reading them back would wait for the device."""
     shard = context_parallel_shard(next(batches), groups.cp.rank(), groups.cp.size())
     routes = routing.table(shard, unwrap(model)) if routing is not None else None
-    return replace(shard, routed_experts=None, route_holes=None).to(compute_device()), routes
+    moved = replace(shard, routed_experts=None, route_holes=None).to(compute_device())
+    return replace(moved, cu_seqlens=shard.cu_seqlens), routes
 
 
 def policy_forward_step(objective: Objective, *, num_microbatches: int, temperature: float = 1.0,

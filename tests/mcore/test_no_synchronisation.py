@@ -1,0 +1,117 @@
+"""From the hidden states to the last gradient of a step nothing of ours reads a value from the device.
+
+On a CPU every tensor is on the host, so the test follows what would be on a GPU: the parameters, the batch behind its
+bounds, and all that is computed from them. Reading one of these back, or a shape that depends on one, fails.
+"""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_gspo.algorithms import Objective, preset
+from megatron_gspo.mcore.batches import MicroBatches, micro_batches
+from megatron_gspo.mcore.forward import policy_forward_step
+from megatron_gspo.mcore.groups import Layout
+from megatron_gspo.mcore.model import ModelSettings
+from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, Policy, build_policy
+from megatron_gspo.mcore.step import run_schedule
+from tests.distributed import run_distributed
+from tests.equivalence.cases import make_samples
+from tests.mcore.layouts import groups_of
+from tests.models import save_tiny_model
+
+READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal", "is_nonzero"}
+# How many tokens an expert gets is known on the device only; Megatron's own dispatchers read it too.
+SHAPED_BY_DATA = "mcore/layers.py"
+# Labels are checked on a CPU only; the branch asks for the device first.
+ON_A_CPU_ONLY = "_check"
+
+
+class Device(TorchDispatchMode):
+    """Holds the storages that would be on a GPU and counts what our code reads of them."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self.held = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}  # kept: no address comes twice
+        self.reads: list[str] = []
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        there = any(tensor.untyped_storage()._cdata in self.held for tensor in inputs)
+        self.calls += there
+        if there and self.waits(func, args):
+            self.note(func)
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out) if there else ():
+            if isinstance(leaf, Tensor):
+                self.held[leaf.untyped_storage()._cdata] = leaf.untyped_storage()
+        return out
+
+    @staticmethod
+    def waits(func: Any, args: Any) -> bool:
+        name = func.overloadpacket.__name__
+        if name in ("index", "index_put", "index_put_"):
+            return any(i is not None and i.dtype == torch.bool for i in args[1])
+        return name in READS
+
+    def note(self, func: Any) -> None:
+        """Record it, unless Megatron reads or the reading is one of the two that are known."""
+        frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and f.filename != __file__]
+        caller = frames[-1]
+        if "megatron/core" in caller.filename or caller.filename.endswith(SHAPED_BY_DATA):
+            return
+        if caller.name != ON_A_CPU_ONLY:
+            self.reads.append(f"{func} in {caller.filename}:{caller.lineno}")
+
+
+def run_step(policy: Policy, objective: Objective, batches: MicroBatches, watch: Device) -> None:
+    for chunk in policy.chunks:
+        chunk.zero_grad_buffer()
+    step = policy_forward_step(objective, num_microbatches=len(batches.batches), groups=policy.groups)
+    with watch:
+        run_schedule(policy, step, batches, forward_only=False)
+
+
+def watched(rank: int, world_size: int, path: str, name: str) -> tuple[list[str], int]:
+    policy = build_policy(path, Layout(), groups_of(Layout()), model=ModelSettings(),
+                          data_parallel=DataParallelSettings(), optimizer=OptimizerSettings(lr=1e-3))  # fmt: skip
+    objective = replace(preset(name), entropy_coef=0.01)
+    samples = [replace(sample, old_log_probs=np.full(len(sample.loss_mask), -3.0, dtype=np.float32))
+               for sample in make_samples(count=6)]  # fmt: skip
+    batches = micro_batches(samples, policy.config, policy.groups, max_tokens=64,
+                            optional=("old_log_probs",))  # fmt: skip
+    there = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
+    for batch in batches.batches:
+        there += [x for x in vars(batch).values() if isinstance(x, Tensor) and x is not batch.cu_seqlens]
+    watch = Device([tensor.detach() for tensor in there])
+    run_step(policy, objective, batches, watch)
+    return watch.reads, watch.calls
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_a_step_reads_nothing_from_the_device(tmp_path, kind):
+    path = save_tiny_model(tmp_path / "model", kind)
+    ((reads, calls),) = run_distributed(watched, 1, path, "gspo", timeout=90)
+    assert calls > 1000, "the step was not followed: this test shows nothing"
+    assert reads == []
+
+
+def test_the_watch_sees_a_value_that_is_read_back():
+    weight = torch.ones(3, requires_grad=True)
+    with Device([weight.detach()]) as watch:
+        total = (weight * 2).sum()
+        assert float(torch.ones(2).sum()) == 2  # of the host
+        assert watch.reads == []
+        total.detach().item()
+        weight.detach()[weight.detach() > 0]
+    assert [read.split()[0] for read in watch.reads] == ["aten._local_scalar_dense.default", "aten.index.Tensor"]
