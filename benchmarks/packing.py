@@ -9,7 +9,7 @@ At most 32,768 tokens a micro-batch. Every figure is a share of the tokens that 
 heaviest rank over the mean. *Waiting*: the same micro-batch by micro-batch, which is what counts where ranks exchange
 tokens in each (expert parallelism). Repeats are batches of other lengths. Lengths are prompts of 64 to 512 tokens and
 responses of up to 16,384, where they are cut:
-- *log-normal*, median 1,500, sigma 1.0: what most published length histograms of one task look like; 1 % are cut;
+- *log-normal*, median 1,500, sigma 1.0: one mode with a heavy tail, answers to prompts of one kind; 1 % are cut;
 - *geometric*, mean 2,000: the same chance to end at every token, no heavy tail;
 - *bimodal*: a quarter thinks long (log-normal, median 10,000, sigma 0.6), the others answer (1,200, 0.6); 5 % are cut,
   so the longest length is common.
