@@ -209,7 +209,7 @@ class _LogProbs(torch.autograd.Function):
         factors = _row_factors(grad_log_probs, grad_entropy, entropy, saved, tiling.scale)
         everyone = _all_hidden(hidden, weight, tiling, options)
         grad_hidden, grad_weight = local_gradients(
-            everyone, weight, labels, saved.kept, saved.shares, factors, tiling, ctx.needs_input_grad[:2]
+            everyone, weight, labels, saved.kept, factors, tiling, ctx.needs_input_grad[:2]
         )
         if grad_hidden is not None:
             join = scatter_summed_rows if options.sequence_parallel else sum_in_place
@@ -232,6 +232,6 @@ def _row_factors(
     constant = torch.zeros_like(saved.log_total) if grad_log_probs is None else grad_log_probs * -scale
     label = None if grad_log_probs is None else grad_log_probs * scale
     if grad_entropy is None or entropy is None:
-        return RowFactors(saved.maximum, None, constant, label)
+        return RowFactors(saved.maximum, saved.shares, None, constant, label)
     slope = grad_entropy * -scale
-    return RowFactors(saved.maximum, slope, constant + slope * (entropy - saved.log_total), label)
+    return RowFactors(saved.maximum, saved.shares, slope, constant + slope * (entropy - saved.log_total), label)

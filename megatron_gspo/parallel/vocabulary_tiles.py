@@ -32,14 +32,16 @@ class RowFactors:
     """Per token [T]: d loss / d x_j = p_j * (slope * (x_j - m) + constant) + [j = label] * label."""
 
     maximum: Tensor  # m
+    shares: Tensor  # [tiles, T], the probability of each of the rank's tiles of the vocabulary
     slope: Tensor | None  # None: no gradient comes through the entropy
     constant: Tensor
     label: Tensor | None  # None: no gradient comes through the log-probabilities
 
-    def cut(self, start: int, end: int) -> "RowFactors":
-        """Of tokens [start, end), as columns [t, 1]."""
+    def cut(self, tile: int, start: int, end: int) -> "RowFactors":
+        """Of a tile of the vocabulary and tokens [start, end), as columns [t, 1]."""
         return RowFactors(
             maximum=self.maximum[start:end, None],
+            shares=self.shares[tile, start:end, None],
             slope=None if self.slope is None else self.slope[start:end, None],
             constant=self.constant[start:end, None],
             label=None if self.label is None else self.label[start:end, None],
@@ -104,7 +106,7 @@ def local_statistics(
     # One tile at least, of nothing: with padding only there is none. Not -inf, since -inf * 0 is NaN.
     tiles = hidden.new_zeros((3 if with_entropy else 2, max(1, len(spans)), tokens), dtype=tiling.dtype)
     tiles[0].fill_(torch.finfo(tiling.dtype).min)
-    label = hidden.new_zeros(tokens, dtype=tiling.dtype)
+    label = hidden.new_zeros((tokens, 1), dtype=tiling.dtype)
     kept = hidden.new_empty(tokens * tiling.rows, dtype=tiling.dtype) if tiling.keep_logits else None
     buffers, own = _buffers(hidden, tiling, 2 if with_entropy else 1), _place(labels, tiling)
     for i, (v0, v1) in enumerate(spans):
@@ -114,7 +116,8 @@ def local_statistics(
             logits = scratch[0] if kept is None else _kept_tile(kept, tokens, t0, t1, v0, v1)
             _logits(hidden[t0:t1], rows, tiling.scale, logits)
             column, inside = own.in_tile(i, t0, t1, v1 - v0)
-            label[t0:t1] = torch.where(inside, logits.gather(1, column), label[t0:t1, None]).squeeze(1)
+            own_label = label[t0:t1]
+            torch.where(inside, logits.gather(1, column), own_label, out=own_label)
             _summarize(tiles[:, i, t0:t1], logits, scratch)
     if spans:
         tiles[1].reciprocal_()
@@ -122,7 +125,7 @@ def local_statistics(
     shift = tiles[0] - maximum
     weights = tiles[1] * shift.exp()
     moment = (weights * shift.add_(tiles[2])).sum(0) if with_entropy else None
-    return LocalStatistics(maximum, weights.sum(0), label, moment, tiles[0], tiles[1], kept)
+    return LocalStatistics(maximum, weights.sum(0), label.squeeze(1), moment, tiles[0], tiles[1], kept)
 
 
 def local_gradients(
@@ -130,7 +133,6 @@ def local_gradients(
     weight: Tensor,
     labels: Tensor,
     kept: Tensor | None,
-    shares: Tensor,
     factors: RowFactors,
     tiling: Tiling,
     needed: tuple[bool, bool],
@@ -138,28 +140,32 @@ def local_gradients(
     """This rank's part of hidden's gradient, [T, h] in tiling.dtype, and the weight's, in its own dtype.
 
     Both are summed in tiling.dtype; one that is not needed is None. hidden: [T, h] from ``operand``; kept:
-    the logits of the forward, or None; shares: [tiles, T], the probability of each tile of the vocabulary.
+    the logits of the forward, or None.
     """
     tokens = hidden.shape[0]
     grad_hidden = hidden.new_zeros(hidden.shape, dtype=tiling.dtype) if needed[0] else None
-    grad_weight = weight.new_zeros(weight.shape) if needed[1] else None
+    grad_weight = weight.new_empty(weight.shape) if needed[1] else None
+    if grad_weight is not None:
+        grad_weight[tiling.rows if tokens else 0 :].zero_()
     buffers, own = _buffers(hidden, tiling, 1 if factors.slope is None else 2), _place(labels, tiling)
     for i, (v0, v1) in enumerate(_spans(tiling.rows, tiling.tile[1])):
         rows = weight[v0:v1].to(hidden.dtype)
-        # A view where the dtype is the weight's own, else a copy of zeros that is written back below.
-        grad_rows = None if grad_weight is None else grad_weight[v0:v1].to(tiling.dtype)
+        # A view where the dtype is the weight's own, else a buffer that is written back below.
+        grad_rows = None if grad_weight is None else grad_weight[v0:v1]
+        if grad_rows is not None and grad_rows.dtype != tiling.dtype:
+            grad_rows = torch.empty_like(grad_rows, dtype=tiling.dtype)
         for t0, t1 in _spans(tokens, tiling.tile[0]):
             scratch = _views(buffers, t1 - t0, v1 - v0)
             logits = scratch[0] if kept is None else _kept_tile(kept, tokens, t0, t1, v0, v1)
             if kept is None:
                 _logits(hidden[t0:t1], rows, tiling.scale, logits)
             place = own.in_tile(i, t0, t1, v1 - v0)
-            grad_logits = _grad_logits(logits, place, factors.cut(t0, t1), shares[i, t0:t1, None], scratch)
+            grad_logits = _grad_logits(logits, place, factors.cut(i, t0, t1), scratch)
             if grad_rows is not None:
-                _add_product(grad_rows, grad_logits.t(), hidden[t0:t1])
+                _add_product(grad_rows, grad_logits.t(), hidden[t0:t1], first=t0 == 0)
             if grad_hidden is not None:
                 _add_product(grad_hidden[t0:t1], grad_logits, rows)
-        if grad_weight is not None and grad_rows is not None and grad_weight.dtype != tiling.dtype:
+        if grad_weight is not None and grad_rows is not None and grad_weight.dtype != tiling.dtype and tokens:
             grad_weight[v0:v1] = grad_rows
     return grad_hidden, grad_weight
 
@@ -193,31 +199,37 @@ def _logits(hidden: Tensor, rows: Tensor, scale: float, out: Tensor) -> None:
             out.mul_(scale)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, summed in total's dtype; ``a`` is rounded to b's dtype if that is a lower precision."""
+def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool = False) -> None:
+    """total += a @ b, summed in total's dtype; ``a`` is rounded to b's dtype if that is a lower precision. What total
+    held is ignored, NaN too, if this is the ``first``."""
     if b.dtype == total.dtype:
-        total.addmm_(a, b)
+        total.addmm_(a, b, beta=0 if first else 1)
+    elif first:
+        torch.mm(a.to(b.dtype), b, out_dtype=total.dtype, out=total)
     else:
         total.add_(torch.mm(a.to(b.dtype), b, out_dtype=total.dtype))
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where each label [T] lies: its tile of the vocabulary, -1 if it is another rank's, and the column in it."""
+    """Where each label lies, [T, 1] each: its tile of the vocabulary, -1 if it is another rank's, and the column in
+    it; ``width`` of a tile."""
 
     tile: Tensor
     column: Tensor
+    width: int
 
     def in_tile(self, i: int, t0: int, t1: int, count: int) -> tuple[Tensor, Tensor]:
         """Of tokens [t0, t1): a column [t, 1] that is valid in tile ``i`` of ``count`` ids, and whether the label is
         there."""
-        return self.column[t0:t1, None].clamp(max=count - 1), self.tile[t0:t1, None] == i
+        column = self.column[t0:t1]
+        return column if count == self.width else column.clamp(max=count - 1), self.tile[t0:t1] == i
 
 
 def _place(labels: Tensor, tiling: Tiling) -> _Place:
-    own = labels - tiling.first
-    tile = own.div(tiling.tile[1], rounding_mode="floor")
-    return _Place(torch.where((own >= 0) & (own < tiling.rows), tile, -1), own.remainder(tiling.tile[1]))
+    own, width = labels[:, None] - tiling.first, tiling.tile[1]
+    tile = torch.where((own >= 0) & (own < tiling.rows), own.div(width, rounding_mode="floor"), -1)
+    return _Place(tile, own.remainder(width), width)
 
 
 def _summarize(stats: Tensor, logits: Tensor, scratch: list[Tensor]) -> None:
@@ -232,16 +244,16 @@ def _summarize(stats: Tensor, logits: Tensor, scratch: list[Tensor]) -> None:
 
 
 def _grad_logits(
-    logits: Tensor, place: tuple[Tensor, Tensor], factors: RowFactors, share: Tensor, scratch: list[Tensor]
+    logits: Tensor, place: tuple[Tensor, Tensor], factors: RowFactors, scratch: list[Tensor]
 ) -> Tensor:
-    """The loss's gradient for one tile of logits, in scratch[0]; p is the tile's softmax times its ``share`` [t, 1].
+    """The loss's gradient for one tile of logits, in scratch[0]; p is the tile's softmax times its share.
     Logits elsewhere are left alone."""
     softmax = torch.softmax(logits, 1, out=scratch[-1])
     if factors.slope is None:
-        grad = softmax.mul_(factors.constant * share)
+        grad = softmax.mul_(factors.constant * factors.shares)
     else:
         grad = torch.sub(logits, factors.maximum, out=scratch[0])
-        grad.mul_(factors.slope * share).add_(factors.constant * share).mul_(softmax)
+        grad.mul_(factors.slope * factors.shares).add_(factors.constant * factors.shares).mul_(softmax)
     if factors.label is not None:
         column, inside = place
         own = grad.gather(1, column)
