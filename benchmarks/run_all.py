@@ -10,14 +10,16 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,15 +100,32 @@ def named_reasons(found: Any) -> dict[str, str]:
     return {text.partition(": ")[0]: text.partition(": ")[2] for text in map(str, found)}
 
 
+def checked_rows(records: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:
+    """The rows of the benchmark ``name``, under its name. Raises ``ValueError`` for what isn't a row, for a figure that
+    isn't finite, and where two rows can't be told apart."""
+    try:
+        rows = [replace(Row.from_json(record), benchmark=name) for record in records]
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"not a row: {error}") from None
+    for row in rows:
+        if not all(math.isfinite(value) for spread in (row.ratio, row.ours, row.peer) for value in astuple(spread)):
+            raise ValueError(f"{row.name}, beside {row.peer_name}: a figure isn't finite")
+    twice = [key for key, count in Counter(row.key for row in rows).items() if count > 1]
+    if twice:
+        raise ValueError(f"two rows are called {twice[0][1]}, beside {twice[0][2]}")
+    return [row.to_json() for row in rows]
+
+
 def run_one(file: Path, command: Sequence[str]) -> dict[str, Any]:
-    """What ``run_benchmark`` gives, with its ``seconds``; a failure is ``{"failure": reason}``."""
+    """What ``run_benchmark`` gives, rows checked, with its ``seconds``; a failure is ``{"failure": reason}``."""
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
         try:
             if not file.is_file():
                 raise RuntimeError(f"there is no {file.name}")
             found = run_benchmark(command, Path(scratch) / "result.json", LIMIT)
-        except (RuntimeError, OSError, ValueError) as error:
+            found["rows"] = checked_rows(found["rows"], file.stem)
+        except (RuntimeError, OSError, ValueError, KeyError) as error:
             say(f"FAILED {file.stem}: {error}")
             return {"failure": str(error).split("\n")[0] or type(error).__name__}
     return found | {"seconds": round(time.perf_counter() - begin, 1)}
@@ -130,7 +149,7 @@ def run_all(args: argparse.Namespace, folder: Path = FOLDER) -> dict[str, Any]:
         found[name] = run_one(folder / f"{name}.py", command)
     failures = {name: part["failure"] for name, part in found.items() if "failure" in part}
     done = {name: part for name, part in found.items() if name not in failures}
-    rows = [replace(Row.from_json(row), benchmark=name) for name, part in done.items() for row in part["rows"]]
+    rows = [row for part in done.values() for row in part["rows"]]
     return {
         "schema": SCHEMA, "date": datetime.date.today().isoformat(), "quick": args.quick,
         "partial": bool(args.quick or args.only or failures), "hardware": machine, "versions": versions(),
@@ -139,7 +158,7 @@ def run_all(args: argparse.Namespace, folder: Path = FOLDER) -> dict[str, Any]:
         "benchmark_seconds": {name: part["seconds"] for name, part in done.items()},
         "not_compared": {name: named_reasons(part["not_compared"])
                          for name, part in done.items() if part.get("not_compared")},
-        "failures": failures, "rows": [row.to_json() for row in rows],
+        "failures": failures, "rows": rows,
     }  # fmt: skip
 
 

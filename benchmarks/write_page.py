@@ -61,12 +61,18 @@ def filled(text: str, result: Result) -> str:
 
 
 def pages(root: Path, result: Result) -> dict[Path, str]:
-    """Every page that shows figures of the result, relative to ``root``, and what it should say."""
+    """Every page that shows figures of the result, relative to ``root``, and what it should say.
+
+    Raises ``ValueError``, with the page's name, where a page asks for a row that the result hasn't.
+    """
     wanted = {PAGE: page(result)}
     for file in (root / "README.md", root / "benchmarks" / "README.md", *sorted((root / "docs").glob("*.md"))):
         text = file.read_text(encoding="utf-8")
         if file != root / PAGE and BLOCK.search(text):
-            wanted[file.relative_to(root)] = filled(text, result)
+            try:
+                wanted[file.relative_to(root)] = filled(text, result)
+            except ValueError as error:
+                raise ValueError(f"{file.relative_to(root)}: {error}") from None
     return wanted
 
 
@@ -80,7 +86,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; name the pages that differ")
     args = parser.parse_args()
-    wanted = pages(ROOT, json.loads((RESULTS / "latest.json").read_text()))
+    try:
+        wanted = pages(ROOT, json.loads((RESULTS / "latest.json").read_text()))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     changed = stale(ROOT, wanted)
     for name in changed:
         if not args.check:

@@ -77,3 +77,5 @@ def test_pages_without_blocks_are_left_alone(tmp_path):
     wanted = pages(tmp_path, result(*ROWS))
     assert list(wanted) == [PAGE, Path("docs/b.md")]
     assert stale(tmp_path, wanted) == list(wanted)
+    with pytest.raises(ValueError, match="docs/b.md: no row of the result fits"):
+        pages(tmp_path, result(row()))
