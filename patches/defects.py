@@ -192,6 +192,11 @@ DEFECTS = (
         lambda s: s.has_config,
     ),
     Defect(
+        "`mcore/checkpoint.py`: files of rank 0", _ANY,
+        "where rank 0 can't write its own file of a checkpoint, the other ranks wait in a collective",
+        lambda s: s.has_config and s.world_size > 1,
+    ),
+    Defect(
         "`mcore/checkpoint.py`: optimizer state without its common part", _ANY,
         "the common part of a checkpoint fits its own layout only", lambda s: s.has_config,
     ),

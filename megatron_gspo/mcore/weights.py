@@ -17,7 +17,12 @@ from megatron_gspo.conversion.parts import Part
 from megatron_gspo.mcore.groups import Groups, compute_device
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+# Bytes of whole tensors that are gathered at once: enough for a network, little beside a layer, and glibc keeps memory
+# of that size for the next piece, where larger ones come from the system, page by page, each time.
+_PIECE = 16 * 2**20
 _EXPERT = re.compile(r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)")
+
+Section = tuple[int, int]  # layer, piece of it
 
 
 @dataclass(frozen=True)
@@ -90,16 +95,20 @@ def _is_finite(value: Tensor) -> bool:
 
 
 def export_weights(chunks: list[Any], family: Family, shape: ModelShape, groups: Groups, *,
-                   value: Callable[[Tensor], Tensor] = torch.Tensor.detach) -> Iterator[tuple[str, Tensor]]:
-    """Stream (Hugging Face name, whole tensor) to every rank, one layer at a time; a collective of all ranks.
+                   value: Callable[[Tensor], Tensor] = torch.Tensor.detach,
+                   piece: int = _PIECE) -> Iterator[tuple[str, Tensor]]:
+    """Stream (Hugging Face name, whole tensor) to every rank, layer after layer; a collective of all ranks.
 
-    Memory above the model: one layer's whole tensors. Every rank must consume the stream to its end. ``value`` maps
-    a parameter to what is sent in its place and has its sizes: the weight itself, or its gradient.
+    Memory above the model: at most three times ``piece`` bytes, or the largest parameter's if that is more,
+    while the consumer keeps one tensor at a time; what a rank holds whole are views of its parameters. Between pipeline
+    stages once more. Every rank must consume the stream to its end. ``value`` maps a parameter to what is sent in its
+    place and has its sizes: the weight itself, or its gradient.
     """
-    sections: dict[int, list[Placed]] = {}
+    layers: dict[int, list[Placed]] = {}
     for chunk in chunks:
         for placed in place(chunk, family, shape, groups):
-            sections.setdefault(placed.layer, []).append(replace(placed, parameter=value(placed.parameter)))
+            layers.setdefault(placed.layer, []).append(replace(placed, parameter=value(placed.parameter)))
+    sections = _sections(layers, shape, groups, piece)
     owners, metadata = _owners(sections, shape, groups)
     for section in sorted(owners):
         stage = owners[section]
@@ -109,19 +118,48 @@ def export_weights(chunks: list[Any], family: Family, shape: ModelShape, groups:
         if groups.pp.size() > 1:
             tensors = _broadcast(tensors, metadata[section], stage, groups)
         yield from tensors.items()
+        del tensors  # before the next are gathered
 
 
-def _owners(sections: dict[int, list[Placed]], shape: ModelShape,
-            groups: Groups) -> tuple[dict[int, int], dict[int, Any]]:
-    """The pipeline stage that sends each section, and (name, sizes, dtype) of what it sends.
+def _sections(layers: dict[int, list[Placed]], shape: ModelShape, groups: Groups,
+              piece: int) -> dict[Section, list[Placed]]:
+    """What is sent at once: a layer's parameters, in pieces whose whole tensors have at most ``piece`` bytes, or one
+    parameter. The same on all ranks of a stage, whose parameters have the same sizes.
 
-    Sections outside of the layers are told apart by stage: -1 - stage. A tied embedding is sent by the first stage.
+    Parameters outside of the layers are told apart by stage: -1 - stage. A tied embedding is sent by the first stage.
     """
     outer = -1 - groups.pp.rank()
-    if -1 in sections:
-        sections[outer] = sections.pop(-1)
+    if -1 in layers:
+        layers[outer] = layers.pop(-1)
         if shape.tied_embeddings and groups.pp.rank() > 0:
-            sections[outer] = [placed for placed in sections[outer] if not placed.rule.is_vocabulary]
+            layers[outer] = [placed for placed in layers[outer] if not placed.rule.is_vocabulary]
+    sections: dict[Section, list[Placed]] = {}
+    for layer, placed_list in layers.items():
+        number, size = 0, 0
+        for placed in sorted(placed_list, key=_kind):
+            whole = placed.parameter.nbytes * _holders(placed, groups)
+            if size + whole > piece and size:
+                number, size = number + 1, 0
+            size += whole
+            sections.setdefault((layer, number), []).append(placed)
+    return sections
+
+
+def _kind(placed: Placed) -> int:
+    """Experts first: what a consumer still holds while the next piece is gathered is then one rank's own tensor."""
+    return 0 if placed.rule.is_expert else 1 if placed.rule.shard is not Shard.NONE else 2
+
+
+def _holders(placed: Placed, groups: Groups) -> int:
+    """The ranks whose parameters are gathered with this one."""
+    if placed.rule.is_expert:
+        return groups.expert_tp_ep.size()
+    return 1 if placed.rule.shard is Shard.NONE else groups.tp.size()
+
+
+def _owners(sections: dict[Section, list[Placed]], shape: ModelShape,
+            groups: Groups) -> tuple[dict[Section, int], dict[Section, Any]]:
+    """The pipeline stage that sends each section, and (name, sizes, dtype) of what it sends."""
     mine = {
         section: [(name, size, placed.parameter.dtype) for placed in placed_list
                   for name, size in _sizes(placed, shape, groups)]
@@ -145,16 +183,16 @@ def _sizes(placed: Placed, shape: ModelShape, groups: Groups) -> list[tuple[str,
 
 
 def _whole(placed_list: list[Placed], shape: ModelShape, groups: Groups) -> dict[str, Tensor]:
-    """The whole Hugging Face tensors of one section: one all-gather for the sharded ones, one for the experts."""
-    replicated = [placed for placed in placed_list if placed.rule.shard is Shard.NONE]
-    sharded = [placed for placed in placed_list if not placed.rule.is_expert and placed.rule.shard is not Shard.NONE]
+    """The whole Hugging Face tensors of one section: one all-gather for the experts, one for the other sharded ones."""
     experts = [placed for placed in placed_list if placed.rule.is_expert]
-    tensors = {placed.names[0]: placed.parameter for placed in replicated}
-    tensors |= _join(sharded, _gather(sharded, groups.tp), shape, shards=groups.tp.size(), experts_per_rank=0)
+    sharded = [placed for placed in placed_list if not placed.rule.is_expert and placed.rule.shard is not Shard.NONE]
+    tensors: dict[str, Tensor] = {}
     if experts:
         tensors |= _join(experts, _gather(experts, groups.expert_tp_ep), shape, shards=groups.expert_tp.size(),
                          experts_per_rank=shape.num_experts // groups.ep.size())
-    return tensors
+    tensors |= _join(sharded, _gather(sharded, groups.tp), shape, shards=groups.tp.size(), experts_per_rank=0)
+    own = (placed for placed in placed_list if not placed.rule.is_expert and placed.rule.shard is Shard.NONE)
+    return tensors | {placed.names[0]: placed.parameter for placed in own}
 
 
 def _gather(placed_list: list[Placed], group: Any) -> list[list[Tensor]]:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import megatron_gspo.mcore.step  # noqa: F401  the fork server of the tests imports it once
+from benchmarks.live_storages import LiveStorages
 from megatron_gspo.conversion import family_of, read_config
 from megatron_gspo.mcore.groups import Layout
 from megatron_gspo.mcore.model import ModelSettings, build_model
@@ -68,13 +69,15 @@ def round_trips(rank: int, world_size: int, models: dict[str, str]) -> dict[str,
         family, shape = family_of(read_config(models[kind]))
         chunks = build_model(shape, layout, ModelSettings(), groups)
         load_weights(chunks, models[kind], family, shape, groups)
-        names: list[str] = []
-        exported = {}
-        for name, tensor in export_weights(chunks, family, shape, groups):
-            names.append(name)
-            exported[name] = tensor.clone()
-        twice = ["a name came twice"] if len(exported) < len(names) else []
-        found[f"{kind} {layout}"] = differences(models[kind], exported) + twice
+        found[f"{kind} {layout}"] = []
+        for options in ({}, {"piece": 3000}):  # a layer at once, and in many pieces
+            names: list[str] = []
+            exported = {}
+            for name, tensor in export_weights(chunks, family, shape, groups, **options):
+                names.append(name)
+                exported[name] = tensor.clone()
+            twice = ["a name came twice"] if len(exported) < len(names) else []
+            found[f"{kind} {layout}"] += differences(models[kind], exported) + twice
     return found
 
 
@@ -83,6 +86,25 @@ def test_export_is_what_was_loaded_on_every_rank(models):
         assert len(found) == len(CASES)
         for case, different in found.items():
             assert different == [], f"{case}: {different[:3]}"
+
+
+def memory_of_the_stream(rank: int, world_size: int, path: str, layout: Layout) -> tuple[int, int, int]:
+    """Bytes: the most that the stream holds at once, the largest parameter's whole ones, all."""
+    groups = groups_of(layout)
+    family, shape = family_of(read_config(path))
+    chunks = build_model(shape, layout, ModelSettings(), groups)
+    total, largest = 0, 2 * max(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())
+    with LiveStorages() as live:
+        for _, tensor in export_weights(chunks, family, shape, groups, piece=8192):
+            total += tensor.nbytes
+    return live.peak, largest, total
+
+
+@pytest.mark.parametrize("layout", [Layout(tensor=2, expert=2), Layout(pipeline=2)], ids=["tp2 ep2", "pp2"])
+def test_a_stream_holds_little(models, layout):
+    for peak, largest, total in run_distributed(memory_of_the_stream, 2, models["moe"], layout):
+        bound = 3 * max(8192, largest)
+        assert 0 < peak <= bound < total / 2
 
 
 def _with_engine_names(chunk: Any, family: Any, shape: Any, groups: Any) -> torch.nn.Module:
