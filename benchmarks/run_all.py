@@ -171,6 +171,7 @@ def main() -> int:
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to (default: %(default)s)")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the benchmark that runs ends too
     result = run_all(args)
     print(as_text(result))
     for file in write_result(result, args.results):
