@@ -37,11 +37,11 @@ class RowFactors:
     constant: Tensor
     label: Tensor | None  # None: no gradient comes through the log-probabilities
 
-    def cut(self, tile: int, start: int, end: int) -> "RowFactors":
-        """Of a tile of the vocabulary and tokens [start, end), as columns [t, 1]."""
+    def cut(self, start: int, end: int) -> "RowFactors":
+        """Of tokens [start, end), as columns [t, 1]; shares as [tiles, t, 1]."""
         return RowFactors(
             maximum=self.maximum[start:end, None],
-            shares=self.shares[tile, start:end, None],
+            shares=self.shares[:, start:end, None],
             slope=None if self.slope is None else self.slope[start:end, None],
             constant=self.constant[start:end, None],
             label=None if self.label is None else self.label[start:end, None],
@@ -108,17 +108,19 @@ def local_statistics(
     tiles[0].fill_(torch.finfo(tiling.dtype).min)
     label = hidden.new_zeros((tokens, 1), dtype=tiling.dtype)
     kept = hidden.new_empty(tokens * tiling.rows, dtype=tiling.dtype) if tiling.keep_logits else None
-    buffers, own = _buffers(hidden, tiling, 2 if with_entropy else 1), _place(labels, tiling)
+    scratch, place = _Scratch.of(hidden, tiling, 2 if with_entropy else 1), _place(labels, tiling)
+    chunks = [
+        (t0, t1, hidden[t0:t1], place.cut(t0, t1), label[t0:t1]) for t0, t1 in _spans(tokens, tiling.tile[0])
+    ]
     for i, (v0, v1) in enumerate(spans):
-        rows = weight[v0:v1].to(hidden.dtype)
-        for t0, t1 in _spans(tokens, tiling.tile[0]):
-            scratch = _views(buffers, t1 - t0, v1 - v0)
-            logits = scratch[0] if kept is None else _kept_tile(kept, tokens, t0, t1, v0, v1)
-            _logits(hidden[t0:t1], rows, tiling.scale, logits)
-            column, inside = own.in_tile(i, t0, t1, v1 - v0)
-            own_label = label[t0:t1]
+        columns = weight[v0:v1].to(hidden.dtype).t()
+        for t0, t1, own_hidden, own_place, own_label in chunks:
+            buffers = scratch.views(t1 - t0, v1 - v0)
+            logits = buffers[0] if kept is None else _kept_tile(kept, tokens, t0, t1, v0, v1)
+            _logits(own_hidden, columns, tiling.scale, logits)
+            column, inside = own_place.in_tile(i, v1 - v0)
             torch.where(inside, logits.gather(1, column), own_label, out=own_label)
-            _summarize(tiles[:, i, t0:t1], logits, scratch)
+            _summarize(tiles[:, i, t0:t1], logits, buffers)
     if spans:
         tiles[1].reciprocal_()
     maximum = tiles[0].amax(0)
@@ -147,24 +149,28 @@ def local_gradients(
     grad_weight = weight.new_empty(weight.shape) if needed[1] else None
     if grad_weight is not None:
         grad_weight[tiling.rows if tokens else 0 :].zero_()
-    buffers, own = _buffers(hidden, tiling, 1 if factors.slope is None else 2), _place(labels, tiling)
+    scratch, place = _Scratch.of(hidden, tiling, 1 if factors.slope is None else 2), _place(labels, tiling)
+    chunks = [
+        (t0, t1, hidden[t0:t1], place.cut(t0, t1), factors.cut(t0, t1),
+         None if grad_hidden is None else grad_hidden[t0:t1])
+        for t0, t1 in _spans(tokens, tiling.tile[0])
+    ]  # fmt: skip
     for i, (v0, v1) in enumerate(_spans(tiling.rows, tiling.tile[1])):
         rows = weight[v0:v1].to(hidden.dtype)
         # A view where the dtype is the weight's own, else a buffer that is written back below.
         grad_rows = None if grad_weight is None else grad_weight[v0:v1]
         if grad_rows is not None and grad_rows.dtype != tiling.dtype:
             grad_rows = torch.empty_like(grad_rows, dtype=tiling.dtype)
-        for t0, t1 in _spans(tokens, tiling.tile[0]):
-            scratch = _views(buffers, t1 - t0, v1 - v0)
-            logits = scratch[0] if kept is None else _kept_tile(kept, tokens, t0, t1, v0, v1)
+        for t0, t1, own_hidden, own_place, own_factors, own_grad in chunks:
+            buffers = scratch.views(t1 - t0, v1 - v0)
+            logits = buffers[0] if kept is None else _kept_tile(kept, tokens, t0, t1, v0, v1)
             if kept is None:
-                _logits(hidden[t0:t1], rows, tiling.scale, logits)
-            place = own.in_tile(i, t0, t1, v1 - v0)
-            grad_logits = _grad_logits(logits, place, factors.cut(i, t0, t1), scratch)
+                _logits(own_hidden, rows.t(), tiling.scale, logits)
+            grad_logits = _grad_logits(logits, own_place.in_tile(i, v1 - v0), own_factors, i, buffers)
             if grad_rows is not None:
-                _add_product(grad_rows, grad_logits.t(), hidden[t0:t1], first=t0 == 0)
-            if grad_hidden is not None:
-                _add_product(grad_hidden[t0:t1], grad_logits, rows)
+                _add_product(grad_rows, grad_logits.t(), own_hidden, first=t0 == 0)
+            if own_grad is not None:
+                _add_product(own_grad, grad_logits, rows)
         if grad_weight is not None and grad_rows is not None and grad_weight.dtype != tiling.dtype and tokens:
             grad_weight[v0:v1] = grad_rows
     return grad_hidden, grad_weight
@@ -174,13 +180,23 @@ def _spans(total: int, step: int) -> list[tuple[int, int]]:
     return [(start, min(start + step, total)) for start in range(0, total, step)]
 
 
-def _buffers(like: Tensor, tiling: Tiling, count: int) -> list[Tensor]:
-    return [like.new_empty(tiling.tile[0] * tiling.tile[1], dtype=tiling.dtype) for _ in range(count)]
+@dataclass(frozen=True)
+class _Scratch:
+    """Buffers that every tile uses again, and their views by shape: a call has few shapes and many tiles."""
 
+    buffers: list[Tensor]
+    made: dict[tuple[int, int], list[Tensor]]
 
-def _views(buffers: list[Tensor], tokens: int, vocabulary: int) -> list[Tensor]:
-    """Each buffer's head as a contiguous [tokens, vocabulary]: the last, smaller tiles are compact too."""
-    return [buffer[: tokens * vocabulary].view(tokens, vocabulary) for buffer in buffers]
+    @classmethod
+    def of(cls, like: Tensor, tiling: Tiling, count: int) -> "_Scratch":
+        return cls([like.new_empty(tiling.tile[0] * tiling.tile[1], dtype=tiling.dtype) for _ in range(count)], {})
+
+    def views(self, tokens: int, vocabulary: int) -> list[Tensor]:
+        """Each buffer's head as a contiguous [tokens, vocabulary]: the last, smaller tiles are compact too."""
+        shape = tokens, vocabulary
+        if shape not in self.made:
+            self.made[shape] = [buffer[: tokens * vocabulary].view(shape) for buffer in self.buffers]
+        return self.made[shape]
 
 
 def _kept_tile(kept: Tensor, tokens: int, t0: int, t1: int, v0: int, v1: int) -> Tensor:
@@ -189,12 +205,12 @@ def _kept_tile(kept: Tensor, tokens: int, t0: int, t1: int, v0: int, v1: int) ->
     return kept[start : start + (t1 - t0) * (v1 - v0)].view(t1 - t0, v1 - v0)
 
 
-def _logits(hidden: Tensor, rows: Tensor, scale: float, out: Tensor) -> None:
-    """out = scale * hidden @ rows.T, summed and written in out's dtype."""
+def _logits(hidden: Tensor, columns: Tensor, scale: float, out: Tensor) -> None:
+    """out = scale * hidden @ columns, summed and written in out's dtype."""
     if hidden.dtype == out.dtype:
-        torch.addmm(out, hidden, rows.t(), beta=0, alpha=scale, out=out)
+        torch.addmm(out, hidden, columns, beta=0, alpha=scale, out=out)
     else:
-        torch.mm(hidden, rows.t(), out_dtype=out.dtype, out=out)
+        torch.mm(hidden, columns, out_dtype=out.dtype, out=out)
         if scale != 1.0:
             out.mul_(scale)
 
@@ -219,11 +235,13 @@ class _Place:
     column: Tensor
     width: int
 
-    def in_tile(self, i: int, t0: int, t1: int, count: int) -> tuple[Tensor, Tensor]:
-        """Of tokens [t0, t1): a column [t, 1] that is valid in tile ``i`` of ``count`` ids, and whether the label is
-        there."""
-        column = self.column[t0:t1]
-        return column if count == self.width else column.clamp(max=count - 1), self.tile[t0:t1] == i
+    def cut(self, start: int, end: int) -> "_Place":
+        """Of tokens [start, end)."""
+        return _Place(self.tile[start:end], self.column[start:end], self.width)
+
+    def in_tile(self, i: int, count: int) -> tuple[Tensor, Tensor]:
+        """A column [T, 1] that is valid in tile ``i`` of ``count`` ids, and whether the label is there."""
+        return self.column if count == self.width else self.column.clamp(max=count - 1), self.tile == i
 
 
 def _place(labels: Tensor, tiling: Tiling) -> _Place:
@@ -244,16 +262,17 @@ def _summarize(stats: Tensor, logits: Tensor, scratch: list[Tensor]) -> None:
 
 
 def _grad_logits(
-    logits: Tensor, place: tuple[Tensor, Tensor], factors: RowFactors, scratch: list[Tensor]
+    logits: Tensor, place: tuple[Tensor, Tensor], factors: RowFactors, tile: int, scratch: list[Tensor]
 ) -> Tensor:
     """The loss's gradient for one tile of logits, in scratch[0]; p is the tile's softmax times its share.
     Logits elsewhere are left alone."""
+    share = factors.shares[tile]
     softmax = torch.softmax(logits, 1, out=scratch[-1])
     if factors.slope is None:
-        grad = softmax.mul_(factors.constant * factors.shares)
+        grad = softmax.mul_(factors.constant * share)
     else:
         grad = torch.sub(logits, factors.maximum, out=scratch[0])
-        grad.mul_(factors.slope * factors.shares).add_(factors.constant * factors.shares).mul_(softmax)
+        grad.mul_(factors.slope * share).add_(factors.constant * share).mul_(softmax)
     if factors.label is not None:
         column, inside = place
         own = grad.gather(1, column)
