@@ -96,7 +96,7 @@ def call(function: Function, inputs: Inputs, case: Case) -> Outputs:
 
 
 def difference(found: Outputs, expected: Outputs) -> float:
-    """The largest over results and gradients, relative to the largest entry of each. What both give in bfloat16 may
+    """The largest over results and gradients, relative to the largest entry of each. What is bfloat16 here may
     differ by a rounding of 2^-8, which counts as 1e-5; log-probs are compared in float32 whatever a peer gives."""
     allowed = {torch.bfloat16: 1e-5 * 2**8}
     return max(((a.float() - b.float()).abs().max() / b.float().abs().max()).item() * allowed.get(b.dtype, 1.0)
