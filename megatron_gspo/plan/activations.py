@@ -219,7 +219,8 @@ def head_bytes(z: Sizes, shape: ModelShape, parallel: ParallelConfig, setting: S
     keeps = tokens * rows + tile_elements(*tile, z.h) <= budget
     converts = z.a < 4 and not setting.on_gpu  # a GPU multiplies bfloat16 into float32 itself
     norm = _norm(z, z.s * z.h, setting) + 4 * z.s
-    saved = norm + z.a * z.s * z.h + z.t * (INDEX + 40) + (4 * tokens * rows if keeps else 0)
+    shares = 4 * tokens * -(-rows // tile[1])  # of every tile of the vocabulary, per token
+    saved = norm + z.a * z.s * z.h + z.t * (INDEX + 40) + shares + (4 * tokens * rows if keeps else 0)
     everyone = 4 * z.t * z.h if converts else z.a * z.t * z.h if parallel.use_sequence_parallel else 0
     tiles = 4 * tile[0] * tile[1] + (8 * tile[1] * z.h if z.a < 4 else 0)
     if z.a < 4 and setting.on_gpu:

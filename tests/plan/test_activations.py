@@ -94,7 +94,7 @@ def test_the_head_stays_within_its_budget() -> None:
         z = sizes_of(shape, ParallelConfig(), MicroBatch(tokens, tokens), setting)
         heads.append(head_bytes(z, shape, ParallelConfig(), setting))
     small, large = heads
-    of_a_token = 2048 * (2 + 2 + 4) + 64
+    of_a_token = 2048 * (2 + 2 + 4) + 64 + 4 * 38  # and a share of each tile: 151,936 words, 4,096 a tile
     assert large.saved + large.working - small.saved - small.working < 57344 * of_a_token
     assert small.weight_gradient == 2 * 151936 * 2048
     assert small.working < small.weight_gradient + 4 * 8192 * 2048 + 1.2 * 256 * 2**20
