@@ -11,7 +11,7 @@ from megatron_gspo.loop.assemble import Run
 from megatron_gspo.loop.resume import LoopState, checkpoint_folder
 from megatron_gspo.loop.servers import is_central
 from megatron_gspo.loop.timers import Timers
-from megatron_gspo.mcore.checkpoint import Save, begin_save
+from megatron_gspo.mcore.checkpoint import WAITING_WRITERS, Save, begin_save
 from megatron_gspo.rollout.check import EngineError
 
 
@@ -39,7 +39,7 @@ class Saves:
         self.finish()
         run, config = self._run, self._run.config.checkpoint
         self._save = begin_save(run.policy, checkpoint_folder(run), state.step, asdict(state), keep=config.keep,
-                                check=not self._checked)
+                                check=not self._checked, writers=1 if config.asynchronous else WAITING_WRITERS)
         self._checked = True
         self._current = self._save.path
         if not config.asynchronous:

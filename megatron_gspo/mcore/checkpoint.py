@@ -7,6 +7,7 @@ import gc
 import inspect
 import json
 import queue
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, merge
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
 from megatron.core.dist_checkpointing.strategies import common, filesystem_async
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_gspo.mcore.checkpoint_files import (
@@ -44,6 +46,7 @@ _ON_RANK_0 = (
     (filesystem_async.FileSystemWriterAsync, "finish"),
     (serialization, "save_config"),
 )
+WAITING_WRITERS = 2  # of a save that somebody waits for
 _NOT_WRITTEN = "checkpoint not written; the last one is untouched"
 
 T = TypeVar("T")
@@ -61,6 +64,8 @@ class Save:
         self._staged: Any = request.preload_fn() if request.preload_fn else []  # the children read it, pinned or not
         transforms, use_msc = request.async_fn.args if request.async_fn else ([], False)
         self._writers = Writers(file_jobs(self._staged, transforms, use_msc))
+        self._publication: threading.Thread | None = None  # started on rank 0 alone
+        self._failures: list[str] = []  # of the publication
 
     @property
     def writers(self) -> list[int]:
@@ -68,39 +73,53 @@ class Save:
         return self._writers.pids
 
     def poll(self) -> bool:
-        """Whether the checkpoint is whole and has its name: it gets it here, once all ranks' writers are done.
+        """Whether the checkpoint is whole and has its name. Once all ranks' writers are done it is completed here, and
+        rank 0 begins to publish it; a later call finds it there.
 
-        A collective of all ranks, of two numbers as long as it isn't; raises ``CheckpointError`` on all if a writer
-        failed.
+        A collective of all ranks, of two numbers but for the one that completes it; raises ``CheckpointError`` on all
+        if a writer or the publication failed.
         """
         if self.path == self._final:
             return True
-        running = not self._writers.poll()
-        state = torch.tensor([float(running), float(bool(self._writers.failure))], device=compute_device())
+        busy = self._publication.is_alive() if self._publication is not None else not self._writers.poll()
+        failure = self._writers.failure or next(iter(self._failures), "")
+        state = torch.tensor([float(busy), float(bool(failure))], device=compute_device())
         dist.all_reduce(state)
-        still_running, failed = state.tolist()
-        if failed:
+        anyone_busy, anyone_failed = state.tolist()
+        if anyone_failed:
             self.end()
-            self._raise(self._writers.failure)
-        if still_running:
+            self._raise(failure)
+        if anyone_busy:
             return False
-        self._conclude()
+        if self._publication is None:
+            self._complete()
+            return False
+        self.path = self._final
         return True
 
     def finish(self) -> Path:
         """Wait for it; the checkpoint's own path. A collective of all ranks, raises as ``poll``."""
         while self.path != self._final:
-            self._writers.poll(timeout=None)
+            self._wait()
             self.poll()
         return self.path
 
     def end(self) -> None:
-        """Give it up: this rank's writers are ended. The next save or start removes what they have written."""
+        """Give it up, unless it is being published: this rank's writers are ended. The next save or start removes what
+        they have written."""
         self._writers.end()
+        self._wait()
         self._staged = []
 
-    def _conclude(self) -> None:
-        """Complete the directory with Megatron's metadata and give it its name."""
+    def _wait(self) -> None:
+        """Until this rank is done with what it does now."""
+        self._writers.poll(timeout=None)
+        if self._publication is not None and self._publication.ident is not None:
+            self._publication.join()
+
+    def _complete(self) -> None:
+        """Add Megatron's metadata, and have rank 0 publish the directory: to flush it and to remove an old one takes
+        the file system's time, not the loop's."""
         self._staged = []
         self._results.put(self._writers.results)
         with _in_step() as failures:
@@ -110,22 +129,24 @@ class Save:
             except (CheckpointException, Exception) as error:
                 failures.append(_reason(error))
         self._raise(next(iter(failures), ""))
-        on_first_rank(self._publish, _NOT_WRITTEN)
-        self.path = self._final
+        self._publication = threading.Thread(target=_noting(self._publish, self._failures), daemon=True)
+        if dist.get_rank() == 0:
+            self._publication.start()
 
     def _raise(self, failure: str) -> None:
         raise_everywhere(failure and failure + room_left(self._final.parent), _NOT_WRITTEN)
 
 
 def begin_save(policy: Policy, folder: Path, step: int, state: Mapping[str, Any], *, keep: int,
-               check: bool = True) -> Save:
+               check: bool = True, writers: int = 1) -> Save:
     """Begin to save model, optimizer, schedule and ``state`` (JSON-able, the same on every rank) as they are now.
 
     The checkpoint ``folder/step_NNNNNN`` appears when the ``Save`` is polled or finished after all ranks have written
     their parts to a neighbour directory; training may go on meanwhile. The newest ``keep`` checkpoints stay. Memory: a
     copy of what this rank writes, in host memory, until then. At most one may be under way. ``check``: that the ranks'
-    parts make up the whole, for which every rank needs to know all; once is enough for a layout. A collective of all
-    ranks; raises ``CheckpointError`` on every rank if the disk is full or gone.
+    parts make up the whole, for which every rank needs to know all; once is enough for a layout. ``writers``: processes
+    of this rank, each with a file of its own; more write faster and take longer to start. A collective of all ranks;
+    raises ``CheckpointError`` on every rank if the disk is full or gone.
     """
     final = checkpoint_path(folder, step)
     text, partial = on_first_rank(
@@ -136,7 +157,7 @@ def begin_save(policy: Policy, folder: Path, step: int, state: Mapping[str, Any]
     with _in_step() as failures:
         try:
             with _results_through(results), _few_to_collect():
-                request = _plan(_content(policy, is_loading=False)[0], partial, check)
+                request = _plan(_content(policy, is_loading=False)[0], partial, check, writers)
             publish = functools.partial(publish_checkpoint, partial, final, json.loads(text), keep=keep)
             save = Save(request, results, publish)
         except (CheckpointException, Exception) as error:  # the first is a BaseException
@@ -154,14 +175,15 @@ def begin_save(policy: Policy, folder: Path, step: int, state: Mapping[str, Any]
 
 def save_checkpoint(policy: Policy, folder: Path, step: int, state: Mapping[str, Any], *, keep: int) -> Path:
     """``begin_save``, and wait for it: the checkpoint's path."""
-    return begin_save(policy, folder, step, state, keep=keep).finish()
+    return begin_save(policy, folder, step, state, keep=keep, writers=WAITING_WRITERS).finish()
 
 
-def _plan(content: dict[str, Any], folder: Path, check: bool) -> Any:
+def _plan(content: dict[str, Any], folder: Path, check: bool, writers: int) -> Any:
     """Megatron's request for an asynchronous save: what stages the tensors, what writes them, what ends the save."""
     keywords = {"async_strategy": "mcore"} if "async_strategy" in _SAVE_KEYWORDS else {}
     return dist_checkpointing.save(
-        content, str(folder), async_sharded_save=True, validate_access_integrity=check, **keywords
+        content, str(folder), async_sharded_save=True, validate_access_integrity=check,
+        sharded_strategy=TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=writers), **keywords
     )
 
 
