@@ -116,11 +116,11 @@ def rows_of(case: Case, report: Report) -> list[Row]:
     turns = {peer: [Seconds(*turn) for turn in taken] for peer, taken in report["turns"].items() if peer in same}
     middle = {peer: median(turn.wall for turn in taken) for peer, taken in turns.items() if peer != "ours"}
     fastest = min(middle, key=lambda peer: middle[peer], default="")
-    products = "the logits are computed twice, 4 products for 3, and the width makes all else small"
-    rows = [time_row("log_probs", f"{name}: time", turns["ours"], turns[peer], peer_name=peer,
-                     target=1.0 if peer == fastest else None, note=products if case.width > 1000 else "")
-            for peer in middle]  # fmt: skip
     wide = case.width > 1000
+    products = "ours makes the logits twice, 4 products for the 3 of who holds them"
+    note = products + ("; beside this width all else is small" if wide else "") if case.gradient else ""
+    rows = [time_row("log_probs", f"{name}: time", turns["ours"], turns[peer], peer_name=peer, note=note,
+                     target=1.0 if peer == fastest else None) for peer in middle]  # fmt: skip
     which, what = ("beyond_gradients", "peak without gradients") if wide else ("peak", "peak")
     peaks = {peer: once[peer][which] for peer in same if peer != "ours"}
     shown = sorted(peaks, key=lambda peer: peaks[peer])

@@ -30,6 +30,8 @@ class RatioFacts:
 
 def share(values: Tensor, shares: Tensor) -> Tensor:
     """`sum(values * shares)`, a scalar; `values` [T], bool or floating, must be finite where shares are 0."""
+    if values.dtype == torch.bool:  # without a floating copy of the values
+        return shares.masked_fill(~values, 0).sum()
     return (values * shares).sum()
 
 
@@ -37,7 +39,9 @@ def _extreme(values: Tensor, mask: Tensor, reduce: Callable[[Tensor], Tensor], n
     """Largest or smallest of the trained values; `nothing` where there is none, which loses to any other
     rank's.
     """
-    return reduce(torch.cat([values.masked_fill(~mask, nothing), values.new_full((1,), nothing)]))
+    if not values.numel():
+        return values.new_full((), nothing)
+    return reduce(values.masked_fill(~mask, nothing))
 
 
 @torch.no_grad()
