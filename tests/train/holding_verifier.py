@@ -1,4 +1,4 @@
-"""A verifier that holds up whoever writes the tensors of a checkpoint, as a slow disk does, until the run has got on."""
+"""A verifier that holds up whoever writes the tensors of a checkpoint, as a slow disk does, until the run got on."""
 
 import os
 import sys
