@@ -1,0 +1,38 @@
+"""A run whose servers fail has its checkpoint whole, whether it was under way or not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_gspo.mcore.checkpoint_files import complete_checkpoints
+from megatron_gspo.rollout.check import EngineError
+from tests.bad_input.front_door import small_config, with_engine
+from tests.bad_input.test_rollouts import MyEngine
+from tests.train.run import tiny_model
+
+
+class LostServers(MyEngine):
+    """It answers once; then it fails as one that is every rank's client, which is when that matters here."""
+
+    is_central = False
+    answers = 1
+
+    def generate(self, prompts, sampling, *, seed):
+        if not self.answers:
+            self.is_central = True
+            raise EngineError("no server has answered")
+        self.answers -= 1
+        return super().generate(prompts, sampling, seed=seed)
+
+
+@pytest.mark.parametrize(("interval", "saved"), [(1, ""), (0, "saved, ")])
+def test_servers_that_fail_leave_a_whole_checkpoint(tmp_path, interval, saved):
+    config = small_config(tiny_model(tmp_path / "model"), tmp_path, checkpoint={"interval": interval},
+                          training={"steps": 3})  # fmt: skip
+    outcome = with_engine(config, LostServers())
+    at = Path(config["run_dir"]) / "checkpoints" / "step_000001"
+    [line] = outcome.messages
+    assert f"no server has answered; {saved}start again to go on from {at}" in line and outcome.code == 1
+    assert complete_checkpoints(at.parent) == [at] and list(at.parent.iterdir()) == [at]
