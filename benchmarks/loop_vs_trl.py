@@ -129,7 +129,7 @@ def measure(args: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="3 turns instead of --turns")
-    parser.add_argument("--turns", type=int, default=5, help="segments of each side (default: %(default)s)")
+    parser.add_argument("--turns", type=int, default=3, help="segments of each side (default: %(default)s)")
     parser.add_argument("--lengths", nargs="+", choices=LENGTHS, default=list(LENGTHS), help="kinds of responses")
     parser.add_argument(
         "--old-log-probs", choices=("recompute", "rollout"), default="recompute",

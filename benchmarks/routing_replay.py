@@ -116,7 +116,7 @@ def byte_rows(samples: list[Any], shape: Any) -> list[Row]:
 
 
 def main() -> None:
-    numbers = {"repeats": 40, "sequences": 64, "prompt-length": 8, "response-length": 24, "max-tokens": 4096,
+    numbers = {"repeats": 25, "sequences": 64, "prompt-length": 8, "response-length": 24, "max-tokens": 4096,
                "layers": 4, "experts": 16, "topk": 4}  # fmt: skip
     run_from_command_line(__doc__, measure, numbers, seconds=120)
 

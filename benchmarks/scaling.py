@@ -235,7 +235,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
 
 
 def main() -> None:
-    run_from_command_line(__doc__, measure, {"repeats": 5}, seconds=20)
+    run_from_command_line(__doc__, measure, {"repeats": 3}, seconds=20)
 
 
 if __name__ == "__main__":

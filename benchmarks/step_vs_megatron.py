@@ -147,7 +147,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
 
 
 def main() -> None:
-    run_from_command_line(__doc__, measure, {"repeats": 60}, seconds=90)
+    run_from_command_line(__doc__, measure, {"repeats": 40}, seconds=60)
 
 
 if __name__ == "__main__":
