@@ -89,7 +89,7 @@ def compete(worlds: dict[str, World], repeats: int, seconds: float) -> dict[tupl
 
 
 def rows_of(world: str, taken: dict[tuple[str, str], list[Seconds]], facts: dict[str, Any], note: str) -> list[Row]:
-    """Speed beside a copy and, with several ranks, beside an all-gather, of which the target is asked then."""
+    """Speed beside a copy and, with several ranks, beside an all-gather."""
     size = LAYOUTS[world][0]
 
     def rates(name: str) -> list[dict[str, float]]:
@@ -101,8 +101,8 @@ def rows_of(world: str, taken: dict[tuple[str, str], list[Seconds]], facts: dict
         peers.insert(0, ("gather", "all-gather of the same bytes"))
     rows = [
         rate_row("weight_export", f"{world}: stream of whole tensors", rates("stream"), rates(peer), unit="MB/s",
-                 peer_name=title, target=None if number else TARGET, note=note)
-        for number, (peer, title) in enumerate(peers)
+                 peer_name=title, target=TARGET, note=note)
+        for peer, title in peers
     ]  # fmt: skip
     memory = count_row("weight_export", f"{world}: extra memory", facts["peak"] / 1e6, facts["layer"] / 1e6, unit="MB",
                        peer_name="largest layer", note=note)  # fmt: skip
