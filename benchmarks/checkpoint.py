@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks.common import Row, Seconds, Spread, ratios, run_from_command_line, say, timed
-from benchmarks.step_vs_megatron import make_samples
+from benchmarks.step_vs_megatron import make_samples, tiny_policy
 
 TARGET = 0.05  # of a step, that the loop may wait
 KEEP = 2
@@ -36,18 +36,13 @@ class Contest:
 
     def __init__(self, folder: Path, args: argparse.Namespace) -> None:
         from megatron_gspo.mcore.groups import Layout, initialize
-        from megatron_gspo.mcore.model import ModelSettings
-        from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, build_policy
         from megatron_gspo.tools.make_tiny_model import write_tiny_model
 
         self.folder, self.number, self.begun = folder, 0, 0.0
         self.parameters = write_tiny_model(
             folder / "model", hidden=args.hidden, layers=args.layers, experts=16, expert_width=args.hidden // 2
         )
-        self.policy = build_policy(
-            str(folder / "model"), Layout(), initialize(Layout(), seed=0), model=ModelSettings(),
-            data_parallel=DataParallelSettings(), optimizer=OptimizerSettings(lr=1e-6),
-        )  # fmt: skip
+        self.policy = tiny_policy(str(folder / "model"), Layout(), initialize(Layout(), seed=0))
         self.samples = make_samples(args.sequences, 16, 48, self.policy.shape.vocab_size)
 
     def step(self) -> None:

@@ -17,9 +17,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+K, T = TypeVar("K"), TypeVar("T")
 
 SCHEMA = 2
 ROOT = Path(__file__).resolve().parent.parent
@@ -124,21 +127,30 @@ def timed(function: Callable[[], Any]) -> Seconds:
 def interleave(
     contestants: Mapping[str, Callable[[], Any]], *, repeats: int, warmup: int = 2, seconds: float = 120.0
 ) -> dict[str, list[Seconds]]:
-    """Time every contestant once a turn, ``repeats`` turns or as many as fit in ``seconds`` (three at least).
-
-    The order alternates between turns, so that none always runs after the same other one.
-    """
+    """Time every contestant ``by_turns``, after ``warmup`` calls of each."""
     for _ in range(warmup):
         for function in contestants.values():
             function()
-    taken: dict[str, list[Seconds]] = {name: [] for name in contestants}
+    measures = {name: partial(timed, function) for name, function in contestants.items()}
+    return by_turns(measures, repeats=repeats, seconds=seconds)
+
+
+def by_turns(
+    measures: Mapping[K, Callable[[], T]], *, repeats: int, seconds: float, agree: Callable[[bool], bool] = bool
+) -> dict[K, list[T]]:
+    """What each of ``measures`` gives once a turn, ``repeats`` turns or as many as fit in ``seconds`` (three at least).
+
+    The order alternates between turns, so that none always runs after the same other one. ``agree`` makes whether time
+    is up the same on all ranks that run the turns together; it is asked before every turn.
+    """
+    taken: dict[K, list[T]] = {name: [] for name in measures}
     started = time.perf_counter()
     for turn in range(repeats):
-        if turn >= 3 and time.perf_counter() - started > seconds:
+        if agree(turn >= 3 and time.perf_counter() - started > seconds):
             break
-        names = list(contestants)
+        names = list(measures)
         for name in names if turn % 2 == 0 else reversed(names):
-            taken[name].append(timed(contestants[name]))
+            taken[name].append(measures[name]())
     return taken
 
 

@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from benchmarks.common import say
+from benchmarks.common import by_turns, say
 from benchmarks.peers.log_probs import PEERS, Function, Peer, Result
 
 
@@ -185,14 +186,11 @@ def run_case(case: Case, seat: Seat) -> dict[str, Any]:
             report["failed"][peer.name] = f"{type(error).__name__}: {error}".split("\n")[0]
     del found
     names = ["ours", *(name for name in case.timed if name in functions)]
-    turns: dict[str, list[list[float]]] = {name: [] for name in names}
-    started = time.perf_counter()
-    for turn in range(case.repeats):
-        late = turn >= 3 and time.perf_counter() - started > case.seconds
-        if seat.together(float(late), dist.ReduceOp.MAX):
-            break
-        for name in names if turn % 2 == 0 else reversed(names):
-            turns[name].append(seat.timed(lambda name=name: call(functions[name], inputs, case), case.device))
+    measures = {
+        name: partial(seat.timed, partial(call, functions[name], inputs, case), case.device) for name in names
+    }
+    turns = by_turns(measures, repeats=case.repeats, seconds=case.seconds,
+                     agree=lambda late: bool(seat.together(float(late), dist.ReduceOp.MAX)))  # fmt: skip
     return report | {"turns": turns}
 
 

@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.common import ROOT, Row, Seconds, interleave, run_from_command_line, say, time_row, versions_in
 from benchmarks.peers.environment import peers_python
-from benchmarks.step_vs_megatron import MAX_TOKENS, SIZES, Size, make_samples, write_model
+from benchmarks.step_vs_megatron import MAX_TOKENS, SIZES, Size, make_samples, tiny_policy, write_model
 
 SIZES_OF_LOSS = ("8x128", "32x512", "128x1024", "512x2048")  # responses x tokens
 SAME = 1e-5
@@ -63,12 +63,9 @@ def loss_and_step(folder: Path, size: Size, groups: Any) -> dict[str, Callable[[
     from megatron_gspo.algorithms import policy_loss, preset
     from megatron_gspo.mcore.batches import micro_batches
     from megatron_gspo.mcore.groups import Layout
-    from megatron_gspo.mcore.model import ModelSettings
-    from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, build_policy
     from megatron_gspo.mcore.step import Batching, train_mini_batch
 
-    policy = build_policy(str(folder), Layout(), groups, model=ModelSettings(), data_parallel=DataParallelSettings(),
-                          optimizer=OptimizerSettings(lr=1e-6))  # fmt: skip
+    policy = tiny_policy(str(folder), Layout(), groups)
     samples = make_samples(size.sequences, size.prompt, size.response, policy.shape.vocab_size)
     batches = micro_batches(samples, policy.config, groups, max_tokens=MAX_TOKENS, optional=("old_log_probs",)).batches
     objective = preset("gspo")

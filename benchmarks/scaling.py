@@ -16,7 +16,6 @@ import argparse
 import math
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,8 +25,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import Row, Seconds, Spread, hardware, number, ratios, run_from_command_line, say, time_row
-from benchmarks.step_vs_megatron import bare_forward_step, make_samples
-from benchmarks.worlds import World
+from benchmarks.step_vs_megatron import make_samples, steps_of, tiny_policy
+from benchmarks.worlds import World, in_turns
 
 BARE = "bare Megatron"
 SIZES = (1, 2, 4, 8)
@@ -66,44 +65,15 @@ def fixed_lengths(samples: list[Any], response: int) -> list[Any]:
     return samples
 
 
-def steps_of(policy: Any, groups: Any, samples: list[Any], max_tokens: int) -> dict[str, Callable[[], None]]:
-    """Forward and backward of a mini-batch, ours and bare Megatron's, on one policy."""
-    from megatron_gspo.algorithms import preset
-    from megatron_gspo.mcore.batches import micro_batches
-    from megatron_gspo.mcore.step import forward_backward, run_schedule
-
-    batches = micro_batches(samples, policy.config, groups, max_tokens=max_tokens, optional=("old_log_probs",))
-    objective, bare_step = preset("gspo"), bare_forward_step(groups)
-
-    def ours() -> None:
-        forward_backward(policy, objective, batches, temperature=1.0)
-
-    def bare() -> None:
-        for chunk in policy.chunks:
-            chunk.zero_grad_buffer()
-        policy.optimizer.zero_grad()
-        run_schedule(policy, bare_step, batches, forward_only=False)
-
-    return {"ours": ours, BARE: bare}
-
-
-def build(path: str, layout: Any, groups: Any) -> Any:
-    from megatron_gspo.mcore.model import ModelSettings
-    from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, build_policy
-
-    return build_policy(path, layout, groups, model=ModelSettings(), data_parallel=DataParallelSettings(),
-                        optimizer=OptimizerSettings(lr=1e-6))  # fmt: skip
-
-
 def prepare_processes(rank: int, size: int, path: str, dimension: str) -> dict[str, Callable[[], None]]:
     """In every process of a world: the shared mini-batch, split along ``dimension``."""
     from megatron_gspo.mcore.groups import Layout, initialize
 
     layout = Layout() if dimension == "data" else Layout(**{dimension: size})
     groups = initialize(layout, seed=0)
-    policy = build(path, layout, groups)
+    policy = tiny_policy(path, layout, groups)
     samples = make_samples(SEQUENCES, PROMPT, RESPONSE, policy.shape.vocab_size)
-    return steps_of(policy, groups, samples, MAX_TOKENS[dimension])
+    return steps_of(policy, samples, MAX_TOKENS[dimension], peer=BARE)
 
 
 def prepare_fits(rank: int, size: int, folder: str) -> dict[str, Callable[[], None]]:
@@ -116,28 +86,12 @@ def prepare_fits(rank: int, size: int, folder: str) -> dict[str, Callable[[], No
     for fit, points in FITS.items():
         for point in points:
             if point.experts not in policies:
-                policies[point.experts] = build(f"{folder}/{point.experts}", Layout(), groups)
+                policies[point.experts] = tiny_policy(f"{folder}/{point.experts}", Layout(), groups)
             policy = policies[point.experts]
             samples = make_samples(point.sequences, 8, point.response, policy.shape.vocab_size)
-            steps = steps_of(policy, groups, fixed_lengths(samples, point.response), point.max_tokens)
+            steps = steps_of(policy, fixed_lengths(samples, point.response), point.max_tokens, peer=BARE)
             found |= {f"{fit}/{point.size}/{who}": step for who, step in steps.items()}
     return found
-
-
-def in_turns(worlds: Mapping[Any, tuple[World, str]], turns: int, seconds: float) -> dict[Any, list[Seconds]]:
-    """Time every (world, name) once a turn after a warm-up, in alternating order; three turns at least."""
-    for world, name in worlds.values():
-        world.time(name)
-    taken: dict[Any, list[Seconds]] = {key: [] for key in worlds}
-    started = time.perf_counter()
-    for turn in range(turns):
-        if turn >= 3 and time.perf_counter() - started > seconds:
-            break
-        keys = list(worlds)
-        for key in keys if turn % 2 == 0 else reversed(keys):
-            world, name = worlds[key]
-            taken[key].append(world.time(name))
-    return taken
 
 
 def speedup_row(dimension: str, size: int, cores: int, taken: Mapping[Any, Sequence[Seconds]]) -> Row:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.common import Row, Seconds, count_row, run_from_command_line, say, time_row
-from benchmarks.worlds import World
+from benchmarks.worlds import World, in_turns
 from megatron_gspo.algorithms.aggregation import segment_sums
 from megatron_gspo.algorithms.ratio import sequence_ratio
 from megatron_gspo.parallel.context import sum_over
@@ -158,15 +157,10 @@ def measure(args: argparse.Namespace) -> list[Row]:
         for sequences in SEQUENCES[:2] if args.quick else SEQUENCES:
             tokens = args.tokens // ranks
             say(f"{sequences} sequences, CP {ranks}")
-            taken: dict[str, list[Seconds]] = {way: [] for way in (OURS, REDUCED, GATHERED)}
             with World(ranks, prepare, sequences, tokens) as world:
                 world.ready()  # the check there is the warm-up
-                started = time.perf_counter()
-                for turn in range(args.repeats):
-                    if turn >= 3 and time.perf_counter() - started > args.seconds / len(RANKS) / len(SEQUENCES):
-                        break
-                    for way in taken if turn % 2 else reversed(taken):
-                        taken[way].append(world.time(way))
+                taken = in_turns({way: (world, way) for way in (OURS, REDUCED, GATHERED)}, args.repeats,
+                                 args.seconds / len(RANKS) / len(SEQUENCES), warmup=0)  # fmt: skip
             rows += rows_of(ranks, sequences, tokens, taken)
     return rows
 

@@ -80,21 +80,23 @@ def bare_forward_step(groups: Any) -> Callable[..., Any]:
     return forward_step
 
 
-def contestants(path: str, size: Size, groups: Any) -> dict[str, Callable[[], None]]:
-    """Forward-backward of one mini-batch, ours and bare, on one policy."""
-    from megatron_gspo.algorithms import preset
-    from megatron_gspo.mcore.batches import micro_batches
-    from megatron_gspo.mcore.groups import Layout
+def tiny_policy(path: str, layout: Any, groups: Any) -> Any:
+    """The model of a Hugging Face directory with Adam, at a rate that leaves the work as it is."""
     from megatron_gspo.mcore.model import ModelSettings
     from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, build_policy
+
+    return build_policy(path, layout, groups, model=ModelSettings(), data_parallel=DataParallelSettings(),
+                        optimizer=OptimizerSettings(lr=1e-6))  # fmt: skip
+
+
+def steps_of(policy: Any, samples: list[Any], max_tokens: int, *, peer: str) -> dict[str, Callable[[], None]]:
+    """Forward and backward of a mini-batch on one policy: ``ours``, and bare Megatron's under the name ``peer``."""
+    from megatron_gspo.algorithms import preset
+    from megatron_gspo.mcore.batches import micro_batches
     from megatron_gspo.mcore.step import forward_backward, run_schedule
 
-    policy = build_policy(path, Layout(), groups, model=ModelSettings(), data_parallel=DataParallelSettings(),
-                          optimizer=OptimizerSettings(lr=1e-6))  # fmt: skip
-    samples = make_samples(size.sequences, size.prompt, size.response, policy.shape.vocab_size)
-    batches = micro_batches(samples, policy.config, groups, max_tokens=MAX_TOKENS, optional=("old_log_probs",))
-    say(f"{batches.real_tokens} tokens in {len(batches.batches)} micro-batches")
-    objective, bare_step = preset("gspo"), bare_forward_step(groups)
+    batches = micro_batches(samples, policy.config, policy.groups, max_tokens=max_tokens, optional=("old_log_probs",))
+    objective, bare_step = preset("gspo"), bare_forward_step(policy.groups)
 
     def ours() -> None:
         forward_backward(policy, objective, batches, temperature=1.0)
@@ -107,7 +109,17 @@ def contestants(path: str, size: Size, groups: Any) -> dict[str, Callable[[], No
         run_schedule(policy, bare_step, batches, forward_only=False)
         synchronize()
 
-    return {"ours": ours, "bare": bare}
+    return {"ours": ours, peer: bare}
+
+
+def contestants(path: str, size: Size, groups: Any) -> dict[str, Callable[[], None]]:
+    """Forward-backward of one mini-batch, ours and bare, on one policy."""
+    from megatron_gspo.mcore.groups import Layout
+
+    policy = tiny_policy(path, Layout(), groups)
+    samples = make_samples(size.sequences, size.prompt, size.response, policy.shape.vocab_size)
+    say(f"{sum(sample.length for sample in samples)} tokens")
+    return steps_of(policy, samples, MAX_TOKENS, peer="bare")
 
 
 def synchronize() -> None:

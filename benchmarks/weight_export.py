@@ -12,7 +12,6 @@ import argparse
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,8 +20,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import Row, Seconds, count_row, rate_row, run_from_command_line, say
-from benchmarks.worlds import World
+from benchmarks.worlds import World, in_turns
 
+WHAT = ("stream", "copy", "gather")
 TARGET = 0.7  # of the machine's own speed
 LAYOUTS = {"TP 1": (1, {}), "TP 2, EP 2": (2, {"tensor": 2, "expert": 2})}
 
@@ -73,21 +73,6 @@ def measure_stream(policy: Any) -> dict[str, Any]:
     return {"bytes": total, "layer": max(layers.values()), "peak": live.peak}
 
 
-def compete(worlds: dict[str, World], repeats: int, seconds: float) -> dict[tuple[str, str], list[Seconds]]:
-    """Every contestant of every world once a turn, after a turn that isn't counted."""
-    names = [(world, name) for world in worlds for name in ("stream", "copy", "gather")]
-    taken: dict[tuple[str, str], list[Seconds]] = {name: [] for name in names}
-    started = time.perf_counter()
-    for turn in range(-1, repeats):
-        if turn >= 3 and time.perf_counter() - started > seconds:
-            break
-        for world, name in names if turn % 2 else reversed(names):
-            found = worlds[world].time(name)
-            if turn >= 0:
-                taken[world, name].append(found)
-    return taken
-
-
 def rows_of(world: str, taken: dict[tuple[str, str], list[Seconds]], facts: dict[str, Any], note: str) -> list[Row]:
     """Speed beside a copy and, with several ranks, beside an all-gather."""
     size = LAYOUTS[world][0]
@@ -127,7 +112,8 @@ def measure(args: argparse.Namespace) -> list[Row]:
         }
         for world in worlds.values():
             world.ready()
-        taken = compete(worlds, args.repeats, args.seconds)
+        contestants = {(name, what): (world, what) for name, world in worlds.items() for what in WHAT}
+        taken = in_turns(contestants, args.repeats, args.seconds)
         note = f"{count / 1e6:.0f} million float32 parameters, {layers} layers of 16 experts"
         facts = [json.loads((folder / f"{number}.json").read_text()) for number in range(len(worlds))]
         return [row for world, found in zip(worlds, facts, strict=True) for row in rows_of(world, taken, found, note)]

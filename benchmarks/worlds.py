@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from benchmarks.common import ROOT, Seconds
+from benchmarks.common import ROOT, Seconds, by_turns
 
 Prepare = Callable[..., Mapping[str, Callable[[], None]]]  # (rank, size, *args) -> what can be timed, by name
 SLOW_IMPORTS = ["torch", "torch.distributed", "transformers", "megatron_gspo.mcore.step"]
@@ -95,6 +95,16 @@ class World:
                 if isinstance(answers[rank], str):
                     raise RuntimeError(f"rank {rank} of {self.size}: {answers[rank]}")
         return [answers[rank] for rank in range(self.size)]
+
+
+def in_turns(contestants: Mapping[Any, tuple[World, str]], turns: int, seconds: float, *,
+             warmup: int = 1) -> dict[Any, list[Seconds]]:
+    """Time every (world, name) ``by_turns``, after ``warmup`` runs of each."""
+    measures = {key: functools.partial(world.time, name) for key, (world, name) in contestants.items()}
+    for _ in range(warmup):
+        for measure in measures.values():
+            measure()
+    return by_turns(measures, repeats=turns, seconds=seconds)
 
 
 def _serve(rank: int, size: int, folder: str, pipe: Connection, prepare: Prepare, args: tuple[Any, ...]) -> None:
