@@ -58,7 +58,7 @@ def commands(lengths: str, args: argparse.Namespace, folder: Path) -> dict[str, 
     here = ROOT / "benchmarks"
     return {
         "megatron-gspo": [sys.executable, str(here / "our_loop.py"), *shared, "--old-log-probs", args.old_log_probs],
-        PEER: [args.trl_python, str(here / "peers" / "trl_loop.py"), *shared, "--paced"],
+        PEER: [args.peers_python, str(here / "peers" / "trl_loop.py"), *shared, "--paced"],
     }
 
 
@@ -113,9 +113,9 @@ def measure(args: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
     from megatron_gspo.tools.make_tiny_model import write_tiny_model
 
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    args.trl_python = args.trl_python or peers_python()
+    args.peers_python = args.peers_python or peers_python()
     rows: list[Row] = []
-    details: dict[str, Any] = {"peer_versions": peer_versions(args.trl_python)}
+    details: dict[str, Any] = {"peer_versions": peer_versions(args.peers_python)}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         details["parameters"] = write_tiny_model(folder / "model")
@@ -135,7 +135,7 @@ def main() -> None:
         "--old-log-probs", choices=("recompute", "rollout"), default="recompute",
         help="ours: recompute does the pass that TRL does too, rollout takes the engine's (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--trl-python", help="interpreter of an environment with TRL; without it .venv-peers is made")
+    parser.add_argument("--peers-python", help="interpreter with the peers; without it .venv-peers is made")
     parser.add_argument("--limit", type=float, default=180, help="most seconds of a segment (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     args = parser.parse_args()

@@ -30,8 +30,7 @@ from benchmarks.report import as_text
 
 BENCHMARKS = ("loop_vs_trl", "step_vs_megatron", "log_probs", "sequence_ratio", "policy_loss", "packing",
               "routing_replay", "weight_export", "checkpoint", "scaling")  # fmt: skip
-WITH_PEERS = ("packing", "log_probs", "policy_loss")
-PEERS_OPTION = {"loop_vs_trl": "--trl-python"} | dict.fromkeys(WITH_PEERS, "--peers-python")  # for the interpreter
+WITH_PEERS = ("loop_vs_trl", "packing", "log_probs", "policy_loss")  # these take --peers-python
 LIMIT = 900  # seconds a benchmark may take
 BUSY = 0.5  # load average at the start above which figures suffer
 FOLDER = ROOT / "benchmarks"
@@ -40,8 +39,8 @@ FOLDER = ROOT / "benchmarks"
 def command_of(file: Path, *, quick: bool, peers_python: str | None) -> list[str]:
     """Of one benchmark, relative to the repository."""
     command = ["python", f"benchmarks/{file.name}", *(["--quick"] if quick else [])]
-    if peers_python and file.stem in PEERS_OPTION:
-        command += [PEERS_OPTION[file.stem], peers_python]
+    if peers_python and file.stem in WITH_PEERS:
+        command += ["--peers-python", peers_python]
     return command
 
 
@@ -166,9 +165,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer repeats, small sizes; not for figures to quote")
     parser.add_argument("--only", nargs="+", choices=BENCHMARKS, help="run these only")
-    parser.add_argument(
-        "--peers-python", "--trl-python", help="interpreter with the peers (default: .venv-peers is made)"
-    )
+    parser.add_argument("--peers-python", help="interpreter with the peers (default: .venv-peers is made)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to (default: %(default)s)")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the benchmark that runs ends too

@@ -159,7 +159,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
 
 
 def main() -> None:
-    run_from_command_line(__doc__, measure, {"repeats": 40}, seconds=60)
+    run_from_command_line(__doc__, measure, {"repeats": 40}, seconds=45)
 
 
 if __name__ == "__main__":

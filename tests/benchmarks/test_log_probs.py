@@ -17,7 +17,7 @@ from tests.distributed import run_distributed
 def test_the_grid_has_every_size_that_was_asked_for():
     grid = cases(quick=False)
     assert {c.tensor_parallel for c in grid} == {1, 2, 4} and {c.vocabulary for c in grid} == {SMALL, LARGE}
-    assert {c.tokens for c in grid} == {512, 1024, 4096, 16_384} and {c.width for c in grid} == {128, 2048}
+    assert {c.tokens for c in grid} == {256, 1024, 4096, 16_384} and {c.width for c in grid} == {128, 2048}
     kinds = {(c.vocabulary, c.entropy, c.gradient) for c in grid if c.tensor_parallel == 1}
     assert len(kinds) == 8 and {c.dtype for c in grid} == {"float32", "bfloat16"}
     for some in (grid, cases(quick=True)):

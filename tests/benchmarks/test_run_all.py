@@ -79,7 +79,7 @@ time.sleep(60)
 
 def test_commands_name_the_peers_interpreter_only_where_it_is_used(tmp_path):
     command = frame.command_of(tmp_path / "loop_vs_trl.py", quick=True, peers_python="/p")
-    assert command == ["python", "benchmarks/loop_vs_trl.py", "--quick", "--trl-python", "/p"]
+    assert command == ["python", "benchmarks/loop_vs_trl.py", "--quick", "--peers-python", "/p"]
     command = frame.command_of(tmp_path / "step_vs_megatron.py", quick=False, peers_python="/p")
     assert command == ["python", "benchmarks/step_vs_megatron.py"]
 

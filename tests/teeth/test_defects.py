@@ -10,12 +10,26 @@ import pytest
 from tests.equivalence.layouts import layouts
 from tests.teeth.defect import Defect
 from tests.teeth.defects import DEFECTS
+from tests.teeth.run import COPIED
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def functions(file: Path) -> set[str]:
     return {node.name for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)}
+
+
+def imported(file: Path) -> set[str]:
+    """First words of the modules that a file imports, at its top or later."""
+    nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    froms = {node.module.split(".")[0] for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    return froms | {alias.name.split(".")[0] for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+
+
+def test_the_copy_holds_what_the_tests_import():
+    tests = {ROOT / test.partition("::")[0] for defect in DEFECTS for test in defect.tests}
+    own = {folder.name for folder in ROOT.iterdir() if folder.is_dir()}
+    assert set().union(*map(imported, tests)) & own <= set(COPIED)
 
 
 def test_there_are_enough_and_none_twice():
