@@ -18,7 +18,8 @@ from tests.bad_input import (
 )
 from tests.bad_input.front_door import Case
 
-PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "troubleshooting.md"
 CASES: tuple[Case, ...] = (
     *test_config.CASES,
     *(case for case, _ in test_config.FILES),
@@ -38,6 +39,11 @@ CASES: tuple[Case, ...] = (
 def test_the_catalogue_is_large_and_each_case_has_a_name_of_its_own() -> None:
     names = [case.name for case in CASES]
     assert len(set(names)) == len(names) >= 150
+
+
+def test_the_readme_says_how_large() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"in {len(CASES)} tested cases" in readme and f"[{len(CASES)} messages](docs/troubleshooting.md)" in readme
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
