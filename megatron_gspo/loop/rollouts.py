@@ -7,8 +7,9 @@
 | the same and ``max_staleness``   | as many as bring it to that number | stopped while training, then go on           |
 | ``max_staleness``, ``overlap``   | those of ``max_staleness`` steps   | go on while training, interrupted by updates |
 
-Groups are taken in the order in which they were begun, as far as they are finished. One with a token that would be
-older than ``max_staleness`` at the next step is waited for: long responses are neither dropped nor passed over.
+Groups are taken in the order in which they were begun, as far as they are finished. Those with tokens that would be
+older than ``max_staleness`` before a later step can take them are waited for (``stream.choose``): long responses are
+neither dropped nor passed over.
 """
 
 from __future__ import annotations

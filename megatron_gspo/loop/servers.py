@@ -123,7 +123,7 @@ def generate(run: Run, prompts: Sequence[Prompt], sampling: SamplingParams, seed
 
 
 def take(run: Run, stream: Stream | None, count: int, *, oldest: int | None) -> list[list[Sample]]:
-    """`Stream.take` of the first rank's stream (None on the others), on every rank."""
+    """`Stream.take` of the first rank's stream (None on the others), on every rank. oldest: see there."""
     groups: dict[int, list[Sample]] = {}
     while len(groups) < count:
         groups |= _some(run, stream, count - len(groups), oldest)
@@ -152,7 +152,8 @@ def _some(run: Run, stream: Stream | None, count: int, oldest: int | None) -> di
     def attempt() -> tuple[bool, list[int]]:
         assert stream is not None
         try:
-            found.update(stream.take_tickets(count, patience=_PATIENCE, oldest=oldest))
+            per_step = run.config.rollout.rollout_batch_size
+            found.update(stream.take_tickets(count, patience=_PATIENCE, oldest=oldest, per_step=per_step))
         except WeightsWanted:
             return True, []
         return False, list(found)

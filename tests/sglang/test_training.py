@@ -88,7 +88,7 @@ def test_one_step_ahead_on_two_ranks(servers: LocalServers, model: str, tmp_path
 
 def test_unfinished_responses_go_on_after_the_update(servers: LocalServers, model: str, tmp_path: Path) -> None:
     found = run(model, tmp_path / "run", servers.urls, routing={"replay": "r3"},
-                rollout={"max_staleness": 2, "oversampling": 2.0, "max_response_length": 200},
+                rollout={"max_staleness": 2, "oversampling": 3.0, "max_response_length": 200},
                 training={"steps": 6, "max_tokens_per_micro_batch": 400},
                 evaluation={"at_start": False, "at_end": False})  # fmt: skip
     assert sum(record["rollout/continued"] for record in found) > 0

@@ -69,23 +69,26 @@ class Stream:
         check_prompts(prompts, sampling, self._client)
         return self._loop.run(self._start(prompts, sampling, seed))
 
-    def take(self, count: int, *, patience: float | None = None, oldest: int | None = None) -> list[list[Sample]]:
+    def take(self, count: int, *, patience: float | None = None, oldest: int | None = None,
+             per_step: int | None = None) -> list[list[Sample]]:
         """`count` finished groups, those begun first before the others; each with its samples in order.
 
         patience: seconds after which fewer come back (none: []), None waits. oldest: groups with a token of this
-        version or an older one are waited for and come first, so that a long response is never passed over for ever.
+        version or an older one are waited for and come first; per_step: groups that each later step takes (None:
+        `count`), so that as many as these can't take before they are too old come now (`choose`).
 
         Raises `WeightsWanted`; `FleetError` where no server answered for `recovery` seconds; `EngineError` for a
         request that failed for good.
         """
-        return [samples for _, samples in self.take_tickets(count, patience=patience, oldest=oldest)]
+        found = self.take_tickets(count, patience=patience, oldest=oldest, per_step=per_step)
+        return [samples for _, samples in found]
 
-    def take_tickets(self, count: int, *, patience: float | None = None,
-                     oldest: int | None = None) -> list[tuple[int, list[Sample]]]:
+    def take_tickets(self, count: int, *, patience: float | None = None, oldest: int | None = None,
+                     per_step: int | None = None) -> list[tuple[int, list[Sample]]]:
         """As `take`, with the ticket of each group."""
         if count > len(self._groups):
             raise ValueError(f"take({count}): only {len(self._groups)} groups were begun")
-        groups = self._loop.run(self._take(count, patience, oldest))
+        groups = self._loop.run(self._take(count, patience, oldest, per_step or count))
         routes = self._client.model.routes
         return [(group.ticket, [draft.sample(routes, self._decode) for draft in group.drafts]) for group in groups]
 
@@ -119,14 +122,14 @@ class Stream:
             self._failure = self._failure or error
         self._news.set()
 
-    async def _take(self, count: int, patience: float | None, oldest: int | None) -> list[Group]:
+    async def _take(self, count: int, patience: float | None, oldest: int | None, per_step: int) -> list[Group]:
         fleet, end = self._client.fleet, None if patience is None else time.monotonic() + patience
         if fleet.held:
             await fleet.hold(False)
         while True:
             if self._failure is not None:
                 raise self._failure
-            chosen = self._choose(count, oldest)
+            chosen = choose(list(self._groups.values()), count, oldest, per_step)
             now = time.monotonic()
             if len(chosen) == count or (end is not None and now >= end):
                 break
@@ -152,15 +155,6 @@ class Stream:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._news.wait(), max(seconds, 0.0))
 
-    def _choose(self, count: int, oldest: int | None) -> list[Group]:
-        """Finished groups to take; fewer than count where more must be waited for."""
-        groups = list(self._groups.values())
-        due = [g for g in groups if oldest is not None and g.oldest is not None and g.oldest <= oldest]
-        waited_for = sum(not group.done for group in due[:count])
-        others = [group for group in groups if group.done and group not in due]
-        ready = [group for group in due if group.done] + others
-        return ready[: count - waited_for]
-
     async def _stop(self, keep: bool) -> list[Prompt]:
         await self._client.interrupt()
         if keep:
@@ -175,6 +169,29 @@ class Stream:
         self._groups.clear()
         await self._client.fleet.hold(False)
         return [group.prompt for group in dropped]
+
+
+def choose(groups: Sequence[Group], count: int, oldest: int | None, per_step: int) -> list[Group]:
+    """Finished groups to take, at most `count`; fewer where more must be waited for.
+
+    A group whose oldest token is of version `oldest + k` can be taken k steps from now at the latest. Of those that
+    have at most k steps left, all but the `k * per_step` that later steps take have to go now: they come first, and
+    places are kept for those of them that aren't finished. The other places go to whoever was begun first.
+    """
+    finished = [group for group in groups if group.done]
+    if oldest is None:
+        return finished[:count]
+    left = {group.ticket: max(group.oldest - oldest, 0) for group in groups if group.oldest is not None}
+    chosen: dict[int, Group] = {}
+    kept = 0
+    for steps in sorted(set(left.values())):
+        within = [group for group in groups if left.get(group.ticket, steps + 1) <= steps]
+        missing = max(min(len(within) - steps * per_step, count) - len(chosen) - kept, 0)
+        ready = [group for group in within if group.done and group.ticket not in chosen][:missing]
+        chosen |= {group.ticket: group for group in ready}
+        kept += missing - len(ready)
+    others = [group for group in finished if group.ticket not in chosen]
+    return [*chosen.values(), *others[: count - kept - len(chosen)]]
 
 
 def check_prompts(prompts: Sequence[Prompt], sampling: SamplingParams, client: Client) -> None:

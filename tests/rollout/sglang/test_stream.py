@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -14,8 +16,9 @@ from megatron_gspo.data.sample import Prompt
 from megatron_gspo.rollout.check import EngineError
 from megatron_gspo.rollout.engine import SamplingParams
 from megatron_gspo.rollout.sglang import fleet as fleet_module
+from megatron_gspo.rollout.sglang.draft import Draft
 from megatron_gspo.rollout.sglang.fleet import FleetError
-from megatron_gspo.rollout.sglang.stream import WeightsWanted
+from megatron_gspo.rollout.sglang.stream import Group, WeightsWanted, choose
 from tests.rollout.sglang.generator import SAMPLING, Generator, Setup, expected, prompts, without_pauses
 
 
@@ -250,3 +253,62 @@ def test_a_prompt_that_leaves_no_room(server):
             setup.stream.start([Prompt(0, np.zeros(61, dtype=np.int64), "")], SAMPLING, seed=1)
         setup.stream.start([Prompt(0, np.zeros(60, dtype=np.int64), "")], SamplingParams(1, 4), seed=1)
         assert indices(setup.stream.take(1)) == [0]
+
+
+def group_of(ticket: int, version: int | None, *, done: bool) -> Group:
+    prompt = Prompt(ticket, np.arange(3), "")
+    draft = Draft(prompt, 0, 4, versions=[] if version is None else [version])
+    return Group(ticket, prompt, [draft], SAMPLING, 1, done=done)
+
+
+def test_who_goes_now_so_that_nobody_is_too_old_later():
+    """Version 3 is the oldest that may be taken, later steps take two groups each."""
+    given = [(4, True), (5, True), (4, True), (4, False), (4, True), (None, False)]
+    groups = [group_of(i, version, done=done) for i, (version, done) in enumerate(given)]
+
+    def taken(count: int, oldest: int | None) -> list[int]:
+        return [group.ticket for group in choose(groups, count, oldest, 2)]
+
+    assert taken(2, None) == [0, 1]
+    assert taken(2, 0) == [0, 1], "four of version 4 have four steps"
+    assert taken(2, 3) == [0, 2], "of four that have one more step two go now, before the younger one"
+    assert taken(3, 3) == [0, 2, 1]
+    assert taken(3, 4) == [0, 2, 4]
+    assert taken(4, 4) == [0, 2, 4], "the fourth place is kept"
+
+
+@pytest.mark.parametrize(("staleness", "oversampling", "overlap"),
+                         [(1, 2.0, False), (1, 1.0, True), (1, 2.0, True), (2, 3.0, False), (2, 2.5, True),
+                          (3, 1.0, True), (3, 4.0, False), (5, 1.7, True)])  # fmt: skip
+def test_no_order_of_finishing_breaks_the_bound(staleness, oversampling, overlap):
+    """The steps of `loop.rollouts`; whoever was begun last finishes first, or anyone."""
+    size = 3
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        pending: list[Group] = []
+        tickets = itertools.count()
+
+        def begin(count: int, version: int, pending=pending, tickets=tickets, rng=rng) -> None:
+            while len(pending) < count:
+                pending.append(group_of(next(tickets), version if rng.random() < 0.9 else None, done=False))
+
+        for version in range(30):
+            begin(math.ceil(size * oversampling), version)
+            take_step(pending, size, version, version - staleness, rng if seed else None)
+            if overlap:
+                begin(size * staleness, version)
+
+
+def take_step(pending: list[Group], size: int, version: int, oldest: int, rng: np.random.Generator | None) -> None:
+    """A step takes its groups; they finish one at a time until it has them."""
+    missing = size
+    while missing:
+        for group in (chosen := choose(pending, missing, oldest, size)):
+            assert group.done and group.oldest >= oldest, "older than the bound"
+            pending.remove(group)
+        missing -= len(chosen)
+        unfinished = [group for group in pending if not group.done]
+        if missing and unfinished:
+            group = unfinished[-1] if rng is None else unfinished[rng.integers(len(unfinished))]
+            group.done = True
+            group.drafts[0].versions = group.drafts[0].versions or [version]
