@@ -9,7 +9,7 @@ A *peer* counts where its results and gradients agree with ours to 1e-5 of the l
 rounding, 2^-8); the target in time, 1.0, is beside the fastest.
 Memory is the peak above the inputs in units of one float32 [tokens, vocabulary] tensor (of a rank: vocabulary / TP), as
 the allocator recorded it, gradients of the hidden states and of the weight included; at width 2048 the weight's
-gradient alone is 4 units for everyone, so that row tells the peak without the gradients.
+gradient alone is 8 units for everyone, so that row tells the peak without the gradients.
 
     OMP_NUM_THREADS=1 python benchmarks/log_probs.py
     python benchmarks/log_probs.py --device cuda --peak-tflops 989    # hidden 2048, 152k words, 32k tokens
