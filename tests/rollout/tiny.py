@@ -2,34 +2,24 @@
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from megatron_gspo.data.sample import Prompt, Sample
+from tests.models import tiny_config
 
 VOCABULARY = 40
-EOS = 1
+EOS = 1  # of tiny_config
 _SIZES = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    intermediate_size=48,
-    max_position_embeddings=64,
-    eos_token_id=EOS,
-    pad_token_id=0,
-    bos_token_id=None,
+    vocab_size=VOCABULARY, num_hidden_layers=2, head_dim=8, max_position_embeddings=64, initializer_range=0.02
 )
 
 
 def moe_config(**changes) -> PretrainedConfig:
-    experts = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True)
-    return Qwen3MoeConfig(**{**_SIZES, **experts, "tie_word_embeddings": False, **changes})
+    return tiny_config("moe", **{**_SIZES, **changes})
 
 
 def dense_config(**changes) -> PretrainedConfig:
-    return Qwen3Config(**{**_SIZES, "tie_word_embeddings": True, **changes})
+    return tiny_config("dense", **{**_SIZES, "tie_word_embeddings": True, **changes})
 
 
 def reference_model(config: PretrainedConfig, seed: int = 0, scale: float = 6.0) -> PreTrainedModel:
