@@ -1,24 +1,31 @@
 """Runs one server and ends it, with all of its children, when the trainer ends: by any cause, SIGKILL included.
 
-    python -I -S guard.py TRAINER_PID COMMAND [ARGUMENT ...]
+    python -I -S guard.py [--hide] TRAINER_PID COMMAND [ARGUMENT ...]
 
 The guard leads a session of its own, in which the server and its children stay, so that one signal to the process group
 reaches all of them. It looks at its parent instead of asking the kernel for a signal at the parent's death, which would
 come when the thread that started the server ends. Its exit code is the server's (128 + n for signal n).
+
+--hide: standard input is a secret, which is blotted out of all that the server writes: sglang writes its settings, the
+API key among them.
 
 Run as a program of its own by any Python: standard library only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
 
 LOOK_EVERY = 0.2  # seconds
+_LONGEST = 1 << 16  # bytes
 _PR_SET_PDEATHSIG = 1
 
 
@@ -27,20 +34,75 @@ def die_with_guard() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def main(trainer: int, command: list[str]) -> int:
+class Filter:
+    """Passes on what comes from one descriptor to another, line by line, without a secret.
+
+    A secret has no end of line in it. What isn't ended by one is kept back up to `_LONGEST` bytes.
+    """
+
+    def __init__(self, source: int, target: int, secret: str) -> None:
+        self._source, self._target = source, target
+        spellings = {secret, repr(secret)[1:-1], json.dumps(secret)[1:-1]} - {""}
+        self._secrets = sorted((spelling.encode() for spelling in spellings), key=len, reverse=True)
+        self._kept = b""
+        self._open = True
+
+    def wait(self, seconds: float) -> None:
+        """Pass on what comes next, if anything does within so many seconds."""
+        if not self._open:
+            time.sleep(seconds)
+        elif self._has_more(seconds):
+            self._pass_on()
+
+    def finish(self) -> None:
+        """Pass on what is there."""
+        while self._open and self._has_more(0.0):
+            self._pass_on()
+        self._write(self._kept)
+
+    def _has_more(self, seconds: float) -> bool:
+        return bool(select.select([self._source], [], [], seconds)[0])
+
+    def _pass_on(self) -> None:
+        data = os.read(self._source, _LONGEST)
+        self._open = bool(data)
+        text = self._kept + data
+        for secret in self._secrets:
+            text = text.replace(secret, b"***")
+        end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
+        if not end and len(text) > _LONGEST:
+            end = len(text) - max(map(len, self._secrets), default=0)
+        self._kept = text[end:]
+        self._write(text[:end])
+
+    def _write(self, text: bytes) -> None:
+        with contextlib.suppress(OSError):  # a full disk: the server needs no log
+            while text:
+                text = text[os.write(self._target, text) :]
+
+
+def main(trainer: int, command: list[str], secret: str | None = None) -> int:
     if os.getppid() != trainer:  # it ended before the guard began
         return 1
+    pipes = {} if secret is None else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     try:
-        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_guard)
+        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_guard, **pipes)  # type: ignore[call-overload]
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
         return 127
+    hiding = None if secret is None else Filter(server.stdout.fileno(), sys.stdout.fileno(), secret)
     while (code := server.poll()) is None:
         if os.getppid() != trainer:
             os.killpg(0, signal.SIGKILL)
-        time.sleep(LOOK_EVERY)
+        hiding.wait(LOOK_EVERY) if hiding else time.sleep(LOOK_EVERY)
+    if hiding:
+        hiding.finish()
     return code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))
+    arguments = sys.argv[1:]
+    hidden = None
+    if arguments[0] == "--hide":
+        hidden, arguments = sys.stdin.buffer.read().decode(), arguments[1:]
+    sys.exit(main(int(arguments[0]), arguments[1:], hidden))

@@ -182,18 +182,22 @@ class LocalServers:
         command = server_command(
             settings, life.index, life.port, cpu=self._cpu, version=self._version, config=life.secret
         )
-        guard = [settings.python, "-I", "-S", str(Path(__file__).with_name("guard.py")), str(os.getpid()), *command]
-        # The log is for this user alone: sglang writes all of its settings into it, the API key included.
+        hide = ["--hide"] if settings.api_key else []  # sglang writes its settings into the log, the key among them
+        program = [settings.python, "-I", "-S", str(Path(__file__).with_name("guard.py"))]
+        guard = [*program, *hide, str(os.getpid()), *command]
         with writing(life.log), open(life.log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
             life.log_start = os.fstat(log.fileno()).st_size
             life.guard = subprocess.Popen(
                 guard,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE if hide else subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=server_environment(settings, cpu=self._cpu),
                 start_new_session=True,
             )
+        if life.guard.stdin is not None:
+            with contextlib.suppress(BrokenPipeError), life.guard.stdin as stdin:  # one that ended at once: told later
+                stdin.write((settings.api_key or "").encode())
         life.state, life.since = "starting", time.monotonic()
 
     def _kill(self, life: _Life) -> None:

@@ -33,6 +33,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
 print("--config", "--config" in sys.argv, flush=True)
+if "--config" in sys.argv:  # as sglang does
+    print("settings", pathlib.Path(sys.argv[sys.argv.index("--config") + 1]).read_text(), flush=True)
 http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
