@@ -89,7 +89,7 @@ OF_THE_SERVERS = (
     ),
     Defect(
         "a server's words repeat the API key", "this project", HTTP,
-        'return payload.replace(self._key.encode(), b"***") if self._key else payload', "return payload",
+        'return words.replace(self._key.encode(), b"***") if self._key else words', "return words",
         (f"{TESTS}/test_http.py::test_a_status_but_200",),
     ),
 )  # fmt: skip

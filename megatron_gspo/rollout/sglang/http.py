@@ -74,9 +74,9 @@ class Server:
         """As `post`, for GET."""
         return await self._exchange("GET", path, None, timeout, max_bytes)
 
-    def _without_key(self, payload: bytes) -> bytes:
-        """A server's words, which may quote the request."""
-        return payload.replace(self._key.encode(), b"***") if self._key else payload
+    def without_key(self, words: bytes) -> bytes:
+        """A server's words, which may quote the request or the server's own settings."""
+        return words.replace(self._key.encode(), b"***") if self._key else words
 
     async def _exchange(self, method: str, path: str, body: Any, timeout: float, max_bytes: int) -> Any:
         where = f"server {self.url}{path}"
@@ -99,7 +99,7 @@ class Server:
         except (aiohttp.ClientError, OSError) as error:
             raise ServerError(f"{where}: the connection broke ({_name(error)})", retry=True) from None
         if response.status != 200:
-            raise _refusal(where, response.status, self._without_key(payload))
+            raise _refusal(where, response.status, self.without_key(payload))
         return _parsed(payload, response.content_type, where)
 
 

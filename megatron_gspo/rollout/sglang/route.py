@@ -69,6 +69,6 @@ async def accepted(
     answer = await server.post(path, body, timeout=timeout)
     if not isinstance(answer, dict) or answer.get("success") is not True:
         said = answer.get("message", answer) if isinstance(answer, dict) else answer
-        words = " ".join(str(said).split())[:200]
+        words = " ".join(server.without_key(str(said).encode()).decode().split())[:200]
         raise ServerError(f"server {server.url}{path}: did not succeed: {words}", retry=False)
     return answer

@@ -19,6 +19,7 @@ from aiohttp import web
 
 from megatron_gspo.rollout.sglang import http
 from megatron_gspo.rollout.sglang.http import EventLoop, Server, ServerError, check_url, open_session
+from megatron_gspo.rollout.sglang.route import accepted
 from tests.rollout.sglang.web import WebServer
 
 KEY = "a-key-that-nobody-may-see"
@@ -34,6 +35,8 @@ async def handle(request: web.Request) -> web.StreamResponse:
         # a server that quotes the request in its error
         words = f"line one\nheaders were {dict(request.headers)} " + "x" * 1000
         return web.Response(status=int(path.rpartition("/")[2]), text=words)
+    if path == "/fails":
+        return web.json_response({"success": False, "message": f"no:\n{dict(request.headers)}"})
     if path == "/redirect":
         raise web.HTTPTemporaryRedirect("/echo")
     if path == "/text":
@@ -138,6 +141,11 @@ def test_a_status_but_200(loop, server, status, retry):
     error = fails(loop, server.post(f"/status/{status}", timeout=5))
     assert (error.status, error.retry, error.sent) == (status, retry, True)
     assert str(error).startswith(f"server {server.url}/status/{status}: answered {status}: line one headers were")
+
+
+def test_a_failure_that_is_said_with_status_200(loop, server):
+    error = fails(loop, accepted(server, "/fails", {}, 5))
+    assert str(error).startswith(f"server {server.url}/fails: did not succeed: no: {{") and "Bearer ***" in str(error)
 
 
 @pytest.mark.parametrize("status", [401, 403])
