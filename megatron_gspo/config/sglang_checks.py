@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from megatron_gspo.config.base import MISSING, ConfigError, show
 from megatron_gspo.config.sglang_section import SGLangConfig
 from megatron_gspo.config.task_sections import RolloutConfig
+from megatron_gspo.rollout.sglang.urls import check_url, without_password
 
 if TYPE_CHECKING:
     from megatron_gspo.config.schema import Config
@@ -56,15 +56,11 @@ def _refuse_without_servers(rollout: RolloutConfig, sglang: SGLangConfig) -> Non
 
 def _check_urls(urls: list[str]) -> None:
     for url in urls:
-        parts = urlsplit(url)
-        fine = parts.scheme in ("http", "https") and parts.hostname and parts.path in ("", "/")
         try:
-            fine = fine and (parts.port is None or parts.port > 0)
-        except ValueError:  # no number, or none of a port
-            fine = False
-        if not fine or parts.query or parts.fragment or "@" in parts.netloc:
-            shown = url if "@" not in parts.netloc else parts.hostname  # a password stays out of the message
-            raise ConfigError("sglang.urls", shown, "is no server", "write http://host:port; a key is for api_key_file")
+            check_url(url)
+        except ValueError:
+            fix = "write http://host:port; a key is for api_key_file"
+            raise ConfigError("sglang.urls", without_password(url), "is no server", fix) from None
     if twice := [url for i, url in enumerate(urls) if url.rstrip("/") in [u.rstrip("/") for u in urls[:i]]]:
         raise ConfigError("sglang.urls", twice[0], "is there twice", "name every server once")
 

@@ -46,6 +46,9 @@ REFUSED = {
     "no port": (["rollout.engine=sglang", "sglang.urls=['http://a:port']"], 'sglang.urls = "http://a:port"', "http://"),
     "no such port": (["rollout.engine=sglang", "sglang.urls=['http://a:99999']"], 'sglang.urls = "http://a:99999"',
                      "http://host:port"),
+    "half an address": (["rollout.engine=sglang", "sglang.urls=['http://[::1:80']"], 'sglang.urls = "http://[::1:80"',
+                        "http://host:port"),
+    "too long a name": (["rollout.engine=sglang", f"sglang.urls=['http://{'a' * 64}.b:80']"], "is no server", "http://host"),
     "twice": (["rollout.engine=sglang", "sglang.urls=['http://a:1', 'http://b:1', 'http://a:1/']"],
               'sglang.urls = "http://a:1/": is there twice', "name every server once"),
     "python of others": ([*ON_SERVERS, "sglang.python=/bin/python"], 'sglang.python = "/bin/python": is for servers',
@@ -88,7 +91,7 @@ def test_what_cannot_work_is_refused(plain, case):
 
 def test_a_password_in_a_url_is_not_shown(plain):
     message = refused(plain, "rollout.engine=sglang", "sglang.urls=['http://me:s3cret@a:1']")
-    assert "s3cret" not in message and 'sglang.urls = "a"' in message and "api_key_file" in message
+    assert "s3cret" not in message and 'sglang.urls = "a:1"' in message and "api_key_file" in message
 
 
 @pytest.mark.parametrize("overrides", [

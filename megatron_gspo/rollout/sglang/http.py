@@ -9,12 +9,12 @@ import threading
 from collections.abc import AsyncIterable, Coroutine, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import aiohttp
 
 from megatron_gspo.errors import first_line
 from megatron_gspo.rollout.check import EngineError
+from megatron_gspo.rollout.sglang.urls import check_url
 
 T = TypeVar("T")
 
@@ -140,20 +140,6 @@ def _parsed(payload: bytes, content_type: str, where: str) -> Any:
 def _name(error: BaseException) -> str:
     return {"ServerDisconnectedError": "closed without an answer", "ClientPayloadError": "ended within the answer",
             "ConnectionResetError": "reset by the server"}.get(type(error).__name__, first_line(error))
-
-
-def check_url(url: str) -> str:
-    """`url` without a trailing slash. Raises ValueError unless it is http or https with a host and nothing else."""
-    parts = urlsplit(url)
-    try:
-        port_is_fine = parts.port is None or parts.port > 0
-    except ValueError:
-        port_is_fine = False
-    if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_fine:
-        raise ValueError(f"{url}: give http://host:port")
-    if parts.username or parts.password or parts.query or parts.fragment or parts.path not in ("", "/"):
-        raise ValueError(f"{parts.hostname}: give http://host:port without user, path or query")
-    return url.rstrip("/")
 
 
 class EventLoop:

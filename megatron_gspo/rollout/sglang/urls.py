@@ -1,0 +1,25 @@
+"""What is a server's URL."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+
+def check_url(url: str) -> str:
+    """`url` without a trailing slash. Raises ValueError, in one line that shows no password, unless it is http or https
+    with a host, perhaps a port, and nothing else."""
+    try:
+        parts = urlsplit(url)
+        nothing_else = not (parts.query or parts.fragment or "@" in parts.netloc) and parts.path in ("", "/")
+        fine = parts.scheme in ("http", "https") and nothing_else and parts.port != 0
+        fine = fine and bool((parts.hostname or "").encode("idna")) and not any(map(str.isspace, url))
+    except ValueError:  # brackets without an address, no port number, a label that no host can have
+        fine = False
+    if not fine:
+        raise ValueError(f"{without_password(url)}: give http://host:port, without user, path or query")
+    return url.rstrip("/")
+
+
+def without_password(url: str) -> str:
+    """What may be shown of something that was given for a URL: one line."""
+    return "".join(url.rpartition("@")[2].splitlines())
