@@ -21,6 +21,7 @@ from tests.distributed import run_distributed
 from tests.mcore.routes import policy_of, shape_of
 from tests.reference import load_reference, observe_routers, response_log_probs
 from tests.sglang.clients import checkpoint_stream, engine_on, prompts_of
+from tests.sglang.ties import without_ties
 
 TOLERANCE = 2e-5  # nats, float32 against float64
 VOCABULARY = 96  # of the character tokenizer's ids, all below the model's vocabulary
@@ -35,7 +36,7 @@ def engine(sglang_server: LocalServers, sglang_model: str) -> Iterator[SGLangEng
 
 
 @pytest.fixture(scope="module")
-def samples(engine: SGLangEngine) -> list[Sample]:
+def samples(engine: SGLangEngine, sglang_model: str) -> list[Sample]:
     """Short and long prompts, some with a prefix that the server has in its cache, several samples of each."""
     prompts = prompts_of([3, 7, 80, 80, 120, 90], VOCABULARY, shared=3)
     prompts += [replace(p, index=p.index + 10) for p in prompts_of([100, 110, 64], VOCABULARY, seed=1, shared=60)]
@@ -43,7 +44,7 @@ def samples(engine: SGLangEngine) -> list[Sample]:
     found = engine.generate(prompts, sampling, seed=5) + engine.generate(prompts, sampling, seed=6)
     check_samples(found, prompts + prompts, sampling, vocab_size=engine._client.model.vocab_size)
     assert engine.counts()["rollout/cached_share"] > 0.5
-    return found
+    return without_ties(load_reference(sglang_model), found)
 
 
 def bare(sample: Sample) -> Sample:
@@ -60,7 +61,7 @@ def test_transformers_scores_them_alike_and_takes_the_same_routes(samples: list[
         assert sample.route_holes is None
         np.testing.assert_array_equal(np.sort(sample.routed_experts, -1), np.sort(expected, -1))
         rows += expected.shape[0] * expected.shape[1]
-    assert rows > 20_000
+    assert rows > 15_000
 
 
 def megatron(rank: int, world: int, path: str, samples: list[Sample]) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -86,7 +87,8 @@ def test_megatron_scores_them_alike_and_takes_the_same_routes(samples: list[Samp
 def test_log_probs_are_those_of_the_whole_vocabulary(engine: SGLangEngine, sglang_model: str,
                                                      sampling: SamplingParams) -> None:
     model = load_reference(sglang_model)
-    for sample in engine.generate(prompts_of([5, 70], VOCABULARY, seed=3), sampling, seed=2):
+    found = engine.generate(prompts_of([5, 70], VOCABULARY, seed=3), sampling, seed=2)
+    for sample in without_ties(model, found):
         log_probs = response_log_probs(model, bare(sample), temperature=sampling.scoring_temperature)[0]
         np.testing.assert_allclose(sample.rollout_log_probs, log_probs.detach().numpy(), rtol=0, atol=TOLERANCE)
 

@@ -9,6 +9,7 @@ import pytest
 from megatron_gspo.tools.make_tiny_model import write_tiny_model
 from tests.sglang.conftest import StartServers
 from tests.sglang.test_training import AGREEMENT, check_ledger, run
+from tests.sglang.ties import FLIPS
 from tests.train.run import WORD
 from tests.train.test_multi_turn import FAILING, ROLLOUT
 
@@ -34,7 +35,7 @@ def test_episodes_on_two_ranks(urls: list[str], model: str, tmp_path: Path) -> N
     assert len(found) == 3
     for record in found:
         assert 1 < record["turns/mean"] <= record["turns/max"] <= 3 and record["turns/observation_tokens"] > 10
-        assert record["mismatch/abs_diff_max"] < AGREEMENT and record["routing/rollout_flip_rate"] == 0.0
+        assert record["mismatch/abs_diff_max"] < AGREEMENT and record["routing/rollout_flip_rate"] < FLIPS
         assert record["staleness/max"] == 0.0
         # this server's draws aren't seeded: a step in which no episode earned anything has nothing to learn from
         assert record["grad_norm"] > 0 or record["groups/zero_variance"] == 1.0

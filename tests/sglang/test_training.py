@@ -16,6 +16,7 @@ from megatron_gspo.tools.make_tiny_model import write_tiny_model
 from megatron_gspo.train import train
 from tests.distributed import run_distributed
 from tests.sglang.conftest import StartServers
+from tests.sglang.ties import FLIPS
 from tests.train.run import WORD, base_config, records
 
 AGREEMENT = 2e-5  # nats
@@ -72,7 +73,7 @@ def test_each_way_of_the_weights(servers: LocalServers, model: str, tmp_path: Pa
     assert len(found) == 4
     for record in found:
         assert record["mismatch/abs_diff_max"] < AGREEMENT and record["probe/abs_diff_max"] < AGREEMENT
-        assert record["routing/rollout_flip_rate"] == 0.0 and record["staleness/max"] == 0.0
+        assert record["routing/rollout_flip_rate"] < FLIPS and record["staleness/max"] == 0.0
         assert record["rollout/servers"] == 2.0
         assert record["ratio_token/max"] > 1.001, "the updates must move what is compared"
     check_ledger(tmp_path / "run", batch=4, n=4, staleness=0)
@@ -99,7 +100,7 @@ def test_unfinished_responses_go_on_after_the_update(servers: LocalServers, mode
 
 def test_without_staleness_the_tail_starts_over(servers: LocalServers, model: str, tmp_path: Path) -> None:
     found = run(model, tmp_path / "run", servers.urls, training={"steps": 4, "max_tokens_per_micro_batch": 400},
-                rollout={"oversampling": 2.0, "max_response_length": 200},
+                routing={"replay": "r3"}, rollout={"oversampling": 2.0, "max_response_length": 200},
                 evaluation={"at_start": False, "at_end": False})  # fmt: skip
     assert sum(record["rollout/discarded_tokens"] for record in found) > 0
     assert all(record["staleness/max"] == 0 and record["mismatch/abs_diff_max"] < AGREEMENT for record in found)

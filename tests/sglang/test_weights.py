@@ -229,26 +229,33 @@ def test_a_client_that_died_in_its_update(client: Client, weights: list[Weights]
 
 def test_a_request_under_way_is_answered_with_what_it_has(client: Client, weights: list[Weights],
                                                           sglang_url: str) -> None:  # fmt: skip
-    assert client.update([sglang_url], weights[0].stream(), make_route("tensor"), "f:1") == {}
-    server = client.server(sglang_url)
+    """When to strike is found by trying: too early it has no token, too late it is done."""
+    server, delay = client.server(sglang_url), 0.2
     body = {"input_ids": PROMPT[:100], "sampling_params": {"max_new_tokens": 350, "ignore_eos": True},
             "return_logprob": True}  # fmt: skip
 
     async def begin() -> asyncio.Task:
         task = asyncio.create_task(server.post("/generate", body, timeout=60))
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(delay)
         return task
 
     async def end(task: asyncio.Task) -> dict:
         return await task
 
-    task = client.loop.run(begin())
-    assert client.update([sglang_url], weights[1].stream(), make_route("tensor"), "f:2") == {}
-    answer = client.loop.run(end(task))
-    meta = answer["meta_info"]
-    assert meta["finish_reason"]["type"] == "abort" and meta["weight_version"] == "f:1"
-    assert 0 < len(answer["output_ids"]) == len(meta["output_token_logprobs"]) < 350
-    assert_serves(client, sglang_url, weights[1], "f:2")
+    for number in range(1, 16, 2):
+        assert client.update([sglang_url], weights[0].stream(), make_route("tensor"), f"f:{number}") == {}
+        task = client.loop.run(begin())
+        assert client.update([sglang_url], weights[1].stream(), make_route("tensor"), f"f:{number + 1}") == {}
+        answer = client.loop.run(end(task))
+        meta, drawn = answer["meta_info"], len(answer["output_ids"])
+        assert drawn == len(meta["output_token_logprobs"])
+        assert meta["finish_reason"]["type"] == ("length" if drawn == 350 else "abort")
+        assert not drawn or meta["weight_version"] == f"f:{number}"
+        assert_serves(client, sglang_url, weights[1], f"f:{number + 1}")
+        if 0 < drawn < 350:
+            return
+        delay *= 2 if not drawn else 0.5
+    pytest.fail("never between its first token and its last")
 
 
 def test_killed_in_mid_update(client: Client, weights: list[Weights], sglang_url: str, victims: LocalServers) -> None:
