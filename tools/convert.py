@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -53,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "processes (default: %(default)s)"
     common.add_argument("--processes", type=_positive, default=os.cpu_count() or 1, help=text)
     text = "MiB that each process works on at a time; it needs about three times as much (default: %(default)s)"
-    common.add_argument("--unit-mib", type=float, default=UNIT_BYTES / 2**20, help=text)
+    common.add_argument("--unit-mib", type=_size, default=UNIT_BYTES / 2**20, help=text)
     converts = argparse.ArgumentParser(add_help=False, parents=[common])
     converts.add_argument("--dtype", choices=DTYPES, help="type of the result (default: the source's)")
     converts.add_argument("--verify", action="store_true", help="compare both, bit for bit, and write SHA256SUMS")
@@ -68,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     back.add_argument("checkpoint", type=Path, help=checkpoint)
     back.add_argument("out", type=Path)
     back.add_argument("--source", type=Path, help="Hugging Face directory with config, tokenizer, division into files")
-    back.add_argument("--max-shard-gib", type=float, default=4.0, help="largest file, where the source has no index")
+    back.add_argument("--max-shard-gib", type=_size, default=4.0, help="largest file, where the source has no index")
     check = commands.add_parser("verify", parents=[common], help="compare a Hugging Face and a Megatron checkpoint")
     check.add_argument("hugging_face", type=Path)
     check.add_argument("checkpoint", type=Path, help=checkpoint)
@@ -81,6 +82,16 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
     return int(text)
+
+
+def _size(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return value
 
 
 def _to_megatron(options: argparse.Namespace) -> None:
@@ -119,8 +130,6 @@ def _to_hugging_face(options: argparse.Namespace) -> None:
 
 
 def _work(options: argparse.Namespace) -> dict[str, int]:
-    if options.unit_mib <= 0:
-        raise InputError(f"--unit-mib={options.unit_mib:g} must be above 0")
     return {"processes": options.processes, "unit_bytes": int(options.unit_mib * 2**20)}
 
 
@@ -199,7 +208,8 @@ def _progress(title: str) -> Iterator[Any]:
     try:
         yield report
     finally:
-        bar.stop()
+        if bar.tasks:  # else it never began, and would print an empty line
+            bar.stop()
 
 
 if __name__ == "__main__":

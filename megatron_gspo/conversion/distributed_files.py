@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_gspo.conversion.parts import Chunk
 from megatron_gspo.conversion.shape import ModelError
-from megatron_gspo.errors import first_line
+from megatron_gspo.errors import DiskError, describe_disk, first_line, writing
 
 METADATA = ".metadata"
 # Where each chunk or object of a file lies: (key, offsets or None, file, start, length). Plain, so that it can be kept
@@ -55,7 +55,6 @@ _SAFE = {
 }  # fmt: skip
 
 
-
 def write_file(
     folder: Path,
     number: int,
@@ -65,7 +64,7 @@ def write_file(
     objects: dict[str, bytes] | None = None,
 ) -> list[Placement]:
     """Write file `number` of a checkpoint with these chunks (each made when it is written) and objects; flushed to
-    the disk. Returns where everything lies."""
+    the disk. Returns where everything lies. Raises ``DiskError`` where the disk doesn't take it."""
     by_place = {(chunk.key, torch.Size(chunk.offsets)): chunk for chunk in chunks}
     items = [_item(chunk, dtype) for chunk in chunks]
     items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in objects or {}]
@@ -81,7 +80,7 @@ def write_file(
     # no copying ahead: on a machine with a GPU that would start CUDA in a forked process
     writer = FileSystemWriter(folder, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0)
     plan = SavePlan(items, storage_data=_StoragePrefix(f"__{number}_"))
-    results = writer.write_data(plan, Planner()).wait()
+    results = _written(writer, plan, Planner(), folder / f"__{number}_0.distcp")
     return [
         (
             found.index.fqn,
@@ -92,6 +91,16 @@ def write_file(
         )
         for found in results
     ]
+
+
+def _written(writer: FileSystemWriter, plan: SavePlan, planner: DefaultSavePlanner, file: Path) -> list[WriteResult]:
+    try:
+        with writing(file):
+            return writer.write_data(plan, planner).wait()
+    except RuntimeError as error:  # torch's zip writer fails once more over the write that failed
+        if not isinstance(error.__context__, OSError):
+            raise
+        raise DiskError(describe_disk(file, error.__context__)) from error
 
 
 def write_metadata(
@@ -146,6 +155,20 @@ class DistributedReader:
 
     def dtype(self, key: str) -> torch.dtype:
         return self._tensors[key].properties.dtype
+
+    def check(self, keys: Collection[str]) -> None:
+        """Raise ``ModelError`` unless the files of these tensors are there, as long as the metadata say."""
+        needed: dict[str, int] = {}
+        for index, place in self._reader.storage_data.items():
+            if index.fqn in keys:
+                part = str(place.relative_path)
+                needed[part] = max(needed.get(part, 0), place.offset + place.length)
+        for name, size in sorted(needed.items()):
+            file = self.path / name
+            if not file.is_file():
+                raise ModelError(f"{file}: this file of the checkpoint is missing; copy or save it again")
+            if (found := file.stat().st_size) < size:
+                raise ModelError(f"{file}: cut short, {found} of {size} bytes or more; copy or save it again")
 
     def read_into(self, target: Tensor, chunk: Chunk) -> None:
         """Copy the chunk's region, whatever the chunks that it was saved in, to its place in the part `target`."""

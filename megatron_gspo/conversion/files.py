@@ -46,10 +46,7 @@ class CheckpointReader:
         self.path = Path(path)
         self._open: dict[str, Any] = {}
         if (self.path / INDEX).is_file():
-            weight_map = read_json(self.path / INDEX).get("weight_map")
-            if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-                raise ModelError(f"{self.path / INDEX}: has no weight_map of tensors to files; download it again")
-            self._files: dict[str, str] = weight_map
+            self._files = read_index(self.path)
         elif (self.path / SINGLE).is_file():
             self._files = dict.fromkeys(self._shard(SINGLE, "all tensors").keys(), SINGLE)
         else:
@@ -118,6 +115,19 @@ class CheckpointReader:
         return part[start:stop] if dim == 0 else part[:, start:stop]
 
 
+def read_index(folder: Path) -> dict[str, str]:
+    """Tensor -> file, of a directory that has an index. ``ModelError`` where it names anything but files beside it: an
+    index is downloaded, and the way back writes files of these names."""
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ModelError(f"{folder / INDEX}: has no weight_map of tensors to files; download it again")
+    for name, file in weight_map.items():
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            problem = f"places {name} in {file!r}, no safetensors file there"
+            raise ModelError(f"{folder / INDEX}: {problem}; download it again")
+    return weight_map
+
+
 def write_checkpoint(
     path: str | Path,
     tensors: Iterable[tuple[str, Tensor]],
@@ -172,7 +182,7 @@ def copy_companions(source: str | Path, target: str | Path) -> None:
     """Copy config, tokenizer and chat template of one model directory to another."""
     for pattern in _COMPANIONS:
         for file in Path(source).glob(pattern):
-            shutil.copy2(file, target)
+            shutil.copyfile(file, Path(target) / file.name)  # without its mode: a source may be read-only
 
 
 def _write_shard(folder: Path, number: int, tensors: dict[str, Tensor]) -> list[str]:

@@ -59,6 +59,14 @@ def begin_file(path: Path, layout: FileLayout) -> None:
         os.fsync(stream.fileno())
 
 
+def is_begun(path: Path, layout: FileLayout) -> bool:
+    """Whether `begin_file` came to its end: a kill, or a power failure, can leave the full size without a header."""
+    if not path.is_file() or path.stat().st_size != layout.size:
+        return False
+    with path.open("rb") as stream:
+        return stream.read(len(layout.header)) == layout.header
+
+
 def write_tensors(path: Path, tensors: Iterable[tuple[int, Tensor]]) -> None:
     """Write tensors at their offsets into a file that `begin_file` made, and flush it to the disk."""
     with writing(path), path.open("r+b", buffering=0) as stream:

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from megatron_gspo.conversion.distributed_files import DistributedReader, open_checkpoint
 from megatron_gspo.conversion.families import family_of, hugging_face_names
-from megatron_gspo.conversion.files import INDEX, SINGLE, copy_companions
+from megatron_gspo.conversion.files import INDEX, SINGLE, copy_companions, read_index
 from megatron_gspo.conversion.parts import Chunk, Part
-from megatron_gspo.conversion.safetensors_file import FileLayout, begin_file, file_layout, write_tensors
-from megatron_gspo.conversion.shape import ModelError, ModelShape, read_config, read_json
+from megatron_gspo.conversion.safetensors_file import FileLayout, begin_file, file_layout, is_begun, write_tensors
+from megatron_gspo.conversion.shape import ModelError, ModelShape, read_config
 from megatron_gspo.conversion.units import UNIT_BYTES, Unit, cut, run_units
 from megatron_gspo.conversion.workspace import Workspace, file_stamps
+from megatron_gspo.errors import writing
 
 _KEPT_BYTES = 64 << 20  # of parameters kept for the next tensors: query, key and value are one, and not neighbours
 _OTHERS = ("optimizer", "rng_state", "rerun_state_machine_state")  # what a training checkpoint holds beside the model
@@ -60,6 +61,7 @@ def to_hugging_face(
     family, shape = family_of(read_config(source))
     reader = open_checkpoint(checkpoint)
     chunks = as_stored(reader, chunks)
+    reader.check({chunk.key for chunk in chunks})
     dtype = dtype or _common_dtype(reader, chunks)
     sizes = {name: size for chunk in chunks for name, size in chunk.part.whole_sizes(shape).items()}
     files = _files(source, {name: sizes[name] for name in hugging_face_names(family, shape)}, dtype, max_shard_bytes)
@@ -68,13 +70,14 @@ def to_hugging_face(
     layouts = {file: file_layout({name: sizes[name] for name in names}, dtype) for file, names in files.items()}
     with Workspace(out, job) as workspace:
         units = _units(checkpoint, workspace.result, layouts, chunks, sizes, dtype, shape, unit_bytes)
-        begun = {file for file, layout in layouts.items() if _size(workspace.result / file) == layout.size}
+        begun = {file for file, layout in layouts.items() if is_begun(workspace.result / file, layout)}
         finished = {unit.number for unit in units if unit.number in workspace.done and unit.work.file.name in begun}
         workspace.check_room(sum(layout.size for file, layout in layouts.items() if file not in begun))
         for file in layouts.keys() - begun:
             begin_file(workspace.result / file, layouts[file])
         run_units(_write, units, finished=finished, processes=processes, record=workspace.record, report=report)
-        _finish(workspace.result, files, sizes, source, dtype)
+        with writing(workspace.result):
+            _finish(workspace.result, files, sizes, source, dtype)
         return workspace.publish()
 
 
@@ -134,7 +137,7 @@ def _files(
 ) -> dict[str, list[str]]:
     """File -> names of its tensors: as the source's index says where there is one for these names."""
     if (source / INDEX).is_file():
-        weight_map = read_json(source / INDEX).get("weight_map", {})
+        weight_map = read_index(source)
         files: dict[str, list[str]] = {}
         for name in sizes:
             files.setdefault(str(weight_map.get(name)), []).append(name)
@@ -162,10 +165,6 @@ def _units(
             size = sum(math.prod(sizes[name]) for name in names) * dtype.itemsize
             units.append(Unit(len(units), size, work))
     return units
-
-
-def _size(file: Path) -> int:
-    return file.stat().st_size if file.is_file() else -1
 
 
 def _write(work: _Work) -> None:

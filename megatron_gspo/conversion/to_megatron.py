@@ -16,6 +16,7 @@ from megatron_gspo.conversion.parts import Chunk, Part
 from megatron_gspo.conversion.shape import ModelError, ModelShape, read_config
 from megatron_gspo.conversion.units import UNIT_BYTES, Unit, cut, run_units
 from megatron_gspo.conversion.workspace import Workspace, file_stamps
+from megatron_gspo.errors import writing
 
 _PIECE_BYTES = 64 << 20  # of a larger tensor, such as an embedding, that are written at a time: torch copies them twice
 COMPANIONS = "hf"  # the folder of config, tokenizer and index in a converted checkpoint
@@ -73,13 +74,14 @@ def to_megatron(
         workspace.check_room(sum(unit.size for unit in units if unit.number not in finished))
         run_units(_write, units, finished=finished, processes=processes, record=workspace.record, report=report)
         placements = [tuple(place) for unit in units for place in workspace.done[unit.number]]
-        write_metadata(workspace.result, ordered, dtype, objects, placements)
-        finish(workspace.result)
-        companions = workspace.result / COMPANIONS
-        companions.mkdir(exist_ok=True)
-        copy_companions(source, companions)
-        if (source / INDEX).is_file():
-            (companions / INDEX).write_bytes((source / INDEX).read_bytes())
+        with writing(workspace.result):
+            write_metadata(workspace.result, ordered, dtype, objects, placements)
+            finish(workspace.result)
+            companions = workspace.result / COMPANIONS
+            companions.mkdir(exist_ok=True)
+            copy_companions(source, companions)
+            if (source / INDEX).is_file():
+                (companions / INDEX).write_bytes((source / INDEX).read_bytes())
         return workspace.publish()
 
 

@@ -25,8 +25,8 @@ class Workspace:
     """
 
     def __init__(self, out: str | Path, job: dict[str, Any]) -> None:
-        self.out = Path(out)
-        self.folder = self.out.with_name(self.out.name + ".partial")
+        self.out = Path(os.path.abspath(out))  # "." has no name to put another beside
+        self.folder = self.out.parent / (self.out.name + ".partial")
         self.result = self.folder / "result"
         self._job: dict[str, Any] = json.loads(json.dumps(job))
         self.done: dict[int, Any] = {}
@@ -34,6 +34,8 @@ class Workspace:
     def __enter__(self) -> Workspace:
         if self.out.exists() and not (self.out.is_dir() and not any(self.out.iterdir())):
             raise InputError(f"{self.out} exists; remove it or choose another output")
+        if not (above := existing_part(self.out)).is_dir():
+            raise InputError(f"{self.out}: {above} is no directory; choose another output")
         with writing(self.folder):
             self.result.mkdir(parents=True, exist_ok=True)
             self._lock = (self.folder / "lock").open("w")

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from safetensors.torch import load_file
 from megatron_gspo.conversion import family_of, read_config
 from megatron_gspo.conversion.distributed_files import METADATA, DistributedReader, read_metadata
 from megatron_gspo.conversion.files import INDEX, SINGLE, CheckpointReader, write_checkpoint
+from megatron_gspo.conversion.to_hugging_face import to_hugging_face
 from megatron_gspo.mcore.groups import Layout
 from megatron_gspo.mcore.model import ModelSettings, build_model
 from megatron_gspo.mcore.paper import smallest_world
@@ -213,6 +215,36 @@ def test_a_lost_file_of_a_killed_conversion_is_written_again(models, tmp_path):
     files[0].unlink()
     files[1].write_bytes(files[1].read_bytes()[:-1])
     run(*command, "--verify")
+
+
+def test_a_file_without_its_header_is_written_again(models, tmp_path):
+    """Killed, or without power, between the file's full size and its header; units of it count as done by then."""
+    source, back = tmp_path / "from", tmp_path / "back"
+    run("to-megatron", models["sharded"], source)
+
+    def broken_off(done: int, total: int) -> None:
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    def convert_back(report: Callable[[int, int], None]) -> None:
+        to_hugging_face(source, back, convert.chunks_of(source / "hf"), source / "hf", unit_bytes=20_000, report=report)
+
+    with pytest.raises(KeyboardInterrupt):
+        convert_back(broken_off)
+    for file in (tmp_path / "back.partial" / "result").glob("*.safetensors"):
+        with file.open("r+b") as stream:
+            stream.write(bytes(100))
+    convert_back(lambda done, total: None)
+    assert same_files(models["sharded"], back)
+
+
+def test_a_read_only_source_can_take_another_type(models, tmp_path):
+    run("to-megatron", models["moe"], tmp_path / "from")
+    config = tmp_path / "from" / "hf" / "config.json"
+    config.chmod(0o444)
+    run("to-hf", tmp_path / "from", tmp_path / "back", "--dtype", "float32")
+    assert (tmp_path / "back" / "config.json").stat().st_mode & 0o200
+    assert read_config(tmp_path / "back")["dtype"] == "float32"
 
 
 def test_a_training_runs_checkpoint_in_one_command(models, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +57,14 @@ def renamed(folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps(index))
 
 
+def escaped(folder: Path) -> None:
+    """The way back writes files of the index's names."""
+    file = next(folder.rglob(INDEX))
+    index = json.loads(file.read_text())
+    index["weight_map"][QUERY] = "../mine.safetensors"
+    file.write_text(json.dumps(index))
+
+
 def edit_config(**keys: Any) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
         file = next(folder.rglob("config.json"))
@@ -84,6 +93,10 @@ CASES = [
     ("to-megatron", edit_config(num_experts=2, num_local_experts=2), ["does not use"]),
     ("to-megatron", edit_config(model_type="llama"), ["model_type='llama'", "qwen3_moe"]),
     ("to-megatron", lambda f: (f / "config.json").unlink(), ["no config.json there"]),
+    ("to-megatron", escaped, [INDEX, QUERY, "'../mine.safetensors'", "download it again"]),
+    ("to-hf", escaped, [INDEX, QUERY, "'../mine.safetensors'", "download it again"]),
+    ("to-hf", lambda f: (f / "__0_0.distcp").unlink(), ["__0_0.distcp", "missing", "copy or save it again"]),
+    ("to-hf", truncated("*.distcp"), ["__0_0.distcp", "cut short", "bytes or more; copy or save it again"]),
     ("to-hf", lambda f: (f / METADATA).unlink(), ["no distributed checkpoint"]),
     ("to-hf", truncated(METADATA), [METADATA, "not readable"]),
     ("to-hf", lambda f: (f / METADATA).write_bytes(b"cposix\nsystem\n(S'true'\ntR."), ["posix.system", "no checkp"]),
@@ -115,7 +128,8 @@ def refused(capsys, *arguments: Any) -> str:
 
 def test_a_damaged_file_of_tensors_is_named_and_nothing_looks_finished(whole, tmp_path, capsys):
     shutil.copytree(whole["to-hf"], tmp_path / "source")
-    truncated("*.distcp")(tmp_path / "source")
+    with (tmp_path / "source" / "__0_0.distcp").open("r+b") as file:
+        file.write(bytes(file.seek(0, os.SEEK_END) - file.seek(0)))
     with pytest.raises(SystemExit):
         convert.main(["to-hf", str(tmp_path / "source"), str(tmp_path / "out"), "--processes", "1"])
     line = capsys.readouterr().err.strip().splitlines()[-1]
@@ -146,6 +160,32 @@ def test_a_full_disk_is_noticed_before_work(way, whole, tmp_path, capsys, monkey
     line = refused(capsys, way, whole[way], tmp_path / "out")
     assert "needed, 1000 bytes free; free some space" in line
     assert not list(tmp_path.iterdir())
+
+
+def test_a_write_that_fails_under_way_is_one_line(whole, tmp_path, capsys):
+    """A limit on the size of files stands for a disk that fills up after it was looked at."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    try:
+        line = refused(capsys, "to-megatron", whole["to-megatron"], tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "__0_0.distcp: cannot be written: file too large" in line and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("out", ["there/out", "."])
+def test_an_output_that_cannot_be_made(out, whole, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").write_text("")
+    line = refused(capsys, "to-hf", whole["to-hf"], out)
+    assert f"{tmp_path / 'there'} is no directory" in line if out != "." else f"{tmp_path} exists" in line
+
+
+@pytest.mark.parametrize("option", [["--unit-mib", "nan"], ["--max-shard-gib", "0"], ["--unit-mib", "-1"]])
+def test_a_size_that_is_none(option, whole, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        convert.main(["to-hf", str(whole["to-hf"]), str(tmp_path / "out"), *option])
+    assert f"argument {option[0]}: '{option[1]}' is no number above 0" in capsys.readouterr().err
 
 
 def test_a_difference_names_its_tensor(whole, tmp_path, capsys):
