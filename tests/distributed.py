@@ -131,6 +131,7 @@ def _child(
         limit = timedelta(seconds=timeout + 10.0)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
         result = fn(rank, world_size, *args)
+        dist.barrier()  # ranks connect at their own pace: one that left now would cut off those that still do
         torch.save(result, Path(folder) / f"result_{rank}")
         dist.destroy_process_group()
     except BaseException:
