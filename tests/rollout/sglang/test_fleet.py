@@ -62,7 +62,7 @@ def with_fleet(action: Callable[[Fleet], Awaitable[Any]], *urls: str, **settings
     async def run() -> Any:
         session = await open_session()
         servers = [Server(url, session) for url in urls or [f"http://host:{i}" for i in (1, 2, 3)]]
-        given = dict(max_requests=2, health_interval=0.01, health_timeout=0.4)
+        given = dict(max_requests=2, health_interval=0.01, health_timeout=20.0)
         fleet = Fleet(servers, FleetSettings(**{**given, **settings}))
         await fleet.set_version(NOW, fleet.members)
         try:
@@ -247,7 +247,7 @@ def test_a_silent_server_is_lost_at_the_third_look_and_hangs(health):
             await fleet.look(member)
         assert not member.alive and member.hangs and "no answer within 0.4 s" in member.reason
 
-    with_fleet(action, health.server.url)
+    with_fleet(action, health.server.url, health_timeout=0.4)
 
 
 def test_a_server_that_was_lost_for_its_requests_hangs_too_when_it_is_silent(health):
@@ -268,7 +268,7 @@ def test_a_server_that_was_lost_for_its_requests_hangs_too_when_it_is_silent(hea
         await fleet.look(member)
         assert member.alive and member.version == NOW
 
-    with_fleet(action, health.server.url)
+    with_fleet(action, health.server.url, health_timeout=0.4)
 
 
 def test_a_server_that_says_it_starts_does_not_hang(health):
@@ -300,7 +300,7 @@ def test_only_a_busy_server_is_asked_for_a_token(health):
             await fleet.look(member)
         assert not member.alive and member.hangs
 
-    with_fleet(action, health.server.url)
+    with_fleet(action, health.server.url, health_timeout=0.4)
 
 
 @pytest.mark.parametrize("said, serves", [(NOW, True), ("00c0ffee:2", False), ("default", False), (None, False),
@@ -357,7 +357,7 @@ def test_silence_while_weights_move_counts_for_nothing(health):
         await look
         assert member.strikes == 0
 
-    with_fleet(action, health.server.url)
+    with_fleet(action, health.server.url, health_timeout=0.4)
 
 
 def test_one_question_tells_whether_a_server_can_take_weights(health):
@@ -369,7 +369,7 @@ def test_one_question_tells_whether_a_server_can_take_weights(health):
         health.silent = True
         assert (await fleet.ask(member)).retry and not member.alive
 
-    with_fleet(action, health.server.url)
+    with_fleet(action, health.server.url, health_timeout=0.4)
 
 
 def test_a_watch_of_several_waits_for_none(health):
@@ -383,4 +383,4 @@ def test_a_watch_of_several_waits_for_none(health):
             assert len(health.asked) == 1
             watch.cancel()
 
-        with_fleet(action, health.server.url, other.server.url, health_timeout=20.0)
+        with_fleet(action, health.server.url, other.server.url)
