@@ -67,7 +67,7 @@ class SGLangEngine:
         self._loop = EventLoop()
         self._session = self._loop.run(open_session())
         servers = [Server(url, self._session, api_key=settings.api_key) for url in settings.urls]
-        self._fleet = Fleet(servers, settings.fleet)
+        self._fleet = Fleet(servers, settings.fleet, say=say)
         self._client = Client(self._fleet, model, settings.limits)
         self._life = secrets.token_hex(4)  # no other run's, and no restarted server's, weights pass for these
         self._released = False

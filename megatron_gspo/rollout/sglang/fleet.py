@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,9 +67,12 @@ class FleetSettings:
 class Fleet:
     """See the module. `version`: the wire version that answers must be of; None before the first update."""
 
-    def __init__(self, servers: Sequence[Server], settings: FleetSettings) -> None:
+    def __init__(self, servers: Sequence[Server], settings: FleetSettings, *,
+                 say: Callable[[str], None] = lambda line: None) -> None:
+        """say: takes a line about each server that is taken out or comes back."""
         self.members = [Member(server) for server in servers]
         self.settings = settings
+        self._say = say
         self.version: str | None = None
         self.held = False  # while weights move: no request begins
         self._looks = 0  # under way
@@ -137,6 +140,7 @@ class Fleet:
     async def lose(self, member: Member, reason: str) -> None:
         """Take a member out: it doesn't answer. Its requests are cancelled and go to another server."""
         if member.alive:
+            self._say(f"{member.server.url} is out: {reason}")
             member.losses += 1
             pause = min(_COOL_DOWN * 2 ** min(member.losses - 1, _DOUBLINGS), _LONGEST_COOL_DOWN)
             member.not_before = time.monotonic() + pause
@@ -154,6 +158,8 @@ class Fleet:
 
     async def distrust(self, member: Member, reason: str) -> None:
         """A member that answers with other weights than it should have: out until the next update."""
+        if member in self.serving:
+            self._say(f"{member.server.url} is out until it gets weights: {reason}")
         member.version, member.reason = None, reason
         await self.notify()
 
@@ -205,6 +211,7 @@ class Fleet:
             version = _version(info)
             member.alive, member.hangs, member.reason = True, False, ""
             member.version = version if version == self.version else None
+            self._say(f"{member.server.url} is back" + ("" if member.version else " and waits for weights"))
             await self.notify()
 
     async def _ask(self, member: Member) -> Any:

@@ -316,6 +316,27 @@ def test_what_comes_back_serves_only_with_the_current_weights(health, said, serv
     with_fleet(action, health.server.url)
 
 
+def test_who_goes_and_who_comes_back_is_told_once(health):
+    url = health.server.url
+
+    async def action(fleet: Fleet) -> None:
+        member, said = fleet.members[0], []
+        fleet._say = said.append
+        for _ in range(2):
+            await fleet.lose(member, "gone")
+        await fleet.look(member)
+        for _ in range(2):
+            await fleet.distrust(member, "other weights")
+        await fleet.lose(member, "gone again")
+        health.version = "default"
+        for _ in range(2):
+            await fleet.look(member)
+        assert said == [f"{url} is out: gone", f"{url} is back", f"{url} is out until it gets weights: other weights",
+                        f"{url} is out: gone again", f"{url} is back and waits for weights"]  # fmt: skip
+
+    with_fleet(action, url)
+
+
 def test_a_server_left_in_an_update_comes_back_for_another(health):
     """It is paused: it has no /health until an update of it succeeds."""
     async def action(fleet: Fleet) -> None:
