@@ -87,7 +87,7 @@ def packed(log_probs: Tensor, old: Tensor, ids: Tensor, advantages: Tensor) -> T
     live = (log_probs - old).detach()
     sums = torch.stack([segment_sums(live, ids, count), segment_sums(torch.ones_like(live), ids, count)])
     total, lengths = sum_over(dist.group.WORLD)(sums)
-    ratio, _ = sequence_ratio(log_probs, total / lengths, ids, LIMIT)
+    ratio, *_ = sequence_ratio(log_probs, total / lengths, ids, LIMIT)
     (ratio * (advantages / lengths.float()).index_select(0, ids)).sum().backward()
     return (total / lengths).exp().float()
 

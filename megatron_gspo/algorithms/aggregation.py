@@ -1,4 +1,4 @@
-"""From tokens to one number: segment sums and the weight of each token in a mini-batch's objective."""
+"""From tokens to one number: segment sums, and what a token or a sequence counts for in a mini-batch's figures."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from .objective import Objective
 
 
 def segment_sums(values: Tensor, segment_ids: Tensor, num_segments: int) -> Tensor:
-    """Sum `values` [T] by sequence: [num_segments] float64.
+    """Sum `values` [T], floating or bool, by sequence: [num_segments] float64.
 
     float64 because a GSPO log-ratio is a small difference of large sums next to a clip of 3e-4, and so that
-    the order in which a GPU adds does not show in the float32 result.
+    the order in which a GPU adds does not show in the float32 result. A bool is counted in int32, which is as
+    exact and three times as fast on a CPU.
     """
-    zeros = torch.zeros(num_segments, dtype=torch.float64, device=values.device)
-    return zeros.index_add(0, segment_ids, values.double())
+    dtype = torch.int32 if values.dtype == torch.bool else torch.float64
+    zeros = torch.zeros(num_segments, dtype=dtype, device=values.device)
+    return zeros.index_add(0, segment_ids, values.to(dtype)).double()
 
 
 @dataclass(frozen=True)
 class Shares:
-    """What one token counts for in the global mini-batch; 0 where it is not trained. [T], no gradient.
+    """What a trained token counts for in the global mini-batch; no gradient.
 
     Attributes:
-        of_tokens: 1 / num_tokens: adding it up over all ranks and micro-batches gives 1.
-        of_sequences: 1 / (num_sequences * |y_i|): likewise, and a sequence that spans context ranks is
-            counted once, each rank holding the part n_owned / |y_i| of it.
-        of_objective: the weight in the objective, by the aggregation.
+        of_tokens: [], 1 / num_tokens: over all trained tokens of all ranks and micro-batches it adds up to 1.
+        of_sequences: [num_segments], 1 / (num_sequences * |y_i|): likewise, and a sequence that spans context
+            ranks is counted once, each rank holding the part n_owned / |y_i| of it.
+        of_objective: the weight in the objective, by the aggregation: [], or [T] where it differs by sequence.
     """
 
     of_tokens: Tensor
@@ -38,23 +40,35 @@ class Shares:
 
 def token_shares(
     objective: Objective,
-    mask: Tensor,
+    segment_ids: Tensor,
     lengths: Tensor,
     num_sequences: int | Tensor,
     num_tokens: int | Tensor,
+    dtype: torch.dtype,
 ) -> Shares:
-    """Shares of the tokens of `mask` [T] bool; `lengths` [T] is |y_i| of each one's sequence over all ranks.
+    """Shares of the tokens of `segment_ids` [T]; `lengths` [num_segments] float64 is |y_i| over all ranks.
 
-    Sequences with no trained token have length 0 and only shares of 0, never a division by 0.
+    A sequence with no trained token has length 0, and a share as if it had one: never a division by 0.
     """
-    trained = mask.to(lengths.dtype)
-    of_tokens = trained / num_tokens
-    of_sequences = trained / (lengths.clamp_min(1) * num_sequences)
+    one = lengths.new_ones(())
+    of_tokens = (one / num_tokens).to(dtype)
+    of_sequences = (one / (lengths.clamp_min(1) * num_sequences)).to(dtype)
     if objective.aggregation == "sequence_mean":
-        of_objective = of_sequences
+        of_objective = of_sequences.index_select(0, segment_ids)
     elif objective.aggregation == "token_mean":
         of_objective = of_tokens
     else:
         assert objective.constant_length is not None  # Objective refuses to be built otherwise
-        of_objective = trained / (num_sequences * objective.constant_length)
+        of_objective = (one / (num_sequences * objective.constant_length)).to(dtype)
     return Shares(of_tokens, of_sequences, of_objective)
+
+
+def share(values: Tensor, shares: Tensor) -> Tensor:
+    """`sum(values * shares)`, a scalar in the dtype of `shares`, which is [] or has the shape of `values`.
+
+    `values`: bool or floating; 0 where nothing is trained, unless `shares` is.
+    """
+    counted = values.dtype == torch.bool  # without a copy as int64 or floating
+    if shares.dim() == 0:
+        return values.sum(dtype=torch.int32 if counted else None) * shares
+    return (torch.where(values, shares, 0) if counted else values * shares).sum()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .aggregation import Shares
+from .aggregation import Shares, share
 from .kl import k3
 from .objective import Objective
 from .ratio import Clip
@@ -17,65 +17,68 @@ from .ratio import Clip
 
 @dataclass(frozen=True)
 class RatioFacts:
-    """What the surrogate saw, all [T]: ratio, PPO clip, log-ratio clamp, tokens of clipped sequences.
+    """What the surrogate saw.
 
-    `sequence_cut` is 1 on every owned token of a clipped sequence, so that its shares add up to one sequence.
+    Attributes:
+        log_ratio: [T], of each token.
+        ratio: one entry for what one ratio covers: [n] sequences or [T] tokens, by the level; likewise
+        clamped: bool, whether its log-ratio was; and
+        held: how many trained tokens this rank has of it: a count [n], or the mask [T].
+        clip: [T].
+        cut: [n], how many tokens of a sequence are clipped here; and
+        in_cut_sequences: how many trained tokens here stand for a clipped sequence.
     """
 
+    log_ratio: Tensor
     ratio: Tensor
-    clip: Clip
     clamped: Tensor
-    sequence_cut: Tensor
+    held: Tensor
+    clip: Clip
+    cut: Tensor
+    in_cut_sequences: Tensor
 
 
-def share(values: Tensor, shares: Tensor) -> Tensor:
-    """`sum(values * shares)`, a scalar; `values` [T], bool or floating, must be finite where shares are 0."""
-    if values.dtype == torch.bool:  # without a floating copy of the values
-        return shares.masked_fill(~values, 0).sum()
-    return (values * shares).sum()
-
-
-def _extreme(values: Tensor, mask: Tensor, reduce: Callable[[Tensor], Tensor], nothing: float) -> Tensor:
+def _extreme(values: Tensor, held: Tensor, reduce: Callable[[Tensor], Tensor], nothing: float) -> Tensor:
     """Largest or smallest of the trained values; `nothing` where there is none, which loses to any other
     rank's.
     """
     if not values.numel():
         return values.new_full((), nothing)
-    return reduce(values.masked_fill(~mask, nothing))
+    return reduce(torch.where(held, values, nothing))
 
 
 @torch.no_grad()
-def ratio_metrics(
-    objective: Objective, facts: RatioFacts, log_ratio: Tensor, mask: Tensor, shares: Shares
-) -> dict[str, Tensor]:
+def ratio_metrics(objective: Objective, facts: RatioFacts, shares: Shares) -> dict[str, Tensor]:
     """Clip fractions, moments and extremes of the ratio, KL to the old policy; scalars.
 
     `ratio/*` and `log_ratio_clamped` count what one ratio covers: sequences or tokens, by the level.
     """
-    unit = shares.of_sequences if objective.sequence_level else shares.of_tokens
-    ratio, limit = facts.ratio, objective.max_log_ratio
+    held, limit, dtype = facts.held != 0, objective.max_log_ratio, facts.ratio.dtype
+    unit = facts.held.to(dtype) * shares.of_sequences if objective.sequence_level else shares.of_tokens
+    # About 1, not about the mean: additive, and GSPO's spread of 1e-4 survives float32. 0 where nothing is trained.
+    deviation = facts.ratio - 1
+    cut, lower = facts.cut.sum().to(dtype) * shares.of_tokens, share(facts.clip.lower, shares.of_tokens)
     metrics = {
-        "clip_fraction/tokens": share(facts.clip.cut, shares.of_tokens),
-        "clip_fraction/sequences": share(facts.sequence_cut, shares.of_sequences),
-        "clip_fraction/lower": share(facts.clip.lower, shares.of_tokens),
-        "clip_fraction/upper": share(facts.clip.upper, shares.of_tokens),
-        "ratio/mean": share(ratio, unit),
-        # About 1, not about the mean: additive, and GSPO's spread of 1e-4 survives float32.
-        "ratio/square_deviation": share((ratio - 1).square(), unit),
-        "ratio_max": _extreme(ratio, mask, torch.amax, -math.inf),
-        "ratio_min": _extreme(ratio, mask, torch.amin, math.inf),
+        "clip_fraction/tokens": cut,
+        "clip_fraction/sequences": share(facts.in_cut_sequences.to(dtype), shares.of_sequences),
+        "clip_fraction/lower": lower,
+        "clip_fraction/upper": cut - lower,
+        "ratio/mean": share(held, unit) + share(deviation, unit),
+        "ratio/square_deviation": share(deviation.square(), unit),
+        "ratio_max": _extreme(facts.ratio, held, torch.amax, -math.inf),
+        "ratio_min": _extreme(facts.ratio, held, torch.amin, math.inf),
         "log_ratio_clamped": share(facts.clamped, unit),
         # log_ratio is log(current / old) on samples of the old policy: this estimates KL(old || current).
-        "kl/old_policy": share(k3(log_ratio.clamp(-limit, limit)), shares.of_tokens),
+        "kl/old_policy": share(k3(facts.log_ratio.clamp(-limit, limit)), shares.of_tokens),
     }
-    if objective.dual_clip is not None:
+    if facts.clip.dual is not None:
         metrics["clip_fraction/dual"] = share(facts.clip.dual, shares.of_tokens)
     return metrics
 
 
 def no_ratio_metrics(shares: Shares) -> dict[str, Tensor]:
     """The clip fractions of an objective without a ratio: 0."""
-    zero = shares.of_tokens.new_zeros(())
+    zero = torch.zeros_like(shares.of_tokens)
     return {f"clip_fraction/{what}": zero for what in ("tokens", "sequences", "lower", "upper")}
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,50 +20,58 @@ def token_ratio(log_ratio: Tensor, max_log_ratio: float) -> tuple[Tensor, Tensor
     return log_ratio.clamp(-max_log_ratio, max_log_ratio).exp(), log_ratio.detach().abs() > max_log_ratio
 
 
+class _OfSequence(torch.autograd.Function):
+    """`value[segment_ids]` [T], with the gradient `slope[segment_ids]` to each token's own log-prob."""
+
+    @staticmethod
+    def forward(ctx: Any, log_probs: Tensor, value: Tensor, slope: Tensor, segment_ids: Tensor) -> Tensor:
+        ctx.save_for_backward(slope, segment_ids)
+        return value.index_select(0, segment_ids)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        slope, segment_ids = ctx.saved_tensors
+        return grad * slope.index_select(0, segment_ids), None, None, None
+
+
 def sequence_ratio(
     log_probs: Tensor, mean_log_ratio: Tensor, segment_ids: Tensor, max_log_ratio: float
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """`s_it = sg[s_i] * exp(log_probs_it - sg[log_probs_it])` (GSPO-token, arXiv:2507.18071, eq. 14).
 
-    The value is exactly `s_i = exp(mean_log_ratio_i)` on every token. The gradient of a token's s_it goes to
-    that token's log-prob only; averaged over a response with equal advantages it is the gradient of s_i. So
-    `mean_log_ratio` can come out of an all-reduce without autograd, and each context rank's own tokens still
-    carry their exact gradient.
+    The value is exactly `s_i = exp(mean_log_ratio_i)` on every token. The gradient of a token's s_it is s_i
+    and goes to that token's log-prob only; averaged over a response with equal advantages it is the gradient
+    of s_i. So `mean_log_ratio` can come out of an all-reduce without autograd, and each context rank's own
+    tokens still carry their exact gradient.
 
     Args:
-        log_probs: [T] with gradient.
+        log_probs: [T] with gradient; or anything that differs from it by a constant. Its values are not read.
         mean_log_ratio: [n] `1/|y_i| sum_t (log_probs - old_log_probs)` over the whole sequence, no gradient.
         segment_ids: [T] integers, 0..n-1.
         max_log_ratio: nats; clamps mean_log_ratio. A clamped sequence keeps a finite ratio and has no
-            gradient, which is the derivative of the clamp, and keeps `inf - inf` out of the identity.
+            gradient, which is the derivative of the clamp.
 
     Returns:
-        ratio and whether its sequence was clamped, both [T].
+        s_it [T] with gradient, and of each sequence s_i and whether it was clamped, both [n].
     """
-    mean = mean_log_ratio.detach()
-    value = mean.clamp(-max_log_ratio, max_log_ratio).exp().to(log_probs.dtype).index_select(0, segment_ids)
-    clamped = (mean.abs() > max_log_ratio).index_select(0, segment_ids)
-    # Replaced before exp, not after: torch.where passes 0 * NaN back through a branch that it did not take.
-    live = torch.where(clamped, torch.zeros_like(log_probs), log_probs)
-    return value * (live - live.detach()).exp(), clamped
+    of_sequence, clamped = token_ratio(mean_log_ratio.detach(), max_log_ratio)
+    of_sequence = of_sequence.to(log_probs.dtype)
+    slope = of_sequence.masked_fill(clamped, 0)
+    return _OfSequence.apply(log_probs, of_sequence, slope, segment_ids), of_sequence, clamped
 
 
 @dataclass(frozen=True)
 class Clip:
     """Where the gradient is cut, all [T] bool.
 
-    `lower`: A < 0 and ratio < 1 - epsilon_low. `upper`: A > 0 and ratio > 1 + epsilon_high.
-    `dual`: A < 0 and ratio > dual_clip.
+    `lower`: A < 0 and ratio < 1 - epsilon_low. `upper`: A > 0 and ratio > 1 + epsilon_high. `cut`: either.
+    `dual`: A < 0 and ratio > dual_clip; None without one.
     """
 
     lower: Tensor
     upper: Tensor
-    dual: Tensor
-
-    @property
-    def cut(self) -> Tensor:
-        """Clipped by the PPO rule (dual clip not included) [T] bool."""
-        return self.lower | self.upper
+    cut: Tensor
+    dual: Tensor | None
 
 
 def clipped_surrogate(objective: Objective, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Clip]:
@@ -76,9 +85,10 @@ def clipped_surrogate(objective: Objective, ratio: Tensor, advantages: Tensor) -
         low, high = objective.clip_range
         lower = (advantages < 0) & (ratio < low)
         upper = (advantages > 0) & (ratio > high)
-        dual = torch.zeros_like(lower)
-        bound = torch.full_like(ratio, high).masked_fill(lower, low)
+        cut, bound = lower | upper, ratio.clamp(low, high)
+        clip = Clip(lower, upper, cut, None)
         if objective.dual_clip is not None:
             dual = (advantages < 0) & (ratio > objective.dual_clip)
-            bound = bound.masked_fill(dual, objective.dual_clip)
-    return torch.where(lower | upper | dual, bound, ratio) * advantages, Clip(lower, upper, dual)
+            bound = torch.where(dual, objective.dual_clip, bound)
+            clip, cut = replace(clip, dual=dual), cut | dual
+    return torch.where(cut, bound, ratio) * advantages, clip

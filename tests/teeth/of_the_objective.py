@@ -18,17 +18,17 @@ OBJECTIVE = (
     ),
     Defect(
         "normalised by the micro-batch's sequences", "three trainers; verl without global counts", LOSS,
-        "per_token_lengths, num_sequences, num_tokens)",
-        "per_token_lengths, (lengths > 0).sum().clamp_min(1), num_tokens)", (CUTS,),
+        "lengths, num_sequences, num_tokens, log_probs.dtype)",
+        "lengths, (lengths > 0).sum().clamp_min(1), num_tokens, log_probs.dtype)", (CUTS,),
     ),
     Defect(
         "normalised by the micro-batch's tokens", "three trainers; TRL's bnpo", LOSS,
-        "per_token_lengths, num_sequences, num_tokens)",
-        "per_token_lengths, num_sequences, lengths.sum().clamp_min(1))", (CUTS,),
+        "lengths, num_sequences, num_tokens, log_probs.dtype)",
+        "lengths, num_sequences, lengths.sum().clamp_min(1), log_probs.dtype)", (CUTS,),
     ),
     Defect(
         "sequences weighted by their tokens", "three trainers; verl's and TRL's defaults", SHARES,
-        "of_objective = of_sequences", "of_objective = of_tokens",
+        "of_objective = of_sequences.index_select(0, segment_ids)", "of_objective = of_tokens",
         (WORKED + "test_length_weighting_tells_the_algorithms_apart",),
     ),
     Defect(
@@ -40,14 +40,14 @@ OBJECTIVE = (
         "return torch.where(mask, x, 0).to(dtype)", "return (x * mask).to(dtype)", (UNREAD,),
     ),
     Defect(
-        "mask ignored in the weights of the tokens", "one trainer", SHARES,
-        "trained = mask.to(lengths.dtype)", "trained = torch.ones_like(mask, dtype=lengths.dtype)",
+        "mask ignored in the weights of the tokens", "one trainer", LOSS,
+        "clamped, tokens.mask, clip,", "clamped, torch.ones_like(tokens.mask), clip,",
         ("tests/algorithms/test_policy_loss.py::test_metrics_against_counting",),
     ),
     Defect(
         "mask never applied", "one trainer", LOSS,
-        "mask, dtype = raw.mask != 0, raw.log_probs.dtype",
-        "mask, dtype = torch.ones_like(raw.mask, dtype=torch.bool), raw.log_probs.dtype", (NAIVE,),
+        "mask, dtype = inputs.loss_mask.bool(), inputs.log_probs.dtype",
+        "mask, dtype = torch.ones_like(inputs.loss_mask, dtype=torch.bool), inputs.log_probs.dtype", (NAIVE,),
     ),
     Defect(
         "exp of the sum, without the length", "one trainer", LOSS,
@@ -72,7 +72,7 @@ OBJECTIVE = (
     ),
     Defect(
         "sequence ratio without a gradient", "design", RATIO,
-        "return value * (live - live.detach()).exp(), clamped", "return value * (live * 0).exp(), clamped", (NAIVE,),
+        "return grad * slope.index_select(0, segment_ids),", "return torch.zeros_like(grad),", (NAIVE,),
     ),
     Defect(
         "no limit on the log-ratio", "TRL", RATIO,
