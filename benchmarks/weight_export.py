@@ -1,9 +1,9 @@
 """The stream of whole Hugging Face tensors out of Megatron's shards, which feeds servers and export: speed and memory.
 
 Beside it, in turns on the same processes: a copy of the same bytes (``clone`` of one tensor of that size), and where
-ranks hold parts an all-gather of them in one piece (gloo), which no stream of whole tensors can do without. Every rank
-gets every tensor. Rates are bytes of the whole model over time. Memory: the largest sum of live tensors' bytes above
-the model, as torch's dispatcher saw them, beside the bytes of the largest layer.
+ranks hold parts gloo's all-gather of them in one piece, which brings the same bytes to every rank. Every rank gets
+every tensor. Rates are bytes of the whole model over time. Memory: the largest sum of live tensors' bytes above the
+model, as torch's dispatcher saw them, beside the bytes of the largest layer.
 """
 
 from __future__ import annotations

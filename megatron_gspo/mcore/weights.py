@@ -200,14 +200,30 @@ def _gather(placed_list: list[Placed], group: Any) -> list[list[Tensor]]:
     parameters = [placed.parameter for placed in placed_list]
     if group.size() == 1 or not parameters:
         return [parameters] * group.size()
-    flat = torch.cat([parameter.flatten() for parameter in parameters])
-    everyone = flat.new_empty(group.size() * flat.numel())
-    dist.all_gather_into_tensor(everyone, flat, group=group)
     sizes = [parameter.numel() for parameter in parameters]
+    everyone = parameters[0].new_empty(group.size(), sum(sizes))
+    torch.cat([parameter.flatten() for parameter in parameters], out=everyone[group.rank()])
+    _exchange_rows(everyone, group)
     return [
         [part.view_as(parameter) for part, parameter in zip(row.split(sizes), parameters, strict=True)]
-        for row in everyone.view(group.size(), -1)
+        for row in everyone
     ]
+
+
+def _exchange_rows(everyone: Tensor, group: Any) -> None:
+    """An all-gather in place: rank i of ``group`` has written row i and gets the others.
+
+    On a CPU one broadcast of each row, all at once: gloo's all-gather fills a buffer of its own and copies out of it.
+    """
+    if not everyone.is_cpu:
+        dist.all_gather_into_tensor(everyone, everyone[group.rank()], group=group)
+        return
+    sent = [
+        dist.broadcast(row, src=dist.get_global_rank(group, rank), group=group, async_op=True)
+        for rank, row in enumerate(everyone)
+    ]
+    for work in sent:
+        work.wait()
 
 
 def _join(placed_list: list[Placed], gathered: list[list[Tensor]], shape: ModelShape, *, shards: int,
