@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,15 @@ def test_the_copy_holds_what_the_tests_import():
     tests = {ROOT / test.partition("::")[0] for defect in DEFECTS for test in defect.tests}
     own = {folder.name for folder in ROOT.iterdir() if folder.is_dir()}
     assert set().union(*map(imported, tests)) & own <= set(COPIED)
+
+
+def test_the_pages_hold_all_and_say_how_many():
+    page = (ROOT / "docs" / "teeth.md").read_text(encoding="utf-8")
+    first = set(re.findall(r"^\| ((?:\\\||[^|])+?) \|", page, re.MULTILINE)) - {"defect", "---"}
+    assert {name.replace("\\|", "|") for name in first} == {defect.name for defect in DEFECTS}
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"[{len(DEFECTS)} known defects](docs/teeth.md)" in readme
+    assert f"[{len(DEFECTS)} of {len(DEFECTS)}](docs/teeth.md)" in readme
 
 
 def test_there_are_enough_and_none_twice():
