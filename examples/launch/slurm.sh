@@ -10,20 +10,23 @@
 #   SERVER_PORT       of the first server of a node (31000)
 #   SERVER_ARGS       more for serve_sglang, e.g. "--sglang.mem-fraction-static 0.9"; "--routed-experts" where routes of
 #                     the servers are replayed (routing.replay: r3)
-# and those of c10d.sh and node.sh; edit or override the lines below for your cluster.
+# and PORT and WAIT of static.sh, and those of node.sh; edit or override the lines below for your cluster.
 #
 # Before the time limit, and at a pre-emption that gives notice, the run saves and stops, and the job is queued again.
-# Then it goes on from its checkpoint, as after the failure of a node. A run that fails by itself isn't queued again.
+# Then it goes on from its checkpoint, as after the failure of a node. A run that fails by itself isn't queued again,
+# nor is one that was cancelled.
 #SBATCH --job-name=gspo
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --time=24:00:00
 #SBATCH --signal=B:USR1@1200
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
-# USR1 comes 20 minutes before the limit: more than the longest step and a save take. B: to this script alone.
+# USR1 comes 20 minutes before the limit: more than the longest step and a save take. B: to this script alone. mem=0:
+# all of a node's memory; exclusive means its processors and GPUs.
 set -euo pipefail
 
 readonly STOPPED=75
@@ -76,21 +79,28 @@ if (( servers > 0 )); then
         --sglang.host 0.0.0.0 --sglang.tp-size "$gpus" "${more[@]}" &
 fi
 
+# Static rendezvous: rank 0, from which servers get their weights, must be on the node whose address they are told.
+# c10d would number the nodes by the order of their names, node10 before node9.
 export NODES=$training HEAD="${nodes[0]}" RUN_ID="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
+# shellcheck disable=SC2016  # expanded on the node
 srun "${step[@]}" --nodes "$training" --ntasks "$training" --nodelist "$(join "${nodes[@]:0:training}")" \
-    "$scripts/c10d.sh" "$1" "${overrides[@]}" "${@:2}" &
+    bash -c 'NODE_RANK=$SLURM_NODEID exec "$@"' run "$scripts/static.sh" "$1" "${overrides[@]}" "${@:2}" &
 run=$!
 
-# srun hands SIGUSR1 to its tasks, and under proctrack/cgroup to no process of theirs. SIGTERM they get from Slurm.
-trap 'kill -USR1 "$run" 2>/dev/null || true' USR1 TERM
-code=0
+# srun hands SIGUSR1 to its tasks, and under proctrack/cgroup to no process of theirs. SIGTERM they get from Slurm: at a
+# pre-emption's notice they alone, and this script too when the job is taken away, as by scancel.
+code=0 ended=
+trap 'kill -USR1 "$run" 2>/dev/null || true' USR1
+trap 'ended=yes; kill -USR1 "$run" 2>/dev/null || true' TERM
 while kill -0 "$run" 2>/dev/null; do
     sleep 1 &
     wait $! || true  # unlike sleep alone, it ends at a signal
 done
 wait "$run" || code=$?
 
-if (( code == STOPPED )); then
+if (( code == STOPPED )) && [[ -n $ended ]]; then
+    echo "slurm.sh: the job was ended and the run has a checkpoint; it goes on when submitted again" >&2
+elif (( code == STOPPED )); then
     echo "slurm.sh: the run has stopped with a checkpoint; the job is queued again" >&2
     scontrol requeue "$SLURM_JOB_ID"
 fi

@@ -55,13 +55,18 @@ def lines(file: Path) -> int:
     return file.read_bytes().count(b"\n") if file.is_file() else 0
 
 
+def said(folder: Path, node: str) -> str:
+    """What a node's rank wrote."""
+    return "".join(file.read_text() for file in (folder / "logs" / node).glob("*/attempt_0/0/std*.log"))
+
+
 @pytest.fixture
 def nodes():
-    """Names of two hosts."""
+    """Names of two hosts, the later one first, as Slurm's order can be (node9, node10)."""
     if reason := why_not():
         pytest.skip(f"the Slurm script was not tested over several hosts: {reason}")
     with hosts(2) as found:
-        yield [host.name for host in found]
+        yield sorted((host.name for host in found), reverse=True)
 
 
 def test_before_its_time_limit_a_job_saves_and_is_queued_again(nodes, tmp_path):
@@ -90,6 +95,8 @@ def test_before_its_time_limit_a_job_saves_and_is_queued_again(nodes, tmp_path):
     assert 1 <= done < 8 and not (run_dir / "summary.json").exists()
     assert calls(tmp_path)[-1] == ["requeue", "17"]
 
+    assert ["step 1/8" in said(tmp_path, node) for node in nodes] == [True, False]  # rank 0 is on the first
+
     again = submit(tmp_path, nodes, [str(file)], PROCESSES=1, SLURM_RESTART_COUNT=1)
     assert again.wait(LIMIT) == 0, (tmp_path / "job.txt").read_text()[-3000:]
     assert f"resumed from {run_dir}/checkpoints/step_{done:06d}" in (tmp_path / "job.txt").read_text()
@@ -103,6 +110,28 @@ def test_a_run_that_fails_is_not_queued_again(tmp_path):
     assert job.wait(LIMIT) == 2 and "run_dirr" in (tmp_path / "job.txt").read_text()
     [call] = calls(tmp_path)
     assert call[0] != "requeue"
+
+
+STOPPER = """#!/bin/bash
+trap 'exit 75' USR1
+touch "$1"
+while :; do sleep 0.1; done
+"""
+
+
+@pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
+def test_a_job_that_is_cancelled_is_not_queued_again(number, requeued, tmp_path):
+    """scancel's SIGTERM reaches the job script. A script that stops at once stands for the run."""
+    (tmp_path / "static.sh").write_text(STOPPER)
+    (tmp_path / "static.sh").chmod(0o755)
+    job = submit(tmp_path, ["here"], [str(tmp_path / "ready")], SCRIPTS=tmp_path)
+    end = time.monotonic() + LIMIT
+    while not (tmp_path / "ready").exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    job.send_signal(number)
+    assert job.wait(LIMIT) == 75
+    assert (["requeue", "17"] in calls(tmp_path)) == requeued
+    assert ("goes on when submitted again" in (tmp_path / "job.txt").read_text()) != requeued
 
 
 def test_the_last_nodes_serve_and_the_run_knows_them(tmp_path):
@@ -131,8 +160,9 @@ def test_the_last_nodes_serve_and_the_run_knows_them(tmp_path):
     )
 
     assert training[:8] == [*step, "--nodes", "2", "--ntasks", "2", "--nodelist", "node1,node2"]
-    assert training[8].endswith("/examples/launch/c10d.sh") and training[9] == str(file)
-    config = load_config(file, training[10:])
+    assert training[8:10] == ["bash", "-c"] and "NODE_RANK=$SLURM_NODEID" in training[10]
+    assert training[12].endswith("/examples/launch/static.sh") and training[13] == str(file)
+    config = load_config(file, training[14:])
     assert config.sglang.urls == ["http://node3:31000", "http://node3:31001"]
     assert (config.sglang.master_address, config.model.path, config.seed) == ("node1", "/models/m", 3)
     key = Path(config.sglang.api_key_file)
