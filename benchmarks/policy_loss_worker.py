@@ -21,23 +21,27 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import interleave
-from benchmarks.peers.policy_losses import CLIP, Loss, trl_loss, verl_loss
+from benchmarks.peers.policy_losses import CLIP, Loss, Prepare, trl_loss, verl_loss
 from megatron_gspo.algorithms import policy_loss, preset
 
 
-def ours() -> Loss:
+def ours() -> Prepare:
     """On the same numbers, packed: every response has the full length."""
     objective = preset("gspo", epsilon_low=CLIP[0], epsilon_high=CLIP[1])
 
-    def run(log_probs: Tensor, old: Tensor, mask: Tensor, advantages: Tensor) -> Tensor:
+    def prepare(old: Tensor, mask: Tensor, advantages: Tensor) -> Loss:
         count, width = mask.shape
-        return policy_loss(
-            objective, log_probs=log_probs.flatten(), old_log_probs=old.flatten(), loss_mask=mask.flatten(),
-            advantages=advantages.repeat_interleave(width), segment_ids=torch.arange(count).repeat_interleave(width),
-            num_segments=count, num_sequences=count, num_tokens=count * width,
+        packed: dict[str, Tensor] = {
+            "old_log_probs": old.flatten(), "loss_mask": mask.flatten(),
+            "advantages": advantages.repeat_interleave(width),
+            "segment_ids": torch.arange(count).repeat_interleave(width),
+        }  # fmt: skip
+        return lambda log_probs: policy_loss(
+            objective, log_probs=log_probs.flatten(), **packed, num_segments=count, num_sequences=count,
+            num_tokens=count * width,
         )[0]  # fmt: skip
 
-    return run
+    return prepare
 
 
 def make_batch(count: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -48,14 +52,15 @@ def make_batch(count: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return old + drift, old, torch.ones(count, width), torch.randn(count, generator=generator)
 
 
-def measure(losses: dict[str, Loss], count: int, width: int, repeats: int) -> dict[str, object]:
+def measure(prepare: dict[str, Prepare], count: int, width: int, repeats: int) -> dict[str, object]:
     log_probs, *rest = make_batch(count, width)
+    losses = {name: of_batch(*rest) for name, of_batch in prepare.items()}
     found: dict[str, tuple[Tensor, Tensor]] = {}
 
     def call(name: str) -> Callable[[], None]:
         def run() -> None:
             leaf = log_probs.clone().requires_grad_()
-            loss = losses[name](leaf, *rest)
+            loss = losses[name](leaf)
             loss.backward()
             assert leaf.grad is not None
             found[name] = loss.detach(), leaf.grad
@@ -79,10 +84,10 @@ def main() -> None:
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    losses = {"ours": ours(), "verl": verl_loss(), "TRL": trl_loss(args.model)}
+    prepare = {"ours": ours(), "verl": verl_loss(), "TRL": trl_loss(args.model)}
     for size in args.sizes:
         count, width = map(int, size.split("x"))
-        print("@@ " + json.dumps(measure(losses, count, width, args.repeats)), flush=True)
+        print("@@ " + json.dumps(measure(prepare, count, width, args.repeats)), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 CLIP = (3e-4, 4e-4)
-Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # log-probs, old, mask [B, R], advantages [B] -> the loss
+Loss = Callable[[Tensor], Tensor]  # log-probs [B, R] -> the loss
+Prepare = Callable[[Tensor, Tensor, Tensor], Loss]  # old, mask [B, R], advantages [B]: what a batch holds beforehand
 
 
-def verl_loss() -> Loss:
+def verl_loss() -> Prepare:
     """verl's `gspo` with the published aggregation."""
     from verl.trainer.ppo import core_algos
     from verl.workers.config import ActorConfig
@@ -23,14 +24,15 @@ def verl_loss() -> Loss:
                          clip_ratio_high=CLIP[1], global_batch_info={})  # fmt: skip
     compute = core_algos.get_policy_loss_fn("gspo")
 
-    def run(log_probs: Tensor, old: Tensor, mask: Tensor, advantages: Tensor) -> Tensor:
-        by_token = advantages[:, None].expand_as(log_probs)
-        return compute(old, log_probs, by_token, mask, loss_agg_mode="seq-mean-token-mean", config=config)[0]
+    def prepare(old: Tensor, mask: Tensor, advantages: Tensor) -> Loss:
+        by_token = advantages[:, None].expand_as(old)
+        return lambda log_probs: compute(old, log_probs, by_token, mask, loss_agg_mode="seq-mean-token-mean",
+                                         config=config)[0]  # fmt: skip
 
-    return run
+    return prepare
 
 
-def trl_loss(model: Path) -> Loss:
+def trl_loss(model: Path) -> Prepare:
     """`GRPOTrainer._compute_loss` of a real trainer whose pass of the model returns the given log-probs."""
     import trl
     from datasets import Dataset
@@ -55,13 +57,18 @@ def trl_loss(model: Path) -> Loss:
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
 
-    def run(log_probs: Tensor, old: Tensor, mask: Tensor, advantages: Tensor) -> Tensor:
-        trainer.fed = log_probs
+    def prepare(old: Tensor, mask: Tensor, advantages: Tensor) -> Loss:
         ids = torch.ones(mask.shape, dtype=torch.long)
-        return trainer._compute_loss(trainer.model, {
+        batch = {
             "prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids, "completion_mask": ids,
             "tool_mask": mask.long(), "advantages": advantages, "old_per_token_logps": old,
             "ref_per_token_logps": None, "num_items_in_batch": mask.sum(),
-        })  # fmt: skip
+        }  # fmt: skip
 
-    return run
+        def run(log_probs: Tensor) -> Tensor:
+            trainer.fed = log_probs
+            return trainer._compute_loss(trainer.model, batch)
+
+        return run
+
+    return prepare
