@@ -84,6 +84,8 @@ def run_guarded(action: Callable[[], Any], *, run_dir: str | Path, backend: str,
         if dist.get_world_size() == 1:  # among several a group may wait for a rank that is gone; exiting ends it too
             guard.close()
             shutdown()
+        else:
+            guard.rest()
         return code
 
 
@@ -117,6 +119,16 @@ class _Guard:
         self._wake.close()  # wakes the thread
         self._thread.join()
         self._signals.close()
+
+    def rest(self) -> None:
+        """End the watching thread before the interpreter ends: one that then waits for the store aborts the process.
+
+        Signals stay as they are, since torchrun sends SIGTERM as soon as another rank has ended.
+        """
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._wake.send(b"\0")
+        self._thread.join(_GRACE)
 
     def settle(self, error: BaseException) -> int:
         """Deal with this rank's exception: record or look up the reason, print it once, return the exit code."""
@@ -187,7 +199,8 @@ class _Guard:
             if failed:
                 if not self._once.locked():
                     _thread.interrupt_main()
-                self._closed.wait(_GRACE)
+                if self._closed.wait(_GRACE):
+                    return
                 self._leave("")
 
     def _leave(self, message: str) -> None:

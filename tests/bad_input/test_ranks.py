@@ -124,3 +124,22 @@ def test_a_scheduler_that_stops_a_run_gets_one_line(model, tmp_path):
     config = broken(model, tmp_path, 0, "terminate")
     [alone] = run_ranks(config, 1, tmp_path, limit=60)
     assert alone.code == STOPPED.code and say(STOPPED, alone.text), alone
+
+
+RESTS = """
+import sys
+from pathlib import Path
+from megatron_gspo.loop.guard import _Guard
+from megatron_gspo.mcore.groups import start
+
+watching = _Guard(start(backend="gloo", timeout_minutes=1.0), Path())
+watching.rest()
+sys.exit(3 + watching._thread.is_alive())
+"""
+
+
+def test_no_thread_is_left_to_look_into_the_store_as_a_rank_ends():
+    """torch ends a process with SIGABRT where the interpreter ends while a thread waits for the store."""
+    program = [sys.executable, "-c", RESTS]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 3, done.stderr
