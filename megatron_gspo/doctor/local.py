@@ -54,7 +54,7 @@ class Local:
         told: dict[str, Any] = {}
         config = self.config
         if self.place.rank == 0 and config is not None and config.rollout.engine == "sglang":
-            self._run("servers.answer", lambda: _servers(config, told))
+            self._run("servers.answer", lambda: _servers(config, told, with_ranks=bool(self.place.host)))
         self._run(
             "defects.known",
             lambda: defects.check_defects(
@@ -140,8 +140,8 @@ def _accelerator() -> list[Finding]:
     return judge_accelerator(torch.version.cuda, names, nccl)
 
 
-def _servers(config: Config, told: dict[str, Any]) -> list[Finding]:
-    """`told` gets version and device of the servers, for the known defects."""
+def _servers(config: Config, told: dict[str, Any], *, with_ranks: bool) -> list[Finding]:
+    """`told` gets version and device of the servers, for the known defects. with_ranks: this is the run's rank 0."""
     from megatron_gspo.doctor import servers  # aiohttp may be missing
 
     if config.sglang.servers:
@@ -150,4 +150,4 @@ def _servers(config: Config, told: dict[str, Any]) -> list[Finding]:
     answers = servers.ask(config)
     versions = [numbers(answer.version) for answer in answers.values() if not isinstance(answer, str)]
     told["sglang"] = min(versions, default=())
-    return servers.judge_servers(config, answers)
+    return servers.judge_servers(config, answers) + (servers.judge_own_address(config) if with_ranks else [])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import platform
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -167,6 +169,28 @@ def _judge_address(config: Config) -> list[Finding]:
                 f"sglang.master_address = {address}, and {elsewhere[0]} is on another machine or may be",
                 "it would look for the trainer at itself when weights are sent",
                 "set the address of the first training node that the servers reach",
+            )
+        ]
+    return []
+
+
+def judge_own_address(config: Config) -> list[Finding]:
+    """Whether this machine, where rank 0 is, has sglang.master_address for its own: rank 0 listens there."""
+    address = config.sglang.master_address
+    if config.sglang.weight_route != "distributed":
+        return []
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as listener:
+            listener.bind(place)
+    except OSError as failure:
+        reason = (failure.strerror or str(failure)).lower()
+        return [
+            error(
+                "servers.address",
+                f"sglang.master_address = {address}: {platform.node()}, where rank 0 is, can't listen there ({reason})",
+                "the servers come there for the weights, and the run would stop",
+                "give an address of rank 0's node; static.sh keeps rank 0 on the node of your choice",
             )
         ]
     return []

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from megatron_gspo.config import Config, load_config
-from megatron_gspo.doctor.servers import ask, judge_server, judge_servers
+from megatron_gspo.doctor.servers import ask, judge_own_address, judge_server, judge_servers
 from megatron_gspo.rollout.sglang.capabilities import Capabilities
 from tests.doctor.front_door import free_port
 from tests.rollout.sglang.web import WebServer
@@ -73,6 +73,16 @@ def test_an_address_that_only_this_machine_knows(config_file):
         config_file(rollout={"engine": "sglang"}, sglang={"urls": ["http://node7:30000"], "master_address": "10.0.0.1"})
     )
     assert [f for f in judge_servers(told, {"http://node7:30000": SERVER}) if f.level == "error"] == []
+
+
+@pytest.mark.parametrize("changes, faults", [({}, 0), ({"master_address": "192.0.2.1"}, 1),
+                                             ({"master_address": "192.0.2.1", "weight_route": "disk"}, 0)])  # fmt: skip
+def test_rank_0_is_where_the_servers_look_for_it(config_file, changes, faults):
+    """192.0.2.1 is kept for documentation, and no machine's. So is the node that c10d didn't make the first."""
+    config = load_config(config_file(rollout={"engine": "sglang"}, sglang={"urls": [SERVER.url], **changes}))
+    found = judge_own_address(config)
+    assert [(f.level, f.check) for f in found] == [("error", "servers.address")] * faults
+    assert all("192.0.2.1" in f.what and "cannot assign requested address" in f.what for f in found)
 
 
 def test_servers_are_asked(config_file):
