@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
@@ -27,7 +26,6 @@ class Health:
     def __init__(self) -> None:
         self.version, self.silent, self.paused, self.status = NOW, False, False, 200
         self.asked: list[str] = []
-        self._wait = threading.Event()
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         self.asked.append(request.path)
@@ -317,24 +315,16 @@ def test_what_comes_back_serves_only_with_the_current_weights(health, said, serv
 
 
 def test_who_goes_and_who_comes_back_is_told_once(health):
-    url = health.server.url
-
     async def action(fleet: Fleet) -> None:
-        member, said = fleet.members[0], []
-        fleet._say = said.append
-        for _ in range(2):
-            await fleet.lose(member, "gone")
-        await fleet.look(member)
-        for _ in range(2):
-            await fleet.distrust(member, "other weights")
-        await fleet.lose(member, "gone again")
-        health.version = "default"
-        for _ in range(2):
-            await fleet.look(member)
-        assert said == [f"{url} is out: gone", f"{url} is back", f"{url} is out until it gets weights: other weights",
-                        f"{url} is out: gone again", f"{url} is back and waits for weights"]  # fmt: skip
+        member, said, lost = fleet.members[0], [], fleet.lose
+        fleet._say = lambda line: said.append(line.removeprefix(f"{health.server.url} is "))
+        for change in (lost, lost, None, fleet.distrust, fleet.distrust, lost, None, None):
+            health.version = NOW if len(said) < 3 else "default"
+            await (change(member, "gone") if change else fleet.look(member))
+        doubted, waits = "out until it gets weights: gone", "back and waits for weights"
+        assert said == ["out: gone", "back", doubted, "out: gone", waits]
 
-    with_fleet(action, url)
+    with_fleet(action, health.server.url)
 
 
 def test_a_server_left_in_an_update_comes_back_for_another(health):
