@@ -96,6 +96,14 @@ def fixed_choice(args: argparse.Namespace, hf: dict[str, Any], work: Workload) -
     return Fixed(layout, args.recompute, args.max_tokens)
 
 
+def check_scale(args: argparse.Namespace) -> None:
+    """``--scale`` chooses a layout at each size; ``InputError`` where one is asked for."""
+    for name in ("layout", "recompute", "max_tokens"):
+        if (value := getattr(args, name)) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise InputError(f"{flag} {value}: --scale chooses the fastest at each size; leave one of them out")
+
+
 def scale(hf: dict[str, Any], shape: ModelShape, work: Workload, cluster: Cluster, assume: Assumptions, own: int
           ) -> list[tuple[int, Plan | None, Cluster, str]]:
     """The fastest layout at each size of ``SCALE``, with the same rollout batch; None and why where none fits."""
@@ -122,6 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         work, cluster, assume = inputs(args)
         check_workload(work, shape.max_position_embeddings)
         if args.scale:
+            check_scale(args)
             rows = scale(hf, shape, work, cluster, assume, args.engine_gpus)
             if args.json:
                 print(json.dumps([{"gpus": gpus, "reason": reason, "plan": plan and plan.to_json(sized)}
@@ -135,8 +144,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise no_fit(found, work, cluster)
         if args.json:
             print(json.dumps({
-                "plans": [plan.to_json(cluster) for plan in found.plans[: args.top]], "considered": found.considered,
-                "fit": len(found.plans), "refused": dict(found.refused), "assumptions": dataclasses.asdict(assume),
+                "plans": [plan.to_json(cluster) for plan in found.plans[: max(args.top, 1)]],
+                "considered": found.considered, "fit": len(found.plans), "refused": dict(found.refused), "assumptions": dataclasses.asdict(assume),
                 "fastest": name_of(found.plans[0].parallel),
             }, indent=2))  # fmt: skip
         else:

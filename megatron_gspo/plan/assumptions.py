@@ -48,7 +48,8 @@ class Assumptions:
 
 def parse_assumptions(changes: Sequence[str]) -> Assumptions:
     """The defaults with ``name=value`` changes; ``InputError`` for an unknown name or a value that is no number."""
-    names = [f.name for f in dataclasses.fields(Assumptions)]
+    defaults = {f.name: f.default for f in dataclasses.fields(Assumptions)}
+    names = list(defaults)
     found: dict[str, float] = {}
     for change in changes:
         name, _, text = change.partition("=")
@@ -62,6 +63,8 @@ def parse_assumptions(changes: Sequence[str]) -> Assumptions:
             raise InputError(f"--assume {change}: must be 0 or more and finite; write {name}=0.5")
         if name.endswith(("efficiency", "bandwidth", "flops", "gbs")) and found[name] == 0:
             raise InputError(f"--assume {change}: would make every time infinite; give a number above 0")
+        if isinstance(most := defaults[name], float) and most < 1 < found[name]:
+            raise InputError(f"--assume {change}: is a part of a whole; give at most 1, as {name}={most:g}")
     return dataclasses.replace(Assumptions(), **found)
 
 

@@ -82,6 +82,8 @@ def check_cluster(cluster: Cluster) -> None:
     if cluster.gpus < 1 or (cluster.gpus > node and cluster.gpus % node):
         fix = max(cluster.gpus - cluster.gpus % node, 1)
         raise InputError(f"--gpus {cluster.gpus}: nodes have {node} GPUs; give 1 to {node} or a multiple, as {fix}")
+    if cluster.engine == "sglang" and cluster.engine_gpus < 1:
+        raise InputError(f"--engine-gpus {cluster.engine_gpus}: engines need GPUs; give 1 or more, or --engine none")
     if cluster.engine in ("sglang", "colocated") and (
         cluster.engine_tensor < 1 or cluster.serving % cluster.engine_tensor
     ):
