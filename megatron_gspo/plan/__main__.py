@@ -145,8 +145,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.json:
             print(json.dumps({
                 "plans": [plan.to_json(cluster) for plan in found.plans[: max(args.top, 1)]],
-                "considered": found.considered, "fit": len(found.plans), "refused": dict(found.refused), "assumptions": dataclasses.asdict(assume),
-                "fastest": name_of(found.plans[0].parallel),
+                "considered": found.considered, "fit": len(found.plans), "refused": dict(found.refused),
+                "assumptions": dataclasses.asdict(assume), "fastest": name_of(found.plans[0].parallel),
             }, indent=2))  # fmt: skip
         else:
             print(page.whole_page(found, shape, work, cluster, assume, max(args.top, 1)))
