@@ -32,6 +32,7 @@ set -euo pipefail
 readonly STOPPED=75
 readonly servers="${SERVER_NODES:-0}" per_node="${SERVERS_PER_NODE:-4}" gpus="${SERVER_GPUS:-2}"
 readonly port="${SERVER_PORT:-31000}"
+: "${SLURM_JOB_ID:?start this script with sbatch}"
 # Slurm runs a copy of this script from its spool directory: the others are found from where sbatch was called.
 readonly scripts="${SCRIPTS:-$SLURM_SUBMIT_DIR/examples/launch}"
 export LOG_DIR="${LOG_DIR:-logs/$SLURM_JOB_ID}" PYTHON="${PYTHON:-python}"
@@ -75,7 +76,7 @@ if (( servers > 0 )); then
     srun "${step[@]}" --nodes "$servers" --ntasks "$servers" --nodelist "$(join "${nodes[@]:training}")" \
         --output "$LOG_DIR/servers-%N.log" \
         bash -c "$keep" servers "$PYTHON" -m megatron_gspo.tools.serve_sglang --model "$MODEL" \
-        --python "$SGLANG_PYTHON" --servers "$per_node" --port "$port" --api-key-file "$key" \
+        --python "$SGLANG_PYTHON" --servers "$per_node" --port "$port" --api-key-file "$key" --start-timeout 1800 \
         --sglang.host 0.0.0.0 --sglang.tp-size "$gpus" "${more[@]}" &
 fi
 

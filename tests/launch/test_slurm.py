@@ -23,6 +23,7 @@ from tests.launch.hosts import hosts, why_not
 from tests.train.run import base_config, tiny_model
 
 ROOT = Path(__file__).parents[2]
+SHIPPED = ROOT / "examples" / "qwen3_moe" / "qwen3_235b_a22b_24x8_gspo.yaml"
 LIMIT = 240.0  # seconds, on a busy machine
 
 
@@ -104,6 +105,12 @@ def test_before_its_time_limit_a_job_saves_and_is_queued_again(nodes, tmp_path):
     assert first_difference(run_dir, tmp_path / "alone") == ""
 
 
+def test_without_sbatch_it_says_so():
+    script = ROOT / "examples" / "launch" / "slurm.sh"
+    done = subprocess.run([script, "run.yaml"], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True)
+    assert done.returncode != 0 and done.stderr.endswith("start this script with sbatch\n")
+
+
 def test_a_run_that_fails_is_not_queued_again(tmp_path):
     (tmp_path / "run.yaml").write_text("run_dirr: x\n")
     job = submit(tmp_path, ["here"], [str(tmp_path / "run.yaml")])
@@ -154,6 +161,7 @@ def test_the_last_nodes_serve_and_the_run_knows_them(tmp_path):
     ours, theirs = split_server_arguments(words)
     tool = serve_sglang._settings(serve_sglang._parser().parse_args(ours), theirs)
     assert (tool.model, tool.count, tool.base_port, tool.python) == ("/models/m", 2, 31000, "/s/python")
+    assert tool.start_timeout == load_config(SHIPPED).sglang.recovery_timeout  # a slow start is no failure to either
     assert tool.routed_experts and tool.arguments == (
         *("--host", "0.0.0.0", "--tp-size", "4"),
         *("--mem-fraction-static", "0.9"),
