@@ -1,5 +1,6 @@
 """Log-probabilities and entropy from hidden states against torch.log_softmax in float64."""
 
+import itertools
 import math
 
 import pytest
@@ -84,10 +85,11 @@ def test_matches_log_softmax(chunk_bytes, temperature, padded):
     assert not actual[3][101:].any()
 
 
-def test_matches_with_several_full_tiles_of_the_default_size():
+@pytest.mark.parametrize("chunk_bytes", [8 * TILE["cpu"][0] * TILE["cpu"][1], ONE_TILE])
+def test_matches_with_several_full_tiles_of_the_default_size(chunk_bytes):
     tokens, vocabulary = TILE["cpu"][0] + 200, 4 * TILE["cpu"][1] + 77
     case = inputs(tokens, vocabulary, 8)
-    assert_same(ours(*case, chunk_bytes=4 * TILE["cpu"][0] * TILE["cpu"][1] * 2), reference(*case))
+    assert_same(ours(*case, chunk_bytes=chunk_bytes), reference(*case))
 
 
 @pytest.mark.parametrize("chunk_bytes", [ONE_TILE, MANY_TILES])
@@ -311,13 +313,16 @@ def test_tensor_parallel_matches_log_softmax():
 
 
 def _check_label_owner(rank, world_size):
-    """All labels on one shard, each shard in turn: gradients are right on every rank."""
+    """All labels on one shard, each shard in turn: gradients are right on every rank, also where the shard before ends
+    with a tile of 10 rows, smaller than its others, and would have room for one more."""
     results = []
-    for owner in range(world_size):
-        hidden, weight, _, *grads = inputs(24, 80, 8)
-        labels = torch.arange(24) % 20 + 20 * owner
+    for owner, chunk_bytes in itertools.product(range(world_size), (ONE_TILE, MANY_TILES)):
+        hidden, weight, _, *grads = inputs(24, 84, 8)
+        labels = torch.arange(24) % 21 + 21 * owner
         case = (hidden, weight, labels, *grads)
-        actual = _call_on_shard(case, dist.group.WORLD, world_size, rank, sequence_parallel=False)
+        actual = _call_on_shard(
+            case, dist.group.WORLD, world_size, rank, sequence_parallel=False, chunk_bytes=chunk_bytes
+        )
         assert_same(actual, reference(*case))
         results.append(actual[:3])
     return results
