@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -39,8 +40,8 @@ def parse(arguments: Sequence[str]) -> Options:
         "--world-size", type=int, metavar="N", help="check the config for N processes without starting them"
     )
     known, rest = parser.parse_known_args(arguments)
-    if known.timeout <= 0 or (known.world_size is not None and known.world_size < 1):
-        parser.error("--timeout and --world-size must be above 0")
+    if not 0 < known.timeout < math.inf or (known.world_size is not None and known.world_size < 1):
+        parser.error("--timeout and --world-size must be above 0, and finite")
     config = rest[0] if rest and "=" not in rest[0] and not rest[0].startswith("-") else ""
     overrides = rest[1:] if config else rest
     if unknown := [word for word in overrides if word.startswith("-") and not word.startswith("--sglang.")]:

@@ -135,7 +135,7 @@ def test_arguments():
     assert (options.config, options.overrides) == ("a.yaml", ("seed=3", "--sglang.tp-size", "2"))
     assert options.as_json and options.seconds == 5.0 and not options.probe
     assert parse([]).config == ""
-    for wrong in (["--jsn"], ["seed=3"], ["a.yaml", "--timeout", "0"], ["a.yaml", "--world-size", "0"]):
+    for wrong in (["--jsn"], ["seed=3"], ["--timeout", "0"], ["--timeout", "nan"], ["--world-size", "0"]):
         with pytest.raises(SystemExit) as left:
             parse(wrong)
         assert left.value.code == 2
