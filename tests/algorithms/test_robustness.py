@@ -137,3 +137,12 @@ def test_inputs_that_can_not_be_right_are_refused(fields, changes, words):
     with pytest.raises(ValueError, match=words) as error:
         policy_loss(preset("gspo", **fields), **inputs(**changes))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_kl_figure_is_clamped_whatever_the_estimator(estimator):
+    """One token ten nats below its reference, limit 5: k3 = e^5 - 1 - 5, a sixth of it in the mean."""
+    objective = preset("gspo", kl_estimator=estimator, max_log_ratio=5.0)
+    reference = torch.tensor([9.0, -1, -1, -1, -1, -1])
+    _, metrics = policy_loss(objective, **inputs(ref_log_probs=reference))
+    assert metrics["kl/ref"].item() == pytest.approx((math.exp(5) - 6) / 6, rel=1e-6)

@@ -208,3 +208,10 @@ def test_band_masks_over_context_ranks():
         shard(half, lambda x: sums.append(x) or x)
     for half in halves:
         assert shard(half, lambda x: sums[0] + sums[1]).tolist() == whole[torch.tensor(half)].tolist()
+
+
+def test_a_ratio_on_a_bound_is_inside():
+    d = torch.tensor([0.0, -0.1, 0.1])
+    given = d, torch.zeros(3), torch.ones(3)
+    assert token_band_mask(*given, low=1.0, high=2.0).tolist() == [True, False, True]
+    assert token_band_mask(*given, low=0.5, high=1.0).tolist() == [True, True, False]
