@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_gspo.conversion.shape import ModelError, read_json
+from megatron_gspo.conversion.shape import ModelError, read_config, read_json
 from megatron_gspo.errors import DiskError, describe_disk, first_line, writing
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -158,8 +158,10 @@ def _write(
     shards: list[list[str]] = []
     pending: dict[str, Tensor] = {}
     total = size = 0
+    written = dtype
     for name, tensor in tensors:
         value = tensor.detach().to("cpu", dtype).contiguous().clone()
+        written = value.dtype
         if pending and size + value.nbytes > max_shard_bytes:
             shards.append(_write_shard(partial, len(shards), pending))
             pending, size = {}, 0
@@ -168,7 +170,7 @@ def _write(
         total += value.nbytes
     shards.append(_write_shard(partial, len(shards), pending))
     _finish_names(partial, shards, total)
-    copy_companions(source, partial)
+    copy_companions(source, partial, written)
     old = final.with_name(final.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if final.exists():
@@ -178,11 +180,18 @@ def _write(
     return final
 
 
-def copy_companions(source: str | Path, target: str | Path) -> None:
-    """Copy config, tokenizer and chat template of one model directory to another."""
+def copy_companions(source: str | Path, target: str | Path, dtype: torch.dtype | None = None) -> None:
+    """Copy config, tokenizer and chat template of one model directory to another, whose config then names ``dtype``:
+    what loads the weights casts them to the type that it finds there."""
     for pattern in _COMPANIONS:
         for file in Path(source).glob(pattern):
             shutil.copyfile(file, Path(target) / file.name)  # without its mode: a source may be read-only
+    if dtype is None:
+        return
+    config = read_config(target)
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    if config.get(key) != (wanted := str(dtype).removeprefix("torch.")):
+        (Path(target) / "config.json").write_text(json.dumps(config | {key: wanted}, indent=2) + "\n")
 
 
 def _write_shard(folder: Path, number: int, tensors: dict[str, Tensor]) -> list[str]:

@@ -190,11 +190,7 @@ def _finish(
     folder: Path, files: Mapping[str, list[str]], sizes: Mapping[str, tuple[int, ...]], source: Path, dtype: torch.dtype
 ) -> None:
     """Config with the type of the weights, tokenizer and index."""
-    copy_companions(source, folder)
-    config = read_config(folder)
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    if config.get(key) != (wanted := str(dtype).removeprefix("torch.")):
-        (folder / "config.json").write_text(json.dumps(config | {key: wanted}, indent=2) + "\n")
+    copy_companions(source, folder, dtype)
     if list(files) == [SINGLE]:
         return
     weight_map = {name: file for file, names in files.items() for name in names}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_gspo.conversion import ModelError
 from megatron_gspo.conversion.files import INDEX, SINGLE, CheckpointReader, write_checkpoint
@@ -103,6 +103,8 @@ def test_writes_another_dtype_and_views_alone(source, tmp_path):
     written = load_file(path / SINGLE)
     assert all(torch.equal(written[f"part{i}"], flat[i * 10 : i * 10 + 10].view(2, 5).bfloat16()) for i in range(3))
     assert (path / SINGLE).stat().st_size < 2000
+    assert AutoConfig.from_pretrained(source).dtype == torch.float32
+    assert AutoConfig.from_pretrained(path).dtype == torch.bfloat16  # what loads it would cast it back
 
 
 def test_a_broken_stream_leaves_the_old_export(source, tensors, tmp_path):
