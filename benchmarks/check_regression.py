@@ -24,7 +24,7 @@ from benchmarks.common import RESULTS, ROOT, Row, Spread, machine_kind, number
 from benchmarks.report import rows_of
 
 NOTICED = 0.05  # a smaller change isn't told
-LOSS = 0.15  # a larger one fails
+LOSS = 0.25  # a larger one fails: of 205 ratios of two runs one was 0.20 apart where code hadn't changed, none more
 NEW = ROOT / "build" / "benchmarks"
 
 
