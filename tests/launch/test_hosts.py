@@ -47,7 +47,7 @@ def configure(model: str, run_dir: Path, steps: int = 5) -> Path:
         parallel={"tensor_model_parallel_size": 2, "expert_model_parallel_size": 4, "timeout_minutes": 1.0},
         training={"steps": steps},
         evaluation={"at_start": False},
-        checkpoint={"interval": 2},
+        checkpoint={"interval": 2, "asynchronous": False},  # whole before the next step begins
     )
     file = run_dir.with_suffix(".yaml")
     file.write_text(yaml.safe_dump(config))
