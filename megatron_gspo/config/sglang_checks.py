@@ -31,6 +31,10 @@ def check_sglang(config: Config) -> None:
     if sglang.health_timeout <= 1:
         problem = "/health takes a second, in which the server generates a token"
         raise ConfigError("sglang.health_timeout", sglang.health_timeout, problem, "set it to 2 or more")
+    if sglang.resolved_response_timeout < sglang.request_timeout:
+        problem = f"is less than the {sglang.request_timeout:g} s that one request may take"
+        fix = "raise it, or lower sglang.request_timeout"
+        raise ConfigError("sglang.response_timeout", sglang.response_timeout, problem, fix)
     if sglang.urls:
         for key in ("python", "port", "arguments"):
             if value := getattr(sglang, key):

@@ -47,7 +47,14 @@ class SGLangConfig(Section):
     )
     max_requests: int = Field(256, ge=1, description="Most requests under way at one server.")
     request_timeout: float = Field(600.0, gt=0, description="Seconds that one request may take.")
-    retries: int = Field(8, ge=0, description="How often the request of one response is repeated before the run stops.")
+    retries: int = Field(
+        8, ge=0, description="How often the request of one response is repeated before the run saves and stops."
+    )
+    response_timeout: float | None = Field(
+        None, gt=0,
+        description="Seconds that the requests of one response may take together without a token before the run saves "
+        "and stops; null is three times request_timeout.",
+    )  # fmt: skip
     update_timeout: float = Field(
         600.0, gt=0, description="Seconds that one step of an update of the weights may take."
     )
@@ -70,3 +77,8 @@ class SGLangConfig(Section):
         0.5, gt=0, description="Largest difference of a log-prob, in nats, that a probe may find."
     )
     probe_action: Literal["warn", "stop"] = Field("stop", description="What a probe beyond the tolerance does.")
+
+    @property
+    def resolved_response_timeout(self) -> float:
+        """`response_timeout` in seconds, null resolved."""
+        return 3 * self.request_timeout if self.response_timeout is None else self.response_timeout

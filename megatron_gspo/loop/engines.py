@@ -109,7 +109,7 @@ def _on_servers(config: Config, shape: ModelShape, tokenizer: Any) -> SGLangEngi
         urls=tuple(servers.urls if servers is not None else sglang.urls),
         api_key=_api_key(sglang),
         fleet=FleetSettings(sglang.max_requests, sglang.health_interval, sglang.health_timeout),
-        limits=RequestLimits(sglang.request_timeout, sglang.retries),
+        limits=RequestLimits(sglang.request_timeout, sglang.retries, sglang.resolved_response_timeout),
         recovery=sglang.recovery_timeout,
         update_timeout=sglang.update_timeout,
         bucket_bytes=int(sglang.bucket_mb * 2**20),

@@ -131,7 +131,7 @@ def test_a_fault_that_passes_is_survived_and_told(engine, proxy, sglang_model, n
 def test_a_fault_that_lasts_ends_with_one_line_that_names_the_request(engine, proxy, sglang_model, kind, monkeypatch):
     monkeypatch.setattr(client, "_BACK_OFF", 0.02)
     proxy.add(Fault(kind, times=10**6))
-    with pytest.raises(EngineError, match=r"^sample 0/[01]: given up after 5 tries; the last: ") as caught:
+    with pytest.raises(EngineError, match=r"^sample 0/[01]: given up after 5 tries in \d+ s; the last: ") as caught:
         draw(engine, sglang_model, prompts_of([5], VOCABULARY))
     assert "\n" not in str(caught.value)
     proxy.clear()

@@ -37,7 +37,7 @@ OF_THE_SERVERS = (
     ),
     Defect(
         "samples of a server with old weights are trained on", "several trainers", CLIENT,
-        "                if found != version:", "                if False:",
+        "            if found != version:", "            if False:",
         (f"{TESTS}/test_client.py::test_old_weights_never_serve",),
     ),
     Defect(

@@ -35,6 +35,7 @@ from megatron_gspo.rollout.sglang.http import Server, ServerError
 
 _PRIME_TOKENS = 64  # prompts at least so long are computed once, before the samples of a group begin
 _BACK_OFF, _LONGEST_BACK_OFF = 0.25, 15.0  # seconds before a request is repeated, doubling
+_SHORTEST = 0.05  # seconds for a request: 0 would be no deadline
 _PAUSE = 0.02  # seconds before a request that came back empty is sent again
 _INTERRUPT_SECONDS = 30.0  # what servers may take to give back what they have drawn
 
@@ -52,10 +53,12 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """timeout: seconds for one request. retries: how often one response may fail before the run stops."""
+    """timeout: seconds for one request. retries: how often one response may fail in a row before the run stops;
+    in_all: seconds that those requests may take together, the wait for a server not counted."""
 
     timeout: float = 600.0
     retries: int = 8
+    in_all: float = 1800.0
 
 
 class _OtherWeights(EngineError):
@@ -74,15 +77,18 @@ class Client:
     async def draw(self, draft: Draft, sampling: SamplingParams, seed: int, near: Member | None) -> None:
         """Until `draft` is done. `near`: the server that has its prompt in the cache.
 
-        Raises `EngineError` for a request that is refused, or fails more than `limits.retries` times.
+        Raises `EngineError` for a request that is refused, or fails more than `limits.retries` times or for longer
+        than `limits.in_all`.
         """
-        failed = 0
+        failed, spent = 0, 0.0
         while not draft.done:
-            drawn, interruptions = draft.drawn, self._interruptions
+            drawn, interruptions, began = draft.drawn, self._interruptions, time.monotonic()
             try:
-                await self._ask(draft, sampling, seed, near if not failed else None)
+                async with self.fleet.use(draft.prompt.length + draft.limit, near=None if failed else near) as member:
+                    began = time.monotonic()
+                    await self._ask(draft, member, sampling, seed, max(self.limits.in_all - spent, _SHORTEST))
                 if draft.drawn > drawn:
-                    failed = 0
+                    failed, spent = 0, 0.0
                     continue
                 if self._interruptions > interruptions:
                     await asyncio.sleep(_PAUSE)
@@ -98,36 +104,35 @@ class Client:
             except _OtherWeights as error:
                 self.counts["distrusted"] += 1
                 fault = error
-            failed += 1
+            failed, spent = failed + 1, spent + time.monotonic() - began
             self.counts["retries"] += 1
-            if failed > self.limits.retries:
-                raise EngineError(f"{draft.name}: given up after {failed} tries; the last: {fault}")
+            if failed > self.limits.retries or spent >= self.limits.in_all:
+                raise EngineError(f"{draft.name}: given up after {failed} tries in {spent:.0f} s; the last: {fault}")
             await asyncio.sleep(min(_BACK_OFF * 2**failed, _LONGEST_BACK_OFF) * random.uniform(0.5, 1.0))
 
-    async def _ask(self, draft: Draft, sampling: SamplingParams, seed: int, near: Member | None) -> None:
-        cost = draft.prompt.length + draft.limit
-        async with self.fleet.use(cost, near=near) as member:
-            version, current = self.fleet.version, self.current
-            asked = self._asked(draft, version or "")
-            body = self._body(draft, asked, sampling, seed)
-            answer = await self._post(member, body, asked)
-            try:
-                if is_empty(answer, asked):
-                    return
-                found = answered_version(answer, asked)
-                if found != version:
-                    reason = f"answered with weights {found[:80]!r} instead of {version!r}"
-                    if member.version == version:
-                        await self.fleet.distrust(member, reason)
-                    raise _OtherWeights(f"server {member.server.url}: {reason}")
-                part = parse_answer(answer, asked)
-            except AnswerError as error:
-                await self.fleet.blame(member, str(error))
-                raise
-            member.faults = member.losses = 0
-            member.answered = time.monotonic()
-            self._count(draft, part)
-            draft.add(part, current)
+    async def _ask(self, draft: Draft, member: Member, sampling: SamplingParams, seed: int, left: float) -> None:
+        """One request for the rest of `draft`, whose requests may take `left` more seconds."""
+        version, current = self.fleet.version, self.current
+        asked = self._asked(draft, version or "")
+        body = self._body(draft, asked, sampling, seed)
+        answer = await self._post(member, body, asked, min(self.limits.timeout, left))
+        try:
+            if is_empty(answer, asked):
+                return
+            found = answered_version(answer, asked)
+            if found != version:
+                reason = f"answered with weights {found[:80]!r} instead of {version!r}"
+                if member.version == version:
+                    await self.fleet.distrust(member, reason)
+                raise _OtherWeights(f"server {member.server.url}: {reason}")
+            part = parse_answer(answer, asked)
+        except AnswerError as error:
+            await self.fleet.blame(member, str(error))
+            raise
+        member.faults = member.losses = 0
+        member.answered = time.monotonic()
+        self._count(draft, part)
+        draft.add(part, current)
 
     def _count(self, draft: Draft, part: Part) -> None:
         self.counts["requests"] += 1
@@ -135,9 +140,9 @@ class Client:
         self.counts["cached_tokens"] += part.cached
         self.counts["continued"] += bool(draft.parts)
 
-    async def _post(self, member: Member, body: dict[str, Any], asked: Asked) -> Any:
+    async def _post(self, member: Member, body: dict[str, Any], asked: Asked, timeout: float) -> Any:
         """The answer; a `ServerError` too where the member was lost meanwhile."""
-        request = member.server.post("/generate", body, timeout=self.limits.timeout, max_bytes=asked.max_bytes)
+        request = member.server.post("/generate", body, timeout=timeout, max_bytes=asked.max_bytes)
         task = asyncio.ensure_future(request)
         member.tasks.add(task)
         try:
@@ -190,7 +195,8 @@ class Client:
         body = {"input_ids": list(tokens), "sampling_params": {"max_new_tokens": 0, "temperature": 0.0}}
         async with self.fleet.use(len(tokens)) as member:
             try:
-                await self._post(member, body, Asked("a prompt", len(tokens), 0, self.model.vocab_size, ""))
+                asked = Asked("a prompt", len(tokens), 0, self.model.vocab_size, "")
+                await self._post(member, body, asked, self.limits.timeout)
             except ServerError:
                 return None
             return member

@@ -96,13 +96,13 @@ def prompts(count: int, length: int = 5) -> list[Prompt]:
 class Setup:
     """A stream over some servers in a loop of its own."""
 
-    def __init__(self, *urls: str, retries: int = 3, timeout: float = 10.0, recovery: float = 30.0,
-                 **fleet: Any) -> None:
+    def __init__(self, *urls: str, retries: int = 3, timeout: float = 10.0, in_all: float = 60.0,
+                 recovery: float = 30.0, **fleet: Any) -> None:
         self.loop = EventLoop()
         self._session = self.loop.run(open_session())
         servers = [Server(url, self._session) for url in urls]
         self.fleet = Fleet(servers, FleetSettings(**fleet))
-        self.client = Client(self.fleet, FACTS, RequestLimits(timeout, retries))
+        self.client = Client(self.fleet, FACTS, RequestLimits(timeout, retries, in_all))
         self.serve()
         self.stream = Stream(self.loop, self.client, str, recovery=recovery)
 

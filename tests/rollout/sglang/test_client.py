@@ -101,7 +101,7 @@ def test_a_lasting_fault_ends_with_one_line_that_names_the_request(server, name)
     with Setup(server.url, health_interval=0.01) as setup:
         watch = setup.loop.spawn(setup.fleet.watch())  # servers that are lost for their faults come back
         setup.stream.start(prompts(1), SAMPLING, seed=1)
-        with pytest.raises(EngineError, match=r"^sample 0/[01]: given up after 4 tries; the last: ") as caught:
+        with pytest.raises(EngineError, match=r"^sample 0/[01]: given up after 4 tries in \d+ s; the last: ") as caught:
             setup.stream.take(1)
         watch.cancel()
     assert "\n" not in str(caught.value) and setup.client.counts["requests"] == 0
@@ -127,6 +127,31 @@ def test_retries_begin_anew_after_a_success(server):
         [[sample]] = setup.stream.take(1)
     assert sample.response_ids.tolist() == expected(prompts(1)[0])
     assert setup.client.counts["retries"] == 9 and setup.client.counts["continued"] == 2
+
+
+def test_the_requests_of_a_response_have_a_deadline_together(server):
+    """Each may take a second; the last has what is left."""
+    server.gate = False
+    with Setup(server.url, retries=100, timeout=1.0, in_all=2.5) as setup:
+        setup.fleet.members[0].faults = -100
+        setup.stream.start(prompts(1), SamplingParams(n=1, max_response_length=4), seed=1)
+        with pytest.raises(EngineError, match=r"^sample 0/0: given up after [23] tries in [23] s; .*no answer"):
+            setup.stream.take(1)
+    assert 2 <= len(server.bodies) <= 3 and setup.client.counts["retries"] == len(server.bodies)
+    server.gate = True
+
+
+def test_waiting_for_a_server_does_not_count(server):
+    """As while weights move, or the trainer has the servers' memory."""
+    server.breaks = [status(500), _late]
+    with Setup(server.url, in_all=3.0) as setup:
+        setup.loop.run(setup.fleet.hold(True))
+        wanted = prompts(1)
+        setup.stream.start(wanted, SAMPLING, seed=1)
+        time.sleep(3.5)
+        setup.loop.run(setup.fleet.hold(False))
+        check(setup.stream.take(1), wanted)
+    assert setup.client.counts["retries"] == 1
 
 
 def _cut(answer: dict[str, Any], count: int) -> dict[str, Any]:
