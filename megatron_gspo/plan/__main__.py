@@ -113,7 +113,7 @@ def scale(hf: dict[str, Any], shape: ModelShape, work: Workload, cluster: Cluste
         try:
             check_cluster(sized)
             found = search(hf, shape, work, sized, assume)
-            best, reason = (found.plans[0], "") if found.plans else (None, str(no_fit(found, work, sized)))
+            best, reason = (found.plans[0], "") if found.plans else (None, str(no_fit(found, work, sized, assume)))
         except InputError as error:
             best, reason = None, str(error)
         if best is None:
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_cluster(cluster)
         found = search(hf, shape, work, cluster, assume, fixed_choice(args, hf, work))
         if not found.plans:
-            raise no_fit(found, work, cluster)
+            raise no_fit(found, work, cluster, assume)
         if args.json:
             print(json.dumps({
                 "plans": [plan.to_json(cluster) for plan in found.plans[: max(args.top, 1)]],

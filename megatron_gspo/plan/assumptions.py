@@ -35,6 +35,7 @@ class Assumptions:
     gradient_overlap: float = _a(0.0, "part of gradient reduction and weight gathering hidden; 0 without overlap_*")
     runtime_gib: float = _a(3.0, "CUDA context, NCCL buffers, cuBLAS workspaces on a GPU")
     fragmentation: float = _a(0.05, "memory that the allocator can't use, of all activations")
+    reserve: float = _a(0.05, "of a GPU that a layout must leave free: the plan's own error, moments of uneven load")
     mean_response: float = _a(0.5, "mean response length over the longest; memory always counts the longest")
     engine_memory: float = _a(0.90, "part of a GPU that an engine with GPUs of its own uses")
     engine_residual_gib: float = _a(2.0, "what a colocated engine keeps while it is asleep: context, graphs")

@@ -103,7 +103,8 @@ def whole_page(found: Search, shape: ModelShape, work: Workload, cluster: Cluste
     best = found.plans[0]
     parts = [
         describe(shape, work, cluster),
-        f"{len(found.plans)} of {found.considered} layouts fit; the {min(top, len(found.plans))} fastest on paper:",
+        f"{len(found.plans)} of {found.considered} layouts fit with {100 * assume.reserve:g} % left free; "
+        f"the {min(top, len(found.plans))} fastest on paper:",
         ranking(found.plans[:top], cluster),
         f"The fastest, {name_of(best.parallel)} with recompute {best.recompute}:",
         memory_table(best), time_table(best),

@@ -105,13 +105,14 @@ def search(hf: dict[str, Any], shape: ModelShape, work: Workload, cluster: Clust
     return Search(plans, len(layouts), refused, nearest)
 
 
-def no_fit(found: Search, work: Workload, cluster: Cluster) -> InputError:
+def no_fit(found: Search, work: Workload, cluster: Cluster, assume: Assumptions) -> InputError:
     """What to say where nothing fits."""
     name, lacking = found.too_big or ("none", 0.0)
     return InputError(
         f"--gpus {cluster.gpus}: none of {found.considered} layouts fits into {cluster.gpus} x {cluster.gpu.name} "
-        f"({show_bytes(cluster.gpu.memory)} each); {name} comes closest and lacks {show_bytes(lacking)} a GPU with "
-        "the most recomputation and the smallest micro-batch; take more or larger GPUs"
+        f"({show_bytes(cluster.gpu.memory)} each, {100 * assume.reserve:g} % left free); {name} comes closest and "
+        f"lacks {show_bytes(lacking)} a GPU with the most recomputation and the smallest micro-batch; take more or "
+        "larger GPUs"
         + (", or engines of their own (--engine sglang)" if cluster.engine in ("colocated", "embedded") else "")
         + (", or a shorter --response-length" if work.longest > 4096 else "")
     )
@@ -119,8 +120,9 @@ def no_fit(found: Search, work: Workload, cluster: Cluster) -> InputError:
 
 def best_of(shape: ModelShape, parallel: ParallelConfig, work: Workload, cluster: Cluster, assume: Assumptions,
             fixed: Fixed) -> tuple[Plan | None, float]:
-    """The fastest choice of recomputation and budget that fits, else None and the bytes that the smallest lacks."""
-    room = float(cluster.gpu.memory)
+    """The fastest choice of recomputation and budget that fits and leaves the reserve free, else None and the bytes
+    that the smallest lacks."""
+    room = cluster.gpu.memory * (1 - assume.reserve)
     states = stage_states(shape, parallel, cluster.gpus, work.dtype_bytes)
     hopeless = max(held.total for held in states.values()) + assume.runtime_gib * GIB > room
     per_rank = work.global_batch_size / parallel.data_parallel_size(cluster.gpus) * assume.packing_imbalance

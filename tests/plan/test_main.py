@@ -93,15 +93,18 @@ def test_what_fits_is_ranked_and_within_memory() -> None:
     found = search(read_config(SMALL), shape_of(SMALL), Workload(4096), cluster, Assumptions())
     times = [plan.time.total for plan in found.plans]
     assert times == sorted(times) and len(found.plans) > 10
-    assert all(plan.memory.total <= cluster.gpu.memory for plan in found.plans)
+    room = 0.95 * cluster.gpu.memory
+    assert all(plan.memory.total <= room for plan in found.plans)
     for plan in found.plans:  # a mode that recomputes less would be taken if it fitted at this budget
         order = ("none", "selective", "full")
         for mode in order[: order.index(plan.recompute)]:
             over = plan.memory.total - plan.memory.activations + plan.activations[mode]
-            assert over > cluster.gpu.memory, (name_of(plan.parallel), mode)
+            assert over > room, (name_of(plan.parallel), mode)
     small = Cluster(find_gpu("h100"), 8, "none")
     worse = search(read_config(SMALL), shape_of(SMALL), Workload(4096), small, Assumptions())
     assert len(worse.plans) < len(found.plans)
+    filled = search(read_config(SMALL), shape_of(SMALL), Workload(4096), cluster, Assumptions(reserve=0.0))
+    assert len(filled.plans) >= len(found.plans) and max(plan.memory.total for plan in filled.plans) > room
 
 
 def test_the_page_and_json(capsys: pytest.CaptureFixture[str]) -> None:
