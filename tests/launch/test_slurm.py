@@ -70,6 +70,7 @@ def nodes():
         yield sorted((host.name for host in found), reverse=True)
 
 
+@pytest.mark.slow
 def test_before_its_time_limit_a_job_saves_and_is_queued_again(nodes, tmp_path):
     """TP 2 over two nodes; the job's second life ends the run, bitwise as one that was left alone."""
     configs = {}
