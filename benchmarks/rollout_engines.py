@@ -6,10 +6,8 @@ Every variant trains the same model on the same prompts with several seeds: with
 each way of the weights, and with SGLang one step ahead of the training (`rollout.overlap`). Seeds are interleaved, so
 that all meet the same machine. The servers are started once; each run sends them its weights first. The trainer
 is one process and makes two epochs over each rollout batch: with two cores, a trainer that mostly waits leaves nothing
-to overlap. With `--apart` it has the first core for itself and the servers share the others, as on a cluster, where
-they have machines of their own; without it, servers that draw beside the training slow it down. Samples per second are
-those of the rollout batches over the time of the steps, without evaluation. Intervals are 95 %, by Student's t over
-paired seeds.
+to overlap. Samples per second are those of the rollout batches over the time of the steps, without evaluation.
+Intervals are 95 %, by Student's t over paired seeds.
 """
 
 from __future__ import annotations
@@ -20,8 +18,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +41,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 SYNCHRONOUS, ASYNCHRONOUS = "sglang, tensor", "sglang, one step ahead"
 
 
-def train(model: str, run_dir: Path, seed: int, steps: int, changes: Mapping[str, Any], urls: Sequence[str],
-          cores: Collection[int]) -> None:
-    """One run in a process of its own, on these cores; its output is shown if it fails."""
+def train(model: str, run_dir: Path, seed: int, steps: int, changes: Mapping[str, Any], urls: Sequence[str]) -> None:
+    """One run in a process of its own; its output is shown if it fails."""
     settings = {
         "run_dir": run_dir, "model.path": model, "seed": seed, "training.steps": steps, "checkpoint.interval": 0,
         "checkpoint.export_hf": False, "training.epochs": 2,
@@ -57,23 +53,10 @@ def train(model: str, run_dir: Path, seed: int, steps: int, changes: Mapping[str
         settings["sglang.urls"] = json.dumps(list(urls))
     overrides = [f"{key}={json.dumps(value) if isinstance(value, bool) else value}" for key, value in settings.items()]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "megatron_gspo.train", str(CONFIG), *overrides]
-    with running_on(cores):
-        process = subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    output, _ = process.communicate()
-    if process.returncode:
-        raise RuntimeError(f"{run_dir.name} failed: {output[-2000:]}")
-
-
-@contextmanager
-def running_on(cores: Collection[int]) -> Iterator[None]:
-    """What is started inside runs on these cores."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
+    done = subprocess.run([sys.executable, "-m", "megatron_gspo.train", str(CONFIG), *overrides], env=env, text=True,
+                          capture_output=True)  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"{run_dir.name} failed: {done.stderr[-2000:]}")
 
 
 def read(run_dir: Path) -> dict[str, Any]:
@@ -104,23 +87,22 @@ def summarise(runs: Mapping[str, Mapping[int, dict[str, Any]]]) -> list[str]:
     def pick(name: str, key: str) -> dict[int, float]:
         return {seed: run[key] for seed, run in runs[name].items()}
 
-    lines = ["| variant | accuracy before | after | less the first | samples/s | step | generate | weight sync | "
+    lines = ["| variant | accuracy before | after | less embedded | samples/s | step | generate | weight sync | "
              "staleness |",
              "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"]  # fmt: skip
     for name, found in runs.items():
         after, speed = (interval(list(pick(name, key).values())) for key in ("accuracy", "samples_per_second"))
-        base = next(iter(runs))
-        less = paired_difference(pick(name, "accuracy"), pick(base, "accuracy"))
+        less = paired_difference(pick(name, "accuracy"), pick("embedded", "accuracy"))
         mean = {key: sum(pick(name, key).values()) / len(found) for key in
                 ("accuracy_before", "step", "generate", "weight_sync", "staleness_mean")}  # fmt: skip
-        difference = "" if name == base or less is None else between(less, "{:+.1f}", 100)
+        difference = "" if name == "embedded" or less is None else between(less, "{:+.1f}", 100)
         lines.append(
             f"| {name} | {mean['accuracy_before']:.1%} | {after.mean:.1%} | {difference} | {speed.mean:.0f} | "
             f"{mean['step']:.2f} s | {mean['generate']:.2f} s | {mean['weight_sync']:.2f} s | "
             f"{mean['staleness_mean']:.2f} |"
         )
-    if {ASYNCHRONOUS, SYNCHRONOUS} <= runs.keys():
-        ahead, behind = (pick(name, "samples_per_second") for name in (ASYNCHRONOUS, SYNCHRONOUS))
+    ahead, behind = (pick(name, "samples_per_second") for name in (ASYNCHRONOUS, SYNCHRONOUS))
+    if ahead:
         ratios = [ahead[seed] / behind[seed] for seed in ahead]
         found = interval(ratios)
         what = f"{ASYNCHRONOUS}: times the samples/s of {SYNCHRONOUS} ({len(ratios)} seeds): "
@@ -163,8 +145,6 @@ def main() -> None:
     parser.add_argument("--python", help="interpreter with sglang (default: .venv-sglang, made if it's absent)")
     parser.add_argument("--seeds", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--steps", type=int, default=40, help="(default: %(default)s)")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="(default: all)")
-    parser.add_argument("--apart", action="store_true", help="the first core is the trainer's, the others the servers'")
     parser.add_argument("--json", type=Path, help="write runs and versions to this file")
     parser.add_argument("--picture", type=Path, help="draw the reward curves into this file")
     args = parser.parse_args()
@@ -173,23 +153,20 @@ def main() -> None:
     from megatron_gspo.tools.sglang_environment import sglang_python
 
     python = args.python or sglang_python()
-    runs: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in args.variants}
+    runs: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in VARIANTS}
     machine = hardware()
-    every = sorted(os.sched_getaffinity(0))
-    trainers, servers_cores = (every[:1], every[1:]) if args.apart else (every, every)
     with tempfile.TemporaryDirectory() as folder:
         settings = ServerSettings(model=args.model, count=2, python=python, dtype="float32", log_dir=folder)
-        with running_on(servers_cores), LocalServers(settings) as servers:
+        with LocalServers(settings) as servers:
             for seed in range(1, args.seeds + 1):
-                for name in args.variants:
+                for name, changes in VARIANTS.items():
                     run_dir = Path(folder) / f"{seed}-{name.replace(' ', '-')}"
-                    train(args.model, run_dir, seed, args.steps, VARIANTS[name], servers.urls, trainers)
+                    train(args.model, run_dir, seed, args.steps, changes, servers.urls)
                     runs[name][seed] = read(run_dir)
                     say(f"seed {seed}, {name}: {runs[name][seed]['accuracy']:.1%}, "
                         f"{runs[name][seed]['samples_per_second']:.0f} samples/s")  # fmt: skip
                 if args.json:  # after each seed: this takes long
-                    more = {"hardware": machine, "versions": versions(), "steps": args.steps, "apart": args.apart,
-                            "table": summarise(runs)}
+                    more = {"hardware": machine, "versions": versions(), "steps": args.steps, "table": summarise(runs)}
                     args.json.write_text(json.dumps({"runs": runs, **more}, indent=1) + "\n")
     print("\n".join(summarise(runs)))
     if args.picture:
