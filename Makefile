@@ -31,10 +31,10 @@ demo: install
 compare: install
 	$(RUN) tools/compare_runs.py $(COMPARISON) $(ARGS)
 
-# JOBS processes take test files in turn; JOBS=0 is one process, for a debugger. test: every fourth layout, no slow tests.
+# JOBS processes take test files in turn; JOBS=0 is one process, for a debugger. test: every eighth layout, no slow tests.
 PYTEST = $(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 test: install
-	$(PYTEST) -m "not slow" --every 4 $(ARGS)
+	$(PYTEST) -m "not slow" --every 8 $(ARGS)
 
 test-all: install
 	$(PYTEST) $(ARGS)
