@@ -35,7 +35,6 @@ from megatron_gspo.rollout.sglang.http import Server, ServerError
 
 _PRIME_TOKENS = 64  # prompts at least so long are computed once, before the samples of a group begin
 _BACK_OFF, _LONGEST_BACK_OFF = 0.25, 15.0  # seconds before a request is repeated, doubling
-_SHORTEST = 0.05  # seconds for a request: 0 would be no deadline
 _PAUSE = 0.02  # seconds before a request that came back empty is sent again
 _INTERRUPT_SECONDS = 30.0  # what servers may take to give back what they have drawn
 
@@ -82,11 +81,11 @@ class Client:
         """
         failed, spent = 0, 0.0
         while not draft.done:
-            drawn, interruptions, began = draft.drawn, self._interruptions, time.monotonic()
+            drawn, interruptions = draft.drawn, self._interruptions
             try:
                 async with self.fleet.use(draft.prompt.length + draft.limit, near=None if failed else near) as member:
-                    began = time.monotonic()
-                    await self._ask(draft, member, sampling, seed, max(self.limits.in_all - spent, _SHORTEST))
+                    began = time.monotonic()  # the wait for a server isn't counted, and doesn't fail
+                    await self._ask(draft, member, sampling, seed, self.limits.in_all - spent)
                 if draft.drawn > drawn:
                     failed, spent = 0, 0.0
                     continue
