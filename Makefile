@@ -29,7 +29,7 @@ demo: install
 
 # GRPO, GRPO with Routing Replay and GSPO from one cold start, and one report of them. COMPARISON=... takes another file.
 compare: install
-	$(RUN) tools/compare_runs.py $(COMPARISON) $(ARGS)
+	$(RUN) tools/compare/__main__.py $(COMPARISON) $(ARGS)
 
 # JOBS processes take test files in turn; JOBS=0 is one process, for a debugger. test: every eighth layout, no slow tests.
 PYTEST = $(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
@@ -56,7 +56,7 @@ proof: install
 
 # Puts known defects back, one at a time, and fails if the tests let one pass.
 teeth: install
-	$(RUN) -m tests.teeth.run $(ARGS)
+	$(RUN) -m tests.seeded_bugs.run $(ARGS)
 
 # Ours beside its peers, twenty minutes on two quiet cores: results/latest.json. `make docs` brings the pages up to it.
 bench: install
@@ -74,7 +74,7 @@ mutate: install
 
 # Kills runs at random moments and resumes them; counts the ends that are bitwise equal.
 kill: install
-	$(RUN) -m megatron_gspo.tools.kill_and_resume $(ARGS)
+	$(RUN) -m tests.fault_injection.kill_and_resume $(ARGS)
 
 lint: install
 	$(VENV)/bin/ruff check .

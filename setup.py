@@ -37,12 +37,12 @@ setup(
     python_requires=">=3.10",
     packages=[
         *find_packages(include=["megatron_gspo", "megatron_gspo.*"]),
-        *(f"megatron_gspo.{name}" for name in MAPPED),
+        *(f"megatron_gspo.{name}" for name in find_packages(include=[part for top in MAPPED for part in (top, f"{top}.*")])),
     ],
     package_dir={f"megatron_gspo.{name}": name for name in MAPPED},
     package_data={
         "megatron_gspo.patches": ["README.md", "sglang_on_cpu/*"],
-        "megatron_gspo.comparison": ["report.html"],
+        "megatron_gspo.tools.compare": ["report.html"],
     },
     install_requires=[
         "torch>=2.6",

@@ -35,7 +35,7 @@ class Contest:
     """What is timed, on one policy; each method is a contestant, and leaves the policy as it is but for the steps."""
 
     def __init__(self, folder: Path, args: argparse.Namespace) -> None:
-        from megatron_gspo.mcore.groups import Layout, initialize
+        from megatron_gspo.mcore.process_groups import Layout, initialize
         from megatron_gspo.tools.make_tiny_model import write_tiny_model
 
         self.folder, self.number, self.begun = folder, 0, 0.0
@@ -47,7 +47,7 @@ class Contest:
 
     def step(self) -> None:
         from megatron_gspo.algorithms import preset
-        from megatron_gspo.mcore.step import Batching, compute_log_probs, train_mini_batch
+        from megatron_gspo.mcore.train_step import Batching, compute_log_probs, train_mini_batch
 
         batching = Batching(4096)
         compute_log_probs(self.policy, self.samples, batching, temperature=1.0, with_entropy=True)
@@ -59,7 +59,7 @@ class Contest:
 
     def begin(self) -> Any:
         """The first wait of the loop."""
-        from megatron_gspo.mcore.checkpoint import begin_save
+        from megatron_gspo.mcore.checkpoint.save_load import begin_save
 
         self.begun = time.time()
         return begin_save(self.policy, self.folder / "ours", self._next(), {}, keep=KEEP, check=self.number == 1)
@@ -70,18 +70,18 @@ class Contest:
         return max(file.stat().st_mtime for file in files) - self.begun
 
     def save(self) -> None:
-        from megatron_gspo.mcore.checkpoint import save_checkpoint
+        from megatron_gspo.mcore.checkpoint.save_load import save_checkpoint
 
         save_checkpoint(self.policy, self.folder / "ours", self._next(), {}, keep=KEEP)
 
     def load(self) -> None:
-        from megatron_gspo.mcore.checkpoint import load_checkpoint
+        from megatron_gspo.mcore.checkpoint.save_load import load_checkpoint
 
         load_checkpoint(self.policy, self.folder / "ours" / f"step_{self.number:06d}")
 
     def _sharded(self, is_loading: bool) -> dict[str, Any]:
         """As Megatron's own training script makes it, in the format that loads in any layout."""
-        from megatron_gspo.mcore.forward import unwrap
+        from megatron_gspo.mcore.forward_step import unwrap
 
         model = unwrap(self.policy.chunks[0]).sharded_state_dict()
         metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
@@ -99,7 +99,7 @@ class Contest:
     def megatron_load(self) -> None:
         from megatron.core import dist_checkpointing
 
-        from megatron_gspo.mcore.forward import unwrap
+        from megatron_gspo.mcore.forward_step import unwrap
 
         loaded = dist_checkpointing.load(self._sharded(True), str(self.folder / "megatron"))
         unwrap(self.policy.chunks[0]).load_state_dict(loaded["model"])

@@ -35,10 +35,10 @@ import psutil
 import torch
 
 from benchmarks.common import ROOT, Row, Spread, hardware, ratios, save_rows, say, table, versions
-from megatron_gspo.conversion import family_of, hugging_face_names, read_config
-from megatron_gspo.conversion.files import write_checkpoint
-from megatron_gspo.mcore.checkpoint_frame import checkpoint_frame
-from megatron_gspo.mcore.groups import Layout
+from megatron_gspo.mcore.checkpoint.checkpoint_metadata import checkpoint_frame
+from megatron_gspo.mcore.process_groups import Layout
+from megatron_gspo.models import family_of, hugging_face_names, read_config
+from megatron_gspo.models.hf_checkpoint import write_checkpoint
 
 MODEL = ROOT / "examples" / "qwen3_moe" / "models" / "Qwen3-30B-A3B"
 CONVERT = [sys.executable, "-m", "megatron_gspo.tools.convert"]

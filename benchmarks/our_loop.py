@@ -24,8 +24,8 @@ import megatron_gspo.train as training
 from megatron_gspo.config import Config
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.loop.timers import Timers
-from megatron_gspo.rollout.embedded import EmbeddedEngine
-from megatron_gspo.rollout.engine import SamplingParams
+from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
+from megatron_gspo.rollout.engine_protocol import SamplingParams
 
 NEVER = -1  # an end token that no vocabulary holds
 PHASES = {"train": "training", "generate": "generation", "log_probs": "scoring", "verify": "scoring",

@@ -27,13 +27,13 @@ import torch
 
 from benchmarks.common import SCHEMA, hardware, versions
 from megatron_gspo.config.sections import ParallelConfig
-from megatron_gspo.conversion import family_of
-from megatron_gspo.plan.activations import MicroBatch, Setting, peak_bytes
-from megatron_gspo.plan.layouts import name_of
-from megatron_gspo.plan.page import table
-from megatron_gspo.plan.states import exact_states
-from tests.distributed import run_distributed
-from tests.models import save_tiny_model, tiny_config
+from megatron_gspo.models import family_of
+from megatron_gspo.tools.plan.activations import MicroBatch, Setting, peak_bytes
+from megatron_gspo.tools.plan.layouts import name_of
+from megatron_gspo.tools.plan.model_states import exact_states
+from megatron_gspo.tools.plan.plan_report import table
+from tests.support.distributed import run_distributed
+from tests.support.tiny_models import save_tiny_model, tiny_config
 
 SIZES = dict(
     vocab_size=1027, hidden_size=96, num_attention_heads=8, num_key_value_heads=4, head_dim=16, intermediate_size=256,
@@ -143,7 +143,7 @@ def measure(rank: int, world_size: int, cases: list[tuple[Case, str]]) -> list[d
     """This rank's bytes and place in each case; all of the same world."""
     from megatron.core import parallel_state
 
-    from megatron_gspo.mcore.groups import Layout, initialize
+    from megatron_gspo.mcore.process_groups import Layout, initialize
 
     found = []
     for case, path in cases:
@@ -167,7 +167,7 @@ def _measure(case: Case, path: str, layout: Any, groups: Any) -> dict[str, Any]:
     from megatron_gspo.algorithms import preset
     from megatron_gspo.mcore.model import ModelSettings
     from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, build_policy
-    from megatron_gspo.mcore.step import Batching, cut, forward_backward, train_mini_batch
+    from megatron_gspo.mcore.train_step import Batching, cut, forward_backward, train_mini_batch
 
     parallel = case.parallel
     policy = build_policy(
@@ -210,8 +210,8 @@ def _optimizer_tensors(optimizers: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _count_expert_rows(policy: Any) -> list[int]:
-    from megatron_gspo.mcore.forward import unwrap
-    from megatron_gspo.mcore.routing_replay import moe_layers
+    from megatron_gspo.mcore.forward_step import unwrap
+    from megatron_gspo.mcore.routing_replay.router_hooks import moe_layers
 
     rows: list[int] = []
     for chunk in policy.chunks:

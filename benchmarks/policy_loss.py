@@ -61,9 +61,9 @@ def beside_peers(python: str, folder: Path, args: argparse.Namespace) -> list[Ro
 def loss_and_step(folder: Path, size: Size, groups: Any) -> dict[str, Callable[[], None]]:
     """The loss alone, from log-probs as leaves, over the micro-batches of a mini-batch; the whole step on it."""
     from megatron_gspo.algorithms import policy_loss, preset
-    from megatron_gspo.mcore.batches import micro_batches
-    from megatron_gspo.mcore.groups import Layout
-    from megatron_gspo.mcore.step import Batching, train_mini_batch
+    from megatron_gspo.mcore.micro_batches import micro_batches
+    from megatron_gspo.mcore.process_groups import Layout
+    from megatron_gspo.mcore.train_step import Batching, train_mini_batch
 
     policy = tiny_policy(str(folder), Layout(), groups)
     samples = make_samples(size.sequences, size.prompt, size.response, policy.shape.vocab_size)
@@ -88,7 +88,7 @@ def loss_and_step(folder: Path, size: Size, groups: Any) -> dict[str, Callable[[
 
 
 def shares(args: argparse.Namespace) -> list[Row]:
-    from megatron_gspo.mcore.groups import Layout, initialize
+    from megatron_gspo.mcore.process_groups import Layout, initialize
 
     groups, rows = initialize(Layout(), seed=0), []
     for name, size in STEPS.items():

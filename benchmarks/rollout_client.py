@@ -75,12 +75,12 @@ class Ours:
         from transformers import AutoTokenizer
 
         from megatron_gspo.data.sample import Prompt
-        from megatron_gspo.rollout.engine import SamplingParams
-        from megatron_gspo.rollout.sglang.answers import RouteLayout
+        from megatron_gspo.rollout.engine_protocol import SamplingParams
         from megatron_gspo.rollout.sglang.client import ModelFacts
-        from megatron_gspo.rollout.sglang.engine import EngineSettings, SGLangEngine
-        from megatron_gspo.rollout.sglang.fleet import FleetSettings
-        from megatron_gspo.rollout.sglang.weights import make_route
+        from megatron_gspo.rollout.sglang.response_parser import RouteLayout
+        from megatron_gspo.rollout.sglang.server_pool import FleetSettings
+        from megatron_gspo.rollout.sglang.sglang_engine import EngineSettings, SGLangEngine
+        from megatron_gspo.weight_transport.weight_update import make_route
 
         weights = load_file(model / "model.safetensors")
         tokenizer = AutoTokenizer.from_pretrained(model)
@@ -139,8 +139,8 @@ def flush(url: str) -> None:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """The whole result; a turn that isn't counted comes first."""
-    from megatron_gspo.rollout.sglang.launch import ServerSettings, on_cpu, server_environment, sglang_version
-    from megatron_gspo.rollout.sglang.servers import LocalServers
+    from megatron_gspo.servers.launch_command import ServerSettings, on_cpu, server_environment, sglang_version
+    from megatron_gspo.servers.server_processes import LocalServers
 
     machine = hardware()
     rates: dict[str, list[float]] = {"ours": [], "peer": []}

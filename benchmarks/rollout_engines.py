@@ -82,7 +82,7 @@ def read(run_dir: Path) -> dict[str, Any]:
 
 def summarise(runs: Mapping[str, Mapping[int, dict[str, Any]]]) -> list[str]:
     """The table, in Markdown, and the two verdicts."""
-    from megatron_gspo.comparison.statistics import interval, paired_difference
+    from megatron_gspo.tools.compare.statistics import interval, paired_difference
 
     def pick(name: str, key: str) -> dict[int, float]:
         return {seed: run[key] for seed, run in runs[name].items()}
@@ -148,8 +148,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write runs and versions to this file")
     parser.add_argument("--picture", type=Path, help="draw the reward curves into this file")
     args = parser.parse_args()
-    from megatron_gspo.rollout.sglang.launch import ServerSettings
-    from megatron_gspo.rollout.sglang.servers import LocalServers
+    from megatron_gspo.servers.launch_command import ServerSettings
+    from megatron_gspo.servers.server_processes import LocalServers
     from megatron_gspo.tools.sglang_environment import sglang_python
 
     python = args.python or sglang_python()

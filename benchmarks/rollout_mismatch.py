@@ -99,8 +99,8 @@ def main() -> None:
     parser.add_argument("--python", help="interpreter with sglang (default: .venv-sglang, made if it's absent)")
     parser.add_argument("--json", type=Path, help="write figures and versions to this file")
     args = parser.parse_args()
-    from megatron_gspo.rollout.sglang.launch import ServerSettings
-    from megatron_gspo.rollout.sglang.servers import LocalServers
+    from megatron_gspo.servers.launch_command import ServerSettings
+    from megatron_gspo.servers.server_processes import LocalServers
     from megatron_gspo.tools.sglang_environment import sglang_python
 
     python = args.python or sglang_python()

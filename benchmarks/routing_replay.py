@@ -27,13 +27,13 @@ TARGET = 1.03  # of an update with R2 to one without
 def contestants(path: str, args: argparse.Namespace) -> tuple[dict[str, Callable[[], None]], Any, list[Any]]:
     """The phases with and without routes, on one policy and the same samples; the routes' shape and the samples."""
     from megatron_gspo.algorithms import preset
-    from megatron_gspo.data.routes import RouteShape
-    from megatron_gspo.mcore.groups import Layout, initialize
     from megatron_gspo.mcore.model import ModelSettings
     from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, build_policy
-    from megatron_gspo.mcore.routing_pass import RoutingTask
-    from megatron_gspo.mcore.routing_results import collect_routes, routing_figures
-    from megatron_gspo.mcore.step import Batching, compute_log_probs, train_mini_batch
+    from megatron_gspo.mcore.process_groups import Layout, initialize
+    from megatron_gspo.mcore.routing_replay.replay_pass import RoutingTask
+    from megatron_gspo.mcore.routing_replay.replay_results import collect_routes, routing_figures
+    from megatron_gspo.mcore.train_step import Batching, compute_log_probs, train_mini_batch
+    from megatron_gspo.routing_replay.routes import RouteShape
 
     groups = initialize(Layout(), seed=0)
     policy = build_policy(path, Layout(), groups, model=ModelSettings(), data_parallel=DataParallelSettings(),
@@ -98,7 +98,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
 def byte_rows(samples: list[Any], shape: Any) -> list[Row]:
     """Bytes of a token's routes, kept in samples and packed for a pass, beside ids as a top-k gives them."""
     from megatron_gspo.data.packing import count_trained, pack
-    from megatron_gspo.data.routes import RouteShape
+    from megatron_gspo.routing_replay.routes import RouteShape
 
     kept = sum(sample.routed_experts.nbytes for sample in samples) / sum(sample.length - 1 for sample in samples)
     sequences, tokens = count_trained(samples)

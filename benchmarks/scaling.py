@@ -67,7 +67,7 @@ def fixed_lengths(samples: list[Any], response: int) -> list[Any]:
 
 def prepare_processes(rank: int, size: int, path: str, dimension: str) -> dict[str, Callable[[], None]]:
     """In every process of a world: the shared mini-batch, split along ``dimension``."""
-    from megatron_gspo.mcore.groups import Layout, initialize
+    from megatron_gspo.mcore.process_groups import Layout, initialize
 
     layout = Layout() if dimension == "data" else Layout(**{dimension: size})
     groups = initialize(layout, seed=0)
@@ -78,7 +78,7 @@ def prepare_processes(rank: int, size: int, path: str, dimension: str) -> dict[s
 
 def prepare_fits(rank: int, size: int, folder: str) -> dict[str, Callable[[], None]]:
     """In one process: every point of every fit, named ``fit/size/who``."""
-    from megatron_gspo.mcore.groups import Layout, initialize
+    from megatron_gspo.mcore.process_groups import Layout, initialize
 
     groups = initialize(Layout(), seed=0)
     policies: dict[int, Any] = {}

@@ -29,7 +29,7 @@ from benchmarks.common import Row, Seconds, count_row, run_from_command_line, sa
 from benchmarks.worlds import World, in_turns
 from megatron_gspo.algorithms.aggregation import segment_sums
 from megatron_gspo.algorithms.ratio import sequence_ratio
-from megatron_gspo.parallel.context import sum_over
+from megatron_gspo.parallel.context_parallel import sum_over
 
 OURS, REDUCED, GATHERED = "ours", "all-reduce a sequence", "all-gather a sequence"
 RANKS, SEQUENCES = (2, 4), (8, 64, 512)

@@ -63,7 +63,7 @@ def make_samples(count: int, prompt: int, response: int, vocabulary: int, seed: 
 def bare_forward_step(groups: Any) -> Callable[..., Any]:
     """A forward step whose loss is Megatron's own cross entropy, averaged over the trained tokens."""
     from megatron_gspo.mcore.attention import packed_sequences
-    from megatron_gspo.mcore.groups import compute_device
+    from megatron_gspo.mcore.process_groups import compute_device
 
     def forward_step(batches: Any, model: Any) -> Any:
         batch = next(batches).to(compute_device())
@@ -92,8 +92,8 @@ def tiny_policy(path: str, layout: Any, groups: Any) -> Any:
 def steps_of(policy: Any, samples: list[Any], max_tokens: int, *, peer: str) -> dict[str, Callable[[], None]]:
     """Forward and backward of a mini-batch on one policy: ``ours``, and bare Megatron's under the name ``peer``."""
     from megatron_gspo.algorithms import preset
-    from megatron_gspo.mcore.batches import micro_batches
-    from megatron_gspo.mcore.step import forward_backward, run_schedule
+    from megatron_gspo.mcore.micro_batches import micro_batches
+    from megatron_gspo.mcore.train_step import forward_backward, run_schedule
 
     batches = micro_batches(samples, policy.config, policy.groups, max_tokens=max_tokens, optional=("old_log_probs",))
     objective, bare_step = preset("gspo"), bare_forward_step(policy.groups)
@@ -114,7 +114,7 @@ def steps_of(policy: Any, samples: list[Any], max_tokens: int, *, peer: str) -> 
 
 def contestants(path: str, size: Size, groups: Any) -> dict[str, Callable[[], None]]:
     """Forward-backward of one mini-batch, ours and bare, on one policy."""
-    from megatron_gspo.mcore.groups import Layout
+    from megatron_gspo.mcore.process_groups import Layout
 
     policy = tiny_policy(path, Layout(), groups)
     samples = make_samples(size.sequences, size.prompt, size.response, policy.shape.vocab_size)
@@ -142,7 +142,7 @@ def write_model(folder: str, vocabulary: int | None) -> None:
 
 def measure(args: argparse.Namespace) -> list[Row]:
     """A row for each size: ours against bare."""
-    from megatron_gspo.mcore.groups import Layout, initialize
+    from megatron_gspo.mcore.process_groups import Layout, initialize
 
     torch.set_num_threads(1)
     groups = initialize(Layout(), seed=0)

@@ -32,9 +32,9 @@ def prepare(rank: int, size: int, path: str, sizes: dict[str, int], facts: str) 
     import torch
     import torch.distributed as dist
 
-    from megatron_gspo.mcore.groups import Layout, initialize
     from megatron_gspo.mcore.model import ModelSettings
     from megatron_gspo.mcore.policy import DataParallelSettings, build_policy
+    from megatron_gspo.mcore.process_groups import Layout, initialize
 
     layout = Layout(**sizes)
     policy = build_policy(path, layout, initialize(layout, seed=0), model=ModelSettings(),

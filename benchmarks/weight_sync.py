@@ -86,8 +86,8 @@ class Contest:
     """The updates that are compared; each call moves all weights. `memory`: MiB above the start, by contestant."""
 
     def __init__(self, url: str, weights: dict[str, torch.Tensor], folder: Path, bucket_bytes: int) -> None:
-        from megatron_gspo.rollout.sglang.http import EventLoop, Server, open_session
-        from megatron_gspo.rollout.sglang.weights import make_route
+        from megatron_gspo.servers.http_client import EventLoop, Server, open_session
+        from megatron_gspo.weight_transport.weight_update import make_route
 
         self.loop = EventLoop()
         self.session = self.loop.run(open_session())
@@ -111,7 +111,7 @@ class Contest:
         return seconds
 
     def ours(self, name: str) -> None:
-        from megatron_gspo.rollout.sglang.weights import update_servers
+        from megatron_gspo.weight_transport.weight_update import update_servers
 
         failures = update_servers(
             self.loop, [self.server], self.weights.items(), self.routes[name],
@@ -191,8 +191,8 @@ def run(args: argparse.Namespace, start: Callable[..., Any]) -> dict[str, Any]:
 
 
 def main() -> int:
-    from megatron_gspo.rollout.sglang.launch import ServerSettings
-    from megatron_gspo.rollout.sglang.servers import LocalServers
+    from megatron_gspo.servers.launch_command import ServerSettings
+    from megatron_gspo.servers.server_processes import LocalServers
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sglang-python", required=True, help="interpreter of an environment with sglang")

@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.common import ROOT, Seconds, by_turns
 
 Prepare = Callable[..., Mapping[str, Callable[[], None]]]  # (rank, size, *args) -> what can be timed, by name
-SLOW_IMPORTS = ["torch", "torch.distributed", "transformers", "megatron_gspo.mcore.step"]
+SLOW_IMPORTS = ["torch", "torch.distributed", "transformers", "megatron_gspo.mcore.train_step"]
 
 
 @functools.cache

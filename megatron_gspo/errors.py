@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 
 class UserError(Exception):
@@ -32,6 +33,10 @@ class InputError(UserError, ValueError):
 
 class RunError(UserError, RuntimeError):
     """A run that can't go on."""
+
+
+class EngineError(RunError):
+    """A rollout engine that fails or breaks its protocol; one line that names prompt, sample and field."""
 
 
 class DiskError(RunError):
@@ -89,3 +94,10 @@ def existing_part(path: str | Path) -> Path:
     while not found.exists():
         found = found.parent
     return found
+
+
+def describe_value(value: Any) -> str:
+    """A value's type, with dtype and dimensions for an array."""
+    if hasattr(value, "ndim"):
+        return f"a {value.ndim}-d {value.dtype} array"
+    return type(value).__name__

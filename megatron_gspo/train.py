@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_gspo.config import Config, ConfigError, from_command_line
 from megatron_gspo.config.cli import refuse
-from megatron_gspo.conversion.files import write_checkpoint
+from megatron_gspo.errors import EngineError
 from megatron_gspo.loop.assemble import Run, assemble
 from megatron_gspo.loop.dry_run import describe, dry_run
 from megatron_gspo.loop.evaluate import evaluate
@@ -27,9 +27,9 @@ from megatron_gspo.loop.servers import server_counts, sync_weights
 from megatron_gspo.loop.stop import stop_on_signal
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.loop.update import update
-from megatron_gspo.mcore.groups import shutdown
-from megatron_gspo.rollout.check import EngineError
-from megatron_gspo.rollout.engine import RolloutEngine
+from megatron_gspo.mcore.process_groups import shutdown
+from megatron_gspo.models.hf_checkpoint import write_checkpoint
+from megatron_gspo.rollout.engine_protocol import RolloutEngine
 
 USAGE = """torchrun --nproc-per-node N -m megatron_gspo.train CONFIG.yaml [key=value ...]
 Trains a Hugging Face model with GSPO or a relative on Megatron-Core; everything goes to run_dir.

@@ -183,29 +183,29 @@ DEFECTS = (
         lambda s: not s.transformer_engine and s.has_config,
     ),
     Defect(
-        "`mcore/forward.py`: refuses `calculate_per_token_loss`", "all",
+        "`mcore/forward_step.py`: refuses `calculate_per_token_loss`", "all",
         "the schedule would divide a loss that is already normalised", lambda s: True, is_defect=False,
     ),
     Defect(
-        "`mcore/checkpoint.py`: results in process", _ANY,
+        "`mcore/checkpoint/save_load.py`: results in process", _ANY,
         "a save spawns a process on every rank that imports the program again and outlives a killed rank",
         lambda s: s.has_config,
     ),
     Defect(
-        "`mcore/checkpoint.py`: files of rank 0", _ANY,
+        "`mcore/checkpoint/save_load.py`: files of rank 0", _ANY,
         "where rank 0 can't write its own file of a checkpoint, the other ranks wait in a collective",
         lambda s: s.has_config and s.world_size > 1,
     ),
     Defect(
-        "`mcore/checkpoint.py`: optimizer state without its common part", _ANY,
+        "`mcore/checkpoint/save_load.py`: optimizer state without its common part", _ANY,
         "the common part of a checkpoint fits its own layout only", lambda s: s.has_config,
     ),
     Defect(
-        "`mcore/routing_replay.py`: `RouteGate`, `refuse_bypasses`", _ANY,
+        "`mcore/routing_replay/router_hooks.py`: `RouteGate`, `refuse_bypasses`", _ANY,
         "a fused router returns before it asks for routes, so that replay is silently off", lambda s: s.replay,
     ),
     Defect(
-        "`mcore/routing_replay.py`: routes with the micro-batch", _ANY,
+        "`mcore/routing_replay/router_hooks.py`: routes with the micro-batch", _ANY,
         "routes of recomputations are popped in the order in which they were set, right for some schedules only",
         lambda s: s.replay,
     ),
@@ -219,13 +219,13 @@ DEFECTS = (
         lambda s: True,
     ),
     Defect(
-        "`rollout/sglang/launch.py`: `--disable-overlap-schedule`",
+        "`servers/launch_command.py`: `--disable-overlap-schedule`",
         "sglang 0.5.15.post1 on a machine without a GPU (chosen below 0.5.23)",
         "more than half of the routed experts' rows are silently wrong",
         lambda s: bool(s.sglang) and s.sglang < (0, 5, 23) and s.starts_servers and s.servers_on_cpu, all_versions=True,
     ),
     Defect(
-        "`rollout/sglang/launch.py`: `server_environment`", "all",
+        "`servers/launch_command.py`: `server_environment`", "all",
         "a server that inherits torchrun's environment waits for a store that nobody serves",
         lambda s: s.starts_servers,
     ),

@@ -17,15 +17,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from megatron_gspo.comparison.cold_start import (
+from megatron_gspo.config import load_config
+from megatron_gspo.tools.compare.cold_start import (
     INSTRUCTION,
     held_out_and_training,
     imitate,
     train,
     write_demonstrations,
 )
-from megatron_gspo.comparison.plan import ColdStartFiles
-from megatron_gspo.config import load_config
+from megatron_gspo.tools.compare.study_plan import ColdStartFiles
 from megatron_gspo.tools.make_tiny_model import write_tiny_model
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "qwen3_moe"

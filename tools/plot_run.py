@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron_gspo.tracking.picture import draw_curves
+from megatron_gspo.tracking.plots import draw_curves
 from megatron_gspo.tracking.run_directory import read_metrics
 
 

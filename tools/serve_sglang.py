@@ -18,8 +18,8 @@ from pathlib import Path
 
 from megatron_gspo.config.load import split_server_arguments
 from megatron_gspo.errors import InputError, UserError
-from megatron_gspo.rollout.sglang.launch import LOOPBACK, ServerSettings
-from megatron_gspo.rollout.sglang.servers import LocalServers
+from megatron_gspo.servers.launch_command import LOOPBACK, ServerSettings
+from megatron_gspo.servers.server_processes import LocalServers
 
 _LOOK_EVERY = 1.0  # seconds
 

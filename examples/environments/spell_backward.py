@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from megatron_gspo.data.sample import Prompt
-from megatron_gspo.rollout.environment import Turn
+from megatron_gspo.environments.environment import Turn
 
 
 class SpellBackward:

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_gspo.algorithms import group_advantages, preset
 from megatron_gspo.data.packing import pack
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.mcore.forward import (
+from megatron_gspo.mcore.forward_step import (
     policy_forward_step,  # first: lets Megatron-Core run where there is no GPU
 )
 from megatron_gspo.mcore.layers import block_spec

@@ -277,7 +277,7 @@ def check_model(config: Config, hf: dict[str, Any]) -> None:
     if kind not in MODEL_TYPES:
         problem = f"its config.json has model_type {show(kind)}"
         raise ConfigError("model.path", config.model.path, problem, f"use one of {', '.join(MODEL_TYPES)}")
-    from megatron_gspo.conversion.shape import ModelError, check_sizes  # loads torch, which --help does without
+    from megatron_gspo.models.model_shape import ModelError, check_sizes  # loads torch, which --help does without
 
     try:
         check_sizes(hf)

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_gspo.config.base import MISSING, ConfigError, show
+from megatron_gspo.config.server_urls import check_url, without_password
 from megatron_gspo.config.sglang_section import SGLangConfig
 from megatron_gspo.config.task_sections import RolloutConfig
-from megatron_gspo.rollout.sglang.urls import check_url, without_password
 
 if TYPE_CHECKING:
     from megatron_gspo.config.schema import Config

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_gspo.data.routes import RouteShape, spread_routes
-from megatron_gspo.data.sample import Sample, route_fault
+from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.schedule import ScheduleReport, padded_length, schedule, schedule_report
-from megatron_gspo.parallel.context import zigzag_indices
+from megatron_gspo.parallel.context_parallel import zigzag_indices
+from megatron_gspo.routing_replay.routes import RouteShape, route_fault, spread_routes
 
 __all__ = [
     "OPTIONAL_FIELDS",

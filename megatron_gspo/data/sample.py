@@ -10,6 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from megatron_gspo.errors import describe_value
+from megatron_gspo.routing_replay.routes import route_fault
+
 FINISH_REASONS = ("stop", "length", "abort")
 _LOG_PROB_FIELDS = ("rollout_log_probs", "old_log_probs", "ref_log_probs")
 
@@ -180,27 +183,6 @@ def version_spans(versions: np.ndarray) -> list[list[int]]:
     return [[version, len(list(tokens))] for version, tokens in groupby(versions.tolist())]
 
 
-def route_fault(sample: Sample) -> str:
-    """Why routed_experts and route_holes aren't what `Sample` documents; empty where they are, or are None."""
-    experts, holes = sample.routed_experts, sample.route_holes
-    if experts is None:
-        return "" if holes is None else "route_holes is given without routed_experts; give both or neither"
-    if not isinstance(experts, np.ndarray) or experts.ndim != 3:
-        return f"routed_experts is {_describe(experts)}; it must be a [tokens - 1, layers, k] numpy array"
-    if experts.dtype.kind != "u":
-        return f"routed_experts is {_describe(experts)}; make it unsigned with data.routes.as_routes"
-    rows = sample.length - 1
-    if experts.shape[0] != rows:
-        fix = f"give {rows}, one for each token but the last, of this very tokenisation"
-        return f"routed_experts has {experts.shape[0]} rows for {sample.length} tokens; {fix}"
-    if holes is None:
-        return ""
-    if not isinstance(holes, np.ndarray) or holes.dtype != np.bool_ or holes.shape != (rows,):
-        found = f"{_describe(holes)} of shape {list(np.shape(holes))}"
-        return f"route_holes is {found}; it must be a [{rows}] bool numpy array, one for each row of routed_experts"
-    return ""
-
-
 def json_able(value: Any) -> Any:
     """`value` as `json.dumps` takes it: arrays become lists, sets sorted lists, NaN and inf None.
 
@@ -227,7 +209,7 @@ def json_able(value: Any) -> Any:
 
 def _check_ids(ids: Any, where: str, name: str) -> None:
     if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype != np.int64:
-        raise ValueError(f"{where}: {name} is {_describe(ids)}; it must be a 1-d int64 numpy array")
+        raise ValueError(f"{where}: {name} is {describe_value(ids)}; it must be a 1-d int64 numpy array")
     if ids.size and ids.min() < 0:
         raise ValueError(f"{where}: {name} has the negative id {ids.min()}; token ids start at 0")
 
@@ -235,12 +217,6 @@ def _check_ids(ids: Any, where: str, name: str) -> None:
 def _check_array(values: Any, shape: tuple[int, ...], dtype: type, where: str, name: str) -> None:
     if not isinstance(values, np.ndarray) or values.dtype != dtype:
         wanted = np.dtype(dtype).name
-        raise ValueError(f"{where}: {name} is {_describe(values)}; it must be a {wanted} numpy array")
+        raise ValueError(f"{where}: {name} is {describe_value(values)}; it must be a {wanted} numpy array")
     if values.shape != shape:
         raise ValueError(f"{where}: {name} has shape {values.shape}; the response has {shape[0]} tokens")
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, np.ndarray):
-        return f"a {value.ndim}-d {value.dtype} array"
-    return type(value).__name__

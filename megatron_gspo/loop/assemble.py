@@ -13,24 +13,24 @@ from transformers.utils.logging import disable_progress_bar
 
 from megatron_gspo.algorithms import Objective
 from megatron_gspo.config import Config, ConfigError
-from megatron_gspo.conversion import ModelError, ModelShape, check_names, family_of, read_config
-from megatron_gspo.conversion.files import CheckpointReader
 from megatron_gspo.data.prompts import PromptError, PromptFormat, PromptSource, load_prompts
-from megatron_gspo.data.rewards import RewardScorer
-from megatron_gspo.data.routes import RouteShape
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.data.tasks import TaskSpec, load_task
+from megatron_gspo.environments.environment_pool import EnvironmentPool
 from megatron_gspo.errors import first_line
 from megatron_gspo.loop.engines import build_engines
 from megatron_gspo.loop.timers import UpdateClock
-from megatron_gspo.mcore.groups import Layout, initialize
 from megatron_gspo.mcore.model import ModelSettings
 from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, Policy, build_policy
-from megatron_gspo.mcore.step import Batching
-from megatron_gspo.rollout.engine import RolloutEngine, SamplingParams
-from megatron_gspo.rollout.environment_pool import EnvironmentPool
-from megatron_gspo.rollout.sglang.engine import SGLangEngine
-from megatron_gspo.rollout.sglang.stream import Stream
+from megatron_gspo.mcore.process_groups import Layout, initialize
+from megatron_gspo.mcore.train_step import Batching
+from megatron_gspo.models import ModelError, ModelShape, check_names, family_of, read_config
+from megatron_gspo.models.hf_checkpoint import CheckpointReader
+from megatron_gspo.rewards.scorer import RewardScorer
+from megatron_gspo.rollout.engine_protocol import RolloutEngine, SamplingParams
+from megatron_gspo.rollout.sglang.request_stream import Stream
+from megatron_gspo.rollout.sglang.sglang_engine import SGLangEngine
+from megatron_gspo.routing_replay.routes import RouteShape
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 

@@ -16,20 +16,20 @@ from transformers import AutoConfig
 
 from megatron_gspo.config import Config, ConfigError
 from megatron_gspo.config.sglang_section import SGLangConfig
-from megatron_gspo.conversion import ModelShape, read_config
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.errors import first_line
-from megatron_gspo.mcore.groups import compute_device
-from megatron_gspo.rollout.demonstrations import DemonstrationEngine
-from megatron_gspo.rollout.embedded import EmbeddedEngine
-from megatron_gspo.rollout.engine import RolloutEngine, SamplingParams, end_tokens
-from megatron_gspo.rollout.sglang.answers import RouteLayout
+from megatron_gspo.mcore.process_groups import compute_device
+from megatron_gspo.models import ModelShape, read_config
+from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
+from megatron_gspo.rollout.engine_protocol import RolloutEngine, SamplingParams, end_tokens
+from megatron_gspo.rollout.sft_engine import DemonstrationEngine
 from megatron_gspo.rollout.sglang.client import ModelFacts, RequestLimits
-from megatron_gspo.rollout.sglang.engine import EngineSettings, SGLangEngine
-from megatron_gspo.rollout.sglang.fleet import FleetSettings
-from megatron_gspo.rollout.sglang.launch import ServerSettings
-from megatron_gspo.rollout.sglang.servers import LocalServers
-from megatron_gspo.rollout.sglang.weights import make_route
+from megatron_gspo.rollout.sglang.response_parser import RouteLayout
+from megatron_gspo.rollout.sglang.server_pool import FleetSettings
+from megatron_gspo.rollout.sglang.sglang_engine import EngineSettings, SGLangEngine
+from megatron_gspo.servers.launch_command import ServerSettings
+from megatron_gspo.servers.server_processes import LocalServers
+from megatron_gspo.weight_transport.weight_update import make_route
 
 
 class Bystander:

@@ -8,9 +8,9 @@ from megatron_gspo.loop.assemble import Run
 from megatron_gspo.loop.rollouts import rollout_seed
 from megatron_gspo.loop.scoring import require_scores, sample_and_score
 from megatron_gspo.loop.timers import Timers
-from megatron_gspo.mcore.random_state import EVALUATION, seed_generators
-from megatron_gspo.rollout.engine import SamplingParams
-from megatron_gspo.rollout.evaluation import mean_at_k, pass_at_k
+from megatron_gspo.mcore.seeding import EVALUATION, seed_generators
+from megatron_gspo.rollout.engine_protocol import SamplingParams
+from megatron_gspo.rollout.pass_at_k import mean_at_k, pass_at_k
 
 # Apart from every training step's seed and the same at every evaluation, so that two evaluations differ by the weights.
 _EVALUATION_STREAM = 2**31 - 1

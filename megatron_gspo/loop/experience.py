@@ -27,8 +27,8 @@ from megatron_gspo.loop.scoring import attach_advantages, mask, varied
 from megatron_gspo.loop.staleness import staleness
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.loop.turns import turn_metrics
-from megatron_gspo.mcore.random_state import ROLLOUT, UPDATE, seed_generators
-from megatron_gspo.mcore.step import compute_log_probs
+from megatron_gspo.mcore.seeding import ROLLOUT, UPDATE, seed_generators
+from megatron_gspo.mcore.train_step import compute_log_probs
 
 
 @dataclass(frozen=True)

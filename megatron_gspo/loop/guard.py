@@ -25,8 +25,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_gspo.errors import UserError, first_line
-from megatron_gspo.mcore.checkpoint_files import newest_checkpoint
-from megatron_gspo.mcore.groups import shutdown, start
+from megatron_gspo.mcore.checkpoint.checkpoint_files import newest_checkpoint
+from megatron_gspo.mcore.process_groups import shutdown, start
 
 _KEY, _SEEN = "guard/failure", "guard/seen"
 _POLL = 1.0  # seconds between two looks into the store

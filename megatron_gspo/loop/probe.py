@@ -6,12 +6,12 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_gspo.data.sample import Prompt, Sample
+from megatron_gspo.errors import EngineError
 from megatron_gspo.loop.assemble import Run
 from megatron_gspo.loop.engines import log_servers
 from megatron_gspo.loop.servers import is_central, on_first
 from megatron_gspo.loop.timers import Timers
-from megatron_gspo.mcore.step import compute_log_probs
-from megatron_gspo.rollout.check import EngineError
+from megatron_gspo.mcore.train_step import compute_log_probs
 
 _PROMPTS = 4
 

@@ -21,10 +21,10 @@ from megatron_gspo.loop.rollouts import ledger
 from megatron_gspo.loop.routing import StepRouting
 from megatron_gspo.loop.scoring import FAILURE
 from megatron_gspo.loop.update import Update, writes_ratios
-from megatron_gspo.tracking.environment import describe_environment
-from megatron_gspo.tracking.picture import draw_run
+from megatron_gspo.tracking.plots import draw_run
 from megatron_gspo.tracking.progress import Progress
 from megatron_gspo.tracking.run_directory import RunDirectory, spread
+from megatron_gspo.tracking.run_environment import describe_environment
 from megatron_gspo.tracking.trackers import RunInfo, make_trackers
 
 

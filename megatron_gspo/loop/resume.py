@@ -16,14 +16,14 @@ from typing import Any
 from megatron_gspo.loop.assemble import Run
 from megatron_gspo.loop.rollout_buffer import Place
 from megatron_gspo.loop.servers import is_central, sync_weights
-from megatron_gspo.mcore.checkpoint import load_checkpoint, on_first_rank
-from megatron_gspo.mcore.checkpoint_files import (
+from megatron_gspo.mcore.checkpoint.checkpoint_files import (
     CheckpointError,
     newest_checkpoint,
     read_state,
     remove_leftovers,
     remove_old,
 )
+from megatron_gspo.mcore.checkpoint.save_load import load_checkpoint, on_first_rank
 
 _PATIENCE = 20.0  # seconds that the processes of a killed run may take to end
 

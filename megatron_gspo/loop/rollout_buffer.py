@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.loop.assemble import Run
-from megatron_gspo.mcore.checkpoint_files import ROLLOUTS
-from megatron_gspo.rollout.spread import decode_samples, encode_samples
+from megatron_gspo.mcore.checkpoint.checkpoint_files import ROLLOUTS
+from megatron_gspo.rollout.sample_exchange import decode_samples, encode_samples
 
 _FILE = ROLLOUTS  # a line of JSON, then the samples as they travel between ranks
 

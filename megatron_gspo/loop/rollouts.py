@@ -27,7 +27,7 @@ from megatron_gspo.loop.rollout_buffer import Place, Rollout
 from megatron_gspo.loop.scoring import require_scores, sample_and_score, score, varied
 from megatron_gspo.loop.servers import on_first, take
 from megatron_gspo.loop.timers import Timers
-from megatron_gspo.rollout.spread import generate_spread
+from megatron_gspo.rollout.sample_exchange import generate_spread
 
 
 def rollout_seed(seed: int, step: int) -> int:

@@ -15,13 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from megatron_gspo.data.routes import RouteShape, check_routes
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.loop.assemble import Run
 from megatron_gspo.loop.timers import Timers
-from megatron_gspo.mcore.routing_pass import RoutingPass, RoutingTask
-from megatron_gspo.mcore.routing_results import RoutingFigures, collect_flips, collect_routes, routing_figures
-from megatron_gspo.mcore.step import compute_log_probs
+from megatron_gspo.mcore.routing_replay.replay_pass import RoutingPass, RoutingTask
+from megatron_gspo.mcore.routing_replay.replay_results import (
+    RoutingFigures,
+    collect_flips,
+    collect_routes,
+    routing_figures,
+)
+from megatron_gspo.mcore.train_step import compute_log_probs
+from megatron_gspo.routing_replay.routes import RouteShape, check_routes
 from megatron_gspo.tracking.run_directory import spread
 
 

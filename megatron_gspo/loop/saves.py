@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from megatron_gspo.errors import EngineError
 from megatron_gspo.loop.assemble import Run
 from megatron_gspo.loop.resume import LoopState, checkpoint_folder
 from megatron_gspo.loop.servers import is_central
 from megatron_gspo.loop.timers import Timers
-from megatron_gspo.mcore.checkpoint import WAITING_WRITERS, Save, begin_save
-from megatron_gspo.rollout.check import EngineError
+from megatron_gspo.mcore.checkpoint.save_load import WAITING_WRITERS, Save, begin_save
 
 
 class Saves:

@@ -26,17 +26,17 @@ import torch
 import torch.distributed as dist
 
 from megatron_gspo.algorithms import group_advantages, kl_penalty, overlong_penalty, zero_variance_groups
-from megatron_gspo.data.rewards import FAILURE
 from megatron_gspo.data.sample import Prompt, Sample
-from megatron_gspo.data.verifiers import VerifierError
 from megatron_gspo.loop.assemble import Run
 from megatron_gspo.loop.servers import generate as generate_on_servers
 from megatron_gspo.loop.servers import is_central
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.loop.turns import advantages_by_turn, generate_episodes, score_episodes
-from megatron_gspo.mcore.groups import compute_device
-from megatron_gspo.rollout.engine import RolloutEngine, SamplingParams
-from megatron_gspo.rollout.spread import generate_spread
+from megatron_gspo.mcore.process_groups import compute_device
+from megatron_gspo.rewards.scorer import FAILURE
+from megatron_gspo.rewards.verifiers import VerifierError
+from megatron_gspo.rollout.engine_protocol import RolloutEngine, SamplingParams
+from megatron_gspo.rollout.sample_exchange import generate_spread
 
 
 def sample_and_score(

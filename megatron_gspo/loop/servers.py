@@ -13,15 +13,15 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_gspo.data.sample import Prompt, Sample
-from megatron_gspo.errors import UserError, first_line
+from megatron_gspo.errors import EngineError, UserError, first_line
 from megatron_gspo.loop.assemble import Run
 from megatron_gspo.loop.engines import log_servers
-from megatron_gspo.mcore.groups import compute_device
-from megatron_gspo.rollout.check import EngineError, check_samples
-from megatron_gspo.rollout.engine import RolloutEngine, SamplingParams
-from megatron_gspo.rollout.sglang.fleet import FleetError
-from megatron_gspo.rollout.sglang.stream import Stream, WeightsWanted
-from megatron_gspo.rollout.spread import broadcast_samples
+from megatron_gspo.mcore.process_groups import compute_device
+from megatron_gspo.rollout.engine_protocol import RolloutEngine, SamplingParams
+from megatron_gspo.rollout.sample_checks import check_samples
+from megatron_gspo.rollout.sample_exchange import broadcast_samples
+from megatron_gspo.rollout.sglang.request_stream import Stream, WeightsWanted
+from megatron_gspo.rollout.sglang.server_pool import FleetError
 
 _PATIENCE = 20.0  # seconds between two words of the first rank
 _PAUSE = 1.0  # seconds before an update of the weights that no server took is tried again

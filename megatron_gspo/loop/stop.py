@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from megatron_gspo.mcore.groups import compute_device
+from megatron_gspo.mcore.process_groups import compute_device
 
 
 @contextmanager

@@ -15,18 +15,18 @@ import torch.distributed as dist
 from megatron_gspo.algorithms import turn_advantages
 from megatron_gspo.config import Config
 from megatron_gspo.config.task_sections import AlgorithmConfig
-from megatron_gspo.data.rewards import FAILURE
 from megatron_gspo.data.sample import Prompt, Sample
-from megatron_gspo.data.turns import spans, with_spans
+from megatron_gspo.data.turn_spans import spans, with_spans
+from megatron_gspo.environments.episode_engine import EpisodeEngine
+from megatron_gspo.environments.episodes import EpisodeRules, Overlapping, Request, make_episodes
 from megatron_gspo.loop.assemble import Run
 from megatron_gspo.loop.servers import is_central, on_first, sync_weights
-from megatron_gspo.mcore.groups import compute_device
-from megatron_gspo.rollout.check import check_samples
-from megatron_gspo.rollout.engine import RolloutEngine, SamplingParams
-from megatron_gspo.rollout.episode_engine import EpisodeEngine
-from megatron_gspo.rollout.episodes import EpisodeRules, Overlapping, Request, make_episodes
-from megatron_gspo.rollout.sglang.stream import WeightsWanted
-from megatron_gspo.rollout.spread import broadcast_samples, generate_spread
+from megatron_gspo.mcore.process_groups import compute_device
+from megatron_gspo.rewards.scorer import FAILURE
+from megatron_gspo.rollout.engine_protocol import RolloutEngine, SamplingParams
+from megatron_gspo.rollout.sample_checks import check_samples
+from megatron_gspo.rollout.sample_exchange import broadcast_samples, generate_spread
+from megatron_gspo.rollout.sglang.request_stream import WeightsWanted
 
 _PATIENCE = 10.0  # seconds between two words of the first rank
 

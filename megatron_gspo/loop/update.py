@@ -16,7 +16,7 @@ from megatron_gspo.loop.assemble import Run
 from megatron_gspo.loop.mismatch import mismatch
 from megatron_gspo.loop.routing import StepRouting, update_task
 from megatron_gspo.loop.timers import Timers
-from megatron_gspo.mcore.step import StepResult, train_mini_batch
+from megatron_gspo.mcore.train_step import StepResult, train_mini_batch
 
 
 def mini_batches(count: int, size: int, *, seed: int, step: int, epoch: int) -> list[list[int]]:

@@ -17,8 +17,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_gspo.mcore.operators import gather_slots, rotate, spread
-from megatron_gspo.mcore.routing_replay import RouteTable
-from megatron_gspo.parallel.context import all_gather_tokens, zigzag_indices
+from megatron_gspo.mcore.routing_replay.router_hooks import RouteTable
+from megatron_gspo.parallel.context_parallel import all_gather_tokens, zigzag_indices
 
 # Sequences share a padded batch while the longest is at most this much longer than the shortest: bounds the padding
 # of the attention core without giving every sequence a kernel of its own.

@@ -10,10 +10,10 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_gspo.conversion.shape import ModelShape, padded_vocab_size
-from megatron_gspo.mcore.groups import Groups, Layout
 from megatron_gspo.mcore.layers import block_spec, transformer_engine_available, use_own_operators
-from megatron_gspo.mcore.routing_replay import attach_gates
+from megatron_gspo.mcore.process_groups import Groups, Layout
+from megatron_gspo.mcore.routing_replay.router_hooks import attach_gates
+from megatron_gspo.models.model_shape import ModelShape, padded_vocab_size
 from megatron_gspo.patches import expert_gradients
 
 
@@ -120,7 +120,7 @@ def use_transformer_engine(settings: ModelSettings) -> bool:
 
 
 def _on_paper() -> bool:
-    """Whether models are built without memory (`mcore/paper.py`)."""
+    """Whether models are built without memory (`mcore/meta_device.py`)."""
     return torch.get_default_device().type == "meta"
 
 

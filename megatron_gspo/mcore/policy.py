@@ -13,11 +13,11 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from megatron_gspo.conversion import Family, ModelShape, family_of, read_config
-from megatron_gspo.mcore.forward import unwrap
-from megatron_gspo.mcore.groups import Groups, Layout
+from megatron_gspo.mcore.forward_step import unwrap
+from megatron_gspo.mcore.hf_weights import export_weights, load_weights
 from megatron_gspo.mcore.model import ModelSettings, build_model
-from megatron_gspo.mcore.weights import export_weights, load_weights
+from megatron_gspo.mcore.process_groups import Groups, Layout
+from megatron_gspo.models import Family, ModelShape, family_of, read_config
 
 
 @dataclass(frozen=True)

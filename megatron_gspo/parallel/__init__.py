@@ -4,9 +4,9 @@ torch and torch.distributed only. Process groups are arguments; ``None`` is a gr
 world.
 """
 
-from megatron_gspo.parallel.context import all_gather_tokens, sum_over, zigzag_indices
+from megatron_gspo.parallel.context_parallel import all_gather_tokens, sum_over, zigzag_indices
 from megatron_gspo.parallel.log_probs import log_probs_from_hidden
-from megatron_gspo.parallel.metrics import reduce_metrics
+from megatron_gspo.parallel.metric_reduction import reduce_metrics
 
 __all__ = [
     "all_gather_tokens",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.train.run import tiny_model
+from tests.support.training_runs import tiny_model
 
 
 @pytest.fixture(scope="session")

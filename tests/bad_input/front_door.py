@@ -17,9 +17,9 @@ import yaml
 
 from megatron_gspo.config import Config
 from megatron_gspo.loop.guard import run_guarded
-from megatron_gspo.rollout.engine import RolloutEngine
+from megatron_gspo.rollout.engine_protocol import RolloutEngine
 from megatron_gspo.train import main, train
-from tests.train.run import WORD, base_config
+from tests.support.training_runs import WORD, base_config
 
 LIMIT = 120.0  # seconds
 VERIFIER = Path(__file__).parents[1] / "train" / "verifier.py"

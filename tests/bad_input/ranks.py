@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from megatron_gspo.train import main
-from tests.distributed import end_process, fork_server
+from tests.support.distributed import end_process, fork_server
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_gspo.conversion.files import CheckpointReader, write_checkpoint
+from megatron_gspo.models.hf_checkpoint import CheckpointReader, write_checkpoint
 from tests.bad_input.front_door import ROWS, Case, check, small_config, start, write_rows
 
 WEIGHTS = "model.safetensors"

@@ -130,7 +130,7 @@ RESTS = """
 import sys
 from pathlib import Path
 from megatron_gspo.loop.guard import _Guard
-from megatron_gspo.mcore.groups import start
+from megatron_gspo.mcore.process_groups import start
 
 watching = _Guard(start(backend="gloo", timeout_minutes=1.0), Path())
 watching.rest()

@@ -9,7 +9,7 @@ import pytest
 
 from tests.bad_input.front_door import Case, check, small_config, start, with_engine
 from tests.bad_input.test_rollouts import MyEngine
-from tests.train.run import records
+from tests.support.training_runs import records
 
 ALL = "responses of a batch (the first: "
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.rollout.scripted import ScriptedEngine, ScriptedResponse
 from tests.bad_input.front_door import Case, Outcome, check, small_config, start, with_engine
-from tests.train.run import records
+from tests.support.scripted_engine import ScriptedEngine, ScriptedResponse
+from tests.support.training_runs import records
 
 
 def answer(prompt: Any, number: int, seed: int) -> ScriptedResponse:

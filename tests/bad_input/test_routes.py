@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_gspo.data.routes import as_routes
 from megatron_gspo.data.sample import Sample
+from megatron_gspo.routing_replay.routes import as_routes
 from tests.bad_input.front_door import Case, Outcome, check, small_config, start, with_engine
 from tests.bad_input.test_rollouts import MyEngine, every, put, second
 from tests.data.make import make_routes
-from tests.models import save_tiny_model
-from tests.train.run import records
+from tests.support.tiny_models import save_tiny_model
+from tests.support.training_runs import records
 
-LAYERS, K, EXPERTS = 2, 2, 4  # of tests.train.run.tiny_model
+LAYERS, K, EXPERTS = 2, 2, 4  # of tests.support.training_runs.tiny_model
 
 
 def routed(samples: list[Sample]) -> list[Sample]:

@@ -11,7 +11,7 @@ from benchmarks import sequence_ratio
 from benchmarks.log_prob_worker import Case, difference, make_inputs
 from benchmarks.log_probs import LARGE, SMALL, cases, name_of, not_compared, rows_of, share_of_peak
 from benchmarks.peers.log_probs import NOT_COMPARED, PEERS
-from tests.distributed import run_distributed
+from tests.support.distributed import run_distributed
 
 
 def test_the_grid_has_every_size_that_was_asked_for():

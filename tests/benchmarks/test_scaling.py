@@ -11,7 +11,7 @@ from benchmarks.common import Seconds, Spread
 from benchmarks.scaling import BARE, exponent, fit_row, fixed_lengths, in_turns, overhead_row, speedup_row
 from benchmarks.step_vs_megatron import make_samples
 from benchmarks.worlds import World
-from tests import distributed
+from tests.support import distributed
 
 
 def test_exponents_by_hand():

@@ -113,7 +113,7 @@ def test_servers_of_the_run(plain):
 
 
 def test_nothing_listens_beyond_this_machine_unless_told_to():
-    from megatron_gspo.rollout.sglang.launch import ServerSettings
+    from megatron_gspo.servers.launch_command import ServerSettings
 
     assert ServerSettings(model="m").host == "127.0.0.1" == SGLangConfig().master_address
 

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_gspo.data.packing import OPTIONAL_FIELDS, context_parallel_shard, count_trained, pack, unpack
-from megatron_gspo.data.routes import RouteShape
-from megatron_gspo.parallel.context import zigzag_indices
+from megatron_gspo.parallel.context_parallel import zigzag_indices
+from megatron_gspo.routing_replay.routes import RouteShape
 from tests.data.make import make_routes, make_sample
 
 PER_TOKEN = ("tokens", "labels", "position_ids", "segment_ids", "loss_mask", "advantages", *OPTIONAL_FIELDS)

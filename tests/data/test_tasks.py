@@ -4,7 +4,7 @@ import pytest
 
 from megatron_gspo.data.prompts import PromptError, PromptFormat
 from megatron_gspo.data.tasks import TaskSpec, load_task
-from megatron_gspo.data.verifiers import load_verifier
+from megatron_gspo.rewards.verifiers import load_verifier
 from tests.data.make import CharTokenizer
 
 pytest.importorskip("reasoning_gym")

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_gspo.algorithms import Objective, preset
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.mcore.policy import OptimizerSettings
-from megatron_gspo.mcore.step import Batching
+from megatron_gspo.mcore.train_step import Batching
 from tests.equivalence.layouts import Arrangement, turn_of
 
 

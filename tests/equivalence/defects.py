@@ -14,7 +14,7 @@ import torch
 from tests.algorithms import reference as loops
 from tests.equivalence.cases import SCENARIOS
 from tests.equivalence.truth import expect
-from tests.reference import checkpoint_gradients, load_reference, whole_batch, worst_error
+from tests.support.transformers_reference import checkpoint_gradients, load_reference, whole_batch, worst_error
 
 Defect = Callable[[loops.Batch], loops.Batch]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
-from megatron_gspo.mcore.groups import Layout
+from megatron_gspo.mcore.process_groups import Layout
 
 RECOMPUTE = ("none", "selective", "full")
 SCENARIO_NAMES = ("gspo", "gspo_token", "grpo")

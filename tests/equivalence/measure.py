@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.distributed import run_distributed
 from tests.equivalence.cases import ALL, REPLAYED, SCENARIOS, Case
 from tests.equivalence.run import Errors, run_case
 from tests.equivalence.truth import save_truth
-from tests.models import save_tiny_model
+from tests.support.distributed import run_distributed
+from tests.support.tiny_models import save_tiny_model
 
 MODELS = {
     "moe": dict(kind="moe"),

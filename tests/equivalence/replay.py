@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from megatron_gspo.data.packing import OPTIONAL_FIELDS
-from megatron_gspo.data.routes import RouteShape
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.mcore.batches import collect_values
-from megatron_gspo.mcore.forward import unwrap
+from megatron_gspo.mcore.forward_step import unwrap
+from megatron_gspo.mcore.micro_batches import collect_values
 from megatron_gspo.mcore.policy import Policy
-from megatron_gspo.mcore.routing_pass import RoutingPass, RoutingTask
-from megatron_gspo.mcore.routing_replay import RouteGate, moe_layers
-from megatron_gspo.mcore.routing_results import collect_routes, routing_figures
-from megatron_gspo.mcore.step import compute_log_probs, cut, forward_backward
+from megatron_gspo.mcore.routing_replay.replay_pass import RoutingPass, RoutingTask
+from megatron_gspo.mcore.routing_replay.replay_results import collect_routes, routing_figures
+from megatron_gspo.mcore.routing_replay.router_hooks import RouteGate, moe_layers
+from megatron_gspo.mcore.train_step import compute_log_probs, cut, forward_backward
+from megatron_gspo.routing_replay.routes import RouteShape
 from tests.equivalence.cases import CUTS, OTHER_CUTS, SCENARIOS, stack
-from tests.reference import Routers
+from tests.support.transformers_reference import Routers
 
 
 def route_shape(policy: Policy) -> RouteShape:

@@ -11,19 +11,19 @@ from torch import Tensor
 
 from megatron_gspo.algorithms import finish_metrics
 from megatron_gspo.data.packing import OPTIONAL_FIELDS
-from megatron_gspo.mcore.batches import collect_values
-from megatron_gspo.mcore.forward import unwrap
-from megatron_gspo.mcore.groups import initialize
+from megatron_gspo.mcore.forward_step import unwrap
+from megatron_gspo.mcore.hf_weights import export_weights
+from megatron_gspo.mcore.micro_batches import collect_values
 from megatron_gspo.mcore.model import ModelSettings
 from megatron_gspo.mcore.policy import DataParallelSettings, Policy, build_policy
-from megatron_gspo.mcore.routing_pass import RoutingPass, RoutingTask
-from megatron_gspo.mcore.step import compute_log_probs, forward_backward, summed_metrics, train_mini_batch
-from megatron_gspo.mcore.step import cut as cut_batches
-from megatron_gspo.mcore.weights import export_weights
+from megatron_gspo.mcore.process_groups import initialize
+from megatron_gspo.mcore.routing_replay.replay_pass import RoutingPass, RoutingTask
+from megatron_gspo.mcore.train_step import compute_log_probs, forward_backward, summed_metrics, train_mini_batch
+from megatron_gspo.mcore.train_step import cut as cut_batches
 from tests.equivalence.cases import ALL, CUTS, OPTIMIZER, OTHER_CUTS, TRAINING, Case, stack
 from tests.equivalence.replay import compare_recorded, route_shape
 from tests.equivalence.truth import Expected, Truth
-from tests.reference import worst_error
+from tests.support.transformers_reference import worst_error
 
 
 @dataclass

@@ -17,8 +17,8 @@ from tests.equivalence.layouts import SCENARIO_NAMES
 from tests.equivalence.measure import MODELS
 from tests.equivalence.tolerances import TOLERANCES
 from tests.equivalence.truth import expect, find_truth
-from tests.models import save_tiny_model
-from tests.reference import learning_rate, load_reference
+from tests.support.tiny_models import save_tiny_model
+from tests.support.transformers_reference import learning_rate, load_reference
 
 # float32 moves a log-prob by about 3e-6 and a router's logit by less
 MARGIN = 2e-5

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_gspo.data.sample import Sample
 from tests.algorithms import reference as loops
 from tests.equivalence.cases import ALL, OPTIMIZER, SCENARIOS, TRAINING, Scenario, make_samples, with_old_log_probs
-from tests.reference import (
+from tests.support.transformers_reference import (
     Routers,
     Training,
     checkpoint_gradients,

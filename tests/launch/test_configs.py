@@ -14,14 +14,14 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_gspo.config import Config, load_config
-from megatron_gspo.conversion import family_of, read_config
 from megatron_gspo.loop.dry_run import dry_run
-from megatron_gspo.plan.activations import Setting
-from megatron_gspo.plan.assumptions import Assumptions
-from megatron_gspo.plan.hardware import GPUS
-from megatron_gspo.plan.memory import Memory, stage_states, worst_memory
-from megatron_gspo.plan.workload import Cluster, Workload
-from tests.train.run import tiny_model
+from megatron_gspo.models import family_of, read_config
+from megatron_gspo.tools.plan.activations import Setting
+from megatron_gspo.tools.plan.assumptions import Assumptions
+from megatron_gspo.tools.plan.hardware import GPUS
+from megatron_gspo.tools.plan.memory import Memory, stage_states, worst_memory
+from megatron_gspo.tools.plan.workload import Cluster, Workload
+from tests.support.training_runs import tiny_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MODELS = EXAMPLES / "qwen3_moe" / "models"

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_gspo.tools.same_run import first_difference
 from tests.bad_input.ranks import free_port, run_ranks
+from tests.fault_injection.bitwise_diff import first_difference
 from tests.launch.hosts import Host, hosts, why_not
-from tests.train.run import base_config, tiny_model
+from tests.support.training_runs import base_config, tiny_model
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "examples" / "launch"

@@ -17,10 +17,10 @@ import yaml
 from megatron_gspo.config import load_config
 from megatron_gspo.config.load import split_server_arguments
 from megatron_gspo.tools import serve_sglang
-from megatron_gspo.tools.same_run import first_difference
 from tests.bad_input.ranks import run_ranks
+from tests.fault_injection.bitwise_diff import first_difference
 from tests.launch.hosts import hosts, why_not
-from tests.train.run import base_config, tiny_model
+from tests.support.training_runs import base_config, tiny_model
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "examples" / "qwen3_moe" / "qwen3_235b_a22b_24x8_gspo.yaml"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.core import parallel_state
 
-from megatron_gspo.mcore.groups import Groups, Layout, initialize
+from megatron_gspo.mcore.process_groups import Groups, Layout, initialize
 
 
 def groups_of(layout: Layout) -> Groups:

@@ -10,16 +10,16 @@ import numpy as np
 import torch
 
 from megatron_gspo.algorithms import Objective, preset
-from megatron_gspo.data.routes import RouteShape
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.mcore.batches import MicroBatches, collect_values
-from megatron_gspo.mcore.forward import unwrap
-from megatron_gspo.mcore.groups import Layout
+from megatron_gspo.mcore.forward_step import unwrap
+from megatron_gspo.mcore.micro_batches import MicroBatches, collect_values
 from megatron_gspo.mcore.model import ModelSettings
 from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, Policy, build_policy
-from megatron_gspo.mcore.routing_pass import RoutingPass, RoutingTask
-from megatron_gspo.mcore.routing_replay import moe_layers
-from megatron_gspo.mcore.step import Batching, cut, forward_backward
+from megatron_gspo.mcore.process_groups import Layout
+from megatron_gspo.mcore.routing_replay.replay_pass import RoutingPass, RoutingTask
+from megatron_gspo.mcore.routing_replay.router_hooks import moe_layers
+from megatron_gspo.mcore.train_step import Batching, cut, forward_backward
+from megatron_gspo.routing_replay.routes import RouteShape
 from tests.equivalence.cases import make_samples
 from tests.mcore.layouts import groups_of
 

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import megatron_gspo.mcore.step  # noqa: F401  the fork server of the tests imports it once
+import megatron_gspo.mcore.train_step  # noqa: F401  the fork server of the tests imports it once
 from megatron_gspo.mcore.attention import PackedAttention, packed_sequences
-from megatron_gspo.parallel.context import zigzag_indices
-from tests.distributed import run_distributed
+from megatron_gspo.parallel.context_parallel import zigzag_indices
+from tests.support.distributed import run_distributed
 
 
 @dataclass(frozen=True)

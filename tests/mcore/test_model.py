@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 from megatron_gspo.algorithms import preset
-from megatron_gspo.conversion import family_of, read_config
-from megatron_gspo.conversion.shape import padded_vocab_size
 from megatron_gspo.data.packing import PackedBatch, count_trained, pack
 from megatron_gspo.mcore.attention import packed_sequences
-from megatron_gspo.mcore.forward import hidden_states, log_prob_forward_step, policy_forward_step, token_log_probs
-from megatron_gspo.mcore.groups import Groups, Layout
+from megatron_gspo.mcore.forward_step import hidden_states, log_prob_forward_step, policy_forward_step, token_log_probs
+from megatron_gspo.mcore.hf_weights import load_weights
 from megatron_gspo.mcore.layers import RMSNorm
 from megatron_gspo.mcore.model import ModelSettings, build_model, transformer_config
-from megatron_gspo.mcore.weights import load_weights
-from tests.distributed import run_distributed
+from megatron_gspo.mcore.process_groups import Groups, Layout
+from megatron_gspo.models import family_of, read_config
+from megatron_gspo.models.model_shape import padded_vocab_size
 from tests.equivalence.cases import make_samples
 from tests.mcore.layouts import groups_of
-from tests.models import save_tiny_model, tiny_config
+from tests.support.distributed import run_distributed
+from tests.support.tiny_models import save_tiny_model, tiny_config
 
 
 def shape_of(kind: str = "moe", **overrides: object) -> Any:

@@ -18,16 +18,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_gspo.algorithms import Objective, preset
-from megatron_gspo.mcore.batches import MicroBatches, micro_batches
-from megatron_gspo.mcore.forward import policy_forward_step
-from megatron_gspo.mcore.groups import Layout
+from megatron_gspo.mcore.forward_step import policy_forward_step
+from megatron_gspo.mcore.micro_batches import MicroBatches, micro_batches
 from megatron_gspo.mcore.model import ModelSettings
 from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, Policy, build_policy
-from megatron_gspo.mcore.step import run_schedule
-from tests.distributed import run_distributed
+from megatron_gspo.mcore.process_groups import Layout
+from megatron_gspo.mcore.train_step import run_schedule
 from tests.equivalence.cases import make_samples
 from tests.mcore.layouts import groups_of
-from tests.models import save_tiny_model
+from tests.support.distributed import run_distributed
+from tests.support.tiny_models import save_tiny_model
 
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal", "is_nonzero"}
 # How many tokens an expert gets is known on the device only; Megatron's own dispatchers read it too.

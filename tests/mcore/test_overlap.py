@@ -8,16 +8,16 @@ from typing import Any
 import torch
 
 from megatron_gspo.algorithms import preset
-from megatron_gspo.mcore.checkpoint import load_checkpoint, save_checkpoint
-from megatron_gspo.mcore.forward import unwrap
-from megatron_gspo.mcore.groups import Layout
+from megatron_gspo.mcore.checkpoint.save_load import load_checkpoint, save_checkpoint
+from megatron_gspo.mcore.forward_step import unwrap
 from megatron_gspo.mcore.model import ModelSettings
 from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, Policy, build_policy
-from megatron_gspo.mcore.step import Batching, train_mini_batch
-from tests.distributed import run_distributed
+from megatron_gspo.mcore.process_groups import Layout
+from megatron_gspo.mcore.train_step import Batching, train_mini_batch
 from tests.equivalence.cases import make_samples
 from tests.mcore.layouts import groups_of
-from tests.models import save_tiny_model
+from tests.support.distributed import run_distributed
+from tests.support.tiny_models import save_tiny_model
 
 
 def policy_with(path: str, overlap: bool) -> Policy:

@@ -161,10 +161,10 @@ def _stage(folder: Path, job: Job) -> int:
         traceback.print_exc()
         return 2
     assert str(module.__file__) == str(folder / job.file), f"{module.__file__} is not the mutated copy"
-    import tests.distributed
+    import tests.support.distributed
 
     # Ranks are forks of this process, not of a server that starts with an import of torch.
-    tests.distributed._fork_server = lambda: multiprocessing.get_context("fork")
+    tests.support.distributed._fork_server = lambda: multiprocessing.get_context("fork")
     options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "_hypothesis_pytestplugin"]
     paths = stages(job.file, folder)[job.stage]
     code = int(pytest.main([*options, "--hypothesis-profile=mutation", *paths]))

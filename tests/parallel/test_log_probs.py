@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_gspo.parallel import log_probs_from_hidden
 from megatron_gspo.parallel.log_probs import CHUNK_BYTES
 from megatron_gspo.parallel.vocabulary_tiles import TILE
-from tests.distributed import collectives_so_far, run_distributed
+from tests.support.distributed import collectives_so_far, run_distributed
 
 # chunk_bytes: the logits are kept; tiles of a few tokens and rows; the default
 ONE_TILE, MANY_TILES, DEFAULT = 2**30, 2_000, None

@@ -5,8 +5,8 @@ import torch.distributed as dist
 
 from megatron_gspo.parallel import reduce_metrics
 from megatron_gspo.parallel.collectives import gather_rows, group_rank, group_size, scatter_summed_rows, sum_in_place
-from megatron_gspo.parallel.context import all_gather_tokens, sum_over
-from tests.distributed import run_distributed
+from megatron_gspo.parallel.context_parallel import all_gather_tokens, sum_over
+from tests.support.distributed import run_distributed
 
 
 def _in_pairs(rank, world_size):

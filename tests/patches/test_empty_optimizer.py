@@ -9,18 +9,18 @@ import pytest
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-import megatron_gspo.mcore.step  # noqa: F401  applies the patches; the fork server of the tests imports it once
+import megatron_gspo.mcore.train_step  # noqa: F401  applies the patches; the fork server of the tests imports it once
 from megatron_gspo.algorithms import preset
-from megatron_gspo.mcore.checkpoint import load_checkpoint, save_checkpoint
-from megatron_gspo.mcore.groups import Layout
+from megatron_gspo.mcore.checkpoint.save_load import load_checkpoint, save_checkpoint
 from megatron_gspo.mcore.model import ModelSettings
 from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, Policy, build_policy
-from megatron_gspo.mcore.step import Batching, train_mini_batch
+from megatron_gspo.mcore.process_groups import Layout
+from megatron_gspo.mcore.train_step import Batching, train_mini_batch
 from megatron_gspo.patches.mark import MARK
-from tests.distributed import run_distributed
 from tests.equivalence.cases import make_samples
 from tests.mcore.layouts import groups_of
-from tests.models import save_tiny_model
+from tests.support.distributed import run_distributed
+from tests.support.tiny_models import save_tiny_model
 
 STAGES = Layout(pipeline=2, expert=2)
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from tests.models import save_tiny_model
+from tests.support.tiny_models import save_tiny_model
 
 PROGRAM = """
 import sys, torch

@@ -18,24 +18,24 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
-import megatron_gspo.mcore.step  # noqa: F401  applies the patches; the fork server of the tests imports it once
+import megatron_gspo.mcore.train_step  # noqa: F401  applies the patches; the fork server of the tests imports it once
 from megatron_gspo.algorithms import preset
-from megatron_gspo.mcore.batches import micro_batches
-from megatron_gspo.mcore.checkpoint import load_checkpoint, save_checkpoint
-from megatron_gspo.mcore.checkpoint_files import CheckpointError
-from megatron_gspo.mcore.forward import unwrap
-from megatron_gspo.mcore.groups import Layout
+from megatron_gspo.mcore.checkpoint.checkpoint_files import CheckpointError
+from megatron_gspo.mcore.checkpoint.save_load import load_checkpoint, save_checkpoint
+from megatron_gspo.mcore.forward_step import unwrap
+from megatron_gspo.mcore.hf_weights import export_weights
+from megatron_gspo.mcore.micro_batches import micro_batches
 from megatron_gspo.mcore.model import ModelSettings, build_model
 from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, Policy, build_policy
-from megatron_gspo.mcore.step import Batching, forward_backward, train_mini_batch
-from megatron_gspo.mcore.weights import export_weights
+from megatron_gspo.mcore.process_groups import Layout
+from megatron_gspo.mcore.train_step import Batching, forward_backward, train_mini_batch
 from megatron_gspo.patches import expert_gradients, te_general_gemm
 from megatron_gspo.patches.mark import MARK, replace
-from tests.distributed import run_distributed
 from tests.equivalence.cases import make_samples
 from tests.mcore.layouts import groups_of
-from tests.models import save_tiny_model
-from tests.reference import worst_error
+from tests.support.distributed import run_distributed
+from tests.support.tiny_models import save_tiny_model
+from tests.support.transformers_reference import worst_error
 
 VERSION = tuple(int(part) for part in version("megatron-core").split(".")[:2])
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the patch does nothing where CUDA is available")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_gspo.parallel import log_probs_from_hidden
 from megatron_gspo.parallel.vocabulary_tiles import tile_elements, tile_shape
-from tests.distributed import run_distributed
+from tests.support.distributed import run_distributed
 
 cases = st.fixed_dictionaries(
     {

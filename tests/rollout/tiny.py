@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from megatron_gspo.data.sample import Prompt, Sample
-from tests.models import tiny_config
+from tests.support.tiny_models import tiny_config
 
 VOCABULARY = 40
 EOS = 1  # of tiny_config

@@ -9,15 +9,15 @@ import numpy as np
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from megatron_gspo.conversion import family_of, read_config
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.loop.engines import route_layout, stop_ids
+from megatron_gspo.models import family_of, read_config
 from megatron_gspo.rollout.sglang.client import ModelFacts, RequestLimits
-from megatron_gspo.rollout.sglang.engine import EngineSettings, SGLangEngine
-from megatron_gspo.rollout.sglang.fleet import FleetSettings
-from megatron_gspo.rollout.sglang.weights import make_route
-from tests.reference import load_reference
+from megatron_gspo.rollout.sglang.server_pool import FleetSettings
+from megatron_gspo.rollout.sglang.sglang_engine import EngineSettings, SGLangEngine
+from megatron_gspo.weight_transport.weight_update import make_route
 from tests.rollout.tiny import checkpoint
+from tests.support.transformers_reference import load_reference
 
 
 def engine_on(urls: Sequence[str], model: str, *, routes: bool = True, weight_route: str = "tensor",

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_gspo.rollout.sglang.launch import ServerSettings
-from megatron_gspo.rollout.sglang.servers import LocalServers
+from megatron_gspo.servers.launch_command import ServerSettings
+from megatron_gspo.servers.server_processes import LocalServers
 from megatron_gspo.tools.make_tiny_model import character_tokenizer
-from tests.models import save_tiny_model
+from tests.support.tiny_models import save_tiny_model
 
 HERE = Path(__file__).parent
 StartServers = Callable[..., LocalServers]

@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.mcore.groups import Layout
-from megatron_gspo.mcore.routing_pass import RoutingTask
-from megatron_gspo.mcore.routing_results import collect_routes
-from megatron_gspo.mcore.step import Batching, compute_log_probs
-from megatron_gspo.rollout.check import check_samples
-from megatron_gspo.rollout.engine import SamplingParams
-from megatron_gspo.rollout.sglang.engine import SGLangEngine
-from megatron_gspo.rollout.sglang.servers import LocalServers
-from tests.distributed import run_distributed
+from megatron_gspo.mcore.process_groups import Layout
+from megatron_gspo.mcore.routing_replay.replay_pass import RoutingTask
+from megatron_gspo.mcore.routing_replay.replay_results import collect_routes
+from megatron_gspo.mcore.train_step import Batching, compute_log_probs
+from megatron_gspo.rollout.engine_protocol import SamplingParams
+from megatron_gspo.rollout.sample_checks import check_samples
+from megatron_gspo.rollout.sglang.sglang_engine import SGLangEngine
+from megatron_gspo.servers.server_processes import LocalServers
 from tests.mcore.routes import policy_of, shape_of
-from tests.reference import load_reference, observe_routers, response_log_probs
 from tests.sglang.clients import checkpoint_stream, engine_on, prompts_of
 from tests.sglang.ties import without_ties
+from tests.support.distributed import run_distributed
+from tests.support.transformers_reference import load_reference, observe_routers, response_log_probs
 
 TOLERANCE = 2e-5  # nats, float32 against float64
 VOCABULARY = 96  # of the character tokenizer's ids, all below the model's vocabulary

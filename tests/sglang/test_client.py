@@ -10,21 +10,22 @@ import pytest
 import torch
 
 from megatron_gspo.data.sample import Prompt, Sample
-from megatron_gspo.rollout.check import EngineError, check_samples
-from megatron_gspo.rollout.engine import SamplingParams
+from megatron_gspo.errors import EngineError
+from megatron_gspo.rollout.engine_protocol import SamplingParams
+from megatron_gspo.rollout.sample_checks import check_samples
 from megatron_gspo.rollout.sglang import client
 from megatron_gspo.rollout.sglang.client import RequestLimits
-from megatron_gspo.rollout.sglang.engine import SGLangEngine
-from megatron_gspo.rollout.sglang.fleet import FleetSettings
-from megatron_gspo.rollout.sglang.servers import LocalServers
-from megatron_gspo.rollout.sglang.stream import Stream, WeightsWanted
-from tests.reference import load_reference, observe_routers, response_log_probs
+from megatron_gspo.rollout.sglang.request_stream import Stream, WeightsWanted
+from megatron_gspo.rollout.sglang.server_pool import FleetSettings
+from megatron_gspo.rollout.sglang.sglang_engine import SGLangEngine
+from megatron_gspo.servers.server_processes import LocalServers
 from tests.rollout.tiny import checkpoint
 from tests.sglang.clients import checkpoint_stream, engine_on, prompts_of
 from tests.sglang.conftest import StartServers
 from tests.sglang.faults import Fault, FaultProxy
 from tests.sglang.test_agreement import TOLERANCE, VOCABULARY, bare
 from tests.sglang.ties import TIE, smallest_margin
+from tests.support.transformers_reference import load_reference, observe_routers, response_log_probs
 
 KEY = "a-key-that-nobody-may-see"
 SHORT = SamplingParams(n=2, max_response_length=8)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_gspo.config import Config
-from megatron_gspo.doctor.servers import ask, check_startable, judge_servers
-from megatron_gspo.doctor.versions import numbers
+from megatron_gspo.tools.doctor.server_checks import ask, check_startable, judge_servers
+from megatron_gspo.tools.doctor.version_checks import numbers
 from tests.bad_input.front_door import small_config
 
 

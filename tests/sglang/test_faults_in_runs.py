@@ -23,12 +23,12 @@ import psutil
 import pytest
 import yaml
 
-from megatron_gspo.rollout.sglang.servers import LocalServers
+from megatron_gspo.servers.server_processes import LocalServers
 from tests.sglang.conftest import StartServers
 from tests.sglang.faults import Fault, FaultProxy
 from tests.sglang.test_servers import processes_of
 from tests.sglang.test_training import check_ledger
-from tests.train.run import base_config, records, tiny_model
+from tests.support.training_runs import base_config, records, tiny_model
 
 TELLS_BATCHES = ("--decode-log-interval", "1")
 DECODES = re.compile(rb"Decode batch.*#running-req: (\d+)")

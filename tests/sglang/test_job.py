@@ -12,7 +12,7 @@ from megatron_gspo.tools.make_tiny_model import write_tiny_model
 from tests.launch.hosts import hosts, why_not
 from tests.launch.test_slurm import submit
 from tests.sglang.test_training import AGREEMENT
-from tests.train.run import WORD, base_config, records
+from tests.support.training_runs import WORD, base_config, records
 
 
 def test_one_node_trains_and_one_serves(sglang_python, tmp_path):

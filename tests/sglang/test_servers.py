@@ -17,16 +17,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_gspo.rollout.check import EngineError
-from megatron_gspo.rollout.sglang.launch import ServerSettings
-from megatron_gspo.rollout.sglang.servers import LocalServers
+from megatron_gspo.errors import EngineError
+from megatron_gspo.servers.launch_command import ServerSettings
+from megatron_gspo.servers.server_processes import LocalServers
 
 KEY = "a-key-that-nobody-may-see"
 # A trainer, by torchrun: its servers must not take its place in the process group for theirs.
 TRAINER = """
 import sys, time
-from megatron_gspo.rollout.sglang.launch import ServerSettings
-from megatron_gspo.rollout.sglang.servers import LocalServers
+from megatron_gspo.servers.launch_command import ServerSettings
+from megatron_gspo.servers.server_processes import LocalServers
 
 model, python, log_dir = sys.argv[1:]
 key = sys.stdin.readline().strip()

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from megatron_gspo.config import Config
-from megatron_gspo.rollout.sglang.servers import LocalServers
+from megatron_gspo.servers.server_processes import LocalServers
 from megatron_gspo.tools.make_tiny_model import write_tiny_model
 from megatron_gspo.train import train
-from tests.distributed import run_distributed
 from tests.sglang.conftest import StartServers
 from tests.sglang.ties import FLIPS
-from tests.train.run import WORD, base_config, records
+from tests.support.distributed import run_distributed
+from tests.support.training_runs import WORD, base_config, records
 
 AGREEMENT = 2e-5  # nats
 

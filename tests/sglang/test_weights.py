@@ -18,13 +18,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megatron_gspo.rollout.sglang.capabilities import capabilities, weight_version
-from megatron_gspo.rollout.sglang.http import EventLoop, Server, open_session
-from megatron_gspo.rollout.sglang.route import Route
-from megatron_gspo.rollout.sglang.route_disk import DiskRoute
-from megatron_gspo.rollout.sglang.servers import LocalServers
-from megatron_gspo.rollout.sglang.weights import ROUTES, make_route, update_servers
-from tests.models import save_tiny_model
+from megatron_gspo.servers.http_client import EventLoop, Server, open_session
+from megatron_gspo.servers.server_info import capabilities, weight_version
+from megatron_gspo.servers.server_processes import LocalServers
+from megatron_gspo.weight_transport.disk_transport import DiskRoute
+from megatron_gspo.weight_transport.transport import Route
+from megatron_gspo.weight_transport.weight_update import ROUTES, make_route, update_servers
+from tests.support.tiny_models import save_tiny_model
 
 PROMPT = torch.randint(2, 96, (400,), generator=torch.Generator().manual_seed(3)).tolist()
 LAYERS, EXPERTS = 4, 8  # of `save_tiny_model`

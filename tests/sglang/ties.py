@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from megatron_gspo.data.sample import Sample
-from tests.reference import gates_of
+from tests.support.transformers_reference import gates_of
 
 TIE = 1e-5  # between two logits of a router; float32 is off by 2e-6 at most
 FLIPS = 1e-3  # share of experts; one position of a batch of these tests at a tie

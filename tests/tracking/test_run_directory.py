@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from megatron_gspo.tracking import RunDirectory, describe_environment, read_metrics, spread
-from megatron_gspo.tracking.environment import git_revision
+from megatron_gspo.tracking.run_environment import git_revision
 
 
 def steps(path: Path) -> list[int]:

@@ -2,7 +2,7 @@
 
 import time
 
-from megatron_gspo.rollout.environment import Turn
+from megatron_gspo.environments.environment import Turn
 
 
 class Failing:

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_gspo.tools import kill_and_resume
+from tests.fault_injection import kill_and_resume
 
 _WRITING = os.O_WRONLY | os.O_RDWR
 _SIGNALS: list[Path] = []  # one; an audit hook can't be removed, and a module is loaded once

@@ -7,10 +7,10 @@ import torch.distributed as dist
 
 from megatron_gspo import train
 from megatron_gspo.config import Config, ConfigError
-from megatron_gspo.conversion import family_of, read_config
 from megatron_gspo.loop.dry_run import dry_run
-from tests.models import save_tiny_model
-from tests.train.run import base_config
+from megatron_gspo.models import family_of, read_config
+from tests.support.tiny_models import save_tiny_model
+from tests.support.training_runs import base_config
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,8 @@ from megatron_gspo.algorithms import policy_loss, preset
 from megatron_gspo.config import Config, ConfigError
 from megatron_gspo.config.task_sections import AlgorithmConfig
 from megatron_gspo.data.packing import pack
-from megatron_gspo.data.rewards import FAILURE
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.data.turns import TURNS, spans
+from megatron_gspo.data.turn_spans import TURNS, spans
 from megatron_gspo.loop.assemble import assemble
 from megatron_gspo.loop.experience import collect
 from megatron_gspo.loop.rollout_buffer import Place
@@ -25,9 +24,10 @@ from megatron_gspo.loop.routing import StepRouting
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.loop.turns import advantages_by_turn, score_episodes, turn_metrics
 from megatron_gspo.loop.update import update
+from megatron_gspo.rewards.scorer import FAILURE
 from tests.data.make import make_sample
-from tests.distributed import run_distributed
-from tests.train.run import base_config, launch, records, tiny_model
+from tests.support.distributed import run_distributed
+from tests.support.training_runs import base_config, launch, records, tiny_model
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = f"{ROOT}/examples/environments/spell_backward.py:spell_backward"

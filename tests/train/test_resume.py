@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from megatron_gspo.loop.resume import lock_directory
-from megatron_gspo.mcore.checkpoint_files import CheckpointError
-from megatron_gspo.tools.kill_and_resume import Reference, _has_reached
-from megatron_gspo.tools.lives import Life, RandomKill, live, live_under_torchrun, warm_up
-from megatron_gspo.tools.same_run import first_difference
-from megatron_gspo.tools.tripwire import Target
+from megatron_gspo.mcore.checkpoint.checkpoint_files import CheckpointError
 from megatron_gspo.tracking import read_metrics
+from tests.fault_injection.bitwise_diff import first_difference
+from tests.fault_injection.kill_and_resume import Reference, _has_reached
+from tests.fault_injection.kill_points import Target
+from tests.fault_injection.process_harness import Life, RandomKill, live, live_under_torchrun, warm_up
 
 
 @pytest.fixture(scope="module")

@@ -21,10 +21,10 @@ from megatron_gspo.loop.rollout_buffer import Place
 from megatron_gspo.loop.routing import StepRouting
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.loop.update import update
-from megatron_gspo.rollout.embedded import EmbeddedEngine
+from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from tests.data.make import make_sample
-from tests.distributed import run_distributed
-from tests.train.run import base_config, tiny_model
+from tests.support.distributed import run_distributed
+from tests.support.training_runs import base_config, tiny_model
 
 
 class OtherKernels(EmbeddedEngine):

@@ -12,13 +12,13 @@ import pytest
 import yaml
 
 from megatron_gspo.loop.rollout_buffer import _FILE
-from megatron_gspo.rollout.spread import decode_samples
-from megatron_gspo.tools.kill_and_resume import Reference
-from megatron_gspo.tools.lives import live, warm_up
-from megatron_gspo.tools.same_run import first_difference
-from megatron_gspo.tools.tripwire import Target
+from megatron_gspo.rollout.sample_exchange import decode_samples
 from megatron_gspo.tracking import read_metrics
-from tests.train.run import base_config, tiny_model
+from tests.fault_injection.bitwise_diff import first_difference
+from tests.fault_injection.kill_and_resume import Reference
+from tests.fault_injection.kill_points import Target
+from tests.fault_injection.process_harness import live, warm_up
+from tests.support.training_runs import base_config, tiny_model
 
 LAYERS, EXPERTS, K = 2, 4, 2
 UPDATED = ("routing/flip_rate", "routing/flipped_tokens")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.train.run import base_config, launch, records, tiny_model
+from tests.support.training_runs import base_config, launch, records, tiny_model
 
 
 @pytest.fixture(scope="module")

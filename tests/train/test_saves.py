@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_gspo.mcore.checkpoint_files import complete_checkpoints
-from megatron_gspo.rollout.check import EngineError
+from megatron_gspo.errors import EngineError
+from megatron_gspo.mcore.checkpoint.checkpoint_files import complete_checkpoints
 from tests.bad_input.front_door import small_config, with_engine
 from tests.bad_input.test_rollouts import MyEngine
-from tests.train.run import tiny_model
+from tests.support.training_runs import tiny_model
 
 
 class LostServers(MyEngine):

@@ -11,10 +11,10 @@ import pytest
 import torch.distributed as dist
 
 from megatron_gspo.loop.stop import stop_on_signal
-from megatron_gspo.tools.same_run import first_difference
 from tests.bad_input.ranks import Ended, run_ranks
-from tests.distributed import run_distributed
-from tests.train.run import base_config, records, tiny_model
+from tests.fault_injection.bitwise_diff import first_difference
+from tests.support.distributed import run_distributed
+from tests.support.training_runs import base_config, records, tiny_model
 
 VERIFIER = Path(__file__).with_name("stopping_verifier.py")
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from megatron_gspo.loop.timers import Timers, UpdateClock
-from megatron_gspo.mcore.forward import unwrap
-from megatron_gspo.mcore.groups import Layout
-from megatron_gspo.mcore.step import Batching, compute_log_probs, train_mini_batch
-from tests.distributed import run_distributed
+from megatron_gspo.mcore.forward_step import unwrap
+from megatron_gspo.mcore.process_groups import Layout
+from megatron_gspo.mcore.train_step import Batching, compute_log_probs, train_mini_batch
 from tests.mcore.routes import GRPO, policy_of, scored_samples
-from tests.models import save_tiny_model
+from tests.support.distributed import run_distributed
+from tests.support.tiny_models import save_tiny_model
 
 NAP = 0.03  # seconds
 PARTS = {"time/forward", "time/backward", "time/optimizer"}

@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_gspo.rollout.check import EngineError
-from megatron_gspo.rollout.engine import SamplingParams
-from megatron_gspo.rollout.sglang.answers import (
+from megatron_gspo.errors import EngineError
+from megatron_gspo.rollout.engine_protocol import SamplingParams
+from megatron_gspo.rollout.sglang.partial_response import Draft
+from megatron_gspo.rollout.sglang.response_parser import (
     AnswerError,
     Asked,
     Part,
@@ -29,9 +30,8 @@ from megatron_gspo.rollout.sglang.answers import (
     is_empty,
     parse_answer,
 )
-from megatron_gspo.rollout.sglang.draft import Draft
-from megatron_gspo.rollout.sglang.fleet import Fleet, Member
-from megatron_gspo.rollout.sglang.http import Server, ServerError
+from megatron_gspo.rollout.sglang.server_pool import Fleet, Member
+from megatron_gspo.servers.http_client import Server, ServerError
 
 _PRIME_TOKENS = 64  # prompts at least so long are computed once, before the samples of a group begin
 _BACK_OFF, _LONGEST_BACK_OFF = 0.25, 15.0  # seconds before a request is repeated, doubling

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_gspo.rollout.sglang.answers import Asked, RouteLayout
+from megatron_gspo.rollout.sglang.response_parser import Asked, RouteLayout
 
 VERSION = "00c0ffee:3"
 LAYOUT = RouteLayout(num_layers=3, moe_layers=(0, 2), k=2, num_experts=8)  # layer 1 is dense

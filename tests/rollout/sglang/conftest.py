@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_gspo.rollout.sglang.launch import ServerSettings
+from megatron_gspo.servers.launch_command import ServerSettings
 
 # Answers on its port, with a child, as sglang does. What it does instead stands in the file that it's given as model.
 PROGRAM = """

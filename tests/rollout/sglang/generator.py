@@ -10,12 +10,12 @@ import numpy as np
 from aiohttp import web
 
 from megatron_gspo.data.sample import Prompt
-from megatron_gspo.rollout.engine import SamplingParams
+from megatron_gspo.rollout.engine_protocol import SamplingParams
 from megatron_gspo.rollout.sglang import client as client_module
 from megatron_gspo.rollout.sglang.client import Client, ModelFacts, RequestLimits
-from megatron_gspo.rollout.sglang.fleet import Fleet, FleetSettings
-from megatron_gspo.rollout.sglang.http import EventLoop, Server, open_session
-from megatron_gspo.rollout.sglang.stream import Stream
+from megatron_gspo.rollout.sglang.request_stream import Stream
+from megatron_gspo.rollout.sglang.server_pool import Fleet, FleetSettings
+from megatron_gspo.servers.http_client import EventLoop, Server, open_session
 from tests.rollout.sglang.answer import answer
 from tests.rollout.sglang.web import WebServer
 

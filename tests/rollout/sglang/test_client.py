@@ -13,10 +13,10 @@ import pytest
 from aiohttp import web
 
 from megatron_gspo.data.sample import Prompt
-from megatron_gspo.rollout.check import EngineError
-from megatron_gspo.rollout.engine import SamplingParams
-from megatron_gspo.rollout.sglang import fleet as fleet_module
-from megatron_gspo.rollout.sglang.stream import WeightsWanted
+from megatron_gspo.errors import EngineError
+from megatron_gspo.rollout.engine_protocol import SamplingParams
+from megatron_gspo.rollout.sglang import server_pool as fleet_module
+from megatron_gspo.rollout.sglang.request_stream import WeightsWanted
 from tests.rollout.sglang.generator import SAMPLING, Generator, Setup, expected, prompts, without_pauses
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_gspo.rollout.sglang.client import ModelFacts
-from megatron_gspo.rollout.sglang.engine import EngineSettings
-from megatron_gspo.rollout.sglang.launch import ServerSettings
+from megatron_gspo.rollout.sglang.sglang_engine import EngineSettings
+from megatron_gspo.servers.launch_command import ServerSettings
 
 SOURCES = sorted((Path(__file__).parents[3] / "megatron_gspo/rollout/sglang").glob("*.py"))
 # (module, name) of what makes objects or code of bytes

@@ -1,0 +1,133 @@
+"""What a multi-turn episode talks to: the protocol of an environment, and its steps with every failure contained.
+
+Imports no torch: environments run in worker processes as verifiers do.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from megatron_gspo.data.sample import Prompt
+from megatron_gspo.errors import InputError
+from megatron_gspo.rewards.verifiers import load_function
+from megatron_gspo.rewards.worker import Reply, describe
+
+_MOST_LIVE = 1024  # environments kept by a process; the one left alone longest goes first
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+class EnvironmentLoadError(InputError):
+    """An environment that can't be loaded; one line naming it and the fix."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """An environment's answer to a response.
+
+    observation: text that the policy reads next, as it is (role marks included, where the model needs them).
+    reward: of this response. done: the episode ends with this response; the observation is then not read.
+    """
+
+    observation: str = ""
+    reward: float = 0.0
+    done: bool = False
+
+
+class Environment(Protocol):
+    """One episode's other side.
+
+    Its factory is `factory(prompt, *, sample_index, seed, **options) -> Environment`; `seed` is an int that depends on
+    (run seed, step, prompt, sample) alone. The same responses must give the same turns: an environment may be built
+    again and its responses played back. One with a `close()` has it called when it is let go.
+    """
+
+    def step(self, response: str) -> Turn: ...
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """All that a turn of an episode depends on. responses: all so far, the one to answer last."""
+
+    prompt: Prompt
+    sample_index: int
+    seed: int
+    responses: tuple[str, ...]
+
+    @property
+    def episode(self) -> tuple[int, int, int]:
+        return self.prompt.index, self.sample_index, self.seed
+
+
+class Environments:
+    """The live environments of one process."""
+
+    def __init__(self, factory: Callable[..., Environment], options: dict[str, Any] | None = None) -> None:
+        self._factory, self._options = factory, options or {}
+        self._live: OrderedDict[tuple[int, int, int], tuple[Environment, int]] = OrderedDict()
+
+    def answer(self, request: StepRequest) -> Reply:
+        """("ok", the fields of a Turn, None), or ("invalid" or "error", None, why). Never raises."""
+        try:
+            turn = self._step(request)
+            fault = _fault(turn)
+        except (Exception, SystemExit) as error:
+            self._forget(request.episode)
+            return "error", None, describe(error)
+        if fault:
+            self._forget(request.episode)
+            return "invalid", None, fault
+        if turn.done:
+            self._forget(request.episode)
+        return "ok", {"observation": turn.observation, "reward": float(turn.reward), "done": bool(turn.done)}, None
+
+    def _step(self, request: StepRequest) -> Turn:
+        key, count = request.episode, len(request.responses)
+        if key in self._live and self._live[key][1] != count - 1:
+            self._forget(key)
+        if key not in self._live:
+            identity = {"sample_index": request.sample_index, "seed": request.seed}
+            self._live[key] = self._factory(request.prompt, **identity, **self._options), 0
+        self._live.move_to_end(key)
+        while len(self._live) > _MOST_LIVE:
+            self._forget(next(iter(self._live)))
+        environment, taken = self._live[key]
+        turn = Turn()
+        for response in request.responses[taken:]:
+            turn = environment.step(response)
+        self._live[key] = environment, count
+        return turn
+
+    def _forget(self, episode: tuple[int, int, int]) -> None:
+        environment, _ = self._live.pop(episode, (None, 0))
+        close = getattr(environment, "close", None)
+        if close is not None:
+            try:
+                close()
+            except Exception:  # the episode is over, whatever its environment thinks of that
+                pass
+
+
+def _fault(turn: Any) -> str:
+    if not isinstance(turn, Turn):
+        return f"the environment returned a {type(turn).__name__}; return megatron_gspo.environments.environment.Turn"
+    if not isinstance(turn.observation, str):
+        return f"the environment's observation is a {type(turn.observation).__name__}; give text"
+    if not isinstance(turn.reward, (numbers.Real, np.bool_)) or not abs(float(turn.reward)) <= _LARGEST:
+        return f"the environment's reward is {turn.reward!r}; give a finite number (float32)"
+    if not isinstance(turn.done, (bool, np.bool_)):
+        return f"the environment's done is {turn.done!r}; give True or False"
+    return ""
+
+
+def load_environments(name: str, options: dict[str, Any] | None = None) -> Environments:
+    """Environments of the factory "path/to/file.py:factory" or "package.module:factory".
+
+    options: keyword arguments of every call. Raises EnvironmentLoadError in one line.
+    """
+    return Environments(load_function(name, "environment", EnvironmentLoadError), options)

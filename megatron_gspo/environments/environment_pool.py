@@ -1,0 +1,45 @@
+"""Steps of environments, with a time limit in worker processes or without one here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_gspo.environments.environment import EnvironmentLoadError, StepRequest, load_environments
+from megatron_gspo.rewards.worker import Reply
+from megatron_gspo.rewards.worker_pool import RewardPool, Served
+
+_SERVED = Served("megatron_gspo.environments.environment_worker", "environment", EnvironmentLoadError)
+
+
+class EnvironmentPool:
+    """Steps environments of one factory.
+
+    With a time limit they run in worker processes, which are killed when a step takes too long and may crash: that
+    episode fails, the others' environments are built again and played back. timeout None: in this process, unguarded.
+    """
+
+    def __init__(
+        self, name: str, options: dict[str, Any] | None = None, *, timeout: float | None = 10.0, workers: int = 1
+    ) -> None:
+        """name, options: see `load_environments`. timeout: seconds a step.
+
+        Raises EnvironmentLoadError in one line where the factory can't be loaded.
+        """
+        self._here = load_environments(name, options) if timeout is None else None
+        self._pool = None
+        if timeout is not None:
+            self._pool = RewardPool(name, options, timeout=timeout, workers=workers, served=_SERVED)
+
+    def step(self, requests: Sequence[StepRequest]) -> list[Reply]:
+        """A reply for each, in their order: ("ok", fields of a Turn, None) or ("error", "timeout" or "invalid", None,
+        why)."""
+        if self._pool is not None:
+            return self._pool.run(requests)
+        assert self._here is not None
+        return [self._here.answer(request) for request in requests]
+
+    def close(self) -> None:
+        """End the worker processes. Calling it twice is fine."""
+        if self._pool is not None:
+            self._pool.close()

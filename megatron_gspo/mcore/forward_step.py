@@ -1,0 +1,152 @@
+"""The forward step: from a packed micro-batch through Megatron's model to this rank's share of the loss.
+
+Scaling rule, stated once. Each rank's loss is its *share*: summed over micro-batches, context- and data-parallel ranks
+the shares give the objective. Megatron's schedule multiplies a two-value loss by ``cp / num_microbatches`` and its
+DistributedDataParallel averages gradients over ``dp * cp`` ranks, so ``_undo_averaging`` multiplies by
+``num_microbatches * dp``. The equivalence tests prove the rule in every layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from megatron_gspo.algorithms import Objective, policy_loss
+from megatron_gspo.data.packing import PackedBatch, context_parallel_shard
+from megatron_gspo.mcore.attention import packed_sequences
+from megatron_gspo.mcore.process_groups import Groups, compute_device, current_groups
+from megatron_gspo.mcore.routing_replay.replay_pass import RoutingPass
+from megatron_gspo.mcore.routing_replay.router_hooks import RouteTable
+from megatron_gspo.parallel.context_parallel import sum_over
+from megatron_gspo.parallel.log_probs import log_probs_from_hidden
+
+LossFunction = Callable[..., Any]
+ForwardStep = Callable[[Iterator[PackedBatch], Any], tuple[Tensor, LossFunction]]
+
+
+def unwrap(model: Any) -> Any:
+    """The ``GPTModel`` inside Megatron's wrappers."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+@contextmanager
+def _without_output_layer(model: Any) -> Iterator[None]:
+    """Within the context the model's last stage returns hidden states: logits are never made by the model."""
+    output_layer = getattr(model, "output_layer", None)
+    if output_layer is None:
+        yield
+        return
+    output_layer.forward = lambda hidden, *args, **kwargs: (hidden, None)
+    try:
+        yield
+    finally:
+        del output_layer.forward
+
+
+def hidden_states(model: Any, batch: PackedBatch, groups: Groups, routes: RouteTable | None = None) -> Tensor:
+    """Run one model chunk on a context-parallel shard of a micro-batch, its routers with the table ``routes``.
+
+    Returns the next stage's input on all but the last stage; there the hidden states before the output layer,
+    ``[1, t, hidden]`` (``t / tp`` tokens under sequence parallelism).
+    """
+    inner = unwrap(model)
+    sequences = packed_sequences(batch.cu_seqlens.cpu(), batch.max_seqlen, groups.cp, compute_device())
+    sequences.routes = routes
+    with _without_output_layer(inner):
+        return model(
+            input_ids=batch.tokens[None], position_ids=batch.position_ids[None], attention_mask=None,
+            packed_seq_params=sequences,
+        )
+
+
+def token_log_probs(model: Any, hidden: Tensor, batch: PackedBatch, groups: Groups, *, temperature: float,
+                    vocab_size: int | None, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+    """Log-probs (and entropy) of a shard's labels from the last stage's hidden states; float32 ``[t]`` each."""
+    inner = unwrap(model)
+    tied = inner.share_embeddings_and_output_weights
+    weight = inner.shared_embedding_or_output_weight() if tied else inner.output_layer.weight
+    return log_probs_from_hidden(
+        hidden.squeeze(0), weight, batch.labels, tp_group=groups.tp, temperature=temperature, vocab_size=vocab_size,
+        sequence_parallel=inner.config.sequence_parallel, with_entropy=with_entropy,
+    )
+
+
+def _take(batches: Iterator[PackedBatch], model: Any, groups: Groups,
+          routing: RoutingPass | None) -> tuple[PackedBatch, RouteTable | None]:
+    """The next micro-batch's shard on the device, and its routes for this model chunk. The bounds of its sequences stay
+    on the host, which is where they are needed: reading them back would wait for the device."""
+    shard = context_parallel_shard(next(batches), groups.cp.rank(), groups.cp.size())
+    routes = routing.table(shard, unwrap(model)) if routing is not None else None
+    moved = replace(shard, routed_experts=None, route_holes=None).to(compute_device())
+    return replace(moved, cu_seqlens=shard.cu_seqlens), routes
+
+
+def policy_forward_step(objective: Objective, *, num_microbatches: int, temperature: float = 1.0,
+                        vocab_size: int | None = None, groups: Groups | None = None,
+                        routing: RoutingPass | None = None) -> ForwardStep:
+    """A ``forward_step`` for Megatron's ``get_forward_backward_func()``: the whole plugin for a loop of your own.
+
+    The data iterator yields ``PackedBatch`` micro-batches of one mini-batch, ``num_microbatches`` of them on each
+    data-parallel rank. ``temperature`` is the one the responses were sampled at. ``vocab_size`` is the true size where
+    the model's is padded. ``groups`` defaults to Megatron's parallel state. ``routing``: what the routers do meanwhile,
+    a new value for each mini-batch; call its ``check`` after the schedule. The schedule returns, on the last stage
+    and for each micro-batch, ``{"metrics": shares that add up, "log_probs": [t] of this shard}``.
+
+    Raises ``ValueError`` for batches without ``old_log_probs`` where the objective has a ratio, and if the
+    model's config asks for ``calculate_per_token_loss``: the objective is already normalised by the global batch.
+    """
+    groups = groups or current_groups()
+
+    def forward_step(batches: Iterator[PackedBatch], model: Any) -> tuple[Tensor, LossFunction]:
+        if unwrap(model).config.calculate_per_token_loss:
+            raise ValueError("calculate_per_token_loss=True would divide the objective again; set it to False")
+        batch, routes = _take(batches, model, groups, routing)
+        output = hidden_states(model, batch, groups, routes)
+        return output, partial(loss_function, batch, model)
+
+    def loss_function(batch: PackedBatch, model: Any, hidden: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        log_probs, entropy = token_log_probs(
+            model, hidden, batch, groups, temperature=temperature, vocab_size=vocab_size,
+            with_entropy=objective.entropy_coef != 0.0,
+        )
+        loss, metrics = policy_loss(
+            objective, log_probs=log_probs, old_log_probs=batch.old_log_probs, advantages=batch.advantages,
+            loss_mask=batch.loss_mask,
+            segment_ids=batch.segment_ids, num_segments=batch.num_segments, num_sequences=batch.num_sequences,
+            num_tokens=batch.num_tokens, ref_log_probs=batch.ref_log_probs, entropy=entropy,
+            sum_over_context=sum_over(groups.cp),
+        )
+        scaled = _undo_averaging(loss, num_microbatches, groups)
+        return scaled, {"metrics": {"loss": loss.detach(), **metrics}, "log_probs": log_probs.detach()}
+
+    return forward_step
+
+
+def _undo_averaging(loss: Tensor, num_microbatches: int, groups: Groups) -> Tensor:
+    return loss * (num_microbatches * groups.dp.size())
+
+
+def log_prob_forward_step(groups: Groups, *, temperature: float, vocab_size: int | None,
+                          with_entropy: bool, routing: RoutingPass | None = None) -> ForwardStep:
+    """A loss-free step for a ``forward_only`` schedule with ``collect_non_loss_data``: old and reference policy.
+
+    On the last stage the schedule returns ``(log_probs, entropy or None)`` of each micro-batch's shard.
+    """
+
+    def forward_step(batches: Iterator[PackedBatch], model: Any) -> tuple[Tensor, LossFunction]:
+        batch, routes = _take(batches, model, groups, routing)
+        output = hidden_states(model, batch, groups, routes)
+        return output, partial(collect, batch, model)
+
+    def collect(batch: PackedBatch, model: Any, hidden: Tensor, non_loss_data: bool = True) -> Any:
+        return token_log_probs(model, hidden, batch, groups, temperature=temperature, vocab_size=vocab_size,
+                               with_entropy=with_entropy)
+
+    return forward_step

@@ -1,0 +1,257 @@
+"""Weights in and out of Megatron's shards: a stream of Hugging Face slices in, a stream of Hugging Face tensors out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_gspo.mcore.process_groups import Groups, compute_device
+from megatron_gspo.models import Family, ModelError, ModelShape, Rule, Shard, check_names
+from megatron_gspo.models.hf_checkpoint import CheckpointReader
+from megatron_gspo.models.parameter_slices import Part
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+# Bytes of whole tensors that are gathered at once: enough for a network, little beside a layer, and glibc keeps memory
+# of that size for the next piece, where larger ones come from the system, page by page, each time.
+_PIECE = 16 * 2**20
+_EXPERT = re.compile(r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)")
+
+Section = tuple[int, int]  # layer, piece of it
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A local parameter, its name in the model, the rule that it follows and its global layer (-1 outside of the
+    layers) and expert."""
+
+    name: str
+    parameter: Tensor
+    rule: Rule
+    layer: int
+    expert: int
+
+    @property
+    def names(self) -> list[str]:
+        """The Hugging Face tensors that it is made of."""
+        return self.rule.names_in(self.layer, self.expert)
+
+    def part(self, groups: Groups) -> Part:
+        """What this rank holds of it, as plain data."""
+        group = groups.expert_tp if self.rule.is_expert else groups.tp
+        rank, ranks = (0, 1) if self.rule.shard is Shard.NONE else (group.rank(), group.size())
+        return Part(self.rule, self.layer, self.expert, tuple(self.parameter.shape), rank, ranks)
+
+
+def place(chunk: Any, family: Family, shape: ModelShape, groups: Groups) -> Iterator[Placed]:
+    """Every parameter of an (unwrapped) model chunk with its rule; one that no rule matches raises ``ValueError``."""
+    layers = chunk.decoder.layers
+    for name, parameter in chunk.named_parameters():
+        found = _LAYER.fullmatch(name)
+        layer = layers[int(found[1])].layer_number - 1 if found else -1
+        local = found[2] if found else name
+        rules = family.layer_rules(shape, layer) if found else family.outer_rules(shape)
+        expert = 0
+        if is_expert := _EXPERT.fullmatch(local):
+            expert = int(is_expert[2]) + groups.ep.rank() * (shape.num_experts // groups.ep.size())
+            local = f"{is_expert[1]}{{expert}}{is_expert[3]}"
+        if shape.tied_embeddings and local == "output_layer.weight":  # the last pipeline stage's copy of the embedding
+            local = "embedding.word_embeddings.weight"
+        rule = next((rule for rule in rules if local in rule.megatron), None)
+        if rule is None:
+            raise ValueError(f"no rule of family {family.model_type} matches the Megatron parameter {name}")
+        yield Placed(name, parameter, rule, layer, expert)
+
+
+def load_weights(chunks: list[Any], path: str, family: Family, shape: ModelShape, groups: Groups) -> None:
+    """Copy a Hugging Face checkpoint into this rank's (unwrapped) chunks, reading only what this rank holds.
+
+    Raises ``ModelError`` naming the tensor when names or sizes disagree, or a value isn't finite.
+    """
+    with CheckpointReader(path) as reader, torch.no_grad():
+        check_names(reader.names, family, shape)
+        for chunk in chunks:
+            for placed in place(chunk, family, shape, groups):
+                part = placed.part(groups)
+                part.check(reader, shape)
+                placed.parameter.copy_(_finite(part, part.read(reader, shape), shape))
+
+
+def _finite(part: Part, value: Tensor, shape: ModelShape) -> Tensor:
+    """The value as it is; ``ModelError`` for NaN or infinity. Twice as fast as the copy that follows."""
+    if not _is_finite(value):
+        name = next(name for name, tensor in part.split(value, shape).items() if not _is_finite(tensor))
+        raise ModelError(f"{name} holds NaN or infinity in the checkpoint; use one from before the weights broke")
+    return value
+
+
+def _is_finite(value: Tensor) -> bool:
+    return not value.numel() or bool(torch.isfinite(torch.stack(value.aminmax())).all())
+
+
+def export_weights(chunks: list[Any], family: Family, shape: ModelShape, groups: Groups, *,
+                   value: Callable[[Tensor], Tensor] = torch.Tensor.detach,
+                   piece: int = _PIECE) -> Iterator[tuple[str, Tensor]]:
+    """Stream (Hugging Face name, whole tensor) to every rank, layer after layer; a collective of all ranks.
+
+    Memory above the model: at most three times ``piece`` bytes, or the largest parameter's if that is more,
+    while the consumer keeps one tensor at a time; what a rank holds whole are views of its parameters. Between pipeline
+    stages once more. Every rank must consume the stream to its end. ``value`` maps a parameter to what is sent in its
+    place and has its sizes: the weight itself, or its gradient.
+    """
+    layers: dict[int, list[Placed]] = {}
+    for chunk in chunks:
+        for placed in place(chunk, family, shape, groups):
+            layers.setdefault(placed.layer, []).append(replace(placed, parameter=value(placed.parameter)))
+    sections = _sections(layers, shape, groups, piece)
+    owners, metadata = _owners(sections, shape, groups)
+    for section in sorted(owners):
+        stage = owners[section]
+        tensors: dict[str, Tensor] = {}
+        if groups.pp.rank() == stage:
+            tensors = _whole(sections[section], shape, groups)
+        if groups.pp.size() > 1:
+            tensors = _broadcast(tensors, metadata[section], stage, groups)
+        yield from tensors.items()
+        del tensors  # before the next are gathered
+
+
+def _sections(layers: dict[int, list[Placed]], shape: ModelShape, groups: Groups,
+              piece: int) -> dict[Section, list[Placed]]:
+    """What is sent at once: a layer's parameters, in pieces whose whole tensors have at most ``piece`` bytes, or one
+    parameter. The same on all ranks of a stage, whose parameters have the same sizes.
+
+    Parameters outside of the layers are told apart by stage: -1 - stage. A tied embedding is sent by the first stage.
+    """
+    outer = -1 - groups.pp.rank()
+    if -1 in layers:
+        layers[outer] = layers.pop(-1)
+        if shape.tied_embeddings and groups.pp.rank() > 0:
+            layers[outer] = [placed for placed in layers[outer] if not placed.rule.is_vocabulary]
+    sections: dict[Section, list[Placed]] = {}
+    for layer, placed_list in layers.items():
+        number, size = 0, 0
+        for placed in sorted(placed_list, key=_kind):
+            whole = placed.parameter.nbytes * _holders(placed, groups)
+            if size + whole > piece and size:
+                number, size = number + 1, 0
+            size += whole
+            sections.setdefault((layer, number), []).append(placed)
+    return sections
+
+
+def _kind(placed: Placed) -> int:
+    """Experts first: what a consumer still holds while the next piece is gathered is then one rank's own tensor."""
+    return 0 if placed.rule.is_expert else 1 if placed.rule.shard is not Shard.NONE else 2
+
+
+def _holders(placed: Placed, groups: Groups) -> int:
+    """The ranks whose parameters are gathered with this one."""
+    if placed.rule.is_expert:
+        return groups.expert_tp_ep.size()
+    return 1 if placed.rule.shard is Shard.NONE else groups.tp.size()
+
+
+def _owners(sections: dict[Section, list[Placed]], shape: ModelShape,
+            groups: Groups) -> tuple[dict[Section, int], dict[Section, Any]]:
+    """The pipeline stage that sends each section, and (name, sizes, dtype) of what it sends."""
+    mine = {
+        section: [(name, size, placed.parameter.dtype) for placed in placed_list
+                  for name, size in _sizes(placed, shape, groups)]
+        for section, placed_list in sections.items()
+    } if groups.pp.size() > 1 else dict.fromkeys(sections)
+    stages: list[Any] = [None] * groups.pp.size()
+    if groups.pp.size() > 1:
+        dist.all_gather_object(stages, mine, group=groups.pp)
+    else:
+        stages[0] = mine
+    owners = {section: stage for stage, found in enumerate(stages) for section in found}
+    return owners, {section: found[section] for found in stages for section in found}
+
+
+def _sizes(placed: Placed, shape: ModelShape, groups: Groups) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and whole sizes of the Hugging Face tensors of a parameter, for all experts if it is an expert's."""
+    part = placed.part(groups)
+    step = shape.num_experts // groups.ep.size() if part.rule.is_expert else 1
+    experts = range(placed.expert % step, shape.num_experts, step) if part.rule.is_expert else (0,)
+    return [size for expert in experts for size in replace(part, expert=expert).whole_sizes(shape).items()]
+
+
+def _whole(placed_list: list[Placed], shape: ModelShape, groups: Groups) -> dict[str, Tensor]:
+    """The whole Hugging Face tensors of one section: one all-gather for the experts, one for the other sharded ones."""
+    experts = [placed for placed in placed_list if placed.rule.is_expert]
+    sharded = [placed for placed in placed_list if not placed.rule.is_expert and placed.rule.shard is not Shard.NONE]
+    tensors: dict[str, Tensor] = {}
+    if experts:
+        tensors |= _join(experts, _gather(experts, groups.expert_tp_ep), shape, shards=groups.expert_tp.size(),
+                         experts_per_rank=shape.num_experts // groups.ep.size())
+    tensors |= _join(sharded, _gather(sharded, groups.tp), shape, shards=groups.tp.size(), experts_per_rank=0)
+    own = (placed for placed in placed_list if not placed.rule.is_expert and placed.rule.shard is Shard.NONE)
+    return tensors | {placed.names[0]: placed.parameter for placed in own}
+
+
+def _gather(placed_list: list[Placed], group: Any) -> list[list[Tensor]]:
+    """Every rank's parameters of ``placed_list``: outer list by rank of ``group``, inner as ``placed_list``."""
+    parameters = [placed.parameter for placed in placed_list]
+    if group.size() == 1 or not parameters:
+        return [parameters] * group.size()
+    sizes = [parameter.numel() for parameter in parameters]
+    everyone = parameters[0].new_empty(group.size(), sum(sizes))
+    torch.cat([parameter.flatten() for parameter in parameters], out=everyone[group.rank()])
+    _exchange_rows(everyone, group)
+    return [
+        [part.view_as(parameter) for part, parameter in zip(row.split(sizes), parameters, strict=True)]
+        for row in everyone
+    ]
+
+
+def _exchange_rows(everyone: Tensor, group: Any) -> None:
+    """An all-gather in place: rank i of ``group`` has written row i and gets the others.
+
+    On a CPU one broadcast of each row, all at once: gloo's all-gather fills a buffer of its own and copies out of it.
+    """
+    if not everyone.is_cpu:
+        dist.all_gather_into_tensor(everyone, everyone[group.rank()], group=group)
+        return
+    sent = [
+        dist.broadcast(row, src=dist.get_global_rank(group, rank), group=group, async_op=True)
+        for rank, row in enumerate(everyone)
+    ]
+    for work in sent:
+        work.wait()
+
+
+def _join(placed_list: list[Placed], gathered: list[list[Tensor]], shape: ModelShape, *, shards: int,
+          experts_per_rank: int) -> dict[str, Tensor]:
+    """Concatenate the ranks' parts. The ranks of ``gathered`` are blocks of ``shards`` tensor-parallel ranks, one block
+    for each expert-parallel rank (Megatron's order: expert-tensor rank fastest)."""
+    tensors: dict[str, Tensor] = {}
+    for block in range(len(gathered) // shards):
+        ranks = gathered[block * shards : (block + 1) * shards]
+        for i, placed in enumerate(placed_list):
+            rule = placed.rule
+            expert = placed.expert % experts_per_rank + block * experts_per_rank if experts_per_rank else 0
+            names = rule.names_in(placed.layer, expert)
+            parts = zip(*(rule.split(rank[i], shape) for rank in ranks), strict=True)
+            for name, pieces in zip(names, parts, strict=True):
+                whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=rule.shard.value or 0)
+                tensors[name] = whole[: shape.vocab_size] if rule.is_vocabulary else whole
+    return tensors
+
+
+def _broadcast(tensors: dict[str, Tensor], metadata: list[Any], stage: int, groups: Groups) -> dict[str, Tensor]:
+    """One section's tensors from pipeline stage ``stage`` to all stages, as one flat buffer."""
+    dtype = metadata[0][2]
+    names, sizes = [row[0] for row in metadata], [torch.Size(row[1]) for row in metadata]
+    if groups.pp.rank() == stage:
+        flat = torch.cat([tensors[name].flatten() for name in names])
+    else:
+        flat = torch.empty(sum(size.numel() for size in sizes), dtype=dtype, device=compute_device())
+    dist.broadcast(flat, src=dist.get_global_rank(groups.pp, stage), group=groups.pp)
+    parts = flat.split([size.numel() for size in sizes])
+    return {name: part.view(size) for name, part, size in zip(names, parts, sizes, strict=True)}

@@ -1,0 +1,168 @@
+"""The two passes over a rollout batch: log-probs without a loss, and one optimizer step on a mini-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron_gspo.algorithms import Objective, finish_metrics
+from megatron_gspo.data.packing import OPTIONAL_FIELDS
+from megatron_gspo.data.sample import Sample
+from megatron_gspo.mcore.forward_step import ForwardStep, log_prob_forward_step, policy_forward_step
+from megatron_gspo.mcore.micro_batches import MicroBatches, collect_values, micro_batches
+from megatron_gspo.mcore.policy import Policy
+from megatron_gspo.mcore.routing_replay.replay_pass import RoutingPass, RoutingTask
+from megatron_gspo.parallel.metric_reduction import reduce_metrics
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How a mini-batch is cut: at most ``max_tokens`` a micro-batch, or ``micro_batch_size`` sequences."""
+
+    max_tokens: int
+    micro_batch_size: int | None = None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step: final ``metrics``, the same on every rank, the ``log_probs`` per sample of the policy before
+    it, and what the routers did."""
+
+    metrics: dict[str, float]
+    log_probs: list[np.ndarray]
+    batches: MicroBatches
+    routing: RoutingPass | None = None
+
+
+def run_schedule(policy: Policy, forward_step: ForwardStep, batches: MicroBatches, *, forward_only: bool) -> list[Any]:
+    """Megatron's own forward-backward schedule over one rank's micro-batches; what the last stage returned for each."""
+    iterators = [iter(batches.batches) for _ in policy.chunks]
+    several = len(policy.chunks) > 1
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if several else iterators[0],
+        model=policy.chunks if several else policy.chunks[0],
+        num_microbatches=len(batches.batches),
+        seq_length=batches.seq_length,
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of every response token, one ``[R]`` float32 array per sample on every rank; ``routing`` as it was asked for."""
+
+    log_probs: list[np.ndarray]
+    entropy: list[np.ndarray] | None
+    routing: RoutingPass | None
+
+
+def compute_log_probs(policy: Policy, samples: Sequence[Sample], batching: Batching, *, temperature: float,
+                      with_entropy: bool = False, routing: RoutingTask | None = None) -> Scores:
+    """Log-probs (and entropies) of every response token under the policy's weights, without a gradient.
+
+    The samples must be the same on every rank. ``routing``: what the routers are to record or replay meanwhile.
+    """
+    batches = cut(policy, samples, batching, optional=(), routing=routing)
+    routes = _routing_pass(policy, batches, routing)
+    step = log_prob_forward_step(policy.groups, temperature=temperature, vocab_size=policy.shape.vocab_size,
+                                 with_entropy=with_entropy, routing=routes)
+    with torch.no_grad():
+        outputs = run_schedule(policy, step, batches, forward_only=True)
+    if routes is not None:
+        routes.check(forward_only=True)
+    log_probs = collect_values([output[0] for output in outputs], batches.batches, samples, policy.groups)
+    if not with_entropy:
+        return Scores(log_probs, None, routes)
+    entropy = collect_values([output[1] for output in outputs], batches.batches, samples, policy.groups)
+    return Scores(log_probs, entropy, routes)
+
+
+def cut(policy: Policy, samples: Sequence[Sample], batching: Batching, *, optional: Sequence[str],
+        routing: RoutingTask | None) -> MicroBatches:
+    """This rank's micro-batches of a mini-batch, with routes where the task needs them."""
+    return micro_batches(
+        samples, policy.config, policy.groups, max_tokens=batching.max_tokens,
+        micro_batch_size=batching.micro_batch_size, optional=optional,
+        routes=routing.shape if routing is not None and routing.needs_routes else None,
+    )  # fmt: skip
+
+
+def _routing_pass(policy: Policy, batches: MicroBatches, task: RoutingTask | None) -> RoutingPass | None:
+    if task is None:
+        return None
+    return RoutingPass(task, policy.groups, policy.config.sequence_parallel, batches.batches)
+
+
+def train_mini_batch(policy: Policy, samples: Sequence[Sample], objective: Objective, batching: Batching, *,
+                     temperature: float, routing: RoutingTask | None = None) -> StepResult:
+    """One optimizer step on a global mini-batch: forward, backward, gradient reduction, clipping, Adam, schedule."""
+    carried = [name for name in OPTIONAL_FIELDS if all(getattr(sample, name) is not None for sample in samples)]
+    batches = cut(policy, samples, batching, optional=carried, routing=routing)
+    routes = _routing_pass(policy, batches, routing)
+    outputs = forward_backward(policy, objective, batches, temperature=temperature, routing=routes)
+    with _timed(policy, "optimizer"):
+        _, grad_norm, _ = policy.optimizer.step()
+    metrics = {"grad_norm": float(grad_norm), "lr": float(policy.optimizer.param_groups[0]["lr"])}
+    policy.scheduler.step(1)
+    metrics |= finish_metrics(summed_metrics([output["metrics"] for output in outputs], policy))
+    log_probs = collect_values([output["log_probs"] for output in outputs], batches.batches, samples, policy.groups)
+    return StepResult(metrics, log_probs, batches, routes)
+
+
+@contextmanager
+def _timed(policy: Policy, name: str) -> Iterator[None]:
+    """By the clock that the model's config holds for Megatron's schedule, if it holds one."""
+    clock = policy.config.timers
+    if clock is not None:
+        clock(name).start()
+    yield
+    if clock is not None:
+        clock(name).stop()
+
+
+def forward_backward(policy: Policy, objective: Objective, batches: MicroBatches, *, temperature: float,
+                     routing: RoutingPass | None = None) -> list[Any]:
+    """Zero the gradients, run the schedule and reduce the gradients; what the last stage returned per micro-batch.
+
+    Raises ``RoutingError`` where a router didn't take its routes exactly once.
+    """
+    for chunk in policy.chunks:
+        chunk.zero_grad_buffer()
+    policy.optimizer.zero_grad()
+    step = policy_forward_step(objective, num_microbatches=len(batches.batches), temperature=temperature,
+                               vocab_size=policy.shape.vocab_size, groups=policy.groups, routing=routing)
+    outputs = run_schedule(policy, step, batches, forward_only=False)
+    if routing is not None:
+        routing.check(forward_only=False)
+    return outputs
+
+
+def summed_metrics(per_micro_batch: Sequence[dict[str, Any]], policy: Policy) -> dict[str, Any]:
+    """Add the shares of all micro-batches and ranks up and tell every pipeline stage."""
+    groups = policy.groups
+    summed: list[Any] = [None]
+    if groups.is_last_stage:
+        total: dict[str, Any] = {}
+        for metrics in per_micro_batch:
+            for name, value in metrics.items():
+                total[name] = _combine(name, total[name], value) if name in total else value
+        summed = [{name: float(value) for name, value in reduce_metrics(total, groups.dp_cp).items()}]
+    if groups.pp.size() > 1:
+        dist.broadcast_object_list(summed, src=groups.last_stage_rank, group=groups.pp)
+    return summed[0]
+
+
+def _combine(name: str, a: Any, b: Any) -> Any:
+    if name.endswith("_max"):
+        return torch.maximum(a, b)
+    return torch.minimum(a, b) if name.endswith("_min") else a + b

@@ -1,0 +1,219 @@
+"""Hugging Face checkpoint files: read slices of safetensors shards, write shards and index atomically."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_gspo.errors import DiskError, describe_disk, first_line, writing
+from megatron_gspo.models.model_shape import ModelError, read_config, read_json
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+# what belongs to a model beside its weights, copied to an export as it is
+_COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+)
+
+
+class CheckpointReader:
+    """The tensors of a Hugging Face directory by name, read lazily and by slice; a context manager.
+
+    Raises ``ModelError`` naming the file that is missing or damaged, or the tensor.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._open: dict[str, Any] = {}
+        if (self.path / INDEX).is_file():
+            self._files = read_index(self.path)
+        elif (self.path / SINGLE).is_file():
+            self._files = dict.fromkeys(self._shard(SINGLE, "all tensors").keys(), SINGLE)
+        else:
+            raise ModelError(
+                f"model.path={path}: neither {SINGLE} nor {INDEX} there; give a safetensors checkpoint"
+            )
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.clear()
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._files)
+
+    def _file(self, name: str) -> Any:
+        if name not in self._files:
+            raise ModelError(f"{self.path}: no tensor {name}")
+        return self._shard(self._files[name], name)
+
+    def _shard(self, shard: str, holds: str) -> Any:
+        if shard not in self._open:
+            file = self.path / shard
+            if not file.is_file():
+                raise ModelError(f"{file}: this shard is missing; it holds {holds}; download it again")
+            try:
+                self._open[shard] = safe_open(file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{file}: damaged or cut short ({first_line(error)}); download it again") from None
+        return self._open[shard]
+
+    def check(self) -> None:
+        """Open every shard and read its header: all there, whole, with the tensors of the index, in a float type."""
+        held = {shard: set(self._shard(shard, name).keys()) for name, shard in self._files.items()}
+        for name, shard in self._files.items():
+            if name not in held[shard]:
+                raise ModelError(f"{self.path / shard}: lacks {name}, which {INDEX} places there; download it again")
+            kind = self._file(name).get_slice(name).get_dtype()
+            if kind not in _DTYPES:
+                known = ", ".join(_DTYPES)
+                raise ModelError(f"{name} is stored as {kind}; use a checkpoint that isn't quantised ({known})")
+
+    def common_dtype(self) -> torch.dtype:
+        """The type of all tensors; ``ModelError`` naming two that differ."""
+        kinds: dict[str, str] = {}
+        for name in sorted(self._files):
+            kinds.setdefault(self._file(name).get_slice(name).get_dtype(), name)
+        if len(kinds) > 1:
+            (a, first), (b, second) = list(kinds.items())[:2]
+            raise ModelError(f"{first} is {a} and {second} {b} in {self.path}; choose one with --dtype")
+        return _DTYPES[next(iter(kinds))]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The whole tensor's sizes."""
+        return tuple(self._file(name).get_slice(name).get_shape())
+
+    def read(self, name: str, dim: int | None = None, start: int = 0, stop: int | None = None) -> Tensor:
+        """The tensor, or its part ``[start, stop)`` along ``dim`` (0 or 1); only that part is read."""
+        part = self._file(name).get_slice(name)
+        if dim is None:
+            return part[:]
+        return part[start:stop] if dim == 0 else part[:, start:stop]
+
+
+def read_index(folder: Path) -> dict[str, str]:
+    """Tensor -> file, of a directory that has an index. ``ModelError`` where it names anything but files beside it: an
+    index is downloaded, and the way back writes files of these names."""
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ModelError(f"{folder / INDEX}: has no weight_map of tensors to files; download it again")
+    for name, file in weight_map.items():
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            problem = f"places {name} in {file!r}, no safetensors file there"
+            raise ModelError(f"{folder / INDEX}: {problem}; download it again")
+    return weight_map
+
+
+def write_checkpoint(
+    path: str | Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    source: str | Path,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 4 << 30,
+) -> Path:
+    """Write a Hugging Face checkpoint from a stream of (name, tensor); config and tokenizer come from ``source``.
+
+    Memory: one shard. Everything is written beside ``path`` and renamed at the end, so that a broken export never
+    looks finished; an existing ``path`` is replaced. Returns ``path``. Raises ``DiskError`` where it can't be written.
+    """
+    with writing(path):
+        return _write(Path(path), tensors, source, dtype, max_shard_bytes)
+
+
+def _write(
+    final: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    source: str | Path,
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+) -> Path:
+    partial = final.with_name(final.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    shards: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    total = size = 0
+    written = dtype
+    for name, tensor in tensors:
+        value = tensor.detach().to("cpu", dtype).contiguous().clone()
+        written = value.dtype
+        if pending and size + value.nbytes > max_shard_bytes:
+            shards.append(_write_shard(partial, len(shards), pending))
+            pending, size = {}, 0
+        pending[name] = value
+        size += value.nbytes
+        total += value.nbytes
+    shards.append(_write_shard(partial, len(shards), pending))
+    _finish_names(partial, shards, total)
+    copy_companions(source, partial, written)
+    old = final.with_name(final.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        os.replace(final, old)
+    os.replace(partial, final)
+    shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def copy_companions(source: str | Path, target: str | Path, dtype: torch.dtype | None = None) -> None:
+    """Copy config, tokenizer and chat template of one model directory to another, whose config then names ``dtype``:
+    what loads the weights casts them to the type that it finds there."""
+    for pattern in _COMPANIONS:
+        for file in Path(source).glob(pattern):
+            shutil.copyfile(file, Path(target) / file.name)  # without its mode: a source may be read-only
+    if dtype is None:
+        return
+    config = read_config(target)
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    if config.get(key) != (wanted := str(dtype).removeprefix("torch.")):
+        (Path(target) / "config.json").write_text(json.dumps(config | {key: wanted}, indent=2) + "\n")
+
+
+def _write_shard(folder: Path, number: int, tensors: dict[str, Tensor]) -> list[str]:
+    file = folder / f"shard-{number:05d}"
+    needed = sum(tensor.nbytes for tensor in tensors.values())
+    try:
+        with writing(file, needed=needed):
+            save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:  # the system's error as text: "... (os error 28)"
+        number_of = re.search(r"os error (\d+)", str(error))
+        code = int(number_of[1]) if number_of else errno.EIO
+        raise DiskError(describe_disk(file, OSError(code, os.strerror(code)), needed=needed)) from error
+    return list(tensors)
+
+
+def _finish_names(folder: Path, shards: list[list[str]], total: int) -> None:
+    if len(shards) == 1:
+        os.replace(folder / "shard-00000", folder / SINGLE)
+        return
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards):
+        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        os.replace(folder / f"shard-{number:05d}", folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))

@@ -1,0 +1,126 @@
+"""Megatron's parameters and checkpoint chunks as plain data: what they are made of, without a model.
+
+A `Part` is one tensor-parallel rank's parameter; a `Chunk` is a region of a tensor in a Megatron checkpoint and the
+elements of a part that lie there. `mcore/checkpoint/checkpoint_metadata.py` asks Megatron for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_gspo.models.mapping_rules import Rule, Shard
+from megatron_gspo.models.model_shape import ModelError, ModelShape
+
+
+class TensorSource(Protocol):
+    """Tensors by Hugging Face name, whole or a slice along one dimension: `files.CheckpointReader`."""
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read(self, name: str, dim: int | None = None, start: int = 0, stop: int | None = None) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """The parameter of `rank` of `ranks` tensor-parallel ranks. layer: -1 outside of the layers. sizes: of the
+    parameter, the padding of a vocabulary included."""
+
+    rule: Rule
+    layer: int
+    expert: int
+    sizes: tuple[int, ...]
+    rank: int = 0
+    ranks: int = 1
+
+    @property
+    def names(self) -> list[str]:
+        """The Hugging Face tensors that it is made of, in the order of the rule's `merge`."""
+        return self.rule.names_in(self.layer, self.expert)
+
+    def read(self, source: TensorSource, shape: ModelShape) -> Tensor:
+        """The parameter, from the slices that it is made of; only those are read. A vocabulary is padded with 0."""
+        value = self.rule.merge([self._slice(source, name) for name in self.names], shape)
+        if self.rule.is_vocabulary and value.shape[0] < self.sizes[0]:
+            value = torch.nn.functional.pad(value, (0, 0, 0, self.sizes[0] - value.shape[0]))
+        return value.contiguous()
+
+    def whole_sizes(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
+        """Name -> sizes of the whole Hugging Face tensors that it is made of."""
+        found = {}
+        for name, part in self.split(torch.empty(self.sizes, device="meta"), shape).items():
+            size = list(part.shape)
+            if self.rule.shard is not Shard.NONE:
+                size[self.rule.shard.value] *= self.ranks
+            if self.rule.is_vocabulary:
+                size[0] = shape.vocab_size
+            found[name] = tuple(size)
+        return found
+
+    def check(self, source: TensorSource, shape: ModelShape) -> None:
+        """Raise ``ModelError`` naming a tensor whose sizes in `source` aren't those that config.json asks for."""
+        for name, wanted in self.whole_sizes(shape).items():
+            if (found := source.shape(name)) != wanted:
+                raise ModelError(f"{name} is {found} in the checkpoint; config.json makes it {wanted}")
+
+    def _slice(self, source: TensorSource, name: str) -> Tensor:
+        dim = self.rule.shard.value
+        if self.rule.shard is Shard.NONE or self.ranks == 1:
+            return source.read(name)
+        size = source.shape(name)[dim]
+        each = self.sizes[0] if self.rule.is_vocabulary else size // self.ranks
+        start = min(self.rank * each, size)
+        return source.read(name, dim, start, min(start + each, size))
+
+    def split(self, value: Tensor, shape: ModelShape) -> dict[str, Tensor]:
+        """The Hugging Face tensors (this rank's slices of them) in the parameter `value`; views where possible."""
+        tensors = dict(zip(self.names, self.rule.split(value, shape), strict=True))
+        if self.rule.is_vocabulary and self.ranks == 1:
+            return {name: tensor[: shape.vocab_size] for name, tensor in tensors.items()}
+        return tensors
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A region of the tensor `key` of a checkpoint, and where its elements lie in `part`.
+
+    whole: sizes of the whole tensor. offsets, sizes: of the region, with the axes that Megatron puts before the
+    parameter's own (layers, experts). strides, start: of the elements in the part, in elements.
+    """
+
+    key: str
+    whole: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    part: Part
+    strides: tuple[int, ...]
+    start: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    def pieces(self, most: int) -> Iterator[Chunk]:
+        """The chunk in regions of at most `most` elements, cut between rows; itself where it is no larger."""
+        axis = len(self.sizes) - len(self.strides)
+        rows, row = self.sizes[axis], self.numel // self.sizes[axis]
+        step = max(most // row, 1)
+        if step >= rows:
+            yield self
+            return
+        for first in range(0, rows, step):
+            offsets, sizes = list(self.offsets), list(self.sizes)
+            offsets[axis] += first
+            sizes[axis] = min(step, rows - first)
+            start = self.start + first * self.strides[0]
+            yield replace(self, offsets=tuple(offsets), sizes=tuple(sizes), start=start)
+
+    def of(self, value: Tensor) -> Tensor:
+        """The chunk's elements as a view of the part's (contiguous) `value`, with the chunk's sizes."""
+        own = self.sizes[len(self.sizes) - len(self.strides) :]
+        return value.as_strided(own, self.strides, value.storage_offset() + self.start).view(self.sizes)

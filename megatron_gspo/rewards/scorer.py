@@ -1,0 +1,123 @@
+"""Rewards of samples: the verifier's, with every failure counted and none of them fatal here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_gspo.data.sample import Prompt, Sample
+from megatron_gspo.rewards.verifiers import Verifier, load_verifier
+from megatron_gspo.rewards.worker import Reply, run_verifier
+from megatron_gspo.rewards.worker_pool import RewardPool
+
+FAILURES = ("error", "timeout", "invalid")
+FAILURE = "verifier_failure"  # the key of `Sample.metadata` that says why a response has no score: "error: ..."
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What scoring N samples gave, in their order.
+
+    rewards: [N] float32; NaN for a failure, unless failures have a reward of their own.
+    statuses: "ok", "error", "timeout" or "invalid" for each sample.
+    messages: why, for each failure; "" for the others.
+    counts: how many of each failure ("error", "timeout", "invalid"; 0 included).
+    first_messages: for each failure that occurred, the first message.
+    """
+
+    rewards: np.ndarray
+    statuses: tuple[str, ...]
+    messages: tuple[str, ...]
+    counts: dict[str, int]
+    first_messages: dict[str, str]
+
+
+class RewardScorer:
+    """Scores samples with one verifier.
+
+    With a time limit the verifier runs in worker processes (`RewardPool`), which live until `close`, are
+    killed when a response takes too long, and may crash. timeout=None runs it in this process: faster for the
+    cheap built-in ones; exceptions are still counted, but nothing guards against a hang or a crash.
+    """
+
+    def __init__(
+        self,
+        verifier: str,
+        options: dict[str, Any] | None = None,
+        *,
+        timeout: float | None = 10.0,
+        workers: int = 1,
+        failure_reward: float | None = None,
+    ):
+        """verifier, options: see `load_verifier`. timeout: seconds a response.
+
+        failure_reward: reward of a failure; None: it has none (NaN), which the loop leaves out and counts.
+        Raises VerifierError in one line where the verifier can't be loaded.
+        """
+        if failure_reward is not None and not np.isfinite(failure_reward):
+            raise ValueError(f"failure_reward is {failure_reward}; it must be finite")
+        self._failure_reward = failure_reward
+        self._pool: RewardPool | None = None
+        self._verifier: Verifier | None = None
+        if timeout is None:
+            self._verifier = load_verifier(verifier, options)
+        else:
+            self._pool = RewardPool(verifier, options, timeout=timeout, workers=workers)
+
+    def score(self, samples: Sequence[Sample], prompts: Iterable[Prompt]) -> Scores:
+        """Rewards of the samples; each gets the prompt whose index is its prompt_index. Changes no sample.
+
+        Raises ValueError for a sample without its prompt.
+        """
+        by_index = {prompt.index: prompt for prompt in prompts}
+        for sample in samples:
+            if sample.prompt_index not in by_index:
+                raise ValueError(
+                    f"sample {sample.prompt_index}/{sample.sample_index}: its prompt was not given"
+                )
+        requests = [(sample.text, by_index[sample.prompt_index]) for sample in samples]
+        if self._pool is not None:
+            replies = self._pool.run(requests)
+        else:
+            assert self._verifier is not None
+            replies = [run_verifier(self._verifier, text, prompt) for text, prompt in requests]
+        return self._summarise(replies)
+
+    def close(self) -> None:
+        """End the worker processes; also done when the scorer is collected and at interpreter exit."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def __enter__(self) -> RewardScorer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _summarise(self, replies: Sequence[Reply]) -> Scores:
+        failed = np.nan if self._failure_reward is None else self._failure_reward
+        rewards = np.array([failed if value is None else value for _, value, _ in replies], dtype=np.float32)
+        first_messages: dict[str, str] = {}
+        for status, _, message in replies:
+            if status != "ok":
+                first_messages.setdefault(status, message or "")
+        statuses = tuple(status for status, _, _ in replies)
+        messages = tuple(message or "" for _, _, message in replies)
+        counts = {name: statuses.count(name) for name in FAILURES}
+        return Scores(rewards, statuses, messages, counts, first_messages)
+
+
+def score(
+    samples: Sequence[Sample],
+    prompts: Iterable[Prompt],
+    verifier: str,
+    *,
+    timeout: float | None = 10.0,
+    workers: int = 1,
+) -> Scores:
+    """Score once with workers of its own; a loop keeps a `RewardScorer`."""
+    with RewardScorer(verifier, timeout=timeout, workers=workers) as scorer:
+        return scorer.score(samples, prompts)

@@ -1,0 +1,130 @@
+"""A reward worker: a process of its own that runs one verifier on what its parent sends.
+
+Started by reward_pool.py as `python -m megatron_gspo.rewards.worker FD PARENT_PID TIMEOUT`, not through
+`multiprocessing`, whose spawned children would import the training script, and torch with it, once more.
+
+Wire: the parent sends (verifier name, options) first, then pickled (text, prompt) pairs; each is answered by
+one JSON object {"status": ..., "value": number or null, "message": text or null}. `serve` is the same for
+processes that run something else than a verifier.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import numbers
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from megatron_gspo.data.sample import Prompt
+from megatron_gspo.rewards.verifiers import Verifier, load_verifier
+
+Reply = tuple[str, Any, str | None]  # status, value (a verifier's is a float, or None), message
+_LONGEST_MESSAGE = 300
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+def run_verifier(verifier: Verifier, text: str, prompt: Prompt) -> Reply:
+    """Call a verifier: ("ok", reward, None), or ("invalid" or "error", None, why). Never raises."""
+    try:
+        value: object = verifier(text, prompt)
+        if isinstance(value, (numbers.Real, np.bool_)):
+            reward = float(value)
+            if abs(reward) <= _LARGEST:  # False for NaN
+                return "ok", reward, None
+            return "invalid", None, f"the verifier returned {reward}; return a finite number (float32)"
+        kind = type(value).__name__
+        return "invalid", None, _one_line(f"the verifier returned the {kind} {value!r}; return a number")
+    except (Exception, SystemExit) as error:
+        return "error", None, describe(error)
+
+
+def describe(error: BaseException) -> str:
+    """An exception as one short line."""
+    return _one_line(f"{type(error).__name__}: {error}")
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:_LONGEST_MESSAGE]
+
+
+def _load(connection: Connection, load: Callable[[str, Any], Any]) -> tuple[Any, Reply]:
+    try:
+        name, options = pickle.loads(connection.recv_bytes())
+        return load(name, options), ("ok", None, None)
+    except (Exception, SystemExit) as error:
+        return None, ("error", None, _one_line(str(error)))
+
+
+def _send(connection: Connection, reply: Reply) -> None:
+    connection.send_bytes(json.dumps(dict(zip(("status", "value", "message"), reply, strict=True))).encode())
+
+
+def _leave_with(parent: int) -> None:
+    """Kill this process group once the parent is gone, also while a verifier sleeps."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+@contextlib.contextmanager
+def _processor_limit(seconds: float) -> Iterator[None]:
+    """The kernel ends this process after that much processor time.
+
+    The parent kills a verifier that hangs. Where the parent is gone and the verifier never gives up the
+    interpreter lock (a regular expression), the watching thread can't run either: hence this.
+    """
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+
+def serve(arguments: list[str], load: Callable[[str, Any], Any], answer: Callable[[Any, Any], Reply]) -> None:
+    """Answer requests until the parent closes the connection.
+
+    arguments: of the command line. load(name, options) gives what is served, `answer(it, request)` a reply; it
+    must not raise.
+    """
+    connection = Connection(int(arguments[0]))
+    _leave_with(int(arguments[1]))
+    processor_limit = float(arguments[2]) * len(os.sched_getaffinity(0)) + 5.0
+    with contextlib.suppress(OSError):  # out of memory: end this process rather than the training process
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+    own = os.getpid()
+    served, reply = _load(connection, load)
+    _send(connection, reply)
+    while served is not None:
+        try:
+            request = connection.recv_bytes()
+        except (EOFError, OSError):
+            return
+        with _processor_limit(processor_limit):
+            reply = answer(served, pickle.loads(request))
+        if os.getpid() != own:  # a copy that the user's code forked and let return: its reply would be another's
+            os._exit(0)
+        _send(connection, reply)
+
+
+def main(arguments: list[str]) -> None:
+    """Serve a verifier."""
+    serve(arguments, load_verifier, lambda verifier, request: run_verifier(verifier, *request))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,148 @@
+"""The decoding loop: prefill a prompt once, repeat its cache for its samples, drop rows that finish."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from megatron_gspo.rollout.embedded.kv_cache import BufferCache
+from megatron_gspo.rollout.embedded.route_recorder import DecodedRoutes, RouteRecorder
+from megatron_gspo.rollout.embedded.token_sampling import choose_tokens
+from megatron_gspo.rollout.engine_protocol import SamplingParams
+
+_DROP_SHARE = 8  # finished rows leave when they are 1/8 of the batch: copying the cache costs 1/4 of a step
+_RESERVE = 128  # columns of cache allocated ahead of need
+
+
+@dataclass
+class Responses:
+    """tokens [B, R] int64 and log_probs [B, R] float32, valid up to lengths [B] int64; stopped [B] bool: by
+    an end token, which is then the last one. routes: of each row [P + length - 1, layers, k] expert ids."""
+
+    tokens: np.ndarray
+    log_probs: np.ndarray
+    lengths: np.ndarray
+    stopped: np.ndarray
+    routes: list[np.ndarray] | None = None
+
+
+@torch.no_grad()
+def decode(
+    model: PreTrainedModel,
+    prompts: list[np.ndarray],
+    rows: np.ndarray,
+    uniforms: np.ndarray | None,
+    sampling: SamplingParams,
+    stop_ids: Tensor,
+    recorder: RouteRecorder | None = None,
+) -> Responses:
+    """Draw one response for each row.
+
+    prompts: token ids [P_i] int64 of each distinct prompt; rows: [B] int64, the prompt of each row.
+    uniforms: [B, R] float32, R = max_response_length (None when greedy); stop_ids: [E] int64 on the model's
+    device. recorder: on the model's hooks, where routes are to be returned.
+    """
+    device, limit, batch = model.device, sampling.max_response_length, len(rows)
+    logits, state = _prefill(model, prompts, torch.from_numpy(rows).to(device), limit)
+    routes = None if recorder is None else DecodedRoutes(recorder, prompts, rows)
+    draws = None if uniforms is None else torch.from_numpy(uniforms).to(device).t().contiguous()
+    tokens = torch.full((limit, batch), -1, dtype=torch.int64, device=device)
+    log_probs = torch.zeros(limit, batch, device=device)
+    live = torch.arange(batch, device=device)  # which row of the output each row of the batch is
+    finished = torch.zeros(batch, dtype=torch.bool, device=device)
+    for t in range(limit):
+        draw = None if draws is None else draws[t].index_select(0, live)
+        chosen, scores = choose_tokens(logits, draw, sampling)
+        tokens[t].index_copy_(0, live, chosen)
+        log_probs[t].index_copy_(0, live, scores)
+        finished |= torch.isin(chosen, stop_ids)
+        done = int(finished.sum())
+        if done == len(live) or t + 1 == limit:
+            break
+        if done * _DROP_SHARE >= len(live):
+            keep = (~finished).nonzero()[:, 0]
+            live, chosen, finished = live[keep], chosen[keep], finished[keep]
+            state.select_rows(keep)
+        logits = state.step(model, chosen)
+        if routes is not None:
+            routes.add(live)
+    responses = _collect(tokens.t(), log_probs.t(), stop_ids)
+    if routes is not None:
+        responses.routes = routes.of_rows(responses.lengths.tolist())
+    return responses
+
+
+@dataclass
+class _State:
+    """What a step needs: the cache, the next position of each row [B, 1], and which columns are real."""
+
+    cache: BufferCache
+    positions: Tensor
+    key_mask: Tensor | None  # [B, 1, 1, P + R] bool; None when no row is padded
+
+    def step(self, model: PreTrainedModel, tokens: Tensor) -> Tensor:
+        """Feed one token [B] per row; logits [B, V] of the next."""
+        columns = self.cache.get_seq_length() + 1
+        mask = None if self.key_mask is None else self.key_mask[..., :columns]
+        out = model(
+            input_ids=tokens[:, None],
+            attention_mask=mask,
+            position_ids=self.positions,
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        self.positions = self.positions + 1
+        return out.logits[:, -1]
+
+    def select_rows(self, rows: Tensor) -> None:
+        self.cache.select_rows(rows, self.cache.get_seq_length() + _RESERVE)
+        self.positions = self.positions[rows]
+        if self.key_mask is not None:
+            self.key_mask = self.key_mask[rows]
+
+
+def _prefill(
+    model: PreTrainedModel, prompts: list[np.ndarray], rows: Tensor, limit: int
+) -> tuple[Tensor, _State]:
+    """Logits [B, V] after the prompt of every row, and the state to go on from."""
+    ids, mask = left_pad(prompts)
+    ids, mask = ids.to(model.device), mask.to(model.device)
+    padded = not bool(mask.all())
+    columns = ids.shape[1]
+    cache = BufferCache(model.config.num_hidden_layers, columns)
+    out = model(
+        input_ids=ids,
+        attention_mask=mask if padded else None,
+        position_ids=(mask.cumsum(-1) - 1).clamp_(min=0),
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    key_mask = None
+    if padded:
+        key_mask = torch.nn.functional.pad(mask.bool(), (0, limit), value=True)[rows, None, None]
+    cache.select_rows(rows, columns + min(limit, _RESERVE))
+    return out.logits[:, -1].index_select(0, rows), _State(cache, mask.sum(-1, keepdim=True)[rows], key_mask)
+
+
+def left_pad(prompts: list[np.ndarray]) -> tuple[Tensor, Tensor]:
+    """Token ids [N, P] int64 and mask [N, P] int64 (1 where real), padded on the left with id 0."""
+    width = max(len(ids) for ids in prompts)
+    ids = np.zeros((len(prompts), width), dtype=np.int64)
+    mask = np.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = prompt
+        mask[row, width - len(prompt) :] = 1
+    return torch.from_numpy(ids), torch.from_numpy(mask)
+
+
+def _collect(tokens: Tensor, log_probs: Tensor, stop_ids: Tensor) -> Responses:
+    """Cut every row after its first end token: rows that finished early went on until they were dropped."""
+    ends = torch.isin(tokens, stop_ids)
+    stopped = ends.any(-1)
+    lengths = torch.where(stopped, ends.int().argmax(-1) + 1, tokens.shape[1])
+    return Responses(*(x.cpu().numpy() for x in (tokens, log_probs, lengths, stopped)))

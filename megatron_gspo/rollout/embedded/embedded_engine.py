@@ -1,0 +1,208 @@
+"""The embedded engine: a Transformers model inside the training process. No server, no hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from megatron_gspo.data.sample import Prompt, Sample
+from megatron_gspo.errors import EngineError
+from megatron_gspo.rollout.embedded.cpu_kernels import use_cpu_kernels
+from megatron_gspo.rollout.embedded.decode import Responses, decode
+from megatron_gspo.rollout.embedded.route_recorder import RouteRecorder
+from megatron_gspo.rollout.embedded.token_sampling import sequence_uniforms
+from megatron_gspo.rollout.embedded.weight_loading import WeightTargets
+from megatron_gspo.rollout.engine_protocol import SamplingParams, end_tokens
+
+
+class Decoder(Protocol):
+    """The part of a Transformers tokenizer that the engine uses."""
+
+    eos_token_id: int | None
+
+    def batch_decode(self, sequences: list[list[int]], skip_special_tokens: bool = False) -> list[str]: ...
+
+
+class EmbeddedEngine:
+    """`RolloutEngine` on a Transformers causal language model with full attention.
+
+    Samples are the same however prompts are batched or spread over engines, up to the rounding of matrix
+    products of different shapes (a draw within about 1e-7 of a boundary may fall on the other side of it).
+    """
+
+    def __init__(
+        self,
+        source: str | Path | PretrainedConfig,
+        *,
+        state: Mapping[str, Tensor] | None = None,
+        tokenizer: Decoder | None = None,
+        eos_token_ids: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        max_batch: int = 256,
+        return_routed_experts: bool = False,
+    ) -> None:
+        """Build the model.
+
+        source: a local checkpoint folder, or a config, whose weights come from `state` (checkpoint names,
+            full tensors) or from the first `update_weights`.
+        tokenizer: gives `Sample.text` and an end token; without it the text is "".
+        eos_token_ids: end tokens; default: those of the generation config, else the config, and the
+            tokenizer's.
+        max_batch: sequences decoded at once.
+        return_routed_experts: give `Sample.routed_experts`, for a model with MoE layers.
+
+        Raises ValueError (one line) for a missing folder, sliding-window attention, no end token, or routed experts
+        of a dense model.
+        """
+        if max_batch < 1:
+            raise ValueError(f"max_batch={max_batch}: decode at least 1 sequence at once")
+        self.max_batch = max_batch
+        self.tokenizer = tokenizer
+        self.model = _build(source, dtype, torch.device(device))
+        configured = getattr(self.model.generation_config, "eos_token_id", None)
+        configured = self.model.config.eos_token_id if configured is None else configured
+        self.eos_token_ids = end_tokens(configured, tokenizer, self.model.config.vocab_size, given=eos_token_ids)
+        self._recorder = RouteRecorder(self.model) if return_routed_experts else None
+        self._targets = WeightTargets.of(self.model)
+        self.weight_version: int | None = None if isinstance(source, PretrainedConfig) else 0
+        self._paused = False
+        if state is not None:
+            self.update_weights(state.items(), version=0)
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> list[Sample]:
+        """See `RolloutEngine.generate`. Prompts of similar length are decoded together."""
+        self._check(prompts, sampling)
+        if not prompts:
+            return []
+        by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i].token_ids))
+        order = np.repeat(np.asarray(by_length), sampling.n)
+        sample_index = np.tile(np.arange(sampling.n), len(prompts))
+        batches = -(-len(order) // self.max_batch)
+        samples: list[Sample | None] = [None] * len(order)
+        for places, indices in zip(
+            np.array_split(order, batches), np.array_split(sample_index, batches), strict=True
+        ):
+            chosen = [prompts[i] for i in places]
+            decoded = self._decode_batch(chosen, indices, sampling, seed)
+            for place, sample in zip(places * sampling.n + indices, decoded, strict=True):
+                samples[place] = sample
+        return samples
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        """See `RolloutEngine.update_weights`. After an error `generate` refuses until one succeeds."""
+        self.weight_version = None
+        self._targets.write(named_tensors)
+        self.weight_version = version
+
+    def pause(self) -> None:
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+
+    def close(self) -> None:
+        """Drop the model and its memory."""
+        self.model = self._targets = self._recorder = self.weight_version = None
+
+    def _check(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:
+        if self.model is None:
+            raise RuntimeError("generate after close: build a new EmbeddedEngine")
+        if self._paused:
+            raise RuntimeError("generate while paused: call resume first")
+        if self.weight_version is None:
+            raise RuntimeError("the engine has no complete weights: call update_weights before generate")
+        vocabulary = self.model.config.vocab_size
+        longest = getattr(self.model.config, "max_position_embeddings", None)
+        for prompt in prompts:
+            prompt.check()
+            if prompt.token_ids.max() >= vocabulary:
+                raise ValueError(
+                    f"prompt {prompt.index}: token id {prompt.token_ids.max()} is outside the vocabulary of "
+                    f"{vocabulary}: use the model's own tokenizer"
+                )
+            total = len(prompt.token_ids) + sampling.max_response_length
+            if longest is not None and total > longest:
+                raise ValueError(
+                    f"prompt {prompt.index}: {len(prompt.token_ids)} tokens + max_response_length="
+                    f"{sampling.max_response_length} exceed max_position_embeddings={longest}: shorten one"
+                )
+
+    def _decode_batch(
+        self, prompts: list[Prompt], sample_index: np.ndarray, sampling: SamplingParams, seed: int
+    ) -> list[Sample]:
+        """One sample for each (prompts[i], sample_index[i]); the samples of a prompt stand together."""
+        starts = [i for i, p in enumerate(prompts) if i == 0 or p is not prompts[i - 1]]
+        rows = np.zeros(len(prompts), dtype=np.int64)
+        rows[starts[1:]] = 1
+        uniforms = None
+        if not sampling.greedy:
+            prompt_index = np.array([p.index for p in prompts])
+            uniforms = sequence_uniforms(seed, prompt_index, sample_index, sampling.max_response_length)
+        stop_ids = torch.tensor(self.eos_token_ids, device=self.model.device)
+        distinct = [prompts[i].token_ids for i in starts]
+        responses = decode(self.model, distinct, rows.cumsum(), uniforms, sampling, stop_ids, self._recorder)
+        return self._samples(prompts, sample_index, responses)
+
+    def _samples(self, prompts: list[Prompt], sample_index: np.ndarray, responses: Responses) -> list[Sample]:
+        lengths = responses.lengths.tolist()
+        ids = [row[:length] for row, length in zip(responses.tokens, lengths, strict=True)]
+        texts = [""] * len(ids)
+        if self.tokenizer is not None:
+            texts = self.tokenizer.batch_decode([row.tolist() for row in ids], skip_special_tokens=True)
+        samples = []
+        for i, (prompt, response, length) in enumerate(zip(prompts, ids, lengths, strict=True)):
+            log_probs = responses.log_probs[i, :length].copy()
+            if not np.isfinite(log_probs).all():
+                where = f"prompt {prompt.index}, weight version {self.weight_version}"
+                raise EngineError(f"{where}: the log-probs are not finite; check the weights")
+            samples.append(
+                Sample(
+                    prompt_index=prompt.index,
+                    sample_index=int(sample_index[i]),
+                    tokens=np.concatenate([prompt.token_ids, response]),
+                    prompt_length=len(prompt.token_ids),
+                    loss_mask=np.ones(length, dtype=bool),
+                    rollout_log_probs=log_probs,
+                    finish_reason="stop" if responses.stopped[i] else "length",
+                    text=texts[i],
+                    weight_version=self.weight_version,
+                    routed_experts=None if responses.routes is None else responses.routes[i],
+                )
+            )
+        return samples
+
+
+def _build(
+    source: str | Path | PretrainedConfig, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    if isinstance(source, PretrainedConfig):
+        _refuse_windows(source)
+        model = AutoModelForCausalLM.from_config(source, dtype=dtype)
+    else:
+        if not (Path(source) / "config.json").is_file():
+            raise ValueError(
+                f"model folder {source} has no config.json: give a local Hugging Face checkpoint"
+            )
+        model = AutoModelForCausalLM.from_pretrained(source, local_files_only=True, dtype=dtype)
+        _refuse_windows(model.config)
+    model = model.to(device).eval().requires_grad_(False)
+    if device.type == "cpu":
+        use_cpu_kernels(model)
+    return model
+
+
+def _refuse_windows(config: PretrainedConfig) -> None:
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None)
+    if kinds != {"full_attention"} or (window is not None and getattr(config, "use_sliding_window", True)):
+        raise ValueError(
+            f"model type {config.model_type} has layers of {sorted(kinds)}, sliding_window={window}: "
+            "the embedded engine serves full attention only; use a server engine"
+        )

@@ -1,0 +1,110 @@
+"""The experts that a Transformers model uses while it decodes, noted by a hook on each MoE layer's experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from megatron_gspo.errors import EngineError
+from megatron_gspo.routing_replay.routes import expert_id_dtype
+
+_BLOCK = 128  # decoding steps for which room is made at once
+
+
+class RouteRecorder:
+    """Notes the top-k experts of every forward pass of `model`, MoE layers only, in model order.
+
+    The hooks stand at the modules that compute experts, which the library (5.0 and later) calls with the chosen ids
+    whatever the family's router does: what is noted is what was used. `remove` takes them away.
+
+    Raises ValueError (one line) for a model without such modules.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        experts = [module for module in model.modules() if _computes_experts(module)]
+        if not experts:
+            kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+            raise ValueError(f"model type {kind} has no MoE layer to return routed experts of: leave them off")
+        self.dtype = expert_id_dtype(max(module.num_experts for module in experts))
+        # torch computes little on uint16: the same bits as int16
+        self._stored = torch.uint8 if self.dtype.itemsize == 1 else torch.int16
+        self._noted: list[Tensor | None] = [None] * len(experts)
+        self._hooks = [
+            module.register_forward_pre_hook(self._hook(layer), with_kwargs=True)
+            for layer, module in enumerate(experts)
+        ]
+
+    def take(self) -> Tensor:
+        """The experts of the last forward pass, [tokens, layers, k] uint8 (int16 above 256 experts, to be read as
+        `dtype`). Raises EngineError if a layer was passed by since the last call."""
+        silent = [layer for layer, ids in enumerate(self._noted) if ids is None]
+        if silent:
+            raise EngineError(f"MoE layer {silent[0]} chose no experts in a forward pass; its routes are unknown")
+        ids = torch.stack([ids for ids in self._noted if ids is not None], dim=1)
+        self._noted = [None] * len(self._noted)
+        return ids
+
+    def remove(self) -> None:
+        """Stop noting."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _hook(self, layer: int) -> Any:
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            ids = args[1] if len(args) > 1 else kwargs["top_k_index"]
+            self._noted[layer] = ids.to(self._stored)
+
+        return note
+
+
+class DecodedRoutes:
+    """The routes of one decoded batch: those of the prompts, and then a row for each token that is fed.
+
+    prompts: token ids [P_i] of each distinct prompt; prefill: [N * P, layers, k], what the recorder took when they
+    were fed as one left-padded batch [N, P]; rows: [B] int64, the prompt of each row of the batch.
+    """
+
+    def __init__(self, recorder: RouteRecorder, prompts: Sequence[np.ndarray], rows: np.ndarray) -> None:
+        self._recorder, self._rows = recorder, rows
+        prefill = recorder.take()
+        self._prompts = [
+            self._numpy(ids[len(ids) - len(prompt) :])
+            for prompt, ids in zip(prompts, prefill.view(len(prompts), -1, *prefill.shape[1:]), strict=True)
+        ]
+        self._blocks: list[Tensor] = []  # [B, _BLOCK, layers, k] each
+        self._steps = 0
+
+    def add(self, live: Tensor) -> None:
+        """Note the step that fed one token to each row in `live` [b] int64."""
+        ids = self._recorder.take()
+        place = self._steps % _BLOCK
+        if place == 0:
+            self._blocks.append(ids.new_empty(len(self._rows), _BLOCK, *ids.shape[1:]))
+        self._blocks[-1][:, place].index_copy_(0, live, ids)
+        self._steps += 1
+
+    def of_rows(self, lengths: Sequence[int]) -> list[np.ndarray]:
+        """[P + R - 1, layers, k] of `recorder.dtype` for each row, whose response has R = lengths[i] tokens: the last
+        one isn't fed."""
+        blocks = [self._numpy(block) for block in self._blocks]
+        found = []
+        for row, length in enumerate(lengths):
+            fed = [block[row, : max(length - 1 - start, 0)] for start, block in zip(self._starts, blocks, strict=True)]
+            found.append(np.concatenate([self._prompts[self._rows[row]], *fed]))
+        return found
+
+    @property
+    def _starts(self) -> range:
+        return range(0, self._steps, _BLOCK)
+
+    def _numpy(self, ids: Tensor) -> np.ndarray:
+        return ids.cpu().numpy().view(self._recorder.dtype)
+
+
+def _computes_experts(module: nn.Module) -> bool:
+    """Whether the library's experts interface made it: called with (hidden states, expert ids, weights)."""
+    return hasattr(module, "is_transposed") and hasattr(module, "_apply_gate") and hasattr(module, "num_experts")

@@ -1,0 +1,89 @@
+"""Choosing tokens: counter-based random numbers and inverse-CDF sampling, whatever the batch layout."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_gspo.rollout.engine_protocol import SamplingParams
+
+_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_WORD = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+
+
+def philox_4x32(counter: tuple[np.ndarray, ...], key: tuple[int, int]) -> tuple[np.ndarray, ...]:
+    """Philox4x32-10 (Salmon et al., SC 2011, "Parallel random numbers: as easy as 1, 2, 3").
+
+    counter: four broadcastable uint64 arrays of 32-bit words; key: two 32-bit words.
+    Returns four uint64 arrays of 32-bit words of the broadcast shape.
+    """
+    c0, c1, c2, c3 = (np.asarray(word, dtype=np.uint64) for word in counter)
+    k0, k1 = key
+    for _ in range(10):
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0 = (product1 >> _HALF) ^ c1 ^ np.uint64(k0)
+        c2 = (product0 >> _HALF) ^ c3 ^ np.uint64(k1)
+        c1, c3 = product1 & _WORD, product0 & _WORD
+        k0, k1 = (k0 + _KEY_STEPS[0]) & 0xFFFFFFFF, (k1 + _KEY_STEPS[1]) & 0xFFFFFFFF
+    return c0, c1, c2, c3
+
+
+def sequence_uniforms(
+    seed: int, prompt_index: np.ndarray, sample_index: np.ndarray, length: int
+) -> np.ndarray:
+    """One uniform number per (sequence, position).
+
+    Each is a function of (seed, prompt_index, sample_index, position) alone; seed: its low 64 bits count.
+    prompt_index, sample_index: [N] int64 (the low 32 bits of sample_index count).
+    Returns [N, length] float32, multiples of 2^-24 in [0, 1).
+    """
+    blocks = -(-length // 4)
+    prompt = np.asarray(prompt_index, dtype=np.int64).astype(np.uint64)[:, None]
+    sample = np.asarray(sample_index, dtype=np.int64).astype(np.uint64)[:, None]
+    position = np.arange(blocks, dtype=np.uint64)[None]
+    counter = np.broadcast_arrays(position, sample & _WORD, prompt & _WORD, prompt >> _HALF)
+    words = philox_4x32(tuple(counter), (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF))
+    bits = np.stack(words, axis=-1).reshape(len(prompt), blocks * 4)[:, :length]
+    return (bits >> np.uint64(8)).astype(np.float32) * np.float32(2.0**-24)
+
+
+def choose_tokens(logits: Tensor, uniforms: Tensor | None, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+    """The next token of every row and its log-probability.
+
+    logits: [B, V] any float dtype; uniforms: [B] float32 in [0, 1) (not read when greedy).
+    Returns tokens [B] int64 and log-probs [B] float32 under softmax(logits / temperature), untruncated.
+    A row with NaN logits gets some token and a NaN log-prob.
+    """
+    scores = logits.float()
+    if sampling.scoring_temperature != 1.0:
+        scores = scores / sampling.scoring_temperature
+    total = scores.logsumexp(-1, keepdim=True)
+    if sampling.greedy:
+        tokens = scores.argmax(-1, keepdim=True)
+    else:
+        tokens = _inverse_cdf((scores - total).exp_(), uniforms, sampling)
+    return tokens[:, 0], (scores.gather(1, tokens) - total)[:, 0]
+
+
+def _inverse_cdf(probs: Tensor, uniforms: Tensor, sampling: SamplingParams) -> Tensor:
+    """[B, V] probabilities and [B] uniforms -> [B, 1] tokens of the (truncated, renormalised) distribution.
+
+    The token is the first whose cumulated probability exceeds u * total. In float64, u <= 1 - 2^-24 keeps
+    that threshold below the total, and a token of probability 0 is never the first to exceed anything.
+    """
+    order = None
+    if sampling.top_k or sampling.top_p < 1:
+        probs, order = probs.sort(dim=-1, descending=True, stable=True)
+        if sampling.top_k:
+            probs, order = probs[:, : sampling.top_k], order[:, : sampling.top_k]
+    cumulated = probs.cumsum(-1, dtype=torch.float64)
+    total = cumulated[:, -1:]
+    if sampling.top_p < 1:
+        kept = ((cumulated - probs) < sampling.top_p * total).sum(-1, keepdim=True).clamp_(min=1)
+        total = cumulated.gather(1, kept - 1)
+    threshold = uniforms[:, None].double() * total
+    tokens = torch.searchsorted(cumulated, threshold, right=True).clamp_(max=probs.shape[1] - 1)
+    return tokens if order is None else order.gather(1, tokens)

@@ -1,0 +1,207 @@
+"""Routes: which experts each token of a sample went to, in every MoE layer. Plain arrays that live on the sample.
+
+`Sample.routed_experts` is [L-1, layers, k]: row p holds the experts of input position p, for the MoE layers only, in
+model order. An engine never feeds the last token, so it has no row. A row may be unknown: a hole (`route_holes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from megatron_gspo.errors import RunError, describe_value
+
+HOLE = -1  # in an engine's signed array: the route of this token isn't known
+HOLE_POLICIES = ("error", "live")
+
+
+class RouteError(RunError):
+    """Routes that don't fit their sample or the model; one line that names the sample, what was found and the fix."""
+
+
+class RoutedSample(Protocol):
+    """The part of `data.sample.Sample` that routes are checked against."""
+
+    prompt_index: int
+    sample_index: int
+    routed_experts: np.ndarray | None
+    route_holes: np.ndarray | None
+
+    @property
+    def length(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class RouteShape:
+    """Sizes of a model's routes: MoE layers of the whole model, experts a token uses in each, experts a layer has.
+
+    Raises ValueError for sizes that no model has (k above num_experts, more than 65536 experts).
+    """
+
+    layers: int
+    k: int
+    num_experts: int
+
+    def __post_init__(self) -> None:
+        expert_id_dtype(self.num_experts)
+        if self.layers < 1 or not 1 <= self.k <= self.num_experts:
+            raise ValueError(f"{self}: give at least 1 layer and k from 1 to num_experts")
+
+    @property
+    def dtype(self) -> np.dtype:
+        """`expert_id_dtype(num_experts)`."""
+        return expert_id_dtype(self.num_experts)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The same as a torch type: `torch.uint8` or `torch.uint16`."""
+        return torch.uint8 if self.dtype.itemsize == 1 else torch.uint16
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Storage of one token's routes: layers * k * itemsize."""
+        return self.layers * self.k * self.dtype.itemsize
+
+
+def expert_id_dtype(num_experts: int) -> np.dtype:
+    """The smallest unsigned type that holds the ids 0 .. num_experts - 1: uint8 up to 256 experts, else uint16.
+
+    Raises ValueError outside 1 to 65536.
+    """
+    if not 1 <= num_experts <= 2**16:
+        raise ValueError(f"num_experts={num_experts}: use 1 to {2**16}")
+    return np.dtype(np.uint8 if num_experts <= 2**8 else np.uint16)
+
+
+def spread_routes(positions: np.ndarray, shape: RouteShape) -> np.ndarray:
+    """Routes for positions without a row that load all experts alike: [n, layers, k] of `shape.dtype`, read-only.
+
+    positions: [n] integers, within their sequence. Every layer gets (position * k + arange(k)) % num_experts.
+    """
+    ids = (np.asarray(positions, dtype=np.int64)[:, None] * shape.k + np.arange(shape.k)) % shape.num_experts
+    return np.broadcast_to(ids.astype(shape.dtype)[:, None], (len(ids), shape.layers, shape.k))
+
+
+def as_routes(
+    array: Any, num_experts: int, *, where: str = "routed_experts"
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """An engine's expert ids as (`Sample.routed_experts`, `Sample.route_holes`).
+
+    array: [rows, layers, k] of any integer type. A token with a HOLE (-1) in any layer is a hole; its ids become 0.
+    where: begins the error; name the sample. Returns [rows, layers, k] of `expert_id_dtype(num_experts)`, not
+    copied where it is that already, and [rows] bool, or None where there is no hole.
+
+    Raises RouteError for anything else than ids from 0 to num_experts - 1: nothing wraps around.
+    """
+    ids = np.asarray(array)
+    if ids.ndim != 3 or ids.dtype.kind not in "iu":
+        raise RouteError(f"{where}: expert ids are a {ids.ndim}-d {ids.dtype} array; give integers [rows, layers, k]")
+    holes = None
+    if ids.dtype.kind == "i" and ids.size and ids.min() < 0:
+        if ids.min() < HOLE:
+            found = f"the negative expert {ids.min()}"
+            raise RouteError(f"{where}: routes have {found}; ids start at 0, and -1 says that a route isn't known")
+        holes = (ids == HOLE).any((1, 2))
+        ids = np.where(holes[:, None, None], 0, ids)
+    if ids.size and ids.max() >= num_experts:
+        raise RouteError(_out_of_range(f"{where}: routes have", int(ids.max()), num_experts))
+    return ids.astype(expert_id_dtype(num_experts), copy=False), holes
+
+
+def route_fault(sample: RoutedSample) -> str:
+    """Why routed_experts and route_holes aren't what `Sample` documents; empty where they are, or are None."""
+    experts, holes = sample.routed_experts, sample.route_holes
+    if experts is None:
+        return "" if holes is None else "route_holes is given without routed_experts; give both or neither"
+    if not isinstance(experts, np.ndarray) or experts.ndim != 3:
+        return f"routed_experts is {describe_value(experts)}; it must be a [tokens - 1, layers, k] numpy array"
+    if experts.dtype.kind != "u":
+        return f"routed_experts is {describe_value(experts)}; make it unsigned with routing_replay.routes.as_routes"
+    rows = sample.length - 1
+    if experts.shape[0] != rows:
+        fix = f"give {rows}, one for each token but the last, of this very tokenisation"
+        return f"routed_experts has {experts.shape[0]} rows for {sample.length} tokens; {fix}"
+    if holes is None:
+        return ""
+    if not isinstance(holes, np.ndarray) or holes.dtype != np.bool_ or holes.shape != (rows,):
+        found = f"{describe_value(holes)} of shape {list(np.shape(holes))}"
+        return f"route_holes is {found}; it must be a [{rows}] bool numpy array, one for each row of routed_experts"
+    return ""
+
+
+def check_routes(samples: Sequence[RoutedSample], shape: RouteShape, *, holes: str = "error") -> int:
+    """How many tokens of the samples are holes; raises unless every sample's routes are this model's.
+
+    holes: "error" refuses holes, "live" counts them (the live router decides there).
+
+    Raises RouteError for a sample without routes, rows for another number of tokens, another number of layers or of
+    experts a token, an id that the model hasn't, an expert twice in a row (holes excepted), and a hole where that is
+    refused. ValueError for another `holes`. About 1.6 ms for 2000 tokens of 48 layers x 8 of 128 experts.
+    """
+    if holes not in HOLE_POLICIES:
+        raise ValueError(f"holes={holes!r}; use one of {', '.join(HOLE_POLICIES)}")
+    total = 0
+    for sample in samples:
+        fault = route_fault(sample) or _fault_in_model(sample, shape)
+        count = 0 if fault or sample.route_holes is None else int(np.count_nonzero(sample.route_holes))
+        if count and holes == "error":
+            assert sample.route_holes is not None
+            first = int(sample.route_holes.argmax())
+            fault = f"routed_experts has no route for {count} tokens (first: token {first}); "
+            fault += "set routing.holes to live to leave them to the live router"
+        if fault:
+            raise RouteError(f"sample {sample.prompt_index}/{sample.sample_index}: {fault}")
+        total += count
+    return total
+
+
+def _fault_in_model(sample: RoutedSample, shape: RouteShape) -> str:
+    """Why the routes of a sample (of a right shape and type) can't be this model's; empty where they can."""
+    ids = sample.routed_experts
+    if ids is None:
+        return "routed_experts is missing; let the engine return the experts of every token"
+    layers, k = ids.shape[1:]
+    if (layers, k) != (shape.layers, shape.k):
+        wanted = f"this model's have {shape.layers} MoE layers x {shape.k}; give those of the model that is trained"
+        return f"routed_experts has {layers} layers x {k} experts a token; {wanted}"
+    if not ids.size:
+        return ""
+    holes = sample.route_holes
+    if not _in_range(ids, shape) and not (holes is not None and _in_range(ids[~holes], shape)):
+        wrong = ids >= shape.num_experts
+        if holes is not None:
+            wrong[holes] = False
+        token, layer, place = np.argwhere(wrong)[0]
+        start = f"token {token}, MoE layer {layer}: routed_experts has"
+        return _out_of_range(start, int(ids[token, layer, place]), shape.num_experts)
+    repeated = _repeats(ids)
+    if holes is not None:
+        repeated[holes] = False
+    if not repeated.any():
+        return ""
+    token, layer = np.argwhere(repeated)[0]
+    row = ids[token, layer].tolist()
+    return f"token {token}, MoE layer {layer}: routed_experts has an expert twice: {row}; give {k} different ones"
+
+
+def _in_range(ids: np.ndarray, shape: RouteShape) -> bool:
+    held_by_type = np.iinfo(ids.dtype).max < shape.num_experts
+    return held_by_type or not ids.size or int(ids.max()) < shape.num_experts
+
+
+def _repeats(ids: np.ndarray) -> np.ndarray:
+    """[rows, layers] bool: whether the k experts [rows, layers, k] hold one twice."""
+    rows, layers, k = ids.shape
+    columns = np.ascontiguousarray(ids.reshape(-1, k).T)  # comparing whole columns is several times faster than sorting
+    found = np.zeros(rows * layers, dtype=bool)
+    for gap in range(1, k):
+        found |= (columns[gap:] == columns[:-gap]).any(0)
+    return found.reshape(rows, layers)
+
+
+def _out_of_range(start: str, expert: int, num_experts: int) -> str:
+    return f"{start} the expert {expert}; the model has experts 0 to {num_experts - 1}: give its own routes"

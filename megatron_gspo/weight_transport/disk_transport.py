@@ -1,0 +1,105 @@
+"""Weights through a Hugging Face checkpoint that the servers read: /update_weights_from_disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_gspo.errors import writing
+from megatron_gspo.servers.http_client import Server
+from megatron_gspo.servers.server_info import Capabilities
+from megatron_gspo.weight_transport.buckets import Bucket
+from megatron_gspo.weight_transport.transport import Route, accepted
+
+INDEX = "model.safetensors.index.json"
+_PREFIX, _UNFINISHED = "weights-", ".unfinished-"
+_COMPANIONS = ("config.json", "generation_config.json", "tokenizer*", "vocab.json", "merges.txt",
+               "special_tokens_map.json", "added_tokens.json", "chat_template*")  # fmt: skip
+# https://github.com/huggingface/safetensors: names of element types in a file's header
+_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
+          torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32",
+          torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}  # fmt: skip
+
+
+class DiskRoute(Route):
+    """Every bucket becomes a safetensors file of a checkpoint in `directory`; the servers load it when it is whole.
+
+    Servers generate while it is written and stop only to load. A checkpoint appears under its name at once, complete
+    with index and what `source` has beside its weights, and stays until the next one is there: a server that comes
+    back can be started from `checkpoint`, and the disk needs room for two. Memory: the buffer.
+    """
+
+    stores = True
+    needs_session = False
+
+    def __init__(self, directory: Path, *, source: Path | None = None) -> None:
+        self._directory, self._source = directory.absolute(), source  # a server has another working directory
+        self.checkpoint: Path | None = None  # the newest whole one
+        self._unfinished = self._directory
+        self._weight_map: dict[str, str] = {}
+        self._total, self._files = 0, 0
+
+    def refuses(self, found: Capabilities) -> str:
+        return ""
+
+    def begin(self, version: str) -> None:
+        """Clear away what an update that broke off has left."""
+        name = re.sub(r"[^0-9A-Za-z._-]", "-", version)
+        self._weight_map, self._total, self._files = {}, 0, 0
+        self._unfinished = self._directory / (_UNFINISHED + name)
+        with writing(self._directory):
+            self._directory.mkdir(parents=True, exist_ok=True)
+            for left in self._directory.glob(_UNFINISHED + "*"):
+                shutil.rmtree(left)
+            self._unfinished.mkdir()
+
+    def take(self, bucket: Bucket) -> None:
+        self._files += 1
+        name = f"model-{self._files:05d}.safetensors"
+        with writing(self._unfinished / name, needed=bucket.nbytes):
+            _write(self._unfinished / name, bucket)
+        self._weight_map |= {entry.name: name for entry in bucket.entries}
+        self._total += bucket.nbytes
+
+    def end(self) -> None:
+        index = {"metadata": {"total_size": self._total}, "weight_map": self._weight_map}
+        whole = self._directory / self._unfinished.name.replace(_UNFINISHED, _PREFIX, 1)
+        with writing(whole):
+            (self._unfinished / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+            for pattern in _COMPANIONS if self._source else ():
+                for file in self._source.glob(pattern):
+                    shutil.copyfile(file, self._unfinished / file.name)
+            if whole.exists():
+                shutil.rmtree(whole)
+            os.rename(self._unfinished, whole)
+            for old in self._directory.glob(_PREFIX + "*"):
+                if old != whole:
+                    shutil.rmtree(old)
+        self.checkpoint = whole
+
+    async def finish(self, server: Server, timeout: float) -> None:
+        """The format is named: a server started with `--load-format dummy` would fill in random weights again."""
+        body: dict[str, Any] = {"model_path": str(self.checkpoint), "load_format": "auto", "flush_cache": False}
+        await accepted(server, "/update_weights_from_disk", body, timeout)
+
+
+def _write(file: Path, bucket: Bucket) -> None:
+    """A safetensors file of a CPU bucket: 8 bytes with the header's size, the header (JSON), the bucket as it is."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for entry in bucket.entries:
+        if entry.dtype not in _TYPES:
+            raise ValueError(f"{entry.name} has {entry.dtype}; safetensors files can't hold it")
+        place = [entry.start, entry.stop]
+        header[entry.name] = {"dtype": _TYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": place}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(file, "wb") as out:
+        out.write(len(text).to_bytes(8, "little"))
+        out.write(text)
+        out.write(memoryview(bucket.data.numpy()))

@@ -1,0 +1,322 @@
+"""Episodes: what a finished one holds, token by token, whoever drives it."""
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from megatron_gspo.data.sample import Prompt, Sample
+from megatron_gspo.data.turn_spans import Span, spans
+from megatron_gspo.environments.episode_engine import EpisodeEngine
+from megatron_gspo.environments.episodes import (
+    Episode,
+    EpisodeRules,
+    Overlapping,
+    Request,
+    batches,
+    make_episodes,
+    play_in_rounds,
+    request_index,
+)
+from megatron_gspo.errors import EngineError
+from megatron_gspo.rewards.scorer import FAILURE
+from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
+from megatron_gspo.rollout.engine_protocol import RolloutEngine, SamplingParams
+from megatron_gspo.rollout.sample_exchange import generate_spread
+from tests.rollout.embedded.test_route_recorder import naive_routes
+from tests.rollout.test_sample_exchange import assert_same
+from tests.rollout.tiny import checkpoint, moe_config, prompts, reference_model, teacher_forced
+from tests.support.distributed import run_distributed
+
+RULES = EpisodeRules(max_turns=3, max_length=60)
+
+
+def encode(text: str) -> list[int]:
+    """Ids 10 .. 35 for letters."""
+    return [10 + ord(letter) - ord("a") for letter in text]
+
+
+def ok(observation="", reward=0.0, done=False):
+    return "ok", {"observation": observation, "reward": reward, "done": done}, None
+
+
+@dataclass
+class Replies:
+    """Environments from a script: (sample index, number of responses) -> reply."""
+
+    script: dict[tuple[int, int], tuple]
+    asked: list[tuple] = field(default_factory=list)
+
+    def step(self, requests):
+        self.asked += [(r.prompt.index, r.sample_index, r.responses) for r in requests]
+        return [self.script[r.sample_index, len(r.responses)] for r in requests]
+
+
+@dataclass
+class Depends:
+    """Environments whose turns are a function of (prompt, sample, seed, responses)."""
+
+    turns: int = 3
+
+    def step(self, requests):
+        return [self.reply(r) for r in requests]
+
+    def reply(self, r):
+        n = len(r.responses)
+        letters = "abcdefg"[: 1 + (r.prompt.index + r.sample_index + n + r.seed) % 4]
+        return ok(letters, float(n) / 2, n >= 1 + (r.prompt.index + r.sample_index) % self.turns)
+
+
+def response(request: Request, ids, *, finish="stop", text="", version=0, **more) -> Sample:
+    """An engine's answer to a request; log-probs -1, -2, ..."""
+    ids = np.asarray(ids, dtype=np.int64)
+    return Sample(
+        prompt_index=request.prompt.index, sample_index=0,
+        tokens=np.concatenate([request.prompt.token_ids, ids]), prompt_length=request.prompt.length,
+        loss_mask=np.ones(len(ids), bool), rollout_log_probs=-np.arange(1, len(ids) + 1, dtype=np.float32),
+        finish_reason=finish, text=text, weight_version=version, **more,
+    )  # fmt: skip
+
+
+def episode(limit=20, rules=RULES, sample_index=0):
+    return Episode(Prompt(4, np.array([2, 3]), "question"), sample_index, 9, limit, rules, encode)
+
+
+def test_an_episode_by_hand():
+    made = episode()
+    first = made.next_request()
+    assert first.prompt.token_ids.tolist() == [2, 3] and first.limit == 20 and made.question is None
+    made.accept(response(first, [5, 6, 1], text="one"))
+    assert made.next_request() is None and made.question.responses == ("one",)
+    made.hear(ok("ab", reward=0.25))
+    second = made.next_request()
+    assert second.prompt.token_ids.tolist() == [2, 3, 5, 6, 1, 10, 11] and second.limit == 15
+    made.accept(response(second, [7, 1], text="two"))
+    assert made.question.responses == ("one", "two") and not made.over
+    made.hear(ok("unread", reward=1.0, done=True))
+    assert made.over and made.next_request() is None and made.question is None
+    sample = made.sample()
+    sample.check()
+    assert sample.tokens.tolist() == [2, 3, 5, 6, 1, 10, 11, 7, 1] and sample.prompt_length == 2
+    assert sample.loss_mask.tolist() == [True] * 3 + [False] * 2 + [True] * 2
+    assert sample.rollout_log_probs.tolist() == [-1, -2, -3, 0, 0, -1, -2]
+    assert spans(sample) == [Span(0, 3, 0.25), Span(5, 7, 1.0)]
+    assert (sample.reward, sample.text, sample.finish_reason) == (1.25, "oneabtwo", "stop")
+    assert (sample.prompt_index, sample.sample_index, sample.token_versions) == (4, 0, None)
+    assert sample.routed_experts is None and FAILURE not in sample.metadata
+
+
+def test_draws_are_a_function_of_prompt_sample_and_turn():
+    numbers = [request_index(p, s, t) for p in range(20) for s in range(20) for t in range(20)]
+    assert len(set(numbers)) == 8000 and 0 <= min(numbers) and max(numbers) < 2**62
+    made = episode(sample_index=3)
+    request = made.next_request()
+    assert request.prompt.index == request_index(4, 3, 0)
+    made.accept(response(request, [1]))
+    made.hear(ok("a"))
+    assert made.next_request().prompt.index == request_index(4, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("limit", "turn_limit", "replies", "finish", "length"),
+    [
+        (20, None, [ok("a"), ok("a"), ok("a")], "length", 3 + 1 + 3 + 1 + 3),  # max_turns
+        (4, None, [ok("a")], "length", 3),  # no token would be left after the observation
+        (5, None, [ok("a"), ok("a")], "length", 3 + 1 + 1),  # one is
+        (20, 2, [ok("a"), ok(done=True)], "length", 2 + 1 + 2),  # each response is cut
+        (2, None, [ok(done=True)], "length", 2),  # the environment is content with a cut response: still cut
+        (3, None, [ok(done=True)], "stop", 3),
+        (20, None, [ok("")] * 3, "length", 9),  # an observation of no token
+    ],
+)
+def test_limits(limit, turn_limit, replies, finish, length):
+    made = episode(limit, replace(RULES, max_turn_length=turn_limit))
+    for reply in replies:
+        request = made.next_request()
+        made.accept(response(request, [5, 6, 1]))  # three tokens, whatever was asked for
+        made.hear(reply)
+    sample = made.sample()
+    sample.check()
+    assert (sample.finish_reason, sample.response_length) == (finish, length)
+    assert spans(sample)[-1].end == length  # it ends with a response
+
+
+def test_a_failed_environment_leaves_no_reward():
+    made = episode()
+    made.accept(response(made.next_request(), [5, 1]))
+    made.hear(ok("a", reward=1.0))
+    made.accept(response(made.next_request(), [6, 1]))
+    made.hear(("timeout", None, "no result after 1 s"))
+    sample = made.sample()
+    assert made.over and np.isnan(sample.reward) and sample.metadata[FAILURE] == "timeout: no result after 1 s"
+    assert sample.response_length == 5 and [span.reward for span in spans(sample)] == [1.0, 0.0]
+
+
+def test_an_aborted_response_ends_the_episode():
+    made = episode()
+    made.accept(response(made.next_request(), [5], finish="abort"))
+    assert made.over and made.question is None
+    sample = made.sample()
+    assert sample.finish_reason == "abort" and np.isnan(sample.reward) and FAILURE not in sample.metadata
+
+
+def test_versions_are_merged():
+    made = episode()
+    ids = np.array([4, 5, 5], dtype=np.int32)
+    made.accept(response(made.next_request(), [5, 6, 1], version=4, token_versions=ids))
+    made.hear(ok("ab"))
+    made.accept(response(made.next_request(), [6, 1], version=6))
+    made.hear(ok(done=True))
+    sample = made.sample()
+    sample.check()
+    assert sample.token_versions.tolist() == [4, 5, 5, 5, 5, 6, 6] and sample.weight_version == 4
+    one = episode()
+    one.accept(response(one.next_request(), [6, 1], version=6))
+    one.hear(ok(done=True))
+    assert one.sample().token_versions is None and one.sample().weight_version == 6
+
+
+def rows(start, count):
+    return np.arange(start, start + count, dtype=np.uint8)[:, None, None]
+
+
+def test_routes_are_those_of_the_call_that_fed_a_token_first():
+    made = episode()
+    made.accept(response(made.next_request(), [5, 6, 1], routed_experts=rows(0, 4)))  # 2 + 3 - 1 positions were fed
+    made.hear(ok("ab"))
+    holes = np.zeros(8, bool)
+    holes[[0, 5]] = True
+    second = response(made.next_request(), [7, 1], routed_experts=rows(100, 8), route_holes=holes)
+    made.accept(second)
+    made.hear(ok(done=True))
+    sample = made.sample()
+    sample.check()
+    assert sample.routed_experts[:, 0, 0].tolist() == [0, 1, 2, 3, 104, 105, 106, 107]
+    assert sample.route_holes.tolist() == [False] * 5 + [True] + [False] * 2  # row 0 was known already
+
+
+def test_without_log_probs_there_are_none():
+    made = episode()
+    made.accept(replace(response(made.next_request(), [5, 1]), rollout_log_probs=None))
+    made.hear(ok(done=True))
+    assert made.sample().rollout_log_probs is None
+
+
+def test_batches_keep_every_context_short_enough():
+    def request(length, limit):
+        return Request(Prompt(0, np.zeros(length, np.int64), ""), limit)
+
+    asked = [request(10, 20), request(2, 28), request(25, 5), request(8, 20), request(12, 18)]
+    found = batches(asked, 30)
+    assert found == [([1], 28), ([0, 3], 20), ([4], 18), ([2], 5)]
+    assert batches(asked, 60) == [([0, 1, 2, 3, 4], 28)]
+    assert batches([request(50, 9)], 30) == [([0], 9)]  # its own limit holds, whatever max_length is
+
+
+def engine_and_reference(**settings) -> tuple[EmbeddedEngine, object]:
+    reference = reference_model(moe_config())
+    state = checkpoint(reference)
+    ends = {"eos_token_ids": range(1, 6), "return_routed_experts": True}
+    return EmbeddedEngine(moe_config(), state=state, **ends, **settings), reference
+
+
+def test_episodes_on_a_model_are_those_of_one_plain_pass():
+    """Log-probs and routes of every generated token, whatever was generated before it in other calls."""
+    engine, reference = engine_and_reference()
+    playing = EpisodeEngine(engine, Depends(), encode, EpisodeRules(3, 60, max_turn_length=8))
+    assert isinstance(playing, RolloutEngine)
+    questions, sampling = prompts(8), SamplingParams(3, 40, temperature=0.8)
+    samples = playing.generate(questions, sampling, seed=5)
+    assert [(s.prompt_index, s.sample_index) for s in samples] == [(q.index, i) for q in questions for i in range(3)]
+    assert {len(spans(s)) for s in samples} == {1, 2, 3}
+    for sample in samples:
+        sample.check()
+        wanted = teacher_forced(reference, sample, 0.8)
+        mine = sample.loss_mask
+        np.testing.assert_allclose(sample.rollout_log_probs[mine], wanted[mine], atol=2e-5)
+        assert not sample.rollout_log_probs[~mine].any() and (~mine).sum() == sum(
+            b.start - a.end for a, b in zip(spans(sample), spans(sample)[1:], strict=False)
+        )
+        np.testing.assert_array_equal(np.sort(sample.routed_experts, -1), naive_routes(reference, sample.tokens))
+
+
+def test_episodes_do_not_depend_on_their_company_or_their_driver():
+    engine, _ = engine_and_reference()
+    rules, sampling = EpisodeRules(3, 60, max_turn_length=8), SamplingParams(3, 40)
+    questions = prompts(6)
+    playing = EpisodeEngine(engine, Depends(), encode, rules)
+    cut = EpisodeEngine(engine_and_reference(max_batch=3)[0], Depends(), encode, rules)
+    whole = playing.generate(questions, sampling, seed=5)
+    for other in (
+        cut.generate(questions, sampling, seed=5),
+        [sample for question in questions for sample in playing.generate([question], sampling, seed=5)],
+        overlapping(engine, questions, sampling, rules),
+    ):
+        for a, b in zip(other, whole, strict=True):
+            np.testing.assert_allclose(a.rollout_log_probs, b.rollout_log_probs, atol=1e-5)
+            assert_same(replace(a, rollout_log_probs=b.rollout_log_probs), b)
+    again = playing.generate(questions, sampling, seed=6)
+    assert any(a.tokens.tolist() != b.tokens.tolist() for a, b in zip(again, whole, strict=True))
+
+
+def overlapping(engine, questions, sampling, rules):
+    """Requests finish in an order of their own: the last begun first."""
+    begun: dict[int, Sample] = {}
+
+    def start(request):
+        [sample] = engine.generate([request.prompt], replace(sampling, n=1, max_response_length=request.limit), seed=5)
+        begun[len(begun)] = sample
+        return len(begun) - 1
+
+    made = make_episodes(questions, sampling, rules, encode, seed=5)
+    playing, fed = Overlapping(made, start, Depends()), set()
+    assert not playing.done
+    while not playing.done:
+        ticket = max(set(begun) - fed)
+        fed.add(ticket)
+        playing.feed([(ticket, begun[ticket])])
+    with pytest.raises(EngineError, match="request 0, which is not under way"):
+        playing.feed([(0, begun[0])])
+    return [episode.sample() for episode in made]
+
+
+def test_one_round_asks_all_environments_at_once():
+    engine, _ = engine_and_reference()
+    script = {(i, n): ok("a", 1.0, done=n == 1 + i) for i in range(2) for n in range(1, 3)}
+    replies, calls = Replies(script), []
+
+    class Counting:
+        def generate(self, questions, sampling, *, seed):
+            calls.append((len(questions), sampling.n))
+            return engine.generate(questions, sampling, seed=seed)
+
+    made = make_episodes(prompts(4), SamplingParams(2, 40), replace(RULES, max_turn_length=8), encode, seed=0)
+    play_in_rounds(made, Counting(), replies, SamplingParams(2, 40), seed=0, max_length=60)
+    assert calls == [(8, 1), (4, 1)]  # the first sample of each prompt is done after one response
+    assert [len(set(responses)) for _, _, responses in replies.asked[:8]] == [1] * 8 and len(replies.asked) == 12
+
+
+def test_an_engine_that_breaks_its_promise_is_named():
+    class Short:
+        def generate(self, questions, sampling, *, seed):
+            return []
+
+    with pytest.raises(EngineError, match="the engine gave 0 samples for 4 prompts x 1"):
+        EpisodeEngine(Short(), Depends(), encode, RULES).generate(prompts(2), SamplingParams(2, 9), seed=0)
+
+
+def over_ranks(rank, world_size):
+    engine, _ = engine_and_reference()
+    playing = EpisodeEngine(engine, Depends(), encode, EpisodeRules(3, 60, max_turn_length=8))
+    questions, sampling = prompts(5), SamplingParams(2, 40)
+    whole = playing.generate(questions, sampling, seed=1)
+    found = generate_spread(playing, questions, sampling, seed=1, group=dist.group.WORLD, vocab_size=40)
+    for a, b in zip(found, whole, strict=True):
+        np.testing.assert_allclose(a.rollout_log_probs, b.rollout_log_probs, atol=1e-5)
+        assert_same(replace(a, rollout_log_probs=b.rollout_log_probs), b)
+    return len(found)
+
+
+def test_episodes_over_ranks_are_those_of_one():
+    assert run_distributed(over_ranks, 2) == [10, 10]

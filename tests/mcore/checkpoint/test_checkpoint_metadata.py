@@ -1,0 +1,56 @@
+"""What Megatron's checkpoint holds, asked on paper: every element once, under the same keys in every layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+from megatron_gspo.mcore.checkpoint.checkpoint_metadata import checkpoint_frame
+from megatron_gspo.mcore.process_groups import Layout
+from megatron_gspo.models import family_of
+from tests.support.tiny_models import tiny_config
+
+LAYOUTS = [
+    Layout(),
+    Layout(tensor=2, expert=4),
+    Layout(pipeline=4, expert=2),
+    Layout(pipeline=2, virtual_pipeline=2),
+    Layout(pipeline=3, embedding_as_layer=True, loss_as_layer=True),
+    Layout(expert_tensor=2, tensor=2, expert=2),
+]
+
+
+def family_and_shape(kind: str, **overrides: object):
+    config = tiny_config(kind, **overrides).to_dict()
+    return family_of(config)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_element_of_every_tensor_is_there_once(layout):
+    family, shape = family_and_shape("moe", vocab_size=95, mlp_only_layers=[1])
+    counts: dict[str, torch.Tensor] = {}
+    for chunk in checkpoint_frame(family, shape, layout).chunks:
+        whole = counts.setdefault(chunk.key, torch.zeros(chunk.whole, dtype=torch.int8))
+        region = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        whole[region] += 1
+    assert counts and all(bool((count == 1).all()) for count in counts.values())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)
+def test_keys_and_sizes_do_not_depend_on_the_layout(layout):
+    family, shape = family_and_shape("moe")
+    frames = [checkpoint_frame(family, shape, one) for one in (Layout(), layout)]
+    sizes = [{chunk.key: chunk.whole for chunk in frame.chunks} for frame in frames]
+    assert sizes[0] == sizes[1] and frames[0].objects == frames[1].objects
+
+
+def test_the_norm_before_the_experts_has_transformer_engines_key():
+    """Of a layer with experts; a dense layer's is fused there, and has that key."""
+    upstream = get_gpt_layer_local_spec(num_experts=4).submodules.sharded_state_dict_keys_map
+    assert upstream["pre_mlp_layernorm."] == "mlp.linear_fc1.layer_norm_"
+    family, shape = family_and_shape("moe", mlp_only_layers=[1])
+    keys = {chunk.key for chunk in checkpoint_frame(family, shape, Layout()).chunks}
+    experts, dense = "decoder.layers.0.pre_mlp_layernorm.weight", "decoder.layers.1.mlp.linear_fc1.layer_norm_weight"
+    assert {experts, dense} <= keys
+    assert not {experts.replace(".0.", ".1."), dense.replace(".1.", ".0.")} & keys

@@ -1,0 +1,287 @@
+"""Training checkpoints: exact in the layout that saved them, the same training in another one, whole or not there."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_gspo.algorithms import preset
+from megatron_gspo.mcore.checkpoint.checkpoint_files import CheckpointError, complete_checkpoints, read_state
+from megatron_gspo.mcore.checkpoint.save_load import Save, begin_save, load_checkpoint, save_checkpoint
+from megatron_gspo.mcore.model import ModelSettings
+from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, Policy, build_policy
+from megatron_gspo.mcore.process_groups import Layout
+from megatron_gspo.mcore.train_step import Batching, train_mini_batch
+from tests.equivalence.cases import make_samples, max_difference
+from tests.mcore.layouts import groups_of
+from tests.support.distributed import run_distributed
+from tests.support.tiny_models import save_tiny_model
+
+LR = 1e-3
+OPTIMIZER = OptimizerSettings(lr=LR, min_lr=1e-5, schedule="linear", warmup_steps=2, total_steps=6, weight_decay=0.1)
+STATE = {"prompts": {"position": 7, "order": [2, 0, 1]}, "best": 0.25}
+LAYOUTS = [
+    Layout(tensor=2),
+    Layout(pipeline=2),
+    Layout(pipeline=2, virtual_pipeline=2),
+    Layout(tensor=2, expert=2),
+    Layout(),
+]
+
+
+def policy_in(path: str, layout: Layout, *, distributed_optimizer: bool = True) -> Policy:
+    return build_policy(
+        path, layout, groups_of(layout), model=ModelSettings(), optimizer=OPTIMIZER,
+        data_parallel=DataParallelSettings(distributed_optimizer=distributed_optimizer),
+    )
+
+
+def weights(policy: Policy) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in policy.weights()}
+
+
+def train_step(policy: Policy, seed: int) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """One optimizer step on a mini-batch of its own; weights and metrics after it."""
+    result = train_mini_batch(policy, make_samples(seed, count=4), preset("sft"), Batching(64), temperature=1.0)
+    return weights(policy), result.metrics
+
+
+def resume(policy: Policy, at: Path, *, spoil: bool) -> dict[str, Any]:
+    """Load into a policy, optionally of another state; what came, and the step that follows."""
+    if spoil:
+        train_step(policy, seed=9)
+        with torch.no_grad():
+            for chunk in policy.chunks:
+                for parameter in chunk.parameters():
+                    parameter.mul_(-2.0)
+    state = load_checkpoint(policy, at)
+    return {"state": state, "schedule": policy.scheduler.state_dict(), "weights": weights(policy),
+            "next": train_step(policy, seed=1)}
+
+
+def train_and_save(path: str, folder: str, layout: Layout,
+                   distributed_optimizer: bool) -> tuple[Policy, dict[str, Any]]:
+    """One step, a checkpoint, and the step that follows without interruption."""
+    policy = policy_in(path, layout, distributed_optimizer=distributed_optimizer)
+    saved, _ = train_step(policy, seed=0)
+    at = save_checkpoint(policy, Path(folder), 1, STATE, keep=2)
+    found = {"at": at, "weights": saved, "schedule": policy.scheduler.state_dict(), "next": train_step(policy, seed=1)}
+    return policy, found
+
+
+def save_then_resume(rank: int, world_size: int, path: str, folder: str, layout: Layout, others: list[Layout],
+                     distributed_optimizer: bool) -> dict[str, Any]:
+    """Save in ``layout``; resume in the same policy, then in a fresh one of each other layout."""
+    policy, found = train_and_save(path, folder, layout, distributed_optimizer)
+    found["in place"] = resume(policy, found["at"], spoil=True)
+    found["others"] = [
+        resume(policy_in(path, other, distributed_optimizer=distributed_optimizer), found["at"], spoil=False)
+        for other in others
+    ]
+    fresh = policy_in(path, layout, distributed_optimizer=distributed_optimizer)
+    load_checkpoint(fresh, found["at"])
+    without = policy_in(path, layout, distributed_optimizer=distributed_optimizer)
+    with torch.no_grad():
+        for ours, theirs in zip(without.chunks, fresh.chunks, strict=True):
+            ours.load_state_dict(theirs.state_dict())
+    without.optimizer.reload_model_params()
+    found["without optimizer state"] = train_step(without, seed=1)[0]
+    return found if rank == 0 else {}
+
+
+def resume_alone(rank: int, world_size: int, path: str, at: Path) -> dict[str, Any]:
+    return resume(policy_in(path, Layout()), at, spoil=False)
+
+
+def mean_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    return float(torch.stack([(a[name] - b[name]).abs().mean() for name in b]).mean())
+
+
+def check_exact(found: dict[str, Any], resumed: dict[str, Any]) -> None:
+    assert resumed["state"] == {"step": 1, **STATE}
+    assert resumed["schedule"] == found["schedule"]
+    assert max_difference(resumed["weights"], found["weights"]) == 0
+    assert max_difference(resumed["next"][0], found["next"][0]) == 0
+    assert resumed["next"][1] == found["next"][1]
+
+
+def check_same_training(found: dict[str, Any], resumed: dict[str, Any]) -> None:
+    """Weights exactly; the next step up to the order of float32 sums (see tests/equivalence/tolerances.py)."""
+    assert resumed["schedule"] == found["schedule"]
+    assert max_difference(resumed["weights"], found["weights"]) == 0
+    assert max_difference(resumed["next"][0], found["next"][0]) < LR / 2
+    assert mean_difference(resumed["next"][0], found["next"][0]) < 1e-6
+    for name, value in found["next"][1].items():
+        assert resumed["next"][1][name] == pytest.approx(value, rel=1e-3, abs=1e-6), name
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "moe", num_experts=4)
+
+
+@pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(pipeline=2, virtual_pipeline=2)], ids=["tp2", "vpp2"])
+def test_resumes_exactly_and_in_other_layouts(path, tmp_path, layout):
+    others = [other for other in LAYOUTS if other != layout]
+    found = run_distributed(save_then_resume, 2, path, str(tmp_path), layout, others, True, timeout=120)[0]
+    check_exact(found, found["in place"])
+    for resumed in found["others"]:
+        check_same_training(found, resumed)
+    # the Adam state matters here: the same weights with a fresh one take a different step
+    assert mean_difference(found["without optimizer state"], found["next"][0]) > 1e-4
+    if layout == Layout(tensor=2):
+        check_same_training(found, run_distributed(resume_alone, 1, path, found["at"], timeout=60)[0])
+
+
+def test_resumes_without_the_distributed_optimizer(path, tmp_path):
+    found = run_distributed(save_then_resume, 2, path, str(tmp_path), Layout(tensor=2), [], False, timeout=120)[0]
+    check_exact(found, found["in place"])
+
+
+def save_often(rank: int, world_size: int, path: str, folder: str) -> dict[str, Any]:
+    """Three checkpoints of which two are kept, then one that cannot be encoded and one that the disk refuses."""
+    target = Path(folder)
+    policy = policy_in(path, Layout(tensor=2))
+    train_step(policy, seed=0)
+    for step in (1, 2, 10):
+        save_checkpoint(policy, target, step, {"rank": world_size}, keep=2)
+    kept = sorted(file.name for file in target.iterdir())
+    errors = []
+    with pytest.raises(RuntimeError) as caught:
+        save_checkpoint(policy, target, 11, {"value": object()}, keep=2)
+    errors.append(str(caught.value))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))  # as a full disk: writing fails with OSError
+    with pytest.raises(RuntimeError) as caught:
+        save_checkpoint(policy, target, 12, {}, keep=2)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    errors.append(str(caught.value))
+    complete = [file.name for file in complete_checkpoints(target)]
+    at = save_checkpoint(policy, target, 12, {"again": True}, keep=2)
+    if rank == 0:
+        metadata = at / ".metadata"
+        metadata.write_bytes(bytes(metadata.stat().st_size))  # its size doesn't tell
+    torch.distributed.barrier()
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(policy, at)
+    errors.append(str(caught.value))
+    return {"kept": kept, "errors": errors, "complete": complete}
+
+
+def test_keeps_the_newest_and_survives_failures(path, tmp_path):
+    results = run_distributed(save_often, 2, path, str(tmp_path), timeout=90)
+    for found in results:  # a failure on one rank, the first, is every rank's
+        assert "is not JSON serializable" in found["errors"][0]
+        assert "File too large" in found["errors"][1] and "\n" not in found["errors"][1]
+        assert f"{tmp_path}/step_000012 can't be loaded (" in found["errors"][2] and "\n" not in found["errors"][2]
+        assert "to go on from the one before, move it away" in found["errors"][2]
+        assert found["complete"] == ["step_000002", "step_000010"]
+    assert results[0]["kept"] == ["step_000002", "step_000010"]
+    assert [file.name for file in complete_checkpoints(tmp_path)] == ["step_000010", "step_000012"]
+    assert read_state(tmp_path / "step_000012") == {"step": 12, "again": True}
+
+
+def hold_writers() -> Callable[[Save], None]:
+    """Every process that this one forks from now on stops at once; the function lets a save's writers go on."""
+    rank = os.getpid()
+    os.register_at_fork(after_in_child=lambda: os.getppid() == rank and os.kill(os.getpid(), signal.SIGSTOP))
+
+    def release(save: Save) -> None:
+        for pid in save.writers:
+            os.kill(pid, signal.SIGCONT)
+
+    return release
+
+
+def train_while_saving(rank: int, world_size: int, path: str, folder: str,
+                       distributed_optimizer: bool) -> dict[str, Any]:
+    """Two steps while the writers of a checkpoint are held up; what a fresh policy then finds in it."""
+    policy = policy_in(path, Layout(tensor=2), distributed_optimizer=distributed_optimizer)
+    saved, _ = train_step(policy, seed=0)
+    release = hold_writers()
+    state = {"list": [1]}
+    save = begin_save(policy, Path(folder), 1, state, keep=2)
+    state["list"].append(2)
+    found = {"weights": saved, "schedule": policy.scheduler.state_dict(), "next": train_step(policy, seed=1)}
+    last = train_step(policy, seed=2)
+    whole = save.poll()
+    meanwhile = (whole, complete_checkpoints(Path(folder)), save.path.is_dir(), len(save.writers) > 0)
+    release(save)
+    at = save.finish()
+    loaded = policy_in(path, Layout(tensor=2), distributed_optimizer=distributed_optimizer)
+    found["resumed"] = resume(loaded, at, spoil=False)
+    found["later"] = max_difference(train_step(loaded, seed=2)[0], last[0])
+    return found | {"meanwhile": meanwhile, "again": save.poll(), "at": at, "writers": save.writers}
+
+
+@pytest.mark.parametrize("distributed_optimizer", [True, False], ids=["sharded", "whole"])
+def test_a_save_holds_what_was_there_when_it_began(path, tmp_path, distributed_optimizer):
+    """Also of tensors that Megatron doesn't stage: without the distributed optimizer Adam's moments are their own."""
+    for found in run_distributed(train_while_saving, 2, path, str(tmp_path), distributed_optimizer, timeout=120):
+        assert found["meanwhile"] == (False, [], True, True)
+        assert found["at"] == tmp_path / "step_000001" and found["again"] and found["writers"] == []
+        resumed = found["resumed"]
+        assert resumed["state"] == {"step": 1, "list": [1]}
+        assert resumed["schedule"] == found["schedule"]
+        assert max_difference(resumed["weights"], found["weights"]) == 0
+        assert max_difference(resumed["next"][0], found["next"][0]) == 0 == found["later"]
+
+
+def fail_while_saving(rank: int, world_size: int, path: str, folder: str) -> list[str]:
+    """A writer is killed on one rank, while the other's are held up."""
+    target, errors = Path(folder), []
+    policy = policy_in(path, Layout(tensor=2))
+    save_checkpoint(policy, target, 2, {}, keep=1)
+    hold_writers()
+    killed = begin_save(policy, target, 3, {}, keep=1)
+    pids = killed.writers
+    if rank == 1:
+        os.kill(pids[0], signal.SIGKILL)
+        killed._writers.poll(timeout=None)  # its end has come through
+    with pytest.raises(CheckpointError) as caught:
+        killed.poll()
+    errors.append(str(caught.value))
+    left = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    return [*errors, str(left), str([file.name for file in complete_checkpoints(target)])]
+
+
+def test_a_writer_that_is_killed_ends_the_save_on_every_rank(path, tmp_path):
+    for line, left, complete in run_distributed(fail_while_saving, 2, path, str(tmp_path), timeout=120):
+        assert line.startswith("checkpoint not written; the last one is untouched: a writer was ended by signal 9 (")
+        assert " free, the last one takes " in line and "\n" not in line
+        assert left == "[]" and complete == "['step_000002']"
+
+
+def fail_on_rank_0(rank: int, world_size: int, path: str, folder: str) -> list[str]:
+    """What rank 0 writes by itself: the first file before 0.19, and the metadata at the end. The others must hear."""
+    target, errors = Path(folder), []
+    policy = policy_in(path, Layout(tensor=2))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    with pytest.raises(CheckpointError) as caught:
+        save_checkpoint(policy, target, 1, {}, keep=1)
+    errors.append(str(caught.value))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    save = begin_save(policy, target, 2, {}, keep=1)
+    for name in (".metadata", ".metadata.tmp"):
+        (save.path / name).mkdir(exist_ok=True)
+    with pytest.raises(CheckpointError) as caught:
+        save.finish()
+    errors.append(str(caught.value))
+    at = save_checkpoint(policy, target, 3, {}, keep=1)
+    return [*errors, at.name]
+
+
+def test_a_file_of_rank_0_alone_ends_the_save_on_every_rank(path, tmp_path):
+    for first, last, name in run_distributed(fail_on_rank_0, 2, path, str(tmp_path), timeout=120):
+        assert first.startswith("checkpoint not written; the last one is untouched: ") and " free)" in first
+        assert "Is a directory" in last and "\n" not in first + last
+        assert name == "step_000003"

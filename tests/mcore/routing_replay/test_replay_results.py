@@ -1,0 +1,306 @@
+"""What a pass tells of its routes: the ids by sample and the figures, against counts by hand; and unusual models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from safetensors.torch import load_file, save_file
+
+from megatron_gspo.data.packing import count_trained, pack
+from megatron_gspo.data.sample import Sample
+from megatron_gspo.mcore.forward_step import hidden_states
+from megatron_gspo.mcore.layers import block_spec, use_own_operators
+from megatron_gspo.mcore.model import ModelSettings, transformer_config
+from megatron_gspo.mcore.process_groups import Groups, Layout
+from megatron_gspo.mcore.routing_replay.replay_pass import RoutingPass, RoutingTask
+from megatron_gspo.mcore.routing_replay.replay_results import (
+    RoutingFigures,
+    collect_flips,
+    collect_routes,
+    routing_figures,
+)
+from megatron_gspo.mcore.routing_replay.router_hooks import attach_gates, moe_layers
+from megatron_gspo.mcore.train_step import Batching, compute_log_probs
+from megatron_gspo.routing_replay.routes import RouteShape
+from tests.equivalence.cases import make_samples
+from tests.mcore.layouts import groups_of
+from tests.mcore.routes import (
+    distance,
+    policy_of,
+    scored_samples,
+    shape_of,
+    train_pass,
+    with_random_routes,
+)
+from tests.mcore.test_model import shape_of as model_shape
+from tests.support.distributed import run_distributed
+from tests.support.tiny_models import save_tiny_model
+from tests.support.transformers_reference import load_reference, observe_routers
+
+BATCHING = Batching(48)
+
+# --- figures ----------------------------------------------------------------------------------------------------
+
+LAYOUTS = {
+    "alone": Layout(),
+    "dp2": Layout(),
+    "tp2 ep2": Layout(tensor=2, expert=2),
+    "pp2": Layout(pipeline=2),
+    "cp2": Layout(context=2),
+}
+
+
+def scattered(samples: list[Sample], recorded: list[np.ndarray], shape: RouteShape) -> list[Sample]:
+    """Routes of which a quarter of all (row, layer) were drawn anew; an eighth of the rows isn't known."""
+    g, found = np.random.default_rng(8), []
+    for sample, routes in zip(with_random_routes(samples, shape, seed=2), recorded, strict=True):
+        changed = g.random(routes.shape[:2]) < 0.25
+        routes = np.where(changed[..., None], sample.routed_experts, routes)
+        found.append(replace(sample, routed_experts=routes, route_holes=g.random(len(routes)) < 0.125))
+    return found
+
+
+def count(samples: list[Sample], used: list[np.ndarray], experts: int) -> dict[str, Any]:
+    """Token by token: how far ``used`` is from the samples' own routes, and which experts got how much."""
+    layers = used[0].shape[1]
+    trained = compared = flipped = 0
+    rate, load = np.zeros(layers), np.zeros((layers, experts))
+    for sample, routes in zip(samples, used, strict=True):
+        for j in range(sample.response_length):
+            row = sample.prompt_length + j - 1
+            if not sample.loss_mask[j]:
+                continue
+            trained += 1
+            for layer in range(layers):
+                for expert in routes[row, layer].tolist():
+                    load[layer, expert] += 1
+            if sample.route_holes[row]:
+                continue
+            compared += 1
+            pairs = zip(routes[row].tolist(), sample.routed_experts[row].tolist(), strict=True)
+            shares = [len(set(a) - set(b)) / len(a) for a, b in pairs]
+            rate += shares
+            flipped += any(shares)
+    return {"rate": rate / compared, "flipped": flipped / compared, "compared": compared,
+            "load": load / load.sum(1, keepdims=True), "trained": trained}
+
+
+def flips_of(sample: Any, used: np.ndarray) -> list[int]:
+    """Of each response token, one by one: 1 or 0, and -1 where nothing was compared."""
+    found = []
+    for j in range(sample.response_length):
+        row = sample.prompt_length - 1 + j
+        hole = sample.route_holes is not None and sample.route_holes[row]
+        layers = zip(used[row].tolist(), sample.routed_experts[row].tolist(), strict=True)
+        found.append(-1 if hole or not sample.loss_mask[j] else int(any(set(a) != set(b) for a, b in layers)))
+    return found
+
+
+def compare_with_counts(rank: int, world_size: int, path: str, layout: Layout) -> None:
+    policy = policy_of(path, layout)
+    shape, samples = shape_of(policy), scored_samples(8)
+    record = RoutingTask(shape, record=True)
+    first = compute_log_probs(policy, samples, BATCHING, temperature=1.0, routing=record).routing
+    given = scattered(samples, collect_routes(first, samples, range(len(samples))), shape)
+    task = RoutingTask(shape, record=True, compare=True, describe=True)
+    live = compute_log_probs(policy, given, BATCHING, temperature=1.0, routing=task).routing
+    _, updated = train_pass(policy, given, replace(task, replay=True, describe=False))
+    for done in (live, updated):
+        used = collect_routes(done, given, range(len(given)))
+        expected, found = count(given, used, shape.num_experts), routing_figures(done)
+        assert 0 < expected["compared"] < expected["trained"] and 0.1 < expected["flipped"] < 1.0, expected
+        assert found.compared == expected["compared"]
+        assert np.abs(found.flip_rate - expected["rate"]).max() < 1e-6, (found.flip_rate, expected["rate"])
+        assert abs(found.flipped_tokens - expected["flipped"]) < 1e-9, (found.flipped_tokens, expected["flipped"])
+        for sample, ids, flips in zip(given, used, collect_flips(done, given), strict=True):
+            assert flips.dtype == np.int8 and flips.tolist() == flips_of(sample, ids)
+        if done is live:
+            assert np.abs(found.load - expected["load"]).max() < 1e-6
+        else:
+            assert found.load is None and found.entropy is None
+    some = [5, 0, 7]
+    for ids, i in zip(collect_routes(updated, given, some), some, strict=True):
+        assert np.array_equal(ids, used[i])
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_figures_are_those_of_a_count_over_all_ranks(name, model):
+    run_distributed(compare_with_counts, 1 if name == "alone" else 2, model, LAYOUTS[name])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """Four layers, of which the second is dense."""
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "moe", mlp_only_layers=[1])
+
+
+def odd_passes(rank: int, world_size: int, path: str) -> dict[str, Any]:
+    policy = policy_of(path)
+    shape, samples = shape_of(policy), scored_samples(2)
+    unknown = with_random_routes(samples, shape)
+    for sample in unknown:
+        sample.route_holes = np.ones(sample.length - 1, dtype=bool)
+    known = with_random_routes(samples, shape)
+    known[0].route_holes = np.ones(known[0].length - 1, dtype=bool)
+    untrained = [replace(sample, loss_mask=np.zeros_like(sample.loss_mask)) for sample in known]
+    task = RoutingTask(shape, compare=True)
+    found: dict[str, Any] = {}
+    for name, batch in (("unknown", unknown), ("known", known), ("untrained", untrained)):
+        scores = compute_log_probs(policy, batch, Batching(80, 1), temperature=1.0, routing=task)
+        found[name] = (scores.routing.compared, routing_figures(scores.routing))
+    task = RoutingTask(shape, record=True)
+    done = compute_log_probs(policy, samples, BATCHING, temperature=1.0, routing=task).routing
+    collect_routes(done, samples, [0])
+    found["moved"] = done.bytes_moved
+    return found
+
+
+def test_only_micro_batches_with_a_known_route_of_a_trained_token_are_compared(model):
+    """``make_samples`` trains no token of the second sample. And one process on the CPU moves nothing."""
+    found = run_distributed(odd_passes, 1, model)[0]
+    for name in ("unknown", "known", "untrained"):
+        compared, figures = found[name]
+        assert compared == [False, False], name
+        assert figures.compared == 0 and np.isnan(figures.flipped_tokens) and np.isnan(figures.flip_rate).all()
+    if not torch.cuda.is_available():
+        assert found["moved"] == 0
+
+
+# --- storage ----------------------------------------------------------------------------------------------------
+
+
+def store(rank: int, world_size: int, path: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for place in ("device", "host"):
+        policy = policy_of(path)
+        samples, shape = scored_samples(), shape_of(policy)
+        task = RoutingTask(shape, record=True, compare=True, describe=True, storage=place)
+        given = with_random_routes(samples, shape, holes=0.2)
+        done = compute_log_probs(policy, given, BATCHING, temperature=1.0, routing=task).routing
+        routes = collect_routes(done, samples, range(len(samples)))
+        pinned = [ids.is_pinned() for table in done.tables.values() for ids in table.chosen.values()]
+        batch_pinned = [batch.routed_experts.is_pinned() for batch in done.batches]
+        replay = RoutingTask(shape, replay=True, storage=place)
+        log_probs, _ = train_pass(policy, given, replay)
+        found[place] = (routes, routing_figures(done), log_probs, all(pinned), all(batch_pinned))
+    return found
+
+
+def test_storage_on_the_host_changes_nothing_but_the_place(model):
+    found = run_distributed(store, 1, model)[0]
+    (routes, figures, log_probs, *_), (host_routes, host_figures, host_log_probs, *_) = found["device"], found["host"]
+    assert all(np.array_equal(a, b) for a, b in zip(routes, host_routes, strict=True))
+    assert distance(log_probs, host_log_probs) == 0.0
+    same(figures, host_figures)
+
+
+def same(a: RoutingFigures, b: RoutingFigures) -> None:
+    assert (a.flipped_tokens, a.compared) == (b.flipped_tokens, b.compared)
+    for name in ("flip_rate", "entropy", "load"):
+        assert np.array_equal(getattr(a, name), getattr(b, name)), name
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="memory is pinned for a GPU")
+def test_routes_on_the_host_are_pinned(model):
+    found = run_distributed(store, 1, model, backend="nccl")[0]
+    assert found["host"][3:] == (True, True) and found["device"][3:] == (False, False)
+
+
+# --- many experts -----------------------------------------------------------------------------------------------
+
+
+def many_experts_model(folder: Path, experts: int) -> str:
+    """A model whose routers like the last expert: it has the largest row."""
+    path = save_tiny_model(folder, num_experts=experts, num_hidden_layers=2, moe_intermediate_size=4)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    for name in weights:
+        if name.endswith("mlp.gate.weight"):
+            weights[name][-1] *= 4
+    save_file(weights, file, metadata={"format": "pt"})
+    return path
+
+
+def many_experts(rank: int, world_size: int, path: str) -> dict[str, Any]:
+    policy = policy_of(path, Layout(context=2))
+    shape, samples = shape_of(policy), scored_samples(4)
+    done = compute_log_probs(policy, samples, BATCHING, temperature=1.0, routing=RoutingTask(shape, record=True))
+    routes = collect_routes(done.routing, samples, range(len(samples)))
+    chosen = {ids.dtype for table in done.routing.tables.values() for ids in table.chosen.values()}
+    replayed = [replace(sample, routed_experts=ids) for sample, ids in zip(samples, routes, strict=True)]
+    log_probs, again = train_pass(policy, replayed, RoutingTask(shape, replay=True, compare=True, record=True))
+    return {"routes": routes, "chosen": chosen, "distance": distance(log_probs, done.log_probs),
+            "figures": routing_figures(again), "moved": done.routing.bytes_moved}
+
+
+@pytest.mark.parametrize(("experts", "dtype"), [(256, np.uint8), (257, np.uint16)])
+def test_expert_ids_of_one_and_of_two_bytes(experts, dtype, tmp_path):
+    path = many_experts_model(tmp_path / "model", experts)
+    expected = observe_routers(load_reference(path), samples := scored_samples(4)).routes
+    for found in run_distributed(many_experts, 2, path):
+        for ids, wanted in zip(found["routes"], expected, strict=True):
+            assert ids.dtype == wanted.dtype == dtype
+            assert np.array_equal(np.sort(ids, -1), np.sort(wanted, -1))
+        assert found["chosen"] == {torch.uint8 if dtype is np.uint8 else torch.uint16}
+        assert max(ids.max() for ids in found["routes"]) == experts - 1, "the last expert is never used"
+        assert found["distance"] <= 1e-6 and found["figures"].flipped_tokens == 0.0
+        tokens = sum(sample.length - 1 for sample in samples)
+        assert found["moved"] == tokens * 2 * 2 * np.dtype(dtype).itemsize
+
+
+# --- shared experts -----------------------------------------------------------------------------------------------
+
+
+def shared_experts(rank: int, world_size: int) -> dict[str, Any]:
+    """A model with an expert that every token uses beside the routed ones, which no Qwen3 has: built by hand."""
+    groups = groups_of(Layout())
+    config = transformer_config(model_shape(mlp_only_layers=[1]), Layout(), ModelSettings())
+    config.moe_shared_expert_intermediate_size = 16
+    torch.manual_seed(1)
+    chunk = GPTModel(config, block_spec(config, transformer_engine=False), vocab_size=96, max_sequence_length=64,
+                     position_embedding_type="none")  # fmt: skip
+    use_own_operators(chunk, 1e4)
+    attach_gates(chunk)
+    shape, found = RouteShape(3, 2, 8), {}
+    found["shared"] = [layer.mlp.shared_experts is not None for layer in moe_layers(chunk)]
+    samples = with_random_routes(make_samples(count=3), shape)
+    hidden = {}
+    for name, task in (("record", RoutingTask(shape, record=True)), ("replay", RoutingTask(shape, replay=True)),
+                       ("again", RoutingTask(shape, replay=True, compare=True))):  # fmt: skip
+        hidden[name], done = run_chunk(chunk, samples, task, groups)
+        if name == "record":
+            routes = collect_routes(done, samples, range(len(samples)))
+        if name == "replay":
+            samples = [replace(sample, routed_experts=ids) for sample, ids in zip(samples, routes, strict=True)]
+    found["figures"] = routing_figures(done)
+    found["random"] = float((hidden["replay"] - hidden["record"]).abs().max())
+    rows = torch.ones(hidden["record"].shape[1], dtype=torch.bool)
+    rows[np.cumsum([sample.length for sample in samples]) - 1] = False  # the last tokens have no route of their own
+    found["recorded"] = float((hidden["again"] - hidden["record"])[:, rows].abs().max())
+    hidden["again"].square().sum().backward()
+    layers = moe_layers(chunk)
+    found["gradients"] = [float(p.grad.abs().max()) for layer in layers
+                          for p in (layer.mlp.router.weight, *layer.mlp.shared_experts.parameters())]  # fmt: skip
+    return found
+
+
+def run_chunk(chunk: Any, samples: list[Sample], task: RoutingTask, groups: Groups) -> tuple[Any, RoutingPass]:
+    sequences, tokens = count_trained(samples)
+    batch = pack(samples, num_sequences=sequences, num_tokens=tokens, routes=task.shape)
+    done = RoutingPass(task, groups, False, [batch])
+    hidden = hidden_states(chunk, batch, groups, done.table(batch, chunk))
+    done.check(forward_only=False)
+    return hidden, done
+
+
+def test_a_model_with_shared_experts(tmp_path):
+    found = run_distributed(shared_experts, 1)[0]
+    assert found["shared"] == [True] * 3
+    assert found["random"] > 1e-3 and found["recorded"] == 0.0 and found["figures"].flipped_tokens == 0.0
+    assert min(found["gradients"]) > 0.0

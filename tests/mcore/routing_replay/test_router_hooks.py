@@ -1,0 +1,364 @@
+"""Routing replay at the routers: what it refuses, what it fixes and what it leaves alive."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+from torch import Tensor
+
+from megatron_gspo.data.packing import pack
+from megatron_gspo.mcore.micro_batches import MicroBatches
+from megatron_gspo.mcore.model import ModelSettings, transformer_config
+from megatron_gspo.mcore.policy import Policy
+from megatron_gspo.mcore.process_groups import Layout
+from megatron_gspo.mcore.routing_replay.replay_pass import RoutingPass, RoutingTask
+from megatron_gspo.mcore.routing_replay.router_hooks import _BYPASSES, RoutingError, attach_gates, refuse_bypasses
+from megatron_gspo.mcore.train_step import Batching, compute_log_probs, forward_backward, train_mini_batch
+from megatron_gspo.routing_replay.routes import RouteShape
+from tests.mcore.routes import (
+    GRPO,
+    around_routing,
+    distance,
+    policy_of,
+    routers,
+    run_pass,
+    scored_samples,
+    shape_of,
+    train_pass,
+    with_random_routes,
+)
+from tests.mcore.test_model import shape_of as model_shape
+from tests.support.distributed import run_distributed
+from tests.support.tiny_models import save_tiny_model
+from tests.support.transformers_reference import (
+    gates_of,
+    load_reference,
+    naive_loss,
+    response_log_probs,
+    worst_error,
+)
+
+BATCHING = Batching(80)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "two", num_hidden_layers=3, mlp_only_layers=[1])
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------
+
+BYPASSED = [
+    ("moe_router_fusion", True),
+    ("moe_router_load_balancing_type", "sinkhorn"),
+    ("moe_router_load_balancing_type", ["aux_loss", "quantile_balancing"]),
+    ("moe_expert_capacity_factor", 1.0),
+    ("moe_router_force_load_balancing", True),
+    ("moe_router_force_biased", 0.0),
+    ("moe_input_jitter_eps", 1e-3),
+    ("recompute_modules", ["core_attn", "moe"]),
+    ("cuda_graph_impl", "local"),
+    ("cuda_graph_scope", ["attn", "moe_router"]),
+]
+ASKING = [
+    ("moe_router_load_balancing_type", ["aux_loss", "seq_aux_loss"]),
+    ("recompute_modules", ["core_attn", "moe_act", "shared_experts"]),
+    ("cuda_graph_scope", ["attn"]),
+]
+
+
+def test_every_way_around_the_gate_has_a_case():
+    assert {key for key, _ in BYPASSED} == set(_BYPASSES)
+
+
+@pytest.mark.parametrize(("key", "value"), BYPASSED, ids=str)
+def test_a_router_that_would_not_ask_is_refused_by_its_key(key, value):
+    config = transformer_config(model_shape(), Layout(), ModelSettings())
+    refuse_bypasses(config)
+    setattr(config, key, value)
+    with pytest.raises(RoutingError) as caught:
+        attach_gates(SimpleNamespace(config=config))
+    assert str(caught.value) == f"{key}={value} bypasses routing replay; leave it at its default"
+
+
+@pytest.mark.parametrize(("key", "value"), ASKING, ids=str)
+def test_settings_that_still_ask_are_allowed(key, value):
+    config = transformer_config(model_shape(), Layout(), ModelSettings())
+    setattr(config, key, value)
+    refuse_bypasses(config)
+
+
+def bypass(routing: Any) -> Any:
+    """As a fused router: Megatron's own choice, no gate."""
+    return lambda logits, *args, **kwargs: topk_routing_with_score_function(logits.view(-1, logits.shape[-1]), 2)
+
+
+def twice(routing: Any) -> Any:
+    def ask(logits: Tensor, *args: Any, **kwargs: Any) -> Any:
+        routing(logits, *args, **kwargs)
+        return routing(logits, *args, **kwargs)
+
+    return ask
+
+
+def message_of(function: Any, *args: Any, **kwargs: Any) -> str:
+    with pytest.raises(RoutingError) as caught:
+        function(*args, **kwargs)
+    return str(caught.value)
+
+
+def ask_wrongly(rank: int, world_size: int, path: str) -> None:
+    """Each way in which a router, or who runs the pass, can miss the routes of a micro-batch."""
+    policy = policy_of(path)
+    samples, task = with_random_routes(scored_samples(), shape_of(policy)), RoutingTask(shape_of(policy), replay=True)
+    router, record = routers(policy)[1], RoutingTask(shape_of(policy), record=True)
+    one_by_one = Batching(80, micro_batch_size=1)
+    expected = "once was to be expected"
+    for change, with_gradient, without in ((bypass, "0 times with and 0", "0 times with and 0"),
+                                           (twice, "2 times with and 0", "0 times with and 2")):
+        around_routing(router, change)
+        start = "the router of MoE layer 1 took its routes of micro-batch 0 "
+        found = message_of(run_pass, policy, samples, task, batching=one_by_one)
+        assert found == f"{start}{with_gradient} times without a gradient; {expected}", found
+        found = message_of(compute_log_probs, policy, samples, one_by_one, temperature=1.0, routing=record)
+        assert found == f"{start}{without} times without a gradient; {expected}", found
+        del router.routing
+    run_pass(policy, samples, task)  # and is right again
+    kept, router.router_replay = router.router_replay, None
+    assert "a router of the model has no gate" in message_of(run_pass, policy, samples, task)
+    router.router_replay = kept
+    found = message_of(forget_routes, policy, samples, task)
+    assert found == "micro-batch 1 carries no routes; pack it with routes", found
+    found = message_of(run_twice, policy, samples, task)
+    assert found == "micro-batch 0 went through the same layers twice in one pass", found
+
+
+def forget_routes(policy: Policy, samples: Any, task: RoutingTask) -> None:
+    shape = shape_of(policy)
+    first, second = (pack(samples[i : i + 3], num_sequences=6, num_tokens=30, routes=routes)
+                     for i, routes in ((0, shape), (3, None)))  # fmt: skip
+    second.micro_batch = 1
+    batches = MicroBatches([first, second], 80, 0, 0)
+    done = RoutingPass(task, policy.groups, False, batches.batches)
+    forward_backward(policy, GRPO, batches, temperature=1.0, routing=done)
+
+
+def run_twice(policy: Policy, samples: Any, task: RoutingTask) -> None:
+    *_, done = run_pass(policy, samples, task)
+    run_pass(policy, samples, task, tables=done.tables)
+
+
+def test_a_router_asks_once_or_the_pass_fails(model):
+    run_distributed(ask_wrongly, 1, model)
+
+
+def ask_wrongly_on_a_later_stage(rank: int, world_size: int, path: str) -> str:
+    policy = policy_of(path, Layout(pipeline=2))
+    samples, task = with_random_routes(scored_samples(), shape_of(policy)), RoutingTask(shape_of(policy), replay=True)
+    if rank == 1:
+        around_routing(routers(policy)[0], bypass)
+        return message_of(run_pass, policy, samples, task)
+    run_pass(policy, samples, task)
+    return ""
+
+
+def test_the_layer_is_named_by_its_place_in_the_whole_model(tmp_path):
+    path = save_tiny_model(tmp_path / "model", num_hidden_layers=4, mlp_only_layers=[0])
+    first, second = run_distributed(ask_wrongly_on_a_later_stage, 2, path)
+    assert first == "" and second.startswith("the router of MoE layer 1 took its routes of micro-batch 0 0 times with")
+
+
+# --- what replay fixes, and what stays alive ------------------------------------------------------------------------
+
+
+def perturb(policy: Policy, model: Any = None, size: float = 3.0) -> None:
+    """Move every router far off; that of the reference model likewise."""
+    noise = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for i, router in enumerate(routers(policy)):
+            change = size * torch.randn(router.weight.shape, generator=noise)
+            router.weight += change
+            if model is not None:
+                gates_of(model)[i].weight += change.double()
+
+
+def shift_halves(policy: Policy) -> None:
+    """Add one vector to the first four rows of every router and another to the last four. The weights of two experts
+    of the same half, a softmax over the difference of their logits, don't see it; the choice between halves does."""
+    with torch.no_grad():
+        for seed, router in enumerate(routers(policy)):
+            first, second = 0.5 * torch.randn(2, router.weight.shape[1], generator=torch.Generator().manual_seed(seed))
+            router.weight[:4] += first
+            router.weight[4:] += second
+
+
+def within_halves(samples: list[Any], shape: RouteShape) -> list[Any]:
+    """Routes of which each row stays within one half of the experts."""
+    routed = with_random_routes(samples, shape, among=4)
+    g = np.random.default_rng(3)
+    for sample in routed:
+        sample.routed_experts += (4 * g.integers(0, 2, sample.routed_experts.shape[:2])[..., None]).astype(np.uint8)
+    return routed
+
+
+def moved_routers(rank: int, world_size: int, path: str) -> dict[str, float]:
+    """Log-probs of the same tokens before and after the routers have moved, plain and replayed."""
+    found: dict[str, float] = {}
+    for name in ("plain", "replayed"):
+        policy = policy_of(path)
+        shape = shape_of(policy)
+        samples = within_halves(scored_samples(), shape)
+        task = RoutingTask(shape, replay=True) if name == "replayed" else None
+        old = compute_log_probs(policy, samples, BATCHING, temperature=1.0, routing=task).log_probs
+        for sample, value in zip(samples, old, strict=True):
+            sample.old_log_probs = value
+        shift_halves(policy)
+        result = train_mini_batch(policy, samples, GRPO, BATCHING, temperature=1.0, routing=task)
+        found[name] = distance(result.log_probs, old)
+        found[f"{name}, clipped"] = result.metrics["clip_fraction/tokens"]
+        found[f"{name}, ratio"] = result.metrics["ratio_max"] - 1.0
+    return found
+
+
+def test_a_moved_choice_moves_plain_ratios_and_no_replayed_one(model):
+    found = run_distributed(moved_routers, 1, model)[0]
+    assert found["plain"] > 0.1 and found["plain, clipped"] > 0.1 and found["plain, ratio"] > 0.1, found
+    assert found["replayed"] <= 2e-6 and found["replayed, clipped"] == 0.0, found
+    assert abs(found["replayed, ratio"]) <= 2e-6, found
+
+
+def two_experts(rank: int, world_size: int, path: str) -> dict[str, float]:
+    """With two the weights still follow the router: as the reference says that is given the routes. Of 8 experts the
+    routes use 4."""
+    policy, model = policy_of(path), load_reference(path)
+    shape = shape_of(policy)
+    samples = with_random_routes(scored_samples(), shape, among=4)
+    task = RoutingTask(shape, replay=True)
+    before = compute_log_probs(policy, samples, BATCHING, temperature=1.0, routing=task).log_probs
+    perturb(policy, model, size=0.5)
+    log_probs, _ = train_pass(policy, samples, task)
+    expected = [response_log_probs(model, sample)[0].detach() for sample in samples]
+    found = {"moved": distance(log_probs, before), "error": distance(log_probs, expected)}
+    gradients = torch.stack([router.weight.main_grad for router in routers(policy)])
+    found["used"], found["unused"] = float(gradients[:, :4].abs().amax(-1).min()), float(gradients[:, 4:].abs().max())
+    fill_in_unused_fields(samples)
+    naive_loss(GRPO, model, samples).backward()
+    wanted = {str(i): gate.weight.grad for i, gate in enumerate(gates_of(model))}
+    found["gradient error"] = worst_error({str(i): g for i, g in enumerate(gradients)}, wanted)[1]
+    return found
+
+
+def fill_in_unused_fields(samples: list[Any]) -> None:
+    """The reference wants a reference policy's log-probs; without a KL it makes nothing of them."""
+    for sample in samples:
+        sample.ref_log_probs = np.zeros(sample.response_length, dtype=np.float32)
+
+
+def test_with_two_experts_ratios_move_through_the_weights_alone(model):
+    found = run_distributed(two_experts, 1, model)[0]
+    assert found["moved"] > 1e-2 and found["error"] < 1e-5, found
+    assert found["used"] > 1e-5 and found["unused"] == 0.0, "a router's row without a token has no gradient"
+    assert found["gradient error"] < 1e-4, found
+
+
+def replay_with_holes(rank: int, world_size: int, path: str) -> dict[str, float]:
+    """A third of the rows are unknown, one sample's all."""
+    policy, model = policy_of(path), load_reference(path)
+    shape = shape_of(policy)
+    samples = with_random_routes(scored_samples(), shape, holes=0.3)
+    samples[2].route_holes[:] = True
+    log_probs, done = train_pass(policy, samples, RoutingTask(shape, replay=True, compare=True))
+    expected = [response_log_probs(model, sample)[0].detach() for sample in samples]
+    everywhere = [replace(sample, route_holes=None) for sample in samples]
+    replayed = [response_log_probs(model, sample)[0].detach() for sample in everywhere]
+    table_holes = sum(int(table.holes.sum()) for (layer, _), table in done.tables.items() if layer == 0)
+    return {"error": distance(log_probs, expected), "of those that ignore holes": distance(log_probs, replayed),
+            "holes": table_holes - sum(int(sample.route_holes.sum()) for sample in samples)}
+
+
+def test_the_live_router_decides_where_a_route_is_unknown_and_nowhere_else(model):
+    found = run_distributed(replay_with_holes, 1, model)[0]
+    assert found["error"] < 1e-5 and found["of those that ignore holes"] > 0.1, found
+    assert found["holes"] == 0
+
+
+def replay_again_and_again(rank: int, world_size: int, path: str) -> dict[str, Any]:
+    """Three updates on the same samples, cut in another way each time."""
+    policy = policy_of(path)
+    samples = with_random_routes(scored_samples(), shape_of(policy))
+    task, kept = RoutingTask(shape_of(policy), replay=True), [sample.routed_experts.copy() for sample in samples]
+    errors, last = [], None
+    for i in range(3):
+        order = np.random.default_rng(i).permutation(len(samples)).tolist()
+        expected = compute_log_probs(policy, samples, BATCHING, temperature=1.0, routing=task).log_probs
+        result = train_mini_batch(policy, [samples[j] for j in order], GRPO, Batching(40 + 20 * i), temperature=1.0,
+                                  routing=task)  # fmt: skip
+        errors.append(distance(result.log_probs, [expected[j] for j in order]))
+        moved, last = (0.0 if last is None else distance(expected, last)), expected
+    same = all(np.array_equal(sample.routed_experts, ids) for sample, ids in zip(samples, kept, strict=True))
+    return {"errors": errors, "moved": moved, "same": same}
+
+
+def test_several_epochs_over_the_same_samples_use_the_same_routes(model):
+    found = run_distributed(replay_again_and_again, 1, model)[0]
+    assert max(found["errors"]) <= 2e-6 and found["moved"] > 1e-2 and found["same"], found
+
+
+def padded_batch(rank: int, world_size: int, path: str) -> list[Tensor]:
+    """A sample of 3 tokens in a micro-batch of 64, and a rank's dummy: the load of the experts, by layer."""
+    policy = policy_of(path)
+    shape, loads = shape_of(policy), []
+    sample = min(with_random_routes(scored_samples(), shape, among=2), key=lambda sample: sample.length)
+    batches = [pack([sample] * i, num_sequences=1, num_tokens=1, total_multiple=64, routes=shape,
+                    optional=("old_log_probs",)) for i in (1, 0)]  # fmt: skip
+    batches[1].micro_batch = 1
+    done = RoutingPass(RoutingTask(shape, replay=True), policy.groups, False, batches)
+    hooks = [router.register_forward_hook(lambda router, args, output: loads.append(output[1].sum(0)))
+             for router in routers(policy)]  # fmt: skip
+    forward_backward(policy, GRPO, MicroBatches(batches, 64, 0, 0), temperature=1.0, routing=done)
+    for hook in hooks:
+        hook.remove()
+    return [torch.tensor(sample.length - 1), *loads]
+
+
+def test_padding_spreads_over_the_experts(model):
+    """64 rows of 2 experts each on 8 experts are 16 each; a padded sample's own rows all want experts 0 and 1."""
+    rows, *loads = run_distributed(padded_batch, 1, model)[0]
+    assert len(loads) == 4 and 1 <= rows < 8
+    for load in loads[:2]:
+        assert load[:2].tolist() == [int(load[0])] * 2 and rows < load[0] <= 16 + rows, load
+        assert load[2:].min() >= 16 - rows and load.sum() == 128, load
+    for load in loads[2:]:
+        assert load.tolist() == [16] * 8
+
+
+def take_once(rank: int, world_size: int, path: str) -> dict[str, Any]:
+    """How often the tables were asked (without, with gradient) under full recomputation, and the routers' gradients
+    with and without it."""
+    gradients: dict[str, list[Tensor]] = {}
+    for recompute in ("none", "full"):
+        policy = policy_of(path, recompute=recompute)
+        shape, task = shape_of(policy), RoutingTask(shape_of(policy), replay=True)
+        samples = with_random_routes(scored_samples(), shape)
+        _, trained = train_pass(policy, samples, task)
+        gradients[recompute] = [router.weight.main_grad.clone() for router in routers(policy)]
+    scored = compute_log_probs(policy, samples, BATCHING, temperature=1.0, routing=task).routing
+    error = distance(gradients["full"], gradients["none"])
+    return {"trained": uses_of(trained), "scored": uses_of(scored), "error": error}
+
+
+def uses_of(done: RoutingPass) -> list[tuple[int, int]]:
+    return [(table.uses[layer, False], table.uses[layer, True]) for table in done.tables.values() for layer in range(2)]
+
+
+def test_recomputation_takes_the_same_routes_once_more(model):
+    found = run_distributed(take_once, 1, model)[0]
+    assert len(found["trained"]) >= 2 and set(found["trained"]) == {(1, 1)}
+    assert set(found["scored"]) == {(1, 0)}
+    assert found["error"] < 1e-6

@@ -1,0 +1,196 @@
+"""Weights into Megatron's shards and out again, bit for bit, in every layout and under both layer specs' names."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import megatron_gspo.mcore.train_step  # noqa: F401  the fork server of the tests imports it once
+from benchmarks.live_storages import LiveStorages
+from megatron_gspo.mcore.hf_weights import export_weights, load_weights, place
+from megatron_gspo.mcore.model import ModelSettings, build_model
+from megatron_gspo.mcore.process_groups import Layout
+from megatron_gspo.models import family_of, read_config
+from tests.mcore.layouts import groups_of
+from tests.support.distributed import run_distributed
+from tests.support.tiny_models import save_tiny_model
+
+CASES = [
+    ("moe", Layout()),
+    ("moe", Layout(tensor=2)),
+    ("moe", Layout(expert=2)),
+    ("moe", Layout(pipeline=2)),
+    ("moe", Layout(pipeline=2, virtual_pipeline=2)),
+    ("moe", Layout(pipeline=2, virtual_pipeline=3, embedding_as_layer=True, loss_as_layer=True)),
+    ("moe", Layout(tensor=2, expert=2)),
+    ("moe", Layout(tensor=2, expert_tensor=2)),
+    ("moe", Layout(expert_tensor=2)),
+    ("mixed", Layout(pipeline=2)),
+    ("mixed", Layout(expert=2)),
+    ("dense", Layout(tensor=2)),
+    ("dense", Layout(pipeline=2)),
+    ("shared", Layout(tensor=2, expert=2)),
+    ("shared", Layout(pipeline=2)),
+    ("tied", Layout()),
+    ("tied", Layout(tensor=2)),
+    ("tied", Layout(pipeline=2)),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, str]:
+    """95 tokens: an odd vocabulary, which two tensor-parallel ranks pad."""
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "moe": save_tiny_model(folder / "moe", vocab_size=95),
+        "mixed": save_tiny_model(folder / "mixed", mlp_only_layers=[1]),
+        "shared": save_tiny_model(folder / "shared", "shared"),
+        "dense": save_tiny_model(folder / "dense", "dense"),
+        "tied": save_tiny_model(folder / "tied", "dense", vocab_size=95, tie_word_embeddings=True),
+    }
+
+
+def differences(path: str, exported: dict[str, torch.Tensor]) -> list[str]:
+    """Names that one side lacks or whose tensors aren't bit-equal."""
+    expected = load_file(Path(path) / "model.safetensors")
+    return [n for n in {*expected, *exported} if n not in expected or n not in exported
+            or not torch.equal(expected[n], exported[n])]
+
+
+def round_trips(rank: int, world_size: int, models: dict[str, str]) -> dict[str, list[str]]:
+    found = {}
+    for kind, layout in CASES:
+        groups = groups_of(layout)
+        family, shape = family_of(read_config(models[kind]))
+        chunks = build_model(shape, layout, ModelSettings(), groups)
+        load_weights(chunks, models[kind], family, shape, groups)
+        found[f"{kind} {layout}"] = []
+        for options in ({}, {"piece": 3000}):  # a layer at once, and in many pieces
+            names: list[str] = []
+            exported = {}
+            for name, tensor in export_weights(chunks, family, shape, groups, **options):
+                names.append(name)
+                exported[name] = tensor.clone()
+            twice = ["a name came twice"] if len(exported) < len(names) else []
+            found[f"{kind} {layout}"] += differences(models[kind], exported) + twice
+    return found
+
+
+def test_export_is_what_was_loaded_on_every_rank(models):
+    for found in run_distributed(round_trips, 2, models, timeout=90):
+        assert len(found) == len(CASES)
+        for case, different in found.items():
+            assert different == [], f"{case}: {different[:3]}"
+
+
+def memory_of_the_stream(rank: int, world_size: int, path: str, layout: Layout) -> tuple[int, int, int]:
+    """Bytes: the most that the stream holds at once, the largest parameter's whole ones, all."""
+    groups = groups_of(layout)
+    family, shape = family_of(read_config(path))
+    chunks = build_model(shape, layout, ModelSettings(), groups)
+    total, largest = 0, 2 * max(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())
+    with LiveStorages() as live:
+        for _, tensor in export_weights(chunks, family, shape, groups, piece=8192):
+            total += tensor.nbytes
+    return live.peak, largest, total
+
+
+@pytest.mark.parametrize("layout", [Layout(tensor=2, expert=2), Layout(pipeline=2)], ids=["tp2 ep2", "pp2"])
+def test_a_stream_holds_little(models, layout):
+    for peak, largest, total in run_distributed(memory_of_the_stream, 2, models["moe"], layout):
+        bound = 3 * max(8192, largest)
+        assert 0 < peak <= bound < total / 2
+
+
+def _with_engine_names(chunk: Any, family: Any, shape: Any, groups: Any) -> torch.nn.Module:
+    """The chunk's parameters under the names of Transformer Engine's layer spec, each rule's first."""
+    root = torch.nn.Module()
+    root.decoder = torch.nn.Module()
+    root.decoder.layers = torch.nn.ModuleList(torch.nn.Module() for _ in chunk.decoder.layers)
+    for ours, theirs in zip(root.decoder.layers, chunk.decoder.layers, strict=True):
+        ours.layer_number = theirs.layer_number
+    step = max(shape.num_experts // groups.ep.size(), 1)
+    for placed in list(place(chunk, family, shape, groups)):
+        owner = root if placed.layer < 0 else root.decoder.layers[placed.layer]
+        *path, last = placed.rule.megatron[0].format(expert=placed.expert % step).split(".")
+        for part in path:
+            if not hasattr(owner, part):
+                owner.add_module(part, torch.nn.Module())
+            owner = getattr(owner, part)
+        owner.register_parameter(last, torch.nn.Parameter(torch.zeros_like(placed.parameter)))
+    return root
+
+
+def engine_names(rank: int, world_size: int, models: dict[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    layout = Layout(expert=2)
+    groups = groups_of(layout)
+    for kind in ("moe", "mixed"):
+        family, shape = family_of(read_config(models[kind]))
+        chunk = _with_engine_names(build_model(shape, layout, ModelSettings(), groups)[0], family, shape, groups)
+        load_weights([chunk], models[kind], family, shape, groups)
+        exported = {name: tensor.clone() for name, tensor in export_weights([chunk], family, shape, groups)}
+        found[kind] = differences(models[kind], exported), sorted(name for name, _ in chunk.named_parameters())
+    return found
+
+
+def test_names_of_the_transformer_engine_spec(models):
+    found = run_distributed(engine_names, 2, models, timeout=60)[1]
+    for kind in ("moe", "mixed"):
+        assert found[kind][0] == []
+    names = found["mixed"][1]
+    for name in ("0.self_attention.linear_qkv.layer_norm_weight", "1.mlp.linear_fc1.layer_norm_weight",
+                 "0.pre_mlp_layernorm.weight", "0.mlp.experts.linear_fc1.weight3"):
+        assert f"decoder.layers.{name}" in names
+
+
+def failures(rank: int, world_size: int, paths: dict[str, str]) -> dict[str, str]:
+    """The message of loading each broken checkpoint under tensor parallelism."""
+    layout = Layout(tensor=2)
+    groups = groups_of(layout)
+    found = {}
+    for key, path in paths.items():
+        family, shape = family_of(read_config(path))
+        chunks = build_model(shape, layout, ModelSettings(), groups)
+        with pytest.raises(ValueError) as caught:
+            load_weights(chunks, path, family, shape, groups)
+        found[key] = str(caught.value)
+    chunks[0].extra = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(ValueError) as caught:
+        list(place(chunks[0], family, shape, groups))
+    return {**found, "unknown parameter": str(caught.value)}
+
+
+def test_broken_checkpoints_name_the_tensor(models, tmp_path):
+    whole = load_file(Path(models["moe"]) / "model.safetensors")
+    query, expert = "model.layers.2.self_attn.q_proj.weight", "model.layers.1.mlp.experts.3.down_proj.weight"
+    variants = {
+        "missing": {name: tensor for name, tensor in whole.items() if name != expert},
+        "extra": {**whole, "model.layers.7.mlp.gate.weight": torch.zeros(1)},
+        "short query": {**whole, query: whole[query][:32].clone()},
+        "expert": {**whole, expert: whole[expert][:, :8].clone()},
+        "small vocabulary": {**whole, "lm_head.weight": whole["lm_head.weight"][:90].clone()},
+        "large vocabulary": {**whole, "model.embed_tokens.weight": torch.zeros(200, 32)},
+        "norm": {**whole, "model.norm.weight": torch.ones(16)},
+    }
+    for key, tensors in variants.items():
+        shutil.copytree(models["moe"], tmp_path / key)
+        save_file(tensors, tmp_path / key / "model.safetensors")
+    expected = {
+        "missing": f"lacks {expert} (1 missing)",
+        "extra": "has model.layers.7.mlp.gate.weight",
+        "short query": f"{query} is (32, 32) in the checkpoint; config.json makes it (64, 32)",
+        "expert": f"{expert} is (32, 8)",
+        "small vocabulary": "lm_head.weight is (90, 32) in the checkpoint; config.json makes it (95, 32)",
+        "large vocabulary": "model.embed_tokens.weight is (200, 32)",
+        "norm": "model.norm.weight is (16,)",
+        "unknown parameter": "no rule of family qwen3_moe matches the Megatron parameter extra",
+    }
+    for found in run_distributed(failures, 2, {key: str(tmp_path / key) for key in variants}, timeout=60):
+        for key, message in expected.items():
+            assert message in found[key]

@@ -1,0 +1,69 @@
+"""A rank on paper holds what the real rank holds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_gspo.mcore.meta_device import meta_model, paper_rank, smallest_world
+from megatron_gspo.mcore.model import ModelSettings, build_model
+from megatron_gspo.mcore.process_groups import Layout, initialize, shutdown
+from megatron_gspo.models import family_of, read_config
+from tests.support.distributed import run_distributed
+from tests.support.tiny_models import save_tiny_model
+
+LAYOUTS = {
+    "TP 2 x EP 2": (Layout(tensor=2, expert=2), 2),
+    "PP 2 x EP 2 x DP 2": (Layout(pipeline=2, expert=2), 4),
+    "VP 2 x PP 2": (Layout(pipeline=2, virtual_pipeline=2), 2),
+    "ETP 2 x EP 2": (Layout(expert=2, expert_tensor=2), 4),
+}
+
+
+def sizes(chunks) -> list[dict[str, tuple[int, ...]]]:
+    return [{name: tuple(p.shape) for name, p in chunk.named_parameters()} for chunk in chunks]
+
+
+def real(rank: int, world_size: int, path: str, layout: Layout) -> list[dict[str, tuple[int, ...]]]:
+    _, shape = family_of(read_config(path))
+    groups = initialize(layout, seed=1, backend="gloo")
+    try:
+        return sizes(build_model(shape, layout, ModelSettings(), groups))
+    finally:
+        shutdown(keep_distributed=True)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_rank_on_paper_has_the_parameters_of_the_real_one(name, tmp_path):
+    layout, world = LAYOUTS[name]
+    path = save_tiny_model(tmp_path / "model")
+    _, shape = family_of(read_config(path))
+    wanted = run_distributed(real, world, path, layout)
+    for rank in range(world):
+        with paper_rank(layout, world, rank) as groups:
+            chunks = meta_model(shape, layout, ModelSettings(), groups)
+            assert {p.device.type for chunk in chunks for p in chunk.parameters()} == {"meta"}
+            assert sizes(chunks) == wanted[rank]
+    assert not dist.is_initialized()
+
+
+def test_the_smallest_world_holds_every_part():
+    assert smallest_world(Layout()) == 1
+    assert smallest_world(Layout(tensor=2, pipeline=2, expert=8)) == 16
+    assert smallest_world(Layout(tensor=4, context=3, expert=2, expert_tensor=4)) == 24
+
+
+def test_a_world_of_1024_is_asked_rank_by_rank(tmp_path):
+    _, shape = family_of(read_config(save_tiny_model(tmp_path / "model")))
+    layout = Layout(tensor=2, pipeline=2, expert=8)
+    with paper_rank(layout, 1024, 1023) as groups:
+        assert (groups.tp.size(), groups.pp.rank(), groups.ep.size(), groups.dp.size()) == (2, 1, 8, 256)
+        [chunk] = meta_model(shape, layout, ModelSettings(dtype=torch.bfloat16), groups)
+        assert {p.dtype for p in chunk.parameters()} == {torch.bfloat16}
+
+
+def test_a_second_world_is_refused():
+    with paper_rank(Layout(), 4, 3), pytest.raises(RuntimeError, match="without torch.distributed"):
+        with paper_rank(Layout(), 4, 2):
+            pass

@@ -1,0 +1,101 @@
+"""The tables of names against checkpoints that Transformers itself wrote, and the configs that are refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from megatron_gspo.models import ModelError, check_names, family_of, hugging_face_names, read_config
+from megatron_gspo.models.hf_checkpoint import CheckpointReader
+from tests.support.tiny_models import save_tiny_model, tiny_config
+
+MODELS = {
+    "dense": dict(kind="dense"),
+    "tied": dict(kind="dense", tie_word_embeddings=True),
+    "moe": dict(kind="moe"),
+    "moe tied": dict(kind="moe", tie_word_embeddings=True),
+    "mixed": dict(kind="moe", mlp_only_layers=[1]),
+    "sparse step": dict(kind="moe", decoder_sparse_step=2),
+}
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=list(MODELS))
+def test_names_are_those_that_transformers_writes(tmp_path, model):
+    path = save_tiny_model(tmp_path, **model)
+    family, shape = family_of(read_config(path))
+    with CheckpointReader(path) as reader:
+        written = reader.names
+        check_names(written, family, shape)
+    names = Counter(hugging_face_names(family, shape))
+    assert set(names) == written
+    assert set(names.values()) == {1}
+
+
+def test_sizes_are_read_from_the_config():
+    _, shape = family_of(tiny_config("moe", norm_topk_prob=False, mlp_only_layers=[2], rope_theta=5e5).to_dict())
+    assert (shape.num_layers, shape.hidden_size, shape.num_attention_heads, shape.num_query_groups) == (4, 32, 4, 2)
+    assert (shape.head_dim, shape.ffn_hidden_size, shape.moe_ffn_hidden_size, shape.vocab_size) == (16, 48, 16, 96)
+    assert (shape.num_experts, shape.experts_per_token, shape.normalize_topk) == (8, 2, False)
+    assert shape.moe_layers == (True, True, False, True)
+    assert shape.rope_theta == 5e5 and shape.rms_norm_eps == 1e-6 and not shape.tied_embeddings
+
+
+def test_rope_theta_of_a_config_of_transformers_4():
+    config = {key: value for key, value in tiny_config("dense").to_dict().items() if key != "rope_parameters"}
+    _, shape = family_of({**config, "rope_theta": 123.0, "rope_scaling": None})
+    assert shape.rope_theta == 123.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(model_type="llama"), r"model_type='llama' .* known: qwen2_moe, qwen3, qwen3_moe"),
+        (dict(model_type=None), "model_type=None"),
+        (dict(attention_bias=True), "attention_bias=true"),
+        (dict(use_sliding_window=True), "use_sliding_window=true"),
+        (dict(rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}), "rope_type='yarn'"),
+        (dict(rope_parameters=None, rope_scaling={"type": "linear", "factor": 2.0}), "rope_type='linear'"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_unsupported_configs_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        family_of({**tiny_config("moe").to_dict(), **change})
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "num_experts_per_tok", "moe_intermediate_size"])
+def test_a_missing_key_is_named(key):
+    config = tiny_config("moe").to_dict()
+    del config[key]
+    with pytest.raises(ValueError, match=f"config.json of a qwen3_moe model lacks the key '{key}'"):
+        family_of(config)
+
+
+def test_a_config_without_a_number_of_experts_is_refused():
+    config = {k: v for k, v in tiny_config("moe").to_dict().items() if k not in ("num_experts", "num_local_experts")}
+    with pytest.raises(ValueError, match="lacks the key 'num_experts'"):
+        family_of(config)
+
+
+def test_missing_and_extra_names_are_told():
+    family, shape = family_of(tiny_config("moe").to_dict())
+    names = set(hugging_face_names(family, shape))
+    missing = "model.layers.2.mlp.experts.5.up_proj.weight"
+    with pytest.raises(ValueError, match=rf"lacks {missing} \(1 missing\)"):
+        check_names(names - {missing}, family, shape)
+    with pytest.raises(ValueError, match=r"has model.layers.9.extra, which the model does not use \(1 extra\)"):
+        check_names(names | {"model.layers.9.extra"}, family, shape)
+
+
+def test_tied_models_may_carry_the_output_weight():
+    family, shape = family_of(tiny_config("dense", tie_word_embeddings=True).to_dict())
+    check_names({*hugging_face_names(family, shape), "lm_head.weight"}, family, shape)
+
+
+def test_config_file_errors_name_the_file(tmp_path):
+    with pytest.raises(ModelError, match="no config.json there"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{not json")
+    with pytest.raises(ValueError, match="config.json: not valid JSON"):
+        read_config(tmp_path)

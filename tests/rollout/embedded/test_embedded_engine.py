@@ -1,0 +1,203 @@
+import numpy as np
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from megatron_gspo.data.sample import Prompt
+from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
+from megatron_gspo.rollout.engine_protocol import RolloutEngine, SamplingParams
+from tests.rollout.tiny import (
+    EOS,
+    VOCABULARY,
+    checkpoint,
+    dense_config,
+    moe_config,
+    prompts,
+    reference_model,
+    teacher_forced,
+)
+
+CONFIGS = {"moe": moe_config, "dense": dense_config}
+
+
+def build(kind="moe", **settings):
+    reference = reference_model(CONFIGS[kind]())
+    return reference, EmbeddedEngine(CONFIGS[kind](), state=checkpoint(reference), **settings)
+
+
+def key(samples):
+    return {(s.prompt_index, s.sample_index): s.response_ids.tolist() for s in samples}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("temperature, top_k", [(1.0, 0), (0.7, 5)])
+def test_log_probs_equal_a_teacher_forced_pass(kind, temperature, top_k):
+    reference, engine = build(kind)
+    sampling = SamplingParams(3, 20, temperature=temperature, top_k=top_k)
+    samples = engine.generate(prompts(9), sampling, seed=1)
+    lengths = [s.response_length for s in samples]
+    assert min(lengths) < 10 and max(lengths) == 20  # rows left the batch on the way, and some stayed
+    for sample in samples:
+        sample.check()
+        np.testing.assert_allclose(
+            sample.rollout_log_probs, teacher_forced(reference, sample, temperature), atol=1e-5
+        )
+
+
+def test_samples_are_prompt_major_and_end_where_they_should():
+    _, engine = build()
+    questions = prompts(6)
+    samples = engine.generate(questions, SamplingParams(4, 12), seed=2)
+    wanted = [(p.index, i) for p in questions for i in range(4)]
+    assert [(s.prompt_index, s.sample_index) for s in samples] == wanted
+    reasons = {s.finish_reason for s in samples}
+    assert reasons == {"stop", "length"}
+    for sample, prompt in zip(samples, np.repeat(np.array(questions, dtype=object), 4), strict=True):
+        np.testing.assert_array_equal(sample.tokens[: sample.prompt_length], prompt.token_ids)
+        response = sample.response_ids.tolist()
+        assert EOS not in response[:-1]
+        assert (response[-1] == EOS) == (sample.finish_reason == "stop")
+        assert len(response) == 12 or sample.finish_reason == "stop"
+        assert sample.loss_mask.all() and np.isnan(sample.reward) and sample.weight_version == 0
+
+
+def test_samples_do_not_depend_on_batches_order_or_split():
+    _, engine = build()
+    questions, sampling = prompts(13), SamplingParams(3, 16)
+    whole = key(engine.generate(questions, sampling, seed=5))
+    assert len({tuple(r) for r in whole.values()}) > 30  # samples of a prompt differ from one another
+    _, small = build(max_batch=4)
+    assert key(small.generate(questions[::-1], sampling, seed=5)) == whole
+    halves = key(engine.generate(questions[::2], sampling, seed=5))
+    halves |= key(small.generate(questions[1::2], sampling, seed=5))
+    assert halves == whole
+    fewer = key(engine.generate(questions, SamplingParams(2, 16), seed=5))
+    assert fewer == {k: v for k, v in whole.items() if k[1] < 2}
+    shorter = key(engine.generate(questions, SamplingParams(3, 7), seed=5))
+    assert shorter == {k: v[:7] for k, v in whole.items()}
+    assert key(engine.generate(questions, sampling, seed=6)) != whole
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_greedy_equals_the_librarys_generate(kind):
+    reference, engine = build(kind)
+    questions = prompts(8)
+    samples = engine.generate(questions, SamplingParams(1, 15, greedy=True), seed=0)
+    config = GenerationConfig(max_new_tokens=15, do_sample=False, eos_token_id=EOS, pad_token_id=0)
+    for prompt, sample in zip(questions, samples, strict=True):
+        ids = torch.from_numpy(prompt.token_ids)[None]
+        out = reference.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        np.testing.assert_array_equal(sample.tokens, out[0].numpy())
+        np.testing.assert_allclose(sample.rollout_log_probs, teacher_forced(reference, sample), atol=1e-5)
+
+
+def test_first_tokens_follow_the_models_distribution():
+    reference, engine = build()
+    prompt = prompts(1)[0]
+    n = 20_000
+    samples = engine.generate([prompt], SamplingParams(n, 1), seed=9)
+    logits = reference(torch.from_numpy(prompt.token_ids)[None]).logits[0, -1].double()
+    expected = n * logits.softmax(-1).numpy()
+    counts = np.bincount([s.response_ids[0] for s in samples], minlength=VOCABULARY)
+    often = expected >= 5
+    assert often.sum() >= 5
+    chi_square = ((counts - expected)[often] ** 2 / expected[often]).sum()
+    assert chi_square < 73.4  # 40 degrees, 0.999
+    assert abs(counts[~often].sum() - expected[~often].sum()) < 5 * np.sqrt(expected[~often].sum() + 1)
+
+
+def test_long_responses_outgrow_the_reserved_cache():
+    reference = reference_model(moe_config(max_position_embeddings=400))
+    engine = EmbeddedEngine(
+        moe_config(max_position_embeddings=400), state=checkpoint(reference), eos_token_ids=[VOCABULARY - 1]
+    )
+    samples = engine.generate(prompts(3), SamplingParams(2, 300, temperature=0.5), seed=4)
+    assert max(s.response_length for s in samples) > 200
+    for sample in samples:
+        np.testing.assert_allclose(
+            sample.rollout_log_probs, teacher_forced(reference, sample, 0.5), atol=3e-5
+        )
+
+
+def test_several_end_tokens_and_where_they_come_from(tmp_path):
+    reference = reference_model(moe_config(eos_token_id=[1, 2]))
+    reference.save_pretrained(tmp_path)
+    engine = EmbeddedEngine(tmp_path)
+    assert isinstance(engine, RolloutEngine)
+    assert engine.eos_token_ids == (1, 2) and engine.weight_version == 0
+    last = {s.response_ids[-1] for s in engine.generate(prompts(20), SamplingParams(4, 30), seed=0)}
+    assert {1, 2} <= last
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 3}')
+
+    class Tokenizer:
+        eos_token_id = 4
+
+        def batch_decode(self, sequences, skip_special_tokens=False):
+            return ["-".join(map(str, ids)) for ids in sequences]
+
+    engine = EmbeddedEngine(tmp_path, tokenizer=Tokenizer())
+    assert engine.eos_token_ids == (3, 4)
+    sample = engine.generate(prompts(1), SamplingParams(1, 5), seed=0)[0]
+    assert sample.text == "-".join(map(str, sample.response_ids))
+    assert EmbeddedEngine(tmp_path, eos_token_ids=[7]).eos_token_ids == (7,)
+
+
+def test_an_engine_without_weights_or_closed_or_paused_refuses():
+    engine = EmbeddedEngine(moe_config())
+    with pytest.raises(RuntimeError, match="update_weights before generate"):
+        engine.generate(prompts(1), SamplingParams(1, 4), seed=0)
+    engine.update_weights(checkpoint(reference_model(moe_config())).items(), version=3)
+    engine.pause()
+    with pytest.raises(RuntimeError, match="call resume first"):
+        engine.generate(prompts(1), SamplingParams(1, 4), seed=0)
+    engine.resume()
+    assert engine.generate(prompts(1), SamplingParams(1, 4), seed=0)[0].weight_version == 3
+    assert engine.generate([], SamplingParams(1, 4), seed=0) == []
+    engine.close()
+    engine.close()
+    with pytest.raises(RuntimeError, match="after close"):
+        engine.generate(prompts(1), SamplingParams(1, 4), seed=0)
+
+
+def test_what_cannot_be_served_is_refused_in_one_line(tmp_path):
+    _, engine = build()
+    ok = np.array([3, 4], dtype=np.int64)
+    cases = [
+        (
+            Prompt(7, np.array([3, VOCABULARY]), ""),
+            4,
+            "prompt 7: token id 40 is outside the vocabulary of 40",
+        ),
+        (
+            Prompt(8, ok, ""),
+            63,
+            "prompt 8: 2 tokens + max_response_length=63 exceed max_position_embeddings=64",
+        ),
+        (Prompt(9, ok[:0], ""), 4, "prompt 9: token_ids is empty"),
+    ]
+    for prompt, length, message in cases:
+        with pytest.raises(ValueError, match="^" + message.replace("+", r"\+")) as error:
+            engine.generate([prompt], SamplingParams(1, length), seed=0)
+        assert "\n" not in str(error.value)
+    for source, settings, message in [
+        (tmp_path / "none", {}, "no config.json"),
+        (moe_config(), {"max_batch": 0}, "max_batch=0"),
+        (moe_config(), {"eos_token_ids": [40]}, "eos_token_ids=.40."),
+        (moe_config(eos_token_id=None), {}, "pass eos_token_ids"),
+        (
+            dense_config(use_sliding_window=True, sliding_window=8, max_window_layers=1),
+            {},
+            "full attention only",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            EmbeddedEngine(source, **settings)
+
+
+def test_broken_weights_are_named_not_sampled():
+    reference, engine = build()
+    tensors = checkpoint(reference)
+    tensors["model.norm.weight"][:] = float("nan")
+    engine.update_weights(tensors.items(), version=12)
+    with pytest.raises(RuntimeError, match="prompt 10., weight version 12: the log-probs are not finite"):
+        engine.generate(prompts(2), SamplingParams(1, 4), seed=0)

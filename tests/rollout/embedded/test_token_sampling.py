@@ -1,0 +1,145 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_gspo.rollout.embedded.token_sampling import choose_tokens, philox_4x32, sequence_uniforms
+from megatron_gspo.rollout.engine_protocol import SamplingParams
+
+
+def words(*values):
+    return tuple(np.array([v], dtype=np.uint64) for v in values)
+
+
+def test_philox_gives_the_published_known_answers():
+    # kat_vectors of the Random123 distribution, philox4x32 with 10 rounds
+    cases = [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((2**32 - 1,) * 4, (2**32 - 1,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ]
+    for counter, key, expected in cases:
+        assert tuple(int(w[0]) for w in philox_4x32(words(*counter), key)) == expected
+
+
+def test_uniforms_depend_on_seed_prompt_sample_and_position_alone():
+    prompt, sample = np.array([5, 7, 2**40 + 5]), np.array([0, 3, 0])
+    table = sequence_uniforms(11, prompt, sample, 10)
+    assert table.shape == (3, 10) and table.dtype == np.float32
+    assert 0 <= table.min() and table.max() < 1
+    np.testing.assert_array_equal(sequence_uniforms(11, prompt[[2, 0]], sample[[2, 0]], 6), table[[2, 0], :6])
+    others = [
+        sequence_uniforms(12, prompt[:1], sample[:1], 10),
+        sequence_uniforms(11 + 2**32, prompt[:1], sample[:1], 10),
+        sequence_uniforms(11, prompt[:1] + 1, sample[:1], 10),
+        sequence_uniforms(11, prompt[:1], sample[:1] + 1, 10),
+        table[2:],  # differs from row 0 in the high word of the prompt index only
+    ]
+    for other in others:
+        assert not np.isclose(other, table[:1]).any()
+
+
+def test_uniforms_are_uniform_and_uncorrelated():
+    table = sequence_uniforms(3, np.arange(400) // 8, np.arange(400) % 8, 50).astype(np.float64)
+    n = table.size
+    counts = np.bincount((table.ravel() * 20).astype(int), minlength=20)
+    assert ((counts - n / 20) ** 2 / (n / 20)).sum() < 43.8  # chi-square, 19 degrees, 0.999
+    centred = table - 0.5
+    for a, b in ((centred[1:], centred[:-1]), (centred[:, 1:], centred[:, :-1])):
+        assert abs((a * b).mean() * 12) < 4 / math.sqrt(a.size)
+
+
+def exact_probs(logits, temperature, top_k, top_p):
+    """A naive double-precision reference: temperature, then top-k, then top-p on what is left."""
+    weights = [math.exp(x / temperature) for x in logits]
+    probs = [w / sum(weights) for w in weights]
+    ranked = sorted(range(len(probs)), key=lambda i: -probs[i])
+    kept = ranked[: top_k or len(ranked)]
+    mass = sum(probs[i] for i in kept)
+    nucleus, before = [], 0.0
+    for i in kept:
+        if nucleus and before >= top_p * mass:
+            break
+        nucleus.append(i)
+        before += probs[i]
+    return [probs[i] / before if i in nucleus else 0.0 for i in range(len(probs))], probs
+
+
+LOGITS = [0.3, -1.0, 2.0, 0.0, 1.4, -3.0, 0.9, -0.2]
+
+
+@pytest.mark.parametrize(
+    "temperature, top_k, top_p", [(1.0, 0, 1.0), (0.6, 0, 1.0), (2.0, 3, 1.0), (1.0, 0, 0.7), (1.3, 5, 0.8)]
+)
+def test_drawn_frequencies_match_the_exact_distribution(temperature, top_k, top_p):
+    n = 40_000
+    sampling = SamplingParams(1, 1, temperature=temperature, top_k=top_k, top_p=top_p)
+    draws = torch.from_numpy(sequence_uniforms(1, np.arange(n), np.zeros(n, dtype=np.int64), 1)[:, 0])
+    tokens, log_probs = choose_tokens(torch.tensor(LOGITS).expand(n, -1), draws, sampling)
+    expected, untruncated = exact_probs(LOGITS, temperature, top_k, top_p)
+    counts = np.bincount(tokens.numpy(), minlength=len(LOGITS))
+    support = np.array(expected) > 0
+    assert counts[~support].sum() == 0
+    chi_square = ((counts - n * np.array(expected))[support] ** 2 / (n * np.array(expected)[support])).sum()
+    assert chi_square < 24.3  # 7 degrees, 0.999; fewer degrees have a lower bound
+    np.testing.assert_allclose(log_probs.numpy(), np.log(untruncated)[tokens.numpy()], atol=1e-6)
+
+
+def test_inverse_cdf_by_hand():
+    logits = torch.tensor([0.2, 0.5, 0.3]).log().expand(5, -1)
+    draws = torch.tensor([0.0, 0.19, 0.21, 0.69, 0.71])
+    assert choose_tokens(logits, draws, SamplingParams(1, 1))[0].tolist() == [0, 0, 1, 1, 2]
+    ranked = SamplingParams(1, 1, top_k=2)  # order 1, 2 with 0.625 and 0.375
+    assert choose_tokens(logits, torch.tensor([0.0, 0.62, 0.63, 0.99, 0.5]), ranked)[0].tolist() == [
+        1,
+        1,
+        2,
+        2,
+        1,
+    ]
+    nucleus = SamplingParams(1, 1, top_p=0.5)  # the mass before token 2 is 0.5, not below top_p
+    assert set(choose_tokens(logits, draws, nucleus)[0].tolist()) == {1}
+
+
+def test_tokens_of_probability_zero_are_never_drawn():
+    logits = torch.full((2, 6), float("-inf"))
+    logits[:, [2, 4]] = 0.0
+    draws = torch.tensor([0.0, 1.0 - 2.0**-24])
+    tokens, log_probs = choose_tokens(logits, draws, SamplingParams(1, 1))
+    assert tokens.tolist() == [2, 4]
+    np.testing.assert_allclose(log_probs, math.log(0.5), rtol=1e-6)
+
+
+def test_greedy_takes_the_argmax_and_scores_at_temperature_one():
+    logits = torch.tensor([LOGITS, LOGITS[::-1]])
+    tokens, log_probs = choose_tokens(logits, None, SamplingParams(1, 1, temperature=0.3, greedy=True))
+    assert tokens.tolist() == [2, 5]
+    _, probs = exact_probs(LOGITS, 1.0, 0, 1.0)
+    np.testing.assert_allclose(log_probs, math.log(probs[2]), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        (dict(n=0), "n=0"),
+        (dict(max_response_length=0), "max_response_length=0"),
+        (dict(temperature=0.0), "temperature=0.0"),
+        (dict(temperature=float("nan")), "temperature=nan"),
+        (dict(top_p=0.0), "top_p=0.0"),
+        (dict(top_p=1.1), "top_p=1.1"),
+        (dict(top_k=-1), "top_k=-1"),
+    ],
+)
+def test_impossible_parameters_are_refused_in_one_line(values, message):
+    with pytest.raises(ValueError) as error:
+        SamplingParams(**{"n": 2, "max_response_length": 8, **values})
+    assert str(error.value).startswith(message + ":") and "\n" not in str(error.value)
+
+
+def test_greedy_needs_no_temperature():
+    assert SamplingParams(1, 8, temperature=0.0, greedy=True).scoring_temperature == 1.0

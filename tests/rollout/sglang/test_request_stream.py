@@ -1,0 +1,314 @@
+"""What is begun is taken once, in order, or given back; what is old is waited for; failures don't hang."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from megatron_gspo.data.sample import Prompt
+from megatron_gspo.errors import EngineError
+from megatron_gspo.rollout.engine_protocol import SamplingParams
+from megatron_gspo.rollout.sglang import server_pool as fleet_module
+from megatron_gspo.rollout.sglang.partial_response import Draft
+from megatron_gspo.rollout.sglang.request_stream import Group, WeightsWanted, choose
+from megatron_gspo.rollout.sglang.server_pool import FleetError
+from tests.rollout.sglang.generator import SAMPLING, Generator, Setup, expected, prompts, without_pauses
+
+
+@pytest.fixture
+def server() -> Iterator[Generator]:
+    with Generator() as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_pauses(monkeypatch)
+    monkeypatch.setattr(fleet_module, "_COOL_DOWN", 0.0)
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def indices(groups: list[list]) -> list[int]:
+    assert all([s.sample_index for s in group] == list(range(len(group))) for group in groups)
+    return [group[0].prompt_index for group in groups]
+
+
+def test_groups_come_in_the_order_of_their_start_each_once(server):
+    with Setup(server.url) as setup:
+        assert setup.stream.start(prompts(5), SAMPLING, seed=1) == [0, 1, 2, 3, 4]
+        assert [prompt.index for prompt in setup.stream.prompts] == [0, 1, 2, 3, 4]
+        wait_for(lambda: setup.client.counts["requests"] == 10)
+        assert indices(setup.stream.take(2)) == [0, 1]
+        assert setup.stream.start([Prompt(9, np.arange(4), "")], SAMPLING, seed=1) == [5]
+        assert [prompt.index for prompt in setup.stream.prompts] == [2, 3, 4, 9]
+        assert [ticket for ticket, _ in setup.stream.take_tickets(4)] == [2, 3, 4, 5]
+        with pytest.raises(ValueError, match=r"take\(1\): only 0 groups were begun"):
+            setup.stream.take(1)
+
+
+def test_patience_gives_what_there_is(server):
+    server.gate = False
+    with Setup(server.url) as setup:
+        setup.stream.start(prompts(3), SAMPLING, seed=1)
+        began = time.monotonic()
+        assert setup.stream.take(3, patience=0.1) == []
+        assert 0.1 <= time.monotonic() - began < 5
+        server.gate = True
+        assert indices(setup.stream.take(3, patience=20)) == [0, 1, 2]
+
+
+def interrupted(setup: Setup, server: Generator, version: str) -> None:
+    """All that is under way comes back after one token; `version` is then the current one."""
+    wait_for(lambda: len(server.bodies) >= setup.waiting)
+    setup.stream.stop(keep=True)
+    server.version = version
+    setup.serve(version)
+
+
+def test_what_is_kept_goes_on_where_it_was(server):
+    server.gate = False
+    with Setup(server.url) as setup:
+        setup.waiting = 4
+        wanted = prompts(2)
+        setup.stream.start(wanted, SAMPLING, seed=1)
+        interrupted(setup, server, "00c0ffee:4")
+        assert server.aborts >= 1
+        assert [group.oldest for group in setup.stream._groups.values()] == [3, 3]
+        setup.waiting = 8
+        interrupted(setup, server, "00c0ffee:6")
+        server.gate = True
+        groups = setup.stream.take(2)
+        counts = setup.client.counts
+    for prompt, group in zip(wanted, groups, strict=True):
+        for sample in group:
+            assert sample.response_ids.tolist() == expected(prompt)
+            np.testing.assert_array_equal(sample.rollout_log_probs, -np.array(expected(prompt), np.float32) / 8)
+            assert sample.token_versions.tolist() == [3, 4, 6, 6] and sample.weight_version == 3
+    assert counts["continued"] == 8 and counts["discarded_tokens"] == counts["retries"] == 0
+    sent = [(len(body["input_ids"]), body["sampling_params"]["max_new_tokens"]) for body in server.bodies]
+    assert sent == [(5, 4)] * 4 + [(6, 3)] * 4 + [(7, 2)] * 4
+
+
+def test_a_kept_stream_goes_on_by_itself_with_the_next_take(server):
+    server.gate = False
+    with Setup(server.url) as setup:
+        setup.stream.start(prompts(1), SAMPLING, seed=1)
+        wait_for(lambda: len(server.bodies) == 2)
+        setup.stream.stop(keep=True)
+        server.gate = True
+        assert len(server.bodies) == 2
+        assert indices(setup.stream.take(1)) == [0] and len(server.bodies) == 4
+
+
+def test_what_is_not_kept_is_given_back_and_counted(server):
+    server.gate = False
+    with Setup(server.url) as setup:
+        wanted = prompts(2)
+        setup.stream.start(wanted, SAMPLING, seed=1)
+        wait_for(lambda: len(server.bodies) == 4)
+        assert setup.stream.stop(keep=False) == wanted
+        assert setup.stream.prompts == [] and setup.client.counts["discarded_tokens"] == 4
+        server.gate = True
+        setup.stream.start(wanted, SAMPLING, seed=1)  # starts over
+        groups = setup.stream.take(2)
+        assert [sample.response_ids.tolist() for sample in groups[1]] == [expected(wanted[1])] * 2
+        assert [len(body["input_ids"]) for body in server.bodies] == [5] * 8
+
+
+def hold_back(server: Generator, length: int) -> Callable[[], None]:
+    """Answers to prompts of this length wait until what is returned is called."""
+    open_now = [False]
+
+    async def wait(answer):
+        import asyncio
+
+        while answer["meta_info"]["prompt_tokens"] == length and not open_now[0]:
+            await asyncio.sleep(0.005)
+        return answer
+
+    server.always = wait
+    return lambda: open_now.__setitem__(0, True)
+
+
+def test_a_group_that_is_due_is_waited_for_and_comes_first(server):
+    """Group 0 has a token of version 3; while it is slow, others that are done don't pass it where 3 is the bound."""
+    with Setup(server.url) as setup:
+        server.gate = False
+        slow = [Prompt(0, np.arange(9), "")]
+        setup.stream.start(slow, SAMPLING, seed=1)
+        setup.waiting = 2
+        interrupted(setup, server, "00c0ffee:4")
+        go_on = hold_back(server, 10)  # its nine tokens and the one that was drawn
+        server.gate = True
+        setup.stream.start([Prompt(i, np.arange(5), "") for i in (1, 2, 3)], SAMPLING, seed=1)
+        wait_for(lambda: setup.client.counts["requests"] >= 8)
+        assert indices(setup.stream.take(1)) == [1], "no bound: who is done first"
+        assert indices(setup.stream.take(1, oldest=2)) == [2], "version 3 is younger than the bound"
+        assert setup.stream.take(1, oldest=3, patience=0.2) == []
+        go_on()
+        assert indices(setup.stream.take(2, oldest=3)) == [0, 3]
+
+
+def test_places_are_kept_for_groups_that_are_due(server):
+    with Setup(server.url) as setup:
+        server.gate = False
+        setup.stream.start([Prompt(0, np.arange(9), "")], SAMPLING, seed=1)
+        setup.waiting = 2
+        interrupted(setup, server, "00c0ffee:4")
+        go_on = hold_back(server, 10)
+        server.gate = True
+        setup.stream.start([Prompt(i, np.arange(5), "") for i in (1, 2, 3)], SAMPLING, seed=1)
+        wait_for(lambda: setup.client.counts["requests"] >= 8)
+        assert indices(setup.stream.take(2, oldest=3, patience=0.1)) == [1]  # one place is group 0's
+        go_on()
+        assert indices(setup.stream.take(1, oldest=3)) == [0]
+
+
+def test_no_server_at_all_ends_after_the_recovery_time():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    with Setup(url, recovery=0.3) as setup:
+        setup.stream.start(prompts(1), SAMPLING, seed=1)
+        began = time.monotonic()
+        with pytest.raises(FleetError) as caught:
+            setup.stream.take(1)
+        assert 0.3 <= time.monotonic() - began < 10
+        assert str(caught.value) == (f"no server has answered for 0.3 s: {url}: server {url}/generate: no connection "
+                                     "(connection refused)")
+
+
+def test_the_recovery_time_goes_on_from_one_take_to_the_next():
+    """The loop asks for a few seconds at a time; the recovery time is ten minutes."""
+    with Setup("http://127.0.0.1:9", recovery=0.3) as setup:
+        setup.loop.run(setup.fleet.lose(setup.fleet.members[0], "gone"))
+        setup.stream.start(prompts(1), SAMPLING, seed=1)
+        deadline = time.monotonic() + 10
+        with pytest.raises(FleetError, match="no server has answered for 0.3 s"):
+            while time.monotonic() < deadline:
+                assert setup.stream.take(1, patience=0.1) == []
+
+
+def test_a_server_that_comes_back_within_the_recovery_time(server):
+    with Setup(server.url, recovery=30.0, health_interval=0.02) as setup:
+        setup.loop.run(setup.fleet.lose(setup.fleet.members[0], "gone"))
+        setup.stream.start(prompts(1), SAMPLING, seed=1)
+        assert setup.stream.take(1, patience=0.05) == []
+        watch = setup.loop.spawn(setup.fleet.watch())
+        assert indices(setup.stream.take(1)) == [0]  # it still has the weights
+        watch.cancel()
+
+
+def test_a_server_that_comes_back_without_the_weights_wants_them(server):
+    with Setup(server.url, health_interval=0.02) as setup:
+        setup.loop.run(setup.fleet.lose(setup.fleet.members[0], "gone"))
+        server.version = "default"
+        setup.stream.start(prompts(1), SAMPLING, seed=1)
+        watch = setup.loop.spawn(setup.fleet.watch())
+        with pytest.raises(WeightsWanted):
+            setup.stream.take(1)
+        watch.cancel()
+        assert not server.bodies
+
+
+def test_one_failure_is_raised_whatever_else_is_done(server):
+    """And again by whoever asks again: nothing that is begun is passed over in silence."""
+    server.breaks = [lambda answer: web.Response(status=400, text="no")]
+    with Setup(server.url) as setup:
+        setup.stream.start(prompts(1), SAMPLING, seed=1)
+        setup.stream.start([Prompt(5, np.arange(3), "")], SAMPLING, seed=1)
+        for _ in range(2):
+            with pytest.raises(EngineError, match="sample 0/0: .*answered 400: no"):
+                setup.stream.take(1)
+
+
+@pytest.mark.parametrize("token", [96, 10**6, -1])
+def test_a_token_outside_the_vocabulary_never_leaves(server, token):
+    """It ends a real server."""
+    bad = Prompt(1, np.array([3, token, 4]), "")
+    with Setup(server.url) as setup:
+        with pytest.raises(ValueError, match="prompt 1"):
+            setup.stream.start([prompts(1)[0], bad], SAMPLING, seed=1)
+        assert setup.stream.prompts == [] and not server.bodies
+        setup.stream.start(prompts(1), SAMPLING, seed=1)
+        assert indices(setup.stream.take(1)) == [0]
+
+
+def test_a_prompt_that_leaves_no_room(server):
+    with Setup(server.url) as setup:
+        with pytest.raises(ValueError, match=r"prompt 0: 61 tokens \+ max_response_length=4 exceed the 64 positions"):
+            setup.stream.start([Prompt(0, np.zeros(61, dtype=np.int64), "")], SAMPLING, seed=1)
+        setup.stream.start([Prompt(0, np.zeros(60, dtype=np.int64), "")], SamplingParams(1, 4), seed=1)
+        assert indices(setup.stream.take(1)) == [0]
+
+
+def group_of(ticket: int, version: int | None, *, done: bool) -> Group:
+    prompt = Prompt(ticket, np.arange(3), "")
+    draft = Draft(prompt, 0, 4, versions=[] if version is None else [version])
+    return Group(ticket, prompt, [draft], SAMPLING, 1, done=done)
+
+
+def test_who_goes_now_so_that_nobody_is_too_old_later():
+    """Version 3 is the oldest that may be taken, later steps take two groups each."""
+    given = [(4, True), (5, True), (4, True), (4, False), (4, True), (None, False)]
+    groups = [group_of(i, version, done=done) for i, (version, done) in enumerate(given)]
+
+    def taken(count: int, oldest: int | None) -> list[int]:
+        return [group.ticket for group in choose(groups, count, oldest, 2)]
+
+    assert taken(2, None) == [0, 1]
+    assert taken(2, 0) == [0, 1], "four of version 4 have four steps"
+    assert taken(2, 3) == [0, 2], "of four that have one more step two go now, before the younger one"
+    assert taken(3, 3) == [0, 2, 1]
+    assert taken(3, 4) == [0, 2, 4]
+    assert taken(4, 4) == [0, 2, 4], "the fourth place is kept"
+
+
+@pytest.mark.parametrize(("staleness", "oversampling", "overlap"),
+                         [(1, 2.0, False), (1, 1.0, True), (1, 2.0, True), (2, 3.0, False), (2, 2.5, True),
+                          (3, 1.0, True), (3, 4.0, False), (5, 1.7, True)])  # fmt: skip
+def test_no_order_of_finishing_breaks_the_bound(staleness, oversampling, overlap):
+    """The steps of `loop.rollouts`; whoever was begun last finishes first, or anyone."""
+    size = 3
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        pending: list[Group] = []
+        tickets = itertools.count()
+
+        def begin(count: int, version: int, pending=pending, tickets=tickets, rng=rng) -> None:
+            while len(pending) < count:
+                pending.append(group_of(next(tickets), version if rng.random() < 0.9 else None, done=False))
+
+        for version in range(30):
+            begin(math.ceil(size * oversampling), version)
+            take_step(pending, size, version, version - staleness, rng if seed else None)
+            if overlap:
+                begin(size * staleness, version)
+
+
+def take_step(pending: list[Group], size: int, version: int, oldest: int, rng: np.random.Generator | None) -> None:
+    """A step takes its groups; they finish one at a time until it has them."""
+    missing = size
+    while missing:
+        for group in (chosen := choose(pending, missing, oldest, size)):
+            assert group.done and group.oldest >= oldest, "older than the bound"
+            pending.remove(group)
+        missing -= len(chosen)
+        unfinished = [group for group in pending if not group.done]
+        if missing and unfinished:
+            group = unfinished[-1] if rng is None else unfinished[rng.integers(len(unfinished))]
+            group.done = True
+            group.drafts[0].versions = group.drafts[0].versions or [version]

@@ -1,0 +1,275 @@
+"""Every answer that isn't what was asked for is refused with one line that names the request; the others are exact."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_gspo.rollout.sglang.response_parser import (
+    AnswerError,
+    RouteLayout,
+    answered_version,
+    input_log_probs,
+    is_empty,
+    parse_answer,
+)
+from tests.rollout.sglang.answer import VERSION, answer, asked, encoded, route_ids
+
+GOOD = answer([9, 8, 1], [-0.5, -1.25, 0.0])
+
+
+def changed(change: Callable[[dict[str, Any], dict[str, Any]], object]) -> dict[str, Any]:
+    """GOOD after `change(answer, meta_info)`."""
+    found = copy.deepcopy(GOOD)
+    change(found, found["meta_info"])
+    return found
+
+
+def refusal(found: Any, parse: Callable[..., Any] = parse_answer, **request: Any) -> str:
+    with pytest.raises(AnswerError) as caught:
+        parse(found, asked(**request))
+    message = str(caught.value)
+    assert message.startswith("sample 7/2: ") and "\n" not in message and len(message) < 400
+    return message
+
+
+def set_row(position: int, row: Any) -> Callable[..., object]:
+    return lambda a, m: m["output_token_logprobs"].__setitem__(position, row)
+
+
+def set_meta(**values: Any) -> Callable[..., object]:
+    return lambda a, m: m.update(values)
+
+
+def test_a_good_answer_is_taken_as_it_is():
+    part = parse_answer(GOOD, asked())
+    assert part.tokens.dtype == np.int64 and part.tokens.tolist() == [9, 8, 1]
+    assert part.log_probs.dtype == np.float32 and part.log_probs.tolist() == [-0.5, -1.25, 0.0]
+    assert (part.finish_reason, part.cached) == ("stop", 2)
+    assert part.routes.dtype == np.int32
+    np.testing.assert_array_equal(part.routes, route_ids(7)[:, [0, 2]])  # 5 + 3 - 1 fed tokens, without the dense layer
+
+
+def test_routes_from_a_position_on():
+    found = answer([9, 8, 1], [-1.0] * 3, start=4)
+    part = parse_answer(found, asked(routes_start=4))
+    np.testing.assert_array_equal(part.routes, route_ids(3)[:, [0, 2]])
+    assert "holds 18 ids, not 7 rows x 3 layers x 2" in refusal(found)
+    assert parse_answer(changed(lambda a, m: m.pop("routed_experts")), asked(routes=None)).routes is None
+
+
+WRONG = {
+    "short log-probs": (lambda a, m: m["output_token_logprobs"].pop(), "output_ids and output_token_logprobs disagree"),
+    "short ids": (lambda a, m: a["output_ids"].pop(), "disagree"),
+    "other ids": (lambda a, m: a["output_ids"].__setitem__(0, 10), "disagree"),
+    "ids of bools": (lambda a, m: a.update(output_ids=[9, 8, True]), "disagree"),
+    "ids of floats": (lambda a, m: a.update(output_ids=[9.0, 8.0, 1.0]), "disagree"),
+    "ids no list": (lambda a, m: a.update(output_ids="981"), "disagree"),
+    "no log-probs": (set_meta(output_token_logprobs=None), "is a NoneType, not a list"),
+    "log-probs a dict": (set_meta(output_token_logprobs={"0": 1}), "is a dict, not a list"),
+    "NaN": (set_row(1, [float("nan"), 8, None]), "the log-prob nan came back"),
+    "minus infinity": (set_row(1, [float("-inf"), 8, None]), "the log-prob -inf came back"),
+    "beyond float32": (set_row(1, [-1e300, 8, None]), "the log-prob -inf came back"),
+    "positive": (set_row(1, [0.5, 8, None]), "the log-prob 0.5 came back"),
+    "null": (set_row(1, [None, 8, None]), "not rows of [number, token id]"),
+    "a bool": (set_row(1, [False, 8, None]), "not rows of [number, token id]"),
+    "text": (set_row(1, ["-0.5", 8, None]), "not rows of [number, token id]"),
+    "a list": (set_meta(output_token_logprobs=[[[-1.0], 9], [[-1.0], 8], [[-1.0], 1]]), "not rows of [number"),
+    "empty lists": (set_meta(output_token_logprobs=[[[], 9], [[], 8], [[], 1]]), "not rows of [number"),
+    "huge number": (set_row(1, [-(10**400), 8, None]), "not rows of [number, token id]"),
+    "no row": (set_row(1, None), "not rows of [number, token id]"),
+    "a short row": (set_row(1, [-0.5]), "not rows of [number, token id]"),
+    "a dict row": (set_row(1, {"logprob": -0.5}), "not rows of [number, token id]"),
+    "id a bool": (set_row(2, [-0.5, True, None]), "a token id is no integer"),
+    "id a float": (set_row(2, [-0.5, 1.0, None]), "a token id is no integer"),
+    "id a string": (set_row(2, [-0.5, "1", None]), "a token id is no integer"),
+    "id negative": (set_row(2, [-0.5, -1, None]), "a token id is no integer"),
+    "id huge": (set_row(2, [-0.5, 10**30, None]), "a token id is no integer"),
+    "id of no vocabulary": (set_row(2, [-0.5, 96, None]), "token id 96 came back; the vocabulary has 96"),
+    "unknown reason": (set_meta(finish_reason={"type": "tired"}), "expected one of ('stop', 'length', 'abort')"),
+    "reason a string": (set_meta(finish_reason="stop\nand more"), "expected one of"),
+    "reason unhashable": (set_meta(finish_reason={"type": ["stop"]}), "expected one of"),
+    "reason endless": (set_meta(finish_reason={"type": "x" * 10**6}), "expected one of"),
+    "no reason": (set_meta(finish_reason=None), "expected one of"),
+    "stopped on no end token": (lambda a, m: (set_row(2, [-0.5, 5, None])(a, m), a.update(output_ids=[9, 8, 5])),
+                                "stopped on 5, which is no end token ([1])"),
+    "cut off early": (set_meta(finish_reason={"type": "length"}), "cut off for its length after 3 of 4"),
+    "no routes": (set_meta(routed_experts=None), "no routed_experts came back; start the server with"),
+    "routes no base64": (set_meta(routed_experts="(=)" * 40), "not base64 of int32"),
+    "routes not ASCII": (set_meta(routed_experts="é" * 40), "not base64 of int32"),
+    "routes of 3 bytes": (set_meta(routed_experts="AAAA"), "not base64 of int32"),
+    "routes too few": (set_meta(routed_experts=encoded(route_ids(6))), "holds 36 ids, not 7 rows x 3 layers x 2"),
+    "routes too many": (set_meta(routed_experts=encoded(route_ids(8))), "holds 48 ids, not 7 rows x 3 layers x 2"),
+    "no routes at all": (set_meta(routed_experts=""), "holds 0 ids"),
+    "expert too high": (set_meta(routed_experts=encoded(route_ids(7) + 1)), "has expert 8; the model has 0 to 7"),
+    "expert negative": (set_meta(routed_experts=encoded(route_ids(7) - 1)), "has expert -1; the model has 0 to 7"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_refused_by_name(case):
+    change, words = WRONG[case]
+    assert words in refusal(changed(change))
+
+
+def test_only_experts_of_layers_that_have_them_are_read():
+    ids = route_ids(7)
+    ids[:, 1] = -5  # the dense layer's rows mean nothing
+    part = parse_answer(changed(set_meta(routed_experts=encoded(ids))), asked())
+    np.testing.assert_array_equal(part.routes, ids[:, [0, 2]])
+
+
+def test_more_tokens_than_asked_for():
+    assert "3 tokens came back, at most 2 were asked for" in refusal(GOOD, max_new_tokens=2)
+
+
+def test_a_stop_without_a_token():
+    assert "stopped on nothing" in refusal(answer([], []))
+
+
+def test_any_end_is_right_where_no_end_token_is_known():
+    assert parse_answer(answer([5], [-1.0]), asked(stop_ids=frozenset())).tokens.tolist() == [5]
+
+
+@pytest.mark.parametrize("found", [None, 3, "text", [], [GOOD], {}, {"meta_info": None}, {"meta_info": [1]},
+                                   {"error": {"message": "no"}}])
+def test_what_is_no_answer(found):
+    for parse in (parse_answer, answered_version, is_empty):
+        assert "the answer has no meta_info" in refusal(found, parse)
+
+
+@pytest.mark.parametrize("cached", [None, "3", True, -1, 6, 10**400, 2.5])
+def test_a_count_of_cached_tokens_that_means_nothing_counts_as_none(cached):
+    assert parse_answer(changed(set_meta(cached_tokens=cached)), asked()).cached == 0
+
+
+def test_an_empty_answer_is_one_that_was_aborted_before_its_first_token():
+    assert is_empty(answer([], [], "abort"), asked())
+    assert is_empty({"meta_info": {"finish_reason": {"type": "abort", "message": "Abort"}}}, asked())
+    assert not is_empty(answer([9], [-1.0], "abort"), asked())
+    assert not is_empty(answer([], []), asked())
+
+
+def test_the_version_is_one_and_named():
+    assert answered_version(GOOD, asked()) == VERSION
+    assert "names no weight_version" in refusal(changed(set_meta(weight_version=None)), answered_version)
+    assert "names no weight_version" in refusal(changed(set_meta(weight_version=3)), answered_version)
+    spans = [{"version": "old", "start": 0, "end": 1}, {"version": VERSION, "start": 1, "end": 3}]
+    words = refusal(changed(set_meta(weight_versions=spans)), answered_version)
+    assert "the weights changed from" in words and "old" in words
+    spans[0]["end"] = 0  # before its first token
+    assert answered_version(changed(set_meta(weight_versions=spans)), asked()) == VERSION
+    assert answered_version(changed(set_meta(weight_versions=None)), asked()) == VERSION  # 0.5.15 has none
+    for strange in (5, True, "spans", {"version": "old"}, [3, None, "x"]):
+        message = refusal(changed(set_meta(weight_versions=strange)), answered_version)
+        assert "weight_versions" in message
+    endless = [{"version": "old\n" * 10**5, "start": 0, "end": 1}]
+    refusal(changed(set_meta(weight_versions=endless)), answered_version)
+
+
+def test_log_probs_of_the_input():
+    rows = [[None, 4, None], [-0.5, 5, None], [-2.0, 6, None]]
+
+    def parse(rows: Any, tokens: tuple[int, ...] = (4, 5, 6)) -> np.ndarray:
+        return input_log_probs({"meta_info": {"input_token_logprobs": rows}}, asked(), tokens)
+
+    found = parse(rows)
+    assert found.dtype == np.float32 and found.tolist() == [-0.5, -2.0]
+    for wrong, words in ((rows[:2], "has 2 entries for 3 tokens"), (None, "has NoneType entries"),
+                         ([rows[0], rows[1], [-2.0, 7, None]], "of other tokens than were sent"),
+                         ([rows[0], rows[1], [0.5, 6, None]], "the log-prob 0.5")):
+        with pytest.raises(AnswerError, match=re.escape(words)):
+            parse(wrong)
+
+
+NUMBERS = st.one_of(st.integers(), st.floats(), st.booleans(), st.none(), st.just(10**400))
+ANYTHING = st.recursive(
+    NUMBERS | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(
+        st.sampled_from(["type", "version", "start", "end", "meta_info", "0"]), inner, max_size=4),
+    max_leaves=12,
+)
+FIELDS = ["finish_reason", "output_token_logprobs", "routed_experts", "weight_version", "weight_versions",
+          "cached_tokens", "input_token_logprobs"]
+
+
+def only_answer_errors(found: Any) -> None:
+    for parse in (parse_answer, answered_version, is_empty, lambda a, q: input_log_probs(a, q, [4, 5, 6])):
+        try:
+            parse(found, asked())
+        except AnswerError as error:
+            assert str(error).startswith("sample 7/2: ") and "\n" not in str(error)
+
+
+@settings(max_examples=150)
+@given(ANYTHING)
+def test_no_json_raises_anything_else(found):
+    only_answer_errors(found)
+
+
+@settings(max_examples=300)
+@given(st.dictionaries(st.sampled_from(FIELDS), ANYTHING), st.none() | ANYTHING)
+def test_no_change_of_a_good_answer_raises_anything_else(meta, ids):
+    found = copy.deepcopy(GOOD)
+    found["meta_info"] |= meta
+    if ids is not None:
+        found["output_ids"] = ids
+    only_answer_errors(found)
+
+
+@settings(max_examples=150)
+@given(st.lists(st.tuples(ANYTHING, ANYTHING) | ANYTHING, max_size=4))
+def test_no_rows_raise_anything_else(rows):
+    only_answer_errors(changed(set_meta(output_token_logprobs=[list(r) if isinstance(r, tuple) else r for r in rows])))
+
+
+@pytest.mark.parametrize("key", FIELDS)
+def test_deep_nesting_raises_nothing_else(key):
+    deep: Any = []
+    for _ in range(900):  # about what the JSON parser takes
+        deep = [deep]
+    only_answer_errors(changed(set_meta(**{key: deep})))
+    only_answer_errors(changed(set_meta(**{key: {"type": deep, "version": deep, "start": 0, "end": 1}})))
+    only_answer_errors(changed(set_meta(**{key: [{"version": deep, "start": 0, "end": 1}]})))
+
+
+@given(st.data())
+def test_what_a_server_says_is_what_comes_out(data):
+    """Also through JSON, as it travels."""
+    count = data.draw(st.integers(1, 6))
+    start, context = data.draw(st.integers(0, 3)), data.draw(st.integers(4, 9))
+    layers = data.draw(st.integers(1, 4))
+    moe = tuple(sorted(data.draw(st.sets(st.integers(0, layers - 1), min_size=1))))
+    layout = RouteLayout(layers, moe, data.draw(st.integers(1, 3)), data.draw(st.sampled_from([4, 300])))
+    tokens = data.draw(st.lists(st.integers(0, 95), min_size=count, max_size=count))
+    log_probs = data.draw(st.lists(st.floats(-100, 0, width=32), min_size=count, max_size=count))
+    reason = data.draw(st.sampled_from(["stop", "length", "abort"]))
+    if reason == "stop":
+        tokens[-1] = 1
+    rows = context + count - 1 - start
+    seed = data.draw(st.integers(0, 99))
+    ids = np.random.default_rng(seed).integers(layout.num_experts, size=(rows, layers, layout.k), dtype=np.int32)
+    found = json.loads(json.dumps(answer(tokens, log_probs, reason, context, start, routed_experts=encoded(ids))))
+    request = asked(context=context, routes_start=start, routes=layout,
+                    max_new_tokens=count if reason == "length" else count + data.draw(st.integers(0, 2)))
+    part = parse_answer(found, request)
+    assert part.tokens.tolist() == tokens and part.finish_reason == reason
+    np.testing.assert_array_equal(part.log_probs, np.array(log_probs, dtype=np.float32))
+    np.testing.assert_array_equal(part.routes, ids[:, list(moe)])
+    assert len(json.dumps(found)) <= request.max_bytes
+
+
+def test_the_bound_of_an_answer_grows_with_what_is_asked_for_and_no_further():
+    small, large = asked(), asked(max_new_tokens=32_000, context=8_000)
+    assert small.max_bytes < 10**5
+    routes = 40_000 * 3 * 2 * 4 * 4 / 3  # base64 of int32
+    words = 32_000 * 128 * 3  # a vocabulary's longest tokens are 128 characters, some of 3 bytes
+    assert routes + words < large.max_bytes < 3 * (routes + words)

@@ -1,0 +1,257 @@
+"""Defects of parallelism, conversion, Megatron's settings and resuming."""
+
+from __future__ import annotations
+
+from tests.seeded_bugs.seeded_bug import Defect
+
+LOG_PROBS, CONTEXT = "megatron_gspo/parallel/log_probs.py", "megatron_gspo/parallel/context_parallel.py"
+MODEL, FORWARD = "megatron_gspo/mcore/model.py", "megatron_gspo/mcore/forward_step.py"
+FILES = "megatron_gspo/mcore/checkpoint/checkpoint_files.py"
+SOFTMAX = "tests/parallel/test_log_probs.py::test_matches_log_softmax"
+LAYOUTS = "tests/equivalence/test_layouts.py::"
+ALONE, CP2, DP2 = (LAYOUTS + f"test_dense[tp1-pp1-{rest}]" for rest in ("cp1-dp1", "cp2-dp1", "cp1-dp2"))
+EP2 = LAYOUTS + "test_moe[tp1-pp1-cp1-dp2-ep2-etp1]"
+SPLIT_SOFTMAX = "tests/parallel/test_log_probs.py::test_tensor_parallel_matches_log_softmax"
+
+PARALLEL = (
+    Defect(
+        "no sum over the context ranks", "several trainers", CONTEXT,
+        "return lambda x: sum_in_place(x.detach().clone(memory_format=torch.contiguous_format), group)",
+        "return lambda x: x.detach().clone(memory_format=torch.contiguous_format)",
+        ("tests/parallel/test_context_parallel.py::test_sum_over_adds_without_touching_its_input",),
+    ),
+    Defect(
+        "gathered keys: a rank keeps its own gradient only", "one trainer", CONTEXT,
+        "return scatter_summed_rows(grad, ctx.group), None",
+        "return grad.chunk(group_size(ctx.group))[ctx.group.rank()].contiguous(), None",
+        ("tests/parallel/test_context_parallel.py::test_all_gather_tokens_and_its_gradient",),
+    ),
+    Defect(
+        "gathered keys: gradient counted once for each rank", "several trainers", CONTEXT,
+        "return scatter_summed_rows(grad, ctx.group), None",
+        "return scatter_summed_rows(grad, ctx.group) * group_size(ctx.group), None",
+        ("tests/parallel/test_context_parallel.py::test_all_gather_tokens_and_its_gradient",),
+    ),
+    Defect(
+        "context ranks own contiguous chunks where Megatron cuts in zigzag", "design", CONTEXT,
+        "second = starts + (2 * cp_size - 1 - cp_rank) * widths", "second = starts + (cp_size + cp_rank) * widths",
+        ("tests/parallel/test_context_parallel.py::test_worked_case",),
+    ),
+    Defect(
+        "log-probs: no gradient on shards that don't own the label", "one Megatron trainer", LOG_PROBS,
+        "        factors = _row_factors(grad_log_probs,",
+        "        own = (labels >= tiling.first) & (labels < tiling.first + tiling.rows)\n"
+        "        grad_log_probs = None if grad_log_probs is None else grad_log_probs * own\n"
+        "        factors = _row_factors(grad_log_probs,",
+        (SPLIT_SOFTMAX,),
+    ),
+    Defect(
+        "log-probs: hidden gradient not summed over tensor ranks", "one Megatron trainer", LOG_PROBS,
+        "join = scatter_summed_rows if options.sequence_parallel else sum_in_place",
+        "join = scatter_summed_rows if options.sequence_parallel else (lambda x, group: x)", (SPLIT_SOFTMAX,),
+    ),
+    Defect(
+        "log-probs in bfloat16", "one trainer", LOG_PROBS,
+        "dtype = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)",
+        "dtype = torch.promote_types(hidden.dtype, weight.dtype)",
+        ("tests/parallel/test_log_probs.py::test_bfloat16_inputs_give_float32_values",),
+    ),
+    Defect(
+        "temperature left out of the log-probs", "several trainers", LOG_PROBS,
+        "scale=1.0 / options.temperature", "scale=1.0", (SOFTMAX,),
+    ),
+    Defect(
+        "padding rows of the vocabulary counted in the softmax", "design", LOG_PROBS,
+        "rows = min(max(options.vocab_size - first, 0), local_rows)", "rows = local_rows", (SOFTMAX,),
+    ),
+    Defect(
+        "largest values of a metric added up over ranks", "design", "megatron_gspo/parallel/metric_reduction.py",
+        'extremes = [name for name in everything if name.endswith(("_max", "_min"))]\n'
+        '    sums = [name for name in everything if not name.endswith(("_max", "_min"))]',
+        'extremes = [name for name in everything if name.endswith("_min")]\n'
+        '    sums = [name for name in everything if not name.endswith("_min")]',
+        ("tests/parallel/test_metric_reduction.py::test_sums_and_extremes_with_keys_that_ranks_lack",),
+    ),
+)  # fmt: skip
+
+CONVERSION = (
+    Defect(
+        "gate and up projection exchanged", "design", "megatron_gspo/models/mapping_rules.py",
+        "return torch.cat(list(parts), dim=0)", "return torch.cat(list(parts)[::-1], dim=0)",
+        ("tests/models/test_mapping_rules.py::test_gate_lies_above_up",),
+    ),
+    Defect(
+        "query, key and value laid one behind the other", "design", "megatron_gspo/models/mapping_rules.py",
+        "return torch.cat(blocks, dim=1).reshape(-1, *query.shape[1:])", "return torch.cat([query, key, value], dim=0)",
+        ("tests/models/test_mapping_rules.py::test_qkv_rows_lie_group_by_group",),
+    ),
+    Defect(
+        "parameter without a rule dropped", "one converter", "megatron_gspo/mcore/hf_weights.py",
+        'raise ValueError(f"no rule of family {family.model_type} matches the Megatron parameter {name}")', "continue",
+        ("tests/mcore/test_hf_weights.py::test_broken_checkpoints_name_the_tensor",),
+    ),
+    Defect(
+        "checkpoint tensors that the model doesn't use are passed over", "one converter",
+        "megatron_gspo/models/families.py",
+        "if extra := sorted(names - expected):", "if extra := sorted(expected - expected):",
+        ("tests/models/test_families.py::test_missing_and_extra_names_are_told",),
+    ),
+)  # fmt: skip
+
+MEGATRON = (
+    Defect(
+        "micro-batch average not undone", "design", FORWARD,
+        "return loss * (num_microbatches * groups.dp.size())", "return loss * groups.dp.size()",
+        ("tests/mcore/test_model.py::test_per_token_loss_is_refused_and_the_share_is_scaled_once",),
+    ),
+    Defect(
+        "expert gradients not added up over tensor-parallel replicas", "megatron-core 0.16.1 - 0.18.2", MODEL,
+        "        expert_gradients.apply(chunk, config)\n", "",
+        ("tests/patches/test_patches.py::test_expert_gradients_are_added_up_over_tensor_parallel_replicas",),
+    ),
+    Defect(
+        "experts of other tensor-parallel ranks left out of the gradient norm", "megatron-core 0.16.1 - 0.18.2",
+        "patches/expert_gradients.py",
+        "            parameter.tensor_model_parallel = True  #", "            pass  #",
+        ("tests/patches/test_patches.py::test_every_expert_counts_in_the_gradient_norm",),
+    ),
+    Defect(
+        "interleaved stages exchange in batches", "megatron-core", MODEL,
+        "overlap_p2p_comm=layout.virtual_pipeline is not None,\n"
+        "        batch_p2p_comm=layout.virtual_pipeline is None,",
+        "overlap_p2p_comm=False,\n        batch_p2p_comm=True,",
+        ("tests/patches/test_patches.py::test_two_interleaved_stages_exchange_unbatched",),
+    ),
+    Defect(
+        "norm gradients not reduced under sequence parallelism", "design", "megatron_gspo/mcore/layers.py",
+        "self.weight.sequence_parallel = config.sequence_parallel", "self.weight.sequence_parallel = False",
+        ("tests/mcore/test_model.py::test_norms_carry_the_mark_of_sequence_parallelism",),
+    ),
+    Defect(
+        "router's auxiliary loss left on", "two converters; TRL's default", MODEL,
+        'moe_router_load_balancing_type="none",  # an auxiliary loss would be an objective that RL didn\'t ask for\n'
+        "        moe_aux_loss_coeff=0.0,",
+        'moe_router_load_balancing_type="aux_loss",\n        moe_aux_loss_coeff=0.001,',
+        ("tests/mcore/test_model.py::test_reinforcement_learning_sets_the_router",),
+    ),
+    Defect(
+        "softmax over all experts where it is over the chosen ones", "design", MODEL,
+        "moe_router_pre_softmax=not shape.normalize_topk", "moe_router_pre_softmax=shape.normalize_topk",
+        ("tests/mcore/test_model.py::test_softmax_comes_before_the_choice_where_its_values_are_not_normalised",),
+    ),
+    Defect(
+        "per-token loss divides the objective again", "design", FORWARD,
+        "if unwrap(model).config.calculate_per_token_loss:",
+        "if unwrap(model).config.calculate_per_token_loss is None:",
+        ("tests/mcore/test_model.py::test_per_token_loss_is_refused_and_the_share_is_scaled_once",),
+    ),
+    Defect(
+        "results counted once for each tensor-parallel rank", "design", "megatron_gspo/mcore/micro_batches.py",
+        "if values and groups.tp.rank() == 0:", "if values:",
+        ("tests/mcore/test_micro_batches.py::test_every_response_token_comes_back_once_in_every_layout",),
+    ),
+    Defect(
+        "positions under context parallelism counted by the rank", "several trainers",
+        "megatron_gspo/mcore/attention.py",
+        "positions = mine - starts.repeat_interleave(lengths // cp_size)",
+        "positions = torch.cat([torch.arange(int(n)) for n in lengths // cp_size])",
+        ("tests/mcore/test_attention.py::test_equals_attention_of_each_sequence_alone",),
+    ),
+)  # fmt: skip
+
+LAYOUT = (
+    Defect(
+        "data-parallel average not undone", "design", FORWARD,
+        "return loss * (num_microbatches * groups.dp.size())", "return loss * num_microbatches", (DP2,),
+    ),
+    Defect(
+        "gradient counted once for each context rank", "several trainers", FORWARD,
+        "return loss * (num_microbatches * groups.dp.size())", "return loss * (num_microbatches * groups.dp_cp.size())",
+        (CP2,),
+    ),
+    Defect(
+        "the context ranks are not asked for the ratio", "several trainers", FORWARD,
+        "sum_over_context=sum_over(groups.cp),", "sum_over_context=None,", (CP2,),
+    ),
+    Defect(
+        "micro-batches carry counts of their own", "three trainers", "megatron_gspo/mcore/micro_batches.py",
+        "_number(pack([samples[i] for i in rows], num_sequences=max(sequences, 1), num_tokens=max(tokens, 1),",
+        "_number(pack([samples[i] for i in rows], num_sequences=max(len(rows), 1), num_tokens=max(tokens, 1),",
+        (ALONE,),
+    ),
+    Defect(
+        "temperature left out of the trained log-probs", "several trainers", FORWARD,
+        "batch.labels, tp_group=groups.tp, temperature=temperature,",
+        "batch.labels, tp_group=groups.tp, temperature=1.0,", (ALONE,),
+    ),
+    Defect(
+        "tied embedding: the output's gradient is lost", "design", FORWARD,
+        "weight = inner.shared_embedding_or_output_weight() if tied",
+        "weight = inner.shared_embedding_or_output_weight().detach() if tied",
+        (LAYOUTS + "test_tied_embeddings_and_padded_vocabulary[tp1-pp1-cp1-dp1]",),
+    ),
+    Defect(
+        "gradients not reduced at the end of the backward pass", "design", "megatron_gspo/mcore/policy.py",
+        "config.finalize_model_grads_func = finalize_model_grads", "config.finalize_model_grads_func = None", (DP2,),
+    ),
+    Defect(
+        "largest values of a metric added up over micro-batches", "design", "megatron_gspo/mcore/train_step.py",
+        "return torch.maximum(a, b)", "return a + b", (ALONE,),
+    ),
+    Defect(
+        "every expert-parallel rank loads the first experts", "design", "megatron_gspo/mcore/hf_weights.py",
+        "expert = int(is_expert[2]) + groups.ep.rank() * (shape.num_experts // groups.ep.size())",
+        "expert = int(is_expert[2])", (EP2,),
+    ),
+)  # fmt: skip
+
+RESUME = (
+    Defect(
+        "every step samples with the same seed", "design", "megatron_gspo/loop/rollouts.py",
+        "np.random.SeedSequence([seed, step])", "np.random.SeedSequence([seed])",
+        ("tests/train/test_seeds.py::test_every_step_of_every_run_has_a_sampling_seed_of_its_own",),
+    ),
+    Defect(
+        "mini-batches cut alike in every epoch", "design", "megatron_gspo/loop/update.py",
+        "np.random.default_rng([seed, step, epoch])", "np.random.default_rng([seed, step])",
+        ("tests/train/test_seeds.py::test_mini_batches_are_a_partition_drawn_anew_each_step_and_epoch",),
+    ),
+    Defect(
+        "all prompts are sampled with the same random numbers", "design", "megatron_gspo/rollout/embedded/token_sampling.py",
+        "np.broadcast_arrays(position, sample & _WORD, prompt & _WORD, prompt >> _HALF)",
+        "np.broadcast_arrays(position, sample & _WORD, prompt * 0, prompt * 0)",
+        ("tests/rollout/embedded/test_token_sampling.py::test_uniforms_depend_on_seed_prompt_sample_and_position_alone",),
+    ),
+    Defect(
+        "a resumed run draws its prompts from the beginning", "design", "megatron_gspo/loop/resume.py",
+        "state = LoopState(**load_checkpoint(run.policy, found))",
+        'state = LoopState(**{**load_checkpoint(run.policy, found), "cursor": 0})',
+        ("tests/train/test_run.py::test_a_resumed_run_ends_the_same",),
+    ),
+    Defect(
+        "only the rank that got the signal stops", "design", "megatron_gspo/loop/stop.py",
+        "        dist.all_reduce(flag, op=dist.ReduceOp.MAX)\n", "",
+        ("tests/train/test_stop.py::test_all_ranks_give_the_same_answer",),
+    ),
+    Defect(
+        "a resumed run starts Adam anew", "design", "megatron_gspo/mcore/checkpoint/save_load.py",
+        "    policy.optimizer.load_state_dict(optimizer)\n", "",
+        ("tests/mcore/checkpoint/test_save_load.py::test_resumes_without_the_distributed_optimizer",),
+    ),
+    Defect(
+        "Adam's step is one tensor for all parameters", "megatron-core 0.16.1 - 0.19.2", "patches/adam_step.py",
+        'state["step"] = state["step"].clone()', "pass",
+        ("tests/patches/test_patches.py::test_adam_steps_once_for_each_step_after_a_resume",),
+    ),
+    Defect(
+        "a half-written checkpoint is taken for a whole one", "several trainers", FILES,
+        "if file.stat().st_size != size:", "if file.stat().st_size == 0 < size:",
+        ("tests/mcore/checkpoint/test_checkpoint_files.py::test_a_damaged_checkpoint_is_passed_over_and_named",),
+    ),
+    Defect(
+        "a killed run's writers and the next run's share a directory", "design", FILES,
+        'partial = folder / f".partial_{step:06d}_{uuid.uuid4().hex[:8]}"',
+        'partial = folder / f".partial_{step:06d}"',
+        ("tests/mcore/checkpoint/test_checkpoint_files.py::test_a_killed_save_leaves_nothing_that_counts",),
+    ),
+)  # fmt: skip

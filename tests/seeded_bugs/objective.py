@@ -1,0 +1,137 @@
+"""Defects of the objective and of what is fed to it."""
+
+from __future__ import annotations
+
+from tests.seeded_bugs.seeded_bug import Defect
+
+LOSS, SHARES = "megatron_gspo/algorithms/policy_loss.py", "megatron_gspo/algorithms/aggregation.py"
+RATIO, ADVANTAGES = "megatron_gspo/algorithms/ratio.py", "megatron_gspo/algorithms/advantages.py"
+WORKED = "tests/algorithms/test_worked_cases.py::"
+NAIVE = "tests/algorithms/test_policy_loss.py::test_value_and_gradient_in_float64"
+UNREAD = "tests/algorithms/test_robustness.py::test_untrained_positions_are_never_read"
+CUTS = "tests/properties/test_objective.py::test_any_cut_adds_up_to_the_whole"
+
+OBJECTIVE = (
+    Defect(
+        "sequence ratio from one context rank's tokens", "several trainers", LOSS,
+        "mean_log_ratio = total / lengths.clamp_min(1)", "mean_log_ratio = row / lengths.clamp_min(1)", (CUTS,),
+    ),
+    Defect(
+        "normalised by the micro-batch's sequences", "three trainers; verl without global counts", LOSS,
+        "lengths, num_sequences, num_tokens, log_probs.dtype)",
+        "lengths, (lengths > 0).sum().clamp_min(1), num_tokens, log_probs.dtype)", (CUTS,),
+    ),
+    Defect(
+        "normalised by the micro-batch's tokens", "three trainers; TRL's bnpo", LOSS,
+        "lengths, num_sequences, num_tokens, log_probs.dtype)",
+        "lengths, num_sequences, lengths.sum().clamp_min(1), log_probs.dtype)", (CUTS,),
+    ),
+    Defect(
+        "sequences weighted by their tokens", "three trainers; verl's and TRL's defaults", SHARES,
+        "of_objective = of_sequences.index_select(0, segment_ids)", "of_objective = of_tokens",
+        (WORKED + "test_length_weighting_tells_the_algorithms_apart",),
+    ),
+    Defect(
+        "mask ignored in the ratio", "one trainer", LOSS,
+        "return torch.where(mask, x, 0).to(dtype)", "return x.to(dtype)", (UNREAD,),
+    ),
+    Defect(
+        "mask applied as a product, so that NaN passes", "TRL, verl", LOSS,
+        "return torch.where(mask, x, 0).to(dtype)", "return (x * mask).to(dtype)", (UNREAD,),
+    ),
+    Defect(
+        "mask ignored in the weights of the tokens", "one trainer", LOSS,
+        "clamped, tokens.mask, clip,", "clamped, torch.ones_like(tokens.mask), clip,",
+        ("tests/algorithms/test_policy_loss.py::test_metrics_against_counting",),
+    ),
+    Defect(
+        "mask never applied", "one trainer", LOSS,
+        "mask, dtype = inputs.loss_mask.bool(), inputs.log_probs.dtype",
+        "mask, dtype = torch.ones_like(inputs.loss_mask, dtype=torch.bool), inputs.log_probs.dtype", (NAIVE,),
+    ),
+    Defect(
+        "exp of the sum, without the length", "one trainer", LOSS,
+        "mean_log_ratio = total / lengths.clamp_min(1)", "mean_log_ratio = total",
+        (WORKED + "test_ratio_of_doubled_likelihood_has_the_length_exponent",),
+    ),
+    Defect(
+        "train/rollout weight of a sequence without the length", "one trainer",
+        "megatron_gspo/algorithms/rollout_correction.py",
+        "return sums[0] / sums[1].clamp_min(1)", "return sums[0]",
+        ("tests/algorithms/test_rollout_correction.py::test_sequence_weights_are_length_normalised",),
+    ),
+    Defect(
+        "|y| counts masked and padded positions", "design", LOSS,
+        "count = segment_sums(tokens.mask, ids, n)", "count = segment_sums(torch.ones_like(tokens.mask), ids, n)",
+        (NAIVE,),
+    ),
+    Defect(
+        "clipped whatever the advantage's sign", "design", RATIO,
+        "        lower = (advantages < 0) & (ratio < low)\n        upper = (advantages > 0) & (ratio > high)\n",
+        "        lower = ratio < low\n        upper = ratio > high\n", (NAIVE,),
+    ),
+    Defect(
+        "sequence ratio without a gradient", "design", RATIO,
+        "return grad * slope.index_select(0, segment_ids),", "return torch.zeros_like(grad),", (NAIVE,),
+    ),
+    Defect(
+        "no limit on the log-ratio", "TRL", RATIO,
+        "return log_ratio.clamp(-max_log_ratio, max_log_ratio).exp(),", "return log_ratio.exp(),",
+        ("tests/algorithms/test_robustness.py::test_a_broken_sequence_is_clamped_counted_and_without_gradient",),
+    ),
+    Defect(
+        "bfloat16 log-probs taken", "one trainer", LOSS,
+        "value.dtype not in (torch.float32, torch.float64)", "not value.is_floating_point()",
+        ("tests/algorithms/test_robustness.py::test_half_precision_log_probs_are_refused",),
+    ),
+    Defect(
+        "a device synchronisation in the loss", "several trainers", LOSS,
+        "mean_log_ratio = total / lengths.clamp_min(1)", "mean_log_ratio = total / max(float(lengths[0]), 1.0)",
+        ("tests/algorithms/test_invariance.py::test_no_device_synchronisation",),
+    ),
+    Defect(
+        "GSPO with a token mean is not refused", "verl", "megatron_gspo/algorithms/objective.py",
+        'if o.sequence_level and o.aggregation != "sequence_mean":',
+        'if o.sequence_level and o.aggregation == "constant":',
+        ("tests/algorithms/test_objective.py::test_refusals_follow_the_ratio_level_whatever_the_name",),
+    ),
+    Defect(
+        "population standard deviation for the sample's", "design", ADVANTAGES,
+        'freedom = groups.count - 1 if std == "sample" else groups.count', "freedom = groups.count",
+        ("tests/algorithms/test_advantages.py::test_sample_std_worked_case_is_the_default",),
+    ),
+    Defect(
+        "equal rewards divided by their rounding error", "verl", ADVANTAGES,
+        "return Groups(index, count, mean, highest > lowest)", "return Groups(index, count, mean, count > 1)",
+        ("tests/algorithms/test_advantages.py::test_equal_rewards_give_exactly_zero",),
+    ),
+    Defect(
+        "an epsilon added to the standard deviation", "TRL, verl", ADVANTAGES,
+        "spread = (squares / freedom.clamp_min(1)).sqrt()", "spread = (squares / freedom.clamp_min(1)).sqrt() + 1e-4",
+        ("tests/algorithms/test_advantages.py::test_against_a_loop_with_scattered_group_ids",),
+    ),
+    Defect(
+        "KL of the reference to the policy", "design", "megatron_gspo/algorithms/kl.py",
+        "difference = log_probs - ref_log_probs.detach()", "difference = ref_log_probs.detach() - log_probs",
+        (WORKED + "test_kl_terms_by_hand",),
+    ),
+)  # fmt: skip
+
+DATA = (
+    Defect(
+        "response without a trained token still counted in N", "TRL", "megatron_gspo/data/packing.py",
+        "return sum(count > 0 for count in trained), sum(trained)", "return len(trained), sum(trained)",
+        ("tests/data/test_packing.py::test_counts_leave_out_sequences_without_a_trained_token",),
+    ),
+    Defect(
+        "mask and advantages one position late", "design", "megatron_gspo/data/packing.py",
+        "        first = start + sample.prompt_length - 1\n        out[first :",
+        "        first = start + sample.prompt_length\n        out[first :",
+        ("tests/data/test_packing.py::test_by_hand",),
+    ),
+    Defect(
+        "rollout log-probs without the temperature", "several trainers", "megatron_gspo/rollout/embedded/token_sampling.py",
+        "if sampling.scoring_temperature != 1.0:", "if sampling.greedy:",
+        ("tests/rollout/embedded/test_token_sampling.py::test_drawn_frequencies_match_the_exact_distribution",),
+    ),
+)  # fmt: skip

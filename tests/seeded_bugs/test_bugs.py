@@ -1,0 +1,63 @@
+"""The list of defects fits the code: each text occurs once, the defective file parses, the tests exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.equivalence.layouts import layouts
+from tests.seeded_bugs.all_bugs import DEFECTS
+from tests.seeded_bugs.run import COPIED
+from tests.seeded_bugs.seeded_bug import Defect
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def functions(file: Path) -> set[str]:
+    return {node.name for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)}
+
+
+def imported(file: Path) -> set[str]:
+    """First words of the modules that a file imports, at its top or later."""
+    nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    froms = {node.module.split(".")[0] for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    return froms | {alias.name.split(".")[0] for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+
+
+def test_the_copy_holds_what_the_tests_import():
+    tests = {ROOT / test.partition("::")[0] for defect in DEFECTS for test in defect.tests}
+    own = {folder.name for folder in ROOT.iterdir() if folder.is_dir()}
+    assert set().union(*map(imported, tests)) & own <= set(COPIED)
+
+
+def test_the_pages_hold_all_and_say_how_many():
+    page = (ROOT / "docs" / "teeth.md").read_text(encoding="utf-8")
+    first = set(re.findall(r"^\| ((?:\\\||[^|])+?) \|", page, re.MULTILINE)) - {"defect", "---"}
+    assert {name.replace("\\|", "|") for name in first} == {defect.name for defect in DEFECTS}
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"[{len(DEFECTS)} known defects](docs/teeth.md)" in readme
+    assert f"[{len(DEFECTS)} of {len(DEFECTS)}](docs/teeth.md)" in readme
+
+
+def test_there_are_enough_and_none_twice():
+    assert len(DEFECTS) >= 20
+    assert len({defect.name for defect in DEFECTS}) == len(DEFECTS)
+    assert len({(defect.file, defect.before, defect.after) for defect in DEFECTS}) == len(DEFECTS)
+
+
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
+def test_a_defect_fits_the_code(defect: Defect):
+    source = (ROOT / defect.file).read_text(encoding="utf-8")
+    assert source.count(defect.before) == 1, f"{defect.file}: {defect.before!r}"
+    defective = source.replace(defect.before, defect.after)
+    assert ast.dump(ast.parse(defective)) != ast.dump(ast.parse(source)), "the defect changes nothing"
+    assert defect.tests
+    names = {arrangement.name for moe in (True, False) for arrangement in layouts(moe=moe)}
+    for test in defect.tests:
+        file, _, function = test.partition("::")
+        function, _, case = function.partition("[")
+        assert function in functions(ROOT / file), test
+        assert not case or case.removesuffix("]") in names, test

@@ -1,0 +1,78 @@
+"""tools/serve_sglang.py: what it prints, passes on, and leaves behind."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+from megatron_gspo.servers.launch_command import ServerSettings
+from megatron_gspo.tools.serve_sglang import main
+from tests.rollout.sglang.conftest import plan
+
+
+def _hear_interrupts() -> None:
+    """What a shell starts in the background ignores them, and so would its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@contextmanager
+def serving(settings: ServerSettings, *more: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "megatron_gspo.tools.serve_sglang", "--model", settings.model]
+    command += ["--python", settings.python, "--log-dir", settings.log_dir, "--sglang.device", "cpu", *more]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               preexec_fn=_hear_interrupts)  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
+def test_it_prints_the_urls_passes_arguments_on_and_leaves_nothing(stand_in, ending):
+    extra = ("--servers", "2", "--sglang.host", "0.0.0.0", "--sglang.mem-fraction-static=0.7", "--advertise", "node7")
+    with serving(stand_in, *extra) as process:
+        line = process.stdout.readline().strip()
+        assert line.startswith("sglang.urls=[http://node7:") and line.count("http://node7:") == 2
+        children = psutil.Process(process.pid).children(recursive=True)
+        servers = [child.cmdline() for child in children if "-m" in child.cmdline()[:3]]
+        assert len(servers) == 2
+        for command in servers:
+            assert command[-5:] == ["--device", "cpu", "--host", "0.0.0.0", "--mem-fraction-static=0.7"]
+        process.send_signal(ending)
+        _, said = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert "open to other machines without a key" in said and "Traceback" not in said
+    assert not [child.pid for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_server_that_cannot_start_is_told_in_a_line(stand_in):
+    plan(stand_in, "exit")
+    with serving(stand_in) as process:
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert said.startswith("serve_sglang: sglang server 0") and said.count("\n") == 1
+    assert "could not begin: no reason given" in said
+
+
+def test_wrong_values_are_told_in_a_line(stand_in, tmp_path, capsys):
+    empty = tmp_path / "key"
+    empty.write_text("\n")
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        for more, words in (
+            (["--api-key-file", str(empty)], "its first line is empty"),
+            (["--api-key-file", "/no/key"], "cannot be read (FileNotFoundError)"),
+            (["--sglang.api-key", "visible"], "--api-key is ours to pass"),
+        ):
+            assert main(["--model", stand_in.model, *more]) == 2
+            said = capsys.readouterr().err
+            assert words in said and said.count("\n") == 1 and "visible" not in said
+    finally:
+        signal.signal(signal.SIGTERM, before)

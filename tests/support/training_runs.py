@@ -1,0 +1,79 @@
+"""Helpers of the training tests: a tiny model with a tokenizer, a config, and torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_gspo.tools.make_tiny_model import write_tiny_model
+
+WORD = "Spell this word backward (example: sun -> nus):"
+
+
+def tiny_model(folder: Path) -> str:
+    """A random Qwen3-MoE of a few thousand parameters."""
+    write_tiny_model(folder, words=[WORD], hidden=32, layers=2, experts=4, expert_width=16)
+    return str(folder)
+
+
+def base_config(model: str, run_dir: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+    """A small GSPO run; ``sections`` update it."""
+    config: dict[str, Any] = {
+        "seed": 7,
+        "run_dir": str(run_dir),
+        "model": {"path": model, "dtype": "float32"},
+        "data": {
+            "task": {
+                "name": "spell_backward",
+                "kwargs": {"min_word_len": 3, "max_word_len": 4},
+                "size": 200,
+                "eval_size": 8,
+            },
+            "max_prompt_length": 32,
+            "verifier": f"{Path(__file__).parents[1]}/train/verifier.py:score",
+            "verifier_timeout": None,
+        },
+        "rollout": {"rollout_batch_size": 4, "n_samples_per_prompt": 4, "max_response_length": 6},
+        "training": {"steps": 3, "global_batch_size": 8, "max_tokens_per_micro_batch": 96},
+        "optimizer": {"lr": 1e-3},
+        "tracking": {"picture": False},
+    }
+    for name, values in sections.items():
+        config[name] = {**config.get(name, {}), **values}
+    return config
+
+
+def launch(
+    config: dict[str, Any], processes: int = 1, *overrides: str, check: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """``torchrun -m megatron_gspo.train`` on a written config; output is captured as text."""
+    file = Path(config["run_dir"]).with_suffix(".yaml")
+    file.write_text(yaml.safe_dump(config))
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(processes),
+        "-m",
+        "megatron_gspo.train",
+        str(file),
+        *overrides,
+    ]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert not check or done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def records(run_dir: str | Path) -> list[dict[str, Any]]:
+    """The run's metrics, without what depends on the clock."""
+    lines = (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(("time/", "perf/"))} for line in lines]

@@ -1,0 +1,263 @@
+"""The slow truth: Transformers in float64, one sequence at a time, objectives as loops, torch's AdamW."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from megatron_gspo.algorithms import Objective
+from megatron_gspo.data.sample import Sample
+from megatron_gspo.mcore.policy import OptimizerSettings
+from megatron_gspo.routing_replay.routes import expert_id_dtype
+from tests.algorithms import reference as loops
+
+
+def load_reference(path: str) -> torch.nn.Module:
+    """The Hugging Face model in float64, experts computed one by one."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    return model.train()
+
+
+def response_log_probs(model: torch.nn.Module, sample: Sample, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of the response tokens, float64 ``[R]``."""
+    tokens = torch.from_numpy(sample.tokens)[None]
+    with replayed(model, sample.routed_experts, sample.route_holes):
+        logits = model(input_ids=tokens, use_cache=False).logits[0, sample.prompt_length - 1 : -1] / temperature
+    log_softmax = torch.log_softmax(logits, dim=-1)
+    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+    return log_softmax.gather(1, tokens[0, sample.prompt_length :, None])[:, 0], entropy
+
+
+def whole_batch(model: torch.nn.Module, samples: Sequence[Sample], temperature: float = 1.0) -> loops.Batch:
+    """All responses of a mini-batch end to end; ``log_probs`` and ``entropy`` carry their gradient to the model."""
+    scored = [response_log_probs(model, sample, temperature) for sample in samples]
+
+    def joined(name: str) -> Tensor:
+        return torch.from_numpy(np.concatenate([getattr(sample, name) for sample in samples]).astype(np.float64))
+
+    lengths = torch.tensor([sample.response_length for sample in samples])
+    return loops.Batch(
+        log_probs=torch.cat([log_probs for log_probs, _ in scored]),
+        old_log_probs=joined("old_log_probs"),
+        ref_log_probs=joined("ref_log_probs"),
+        entropy=torch.cat([entropy for _, entropy in scored]),
+        advantages=joined("advantages"),
+        loss_mask=joined("loss_mask").float(),
+        segment_ids=torch.arange(len(samples)).repeat_interleave(lengths),
+        num_segments=len(samples),
+    )
+
+
+def gates_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The routers, in the order of their layers."""
+    return [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+
+
+@contextmanager
+def replayed(model: torch.nn.Module, routes: np.ndarray | None, holes: np.ndarray | None = None) -> Iterator[None]:
+    """Within the context the routers weigh the experts of ``routes`` ``[L - 1, layers, k]``, for one sequence of L, but
+    for the rows of ``holes`` ``[L - 1]``, where they choose themselves."""
+    if routes is None:
+        yield
+        return
+    rows = torch.from_numpy(np.concatenate([routes, routes[:1]]).astype(np.int64))  # the last token's doesn't matter
+    live = torch.zeros(len(rows), dtype=torch.bool)
+    if holes is not None:
+        live[:-1] = torch.from_numpy(holes)
+
+    def weigh(layer: int, gate: Any, args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        logits, ids = output[0], torch.where(live[:, None], output[2], rows[:, layer])
+        weights = torch.softmax(logits, dim=-1).gather(1, ids)
+        if gate.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return logits, weights, ids
+
+    hooks = [gate.register_forward_hook(partial(weigh, layer)) for layer, gate in enumerate(gates_of(model))]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+def give_random_routes(model: torch.nn.Module, samples: Sequence[Sample], seed: int) -> None:
+    """Routes that any model of these sizes could have taken, a different set of experts for every token and layer."""
+    g, layers = np.random.default_rng(seed), len(gates_of(model))
+    experts, k = model.config.num_experts, model.config.num_experts_per_tok
+    for sample in samples:
+        order = g.random((sample.length - 1, layers, experts)).argsort(-1)
+        sample.routed_experts = order[..., :k].astype(expert_id_dtype(experts))
+
+
+@dataclass(frozen=True)
+class Routers:
+    """What the routers do with samples: ``routes`` ``[L - 1, layers, k]`` of each; over trained tokens the mean
+    ``entropy`` ``[layers]`` and the ``load`` ``[layers, experts]``, shares that sum to 1."""
+
+    routes: list[np.ndarray]
+    entropy: np.ndarray
+    load: np.ndarray
+
+
+def observe_routers(model: torch.nn.Module, samples: Sequence[Sample]) -> Routers:
+    """Run the model on each sample and count, token by token."""
+    gates, experts = gates_of(model), model.config.num_experts
+    routes, entropy, load, trained = [], np.zeros(len(gates)), np.zeros((len(gates), experts)), 0
+    seen: list[tuple[Tensor, ...]] = []
+    hooks = [gate.register_forward_hook(lambda gate, args, output: seen.append(output)) for gate in gates]
+    for sample in samples:
+        seen.clear()
+        with torch.no_grad():
+            model(input_ids=torch.from_numpy(sample.tokens)[None], use_cache=False)
+        routes.append(np.stack([ids.numpy()[:-1] for _, _, ids in seen], axis=1).astype(expert_id_dtype(experts)))
+        for place in np.flatnonzero(sample.loss_mask) + sample.prompt_length - 1:
+            trained += 1
+            for layer, (logits, _, ids) in enumerate(seen):
+                p = torch.softmax(logits[place].double(), -1)
+                entropy[layer] -= float((p * p.log()).sum())
+                for expert in ids[place].tolist():
+                    load[layer, expert] += 1
+    for hook in hooks:
+        hook.remove()
+    return Routers(routes, entropy / trained, load / load.sum(1, keepdims=True))
+
+
+def without_gradient(batch: loops.Batch) -> loops.Batch:
+    return replace(batch, log_probs=batch.log_probs.detach(), entropy=batch.entropy.detach())
+
+
+def naive_loss(
+    objective: Objective, model: torch.nn.Module, samples: Sequence[Sample], temperature: float = 1.0
+) -> Tensor:
+    """The negative objective of a whole mini-batch, as the papers write it: a loop over sequences and tokens."""
+    batch = whole_batch(model, samples, temperature)
+    return loops.naive_loss(objective, batch, batch.log_probs, batch.entropy)
+
+
+def naive_metrics(objective: Objective, batch: loops.Batch) -> dict[str, float]:
+    """Every figure that a training step reports of its loss, counted one by one."""
+    batch = without_gradient(batch)
+
+    def loss(**coefficients: float) -> float:
+        chosen = replace(objective, **{"kl_loss_coef": 0.0, "entropy_coef": 0.0, **coefficients})
+        return float(loops.naive_loss(chosen, batch, batch.log_probs, batch.entropy))
+
+    kl, entropy = objective.kl_loss_coef, objective.entropy_coef
+    metrics = {"loss": loss(kl_loss_coef=kl, entropy_coef=entropy), "loss/policy": loss()}
+    if kl:
+        metrics["loss/kl"] = loss(kl_loss_coef=kl) - loss()
+    if entropy:
+        metrics["loss/entropy"] = loss(entropy_coef=entropy) - loss()
+    if objective.has_ratio:
+        metrics |= loops.naive_metrics(objective, batch)
+    else:
+        metrics |= {f"clip_fraction/{what}": 0.0 for what in ("tokens", "sequences", "lower", "upper")}
+        metrics["kl/ref"] = loops.naive_metrics(_with_a_ratio(objective), batch)["kl/ref"]
+    if not entropy:
+        metrics.pop("entropy", None)  # costs a pass over the vocabulary: computed only where the objective needs it
+    return metrics
+
+
+def _with_a_ratio(objective: Objective) -> Objective:
+    return replace(objective, name="any", importance_sampling_level="token", epsilon_low=0.2, epsilon_high=0.2)
+
+
+def checkpoint_tensors(model: torch.nn.Module, value: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """``value`` of every parameter under the names of a Hugging Face checkpoint, ``[whole tensor]`` each.
+
+    Transformers fuses the experts in memory; here they are split as they are on disk.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        whole = value(parameter)
+        if name.endswith("experts.gate_up_proj"):
+            prefix = name.removesuffix("gate_up_proj")
+            for e, both in enumerate(whole):
+                gate, up = both.chunk(2, dim=0)
+                tensors[f"{prefix}{e}.gate_proj.weight"], tensors[f"{prefix}{e}.up_proj.weight"] = gate, up
+        elif name.endswith("experts.down_proj"):
+            for e, down in enumerate(whole):
+                tensors[f"{name.removesuffix('down_proj')}{e}.down_proj.weight"] = down
+        else:
+            tensors[name] = whole
+    return tensors
+
+
+def checkpoint_gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Gradients under the names of a Hugging Face checkpoint; 0 where a parameter has none."""
+    return checkpoint_tensors(model, lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
+
+
+def worst_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[str, float]:
+    """The parameter that is furthest off, and its error relative to the parameter's own norm.
+
+    A parameter with (nearly) no gradient is measured against the typical norm, so that rounding noise isn't divided
+    by zero.
+    """
+    assert set(found) == set(expected), sorted(set(found) ^ set(expected))[:3]
+    norms = {name: float(value.norm()) for name, value in expected.items()}
+    floor = 1e-3 * math.sqrt(sum(norm**2 for norm in norms.values()) / len(norms))
+    errors = {
+        name: float((found[name].double() - expected[name]).norm()) / max(norms[name], floor) for name in expected
+    }
+    name = max(errors, key=lambda key: math.inf if math.isnan(errors[key]) else errors[key])
+    return name, errors[name]
+
+
+@dataclass(frozen=True)
+class Training:
+    """What single-process training came to: each step's metrics and tokens; weights before, and after less before."""
+
+    steps: list[dict[str, float]]
+    before: dict[str, Tensor]
+    update: dict[str, Tensor]
+    batches: list[loops.Batch]
+
+
+def naive_training(
+    model: torch.nn.Module, objective: Objective, mini_batches: Sequence[Sequence[Sample]], settings: OptimizerSettings
+) -> Training:
+    """One AdamW step a mini-batch in float64, as Megatron defines it; the model is changed in place.
+
+    Weight decay for matrices and the embedding, none for vectors (norms, biases); gradients scaled down to the global
+    norm ``clip_grad``; the learning rate of `learning_rate`.
+    """
+    before = checkpoint_tensors(model, lambda p: p.detach().clone())
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    adam = torch.optim.AdamW(
+        [dict(params=matrices, weight_decay=settings.weight_decay), dict(params=vectors, weight_decay=0.0)],
+        lr=settings.lr, betas=(settings.adam_beta1, settings.adam_beta2), eps=settings.adam_eps,
+    )  # fmt: skip
+    steps, batches = [], []
+    for index, samples in enumerate(mini_batches):
+        batch = whole_batch(model, samples)
+        adam.zero_grad()
+        loops.naive_loss(objective, batch, batch.log_probs, batch.entropy).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad)
+        for group in adam.param_groups:
+            group["lr"] = learning_rate(settings, index)
+        adam.step()
+        batches.append(without_gradient(batch))
+        steps.append({**naive_metrics(objective, batch), "grad_norm": float(norm), "lr": adam.param_groups[0]["lr"]})
+    after = checkpoint_tensors(model, lambda p: p.detach().clone())
+    return Training(steps, before, {name: after[name] - before[name] for name in after}, batches)
+
+
+def learning_rate(settings: OptimizerSettings, step: int) -> float:
+    """Of optimizer step 0, 1, ...: a linear warm-up that starts above 0, then a cosine down to ``min_lr``."""
+    assert settings.schedule == "cosine"
+    warmup = settings.warmup_steps
+    if step <= warmup:
+        return settings.lr * (step + 1) / (warmup + 1)
+    done = (step - warmup) / (settings.total_steps - warmup)
+    return settings.min_lr + (settings.lr - settings.min_lr) * (1 + math.cos(math.pi * done)) / 2

@@ -1,0 +1,96 @@
+"""The front door: a real comparison of two real runs, and what the command line says to bad input."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_gspo.tools.compare.__main__ import main, prepare
+from megatron_gspo.tools.compare.study_plan import load_comparison
+from megatron_gspo.tools.compare.study_runner import StaleRun
+from tests.support.training_runs import base_config, tiny_model
+from tests.tools.compare.synthetic import VARIANTS, Course, write_comparison, write_run
+
+
+@pytest.mark.slow
+def test_two_variants_are_trained_and_compared(tmp_path, capfd):
+    model = tiny_model(tmp_path / "model")
+    base = base_config(
+        model, tmp_path / "unused", evaluation={"interval": 1}, tracking={"picture": False, "ratio_interval": 2}
+    )
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
+    settings = {
+        "folder": str(tmp_path / "out"),
+        "base": "base.yaml",
+        "overrides": {"training.steps": 2, "checkpoint.export_hf": False},
+        "baseline": "grpo",
+        "seeds": [3],
+        "variants": [
+            {"name": "grpo", "overrides": {"algorithm.name": "grpo"}},
+            {"name": "grpo_r2", "overrides": {"algorithm.name": "grpo", "routing.replay": "r2"}},
+        ],
+    }
+    file = tmp_path / "compare.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    assert main([str(file), "--slots", "2"]) == 0
+    said = capfd.readouterr()
+    assert "2/2" in said.err and "base grpo_r2 seed 3: finished" in said.err
+    runs = [tmp_path / "out" / "runs" / "base" / name / "seed_3" for name in ("grpo", "grpo_r2")]
+    first = [yaml.safe_load((run / "config.yaml").read_text()) for run in runs]
+    assert [config["routing"]["replay"] for config in first] == ["none", "r2"]
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "2 variants, 1 seed, 2 runs (2 finished)" in page and 'class="token' in page
+
+    written = [(run / "summary.json").stat().st_mtime_ns for run in runs]
+    assert main([str(file)]) == 0  # nothing is run again
+    assert written == [(run / "summary.json").stat().st_mtime_ns for run in runs]
+    assert main(["--runs", *map(str, runs), "--output", str(tmp_path / "again")]) == 0
+    assert (tmp_path / "again" / "report.html").is_file()
+
+
+def test_finished_runs_are_compared_without_running_anything(tmp_path, capsys):
+    runs = [write_run(tmp_path / name, 1, VARIANTS[name], steps=5) for name in ("grpo", "gspo")]
+    assert main(["--runs", *map(str, runs), "--output", str(tmp_path / "out"), "--baseline", "gspo"]) == 0
+    assert capsys.readouterr().out.split() == [str(tmp_path / "out" / name) for name in FILES]
+    assert "--baseline gspo" in (tmp_path / "out" / "report.html").read_text()
+
+
+FILES = ("report.html", "runs.csv", "report.json")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "compare_runs: name a comparison file"),
+        (["nowhere.yaml"], "config error: nowhere.yaml: cannot read the config"),
+        (["--runs", "nowhere"], "report error: nowhere: holds no run"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, message, capsys):
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(message) and said.count("\n") == 1
+
+
+def test_a_report_of_a_comparison_that_has_not_run_says_so(tmp_path, capsys):
+    file = write_comparison(tmp_path, seeds=(1,), names=("grpo", "gspo"))
+    assert main([str(file), "--report-only"]) == 0
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "base grpo seed 1: not there" in page
+    assert f"<pre>python -m megatron_gspo.tools.compare.__main__ {file}</pre>" in page  # which does run
+
+
+def test_a_cold_start_of_other_settings_is_refused(tmp_path):
+    write_run(tmp_path / "any", 1, Course(), steps=2)
+    file = write_comparison(tmp_path, seeds=(1,), names=("grpo", "gspo"))
+    start = str(Path(__file__).parents[3] / "examples" / "qwen3_moe" / "tiny_cold_start.yaml")
+    data = yaml.safe_load(file.read_text()) | {"cold_start": {"config": start}}
+    file.write_text(yaml.safe_dump(data))
+    comparison = load_comparison(file)
+    comparison.folder.mkdir()
+    (comparison.folder / "cold_start.json").write_text(comparison.config.cold_start.model_dump_json())
+    prepare(comparison)  # the same settings: nothing to do
+    data["cold_start"]["model"] = {"experts": 32}
+    file.write_text(yaml.safe_dump(data))
+    with pytest.raises(StaleRun, match="made with other settings"):
+        prepare(load_comparison(file))

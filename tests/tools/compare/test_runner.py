@@ -1,0 +1,157 @@
+"""Real processes, not training: what is started, what isn't, what a failure leaves; nothing outlives a stop."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_gspo.tools.compare.run_records import read_run
+from megatron_gspo.tools.compare.study_plan import load_comparison, report_runs, resolve
+from megatron_gspo.tools.compare.study_runner import StaleRun, command_of, execute, is_over, last_words
+from tests.tools.compare.synthetic import write_comparison
+
+# Stands where a run's process stands: writes a run directory of the resolved config, or fails, or waits.
+PROGRAM = """
+import json, sys, time
+from pathlib import Path
+folder, config, how = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
+import yaml
+(folder / "config.yaml").write_text(yaml.safe_dump(config))
+(folder / "metrics.jsonl").write_text('{"step": 0, "eval/accuracy": 0.25}\\n')
+(folder / "started").open("a").write("x")
+if how == "fail":
+    print("run error: step 1: the gradient is not finite", file=sys.stderr)
+    sys.exit(1)
+if how == "wait":
+    time.sleep(60)
+(folder / "summary.json").write_text('{"exit": "finished"}')
+"""
+
+
+class Notes:
+    """What the runner tells."""
+
+    def __init__(self):
+        self.most, self.ends = 0, []
+
+    def started(self, spec):
+        pass
+
+    def running(self, active):
+        self.most = max(self.most, len(active))
+
+    def ended(self, spec, seconds):
+        self.ends.append((spec.variant, seconds is not None))
+
+
+def command(how=lambda spec: "finish"):
+    def make(comparison, spec):
+        config = json.dumps(resolve(comparison, spec).dump())
+        return [sys.executable, "-c", PROGRAM, str(spec.run_dir), config, how(spec)]
+
+    return make
+
+
+@pytest.fixture
+def comparison(tmp_path):
+    file = write_comparison(tmp_path, seeds=(1,), names=("grpo", "grpo_r2", "gspo"))
+    return load_comparison(file, ["stress=[]"])
+
+
+def starts(spec):
+    file = spec.run_dir / "started"
+    return len(file.read_text()) if file.exists() else 0
+
+
+def test_a_run_is_the_real_front_door(comparison):
+    words = command_of(comparison, report_runs(comparison, {})[0])
+    assert words[1:7] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m"]
+    assert words[7:9] == ["megatron_gspo.train", str(comparison.base_file)]
+    assert "seed=1" in words
+
+
+def test_finished_and_failed_runs_are_not_started_again(comparison):
+    specs = report_runs(comparison, {})
+    make = command(lambda spec: "fail" if spec.variant == "grpo" else "finish")
+    notes = Notes()
+    execute(comparison, specs, slots=2, watcher=notes, command=make)
+    assert notes.most <= 2 and len(notes.ends) == 3
+    failed = read_run(specs[0].run_dir, setting="base", variant="grpo")
+    assert (failed.status, failed.message) == ("failed", "step 1: the gradient is not finite")
+
+    again = Notes()
+    execute(comparison, specs, slots=2, watcher=again, command=make)
+    assert [fresh for _, fresh in again.ends] == [False] * 3
+    assert [starts(spec) for spec in specs] == [1, 1, 1]
+
+    execute(comparison, specs, slots=2, watcher=Notes(), retry=True, command=command())
+    assert [starts(spec) for spec in specs] == [2, 1, 1]
+    assert read_run(specs[0].run_dir, setting="base", variant="grpo").status == "finished"
+
+
+def test_a_run_that_was_killed_is_started_again(comparison):
+    spec = report_runs(comparison, {})[0]
+    execute(comparison, [spec], slots=1, watcher=Notes(), command=command())
+    (spec.run_dir / "summary.json").unlink()
+    assert not is_over(comparison, spec)
+    execute(comparison, [spec], slots=1, watcher=Notes(), command=command())
+    assert starts(spec) == 2
+
+
+def test_a_directory_of_other_settings_is_refused_before_anything_starts(comparison, tmp_path):
+    specs = report_runs(comparison, {})
+    execute(comparison, specs[2:], slots=1, watcher=Notes(), command=command())
+    overrides = json.dumps({**comparison.config.overrides, "training.steps": 31})
+    other = load_comparison(comparison.file, ["stress=[]", f"overrides={overrides}"])
+    with pytest.raises(StaleRun, match="was run with training.steps = 30, the comparison now says 31") as caught:
+        execute(other, report_runs(other, {}), slots=1, watcher=Notes(), command=command())
+    assert "\n" not in str(caught.value)
+    assert starts(specs[0]) == 0
+
+
+def test_a_stop_ends_the_processes_and_leaves_no_failure(tmp_path):
+    """In a process of its own, which gets the SIGTERM."""
+    write_comparison(tmp_path, seeds=(1,), names=("grpo", "grpo_r2", "gspo"))
+    script = textwrap.dedent(f"""
+        from megatron_gspo.tools.compare.study_runner import Interrupted
+        from tests.tools.compare.test_runner import *
+        comparison = load_comparison({str(tmp_path / "compare.yaml")!r}, ["stress=[]"])
+        try:
+            execute(comparison, report_runs(comparison, {{}}), slots=2, watcher=Notes(),
+                    command=command(lambda spec: "wait"))
+        except Interrupted as error:
+            print(error)
+            raise SystemExit(error.exit_code)
+    """)
+    root = Path(__file__).parents[3]
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=root, stdout=subprocess.PIPE, text=True,
+                               env={**os.environ, "PYTHONPATH": str(root)})  # fmt: skip
+    folder = tmp_path / "out" / "runs" / "base"
+    deadline = time.monotonic() + 60
+    while len(list(folder.glob("*/seed_1/started"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode == 130 and "the same command goes on from here" in said
+    assert not list(folder.glob("*/seed_1/failure.json"))
+    left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert str(folder) not in left
+
+
+def test_last_words_are_the_runs_own(tmp_path):
+    log = tmp_path / "log.txt"
+    log.write_text(
+        "step 3/9\nconfig error: optimizer.lr = 0: is not allowed; set number > 0\n"
+        "E1121 torch.distributed.elastic failed\n========\n"
+    )
+    assert last_words(log) == "optimizer.lr = 0: is not allowed; set number > 0"
+    log.write_text("Killed\n")
+    assert last_words(log) == "Killed"
+    log.write_text("")
+    assert last_words(log) == "no word in log.txt"

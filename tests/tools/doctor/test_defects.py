@@ -1,0 +1,111 @@
+"""The doctor knows every row of patches/README.md, and when it matters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import megatron_gspo.mcore  # noqa: F401 (applies the patches)
+from megatron_gspo.patches.defects import DEFECTS, Defect, Situation, applicable, missing
+from megatron_gspo.tools.doctor.known_issues import judge_defect
+from tests.patches.test_readme import ENTRIES
+
+CPU = Situation(megatron=(0, 16, 1))
+GPU = Situation(megatron=(0, 19, 2), gpu=True, gloo=False, transformer_engine=True, has_config=True)
+MOE = replace(CPU, has_experts=True, has_dense_layers=False, has_config=True, world_size=8)
+
+
+def places(situation: Situation) -> set[str]:
+    return {defect.place.replace("`", "") for defect in applicable(situation)}
+
+
+def test_every_row_is_known_word_for_word_and_nothing_else():
+    assert [(row[0], row[1]) for row in ENTRIES] == [(defect.place, defect.versions) for defect in DEFECTS]
+
+
+def test_ranges_are_read_from_the_table():
+    by_place = {defect.place: defect.range for defect in DEFECTS}
+    assert by_place["`expert_gradients.py` (1)"] == ("megatron-core", (0, 16, 1), (0, 18, 2))
+    assert by_place["`te_general_gemm.py`"] == ("megatron-core", (0, 16, 1), (0, 16, 1))
+    assert by_place["`sglang_on_cpu/sitecustomize.py` (2)"] == ("sglang", (0, 5, 15), (0, 5, 23))
+    assert by_place["`mcore/forward_step.py`: refuses `calculate_per_token_loss`"] is None
+
+
+@pytest.mark.parametrize(
+    "change, place",
+    [
+        (dict(tensor=2), "expert_gradients.py (1)"),
+        (dict(tensor=2, expert=2, transformer_engine=True), "expert_gradients.py (2)"),
+        (dict(pipeline=2, expert=2, has_dense_layers=True), "adam_step.py (2)"),
+        (dict(virtual_pipeline=2, pipeline=2),
+         "mcore/model.py: overlap_p2p_comm on, batch_p2p_comm off under interleaving"),
+        (dict(pipeline=2),
+         "mcore/model.py: deallocate_pipeline_outputs off under interleaving and on gloo"),
+        (dict(tensor=2), "mcore/layers.py: RMSNorm"),
+        (dict(replay=True), "mcore/routing_replay/router_hooks.py: RouteGate, refuse_bypasses"),
+        (dict(world_size=8), "moe_uneven_collectives.py"),
+        (dict(starts_servers=True), "servers/launch_command.py: server_environment"),
+    ],
+)  # fmt: skip
+def test_a_layout_meets_its_defects_and_a_plain_one_does_not(change, place):
+    assert place in places(replace(MOE, **change))
+    assert place not in places(replace(MOE, world_size=1))
+
+
+def test_versions_decide():
+    broken = replace(MOE, tensor=2)
+    assert "expert_gradients.py (1)" in places(replace(broken, megatron=(0, 18, 2)))
+    assert "expert_gradients.py (1)" not in places(replace(broken, megatron=(0, 19, 0)))
+    assert "te_general_gemm.py" not in places(replace(CPU, megatron=(0, 17, 0)))
+    assert "setup.py: psutil" in places(GPU) and "setup.py: psutil" not in places(CPU)
+    interleaved = replace(GPU, pipeline=2, virtual_pipeline=2)
+    freed = "mcore/model.py: deallocate_pipeline_outputs off under interleaving and on gloo"
+    assert freed in places(replace(interleaved, megatron=(0, 17, 1)))
+    assert freed not in places(interleaved)
+    assert freed in places(replace(interleaved, gloo=True))
+    servers = replace(CPU, starts_servers=True, servers_on_cpu=True)
+    overlap = "servers/launch_command.py: --disable-overlap-schedule"
+    assert overlap in places(replace(servers, sglang=(0, 5, 15)))
+    assert overlap not in places(replace(servers, sglang=(0, 5, 23)))
+    assert "sglang_on_cpu/sitecustomize.py (1)" in places(replace(servers, sglang=(0, 5, 23)))
+
+
+def test_a_gpu_with_transformer_engine_meets_none_of_the_cpus_defects():
+    assert places(GPU) == {
+        "mcore/checkpoint/save_load.py: results in process",
+        "mcore/checkpoint/save_load.py: optimizer state without its common part",
+        "setup.py: psutil",
+    }
+
+
+def test_every_defect_can_be_met():
+    wide = replace(MOE, tensor=2, pipeline=2, virtual_pipeline=2, expert=2, replay=True, starts_servers=True,
+                   servers_on_cpu=True, sglang=(0, 5, 23), has_dense_layers=True)
+    situations = [
+        wide, replace(wide, expert=1), replace(wide, transformer_engine=True), replace(wide, sglang=(0, 5, 15)),
+        replace(wide, megatron=(0, 19, 2)),
+    ]  # fmt: skip
+    met = {defect.place for situation in situations for defect in applicable(situation)}
+    assert met == {defect.place for defect in DEFECTS if defect.is_defect}
+
+
+def test_the_patches_are_in_place_in_this_process():
+    situation = replace(MOE, tensor=2, pipeline=2)
+    assert {defect.place: missing(defect) for defect in applicable(situation) if missing(defect)} == {}
+
+
+def test_a_patch_that_is_not_in_place_is_an_error():
+    untouched = Defect("`a.py`", "megatron-core 0.16.1", "x", lambda s: True, marked=("torch:ones_like",),
+                       present=("torch:no_such_name",))  # fmt: skip
+    assert missing(untouched) == ["torch:ones_like", "torch:no_such_name"]
+    found = judge_defect(untouched, missing(untouched))
+    assert found.level == "error" and "torch:ones_like is upstream's" in found.why
+
+
+def test_a_handled_defect_names_its_patch():
+    found = judge_defect(DEFECTS[0], [])
+    assert found.level == "note" and found.check == "defects.expert_gradients"
+    assert found.line.startswith("megatron-core 0.16.1 - 0.18.2: TP > 1")
+    assert found.line.endswith("handled by patches/expert_gradients.py (1)")
+    assert judge_defect(DEFECTS[12], []).why.startswith("handled by mcore/model.py: deallocate")

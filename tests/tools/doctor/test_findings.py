@@ -1,0 +1,122 @@
+"""Levels, exit codes, what several ranks have found, and how it is shown."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+
+from megatron_gspo.errors import InputError
+from megatron_gspo.tools.doctor.diagnostics import (
+    THEMES,
+    Finding,
+    describe_ranks,
+    error,
+    examine,
+    exit_code,
+    merge,
+    note,
+    ok,
+    warning,
+    worst,
+)
+from megatron_gspo.tools.doctor.report import document, lines, write_json, write_text
+
+WARNING = warning("disk.run_dir", "1 GiB free", "it fills up", "free some")
+ERROR = error("config.check", "seed = -1", "a run refuses it", "set 0")
+
+
+@pytest.mark.parametrize(
+    "findings, allow, code",
+    [
+        ([], False, 0),
+        ([ok("run.start", "a"), note("versions.cuda", "b")], False, 0),
+        ([ok("run.start", "a"), WARNING], False, 1),
+        ([WARNING], True, 0),
+        ([ERROR, WARNING, ok("run.start", "a")], False, 2),
+        ([ERROR], True, 2),
+    ],
+)
+def test_the_worst_decides_the_exit_code(findings, allow, code):
+    assert exit_code(findings, allow_warnings=allow) == code
+
+
+def test_equal_findings_of_ranks_are_one():
+    found = merge({1: [ok("disk.run_dir", "9 GiB"), WARNING], 0: [ok("disk.run_dir", "9 GiB")], 2: [ERROR]})
+    assert [(f.check, f.level, f.ranks) for f in found] == [
+        ("disk.run_dir", "ok", (0, 1)), ("disk.run_dir", "warning", (1,)), ("config.check", "error", (2,)),
+    ]  # fmt: skip
+    assert merge({0: [ERROR]})[0].ranks == ()  # a single process needs no rank
+
+
+def test_the_worst_stands_last_and_themes_stay_together():
+    found = merge({0: [ERROR, note("groups.tp", "x"), ok("groups.tp", "x"), note("versions.cuda", "x")]})
+    assert [f.level for f in found] == ["ok", "note", "note", "error"]
+    assert [f.theme for f in found[1:3]] == ["versions", "groups"]
+    assert worst(found) == "error"
+    assert set(f.theme for f in found) <= set(THEMES)
+
+
+def test_ranks_are_named_where_they_differ():
+    same = merge({0: [ok("machine.files", "a")], 1: []})  # only the first rank of a host looks
+    assert lines(same) == ["a"]
+    differ = merge({0: [ok("machine.files", "a")], 1: [ok("machine.files", "b")]})
+    assert lines(differ) == ["rank 0: a", "rank 1: b"]
+    assert lines(merge({0: [], 1: [error("groups.late", "not done", "", "")]})) == ["rank 1: not done"]
+
+
+def test_describe_ranks():
+    assert describe_ranks([3]) == "rank 3"
+    assert describe_ranks([9, 0, 1, 2, 7]) == "ranks 0-2, 7, 9"
+
+
+def test_a_check_that_crashes_is_a_finding_that_names_it():
+    def crash():
+        return [1 / 0]
+
+    [found] = examine("disk.space", crash)
+    assert (found.level, found.check) == ("error", "disk.space")
+    assert "this check crashed: ZeroDivisionError: division by zero (doctor/test_findings.py:" in found.what
+
+    def leave():
+        raise SystemExit("no")
+
+    assert "SystemExit" in examine("disk.space", leave)[0].what
+
+
+def test_a_package_that_a_check_needs():
+    def needs():
+        import no_such_package.part  # noqa: F401
+
+    [found] = examine("model.weights", needs)
+    assert found.what == "this check needs no_such_package, which isn't installed"
+    assert found.fix == "pip install no_such_package"
+
+
+def test_a_users_error_keeps_its_fix():
+    def refuse():
+        raise InputError("seed = -1: is negative; set 0 or more")
+
+    assert examine("config.load", refuse) == [
+        error("config.load", "seed = -1: is negative", "the run would stop there", "set 0 or more")
+    ]
+
+
+def test_piped_text_is_plain_and_each_finding_one_line():
+    long = ok("run.start", "word " * 100 + "\nsecond line")
+    stream = io.StringIO()
+    write_text([long, WARNING], stream)
+    first, second, summary = stream.getvalue().splitlines()
+    assert first.startswith("ok       run.start     word word") and first.endswith("second line")
+    assert second == "warning  disk.run_dir  1 GiB free; it fills up; free some"
+    assert summary == "1 warning, 1 ok: it can start; read the warnings first"
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_json_is_one_document():
+    stream = io.StringIO()
+    write_json(document([ERROR], world_size=2, config="a.yaml", code=2), stream)
+    content = json.loads(stream.getvalue())
+    assert (content["format"], content["worst"], content["exit_code"], content["world_size"]) == (1, "error", 2, 2)
+    assert Finding(**{**content["findings"][0], "ranks": ()}) == ERROR

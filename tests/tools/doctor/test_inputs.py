@@ -1,0 +1,166 @@
+"""The files of a config: whole ones, broken ones, and a run directory that others have used."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from megatron_gspo.config import Config, load_config
+from megatron_gspo.mcore.checkpoint.checkpoint_files import begin_checkpoint, checkpoint_path, publish_checkpoint
+from megatron_gspo.tools.doctor import input_checks
+from megatron_gspo.tools.doctor.diagnostics import Finding, examine
+from megatron_gspo.tools.doctor.storage_checks import check_run_disk, check_weight_disk
+from tests.bad_input.front_door import small_config
+from tests.support.distributed import fork_server
+from tests.support.training_runs import tiny_model
+
+
+@pytest.fixture
+def config(model: str, tmp_path: Path) -> Config:
+    return Config.from_dict(small_config(model, tmp_path))
+
+
+def only(findings: list[Finding]) -> Finding:
+    [found] = findings
+    return found
+
+
+def test_a_whole_model(config):
+    shape, found = input_checks.check_weights(config)
+    assert only(found).level == "ok"
+    assert "parameters" in only(found).what and "every tensor there" in only(found).what
+    found = input_checks.check_tokenizer_and_prompts(config, shape)
+    assert [f.level for f in found] == ["ok", "ok"]
+    assert found[1].what == "6 training prompts, 0 held out"
+
+
+def lose_a_tensor(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights.pop("lm_head.weight")
+    save_file(weights, folder / "model.safetensors")
+
+
+def cut_short(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    os.truncate(file, file.stat().st_size // 2)
+
+
+@pytest.mark.parametrize(
+    "damage, says", [(lose_a_tensor, "lacks lm_head.weight (1 missing)"), (cut_short, "damaged or cut short")]
+)
+def test_a_broken_model(damage, says, tmp_path):
+    model = tiny_model(tmp_path / "model")
+    damage(Path(model))
+    config = Config.from_dict(small_config(model, tmp_path))
+    found = only(examine("model.weights", lambda: input_checks.check_weights(config)[1]))
+    assert found.level == "error" and says in found.what
+    assert found.fix == "give a complete safetensors checkpoint of a supported model"
+
+
+def test_prompts_that_do_not_fill_a_batch(model, tmp_path):
+    config = Config.from_dict(
+        small_config(model, tmp_path, rollout={"rollout_batch_size": 7}, training={"global_batch_size": 4})
+    )
+    shape, _ = input_checks.check_weights(config)
+    found = only(examine("run.prompts", lambda: input_checks.check_tokenizer_and_prompts(config, shape)))
+    assert found.level == "error"
+    assert found.what == "there are 6 training prompts and rollout.rollout_batch_size is 7"
+    assert found.fix == "lower it or add prompts"
+
+
+def save(config: Config, step: int) -> Path:
+    """A checkpoint of one file, as far as the directory shows it."""
+    folder = Path(config.run_dir) / "checkpoints"
+    partial = begin_checkpoint(folder, step)
+    (partial / "weights").write_bytes(b"x" * 1000)
+    publish_checkpoint(partial, checkpoint_path(folder, step), {"step": step}, keep=5)
+    return checkpoint_path(folder, step)
+
+
+def test_a_new_run_leaves_nothing_behind(config):
+    assert only(input_checks.check_checkpoints(config)).what == f"{config.run_dir}: a new run"
+    shape, _ = input_checks.check_weights(config)
+    check_run_disk(config, shape)
+    assert not Path(config.run_dir).exists()
+
+
+def test_a_run_resumes_from_the_newest_whole_checkpoint(model, tmp_path):
+    config = Config.from_dict(small_config(model, tmp_path, training={"steps": 9}))
+    first, second = save(config, 2), save(config, 4)
+    assert only(input_checks.check_checkpoints(config)).what == f"resumes from {second}, step 4 of 9"
+    os.truncate(second / "weights", 10)
+    faults = input_checks.check_checkpoints(config)
+    assert [f.level for f in faults] == ["warning", "ok"]
+    assert faults[0].what == f"{second} is not whole (weights: 10 of 1000 bytes)"
+    assert faults[1].what == f"resumes from {first}, step 2 of 9"
+
+
+def test_a_run_that_is_done(config):
+    newest = save(config, 1)
+    found = only(input_checks.check_checkpoints(config))
+    assert found.level == "note" and found.what == f"{newest} is at step 1 of 1"
+
+
+def test_records_without_a_checkpoint_would_be_cleared(config):
+    Path(config.run_dir).mkdir()
+    (Path(config.run_dir) / "metrics.jsonl").write_text("")
+    assert only(input_checks.check_checkpoints(config)).level == "warning"
+
+
+def hold(folder: str, ready: str, done: str) -> None:
+    descriptor = os.open(Path(folder) / ".lock", os.O_RDWR | os.O_CREAT)
+    fcntl.lockf(descriptor, fcntl.LOCK_EX)
+    os.pwrite(descriptor, b"process 17 on node3", 0)
+    Path(ready).touch()
+    while not Path(done).exists():
+        pass
+
+
+def test_a_run_directory_that_another_process_writes(config, tmp_path):
+    run_dir = Path(config.run_dir)
+    run_dir.mkdir()
+    (run_dir / ".lock").touch()
+    assert input_checks.writer_of(run_dir) is None
+    holder = fork_server().Process(target=hold, args=(str(run_dir), str(tmp_path / "ready"), str(tmp_path / "done")))
+    holder.start()
+    try:
+        while not (tmp_path / "ready").exists():
+            assert holder.is_alive()
+        found = input_checks.check_checkpoints(config)[0]
+        assert found.level == "error" and found.what == f"{run_dir}: process 17 on node3 is writing it"
+    finally:
+        (tmp_path / "done").touch()
+        holder.join()
+    assert input_checks.writer_of(run_dir) is None
+
+
+def test_the_disk_counts_what_the_run_holds_already(model, tmp_path):
+    config = Config.from_dict(small_config(model, tmp_path, checkpoint={"interval": 1, "export_hf": True}))
+    shape, _ = input_checks.check_weights(config)
+    assert only(check_run_disk(config, shape)).level == "ok"
+    assert "3 checkpoints of " in only(check_run_disk(config, shape)).what
+    assert check_weight_disk(config, shape) == []
+
+
+def test_weights_for_servers_on_another_disk(config_file, tmp_path):
+    elsewhere = tmp_path / "shared"
+    file = config_file(
+        rollout={"engine": "sglang"},
+        sglang={"urls": ["http://a:1"], "weight_route": "disk", "weight_dir": str(elsewhere)},
+    )
+    config = load_config(file)
+    shape, _ = input_checks.check_weights(config)
+    found = only(check_weight_disk(config, shape))
+    assert found.level == "ok" and found.what.startswith(f"{elsewhere}: ") and "two copies of the weights" in found.what
+    assert "weights for servers" not in only(check_run_disk(config, shape)).what
+
+
+def test_json_of_state_is_not_needed_to_say_what_is_wrong(config):
+    broken = save(config, 1)
+    (broken / "state.json").write_text(json.dumps([]))
+    assert "state.json has no list of files" in input_checks.check_checkpoints(config)[0].what

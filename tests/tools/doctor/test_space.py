@@ -1,0 +1,59 @@
+"""Bytes that a run writes: parameters to the last one, checkpoints as they are on a disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_gspo.mcore.checkpoint.save_load import save_checkpoint
+from megatron_gspo.mcore.process_groups import Layout
+from megatron_gspo.models import family_of, read_config
+from megatron_gspo.tools.doctor.disk_space import Needs, needs
+from megatron_gspo.tools.doctor.storage_checks import judge_disk, judge_shared_memory
+from megatron_gspo.tools.plan.parameters import total_parameters
+from tests.mcore.checkpoint.test_save_load import STATE, policy_in
+from tests.support.distributed import run_distributed
+from tests.support.tiny_models import save_tiny_model
+
+PUBLISHED = Path(__file__).parents[3] / "examples" / "qwen3_moe" / "models"
+GIB = 1 << 30
+
+
+def test_needs_by_hand():
+    found = needs(10, weight_bytes=2, keep=2, saves=True, exports=True, weight_copies=2)
+    assert found == Needs(checkpoint=140, checkpoints=3, export=20, weights=40)
+    assert (found.total, found.smallest) == (3 * 140 + 20 + 40, 2 * 140 + 40)
+    assert needs(10, weight_bytes=4, keep=2, saves=False, exports=False).total == 0
+
+
+def save(rank: int, world: int, path: str, folder: str) -> None:
+    save_checkpoint(policy_in(path, Layout(tensor=2)), Path(folder), 1, STATE, keep=1)
+
+
+def test_a_real_checkpoint_takes_what_is_said(tmp_path):
+    path = save_tiny_model(tmp_path / "model", vocab_size=4096, hidden_size=128, num_hidden_layers=1)
+    run_distributed(save, 2, path, str(tmp_path / "checkpoints"))
+    real = sum(file.stat().st_size for file in (tmp_path / "checkpoints").rglob("*") if file.is_file())
+    shape = family_of(read_config(path))[1]
+    said = needs(total_parameters(shape), weight_bytes=4, keep=0, saves=True, exports=False).total
+    assert said == 16 * total_parameters(shape)
+    assert 1.0 <= real / said < 1.05  # above it: names and headers of small tensors
+
+
+@pytest.mark.parametrize(
+    "free, held, level",
+    [(100 * GIB, 0, "ok"), (40 * GIB, 0, "warning"), (20 * GIB, 0, "error"), (10 * GIB, 60 * GIB, "ok")],
+)
+def test_disk(free, held, level):
+    found = judge_disk("runs/a", free, held, Needs(checkpoint=16 * GIB, checkpoints=3, export=4 * GIB))
+    assert found.level == level
+    assert f"{free // GIB}.0 GiB free, the run writes 3 checkpoints of 16.0 GiB and an export of 4.0 GiB" in found.what
+    if level == "error":
+        assert found.fix.startswith("free 32.0 GiB")
+
+
+def test_shared_memory():
+    assert judge_shared_memory(0, 64 << 20, 8, gpu=False).level == "ok"
+    assert judge_shared_memory(64 << 20, 64 << 20, 8, gpu=True).level == "warning"
+    assert judge_shared_memory(2 * GIB, 2 * GIB, 8, gpu=True).level == "ok"

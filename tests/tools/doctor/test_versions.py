@@ -1,0 +1,91 @@
+"""Versions: the supported ranges are setup.py's, and what is said of others."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_gspo.tools.doctor.version_checks import (
+    SGLANG,
+    SUPPORTED,
+    judge_accelerator,
+    judge_version,
+    judge_versions,
+    numbers,
+)
+
+SETUP = (Path(__file__).parents[3] / "setup.py").read_text()
+BY_NAME = {support.name: support for support in SUPPORTED}
+
+
+def test_ranges_are_those_of_the_installation():
+    asked = dict(re.findall(r'"([a-z-]+)(?:\[\w+\])?([<>=][^"]*)"', SETUP))
+    for support in (*SUPPORTED[1:], SGLANG):
+        if support.needs:
+            assert asked[support.name] == support.needs, support.name
+    assert re.search(r'python_requires="(.*)"', SETUP)[1] == BY_NAME["python"].needs
+
+
+@pytest.mark.parametrize(
+    "name, version, level, says",
+    [
+        ("megatron-core", "0.16.1", "ok", ">=0.16.1, <0.20"),
+        ("megatron-core", "0.19.2", "ok", ""),
+        ("megatron-core", "0.19.3", "note", "newer than any that the tests have run on (0.19.2)"),
+        ("megatron-core", "0.20.0", "error", "install megatron-core>=0.16.1,<0.20"),
+        ("megatron-core", "0.15.2", "error", "not supported"),
+        ("megatron-core", None, "error", "pip install 'megatron-core>=0.16.1,<0.20'"),
+        ("megatron-core", "main-a1b2", "warning", "no version that can be compared"),
+        ("torch", "2.13.0+cpu", "ok", ""),
+        ("torch", "2.5.1+cu124", "error", "not supported"),
+        ("torch", "2.16.0.dev20261101", "note", "newer"),
+        ("python", "3.11.7", "ok", ""),
+        ("python", "3.13.1", "note", "newer"),
+        ("transformer-engine", None, "note", "the torch implementations do its work"),
+        ("transformer-engine", "2.3.0", "warning", "not supported"),
+        ("apex", "0.1", "ok", "any"),
+    ],
+)
+def test_one_version(name, version, level, says):
+    found = judge_version(BY_NAME[name], version, gpu=True)
+    assert (found.level, found.check) == (level, f"versions.{name}")
+    assert says in found.line
+    assert found.line.startswith(name)
+    if level not in ("ok", "note"):
+        assert found.why and found.fix
+
+
+def test_servers_versions():
+    assert judge_version(SGLANG, "0.5.15.post1", gpu=True, where=" at http://a:1").level == "ok"
+    old = judge_version(SGLANG, "0.5.9", gpu=True, where=" at http://a:1")
+    assert old.level == "warning" and old.what.startswith("sglang at http://a:1 0.5.9")
+    assert judge_version(SGLANG, "0.6.0", gpu=True).level == "note"
+
+
+def test_optional_packages_are_not_missed_without_a_gpu():
+    found = {f.check: f.level for f in judge_versions({"python": "3.11.1", "torch": "2.13.0"}, gpu=False)}
+    assert found["versions.transformer-engine"] == found["versions.apex"] == "ok"
+    assert found["versions.safetensors"] == "error"
+
+
+def test_numbers():
+    assert numbers("0.5.15.post1") == (0, 5, 15)
+    assert numbers("2.13.0+cpu") == (2, 13, 0)
+    assert numbers(None) == numbers("main") == ()
+
+
+@pytest.mark.parametrize(
+    "build, devices, nccl, levels, says",
+    [
+        (None, [], None, ["note"], "CPU build"),
+        ("12.8", [], None, ["note"], "sees no GPU"),
+        ("12.8", ["H200", "H200"], "2.27.3", ["ok", "ok"], "2 x H200"),
+        ("12.8", ["H200"], None, ["ok", "error"], "has no NCCL"),
+    ],
+)
+def test_accelerator(build, devices, nccl, levels, says):
+    found = judge_accelerator(build, devices, nccl)
+    assert [f.level for f in found] == levels
+    assert any(says in f.line for f in found)

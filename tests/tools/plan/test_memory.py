@@ -1,0 +1,55 @@
+"""Planned memory against real models' on real ranks; benchmarks/plan_memory.py has many more layouts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from benchmarks.plan_memory import CASES, TARGET, Case, planned, run
+
+CHECKED = (
+    Case("dense", tied=True, sizes=dict(do=False)),
+    Case("moe", recompute="selective", dtype="bfloat16"),
+    Case("dense", recompute="full", dtype="bfloat16"),
+    Case("moe", 2, dict(tp=2)),
+    Case("dense", 2, dict(cp=2), dtype="bfloat16"),
+    Case("dense", 2, dict(pp=2), tied=True, lengths=(256,) * 4),
+    Case("moe", 2, dict(ep=2, do=False), lengths=(256, 256), dtype="bfloat16"),
+)
+
+
+def test_planned_memory_is_the_measured() -> None:
+    assert set(map(_key, CHECKED)) <= set(map(_key, CASES))
+    for result in run(CHECKED):
+        assert result.exact(), result.case.name
+        total, activations = result.errors()
+        assert abs(total) < 0.05 and abs(activations) < TARGET, (result.case.name, total, activations)
+        # what is compared isn't decided by the states alone: another recompute mode's figure would be seen
+        other = dataclasses.replace(result.case, recompute="full" if result.case.recompute != "full" else "none")
+        assert abs(planned(other, result.measured[0])["activations"] / result.measured[0]["activations"] - 1) > TARGET
+
+
+def _key(case: Case) -> str:
+    return repr(case)
+
+
+def test_enough_layouts_are_measured() -> None:
+    assert len(CASES) >= 20
+    assert {case.recompute for case in CASES} == {"none", "selective", "full"}
+    assert {case.dtype for case in CASES} == {"float32", "bfloat16"}
+    for key in ("tp", "pp", "vp", "cp", "ep", "etp"):
+        assert any(case.sizes.get(key, 1) > 1 for case in CASES), key
+    assert {case.parallel.use_distributed_optimizer for case in CASES} == {True, False}
+    assert {(case.kind, case.tied) for case in CASES} == {
+        (kind, tied) for kind in ("dense", "moe") for tied in (True, False)
+    } | {("shared", False)}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_cases_are_layouts_that_the_config_takes(case: Case) -> None:
+    from megatron_gspo.config.checks import check_divisibility, check_layout
+    from tests.support.tiny_models import tiny_config
+
+    check_layout(case.parallel, case.world)
+    check_divisibility(case.parallel, tiny_config(case.kind, **case.model).to_dict())

@@ -1,0 +1,163 @@
+"""Counts of parameters: worked by hand, against the published sizes, and against Megatron's own modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_gspo.config import ParallelConfig
+from megatron_gspo.tools.plan.model_states import States, buffer_states, data_ranks, exact_states, rank_states
+from megatron_gspo.tools.plan.parameters import (
+    Parameter,
+    active_parameters,
+    chunk_layers,
+    chunk_parameters,
+    layer_parameters,
+    total_parameters,
+)
+from tests.support.distributed import run_distributed
+from tests.tools.plan.models import LARGE, SMALL, dense_shape, shape_of
+
+
+def test_a_layer_by_hand() -> None:
+    # q 2 x 4, k and v 4 each: 16 rows of 8; projection 8 x 8; MLP 2 x 6 x 8 and 6 x 8; norms 8 + 8 + 4 + 4
+    parts = layer_parameters(dense_shape(), ParallelConfig(), is_moe=False)
+    assert sum(part.count for part in parts) == 16 * 8 + 8 * 8 + 2 * 6 * 8 + 6 * 8 + 8 + 8 + 4 + 4
+    assert total_parameters(dense_shape()) == 2 * 360 + 2 * 10 * 8 + 8
+    assert total_parameters(dense_shape(tied_embeddings=True)) == 2 * 360 + 10 * 8 + 8
+
+
+def test_published_sizes() -> None:
+    # 48 layers: attention 2048 x (32 + 8 + 32) x 128, experts 128 x 3 x 768 x 2048, router 128 x 2048, norms
+    layer = 2048 * 72 * 128 + 128 * 3 * 768 * 2048 + 128 * 2048 + 2 * 2048 + 2 * 128
+    assert total_parameters(shape_of(SMALL)) == 48 * layer + 2 * 151936 * 2048 + 2048 == 30_532_122_624
+    assert active_parameters(shape_of(SMALL)) == 30_532_122_624 - 48 * 120 * 3 * 768 * 2048
+    assert total_parameters(shape_of(LARGE)) == pytest.approx(235.09e9, rel=1e-4)
+    assert active_parameters(shape_of(LARGE)) == pytest.approx(22.2e9, rel=2e-3)
+
+
+def test_stages_hold_every_layer_once() -> None:
+    parallel = ParallelConfig(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=3)
+    shape = shape_of(SMALL)
+    chunks = {(s, c): list(chunk_layers(shape, parallel, s, c)) for s in range(4) for c in range(3)}
+    assert chunks[1, 2] == [36, 37, 38, 39]  # the third chunk of the second stage is part 9 of 12
+    assert sorted(layer for part in chunks.values() for layer in part) == list(range(48))
+
+
+def test_embedding_and_loss_take_the_place_of_a_layer_each() -> None:
+    """94 layers and 2 on 8 stages of 2 chunks: 6 to a chunk, 5 in the first and in the last."""
+    parallel = ParallelConfig(pipeline_model_parallel_size=8, virtual_pipeline_model_parallel_size=2,
+                              account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True)
+    chunks = [chunk_layers(shape_of(LARGE), parallel, stage, chunk) for chunk in range(2) for stage in range(8)]
+    assert [len(chunk) for chunk in chunks] == [5, *[6] * 14, 5]
+    assert [layer for chunk in chunks for layer in chunk] == list(range(94))
+
+
+@pytest.mark.parametrize(
+    "sizes", [dict(tp=4, pp=3, ep=8, etp=1), dict(tp=2, pp=1, ep=16, etp=2), dict(tp=1, pp=2, ep=1, etp=1)]
+)
+def test_ranks_add_up_to_the_model(sizes: dict[str, int]) -> None:
+    """Over all ranks each dense weight is there once a replica: cut tensors add up, whole ones are copies."""
+    shape, tp, pp = shape_of(SMALL), sizes["tp"], sizes["pp"]
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, expert_model_parallel_size=sizes["ep"],
+        expert_tensor_parallel_size=sizes["etp"],
+    )  # fmt: skip
+    whole = {"input_layernorm", "q_layernorm", "k_layernorm", "pre_mlp_layernorm", "router", "final_layernorm"}
+    total = 0
+    for stage in range(pp):
+        for part in chunk_parameters(shape, parallel, stage):
+            copies = sizes["ep"] * sizes["etp"] if part.expert else 1 if part.name in whole else tp
+            total += part.count * copies
+    assert total == total_parameters(shape)
+
+
+def test_a_buffer_by_hand() -> None:
+    # backwards: c at 0..100, b at 128..138, a at 192..392; end at a multiple of lcm(3, 128) = 384: 768
+    parts = [Parameter("a", 200), Parameter("b", 10), Parameter("c", 100)]
+    states = [buffer_states(parts, True, 3, place, 2) for place in range(3)]
+    assert {(s.weights, s.gradients) for s in states} == {(2 * 768, 4 * 768)}
+    # shares of 256: rank 0 has c, b and 64 of a; rank 1 the other 136; rank 2 padding only. 12 bytes each, 4 a tensor
+    assert [s.optimizer for s in states] == [12 * 174 + 12, 12 * 136 + 4, 0]
+    whole = buffer_states(parts, False, 3, 0, 4)
+    assert whole == States(4 * 310, 4 * 310, 8 * 310 + 12)
+
+
+def test_a_shared_embedding_has_a_bucket_of_its_own() -> None:
+    parts = [Parameter("embedding", 70, shared=True), Parameter("a", 10), Parameter("b", 10)]
+    # b 0..10, a 64..74, then the embedding would start at 128: bucket of 128; its own from 128 to 256
+    first, second = (buffer_states(parts, True, 2, place, 4) for place in range(2))
+    assert first.weights == 4 * 256
+    assert first.optimizer == 8 * (10 + 64) + 8 and second.optimizer == 8 * (10 + 6) + 8
+
+
+@pytest.mark.parametrize("gpus, tp, pp, ep", [(32, 2, 4, 8), (64, 1, 1, 16), (16, 4, 2, 2)])
+def test_the_fast_states_bound_the_exact_ones(gpus: int, tp: int, pp: int, ep: int) -> None:
+    shape = shape_of(SMALL)
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, expert_model_parallel_size=ep
+    )
+    dense, expert = data_ranks(parallel, gpus)
+    assert (dense, expert) == (gpus // tp // pp, gpus // ep // pp)
+    fast = rank_states(shape, parallel, gpus, 0, 2)
+    places = [(0, 0), (dense - 1, expert - 1), (dense // 2, expert // 2)]
+    for place in places:
+        exact = exact_states(shape, parallel, gpus, 0, 2, *place)
+        assert (exact.weights, exact.gradients) == (fast.weights, fast.gradients)
+        assert exact.optimizer <= fast.optimizer + 4 * 2000  # step counts lie unevenly
+    assert fast.optimizer == pytest.approx(exact.optimizer, rel=1e-3)
+
+
+def _same_as_megatron(rank: int, world: int, cases: list[Any]) -> list[str]:
+    import torch
+    import torch.distributed as dist
+
+    from megatron_gspo.mcore.meta_device import meta_model, paper_rank
+    from megatron_gspo.mcore.model import ModelSettings
+    from megatron_gspo.mcore.process_groups import Layout
+    from megatron_gspo.models import family_of
+
+    dist.destroy_process_group()
+    found = []
+    for hf, sizes, gpus, place in cases:
+        shape = family_of(hf)[1]
+        layout = Layout(sizes["tp"], sizes["pp"], 1, sizes["ep"], sizes.get("etp", 1), sizes.get("vp"),
+                        *[sizes.get("outer", False)] * 2)  # fmt: skip
+        parallel = ParallelConfig(
+            tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.pipeline,
+            expert_model_parallel_size=layout.expert, expert_tensor_parallel_size=layout.expert_tensor,
+            virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
+            account_for_embedding_in_pipeline_split=layout.embedding_as_layer,
+            account_for_loss_in_pipeline_split=layout.loss_as_layer,
+        )  # fmt: skip
+        with paper_rank(layout, gpus, place) as groups:
+            chunks = meta_model(shape, layout, ModelSettings(dtype=torch.bfloat16), groups)
+            stage = groups.pp.rank()
+        for number, chunk in enumerate(chunks):
+            real = [parameter.numel() for parameter in chunk.parameters()]
+            ours = [part.count for part in chunk_parameters(shape, parallel, stage, number)]
+            if real != ours:
+                found.append(f"{shape.model_type} {sizes} rank {place} chunk {number}: {real} is not {ours}")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return found
+
+
+def test_megatron_registers_the_same_tensors_in_the_same_order() -> None:
+    """Asked of its own modules on the meta device: one rank of a real model in a layout of 64 ranks, and Qwen2-MoE."""
+    from transformers import Qwen2MoeConfig
+
+    from megatron_gspo.models import read_config
+
+    shared = Qwen2MoeConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96,
+        moe_intermediate_size=32, shared_expert_intermediate_size=64, num_experts=8, num_experts_per_tok=2,
+        vocab_size=129, decoder_sparse_step=1,
+    ).to_dict()  # fmt: skip
+    cases = [
+        (read_config(SMALL), dict(tp=2, pp=4, ep=8, vp=3), 64, 63),
+        (read_config(LARGE), dict(tp=4, pp=2, ep=32, etp=2), 128, 0),
+        *[(read_config(LARGE), dict(tp=4, pp=8, ep=16, vp=2, outer=True), 128, place) for place in (0, 63, 127)],
+        (shared, dict(tp=2, pp=1, ep=2), 4, 1),
+    ]
+    assert run_distributed(_same_as_megatron, 1, cases) == [[]]

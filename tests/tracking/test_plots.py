@@ -1,0 +1,82 @@
+"""The picture of the curves: what is drawn, and that the picture is one."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_gspo.tools import plot_run
+from megatron_gspo.tracking.plots import PANELS, _has_data, draw_curves, draw_run, series, smooth
+
+pytest.importorskip("matplotlib")
+
+
+def write(folder: Path, records: list[dict]) -> Path:
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+RL = [
+    {"step": 0, "eval/accuracy": 0.2},
+    {"step": 1, "reward/mean": 0.3, "loss": 1.0},
+    {"step": 2, "reward/mean": None},
+]
+
+
+def test_series_leaves_out_what_is_missing() -> None:
+    assert series(RL, "reward/mean") == ([1], [0.3])
+    assert series(RL, "entropy") == ([], [])
+
+
+def test_smooth() -> None:
+    assert smooth([1.0, 3.0, 5.0, 7.0], 2) == [1.0, 2.0, 4.0, 6.0]
+    assert smooth([1.0, 3.0], 1) == [1.0, 3.0]
+
+
+def test_panels_of_a_run() -> None:
+    assert [p.title for p in PANELS if _has_data(p, {"rl": RL})] == [
+        "Training reward (mean)",
+        "Held-out accuracy, %",
+    ]
+    assert [p.title for p in PANELS if _has_data(p, {"sft": [{"step": 1, "loss": 2.0}]})] == ["Training loss"]
+
+
+def colours(file: Path) -> set[tuple[int, int, int]]:
+    from matplotlib.image import imread
+
+    pixels = (imread(file)[..., :3] * 255).round().astype(int)
+    return {tuple(pixel) for pixel in pixels.reshape(-1, 3).tolist()}
+
+
+BLUE, ORANGE = (0x25, 0x63, 0xEB), (0xD9, 0x77, 0x06)
+
+
+def test_one_run_is_drawn(tmp_path: Path) -> None:
+    records = [{"step": i, "reward/mean": i / 60, "entropy": 1 - i / 60} for i in range(60)]
+    file = draw_run(write(tmp_path / "run", records))
+    assert file == tmp_path / "run" / "curves.png"
+    assert file.read_bytes().startswith(b"\x89PNG")
+    drawn = colours(file)
+    assert BLUE in drawn and ORANGE not in drawn
+
+
+def test_a_colour_for_each_run(tmp_path: Path) -> None:
+    runs = {"a": RL, "b": [{"step": 1, "reward/mean": 0.9}, {"step": 2, "reward/mean": 0.7}]}
+    drawn = colours(draw_curves(runs, tmp_path / "both.png"))
+    assert BLUE in drawn and ORANGE in drawn
+
+
+def test_nothing_to_draw(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="empty: holds no metric to draw"):
+        draw_curves({"empty": [{"step": 1}]}, tmp_path / "x.png")
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write(tmp_path / "run", RL)
+    assert plot_run.main([str(run)]) == 0
+    assert capsys.readouterr().out.strip() == str(run / "curves.png")
+    assert plot_run.main([str(run), str(run), "--output", str(tmp_path / "two.png")]) == 0
+    assert (tmp_path / "two.png").exists()
+    assert plot_run.main([str(tmp_path / "absent")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

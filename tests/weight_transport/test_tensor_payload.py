@@ -1,0 +1,128 @@
+"""What a server unpickles: by SGLang's own rules for a flattened bucket, and with nothing that those rules forbid."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import pickle
+import pickletools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_gspo.weight_transport.buckets import Bucket, buckets
+from megatron_gspo.weight_transport.tensor_payload import (
+    base64_pieces,
+    by_handle,
+    by_value,
+    is_this_machine,
+    json_with_base64,
+    shared_buffer,
+)
+
+# Of what SafeUnpickler in sglang 0.5.23 allows (srt/utils/common.py): the names that a bucket needs.
+ALLOWED = {
+    ("types", "SimpleNamespace"), ("collections", "OrderedDict"), ("torch._utils", "_rebuild_tensor_v2"),
+    ("torch.storage", "_load_from_bytes"), ("torch.storage", "TypedStorage"), ("torch", "float32"),
+    ("torch", "bfloat16"), ("torch", "int64"), ("torch", "uint8"),
+    ("torch.multiprocessing.reductions", "rebuild_storage_filename"),
+}  # fmt: skip
+STREAM = [("a.weight", torch.randn(3, 5)), ("b", torch.randn(6).bfloat16()), ("c", torch.arange(4)),
+          ("empty", torch.empty(0, 2)), ("d", torch.randn(()))]  # fmt: skip
+
+
+class Unpickler(pickle.Unpickler):
+    """As the server's: a saved storage is loaded with `weights_only`."""
+
+    def find_class(self, module: str, name: str) -> object:
+        if (module, name) == ("torch.storage", "_load_from_bytes"):
+            return lambda saved: torch.load(io.BytesIO(saved), weights_only=True)
+        assert (module, name) in ALLOWED
+        return super().find_class(module, name)
+
+
+def reconstruct(payload: dict) -> list[tuple[str, Tensor]]:
+    """As FlattenedTensorBucket.reconstruct_tensors."""
+    flat = payload["flattened_tensor"]
+    return [(m.name, flat[m.start_idx : m.end_idx].view(m.dtype).reshape(m.shape)) for m in payload["metadata"]]
+
+
+def one_bucket(**more: object) -> Bucket:
+    (bucket,) = buckets(STREAM, 1000, **more)
+    return bucket
+
+
+def assert_is_the_stream(found: list[tuple[str, Tensor]]) -> None:
+    for (name, tensor), (wanted_name, wanted) in zip(found, STREAM, strict=True):
+        assert name == wanted_name and tensor.dtype == wanted.dtype and torch.equal(tensor, wanted)
+
+
+def test_by_value() -> None:
+    payload = b"".join(by_value(one_bucket()))
+    assert_is_the_stream(reconstruct(Unpickler(io.BytesIO(payload)).load()))
+
+
+def test_by_value_holds_the_bucket_itself_and_little_else() -> None:
+    large = torch.arange(2**18, dtype=torch.float32)
+    (bucket,) = buckets([("a", large)], 2**20)
+    payload = b"".join(by_value(bucket))
+    assert bucket.nbytes < len(payload) < bucket.nbytes + 2000
+    views = [piece for piece in by_value(bucket) if isinstance(piece, memoryview)]
+    assert [len(view) for view in views] == [bucket.nbytes]
+    bucket.data.zero_()
+    assert bytes(views[0]) == bytes(bucket.nbytes)  # the same memory
+
+
+def test_by_value_of_the_front_of_a_buffer_holds_only_that() -> None:
+    sizes = [len(b"".join(by_value(bucket))) for bucket in buckets([("a", torch.zeros(4))], 10**7)]
+    assert sizes[0] < 2000
+
+
+def test_by_handle_in_another_process(tmp_path: Path) -> None:
+    bucket = one_bucket(allocate=shared_buffer)
+    payload = by_handle(bucket)
+    names = {argument for opcode, argument, _ in pickletools.genops(payload) if opcode.name == "GLOBAL"}
+    assert "torch.multiprocessing.reductions rebuild_storage_filename" in names
+    (tmp_path / "payload").write_bytes(payload)
+    script = (
+        "import io, sys, torch; sys.path.insert(0, sys.argv[2])\n"
+        "from tests.weight_transport.test_tensor_payload import Unpickler, reconstruct\n"
+        "found = reconstruct(Unpickler(open(sys.argv[1], 'rb')).load())\n"
+        "torch.save({name: tensor.clone() for name, tensor in found}, sys.argv[1] + '.seen')\n"
+        "found[0][1].fill_(7.0)\n"
+    )
+    root = str(Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "payload"), root], check=True)
+    assert_is_the_stream(list(torch.load(tmp_path / "payload.seen").items()))
+    assert bucket.tensors()[0][1].eq(7.0).all()  # one memory, no copy
+
+
+def test_by_handle_leaves_other_memory_alone() -> None:
+    parameter = torch.arange(10.0)
+    (bucket,) = buckets([("a", parameter)], 8)
+    with pytest.raises(ValueError, match="shared_buffer"):
+        by_handle(bucket)
+    assert not parameter.is_shared()
+
+
+@pytest.mark.parametrize("sizes", [[0], [1], [2, 2], [3, 1, 1], [1, 1, 1, 1, 5], [10**6, 1, 2**20 + 1]])
+def test_base64_of_pieces_is_that_of_the_whole(sizes: list[int]) -> None:
+    pieces = [bytes(torch.randint(0, 256, (size,), dtype=torch.uint8).tolist()) for size in sizes]
+    assert b"".join(base64_pieces(pieces)) == base64.b64encode(b"".join(pieces))
+
+
+def test_json_in_pieces() -> None:
+    body = b"".join(json_with_base64({"flush": False}, "data", [[b"ab", b"c"], [b"d"]]))
+    assert json.loads(body) == {"flush": False, "data": ["YWJj", "ZA=="]}
+    assert json.loads(b"".join(json_with_base64({}, "data", []))) == {"data": []}
+
+
+def test_this_machine() -> None:
+    assert is_this_machine("127.0.0.1") and is_this_machine("localhost")
+    assert not is_this_machine("192.0.2.1")  # set aside for documentation (RFC 5737)
+    assert not is_this_machine("no-such-host.invalid")

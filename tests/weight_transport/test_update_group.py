@@ -1,0 +1,115 @@
+"""The process group with a server's ranks. The other side here joins as SGLang's `init_custom_process_group` does."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_gspo.servers.http_client import ServerError
+from megatron_gspo.weight_transport.distributed_transport import _both
+from megatron_gspo.weight_transport.update_group import GroupError, UpdateGroup, default_backend
+
+# Ranks 1 .. n - 1, each with a default group of its own; prints what each broadcast brings.
+OTHER_SIDE = """
+import os, sys, torch, torch.distributed as dist
+from datetime import timedelta
+from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
+port, name, rank, size, count, nbytes = int(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
+torch.set_num_threads(1)
+store = dist.HashStore()
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+found, rank, size = next(rendezvous(f"tcp://127.0.0.1:{port}", rank, size, timeout=timedelta(seconds=60)))
+found.set_timeout(timedelta(seconds=60))
+group, _ = _new_process_group_helper(size, rank, [], Backend("gloo"), PrefixStore(name, found), group_name=name,
+                                     timeout=timedelta(seconds=60))
+_world.pg_group_ranks[group] = {i: i for i in range(size)}
+for _ in range(count):
+    data = torch.empty(nbytes, dtype=torch.uint8)
+    dist.broadcast(data, src=0, group=group)
+    print(data.sum().item(), flush=True)
+os._exit(0)
+"""
+
+
+def others(group: UpdateGroup, *, count: int, nbytes: int) -> list[subprocess.Popen]:
+    return [
+        subprocess.Popen([sys.executable, "-c", OTHER_SIDE, str(group.port), group.name, str(rank), str(group.size),
+                          str(count), str(nbytes)], stdout=subprocess.PIPE, text=True)
+        for rank in range(1, group.size)
+    ]  # fmt: skip
+
+
+def within(seconds: float, work: Coroutine[Any, Any, Any]) -> Any:
+    async def bounded() -> Any:
+        return await asyncio.wait_for(work, seconds)
+
+    return asyncio.run(bounded())
+
+
+def test_every_rank_gets_every_broadcast_and_a_dead_one_is_an_error() -> None:
+    group = UpdateGroup("weights-test", 3, address="127.0.0.1", backend="gloo", timeout=30.0)
+    processes = others(group, count=2, nbytes=1000)
+
+    async def run() -> None:
+        await group.join()
+        for value in (1, 2):
+            await group.broadcast(torch.full((1000,), value, dtype=torch.uint8))
+        for process in processes:
+            process.wait()
+        with pytest.raises(GroupError, match="^the broadcast broke: "):
+            for _ in range(5):  # the first may still fit into a buffer
+                await group.broadcast(torch.zeros(10**7, dtype=torch.uint8))
+
+    try:
+        within(60.0, run())
+        assert [process.stdout.read().split() for process in processes] == [["1000", "2000"]] * 2
+    finally:
+        group.drop()
+        for process in processes:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+def test_nobody_joins() -> None:
+    """The request is never answered, the group never made: given up at the deadline, though torch would wait on."""
+    group = UpdateGroup("weights-alone", 2, address="127.0.0.1", backend="gloo", timeout=30.0)
+
+    class Silent:
+        url = "http://silent"
+
+    async def run() -> None:
+        await _both(Silent(), "/init", asyncio.sleep(100.0), group.join(), 0.5)
+
+    began = time.monotonic()
+    with pytest.raises(ServerError, match="^server http://silent/init: no answer within 0 s$|within 1 s$"):
+        within(20.0, run())
+    assert time.monotonic() - began < 10.0
+    group.drop()
+
+
+def test_it_listens_on_the_given_address_alone() -> None:
+    group = UpdateGroup("weights-loopback", 2, address="127.0.0.1", backend="gloo", timeout=5.0)
+    wanted = f"0100007F:{group.port:04X}"  # 127.0.0.1, as the kernel writes it
+    with open("/proc/net/tcp") as table:
+        listening = [fields[1] for line in table if (fields := line.split())[3] == "0A"]
+    assert wanted in listening
+    assert not [place for place in listening if place.endswith(f":{group.port:04X}") and place != wanted]
+    group.drop()
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(GroupError, match="^sglang.master_address=192.0.2.1: cannot listen there"):
+        UpdateGroup("weights-nowhere", 2, address="192.0.2.1", backend="gloo", timeout=5.0)
+
+
+def test_backends() -> None:
+    assert default_backend("cpu") == "gloo"
+    assert default_backend("cuda") == ("nccl" if torch.cuda.is_available() else "gloo")

@@ -1,0 +1,74 @@
+"""What an update does where there is no server to take it. With servers: tests/sglang/test_weights.py."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_gspo.servers.http_client import EventLoop, Server, open_session
+from megatron_gspo.servers.server_info import Capabilities
+from megatron_gspo.weight_transport.weight_update import ROUTES, make_route, update_servers
+
+FOUND = Capabilities(url="http://127.0.0.1:30000", version="0.5.23", life="1", weight_version="default", model_path="m",
+                     device="cpu", tp_size=1, pp_size=1, dp_size=1, max_input_tokens=None, max_total_tokens=None,
+                     routed_experts=True, update_session=True)  # fmt: skip
+
+
+@pytest.fixture
+def loop() -> Iterator[EventLoop]:
+    loop = EventLoop()
+    yield loop
+    loop.close()
+
+
+def stream(read: list[str]) -> Iterator[tuple[str, Tensor]]:
+    for name in ("a", "b", "c"):
+        read.append(name)
+        yield name, torch.ones(4)
+
+
+@pytest.mark.parametrize("name", ROUTES)
+def test_nobody_listens(name: str, loop: EventLoop, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    session = loop.run(open_session())
+    read: list[str] = []
+    route = make_route(name, directory=tmp_path)
+    failures = update_servers(loop, [Server(url, session)], stream(read), route, version="v:1", bucket_bytes=16,
+                              timeout=5.0)  # fmt: skip
+    assert list(failures) == [url] and f"server {url}/server_info: no connection" in failures[url]
+    assert read == ["a", "b", "c"]
+    loop.run(session.close())
+
+
+@pytest.mark.parametrize("name", ROUTES)
+def test_no_servers_at_all(name: str, loop: EventLoop, tmp_path: Path) -> None:
+    read: list[str] = []
+    route = make_route(name, directory=tmp_path / "weights")
+    assert update_servers(loop, [], stream(read), route, version="v:1", bucket_bytes=16, timeout=5.0) == {}
+    assert read == ["a", "b", "c"] and not (tmp_path / "weights").exists()
+
+
+def test_what_a_route_refuses(tmp_path: Path) -> None:
+    routes = {name: make_route(name, directory=tmp_path) for name in ROUTES}
+    assert {name: route.refuses(FOUND) for name, route in routes.items()} == dict.fromkeys(ROUTES, "")
+    many = {name for name, route in routes.items() if "dp_size 2" in route.refuses(replace(FOUND, dp_size=2))}
+    assert many == {"tensor", "distributed", "ipc"}
+    stages = {name for name, route in routes.items() if "pp_size 2" in route.refuses(replace(FOUND, pp_size=2))}
+    assert stages == {"distributed"}
+    far = {name for name, route in routes.items() if route.refuses(replace(FOUND, url="http://192.0.2.1:30000"))}
+    assert far == {"ipc"}
+
+
+def test_routes_by_name() -> None:
+    with pytest.raises(ValueError, match="^sglang.weight_route=carrier-pigeon: choose one of disk, tensor"):
+        make_route("carrier-pigeon")
+    with pytest.raises(ValueError, match="set sglang.weight_dir"):
+        make_route("disk")

@@ -1,0 +1,121 @@
+"""Run several algorithms from one cold start over several seeds, or take finished runs, and write one report.
+
+    python -m megatron_gspo.tools.compare.__main__ COMPARISON.yaml [key=value ...] [--slots N] [--report-only]
+    python -m megatron_gspo.tools.compare.__main__ --runs RUN_DIR RUN_DIR ... [--output FOLDER] [--baseline NAME]
+
+What is finished isn't run again, what was stopped goes on. docs/comparison.md says what the report shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+
+from megatron_gspo.errors import UserError
+from megatron_gspo.tools.compare.cold_start import INSTRUCTION, imitate, write_demonstrations
+from megatron_gspo.tools.compare.study import read_study, study_of
+from megatron_gspo.tools.compare.study_files import write_report
+from megatron_gspo.tools.compare.study_plan import (
+    ColdStartFiles,
+    Comparison,
+    argument,
+    load_comparison,
+    report_runs,
+    search_runs,
+)
+from megatron_gspo.tools.compare.study_progress import Display
+from megatron_gspo.tools.compare.study_runner import StaleRun, execute
+from megatron_gspo.tracking.progress import format_time
+from megatron_gspo.tracking.run_directory import write_atomically
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else arguments
+    options = _parser().parse_args(given)
+    try:
+        if options.runs:
+            study = study_of(options.runs, _command(*given), baseline=options.baseline)
+            folder = options.output or Path("comparison")
+        elif options.config is None:
+            print("compare_runs: name a comparison file, or run directories after --runs", file=sys.stderr)
+            return 2
+        else:
+            comparison = load_comparison(options.config, options.overrides)
+            folder = options.output or comparison.folder
+            if not options.report_only:
+                run_all(comparison, slots=options.slots, retry=options.retry_failed)
+            study = read_study(comparison, _command(options.config, *options.overrides))
+        for file in write_report(study, folder):
+            print(file)
+    except ImportError as error:
+        print(f"compare_runs: {error}", file=sys.stderr)
+        return 2
+    except UserError as error:
+        print(f"{error.label}: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def run_all(comparison: Comparison, *, slots: int, retry: bool = False) -> None:
+    """Cold start, search, then every run of the report; each part is skipped where it is done."""
+    began = time.monotonic()
+    prepare(comparison)
+    trials = search_runs(comparison)
+    expected = len(trials) + len(report_runs(comparison, {}))
+    with Display(expected, slots) as display:
+        if trials:
+            execute(comparison, trials, slots=slots, watcher=display, retry=retry)
+        chosen = read_study(comparison, "").chosen
+        execute(comparison, report_runs(comparison, chosen), slots=slots, watcher=display, retry=retry)
+    print(f"{expected} runs in {format_time(time.monotonic() - began)}", file=sys.stderr)
+
+
+def prepare(comparison: Comparison) -> None:
+    """The cold start, where the comparison has one and it isn't there yet.
+
+    Raises StaleRun where the one that is there was made with other settings.
+    """
+    start = comparison.config.cold_start
+    if start is None:
+        return
+    files, config = ColdStartFiles(comparison.folder), comparison.beside(start.config)
+    stamp, wanted = comparison.folder / "cold_start.json", json.loads(start.model_dump_json())
+    if stamp.is_file():
+        if json.loads(stamp.read_text()) != wanted:
+            raise StaleRun(f"{stamp}: the cold start was made with other settings; choose another folder")
+        return
+    from megatron_gspo.tools.make_tiny_model import write_tiny_model  # torch and Transformers, which a report needn't
+
+    comparison.folder.mkdir(parents=True, exist_ok=True)
+    count = write_tiny_model(files.model, words=[INSTRUCTION], **start.model.model_dump())
+    print(f"cold start: a random Qwen3-MoE of {count:,} parameters learns from demonstrations", file=sys.stderr)
+    write_demonstrations(files, comparison.base_file)
+    imitate(files, config, start.processes, [f"{key}={argument(value)}" for key, value in start.overrides.items()])
+    write_atomically(stamp, json.dumps(wanted, indent=2) + "\n")
+
+
+def _command(*arguments: str) -> str:
+    """What makes the same report again, runs and all."""
+    return shlex.join(["python", "-m", "megatron_gspo.tools.compare.__main__", *arguments])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", nargs="?", metavar="COMPARISON.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the comparison file, e.g. seeds=[1,2]")
+    parser.add_argument("--slots", type=int, default=os.cpu_count() or 1, help="runs at once (default: cores)")
+    parser.add_argument("--report-only", action="store_true", help="run nothing; report what is there")
+    parser.add_argument("--retry-failed", action="store_true", help="run those again that ended with an error")
+    parser.add_argument("--runs", nargs="+", type=Path, metavar="RUN_DIR", help="finished runs to compare instead")
+    parser.add_argument("--baseline", help="with --runs: the variant that the others are compared with")
+    parser.add_argument("--output", type=Path, help="folder of the report (default: the comparison's folder)")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,76 @@
+"""Starting weights that can do a little: a small random Qwen3-MoE imitates demonstrations with slips.
+
+The demo and the comparison start from here, so that `make demo` and `make compare` work from nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import string
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+from megatron_gspo.config import load_config
+from megatron_gspo.data.prompts import PromptFormat
+from megatron_gspo.data.sample import Prompt
+from megatron_gspo.data.tasks import TaskSpec, load_task
+from megatron_gspo.tools.compare.study_plan import ColdStartFiles
+from megatron_gspo.tools.compare.study_runner import run_one, torchrun
+
+INSTRUCTION = "Spell this word backward (example: sun -> nus):"  # of the task; one token of the model
+SLIPS = 0.12  # share of letters that the demonstrator mistypes
+
+
+def train(config: Path, processes: int, overrides: Sequence[str]) -> None:
+    """One `torchrun` of the training loop in the foreground.
+
+    Raises SystemExit with its exit code if it fails, Interrupted where it is stopped.
+    """
+    command = torchrun(processes, config, overrides)
+    print("$", " ".join(["torchrun", *command[3:]]), flush=True)
+    code = run_one(command)
+    if code:
+        raise SystemExit(code)
+
+
+def held_out_and_training(model: Path, config: Path) -> tuple[list[Prompt], list[Prompt]]:
+    """The held-out and the training prompts of a config's task; they share no question."""
+    from transformers import AutoTokenizer
+
+    task = load_config(config).data.task
+    assert task is not None
+    found = load_task(TaskSpec(**task.model_dump()), AutoTokenizer.from_pretrained(model), PromptFormat())
+    assert found.evaluation is not None
+    return found.evaluation.prompts, found.train.prompts
+
+
+def write_demonstrations(files: ColdStartFiles, config: Path) -> None:
+    """demonstrations.jsonl (the task's training questions, answers with slips) and held_out.jsonl (right answers).
+
+    config: the training config whose `data.task` is learnt.
+    """
+    held_out, training = held_out_and_training(files.model, config)
+    random = Random(0)
+
+    def careless(text: str) -> str:
+        return "".join(random.choice(string.ascii_lowercase) if random.random() < SLIPS else c for c in text)
+
+    for file, prompts, speak in (
+        (files.demonstrations, training, careless),
+        (files.held_out, held_out, str),
+    ):
+        rows = [json.dumps({"prompt": prompt.text, "answer": speak(prompt.answer or "")}) for prompt in prompts]
+        file.write_text("\n".join(rows) + "\n")
+
+
+def imitate(files: ColdStartFiles, config: Path, processes: int, overrides: Sequence[str] = ()) -> Path:
+    """The supervised start itself; returns the directory of the trained weights."""
+    own = [
+        f"run_dir={files.run_dir}",
+        f"data.prompts={files.demonstrations}",
+        f"data.eval_prompts={files.held_out}",
+        f"model.path={files.model}",
+    ]
+    train(config, processes, [*overrides, *own])
+    return files.weights

@@ -1,0 +1,153 @@
+"""What a step costs, part by part, and what storing routes costs: measured, and on paper for large models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_gspo.tools.compare.run_records import Run, mean_of
+from megatron_gspo.tools.compare.statistics import Interval, interval
+
+# (metric, words) in the order of a step. `train` is what remains of it where its parts were timed.
+PHASES = (
+    ("time/generate", "generation"),
+    ("time/verify", "rewards"),
+    ("time/log_probs", "old log-probs"),
+    ("time/forward", "forward"),
+    ("time/backward", "backward"),
+    ("time/optimizer", "optimizer"),
+    ("time/train", "rest of training"),
+    ("time/routing", "routes: replay, metrics"),
+    ("time/weight_sync", "weight sync"),
+    ("other", "everything else"),
+)
+INSIDE_TRAIN = ("time/forward", "time/backward", "time/optimizer")
+_AFTER_WARM_UP = 2  # the first step pays for first uses
+_FULL_BATCH = (512, 16_384)  # responses and tokens each, of the batch that the paper table is worked out for
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Mean seconds a step of each phase over a variant's runs (means of means), without evaluation and checkpoints."""
+
+    variant: str
+    seconds: dict[str, float]
+    step: Interval
+    memory_gib: float | None
+    replay_bytes: float | None
+    replay_bytes_per_token: float | None
+    bytes_moved: float | None
+
+
+@dataclass(frozen=True)
+class PaperModel:
+    """A model as far as the size of its routes is concerned. layers: those with experts."""
+
+    name: str
+    layers: int
+    experts: int
+    experts_per_token: int
+
+    @property
+    def bytes_per_expert_id(self) -> int:
+        """1 up to 256 experts, else 2."""
+        return 1 if self.experts <= 256 else 2
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.layers * self.experts_per_token * self.bytes_per_expert_id
+
+
+@dataclass(frozen=True)
+class PaperRow:
+    """A model's routes for a rollout batch: bytes a token, bytes of the batch, and beside them its old log-probs."""
+
+    model: PaperModel
+    bytes_per_token: int
+    tokens: int
+    batch_bytes: int
+    log_prob_bytes: int
+
+
+PUBLISHED = (PaperModel("Qwen3-30B-A3B", 48, 128, 8), PaperModel("Qwen3-235B-A22B", 94, 128, 8))
+
+
+def cost_of(variant: str, runs: Sequence[Run]) -> Cost | None:
+    """None where no run has a time."""
+    parts = [found for run in runs if (found := _seconds(run))]
+    if not parts:
+        return None
+    seconds = {name: sum(part.get(name, 0.0) for part in parts) / len(parts) for name, _ in PHASES}
+    return Cost(
+        variant,
+        {name: value for name, value in seconds.items() if value > 0},
+        interval([sum(part.values()) for part in parts]),
+        _mean(runs, "perf/peak_memory_gib", largest=True),
+        _mean(runs, "routing/replay_bytes"),
+        _per_token(runs),
+        _mean(runs, "routing/bytes_moved"),
+    )
+
+
+def on_paper(models: Sequence[PaperModel], batch: tuple[int, int] = _FULL_BATCH) -> list[PaperRow]:
+    """Routes of `batch` = (responses, tokens each); prompts are within the tokens."""
+    tokens = batch[0] * batch[1]
+    return [
+        PaperRow(model, model.bytes_per_token, tokens, model.bytes_per_token * tokens, 4 * tokens) for model in models
+    ]
+
+
+def model_of(config: Mapping[str, Any], name: str = "this model") -> PaperModel | None:
+    """The compared model, from the config.json of its directory; None where that isn't there or has no experts."""
+    path = Path(str(config.get("model", {}).get("path", ""))) / "config.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    experts = found.get("num_experts") or found.get("num_local_experts")  # Transformers writes either
+    if not experts:
+        return None
+    sparse = found.get("decoder_sparse_step") or 1
+    dense = set(found.get("mlp_only_layers") or ())
+    layers = sum(i not in dense and (i + 1) % sparse == 0 for i in range(found["num_hidden_layers"]))
+    return PaperModel(name, layers, experts, found["num_experts_per_tok"])
+
+
+def _seconds(run: Run) -> dict[str, float]:
+    step = mean_of(run, "time/step", first=_AFTER_WARM_UP)
+    if step is None:
+        return {}
+    found = {name: mean_of(run, name, first=_AFTER_WARM_UP) or 0.0 for name, _ in PHASES if name != "other"}
+    train = found["time/train"]
+    found["time/train"] = max(0.0, train - sum(found[name] for name in INSIDE_TRAIN))
+    kept_out = sum(_spent(run, name) for name in ("time/evaluate", "time/checkpoint"))
+    outside = sum(found[name] for name, _ in PHASES if name != "other")
+    return found | {"other": max(0.0, step - kept_out - outside)}
+
+
+def _spent(run: Run, name: str) -> float:
+    """Seconds a step of a phase that few steps have."""
+    chosen = [record for record in run.records if record["step"] >= _AFTER_WARM_UP]
+    return sum(record.get(name) or 0.0 for record in chosen) / len(chosen)
+
+
+def _mean(runs: Sequence[Run], metric: str, *, largest: bool = False) -> float | None:
+    if largest:
+        values = [max(found) for run in runs if (found := [r[metric] for r in run.records if r.get(metric)])]
+    else:
+        values = [value for run in runs if (value := mean_of(run, metric)) is not None]
+    return sum(values) / len(values) if values else None
+
+
+def _per_token(runs: Sequence[Run]) -> float | None:
+    """Stored bytes over the tokens of the rollout batch."""
+    stored = tokens = 0.0
+    for run in runs:
+        for record in run.records:
+            if record.get("routing/replay_bytes") and record.get("perf/tokens"):
+                stored += record["routing/replay_bytes"]
+                tokens += record["perf/tokens"]
+    return stored / tokens if tokens else None

@@ -1,0 +1,304 @@
+"""From a study to the context of report.html. Numbers become text here; the template only places them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_gspo.errors import show_bytes
+from megatron_gspo.tools.compare import charts
+from megatron_gspo.tools.compare.claims import claims, p_value, percent
+from megatron_gspo.tools.compare.costs import PHASES, PUBLISHED, cost_of, model_of, on_paper
+from megatron_gspo.tools.compare.ratio_plots import Response, clip_band, pick_response
+from megatron_gspo.tools.compare.routing_plots import LAYER_FIGURES, layers_of
+from megatron_gspo.tools.compare.run_records import Run
+from megatron_gspo.tools.compare.search import LEARNING_RATE, at_edge
+from megatron_gspo.tools.compare.statistics import Difference, Interval
+from megatron_gspo.tools.compare.study import MEASURES, Row, Study, differences, flat, rows
+from megatron_gspo.tools.compare.study_plan import BASE, argument
+
+TEMPLATE = "report.html"
+
+
+def render(study: Study) -> str:
+    """The whole page as text. Raises ImportError where matplotlib is missing."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("megatron_gspo.tools.compare", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(TEMPLATE).render(**context(study))
+
+
+def context(study: Study) -> dict[str, Any]:
+    colours = {group.name: number for number, group in enumerate(study.groups)}
+    return {
+        "title": study.title,
+        "study": study,
+        "colours": colours,
+        "phases": PHASES,
+        "claims": claims(study),
+        "overview": _overview(study),
+        "headline": _setting_table(study, BASE),
+        "charts": charts.base_charts(study, colours),
+        "layers": _layer_table(study),
+        "moved": charts.moved_tokens(study),
+        "response": _response(study),
+        "costs": _cost_table(study),
+        "cost_chart": charts.cost_chart(study),
+        "paper": _paper(study),
+        "stress": [_stress(study, setting, colours) for setting in study.settings if setting.name != BASE],
+        "search": _search(study),
+        "settings": _settings(study),
+        "incidents": _incidents(study),
+    }
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """A row of a headline table, as text. tone: `better`, `worse` or empty, by the corrected test."""
+
+    name: str
+    label: str
+    runs: str
+    cells: list[str]
+    difference: str
+    p: str
+    tone: str
+
+
+def interval_text(found: Interval | None, scale: float = 100.0, digits: int = 1) -> str:
+    """`61.2 [58.0, 64.4]`; without an interval the mean alone."""
+    if found is None:
+        return "-"
+    text = f"{scale * found.mean:.{digits}f}"
+    if found.low is None or found.high is None:
+        return text
+    return f"{text} [{scale * found.low:.{digits}f}, {scale * found.high:.{digits}f}]"
+
+
+def runs_text(row: Row) -> str:
+    """`5 finished, 2 of them collapsed`, and whatever else there is."""
+    words = {"failed": "failed", "partial": "not over", "missing": "missing"}
+    parts = [f"{row.counts['finished']} finished"]
+    parts += [f"{row.counts[status]} {word}" for status, word in words.items() if row.counts[status]]
+    if row.counts["collapsed"]:
+        parts.append(f"{row.counts['collapsed']} collapsed")
+    return ", ".join(parts)
+
+
+def _setting_table(study: Study, setting: str) -> list[TableRow]:
+    compared = differences(study, setting, "final_accuracy")
+    found = []
+    for row in rows(study, setting):
+        difference = compared.get(row.group)
+        cells = [interval_text(row.measures[name]) for name, _ in MEASURES]
+        cells.append(interval_text(row.seconds, 1.0, 0))
+        shown, tests = ("baseline", "") if row.group == study.baseline else _difference_text(difference)
+        label = study.label(row.group)
+        found.append(TableRow(row.group, label, runs_text(row), cells, shown, tests, _tone(difference)))
+    return found
+
+
+def _difference_text(difference: Difference | None) -> tuple[str, str]:
+    if difference is None:
+        return "-", ""
+    text = f"{100 * difference.mean:+.1f}"
+    if difference.low is not None and difference.high is not None:
+        text += f" [{100 * difference.low:+.1f}, {100 * difference.high:+.1f}]"
+    tests = f"{p_value(difference.p_t)} / {p_value(difference.p_holm)} / {p_value(difference.p_flip)}"
+    return text, tests if difference.p_t is not None else "one seed"
+
+
+def _tone(difference: Difference | None) -> str:
+    if difference is None or not difference.significant:
+        return ""
+    return "better" if difference.mean > 0 else "worse"
+
+
+def _overview(study: Study) -> str:
+    """One sentence: how much ran."""
+    over = [run for run in (*study.runs, *study.trial_runs) if run.status in ("finished", "failed")]
+    steps = {run.config.get("training", {}).get("steps") for run in study.runs if run.config}
+    finished = sum(run.status == "finished" for run in over)
+    numbers = (("variant", study.groups), ("seed", study.seeds), ("run", over))
+    words = [f"{len(found)} {word}{'s' if len(found) != 1 else ''}" for word, found in numbers]
+    text = f"{', '.join(words)} ({finished} finished"
+    failed = len(over) - finished
+    text += f", {failed} failed)" if failed else ")"
+    known = sorted(step for step in steps if step)
+    if known:
+        text += f", {'-'.join(str(step) for step in sorted({known[0], known[-1]}))} rollout batches each"
+    return text + "."
+
+
+def _layer_table(study: Study) -> dict[str, Any]:
+    found = [layers for group in study.groups if (layers := layers_of(group.name, study.of(BASE, group.name)))]
+    depth = max((len(values) for item in found for values in item.figures.values()), default=0)
+    lines = []
+    for item in found:
+        for name, words in LAYER_FIGURES:
+            if name in item.figures:
+                show = (lambda v: f"{v:.3f}") if name == "entropy" else (lambda v: percent(v, 2))
+                lines.append((study.label(item.variant), words, [show(value) for value in item.figures[name]]))
+        if item.largest_load:
+            lines.append((study.label(item.variant), "busiest expert's share", [percent(v) for v in item.largest_load]))
+    return {"depth": depth, "rows": lines}
+
+
+def _response(study: Study) -> dict[str, Any] | None:
+    """The token strip: of the baseline's first run with ratios, under the clip ranges of the report's GRPO and GSPO."""
+    ranges = charts.clip_ranges(study)
+    for run in study.of(BASE, study.baseline) + [run for run in study.runs if run.setting == BASE]:
+        found = pick_response(run, ranges.get("grpo", (0.2, 0.27)), ranges.get("gspo", (3e-4, 4e-4)))
+        if found is not None:
+            return {"found": found, "tokens": [_token(token, found) for token in found.tokens], "of": _of(study, run)}
+    return None
+
+
+def _of(study: Study, run: Run) -> str:
+    return f"{study.label(run.variant)}, seed {run.seed}"
+
+
+def _token(token: Any, response: Response) -> dict[str, Any]:
+    """Text and colour: strength is how far the ratio is from 1, full at the largest of the response."""
+    most = max(max(abs(t.ratio - 1) for t in response.tokens), 1e-9)
+    return {
+        "text": {" ": "\u2423", "\n": "\u21b5", "": "\u2205"}.get(token.text, token.text),
+        "ratio": f"{token.ratio:.3f}",
+        "side": "up" if token.ratio >= 1 else "down",
+        "strength": round(abs(token.ratio - 1) / most, 2),
+        "cut": token.cut,
+        "flipped": token.flipped,
+    }
+
+
+def _cost_table(study: Study) -> list[dict[str, Any]]:
+    found = []
+    base = cost_of(study.baseline, study.of(BASE, study.baseline))
+    for group in study.groups:
+        cost = cost_of(group.name, study.of(BASE, group.name))
+        if cost is None:
+            continue
+        change = f"{100 * (cost.step.mean / base.step.mean - 1):+.1f} %" if base else "-"
+        found.append({
+            "name": group.name,
+            "label": group.label,
+            "step": interval_text(cost.step, 1.0, 3),
+            "change": change if group.name != study.baseline else "baseline",
+            "seconds": {name: f"{cost.seconds[name]:.3f}" if name in cost.seconds else "-" for name, _ in PHASES},
+            "memory": f"{cost.memory_gib:.2f} GiB" if cost.memory_gib else "-",
+            "stored": show_bytes(cost.replay_bytes) if cost.replay_bytes else "-",
+            "per_token": f"{cost.replay_bytes_per_token:.2f}" if cost.replay_bytes_per_token else "-",
+            "moved": show_bytes(cost.bytes_moved) if cost.bytes_moved else "-",
+        })  # fmt: skip
+    return found
+
+
+def _paper(study: Study) -> list[dict[str, Any]]:
+    config = next((run.config for run in study.runs if run.config), {})
+    own = model_of(config, "the compared model")
+    return [
+        {
+            "name": row.model.name,
+            "sum": f"{row.model.layers} x {row.model.experts_per_token} x {row.model.bytes_per_expert_id}",
+            "per_token": f"{row.bytes_per_token} bytes",
+            "tokens": f"{row.tokens:,}",
+            "batch": show_bytes(row.batch_bytes),
+            "log_probs": show_bytes(row.log_prob_bytes),
+        }
+        for row in on_paper([*([own] if own else []), *PUBLISHED])
+    ]
+
+
+def _stress(study: Study, setting: Any, colours: dict[str, int]) -> dict[str, Any]:
+    return {
+        "setting": setting,
+        "overrides": _pairs(setting.overrides),
+        "table": _setting_table(study, setting.name),
+        "seeds": sorted({run.seed for run in study.runs if run.setting == setting.name}),
+        "charts": charts.stress_charts(study, setting.name, colours),
+    }
+
+
+def _search(study: Study) -> dict[str, Any] | None:
+    """One grid a variant: clip ranges down, learning rates across."""
+    if not study.trials:
+        return None
+    grids = []
+    for name in dict.fromkeys(trial.variant for trial in study.trials):
+        trials = [trial for trial in study.trials if trial.variant == name]
+        rates = list(dict.fromkeys(trial.values[LEARNING_RATE] for trial in trials))
+        lines: dict[str, list[Any]] = {}
+        for trial in trials:
+            low, high = trial.values["algorithm.epsilon_low"], trial.values["algorithm.epsilon_high"]
+            lines.setdefault(f"{low:g} / {high:g}", []).append(trial)
+        grids.append({"label": study.label(name), "rates": [f"{rate:g}" for rate in rates], "lines": lines})
+    steps = sorted({run.config.get("training", {}).get("steps") or 0 for run in study.trial_runs if run.config})
+    per_variant = len([t for t in study.trials if t.variant == study.trials[0].variant])
+    return {
+        "grids": grids,
+        "trials": per_variant,
+        "seeds": sorted({run.seed for run in study.trial_runs}),
+        "steps": "-".join(str(step) for step in steps) or "?",
+        "runs": len(study.trial_runs),
+        "overrides": _pairs(study.search_overrides),
+        "edge": [study.label(name) for name in at_edge(study.trials)],
+        "borrowed": [(study.label(name), study.label(other)) for name, other in study.tuned_as.items()],
+    }  # fmt: skip
+
+
+def _settings(study: Study) -> dict[str, Any]:
+    runs = [run for run in study.runs if run.config]
+    environments = [run.environment for run in runs if run.environment]
+    versions: dict[str, list[str]] = {}
+    for environment in environments:
+        told = {
+            "python": environment.get("python"),
+            **(environment.get("versions") or {}),
+            "megatron_gspo": environment.get("megatron_gspo"),
+            "revision": environment.get("git_revision"),
+            "platform": environment.get("platform"),
+        }
+        for key, value in told.items():
+            if value is not None and str(value) not in versions.setdefault(key, []):
+                versions[key].append(str(value))
+    first = runs[0].config if runs else {}
+    return {
+        "shared": _pairs(study.shared),
+        "groups": [(group, _in_force(study, group.name), _pairs(group.overrides)) for group in study.groups],
+        "versions": {key: ", ".join(values) for key, values in versions.items()},
+        "resolved": [(key, argument(value)) for key, value in flat(first).items() if key not in ("run_dir", "seed")],
+    }
+
+
+def _in_force(study: Study, name: str) -> list[str]:
+    """Clip range and learning rate that a variant ran with, wherever they come from."""
+    config = next((run.config for run in study.of(BASE, name) if run.config), None)
+    if config is None:
+        return ["-", "-"]
+    low, high = clip_band(config)
+    rate = config.get("optimizer", {}).get("lr")
+    return [f"{low:g} / {high:g}", "-" if rate is None else f"{rate:g}"]
+
+
+def _pairs(overrides: dict[str, Any]) -> list[str]:
+    return [f"{key}={argument(value)}" for key, value in overrides.items()]
+
+
+def _incidents(study: Study) -> list[str]:
+    """Every run that isn't simply finished, by name."""
+    found = []
+    for run in (*study.runs, *study.trial_runs):
+        where = " ".join(f"{key.rpartition('.')[2]}={value:g}" for key, value in run.trial.items())
+        name = f"{run.name} {where}".strip()
+        if run.status == "failed":
+            last = int(run.records[-1]["step"]) if run.records else 0
+            found.append(f"{name}: failed after step {last}: {run.message}")
+        elif run.status != "finished":
+            found.append(f"{name}: {'not over yet' if run.status == 'partial' else 'not there'}")
+    return found

@@ -1,0 +1,244 @@
+"""Finished runs put in order: which variants, settings and seeds there are, and what each group comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_gspo.tools.compare.run_records import Figures, ReportError, Run, figures, read_run
+from megatron_gspo.tools.compare.search import Trial, choices, table
+from megatron_gspo.tools.compare.statistics import Difference, Interval, holm, interval, paired_difference
+from megatron_gspo.tools.compare.study_plan import BASE, SEARCH, Comparison, report_runs, search_runs
+
+STATUSES = ("finished", "failed", "partial", "missing")
+# What the report compares, as (attribute of Figures, words); the first is the one that conclusions go by.
+MEASURES = (
+    ("final_accuracy", "held-out accuracy at the end"),
+    ("mean_accuracy", "held-out accuracy, mean over the run"),
+    ("reward", "training reward, last tenth of the steps"),
+    ("largest_fall", "largest fall of the accuracy below its own best"),
+)
+
+
+@dataclass(frozen=True)
+class Group:
+    """A variant as the report names it. overrides: every key that it sets beyond the base config."""
+
+    name: str
+    label: str
+    overrides: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """`base` or a stress."""
+
+    name: str
+    about: str
+    overrides: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Study:
+    """All that a report is made of.
+
+    runs: of the report, missing ones included. trials: the search's table, and chosen its outcome. tuned_as: variants
+    that took another one's choice.
+    shared: keys that every run sets beyond the base config. command: makes the report again.
+    """
+
+    title: str
+    groups: list[Group]
+    settings: list[Setting]
+    seeds: list[int]
+    baseline: str
+    runs: list[Run]
+    command: str
+    base: str = ""
+    shared: dict[str, Any] = field(default_factory=dict)
+    trials: list[Trial] = field(default_factory=list)
+    trial_runs: list[Run] = field(default_factory=list)
+    chosen: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tuned_as: dict[str, str] = field(default_factory=dict)
+    search_overrides: dict[str, Any] = field(default_factory=dict)
+
+    def of(self, setting: str, group: str) -> list[Run]:
+        return [run for run in self.runs if run.setting == setting and run.variant == group]
+
+    def groups_in(self, setting: str) -> list[Group]:
+        present = {run.variant for run in self.runs if run.setting == setting}
+        return [group for group in self.groups if group.name in present]
+
+    def label(self, name: str) -> str:
+        return next((group.label for group in self.groups if group.name == name), name)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant under one setting.
+
+    counts: runs by status, and `collapsed` beside them. broken: runs that failed or collapsed or both. converged: that
+    finished, didn't collapse and ended above the accuracy that they began with. by_seed: of the runs that are over.
+    """
+
+    group: str
+    counts: dict[str, int]
+    broken: int
+    converged: int
+    measures: dict[str, Interval | None]
+    seconds: Interval | None
+    by_seed: dict[int, Figures]
+
+
+def read_study(comparison: Comparison, command: str) -> Study:
+    """The runs of a comparison file as they lie in its folder, finished or not."""
+    config = comparison.config
+    trial_runs = [
+        read_run(spec.run_dir, setting=SEARCH, variant=spec.variant, seed=spec.seed, trial=spec.trial)
+        for spec in search_runs(comparison)
+    ]
+    trials = table(trial_runs)
+    chosen = choices(config, trials)
+    runs = [
+        read_run(spec.run_dir, setting=spec.setting, variant=spec.variant, seed=spec.seed)
+        for spec in report_runs(comparison, chosen)
+    ]
+    groups = [Group(v.name, v.label or v.name, {**v.overrides, **chosen.get(v.name, {})}) for v in config.variants]
+    settings = [Setting(BASE, "", {}), *(Setting(s.name, s.about, s.overrides) for s in config.stress)]
+    return Study(
+        config.title, groups, settings, list(config.seeds), config.baseline, runs, command,
+        base=str(comparison.base_file), shared=dict(config.overrides), trials=trials, trial_runs=trial_runs,
+        chosen=chosen, tuned_as={v.name: v.tuned_as for v in config.variants if v.tuned_as is not None},
+        search_overrides=dict(config.search.overrides) if config.search else {},
+    )  # fmt: skip
+
+
+def study_of(run_dirs: Sequence[str | Path], command: str, *, baseline: str | None = None) -> Study:
+    """Run directories alone: runs that differ only in seed form a variant.
+
+    baseline: a variant's name, `grpo` by default where there is one, else the first. Raises ReportError for a
+    directory without a run, a seed that a variant has twice, and an unknown baseline.
+    """
+    found: list[tuple[dict[str, Any], Run]] = []
+    for path in run_dirs:
+        run = read_run(path, setting=BASE, variant="")
+        if run.status == "missing":
+            raise ReportError(f"{path}: holds no run (no config.yaml, no metrics.jsonl); name a run directory")
+        found.append((_without_identity(run.config), run))
+    kinds: list[dict[str, Any]] = []
+    for settings, _ in found:
+        if settings not in kinds:
+            kinds.append(settings)
+    names = _names(kinds)
+    runs = [replace(run, variant=names[kinds.index(settings)]) for settings, run in found]
+    seen: dict[tuple[str, int], Path] = {}
+    for run in runs:
+        earlier = seen.setdefault((run.variant, run.seed), run.run_dir)
+        if earlier != run.run_dir:
+            raise ReportError(f"{run.run_dir}: same settings and seed {run.seed} as {earlier}; name one of them")
+    chosen = baseline or ("grpo" if "grpo" in names else names[0])
+    if chosen not in names:
+        raise ReportError(f"baseline = {chosen}: is no variant here; set one of {', '.join(names)}")
+    varying = _varying(kinds)
+    groups = [
+        Group(name, name, {key: _at(kind, key) for key in varying}) for name, kind in zip(names, kinds, strict=True)
+    ]
+    seeds = sorted({run.seed for run in runs})
+    return Study("Finished runs", groups, [Setting(BASE, "", {})], seeds, chosen, runs, command)
+
+
+def rows(study: Study, setting: str) -> list[Row]:
+    """The headline table of a setting."""
+    found = []
+    for group in study.groups_in(setting):
+        runs = study.of(setting, group.name)
+        over = [run for run in runs if run.status in ("finished", "failed")]
+        numbers = {run.seed: figures(run) for run in over}
+        counts = {status: sum(run.status == status for run in runs) for status in STATUSES}
+        counts["collapsed"] = sum(item.collapsed for item in numbers.values())
+        broken = sum(run.status == "failed" or numbers[run.seed].collapsed for run in over)
+        converged = sum(run.status == "finished" and _ended_well(numbers[run.seed]) for run in over)
+        measures = {name: _interval(study, setting, group.name, name) for name, _ in MEASURES}
+        times = [numbers[run.seed].seconds for run in over if run.status == "finished"]
+        seconds = [value for value in times if value]
+        took = interval(seconds) if seconds else None
+        found.append(Row(group.name, counts, broken, converged, measures, took, numbers))
+    return found
+
+
+def _ended_well(item: Figures) -> bool:
+    start, end = item.start_accuracy, item.final_accuracy
+    return not item.collapsed and (start is None or end is None or end > start)
+
+
+def differences(study: Study, setting: str, measure: str, baseline: str | None = None) -> dict[str, Difference]:
+    """Each variant less the baseline, paired by seed; Holm's correction over the variants of this setting."""
+    reference = baseline or study.baseline
+    base = values(study, setting, reference, measure)
+    found = {}
+    for group in study.groups_in(setting):
+        if group.name != reference:
+            difference = paired_difference(values(study, setting, group.name, measure), base)
+            if difference is not None:
+                found[group.name] = difference
+    adjusted = holm([item.p_t for item in found.values()])
+    return {name: replace(item, p_holm=p) for (name, item), p in zip(found.items(), adjusted, strict=True)}
+
+
+def values(study: Study, setting: str, group: str, measure: str) -> dict[int, float]:
+    """The measure by seed. A failed run counts with what it had last; one that isn't over doesn't count."""
+    found = {}
+    for run in study.of(setting, group):
+        value = getattr(figures(run), measure) if run.status in ("finished", "failed") else None
+        if value is not None:
+            found[run.seed] = float(value)
+    return found
+
+
+def _interval(study: Study, setting: str, group: str, measure: str) -> Interval | None:
+    known = list(values(study, setting, group, measure).values())
+    return interval(known) if known else None
+
+
+def _without_identity(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in ("run_dir", "seed")}
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys of nested mappings."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return found
+
+
+def _varying(kinds: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Dotted keys that aren't the same in all configs, in their order."""
+    tables = [flat(kind) for kind in kinds]
+    keys = list(dict.fromkeys(key for one in tables for key in one))
+    return [key for key in keys if any(one.get(key) != tables[0].get(key) for one in tables)]
+
+
+def _at(config: Mapping[str, Any], key: str) -> Any:
+    return flat(config).get(key)
+
+
+def _names(kinds: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A name for each config from algorithm, replay and old log-probs; where these are equal, from what differs."""
+    plain = []
+    for kind in kinds:
+        algorithm, routing = kind.get("algorithm", {}), kind.get("routing", {})
+        parts = [algorithm.get("name", "run")]
+        if routing.get("replay", "none") != "none":
+            parts.append(routing["replay"])
+        if algorithm.get("old_log_probs") == "rollout":
+            parts.append("rollout")
+        plain.append("_".join(parts))
+    names = []
+    for name, kind in zip(plain, kinds, strict=True):
+        alike = [other for other, its in zip(kinds, plain, strict=True) if its == name]
+        more = [f"{key.rpartition('.')[2]}={_at(kind, key)}" for key in _varying(alike)]
+        names.append(" ".join([name, *more]))
+    return names

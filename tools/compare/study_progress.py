@@ -1,0 +1,95 @@
+"""One display of all runs: a bar and a line for each that runs in a terminal, a plain line an end elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from megatron_gspo.tools.compare.run_records import figures, read_run
+from megatron_gspo.tools.compare.study_plan import RunSpec
+from megatron_gspo.tracking.progress import format_time
+
+_REFRESH = 1.0  # seconds between two looks into the running runs' records
+
+
+class Display:
+    """Told by `runner.execute`; a context manager.
+
+    total: runs in all; slots: how many run at once, for the time that is left.
+    """
+
+    def __init__(
+        self, total: int, slots: int, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._total, self._slots, self._clock = total, slots, clock
+        self._stream = stream or sys.stderr
+        self._done = 0
+        self._seconds: list[float] = []
+        self._looked = clock()
+        self._tasks: dict[str, TaskID] = {}
+        self._bar: Progress | None = None
+        if self._stream.isatty():
+            columns = (TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.fields[line]}"))
+            self._bar = Progress(*columns, console=Console(file=self._stream))
+            self._all = self._bar.add_task("all runs", total=total, line="")
+            self._bar.start()
+
+    def started(self, spec: RunSpec) -> None:
+        if self._bar is not None:
+            self._tasks[spec.name] = self._bar.add_task(spec.name, total=None, line="starting")
+
+    def running(self, active: Sequence[RunSpec]) -> None:
+        """Show how far the running ones are, once a second."""
+        if self._bar is None or self._clock() - self._looked < _REFRESH:
+            return
+        self._looked = self._clock()
+        for spec in active:
+            run = read_run(spec.run_dir, setting=spec.setting, variant=spec.variant, seed=spec.seed)
+            total, found = run.config.get("training", {}).get("steps"), figures(run)
+            if total and run.records:
+                line = f"step {found.steps}/{total}"
+                line += "" if found.final_accuracy is None else f"  accuracy {100 * found.final_accuracy:.1f}%"
+                self._bar.update(self._tasks[spec.name], total=total, completed=found.steps, line=line)
+
+    def ended(self, spec: RunSpec, seconds: float | None) -> None:
+        """seconds: None for a run that was over before."""
+        self._done += 1
+        if seconds is None:
+            if self._bar is not None:
+                self._bar.update(self._all, completed=self._done, line=self._counts())
+            return
+        self._seconds.append(seconds)
+        run = read_run(spec.run_dir, setting=spec.setting, variant=spec.variant, seed=spec.seed)
+        found = figures(run)
+        parts = [f"{spec.name}: {run.status}", run.message, "collapsed" if found.collapsed else ""]
+        parts.append("" if found.final_accuracy is None else f"accuracy {100 * found.final_accuracy:.1f} %")
+        parts.append(format_time(seconds))
+        line = ", ".join(part for part in parts if part)
+        if self._bar is not None:
+            self._bar.console.print(line, markup=False, highlight=False)
+            self._bar.remove_task(self._tasks.pop(spec.name))
+            self._bar.update(self._all, completed=self._done, line=self._counts())
+        else:
+            print(f"{self._counts()}  {line}", file=self._stream, flush=True)
+
+    def _counts(self) -> str:
+        text = f"{self._done}/{self._total}"
+        if self._seconds and self._done < self._total:
+            each = sum(self._seconds) / len(self._seconds)
+            text += f"  left {format_time(each * (self._total - self._done) / self._slots)}"
+        return text
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,216 @@
+"""Starting the runs of a comparison, some at once, and knowing which needn't be started again.
+
+A run is `torchrun -m megatron_gspo.train` in a process group of its own. Its output goes to run_dir/log.txt; where it
+ends with an error, run_dir/failure.json keeps the reason, so that a failure is a result like any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from megatron_gspo.config import ConfigError, load_config
+from megatron_gspo.errors import InputError, RunError
+from megatron_gspo.tools.compare.run_records import FAILURE, read_run
+from megatron_gspo.tools.compare.study_plan import Comparison, RunSpec, as_arguments, resolve
+from megatron_gspo.tracking.run_directory import write_atomically
+
+_POLL = 0.2  # seconds between two looks at the processes
+_STOPPED = (130, 143, -2, -15, -9)  # ended from outside: no result, the run resumes next time
+_PATIENCE = 15.0  # seconds that a run has to leave after SIGTERM
+
+
+class StaleRun(InputError):
+    """A run directory that belongs to other settings than the comparison file has now."""
+
+    label = "comparison error"
+
+
+class Interrupted(RunError):
+    """The comparison was stopped; what is finished stays, the rest resumes."""
+
+    exit_code = 130
+
+
+class Watcher(Protocol):
+    """What is told about the runs; `progress.Display` is one."""
+
+    def started(self, spec: RunSpec) -> None: ...
+    def running(self, active: Sequence[RunSpec]) -> None: ...
+    def ended(self, spec: RunSpec, seconds: float | None) -> None: ...
+
+
+@dataclass
+class _Job:
+    spec: RunSpec
+    process: subprocess.Popen[bytes]
+    started: float
+
+
+def torchrun(processes: int, config: Path, arguments: Sequence[str]) -> list[str]:
+    """The command of one run on this machine."""
+    head = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return [*head, "-m", "megatron_gspo.train", str(config), *arguments]
+
+
+def child_environment() -> dict[str, str]:
+    """One thread a process: two processes that each take all cores are many times slower than one after the other."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+
+
+def is_over(comparison: Comparison, spec: RunSpec, *, retry: bool = False) -> bool:
+    """Whether a run is finished, or failed and not to be tried again.
+
+    Raises StaleRun where the directory's resolved config isn't the one that the run would have now.
+    """
+    run = read_run(spec.run_dir, setting=spec.setting, variant=spec.variant, seed=spec.seed)
+    if run.config:
+        _check_same(comparison, spec)
+    return run.status == "finished" or (run.status == "failed" and not retry)
+
+
+def execute(
+    comparison: Comparison,
+    specs: Sequence[RunSpec],
+    *,
+    slots: int,
+    watcher: Watcher,
+    retry: bool = False,
+    command: Callable[[Comparison, RunSpec], list[str]] | None = None,
+) -> None:
+    """Bring every run to its end, `slots` at once, in the given order.
+
+    A run that fails is recorded and doesn't stop the others. Raises StaleRun before anything starts, Interrupted after
+    Ctrl-C or SIGTERM, with every process ended.
+    """
+    make = command or command_of
+    waiting = []
+    for spec in specs:
+        if is_over(comparison, spec, retry=retry):
+            watcher.ended(spec, None)
+        else:
+            waiting.append(spec)
+    active: list[_Job] = []
+    with stoppable():
+        try:
+            while waiting or active:
+                while waiting and len(active) < slots:
+                    active.append(_start(comparison, waiting.pop(0), make))
+                    watcher.started(active[-1].spec)
+                time.sleep(_POLL)
+                for job in [job for job in active if job.process.poll() is not None]:
+                    active.remove(job)
+                    _settle(job)
+                    watcher.ended(job.spec, time.monotonic() - job.started)
+                watcher.running([job.spec for job in active])
+        finally:
+            _end([job.process for job in active])
+
+
+def run_one(command: Sequence[str]) -> int:
+    """Run a command in the foreground; its exit code. A stop ends all its processes and raises Interrupted."""
+    with stoppable():
+        process = subprocess.Popen(command, env=child_environment(), start_new_session=True)
+        try:
+            return process.wait()
+        finally:
+            _end([process])
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[None]:
+    """Turn Ctrl-C and SIGTERM into Interrupted."""
+    before = signal.signal(signal.SIGTERM, _raise_interrupt)
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted("stopped; the same command goes on from here") from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def command_of(comparison: Comparison, spec: RunSpec) -> list[str]:
+    """What starts a run."""
+    return torchrun(comparison.config.processes, comparison.base_file, as_arguments(comparison, spec))
+
+
+def _start(comparison: Comparison, spec: RunSpec, make: Callable[[Comparison, RunSpec], list[str]]) -> _Job:
+    spec.run_dir.mkdir(parents=True, exist_ok=True)
+    (spec.run_dir / FAILURE).unlink(missing_ok=True)
+    with (spec.run_dir / "log.txt").open("ab") as log:
+        process = subprocess.Popen(
+            make(comparison, spec),
+            env=child_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # its ranks end with it, and Ctrl-C reaches only us
+        )
+    return _Job(spec, process, time.monotonic())
+
+
+def _settle(job: _Job) -> None:
+    """Record an end with an error; one from outside leaves no record."""
+    code = job.process.returncode
+    if code in _STOPPED:
+        return
+    if code or not (job.spec.run_dir / "summary.json").is_file():
+        failure = {"exit_code": code, "message": last_words(job.spec.run_dir / "log.txt")}
+        write_atomically(job.spec.run_dir / FAILURE, json.dumps(failure, indent=2) + "\n")
+
+
+def last_words(log: Path) -> str:
+    """The run's own line that says why it ended, else the log's last line that torchrun didn't write."""
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    for line in reversed(lines):
+        head, colon, rest = line.partition(": ")
+        if colon and (head == "error" or head.endswith(" error")):
+            return rest
+    own = [line for line in lines if "torch.distributed" not in line and not line.startswith(("=", "-", "E1", "W1"))]
+    return own[-1] if own else "no word in log.txt"
+
+
+def _check_same(comparison: Comparison, spec: RunSpec) -> None:
+    wanted = resolve(comparison, spec).dump()
+    try:
+        found = load_config(spec.run_dir / "config.yaml").dump()
+    except ConfigError as error:
+        raise StaleRun(f"{spec.run_dir}: its config is of another version ({error}); remove the directory") from None
+    for section, value in wanted.items():
+        if found[section] == value:
+            continue
+        keys = [key for key in value if found[section][key] != value[key]] if isinstance(value, dict) else []
+        name = f"{section}.{keys[0]}" if keys else section
+        here, there = (value[keys[0]], found[section][keys[0]]) if keys else (value, found[section])
+        raise StaleRun(
+            f"{spec.run_dir}: was run with {name} = {there}, the comparison now says {here}; "
+            "choose another folder or remove the directory"
+        )
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End those that still run, each with its whole group."""
+    running = [process for process in processes if process.poll() is None]
+    for process in running:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+    for process in running:
+        try:
+            process.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _raise_interrupt(*_: object) -> None:
+    raise KeyboardInterrupt

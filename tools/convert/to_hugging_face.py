@@ -1,0 +1,199 @@
+"""From a Megatron distributed checkpoint to a Hugging Face one, streamed: no process holds more than a few tensors."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_gspo.errors import writing
+from megatron_gspo.models.families import family_of, hugging_face_names
+from megatron_gspo.models.hf_checkpoint import INDEX, SINGLE, copy_companions, read_index
+from megatron_gspo.models.model_shape import ModelError, ModelShape, read_config
+from megatron_gspo.models.parameter_slices import Chunk, Part
+from megatron_gspo.models.safetensors_writer import FileLayout, begin_file, file_layout, is_begun, write_tensors
+from megatron_gspo.tools.convert.torch_dcp_files import DistributedReader, open_checkpoint
+from megatron_gspo.tools.convert.work_directory import Workspace, file_stamps
+from megatron_gspo.tools.convert.work_units import UNIT_BYTES, Unit, cut, run_units
+
+_KEPT_BYTES = 64 << 20  # of parameters kept for the next tensors: query, key and value are one, and not neighbours
+_OTHERS = ("optimizer", "rng_state", "rerun_state_machine_state")  # what a training checkpoint holds beside the model
+
+
+@dataclass(frozen=True)
+class _Work:
+    """names: consecutive tensors of one file. chunks: of the parts that they are in, by their first name."""
+
+    checkpoint: Path
+    file: Path
+    names: tuple[str, ...]
+    offsets: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+    dtype: torch.dtype
+    shape: ModelShape
+
+
+def to_hugging_face(
+    checkpoint: Path,
+    out: Path,
+    chunks: Sequence[Chunk],
+    source: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 4 << 30,
+    processes: int = 1,
+    unit_bytes: int = UNIT_BYTES,
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> Path:
+    """Convert the distributed checkpoint to the Hugging Face directory `out`; returns `out`.
+
+    chunks: what Megatron's checkpoint of the model holds, in one piece each (`mcore.checkpoint_frame`). source: config,
+    tokenizer and, where it has an index, the division into files; else files are of `max_shard_bytes` at most. dtype:
+    of the result; None is the checkpoint's. Optimizer and random states are left out.
+
+    Broken off, it goes on when called again. Errors as in `to_megatron`.
+    """
+    family, shape = family_of(read_config(source))
+    reader = open_checkpoint(checkpoint)
+    chunks = as_stored(reader, chunks)
+    reader.check({chunk.key for chunk in chunks})
+    dtype = dtype or _common_dtype(reader, chunks)
+    sizes = {name: size for chunk in chunks for name, size in chunk.part.whole_sizes(shape).items()}
+    files = _files(source, {name: sizes[name] for name in hugging_face_names(family, shape)}, dtype, max_shard_bytes)
+    job = {"from": str(checkpoint.resolve()), "files": file_stamps(checkpoint), "dtype": str(dtype),
+           "unit_bytes": unit_bytes, "to": {file: sorted(names) for file, names in files.items()}}
+    layouts = {file: file_layout({name: sizes[name] for name in names}, dtype) for file, names in files.items()}
+    with Workspace(out, job) as workspace:
+        units = _units(checkpoint, workspace.result, layouts, chunks, sizes, dtype, shape, unit_bytes)
+        begun = {file for file, layout in layouts.items() if is_begun(workspace.result / file, layout)}
+        finished = {unit.number for unit in units if unit.number in workspace.done and unit.work.file.name in begun}
+        workspace.check_room(sum(layout.size for file, layout in layouts.items() if file not in begun))
+        for file in layouts.keys() - begun:
+            begin_file(workspace.result / file, layouts[file])
+        run_units(_write, units, finished=finished, processes=processes, record=workspace.record, report=report)
+        with writing(workspace.result):
+            _finish(workspace.result, files, sizes, source, dtype)
+        return workspace.publish()
+
+
+def as_stored(reader: DistributedReader, chunks: Sequence[Chunk]) -> list[Chunk]:
+    """The chunks under the keys that the checkpoint has them by.
+
+    Raises ``ModelError`` naming a weight that is missing, extra or of other sizes than the model's.
+    """
+    found = reader.tensors
+    chunks = [chunk if chunk.key in found else replace(chunk, key=_torch_key(chunk.key)) for chunk in chunks]
+    wanted = {chunk.key: chunk for chunk in chunks}
+    if missing := sorted(wanted.keys() - found.keys()):
+        raise ModelError(f"{reader.path} lacks {missing[0]} ({len(missing)} missing); it is not of config.json's model")
+    extra = sorted(key for key in found.keys() - wanted.keys() if not key.startswith(_OTHERS))
+    if extra:
+        raise ModelError(f"{reader.path} has {extra[0]}, which the model does not use ({len(extra)} extra)")
+    for key, chunk in wanted.items():
+        same = found[key] == chunk.whole
+        if chunk.part.rule.is_vocabulary:  # padded to the layout that it was saved in
+            same = found[key][0] >= chunk.whole[0] and found[key][1:] == chunk.whole[1:]
+        if not same:
+            raise ModelError(f"{key} is {found[key]} in {reader.path}; config.json makes it {chunk.whole}")
+    return chunks
+
+
+def _torch_key(key: str) -> str:
+    """How Megatron's own torch layers name the norm before the experts; `mcore/layers.py` renames it."""
+    return key.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
+
+
+def read_part(reader: DistributedReader, chunks: Sequence[Chunk]) -> Tensor:
+    """The whole parameter that these chunks make up."""
+    value = torch.empty(chunks[0].part.sizes, dtype=reader.dtype(chunks[0].key))
+    for chunk in chunks:
+        reader.read_into(value, chunk)
+    return value
+
+
+def by_part(chunks: Sequence[Chunk]) -> dict[str, tuple[Chunk, ...]]:
+    """The chunks of each parameter, under the first of its Hugging Face names."""
+    found: dict[str, list[Chunk]] = {}
+    for chunk in chunks:
+        found.setdefault(chunk.part.names[0], []).append(chunk)
+    return {name: tuple(of_part) for name, of_part in found.items()}
+
+
+def _common_dtype(reader: DistributedReader, chunks: Sequence[Chunk]) -> torch.dtype:
+    kinds = {reader.dtype(chunk.key): chunk.key for chunk in chunks}
+    if len(kinds) > 1:
+        (a, first), (b, second) = list(kinds.items())[:2]
+        raise ModelError(f"{first} is {a} and {second} {b} in {reader.path}; choose one with --dtype")
+    return next(iter(kinds))
+
+
+def _files(
+    source: Path, sizes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, max_shard_bytes: int
+) -> dict[str, list[str]]:
+    """File -> names of its tensors: as the source's index says where there is one for these names."""
+    if (source / INDEX).is_file():
+        weight_map = read_index(source)
+        files: dict[str, list[str]] = {}
+        for name in sizes:
+            files.setdefault(str(weight_map.get(name)), []).append(name)
+        if "None" not in files:
+            return dict(sorted(files.items()))
+    runs = list(cut(sizes, lambda name: math.prod(sizes[name]) * dtype.itemsize, max_shard_bytes))
+    if len(runs) == 1 or (source / SINGLE).is_file():
+        return {SINGLE: list(sizes)}
+    return {f"model-{i + 1:05d}-of-{len(runs):05d}.safetensors": run for i, run in enumerate(runs)}
+
+
+def _units(
+    checkpoint: Path, folder: Path, layouts: Mapping[str, FileLayout], chunks: Sequence[Chunk],
+    sizes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, shape: ModelShape, unit_bytes: int,
+) -> list[Unit]:
+    """Runs of consecutive tensors of one file."""
+    parts = by_part(chunks)
+    first = {name: key for key, of_part in parts.items() for name in of_part[0].part.names}
+    units: list[Unit] = []
+    for file, layout in layouts.items():
+        for names in cut(layout.offsets, lambda name: math.prod(sizes[name]) * dtype.itemsize, unit_bytes):
+            needed = tuple(chunk for key in dict.fromkeys(first[name] for name in names) for chunk in parts[key])
+            offsets = tuple(layout.offsets[name] for name in names)
+            work = _Work(checkpoint, folder / file, tuple(names), offsets, needed, dtype, shape)
+            size = sum(math.prod(sizes[name]) for name in names) * dtype.itemsize
+            units.append(Unit(len(units), size, work))
+    return units
+
+
+def _write(work: _Work) -> None:
+    write_tensors(work.file, _tensors(work))
+
+
+def _tensors(work: _Work) -> Iterator[tuple[int, Tensor]]:
+    reader = open_checkpoint(work.checkpoint)
+    parts = by_part(work.chunks)
+    part_of: dict[str, Part] = {name: chunk.part for chunk in work.chunks for name in chunk.part.names}
+    kept: dict[str, Tensor] = {}
+    for name, offset in zip(work.names, work.offsets, strict=True):
+        part = part_of[name]
+        key = part.names[0]
+        if key not in kept:
+            kept[key] = read_part(reader, parts[key])
+            while len(kept) > 1 and sum(value.nbytes for value in kept.values()) > _KEPT_BYTES:
+                del kept[next(iter(kept))]
+        yield offset, part.split(kept[key], work.shape)[name].to(work.dtype)
+
+
+def _finish(
+    folder: Path, files: Mapping[str, list[str]], sizes: Mapping[str, tuple[int, ...]], source: Path, dtype: torch.dtype
+) -> None:
+    """Config with the type of the weights, tokenizer and index."""
+    copy_companions(source, folder, dtype)
+    if list(files) == [SINGLE]:
+        return
+    weight_map = {name: file for file, names in files.items() for name in names}
+    total = sum(math.prod(sizes[name]) for name in weight_map) * dtype.itemsize
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, indent=2)
+    (folder / INDEX).write_text(text + "\n")

@@ -1,0 +1,226 @@
+"""Megatron's distributed checkpoints on disk, in torch.distributed.checkpoint's own format, chunk by chunk.
+
+Torch writes and reads every byte; what is added is that tensors are made when their turn comes, and that no pickled
+class other than the format's own is loaded.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+
+from megatron_gspo.errors import DiskError, describe_disk, first_line, writing
+from megatron_gspo.models.model_shape import ModelError
+from megatron_gspo.models.parameter_slices import Chunk
+
+METADATA = ".metadata"
+# Where each chunk or object of a file lies: (key, offsets or None, file, start, length). Plain, so that it can be kept
+# as JSON.
+Placement = tuple[str, list[int] | None, str, int, int]
+
+# What a `.metadata` file may name: torch's metadata classes, and the placeholders of Megatron's older ones.
+_SAFE = {
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata", "BytesStorageMetadata",
+        "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.planner": (
+        "SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    "pathlib": ("PosixPath",),
+    "pathlib._local": ("PosixPath",),
+    "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata", "MCoreSavePlan"),
+}  # fmt: skip
+
+
+def write_file(
+    folder: Path,
+    number: int,
+    chunks: Sequence[Chunk],
+    make: Callable[[Chunk], Tensor],
+    dtype: torch.dtype,
+    objects: dict[str, bytes] | None = None,
+) -> list[Placement]:
+    """Write file `number` of a checkpoint with these chunks (each made when it is written) and objects; flushed to
+    the disk. Returns where everything lies. Raises ``DiskError`` where the disk doesn't take it."""
+    by_place = {(chunk.key, torch.Size(chunk.offsets)): chunk for chunk in chunks}
+    items = [_item(chunk, dtype) for chunk in chunks]
+    items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in objects or {}]
+
+    class Planner(DefaultSavePlanner):
+        def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+            index = write_item.index
+            if write_item.type is WriteItemType.BYTE_IO:
+                return io.BytesIO((objects or {})[index.fqn])
+            assert index.offset is not None
+            return make(by_place[index.fqn, index.offset]).to(dtype)
+
+    # no copying ahead: on a machine with a GPU that would start CUDA in a forked process
+    writer = FileSystemWriter(folder, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0)
+    plan = SavePlan(items, storage_data=_StoragePrefix(f"__{number}_"))
+    results = _written(writer, plan, Planner(), folder / f"__{number}_0.distcp")
+    return [
+        (
+            found.index.fqn,
+            None if found.index.offset is None else list(found.index.offset),
+            found.storage_data.relative_path,
+            found.storage_data.offset,
+            found.storage_data.length,
+        )
+        for found in results
+    ]
+
+
+def _written(writer: FileSystemWriter, plan: SavePlan, planner: DefaultSavePlanner, file: Path) -> list[WriteResult]:
+    try:
+        with writing(file):
+            return writer.write_data(plan, planner).wait()
+    except RuntimeError as error:  # torch's zip writer fails once more over the write that failed
+        if not isinstance(error.__context__, OSError):
+            raise
+        raise DiskError(describe_disk(file, error.__context__)) from error
+
+
+def write_metadata(
+    folder: Path,
+    chunks: Iterable[Chunk],
+    dtype: torch.dtype,
+    objects: Iterable[str],
+    placements: Iterable[Placement],
+) -> None:
+    """Complete a checkpoint of the files that `write_file` wrote.
+
+    Raises ``ValueError`` where the chunks leave a gap in a tensor, overlap, or one was never written.
+    """
+    items = [_item(chunk, dtype) for chunk in chunks]
+    items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in objects]
+    _, metadata = DefaultSavePlanner(flatten_state_dict=False).create_global_plan([SavePlan(items)])
+    results = []
+    for key, offsets, file, start, length in placements:
+        index = MetadataIndex(key, None if offsets is None else torch.Size(offsets))
+        results.append(WriteResult(index, length, _StorageInfo(file, start, length)))
+    if unwritten := {item.index for item in items} - {result.index for result in results}:
+        raise ValueError(f"{len(unwritten)} chunks were never written, {min(index.fqn for index in unwritten)} first")
+    FileSystemWriter(folder).finish(metadata, [results])
+
+
+def _item(chunk: Chunk, dtype: torch.dtype) -> WriteItem:
+    offsets, sizes = torch.Size(chunk.offsets), torch.Size(chunk.sizes)
+    data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), TensorProperties(dtype), torch.Size(chunk.whole))
+    return WriteItem(MetadataIndex(chunk.key, offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+class DistributedReader:
+    """Regions of the tensors of a distributed checkpoint; only what is asked for is read.
+
+    Raises ``ModelError`` naming the file that is missing or damaged, or the tensor.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not (self.path / METADATA).is_file():
+            raise ModelError(f"{path}: no {METADATA} there; give a distributed checkpoint, or a run with a whole one")
+        self._reader = FileSystemReader(self.path)
+        metadata = read_metadata(self.path / METADATA)
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        entries = metadata.state_dict_metadata.items()
+        self._tensors = {key: value for key, value in entries if isinstance(value, TensorStorageMetadata)}
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Key -> sizes of the whole tensor."""
+        return {key: tuple(value.size) for key, value in self._tensors.items()}
+
+    def dtype(self, key: str) -> torch.dtype:
+        return self._tensors[key].properties.dtype
+
+    def check(self, keys: Collection[str]) -> None:
+        """Raise ``ModelError`` unless the files of these tensors are there, as long as the metadata say."""
+        needed: dict[str, int] = {}
+        for index, place in self._reader.storage_data.items():
+            if index.fqn in keys:
+                part = str(place.relative_path)
+                needed[part] = max(needed.get(part, 0), place.offset + place.length)
+        for name, size in sorted(needed.items()):
+            file = self.path / name
+            if not file.is_file():
+                raise ModelError(f"{file}: this file of the checkpoint is missing; copy or save it again")
+            if (found := file.stat().st_size) < size:
+                raise ModelError(f"{file}: cut short, {found} of {size} bytes or more; copy or save it again")
+
+    def read_into(self, target: Tensor, chunk: Chunk) -> None:
+        """Copy the chunk's region, whatever the chunks that it was saved in, to its place in the part `target`."""
+        region = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+        items = create_read_items_for_chunk_list(chunk.key, self._tensors[chunk.key], [region])
+        if sum(item.lengths.numel() for item in items) != chunk.numel:
+            raise ModelError(f"{self.path}: the chunks of {chunk.key} leave a gap; save it again")
+        view = chunk.of(target)
+
+        class Planner(DefaultLoadPlanner):
+            def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+                return view
+
+        try:
+            self._reader.read_data(LoadPlan(items), Planner()).wait()
+        except (OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError, AssertionError) as error:
+            files = ", ".join(sorted({self._file(item) for item in items}))
+            raise ModelError(f"{self.path}: {chunk.key} can't be read from {files} ({first_line(error)})") from None
+
+    def _file(self, item: ReadItem) -> str:
+        return str(self._reader.storage_data[item.storage_index].relative_path)
+
+
+def open_checkpoint(path: Path) -> DistributedReader:
+    """A reader of `path`, the same as last time while the checkpoint is: its metadata are long to read."""
+    file = path / METADATA
+    return _reader(path, file.stat().st_mtime_ns if file.is_file() else 0)
+
+
+@lru_cache(maxsize=1)
+def _reader(path: Path, changed: int) -> DistributedReader:
+    return DistributedReader(path)
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_type or name in _SAFE.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
+
+
+def read_metadata(file: Path) -> Metadata:
+    """A `.metadata` file, which is a pickle: only torch's metadata classes are made from it.
+
+    Raises ``ModelError`` for a file that is damaged, or names anything else.
+    """
+    try:
+        with file.open("rb") as stream:
+            metadata = _MetadataUnpickler(stream).load()
+    except Exception as error:  # a damaged pickle raises nearly anything
+        raise ModelError(f"{file}: not readable as a checkpoint's metadata ({first_line(error)})") from None
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise ModelError(f"{file}: not a checkpoint's metadata, but a {type(metadata).__name__}")
+    return metadata

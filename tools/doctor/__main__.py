@@ -1,0 +1,88 @@
+"""``python -m megatron_gspo.tools.doctor [CONFIG.yaml] [key=value ...]``, also under torchrun on all ranks."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import sys
+from collections.abc import Sequence
+
+from megatron_gspo.tools.doctor.arguments import Options
+
+USAGE = "python -m megatron_gspo.tools.doctor [CONFIG.yaml] [key=value ...] [--json] [--probe]"
+ABOUT = """Looks at this machine and, with a config, at everything that a run of it needs, before the run: versions,
+known defects, the config, model, prompts, disk, ports, servers and, under torchrun, the ranks and their groups. Writes
+nothing to run_dir. Exit code: 0 nothing worse than a note, 1 warnings, 2 errors."""
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    parser = argparse.ArgumentParser("python -m megatron_gspo.tools.doctor", USAGE, ABOUT)
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument(
+        "--probe",
+        action="store_true",
+        help="build the run and compare the log-probs of trainer and engine; "
+        "sends the model's weights to the SGLang servers",
+    )
+    parser.add_argument(
+        "--allow-warnings", action="store_true", help="exit with 0 where nothing is worse than a warning"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="that the ranks may take to meet, and for the exchanges on all groups (default: 60)",
+    )
+    parser.add_argument(
+        "--world-size", type=int, metavar="N", help="check the config for N processes without starting them"
+    )
+    known, rest = parser.parse_known_args(arguments)
+    if not 0 < known.timeout < math.inf or (known.world_size is not None and known.world_size < 1):
+        parser.error("--timeout and --world-size must be above 0, and finite")
+    config = rest[0] if rest and "=" not in rest[0] and not rest[0].startswith("-") else ""
+    overrides = rest[1:] if config else rest
+    if unknown := [word for word in overrides if word.startswith("-") and not word.startswith("--sglang.")]:
+        parser.error(f"{unknown[0]}: no such option")
+    if overrides and not config:
+        parser.error(f"{overrides[0]}: an override needs a CONFIG.yaml before it")
+    return Options(
+        config,
+        tuple(overrides),
+        as_json=known.json,
+        probe=known.probe,
+        allow_warnings=known.allow_warnings,
+        seconds=known.timeout,
+        world_size=known.world_size,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    try:
+        from megatron_gspo.tools.doctor.diagnostics import quiet_output
+        from megatron_gspo.tools.doctor.runner import Checkup
+    except ImportError as failure:  # a package that nothing works without
+        print(
+            f"error    versions.packages  {failure}; the doctor can't start either; install this project with pip: "
+            "its requirements come with it",
+            file=sys.stderr,
+        )
+        return 2
+    checkup = Checkup(options, output=sys.stdout)
+    try:
+        with quiet_output():
+            return checkup.run()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    code = main()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(BrokenPipeError):
+            stream.flush()
+    os._exit(code)  # threads of process groups whose peers are gone may never end

@@ -1,0 +1,130 @@
+"""The files that a config names: model, tokenizer, prompts, and what is in the run's directory. Writes nothing."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from megatron_gspo.config import Config
+from megatron_gspo.errors import show_bytes
+from megatron_gspo.models import ModelShape
+from megatron_gspo.tools.doctor.diagnostics import Finding, error, note, ok, warning
+from megatron_gspo.tools.plan.parameters import total_parameters
+
+
+def check_weights(config: Config) -> tuple[ModelShape, list[Finding]]:
+    """The model's sizes and a finding. Raises ConfigError for a checkpoint that can't be trained."""
+    from megatron_gspo.loop import assemble
+
+    shape = assemble.check_weights(config)
+    count = total_parameters(shape)
+    path = Path(config.model.path)
+    if config.model.init == "random":
+        return shape, [ok("model.weights", f"{path}: {count:,} parameters, drawn at random (model.init)")]
+    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    text = f"{path}: {count:,} parameters, {show_bytes(size)}, every tensor there"
+    return shape, [ok("model.weights", text)]
+
+
+def check_tokenizer_and_prompts(config: Config, shape: ModelShape) -> list[Finding]:
+    """Loads both, as every rank of a run does at its start. Raises UserError for what can't be used."""
+    from megatron_gspo.data.prompts import PromptError
+    from megatron_gspo.loop import assemble
+
+    tokenizer = assemble.load_tokenizer(config)
+    try:
+        train, held_out, dropped = assemble.load_data(config, tokenizer)
+    except ImportError as failure:  # an optional package; the message says which and how to get it
+        raise PromptError(str(failure)) from None
+    assemble.check_prompts(config, train, held_out, shape.vocab_size)
+    found = [
+        ok("model.tokenizer", f"{type(tokenizer).__name__}, {len(tokenizer):,} tokens"),
+        ok("run.prompts", f"{len(train):,} training prompts, {len(held_out):,} held out"),
+    ]
+    if len(tokenizer) > shape.vocab_size:
+        found[0] = warning(
+            "model.tokenizer",
+            f"{len(tokenizer):,} tokens, the model's vocabulary has {shape.vocab_size:,}",
+            "the last ones can't be embedded",
+            "use the model's own tokenizer files",
+        )
+    if dropped:
+        found.append(
+            note(
+                "run.prompts",
+                f"{dropped:,} prompts are longer than data.max_prompt_length = {config.data.max_prompt_length}",
+                "they are left out",
+                "raise it if they matter",
+            )
+        )
+    return found
+
+
+def check_checkpoints(config: Config) -> list[Finding]:
+    """Where a run of this config begins: its newest whole checkpoint, those passed over, and who else writes there."""
+    from megatron_gspo.mcore.checkpoint.checkpoint_files import newest_checkpoint, read_state  # Megatron may be missing
+
+    run_dir = Path(config.run_dir)
+    found = judge_lock(run_dir, writer_of(run_dir))
+    newest, faults = newest_checkpoint(run_dir / "checkpoints")
+    found += [
+        warning("run.checkpoints", fault, "it is passed over", "remove it, or keep it to look into") for fault in faults
+    ]
+    if config.checkpoint.resume == "never":
+        return found
+    if newest is not None:
+        step = read_state(newest).get("step")
+        text = f"resumes from {newest}, step {step} of {config.training.steps}"
+        if isinstance(step, int) and step >= config.training.steps:
+            return [
+                *found,
+                note(
+                    "run.start",
+                    f"{newest} is at step {step} of {config.training.steps}",
+                    "there is nothing left to do",
+                    "raise training.steps to go on, or choose another run_dir",
+                ),
+            ]
+        return [*found, ok("run.start", text)]
+    if (run_dir / "metrics.jsonl").exists():
+        return [
+            *found,
+            warning(
+                "run.start",
+                f"{run_dir} holds the records of a run and no whole checkpoint",
+                "a new run starts over and clears them",
+                "choose another run_dir to keep them",
+            ),
+        ]
+    return [*found, ok("run.start", f"{run_dir}: a new run")]
+
+
+def writer_of(run_dir: Path) -> str | None:
+    """Who holds the run directory's lock, in the words that it left there; None where nobody does."""
+    try:
+        descriptor = os.open(run_dir / ".lock", os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return None
+    except (BlockingIOError, PermissionError):
+        return os.read(descriptor, 200).decode(errors="replace").strip() or "another process"
+    except OSError:  # a file system without locks
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def judge_lock(run_dir: Path, writer: str | None) -> list[Finding]:
+    if writer is None:
+        return []
+    return [
+        error(
+            "run.lock",
+            f"{run_dir}: {writer} is writing it",
+            "a second run there would refuse to start",
+            "end that run first or choose another run_dir",
+        )
+    ]

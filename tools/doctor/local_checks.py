@@ -1,0 +1,153 @@
+"""What one process can look at without the others."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from megatron_gspo.config import Config, ConfigError, load_config
+from megatron_gspo.config.checks import check_divisibility, check_layout, read_hf_config
+from megatron_gspo.config.load import split_server_arguments
+from megatron_gspo.models import ModelShape
+from megatron_gspo.tools.doctor import input_checks, known_issues, machine_checks, storage_checks
+from megatron_gspo.tools.doctor.arguments import Options
+from megatron_gspo.tools.doctor.diagnostics import Finding, Report, examine, failed, ok
+from megatron_gspo.tools.doctor.gpu_memory import judge_gpu_memory, planned_memory
+from megatron_gspo.tools.doctor.rendezvous import Place
+from megatron_gspo.tools.doctor.version_checks import judge_accelerator, judge_versions, numbers
+
+
+@dataclass
+class Local:
+    """One rank's checks of its own. The first rank of each host looks at what all of them share, the first of all at
+    what there is once. neighbours: ranks on this host. config: what was loaded, None without or where it can't be."""
+
+    options: Options
+    place: Place
+    report: Report
+    versions: Mapping[str, str | None]
+    neighbours: int = 1
+    config: Config | None = None
+    shape: ModelShape | None = None
+
+    def run(self) -> None:
+        gpu, first_here = torch.cuda.is_available(), self.place.local_rank == 0
+        hf: dict[str, Any] = {}
+        if self.options.config:
+            self._run("config.load", self._load)
+        if not first_here:
+            return
+        self._run("versions.packages", lambda: judge_versions(self.versions, gpu=gpu))
+        self._run("versions.cuda", _accelerator)
+        self._run("machine.limits", lambda: machine_checks.check_machine(self.neighbours, gpu=gpu))
+        if self.config is not None:
+            self._run("config.check", self._check)
+            hf = self._look_at_inputs(self.config)
+            self._run("machine.gpu_memory", self._gpu_memory)
+        self._run("ports.free", lambda: machine_checks.check_ports(self.config, os.environ))
+        self._run("disk.space", lambda: self._disk(gpu))
+        told: dict[str, Any] = {}
+        config = self.config
+        if self.place.rank == 0 and config is not None and config.rollout.engine == "sglang":
+            self._run("servers.answer", lambda: _servers(config, told, with_ranks=bool(self.place.host)))
+        self._run(
+            "defects.known",
+            lambda: known_issues.check_defects(
+                known_issues.situation(self.versions, self.config, hf, world_size=self._world_size, **told)
+            ),
+        )
+
+    @property
+    def _world_size(self) -> int:
+        return self.options.world_size or self.place.world_size
+
+    def _run(self, check: str, action: Callable[[], Iterable[Finding]]) -> None:
+        self.report.add(*examine(check, action))
+
+    def _load(self) -> list[Finding]:
+        overrides, for_servers = split_server_arguments(self.options.overrides)
+        self.config = load_config(self.options.config, overrides, server_arguments=for_servers)
+        return []
+
+    def _check(self) -> list[Finding]:
+        assert self.config is not None
+        size = self._world_size
+        try:
+            self.config.check(size)
+        except ConfigError as failure:
+            found = failed("config.check", failure, "a run would refuse it at its start")
+            return [replace(found, fix=found.fix + _start_as_the_run(failure, size))]
+        processes = f"{size} process{'es' if size > 1 else ''}"
+        return [ok("config.check", f"{self.options.config}: nothing contradicts itself on {processes}")]
+
+    def _look_at_inputs(self, config: Config) -> dict[str, Any]:
+        """The model, the prompts and the run's directory; returns the model's config.json, {} where there is none."""
+        try:
+            hf = read_hf_config(config.model.path)
+        except ConfigError:
+            hf = {}  # _check has said it
+        if hf:
+            self._run("model.weights", lambda: self._weights(config))
+        if (shape := self.shape) is not None:
+            self._run("run.prompts", lambda: input_checks.check_tokenizer_and_prompts(config, shape))
+        if self.place.rank == 0:
+            self._run("run.checkpoints", lambda: input_checks.check_checkpoints(config))
+        return hf
+
+    def _weights(self, config: Config) -> list[Finding]:
+        self.shape, found = input_checks.check_weights(config)
+        return found
+
+    def _gpu_memory(self) -> list[Finding]:
+        """Where there is a GPU, or one is only thought of (--world-size)."""
+        gpu = torch.cuda.is_available()
+        if self.config is None or self.shape is None or not (gpu or self.options.world_size):
+            return []
+        try:
+            check_layout(self.config.parallel, self._world_size)
+            check_divisibility(self.config.parallel, read_hf_config(self.config.model.path))
+        except ConfigError:
+            return []  # _check has said it
+        available = torch.cuda.get_device_properties(self.place.local_rank).total_memory if gpu else None
+        engine = not gpu or importlib.util.find_spec("transformer_engine") is not None
+        memory = planned_memory(self.config, self.shape, self._world_size, transformer_engine=engine)
+        return [judge_gpu_memory(memory, available)]
+
+    def _disk(self, gpu: bool) -> list[Finding]:
+        found = storage_checks.check_shared_memory(self.neighbours, gpu=gpu)
+        if self.config is None or self.shape is None:
+            return found + storage_checks.check_free_disk()
+        return (
+            found + storage_checks.check_run_disk(self.config, self.shape) + storage_checks.check_weight_disk(self.config, self.shape)
+        )
+
+
+def _start_as_the_run(failure: ConfigError, world_size: int) -> str:
+    if "processes" in failure.problem and world_size == 1:
+        return ", or start the doctor with torchrun as the run, or say --world-size N"
+    return ""
+
+
+def _accelerator() -> list[Finding]:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = [torch.cuda.get_device_name(index) for index in range(gpus)]
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if gpus and torch.distributed.is_nccl_available() else None
+    return judge_accelerator(torch.version.cuda, names, nccl)
+
+
+def _servers(config: Config, told: dict[str, Any], *, with_ranks: bool) -> list[Finding]:
+    """`told` gets version and device of the servers, for the known defects. with_ranks: this is the run's rank 0."""
+    from megatron_gspo.tools.doctor import server_checks  # aiohttp may be missing
+
+    if config.sglang.servers:
+        told["sglang"], told["servers_on_cpu"], found = server_checks.check_startable(config)
+        return found
+    answers = server_checks.ask(config)
+    versions = [numbers(answer.version) for answer in answers.values() if not isinstance(answer, str)]
+    told["sglang"] = min(versions, default=())
+    return server_checks.judge_servers(config, answers) + (server_checks.judge_own_address(config) if with_ranks else [])

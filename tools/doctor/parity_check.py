@@ -1,0 +1,121 @@
+"""Do trainer and engine agree? Both are built as a run builds them, and score the same tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron_gspo.config import Config
+from megatron_gspo.data.sample import Sample
+from megatron_gspo.errors import show_bytes
+from megatron_gspo.tools.doctor.diagnostics import Finding, error, note, ok, warning
+
+_PROMPTS, _RESPONSE = 4, 32
+# nats by which one token's log-prob may differ: float32 rounding is 1e-5, bfloat16 was measured up to 0.19
+_LARGEST = {"float32": 1e-3, "bfloat16": 0.5}
+
+
+def check_agreement(config: Config) -> list[Finding]:
+    """Assemble the run, send its weights to the engine and compare log-probs; a collective of all ranks.
+
+    Nothing is written to run_dir but the logs of servers that the run would start. Raises UserError for whatever would
+    stop a run at its start.
+    """
+    from megatron_gspo.loop.assemble import assemble
+    from megatron_gspo.mcore.process_groups import shutdown
+
+    if config.rollout.engine == "demonstrations":
+        return [
+            note(
+                "agreement.log_probs",
+                "rollout.engine = demonstrations draws no samples whose log-probs could be compared",
+            )
+        ]
+    run = assemble(_probing(config))
+    try:
+        return _compare(run)
+    finally:
+        run.close()
+        shutdown(keep_distributed=True)
+
+
+def _probing(config: Config) -> Config:
+    """The same config with the probe of `loop/probe.py` on, which tells and doesn't stop."""
+    if config.rollout.engine != "sglang":
+        return config
+    return config.model_copy(
+        update={"sglang": config.sglang.model_copy(update={"probe_interval": 1, "probe_action": "warn"})}
+    )
+
+
+def _compare(run) -> list[Finding]:  # type: ignore[no-untyped-def] # Run's module is imported late
+    from megatron_gspo.loop.probe import probe
+    from megatron_gspo.loop.servers import is_central, sync_weights
+    from megatron_gspo.loop.timers import Timers
+
+    sync_weights(run, 0)
+    found = _memory()
+    if is_central(run.engine):
+        metrics = probe(run, 0, Timers())
+        if not metrics:
+            return [
+                *found,
+                error(
+                    "agreement.log_probs",
+                    "no server scored the prompts",
+                    "nothing is known of the agreement",
+                    "look at the servers' logs",
+                ),
+            ]
+        mean, largest = metrics["probe/abs_diff"], metrics["probe/abs_diff_max"]
+    else:
+        mean, largest = _differences(run)
+    return [judge_agreement(mean, largest, run.config.rollout.engine, run.config.model.dtype), *found]
+
+
+def _differences(run) -> tuple[float, float]:  # type: ignore[no-untyped-def]
+    """(mean, largest) difference, in nats, between the log-probs that the embedded engine gives with its samples and
+    the policy's own of the same tokens."""
+    from megatron_gspo.mcore.process_groups import compute_device
+    from megatron_gspo.mcore.train_step import compute_log_probs
+    from megatron_gspo.rollout.engine_protocol import SamplingParams
+    from megatron_gspo.rollout.sample_exchange import broadcast_samples
+
+    samples: list[Sample] | None = None
+    if dist.get_rank() == 0:
+        sampling = SamplingParams(1, min(_RESPONSE, run.config.rollout.max_response_length))
+        samples = run.engine.generate(run.source.prompts[:_PROMPTS], sampling, seed=0)
+    samples = broadcast_samples(samples, dist.group.WORLD, compute_device())
+    ours = compute_log_probs(run.policy, samples, run.batching, temperature=1.0).log_probs
+    differences = np.concatenate([np.abs(mine - s.rollout_log_probs) for mine, s in zip(ours, samples, strict=True)])
+    return float(differences.mean()), float(differences.max())
+
+
+def judge_agreement(mean: float, largest: float, engine: str, dtype: str) -> Finding:
+    """Differences of log-probs in nats; a NaN is no agreement."""
+    check, limit = "agreement.log_probs", _LARGEST[dtype]
+    text = (
+        f"trainer and {engine} engine: log-probs differ by {mean:.2g} nats on average, {largest:.2g} at most ({dtype})"
+    )
+    if largest <= limit:
+        return ok(check, text)
+    fix = "compare model, dtype and tokenizer of both; docs/troubleshooting.md"
+    if largest <= 10 * limit:
+        return warning(check, text, f"{limit:g} is usual; importance ratios are off by as much", fix)
+    return error(check, text, f"{limit:g} is usual; they don't compute the same model", fix)
+
+
+def _memory() -> list[Finding]:
+    """What the assembled run takes of the GPU before its first step."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    free, total = torch.cuda.mem_get_info()
+    return [
+        note(
+            "agreement.memory",
+            f"{show_bytes(free)} of {show_bytes(total)} GPU memory are free once model, optimizer and engine are there",
+            "activations and Adam's states, which come with the first step, need room",
+        )
+    ]

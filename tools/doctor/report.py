@@ -1,0 +1,82 @@
+"""The report as lines for a reader or one JSON document for a script."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import megatron_gspo
+from megatron_gspo.tools.doctor.diagnostics import LATE, LEVELS, SILENT, Finding, describe_ranks, worst
+
+_STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
+_VERDICTS = {
+    "ok": "nothing stands in the way",
+    "note": "nothing stands in the way",
+    "warning": "it can start; read the warnings first",
+    "error": "it can't work as it is",
+}
+
+
+def lines(findings: Sequence[Finding]) -> list[str]:
+    """The text of each, with the ranks that found it where the ranks that looked differ, or one of them hangs."""
+    looked: dict[str, set[int]] = defaultdict(set)
+    for finding in findings:
+        looked[finding.check] |= set(finding.ranks)
+    return [
+        f"{describe_ranks(finding.ranks)}: {finding.line}"
+        if finding.ranks and (set(finding.ranks) != looked[finding.check] or finding.check.endswith((LATE, SILENT)))
+        else finding.line
+        for finding in findings
+    ]
+
+
+def write_text(findings: Sequence[Finding], stream: TextIO) -> None:
+    """A line for each finding, by theme; folded and coloured in a terminal, whole and plain in a pipe."""
+    console = Console(file=stream, highlight=False)
+    width = max((len(finding.check) for finding in findings), default=0)
+    if console.is_terminal:
+        table = Table.grid(padding=(0, 2))
+        table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for finding, line in zip(findings, lines(findings), strict=True):
+            style = _STYLES[finding.level]
+            table.add_row(Text(finding.level, style), Text(finding.check, "dim"), Text(line))
+        console.print(table)
+        console.print(Text(summary(findings), _STYLES[worst(findings)]))
+    else:
+        for finding, line in zip(findings, lines(findings), strict=True):
+            print(f"{finding.level:<7}  {finding.check:<{width}}  {line}", file=stream)
+        print(summary(findings), file=stream)
+    stream.flush()
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """`2 errors, 1 warning, 3 notes, 12 ok: it can't work as it is`."""
+    counts = [(level, sum(finding.level == level for finding in findings)) for level in reversed(LEVELS)]
+    words = [f"{count} {level}{'s' if count != 1 and level != 'ok' else ''}" for level, count in counts if count]
+    return f"{', '.join(words) or 'nothing was checked'}: {_VERDICTS[worst(findings)]}"
+
+
+def document(findings: Sequence[Finding], *, world_size: int, config: str | None, code: int) -> dict[str, Any]:
+    """The JSON document of `--json`; `format` changes when a key changes its meaning or goes."""
+    return {
+        "format": 1,
+        "megatron_gspo": megatron_gspo.__version__,
+        "config": config,
+        "world_size": world_size,
+        "worst": worst(findings),
+        "exit_code": code,
+        "findings": [{**asdict(finding), "ranks": list(finding.ranks)} for finding in findings],
+    }
+
+
+def write_json(content: dict[str, Any], stream: TextIO) -> None:
+    print(json.dumps(content, indent=2, ensure_ascii=False), file=stream, flush=True)

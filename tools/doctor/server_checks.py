@@ -1,0 +1,204 @@
+"""The SGLang servers of a config: what they are and can do, asked of each; or the one that the run would start."""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from megatron_gspo.config import Config
+from megatron_gspo.servers.http_client import Server, ServerError, open_session
+from megatron_gspo.servers.launch_command import ServerSettings, on_cpu, sglang_version
+from megatron_gspo.servers.server_info import Capabilities, capabilities
+from megatron_gspo.tools.doctor.diagnostics import Finding, error, ok, warning
+from megatron_gspo.tools.doctor.version_checks import SGLANG, judge_version, numbers
+from megatron_gspo.weight_transport.weight_update import make_route
+
+_SECONDS = 10.0  # for each of the questions to a server
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_ROUTES_ARE_RIGHT_ON_CPU = (0, 5, 23)  # patches/README.md, --disable-overlap-schedule
+
+
+def ask(config: Config) -> dict[str, Capabilities | str]:
+    """By URL: what each server says of itself, or why it doesn't."""
+    key = None
+    if config.sglang.api_key_file is not None:
+        key = Path(config.sglang.api_key_file).read_text(encoding="utf-8").splitlines()[0].strip()
+    return asyncio.run(_ask(config.sglang.urls, key))
+
+
+async def _ask(urls: Sequence[str], key: str | None) -> dict[str, Capabilities | str]:
+    session = await open_session()
+
+    async def one(url: str) -> Capabilities | str:
+        try:
+            return await capabilities(Server(url, session, api_key=key), timeout=_SECONDS)
+        except ServerError as failure:
+            return str(failure)
+
+    try:
+        return dict(zip(urls, await asyncio.gather(*(one(url) for url in urls)), strict=True))
+    finally:
+        await session.close()
+
+
+def judge_servers(config: Config, found: dict[str, Capabilities | str]) -> list[Finding]:
+    """A line for each server that is well, one for each fault of another."""
+    findings: list[Finding] = []
+    for what in found.values():
+        if isinstance(what, str):
+            findings.append(
+                error(
+                    "servers.answer",
+                    what,
+                    "the run waits sglang.recovery_timeout for it, then stops if no other answers",
+                    "start it, or correct sglang.urls",
+                )
+            )
+        else:
+            findings += judge_server(config, what)
+    findings += _judge_together([what for what in found.values() if not isinstance(what, str)])
+    return findings + _judge_address(config)
+
+
+def judge_server(config: Config, server: Capabilities) -> list[Finding]:
+    version = judge_version(SGLANG, server.version, gpu=True, where=f" at {server.url}")
+    text = (
+        f"{server.url}: {server.device}, TP {server.tp_size}, PP {server.pp_size}, DP {server.dp_size}, "
+        f"serves {server.model_path}"
+    )
+    faults = [*_judge_routes(config, server), *_judge_length(config, server), *_judge_route_of_weights(config, server)]
+    return [version, *(faults or [ok("servers.answer", text)])]
+
+
+def _judge_routes(config: Config, server: Capabilities) -> list[Finding]:
+    if not config.routing.needs_rollout_routes:
+        return []
+    if not server.routed_experts:
+        return [
+            error(
+                "servers.routes",
+                f"{server.url} returns no routed experts",
+                "routing.replay = r3 and routing.compare_rollout need them",
+                "start it with --enable-return-routed-experts",
+            )
+        ]
+    if server.device == "cpu" and numbers(server.version) < _ROUTES_ARE_RIGHT_ON_CPU:
+        return [
+            warning(
+                "servers.routes",
+                f"{server.url}: sglang {server.version} on a CPU returns routed experts that its "
+                "next step has overwritten, unless it was started right",
+                "replay would train on wrong experts, silently",
+                "start it with --disable-overlap-schedule",
+            )
+        ]
+    return []
+
+
+def _judge_length(config: Config, server: Capabilities) -> list[Finding]:
+    prompt, limit = config.data.max_prompt_length, server.max_input_tokens
+    if limit is not None and prompt > limit:
+        return [
+            error(
+                "servers.length",
+                f"{server.url} takes prompts of {limit} tokens, data.max_prompt_length = {prompt}",
+                "it refuses longer ones",
+                "start it with a larger --context-length, or lower data.max_prompt_length",
+            )
+        ]
+    longest, held = prompt + config.rollout.max_response_length, server.max_total_tokens
+    if held is not None and longest > held:
+        return [
+            error(
+                "servers.length",
+                f"{server.url} has room for {held} tokens, a response with its prompt may take {longest}",
+                "it aborts the longest ones",
+                "start it with more --mem-fraction-static or --max-total-tokens, or lower rollout.max_response_length",
+            )
+        ]
+    return []
+
+
+def _judge_route_of_weights(config: Config, server: Capabilities) -> list[Finding]:
+    sglang = config.sglang
+    route = make_route(
+        sglang.weight_route,
+        directory=sglang.weight_dir or Path(config.run_dir) / "weights",
+        source=config.model.path,
+        address=sglang.master_address,
+    )
+    try:
+        reason = route.refuses(server)
+    finally:
+        route.close()
+    if not reason:
+        return []
+    head, _, fix = reason.partition("; ")
+    return [
+        error("servers.weights", f"{server.url} {head}", f"weight_route = {sglang.weight_route} can't serve it", fix)
+    ]
+
+
+def _judge_together(servers: list[Capabilities]) -> list[Finding]:
+    versions = sorted({server.version for server in servers})
+    if len(versions) > 1:
+        return [
+            warning(
+                "servers.versions",
+                f"the servers run different versions: {', '.join(versions)}",
+                "their log-probs of the same tokens may differ",
+                "install one version everywhere",
+            )
+        ]
+    return []
+
+
+def _judge_address(config: Config) -> list[Finding]:
+    """Servers on other machines reach the trainer by sglang.master_address."""
+    elsewhere = [url for url in config.sglang.urls if urlsplit(url).hostname not in _LOOPBACK]
+    address = config.sglang.master_address
+    if config.sglang.weight_route == "distributed" and address in _LOOPBACK and elsewhere:
+        return [
+            error(
+                "servers.address",
+                f"sglang.master_address = {address}, and {elsewhere[0]} is on another machine or may be",
+                "it would look for the trainer at itself when weights are sent",
+                "set the address of the first training node that the servers reach",
+            )
+        ]
+    return []
+
+
+def judge_own_address(config: Config) -> list[Finding]:
+    """Whether this machine, where rank 0 is, has sglang.master_address for its own: rank 0 listens there."""
+    address = config.sglang.master_address
+    if config.sglang.weight_route != "distributed":
+        return []
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as listener:
+            listener.bind(place)
+    except OSError as failure:
+        reason = (failure.strerror or str(failure)).lower()
+        return [
+            error(
+                "servers.address",
+                f"sglang.master_address = {address}: {platform.node()}, where rank 0 is, can't listen there ({reason})",
+                "the servers come there for the weights, and the run would stop",
+                "give an address of rank 0's node; static.sh keeps rank 0 on the node of your choice",
+            )
+        ]
+    return []
+
+
+def check_startable(config: Config) -> tuple[tuple[int, ...], bool, list[Finding]]:
+    """(version, whether on a CPU, findings) of the SGLang that `sglang.servers` would start. Raises InputError."""
+    python = config.sglang.python or sys.executable
+    settings = ServerSettings(model=config.model.path, python=python, arguments=tuple(config.sglang.arguments))
+    version, cpu = sglang_version(python), on_cpu(settings)
+    return version, cpu, [judge_version(SGLANG, ".".join(map(str, version)), gpu=True, where=f" of {python}")]

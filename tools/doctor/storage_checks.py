@@ -1,0 +1,139 @@
+"""Disk and shared memory: what is free, against what a run writes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from megatron_gspo.config import Config
+from megatron_gspo.errors import existing_part, show_bytes
+from megatron_gspo.models import ModelShape
+from megatron_gspo.tools.doctor.diagnostics import Finding, error, note, ok, warning
+from megatron_gspo.tools.doctor.disk_space import DTYPE_BYTES, Needs, needs
+from megatron_gspo.tools.plan.parameters import total_parameters
+
+SHARED_MEMORY = Path("/dev/shm")
+# A container's default of 64 MiB is what NCCL and SGLang run out of; NVIDIA starts its own with 1 GiB a few GPUs.
+_SHARED_MEMORY_OF_A_RANK = 256 << 20
+_LITTLE = 1 << 30  # on the disk of a machine without a config
+
+
+def needs_of(config: Config, shape: ModelShape) -> Needs:
+    """What a run of this config writes below its run_dir, and to `sglang.weight_dir` where it is there."""
+    inside = config.sglang.weight_dir is None or Path(config.sglang.weight_dir).is_relative_to(config.run_dir)
+    copies = 2 if config.rollout.engine == "sglang" and config.sglang.weight_route == "disk" and inside else 0
+    return needs(
+        total_parameters(shape),
+        weight_bytes=DTYPE_BYTES[config.model.dtype],
+        keep=config.checkpoint.keep,
+        saves=bool(config.checkpoint.interval),
+        exports=config.checkpoint.export_hf,
+        weight_copies=copies,
+    )
+
+
+def check_run_disk(config: Config, shape: ModelShape) -> list[Finding]:
+    """The disk of run_dir, less what an earlier part of the same run has written there."""
+    folder = Path(config.run_dir)
+    held = sum(_size(path) for path in (folder / "checkpoints", folder / "hf", folder / "weights"))
+    return [judge_disk(config.run_dir, shutil.disk_usage(existing_part(folder)).free, held, needs_of(config, shape))]
+
+
+def check_weight_disk(config: Config, shape: ModelShape) -> list[Finding]:
+    """The disk of `sglang.weight_dir`, where it is elsewhere: room for two copies of the weights."""
+    place = config.sglang.weight_dir
+    if config.sglang.weight_route != "disk" or place is None or Path(place).is_relative_to(config.run_dir):
+        return []
+    wanted = 2 * total_parameters(shape) * DTYPE_BYTES[config.model.dtype]
+    free = shutil.disk_usage(existing_part(place)).free + _size(Path(place))
+    text = f"{place}: {show_bytes(free)} free, two copies of the weights take {show_bytes(wanted)}"
+    if free < wanted:
+        return [
+            error(
+                "disk.weight_dir",
+                text,
+                "an update of the weights would fail",
+                "free some space or set another sglang.weight_dir",
+            )
+        ]
+    return [ok("disk.weight_dir", text)]
+
+
+def judge_disk(place: str, free: int, held: int, wanted: Needs) -> Finding:
+    """Bytes free and already held by the run, against what it writes."""
+    check, available = "disk.run_dir", free + held
+    parts = []
+    if wanted.checkpoints:
+        parts.append(f"{wanted.checkpoints} checkpoints of {show_bytes(wanted.checkpoint)}")
+    if wanted.export:
+        parts.append(f"an export of {show_bytes(wanted.export)}")
+    if wanted.weights:
+        parts.append(f"weights for servers of {show_bytes(wanted.weights)}")
+    text = f"{place}: {show_bytes(free)} free, the run writes {' and '.join(parts) or 'no more than its records'}"
+    if available < wanted.smallest:
+        return error(
+            check,
+            text,
+            "it stops at the first that doesn't fit",
+            f"free {show_bytes(wanted.total - available)}, or choose another run_dir",
+        )
+    if available < wanted.total:
+        return warning(
+            check,
+            text,
+            "it will not all fit",
+            f"free {show_bytes(wanted.total - available)}, lower checkpoint.keep, or choose another run_dir",
+        )
+    return ok(check, text)
+
+
+def check_free_disk() -> list[Finding]:
+    """Without a config: the disks of the working directory and of temporary files."""
+    import tempfile
+
+    found = []
+    for name, place in (("working_directory", os.getcwd()), ("temporary", tempfile.gettempdir())):
+        free = shutil.disk_usage(place).free
+        text = f"{place}: {show_bytes(free)} free"
+        little = warning(f"disk.{name}", text, "checkpoints and logs need room", "free some space")
+        found.append(little if free < _LITTLE else ok(f"disk.{name}", text))
+    return found
+
+
+def check_shared_memory(ranks: int, *, gpu: bool) -> list[Finding]:
+    """ranks: processes of this run on this machine, as far as known."""
+    if not SHARED_MEMORY.is_dir():
+        return [
+            note(
+                "disk.shared_memory",
+                f"there is no {SHARED_MEMORY}",
+                "NCCL and SGLang use it between GPUs of a machine",
+                "mount a tmpfs there",
+            )
+        ]
+    usage = shutil.disk_usage(SHARED_MEMORY)
+    return [judge_shared_memory(usage.free, usage.total, ranks, gpu=gpu)]
+
+
+def judge_shared_memory(free: int, total: int, ranks: int, *, gpu: bool) -> Finding:
+    """NCCL exchanges through it where GPUs of a machine can't reach each other, SGLang between its processes."""
+    check, wanted = "disk.shared_memory", ranks * _SHARED_MEMORY_OF_A_RANK
+    text = f"{SHARED_MEMORY}: {show_bytes(free)} of {show_bytes(total)} free"
+    if not gpu:
+        return ok(check, text + ", not needed without GPUs")
+    if free >= wanted:
+        return ok(check, f"{text}, {show_bytes(wanted)} is enough for {ranks} GPUs")
+    return warning(
+        check,
+        f"{text}, {show_bytes(wanted)} is usual for {ranks} GPUs",
+        "NCCL and SGLang fail with 'no space left on device' or a bus error when it runs out",
+        "start the container with --shm-size=16g or --ipc=host (Kubernetes: an emptyDir of medium Memory)",
+    )
+
+
+def _size(folder: Path) -> int:
+    try:
+        return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    except OSError:  # a running run removes its old ones
+        return 0

@@ -1,0 +1,273 @@
+"""Bytes that a forward and backward pass keeps on a rank, operation by operation.
+
+Two implementations. ``torch`` counts what the layers of ``mcore/layers.py``, ``mcore/attention.py`` and
+``mcore/operators.py`` save for the backward, from their code; on a CPU it is compared with measured peaks
+(benchmarks/plan_memory.py). ``transformer_engine`` counts what its modules save, from their documentation and
+Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198, section 4),
+with grouped queries, RMSNorm, SwiGLU, flash attention and experts in the place of that paper's layer; nothing here can
+run it, so it is an estimate.
+
+Letters as in that paper: h hidden, s the tokens of a rank's residual stream, t those of its attention (s TP with
+sequence parallelism), a bytes of an element.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_gspo.config.sections import ParallelConfig
+from megatron_gspo.models.model_shape import ModelShape, padded_vocab_size
+from megatron_gspo.parallel.log_probs import CHUNK_BYTES
+from megatron_gspo.parallel.vocabulary_tiles import TILE, tile_elements, tile_shape
+from megatron_gspo.tools.plan.parameters import (
+    layer_kinds,
+    local_experts,
+    stage_layers,
+)
+
+INDEX = 8  # int64
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a pass is computed. ``implementation``: ``torch`` or ``transformer_engine``; ``recompute`` as in the config;
+    ``on_gpu``: fused norms, attention without a mask where it can, outputs sent on are freed."""
+
+    dtype_bytes: int = 2
+    implementation: str = "transformer_engine"
+    recompute: str = "none"
+    recompute_num_layers: int = 1
+    on_gpu: bool = True
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """``tokens``: of the whole micro-batch, before context parallelism; ``longest``: of its longest sequence.
+
+    ``expert_rows``: rows that the experts of a rank get in one layer, None for an even share of the tokens.
+    """
+
+    tokens: int
+    longest: int
+    expert_rows: float | None = None
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the formulas below read: this rank's part of everything."""
+
+    a: int
+    h: int
+    s: float
+    t: float
+    keys: float
+    query: int
+    groups: int
+    d: int
+    ffn: int
+    moe: int
+    experts: int
+    local: int
+    k: int
+    rows: float
+    shared: int
+    sent: bool
+    mask: float
+    qk_norm: bool
+
+
+def sizes_of(shape: ModelShape, parallel: ParallelConfig, batch: MicroBatch, setting: Setting) -> Sizes:
+    """A rank's part of a micro-batch and of a layer."""
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_size
+    t = batch.tokens / cp
+    s = t / tp if parallel.use_sequence_parallel else t
+    k = shape.experts_per_token
+    even = s * k * etp  # EP ranks send and receive alike; the ETP ranks of an expert see one another's tokens
+    return Sizes(
+        a=setting.dtype_bytes, h=shape.hidden_size, s=s, t=t, keys=float(batch.tokens) if cp > 1 else t,
+        query=shape.num_attention_heads // tp, groups=shape.num_query_groups // tp, d=shape.head_dim,
+        ffn=shape.ffn_hidden_size // tp, moe=shape.moe_ffn_hidden_size // etp, experts=shape.num_experts,
+        local=local_experts(shape, parallel) if shape.is_moe else 0, k=k,
+        rows=even if batch.expert_rows is None else batch.expert_rows,
+        shared=shape.shared_expert_size // tp, sent=ep * etp > 1,
+        mask=t * batch.longest if cp > 1 else 0.0, qk_norm=shape.query_key_norms,
+    )
+
+
+def _norm(z: Sizes, elements: float, setting: Setting) -> float:
+    """Saved by an RMSNorm beside its output: its input and one number a row (the row's length is taken as h or d by the
+    caller, who adds the rows). On a CPU torch composes the low-precision one of float32 steps and saves two of them."""
+    composed = setting.implementation == "torch" and not setting.on_gpu and z.a < 4
+    return elements * (8 if composed else z.a)
+
+
+def attention_bytes(z: Sizes, setting: Setting) -> dict[str, float]:
+    """Saved by one layer up to the residual sum behind the attention."""
+    torch_layers, cpu = setting.implementation == "torch", not setting.on_gpu
+    per_row = 4 if z.a < 4 or setting.on_gpu else z.a
+    query, key = z.t * z.query * z.d, z.t * z.groups * z.d
+    saved = {"norm": _norm(z, z.s * z.h, setting) + per_row * z.s, "qkv input": z.a * z.s * z.h}
+    if z.qk_norm:
+        # the key's norm, or the value, keeps the whole product of queries, keys and values alive; the query's norm has
+        # a copy of its part, unless with one group that is a view
+        if torch_layers and cpu and z.a < 4:
+            kept = _norm(z, query + key, setting)
+        else:
+            kept = z.a * (query + 2 * key + (query if z.groups > 1 else 0.0) + (0.0 if torch_layers else key))
+        saved["q and k norms"] = kept + per_row * z.t * (z.query + z.groups)
+    elif not torch_layers:
+        saved["qkv"] = z.a * (query + 2 * key)
+    core = z.a * 2 * query + 4 * z.t * z.query  # queries, output, log-sum of a row
+    if torch_layers:  # keys, values and mask; the output is gathered into a tensor that the projection saves
+        core += z.a * (2 * z.keys * z.groups * z.d + query + z.mask)
+    else:  # rotated keys; the values lie in the product above; context parallelism passes them on, block by block
+        core += z.a * key
+    if setting.recompute == "selective":  # the inputs, normalised or as they come; and the projection's
+        core = z.a * (2 * query + (key if z.qk_norm else 0.0))
+        if torch_layers and (not z.qk_norm or (cpu and z.a < 4)):
+            core += z.a * (query + 2 * key)  # the values keep the product of qkv alive, which nothing else does
+    return saved | {"attention": core}
+
+
+def mlp_bytes(z: Sizes, setting: Setting) -> dict[str, float]:
+    """Saved by a dense MLP with its norm: the input of both products, gate and up projection, and in torch the
+    activation and a copy of the up projection."""
+    per_row = 4 if z.a < 4 or setting.on_gpu else z.a
+    copies = 5 if setting.implementation == "torch" else 3
+    return {
+        "mlp norm": _norm(z, z.s * z.h, setting) + per_row * z.s,
+        "mlp": z.a * (z.s * z.h + copies * z.t * z.ffn),
+    }
+
+
+def moe_bytes(z: Sizes, setting: Setting) -> dict[str, float]:
+    """Saved by an expert layer with its norm: router, permutation and experts."""
+    per_row = 4 if z.a < 4 or setting.on_gpu else z.a
+    router = z.s * (z.k * (INDEX + 4) + z.experts * (1 + 4))
+    saved = {"mlp norm": _norm(z, z.s * z.h, setting) + per_row * z.s, "router": z.a * z.s * z.h + router}
+    width = 2 if setting.implementation == "torch" else 3  # Transformer Engine saves the product of the second too
+    saved["experts"] = z.rows * (z.a * (z.h + width * z.moe) + 4)
+    if z.shared:
+        copies = 5 if setting.implementation == "torch" else 3
+        saved["shared expert"] = z.a * (z.s * z.h + copies * z.t * z.shared)
+    kept = z.s * z.k * INDEX + z.s * z.experts * (1 + 4)  # what the dispatcher keeps till its next micro-batch
+    if not z.sent:
+        kept = z.s * (2 * z.k * INDEX + 2 * z.experts)
+    return saved | {"dispatcher": kept}
+
+
+def layer_bytes(z: Sizes, setting: Setting, *, is_moe: bool) -> dict[str, float]:
+    """All that one layer saves for its backward, without recomputation of the whole layer."""
+    return attention_bytes(z, setting) | (moe_bytes(z, setting) if is_moe else mlp_bytes(z, setting))
+
+
+def backward_bytes(z: Sizes, setting: Setting, *, is_moe: bool) -> float:
+    """The most that a layer's backward holds above what it has saved: gradients of its widest part, in the torch
+    experts the gradients of all their weights, with Transformer Engine those of one product."""
+    if not is_moe:
+        return z.a * (z.s * z.h + (3 if setting.recompute == "full" else 2) * z.t * z.ffn)
+    weights = 3 * z.local * z.moe * z.h
+    if setting.implementation == "torch":
+        return z.a * (z.s * z.h + z.rows * (2 * z.h + 6 * z.moe) + weights)
+    return z.a * (z.s * z.h + z.rows * (2 * z.h + 3 * z.moe) + weights * 2 / 3)
+
+
+def shared_bytes(z: Sizes, setting: Setting) -> float:
+    """Once a micro-batch, for all its layers: the rotary angles and in torch the places of tokens in padded batches."""
+    if setting.implementation != "torch":
+        return 4 * z.t * z.d
+    both_ways = 1 if setting.recompute == "none" else 2  # a layer that runs again needs them as the forward did
+    places = both_ways * INDEX * (z.t * z.query + z.keys * z.groups)
+    return 2 * z.a * z.t * z.d + places + z.mask
+
+
+def embedding_rows(shape: ModelShape, parallel: ParallelConfig) -> int:
+    """Rows of the embedding, and of the output weight, on a rank."""
+    tp = parallel.tensor_model_parallel_size
+    return padded_vocab_size(shape, tp) // tp
+
+
+def in_flight(parallel: ParallelConfig, stage: int, micro_batches: int) -> int:
+    """Micro-batches (of one chunk) whose activations a stage holds at once.
+
+    Megatron's 1F1B schedule: PP - stage; interleaved: 2 (PP - stage - 1) + (VP - 1) PP + 1, but no more than there are
+    (``get_pp_rank_microbatches``).
+    """
+    stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+    if chunks is None:
+        return min(stages - stage, micro_batches)
+    return min(2 * (stages - stage - 1) + (chunks - 1) * stages + 1, micro_batches * chunks)
+
+
+@dataclass(frozen=True)
+class Head:
+    """Bytes of the log-prob head (``parallel/log_probs.py``). saved: between its forward and its backward; working: the
+    most that the backward adds; weight_gradient: of the output weight, part of ``working``."""
+
+    saved: float
+    working: float
+    weight_gradient: float
+
+
+def head_bytes(z: Sizes, shape: ModelShape, parallel: ParallelConfig, setting: Setting) -> Head:
+    """Tiles are cut as ``parallel/vocabulary_tiles.py`` cuts them, for entropy-free training."""
+    kind = "cuda" if setting.on_gpu else "cpu"
+    rows, tokens = embedding_rows(shape, parallel), int(z.t)
+    budget = CHUNK_BYTES[kind] // 4
+    tile = tile_shape(tokens, rows, z.h, budget, TILE[kind])
+    keeps = tokens * rows + tile_elements(*tile, z.h) <= budget
+    converts = z.a < 4 and not setting.on_gpu  # a GPU multiplies bfloat16 into float32 itself
+    norm = _norm(z, z.s * z.h, setting) + 4 * z.s
+    shares = 4 * tokens * -(-rows // tile[1])  # of every tile of the vocabulary, per token
+    saved = norm + z.a * z.s * z.h + z.t * (INDEX + 40) + shares + (4 * tokens * rows if keeps else 0)
+    everyone = 4 * z.t * z.h if converts else z.a * z.t * z.h if parallel.use_sequence_parallel else 0
+    tiles = 4 * tile[0] * tile[1] + (8 * tile[1] * z.h if z.a < 4 else 0)
+    if z.a < 4 and setting.on_gpu:
+        tiles += 2 * tile[0] * tile[1] + 4 * tile[1] * z.h  # low-precision copy; one tile's product before it is added
+    gradient = z.a * rows * z.h
+    return Head(saved, everyone + tiles + 4 * z.t * z.h + gradient, gradient)
+
+
+def peak_bytes(shape: ModelShape, parallel: ParallelConfig, stage: int, batch: MicroBatch, micro_batches: int,
+               setting: Setting) -> dict[str, float]:
+    """The most that forward and backward hold at once on a rank of a stage, above weights, gradients and optimizer.
+
+    ``saved`` of all layers and micro-batches in flight, ``head`` and ``working`` at the worst of three moments: the
+    backward of the head, of the last layer, of the embedding; ``total``.
+    """
+    z = sizes_of(shape, parallel, batch, setting)
+    stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
+    layers = stage_layers(shape, parallel, stage)
+    kinds = layer_kinds(shape, layers)
+    saved = {kind: sum(layer_bytes(z, setting, is_moe=kind).values()) for kind in kinds}
+    flying, stream = in_flight(parallel, stage, micro_batches) / chunks, z.a * z.s * z.h
+    working = max((backward_bytes(z, setting, is_moe=kind) for kind in kinds), default=0.0)
+    if setting.recompute == "full":
+        unit = max(min(setting.recompute_num_layers, len(layers) // chunks), 1)
+        kept = stream * len(layers) / unit
+        modules = sum(moe_bytes(z, setting)["dispatcher"] * count for kind, count in kinds.items() if kind)
+        working += unit * (max(saved.values()) - stream) if saved else 0.0
+    else:
+        kept = sum(saved[kind] * count for kind, count in kinds.items())
+        modules = 0.0
+    once = shared_bytes(z, setting) * chunks
+    sends = stages > 1 and not (setting.on_gpu and chunks == 1)
+    outputs = stream * chunks if sends and not (stage == stages - 1 and chunks == 1) else 0.0
+    held = flying * (kept + once + outputs) + (2 * stream if chunks > 1 else 0.0)  # gradients on their way
+    held += modules  # the dispatchers' own, of every layer, once
+    held += z.a * z.t * z.h if parallel.use_sequence_parallel else 0.0  # Megatron's buffer for gathered tokens
+    moments = {"layer": (0.0, working)}
+    tied_here = shape.tied_embeddings and stages == 1
+    if stage == stages - 1:
+        head = head_bytes(z, shape, parallel, setting)
+        moments["head"] = (head.saved, head.working)
+        if tied_here:  # its gradient waits for the embedding's
+            moments["layer"] = (0.0, working + head.weight_gradient)
+    worst = max(moments, key=lambda name: sum(moments[name]))
+    found = {"saved": held, "head": moments[worst][0], "working": moments[worst][1]}
+    table = z.a * z.h * embedding_rows(shape, parallel)
+    least = (2 if tied_here else 1) * table if stage == 0 else 0.0  # the embedding's gradient, when all else is gone
+    if least > sum(found.values()):
+        found = {"saved": 0.0, "head": 0.0, "working": least}
+    return found | {"total": sum(found.values())}

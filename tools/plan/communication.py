@@ -1,0 +1,81 @@
+"""Seconds that a rank spends in communication that nothing hides, from bytes and bandwidths.
+
+Ring collectives move (n - 1) / n of the gathered bytes past each rank (Thakur et al. 2005). Ranks are laid out as
+Megatron lays them, TP innermost, then CP, DP, PP, and experts ETP, EP within a stage: a group that fits into a node's
+GPUs uses NVLink, any other the network.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_gspo.config.sections import ParallelConfig
+from megatron_gspo.tools.plan.activations import Sizes
+from megatron_gspo.tools.plan.assumptions import Assumptions
+from megatron_gspo.tools.plan.hardware import Gpu
+from megatron_gspo.tools.plan.model_states import States, data_ranks
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bytes a second that a rank gets: within a node, and between nodes."""
+
+    near: float
+    far: float
+    node: int
+
+    @classmethod
+    def of(cls, gpu: Gpu, assume: Assumptions) -> Links:
+        return cls(gpu.nvlink * assume.nvlink_efficiency, gpu.network * assume.network_efficiency, gpu.node)
+
+    def rate(self, span: int) -> float:
+        """Of a group whose ranks lie within ``span`` consecutive ranks."""
+        return self.near if span <= self.node else self.far
+
+
+def tensor_seconds(z: Sizes, parallel: ParallelConfig, links: Links, *, is_moe: bool) -> float:
+    """One layer's forward: a gather before and a scatter after the attention, and the same around a dense MLP; an
+    expert layer takes the tokens as they lie."""
+    tp = parallel.tensor_model_parallel_size
+    count = 2 if is_moe else 4
+    return count * z.a * z.t * z.h * (tp - 1) / tp / links.rate(tp)
+
+
+def expert_seconds(z: Sizes, parallel: ParallelConfig, links: Links, assume: Assumptions) -> float:
+    """One layer's forward: tokens to their experts and back, over NVLink within the node and the network beyond it;
+    with ETP a gather and a scatter of the rows too."""
+    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_size
+    sent = z.a * z.s * z.k * z.h * assume.expert_imbalance
+    far = max(0.0, 1 - links.node / (ep * etp))
+    near = max(0.0, (ep - 1) / ep - far)
+    seconds = 2 * sent * (near / links.near + far / links.far) / assume.all_to_all_efficiency
+    return seconds + 2 * z.a * z.rows * z.h * (etp - 1) / etp / links.rate(etp)
+
+
+def context_seconds(z: Sizes, parallel: ParallelConfig, links: Links, assume: Assumptions) -> float:
+    """One layer's forward: the other ranks' keys and values, the part that attention doesn't hide."""
+    cp = parallel.context_parallel_size
+    received = (cp - 1) * z.a * z.t * 2 * z.groups * z.d
+    return assume.context_exposed * received / links.rate(cp * parallel.tensor_model_parallel_size)
+
+
+def send_seconds(z: Sizes, parallel: ParallelConfig, links: Links, gpus: int) -> float:
+    """One micro-batch's hidden states to the next stage."""
+    stages = parallel.pipeline_model_parallel_size
+    if stages == 1:
+        return 0.0
+    span = 2 * gpus // stages
+    return (parallel.virtual_pipeline_model_parallel_size or 1) * z.a * z.s * z.h / links.rate(span)
+
+
+def data_seconds(dense: States, expert: States, parallel: ParallelConfig, gpus: int, links: Links,
+                 assume: Assumptions) -> float:
+    """Once an optimizer step: gradients scattered in float32 and new weights gathered (or, without the distributed
+    optimizer, gradients summed), for dense and expert parameters over their own ranks."""
+    seconds = 0.0
+    stage = gpus // parallel.pipeline_model_parallel_size
+    for states, ranks in zip((dense, expert), data_ranks(parallel, gpus), strict=True):
+        moved = states.gradients + (states.weights if parallel.use_distributed_optimizer else states.gradients)
+        if ranks > 1:
+            seconds += moved * (ranks - 1) / ranks / links.rate(stage)
+    return seconds * (1 - assume.gradient_overlap)

@@ -1,0 +1,101 @@
+"""Everything that lies in a GPU's memory at the worst moment of training, and what is left to a colocated engine."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from megatron_gspo.config.sections import ParallelConfig
+from megatron_gspo.models.model_shape import ModelShape
+from megatron_gspo.tools.plan.activations import MicroBatch, Setting, head_bytes, peak_bytes, sizes_of
+from megatron_gspo.tools.plan.assumptions import Assumptions
+from megatron_gspo.tools.plan.hardware import GIB
+from megatron_gspo.tools.plan.model_states import States, rank_states
+from megatron_gspo.tools.plan.parameters import total_parameters
+from megatron_gspo.tools.plan.workload import Cluster, Workload
+
+RECOMPUTE = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the fullest rank of a pipeline stage. ``activations``: peak of forward and backward, the log-prob head
+    (``head``, also given apart) in it. ``engine``: what a colocated or embedded engine holds meanwhile."""
+
+    stage: int
+    weights: float
+    gradients: float
+    optimizer: float
+    reference: float
+    activations: float
+    head: float
+    routes: float
+    engine: float
+    runtime: float
+
+    @property
+    def held(self) -> float:
+        """Bytes that stay between passes, so also while a colocated engine generates."""
+        return self.weights + self.gradients + self.optimizer + self.reference + self.runtime
+
+    @property
+    def total(self) -> float:
+        return self.held + self.activations + self.routes + self.engine
+
+    def to_json(self) -> dict[str, float]:
+        return asdict(self) | {"total": self.total}
+
+
+def expert_rows(shape: ModelShape, parallel: ParallelConfig, tokens: int, imbalance: float) -> float | None:
+    """Rows of the busiest rank's experts in a layer; None without experts."""
+    if not shape.is_moe:
+        return None
+    z = sizes_of(shape, parallel, MicroBatch(tokens, tokens), Setting())
+    return z.rows * (imbalance if z.sent else 1.0)
+
+
+def stage_memory(shape: ModelShape, parallel: ParallelConfig, stage: int, states: States, tokens: int,
+                 micro_batches: int, setting: Setting, work: Workload, cluster: Cluster, assume: Assumptions) -> Memory:
+    """One stage's, with micro-batches of ``tokens`` tokens."""
+    batch = MicroBatch(tokens, work.longest, expert_rows(shape, parallel, tokens, assume.expert_imbalance))
+    peak = peak_bytes(shape, parallel, stage, batch, micro_batches, setting)
+    z = sizes_of(shape, parallel, batch, setting)
+    head = head_bytes(z, shape, parallel, setting) if stage == parallel.pipeline_model_parallel_size - 1 else None
+    whole = total_parameters(shape) * setting.dtype_bytes
+    engine = {"colocated": assume.engine_residual_gib * GIB, "embedded": whole}.get(cluster.engine, 0.0)
+    return Memory(
+        stage=stage, weights=states.weights, gradients=states.gradients, optimizer=states.optimizer,
+        reference=states.weights if work.reference else 0.0,
+        activations=peak["total"] * (1 + assume.fragmentation),
+        head=0.0 if head is None else head.saved + head.working,
+        routes=route_bytes(shape, parallel, work, cluster, assume) if work.routes else 0.0,
+        engine=engine, runtime=assume.runtime_gib * GIB,
+    )  # fmt: skip
+
+
+def stage_states(shape: ModelShape, parallel: ParallelConfig, gpus: int, dtype_bytes: int) -> dict[int, States]:
+    """Of the first stage, which has most micro-batches in flight, of the second, which has more layers where the
+    embedding counts as one, and of the last, which has the head."""
+    last = parallel.pipeline_model_parallel_size - 1
+    stages = sorted({0, last} | ({min(1, last)} if parallel.extra_pipeline_layers else set()))
+    return {stage: rank_states(shape, parallel, gpus, stage, dtype_bytes) for stage in stages}
+
+
+def worst_memory(shape: ModelShape, parallel: ParallelConfig, states: dict[int, States], tokens: int,
+                 micro_batches: int, setting: Setting, work: Workload, cluster: Cluster, assume: Assumptions) -> Memory:
+    """The fullest of the stages in ``states``."""
+    found = [stage_memory(shape, parallel, stage, held, tokens, micro_batches, setting, work, cluster, assume)
+             for stage, held in states.items()]  # fmt: skip
+    return max(found, key=lambda memory: memory.total)
+
+
+def route_bytes(shape: ModelShape, parallel: ParallelConfig, work: Workload, cluster: Cluster,
+                assume: Assumptions) -> float:
+    """Expert ids of a rank's mini-batch with ``routing.storage: device``: those of all layers as they came, and the
+    rows that this rank's routers see (``mcore/routing_replay/replay_pass.py``); 1 byte each up to 256 experts, else 2."""
+    if not shape.is_moe:
+        return 0.0
+    size = 1 if shape.num_experts <= 256 else 2
+    sequences = work.global_batch_size / parallel.data_parallel_size(cluster.gpus)
+    per_token = sum(shape.moe_layers) * shape.experts_per_token * size
+    split = parallel.context_parallel_size * parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    return sequences * work.mean_length(assume.mean_response) * per_token * (1 + 1 / split)

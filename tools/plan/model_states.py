@@ -1,0 +1,170 @@
+"""Bytes of weights, gradients and optimizer state on a rank, as Megatron lays them out.
+
+Sources (megatron-core 0.16 to 0.19): ``distributed/param_and_grad_buffer.py`` for the buffers and their padding,
+``optimizer/distrib_optimizer.py`` for the ranges that each data-parallel rank owns, ``optimizer/optimizer.py`` for
+float32 master weights; ``mcore/policy.py`` for ``grad_reduce_in_fp32`` and torch's AdamW, whose every state tensor has
+a 4-byte step count beside it. One bucket a buffer: with ``overlap_grad_reduce`` there are more, each of at least 40
+million elements and padded to a multiple of 128 and of the ranks, which is not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from megatron_gspo.config.sections import ParallelConfig
+from megatron_gspo.models.model_shape import ModelShape
+from megatron_gspo.tools.plan.parameters import (
+    Parameter,
+    chunk_layers,
+    chunk_parameters,
+    layer_counts,
+    layer_kinds,
+    outer_parameters,
+)
+
+GRADIENT_BYTES = 4  # accumulated and reduced in float32
+MOMENT_BYTES = 8  # Adam's two, float32
+MASTER_BYTES = 4  # float32 weights beside bfloat16 ones
+STEP_BYTES = 4  # torch's Adam counts the steps of each tensor in a tensor
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes that a rank holds between steps."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+    def __add__(self, other: States) -> States:
+        return States(
+            self.weights + other.weights, self.gradients + other.gradients, self.optimizer + other.optimizer
+        )
+
+
+def data_ranks(parallel: ParallelConfig, gpus: int) -> tuple[int, int]:
+    """Ranks that hold the same dense and the same expert parameters: (DP x CP, expert data parallel)."""
+    stage = gpus // parallel.pipeline_model_parallel_size
+    expert = parallel.expert_model_parallel_size * parallel.expert_tensor_size
+    return stage // parallel.tensor_model_parallel_size, stage // expert
+
+
+def own_expert_buffer(parallel: ParallelConfig) -> bool:
+    """Whether experts have buffers of their own: with EP, or where ETP isn't TP (``patches/expert_gradients``)."""
+    return (
+        parallel.expert_model_parallel_size > 1
+        or parallel.expert_tensor_size != parallel.tensor_model_parallel_size
+    )
+
+
+def rank_states(shape: ModelShape, parallel: ParallelConfig, gpus: int, stage: int, dtype_bytes: int) -> States:
+    """What a rank of a pipeline stage holds, the largest data-parallel rank's optimizer state.
+
+    Fast: sums by kind of layer. An optimizer shard is taken as a whole equal part of its buffer, padding and step
+    counts included, so it lies above the exact one by less than 256 elements a tensor and chunk.
+    """
+    total = States(0, 0, 0)
+    for chunk in range(parallel.virtual_pipeline_model_parallel_size or 1):
+        for part in chunk_states(shape, parallel, gpus, stage, chunk, dtype_bytes):
+            total += part
+    return total
+
+
+def chunk_states(shape: ModelShape, parallel: ParallelConfig, gpus: int, stage: int, chunk: int,
+                 dtype_bytes: int) -> tuple[States, States]:
+    """Of one model chunk: dense parameters, experts."""
+    kinds = layer_kinds(shape, chunk_layers(shape, parallel, stage, chunk))
+    before, after = outer_parameters(shape, parallel, stage, chunk)
+    counts = (Counter(part.count for part in (*before, *after)), Counter[int]())
+    for kind, layers in kinds.items():
+        for total, of_layer in zip(counts, layer_counts(shape, parallel, is_moe=kind), strict=True):
+            for count, copies in of_layer.items():
+                total[count] += copies * layers
+    found = [
+        _summed(total.items(), parallel.use_distributed_optimizer, ranks, dtype_bytes)
+        for total, ranks in zip(counts, data_ranks(parallel, gpus), strict=True)
+    ]
+    return found[0], found[1]
+
+
+def _summed(counts: Collection[tuple[int, int]], distributed: bool, ranks: int, dtype_bytes: int) -> States:
+    tensors = sum(copies for _, copies in counts)
+    per_element = MOMENT_BYTES + (MASTER_BYTES if dtype_bytes < 4 else 0)
+    if not distributed:
+        elements = sum(count * copies for count, copies in counts)
+        return States(dtype_bytes * elements, GRADIENT_BYTES * elements, per_element * elements + STEP_BYTES * tensors)
+    elements = _round_up(sum(_round_up(count, 64) * copies for count, copies in counts), math.lcm(ranks, 128))
+    own = elements // ranks
+    steps = STEP_BYTES * (tensors // ranks + 1) if elements else 0
+    return States(dtype_bytes * elements, GRADIENT_BYTES * elements, per_element * own + steps)
+
+
+def exact_states(shape: ModelShape, parallel: ParallelConfig, gpus: int, stage: int, dtype_bytes: int,
+                 data_rank: int, expert_data_rank: int) -> States:
+    """The same to the byte for one rank: its place among the ranks with the same dense, and the same expert, weights.
+
+    Walks every parameter; for the comparison with measured bytes.
+    """
+    total = States(0, 0, 0)
+    ranks = data_ranks(parallel, gpus)
+    apart = own_expert_buffer(parallel)
+    for chunk in range(parallel.virtual_pipeline_model_parallel_size or 1):
+        parts = list(chunk_parameters(shape, parallel, stage, chunk))
+        dense = [part for part in parts if not (part.expert and apart)]
+        expert = [part for part in parts if part.expert and apart]
+        for group, size, place in ((dense, ranks[0], data_rank), (expert, ranks[1], expert_data_rank)):
+            total += buffer_states(group, parallel.use_distributed_optimizer, size, place, dtype_bytes)
+    return total
+
+
+def buffer_states(parts: Sequence[Parameter], distributed: bool, ranks: int, place: int, dtype_bytes: int) -> States:
+    """One buffer of Megatron's DistributedDataParallel, and what the rank at ``place`` of its group keeps for Adam."""
+    if not distributed:
+        return _summed([(part.count, 1) for part in parts], False, ranks, dtype_bytes)
+    buckets, size = _buckets(parts, math.lcm(ranks, 128))
+    per_element = MOMENT_BYTES + (MASTER_BYTES if dtype_bytes < 4 else 0)
+    optimizer = 0
+    for start, end, spans in buckets:
+        share = (end - start) // ranks
+        low, high = start + place * share, start + (place + 1) * share
+        own = [min(b, high) - max(a, low) for a, b in spans if min(b, high) > max(a, low)]
+        optimizer += per_element * sum(own) + STEP_BYTES * len(own)
+    return States(dtype_bytes * size, GRADIENT_BYTES * size, optimizer)
+
+
+Bucket = tuple[int, int, list[tuple[int, int]]]  # first element, end, and the tensors' spans
+
+
+def _buckets(parts: Iterable[Parameter], multiple: int) -> tuple[list[Bucket], int]:
+    """``_ParamAndGradBuffer`` with the distributed optimizer: tensors from the last to the first, each at a multiple of
+    64, a bucket's end at ``multiple``, a shared embedding in a bucket of its own."""
+    buckets: list[Bucket] = []
+    start = position = 0
+    spans: list[tuple[int, int]] = []
+    for part in list(parts)[::-1]:
+        position = _round_up(position, 64)
+        if part.shared and spans:
+            end = _round_up(position, multiple)
+            buckets.append((start, end, spans))
+            start, position, spans = end, end, []
+        spans.append((position, position + part.count))
+        position += part.count
+        if part.shared:
+            end = _round_up(position, multiple)
+            buckets.append((start, end, spans))
+            start, position, spans = end, end, []
+    if spans:
+        position = _round_up(position, multiple)
+        buckets.append((start, position, spans))
+    return buckets, position
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,157 @@
+"""The parameters that a rank holds, one by one, in the order in which Megatron registers them.
+
+Sizes are counts of elements. The sources are Megatron-Core's layer modules (``ColumnParallelLinear`` and
+``RowParallelLinear`` cut rows and columns over TP, norms and routers are whole on every TP rank, experts are cut over
+EP and each over ETP) and the layer specs of ``mcore/layers.py``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from megatron_gspo.config.sections import ParallelConfig
+from megatron_gspo.models.model_shape import ModelShape, padded_vocab_size
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One tensor of a rank: its elements, whether it is an expert's, and whether it is a tied embedding that another
+    pipeline stage holds too (Megatron's ``shared_embedding``, which gets a bucket of its own)."""
+
+    name: str
+    count: int
+    expert: bool = False
+    shared: bool = False
+
+
+def layer_parameters(shape: ModelShape, parallel: ParallelConfig, *, is_moe: bool) -> tuple[Parameter, ...]:
+    """The parameters of one transformer layer on one rank."""
+    return _layer_parameters(shape, *_sizes(parallel), is_moe)
+
+
+def _sizes(parallel: ParallelConfig) -> tuple[int, int, int]:
+    """TP, EP, ETP: what a layer's tensors depend on."""
+    return parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size, parallel.expert_tensor_size
+
+
+@cache
+def _layer_parameters(shape: ModelShape, tp: int, ep: int, etp: int, is_moe: bool) -> tuple[Parameter, ...]:
+    h, d = shape.hidden_size, shape.head_dim
+    query, rows = shape.num_attention_heads * d, (shape.num_attention_heads + 2 * shape.num_query_groups) * d
+    found = [
+        Parameter("input_layernorm", h),
+        Parameter("linear_proj", query // tp * h),
+        Parameter("linear_qkv", rows // tp * h),
+    ]
+    if shape.attention_bias:
+        found.append(Parameter("linear_qkv.bias", rows // tp))
+    if shape.query_key_norms:
+        found += [Parameter("q_layernorm", d), Parameter("k_layernorm", d)]
+    found.append(Parameter("pre_mlp_layernorm", h))
+    if not is_moe:
+        width = shape.ffn_hidden_size // tp
+        return (*found, Parameter("linear_fc1", 2 * width * h), Parameter("linear_fc2", width * h))
+    width = shape.moe_ffn_hidden_size // etp
+    found.append(Parameter("router", shape.num_experts * h))
+    for index in range(shape.num_experts // ep):
+        found.append(Parameter(f"experts.{index}.linear_fc1", 2 * width * h, expert=True))
+        found.append(Parameter(f"experts.{index}.linear_fc2", width * h, expert=True))
+    if shape.shared_expert_size:
+        width = shape.shared_expert_size // tp
+        found.append(Parameter("shared_experts.gate", h))
+        found.append(Parameter("shared_experts.linear_fc1", 2 * width * h))
+        found.append(Parameter("shared_experts.linear_fc2", width * h))
+    return tuple(found)
+
+
+@cache
+def _layer_counts(shape: ModelShape, tp: int, ep: int, etp: int, is_moe: bool) -> tuple[Counter[int], Counter[int]]:
+    parts = _layer_parameters(shape, tp, ep, etp, is_moe)
+    return Counter(part.count for part in parts if not part.expert), Counter(p.count for p in parts if p.expert)
+
+
+def layer_counts(shape: ModelShape, parallel: ParallelConfig, *, is_moe: bool) -> tuple[Counter[int], Counter[int]]:
+    """How many tensors of each size a layer has on a rank: dense ones, experts'."""
+    return _layer_counts(shape, *_sizes(parallel), is_moe)
+
+
+def local_experts(shape: ModelShape, parallel: ParallelConfig) -> int:
+    """Experts of a layer that a rank holds (a part of each, with ETP)."""
+    return shape.num_experts // parallel.expert_model_parallel_size
+
+
+def chunk_layers(shape: ModelShape, parallel: ParallelConfig, stage: int, chunk: int = 0) -> range:
+    """The layers of a model chunk of a pipeline stage: chunk c of stage s holds the (c PP + s)-th part of the model,
+    in which the embedding stands before the first layer and the loss after the last where they count as layers."""
+    parts = parallel.pipeline_model_parallel_size * (parallel.virtual_pipeline_model_parallel_size or 1)
+    size = (shape.num_layers + parallel.extra_pipeline_layers) // parts
+    part = chunk * parallel.pipeline_model_parallel_size + stage
+    first = part * size - parallel.account_for_embedding_in_pipeline_split
+    return range(max(first, 0), min(first + size, shape.num_layers))
+
+
+def stage_layers(shape: ModelShape, parallel: ParallelConfig, stage: int) -> list[int]:
+    """All layers of a pipeline stage, over its chunks."""
+    chunks = parallel.virtual_pipeline_model_parallel_size or 1
+    return [layer for chunk in range(chunks) for layer in chunk_layers(shape, parallel, stage, chunk)]
+
+
+def outer_parameters(shape: ModelShape, parallel: ParallelConfig, stage: int, chunk: int
+                     ) -> tuple[list[Parameter], list[Parameter]]:
+    """What a chunk holds before and after its layers: the embedding; the last norm and the output weight.
+
+    With tied embeddings the last stage has a copy of its own where the pipeline has several stages, else none.
+    """
+    stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
+    tp = parallel.tensor_model_parallel_size
+    rows = padded_vocab_size(shape, tp) // tp * shape.hidden_size
+    shared = shape.tied_embeddings and stages > 1
+    before = [Parameter("word_embeddings", rows, shared=shared)] if stage == 0 and chunk == 0 else []
+    if stage != stages - 1 or chunk != chunks - 1:
+        return before, []
+    after = [Parameter("final_layernorm", shape.hidden_size)]
+    if not shape.tied_embeddings or stages > 1:
+        after.append(Parameter("output_layer", rows, shared=shared))
+    return before, after
+
+
+def chunk_parameters(shape: ModelShape, parallel: ParallelConfig, stage: int, chunk: int = 0) -> Iterator[Parameter]:
+    """Every parameter of a model chunk on a rank of ``stage``, in Megatron's order."""
+    before, after = outer_parameters(shape, parallel, stage, chunk)
+    yield from before
+    kinds = {is_moe: layer_parameters(shape, parallel, is_moe=is_moe) for is_moe in (False, True)}
+    for layer in chunk_layers(shape, parallel, stage, chunk):
+        yield from kinds[shape.moe_layers[layer]]
+    yield from after
+
+
+def layer_kinds(shape: ModelShape, layers: list[int] | range) -> Counter[bool]:
+    """How many of the layers have experts (True) and how many have none (False)."""
+    return Counter(shape.moe_layers[layer] for layer in layers)
+
+
+@cache
+def total_parameters(shape: ModelShape) -> int:
+    """Parameters of the whole model, without padding."""
+    return _parameters(shape, shape.num_experts)
+
+
+@cache
+def active_parameters(shape: ModelShape) -> int:
+    """Parameters that one token uses: all but the experts that it isn't routed to."""
+    return _parameters(shape, shape.experts_per_token)
+
+
+def _parameters(shape: ModelShape, experts: int) -> int:
+    whole = ParallelConfig()
+    outer = (1 if shape.tied_embeddings else 2) * shape.vocab_size * shape.hidden_size + shape.hidden_size
+    total = outer
+    for is_moe, layers in layer_kinds(shape, range(shape.num_layers)).items():
+        parts = layer_parameters(shape, whole, is_moe=is_moe)
+        dense = sum(part.count for part in parts if not part.expert)
+        one = sum(part.count for part in parts if part.expert) // max(shape.num_experts, 1)
+        total += layers * (dense + (one * experts if is_moe else 0))
+    return total

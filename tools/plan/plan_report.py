@@ -1,0 +1,137 @@
+"""A plan as text: tables of fixed width, what limits each layout, and what was assumed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from megatron_gspo.models.model_shape import ModelShape
+from megatron_gspo.tools.plan.assumptions import Assumptions, reasons
+from megatron_gspo.tools.plan.hardware import GIB
+from megatron_gspo.tools.plan.layout_search import Plan, Search, limits
+from megatron_gspo.tools.plan.layouts import name_of
+from megatron_gspo.tools.plan.parameters import active_parameters, total_parameters
+from megatron_gspo.tools.plan.workload import Cluster, Workload
+
+
+def describe(shape: ModelShape, work: Workload, cluster: Cluster, *, sizes: bool = True) -> str:
+    """Two lines: the model, and what is trained on what; without ``sizes`` any number of GPUs."""
+    gpu = cluster.gpu
+    own = f"{cluster.engine_gpus} GPUs" if sizes else "GPUs"
+    engine = {
+        "sglang": f"engines on {own} of their own",
+        "colocated": "engines on the same GPUs", "embedded": "the embedded engine (not timed)",
+        "none": "generation not counted",
+    }[cluster.engine]  # fmt: skip
+    return (
+        f"{shape.model_type}, {total_parameters(shape) / 1e9:.1f} billion parameters, "
+        f"{active_parameters(shape) / 1e9:.1f} used by a token; "
+        f"{work.implementation} layers, {'bfloat16' if work.dtype_bytes == 2 else 'float32'}\n"
+        f"{work.rollout_batch_size} prompts x {work.n_samples} responses of up to {work.prompt_length} + "
+        f"{work.response_length} tokens, mini-batches of {work.global_batch_size}; "
+        f"{f'{cluster.gpus} x ' if sizes else ''}{gpu.name} "
+        f"({gpu.memory / GIB:.1f} GiB), {engine}"
+    )
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Markdown, columns of equal width, the first row being the heading."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    cells = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    lines = ["| " + " | ".join(row) + " |" for row in cells]
+    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+
+
+def ranking(plans: Sequence[Plan], cluster: Cluster) -> str:
+    """One row a layout: memory of the fullest rank, and seconds of a rollout batch."""
+    rows = [["layout", "DP", "recompute", "tokens", "micro-batches", "GiB", "step s", "training", "bubble", "use"]]
+    for plan in plans:
+        rows.append([
+            name_of(plan.parallel), str(plan.data_parallel), plan.recompute, str(plan.budget), str(plan.micro_batches),
+            f"{plan.memory.total / GIB:.1f}", f"{plan.time.total:.0f}", f"{plan.time.training:.0f}",
+            f"{100 * plan.time.bubble / plan.time.training:.0f} %", f"{100 * plan.utilisation(cluster):.0f} %",
+        ])  # fmt: skip
+    return table(rows)
+
+
+def memory_table(plan: Plan) -> str:
+    """Where the memory of the fullest rank goes, GiB."""
+    memory = plan.memory
+    parts = {
+        "weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer,
+        "reference policy": memory.reference, "activations (peak)": memory.activations,
+        "of these log-prob head": memory.head, "routing replay": memory.routes, "engine": memory.engine,
+        "runtime": memory.runtime, "total": memory.total,
+    }  # fmt: skip
+    modes = ", ".join(f"{mode} {held / GIB:.1f}" for mode, held in plan.activations.items())
+    rows = [["memory, GiB", f"stage {memory.stage}"], *([name, f"{held / GIB:.2f}"] for name, held in parts.items())]
+    return table(rows) + f"\n\nActivations by recompute mode, GiB: {modes}."
+
+
+def time_table(plan: Plan) -> str:
+    """Where the seconds of a rollout batch go."""
+    rows = [["seconds of a rollout batch", "", "share"]]
+    for name, seconds in plan.time.to_json().items():
+        if seconds:
+            rows.append([name, f"{seconds:.1f}", f"{100 * seconds / plan.time.total:.0f} %"])
+    return table(rows)
+
+
+def config_lines(plan: Plan, work: Workload) -> str:
+    """The keys of the config that make this layout."""
+    parallel = plan.parallel
+    sizes = [
+        f"  {key}: {str(value).lower()}" for key, value in parallel.model_dump().items()
+        if key.endswith(("_size", "_in_pipeline_split")) and value
+    ]  # fmt: skip
+    return "\n".join([
+        "model:", f"  recompute: {plan.recompute}", "parallel:", *sizes, "training:",
+        f"  global_batch_size: {work.global_batch_size}", f"  max_tokens_per_micro_batch: {plan.budget}",
+    ])  # fmt: skip
+
+
+def assumptions_table(assume: Assumptions) -> str:
+    """Every assumption with its value and reason."""
+    why, values = reasons(), dataclasses.asdict(assume)
+    rows = [[name, f"{value:g}", why[name]] for name, value in values.items()]
+    return table([["assumption", "value", "because"], *rows])
+
+
+def whole_page(found: Search, shape: ModelShape, work: Workload, cluster: Cluster, assume: Assumptions,
+               top: int) -> str:
+    """The plan as printed."""
+    best = found.plans[0]
+    parts = [
+        describe(shape, work, cluster),
+        f"{len(found.plans)} of {found.considered} layouts fit with {100 * assume.reserve:g} % left free; "
+        f"the {min(top, len(found.plans))} fastest on paper:",
+        ranking(found.plans[:top], cluster),
+        f"The fastest, {name_of(best.parallel)} with recompute {best.recompute}:",
+        memory_table(best), time_table(best),
+        "It is held back by:\n" + "\n".join(f"- {text}" for text in limits(best, cluster)),
+        "In the config:\n\n" + config_lines(best, work),
+        "Assumed, not measured (--assume name=value changes one):",
+        assumptions_table(assume),
+    ]  # fmt: skip
+    return "\n\n".join(parts)
+
+
+def scale_table(rows: Sequence[tuple[int, Plan | None, Cluster, str]]) -> str:
+    """Training GPUs against time and what takes it: one row a size. A size where nothing fits has the reason."""
+    head = ["GPUs", "layout", "recompute", "GiB", "step s", "efficiency", "products", "again", "communication",
+            "bubble", "generation", "new weights", "held back by"]
+    lines = [head]
+    base = next(((gpus * plan.time.total) for gpus, plan, _, _ in rows if plan is not None), 0.0)
+    for gpus, plan, cluster, reason in rows:
+        if plan is None:
+            lines.append([f"{gpus:,}", reason, *[""] * (len(head) - 2)])
+            continue
+        time = plan.time
+        talk = time.tensor + time.expert + time.context + time.pipeline + time.data
+        shares = [time.products + time.attention, time.recompute, talk, time.bubble, time.generation, time.sync]
+        lines.append([
+            f"{gpus:,}", name_of(plan.parallel), plan.recompute, f"{plan.memory.total / GIB:.0f}", f"{time.total:.0f}",
+            f"{100 * base / (gpus * time.total):.0f} %", *(f"{100 * part / time.total:.0f} %" for part in shares),
+            limits(plan, cluster)[0].partition(":")[0],
+        ])  # fmt: skip
+    return table(lines)

@@ -1,0 +1,193 @@
+"""Seconds of one rollout batch: scoring and training from products and communication, then all the rest.
+
+Products a token: 2 for each weight it meets in the forward pass, twice that in the backward; attention 2 h_q L more,
+for causal sequences of L tokens (Narayanan et al., arXiv:2104.04473, appendix, with half of the scores masked). The
+head's backward computes the logits again. Pipeline: m micro-batches take (m + (PP - 1) / VP) times the slowest stage's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from megatron_gspo.config.sections import ParallelConfig
+from megatron_gspo.models.model_shape import ModelShape
+from megatron_gspo.tools.plan.activations import MicroBatch, Setting, Sizes, embedding_rows, sizes_of
+from megatron_gspo.tools.plan.assumptions import Assumptions
+from megatron_gspo.tools.plan.communication import (
+    Links,
+    context_seconds,
+    data_seconds,
+    expert_seconds,
+    send_seconds,
+    tensor_seconds,
+)
+from megatron_gspo.tools.plan.engine_memory import Generation
+from megatron_gspo.tools.plan.memory import expert_rows
+from megatron_gspo.tools.plan.model_states import States, chunk_states, rank_states
+from megatron_gspo.tools.plan.parameters import active_parameters, layer_counts, layer_kinds, stage_layers
+from megatron_gspo.tools.plan.workload import Cluster, Workload
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one rollout batch, each part exposed. ``products`` and ``attention`` include the forward passes that
+    score old and reference log-probs; ``bubble``: waiting for other stages, and for the slower last one."""
+
+    products: float
+    attention: float
+    recompute: float
+    tensor: float
+    expert: float
+    context: float
+    pipeline: float
+    data: float
+    bubble: float
+    optimizer: float
+    generation: float
+    sync: float
+    other: float
+
+    @property
+    def training(self) -> float:
+        return self.total - self.generation - self.sync - self.other
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, f.name) for f in fields(self))
+
+    def to_json(self) -> dict[str, float]:
+        return {f.name: getattr(self, f.name) for f in fields(self)} | {"total": self.total}
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds of a forward pass of one micro-batch on one stage."""
+
+    products: float
+    attention: float
+    head: float
+    tensor: float
+    expert: float
+    context: float
+    send: float
+
+
+def forward_pass(shape: ModelShape, parallel: ParallelConfig, stage: int, tokens: float, length: float,
+                 cluster: Cluster, assume: Assumptions, setting: Setting) -> Pass:
+    """Of ``tokens`` tokens in sequences of ``length`` on a stage."""
+    rows = expert_rows(shape, parallel, int(tokens), assume.expert_imbalance)
+    z = sizes_of(shape, parallel, MicroBatch(int(tokens), int(length), rows), setting)
+    tp, links = parallel.tensor_model_parallel_size, Links.of(cluster.gpu, assume)
+    speed = cluster.gpu.flops * assume.matmul_efficiency * assume.tensor_efficiency ** math.log2(tp)
+    kinds = layer_kinds(shape, stage_layers(shape, parallel, stage))
+    each = {kind: layer_seconds(z, shape, parallel, speed, cluster, assume, kind) for kind in kinds}
+    products = sum(count * each[kind] for kind, count in kinds.items())
+    layers = sum(kinds.values())
+    attention = layers * z.t * 2 * z.query * z.d * length / (cluster.gpu.flops * assume.attention_efficiency)
+    last = stage == parallel.pipeline_model_parallel_size - 1
+    head = 2 * z.t * z.h * embedding_rows(shape, parallel) / speed if last else 0.0
+    return Pass(
+        products, attention, head,
+        tensor=sum(count * tensor_seconds(z, parallel, links, is_moe=kind) for kind, count in kinds.items()),
+        expert=kinds[True] * expert_seconds(z, parallel, links, assume) if kinds[True] else 0.0,
+        context=layers * context_seconds(z, parallel, links, assume),
+        send=send_seconds(z, parallel, links, cluster.gpus),
+    )  # fmt: skip
+
+
+def layer_seconds(z: Sizes, shape: ModelShape, parallel: ParallelConfig, speed: float, cluster: Cluster,
+                  assume: Assumptions, is_moe: bool) -> float:
+    """Products of one layer, without the attention's scores; element-wise work is a share on top."""
+    weights = sum(size * tensors for size, tensors in layer_counts(shape, parallel, is_moe=is_moe)[0].items())
+    dense = 2 * z.t * weights / speed
+    if not is_moe:
+        return dense * (1 + assume.elementwise_share)
+    each = z.rows / z.local
+    grouped = cluster.gpu.flops * assume.expert_efficiency * each / (each + assume.expert_half_rows)
+    return (dense + 6 * z.rows * z.h * z.moe / grouped) * (1 + assume.elementwise_share)
+
+
+def micro_batches(tokens: float, budget: int, parallel: ParallelConfig) -> int:
+    """Micro-batches of a rank: as many as the budget asks for, a multiple of PP under the interleaved schedule."""
+    count = max(math.ceil(tokens / budget), 1)
+    step = parallel.pipeline_model_parallel_size if parallel.virtual_pipeline_model_parallel_size else 1
+    return -(-count // step) * step
+
+
+def computed_again(stage: Pass, recompute: str) -> float:
+    """Seconds of products and attention that a backward computes again."""
+    return {"none": 0.0, "selective": stage.attention, "full": stage.products + stage.attention}[recompute]
+
+
+def stage_seconds(stage: Pass, recompute: str) -> tuple[float, float]:
+    """Of a micro-batch on a stage without its head: forward and backward in training, a forward alone."""
+    talk = stage.tensor + stage.expert + stage.context
+    retalk = talk if recompute == "full" else 0.0
+    # forward and backward: a gather more for tensor parallelism's weight gradients, both directions for context's
+    trained_talk = 2.5 * stage.tensor + 2 * stage.expert + 3 * stage.context + retalk
+    computed = stage.products + stage.attention
+    train = 3 * computed + computed_again(stage, recompute) + trained_talk + 2 * stage.send
+    return train, computed + talk + stage.send
+
+
+def step_time(shape: ModelShape, parallel: ParallelConfig, budget: int, work: Workload, cluster: Cluster,
+              assume: Assumptions, setting: Setting, rollouts: Generation) -> StepTime:
+    """A rollout batch: scored once (twice with a reference), trained on in mini-batches, generated, sent."""
+    dp, length = parallel.data_parallel_size(cluster.gpus), work.mean_length(assume.mean_response)
+    stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
+    per_rank = work.sequences * length / dp * assume.packing_imbalance
+    updates = work.sequences // work.global_batch_size
+    count = micro_batches(per_rank / updates, budget, parallel)
+    tokens = per_rank / updates / count  # of a micro-batch
+    # a stage in the middle has as many layers as any; the last may have one less, and has the head
+    usual, last = (forward_pass(shape, parallel, stage, tokens, length, cluster, assume, setting)
+                   for stage in (stages // 2, stages - 1))  # fmt: skip
+    train_stage, score_stage = stage_seconds(usual, setting.recompute)
+    train_last, score_last = stage_seconds(last, setting.recompute)
+    scores = 2 if work.reference else 1
+    forwards = updates * count * scores  # micro-batches of the scoring passes
+    trained = updates * count
+    # the last stage's head is computed 1 + 1 (again) + 2 times in training; stages wait for it
+    head = last.head / stages
+    slowest = (max(train_stage, train_last + 4 * last.head), max(score_stage, score_last + last.head))
+    train_all = (count + (stages - 1) / chunks) * slowest[0] * updates
+    score_all = (forwards + (stages - 1) / chunks * scores) * slowest[1]
+    busy_head = (4 * trained + forwards) * head
+    busy = trained * train_stage + forwards * score_stage + busy_head
+    dense, expert = _split(shape, parallel, cluster.gpus, setting.dtype_bytes)
+    data = updates * data_seconds(dense, expert, parallel, cluster.gpus, Links.of(cluster.gpu, assume), assume)
+    again_talk = trained if setting.recompute == "full" else 0
+    return StepTime(
+        products=(3 * trained + forwards) * usual.products + busy_head,
+        attention=(3 * trained + forwards) * usual.attention,
+        recompute=trained * computed_again(usual, setting.recompute),
+        tensor=(2.5 * trained + forwards + again_talk) * usual.tensor,
+        expert=(2 * trained + forwards + again_talk) * usual.expert,
+        context=(3 * trained + forwards + again_talk) * usual.context,
+        pipeline=(2 * trained + forwards) * usual.send,
+        data=data,
+        bubble=max(0.0, train_all + score_all - busy),
+        optimizer=updates * _optimizer_seconds(shape, parallel, cluster, setting),
+        generation=rollouts.seconds, sync=rollouts.sync_seconds, other=assume.other_seconds,
+    )  # fmt: skip
+
+
+def _split(shape: ModelShape, parallel: ParallelConfig, gpus: int, dtype_bytes: int) -> tuple[States, States]:
+    chunks = range(parallel.virtual_pipeline_model_parallel_size or 1)
+    both = [chunk_states(shape, parallel, gpus, 0, chunk, dtype_bytes) for chunk in chunks]
+    return sum((d for d, _ in both), States(0, 0, 0)), sum((e for _, e in both), States(0, 0, 0))
+
+
+def _optimizer_seconds(shape: ModelShape, parallel: ParallelConfig, cluster: Cluster, setting: Setting) -> float:
+    """Adam is bound by memory: its state is read and written, gradients are read for their norm, again, and zeroed."""
+    states = rank_states(shape, parallel, cluster.gpus, 0, setting.dtype_bytes)
+    return (2 * states.optimizer + 3 * states.gradients + states.weights) / (0.8 * cluster.gpu.hbm)
+
+
+def model_flops(shape: ModelShape, work: Workload, assume: Assumptions) -> float:
+    """Products that training a rollout batch needs, without recomputation and scoring: 6 N a token, and attention."""
+    length = work.mean_length(assume.mean_response)
+    weights = active_parameters(shape) - shape.vocab_size * shape.hidden_size * (0 if shape.tied_embeddings else 1)
+    attention = 2 * shape.num_layers * shape.num_attention_heads * shape.head_dim * length
+    return work.sequences * length * (6 * weights + 3 * attention)

@@ -1,0 +1,93 @@
+"""What is to be trained, on what: the input of a plan, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_gspo.errors import InputError
+from megatron_gspo.tools.plan.hardware import Gpu
+
+ENGINES = ("sglang", "colocated", "embedded", "none")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One rollout batch and its training. Lengths in tokens; ``global_batch_size`` in sequences an optimizer step.
+
+    ``reference``: a frozen policy for a KL term stands beside the trained one. ``routes``: expert ids are replayed.
+    """
+
+    response_length: int
+    prompt_length: int = 1024
+    rollout_batch_size: int = 128
+    n_samples: int = 8
+    global_batch_size: int = 256
+    reference: bool = False
+    routes: bool = True
+    dtype_bytes: int = 2
+    implementation: str = "transformer_engine"
+
+    @property
+    def sequences(self) -> int:
+        return self.rollout_batch_size * self.n_samples
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.prompt_length + self.response_length
+
+    def mean_length(self, mean_response: float) -> float:
+        """Tokens of a sequence on average."""
+        return self.prompt_length + mean_response * self.response_length
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """``gpus`` train; ``engine`` is where the rollouts come from: ``sglang`` on ``engine_gpus`` of its own,
+    ``colocated`` SGLang on the same GPUs, the ``embedded`` engine, or ``none``. ``engine_tensor``: GPUs of one
+    engine."""
+
+    gpu: Gpu
+    gpus: int
+    engine: str = "sglang"
+    engine_gpus: int = 0
+    engine_tensor: int = 1
+
+    @property
+    def serving(self) -> int:
+        """GPUs that generate."""
+        return {"sglang": self.engine_gpus, "colocated": self.gpus, "embedded": self.gpus, "none": 0}[self.engine]
+
+
+def check_workload(work: Workload, longest_positions: int) -> None:
+    """Raise ``InputError`` where the sizes contradict each other or the model."""
+    for name in ("response_length", "prompt_length", "rollout_batch_size", "n_samples", "global_batch_size"):
+        if (value := getattr(work, name)) < 1:
+            raise InputError(f"--{name.replace('_', '-')} {value}: must be at least 1; give a whole number above 0")
+    if work.sequences % work.global_batch_size:
+        raise InputError(
+            f"--global-batch-size {work.global_batch_size}: does not divide the {work.sequences} sequences of a "
+            "rollout batch (--rollout-batch-size x --n-samples); give a divisor"
+        )
+    if work.longest > longest_positions:
+        raise InputError(
+            f"--response-length {work.response_length}: with --prompt-length it makes {work.longest} tokens and the "
+            f"model has {longest_positions} positions; keep the sum within them"
+        )
+
+
+def check_cluster(cluster: Cluster) -> None:
+    """Raise ``InputError`` for sizes that aren't whole nodes or engines."""
+    node = cluster.gpu.node
+    if cluster.gpus < 1 or (cluster.gpus > node and cluster.gpus % node):
+        fix = max(cluster.gpus - cluster.gpus % node, 1)
+        raise InputError(f"--gpus {cluster.gpus}: nodes have {node} GPUs; give 1 to {node} or a multiple, as {fix}")
+    if cluster.engine == "sglang" and cluster.engine_gpus < 1:
+        raise InputError(f"--engine-gpus {cluster.engine_gpus}: engines need GPUs; give 1 or more, or --engine none")
+    if cluster.engine in ("sglang", "colocated") and (
+        cluster.engine_tensor < 1 or cluster.serving % cluster.engine_tensor
+    ):
+        raise InputError(
+            f"--engine-tensor {cluster.engine_tensor}: does not divide the {cluster.serving} GPUs of the engines; give "
+            "a divisor"
+        )
