@@ -23,7 +23,8 @@ from megatron_gspo.mcore.checkpoint.checkpoint_files import (
     remove_leftovers,
     remove_old,
 )
-from megatron_gspo.mcore.checkpoint.save_load import load_checkpoint, on_first_rank
+from megatron_gspo.mcore.checkpoint.save_load import load_checkpoint
+from megatron_gspo.parallel.rank_zero import run_on_rank_zero
 
 _PATIENCE = 20.0  # seconds that the processes of a killed run may take to end
 
@@ -55,7 +56,9 @@ def resume(run: Run) -> tuple[LoopState, Path | None]:
 
     The writing rank chooses for all; it says which it takes and what is wrong with those that it passes over.
     """
-    found = on_first_rank(lambda: _choose(run), "the run's checkpoints can't be read")
+    found = run_on_rank_zero(
+        lambda: _choose(run), error=CheckpointError, what="the run's checkpoints can't be read"
+    )
     if found is None:
         if run.generates_on_policy and (run.config.model.init == "random" or is_central(run.engine)):
             sync_weights(run, 0)
@@ -77,7 +80,10 @@ def sole_writer(run: Run) -> Iterator[None]:
     """
     run_dir = Path(run.config.run_dir)
     descriptor: list[int] = []
-    on_first_rank(lambda: descriptor.append(lock_directory(run_dir)), "the run directory can't be locked")
+    run_on_rank_zero(
+        lambda: descriptor.append(lock_directory(run_dir)),
+        error=CheckpointError, what="the run directory can't be locked",
+    )  # fmt: skip
     try:
         yield
     finally:

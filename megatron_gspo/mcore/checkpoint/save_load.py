@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from megatron_gspo.mcore.checkpoint.checkpoint_writers import Writers, file_jobs
 from megatron_gspo.mcore.forward_step import unwrap
 from megatron_gspo.mcore.policy import Policy
 from megatron_gspo.mcore.process_groups import compute_device
+from megatron_gspo.parallel.rank_zero import raise_on_every_rank, run_on_rank_zero
 
 # The one optimizer format that can be loaded in another layout; Megatron's default ties the state to the bucket sizes.
 # Expert layers have an optimizer of their own in some layouts only, which may not show in the tensors' names.
@@ -48,9 +49,6 @@ _ON_RANK_0 = (
 )
 WAITING_WRITERS = 2  # of a save that somebody waits for
 _NOT_WRITTEN = "checkpoint not written; the last one is untouched"
-
-T = TypeVar("T")
-
 
 class Save:
     """A checkpoint that is being written while training goes on. Every rank has one; see ``begin_save``.
@@ -134,7 +132,7 @@ class Save:
             self._publication.start()
 
     def _raise(self, failure: str) -> None:
-        raise_everywhere(failure and failure + room_left(self._final.parent), _NOT_WRITTEN)
+        _raise_failure(failure, self._final.parent)
 
 
 def begin_save(policy: Policy, folder: Path, step: int, state: Mapping[str, Any], *, keep: int,
@@ -149,8 +147,9 @@ def begin_save(policy: Policy, folder: Path, step: int, state: Mapping[str, Any]
     raises ``CheckpointError`` on every rank if the disk is full or gone.
     """
     final = checkpoint_path(folder, step)
-    text, partial = on_first_rank(
-        lambda: (json.dumps({"step": step, **state}), begin_checkpoint(folder, step)), _NOT_WRITTEN
+    text, partial = run_on_rank_zero(
+        lambda: (_encode({"step": step, **state}), begin_checkpoint(folder, step)),
+        error=CheckpointError, what=_NOT_WRITTEN,
     )
     policy.gather_weights()
     save, results = None, queue.Queue[Any]()
@@ -164,7 +163,7 @@ def begin_save(policy: Policy, folder: Path, step: int, state: Mapping[str, Any]
             failures.append(_reason(error))
     failure = next(iter(failures), "")
     try:
-        raise_everywhere(failure and failure + room_left(folder), _NOT_WRITTEN)
+        _raise_failure(failure, folder)
     except CheckpointError:
         if save is not None:
             save.end()
@@ -187,31 +186,17 @@ def _plan(content: dict[str, Any], folder: Path, check: bool, writers: int) -> A
     )
 
 
-def on_first_rank(action: Callable[[], T], what: str) -> T:
-    """The value of ``action`` on every rank; rank 0 runs it while the others wait.
-
-    Its failure is every rank's: ``CheckpointError`` with ``what`` and the reason.
-    """
-    outcome: list[Any] = [None, ""]
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = action()
-        except CheckpointError as error:
-            outcome[1] = str(error)
-        except Exception as error:
-            outcome[1] = f"{what}: {type(error).__name__}: {error}"
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[1]:
-        raise CheckpointError(outcome[1])
-    return outcome[0]
+def _raise_failure(failure: str, folder: Path) -> None:
+    """Raise ``CheckpointError`` on every rank if any rank has a failure. A collective of all ranks."""
+    raise_on_every_rank(failure and f"{_NOT_WRITTEN}: {failure}{room_left(folder)}", CheckpointError)
 
 
-def raise_everywhere(failure: str, what: str) -> None:
-    """Raise ``CheckpointError`` on every rank with the first rank's ``failure`` that isn't empty."""
-    failures: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, failure)
-    if first := next(filter(None, failures), None):
-        raise CheckpointError(f"{what}: {first}")
+def _encode(state: Mapping[str, Any]) -> str:
+    """The state as JSON; ``CheckpointError`` where it has no such form."""
+    try:
+        return json.dumps(state)
+    except TypeError as error:
+        raise CheckpointError(f"{_NOT_WRITTEN}: {error}") from error
 
 
 def _reason(error: BaseException) -> str:

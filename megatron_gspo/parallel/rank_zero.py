@@ -1,0 +1,66 @@
+"""Work that one rank does for all: every rank gets the result, or every rank raises the error.
+
+Without this a rank that fails alone leaves the others waiting in their next collective until it times out.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from megatron_gspo.errors import RunError, UserError, first_line
+
+T = TypeVar("T")
+
+
+def run_on_rank_zero(action: Callable[[], T], *, error: type[UserError] = RunError, what: str = "rank 0 failed") -> T:
+    """Run ``action`` on rank 0 and return its value on every rank. A collective of the world; ``action`` isn't one.
+
+    action: its value must be picklable. error, what: class and first words of the error for a failure that isn't a
+    ``UserError``.
+
+    If ``action`` raises, every rank raises. A ``UserError`` has the same class and message on all ranks. An ``OSError``
+    or ``ValueError`` becomes ``error("what: type: message")``. Any other exception is a bug: rank 0 raises it
+    unchanged, with its traceback, and the other ranks raise ``error``.
+    """
+    value: T | None = None
+    raised: Exception | None = None
+    failure: UserError | None = None
+    if dist.get_rank() == 0:
+        try:
+            value = action()
+        except Exception as caught:
+            raised, failure = caught, _as_user_error(caught, error, what)
+    outcome: list[Any] = [(value, failure)]
+    dist.broadcast_object_list(outcome, src=0)
+    if raised is not None and not isinstance(raised, (UserError, OSError, ValueError)):
+        raise raised
+    value, received = outcome[0]
+    if received is not None:
+        raise (failure or received) from raised if raised is not failure else None
+    return value  # type: ignore[return-value]  # None only where T is
+
+
+def raise_on_every_rank(failure: str, error: type[UserError]) -> None:
+    """Raise ``error`` on every rank with the ``failure`` of the lowest rank whose own isn't empty; else return.
+
+    A collective of the world.
+    """
+    failures: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    if first := next(filter(None, failures), None):
+        raise error(first)
+
+
+def _as_user_error(caught: Exception, error: type[UserError], what: str) -> UserError:
+    """What the ranks raise; its pickle must load, which not every exception's does."""
+    if not isinstance(caught, UserError):
+        return error(f"{what}: {type(caught).__name__}: {first_line(caught)}")
+    try:
+        pickle.loads(pickle.dumps(caught))
+    except Exception:
+        return error(str(caught))
+    return caught

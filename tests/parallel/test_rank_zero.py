@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from megatron_gspo.errors import EngineError, RunError, UserError
+from megatron_gspo.parallel.rank_zero import raise_on_every_rank, run_on_rank_zero
+from tests.support.distributed import run_distributed
+
+
+class Unpicklable(UserError):
+    """As an error whose constructor takes something else than the message."""
+
+    def __init__(self, key: str, problem: str) -> None:
+        super().__init__(f"{key}: {problem}")
+
+
+def raising(error: Exception):
+    def action():
+        assert dist.get_rank() == 0, "only rank 0 runs it"
+        raise error
+
+    return action
+
+
+def message(failure: Exception, **options) -> tuple[str, str]:
+    """(class, message) of what this rank raises where the action raises ``failure`` on rank 0."""
+    with pytest.raises(Exception) as caught:
+        run_on_rank_zero(raising(failure), **options)
+    dist.barrier()  # nobody is left waiting
+    return type(caught.value).__name__, str(caught.value)
+
+
+def every_case(rank: int, world_size: int) -> dict:
+    ran = []
+    return {
+        "value": run_on_rank_zero(lambda: ran.append(rank) or {"rank": rank}),
+        "ran": len(ran),
+        "none": run_on_rank_zero(lambda: None),
+        "user error": message(EngineError("server 3: no answer")),
+        "unpicklable": message(Unpicklable("lr", "is negative"), error=EngineError),
+        "disk": message(OSError("disk full"), error=RunError, what="not saved"),
+        "bug": message(TypeError("a bug\nof two lines"), error=EngineError),
+    }
+
+
+def test_every_rank_gets_rank_zeros_value_or_its_error():
+    first, second, third = run_distributed(every_case, 3)
+    assert [found["value"] for found in (first, second, third)] == [{"rank": 0}] * 3
+    assert [found["ran"] for found in (first, second, third)] == [1, 0, 0]
+    for found in (first, second, third):
+        assert found["none"] is None
+        assert found["user error"] == ("EngineError", "server 3: no answer")
+        assert found["unpicklable"][1] == "lr: is negative"
+        assert found["disk"] == ("RunError", "not saved: OSError: disk full")
+    assert first["bug"] == ("TypeError", "a bug\nof two lines"), "rank 0 keeps the traceback of a bug"
+    assert second["bug"] == third["bug"] == ("EngineError", "rank 0 failed: TypeError: a bug")
+
+
+def one_fails(rank: int, world_size: int) -> list[str]:
+    raise_on_every_rank("", EngineError)
+    found = []
+    for failing in ((1,), (1, 2)):
+        with pytest.raises(EngineError) as caught:
+            raise_on_every_rank(f"rank {rank}" if rank in failing else "", EngineError)
+        found.append(str(caught.value))
+    return found
+
+
+def test_a_failure_of_one_rank_is_raised_on_all():
+    assert run_distributed(one_fails, 3) == [["rank 1", "rank 1"]] * 3
