@@ -37,7 +37,10 @@ setup(
     python_requires=">=3.10",
     packages=[
         *find_packages(include=["megatron_gspo", "megatron_gspo.*"]),
-        *(f"megatron_gspo.{name}" for name in find_packages(include=[part for top in MAPPED for part in (top, f"{top}.*")])),
+        *(
+            f"megatron_gspo.{name}"
+            for name in find_packages(include=[part for top in MAPPED for part in (top, f"{top}.*")])
+        ),
     ],
     package_dir={f"megatron_gspo.{name}": name for name in MAPPED},
     package_data={

@@ -217,7 +217,8 @@ RESUME = (
         ("tests/train/test_seeds.py::test_mini_batches_are_a_partition_drawn_anew_each_step_and_epoch",),
     ),
     Defect(
-        "all prompts are sampled with the same random numbers", "design", "megatron_gspo/rollout/embedded/token_sampling.py",
+        "all prompts are sampled with the same random numbers", "design",
+        "megatron_gspo/rollout/embedded/token_sampling.py",
         "np.broadcast_arrays(position, sample & _WORD, prompt & _WORD, prompt >> _HALF)",
         "np.broadcast_arrays(position, sample & _WORD, prompt * 0, prompt * 0)",
         ("tests/rollout/embedded/test_token_sampling.py::test_uniforms_depend_on_seed_prompt_sample_and_position_alone",),

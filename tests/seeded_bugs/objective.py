@@ -130,7 +130,8 @@ DATA = (
         ("tests/data/test_packing.py::test_by_hand",),
     ),
     Defect(
-        "rollout log-probs without the temperature", "several trainers", "megatron_gspo/rollout/embedded/token_sampling.py",
+        "rollout log-probs without the temperature", "several trainers",
+        "megatron_gspo/rollout/embedded/token_sampling.py",
         "if sampling.scoring_temperature != 1.0:", "if sampling.greedy:",
         ("tests/rollout/embedded/test_token_sampling.py::test_drawn_frequencies_match_the_exact_distribution",),
     ),

@@ -6,7 +6,8 @@ from tests.seeded_bugs.seeded_bug import Defect
 
 REPLAY, PASS = "megatron_gspo/mcore/routing_replay/router_hooks.py", "megatron_gspo/mcore/routing_replay/replay_pass.py"
 RESULTS, STEP = "megatron_gspo/mcore/routing_replay/replay_results.py", "megatron_gspo/mcore/train_step.py"
-AT_ROUTERS, FIGURES = "tests/mcore/routing_replay/test_router_hooks.py::", "tests/mcore/routing_replay/test_replay_results.py::"
+AT_ROUTERS = "tests/mcore/routing_replay/test_router_hooks.py::"
+FIGURES = "tests/mcore/routing_replay/test_replay_results.py::"
 COUNTED = FIGURES + "test_figures_are_those_of_a_count_over_all_ranks"
 WIDE = FIGURES + "test_expert_ids_of_one_and_of_two_bytes"  # under context parallelism
 REFERENCE = AT_ROUTERS + "test_with_two_experts_ratios_move_through_the_weights_alone"

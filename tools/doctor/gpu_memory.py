@@ -51,7 +51,8 @@ def judge_gpu_memory(memory: Memory, available: int | None) -> Finding:
     if available is None:
         return note(check, text, "", "compare it with your GPUs; python -m megatron_gspo.tools.plan finds layouts")
     text = f"{text}; it has {show_bytes(available)}"
-    fix = "split it over more GPUs (python -m megatron_gspo.tools.plan finds layouts), recompute, or lower the token budget"
+    fix = "split it over more GPUs (python -m megatron_gspo.tools.plan finds layouts), recompute, or lower the token "
+    fix += "budget"
     if states + memory.engine > available:
         return error(check, text, "it can't hold them", fix)
     if memory.total > available:

@@ -123,7 +123,9 @@ class Local:
         if self.config is None or self.shape is None:
             return found + storage_checks.check_free_disk()
         return (
-            found + storage_checks.check_run_disk(self.config, self.shape) + storage_checks.check_weight_disk(self.config, self.shape)
+            found
+            + storage_checks.check_run_disk(self.config, self.shape)
+            + storage_checks.check_weight_disk(self.config, self.shape)
         )
 
 
@@ -150,4 +152,5 @@ def _servers(config: Config, told: dict[str, Any], *, with_ranks: bool) -> list[
     answers = server_checks.ask(config)
     versions = [numbers(answer.version) for answer in answers.values() if not isinstance(answer, str)]
     told["sglang"] = min(versions, default=())
-    return server_checks.judge_servers(config, answers) + (server_checks.judge_own_address(config) if with_ranks else [])
+    own = server_checks.judge_own_address(config) if with_ranks else []
+    return server_checks.judge_servers(config, answers) + own

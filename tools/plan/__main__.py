@@ -1,4 +1,4 @@
-"""``python -m megatron_gspo.tools.plan --model DIR --gpus N --gpu NAME --response-length L``: memory and time on paper."""
+"""``python -m megatron_gspo.tools.plan --model DIR --gpus N --gpu NAME --response-length L``: memory and time."""
 
 from __future__ import annotations
 
@@ -136,7 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(json.dumps([{"gpus": gpus, "reason": reason, "plan": plan and plan.to_json(sized)}
                                   for gpus, plan, sized, reason in rows], indent=2))  # fmt: skip
             else:
-                print(plan_report.describe(shape, work, cluster, sizes=False), plan_report.scale_table(rows), sep="\n\n")
+                described = plan_report.describe(shape, work, cluster, sizes=False)
+                print(described, plan_report.scale_table(rows), sep="\n\n")
             return 0
         check_cluster(cluster)
         found = search(hf, shape, work, cluster, assume, fixed_choice(args, hf, work))

@@ -91,7 +91,7 @@ def worst_memory(shape: ModelShape, parallel: ParallelConfig, states: dict[int, 
 def route_bytes(shape: ModelShape, parallel: ParallelConfig, work: Workload, cluster: Cluster,
                 assume: Assumptions) -> float:
     """Expert ids of a rank's mini-batch with ``routing.storage: device``: those of all layers as they came, and the
-    rows that this rank's routers see (``mcore/routing_replay/replay_pass.py``); 1 byte each up to 256 experts, else 2."""
+    rows that this rank's routers see (``mcore/routing_replay``); 1 byte each up to 256 experts, else 2."""
     if not shape.is_moe:
         return 0.0
     size = 1 if shape.num_experts <= 256 else 2
