@@ -1,14 +1,15 @@
 """Imports only point down the layers, and only mcore/ and patches/ know Megatron. Read from the source."""
 
-import ast
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.structure.measure import part_of
+from tests.structure.source_tree import PACKAGE, Module, imports, read_modules
+
 ROOT = Path(__file__).parents[1]
-PACKAGE = "megatron_gspo"
 
 # From the bottom up. A part may import itself and the parts before it, never one after it.
 LAYERS = (
@@ -36,46 +37,10 @@ KNOWS_MEGATRON = {"mcore", "patches"}
 ONLY = {"algorithms": {"torch"}, "parallel": {"torch", "numpy"}}
 
 
-def modules() -> list[tuple[str, Path]]:
-    """(dotted name, file) of every module; patches/ and tools/ under the names that they are installed by."""
+def faults(module: Module) -> list[str]:
+    name, part = module.name, part_of(module.name)
     found = []
-    mapped = [(folder, f"{PACKAGE}.{folder}") for folder in ("patches", "tools")]
-    for base, prefix in [(PACKAGE, PACKAGE), *mapped]:
-        for file in sorted((ROOT / base).rglob("*.py")):
-            parts = file.relative_to(ROOT / base).with_suffix("").parts
-            found.append((".".join((prefix, *parts)), file))
-    return found
-
-
-def imports(name: str, source: str) -> list[tuple[int, str]]:
-    """(line, dotted target) of each import in a module, relative ones resolved; `from a import b` is a.b."""
-    package = (
-        name.removesuffix(".__init__").split(".") if name.endswith(".__init__") else name.split(".")[:-1]
-    )
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            start = package[: len(package) - node.level + 1] if node.level else []
-            base = ".".join([*start, *([node.module] if node.module else [])])
-            found += [(node.lineno, f"{base}.{alias.name}") for alias in node.names]
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
-            constants = [a.value for a in node.args if isinstance(a, ast.Constant)]
-            found += [(node.lineno, value) for value in constants if isinstance(value, str)]
-    return found
-
-
-def part_of(name: str) -> str:
-    """The part of the package that a dotted name lies in, "" for the package itself."""
-    parts = name.split(".")
-    return parts[1] if len(parts) > 1 and parts[1] != "__init__" else ""
-
-
-def faults(name: str, source: str) -> list[str]:
-    part = part_of(name)
-    found = []
-    for line, target in imports(name, source):
+    for line, target in imports(module):
         top = target.partition(".")[0]
         other = part_of(target)
         if top == PACKAGE and part in LAYERS and other in LAYERS and LAYERS.index(other) > LAYERS.index(part):
@@ -93,14 +58,19 @@ def faults(name: str, source: str) -> list[str]:
     return found
 
 
+def module_of(name: str, source: str) -> Module:
+    """A module as `read_modules` gives it; NAME.__init__ is the package NAME."""
+    return Module(name.removesuffix(".__init__"), f"{name.replace('.', '/')}.py", source)
+
+
 def test_every_part_has_a_layer() -> None:
-    parts = {part_of(name) for name, _ in modules()} - {""}
+    parts = {part_of(module.name) for module in read_modules(ROOT)} - {""}
     assert parts <= set(LAYERS), f"give {parts - set(LAYERS)} a place in LAYERS"
     assert {"algorithms", "config", "data", "patches"} <= parts
 
 
 def test_imports_point_down() -> None:
-    found = [fault for name, file in modules() for fault in faults(name, file.read_text(encoding="utf-8"))]
+    found = [fault for module in read_modules(ROOT) for fault in faults(module)]
     assert found == []
 
 
@@ -119,7 +89,7 @@ def test_imports_point_down() -> None:
     ],
 )
 def test_a_wrong_import_is_found(name: str, source: str) -> None:
-    assert len(faults(name, source)) >= 1
+    assert len(faults(module_of(name, source))) >= 1
 
 
 @pytest.mark.parametrize(
@@ -135,7 +105,7 @@ def test_a_wrong_import_is_found(name: str, source: str) -> None:
     ],
 )
 def test_a_right_import_passes(name: str, source: str) -> None:
-    assert faults(name, source) == []
+    assert faults(module_of(name, source)) == []
 
 
 def test_algorithms_load_with_torch_alone() -> None:
@@ -149,5 +119,5 @@ def test_algorithms_load_with_torch_alone() -> None:
 
 
 def test_files_stay_short() -> None:
-    long = {str(file): count for _, file in modules() if (count := len(file.read_text().splitlines())) >= 400}
+    long = {module.path: module.length for module in read_modules(ROOT) if module.length >= 400}
     assert long == {}

@@ -1,0 +1,166 @@
+"""The Python modules of a checkout, their imports and their functions, read from the source."""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+PACKAGE = "megatron_gspo"
+MAPPED = ("patches", "tools")  # folders of the checkout that are installed inside the package
+_NOT_CODE = {
+    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file. name: dotted, as installed. path: relative to the checkout."""
+
+    name: str
+    path: str
+    source: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.source)
+
+    @property
+    def is_package(self) -> bool:
+        return self.path.endswith("/__init__.py")
+
+    @property
+    def length(self) -> int:
+        """Lines of the file."""
+        return len(self.source.splitlines())
+
+    @cached_property
+    def code_lines(self) -> list[int]:
+        """Numbers of the lines that hold code: no blank line, comment or docstring."""
+        strings = {
+            line
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+            for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        }
+        lines: set[int] = set()
+        for token in tokenize.generate_tokens(io.StringIO(self.source).readline):
+            if token.type not in _NOT_CODE:
+                lines |= set(range(token.start[0], token.end[0] + 1))
+        return sorted(lines - strings)
+
+
+def read_modules(root: Path, folders: tuple[str, ...] = (PACKAGE, *MAPPED)) -> list[Module]:
+    """The modules below some folders of a checkout; ``patches`` and ``tools`` under the names they are installed by."""
+    found = []
+    for folder in folders:
+        prefix = f"{PACKAGE}.{folder}" if folder in MAPPED else folder
+        for file in sorted((root / folder).rglob("*.py")):
+            parts = file.relative_to(root / folder).with_suffix("").parts
+            name = ".".join((prefix, *parts)).removesuffix(".__init__")
+            found.append(Module(name, file.relative_to(root).as_posix(), file.read_text(encoding="utf-8")))
+    return found
+
+
+def imports(module: Module, *, late: bool = True) -> list[tuple[int, str]]:
+    """(line, dotted target) of each import, relative ones resolved; ``from a import b`` is a.b.
+
+    late: also those inside functions and under ``if TYPE_CHECKING``.
+    """
+    package = module.name.split(".") if module.is_package else module.name.split(".")[:-1]
+    found = []
+    for node in ast.walk(module.tree) if late else _statements(module.tree.body):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            start = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*start, *([node.module] if node.module else [])])
+            found += [(node.lineno, f"{base}.{alias.name}") for alias in node.names]
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
+            constants = [a.value for a in node.args if isinstance(a, ast.Constant)]
+            found += [(node.lineno, value) for value in constants if isinstance(value, str)]
+    return found
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements that an import of the module runs."""
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from _statements(node.orelse)
+            continue
+        yield node
+        for name in ("body", "orelse", "finalbody"):
+            yield from _statements(getattr(node, name, []))
+        for handler in getattr(node, "handlers", []):
+            yield from _statements(handler.body)
+
+
+def import_graph(modules: list[Module], *, late: bool) -> dict[str, set[str]]:
+    """Which modules each module imports; a name imported from a package's ``__init__`` counts as that package."""
+    names = {module.name for module in modules}
+    graph: dict[str, set[str]] = {name: set() for name in names}
+    for module in modules:
+        for _, target in imports(module, late=late):
+            while target and target not in names:
+                target = target.rpartition(".")[0]
+            if target and target != module.name:
+                graph[module.name].add(target)
+    return graph
+
+
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The groups of two or more nodes that reach each other."""
+    reach = {node: _reachable(graph, node) for node in graph}
+    groups = {tuple(sorted({node} | {o for o in reach[node] if node in reach[o]})) for node in graph}
+    return [list(group) for group in sorted(groups) if len(group) > 1]
+
+
+def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    seen: set[str] = set()
+    todo = [start]
+    while todo:
+        for other in graph[todo.pop()]:
+            if other not in seen:
+                seen.add(other)
+                todo.append(other)
+    return seen
+
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def functions(module: Module) -> Iterator[tuple[str, Function, bool]]:
+    """(qualified name, node, whether it is a method) of every function, nested ones included."""
+
+    def walk(node: ast.AST, prefix: str, in_class: bool) -> Iterator[tuple[str, Function, bool]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                yield f"{prefix}{child.name}", child, in_class
+                yield from walk(child, f"{prefix}{child.name}.", False)
+            elif isinstance(child, ast.ClassDef):
+                yield from walk(child, f"{prefix}{child.name}.", True)
+            else:
+                yield from walk(child, prefix, in_class)
+
+    return walk(module.tree, "", False)
+
+
+def parameter_count(node: Function, is_method: bool) -> int:
+    """Parameters of a function, without self or cls."""
+    static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in node.decorator_list)
+    arguments = node.args
+    count = len(arguments.posonlyargs) + len(arguments.args) + len(arguments.kwonlyargs)
+    count += (arguments.vararg is not None) + (arguments.kwarg is not None)
+    return count - (1 if is_method and not static else 0)
+
+
+def length(node: Function) -> int:
+    """Lines of a function, from ``def`` to its end, without decorators."""
+    return (node.end_lineno or node.lineno) - node.lineno + 1
