@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import torch
 
 from megatron_gspo.errors import RunError, describe_value
+
+if TYPE_CHECKING:
+    import torch
 
 HOLE = -1  # in an engine's signed array: the route of this token isn't known
 HOLE_POLICIES = ("error", "live")
@@ -59,6 +61,8 @@ class RouteShape:
     @property
     def torch_dtype(self) -> torch.dtype:
         """The same as a torch type: `torch.uint8` or `torch.uint16`."""
+        import torch  # reward workers import this module and must not load torch
+
         return torch.uint8 if self.dtype.itemsize == 1 else torch.uint16
 
     @property

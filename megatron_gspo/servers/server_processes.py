@@ -1,7 +1,7 @@
-"""Local SGLang servers: started together, watched, started again when they die, and never left behind.
+"""Local SGLang servers: started together, monitored, restarted when they die, and ended with the trainer.
 
-Each server is a process group of its own under a guard (`guard.py`) that ends the group with the trainer. A server has
-no state worth saving, so it's ended by SIGKILL: its own orderly end takes nine seconds.
+Each server is a process group of its own under a supervisor (`supervisor.py`) that ends the group with the trainer. A
+server has no state to save, so it is ended by SIGKILL: a regular shutdown takes nine seconds.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class LocalServers:
             settings, life.index, life.port, cpu=self._cpu, version=self._version, config=life.secret
         )
         hide = ["--hide"] if settings.api_key else []  # sglang writes its settings into the log, the key among them
-        program = [settings.python, "-I", "-S", str(Path(__file__).with_name("guard.py"))]
+        program = [settings.python, "-I", "-S", str(Path(__file__).with_name("supervisor.py"))]
         guard = [*program, *hide, str(os.getpid()), *command]
         with writing(life.log), open(life.log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
             life.log_start = os.fstat(log.fileno()).st_size

@@ -1,6 +1,6 @@
 """Runs one server and ends it, with all of its children, when the trainer ends: by any cause, SIGKILL included.
 
-    python -I -S guard.py [--hide] TRAINER_PID COMMAND [ARGUMENT ...]
+    python -I -S supervisor.py [--hide] TRAINER_PID COMMAND [ARGUMENT ...]
 
 The guard leads a session of its own, in which the server and its children stay, so that one signal to the process group
 reaches all of them. It looks at its parent instead of asking the kernel for a signal at the parent's death, which would

@@ -10,7 +10,7 @@ from megatron_gspo.environments import environment
 from megatron_gspo.environments.environment import EnvironmentLoadError, StepRequest, load_environments
 from megatron_gspo.environments.environment_pool import EnvironmentPool
 
-FILE = Path(__file__).with_name("environments.py")
+FILE = Path(__file__).with_name("example_environments.py")
 COUNTDOWN = f"{FILE}:countdown"
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from tests.seeded_bugs.seeded_bug import Defect
 
 SGLANG, TESTS = "megatron_gspo/rollout/sglang", "tests/rollout/sglang"
-ANSWERS, CLIENT, FLEET = f"{SGLANG}/answers.py", f"{SGLANG}/client.py", f"{SGLANG}/fleet.py"
-HTTP, STREAM = f"{SGLANG}/http.py", f"{SGLANG}/stream.py"
-REFUSED = f"{TESTS}/test_answers.py::test_what_is_wrong_is_refused_by_name"
+ANSWERS, CLIENT, FLEET = f"{SGLANG}/response_parser.py", f"{SGLANG}/client.py", f"{SGLANG}/server_pool.py"
+HTTP, STREAM = "megatron_gspo/servers/http_client.py", f"{SGLANG}/request_stream.py"
+REFUSED = f"{TESTS}/test_response_parser.py::test_what_is_wrong_is_refused_by_name"
 
 OF_THE_SERVERS = (
     Defect(
@@ -27,13 +27,13 @@ OF_THE_SERVERS = (
     Defect(
         "an answer of two versions counts as the newer one's", "several trainers", ANSWERS,
         'if span.get("version") != version and', "if False and",
-        (f"{TESTS}/test_answers.py::test_the_version_is_one_and_named",),
+        (f"{TESTS}/test_response_parser.py::test_the_version_is_one_and_named",),
     ),
     Defect(
-        "the routes of the last token of a part are asked for never", "design", f"{SGLANG}/draft.py",
+        "the routes of the last token of a part are asked for never", "design", f"{SGLANG}/partial_response.py",
         "return self.prompt.length + self.drawn - 1 if self.parts else 0",
         "return self.prompt.length + self.drawn if self.parts else 0",
-        (f"{TESTS}/test_draft.py::test_parts_are_joined",),
+        (f"{TESTS}/test_partial_response.py::test_parts_are_joined",),
     ),
     Defect(
         "samples of a server with old weights are trained on", "several trainers", CLIENT,
@@ -54,42 +54,42 @@ OF_THE_SERVERS = (
         "the time without servers begins anew with every take", "this project", STREAM,
         "        fleet, end = self._client.fleet, None",
         "        self._unserved = None\n        fleet, end = self._client.fleet, None",
-        (f"{TESTS}/test_stream.py::test_the_recovery_time_goes_on_from_one_take_to_the_next",),
+        (f"{TESTS}/test_request_stream.py::test_the_recovery_time_goes_on_from_one_take_to_the_next",),
     ),
     Defect(
         "a group at the bound of staleness is passed over", "several trainers", STREAM,
         "max(group.oldest - oldest, 0)", "max(group.oldest - oldest + 1, 0)",
-        (f"{TESTS}/test_stream.py::test_a_group_that_is_due_is_waited_for_and_comes_first",),
+        (f"{TESTS}/test_request_stream.py::test_a_group_that_is_due_is_waited_for_and_comes_first",),
     ),
     Defect(
         "an id outside the vocabulary is sent, which ends the server", "SGLang 0.5.23", STREAM,
         "if (largest := int(prompt.token_ids.max())) >= model.vocab_size:",
         "if (largest := int(prompt.token_ids.max())) > model.vocab_size:",
-        (f"{TESTS}/test_stream.py::test_a_token_outside_the_vocabulary_never_leaves",),
+        (f"{TESTS}/test_request_stream.py::test_a_token_outside_the_vocabulary_never_leaves",),
     ),
     Defect(
         "a server that is paused is asked for a token to prove its health", "this project", FLEET,
         "if member.alive and member.tasks and time.", "if member.alive and time.",
-        (f"{TESTS}/test_fleet.py::test_only_a_busy_server_is_asked_for_a_token",),
+        (f"{TESTS}/test_server_pool.py::test_only_a_busy_server_is_asked_for_a_token",),
     ),
     Defect(
         "a server that hangs is not started again where a request noticed first", "this project", FLEET,
         "        if often and hangs:", "        if often and hangs and member.alive:",
-        (f"{TESTS}/test_fleet.py::test_a_server_that_was_lost_for_its_requests_hangs_too_when_it_is_silent",),
+        (f"{TESTS}/test_server_pool.py::test_a_server_that_was_lost_for_its_requests_hangs_too_when_it_is_silent",),
     ),
     Defect(
         "a server that comes back serves with whatever weights it has", "several trainers", FLEET,
         "member.version = version if version == self.version else None", "member.version = self.version",
-        (f"{TESTS}/test_fleet.py::test_what_comes_back_serves_only_with_the_current_weights",),
+        (f"{TESTS}/test_server_pool.py::test_what_comes_back_serves_only_with_the_current_weights",),
     ),
     Defect(
         "compressed answers are unpacked before their size is known", "this project", HTTP,
         'if response.headers.get("Content-Encoding", "identity") != "identity":', "if False:",
-        (f"{TESTS}/test_http.py::test_nothing_compressed_is_asked_for_or_unpacked",),
+        ("tests/servers/test_http_client.py::test_nothing_compressed_is_asked_for_or_unpacked",),
     ),
     Defect(
         "a server's words repeat the API key", "this project", HTTP,
         'return words.replace(self._key.encode(), b"***") if self._key else words', "return words",
-        (f"{TESTS}/test_http.py::test_a_status_but_200",),
+        ("tests/servers/test_http_client.py::test_a_status_but_200",),
     ),
 )  # fmt: skip

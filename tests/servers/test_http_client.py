@@ -20,7 +20,7 @@ from aiohttp import web
 from megatron_gspo.servers import http_client as http
 from megatron_gspo.servers.http_client import EventLoop, Server, ServerError, check_url, open_session
 from megatron_gspo.weight_transport.transport import accepted
-from tests.rollout.sglang.web import WebServer
+from tests.servers.web_server import WebServer
 
 KEY = "a-key-that-nobody-may-see"
 BOMB = gzip.compress(b" " * 2**26)  # 64 MiB in 64 KiB

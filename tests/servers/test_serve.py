@@ -13,7 +13,7 @@ import pytest
 
 from megatron_gspo.servers.launch_command import ServerSettings
 from megatron_gspo.tools.serve_sglang import main
-from tests.rollout.sglang.conftest import plan
+from tests.servers.conftest import plan
 
 
 def _hear_interrupts() -> None:

@@ -22,7 +22,7 @@ from megatron_gspo.servers import server_processes as servers
 from megatron_gspo.servers import supervisor as guard
 from megatron_gspo.servers.launch_command import ServerSettings
 from megatron_gspo.servers.server_processes import LocalServers
-from tests.rollout.sglang.conftest import plan
+from tests.servers.conftest import plan
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def started(stand_in: ServerSettings, quick: None) -> Iterator[LocalServers]:
 
 def group_of(url: str) -> list[psutil.Process]:
     port = url.rsplit(":", 1)[1]
-    guards = [p for p in psutil.process_iter(["cmdline"]) if "guard.py" in " ".join(p.info["cmdline"] or [])]
+    guards = [p for p in psutil.process_iter(["cmdline"]) if "supervisor.py" in " ".join(p.info["cmdline"] or [])]
     mine = [process for process in guards if port in process.info["cmdline"]]
     return [member for process in mine for member in (process, *process.children(recursive=True))]
 

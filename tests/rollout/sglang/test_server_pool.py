@@ -14,7 +14,7 @@ from aiohttp import web
 from megatron_gspo.rollout.sglang import server_pool as fleet_module
 from megatron_gspo.rollout.sglang.server_pool import INCOMPLETE, Fleet, FleetSettings, Member
 from megatron_gspo.servers.http_client import Server, open_session
-from tests.rollout.sglang.web import WebServer
+from tests.servers.web_server import WebServer
 
 NOW = "00c0ffee:3"
 

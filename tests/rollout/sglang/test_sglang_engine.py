@@ -13,7 +13,7 @@ from megatron_gspo.rollout.sglang.server_pool import FleetError
 from megatron_gspo.rollout.sglang.sglang_engine import EngineSettings, SGLangEngine
 from megatron_gspo.weight_transport.weight_update import make_route
 from tests.rollout.sglang.generator import FACTS, Generator
-from tests.rollout.sglang.web import WebServer
+from tests.servers.web_server import WebServer
 
 
 @pytest.fixture

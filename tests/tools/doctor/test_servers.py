@@ -11,7 +11,7 @@ from aiohttp import web
 from megatron_gspo.config import Config, load_config
 from megatron_gspo.servers.server_info import Capabilities
 from megatron_gspo.tools.doctor.server_checks import ask, judge_own_address, judge_server, judge_servers
-from tests.rollout.sglang.web import WebServer
+from tests.servers.web_server import WebServer
 from tests.tools.doctor.front_door import free_port
 
 SERVER = Capabilities(
