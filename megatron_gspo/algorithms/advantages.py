@@ -71,9 +71,9 @@ def group_advantages(
         ValueError: unknown option, shapes that differ, a reward that is not finite.
     """
     if std not in get_args(AdvantageStd):
-        raise ValueError(f"std = {std!r}: choose one of {', '.join(get_args(AdvantageStd))}")
+        raise ValueError(f"std = {std!r}: must be one of {', '.join(get_args(AdvantageStd))}")
     if baseline not in get_args(AdvantageBaseline):
-        raise ValueError(f"baseline = {baseline!r}: choose one of {', '.join(get_args(AdvantageBaseline))}")
+        raise ValueError(f"baseline = {baseline!r}: must be one of {', '.join(get_args(AdvantageBaseline))}")
     values, ids = as_rewards(rewards, group_ids)
     if values.numel() == 0:
         return values.float()

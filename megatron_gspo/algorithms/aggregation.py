@@ -30,7 +30,7 @@ class Shares:
         of_tokens: [], 1 / num_tokens: over all trained tokens of all ranks and micro-batches it adds up to 1.
         of_sequences: [num_segments], 1 / (num_sequences * |y_i|): likewise, and a sequence that spans context
             ranks is counted once, each rank holding the part n_owned / |y_i| of it.
-        of_objective: the weight in the objective, by the aggregation: [], or [T] where it differs by sequence.
+        of_objective: the weight in the objective, by loss_agg_mode: [], or [T] where it differs by sequence.
     """
 
     of_tokens: Tensor
@@ -53,13 +53,17 @@ def token_shares(
     one = lengths.new_ones(())
     of_tokens = (one / num_tokens).to(dtype)
     of_sequences = (one / (lengths.clamp_min(1) * num_sequences)).to(dtype)
-    if objective.aggregation == "sequence_mean":
+    if objective.loss_agg_mode == "seq-mean-token-mean":
         of_objective = of_sequences.index_select(0, segment_ids)
-    elif objective.aggregation == "token_mean":
+    elif objective.loss_agg_mode == "token-mean":
         of_objective = of_tokens
     else:
-        assert objective.constant_length is not None  # Objective refuses to be built otherwise
-        of_objective = (one / (num_sequences * objective.constant_length)).to(dtype)
+        if objective.loss_scale_factor is None:
+            raise ValueError(
+                "loss_scale_factor = None with loss_agg_mode = 'seq-mean-token-sum-norm': set the longest response "
+                "in tokens"
+            )
+        of_objective = (one / (num_sequences * objective.loss_scale_factor)).to(dtype)
     return Shares(of_tokens, of_sequences, of_objective)
 
 

@@ -7,7 +7,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from .objective import KLEstimator
+from .objective import KLLossType
 
 
 def k3(log_ratio: Tensor) -> Tensor:
@@ -20,7 +20,7 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 
 def kl_penalty(
-    log_probs: Tensor, ref_log_probs: Tensor, estimator: KLEstimator = "k3", *, max_log_ratio: float = 20.0
+    log_probs: Tensor, ref_log_probs: Tensor, estimator: KLLossType = "k3", *, max_log_ratio: float = 20.0
 ) -> Tensor:
     """Per-token estimate of KL(current || reference), d = log_probs - ref_log_probs
     (joschu.net/blog/kl-approx.html).
@@ -44,8 +44,8 @@ def kl_penalty(
     difference = log_probs - ref_log_probs.detach()
     if estimator == "k1":
         return difference
-    if estimator not in get_args(KLEstimator):
-        raise ValueError(f"kl_estimator = {estimator!r}: choose one of {', '.join(get_args(KLEstimator))}")
+    if estimator not in get_args(KLLossType):
+        raise ValueError(f"kl_loss_type = {estimator!r}: must be one of {', '.join(get_args(KLLossType))}")
     # Clamp d as a whole: clamping only inside exp would leave the gradient of the linear term, which has the
     # wrong sign.
     difference = difference.clamp(-max_log_ratio, max_log_ratio)

@@ -1,104 +1,120 @@
-"""The policy objective as one typed value; what it refuses to be called is decided here."""
+"""The policy objective as one typed value, and the checks that it is what its name says."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from .advantages import AdvantageBaseline, AdvantageStd
 
 ImportanceSamplingLevel = Literal["token", "sequence", "sequence_token", "none"]
-Aggregation = Literal["sequence_mean", "token_mean", "constant"]
-KLEstimator = Literal["k1", "k2", "k3"]
+LossAggMode = Literal["seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"]
+KLLossType = Literal["k1", "k2", "k3"]
 
-# The clip range belongs to the ratio level. A token ratio moves by tens of percent in one rollout batch
-# (published clip 0.2 / 0.27); a sequence ratio is a geometric mean over |y| tokens and moves about sqrt(|y|)
-# times less or better (published clip 3e-4 / 4e-4). Exchange them and the algorithm is gone: 0.2 never clips
-# a sequence, 3e-4 clips nearly every token. The bounds leave room on both sides: 0.1 is the token clip of 0.2
-# for a response of only 4 tokens, 0.01 is a twentieth of the usual token clip, 1e-6 is where a float32 ratio
-# near 1 has about ten steps left.
+# The clip range depends on the ratio level. A token ratio changes by tens of percent within one rollout batch
+# (published clip 0.2 / 0.27). A sequence ratio is a geometric mean over |y| tokens and changes about sqrt(|y|)
+# times less (published clip 3e-4 / 4e-4). With the two exchanged, 0.2 never clips a sequence and 3e-4 clips
+# nearly every token. The bounds leave room on both sides: 0.1 is the token clip of 0.2 for a response of only
+# 4 tokens, 0.01 is a twentieth of the usual token clip, and near a ratio of 1 float32 has about ten steps
+# within 1e-6.
 MAX_SEQUENCE_EPSILON = 0.1
 MIN_SEQUENCE_EPSILON = 1e-6
 MIN_TOKEN_EPSILON = 0.01
 
-# What each published name stands for. A field outside its row makes another algorithm.
+# The fields that define each published algorithm, with the allowed values.
 IDENTITY: dict[str, dict[str, tuple[str, ...]]] = {
-    "gspo": {"importance_sampling_level": ("sequence",), "aggregation": ("sequence_mean",)},
-    "gspo_token": {"importance_sampling_level": ("sequence_token",), "aggregation": ("sequence_mean",)},
-    "grpo": {"importance_sampling_level": ("token",), "aggregation": ("sequence_mean",)},
+    "gspo": {"importance_sampling_level": ("sequence",), "loss_agg_mode": ("seq-mean-token-mean",)},
+    "gspo_token": {"importance_sampling_level": ("sequence_token",), "loss_agg_mode": ("seq-mean-token-mean",)},
+    "grpo": {"importance_sampling_level": ("token",), "loss_agg_mode": ("seq-mean-token-mean",)},
     "dr_grpo": {
         "importance_sampling_level": ("token",),
-        "aggregation": ("constant",),
+        "loss_agg_mode": ("seq-mean-token-sum-norm",),
         "advantage_std": ("none",),
     },
-    "dapo": {"importance_sampling_level": ("token",), "aggregation": ("token_mean",)},
-    "sft": {"importance_sampling_level": ("none",), "aggregation": ("token_mean", "sequence_mean")},
+    "dapo": {"importance_sampling_level": ("token",), "loss_agg_mode": ("token-mean",)},
+    "sft": {"importance_sampling_level": ("none",), "loss_agg_mode": ("token-mean", "seq-mean-token-mean")},
 }
 
 _CHOICES = {
     "importance_sampling_level": get_args(ImportanceSamplingLevel),
-    "aggregation": get_args(Aggregation),
-    "kl_estimator": get_args(KLEstimator),
+    "loss_agg_mode": get_args(LossAggMode),
+    "kl_loss_type": get_args(KLLossType),
     "advantage_std": get_args(AdvantageStd),
     "advantage_baseline": get_args(AdvantageBaseline),
 }
-_OVERRIDE = "or say research_override=True to run it all the same"
+_OVERRIDE = "or set allow_nonstandard=True"
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What an optimizer step maximises. Built by `preset`, or directly for an algorithm of one's own.
-
-    Attributes:
-        name: a published name (a key of IDENTITY), which the other fields must then fit, or one's own.
-        importance_sampling_level: what one ratio covers. `token`: exp(log-ratio) of each token. `sequence`:
-            one ratio a response, length-normalised; wants one advantage a response. `sequence_token`: the
-            same value with an advantage per token (GSPO-token). `none`: advantage * log-prob, no ratio.
-        aggregation: `sequence_mean`: mean over a response's trained tokens, then over responses.
-            `token_mean`: over all trained tokens. `constant`: token sum / (responses * constant_length).
-        constant_length: tokens; only with `constant`, where it usually is the longest response allowed.
-        epsilon_low, epsilon_high: clip to [1 - epsilon_low, 1 + epsilon_high]; None without a ratio.
-        dual_clip: c > 1; with A < 0 the objective is at least c * A (arXiv:1912.09729). None: off.
-        kl_loss_coef: weight of the KL to the reference policy in the loss; above 0 it needs ref_log_probs.
-        kl_estimator: k1, k2 or k3 (see `kl.kl_penalty`).
-        entropy_coef: weight of the entropy bonus; above 0 it needs entropy.
-        max_log_ratio: nats; log-ratios are clamped to +-this before exp.
-        advantage_std, advantage_baseline: for `group_advantages`; kept here so that a preset is one value.
-        research_override: allow what is refused for being another algorithm than it says.
+    """The objective of an optimizer step. Built by `preset`, or directly for a new algorithm.
 
     Raises:
-        ValueError: one line with the field, its value and the fix.
+        ValueError: invalid fields; one line with the field, its value, the problem and the fix.
     """
 
     name: str
+    """A published algorithm (a key of IDENTITY), which the other fields must then match, or a name of your own."""
+
     importance_sampling_level: ImportanceSamplingLevel
-    aggregation: Aggregation
-    constant_length: float | None = None
+    """Tokens that share one importance ratio. `token`: one ratio per token. `sequence`: one length-normalised ratio
+    per response, with one advantage per response. `sequence_token`: the same ratio with an advantage per token
+    (GSPO-token). `none`: no ratio; the objective is advantage * log-prob."""
+
+    loss_agg_mode: LossAggMode
+    """Aggregation of token losses. `seq-mean-token-mean`: mean over a response's trained tokens, then over responses.
+    `token-mean`: mean over all trained tokens. `seq-mean-token-sum-norm`: sum over tokens, divided by
+    responses * loss_scale_factor."""
+
+    loss_scale_factor: float | None = None
+    """Divisor in tokens of `seq-mean-token-sum-norm`, usually the longest response allowed. None in other modes."""
+
     epsilon_low: float | None = None
+    """Ratios are clipped below 1 - epsilon_low. None without a ratio."""
+
     epsilon_high: float | None = None
+    """Ratios are clipped above 1 + epsilon_high. None without a ratio."""
+
     dual_clip: float | None = None
+    """Bound c > 1 on the ratio where the advantage is negative: the objective is at least c * A (arXiv:1912.09729).
+    None: off."""
+
     kl_loss_coef: float = 0.0
-    kl_estimator: KLEstimator = "k3"
+    """Weight of the KL to the reference policy in the loss. Above 0 the loss needs ref_log_probs."""
+
+    kl_loss_type: KLLossType = "k3"
+    """Estimator of that KL: k1, k2 or k3."""
+
     entropy_coef: float = 0.0
+    """Weight of the entropy bonus. Above 0 the loss needs entropy."""
+
     max_log_ratio: float = 20.0
+    """Log-ratios are clamped to +-this before exp, in nats."""
+
     advantage_std: AdvantageStd = "sample"
+    """Standard deviation that a group's rewards are divided by: `sample` (n - 1), `population` (n) or `none`."""
+
     advantage_baseline: AdvantageBaseline = "mean"
-    research_override: bool = False
+    """Baseline subtracted from a reward: its group's `mean`, or the mean of the others (`leave_one_out`)."""
+
+    allow_nonstandard: bool = False
+    """Allow a combination that is another algorithm than its name, or a clip range of the other ratio level."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
-            raise ValueError(f"name = {self.name!r}: give a word, such as one of {', '.join(IDENTITY)}")
-        if not isinstance(self.research_override, bool):
-            raise ValueError(f"research_override = {self.research_override!r}: give True or False")
+            raise ValueError(f"name = {self.name!r}: must be a non-empty string, such as one of {', '.join(IDENTITY)}")
+        if not isinstance(self.allow_nonstandard, bool):
+            raise ValueError(f"allow_nonstandard = {self.allow_nonstandard!r}: must be True or False")
         for key, choices in _CHOICES.items():
             if getattr(self, key) not in choices:
-                raise ValueError(f"{key} = {getattr(self, key)!r}: choose one of {', '.join(choices)}")
+                raise ValueError(f"{key} = {getattr(self, key)!r}: must be one of {', '.join(choices)}")
         _check_numbers(self)
-        if not self.research_override:
+        if not self.allow_nonstandard:
             _check_identity(self)
         _check_fields_fit(self)
-        if not self.research_override:
+        if not self.allow_nonstandard:
             _check_clip_scale(self)
 
     @property
@@ -108,7 +124,7 @@ class Objective:
 
     @property
     def sequence_level(self) -> bool:
-        """Whether one ratio covers a response."""
+        """Whether all tokens of a response share one ratio."""
         return self.importance_sampling_level in ("sequence", "sequence_token")
 
     @property
@@ -119,65 +135,61 @@ class Objective:
         return 1 - self.epsilon_low, 1 + self.epsilon_high
 
 
+# key: (accepts, requirement)
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "loss_scale_factor": (lambda v: 0 < v < math.inf, "a positive number of tokens"),
+    "epsilon_low": (lambda v: 0 < v <= 1, "above 0 and at most 1"),
+    "epsilon_high": (lambda v: v > 0, "above 0"),
+    "dual_clip": (lambda v: 1 < v < math.inf, "above 1, or None to turn it off"),
+    "kl_loss_coef": (lambda v: 0 <= v < math.inf, "0 or above"),
+    "entropy_coef": (lambda v: 0 <= v < math.inf, "0 or above"),
+    "max_log_ratio": (lambda v: 0 < v <= 80, "above 0 and at most 80 (exp overflows float32 at 88)"),
+}
+_OPTIONAL = ("loss_scale_factor", "epsilon_low", "epsilon_high", "dual_clip")
+
+
 def _check_numbers(o: Objective) -> None:
-    """Types and ranges that no algorithm leaves."""
-    ranges = {  # key: (accepts, said in words)
-        "constant_length": (lambda v: 0 < v < math.inf, "a positive number of tokens"),
-        "epsilon_low": (lambda v: 0 < v <= 1, "a number above 0 and at most 1"),
-        "epsilon_high": (lambda v: v > 0, "a number above 0"),
-        "dual_clip": (lambda v: 1 < v < math.inf, "a number above 1, or None to turn it off"),
-        "kl_loss_coef": (lambda v: 0 <= v < math.inf, "a number of 0 or above"),
-        "entropy_coef": (lambda v: 0 <= v < math.inf, "a number of 0 or above"),
-        "max_log_ratio": (
-            lambda v: 0 < v <= 80,
-            "a number above 0 and at most 80 (exp overflows float32 at 88)",
-        ),
-    }
-    optional = ("constant_length", "epsilon_low", "epsilon_high", "dual_clip")
-    for key, (accepts, words) in ranges.items():
+    """Types and ranges that hold for every algorithm."""
+    for key, (accepts, requirement) in _RANGES.items():
         value = getattr(o, key)
-        if value is None and key in optional:
+        if value is None and key in _OPTIONAL:
             continue
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not accepts(value):
-            raise ValueError(f"{key} = {value!r}: give {words}")
+            raise ValueError(f"{key} = {value!r}: must be {requirement}")
 
 
 def _check_fields_fit(o: Objective) -> None:
-    """Fields that contradict each other, or that another one needs."""
-    if o.aggregation == "constant" and o.constant_length is None:
+    """Fields that contradict each other, or that another field requires."""
+    if o.loss_agg_mode != "seq-mean-token-sum-norm" and o.loss_scale_factor is not None:
         raise ValueError(
-            "constant_length = None with aggregation = 'constant': give the longest response in tokens"
-        )
-    if o.aggregation != "constant" and o.constant_length is not None:
-        raise ValueError(
-            f"constant_length = {o.constant_length!r} with aggregation = {o.aggregation!r}: leave it out, "
-            "only aggregation = 'constant' reads it"
+            f"loss_scale_factor = {o.loss_scale_factor!r} has no effect with loss_agg_mode = {o.loss_agg_mode!r}: "
+            "remove it, or use 'seq-mean-token-sum-norm'"
         )
     for key in ("epsilon_low", "epsilon_high"):
         if o.has_ratio and getattr(o, key) is None:
             raise ValueError(
-                f"{key} = None with importance_sampling_level = {o.importance_sampling_level!r}: give a clip"
+                f"{key} = None with importance_sampling_level = {o.importance_sampling_level!r}: set a clip range"
             )
     for key in ("epsilon_low", "epsilon_high", "dual_clip"):
         if not o.has_ratio and getattr(o, key) is not None:
             raise ValueError(
-                f"{key} = {getattr(o, key)!r} with importance_sampling_level = 'none': leave it out, "
+                f"{key} = {getattr(o, key)!r} has no effect with importance_sampling_level = 'none': remove it, "
                 "there is no ratio to clip"
             )
 
 
 def _check_identity(o: Objective) -> None:
-    """A name keeps its published meaning, and no sequence ratio is weighted by tokens."""
+    """A published name keeps its meaning, and no sequence ratio is weighted by its tokens."""
     for key, allowed in IDENTITY.get(o.name, {}).items():
         if getattr(o, key) not in allowed:
             raise ValueError(
                 f"{key} = {getattr(o, key)!r} is not {o.name}: use {' or '.join(map(repr, allowed))}, "
                 f"another name, {_OVERRIDE}"
             )
-    if o.sequence_level and o.aggregation != "sequence_mean":
+    if o.sequence_level and o.loss_agg_mode != "seq-mean-token-mean":
         raise ValueError(
-            f"aggregation = {o.aggregation!r} weighs a sequence ratio by response length, which is not GSPO: "
-            f"use 'sequence_mean', {_OVERRIDE}"
+            f"loss_agg_mode = {o.loss_agg_mode!r} weights a sequence ratio by response length, which is not GSPO: "
+            f"use 'seq-mean-token-mean', {_OVERRIDE}"
         )
 
 
@@ -187,11 +199,11 @@ def _check_clip_scale(o: Objective) -> None:
         value = getattr(o, key)
         if o.sequence_level and not MIN_SEQUENCE_EPSILON <= value <= MAX_SEQUENCE_EPSILON:
             raise ValueError(
-                f"{key} = {value!r} is no clip for a sequence ratio ({o.name}, {MIN_SEQUENCE_EPSILON:g} to "
-                f"{MAX_SEQUENCE_EPSILON:g}): use about {published}, {_OVERRIDE}"
+                f"{key} = {value!r} is outside the clip range of a sequence ratio ({o.name}, {MIN_SEQUENCE_EPSILON:g} "
+                f"to {MAX_SEQUENCE_EPSILON:g}): use about {published}, {_OVERRIDE}"
             )
         if o.importance_sampling_level == "token" and value < MIN_TOKEN_EPSILON:
             raise ValueError(
-                f"{key} = {value!r} is no clip for a token ratio ({o.name}, {MIN_TOKEN_EPSILON:g} or more): "
-                f"use about 0.2, {_OVERRIDE}"
+                f"{key} = {value!r} is outside the clip range of a token ratio ({o.name}, {MIN_TOKEN_EPSILON:g} or "
+                f"more): use about 0.2, {_OVERRIDE}"
             )

@@ -160,8 +160,8 @@ def _add_regularisers(
     if tokens.to_reference is not None:
         log_probs, reference = tokens.to_reference
         limit = objective.max_log_ratio
-        kl = kl_penalty(log_probs, reference, objective.kl_estimator, max_log_ratio=limit)
-        k3_now = kl if objective.kl_estimator == "k3" else kl_penalty(log_probs, reference, max_log_ratio=limit)
+        kl = kl_penalty(log_probs, reference, objective.kl_loss_type, max_log_ratio=limit)
+        k3_now = kl if objective.kl_loss_type == "k3" else kl_penalty(log_probs, reference, max_log_ratio=limit)
         metrics["kl/ref"] = share(k3_now.detach(), shares.of_tokens)
         if objective.kl_loss_coef > 0:
             term = objective.kl_loss_coef * share(kl, shares.of_objective)

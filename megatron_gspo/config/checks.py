@@ -76,7 +76,7 @@ def _check_algorithm(config: Config) -> None:
 def _objective_error(algorithm: AlgorithmConfig, message: str) -> ConfigError:
     """The objective's own one-line refusal ("key = value problem: fix") under the config's key."""
     head, _, fix = message.replace(
-        "say research_override=True", "set algorithm.research_override: true"
+        "set allow_nonstandard=True", "set algorithm.allow_nonstandard: true"
     ).partition(": ")
     key = head.partition(" ")[0]
     value = getattr(algorithm, key, algorithm.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -13,17 +14,17 @@ if TYPE_CHECKING:
 
 OBJECTIVE_KEYS = (
     "importance_sampling_level",
-    "aggregation",
+    "loss_agg_mode",
     "epsilon_low",
     "epsilon_high",
     "dual_clip",
     "kl_loss_coef",
-    "kl_estimator",
+    "kl_loss_type",
     "entropy_coef",
     "advantage_std",
     "advantage_baseline",
-    "constant_length",
-    "research_override",
+    "loss_scale_factor",
+    "allow_nonstandard",
 )
 
 
@@ -34,7 +35,7 @@ class AlgorithmConfig(Section):
     importance_sampling_level: Literal["token", "sequence", "sequence_token", "none"] | None = Field(
         None, description="What one importance ratio spans."
     )
-    aggregation: Literal["sequence_mean", "token_mean", "constant"] | None = Field(
+    loss_agg_mode: Literal["seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"] | None = Field(
         None, description="How token losses become one number."
     )
     epsilon_low: float | None = Field(None, gt=0, le=1, description="Clip range below 1.")
@@ -50,7 +51,7 @@ class AlgorithmConfig(Section):
     kl_reward_coef: float | None = Field(
         None, ge=0, description="Weight of the KL to the reference in the reward; null is 0."
     )
-    kl_estimator: Literal["k1", "k2", "k3"] | None = Field(None, description="Estimator of that KL.")
+    kl_loss_type: Literal["k1", "k2", "k3"] | None = Field(None, description="Estimator of that KL.")
     entropy_coef: float | None = Field(None, ge=0, description="Weight of the entropy bonus.")
     advantage_std: Literal["sample", "population", "none"] | None = Field(
         None, description="Standard deviation that a group's rewards are divided by."
@@ -58,10 +59,12 @@ class AlgorithmConfig(Section):
     advantage_baseline: Literal["mean", "leave_one_out"] | None = Field(
         None, description="What is subtracted from a reward: its group's mean, or the mean of the others."
     )
-    constant_length: float | None = Field(
-        None, gt=0, description="Divisor in tokens of aggregation: constant."
+    loss_scale_factor: float | None = Field(
+        None,
+        gt=0,
+        description="Divisor in tokens of loss_agg_mode: seq-mean-token-sum-norm; null is rollout.max_response_length.",
     )
-    research_override: bool | None = Field(
+    allow_nonstandard: bool | None = Field(
         None, description="Allow a combination that is another algorithm than its name says."
     )
     old_log_probs: Literal["recompute", "rollout"] = Field(
@@ -112,12 +115,16 @@ class AlgorithmConfig(Section):
         1.0, gt=0, description="Penalty at the length limit, taken off the reward."
     )
 
-    def objective(self) -> Objective:
-        """The typed objective; raises ValueError where the overrides contradict the preset's name."""
+    def objective(self, longest_response: int | None = None) -> Objective:
+        """The typed objective; raises ValueError where the overrides contradict the preset's name. A missing
+        loss_scale_factor becomes ``longest_response`` where the aggregation has one."""
         from megatron_gspo.algorithms import preset
 
         chosen = {key: getattr(self, key) for key in OBJECTIVE_KEYS}
-        return preset(self.name, **{key: value for key, value in chosen.items() if value is not None})
+        found = preset(self.name, **{key: value for key, value in chosen.items() if value is not None})
+        if found.loss_agg_mode == "seq-mean-token-sum-norm" and found.loss_scale_factor is None:
+            found = replace(found, loss_scale_factor=longest_response)
+        return found
 
     @property
     def rollout_mask_band(self) -> tuple[float, float]:

@@ -151,7 +151,7 @@ def assemble(config: Config, *, engine: RolloutEngine | None = None) -> Run:
     stream = engine.stream() if config.rollout.streams and isinstance(engine, SGLangEngine) else None
     return Run(
         config=config,
-        objective=config.algorithm.objective(),
+        objective=config.algorithm.objective(config.rollout.max_response_length),
         policy=policy,
         reference=reference,
         engine=engine,

@@ -197,6 +197,6 @@ def shaped_rewards(run: Run, samples: Sequence[Sample]) -> np.ndarray:
     if algorithm.kl_reward_coef:
         for i, sample in enumerate(samples):
             old, reference = torch.from_numpy(sample.old_log_probs), torch.from_numpy(sample.ref_log_probs)
-            kl = kl_penalty(old, reference, run.objective.kl_estimator)
+            kl = kl_penalty(old, reference, run.objective.kl_loss_type)
             rewards[i] -= algorithm.kl_reward_coef * float(kl[torch.from_numpy(sample.loss_mask)].sum())
     return rewards

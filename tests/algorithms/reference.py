@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_gspo.algorithms import Objective
+from megatron_gspo.algorithms import Objective, preset
+
+LONGEST = 1024  # dr_grpo's loss_scale_factor where a test gives none
+
+
+def complete_preset(name: str, **overrides: Any) -> Objective:
+    """A preset whose loss can be computed: dr_grpo alone needs one more field."""
+    return preset(name, **{**({"loss_scale_factor": LONGEST} if name == "dr_grpo" else {}), **overrides})
 
 
 @dataclass(frozen=True)
@@ -102,18 +110,18 @@ def naive_loss(objective: Objective, batch: Batch, log_probs: Tensor, entropy: T
                 value = _surrogate(o, _ratio(o, batch, log_probs, t, sequence_log_ratio), advantage)
             if o.kl_loss_coef:
                 d = log_probs[t] - batch.ref_log_probs[t]
-                if o.kl_estimator != "k1":
+                if o.kl_loss_type != "k1":
                     d = d.clamp(-o.max_log_ratio, o.max_log_ratio)
-                kl = {"k1": d, "k2": d**2 / 2, "k3": torch.exp(-d) - 1 + d}[o.kl_estimator]
+                kl = {"k1": d, "k2": d**2 / 2, "k3": torch.exp(-d) - 1 + d}[o.kl_loss_type]
                 value = value - o.kl_loss_coef * kl
             if o.entropy_coef:
                 value = value + o.entropy_coef * entropy[t]
-            if o.aggregation == "sequence_mean":
+            if o.loss_agg_mode == "seq-mean-token-mean":
                 total = total + value / length / batch.num_sequences
-            elif o.aggregation == "token_mean":
+            elif o.loss_agg_mode == "token-mean":
                 total = total + value / batch.num_tokens
             else:
-                total = total + value / o.constant_length / batch.num_sequences
+                total = total + value / o.loss_scale_factor / batch.num_sequences
     return -total
 
 

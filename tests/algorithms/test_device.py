@@ -13,12 +13,13 @@ from megatron_gspo.algorithms import (
     mismatch_metrics,
     overlong_penalty,
     policy_loss,
-    preset,
     sequence_correction_weights,
     token_correction_weights,
 )
 from megatron_gspo.algorithms.advantages import as_rewards
 from megatron_gspo.algorithms.aggregation import segment_sums
+
+from .reference import complete_preset
 
 META = torch.device("meta")
 IDS = torch.empty(6, dtype=torch.long, device=META)
@@ -33,7 +34,7 @@ def values():
 def test_policy_loss(name, coefficient):
     log_probs = values().requires_grad_()
     loss, metrics = policy_loss(
-        preset(name, kl_loss_coef=coefficient, entropy_coef=coefficient),
+        complete_preset(name, kl_loss_coef=coefficient, entropy_coef=coefficient),
         log_probs=log_probs,
         old_log_probs=values(),
         advantages=values(),

@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_gspo.algorithms import PRESETS, policy_loss, preset
+from megatron_gspo.algorithms import PRESETS, policy_loss
 
-from .reference import random_batch
+from .reference import complete_preset, random_batch
 from .splits import add_up, evaluate, evaluate_on_ranks
 
 DRIFT = {name: 5e-4 if name.startswith("gspo") else 0.2 for name in PRESETS}
 
 
 def objective_of(name):
-    return preset(name, kl_loss_coef=0.05, entropy_coef=0.01)
+    return complete_preset(name, kl_loss_coef=0.05, entropy_coef=0.01)
 
 
 @pytest.mark.parametrize("name", ["gspo", "grpo"])
@@ -52,7 +52,7 @@ def test_one_collective_with_and_without_trained_tokens(name):
         calls = []
         ones = torch.full((4,), -1.0)
         loss, metrics = policy_loss(
-            preset(name),
+            complete_preset(name),
             log_probs=ones.clone().requires_grad_(),
             old_log_probs=ones,
             advantages=ones,

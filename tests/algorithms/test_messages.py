@@ -16,18 +16,18 @@ from megatron_gspo.algorithms import (
 )
 
 ZEROS, IDS = torch.zeros(2), torch.zeros(2, dtype=torch.long)
-OVERRIDE = "or say research_override=True to run it all the same"
+OVERRIDE = "or set allow_nonstandard=True"
 CLIP_WORDS = {
-    "epsilon_low": "a number above 0 and at most 1",
-    "epsilon_high": "a number above 0",
-    "dual_clip": "a number above 1, or None to turn it off",
-    "kl_loss_coef": "a number of 0 or above",
-    "entropy_coef": "a number of 0 or above",
-    "max_log_ratio": "a number above 0 and at most 80 (exp overflows float32 at 88)",
+    "epsilon_low": "above 0 and at most 1",
+    "epsilon_high": "above 0",
+    "dual_clip": "above 1, or None to turn it off",
+    "kl_loss_coef": "0 or above",
+    "entropy_coef": "0 or above",
+    "max_log_ratio": "above 0 and at most 80 (exp overflows float32 at 88)",
 }
 FIELDS = (
-    "importance_sampling_level, aggregation, constant_length, epsilon_low, epsilon_high, dual_clip, kl_loss_coef, "
-    "kl_estimator, entropy_coef, max_log_ratio, advantage_std, advantage_baseline, research_override"
+    "importance_sampling_level, loss_agg_mode, loss_scale_factor, epsilon_low, epsilon_high, dual_clip, kl_loss_coef, "
+    "kl_loss_type, entropy_coef, max_log_ratio, advantage_std, advantage_baseline, allow_nonstandard"
 )
 
 
@@ -48,11 +48,11 @@ CASES = [
     (lambda: group_advantages(ZEROS, ZEROS), "group_ids is torch.float32: give integers"),
     (
         lambda: group_advantages(ZEROS, IDS, std="all"),
-        "std = 'all': choose one of sample, population, none",
+        "std = 'all': must be one of sample, population, none",
     ),
     (
         lambda: group_advantages(ZEROS, IDS, baseline="zero"),
-        "baseline = 'zero': choose one of mean, leave_one_out",
+        "baseline = 'zero': must be one of mean, leave_one_out",
     ),
     (
         lambda: group_advantages(ZEROS / 0, IDS),
@@ -66,7 +66,7 @@ CASES = [
         lambda: overlong_penalty(ZEROS, max_length=4, buffer=0),
         "buffer = 0: give 1 to max_length = 4 tokens",
     ),
-    (lambda: kl_penalty(ZEROS, ZEROS, "k4"), "kl_estimator = 'k4': choose one of k1, k2, k3"),
+    (lambda: kl_penalty(ZEROS, ZEROS, "k4"), "kl_loss_type = 'k4': must be one of k1, k2, k3"),
     (
         lambda: mismatch_metrics(ZEROS[:1], ZEROS, ZEROS, num_tokens=1),
         "log_probs has shape (1,), loss_mask (2,): all must be [T]",
@@ -85,92 +85,95 @@ CASES = [
     ),
     (
         lambda: preset("gpo"),
-        "preset name = 'gpo': choose one of gspo, gspo_token, grpo, dr_grpo, dapo, sft",
+        "preset name = 'gpo': must be one of gspo, gspo_token, grpo, dr_grpo, dapo, sft",
     ),
     (
         lambda: preset("gspo", clip=0.2),
-        f"clip = 0.2 is no field of an objective: choose among {FIELDS}",
+        f"clip = 0.2 is not a field of Objective: must be one of {FIELDS}",
     ),
     (
-        lambda: Objective("", "none", "token_mean"),
-        "name = '': give a word, such as one of gspo, gspo_token, grpo, dr_grpo, dapo, sft",
+        lambda: Objective("", "none", "token-mean"),
+        "name = '': must be a non-empty string, such as one of gspo, gspo_token, grpo, dr_grpo, dapo, sft",
     ),
     (
-        lambda: Objective(None, "none", "token_mean"),
-        "name = None: give a word, such as one of gspo, gspo_token, grpo, dr_grpo, dapo, sft",
+        lambda: Objective(None, "none", "token-mean"),
+        "name = None: must be a non-empty string, such as one of gspo, gspo_token, grpo, dr_grpo, dapo, sft",
     ),
-    (lambda: preset("gspo", research_override=1), "research_override = 1: give True or False"),
+    (lambda: preset("gspo", allow_nonstandard=1), "allow_nonstandard = 1: must be True or False"),
     (
-        lambda: Objective("x", "word", "token_mean"),
-        "importance_sampling_level = 'word': choose one of token, sequence, sequence_token, none",
+        lambda: Objective("x", "word", "token-mean"),
+        "importance_sampling_level = 'word': must be one of token, sequence, sequence_token, none",
     ),
     (
         lambda: Objective("x", "none", "sum"),
-        "aggregation = 'sum': choose one of sequence_mean, token_mean, constant",
+        "loss_agg_mode = 'sum': must be one of seq-mean-token-mean, token-mean, seq-mean-token-sum-norm",
     ),
-    (lambda: preset("gspo", kl_estimator="k4"), "kl_estimator = 'k4': choose one of k1, k2, k3"),
+    (lambda: preset("gspo", kl_loss_type="k4"), "kl_loss_type = 'k4': must be one of k1, k2, k3"),
     (
         lambda: preset("gspo", advantage_std="all"),
-        "advantage_std = 'all': choose one of sample, population, none",
+        "advantage_std = 'all': must be one of sample, population, none",
     ),
     (
         lambda: preset("gspo", advantage_baseline="zero"),
-        "advantage_baseline = 'zero': choose one of mean, leave_one_out",
+        "advantage_baseline = 'zero': must be one of mean, leave_one_out",
     ),
     (
-        lambda: preset("dr_grpo", constant_length=0),
-        "constant_length = 0: give a positive number of tokens",
+        lambda: preset("dr_grpo", loss_scale_factor=0),
+        "loss_scale_factor = 0: must be a positive number of tokens",
     ),
     *[
-        (lambda key=key: preset("grpo", **{key: -1}), f"{key} = -1: give {words}")
+        (lambda key=key: preset("grpo", **{key: -1}), f"{key} = -1: must be {words}")
         for key, words in CLIP_WORDS.items()
     ],
     (
-        lambda: preset("dr_grpo", constant_length=None),
-        "constant_length = None with aggregation = 'constant': give the longest response in tokens",
+        lambda: loss("dr_grpo"),
+        "loss_scale_factor = None with loss_agg_mode = 'seq-mean-token-sum-norm': set the longest response in tokens",
     ),
     (
-        lambda: preset("gspo", constant_length=7),
-        "constant_length = 7 with aggregation = 'sequence_mean': leave it out, only aggregation = 'constant' "
-        "reads it",
+        lambda: preset("gspo", loss_scale_factor=7),
+        "loss_scale_factor = 7 has no effect with loss_agg_mode = 'seq-mean-token-mean': remove it, or use "
+        "'seq-mean-token-sum-norm'",
     ),
     (
         lambda: preset("grpo", epsilon_low=None),
-        "epsilon_low = None with importance_sampling_level = 'token': give a clip",
+        "epsilon_low = None with importance_sampling_level = 'token': set a clip range",
     ),
     (
         lambda: preset("gspo", epsilon_high=None),
-        "epsilon_high = None with importance_sampling_level = 'sequence': give a clip",
+        "epsilon_high = None with importance_sampling_level = 'sequence': set a clip range",
     ),
     *[
         (
             lambda key=key: preset("sft", **{key: 1.5 if key == "dual_clip" else 0.2}),
-            f"{key} = {1.5 if key == 'dual_clip' else 0.2} with importance_sampling_level = 'none': leave it out, "
-            "there is no ratio to clip",
+            f"{key} = {1.5 if key == 'dual_clip' else 0.2} has no effect with importance_sampling_level = 'none': "
+            "remove it, " "there is no ratio to clip",
         )
         for key in ("epsilon_low", "epsilon_high", "dual_clip")
     ],
     (
-        lambda: preset("sft", aggregation="constant", constant_length=3),
-        f"aggregation = 'constant' is not sft: use 'token_mean' or 'sequence_mean', another name, {OVERRIDE}",
+        lambda: preset("sft", loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=3),
+        f"loss_agg_mode = 'seq-mean-token-sum-norm' is not sft: use 'token-mean' or "
+        f"'seq-mean-token-mean', another name, {OVERRIDE}",
     ),
     (
-        lambda: Objective("x", "sequence", "token_mean", epsilon_low=3e-4, epsilon_high=4e-4),
-        "aggregation = 'token_mean' weighs a sequence ratio by response length, which is not GSPO: use "
-        f"'sequence_mean', {OVERRIDE}",
+        lambda: Objective("x", "sequence", "token-mean", epsilon_low=3e-4, epsilon_high=4e-4),
+        "loss_agg_mode = 'token-mean' weights a sequence ratio by response length, which is not GSPO: use "
+        f"'seq-mean-token-mean', {OVERRIDE}",
     ),
     (
         lambda: preset("gspo", epsilon_low=0.2),
-        f"epsilon_low = 0.2 is no clip for a sequence ratio (gspo, 1e-06 to 0.1): use about 3e-4, {OVERRIDE}",
+        f"epsilon_low = 0.2 is outside the clip range of a sequence ratio (gspo, 1e-06 to 0.1): "
+        f"use about 3e-4, {OVERRIDE}",
     ),
     (
         lambda: preset("gspo_token", epsilon_high=0.2),
-        f"epsilon_high = 0.2 is no clip for a sequence ratio (gspo_token, 1e-06 to 0.1): use about 4e-4, "
+        f"epsilon_high = 0.2 is outside the clip range of a sequence ratio (gspo_token, 1e-06 to 0.1): use about 4e-4, "
         f"{OVERRIDE}",
     ),
     (
         lambda: preset("grpo", epsilon_low=3e-4),
-        f"epsilon_low = 0.0003 is no clip for a token ratio (grpo, 0.01 or more): use about 0.2, {OVERRIDE}",
+        f"epsilon_low = 0.0003 is outside the clip range of a token ratio (grpo, 0.01 or more): use "
+        f"about 0.2, {OVERRIDE}",
     ),
     (
         lambda: preset("sft").clip_range,

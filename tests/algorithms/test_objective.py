@@ -7,17 +7,17 @@ from megatron_gspo.algorithms import PRESETS, Objective, preset
 
 def test_published_settings():
     rows = {
-        "gspo": ("sequence", "sequence_mean", 3e-4, 4e-4),
-        "gspo_token": ("sequence_token", "sequence_mean", 3e-4, 4e-4),
-        "grpo": ("token", "sequence_mean", 0.2, 0.27),
-        "dr_grpo": ("token", "constant", 0.2, 0.2),
-        "dapo": ("token", "token_mean", 0.2, 0.28),
-        "sft": ("none", "token_mean", None, None),
+        "gspo": ("sequence", "seq-mean-token-mean", 3e-4, 4e-4),
+        "gspo_token": ("sequence_token", "seq-mean-token-mean", 3e-4, 4e-4),
+        "grpo": ("token", "seq-mean-token-mean", 0.2, 0.27),
+        "dr_grpo": ("token", "seq-mean-token-sum-norm", 0.2, 0.2),
+        "dapo": ("token", "token-mean", 0.2, 0.28),
+        "sft": ("none", "token-mean", None, None),
     }
     assert set(PRESETS) == set(rows)
     for name, row in rows.items():
         o = preset(name)
-        assert (o.importance_sampling_level, o.aggregation, o.epsilon_low, o.epsilon_high) == row
+        assert (o.importance_sampling_level, o.loss_agg_mode, o.epsilon_low, o.epsilon_high) == row
         assert (o.kl_loss_coef, o.entropy_coef, o.dual_clip) == (0, 0, None)
     assert preset("dr_grpo").advantage_std == "none"
     assert {preset(name).advantage_std for name in rows if name != "dr_grpo"} == {"sample"}
@@ -25,40 +25,40 @@ def test_published_settings():
 
 def test_any_field_may_be_overridden_and_the_value_is_frozen():
     o = preset(
-        "grpo", epsilon_high=0.3, kl_loss_coef=0.01, kl_estimator="k2", dual_clip=3, advantage_std="none"
+        "grpo", epsilon_high=0.3, kl_loss_coef=0.01, kl_loss_type="k2", dual_clip=3, advantage_std="none"
     )
-    assert (o.epsilon_high, o.kl_loss_coef, o.kl_estimator, o.dual_clip) == (0.3, 0.01, "k2", 3)
+    assert (o.epsilon_high, o.kl_loss_coef, o.kl_loss_type, o.dual_clip) == (0.3, 0.01, "k2", 3)
     with pytest.raises(dataclasses.FrozenInstanceError):
         o.epsilon_low = 0.1
-    assert preset("sft", aggregation="sequence_mean").aggregation == "sequence_mean"
+    assert preset("sft", loss_agg_mode="seq-mean-token-mean").loss_agg_mode == "seq-mean-token-mean"
     # a range justified by measured ratios of short answers
     assert preset("gspo", epsilon_low=0.02, epsilon_high=0.03).clip_range == (0.98, 1.03)
 
 
 def test_defaults_of_every_field():
-    values = dataclasses.asdict(Objective("mine", "none", "token_mean"))
+    values = dataclasses.asdict(Objective("mine", "none", "token-mean"))
     assert values == {
         "name": "mine",
         "importance_sampling_level": "none",
-        "aggregation": "token_mean",
-        "constant_length": None,
+        "loss_agg_mode": "token-mean",
+        "loss_scale_factor": None,
         "epsilon_low": None,
         "epsilon_high": None,
         "dual_clip": None,
         "kl_loss_coef": 0.0,
-        "kl_estimator": "k3",
+        "kl_loss_type": "k3",
         "entropy_coef": 0.0,
         "max_log_ratio": 20.0,
         "advantage_std": "sample",
         "advantage_baseline": "mean",
-        "research_override": False,
+        "allow_nonstandard": False,
     }
-    assert preset("dr_grpo").constant_length == 1024 and preset("grpo").constant_length is None
+    assert preset("dr_grpo").loss_scale_factor is None and preset("grpo").loss_scale_factor is None
 
 
 def test_the_ends_of_each_range():
     """The last value that passes, on both sides; one step further is refused."""
-    mine = dict(name="x", importance_sampling_level="token", aggregation="token_mean")
+    mine = dict(name="x", importance_sampling_level="token", loss_agg_mode="token-mean")
     passing = [
         {"epsilon_low": 1, "epsilon_high": 50.0},
         {"epsilon_low": 0.01, "epsilon_high": 0.01},
@@ -89,16 +89,17 @@ def test_the_ends_of_each_range():
     for value in (0.9e-6, 0.1001):
         with pytest.raises(ValueError):
             preset("gspo", epsilon_low=value)
-    preset("dr_grpo", constant_length=1e-3)
+    preset("dr_grpo", loss_scale_factor=1e-3)
     with pytest.raises(ValueError):
-        preset("dr_grpo", constant_length=float("inf"))
-    assert preset("gspo", epsilon_high=float("inf"), research_override=True).clip_range[1] == float("inf")
+        preset("dr_grpo", loss_scale_factor=float("inf"))
+    assert preset("gspo", epsilon_high=float("inf"), allow_nonstandard=True).clip_range[1] == float("inf")
 
 
 ANOTHER_ALGORITHM = [
-    ("gspo", {"aggregation": "token_mean"}, "aggregation = 'token_mean'"),
-    ("gspo_token", {"aggregation": "token_mean"}, "aggregation = 'token_mean'"),
-    ("gspo", {"aggregation": "constant", "constant_length": 8}, "aggregation = 'constant'"),
+    ("gspo", {"loss_agg_mode": "token-mean"}, "loss_agg_mode = 'token-mean'"),
+    ("gspo_token", {"loss_agg_mode": "token-mean"}, "loss_agg_mode = 'token-mean'"),
+    ("gspo", {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 8},
+     "loss_agg_mode = 'seq-mean-token-sum-norm'"),
     ("gspo", {"epsilon_low": 0.2}, "epsilon_low = 0.2"),
     ("gspo", {"epsilon_low": 0.2, "epsilon_high": 0.2}, "epsilon_low = 0.2"),
     ("gspo", {"epsilon_high": 0.2}, "epsilon_high = 0.2"),
@@ -114,8 +115,8 @@ ANOTHER_ALGORITHM = [
     ("gspo", {"importance_sampling_level": "sequence_token"}, "importance_sampling_level = 'sequence_token'"),
     ("gspo_token", {"importance_sampling_level": "sequence"}, "importance_sampling_level = 'sequence'"),
     ("grpo", {"importance_sampling_level": "sequence"}, "importance_sampling_level = 'sequence'"),
-    ("grpo", {"aggregation": "token_mean"}, "aggregation = 'token_mean'"),
-    ("dapo", {"aggregation": "sequence_mean"}, "aggregation = 'sequence_mean'"),
+    ("grpo", {"loss_agg_mode": "token-mean"}, "loss_agg_mode = 'token-mean'"),
+    ("dapo", {"loss_agg_mode": "seq-mean-token-mean"}, "loss_agg_mode = 'seq-mean-token-mean'"),
     ("dr_grpo", {"advantage_std": "sample"}, "advantage_std = 'sample'"),
 ]
 
@@ -125,20 +126,20 @@ def test_another_algorithm_is_refused_in_one_line_unless_overridden(name, fields
     with pytest.raises(ValueError) as error:
         preset(name, **fields)
     message = str(error.value)
-    assert words in message and "research_override=True" in message and "use " in message
+    assert words in message and "allow_nonstandard=True" in message and "use " in message
     assert "\n" not in message
-    o = preset(name, **fields, research_override=True)
+    o = preset(name, **fields, allow_nonstandard=True)
     assert all(getattr(o, key) == value for key, value in fields.items())
 
 
 def test_refusals_follow_the_ratio_level_whatever_the_name():
-    with pytest.raises(ValueError, match="token_mean"):
-        Objective("mine", "sequence", "token_mean", epsilon_low=3e-4, epsilon_high=4e-4)
+    with pytest.raises(ValueError, match="token-mean"):
+        Objective("mine", "sequence", "token-mean", epsilon_low=3e-4, epsilon_high=4e-4)
     with pytest.raises(ValueError, match="sequence ratio"):
-        Objective("mine", "sequence", "sequence_mean", epsilon_low=0.2, epsilon_high=0.2)
+        Objective("mine", "sequence", "seq-mean-token-mean", epsilon_low=0.2, epsilon_high=0.2)
     with pytest.raises(ValueError, match="token ratio"):
-        Objective("mine", "token", "sequence_mean", epsilon_low=3e-4, epsilon_high=4e-4)
-    Objective("ppo", "token", "token_mean", epsilon_low=0.2, epsilon_high=0.2)
+        Objective("mine", "token", "seq-mean-token-mean", epsilon_low=3e-4, epsilon_high=4e-4)
+    Objective("ppo", "token", "token-mean", epsilon_low=0.2, epsilon_high=0.2)
 
 
 @pytest.mark.parametrize(
@@ -147,26 +148,25 @@ def test_refusals_follow_the_ratio_level_whatever_the_name():
         ("grpo", {"epsilon_low": 0}, "epsilon_low = 0"),
         ("grpo", {"epsilon_low": 1.5}, "epsilon_low = 1.5"),
         ("grpo", {"epsilon_high": -0.1}, "epsilon_high = -0.1"),
-        ("grpo", {"epsilon_high": 0}, "epsilon_high = 0: give a number above 0"),
+        ("grpo", {"epsilon_high": 0}, "epsilon_high = 0: must be above 0"),
         ("grpo", {"epsilon_high": float("nan")}, "epsilon_high = nan"),
         ("grpo", {"epsilon_high": "0.2"}, "epsilon_high = '0.2'"),
         ("grpo", {"epsilon_high": None}, "epsilon_high = None"),
         ("grpo", {"dual_clip": 1.0}, "dual_clip = 1.0"),
         ("grpo", {"kl_loss_coef": -1}, "kl_loss_coef = -1"),
-        ("grpo", {"kl_estimator": "k4"}, "k1, k2, k3"),
+        ("grpo", {"kl_loss_type": "k4"}, "k1, k2, k3"),
         ("grpo", {"entropy_coef": True}, "entropy_coef = True"),
         ("grpo", {"max_log_ratio": 100}, "max_log_ratio = 100"),
         ("grpo", {"advantage_baseline": "critic"}, "mean, leave_one_out"),
-        ("grpo", {"constant_length": 100}, "constant_length = 100"),
-        ("dr_grpo", {"constant_length": None}, "constant_length = None"),
-        ("dr_grpo", {"constant_length": 0}, "constant_length = 0"),
+        ("grpo", {"loss_scale_factor": 100}, "loss_scale_factor = 100"),
+        ("dr_grpo", {"loss_scale_factor": 0}, "loss_scale_factor = 0"),
         ("sft", {"epsilon_low": 0.2}, "epsilon_low = 0.2"),
         ("sft", {"dual_clip": 3.0}, "dual_clip = 3.0"),
-        ("grpo", {"research_override": 1}, "research_override = 1"),
+        ("grpo", {"allow_nonstandard": 1}, "allow_nonstandard = 1"),
     ],
 )
 def test_impossible_values_are_refused_even_for_researchers(name, fields, words):
-    for override in ({}, {"research_override": True}):
+    for override in ({}, {"allow_nonstandard": True}):
         with pytest.raises(ValueError) as error:
             preset(name, **{**override, **fields})
         assert words in str(error.value) and "\n" not in str(error.value)

@@ -5,22 +5,22 @@ import torch
 
 from megatron_gspo.algorithms import PRESETS, Objective, finish_metrics, policy_loss, preset
 
-from .reference import naive_loss, naive_metrics, random_batch
+from .reference import complete_preset, naive_loss, naive_metrics, random_batch
 
 # (objective, drift that clips some and not all)
 CASES = {
-    **{name: (preset(name), 5e-4 if name.startswith("gspo") else 0.2) for name in PRESETS},
-    "sft_sequence_mean": (preset("sft", aggregation="sequence_mean"), 0.2),
+    **{name: (complete_preset(name), 5e-4 if name.startswith("gspo") else 0.2) for name in PRESETS},
+    "sft_sequence_mean": (preset("sft", loss_agg_mode="seq-mean-token-mean"), 0.2),
     "gspo_wide": (preset("gspo", epsilon_low=0.05, epsilon_high=0.08), 0.1),
-    "gspo_kl_entropy": (preset("gspo", kl_loss_coef=0.1, kl_estimator="k3", entropy_coef=0.01), 5e-4),
+    "gspo_kl_entropy": (preset("gspo", kl_loss_coef=0.1, kl_loss_type="k3", entropy_coef=0.01), 5e-4),
     "gspo_dual": (preset("gspo", epsilon_low=0.05, epsilon_high=0.08, dual_clip=1.1), 0.2),
-    "grpo_k1": (preset("grpo", kl_loss_coef=0.1, kl_estimator="k1"), 0.2),
-    "grpo_k2": (preset("grpo", kl_loss_coef=0.1, kl_estimator="k2"), 0.2),
+    "grpo_k1": (preset("grpo", kl_loss_coef=0.1, kl_loss_type="k1"), 0.2),
+    "grpo_k2": (preset("grpo", kl_loss_coef=0.1, kl_loss_type="k2"), 0.2),
     "dapo_entropy_k3": (preset("dapo", kl_loss_coef=0.1, entropy_coef=0.05), 0.2),
-    "dr_grpo_kl": (preset("dr_grpo", kl_loss_coef=0.1, constant_length=77), 0.2),
+    "dr_grpo_kl": (preset("dr_grpo", kl_loss_coef=0.1, loss_scale_factor=77), 0.2),
     "grpo_dual": (preset("grpo", dual_clip=1.5), 0.5),
-    "gspo_token_mean": (preset("gspo", aggregation="token_mean", research_override=True), 5e-4),
-    "own_ppo": (Objective("ppo", "token", "token_mean", epsilon_low=0.2, epsilon_high=0.2), 0.2),
+    "gspo_token_mean": (preset("gspo", loss_agg_mode="token-mean", allow_nonstandard=True), 5e-4),
+    "own_ppo": (Objective("ppo", "token", "token-mean", epsilon_low=0.2, epsilon_high=0.2), 0.2),
 }
 
 
@@ -161,12 +161,12 @@ def test_which_metrics_there_are(name):
         return set(policy_loss(objective, **{**batch.arguments(), **changes}, num_sequences=7)[1])
 
     both = {"kl/ref", "entropy"}
-    assert names(preset(name), ref_log_probs=None, entropy=None) == always
-    assert names(preset(name)) == always | both
-    assert names(preset(name, kl_loss_coef=0.1)) == always | both | {"loss/kl"}
-    assert names(preset(name, entropy_coef=0.1)) == always | both | {"loss/entropy"}
+    assert names(complete_preset(name), ref_log_probs=None, entropy=None) == always
+    assert names(complete_preset(name)) == always | both
+    assert names(complete_preset(name, kl_loss_coef=0.1)) == always | both | {"loss/kl"}
+    assert names(complete_preset(name, entropy_coef=0.1)) == always | both | {"loss/entropy"}
     if name != "sft":
-        assert names(preset(name, dual_clip=3.0)) == always | both | {"clip_fraction/dual"}
+        assert names(complete_preset(name, dual_clip=3.0)) == always | both | {"clip_fraction/dual"}
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -176,6 +176,6 @@ def test_log_probs_decide_the_dtype(name):
     arguments = batch.arguments()
     arguments["log_probs"] = batch.log_probs.float().requires_grad_()
     arguments["advantages"] = torch.ones(len(batch.advantages), dtype=torch.long)
-    objective = preset(name, kl_loss_coef=0.1, entropy_coef=0.1)
+    objective = complete_preset(name, kl_loss_coef=0.1, entropy_coef=0.1)
     loss, metrics = policy_loss(objective, **arguments, num_sequences=batch.num_sequences)
     assert {x.dtype for x in (loss, *metrics.values())} == {torch.float32}

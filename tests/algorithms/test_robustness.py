@@ -7,7 +7,7 @@ import torch
 
 from megatron_gspo.algorithms import PRESETS, finish_metrics, policy_loss, preset
 
-from .reference import random_batch
+from .reference import complete_preset, random_batch
 
 
 def inputs(**changes):
@@ -30,7 +30,7 @@ def test_untrained_positions_are_never_read(name):
     for poison in (False, True):
         batch = random_batch(4, drift=0.01, poison=poison)
         arguments = batch.arguments(torch.float32)
-        loss, metrics = policy_loss(preset(name, **fields), **arguments, num_sequences=batch.num_sequences)
+        loss, metrics = policy_loss(complete_preset(name, **fields), **arguments, num_sequences=batch.num_sequences)
         loss.backward()
         results.append((loss, arguments["log_probs"].grad, arguments["entropy"].grad, metrics))
     clean, poisoned = results
@@ -48,7 +48,7 @@ def test_a_broken_sequence_is_clamped_counted_and_without_gradient(name, advanta
     log_probs[1] = broken
     log_probs.requires_grad_()
     loss, metrics = policy_loss(
-        preset(name), **inputs(log_probs=log_probs, advantages=torch.full((6,), advantage))
+        complete_preset(name), **inputs(log_probs=log_probs, advantages=torch.full((6,), advantage))
     )
     loss.backward()
     assert loss.isfinite() and log_probs.grad.isfinite().all()
@@ -75,14 +75,14 @@ def test_nan_of_a_trained_token_shows():
     for name in ("gspo", "grpo"):
         log_probs = torch.full((6,), -1.0)
         log_probs[1] = math.nan
-        loss, _ = policy_loss(preset(name), **inputs(log_probs=log_probs.requires_grad_()))
+        loss, _ = policy_loss(complete_preset(name), **inputs(log_probs=log_probs.requires_grad_()))
         assert loss.isnan()
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_nothing_trained_gives_zero_and_a_graph(name):
     arguments = inputs(loss_mask=torch.zeros(6))
-    loss, metrics = policy_loss(preset(name), **arguments)
+    loss, metrics = policy_loss(complete_preset(name), **arguments)
     loss.backward()
     assert loss == 0 and torch.equal(arguments["log_probs"].grad, torch.zeros(6))
     assert not any(v.isnan() for v in metrics.values())
@@ -142,7 +142,7 @@ def test_inputs_that_can_not_be_right_are_refused(fields, changes, words):
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_the_kl_figure_is_clamped_whatever_the_estimator(estimator):
     """One token ten nats below its reference, limit 5: k3 = e^5 - 1 - 5, a sixth of it in the mean."""
-    objective = preset("gspo", kl_estimator=estimator, max_log_ratio=5.0)
+    objective = preset("gspo", kl_loss_type=estimator, max_log_ratio=5.0)
     reference = torch.tensor([9.0, -1, -1, -1, -1, -1])
     _, metrics = policy_loss(objective, **inputs(ref_log_probs=reference))
     assert metrics["kl/ref"].item() == pytest.approx((math.exp(5) - 6) / 6, rel=1e-6)

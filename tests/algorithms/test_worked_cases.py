@@ -7,6 +7,8 @@ import torch
 
 from megatron_gspo.algorithms import finish_metrics, policy_loss, preset
 
+from .reference import complete_preset
+
 
 def one_sequence(log_ratio, advantage, name, **fields):
     """Loss, gradient to log_probs and metrics of one response of len(log_ratio) tokens."""
@@ -14,7 +16,7 @@ def one_sequence(log_ratio, advantage, name, **fields):
     old = torch.full_like(log_ratio, -1.5)
     log_probs = (old + log_ratio).requires_grad_()
     loss, metrics = policy_loss(
-        preset(name, **fields),
+        complete_preset(name, **fields),
         log_probs=log_probs,
         old_log_probs=old,
         advantages=torch.full_like(old, advantage),
@@ -118,7 +120,7 @@ def test_length_weighting_tells_the_algorithms_apart():
     for name, weights in expected.items():
         log_probs = torch.full((8,), -1.0, requires_grad=True)
         loss, _ = policy_loss(
-            preset(name),
+            complete_preset(name),
             log_probs=log_probs,
             old_log_probs=log_probs.detach(),
             advantages=torch.ones(8),
@@ -146,7 +148,7 @@ def test_kl_terms_by_hand():
     for estimator, (value, slope) in rows.items():
         log_probs = torch.full((2,), -1.0, requires_grad=True)
         loss, metrics = policy_loss(
-            preset("gspo", kl_loss_coef=0.1, kl_estimator=estimator),
+            preset("gspo", kl_loss_coef=0.1, kl_loss_type=estimator),
             log_probs=log_probs,
             old_log_probs=log_probs.detach(),
             advantages=torch.zeros(2),
@@ -176,7 +178,7 @@ def test_sft_needs_neither_old_policy_nor_advantages():
     assert {k: v.item() for k, v in metrics.items() if k.startswith("clip")} == {
         f"clip_fraction/{what}": 0 for what in ("tokens", "sequences", "lower", "upper")
     }
-    loss, _ = policy_loss(preset("sft", aggregation="sequence_mean"), **common)
+    loss, _ = policy_loss(preset("sft", loss_agg_mode="seq-mean-token-mean"), **common)
     assert loss.item() == pytest.approx((1.5 + 6) / 2)
 
 

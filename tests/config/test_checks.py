@@ -52,12 +52,13 @@ def test_overrides_reach_the_objective(plain: dict) -> None:
 @pytest.mark.parametrize(
     "overrides, key, fix",
     [
-        (["algorithm.epsilon_low=0.2"], "algorithm.epsilon_low = 0.2: is no clip", "research_override: true"),
+        (["algorithm.epsilon_low=0.2"], "algorithm.epsilon_low = 0.2: is outside the clip",
+         "allow_nonstandard: true"),
         (
             ["algorithm.name=grpo", "algorithm.epsilon_high=4e-4"],
             "algorithm.epsilon_high = 0.0004:", "about 0.2"
         ),
-        (["algorithm.aggregation=token_mean"], 'algorithm.aggregation = "token_mean":', "sequence_mean"),
+        (["algorithm.loss_agg_mode=token-mean"], 'algorithm.loss_agg_mode = "token-mean":', "seq-mean-token-mean"),
         (["algorithm.name=sft"], 'rollout.engine = "embedded":', "set rollout.engine: demonstrations"),
         (["rollout.engine=demonstrations"], 'rollout.engine = "demonstrations":', "set algorithm.name: sft"),
         ([*SFT, "rollout.n_samples_per_prompt=2"], "rollout.n_samples_per_prompt = 2:", "set it to 1"),
@@ -155,8 +156,8 @@ def test_contradictions_are_refused_at_load(plain: dict, overrides: list[str], k
     assert fix in message.partition("; ")[2], message
 
 
-def test_research_override_lets_it_pass(plain: dict) -> None:
-    config = build(plain, "algorithm.epsilon_low=0.2", "algorithm.research_override=true")
+def test_allow_nonstandard_lets_it_pass(plain: dict) -> None:
+    config = build(plain, "algorithm.epsilon_low=0.2", "algorithm.allow_nonstandard=true")
     assert config.algorithm.objective().epsilon_low == 0.2
 
 

@@ -36,7 +36,7 @@ class Scenario:
 SCENARIOS = {
     "gspo": Scenario(preset("gspo", max_log_ratio=0.5), 4e-4),
     "gspo_token": Scenario(
-        preset("gspo_token", epsilon_low=0.02, epsilon_high=0.03, dual_clip=1.04, kl_loss_coef=0.05, kl_estimator="k2",
+        preset("gspo_token", epsilon_low=0.02, epsilon_high=0.03, dual_clip=1.04, kl_loss_coef=0.05, kl_loss_type="k2",
                max_log_ratio=0.5), 0.05, per_token=True,
     ),
     "grpo": Scenario(
@@ -52,7 +52,7 @@ REPLAYED = {
 }
 OTHERS = {
     "dapo": Scenario(preset("dapo"), 0.2, per_token=True),
-    "dr_grpo": Scenario(preset("dr_grpo", constant_length=16), 0.2),
+    "dr_grpo": Scenario(preset("dr_grpo", loss_scale_factor=16), 0.2),
     "sft": Scenario(preset("sft"), 0.2),
 }
 ALL = SCENARIOS | REPLAYED | OTHERS

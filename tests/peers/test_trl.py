@@ -105,7 +105,7 @@ def settings(objective: Objective, loss_type: str) -> dict[str, Any]:
 PAIRS = {
     "gspo": (preset("gspo"), "grpo", 6e-4),
     "grpo": (preset("grpo"), "grpo", 0.2),
-    "dr_grpo": (preset("dr_grpo", constant_length=LENGTH), "dr_grpo", 0.2),
+    "dr_grpo": (preset("dr_grpo", loss_scale_factor=LENGTH), "dr_grpo", 0.2),
     "dapo": (preset("dapo"), "dapo", 0.2),
 }
 
@@ -182,7 +182,7 @@ def test_a_sequence_ratio_with_a_token_mean_weighs_sequences_by_their_tokens(mak
     theirs = run(make(**settings(preset("gspo"), loss_type)), batch)
     published = ours(preset("gspo"), batch)
     assert abs(theirs.loss - published.loss) > 0.1 * abs(published.loss)
-    assert_same(theirs, ours(preset("gspo", aggregation="token_mean", research_override=True), batch))
+    assert_same(theirs, ours(preset("gspo", loss_agg_mode="token-mean", allow_nonstandard=True), batch))
 
 
 def test_bnpo_depends_on_the_micro_batch(make: Make) -> None:

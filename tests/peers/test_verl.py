@@ -64,7 +64,7 @@ PAIRS = {
     "gspo_token": (preset("gspo_token"), "gspo", SEQUENCE_MEAN),
     "grpo": (preset("grpo"), "vanilla", SEQUENCE_MEAN),
     "dapo": (preset("dapo"), "vanilla", TOKEN_MEAN),
-    "dr_grpo": (preset("dr_grpo", constant_length=LENGTH), "vanilla", CONSTANT),
+    "dr_grpo": (preset("dr_grpo", loss_scale_factor=LENGTH), "vanilla", CONSTANT),
 }
 
 
@@ -120,12 +120,12 @@ def test_gspo_by_default_weighs_sequences_by_their_tokens() -> None:
     """The actor's loss_agg_mode is token-mean unless set; ours refuses that for a sequence ratio."""
     assert ActorConfig.loss_agg_mode == TOKEN_MEAN
     with pytest.raises(ValueError, match="not gspo"):
-        preset("gspo", aggregation="token_mean")
+        preset("gspo", loss_agg_mode="token-mean")
     batch = make_batch(drift=6e-4)
     theirs = verl("gspo", batch, mode=ActorConfig.loss_agg_mode, clip=(3e-4, 4e-4))
     published = ours(preset("gspo"), batch)
     assert abs(theirs.loss - published.loss) > 0.1 * abs(published.loss)
-    assert_same(theirs, ours(preset("gspo", aggregation="token_mean", research_override=True), batch))
+    assert_same(theirs, ours(preset("gspo", loss_agg_mode="token-mean", allow_nonstandard=True), batch))
 
 
 def test_vanilla_has_a_dual_clip_that_the_published_objective_lacks() -> None:
@@ -228,7 +228,7 @@ def test_equal_rewards_get_rounding_errors_there_and_zero_here() -> None:
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_kl_estimators_and_their_gradients_are_equal(estimator: str) -> None:
+def test_kl_loss_types_and_their_gradients_are_equal(estimator: str) -> None:
     batch = make_batch(drift=0.2)
     results = []
     for function in (

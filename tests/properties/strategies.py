@@ -6,22 +6,22 @@ import torch
 from hypothesis import strategies as st
 
 from megatron_gspo.algorithms import PRESETS, Objective, preset
-from tests.algorithms.reference import Batch
+from tests.algorithms.reference import Batch, complete_preset
 
 EXTREME = torch.tensor([float("nan"), float("inf"), -float("inf"), 1e30, -1e30], dtype=torch.float64)
 VALUES = ("log_probs", "old_log_probs", "ref_log_probs", "entropy", "advantages")
 
 OBJECTIVES: dict[str, Objective] = {
-    **{name: preset(name) for name in PRESETS},
-    **{f"{name}_all_terms": preset(name, kl_loss_coef=0.05, entropy_coef=0.01) for name in PRESETS},
+    **{name: complete_preset(name) for name in PRESETS},
+    **{f"{name}_all_terms": complete_preset(name, kl_loss_coef=0.05, entropy_coef=0.01) for name in PRESETS},
     "gspo_wide": preset("gspo", epsilon_low=0.05, epsilon_high=0.08),
     "gspo_dual": preset("gspo", epsilon_low=0.05, epsilon_high=0.08, dual_clip=1.1),
     "grpo_dual": preset("grpo", dual_clip=1.5),
-    "grpo_k1": preset("grpo", kl_loss_coef=0.1, kl_estimator="k1"),
-    "sft_by_sequence": preset("sft", aggregation="sequence_mean"),
-    "gspo_by_token": preset("gspo", aggregation="token_mean", research_override=True),
+    "grpo_k1": preset("grpo", kl_loss_coef=0.1, kl_loss_type="k1"),
+    "sft_by_sequence": preset("sft", loss_agg_mode="seq-mean-token-mean"),
+    "gspo_by_token": preset("gspo", loss_agg_mode="token-mean", allow_nonstandard=True),
     "gspo_token_constant": preset(
-        "gspo_token", aggregation="constant", constant_length=7, research_override=True
+        "gspo_token", loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=7, allow_nonstandard=True
     ),
     "clamped_early": preset("grpo", max_log_ratio=0.5),
     "gspo_clamped_early": preset("gspo", max_log_ratio=0.01),

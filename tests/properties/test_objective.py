@@ -5,8 +5,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megatron_gspo.algorithms import PRESETS, finish_metrics, kl_penalty, preset, sequence_correction_weights
-from tests.algorithms.reference import Batch, naive_loss
+from megatron_gspo.algorithms import PRESETS, finish_metrics, kl_penalty, sequence_correction_weights
+from tests.algorithms.reference import LONGEST, Batch, complete_preset, naive_loss
 from tests.algorithms.splits import Outcome, assert_same, evaluate, evaluate_in_pieces
 
 from .strategies import VALUES, batches, integers_each, objectives, poisoned
@@ -91,7 +91,7 @@ def test_what_is_masked_is_never_read(objective, batch, shift):
 @given(name=st.sampled_from(["gspo", "gspo_token", "grpo", "dapo", "dr_grpo"]), batch=batches(drifts=(0.0,)))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_ratio_of_equal_policies_is_exactly_one(dtype, name, batch):
-    got = evaluate(preset(name), batch, dtype=dtype)
+    got = evaluate(complete_preset(name), batch, dtype=dtype)
     final = finish_metrics(got.metrics)
     if batch.num_tokens:
         assert final["ratio_max"] == final["ratio_min"] == 1
@@ -104,7 +104,7 @@ def test_the_ratio_of_equal_policies_is_exactly_one(dtype, name, batch):
 @given(batch=batches(per_token=False))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gspo_token_with_equal_advantages_is_gspo(dtype, batch):
-    a, b = (evaluate(preset(name), batch, dtype=dtype) for name in ("gspo", "gspo_token"))
+    a, b = (evaluate(complete_preset(name), batch, dtype=dtype) for name in ("gspo", "gspo_token"))
     assert a.loss == b.loss and torch.equal(a.grad, b.grad) and a.metrics == b.metrics
 
 
@@ -113,8 +113,8 @@ def test_weights_of_all_tokens_add_up_to_one(name, batch):
     """On policy and with advantage 1 the gradient is minus each token's weight in the objective."""
     assume(batch.num_tokens > 0)
     batch = Batch(**{**vars(batch), "advantages": torch.ones_like(batch.advantages)})
-    weights = -evaluate(preset(name), batch).grad
-    total = batch.num_tokens / (1024 * batch.num_sequences) if name == "dr_grpo" else 1.0
+    weights = -evaluate(complete_preset(name), batch).grad
+    total = batch.num_tokens / (LONGEST * batch.num_sequences) if name == "dr_grpo" else 1.0
     assert weights.sum().item() == pytest.approx(total, rel=1e-12)
     assert ((weights > 0) == (batch.loss_mask > 0)).all()
     if name in ("gspo", "gspo_token", "grpo"):  # and every sequence counts alike

@@ -91,8 +91,8 @@ OBJECTIVE = (
     ),
     Defect(
         "GSPO with a token mean is not refused", "verl", "megatron_gspo/algorithms/objective.py",
-        'if o.sequence_level and o.aggregation != "sequence_mean":',
-        'if o.sequence_level and o.aggregation == "constant":',
+        'if o.sequence_level and o.loss_agg_mode != "seq-mean-token-mean":',
+        'if o.sequence_level and o.loss_agg_mode == "seq-mean-token-sum-norm":',
         ("tests/algorithms/test_objective.py::test_refusals_follow_the_ratio_level_whatever_the_name",),
     ),
     Defect(

@@ -16,7 +16,6 @@ from megatron_gspo.algorithms import (
     finish_metrics,
     mismatch_metrics,
     policy_loss,
-    preset,
     ratio_quantiles,
 )
 from megatron_gspo.data.sample import Sample
@@ -26,6 +25,7 @@ from megatron_gspo.loop.rollouts import ledger
 from megatron_gspo.loop.routing import StepRouting
 from megatron_gspo.loop.timers import _PARTS
 from megatron_gspo.loop.update import Update
+from tests.algorithms.reference import complete_preset
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "metrics.md"
@@ -93,7 +93,7 @@ def computed_names() -> set[str]:
     for name in PRESETS:
         options = {"kl_loss_coef": 0.1, "entropy_coef": 0.1} | ({} if name == "sft" else {"dual_clip": 3.0})
         _, metrics = policy_loss(
-            preset(name, **options), log_probs=zeros, old_log_probs=zeros, advantages=mask, loss_mask=mask,
+            complete_preset(name, **options), log_probs=zeros, old_log_probs=zeros, advantages=mask, loss_mask=mask,
             segment_ids=ids, num_sequences=2, ref_log_probs=zeros, entropy=mask,
         )  # fmt: skip
         names |= set(finish_metrics(metrics))
