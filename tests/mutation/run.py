@@ -45,12 +45,11 @@ FIRST = {
     "presets": ["test_objective", "test_messages"],
     "ratio": ["test_ratio", "test_worked_cases", "test_device"],
     "rollout_correction": ["test_rollout_correction", "test_messages"],
-    "routing": ["test_routing"],
     "turns": ["test_turns"],
-    "parallel": ["test_context", "test_subgroups"],
+    "parallel": ["test_context_parallel", "test_subgroups"],
     "log_probs": ["test_log_probs_limits", "test_log_probs"],
     "vocabulary_tiles": ["test_log_probs_limits", "test_log_probs"],
-    "parallel/metrics": ["test_metrics", "test_subgroups"],
+    "metric_reduction": ["test_metric_reduction", "test_subgroups"],
 }
 IGNORED = ["tests/algorithms/test_imports.py"]  # looks at imports alone, in a process of its own
 EVERYTHING = {

@@ -33,8 +33,8 @@ PACKAGE = ROOT / "megatron_gspo"
 KEEPS_OTHER_RECORDS = {"rollout_buffer", "dry_run"}  # their dicts are the head of a file, and sizes to print
 SOURCES = (
     *(file for file in sorted((PACKAGE / "loop").glob("*.py")) if file.stem not in KEEPS_OTHER_RECORDS),
-    *(PACKAGE / "mcore" / f"{name}.py" for name in ("step", "forward")),
-    PACKAGE / "rollout" / "sglang" / "engine.py",
+    *(PACKAGE / "mcore" / f"{name}.py" for name in ("train_step", "forward_step")),
+    PACKAGE / "rollout" / "sglang" / "sglang_engine.py",
 )
 # what a forward step returns; a key of summary.json; of a request
 NOT_METRICS = {"metrics", "log_probs", "exit", "tags"}

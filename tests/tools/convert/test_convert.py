@@ -159,15 +159,15 @@ def unit_by_unit(tmp_path: Path, command: list[str]) -> subprocess.Popen:
     script = tmp_path / "slow.py"
     script.write_text(
         "import sys, time\n"
-        "from megatron_gspo.models import workspace\n"
+        "from megatron_gspo.tools.convert import work_directory\n"
         "from megatron_gspo.tools.convert import __main__ as convert\n"
-        "record = workspace.Workspace.record\n"
+        "record = work_directory.Workspace.record\n"
         "def slow(self, unit, result):\n"
         "    record(self, unit, result)\n"
         "    if len(self.done) == 3:\n"
         "        print('three', flush=True)\n"
         "        time.sleep(600)\n"
-        "workspace.Workspace.record = slow\n"
+        "work_directory.Workspace.record = slow\n"
         "convert.main(sys.argv[1:])\n"
     )
     root = str(Path(__file__).parents[3])
