@@ -48,7 +48,8 @@ def test_the_search_finds_what_it_looks_for(text):
 
 
 def test_the_sources_are_there():
-    assert {"http_client.py", "response_parser.py", "client.py", "sglang_engine.py", "request_stream.py"} <= {source.name for source in SOURCES}
+    names = {source.name for source in SOURCES}
+    assert {"http_client.py", "response_parser.py", "client.py", "sglang_engine.py", "request_stream.py"} <= names
 
 
 def test_servers_listen_here_alone():
