@@ -1,4 +1,4 @@
-"""The page of the documentation holds what the suite runs, and nothing that it has not measured."""
+"""docs/equivalence.md lists the layouts of the suite and the measured results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests.equivalence.cases import case_of
 from tests.equivalence.layouts import DENSE, MOE
-from tests.equivalence.page import layouts_on, parameter_kind, render
+from tests.equivalence.page import layouts_on, render
 from tests.equivalence.table import failures, load_records
 from tests.equivalence.tolerances import OF_EXPERTS, TOLERANCES
 
@@ -40,10 +40,3 @@ def test_the_results_are_complete_and_within_tolerance(index):
             assert set(row["errors"]) == set(TOLERANCES) - (set() if a.moe else set(OF_EXPERTS))
             assert (row["processes"], row["recompute"]) == (a.world_size, case.model["recompute"])
             assert row["one_by_one"] == case.scored and len(row["distributed_optimizer"]) >= 1
-
-
-def test_parameter_kinds():
-    where = "rank 1, gspo, packed: model.layers.2.mlp.experts.3.up_proj.weight"
-    assert parameter_kind(where) == "mlp.experts.up_proj"
-    assert parameter_kind("rank 0, grpo, one by one: model.embed_tokens.weight") == "embed_tokens"
-    assert parameter_kind("rank 0, x: lm_head.weight") == "lm_head"

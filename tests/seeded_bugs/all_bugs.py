@@ -1,7 +1,4 @@
-"""All defects: an exact piece of source text each, and what to put in its place.
-
-Most were met in other frameworks; "design" marks those that this one could have grown itself.
-"""
+"""All seeded bugs. `seen_in="design"`: a mistake that this design makes possible; the others were seen in real code."""
 
 from __future__ import annotations
 
@@ -11,6 +8,9 @@ from tests.seeded_bugs.rollouts import OF_THE_ROLLOUTS
 from tests.seeded_bugs.routing import ROUTING
 from tests.seeded_bugs.servers import OF_THE_SERVERS
 
-DEFECTS = (
-    OBJECTIVE + DATA + PARALLEL + CONVERSION + MEGATRON + LAYOUT + RESUME + ROUTING + OF_THE_ROLLOUTS + OF_THE_SERVERS
-)
+GROUPS = {
+    "OBJECTIVE": OBJECTIVE, "DATA": DATA, "PARALLEL": PARALLEL, "CONVERSION": CONVERSION, "MEGATRON": MEGATRON,
+    "LAYOUT": LAYOUT, "RESUME": RESUME, "ROUTING": ROUTING, "OF_THE_ROLLOUTS": OF_THE_ROLLOUTS,
+    "OF_THE_SERVERS": OF_THE_SERVERS,
+}  # fmt: skip
+DEFECTS = tuple(bug for bugs in GROUPS.values() for bug in bugs)

@@ -179,7 +179,7 @@ def check_baseline(copies: Sequence[Path], tests: Sequence[str]) -> None:
     for code, cases in runs:
         bad = [case.get("name") for case in cases if any(case.findall(tag) for tag in ("failure", "error", "skipped"))]
         if code or bad:
-            raise SystemExit(f"without any defect pytest says {code}; failed or skipped: {bad}. Mend that first")
+            raise SystemExit(f"without any defect pytest says {code}; failed or skipped: {bad}. Fix that first")
 
 
 def main() -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.equivalence.layouts import layouts
-from tests.seeded_bugs.all_bugs import DEFECTS
+from tests.seeded_bugs.all_bugs import DEFECTS, GROUPS
 from tests.seeded_bugs.run import COPIED
 from tests.seeded_bugs.seeded_bug import Defect
 
@@ -33,13 +33,16 @@ def test_the_copy_holds_what_the_tests_import():
     assert set().union(*map(imported, tests)) & own <= set(COPIED)
 
 
-def test_the_pages_hold_all_and_say_how_many():
-    page = (ROOT / "docs" / "teeth.md").read_text(encoding="utf-8")
-    first = set(re.findall(r"^\| ((?:\\\||[^|])+?) \|", page, re.MULTILINE)) - {"defect", "---"}
-    assert {name.replace("\\|", "|") for name in first} == {defect.name for defect in DEFECTS}
+def test_the_pages_say_how_many():
+    page = (ROOT / "docs" / "seeded_bugs.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| (\d+) \|", page, re.MULTILINE))
+    assert {name: int(count) for name, count in rows.items()} == {name: len(bugs) for name, bugs in GROUPS.items()}
+    designed = sum(bug.seen_in == "design" for bug in DEFECTS)
+    assert f"{len(DEFECTS)} bugs as plain data" in page and f"**{len(DEFECTS)} of {len(DEFECTS)} caught**" in page
+    assert f"{len(DEFECTS) - designed} were seen" in page and f"{designed} are mistakes" in page
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"[{len(DEFECTS)} known defects](docs/teeth.md)" in readme
-    assert f"[{len(DEFECTS)} of {len(DEFECTS)}](docs/teeth.md)" in readme
+    assert f"[{len(DEFECTS)} seeded bugs](docs/seeded_bugs.md)" in readme
+    assert f"[{len(DEFECTS)} of {len(DEFECTS)}](docs/seeded_bugs.md)" in readme
 
 
 def test_there_are_enough_and_none_twice():
