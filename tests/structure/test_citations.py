@@ -43,7 +43,7 @@ def test_what_exists_passes(span: str):
         ("tests/structure/gone.py", "no file tests/structure/gone.py"),
         ("citations.py:gone", "citations.py does not define gone"),
         ("citations.py:Project.gone", "citations.py does not define Project.gone"),
-        ("zzz/zzz/", "no folder zzz/zzz/"),
+        ("gone/no_such_folder/", "no folder gone/no_such_folder/"),
         ("megatron_gspo.algorithms.gone", "no module or symbol megatron_gspo.algorithms.gone"),
         ("model.gone", "no config key model.gone"),
         ("model.gone=3", "no config key model.gone"),
