@@ -58,7 +58,8 @@ proof: install
 teeth: install
 	$(RUN) -m tests.seeded_bugs.run $(ARGS)
 
-# Ours beside its peers, twenty minutes on two quiet cores: results/latest.json. `make docs` brings the pages up to it.
+# All benchmarks with their peers, twenty minutes on two quiet cores; benchmarks/results/latest.json names the result file.
+# `make docs` updates the pages.
 bench: install
 	$(RUN) benchmarks/run_all.py $(ARGS)
 

@@ -20,8 +20,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import RESULTS, ROOT, Row, Spread, machine_kind, number
+from benchmarks.common import ROOT, Row, Spread, machine_kind, number
 from benchmarks.report import rows_of
+from benchmarks.result_files import LATEST, latest_file
 
 NOTICED = 0.05  # a smaller change isn't told
 LOSS = 0.25  # a larger one fails: of 205 ratios of two runs one was 0.20 apart where code hadn't changed, none more
@@ -101,7 +102,8 @@ def compare(new: Mapping[str, Any], old: Mapping[str, Any], *, loss: float = LOS
 
 def newest(folder: Path) -> Path:
     """The result that was written last. Raises ``FileNotFoundError`` where there is none."""
-    files = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime)
+    files = [file for file in folder.glob("*.json") if file.name != LATEST]
+    files.sort(key=lambda file: file.stat().st_mtime)
     if not files:
         raise FileNotFoundError(f"{folder} holds no result; run benchmarks/run_all.py --results {folder}")
     return files[-1]
@@ -119,11 +121,11 @@ def show(findings: Findings, count: int) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("new", type=Path, nargs="?", help=f"(default: the newest file in {NEW.relative_to(ROOT)})")
-    parser.add_argument("--against", type=Path, default=RESULTS / "latest.json", help="(default: the committed result)")
+    parser.add_argument("--against", type=Path, help="(default: the committed result)")
     parser.add_argument("--loss", type=float, default=LOSS, help="share that fails (default: %(default)s)")
     args = parser.parse_args()
     try:
-        new, old = (json.loads(file.read_text()) for file in (args.new or newest(NEW), args.against))
+        new, old = (json.loads(file.read_text()) for file in (args.new or newest(NEW), args.against or latest_file()))
         findings = compare(new, old, loss=args.loss)
     except (OSError, ValueError, KeyError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

@@ -266,7 +266,7 @@ def versions_in(python: str, names: Sequence[str]) -> dict[str, str]:
 
 def save_rows(file: Path, rows: Sequence[Row], **more: Any) -> None:
     """One benchmark's part of a result, for ``run_all.py``."""
-    file.write_text(json.dumps({"rows": [row.to_json() for row in rows], **more}, indent=2) + "\n")
+    file.write_text(json.dumps({"rows": [row.to_json() for row in rows], **more}) + "\n")
 
 
 Measured = list[Row] | tuple[list[Row], dict[str, Any]]
@@ -300,14 +300,3 @@ def run_from_command_line(
     print(table(rows))
     if args.json:
         save_rows(args.json, rows, **details)
-
-
-def write_result(result: Mapping[str, Any], folder: Path) -> list[Path]:
-    """``latest.json`` and ``<day>-<machine kind>.json``; of a partial result ``partial.json`` alone, so that the rows
-    in ``latest.json`` always come from one run."""
-    folder.mkdir(parents=True, exist_ok=True)
-    dated = f"{result['date']}-{machine_kind(result['hardware'])}.json"
-    files = [folder / name for name in (["partial.json"] if result["partial"] else ["latest.json", dated])]
-    for file in files:
-        file.write_text(json.dumps(result, indent=2) + "\n")
-    return files

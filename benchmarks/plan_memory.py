@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import SCHEMA, hardware, versions
+from benchmarks.result_files import save
 from megatron_gspo.config.sections import ParallelConfig
 from megatron_gspo.models import family_of
 from megatron_gspo.tools.plan.activations import MicroBatch, Setting, peak_bytes
@@ -338,7 +338,7 @@ def main() -> int:
                       worst_total_error=worst, worst_total_error_even_rows=uneven,
                       seconds=time.perf_counter() - started,
                       layouts=[result.to_json() for result in results])  # fmt: skip
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+        save(args.json, record)
     return 0 if exact and abs(worst) <= TARGET else 1
 
 

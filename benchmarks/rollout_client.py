@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 from benchmarks.common import RESULTS, Row, Spread, hardware, number, ratios, say, table, versions
+from benchmarks.result_files import save
 
 TARGET = 0.90  # of the peer's tokens per second
 LAYERS, EXPERTS, TOP = 2, 8, 2
@@ -185,7 +186,7 @@ def main() -> int:
     result = measure(args)
     print(table([Row.from_json(record) for record in result["rows"]]))
     if args.json:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+        save(args.json, result)
     return 0
 
 

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import yaml
 
 from benchmarks.common import ROOT, hardware, say, versions
+from benchmarks.result_files import save
 
 CONFIG = ROOT / "examples" / "qwen3_moe" / "tiny_gspo.yaml"
 ON_SERVERS = {"rollout.engine": "sglang", "sglang.health_interval": 2.0}
@@ -167,7 +168,7 @@ def main() -> None:
                         f"{runs[name][seed]['samples_per_second']:.0f} samples/s")  # fmt: skip
                 if args.json:  # after each seed: this takes long
                     more = {"hardware": machine, "versions": versions(), "steps": args.steps, "table": summarise(runs)}
-                    args.json.write_text(json.dumps({"runs": runs, **more}, indent=1) + "\n")
+                    save(args.json, {"runs": runs, **more})
     print("\n".join(summarise(runs)))
     if args.picture:
         draw(runs, args.picture)

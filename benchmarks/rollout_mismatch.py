@@ -25,6 +25,7 @@ import torch
 import yaml
 
 from benchmarks.common import ROOT, hardware, say, versions
+from benchmarks.result_files import save
 
 LENGTHS = (8, 64, 256)
 PROMPTS, SAMPLES = 16, 4
@@ -122,7 +123,7 @@ def main() -> None:
     print("\n".join(lines))
     if args.json:
         result = {"rows": rows, "table": lines, "hardware": hardware(), "versions": versions()}
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        save(args.json, result)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Run every benchmark, print one table a benchmark and write ``results/latest.json`` with a dated copy.
+"""Run every benchmark, print one table a benchmark and write the result.
 
 Each benchmark runs in a process of its own. All take under 20 minutes on two quiet cores, with ``--quick`` about a
 tenth; the peers' environment is made on the first run. A run with ``--quick`` or ``--only``, or one in which a
@@ -25,8 +25,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import RESULTS, ROOT, SCHEMA, Row, hardware, say, versions, write_result
+from benchmarks.common import RESULTS, ROOT, SCHEMA, Row, hardware, say, versions
 from benchmarks.report import as_text
+from benchmarks.result_files import read_latest, write_result
 
 BENCHMARKS = ("loop_vs_trl", "step_vs_megatron", "log_probs", "sequence_ratio", "policy_loss", "packing",
               "routing_replay", "weight_export", "checkpoint", "scaling")  # fmt: skip
@@ -85,9 +86,9 @@ def expected_seconds(names: Sequence[str], last: Mapping[str, float], *, quick: 
 
 
 def seconds_of_last_run(folder: Path) -> dict[str, float]:
-    """By benchmark, from ``latest.json``; empty without one."""
+    """Duration of each benchmark in the newest whole run; empty without one."""
     try:
-        return dict(json.loads((folder / "latest.json").read_text())["benchmark_seconds"])
+        return dict(read_latest(folder)["benchmark_seconds"])
     except (OSError, KeyError, ValueError):
         return {}
 
@@ -171,8 +172,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the benchmark that runs ends too
     result = run_all(args)
     print(as_text(result))
-    for file in write_result(result, args.results):
-        print(file)
+    print(write_result(result, args.results))
     if result["partial"]:
         print("part of the benchmarks, small sizes or a failure: latest.json stays as it is")
     return 1 if result["failures"] else 0

@@ -15,7 +15,6 @@ import argparse
 import base64
 import ctypes
 import datetime
-import json
 import pickle
 import sys
 import tempfile
@@ -41,6 +40,7 @@ from benchmarks.common import (
     timed,
     versions,
 )
+from benchmarks.result_files import save
 
 MEBI = 2**20
 ROUTES = ("disk", "tensor", "distributed", "ipc")
@@ -209,7 +209,7 @@ def main() -> int:
     print(f"{result['megabytes']:.0f} MB in {result['tensors']} tensors, buckets of {args.bucket_mebibytes} MiB; MB/s: "
           + ", ".join(f"{name} {number(rate)}" for name, rate in result["megabytes_per_second"].items()))  # fmt: skip
     if args.json:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+        save(args.json, result)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Write docs/benchmarks.md from ``results/latest.json``, and the tables of figures that other pages show.
+"""Write docs/benchmarks.md and the tables of other pages from the result that ``results/latest.json`` names.
 
     python benchmarks/write_page.py            # all pages
     python benchmarks/write_page.py --check    # exit code 1 where a page isn't what the result says
@@ -12,22 +12,22 @@ A page shows rows of the committed result between two comments, with patterns of
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import RESULTS, ROOT, table
+from benchmarks.common import ROOT, machine_kind, table
 from benchmarks.report import Result, listing, machine, missed, not_compared, packages, rows_of, select, tables
+from benchmarks.result_files import read_latest
 
 PAGE = Path("docs") / "benchmarks.md"
 BLOCK = re.compile(r"^<!-- benchmarks: (.+) -->\n(?:.*\n)*?<!-- /benchmarks -->$", re.MULTILINE)
 INTRODUCTION = """\
 # Benchmarks
 
-Written by `python benchmarks/write_page.py` from [benchmarks/results/latest.json](../benchmarks/results/latest.json),
+Written by `python benchmarks/write_page.py` from [benchmarks/results/NAME](../benchmarks/results/NAME),
 which `make bench` writes; a test holds the two together. [benchmarks/README.md](../benchmarks/README.md) says what each
 benchmark does and how to read its table: **ours / peer** first (median of the ratios within each turn, quartiles), from
 the same run, in turns. *CPU time* is the same ratio from the processes' own CPU time.
@@ -39,7 +39,7 @@ def page(result: Result) -> str:
     count = sum(row.target is not None for row in rows_of(result))
     lines = missed(rows_of(result))
     parts = (
-        INTRODUCTION,
+        INTRODUCTION.replace("NAME", f"{machine_kind(result['hardware'])}.json"),
         f"{machine(result)}.\n{packages(result)}.\n",
         f"Targets: {count - len(lines)} of {count} reached.\n",
         listing("Targets missed", lines),
@@ -87,7 +87,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; name the pages that differ")
     args = parser.parse_args()
     try:
-        wanted = pages(ROOT, json.loads((RESULTS / "latest.json").read_text()))
+        wanted = pages(ROOT, read_latest())
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

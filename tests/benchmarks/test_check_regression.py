@@ -86,7 +86,7 @@ def test_the_command_ends_with_1_on_a_loss(tmp_path, monkeypatch, capsys):
 def test_the_newest_result_is_taken(tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no result"):
         newest(tmp_path)
-    for name, age in {"latest.json": 10, "partial.json": 5}.items():
+    for name, age in {"machine.json": 10, "partial.json": 5, "latest.json": 1}.items():
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (1000 - age, 1000 - age))
     assert newest(tmp_path).name == "partial.json"

@@ -19,7 +19,6 @@ from benchmarks.common import (
     ratios,
     table,
     time_row,
-    write_result,
 )
 from benchmarks.turns import Worker, take_turns
 
@@ -89,22 +88,11 @@ def test_repeats_stop_when_the_time_is_over_but_not_before_three():
     assert len(taken["a"]) == 3
 
 
-def test_result_files(tmp_path):
+def test_a_machine_s_kind_is_a_file_name():
     machine = {"gpu": None, "cpu": "Fast CPU(R) 9", "cores": 2}
     assert machine_kind(machine) == "fast-cpu-r-9-2-cores"
     assert machine_kind(machine | {"gpu": "NVIDIA H100"}) == "nvidia-h100"
-    result = {"hardware": machine, "rows": [], "date": "2026-01-02", "partial": False}
-    files = write_result(result, tmp_path / "results")
-    assert [file.name for file in files] == ["latest.json", "2026-01-02-fast-cpu-r-9-2-cores.json"]
-    assert json.loads(files[0].read_text()) == json.loads(files[1].read_text()) == result
 
-
-def test_a_partial_result_leaves_the_latest_alone(tmp_path):
-    (tmp_path / "latest.json").write_text("whole")
-    machine = {"gpu": None, "cpu": "c", "cores": 2}
-    write_result({"hardware": machine, "rows": [], "date": "2026-01-02", "partial": True}, tmp_path)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["latest.json", "partial.json"]
-    assert (tmp_path / "latest.json").read_text() == "whole"
 
 
 def test_counts_have_no_spread():

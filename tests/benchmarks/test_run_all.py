@@ -85,7 +85,8 @@ def test_commands_name_the_peers_interpreter_only_where_it_is_used(tmp_path):
 
 
 def test_expected_times_are_those_of_the_last_run(tmp_path):
-    (tmp_path / "latest.json").write_text(json.dumps({"benchmark_seconds": {"a": 100.0, "b": 60.0}}))
+    (tmp_path / "latest.json").write_text(json.dumps({"result": "machine.json"}))
+    (tmp_path / "machine.json").write_text(json.dumps({"benchmark_seconds": {"a": 100.0, "b": 60.0}}))
     last = frame.seconds_of_last_run(tmp_path)
     assert frame.expected_seconds(["a", "b", "c"], last, quick=False) == {"a": 100.0, "b": 60.0, "c": 80.0}
     assert frame.expected_seconds(["a"], last, quick=True) == {"a": 15.0}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks.common import RESULTS, table
+from benchmarks.common import table
 from benchmarks.report import missed, missed_by, notes, select
+from benchmarks.result_files import read_latest
 from benchmarks.write_page import PAGE, filled, page, pages, stale
 from tests.benchmarks.make import result, row
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_pages_of_this_repository_show_the_committed_result():
     """`python benchmarks/write_page.py` writes them."""
-    wanted = pages(ROOT, json.loads((RESULTS / "latest.json").read_text()))
+    wanted = pages(ROOT, read_latest())
     assert PAGE in wanted
     assert stale(ROOT, wanted) == []
 

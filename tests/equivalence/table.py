@@ -21,6 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
+from benchmarks.result_files import save
 from tests.equivalence.cases import case_of
 from tests.equivalence.defects import measure_defects
 from tests.equivalence.layouts import DENSE, MOE, Arrangement
@@ -100,7 +101,7 @@ def main() -> None:
         record = measure({"moe": MOE, "dense": DENSE}, console)
         wrong = failures(record)
         file = RESULTS / f"equivalence-{record['versions']['megatron-core']}.json"
-        file.write_text(json.dumps(record, indent=1) + "\n")
+        save(file, record)
         console.print(f"wrote {file} after {record['seconds']} s")
     arguments.page.write_text(render(load_records()))
     console.print(f"wrote {arguments.page}")
