@@ -25,11 +25,11 @@ $(STAMP): setup.py
 	touch $@
 
 demo: install
-	$(RUN) -m megatron_gspo.tools.demo $(ARGS)
+	$(RUN) -m megatron_gspo demo $(ARGS)
 
 # GRPO, GRPO with Routing Replay and GSPO from one cold start, and one report of them. COMPARISON=... takes another file.
 compare: install
-	$(RUN) tools/compare/__main__.py $(COMPARISON) $(ARGS)
+	$(RUN) -m megatron_gspo compare $(COMPARISON) $(ARGS)
 
 # JOBS processes take test files in turn; JOBS=0 is one process, for a debugger. test: every eighth layout, no slow tests.
 PYTEST = $(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder

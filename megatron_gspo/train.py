@@ -32,9 +32,10 @@ from megatron_gspo.models.hf_checkpoint import write_checkpoint
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
 
 USAGE = """torchrun --nproc-per-node N -m megatron_gspo.train CONFIG.yaml [key=value ...]
-Trains a Hugging Face model with GSPO or a relative on Megatron-Core; everything goes to run_dir.
-python -m megatron_gspo.train CONFIG.yaml --dry-run PROCESSES checks everything for so many processes, and builds each
-pipeline stage's model without memory, on any machine."""
+Trains a Hugging Face model with GSPO or another objective on Megatron-Core; all output goes to run_dir.
+megatron-gspo train CONFIG.yaml [key=value ...] is the same in one process. With --dry-run N it checks the config for N
+processes and builds the model of each pipeline stage on the meta device, on any machine; nothing is trained.
+example: megatron-gspo train examples/qwen3_moe/tiny_gspo.yaml model.path=MODEL --dry-run 4"""
 
 
 def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:

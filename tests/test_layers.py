@@ -31,6 +31,8 @@ LAYERS = (
     "loop",
     "train",
     "tools",
+    "cli",
+    "__main__",
 )
 KNOWS_MEGATRON = {"mcore", "patches"}
 # Third-party packages of the lowest layers; the standard library is free.

@@ -1,8 +1,8 @@
-"""The demo: cold-start a small Qwen3-MoE, train it with GSPO on four processes, and show what came of it.
+"""Train a small Qwen3-MoE on this machine's CPU: supervised start, then GSPO on four processes, then a summary.
 
-    python -m megatron_gspo.tools.demo [--folder runs/demo] [--processes 4]
+    megatron-gspo demo [--folder runs/demo] [--processes 4]
 
-Everything runs through the same front doors that a cluster uses: ``torchrun -m megatron_gspo.train CONFIG``.
+Both runs are ordinary ``torchrun -m megatron_gspo.train CONFIG`` runs of configs in examples/qwen3_moe.
 """
 
 from __future__ import annotations
@@ -10,29 +10,25 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils.logging import disable_progress_bar
+from megatron_gspo.errors import UserError
+from megatron_gspo.tools.copy_examples import EXAMPLE_RUNS
 
-from megatron_gspo.config import load_config
-from megatron_gspo.tools.compare.cold_start import (
-    INSTRUCTION,
-    held_out_and_training,
-    imitate,
-    train,
-    write_demonstrations,
-)
-from megatron_gspo.tools.compare.study_plan import ColdStartFiles
-from megatron_gspo.tools.make_tiny_model import write_tiny_model
-
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "qwen3_moe"
+COLD_START, GSPO = EXAMPLE_RUNS / "tiny_cold_start.yaml", EXAMPLE_RUNS / "tiny_gspo.yaml"
 
 
 def transformers_accuracy(model: Path, config: Path) -> float:
     """Held-out accuracy of an exported checkpoint with Transformers' own ``generate``, sampled at temperature 1."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from megatron_gspo.config import load_config
+    from megatron_gspo.tools.compare.cold_start import held_out_and_training
+
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
     network = AutoModelForCausalLM.from_pretrained(model)
@@ -51,52 +47,72 @@ def transformers_accuracy(model: Path, config: Path) -> float:
     return sum(text.strip() == answer for text, answer in zip(texts, answers, strict=True)) / len(texts)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        default=Path("runs/demo"),
-        help="where everything is written (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--processes",
-        type=int,
-        default=4,
-        help="a multiple of 2: the layout is TP 2, EP 2 (default: %(default)s)",
-    )
-    options = parser.parse_args()
+def run_demo(folder: Path, processes: int, overrides: Sequence[str] = ()) -> None:
+    """Write a random model and demonstrations to ``folder``, which is replaced; train it twice and print a summary.
+
+    overrides: ``key=value`` of both training configs. Raises SystemExit with torchrun's exit code if a run fails.
+    """
+    from transformers.utils.logging import disable_progress_bar
+
+    from megatron_gspo.tools.compare.cold_start import INSTRUCTION, imitate, train, write_demonstrations
+    from megatron_gspo.tools.compare.study_plan import ColdStartFiles
+    from megatron_gspo.tools.make_tiny_model import write_tiny_model
+
     disable_progress_bar()
     started = time.monotonic()
-    folder, gspo = options.folder, options.folder / "gspo"
-    files = ColdStartFiles(folder)
+    files, gspo = ColdStartFiles(folder), folder / "gspo"
     shutil.rmtree(folder, ignore_errors=True)
     count = write_tiny_model(files.model, words=[INSTRUCTION], expert_width=64)
-    write_demonstrations(files, EXAMPLES / "tiny_gspo.yaml")
-    print(f"1/3  a random Qwen3-MoE of {count:,} parameters -> {files.model}")
-    print("2/3  supervised cold start")
-    weights = imitate(files, EXAMPLES / "tiny_cold_start.yaml", options.processes)
-    print("3/3  GSPO: tensor, sequence, expert and data parallel")
-    train(EXAMPLES / "tiny_gspo.yaml", options.processes, [f"run_dir={gspo}", f"model.path={weights}"])
-    report(gspo, EXAMPLES / "tiny_gspo.yaml", time.monotonic() - started)
+    write_demonstrations(files, GSPO)
+    print(f"1/3  random Qwen3-MoE, {count:,} parameters: {files.model}", flush=True)
+    print("2/3  supervised start on demonstrations with mistakes", flush=True)
+    weights = imitate(files, COLD_START, processes, overrides)
+    print("3/3  GSPO with tensor, sequence, expert and data parallelism", flush=True)
+    train(GSPO, processes, [*overrides, f"run_dir={gspo}", f"model.path={weights}"])
+    print_summary(gspo, time.monotonic() - started)
 
 
-def report(run: Path, config: Path, seconds: float) -> None:
-    """Score the export in Transformers, complete ``summary.json`` and print where everything lies."""
+def print_summary(run: Path, seconds: float) -> None:
+    """Evaluate the exported model in Transformers, add the results to ``summary.json`` and print them."""
     file = run / "summary.json"
     summary = json.loads(file.read_text())
     summary["demo_wall_seconds"] = seconds
-    summary["accuracy_transformers"] = transformers_accuracy(run / "hf", config)
+    summary["accuracy_transformers"] = transformers_accuracy(run / "hf", GSPO)
     file.write_text(json.dumps(summary, indent=2) + "\n")
     print(f"""
 held-out accuracy   {100 * summary["accuracy_before"]:.1f} % before GSPO, {100 * summary["accuracy_after"]:.1f} % after
-                    ({100 * summary["accuracy_transformers"]:.1f} % in plain Transformers)
-time                {seconds:.0f} s in all, {summary["wall_seconds"]:.0f} s of it GSPO
-picture             {run / "curves.png"}
+                    ({100 * summary["accuracy_transformers"]:.1f} % in Transformers)
+time                {seconds:.0f} s in total, GSPO {summary["wall_seconds"]:.0f} s
+curves              {run / "curves.png"}
 metrics             {run / "metrics.jsonl"}   summary: {file}
 samples             {run / "samples"}
 checkpoint          {run / "hf"}   (Hugging Face format)""")
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: 0, torchrun's where a run failed, 130 where it was interrupted."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-gspo demo",
+        description="Train a small Qwen3-MoE on this machine's CPU: supervised start, then GSPO. About 5 minutes.",
+        epilog="example: megatron-gspo demo --folder runs/demo",
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="overrides of both training configs, e.g. training.steps=10"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/demo"), help="output, replaced if it exists (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--processes", type=int, default=4, help="a multiple of 2: the layout is TP 2, EP 2 (default: %(default)s)"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        run_demo(options.folder, options.processes, options.overrides)
+    except UserError as error:
+        print(f"{error.label}: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

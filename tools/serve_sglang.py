@@ -1,9 +1,11 @@
-"""Start SGLang servers on this machine and keep them running until this is stopped: for runs that get URLs.
+"""Start SGLang servers on this machine and keep them running until interrupted, for runs that set `sglang.urls`.
 
-    python -m megatron_gspo.tools.serve_sglang --model DIR --servers 2 --port 31000 --sglang.mem-fraction-static 0.7
+    megatron-gspo serve --model DIR [--servers N] [--port PORT] [--sglang.xyz value ...]
 
-Prints the line of `sglang.urls` for the run's command. `--sglang.xyz value` reaches the servers as `--xyz value`,
-untouched; `--sglang.host 0.0.0.0` makes them reachable from other machines, which wants `--api-key-file`.
+Prints the `sglang.urls=[...]` argument for the run's command. `--sglang.xyz value` is passed to the servers as
+`--xyz value`. `--sglang.host 0.0.0.0` makes them reachable from other machines; set `--api-key-file` then.
+
+example: megatron-gspo serve --model DIR --servers 2 --port 31000 --sglang.mem-fraction-static 0.7
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from megatron_gspo.errors import InputError, UserError
 from megatron_gspo.servers.launch_command import LOOPBACK, ServerSettings
 from megatron_gspo.servers.server_processes import LocalServers
 
-_LOOK_EVERY = 1.0  # seconds
+_POLL_SECONDS = 1.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0, it was stopped; 1, a server can't be started or all were given up; 2, wrong arguments."""
+    """Exit code: 0 interrupted; 1 a server can't be started or all have failed; 2 wrong arguments."""
     ours, theirs = split_server_arguments(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(ours)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -41,14 +43,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="megatron-gspo serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True, help="Hugging Face directory")
-    parser.add_argument("--servers", type=int, default=1, help="how many (default 1)")
-    parser.add_argument("--port", type=int, help="of the first; the others' follow (default: free ones)")
+    parser.add_argument("--servers", type=int, default=1, help="number of servers (default 1)")
+    parser.add_argument("--port", type=int, help="of the first server; the next ones follow (default: free ports)")
     parser.add_argument("--python", default=sys.executable, help="interpreter that has sglang (default: this one)")
     parser.add_argument("--dtype", default="auto", help="as sglang's (default auto)")
     parser.add_argument("--routed-experts", action="store_true", help="return the routes of a mixture of experts")
-    parser.add_argument("--api-key-file", type=Path, help="file whose first line every request must know")
+    parser.add_argument("--api-key-file", type=Path, help="file whose first line is the key that every request needs")
     parser.add_argument("--log-dir", default="sglang_logs", help="gets server_<i>.log (default sglang_logs)")
     parser.add_argument("--start-timeout", type=float, default=600.0, help="seconds (default 600)")
     parser.add_argument("--max-restarts", type=int, default=3, help="of one server in a row (default 3)")
@@ -83,11 +87,11 @@ def _read_key(file: Path) -> str:
 
 
 def _keep(servers: LocalServers, advertise: str | None) -> int:
-    """Say where the servers are and what becomes of them, until there's none left."""
+    """Print the URLs and report changes until no server is left. Returns the exit code."""
     settings = servers.settings
     is_private = settings.host in (LOOPBACK, "localhost", "::1")
     if not is_private and settings.api_key is None:
-        _say(f"{settings.host} is open to other machines without a key, and whoever can send weights to a server can "
+        _say(f"{settings.host} is open to other machines without a key, and anyone who can send it weights can "
              "run code in it: give --api-key-file or keep the network closed")  # fmt: skip
     urls = list(servers.urls)
     if settings.host in ("0.0.0.0", "::"):
@@ -96,14 +100,14 @@ def _keep(servers: LocalServers, advertise: str | None) -> int:
     print(f"sglang.urls=[{','.join(urls)}]", flush=True)
     left = set(servers.urls)
     while left:
-        time.sleep(_LOOK_EVERY)
+        time.sleep(_POLL_SECONDS)
         left -= set(servers.poll().given_up)
     _say("no server is left")
     return 1
 
 
 def _say(line: str) -> None:
-    print(f"serve_sglang: {line}", file=sys.stderr, flush=True)
+    print(f"megatron-gspo serve: {line}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

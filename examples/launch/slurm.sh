@@ -8,7 +8,7 @@
 #   SGLANG_PYTHON     interpreter of SGLang's environment (with SERVER_NODES)
 #   SERVERS_PER_NODE  how many (4), of SERVER_GPUS GPUs each (2)
 #   SERVER_PORT       of the first server of a node (31000)
-#   SERVER_ARGS       more for serve_sglang, e.g. "--sglang.mem-fraction-static 0.9"; "--routed-experts" where routes of
+#   SERVER_ARGS       more for megatron-gspo serve, e.g. "--sglang.mem-fraction-static 0.9"; "--routed-experts" where routes of
 #                     the servers are replayed (routing.replay: r3)
 # and PORT and WAIT of static.sh, and those of node.sh; edit or override the lines below for your cluster.
 #
@@ -75,7 +75,7 @@ if (( servers > 0 )); then
     keep='trap : TERM USR1; "$@" --log-dir "$LOG_DIR/servers/$(uname -n)" & while wait $!; (( $? > 128 )); do :; done'
     srun "${step[@]}" --nodes "$servers" --ntasks "$servers" --nodelist "$(join "${nodes[@]:training}")" \
         --output "$LOG_DIR/servers-%N.log" \
-        bash -c "$keep" servers "$PYTHON" -m megatron_gspo.tools.serve_sglang --model "$MODEL" \
+        bash -c "$keep" servers "$PYTHON" -m megatron_gspo serve --model "$MODEL" \
         --python "$SGLANG_PYTHON" --servers "$per_node" --port "$port" --api-key-file "$key" --start-timeout 1800 \
         --sglang.host 0.0.0.0 --sglang.tp-size "$gpus" "${more[@]}" &
 fi

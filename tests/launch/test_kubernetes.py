@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from megatron_gspo.cli import COMMANDS, PROGRAM
 from megatron_gspo.config import load_config
 from megatron_gspo.config.load import split_server_arguments
 from megatron_gspo.tools import serve_sglang
@@ -41,7 +42,8 @@ def test_the_pods_make_the_world_that_the_config_is_for(parts):
 
 def test_the_servers_are_those_that_the_run_is_told(parts):
     [container] = parts["StatefulSet"]["spec"]["template"]["spec"]["containers"]
-    assert container["command"][-1] == serve_sglang.__name__
+    program, command = container["command"]
+    assert program == PROGRAM and COMMANDS[command].module == serve_sglang.__name__
     ours, theirs = split_server_arguments(container["args"])
     options = serve_sglang._parser().parse_args(ours)
     assert (options.servers, options.port, theirs) == (2, 31000, ["--host=0.0.0.0", "--tp-size=4"])

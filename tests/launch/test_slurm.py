@@ -154,11 +154,12 @@ def test_the_last_nodes_serve_and_the_run_knows_them(tmp_path):
     end = time.monotonic() + LIMIT
     while len(calls(tmp_path)) < 2 and time.monotonic() < end:  # the job doesn't wait for its servers
         time.sleep(0.05)
-    serving, training = sorted(calls(tmp_path), key=lambda call: "serve_sglang" not in " ".join(call))
+    serving, training = sorted(calls(tmp_path), key=lambda call: "serve" not in call)
 
     step = ["--cpu-bind=none", "--kill-on-bad-exit=0"]
     assert serving[:8] == [*step, "--nodes", "1", "--ntasks", "1", "--nodelist", "node3"]
-    words = serving[serving.index("megatron_gspo.tools.serve_sglang") + 1 :]
+    words = serving[serving.index("serve") + 1 :]
+    assert serving[serving.index("serve") - 2 : serving.index("serve")] == ["-m", "megatron_gspo"]
     ours, theirs = split_server_arguments(words)
     tool = serve_sglang._settings(serve_sglang._parser().parse_args(ours), theirs)
     assert (tool.model, tool.count, tool.base_port, tool.python) == ("/models/m", 2, 31000, "/s/python")

@@ -57,7 +57,7 @@ def test_a_server_that_cannot_start_is_told_in_a_line(stand_in):
     with serving(stand_in) as process:
         _, said = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert said.startswith("serve_sglang: sglang server 0") and said.count("\n") == 1
+    assert said.startswith("megatron-gspo serve: sglang server 0") and said.count("\n") == 1
     assert "could not begin: no reason given" in said
 
 

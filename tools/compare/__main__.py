@@ -1,9 +1,11 @@
 """Run several algorithms from one cold start over several seeds, or take finished runs, and write one report.
 
-    python -m megatron_gspo.tools.compare.__main__ COMPARISON.yaml [key=value ...] [--slots N] [--report-only]
-    python -m megatron_gspo.tools.compare.__main__ --runs RUN_DIR RUN_DIR ... [--output FOLDER] [--baseline NAME]
+    megatron-gspo compare COMPARISON.yaml [key=value ...] [--slots N] [--report-only]
+    megatron-gspo compare --runs RUN_DIR RUN_DIR ... [--output FOLDER] [--baseline NAME]
 
-What is finished isn't run again, what was stopped goes on. docs/comparison.md says what the report shows.
+A finished run is not run again; an interrupted one is resumed. docs/comparison.md describes the report.
+
+example: megatron-gspo compare --runs runs/grpo runs/gspo --baseline grpo --output comparison
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
             study = study_of(options.runs, _command(*given), baseline=options.baseline)
             folder = options.output or Path("comparison")
         elif options.config is None:
-            print("compare_runs: name a comparison file, or run directories after --runs", file=sys.stderr)
+            print("megatron-gspo compare: give a comparison file, or run directories after --runs", file=sys.stderr)
             return 2
         else:
             comparison = load_comparison(options.config, options.overrides)
@@ -53,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
         for file in write_report(study, folder):
             print(file)
     except ImportError as error:
-        print(f"compare_runs: {error}", file=sys.stderr)
+        print(f"megatron-gspo compare: {error}", file=sys.stderr)
         return 2
     except UserError as error:
         print(f"{error.label}: {error}", file=sys.stderr)
@@ -100,17 +102,19 @@ def prepare(comparison: Comparison) -> None:
 
 
 def _command(*arguments: str) -> str:
-    """What makes the same report again, runs and all."""
-    return shlex.join(["python", "-m", "megatron_gspo.tools.compare.__main__", *arguments])
+    """The command that makes the same report."""
+    return shlex.join(["megatron-gspo", "compare", *arguments])
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="megatron-gspo compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("config", nargs="?", metavar="COMPARISON.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the comparison file, e.g. seeds=[1,2]")
     parser.add_argument("--slots", type=int, default=os.cpu_count() or 1, help="runs at once (default: cores)")
-    parser.add_argument("--report-only", action="store_true", help="run nothing; report what is there")
-    parser.add_argument("--retry-failed", action="store_true", help="run those again that ended with an error")
+    parser.add_argument("--report-only", action="store_true", help="run nothing; report the runs that exist")
+    parser.add_argument("--retry-failed", action="store_true", help="run failed runs again")
     parser.add_argument("--runs", nargs="+", type=Path, metavar="RUN_DIR", help="finished runs to compare instead")
     parser.add_argument("--baseline", help="with --runs: the variant that the others are compared with")
     parser.add_argument("--output", type=Path, help="folder of the report (default: the comparison's folder)")

@@ -104,7 +104,7 @@ def execute(
         try:
             while waiting or active:
                 while waiting and len(active) < slots:
-                    active.append(_start(comparison, waiting.pop(0), make))
+                    _start(comparison, waiting.pop(0), make, active)
                     watcher.started(active[-1].spec)
                 time.sleep(_POLL)
                 for job in [job for job in active if job.process.poll() is not None]:
@@ -118,12 +118,14 @@ def execute(
 
 def run_one(command: Sequence[str]) -> int:
     """Run a command in the foreground; its exit code. A stop ends all its processes and raises Interrupted."""
+    started: list[subprocess.Popen[bytes]] = []
     with stoppable():
-        process = subprocess.Popen(command, env=child_environment(), start_new_session=True)
         try:
-            return process.wait()
+            with _signals_deferred():
+                started.append(subprocess.Popen(command, env=child_environment(), start_new_session=True))
+            return started[0].wait()
         finally:
-            _end([process])
+            _end(started)
 
 
 @contextlib.contextmanager
@@ -138,24 +140,42 @@ def stoppable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+@contextlib.contextmanager
+def _signals_deferred() -> Iterator[None]:
+    """Deliver Ctrl-C and SIGTERM at the end of the block: raised inside Popen they would leave an unknown process."""
+    received: list[int] = []
+    kinds = (signal.SIGINT, signal.SIGTERM)
+    before = {kind: signal.signal(kind, lambda number, _: received.append(number)) for kind in kinds}
+    try:
+        yield
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+    if received:
+        raise KeyboardInterrupt
+
+
 def command_of(comparison: Comparison, spec: RunSpec) -> list[str]:
     """What starts a run."""
     return torchrun(comparison.config.processes, comparison.base_file, as_arguments(comparison, spec))
 
 
-def _start(comparison: Comparison, spec: RunSpec, make: Callable[[Comparison, RunSpec], list[str]]) -> _Job:
+def _start(
+    comparison: Comparison, spec: RunSpec, make: Callable[[Comparison, RunSpec], list[str]], active: list[_Job]
+) -> None:
+    """Start a run and add it to ``active``."""
     spec.run_dir.mkdir(parents=True, exist_ok=True)
     (spec.run_dir / FAILURE).unlink(missing_ok=True)
-    with (spec.run_dir / "log.txt").open("ab") as log:
+    with (spec.run_dir / "log.txt").open("ab") as log, _signals_deferred():
         process = subprocess.Popen(
             make(comparison, spec),
             env=child_environment(),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # its ranks end with it, and Ctrl-C reaches only us
+            start_new_session=True,  # its ranks end with it, and Ctrl-C reaches only this process
         )
-    return _Job(spec, process, time.monotonic())
+        active.append(_Job(spec, process, time.monotonic()))
 
 
 def _settle(job: _Job) -> None:

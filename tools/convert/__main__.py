@@ -1,4 +1,4 @@
-"""Checkpoints between Hugging Face and Megatron: `python -m megatron_gspo.tools.convert to-megatron|to-hf|verify`."""
+"""Convert checkpoints between Hugging Face and Megatron: `megatron-gspo convert to-megatron|to-hf|verify`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m megatron_gspo.tools.convert", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="megatron-gspo convert",
+        description="Convert checkpoints between Hugging Face and Megatron, and compare the two.",
+        epilog="example: megatron-gspo convert to-megatron /models/Qwen3-30B-A3B OUT --tp 2 --ep 8 --verify",
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     common = argparse.ArgumentParser(add_help=False)
     text = "processes (default: %(default)s)"

@@ -1,4 +1,4 @@
-"""``python -m megatron_gspo.tools.doctor [CONFIG.yaml] [key=value ...]``, also under torchrun on all ranks."""
+"""``megatron-gspo doctor [CONFIG.yaml] [key=value ...]``; on all ranks by torchrun."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from megatron_gspo.tools.doctor.arguments import Options
 
-USAGE = "python -m megatron_gspo.tools.doctor [CONFIG.yaml] [key=value ...] [--json] [--probe]"
-ABOUT = """Looks at this machine and, with a config, at everything that a run of it needs, before the run: versions,
-known defects, the config, model, prompts, disk, ports, servers and, under torchrun, the ranks and their groups. Writes
-nothing to run_dir. Exit code: 0 nothing worse than a note, 1 warnings, 2 errors."""
+USAGE = "megatron-gspo doctor [CONFIG.yaml] [key=value ...] [--json] [--probe]"
+ABOUT = """Check this machine and, with a config, everything that the run needs: versions, known issues, the config,
+model, prompts, disk, ports, servers and, under torchrun, the ranks and their process groups. Writes nothing to run_dir.
+Exit code: 0 nothing worse than a note, 1 warnings, 2 errors."""
+EXAMPLE = """example: megatron-gspo doctor CONFIG.yaml --world-size 8
+on all ranks: torchrun --nproc-per-node 8 -m megatron_gspo.tools.doctor CONFIG.yaml"""
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    parser = argparse.ArgumentParser("python -m megatron_gspo.tools.doctor", USAGE, ABOUT)
+    parser = argparse.ArgumentParser(
+        "megatron-gspo doctor", USAGE, ABOUT, EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument(
         "--probe",
@@ -34,7 +39,7 @@ def parse(arguments: Sequence[str]) -> Options:
         type=float,
         default=60.0,
         metavar="SECONDS",
-        help="that the ranks may take to meet, and for the exchanges on all groups (default: 60)",
+        help="limit for the rendezvous, and for the exchanges on all groups (default: 60)",
     )
     parser.add_argument(
         "--world-size", type=int, metavar="N", help="check the config for N processes without starting them"
@@ -59,14 +64,15 @@ def parse(arguments: Sequence[str]) -> Options:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def check(arguments: Sequence[str] | None = None) -> int:
+    """Run all checks, print the report and return the exit code."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
     try:
         from megatron_gspo.tools.doctor.diagnostics import quiet_output
         from megatron_gspo.tools.doctor.runner import Checkup
     except ImportError as failure:  # a package that nothing works without
         print(
-            f"error    versions.packages  {failure}; the doctor can't start either; install this project with pip: "
+            f"error    versions.packages  {failure}; the doctor needs it too; install this project with pip: "
             "its requirements come with it",
             file=sys.stderr,
         )
@@ -80,9 +86,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-if __name__ == "__main__":
-    code = main()
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """``check``, then end the process without waiting for threads: those of process groups whose peers are gone may
+    never end."""
+    code = check(arguments)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(BrokenPipeError):
             stream.flush()
-    os._exit(code)  # threads of process groups whose peers are gone may never end
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

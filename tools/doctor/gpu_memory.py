@@ -49,10 +49,9 @@ def judge_gpu_memory(memory: Memory, available: int | None) -> Finding:
         f"and optimizer, {show_bytes(memory.activations)} of activations, {show_bytes(memory.engine)} of the engine"
     )
     if available is None:
-        return note(check, text, "", "compare it with your GPUs; python -m megatron_gspo.tools.plan finds layouts")
+        return note(check, text, "", "compare it with your GPUs; megatron-gspo plan finds layouts")
     text = f"{text}; it has {show_bytes(available)}"
-    fix = "split it over more GPUs (python -m megatron_gspo.tools.plan finds layouts), recompute, or lower the token "
-    fix += "budget"
+    fix = "split it over more GPUs (megatron-gspo plan finds layouts), recompute, or lower the token budget"
     if states + memory.engine > available:
         return error(check, text, "it can't hold them", fix)
     if memory.total > available:

@@ -1,4 +1,7 @@
-"""``python -m megatron_gspo.tools.plan --model DIR --gpus N --gpu NAME --response-length L``: memory and time."""
+"""Estimate memory and step time of each parallel layout of a model on a cluster, without a GPU.
+
+    megatron-gspo plan --model DIR --gpus N --gpu NAME --response-length L
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,12 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """Every option with its default."""
-    made = _Parser(prog="python -m megatron_gspo.tools.plan", description=__doc__)
+    made = _Parser(
+        prog="megatron-gspo plan",
+        description="Estimate memory and step time of each parallel layout of a model on a cluster, without a GPU.",
+        epilog="example: megatron-gspo plan --model examples/qwen3_moe/models/Qwen3-30B-A3B --gpus 8 --gpu h200 "
+        "--response-length 8192 --colocated",
+    )
     made.add_argument("--model", required=True, help="Hugging Face model directory, or its config.json")
     made.add_argument("--gpus", type=int, default=8, help="GPUs that train (default: %(default)s)")
     made.add_argument("--gpu", default="h100", help=f"one of {', '.join(GPUS)} (default: %(default)s)")

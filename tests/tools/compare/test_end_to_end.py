@@ -61,7 +61,7 @@ FILES = ("report.html", "runs.csv", "report.json")
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "compare_runs: name a comparison file"),
+        ([], "megatron-gspo compare: give a comparison file"),
         (["nowhere.yaml"], "config error: nowhere.yaml: cannot read the config"),
         (["--runs", "nowhere"], "report error: nowhere: holds no run"),
     ],
@@ -77,7 +77,7 @@ def test_a_report_of_a_comparison_that_has_not_run_says_so(tmp_path, capsys):
     assert main([str(file), "--report-only"]) == 0
     page = (tmp_path / "out" / "report.html").read_text()
     assert "base grpo seed 1: not there" in page
-    assert f"<pre>python -m megatron_gspo.tools.compare.__main__ {file}</pre>" in page  # which does run
+    assert f"<pre>megatron-gspo compare {file}</pre>" in page  # which does run
 
 
 def test_a_cold_start_of_other_settings_is_refused(tmp_path):

@@ -20,7 +20,7 @@ from megatron_gspo.tools.compare.study_files import write_report
 from megatron_gspo.tools.compare.study_plan import load_comparison, report_runs, search_runs
 from tests.tools.compare.synthetic import VARIANTS, Course, write_comparison, write_run
 
-COMMAND = "python -m megatron_gspo.tools.compare.__main__ compare.yaml"
+COMMAND = "megatron-gspo compare compare.yaml"
 NAMES = ("grpo", "grpo_r2", "gspo", "gspo_token")
 
 

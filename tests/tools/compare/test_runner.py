@@ -13,7 +13,15 @@ import pytest
 
 from megatron_gspo.tools.compare.run_records import read_run
 from megatron_gspo.tools.compare.study_plan import load_comparison, report_runs, resolve
-from megatron_gspo.tools.compare.study_runner import StaleRun, command_of, execute, is_over, last_words
+from megatron_gspo.tools.compare.study_runner import (
+    Interrupted,
+    StaleRun,
+    command_of,
+    execute,
+    is_over,
+    last_words,
+    run_one,
+)
 from tests.tools.compare.synthetic import write_comparison
 
 # Stands where a run's process stands: writes a run directory of the resolved config, or fails, or waits.
@@ -142,6 +150,21 @@ def test_a_stop_ends_the_processes_and_leaves_no_failure(tmp_path):
     assert not list(folder.glob("*/seed_1/failure.json"))
     left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert str(folder) not in left
+
+
+def test_a_signal_while_a_process_starts_ends_it_too(monkeypatch):
+    """It arrives inside Popen, after the fork: raised there, it would leave a process that nobody knows."""
+    real, started = subprocess.Popen, []
+
+    def start_and_stop(*arguments, **options):
+        started.append(real(*arguments, **options))
+        os.kill(os.getpid(), signal.SIGTERM)
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", start_and_stop)
+    with pytest.raises(Interrupted):
+        run_one([sys.executable, "-c", "import time; time.sleep(60)"])
+    assert started[0].poll() == -signal.SIGTERM
 
 
 def test_last_words_are_the_runs_own(tmp_path):

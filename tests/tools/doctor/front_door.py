@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron_gspo.tools.doctor.__main__ import main
+from megatron_gspo.tools.doctor.__main__ import check
 from megatron_gspo.tools.doctor.arguments import Options
 from megatron_gspo.tools.doctor.diagnostics import quiet_output
 from megatron_gspo.tools.doctor.rank_checks import facts_of_this_rank
@@ -143,7 +143,7 @@ def _child(rank: int, world: int, port: int, arguments: Sequence[str], instead: 
     try:
         if instead is not None:
             instead()
-        code = main(list(arguments))
+        code = check(list(arguments))
     except SystemExit as left:
         code = left.code
     sys.stdout.flush()
