@@ -11,7 +11,7 @@ COMPARISON ?= examples/qwen3_moe/compare_small.yaml
 RUN = OMP_NUM_THREADS=1 $(VENV)/bin/python
 STAMP = $(VENV)/.installed
 
-.PHONY: install demo compare test test-all test-peers test-sglang teeth proof bench bench-check kill mutate lint format docs clean
+.PHONY: install demo compare test test-all test-peers test-sglang seeded-bugs teeth proof bench bench-check kill mutate lint format docs clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -54,8 +54,8 @@ test-sglang: install
 proof: install
 	$(RUN) -m tests.equivalence.table docs/equivalence.md $(ARGS)
 
-# Puts known defects back, one at a time, and fails if the tests let one pass.
-teeth: install
+# Puts known bugs back, one at a time; fails if the tests miss one. teeth is the same.
+seeded-bugs teeth: install
 	$(RUN) -m tests.seeded_bugs.run $(ARGS)
 
 # All benchmarks with their peers, twenty minutes on two quiet cores; benchmarks/results/latest.json names the result file.

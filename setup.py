@@ -46,6 +46,7 @@ setup(
     ],
     package_dir={f"megatron_gspo.{name}": name for name in (*MAPPED, "examples")},
     package_data={
+        "megatron_gspo": ["py.typed"],
         "megatron_gspo.patches": ["README.md", "sglang_on_cpu/*"],
         "megatron_gspo.tools.compare": ["report.html"],
         "megatron_gspo.examples": [name for name in EXAMPLES if "__pycache__" not in name],

@@ -19,7 +19,7 @@ STALE = {
     "docs/comparison.md",
     "docs/conversion.md", "docs/doctor.md", "docs/equivalence.md", "docs/extending.md", "docs/index.md",
     "docs/launch.md", "docs/metrics.md", "docs/multi_turn.md", "docs/mutation.md", "docs/peers.md", "docs/plan.md",
-    "docs/resume.md", "docs/routing_replay.md", "docs/scaling.md", "docs/sglang.md", "docs/teeth.md",
+    "docs/resume.md", "docs/routing_replay.md", "docs/scaling.md", "docs/sglang.md", "docs/support.md", "docs/teeth.md",
     "docs/troubleshooting.md", "CONTRIBUTING.md", "benchmarks/README.md", "patches/README.md",
 }  # fmt: skip
 # What a page cites of other projects, and names that it invents for an example.
