@@ -167,7 +167,7 @@ def _measure(case: Case, path: str, layout: Any, groups: Any) -> dict[str, Any]:
     from megatron_gspo.algorithms import preset
     from megatron_gspo.mcore.model import ModelSettings
     from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, build_policy
-    from megatron_gspo.mcore.train_step import Batching, cut, forward_backward, train_mini_batch
+    from megatron_gspo.mcore.train_step import Batching, forward_backward, pack_mini_batch, train_mini_batch
 
     parallel = case.parallel
     policy = build_policy(
@@ -178,7 +178,7 @@ def _measure(case: Case, path: str, layout: Any, groups: Any) -> dict[str, Any]:
     )  # fmt: skip
     samples = make_samples(case.lengths)
     objective, batching = preset("gspo"), Batching(case.packed or sum(case.lengths), None if case.packed else 1)
-    batches = cut(policy, samples, batching, optional=["old_log_probs", "advantages"], routing=None)
+    batches = pack_mini_batch(policy, samples, batching, optional=["old_log_probs", "advantages"], routing=None)
     rows = _count_expert_rows(policy)
     with LiveStorages() as first:
         forward_backward(policy, objective, batches, temperature=1.0)

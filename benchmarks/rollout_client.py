@@ -78,15 +78,15 @@ class Ours:
         from megatron_gspo.data.sample import Prompt
         from megatron_gspo.rollout.engine_protocol import SamplingParams
         from megatron_gspo.rollout.sglang.client import ModelFacts
-        from megatron_gspo.rollout.sglang.response_parser import RouteLayout
         from megatron_gspo.rollout.sglang.server_pool import FleetSettings
         from megatron_gspo.rollout.sglang.sglang_engine import EngineSettings, SGLangEngine
+        from megatron_gspo.routing_replay.routes import RouteShape
         from megatron_gspo.weight_transport.weight_update import make_route
 
         weights = load_file(model / "model.safetensors")
         tokenizer = AutoTokenizer.from_pretrained(model)
         facts = ModelFacts(weights["lm_head.weight"].shape[0], (), 2048,
-                           RouteLayout(LAYERS, tuple(range(LAYERS)), TOP, EXPERTS))  # fmt: skip
+                           RouteShape(LAYERS, TOP, EXPERTS))  # fmt: skip
         settings = EngineSettings((url,), fleet=FleetSettings(max_requests=args.concurrency))
         self.engine = SGLangEngine(settings, facts, make_route("tensor"), tokenizer.decode, say=say)
         self.engine.update_weights(weights.items(), version=1)

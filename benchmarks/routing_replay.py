@@ -30,40 +30,40 @@ def contestants(path: str, args: argparse.Namespace) -> tuple[dict[str, Callable
     from megatron_gspo.mcore.model import ModelSettings
     from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, build_policy
     from megatron_gspo.mcore.process_groups import Layout, initialize
-    from megatron_gspo.mcore.routing_replay.replay_pass import RoutingTask
-    from megatron_gspo.mcore.routing_replay.replay_results import collect_routes, routing_figures
+    from megatron_gspo.mcore.routing_replay.gather_results import gather_routes, routing_stats
+    from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
     from megatron_gspo.mcore.train_step import Batching, compute_log_probs, train_mini_batch
     from megatron_gspo.routing_replay.routes import RouteShape
 
     groups = initialize(Layout(), seed=0)
     policy = build_policy(path, Layout(), groups, model=ModelSettings(), data_parallel=DataParallelSettings(),
                           optimizer=OptimizerSettings(lr=1e-9))  # fmt: skip
-    sizes = policy.shape
-    shape = RouteShape(sum(sizes.moe_layers), sizes.experts_per_token, sizes.num_experts)
-    samples = make_samples(args.sequences, args.prompt_length, args.response_length, sizes.vocab_size)
+    shape = RouteShape.of_model(policy.shape)
+    samples = make_samples(args.sequences, args.prompt_length, args.response_length, policy.shape.vocab_size)
     batching, objective = Batching(args.max_tokens), preset("grpo")
 
-    def record(task: RoutingTask | None) -> None:
-        done = compute_log_probs(policy, samples, batching, temperature=1.0, with_entropy=True, routing=task).routing
+    def record(options: ReplayOptions | None) -> None:
+        done = compute_log_probs(policy, samples, batching, temperature=1.0, with_entropy=True, routing=options).routing
         if done is not None:
-            if task is not None and task.describe:
-                routing_figures(done)
-            for sample, ids in zip(samples, collect_routes(done, samples, range(len(samples))), strict=True):
+            if options is not None and options.entropy:
+                routing_stats(done)
+            routes, _ = gather_routes(done, samples, range(len(samples)))
+            for sample, ids in zip(samples, routes, strict=True):
                 sample.routed_experts = ids
         synchronize()
 
-    def update(task: RoutingTask | None) -> None:
-        done = train_mini_batch(policy, samples, objective, batching, temperature=1.0, routing=task).routing
-        if done is not None and done.task.compare:
-            routing_figures(done)
+    def update(options: ReplayOptions | None) -> None:
+        done = train_mini_batch(policy, samples, objective, batching, temperature=1.0, routing=options).routing
+        if done is not None and options is not None and options.compare:
+            routing_stats(done)
         synchronize()
 
     tasks = {
-        "record": (record, RoutingTask(shape, record=True)),
-        "record, metrics": (record, RoutingTask(shape, record=True, describe=True)),
+        "record": (record, ReplayOptions(shape, record=True)),
+        "record, metrics": (record, ReplayOptions(shape, record=True, entropy=True)),
         "log-probs": (record, None),
-        "replay": (update, RoutingTask(shape, replay=True)),
-        "replay, metrics": (update, RoutingTask(shape, replay=True, compare=True)),
+        "replay": (update, ReplayOptions(shape, replay=True)),
+        "replay, metrics": (update, ReplayOptions(shape, replay=True, compare=True)),
         "update": (update, None),
     }
     record(tasks["record"][1])

@@ -201,7 +201,7 @@ DEFECTS = (
         "the common part of a checkpoint fits its own layout only", lambda s: s.has_config,
     ),
     Defect(
-        "`mcore/routing_replay/router_hooks.py`: `RouteGate`, `refuse_bypasses`", _ANY,
+        "`mcore/routing_replay/router_hooks.py`: `RouterHook`, `refuse_bypasses`", _ANY,
         "a fused router returns before it asks for routes, so that replay is silently off", lambda s: s.replay,
     ),
     Defect(

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.schedule import ScheduleReport, padded_length, schedule, schedule_report
 from megatron_gspo.parallel.context_parallel import zigzag_indices
-from megatron_gspo.routing_replay.routes import RouteShape, route_fault, spread_routes
+from megatron_gspo.routing_replay.routes import RouteShape, balanced_routes, route_fault
 
 __all__ = [
     "OPTIONAL_FIELDS",
@@ -45,8 +45,8 @@ class PackedBatch:
     loss_mask: [T] float32, 1 where labels[t] is a token that the policy chose.
     advantages, old_log_probs, rollout_log_probs, ref_log_probs: [T] float32, 0 where loss_mask is 0.
     routed_experts: [T, layers, k] of `RouteShape.dtype`, expert ids. A position without a row in its sample (padding,
-        the last of a sequence, a hole) has a balanced spread (`spread_routes`). None: packed without routes.
-    route_holes: [T] bool, where the sample's route isn't known; None where the batch has no hole.
+        the last of a sequence, a missing route) has a balanced one (`balanced_routes`). None: packed without routes.
+    missing_routes: [T] bool, where the sample's route isn't known; None where the batch has none.
     cu_seqlens: [n+1] int32, padded bounds, 0 .. T of the whole (never of a shard).
     max_seqlen: longest padded sequence, in tokens.
     num_segments: n.
@@ -71,7 +71,7 @@ class PackedBatch:
     num_tokens: int
     sample_ids: tuple[int, ...]
     routed_experts: Tensor | None = None
-    route_holes: Tensor | None = None
+    missing_routes: Tensor | None = None
     micro_batch: int = 0
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedBatch:
@@ -113,7 +113,7 @@ def pack(
     routes: the model's sizes where the batch is to carry the samples' routes (`check_routes` them before).
 
     An empty list gives one dummy segment with loss_mask 0, so that ranks stay in step; it carries every field
-    in `optional` (None: all of them) as zeros, and a spread as routes. Advantages are 0 where no sample has any (a
+    in `optional` (None: all of them) as zeros, and balanced routes. Advantages are 0 where no sample has any (a
     log-prob pass). Raises ValueError where a field is present in some samples only, or asked for and absent, and for
     routes of other sizes.
     """
@@ -132,7 +132,7 @@ def pack(
         name: _field(name, samples, bounds, wanted=None if optional is None else name in optional)
         for name in OPTIONAL_FIELDS
     }
-    routed_experts, route_holes = _routes(samples, positions, bounds.tolist(), routes)
+    routed_experts, missing_routes = _routes(samples, positions, bounds.tolist(), routes)
     return PackedBatch(
         tokens=torch.from_numpy(tokens),
         labels=torch.from_numpy(labels),
@@ -148,7 +148,7 @@ def pack(
         num_tokens=num_tokens,
         sample_ids=tuple(range(len(samples))),
         routed_experts=routed_experts,
-        route_holes=route_holes,
+        missing_routes=missing_routes,
     )
 
 
@@ -231,21 +231,21 @@ def _lay_out(values: Sequence[np.ndarray], samples: Sequence[Sample], bounds: np
 def _routes(
     samples: Sequence[Sample], positions: np.ndarray, starts: Sequence[int], shape: RouteShape | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """`routed_experts` and `route_holes` of a batch; positions: [T] within their sequence."""
+    """`routed_experts` and `missing_routes` of a batch; positions: [T] within their sequence."""
     if shape is None:
         return None, None
     ids = np.empty((len(positions), shape.layers, shape.k), dtype=shape.dtype)
     bare = np.ones(len(positions), dtype=bool)
-    holes = np.zeros(len(positions), dtype=bool)
+    missing = np.zeros(len(positions), dtype=bool)
     for sample, start in zip(samples, starts, strict=False):
         rows = slice(start, start + sample.length - 1)
         ids[rows] = _fitting(sample, shape)
         bare[rows] = False
-        if sample.route_holes is not None:
-            holes[rows] = sample.route_holes
-    bare |= holes
-    ids[bare] = spread_routes(positions[bare], shape)
-    return torch.from_numpy(ids), torch.from_numpy(holes) if holes.any() else None
+        if sample.missing_routes is not None:
+            missing[rows] = sample.missing_routes
+    bare |= missing
+    ids[bare] = balanced_routes(positions[bare], shape)
+    return torch.from_numpy(ids), torch.from_numpy(missing) if missing.any() else None
 
 
 def _fitting(sample: Sample, shape: RouteShape) -> np.ndarray:

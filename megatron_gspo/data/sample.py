@@ -67,7 +67,7 @@ class Sample:
     advantages, old_log_probs, ref_log_probs: [R] float32, filled in by the trainer.
     routed_experts: [L-1, layers, k] unsigned, the smallest type that holds the ids (`routes.expert_id_dtype`): the
         experts of each input position in the MoE layers, in model order; the last token is not fed.
-    route_holes: [L-1] bool, True where no route is known; None: all are.
+    missing_routes: [L-1] bool, True where no route is known; None: all are.
     metadata: JSON-able.
     """
 
@@ -85,7 +85,7 @@ class Sample:
     old_log_probs: np.ndarray | None = None
     ref_log_probs: np.ndarray | None = None
     routed_experts: np.ndarray | None = None
-    route_holes: np.ndarray | None = None
+    missing_routes: np.ndarray | None = None
     token_versions: np.ndarray | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
 

@@ -154,7 +154,7 @@ class Episode:
         scored = not self._failure and self._finish != "abort"
         versions = np.concatenate([part.versions for part in parts])
         mixed = any(part.has_versions for part in parts) or len(np.unique(versions)) > 1
-        routes, holes = _join_routes(parts)
+        routes, missing = _join_routes(parts)
         scores = [part.log_probs for part in parts]
         return Sample(
             prompt_index=self.prompt.index,
@@ -169,14 +169,14 @@ class Episode:
             token_versions=versions if mixed else None,
             reward=sum(span.reward for span in self._spans) if scored else float("nan"),
             routed_experts=routes,
-            route_holes=holes,
+            missing_routes=missing,
             metadata=metadata,
         )
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A response or an observation, n tokens. routes, holes: rows of the input positions that were fed first while
+    """A response or an observation, n tokens. routes, missing: rows of the input positions that were fed first while
     this response was generated; None for an observation, whose rows come with the next response."""
 
     tokens: np.ndarray
@@ -188,7 +188,7 @@ class _Part:
     text: str
     finish_reason: str
     routes: np.ndarray | None = None
-    holes: np.ndarray | None = None
+    missing: np.ndarray | None = None
     observed_only: bool = False
 
     @classmethod
@@ -199,7 +199,7 @@ class _Part:
         versions = sample.token_versions
         if versions is None:
             versions = np.full(sample.response_length, sample.weight_version, dtype=np.int32)
-        routes, holes = sample.routed_experts, sample.route_holes
+        routes, missing = sample.routed_experts, sample.missing_routes
         return cls(
             sample.response_ids[:n],
             sample.loss_mask[:n],
@@ -210,7 +210,7 @@ class _Part:
             sample.text,
             sample.finish_reason if n == sample.response_length else "length",
             None if routes is None else routes[rows],
-            None if holes is None else holes[rows],
+            None if missing is None else missing[rows],
         )
 
     @classmethod
@@ -226,9 +226,9 @@ def _join_routes(parts: Sequence[_Part]) -> tuple[np.ndarray | None, np.ndarray 
     if any(part.routes is None for part in responses):
         return None, None
     routes = np.concatenate([part.routes for part in responses])
-    if all(part.holes is None for part in responses):
+    if all(part.missing is None for part in responses):
         return routes, None
-    no = [np.zeros(len(part.routes), dtype=bool) if part.holes is None else part.holes for part in responses]
+    no = [np.zeros(len(part.routes), dtype=bool) if part.missing is None else part.missing for part in responses]
     return routes, np.concatenate(no)
 
 

@@ -72,8 +72,7 @@ class Run:
     @property
     def route_shape(self) -> RouteShape | None:
         """Sizes of a token's routes; None for a model without experts."""
-        shape = self.policy.shape
-        return RouteShape(sum(shape.moe_layers), shape.experts_per_token, shape.num_experts) if shape.is_moe else None
+        return RouteShape.of_model(self.policy.shape)
 
     @property
     def is_writer(self) -> bool:

@@ -24,9 +24,9 @@ from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from megatron_gspo.rollout.engine_protocol import RolloutEngine, SamplingParams, end_tokens
 from megatron_gspo.rollout.sft_engine import DemonstrationEngine
 from megatron_gspo.rollout.sglang.client import ModelFacts, RequestLimits
-from megatron_gspo.rollout.sglang.response_parser import RouteLayout
 from megatron_gspo.rollout.sglang.server_pool import FleetSettings
 from megatron_gspo.rollout.sglang.sglang_engine import EngineSettings, SGLangEngine
+from megatron_gspo.routing_replay.routes import RouteShape
 from megatron_gspo.servers.launch_command import ServerSettings
 from megatron_gspo.servers.server_processes import LocalServers
 from megatron_gspo.weight_transport.weight_update import make_route
@@ -96,7 +96,7 @@ def _on_servers(config: Config, shape: ModelShape, tokenizer: Any) -> SGLangEngi
         vocab_size=shape.vocab_size,
         stop_ids=stop_ids(config.model.path, tokenizer, shape.vocab_size),
         max_length=shape.max_position_embeddings,
-        routes=route_layout(shape) if config.routing.needs_rollout_routes else None,
+        routes=RouteShape.of_model(shape) if config.routing.needs_rollout_routes else None,
     )
     route = make_route(
         sglang.weight_route,
@@ -157,12 +157,6 @@ def stop_ids(path: str, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
         return end_tokens(configured, tokenizer, vocab_size)
     except ValueError as error:
         raise ConfigError("model.path", path, str(error), "set eos_token_id in its config.json") from None
-
-
-def route_layout(shape: ModelShape) -> RouteLayout:
-    """How servers of the model lay out its routes."""
-    layers = tuple(layer for layer, has_experts in enumerate(shape.moe_layers) if has_experts)
-    return RouteLayout(len(shape.moe_layers), layers, shape.experts_per_token, shape.num_experts)
 
 
 def _api_key(sglang: SGLangConfig) -> str | None:

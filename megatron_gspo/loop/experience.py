@@ -17,10 +17,9 @@ from megatron_gspo.loop.mismatch import correct, mismatch
 from megatron_gspo.loop.rollout_buffer import Place, read_rollout, write_rollout
 from megatron_gspo.loop.rollouts import draw_rollout, leave_servers
 from megatron_gspo.loop.routing import (
-    StepRouting,
     accept_routes,
     note_old_policy,
-    old_policy_task,
+    old_policy_options,
     sample_old_policy,
 )
 from megatron_gspo.loop.scoring import attach_advantages, mask, varied
@@ -29,6 +28,7 @@ from megatron_gspo.loop.timers import Timers
 from megatron_gspo.loop.turns import turn_metrics
 from megatron_gspo.mcore.seeding import ROLLOUT, UPDATE, seed_generators
 from megatron_gspo.mcore.train_step import compute_log_probs
+from megatron_gspo.routing_replay.step_metrics import StepRouting
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _attach_log_probs(run: Run, samples: list[Sample], routing: StepRouting, tim
     else:
         with timers("log_probs"):
             scores = compute_log_probs(run.policy, samples, run.batching, temperature=temperature, with_entropy=True,
-                                       routing=old_policy_task(run))
+                                       routing=old_policy_options(run))
         note_old_policy(run, samples, samples, scores.routing, routing, timers)
         old = scores.log_probs
         metrics = mismatch(samples, old) | {"entropy": _mean(scores.entropy, samples)}

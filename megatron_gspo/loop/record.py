@@ -18,9 +18,9 @@ from megatron_gspo.errors import writing
 from megatron_gspo.loop.assemble import Run
 from megatron_gspo.loop.rollout_buffer import Place
 from megatron_gspo.loop.rollouts import ledger
-from megatron_gspo.loop.routing import StepRouting
 from megatron_gspo.loop.scoring import FAILURE
 from megatron_gspo.loop.update import Update, writes_ratios
+from megatron_gspo.routing_replay.step_metrics import StepRouting
 from megatron_gspo.tracking.plots import draw_run
 from megatron_gspo.tracking.progress import Progress
 from megatron_gspo.tracking.run_directory import RunDirectory, spread

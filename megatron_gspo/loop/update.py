@@ -14,9 +14,10 @@ from megatron_gspo.data.sample import Sample
 from megatron_gspo.errors import RunError, first_line
 from megatron_gspo.loop.assemble import Run
 from megatron_gspo.loop.mismatch import mismatch
-from megatron_gspo.loop.routing import StepRouting, update_task
+from megatron_gspo.loop.routing import add_update, update_options
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.train_step import StepResult, train_mini_batch
+from megatron_gspo.routing_replay.step_metrics import StepRouting
 
 
 def mini_batches(count: int, size: int, *, seed: int, step: int, epoch: int) -> list[list[int]]:
@@ -30,7 +31,7 @@ class Update:
     """The metrics of a step's updates, and the ratios of the last one, which is the furthest from the old policy.
 
     samples, log_probs: the last mini-batch and ``[R]`` log-probs of each of its samples before that update. flips:
-    ``[R]`` of each, as ``collect_flips`` gives them; None where they weren't measured.
+    ``[R]`` of each, as ``gather_flips`` gives them; None where they weren't measured.
     """
 
     metrics: dict[str, float]
@@ -67,7 +68,7 @@ def update(run: Run, samples: Sequence[Sample], step: int, timers: Timers, routi
                 continue
             with timers("train"):
                 result = _train(run, batch, step)
-            routing.add_update(result.routing, batch, timers, flips=writes_ratios(config, step + 1))
+            add_update(routing, result.routing, batch, timers, flips=writes_ratios(config, step + 1))
             results.append(replace(result, routing=None))  # a mini-batch's routes needn't outlive it
             trained.append(batch)
     metrics = {"updates": float(len(results)), "updates/skipped": float(skipped)}
@@ -92,7 +93,7 @@ def _train(run: Run, batch: Sequence[Sample], step: int) -> StepResult:
     temperature = run.config.rollout.temperature
     try:
         return train_mini_batch(
-            run.policy, batch, run.objective, run.batching, temperature=temperature, routing=update_task(run)
+            run.policy, batch, run.objective, run.batching, temperature=temperature, routing=update_options(run)
         )
     except RuntimeError as error:
         if "grad norm" not in str(error):

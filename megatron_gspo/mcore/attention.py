@@ -17,7 +17,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_gspo.mcore.operators import gather_slots, rotate, spread
-from megatron_gspo.mcore.routing_replay.router_hooks import RouteTable
+from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes
 from megatron_gspo.parallel.context_parallel import all_gather_tokens, zigzag_indices
 
 # Sequences share a padded batch while the longest is at most this much longer than the shortest: bounds the padding
@@ -64,15 +64,15 @@ class PackedSequences(PackedSeqParams):
     """Megatron's packed-sequence parameters plus the index plan of this module, computed once a micro-batch.
 
     The plan is data of the micro-batch and shared by all its layers; it is built on the host, without a device
-    synchronisation. ``positions`` [t] are those of the local tokens in their sequences. ``routes``: the table of the
-    micro-batch's expert ids, which travels to the routers with these parameters.
+    synchronisation. ``positions`` [t] are those of the local tokens in their sequences. ``routes``: of the
+    micro-batch; the routers read them here.
     """
 
     buckets: tuple[_Bucket, ...] = ()
     queries: _Slots | None = None  # local tokens
     keys: _Slots | None = None  # gathered tokens
     positions: Tensor | None = None
-    routes: RouteTable | None = None
+    routes: MicroBatchRoutes | None = None
     cached: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def slots(self, which: str, heads: int) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ DistributedDataParallel averages gradients over ``dp * cp`` ranks, so ``_undo_av
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,8 +20,8 @@ from megatron_gspo.algorithms import Objective, policy_loss
 from megatron_gspo.data.packing import PackedBatch, context_parallel_shard
 from megatron_gspo.mcore.attention import packed_sequences
 from megatron_gspo.mcore.process_groups import Groups, compute_device, current_groups
-from megatron_gspo.mcore.routing_replay.replay_pass import RoutingPass
-from megatron_gspo.mcore.routing_replay.router_hooks import RouteTable
+from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes
+from megatron_gspo.mcore.routing_replay.router_hooks import router_hooks
 from megatron_gspo.parallel.context_parallel import sum_over
 from megatron_gspo.parallel.log_probs import log_probs_from_hidden
 
@@ -50,8 +50,8 @@ def _without_output_layer(model: Any) -> Iterator[None]:
         del output_layer.forward
 
 
-def hidden_states(model: Any, batch: PackedBatch, groups: Groups, routes: RouteTable | None = None) -> Tensor:
-    """Run one model chunk on a context-parallel shard of a micro-batch, its routers with the table ``routes``.
+def hidden_states(model: Any, batch: PackedBatch, groups: Groups, routes: MicroBatchRoutes | None = None) -> Tensor:
+    """Run one model chunk on a context-parallel shard of a micro-batch, with the micro-batch's ``routes``.
 
     Returns the next stage's input on all but the last stage; there the hidden states before the output layer,
     ``[1, t, hidden]`` (``t / tp`` tokens under sequence parallelism).
@@ -79,25 +79,27 @@ def token_log_probs(model: Any, hidden: Tensor, batch: PackedBatch, groups: Grou
 
 
 def _take(batches: Iterator[PackedBatch], model: Any, groups: Groups,
-          routing: RoutingPass | None) -> tuple[PackedBatch, RouteTable | None]:
-    """The next micro-batch's shard on the device, and its routes for this model chunk. The bounds of its sequences stay
-    on the host, which is where they are needed: reading them back would wait for the device."""
+          routing: Sequence[MicroBatchRoutes] | None) -> tuple[PackedBatch, MicroBatchRoutes | None]:
+    """The next micro-batch's shard on the device, and its routes. The bounds of its sequences stay on the host, where
+    they are used: reading them back would synchronise the device."""
     shard = context_parallel_shard(next(batches), groups.cp.rank(), groups.cp.size())
-    routes = routing.table(shard, unwrap(model)) if routing is not None else None
-    moved = replace(shard, routed_experts=None, route_holes=None).to(compute_device())
+    routes = routing[shard.micro_batch] if routing is not None else None
+    if routes is not None:
+        routes.begin_chunk(shard, [hook.layer for hook in router_hooks(unwrap(model))])
+    moved = replace(shard, routed_experts=None, missing_routes=None).to(compute_device())
     return replace(moved, cu_seqlens=shard.cu_seqlens), routes
 
 
 def policy_forward_step(objective: Objective, *, num_microbatches: int, temperature: float = 1.0,
                         vocab_size: int | None = None, groups: Groups | None = None,
-                        routing: RoutingPass | None = None) -> ForwardStep:
+                        routing: Sequence[MicroBatchRoutes] | None = None) -> ForwardStep:
     """A ``forward_step`` for Megatron's ``get_forward_backward_func()``: the whole plugin for a loop of your own.
 
     The data iterator yields ``PackedBatch`` micro-batches of one mini-batch, ``num_microbatches`` of them on each
     data-parallel rank. ``temperature`` is the one the responses were sampled at. ``vocab_size`` is the true size where
-    the model's is padded. ``groups`` defaults to Megatron's parallel state. ``routing``: what the routers do meanwhile,
-    a new value for each mini-batch; call its ``check`` after the schedule. The schedule returns, on the last stage
-    and for each micro-batch, ``{"metrics": shares that add up, "log_probs": [t] of this shard}``.
+    the model's is padded. ``groups`` defaults to Megatron's parallel state. ``routing``: ``routes_of_mini_batch``
+    of this mini-batch; call ``check_uses`` of each after the schedule. The schedule returns, on the last stage and for
+    each micro-batch, ``{"metrics": shares that add up, "log_probs": [t] of this shard}``.
 
     Raises ``ValueError`` for batches without ``old_log_probs`` where the objective has a ratio, and if the
     model's config asks for ``calculate_per_token_loss``: the objective is already normalised by the global batch.
@@ -134,7 +136,7 @@ def _undo_averaging(loss: Tensor, num_microbatches: int, groups: Groups) -> Tens
 
 
 def log_prob_forward_step(groups: Groups, *, temperature: float, vocab_size: int | None,
-                          with_entropy: bool, routing: RoutingPass | None = None) -> ForwardStep:
+                          with_entropy: bool, routing: Sequence[MicroBatchRoutes] | None = None) -> ForwardStep:
     """A loss-free step for a ``forward_only`` schedule with ``collect_non_loss_data``: old and reference policy.
 
     On the last stage the schedule returns ``(log_probs, entropy or None)`` of each micro-batch's shard.

@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_gspo.mcore.layers import block_spec, transformer_engine_available, use_own_operators
 from megatron_gspo.mcore.process_groups import Groups, Layout
-from megatron_gspo.mcore.routing_replay.router_hooks import attach_gates
+from megatron_gspo.mcore.routing_replay.router_hooks import attach_router_hooks
 from megatron_gspo.models.model_shape import ModelShape, padded_vocab_size
 from megatron_gspo.patches import expert_gradients
 
@@ -147,7 +147,7 @@ def build_model(shape: ModelShape, layout: Layout, settings: ModelSettings, grou
         if not engine:
             use_own_operators(chunk, shape.rope_theta)
         if shape.is_moe:
-            attach_gates(chunk)
+            attach_router_hooks(chunk)
         expert_gradients.apply(chunk, config)
         if torch.cuda.is_available() and not _on_paper():
             chunk.cuda()

@@ -18,7 +18,11 @@ from megatron_gspo.data.sample import Sample
 from megatron_gspo.mcore.forward_step import ForwardStep, log_prob_forward_step, policy_forward_step
 from megatron_gspo.mcore.micro_batches import MicroBatches, collect_values, micro_batches
 from megatron_gspo.mcore.policy import Policy
-from megatron_gspo.mcore.routing_replay.replay_pass import RoutingPass, RoutingTask
+from megatron_gspo.mcore.routing_replay.micro_batch_routes import (
+    MicroBatchRoutes,
+    ReplayOptions,
+    routes_of_mini_batch,
+)
 from megatron_gspo.parallel.metric_reduction import reduce_metrics
 
 
@@ -38,7 +42,7 @@ class StepResult:
     metrics: dict[str, float]
     log_probs: list[np.ndarray]
     batches: MicroBatches
-    routing: RoutingPass | None = None
+    routing: list[MicroBatchRoutes] | None = None
 
 
 def run_schedule(policy: Policy, forward_step: ForwardStep, batches: MicroBatches, *, forward_only: bool) -> list[Any]:
@@ -58,38 +62,41 @@ def run_schedule(policy: Policy, forward_step: ForwardStep, batches: MicroBatche
 
 
 @dataclass(frozen=True)
-class Scores:
-    """Of every response token, one ``[R]`` float32 array per sample on every rank; ``routing`` as it was asked for."""
+class LogProbOutput:
+    """Of every response token, one ``[R]`` float32 array per sample, on every rank. ``routing``: this rank's routes."""
 
     log_probs: list[np.ndarray]
     entropy: list[np.ndarray] | None
-    routing: RoutingPass | None
+    routing: list[MicroBatchRoutes] | None
 
 
 def compute_log_probs(policy: Policy, samples: Sequence[Sample], batching: Batching, *, temperature: float,
-                      with_entropy: bool = False, routing: RoutingTask | None = None) -> Scores:
+                      with_entropy: bool = False, routing: ReplayOptions | None = None) -> LogProbOutput:
     """Log-probs (and entropies) of every response token under the policy's weights, without a gradient.
 
     The samples must be the same on every rank. ``routing``: what the routers are to record or replay meanwhile.
     """
-    batches = cut(policy, samples, batching, optional=(), routing=routing)
-    routes = _routing_pass(policy, batches, routing)
+    batches = pack_mini_batch(policy, samples, batching, optional=(), routing=routing)
+    routes = mini_batch_routes(policy, batches, routing)
     step = log_prob_forward_step(policy.groups, temperature=temperature, vocab_size=policy.shape.vocab_size,
                                  with_entropy=with_entropy, routing=routes)
     with torch.no_grad():
         outputs = run_schedule(policy, step, batches, forward_only=True)
-    if routes is not None:
-        routes.check(forward_only=True)
+    for micro_batch in routes or ():
+        micro_batch.check_uses(forward_only=True)
     log_probs = collect_values([output[0] for output in outputs], batches.batches, samples, policy.groups)
     if not with_entropy:
-        return Scores(log_probs, None, routes)
+        return LogProbOutput(log_probs, None, routes)
     entropy = collect_values([output[1] for output in outputs], batches.batches, samples, policy.groups)
-    return Scores(log_probs, entropy, routes)
+    return LogProbOutput(log_probs, entropy, routes)
 
 
-def cut(policy: Policy, samples: Sequence[Sample], batching: Batching, *, optional: Sequence[str],
-        routing: RoutingTask | None) -> MicroBatches:
-    """This rank's micro-batches of a mini-batch, with routes where the task needs them."""
+def pack_mini_batch(policy: Policy, samples: Sequence[Sample], batching: Batching, *, optional: Sequence[str],
+                    routing: ReplayOptions | None) -> MicroBatches:
+    """This rank's packed micro-batches of a mini-batch, with routes where the options need them.
+
+    optional: which of ``OPTIONAL_FIELDS`` the batches carry.
+    """
     return micro_batches(
         samples, policy.config, policy.groups, max_tokens=batching.max_tokens,
         micro_batch_size=batching.micro_batch_size, optional=optional,
@@ -97,18 +104,20 @@ def cut(policy: Policy, samples: Sequence[Sample], batching: Batching, *, option
     )  # fmt: skip
 
 
-def _routing_pass(policy: Policy, batches: MicroBatches, task: RoutingTask | None) -> RoutingPass | None:
-    if task is None:
-        return None
-    return RoutingPass(task, policy.groups, policy.config.sequence_parallel, batches.batches)
+def mini_batch_routes(policy: Policy, batches: MicroBatches,
+                      options: ReplayOptions | None) -> list[MicroBatchRoutes] | None:
+    """The routes of this rank's micro-batches, new for each pass; None without options."""
+    return routes_of_mini_batch(
+        options, batches.batches, policy.groups, sequence_parallel=policy.config.sequence_parallel
+    )
 
 
 def train_mini_batch(policy: Policy, samples: Sequence[Sample], objective: Objective, batching: Batching, *,
-                     temperature: float, routing: RoutingTask | None = None) -> StepResult:
+                     temperature: float, routing: ReplayOptions | None = None) -> StepResult:
     """One optimizer step on a global mini-batch: forward, backward, gradient reduction, clipping, Adam, schedule."""
     carried = [name for name in OPTIONAL_FIELDS if all(getattr(sample, name) is not None for sample in samples)]
-    batches = cut(policy, samples, batching, optional=carried, routing=routing)
-    routes = _routing_pass(policy, batches, routing)
+    batches = pack_mini_batch(policy, samples, batching, optional=carried, routing=routing)
+    routes = mini_batch_routes(policy, batches, routing)
     outputs = forward_backward(policy, objective, batches, temperature=temperature, routing=routes)
     with _timed(policy, "optimizer"):
         _, grad_norm, _ = policy.optimizer.step()
@@ -131,7 +140,7 @@ def _timed(policy: Policy, name: str) -> Iterator[None]:
 
 
 def forward_backward(policy: Policy, objective: Objective, batches: MicroBatches, *, temperature: float,
-                     routing: RoutingPass | None = None) -> list[Any]:
+                     routing: Sequence[MicroBatchRoutes] | None = None) -> list[Any]:
     """Zero the gradients, run the schedule and reduce the gradients; what the last stage returned per micro-batch.
 
     Raises ``RoutingError`` where a router didn't take its routes exactly once.
@@ -142,8 +151,8 @@ def forward_backward(policy: Policy, objective: Objective, batches: MicroBatches
     step = policy_forward_step(objective, num_microbatches=len(batches.batches), temperature=temperature,
                                vocab_size=policy.shape.vocab_size, groups=policy.groups, routing=routing)
     outputs = run_schedule(policy, step, batches, forward_only=False)
-    if routing is not None:
-        routing.check(forward_only=False)
+    for micro_batch in routing or ():
+        micro_batch.check_uses(forward_only=False)
     return outputs
 
 

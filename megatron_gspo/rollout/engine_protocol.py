@@ -68,7 +68,7 @@ class RolloutEngine(Protocol):
         of a single-turn response. `finish_reason` is "stop" (end token), "length" (max_response_length
         reached) or "abort". `weight_version` is that of the last `update_weights`. `routed_experts` where the
         engine reports them, else None: row p holds the experts that input position p was sent to when it was fed, as
-        `routing_replay.routes.as_routes` makes them (with `route_holes`) of an array of any integer type. `reward`
+        `routing_replay.routes.as_routes` makes them (with `missing_routes`) of an array of any integer type. `reward`
         stays NaN.
 
         Raises ValueError (one line) for a prompt or parameters that the engine can't serve.

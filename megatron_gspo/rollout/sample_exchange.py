@@ -20,7 +20,7 @@ from megatron_gspo.rollout.sample_checks import check_samples
 
 _PER_TOKEN = ("rollout_log_probs", "advantages", "old_log_probs", "ref_log_probs")
 _COLUMNS = ("place", "prompt_index", "sample_index", "length", "prompt_length", "finish", "weight_version",
-            "text_bytes", *_PER_TOKEN, "route_layers", "route_k", "route_bytes", "route_holes",
+            "text_bytes", *_PER_TOKEN, "route_layers", "route_k", "route_bytes", "missing_routes",
             "token_versions")  # fmt: skip
 _FORMAT = int.from_bytes(b"samples3", "little")  # begins the bytes: those of another version of this file are refused
 _COLUMN = {name: i for i, name in enumerate(_COLUMNS)}
@@ -162,18 +162,18 @@ def encode_samples(samples: Sequence[Sample], places: Sequence[int]) -> bytes:
         routes = sample.routed_experts
         present = [getattr(sample, name) is not None for name in _PER_TOKEN]
         shape = (0, 0, 0) if routes is None else (*routes.shape[1:], routes.dtype.itemsize)
-        holes = sample.route_holes is not None
+        missing = sample.missing_routes is not None
         versions = sample.token_versions is not None
         finish = FINISH_REASONS.index(sample.finish_reason)
         ids = (place, sample.prompt_index, sample.sample_index)
         sizes = (sample.length, sample.prompt_length)
-        row[:] = (*ids, *sizes, finish, sample.weight_version, len(text), *present, *shape, holes, versions)
+        row[:] = (*ids, *sizes, finish, sample.weight_version, len(text), *present, *shape, missing, versions)
     metadata = (
         b"" if not any(s.metadata for s in samples) else json.dumps([s.metadata for s in samples]).encode()
     )
     floats = [getattr(s, name) for s in samples for name in _PER_TOKEN if getattr(s, name) is not None]
     routes = [np.ascontiguousarray(s.routed_experts) for s in samples if s.routed_experts is not None]
-    holes = [s.route_holes for s in samples if s.route_holes is not None]
+    missing = [s.missing_routes for s in samples if s.missing_routes is not None]
     parts = [
         np.array([_FORMAT, len(samples), len(metadata)], dtype=np.int64),
         table,
@@ -182,7 +182,7 @@ def encode_samples(samples: Sequence[Sample], places: Sequence[int]) -> bytes:
         _joined(floats, np.float32),
         _joined([s.token_versions for s in samples if s.token_versions is not None], np.int32),
         *routes,
-        _joined(holes, np.uint8),
+        _joined(missing, np.uint8),
         _joined([s.loss_mask for s in samples], np.uint8),
     ]
     return b"".join([*(part.data for part in parts), *texts, metadata])
@@ -221,7 +221,7 @@ def decode_samples(buffer: np.ndarray) -> list[tuple[int, Sample]]:
             weight_version=record["weight_version"],
             reward=rewards[i],
             routed_experts=routes[i][0],
-            route_holes=routes[i][1],
+            missing_routes=routes[i][1],
             token_versions=versions.take(np.int32, response) if record["token_versions"] else None,
             **arrays,
         )
@@ -237,8 +237,8 @@ def decode_samples(buffer: np.ndarray) -> list[tuple[int, Sample]]:
 
 
 def _read_routes(reader: _Reader, table: np.ndarray) -> list[tuple[np.ndarray | None, np.ndarray | None]]:
-    """(routed_experts, route_holes) of every sample."""
-    columns = [_COLUMN[name] for name in ("length", "route_layers", "route_k", "route_bytes", "route_holes")]
+    """(routed_experts, missing_routes) of every sample."""
+    columns = [_COLUMN[name] for name in ("length", "route_layers", "route_k", "route_bytes", "missing_routes")]
     sizes = table[:, columns].tolist()
     routes: list[np.ndarray | None] = []
     for length, layers, k, itemsize, _ in sizes:
@@ -247,8 +247,8 @@ def _read_routes(reader: _Reader, table: np.ndarray) -> list[tuple[np.ndarray | 
             ids = reader.take(np.dtype(f"u{itemsize}"), (length - 1) * layers * k).reshape(length - 1, layers, k)
             ids = np.require(ids, requirements="A")
         routes.append(ids)
-    holes = [reader.take(np.bool_, length - 1) if known else None for length, *_, known in sizes]
-    return list(zip(routes, holes, strict=True))
+    missing = [reader.take(np.bool_, length - 1) if known else None for length, *_, known in sizes]
+    return list(zip(routes, missing, strict=True))
 
 
 def _joined(arrays: list[np.ndarray], dtype: type) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""Routes: which experts each token of a sample went to, in every MoE layer. Plain arrays that live on the sample.
+"""Routes: which experts each token of a sample went to, in every MoE layer. Plain arrays, stored with the sample.
 
 `Sample.routed_experts` is [L-1, layers, k]: row p holds the experts of input position p, for the MoE layers only, in
-model order. An engine never feeds the last token, so it has no row. A row may be unknown: a hole (`route_holes`).
+model order. An engine never feeds the last token, so it has no row. `Sample.missing_routes` marks unknown rows.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from megatron_gspo.errors import RunError, describe_value
 if TYPE_CHECKING:
     import torch
 
-HOLE = -1  # in an engine's signed array: the route of this token isn't known
-HOLE_POLICIES = ("error", "live")
+    from megatron_gspo.models.model_shape import ModelShape
+
+MISSING = -1  # in an engine's signed array: the route of this token isn't known
+MISSING_POLICIES = ("error", "live")
 
 
 class RouteError(RunError):
@@ -31,7 +33,7 @@ class RoutedSample(Protocol):
     prompt_index: int
     sample_index: int
     routed_experts: np.ndarray | None
-    route_holes: np.ndarray | None
+    missing_routes: np.ndarray | None
 
     @property
     def length(self) -> int: ...
@@ -39,19 +41,43 @@ class RoutedSample(Protocol):
 
 @dataclass(frozen=True)
 class RouteShape:
-    """Sizes of a model's routes: MoE layers of the whole model, experts a token uses in each, experts a layer has.
+    """Sizes of a model's routes.
 
-    Raises ValueError for sizes that no model has (k above num_experts, more than 65536 experts).
+    layers: MoE layers of the whole model. k: experts that a token uses in each. num_experts: experts of a layer.
+    moe_layers: for each layer of the model whether it has experts; empty: all have.
+
+    Raises ValueError for impossible sizes (k above num_experts, more than 65536 experts).
     """
 
     layers: int
     k: int
     num_experts: int
+    moe_layers: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:
         expert_id_dtype(self.num_experts)
         if self.layers < 1 or not 1 <= self.k <= self.num_experts:
             raise ValueError(f"{self}: give at least 1 layer and k from 1 to num_experts")
+        if self.moe_layers and sum(self.moe_layers) != self.layers:
+            raise ValueError(f"{self}: moe_layers has {sum(self.moe_layers)} layers with experts")
+
+    @classmethod
+    def of_model(cls, model: ModelShape) -> RouteShape | None:
+        """Of a model; None for one without experts."""
+        if not model.is_moe:
+            return None
+        return cls(sum(model.moe_layers), model.experts_per_token, model.num_experts, model.moe_layers)
+
+    @property
+    def moe_layer_indices(self) -> tuple[int, ...]:
+        """Positions of the MoE layers among all layers of the model."""
+        has_experts = self.moe_layers or (True,) * self.layers
+        return tuple(layer for layer, is_moe in enumerate(has_experts) if is_moe)
+
+    @property
+    def model_layers(self) -> int:
+        """All layers of the model."""
+        return len(self.moe_layers) or self.layers
 
     @property
     def dtype(self) -> np.dtype:
@@ -81,8 +107,8 @@ def expert_id_dtype(num_experts: int) -> np.dtype:
     return np.dtype(np.uint8 if num_experts <= 2**8 else np.uint16)
 
 
-def spread_routes(positions: np.ndarray, shape: RouteShape) -> np.ndarray:
-    """Routes for positions without a row that load all experts alike: [n, layers, k] of `shape.dtype`, read-only.
+def balanced_routes(positions: np.ndarray, shape: RouteShape) -> np.ndarray:
+    """Routes that balance the experts' load, for positions without a row: [n, layers, k] of `shape.dtype`, read-only.
 
     positions: [n] integers, within their sequence. Every layer gets (position * k + arange(k)) % num_experts.
     """
@@ -93,34 +119,37 @@ def spread_routes(positions: np.ndarray, shape: RouteShape) -> np.ndarray:
 def as_routes(
     array: Any, num_experts: int, *, where: str = "routed_experts"
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """An engine's expert ids as (`Sample.routed_experts`, `Sample.route_holes`).
+    """An engine's expert ids as (`Sample.routed_experts`, `Sample.missing_routes`).
 
-    array: [rows, layers, k] of any integer type. A token with a HOLE (-1) in any layer is a hole; its ids become 0.
-    where: begins the error; name the sample. Returns [rows, layers, k] of `expert_id_dtype(num_experts)`, not
-    copied where it is that already, and [rows] bool, or None where there is no hole.
+    array: [rows, layers, k] of any integer type. A token with MISSING (-1) in any layer has no known route; its ids
+    become 0.
+    where: begins the error; names the sample.
 
-    Raises RouteError for anything else than ids from 0 to num_experts - 1: nothing wraps around.
+    Returns [rows, layers, k] of `expert_id_dtype(num_experts)`, not copied where it has that type, and the missing
+    rows, [rows] bool, or None where there are none.
+
+    Raises RouteError for ids outside of 0 to num_experts - 1.
     """
     ids = np.asarray(array)
     if ids.ndim != 3 or ids.dtype.kind not in "iu":
         raise RouteError(f"{where}: expert ids are a {ids.ndim}-d {ids.dtype} array; give integers [rows, layers, k]")
-    holes = None
+    missing = None
     if ids.dtype.kind == "i" and ids.size and ids.min() < 0:
-        if ids.min() < HOLE:
+        if ids.min() < MISSING:
             found = f"the negative expert {ids.min()}"
             raise RouteError(f"{where}: routes have {found}; ids start at 0, and -1 says that a route isn't known")
-        holes = (ids == HOLE).any((1, 2))
-        ids = np.where(holes[:, None, None], 0, ids)
+        missing = (ids == MISSING).any((1, 2))
+        ids = np.where(missing[:, None, None], 0, ids)
     if ids.size and ids.max() >= num_experts:
         raise RouteError(_out_of_range(f"{where}: routes have", int(ids.max()), num_experts))
-    return ids.astype(expert_id_dtype(num_experts), copy=False), holes
+    return ids.astype(expert_id_dtype(num_experts), copy=False), missing
 
 
 def route_fault(sample: RoutedSample) -> str:
-    """Why routed_experts and route_holes aren't what `Sample` documents; empty where they are, or are None."""
-    experts, holes = sample.routed_experts, sample.route_holes
+    """Why routed_experts and missing_routes aren't what `Sample` documents; empty where they are, or are None."""
+    experts, missing = sample.routed_experts, sample.missing_routes
     if experts is None:
-        return "" if holes is None else "route_holes is given without routed_experts; give both or neither"
+        return "" if missing is None else "missing_routes is given without routed_experts; give both or neither"
     if not isinstance(experts, np.ndarray) or experts.ndim != 3:
         return f"routed_experts is {describe_value(experts)}; it must be a [tokens - 1, layers, k] numpy array"
     if experts.dtype.kind != "u":
@@ -129,32 +158,32 @@ def route_fault(sample: RoutedSample) -> str:
     if experts.shape[0] != rows:
         fix = f"give {rows}, one for each token but the last, of this very tokenisation"
         return f"routed_experts has {experts.shape[0]} rows for {sample.length} tokens; {fix}"
-    if holes is None:
+    if missing is None:
         return ""
-    if not isinstance(holes, np.ndarray) or holes.dtype != np.bool_ or holes.shape != (rows,):
-        found = f"{describe_value(holes)} of shape {list(np.shape(holes))}"
-        return f"route_holes is {found}; it must be a [{rows}] bool numpy array, one for each row of routed_experts"
+    if not isinstance(missing, np.ndarray) or missing.dtype != np.bool_ or missing.shape != (rows,):
+        found = f"{describe_value(missing)} of shape {list(np.shape(missing))}"
+        return f"missing_routes is {found}; it must be a [{rows}] bool numpy array, one for each row of routed_experts"
     return ""
 
 
-def check_routes(samples: Sequence[RoutedSample], shape: RouteShape, *, holes: str = "error") -> int:
-    """How many tokens of the samples are holes; raises unless every sample's routes are this model's.
+def check_routes(samples: Sequence[RoutedSample], shape: RouteShape, *, missing: str = "error") -> int:
+    """Check that the samples' routes fit the model; returns how many tokens have no known route.
 
-    holes: "error" refuses holes, "live" counts them (the live router decides there).
+    missing: "error" refuses tokens without a route, "live" counts them (the live router routes them).
 
     Raises RouteError for a sample without routes, rows for another number of tokens, another number of layers or of
-    experts a token, an id that the model hasn't, an expert twice in a row (holes excepted), and a hole where that is
-    refused. ValueError for another `holes`. About 1.6 ms for 2000 tokens of 48 layers x 8 of 128 experts.
+    experts per token, an id out of range, an expert twice in a row, and a missing row where that is refused.
+    ValueError for another `missing`. About 1.6 ms for 2000 tokens of 48 layers x 8 of 128 experts.
     """
-    if holes not in HOLE_POLICIES:
-        raise ValueError(f"holes={holes!r}; use one of {', '.join(HOLE_POLICIES)}")
+    if missing not in MISSING_POLICIES:
+        raise ValueError(f"missing={missing!r}; use one of {', '.join(MISSING_POLICIES)}")
     total = 0
     for sample in samples:
         fault = route_fault(sample) or _fault_in_model(sample, shape)
-        count = 0 if fault or sample.route_holes is None else int(np.count_nonzero(sample.route_holes))
-        if count and holes == "error":
-            assert sample.route_holes is not None
-            first = int(sample.route_holes.argmax())
+        count = 0 if fault or sample.missing_routes is None else int(np.count_nonzero(sample.missing_routes))
+        if count and missing == "error":
+            assert sample.missing_routes is not None
+            first = int(sample.missing_routes.argmax())
             fault = f"routed_experts has no route for {count} tokens (first: token {first}); "
             fault += "set routing.holes to live to leave them to the live router"
         if fault:
@@ -174,17 +203,17 @@ def _fault_in_model(sample: RoutedSample, shape: RouteShape) -> str:
         return f"routed_experts has {layers} layers x {k} experts a token; {wanted}"
     if not ids.size:
         return ""
-    holes = sample.route_holes
-    if not _in_range(ids, shape) and not (holes is not None and _in_range(ids[~holes], shape)):
+    missing = sample.missing_routes
+    if not _in_range(ids, shape) and not (missing is not None and _in_range(ids[~missing], shape)):
         wrong = ids >= shape.num_experts
-        if holes is not None:
-            wrong[holes] = False
+        if missing is not None:
+            wrong[missing] = False
         token, layer, place = np.argwhere(wrong)[0]
         start = f"token {token}, MoE layer {layer}: routed_experts has"
         return _out_of_range(start, int(ids[token, layer, place]), shape.num_experts)
     repeated = _repeats(ids)
-    if holes is not None:
-        repeated[holes] = False
+    if missing is not None:
+        repeated[missing] = False
     if not repeated.any():
         return ""
     token, layer = np.argwhere(repeated)[0]

@@ -1,14 +1,35 @@
-"""Figures about the routers of a mixture of experts: how far two choices differ, how decided a router is."""
+"""Statistics of the routers of a mixture of experts: how far two choices differ, entropy and load."""
 
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RoutingStats:
+    """Statistics of one pass over all its trained tokens and all ranks; float64 arrays by MoE layer.
+
+    flip_rate: ``[layers]`` fraction of chosen experts that differ from the given routes. entropy: ``[layers]`` nats.
+    load: ``[layers, experts]`` fractions that sum to 1. None where it wasn't measured, NaN where there was no token.
+    flipped_tokens: fraction of tokens that differ in at least one layer. compared: number of compared tokens.
+    """
+
+    flip_rate: np.ndarray | None
+    flipped_tokens: float
+    compared: float
+    entropy: np.ndarray | None
+    load: np.ndarray | None
 
 
 def expert_overlap(chosen: Tensor, other: Tensor) -> Tensor:
     """``|S ∩ S'|`` for each row of two choices: int64 ``[...]`` from expert ids ``[..., k]`` of any integer type.
 
-    The order within a row doesn't matter; a row holds an expert once. The *flip rate* is ``1 - overlap / k`` averaged
-    over tokens.
+    The order within a row doesn't matter; the experts of a row are distinct. The *flip rate* is ``1 - overlap / k``
+    averaged over tokens.
     """
     return (chosen[..., :, None] == other[..., None, :]).sum((-1, -2))
 

@@ -45,7 +45,7 @@ def holes(*tokens: int) -> Callable[[list[Sample]], Any]:
     def change(samples: list[Sample]) -> list[Sample]:
         unknown = np.zeros(samples[1].length - 1, bool)
         unknown[list(tokens)] = True
-        return second(route_holes=unknown)(samples)
+        return second(missing_routes=unknown)(samples)
 
     return then(change)
 
@@ -60,7 +60,7 @@ def narrowed(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[list[Sampl
         for sample, array in zip(samples, arrays, strict=True):
             where = f"sample {sample.prompt_index}/{sample.sample_index}"
             ids, unknown = as_routes(array, EXPERTS, where=where)
-            found.append(replace(sample, routed_experts=ids, route_holes=unknown))
+            found.append(replace(sample, routed_experts=ids, missing_routes=unknown))
         return found
 
     return narrow
@@ -100,11 +100,11 @@ BROKEN = (
     fault("token without a route", "set routing.holes to live to leave them to the live router",
           holes(2, 5), "routed_experts has no route for 2 tokens (first: token 2)"),
     fault("holes of another length", "one for each row of routed_experts",
-          then(second(route_holes=np.zeros(2, bool))), "route_holes is a 1-d bool array of shape [2]"),
+          then(second(missing_routes=np.zeros(2, bool))), "missing_routes is a 1-d bool array of shape [2]"),
     fault("holes of another type", "one for each row of routed_experts",
-          then(second(route_holes=[False])), "route_holes is list"),
-    fault("holes of nothing", "route_holes is given without routed_experts; give both or neither",
-          second(route_holes=np.zeros(4, bool))),
+          then(second(missing_routes=[False])), "missing_routes is list"),
+    fault("holes of nothing", "missing_routes is given without routed_experts; give both or neither",
+          second(missing_routes=np.zeros(4, bool))),
     fault("negative expert of a server", "ids start at 0, and -1 says that a route isn't known",
           narrowed(put((1, 0, 0), -2)), "routes have the negative expert -2"),
     fault("expert of a server that would wrap around", "the model has experts 0 to",
@@ -133,7 +133,7 @@ def test_routes_that_cannot_be_used_are_named(case, breaks, model, tmp_path):
 def test_good_routes_are_used_without_a_hole(model, tmp_path):
     done, row = run(routed, model, tmp_path)
     assert done.code == 0, done.text
-    assert row["updates"] == 1 and row.get("routing/holes", 0) == 0
+    assert row["updates"] == 1 and row.get("routing/missing_routes", 0) == 0
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_good_routes_are_used_without_a_hole(model, tmp_path):
 def test_holes_are_left_to_the_live_router_only_where_asked_and_counted(breaks, count, model, tmp_path):
     done, row = run(breaks, model, tmp_path, holes="live")
     assert done.code == 0, done.text
-    assert row["routing/holes"] == count and row["updates"] == 1 and np.isfinite(row["loss"])
+    assert row["routing/missing_routes"] == count and row["updates"] == 1 and np.isfinite(row["loss"])
 
 
 def test_live_holes_forgive_nothing_else(model, tmp_path):
@@ -171,4 +171,4 @@ def test_the_embedded_engine_gives_routes_that_pass(model, tmp_path):
     config = small_config(model, tmp_path, routing={"replay": "r3"})
     done = start(config, tmp_path)
     assert done.code == 0, done.text
-    assert records(config["run_dir"])[-1].get("routing/holes", 0) == 0
+    assert records(config["run_dir"])[-1].get("routing/missing_routes", 0) == 0

@@ -154,9 +154,9 @@ def test_to_moves_every_tensor():
     assert all(getattr(batch, name).device.type == "meta" for name in (*PER_TOKEN, "cu_seqlens"))
 
 
-def routed(prompt, response, shape, seed=0, holes=None):
+def routed(prompt, response, shape, seed=0, missing=None):
     ids = make_routes(prompt + response - 1, shape.layers, shape.k, shape.num_experts, seed=seed)
-    return make_sample(prompt, response, seed=seed, routed_experts=ids, route_holes=holes)
+    return make_sample(prompt, response, seed=seed, routed_experts=ids, missing_routes=missing)
 
 
 def test_routes_by_hand():
@@ -169,7 +169,7 @@ def test_routes_by_hand():
         [[4, 0], [1, 3]], [[2, 1], [0, 4]], [[4, 0], [4, 0]], [[1, 2], [1, 2]],
         [[3, 4], [3, 0]], [[2, 3], [2, 3]], [[4, 0], [4, 0]], [[1, 2], [1, 2]],
     ]  # fmt: skip
-    assert batch.routed_experts.dtype == torch.uint8 and batch.route_holes is None
+    assert batch.routed_experts.dtype == torch.uint8 and batch.missing_routes is None
 
 
 @settings(max_examples=60, deadline=None)
@@ -190,19 +190,19 @@ def test_routes_of_every_position_against_a_naive_loop(shapes, multiple, sizes, 
     ids = batch.routed_experts.numpy()
     assert ids.dtype == shape.dtype and ids.shape == (len(batch.tokens), shape.layers, shape.k)
     bounds = batch.cu_seqlens.tolist()
-    holes = 0
+    missing = 0
     for s, sample in enumerate(samples):
         for t in range(bounds[s + 1] - bounds[s]):
             real = t < sample.length - 1
-            hole = real and sample.route_holes is not None and bool(sample.route_holes[t])
-            holes += hole
-            assert (batch.route_holes is not None and bool(batch.route_holes[bounds[s] + t])) == hole
+            is_missing = real and sample.missing_routes is not None and bool(sample.missing_routes[t])
+            missing += is_missing
+            assert (batch.missing_routes is not None and bool(batch.missing_routes[bounds[s] + t])) == is_missing
             for layer in range(shape.layers):
                 spread = [(t * shape.k + j) % shape.num_experts for j in range(shape.k)]
-                known = real and not hole
+                known = real and not is_missing
                 wanted = sample.routed_experts[t, layer].tolist() if known else spread
                 assert ids[bounds[s] + t, layer].tolist() == wanted
-    assert (batch.route_holes is None) == (holes == 0)
+    assert (batch.missing_routes is None) == (missing == 0)
 
 
 def test_padding_loads_the_experts_alike():
@@ -217,20 +217,21 @@ def test_padding_loads_the_experts_alike():
 def test_a_dummy_batch_carries_routes_and_shards_and_moves(num_experts):
     shape = RouteShape(layers=2, k=3, num_experts=num_experts)
     dummy = pack([], sequence_multiple=4, total_multiple=6, num_sequences=1, num_tokens=1, routes=shape)
-    assert dummy.routed_experts.dtype == shape.torch_dtype and dummy.route_holes is None
+    assert dummy.routed_experts.dtype == shape.torch_dtype and dummy.missing_routes is None
     for t in range(12):
         wanted = [(3 * t + j) % num_experts for j in range(3)]
         assert dummy.routed_experts[t].tolist() == [wanted, wanted]
     assert pack([], num_sequences=1, num_tokens=1).routed_experts is None
-    holes = np.array([False, True, False])
-    batch = pack([routed(2, 2, shape, holes=holes)], sequence_multiple=4, num_sequences=1, num_tokens=2, routes=shape)
+    missing = np.array([False, True, False])
+    sample = routed(2, 2, shape, missing=missing)
+    batch = pack([sample], sequence_multiple=4, num_sequences=1, num_tokens=2, routes=shape)
     for rank, mine in ((0, [0, 3]), (1, [1, 2])):
         shard = context_parallel_shard(batch, rank, 2)
         assert shard.routed_experts.tolist() == batch.routed_experts[mine].tolist()
-        assert shard.route_holes.tolist() == batch.route_holes[mine].tolist()
+        assert shard.missing_routes.tolist() == batch.missing_routes[mine].tolist()
         assert shard.routed_experts.dtype == shape.torch_dtype
     moved = batch.to("meta")
-    assert moved.routed_experts.device.type == moved.route_holes.device.type == "meta"
+    assert moved.routed_experts.device.type == moved.missing_routes.device.type == "meta"
     assert moved.routed_experts.dtype == shape.torch_dtype
 
 

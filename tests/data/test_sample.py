@@ -13,7 +13,7 @@ def test_lengths_and_views():
     assert sample.response_ids.tolist() == sample.tokens[2:].tolist()
     sample.check()
     make_sample(1, 0).check()
-    make_sample(1, 0, routed_experts=np.zeros((0, 2, 8), np.uint8), route_holes=np.zeros(0, bool)).check()
+    make_sample(1, 0, routed_experts=np.zeros((0, 2, 8), np.uint8), missing_routes=np.zeros(0, bool)).check()
     make_sample(2, 3, routed_experts=np.zeros((4, 2, 8), np.uint16)).check()
 
 
@@ -39,14 +39,14 @@ def test_lengths_and_views():
         ({"routed_experts": np.zeros((4, 2, 8), np.int32)}, "routed_experts is a 3-d int32 array; make it unsigned"),
         ({"routed_experts": np.zeros((4, 16), np.uint8)}, "a 2-d uint8 array; it must be a [tokens - 1, layers, k]"),
         ({"routed_experts": [[[1]]] * 4}, "routed_experts is list; it must be a [tokens - 1, layers, k]"),
-        ({"route_holes": np.zeros(4, bool)}, "route_holes is given without routed_experts; give both or neither"),
+        ({"missing_routes": np.zeros(4, bool)}, "missing_routes is given without routed_experts; give both or neither"),
         (
-            {"routed_experts": np.zeros((4, 2, 8), np.uint16), "route_holes": np.zeros(5, bool)},
-            "route_holes is a 1-d bool array of shape [5]; it must be a [4] bool numpy array",
+            {"routed_experts": np.zeros((4, 2, 8), np.uint16), "missing_routes": np.zeros(5, bool)},
+            "missing_routes is a 1-d bool array of shape [5]; it must be a [4] bool numpy array",
         ),
         (
-            {"routed_experts": np.zeros((4, 2, 8), np.uint16), "route_holes": np.zeros(4, np.int8)},
-            "route_holes is a 1-d int8 array of shape [4]; it must be a [4] bool numpy array",
+            {"routed_experts": np.zeros((4, 2, 8), np.uint16), "missing_routes": np.zeros(4, np.int8)},
+            "missing_routes is a 1-d int8 array of shape [4]; it must be a [4] bool numpy array",
         ),
         ({"token_versions": np.array([0, 1, 1])}, "token_versions is a 1-d int64 array; it must be a int32"),
         ({"token_versions": np.zeros(4, np.int32)}, "token_versions has shape (4,); the response has 3 tokens"),

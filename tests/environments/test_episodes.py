@@ -185,15 +185,15 @@ def test_routes_are_those_of_the_call_that_fed_a_token_first():
     made = episode()
     made.accept(response(made.next_request(), [5, 6, 1], routed_experts=rows(0, 4)))  # 2 + 3 - 1 positions were fed
     made.hear(ok("ab"))
-    holes = np.zeros(8, bool)
-    holes[[0, 5]] = True
-    second = response(made.next_request(), [7, 1], routed_experts=rows(100, 8), route_holes=holes)
+    missing = np.zeros(8, bool)
+    missing[[0, 5]] = True
+    second = response(made.next_request(), [7, 1], routed_experts=rows(100, 8), missing_routes=missing)
     made.accept(second)
     made.hear(ok(done=True))
     sample = made.sample()
     sample.check()
     assert sample.routed_experts[:, 0, 0].tolist() == [0, 1, 2, 3, 104, 105, 106, 107]
-    assert sample.route_holes.tolist() == [False] * 5 + [True] + [False] * 2  # row 0 was known already
+    assert sample.missing_routes.tolist() == [False] * 5 + [True] + [False] * 2  # row 0 was known already
 
 
 def test_without_log_probs_there_are_none():

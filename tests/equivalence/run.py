@@ -17,9 +17,15 @@ from megatron_gspo.mcore.micro_batches import collect_values
 from megatron_gspo.mcore.model import ModelSettings
 from megatron_gspo.mcore.policy import DataParallelSettings, Policy, build_policy
 from megatron_gspo.mcore.process_groups import initialize
-from megatron_gspo.mcore.routing_replay.replay_pass import RoutingPass, RoutingTask
-from megatron_gspo.mcore.train_step import compute_log_probs, forward_backward, summed_metrics, train_mini_batch
-from megatron_gspo.mcore.train_step import cut as cut_batches
+from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
+from megatron_gspo.mcore.train_step import (
+    compute_log_probs,
+    forward_backward,
+    mini_batch_routes,
+    pack_mini_batch,
+    summed_metrics,
+    train_mini_batch,
+)
 from tests.equivalence.cases import ALL, CUTS, OPTIMIZER, OTHER_CUTS, TRAINING, Case, stack
 from tests.equivalence.replay import compare_recorded, route_shape
 from tests.equivalence.truth import Expected, Truth
@@ -97,9 +103,9 @@ def compare_gradients(policy: Policy, name: str, cut: str, expected: Expected, e
     """Loss, log-probs, metrics and every gradient of the mini-batch."""
     scenario, batching, where = ALL[name], (CUTS | OTHER_CUTS)[cut], f"{name}, {cut}"
     samples = expected.samples
-    task = RoutingTask(route_shape(policy), replay=True) if scenario.replay else None
-    batches = cut_batches(policy, samples, batching, optional=_carried(samples), routing=task)
-    routing = RoutingPass(task, policy.groups, policy.config.sequence_parallel, batches.batches) if task else None
+    options = ReplayOptions(route_shape(policy), replay=True) if scenario.replay else None
+    batches = pack_mini_batch(policy, samples, batching, optional=_carried(samples), routing=options)
+    routing = mini_batch_routes(policy, batches, options)
     outputs = forward_backward(policy, scenario.objective, batches, temperature=scenario.temperature, routing=routing)
     log_probs = collect_values([output["log_probs"] for output in outputs], batches.batches, samples, policy.groups)
     errors.add("log-prob", _distance(log_probs, expected.batch.log_probs), where)

@@ -16,9 +16,9 @@ from megatron_gspo.mcore.micro_batches import MicroBatches, collect_values
 from megatron_gspo.mcore.model import ModelSettings
 from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, Policy, build_policy
 from megatron_gspo.mcore.process_groups import Layout
-from megatron_gspo.mcore.routing_replay.replay_pass import RoutingPass, RoutingTask
+from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes, ReplayOptions
 from megatron_gspo.mcore.routing_replay.router_hooks import moe_layers
-from megatron_gspo.mcore.train_step import Batching, cut, forward_backward
+from megatron_gspo.mcore.train_step import Batching, forward_backward, mini_batch_routes, pack_mini_batch
 from megatron_gspo.routing_replay.routes import RouteShape
 from tests.equivalence.cases import make_samples
 from tests.mcore.layouts import groups_of
@@ -32,7 +32,9 @@ def policy_of(path: str, layout: Layout = Layout(), *, lr: float = 1e-2, **model
 
 
 def shape_of(policy: Policy) -> RouteShape:
-    return RouteShape(sum(policy.shape.moe_layers), policy.shape.experts_per_token, policy.shape.num_experts)
+    shape = RouteShape.of_model(policy.shape)
+    assert shape is not None
+    return shape
 
 
 def routers(policy: Policy) -> list[Any]:
@@ -49,31 +51,30 @@ def scored_samples(count: int = 6, seed: int = 4) -> list[Sample]:
 
 
 def with_random_routes(samples: Sequence[Sample], shape: RouteShape, seed: int = 0, among: int | None = None,
-                       holes: float = 0.0) -> list[Sample]:
-    """A different set of experts for every token and layer, of the first ``among``; ``holes``: the share of rows whose
-    route isn't known."""
+                       missing: float = 0.0) -> list[Sample]:
+    """A different set of experts for every token and layer, of the first ``among``; ``missing``: the fraction of rows
+    whose route isn't known."""
     g, found = np.random.default_rng(seed), []
     for sample in samples:
         order = g.random((sample.length - 1, shape.layers, among or shape.num_experts)).argsort(-1)
-        unknown = g.random(sample.length - 1) < holes if holes else None
-        found.append(replace(sample, routed_experts=order[..., : shape.k].astype(shape.dtype), route_holes=unknown))
+        unknown = g.random(sample.length - 1) < missing if missing else None
+        found.append(replace(sample, routed_experts=order[..., : shape.k].astype(shape.dtype), missing_routes=unknown))
     return found
 
 
-def run_pass(policy: Policy, samples: Sequence[Sample], task: RoutingTask, objective: Objective = GRPO,
-             batching: Batching = Batching(80), **changes: Any) -> tuple[MicroBatches, list[Any], RoutingPass]:  # noqa: B008
-    """Forward and backward without an optimizer step; ``changes``: fields of the pass."""
-    batches = cut(policy, samples, batching, optional=("old_log_probs",), routing=task)
-    done = RoutingPass(task, policy.groups, policy.config.sequence_parallel, batches.batches)
-    for name, value in changes.items():
-        setattr(done, name, value)
+def run_pass(policy: Policy, samples: Sequence[Sample], options: ReplayOptions, objective: Objective = GRPO,
+             batching: Batching = Batching(80), routes: list[MicroBatchRoutes] | None = None,  # noqa: B008
+             ) -> tuple[MicroBatches, list[Any], list[MicroBatchRoutes]]:  # fmt: skip
+    """Forward and backward without an optimizer step; ``routes``: those of an earlier pass, to misuse them."""
+    batches = pack_mini_batch(policy, samples, batching, optional=("old_log_probs",), routing=options)
+    done = routes or mini_batch_routes(policy, batches, options)
     return batches, forward_backward(policy, objective, batches, temperature=1.0, routing=done), done
 
 
-def train_pass(policy: Policy, samples: Sequence[Sample], task: RoutingTask,
-               objective: Objective = GRPO) -> tuple[list[np.ndarray], RoutingPass]:
-    """The log-probs of a training pass, and what became of the routes; a collective of the world."""
-    batches, outputs, done = run_pass(policy, samples, task, objective)
+def train_pass(policy: Policy, samples: Sequence[Sample], options: ReplayOptions,
+               objective: Objective = GRPO) -> tuple[list[np.ndarray], list[MicroBatchRoutes]]:
+    """The log-probs and the routes of a training pass; a collective of the world."""
+    batches, outputs, done = run_pass(policy, samples, options, objective)
     values = [output["log_probs"] for output in outputs]
     return collect_values(values, batches.batches, samples, policy.groups), done
 

@@ -30,7 +30,7 @@ def samples(draw) -> Sample:
             lambda s: arrays.arrays(s[0], (rows, *s[1:]))
         )
     )
-    holes = None if routes is None else draw(st.none() | arrays.arrays(np.bool_, rows))
+    missing = None if routes is None else draw(st.none() | arrays.arrays(np.bool_, rows))
     return Sample(
         prompt_index=draw(st.integers(0, 2**40)),
         sample_index=draw(st.integers(0, 100)),
@@ -42,7 +42,7 @@ def samples(draw) -> Sample:
         weight_version=draw(st.integers(0, 2**40)),
         reward=draw(st.floats()),
         routed_experts=routes,
-        route_holes=holes,
+        missing_routes=missing,
         token_versions=draw(st.none() | arrays.arrays(np.int32, response)),
         metadata=draw(st.dictionaries(words, json_values, max_size=3)),
         **{name: draw(st.none() | floats) for name in PER_TOKEN},
@@ -61,7 +61,7 @@ def test_encoded_and_decoded(batch):
     found = decode_samples(wire)
     assert [place for place, _ in found] == list(range(7, 7 + len(batch)))
     for (_, got), sample in zip(found, batch, strict=True):
-        for name in ("tokens", "loss_mask", "routed_experts", "route_holes", "token_versions", *PER_TOKEN):
+        for name in ("tokens", "loss_mask", "routed_experts", "missing_routes", "token_versions", *PER_TOKEN):
             assert same(getattr(got, name), getattr(sample, name)), name
         for name in (
             "prompt_index",

@@ -59,7 +59,7 @@ def random_sample(rng: np.random.Generator, i: int) -> Sample:
         old_log_probs=per_token(),
         ref_log_probs=per_token(),
         routed_experts=routes,
-        route_holes=None if routes is None else maybe(rng.random(rows) < 0.5),
+        missing_routes=None if routes is None else maybe(rng.random(rows) < 0.5),
         token_versions=versions,
         metadata=maybe({"turns": [1, 2], "name": "é"}) or {},
     )
@@ -88,7 +88,7 @@ def test_bytes_of_another_version_are_refused():
 def test_routes_are_not_copied_on_arrival():
     routes = np.arange(24, dtype=np.uint8).reshape(4, 3, 2)
     sample = replace(random_sample(np.random.default_rng(0), 0), tokens=np.arange(5), routed_experts=routes)
-    sample = replace(sample, prompt_length=3, loss_mask=np.ones(2, bool), route_holes=None, token_versions=None)
+    sample = replace(sample, prompt_length=3, loss_mask=np.ones(2, bool), missing_routes=None, token_versions=None)
     for name in ("rollout_log_probs", "advantages", "old_log_probs", "ref_log_probs"):
         setattr(sample, name, None)
     wire = np.frombuffer(bytearray(encode_samples([sample], [0])), dtype=np.uint8)

@@ -10,9 +10,9 @@ from megatron_gspo.routing_replay.routes import (
     RouteError,
     RouteShape,
     as_routes,
+    balanced_routes,
     check_routes,
     expert_id_dtype,
-    spread_routes,
 )
 from tests.data.make import make_routes, make_sample
 
@@ -39,8 +39,8 @@ def test_the_smallest_type_that_holds_the_ids(experts, dtype):
     shape = RouteShape(1, 1, experts)
     assert shape.dtype == dtype and torch.zeros(1, dtype=shape.torch_dtype).numpy().dtype == dtype
     last = np.array([[[experts - 1]]])
-    ids, holes = as_routes(last, experts)
-    assert ids.dtype == dtype and ids.tolist() == [[[experts - 1]]] and holes is None
+    ids, missing = as_routes(last, experts)
+    assert ids.dtype == dtype and ids.tolist() == [[[experts - 1]]] and missing is None
     with pytest.raises(RouteError, match=f"the expert {experts}; the model has experts 0 to {experts - 1}"):
         as_routes(last + 1, experts)
     assert check_routes([make_sample(1, 1, routed_experts=ids)], shape) == 0
@@ -62,26 +62,26 @@ def test_storage_a_token():
 
 
 def test_a_spread_by_hand():
-    ids = spread_routes(np.array([0, 1, 3]), SHAPE)
+    ids = balanced_routes(np.array([0, 1, 3]), SHAPE)
     rows = [[0, 1, 2], [3, 4, 5], [1, 2, 3]]  # 9, 10, 11 modulo 8
     assert ids.tolist() == [[row, row] for row in rows] and ids.dtype == np.uint8
-    assert spread_routes(np.array([], np.int64), SHAPE).shape == (0, 2, 3)
-    assert spread_routes(np.array([2**40]), RouteShape(1, 2, 300)).tolist() == [[[2**41 % 300, 2**41 % 300 + 1]]]
+    assert balanced_routes(np.array([], np.int64), SHAPE).shape == (0, 2, 3)
+    assert balanced_routes(np.array([2**40]), RouteShape(1, 2, 300)).tolist() == [[[2**41 % 300, 2**41 % 300 + 1]]]
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint64])
-def test_arrays_of_engines_are_narrowed_and_holes_kept_apart(dtype):
+def test_arrays_of_engines_are_narrowed_and_missing_routes_kept_apart(dtype):
     wanted = make_routes(6, 2, 3, 8)
-    ids, holes = as_routes(wanted.astype(dtype), 8)
-    assert ids.dtype == np.uint8 and ids.tolist() == wanted.tolist() and holes is None
+    ids, missing = as_routes(wanted.astype(dtype), 8)
+    assert ids.dtype == np.uint8 and ids.tolist() == wanted.tolist() and missing is None
     if np.dtype(dtype).kind == "i":
         given = wanted.astype(dtype)
         given[2] = -1
         given[4, 1, 2] = -1
-        ids, holes = as_routes(given, 8)
-        assert holes.tolist() == [False, False, True, False, True, False] and holes.dtype == bool
-        assert ids.dtype == np.uint8 and ids[~holes].tolist() == wanted[~holes].tolist()
-        assert ids[holes].tolist() == np.zeros((2, 2, 3), int).tolist()
+        ids, missing = as_routes(given, 8)
+        assert missing.tolist() == [False, False, True, False, True, False] and missing.dtype == bool
+        assert ids.dtype == np.uint8 and ids[~missing].tolist() == wanted[~missing].tolist()
+        assert ids[missing].tolist() == np.zeros((2, 2, 3), int).tolist()
 
 
 @pytest.mark.parametrize(
@@ -110,28 +110,28 @@ def test_no_copy_of_what_is_right_already():
     assert as_routes(np.zeros((0, 2, 3), np.int64), 8)[0].dtype == np.uint8
 
 
-def test_good_routes_and_the_count_of_holes():
+def test_good_routes_and_the_count_of_missing_routes():
     one = good()
     assert check_routes([one, good(seed=1)], SHAPE) == 0
-    some = good(seed=2, route_holes=np.array([True, False, False, True, False, True]))
-    assert check_routes([one, some, some], SHAPE, holes="live") == 6
-    assert check_routes([good(seed=3, route_holes=np.zeros(6, bool))], SHAPE) == 0
+    some = good(seed=2, missing_routes=np.array([True, False, False, True, False, True]))
+    assert check_routes([one, some, some], SHAPE, missing="live") == 6
+    assert check_routes([good(seed=3, missing_routes=np.zeros(6, bool))], SHAPE) == 0
     assert check_routes([good(1, 0)], SHAPE) == 0  # one token: no row
     assert check_routes([], SHAPE) == 0
 
 
-def test_what_stands_in_a_hole_does_not_matter():
+def test_the_ids_of_a_missing_route_do_not_matter():
     place = np.array([False, True, False, False, False, False])
-    sample = edited(1, 0, route_holes=place)
-    assert check_routes([sample], SHAPE, holes="live") == 1
+    sample = edited(1, 0, missing_routes=place)
+    assert check_routes([sample], SHAPE, missing="live") == 1
     sample.routed_experts[1] = 255
-    assert check_routes([sample], SHAPE, holes="live") == 1
+    assert check_routes([sample], SHAPE, missing="live") == 1
     sample.routed_experts[2, 1] = [1, 2, 1]
     with pytest.raises(RouteError, match="token 2, MoE layer 1: routed_experts has an expert twice"):
-        check_routes([sample], SHAPE, holes="live")
+        check_routes([sample], SHAPE, missing="live")
     sample.routed_experts[2, 1] = [1, 2, 8]
     with pytest.raises(RouteError, match="token 2, MoE layer 1: routed_experts has the expert 8; "):
-        check_routes([sample], SHAPE, holes="live")
+        check_routes([sample], SHAPE, missing="live")
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_what_stands_in_a_hole_does_not_matter():
         (edited((3, 1), [6, 2, 6]), "token 3, MoE layer 1: routed_experts has an expert twice: [6, 2, 6]; give 3"),
         (edited((5, 0), [6, 6, 1]), "token 5, MoE layer 0: routed_experts has an expert twice: [6, 6, 1]"),
         (
-            good(route_holes=np.array([False, False, True, True, False, False])),
+            good(missing_routes=np.array([False, False, True, True, False, False])),
             "routed_experts has no route for 2 tokens (first: token 2); set routing.holes to live",
         ),
     ],
@@ -162,9 +162,9 @@ def test_a_fault_names_the_sample_what_was_found_and_the_fix(sample, message):
     assert "\n" not in str(error.value)
 
 
-def test_another_word_for_holes():
-    with pytest.raises(ValueError, match="holes='ignore'; use one of error, live"):
-        check_routes([good()], SHAPE, holes="ignore")
+def test_an_unknown_policy_for_missing_routes():
+    with pytest.raises(ValueError, match="missing='ignore'; use one of error, live"):
+        check_routes([good()], SHAPE, missing="ignore")
 
 
 @pytest.mark.parametrize("k, experts", [(1, 4), (2, 9), (3, 64), (8, 300)])

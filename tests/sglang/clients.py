@@ -10,11 +10,12 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from megatron_gspo.data.sample import Prompt
-from megatron_gspo.loop.engines import route_layout, stop_ids
+from megatron_gspo.loop.engines import stop_ids
 from megatron_gspo.models import family_of, read_config
 from megatron_gspo.rollout.sglang.client import ModelFacts, RequestLimits
 from megatron_gspo.rollout.sglang.server_pool import FleetSettings
 from megatron_gspo.rollout.sglang.sglang_engine import EngineSettings, SGLangEngine
+from megatron_gspo.routing_replay.routes import RouteShape
 from megatron_gspo.weight_transport.weight_update import make_route
 from tests.rollout.tiny import checkpoint
 from tests.support.transformers_reference import load_reference
@@ -26,7 +27,7 @@ def engine_on(urls: Sequence[str], model: str, *, routes: bool = True, weight_ro
     shape = family_of(read_config(model))[1]
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     facts = ModelFacts(shape.vocab_size, stop_ids(model, tokenizer, shape.vocab_size), shape.max_position_embeddings,
-                       route_layout(shape) if routes else None)
+                       RouteShape.of_model(shape) if routes else None)
     given = dict(fleet=FleetSettings(health_interval=0.5), limits=RequestLimits(timeout=60.0, retries=4), recovery=30.0,
                  update_timeout=60.0, bucket_bytes=1 << 20)
     return SGLangEngine(EngineSettings(tuple(urls), **{**given, **settings}), facts,

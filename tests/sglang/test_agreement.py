@@ -10,8 +10,8 @@ import pytest
 
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.mcore.process_groups import Layout
-from megatron_gspo.mcore.routing_replay.replay_pass import RoutingTask
-from megatron_gspo.mcore.routing_replay.replay_results import collect_routes
+from megatron_gspo.mcore.routing_replay.gather_results import gather_routes
+from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
 from megatron_gspo.mcore.train_step import Batching, compute_log_probs
 from megatron_gspo.rollout.engine_protocol import SamplingParams
 from megatron_gspo.rollout.sample_checks import check_samples
@@ -48,7 +48,7 @@ def samples(engine: SGLangEngine, sglang_model: str) -> list[Sample]:
 
 
 def bare(sample: Sample) -> Sample:
-    return replace(sample, routed_experts=None, route_holes=None)
+    return replace(sample, routed_experts=None, missing_routes=None)
 
 
 def test_transformers_scores_them_alike_and_takes_the_same_routes(samples: list[Sample], sglang_model: str) -> None:
@@ -58,7 +58,7 @@ def test_transformers_scores_them_alike_and_takes_the_same_routes(samples: list[
     for sample, expected in zip(samples, routes, strict=True):
         log_probs = response_log_probs(model, bare(sample), temperature=0.8)[0].detach().numpy()
         np.testing.assert_allclose(sample.rollout_log_probs, log_probs, rtol=0, atol=TOLERANCE)
-        assert sample.route_holes is None
+        assert sample.missing_routes is None
         np.testing.assert_array_equal(np.sort(sample.routed_experts, -1), np.sort(expected, -1))
         rows += expected.shape[0] * expected.shape[1]
     assert rows > 15_000
@@ -66,9 +66,9 @@ def test_transformers_scores_them_alike_and_takes_the_same_routes(samples: list[
 
 def megatron(rank: int, world: int, path: str, samples: list[Sample]) -> tuple[list[np.ndarray], list[np.ndarray]]:
     policy = policy_of(path, Layout(tensor=2, expert=2))
-    task = RoutingTask(shape_of(policy), record=True)
-    scores = compute_log_probs(policy, samples, Batching(400), temperature=0.8, routing=task)
-    return scores.log_probs, collect_routes(scores.routing, samples, range(len(samples)))
+    options = ReplayOptions(shape_of(policy), record=True)
+    scores = compute_log_probs(policy, samples, Batching(400), temperature=0.8, routing=options)
+    return scores.log_probs, gather_routes(scores.routing, samples, range(len(samples)))[0]
 
 
 def test_megatron_scores_them_alike_and_takes_the_same_routes(samples: list[Sample], sglang_model: str) -> None:

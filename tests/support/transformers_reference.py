@@ -32,7 +32,7 @@ def load_reference(path: str) -> torch.nn.Module:
 def response_log_probs(model: torch.nn.Module, sample: Sample, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of the response tokens, float64 ``[R]``."""
     tokens = torch.from_numpy(sample.tokens)[None]
-    with replayed(model, sample.routed_experts, sample.route_holes):
+    with replayed(model, sample.routed_experts, sample.missing_routes):
         logits = model(input_ids=tokens, use_cache=False).logits[0, sample.prompt_length - 1 : -1] / temperature
     log_softmax = torch.log_softmax(logits, dim=-1)
     entropy = -(log_softmax.exp() * log_softmax).sum(-1)
@@ -65,16 +65,16 @@ def gates_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 @contextmanager
-def replayed(model: torch.nn.Module, routes: np.ndarray | None, holes: np.ndarray | None = None) -> Iterator[None]:
+def replayed(model: torch.nn.Module, routes: np.ndarray | None, missing: np.ndarray | None = None) -> Iterator[None]:
     """Within the context the routers weigh the experts of ``routes`` ``[L - 1, layers, k]``, for one sequence of L, but
-    for the rows of ``holes`` ``[L - 1]``, where they choose themselves."""
+    for the rows of ``missing`` ``[L - 1]``, where they choose themselves."""
     if routes is None:
         yield
         return
     rows = torch.from_numpy(np.concatenate([routes, routes[:1]]).astype(np.int64))  # the last token's doesn't matter
     live = torch.zeros(len(rows), dtype=torch.bool)
-    if holes is not None:
-        live[:-1] = torch.from_numpy(holes)
+    if missing is not None:
+        live[:-1] = torch.from_numpy(missing)
 
     def weigh(layer: int, gate: Any, args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
         logits, ids = output[0], torch.where(live[:, None], output[2], rows[:, layer])

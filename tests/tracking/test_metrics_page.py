@@ -22,9 +22,9 @@ from megatron_gspo.data.sample import Sample
 from megatron_gspo.loop.record import ratio_arrays
 from megatron_gspo.loop.rollout_buffer import Place
 from megatron_gspo.loop.rollouts import ledger
-from megatron_gspo.loop.routing import StepRouting
 from megatron_gspo.loop.timers import _PARTS
 from megatron_gspo.loop.update import Update
+from megatron_gspo.routing_replay.step_metrics import StepRouting
 from tests.algorithms.reference import complete_preset
 
 ROOT = Path(__file__).parents[2]

@@ -20,11 +20,11 @@ from megatron_gspo.data.turn_spans import TURNS, spans
 from megatron_gspo.loop.assemble import assemble
 from megatron_gspo.loop.experience import collect
 from megatron_gspo.loop.rollout_buffer import Place
-from megatron_gspo.loop.routing import StepRouting
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.loop.turns import advantages_by_turn, score_episodes, turn_metrics
 from megatron_gspo.loop.update import update
 from megatron_gspo.rewards.scorer import FAILURE
+from megatron_gspo.routing_replay.step_metrics import StepRouting
 from tests.data.make import make_sample
 from tests.support.distributed import run_distributed
 from tests.support.training_runs import base_config, launch, records, tiny_model

@@ -91,7 +91,7 @@ def test_r2_on_four_processes(model, tmp_path):
     assert len(rows) == 2
     for row in rows:
         assert {*UPDATED, *OF_THE_ROUTER, *BYTES, *QUANTILES, "time/routing"} <= set(row)
-        assert not {*FROM_ROLLOUT, "routing/holes"} & set(row)
+        assert not {*FROM_ROLLOUT, "routing/missing_routes"} & set(row)
         assert all(row[name] == pytest.approx(1.0, abs=1e-5) for name in QUANTILES)
         assert row["routing/flip_rate"] == row["routing/flipped_tokens"] == row["clip_fraction/tokens"] == 0.0
         tokens = row["perf/tokens"] - 16  # of 16 samples the last token has no route
@@ -120,7 +120,8 @@ def test_without_replay_flips_are_measured_on_a_sample(model, tmp_path):
     assert rows[0]["routing/flipped_tokens"] >= rows[0]["routing/flip_rate"] > 0, "routers that moved flip"
     for row in rows:
         assert {*UPDATED, *OF_THE_ROUTER, *BYTES, *QUANTILES, "time/routing"} <= set(row)
-        assert not {*FROM_ROLLOUT, "routing/holes", "time/forward", "time/backward", "time/optimizer"} & set(row)
+        absent = {*FROM_ROLLOUT, "routing/missing_routes", "time/forward", "time/backward", "time/optimizer"}
+        assert not absent & set(row)
         assert 0 < row["routing/replay_bytes"] < (row["perf/tokens"] - 16) * LAYERS * K / 2, "3 of 16 sequences"
     check_lines(routing_lines(config["run_dir"]), rollout=False)
     # rollouts that were kept without routes are of no use to R3

@@ -25,7 +25,7 @@ CSV_METRICS = (
     "routing/flip_rate",
     "routing/flipped_tokens",
     "routing/rollout_flip_rate",
-    "routing/holes",
+    "routing/missing_routes",
     "routing/replay_bytes",
     "effective_sample_size",
     "time/step",

@@ -24,13 +24,13 @@ from megatron_gspo.rollout.sglang.response_parser import (
     AnswerError,
     Asked,
     Part,
-    RouteLayout,
     answered_version,
     input_log_probs,
     is_empty,
     parse_answer,
 )
 from megatron_gspo.rollout.sglang.server_pool import Fleet, Member
+from megatron_gspo.routing_replay.routes import RouteShape
 from megatron_gspo.servers.http_client import Server, ServerError
 
 _PRIME_TOKENS = 64  # prompts at least so long are computed once, before the samples of a group begin
@@ -47,7 +47,7 @@ class ModelFacts:
     vocab_size: int
     stop_ids: tuple[int, ...]
     max_length: int | None = None
-    routes: RouteLayout | None = None
+    routes: RouteShape | None = None
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_gspo.data.sample import Prompt, Sample
-from megatron_gspo.rollout.sglang.response_parser import Part, RouteLayout
-from megatron_gspo.routing_replay.routes import as_routes
+from megatron_gspo.rollout.sglang.response_parser import Part
+from megatron_gspo.routing_replay.routes import RouteShape, as_routes
 
 
 @dataclass
@@ -67,15 +67,15 @@ class Draft:
         self.parts, self.versions = [], []
         return count
 
-    def sample(self, layout: RouteLayout | None, decode: Callable[[list[int]], str]) -> Sample:
+    def sample(self, shape: RouteShape | None, decode: Callable[[list[int]], str]) -> Sample:
         """The finished sample. Routes of each token are those of the request that fed it first."""
         response = np.concatenate([part.tokens for part in self.parts])
         versions = np.repeat(np.array(self.versions, dtype=np.int32), [len(part.tokens) for part in self.parts])
         reason = self.parts[-1].finish_reason
-        routes = holes = None
-        if layout is not None:
+        routes = missing = None
+        if shape is not None:
             rows = np.concatenate([part.routes for part in self.parts if part.routes is not None])
-            routes, holes = as_routes(rows, layout.num_experts, where=self.name)
+            routes, missing = as_routes(rows, shape.num_experts, where=self.name)
         return Sample(
             prompt_index=self.prompt.index,
             sample_index=self.sample_index,
@@ -88,5 +88,5 @@ class Draft:
             weight_version=int(versions.min()),
             token_versions=versions,
             routed_experts=routes,
-            route_holes=holes,
+            missing_routes=missing,
         )

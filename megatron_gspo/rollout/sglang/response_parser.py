@@ -16,6 +16,7 @@ import numpy as np
 
 from megatron_gspo.data.sample import FINISH_REASONS
 from megatron_gspo.errors import EngineError
+from megatron_gspo.routing_replay.routes import RouteShape
 
 _TOKEN_BYTES = 512  # of one output token in an answer: id, log-prob and its text, up to 128 characters in a vocabulary
 _FIXED_BYTES = 64 * 1024
@@ -26,25 +27,13 @@ class AnswerError(EngineError):
 
 
 @dataclass(frozen=True)
-class RouteLayout:
-    """How a server lays out routes: a row of [num_layers, k] int32 for each input token, dense layers included.
-
-    moe_layers: positions of the layers that have experts. num_experts: ids are below it.
-    """
-
-    num_layers: int
-    moe_layers: tuple[int, ...]
-    k: int
-    num_experts: int
-
-
-@dataclass(frozen=True)
 class Asked:
     """One request, as far as its answer is checked against it.
 
     name: begins the errors. context: tokens sent, prompt and what was generated before. max_new_tokens: at most so
-    many come back. vocab_size: ids are below it. version: the weights that must have answered. routes: None where
-    none were asked for. routes_start: first input position that a row was asked for.
+    many come back. vocab_size: ids are below it. version: the weights that must have answered. routes: sizes of the
+    routes asked for, or None; a server sends a row of [model layers, k] int32 for each input token, dense layers
+    included. routes_start: first input position that a row was asked for.
     """
 
     name: str
@@ -53,7 +42,7 @@ class Asked:
     vocab_size: int
     version: str
     stop_ids: frozenset[int] = frozenset()
-    routes: RouteLayout | None = None
+    routes: RouteShape | None = None
     routes_start: int = 0
 
     @property
@@ -64,7 +53,7 @@ class Asked:
     @property
     def max_bytes(self) -> int:
         """A bound on the answer's size."""
-        routes = 0 if self.routes is None else self.route_rows * self.routes.num_layers * self.routes.k * 16 // 3
+        routes = 0 if self.routes is None else self.route_rows * self.routes.model_layers * self.routes.k * 16 // 3
         return _FIXED_BYTES + self.max_new_tokens * _TOKEN_BYTES + routes
 
 
@@ -200,8 +189,8 @@ def _pairs(rows: list[Any], asked: Asked) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _routes(encoded: Any, count: int, asked: Asked) -> np.ndarray:
-    layout = asked.routes
-    assert layout is not None
+    shape = asked.routes
+    assert shape is not None
     if not isinstance(encoded, str):
         hint = "start the server with --enable-return-routed-experts; a router in front may drop them"
         raise AnswerError(f"{asked.name}: no routed_experts came back; {hint}")
@@ -210,11 +199,11 @@ def _routes(encoded: Any, count: int, asked: Asked) -> np.ndarray:
     except (binascii.Error, ValueError):
         raise AnswerError(f"{asked.name}: routed_experts is not base64 of int32") from None
     rows = max(asked.context + count - 1 - asked.routes_start, 0)
-    if ids.size != rows * layout.num_layers * layout.k:
-        wanted = f"{rows} rows x {layout.num_layers} layers x {layout.k}"
+    if ids.size != rows * shape.model_layers * shape.k:
+        wanted = f"{rows} rows x {shape.model_layers} layers x {shape.k}"
         raise AnswerError(f"{asked.name}: routed_experts holds {ids.size} ids, not {wanted}")
-    ids = ids.reshape(rows, layout.num_layers, layout.k)[:, list(layout.moe_layers)]
-    if ids.size and (ids.min() < 0 or ids.max() >= layout.num_experts):
+    ids = ids.reshape(rows, shape.model_layers, shape.k)[:, list(shape.moe_layer_indices)]
+    if ids.size and (ids.min() < 0 or ids.max() >= shape.num_experts):
         raise AnswerError(f"{asked.name}: routed_experts has expert {ids.min() if ids.min() < 0 else ids.max()}; "
-                          f"the model has 0 to {layout.num_experts - 1}")
+                          f"the model has 0 to {shape.num_experts - 1}")
     return ids

@@ -17,8 +17,13 @@ from megatron_gspo.mcore.micro_batches import MicroBatches
 from megatron_gspo.mcore.model import ModelSettings, transformer_config
 from megatron_gspo.mcore.policy import Policy
 from megatron_gspo.mcore.process_groups import Layout
-from megatron_gspo.mcore.routing_replay.replay_pass import RoutingPass, RoutingTask
-from megatron_gspo.mcore.routing_replay.router_hooks import _BYPASSES, RoutingError, attach_gates, refuse_bypasses
+from megatron_gspo.mcore.routing_replay.micro_batch_routes import (
+    MicroBatchRoutes,
+    ReplayOptions,
+    RoutingError,
+    routes_of_mini_batch,
+)
+from megatron_gspo.mcore.routing_replay.router_hooks import _BYPASSES, attach_router_hooks, refuse_bypasses
 from megatron_gspo.mcore.train_step import Batching, compute_log_probs, forward_backward, train_mini_batch
 from megatron_gspo.routing_replay.routes import RouteShape
 from tests.mcore.routes import (
@@ -73,17 +78,17 @@ ASKING = [
 ]
 
 
-def test_every_way_around_the_gate_has_a_case():
+def test_every_way_around_the_hook_has_a_case():
     assert {key for key, _ in BYPASSED} == set(_BYPASSES)
 
 
 @pytest.mark.parametrize(("key", "value"), BYPASSED, ids=str)
-def test_a_router_that_would_not_ask_is_refused_by_its_key(key, value):
+def test_an_option_that_bypasses_the_hook_is_refused_by_its_key(key, value):
     config = transformer_config(model_shape(), Layout(), ModelSettings())
     refuse_bypasses(config)
     setattr(config, key, value)
     with pytest.raises(RoutingError) as caught:
-        attach_gates(SimpleNamespace(config=config))
+        attach_router_hooks(SimpleNamespace(config=config))
     assert str(caught.value) == f"{key}={value} bypasses routing replay; leave it at its default"
 
 
@@ -95,7 +100,7 @@ def test_settings_that_still_ask_are_allowed(key, value):
 
 
 def bypass(routing: Any) -> Any:
-    """As a fused router: Megatron's own choice, no gate."""
+    """As a fused router: Megatron's own choice, no hook."""
     return lambda logits, *args, **kwargs: topk_routing_with_score_function(logits.view(-1, logits.shape[-1]), 2)
 
 
@@ -116,42 +121,43 @@ def message_of(function: Any, *args: Any, **kwargs: Any) -> str:
 def ask_wrongly(rank: int, world_size: int, path: str) -> None:
     """Each way in which a router, or who runs the pass, can miss the routes of a micro-batch."""
     policy = policy_of(path)
-    samples, task = with_random_routes(scored_samples(), shape_of(policy)), RoutingTask(shape_of(policy), replay=True)
-    router, record = routers(policy)[1], RoutingTask(shape_of(policy), record=True)
+    samples = with_random_routes(scored_samples(), shape_of(policy))
+    options = ReplayOptions(shape_of(policy), replay=True)
+    router, record = routers(policy)[1], ReplayOptions(shape_of(policy), record=True)
     one_by_one = Batching(80, micro_batch_size=1)
-    expected = "once was to be expected"
+    expected = "expected once"
     for change, with_gradient, without in ((bypass, "0 times with and 0", "0 times with and 0"),
                                            (twice, "2 times with and 0", "0 times with and 2")):
         around_routing(router, change)
         start = "the router of MoE layer 1 took its routes of micro-batch 0 "
-        found = message_of(run_pass, policy, samples, task, batching=one_by_one)
+        found = message_of(run_pass, policy, samples, options, batching=one_by_one)
         assert found == f"{start}{with_gradient} times without a gradient; {expected}", found
         found = message_of(compute_log_probs, policy, samples, one_by_one, temperature=1.0, routing=record)
         assert found == f"{start}{without} times without a gradient; {expected}", found
         del router.routing
-    run_pass(policy, samples, task)  # and is right again
+    run_pass(policy, samples, options)  # and is right again
     kept, router.router_replay = router.router_replay, None
-    assert "a router of the model has no gate" in message_of(run_pass, policy, samples, task)
+    assert "a router of the model has no hook" in message_of(run_pass, policy, samples, options)
     router.router_replay = kept
-    found = message_of(forget_routes, policy, samples, task)
+    found = message_of(forget_routes, policy, samples, options)
     assert found == "micro-batch 1 carries no routes; pack it with routes", found
-    found = message_of(run_twice, policy, samples, task)
+    found = message_of(run_twice, policy, samples, options)
     assert found == "micro-batch 0 went through the same layers twice in one pass", found
 
 
-def forget_routes(policy: Policy, samples: Any, task: RoutingTask) -> None:
+def forget_routes(policy: Policy, samples: Any, options: ReplayOptions) -> None:
     shape = shape_of(policy)
     first, second = (pack(samples[i : i + 3], num_sequences=6, num_tokens=30, routes=routes)
                      for i, routes in ((0, shape), (3, None)))  # fmt: skip
     second.micro_batch = 1
     batches = MicroBatches([first, second], 80, 0, 0)
-    done = RoutingPass(task, policy.groups, False, batches.batches)
+    done = routes_of_mini_batch(options, batches.batches, policy.groups, sequence_parallel=False)
     forward_backward(policy, GRPO, batches, temperature=1.0, routing=done)
 
 
-def run_twice(policy: Policy, samples: Any, task: RoutingTask) -> None:
-    *_, done = run_pass(policy, samples, task)
-    run_pass(policy, samples, task, tables=done.tables)
+def run_twice(policy: Policy, samples: Any, options: ReplayOptions) -> None:
+    *_, done = run_pass(policy, samples, options)
+    run_pass(policy, samples, options, routes=done)
 
 
 def test_a_router_asks_once_or_the_pass_fails(model):
@@ -160,11 +166,12 @@ def test_a_router_asks_once_or_the_pass_fails(model):
 
 def ask_wrongly_on_a_later_stage(rank: int, world_size: int, path: str) -> str:
     policy = policy_of(path, Layout(pipeline=2))
-    samples, task = with_random_routes(scored_samples(), shape_of(policy)), RoutingTask(shape_of(policy), replay=True)
+    samples = with_random_routes(scored_samples(), shape_of(policy))
+    options = ReplayOptions(shape_of(policy), replay=True)
     if rank == 1:
         around_routing(routers(policy)[0], bypass)
-        return message_of(run_pass, policy, samples, task)
-    run_pass(policy, samples, task)
+        return message_of(run_pass, policy, samples, options)
+    run_pass(policy, samples, options)
     return ""
 
 
@@ -214,12 +221,12 @@ def moved_routers(rank: int, world_size: int, path: str) -> dict[str, float]:
         policy = policy_of(path)
         shape = shape_of(policy)
         samples = within_halves(scored_samples(), shape)
-        task = RoutingTask(shape, replay=True) if name == "replayed" else None
-        old = compute_log_probs(policy, samples, BATCHING, temperature=1.0, routing=task).log_probs
+        options = ReplayOptions(shape, replay=True) if name == "replayed" else None
+        old = compute_log_probs(policy, samples, BATCHING, temperature=1.0, routing=options).log_probs
         for sample, value in zip(samples, old, strict=True):
             sample.old_log_probs = value
         shift_halves(policy)
-        result = train_mini_batch(policy, samples, GRPO, BATCHING, temperature=1.0, routing=task)
+        result = train_mini_batch(policy, samples, GRPO, BATCHING, temperature=1.0, routing=options)
         found[name] = distance(result.log_probs, old)
         found[f"{name}, clipped"] = result.metrics["clip_fraction/tokens"]
         found[f"{name}, ratio"] = result.metrics["ratio_max"] - 1.0
@@ -239,10 +246,10 @@ def two_experts(rank: int, world_size: int, path: str) -> dict[str, float]:
     policy, model = policy_of(path), load_reference(path)
     shape = shape_of(policy)
     samples = with_random_routes(scored_samples(), shape, among=4)
-    task = RoutingTask(shape, replay=True)
-    before = compute_log_probs(policy, samples, BATCHING, temperature=1.0, routing=task).log_probs
+    options = ReplayOptions(shape, replay=True)
+    before = compute_log_probs(policy, samples, BATCHING, temperature=1.0, routing=options).log_probs
     perturb(policy, model, size=0.5)
-    log_probs, _ = train_pass(policy, samples, task)
+    log_probs, _ = train_pass(policy, samples, options)
     expected = [response_log_probs(model, sample)[0].detach() for sample in samples]
     found = {"moved": distance(log_probs, before), "error": distance(log_probs, expected)}
     gradients = torch.stack([router.weight.main_grad for router in routers(policy)])
@@ -267,38 +274,38 @@ def test_with_two_experts_ratios_move_through_the_weights_alone(model):
     assert found["gradient error"] < 1e-4, found
 
 
-def replay_with_holes(rank: int, world_size: int, path: str) -> dict[str, float]:
+def replay_with_missing_routes(rank: int, world_size: int, path: str) -> dict[str, float]:
     """A third of the rows are unknown, one sample's all."""
     policy, model = policy_of(path), load_reference(path)
     shape = shape_of(policy)
-    samples = with_random_routes(scored_samples(), shape, holes=0.3)
-    samples[2].route_holes[:] = True
-    log_probs, done = train_pass(policy, samples, RoutingTask(shape, replay=True, compare=True))
+    samples = with_random_routes(scored_samples(), shape, missing=0.3)
+    samples[2].missing_routes[:] = True
+    log_probs, done = train_pass(policy, samples, ReplayOptions(shape, replay=True, compare=True))
     expected = [response_log_probs(model, sample)[0].detach() for sample in samples]
-    everywhere = [replace(sample, route_holes=None) for sample in samples]
+    everywhere = [replace(sample, missing_routes=None) for sample in samples]
     replayed = [response_log_probs(model, sample)[0].detach() for sample in everywhere]
-    table_holes = sum(int(table.holes.sum()) for (layer, _), table in done.tables.items() if layer == 0)
-    return {"error": distance(log_probs, expected), "of those that ignore holes": distance(log_probs, replayed),
-            "holes": table_holes - sum(int(sample.route_holes.sum()) for sample in samples)}
+    missing = sum(int(routes.missing.sum()) for routes in done)
+    return {"error": distance(log_probs, expected), "ignored": distance(log_probs, replayed),
+            "missing": missing - sum(int(sample.missing_routes.sum()) for sample in samples)}
 
 
 def test_the_live_router_decides_where_a_route_is_unknown_and_nowhere_else(model):
-    found = run_distributed(replay_with_holes, 1, model)[0]
-    assert found["error"] < 1e-5 and found["of those that ignore holes"] > 0.1, found
-    assert found["holes"] == 0
+    found = run_distributed(replay_with_missing_routes, 1, model)[0]
+    assert found["error"] < 1e-5 and found["ignored"] > 0.1, found
+    assert found["missing"] == 0
 
 
 def replay_again_and_again(rank: int, world_size: int, path: str) -> dict[str, Any]:
     """Three updates on the same samples, cut in another way each time."""
     policy = policy_of(path)
     samples = with_random_routes(scored_samples(), shape_of(policy))
-    task, kept = RoutingTask(shape_of(policy), replay=True), [sample.routed_experts.copy() for sample in samples]
+    options, kept = ReplayOptions(shape_of(policy), replay=True), [sample.routed_experts.copy() for sample in samples]
     errors, last = [], None
     for i in range(3):
         order = np.random.default_rng(i).permutation(len(samples)).tolist()
-        expected = compute_log_probs(policy, samples, BATCHING, temperature=1.0, routing=task).log_probs
+        expected = compute_log_probs(policy, samples, BATCHING, temperature=1.0, routing=options).log_probs
         result = train_mini_batch(policy, [samples[j] for j in order], GRPO, Batching(40 + 20 * i), temperature=1.0,
-                                  routing=task)  # fmt: skip
+                                  routing=options)  # fmt: skip
         errors.append(distance(result.log_probs, [expected[j] for j in order]))
         moved, last = (0.0 if last is None else distance(expected, last)), expected
     same = all(np.array_equal(sample.routed_experts, ids) for sample, ids in zip(samples, kept, strict=True))
@@ -318,7 +325,8 @@ def padded_batch(rank: int, world_size: int, path: str) -> list[Tensor]:
     batches = [pack([sample] * i, num_sequences=1, num_tokens=1, total_multiple=64, routes=shape,
                     optional=("old_log_probs",)) for i in (1, 0)]  # fmt: skip
     batches[1].micro_batch = 1
-    done = RoutingPass(RoutingTask(shape, replay=True), policy.groups, False, batches)
+    options = ReplayOptions(shape, replay=True)
+    done = routes_of_mini_batch(options, batches, policy.groups, sequence_parallel=False)
     hooks = [router.register_forward_hook(lambda router, args, output: loads.append(output[1].sum(0)))
              for router in routers(policy)]  # fmt: skip
     forward_backward(policy, GRPO, MicroBatches(batches, 64, 0, 0), temperature=1.0, routing=done)
@@ -327,7 +335,7 @@ def padded_batch(rank: int, world_size: int, path: str) -> list[Tensor]:
     return [torch.tensor(sample.length - 1), *loads]
 
 
-def test_padding_spreads_over_the_experts(model):
+def test_padding_is_balanced_over_the_experts(model):
     """64 rows of 2 experts each on 8 experts are 16 each; a padded sample's own rows all want experts 0 and 1."""
     rows, *loads = run_distributed(padded_batch, 1, model)[0]
     assert len(loads) == 4 and 1 <= rows < 8
@@ -339,22 +347,22 @@ def test_padding_spreads_over_the_experts(model):
 
 
 def take_once(rank: int, world_size: int, path: str) -> dict[str, Any]:
-    """How often the tables were asked (without, with gradient) under full recomputation, and the routers' gradients
+    """How often routes were taken (without, with gradient) under full recomputation, and the routers' gradients
     with and without it."""
     gradients: dict[str, list[Tensor]] = {}
     for recompute in ("none", "full"):
         policy = policy_of(path, recompute=recompute)
-        shape, task = shape_of(policy), RoutingTask(shape_of(policy), replay=True)
+        shape, options = shape_of(policy), ReplayOptions(shape_of(policy), replay=True)
         samples = with_random_routes(scored_samples(), shape)
-        _, trained = train_pass(policy, samples, task)
+        _, trained = train_pass(policy, samples, options)
         gradients[recompute] = [router.weight.main_grad.clone() for router in routers(policy)]
-    scored = compute_log_probs(policy, samples, BATCHING, temperature=1.0, routing=task).routing
+    scored = compute_log_probs(policy, samples, BATCHING, temperature=1.0, routing=options).routing
     error = distance(gradients["full"], gradients["none"])
     return {"trained": uses_of(trained), "scored": uses_of(scored), "error": error}
 
 
-def uses_of(done: RoutingPass) -> list[tuple[int, int]]:
-    return [(table.uses[layer, False], table.uses[layer, True]) for table in done.tables.values() for layer in range(2)]
+def uses_of(done: list[MicroBatchRoutes]) -> list[tuple[int, int]]:
+    return [(routes.uses[layer, False], routes.uses[layer, True]) for routes in done for layer in range(2)]
 
 
 def test_recomputation_takes_the_same_routes_once_more(model):

@@ -40,7 +40,7 @@ def naive_routes(model, tokens):
 def assert_routes(samples, reference):
     for sample in samples:
         sample.check()
-        assert sample.route_holes is None
+        assert sample.missing_routes is None
         np.testing.assert_array_equal(np.sort(sample.routed_experts, -1), naive_routes(reference, sample.tokens))
 
 

@@ -7,23 +7,24 @@ from typing import Any
 
 import numpy as np
 
-from megatron_gspo.rollout.sglang.response_parser import Asked, RouteLayout
+from megatron_gspo.rollout.sglang.response_parser import Asked
+from megatron_gspo.routing_replay.routes import RouteShape
 
 VERSION = "00c0ffee:3"
-LAYOUT = RouteLayout(num_layers=3, moe_layers=(0, 2), k=2, num_experts=8)  # layer 1 is dense
+SHAPE = RouteShape(layers=2, k=2, num_experts=8, moe_layers=(True, False, True))  # layer 1 is dense
 
 
 def asked(**changed: Any) -> Asked:
     """Five tokens sent, at most four asked for; the vocabulary has 96, of which 1 ends a response."""
     given = dict(name="sample 7/2", context=5, max_new_tokens=4, vocab_size=96, version=VERSION,
-                 stop_ids=frozenset({1}), routes=LAYOUT)
+                 stop_ids=frozenset({1}), routes=SHAPE)
     return Asked(**{**given, **changed})
 
 
-def route_ids(rows: int, layout: RouteLayout = LAYOUT) -> np.ndarray:
+def route_ids(rows: int, shape: RouteShape = SHAPE) -> np.ndarray:
     """[rows, num_layers, k] int32, no two rows alike at first."""
-    return (np.arange(rows * layout.num_layers * layout.k, dtype=np.int32) * 5 % layout.num_experts).reshape(
-        rows, layout.num_layers, layout.k)
+    return (np.arange(rows * shape.model_layers * shape.k, dtype=np.int32) * 5 % shape.num_experts).reshape(
+        rows, shape.model_layers, shape.k)
 
 
 def encoded(ids: np.ndarray) -> str:

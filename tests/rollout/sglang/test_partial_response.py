@@ -7,9 +7,10 @@ import pytest
 
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.rollout.sglang.partial_response import Draft
-from megatron_gspo.rollout.sglang.response_parser import Part, RouteLayout
+from megatron_gspo.rollout.sglang.response_parser import Part
+from megatron_gspo.routing_replay.routes import RouteShape
 
-LAYOUT = RouteLayout(num_layers=2, moe_layers=(0, 1), k=2, num_experts=8)
+SHAPE = RouteShape(layers=2, k=2, num_experts=8)
 
 
 def part(tokens: list[int], rows: int, reason: str = "abort", first: int = 0) -> Part:
@@ -38,7 +39,7 @@ def test_parts_are_joined():
     assert made.routes_start == 5 and made.oldest == 3
     made.add(part([7, 1], rows=2, first=5, reason="stop"), 6)
     assert made.done
-    sample = made.sample(LAYOUT, lambda ids: " ".join(map(str, ids)))
+    sample = made.sample(SHAPE, lambda ids: " ".join(map(str, ids)))
     sample.check()
     assert (sample.prompt_index, sample.sample_index, sample.prompt_length) == (7, 2, 3)
     assert sample.tokens.tolist() == [11, 12, 13, 4, 5, 6, 7, 1] and sample.tokens.dtype == np.int64
@@ -58,7 +59,7 @@ def test_a_part_without_a_token_counts_for_nothing():
     made.add(part([4], rows=3), 2)
     made.add(part([], rows=1, first=90), 3)
     made.add(part([1], rows=1, first=3, reason="stop"), 4)
-    sample = made.sample(LAYOUT, str)
+    sample = made.sample(SHAPE, str)
     assert sample.token_versions.tolist() == [2, 4] and sample.routed_experts[:, 0, 0].tolist() == [0, 1, 2, 3]
 
 
@@ -68,7 +69,7 @@ def test_a_response_interrupted_at_its_last_token_was_cut_off_for_its_length():
     assert not made.done
     made.add(part([5], rows=1, first=3), 1)
     assert made.done
-    assert made.sample(LAYOUT, str).finish_reason == "length"
+    assert made.sample(SHAPE, str).finish_reason == "length"
 
 
 def test_starting_over_forgets_all():
@@ -78,7 +79,7 @@ def test_starting_over_forgets_all():
     assert made.forget() == 3
     assert (made.drawn, made.tokens, made.oldest, made.routes_start) == (0, [11, 12, 13], None, 0)
     made.add(part([8, 1], rows=4, reason="stop"), 5)
-    sample = made.sample(LAYOUT, str)
+    sample = made.sample(SHAPE, str)
     assert sample.tokens.tolist() == [11, 12, 13, 8, 1] and sample.token_versions.tolist() == [5, 5]
 
 
@@ -87,7 +88,7 @@ def test_every_cut_of_a_response_gives_the_same_sample(cuts):
     whole = draft(limit=6)
     whole.add(Part(np.arange(20, 26), np.linspace(-2, -1, 6, dtype=np.float32), "length",
                    np.arange(8 * 4, dtype=np.int32).reshape(8, 2, 2) % 8, 0), 0)
-    expected = whole.sample(LAYOUT, str)
+    expected = whole.sample(SHAPE, str)
     made, begin = draft(limit=6), 0
     for size in cuts:
         end = begin + size
@@ -95,7 +96,7 @@ def test_every_cut_of_a_response_gives_the_same_sample(cuts):
         made.add(Part(whole.parts[0].tokens[begin:end], whole.parts[0].log_probs[begin:end],
                       "length" if end == 6 else "abort", whole.parts[0].routes[rows], 0), 0)
         begin = end
-    found = made.sample(LAYOUT, str)
+    found = made.sample(SHAPE, str)
     for field in ("tokens", "rollout_log_probs", "routed_experts", "token_versions", "loss_mask"):
         np.testing.assert_array_equal(getattr(found, field), getattr(expected, field), err_msg=field)
     assert found.finish_reason == expected.finish_reason == "length"

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from megatron_gspo.rollout.sglang.response_parser import (
     AnswerError,
-    RouteLayout,
     answered_version,
     input_log_probs,
     is_empty,
     parse_answer,
 )
+from megatron_gspo.routing_replay.routes import RouteShape
 from tests.rollout.sglang.answer import VERSION, answer, asked, encoded, route_ids
 
 GOOD = answer([9, 8, 1], [-0.5, -1.25, 0.0])
@@ -248,7 +248,8 @@ def test_what_a_server_says_is_what_comes_out(data):
     start, context = data.draw(st.integers(0, 3)), data.draw(st.integers(4, 9))
     layers = data.draw(st.integers(1, 4))
     moe = tuple(sorted(data.draw(st.sets(st.integers(0, layers - 1), min_size=1))))
-    layout = RouteLayout(layers, moe, data.draw(st.integers(1, 3)), data.draw(st.sampled_from([4, 300])))
+    has_experts = tuple(layer in moe for layer in range(layers))
+    shape = RouteShape(len(moe), data.draw(st.integers(1, 3)), data.draw(st.sampled_from([4, 300])), has_experts)
     tokens = data.draw(st.lists(st.integers(0, 95), min_size=count, max_size=count))
     log_probs = data.draw(st.lists(st.floats(-100, 0, width=32), min_size=count, max_size=count))
     reason = data.draw(st.sampled_from(["stop", "length", "abort"]))
@@ -256,9 +257,9 @@ def test_what_a_server_says_is_what_comes_out(data):
         tokens[-1] = 1
     rows = context + count - 1 - start
     seed = data.draw(st.integers(0, 99))
-    ids = np.random.default_rng(seed).integers(layout.num_experts, size=(rows, layers, layout.k), dtype=np.int32)
+    ids = np.random.default_rng(seed).integers(shape.num_experts, size=(rows, layers, shape.k), dtype=np.int32)
     found = json.loads(json.dumps(answer(tokens, log_probs, reason, context, start, routed_experts=encoded(ids))))
-    request = asked(context=context, routes_start=start, routes=layout,
+    request = asked(context=context, routes_start=start, routes=shape,
                     max_new_tokens=count if reason == "length" else count + data.draw(st.integers(0, 2)))
     part = parse_answer(found, request)
     assert part.tokens.tolist() == tokens and part.finish_reason == reason

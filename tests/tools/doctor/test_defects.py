@@ -43,7 +43,7 @@ def test_ranges_are_read_from_the_table():
         (dict(pipeline=2),
          "mcore/model.py: deallocate_pipeline_outputs off under interleaving and on gloo"),
         (dict(tensor=2), "mcore/layers.py: RMSNorm"),
-        (dict(replay=True), "mcore/routing_replay/router_hooks.py: RouteGate, refuse_bypasses"),
+        (dict(replay=True), "mcore/routing_replay/router_hooks.py: RouterHook, refuse_bypasses"),
         (dict(world_size=8), "moe_uneven_collectives.py"),
         (dict(starts_servers=True), "servers/launch_command.py: server_environment"),
     ],

@@ -1,4 +1,4 @@
-"""What a pass tells of its routes: the ids by sample and the figures, against counts by hand; and unusual models."""
+"""Expert ids by sample and statistics of a pass, against counts by hand; and unusual models."""
 
 from __future__ import annotations
 
@@ -18,16 +18,12 @@ from megatron_gspo.mcore.forward_step import hidden_states
 from megatron_gspo.mcore.layers import block_spec, use_own_operators
 from megatron_gspo.mcore.model import ModelSettings, transformer_config
 from megatron_gspo.mcore.process_groups import Groups, Layout
-from megatron_gspo.mcore.routing_replay.replay_pass import RoutingPass, RoutingTask
-from megatron_gspo.mcore.routing_replay.replay_results import (
-    RoutingFigures,
-    collect_flips,
-    collect_routes,
-    routing_figures,
-)
-from megatron_gspo.mcore.routing_replay.router_hooks import attach_gates, moe_layers
+from megatron_gspo.mcore.routing_replay.gather_results import gather_flips, gather_routes, routing_stats
+from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes, ReplayOptions
+from megatron_gspo.mcore.routing_replay.router_hooks import attach_router_hooks, moe_layers, router_hooks
 from megatron_gspo.mcore.train_step import Batching, compute_log_probs
 from megatron_gspo.routing_replay.routes import RouteShape
+from megatron_gspo.routing_replay.statistics import RoutingStats
 from tests.equivalence.cases import make_samples
 from tests.mcore.layouts import groups_of
 from tests.mcore.routes import (
@@ -45,7 +41,7 @@ from tests.support.transformers_reference import load_reference, observe_routers
 
 BATCHING = Batching(48)
 
-# --- figures ----------------------------------------------------------------------------------------------------
+# --- stats ----------------------------------------------------------------------------------------------------
 
 LAYOUTS = {
     "alone": Layout(),
@@ -62,7 +58,7 @@ def scattered(samples: list[Sample], recorded: list[np.ndarray], shape: RouteSha
     for sample, routes in zip(with_random_routes(samples, shape, seed=2), recorded, strict=True):
         changed = g.random(routes.shape[:2]) < 0.25
         routes = np.where(changed[..., None], sample.routed_experts, routes)
-        found.append(replace(sample, routed_experts=routes, route_holes=g.random(len(routes)) < 0.125))
+        found.append(replace(sample, routed_experts=routes, missing_routes=g.random(len(routes)) < 0.125))
     return found
 
 
@@ -80,7 +76,7 @@ def count(samples: list[Sample], used: list[np.ndarray], experts: int) -> dict[s
             for layer in range(layers):
                 for expert in routes[row, layer].tolist():
                     load[layer, expert] += 1
-            if sample.route_holes[row]:
+            if sample.missing_routes[row]:
                 continue
             compared += 1
             pairs = zip(routes[row].tolist(), sample.routed_experts[row].tolist(), strict=True)
@@ -96,41 +92,41 @@ def flips_of(sample: Any, used: np.ndarray) -> list[int]:
     found = []
     for j in range(sample.response_length):
         row = sample.prompt_length - 1 + j
-        hole = sample.route_holes is not None and sample.route_holes[row]
+        is_missing = sample.missing_routes is not None and sample.missing_routes[row]
         layers = zip(used[row].tolist(), sample.routed_experts[row].tolist(), strict=True)
-        found.append(-1 if hole or not sample.loss_mask[j] else int(any(set(a) != set(b) for a, b in layers)))
+        found.append(-1 if is_missing or not sample.loss_mask[j] else int(any(set(a) != set(b) for a, b in layers)))
     return found
 
 
 def compare_with_counts(rank: int, world_size: int, path: str, layout: Layout) -> None:
     policy = policy_of(path, layout)
     shape, samples = shape_of(policy), scored_samples(8)
-    record = RoutingTask(shape, record=True)
+    record = ReplayOptions(shape, record=True)
     first = compute_log_probs(policy, samples, BATCHING, temperature=1.0, routing=record).routing
-    given = scattered(samples, collect_routes(first, samples, range(len(samples))), shape)
-    task = RoutingTask(shape, record=True, compare=True, describe=True)
-    live = compute_log_probs(policy, given, BATCHING, temperature=1.0, routing=task).routing
-    _, updated = train_pass(policy, given, replace(task, replay=True, describe=False))
+    given = scattered(samples, gather_routes(first, samples, range(len(samples)))[0], shape)
+    options = ReplayOptions(shape, record=True, compare=True, entropy=True)
+    live = compute_log_probs(policy, given, BATCHING, temperature=1.0, routing=options).routing
+    _, updated = train_pass(policy, given, replace(options, replay=True, entropy=False))
     for done in (live, updated):
-        used = collect_routes(done, given, range(len(given)))
-        expected, found = count(given, used, shape.num_experts), routing_figures(done)
+        used, _ = gather_routes(done, given, range(len(given)))
+        expected, found = count(given, used, shape.num_experts), routing_stats(done)
         assert 0 < expected["compared"] < expected["trained"] and 0.1 < expected["flipped"] < 1.0, expected
         assert found.compared == expected["compared"]
         assert np.abs(found.flip_rate - expected["rate"]).max() < 1e-6, (found.flip_rate, expected["rate"])
         assert abs(found.flipped_tokens - expected["flipped"]) < 1e-9, (found.flipped_tokens, expected["flipped"])
-        for sample, ids, flips in zip(given, used, collect_flips(done, given), strict=True):
+        for sample, ids, flips in zip(given, used, gather_flips(done, given), strict=True):
             assert flips.dtype == np.int8 and flips.tolist() == flips_of(sample, ids)
         if done is live:
             assert np.abs(found.load - expected["load"]).max() < 1e-6
         else:
             assert found.load is None and found.entropy is None
     some = [5, 0, 7]
-    for ids, i in zip(collect_routes(updated, given, some), some, strict=True):
+    for ids, i in zip(gather_routes(updated, given, some)[0], some, strict=True):
         assert np.array_equal(ids, used[i])
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_figures_are_those_of_a_count_over_all_ranks(name, model):
+def test_stats_are_those_of_a_count_over_all_ranks(name, model):
     run_distributed(compare_with_counts, 1 if name == "alone" else 2, model, LAYOUTS[name])
 
 
@@ -145,19 +141,19 @@ def odd_passes(rank: int, world_size: int, path: str) -> dict[str, Any]:
     shape, samples = shape_of(policy), scored_samples(2)
     unknown = with_random_routes(samples, shape)
     for sample in unknown:
-        sample.route_holes = np.ones(sample.length - 1, dtype=bool)
+        sample.missing_routes = np.ones(sample.length - 1, dtype=bool)
     known = with_random_routes(samples, shape)
-    known[0].route_holes = np.ones(known[0].length - 1, dtype=bool)
+    known[0].missing_routes = np.ones(known[0].length - 1, dtype=bool)
     untrained = [replace(sample, loss_mask=np.zeros_like(sample.loss_mask)) for sample in known]
-    task = RoutingTask(shape, compare=True)
+    options = ReplayOptions(shape, compare=True)
     found: dict[str, Any] = {}
     for name, batch in (("unknown", unknown), ("known", known), ("untrained", untrained)):
-        scores = compute_log_probs(policy, batch, Batching(80, 1), temperature=1.0, routing=task)
-        found[name] = (scores.routing.compared, routing_figures(scores.routing))
-    task = RoutingTask(shape, record=True)
-    done = compute_log_probs(policy, samples, BATCHING, temperature=1.0, routing=task).routing
-    collect_routes(done, samples, [0])
-    found["moved"] = done.bytes_moved
+        scores = compute_log_probs(policy, batch, Batching(80, 1), temperature=1.0, routing=options)
+        found[name] = ([routes.compare for routes in scores.routing], routing_stats(scores.routing))
+    options = ReplayOptions(shape, record=True)
+    done = compute_log_probs(policy, samples, BATCHING, temperature=1.0, routing=options).routing
+    _, exchanged = gather_routes(done, samples, [0])
+    found["moved"] = exchanged + sum(routes.bytes_moved for routes in done)
     return found
 
 
@@ -165,9 +161,9 @@ def test_only_micro_batches_with_a_known_route_of_a_trained_token_are_compared(m
     """``make_samples`` trains no token of the second sample. And one process on the CPU moves nothing."""
     found = run_distributed(odd_passes, 1, model)[0]
     for name in ("unknown", "known", "untrained"):
-        compared, figures = found[name]
+        compared, stats = found[name]
         assert compared == [False, False], name
-        assert figures.compared == 0 and np.isnan(figures.flipped_tokens) and np.isnan(figures.flip_rate).all()
+        assert stats.compared == 0 and np.isnan(stats.flipped_tokens) and np.isnan(stats.flip_rate).all()
     if not torch.cuda.is_available():
         assert found["moved"] == 0
 
@@ -180,27 +176,27 @@ def store(rank: int, world_size: int, path: str) -> dict[str, Any]:
     for place in ("device", "host"):
         policy = policy_of(path)
         samples, shape = scored_samples(), shape_of(policy)
-        task = RoutingTask(shape, record=True, compare=True, describe=True, storage=place)
-        given = with_random_routes(samples, shape, holes=0.2)
-        done = compute_log_probs(policy, given, BATCHING, temperature=1.0, routing=task).routing
-        routes = collect_routes(done, samples, range(len(samples)))
-        pinned = [ids.is_pinned() for table in done.tables.values() for ids in table.chosen.values()]
-        batch_pinned = [batch.routed_experts.is_pinned() for batch in done.batches]
-        replay = RoutingTask(shape, replay=True, storage=place)
+        options = ReplayOptions(shape, record=True, compare=True, entropy=True, storage=place)
+        given = with_random_routes(samples, shape, missing=0.2)
+        done = compute_log_probs(policy, given, BATCHING, temperature=1.0, routing=options).routing
+        routes, _ = gather_routes(done, samples, range(len(samples)))
+        pinned = [ids.is_pinned() for one in done for ids in one.chosen.values()]
+        batch_pinned = [one.batch.routed_experts.is_pinned() for one in done]
+        replay = ReplayOptions(shape, replay=True, storage=place)
         log_probs, _ = train_pass(policy, given, replay)
-        found[place] = (routes, routing_figures(done), log_probs, all(pinned), all(batch_pinned))
+        found[place] = (routes, routing_stats(done), log_probs, all(pinned), all(batch_pinned))
     return found
 
 
 def test_storage_on_the_host_changes_nothing_but_the_place(model):
     found = run_distributed(store, 1, model)[0]
-    (routes, figures, log_probs, *_), (host_routes, host_figures, host_log_probs, *_) = found["device"], found["host"]
+    (routes, stats, log_probs, *_), (host_routes, host_stats, host_log_probs, *_) = found["device"], found["host"]
     assert all(np.array_equal(a, b) for a, b in zip(routes, host_routes, strict=True))
     assert distance(log_probs, host_log_probs) == 0.0
-    same(figures, host_figures)
+    same(stats, host_stats)
 
 
-def same(a: RoutingFigures, b: RoutingFigures) -> None:
+def same(a: RoutingStats, b: RoutingStats) -> None:
     assert (a.flipped_tokens, a.compared) == (b.flipped_tokens, b.compared)
     for name in ("flip_rate", "entropy", "load"):
         assert np.array_equal(getattr(a, name), getattr(b, name)), name
@@ -230,13 +226,14 @@ def many_experts_model(folder: Path, experts: int) -> str:
 def many_experts(rank: int, world_size: int, path: str) -> dict[str, Any]:
     policy = policy_of(path, Layout(context=2))
     shape, samples = shape_of(policy), scored_samples(4)
-    done = compute_log_probs(policy, samples, BATCHING, temperature=1.0, routing=RoutingTask(shape, record=True))
-    routes = collect_routes(done.routing, samples, range(len(samples)))
-    chosen = {ids.dtype for table in done.routing.tables.values() for ids in table.chosen.values()}
+    done = compute_log_probs(policy, samples, BATCHING, temperature=1.0, routing=ReplayOptions(shape, record=True))
+    routes, exchanged = gather_routes(done.routing, samples, range(len(samples)))
+    moved = exchanged + sum(one.bytes_moved for one in done.routing)
+    chosen = {ids.dtype for one in done.routing for ids in one.chosen.values()}
     replayed = [replace(sample, routed_experts=ids) for sample, ids in zip(samples, routes, strict=True)]
-    log_probs, again = train_pass(policy, replayed, RoutingTask(shape, replay=True, compare=True, record=True))
+    log_probs, again = train_pass(policy, replayed, ReplayOptions(shape, replay=True, compare=True, record=True))
     return {"routes": routes, "chosen": chosen, "distance": distance(log_probs, done.log_probs),
-            "figures": routing_figures(again), "moved": done.routing.bytes_moved}
+            "stats": routing_stats(again), "moved": moved}
 
 
 @pytest.mark.parametrize(("experts", "dtype"), [(256, np.uint8), (257, np.uint16)])
@@ -249,7 +246,7 @@ def test_expert_ids_of_one_and_of_two_bytes(experts, dtype, tmp_path):
             assert np.array_equal(np.sort(ids, -1), np.sort(wanted, -1))
         assert found["chosen"] == {torch.uint8 if dtype is np.uint8 else torch.uint16}
         assert max(ids.max() for ids in found["routes"]) == experts - 1, "the last expert is never used"
-        assert found["distance"] <= 1e-6 and found["figures"].flipped_tokens == 0.0
+        assert found["distance"] <= 1e-6 and found["stats"].flipped_tokens == 0.0
         tokens = sum(sample.length - 1 for sample in samples)
         assert found["moved"] == tokens * 2 * 2 * np.dtype(dtype).itemsize
 
@@ -266,19 +263,19 @@ def shared_experts(rank: int, world_size: int) -> dict[str, Any]:
     chunk = GPTModel(config, block_spec(config, transformer_engine=False), vocab_size=96, max_sequence_length=64,
                      position_embedding_type="none")  # fmt: skip
     use_own_operators(chunk, 1e4)
-    attach_gates(chunk)
+    attach_router_hooks(chunk)
     shape, found = RouteShape(3, 2, 8), {}
     found["shared"] = [layer.mlp.shared_experts is not None for layer in moe_layers(chunk)]
     samples = with_random_routes(make_samples(count=3), shape)
     hidden = {}
-    for name, task in (("record", RoutingTask(shape, record=True)), ("replay", RoutingTask(shape, replay=True)),
-                       ("again", RoutingTask(shape, replay=True, compare=True))):  # fmt: skip
-        hidden[name], done = run_chunk(chunk, samples, task, groups)
+    for name, options in (("record", ReplayOptions(shape, record=True)), ("replay", ReplayOptions(shape, replay=True)),
+                       ("again", ReplayOptions(shape, replay=True, compare=True))):  # fmt: skip
+        hidden[name], done = run_chunk(chunk, samples, options, groups)
         if name == "record":
-            routes = collect_routes(done, samples, range(len(samples)))
+            routes, _ = gather_routes(done, samples, range(len(samples)))
         if name == "replay":
             samples = [replace(sample, routed_experts=ids) for sample, ids in zip(samples, routes, strict=True)]
-    found["figures"] = routing_figures(done)
+    found["stats"] = routing_stats(done)
     found["random"] = float((hidden["replay"] - hidden["record"]).abs().max())
     rows = torch.ones(hidden["record"].shape[1], dtype=torch.bool)
     rows[np.cumsum([sample.length for sample in samples]) - 1] = False  # the last tokens have no route of their own
@@ -290,17 +287,19 @@ def shared_experts(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
-def run_chunk(chunk: Any, samples: list[Sample], task: RoutingTask, groups: Groups) -> tuple[Any, RoutingPass]:
+def run_chunk(chunk: Any, samples: list[Sample], options: ReplayOptions,
+              groups: Groups) -> tuple[Any, list[MicroBatchRoutes]]:
     sequences, tokens = count_trained(samples)
-    batch = pack(samples, num_sequences=sequences, num_tokens=tokens, routes=task.shape)
-    done = RoutingPass(task, groups, False, [batch])
-    hidden = hidden_states(chunk, batch, groups, done.table(batch, chunk))
-    done.check(forward_only=False)
-    return hidden, done
+    batch = pack(samples, num_sequences=sequences, num_tokens=tokens, routes=options.shape)
+    routes = MicroBatchRoutes(options, batch, groups, sequence_parallel=False)
+    routes.begin_chunk(batch, [hook.layer for hook in router_hooks(chunk)])
+    hidden = hidden_states(chunk, batch, groups, routes)
+    routes.check_uses(forward_only=False)
+    return hidden, [routes]
 
 
 def test_a_model_with_shared_experts(tmp_path):
     found = run_distributed(shared_experts, 1)[0]
     assert found["shared"] == [True] * 3
-    assert found["random"] > 1e-3 and found["recorded"] == 0.0 and found["figures"].flipped_tokens == 0.0
+    assert found["random"] > 1e-3 and found["recorded"] == 0.0 and found["stats"].flipped_tokens == 0.0
     assert min(found["gradients"]) > 0.0

@@ -1,0 +1,144 @@
+"""What a pass recorded and measured, gathered over all ranks: expert ids by sample, flips by token, statistics.
+
+Each function is a collective of the world and takes the ``MicroBatchRoutes`` of this rank's micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_gspo.data.sample import Sample
+from megatron_gspo.mcore.process_groups import compute_device
+from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes
+from megatron_gspo.parallel.context_parallel import zigzag_indices
+from megatron_gspo.routing_replay.statistics import RoutingStats, expert_load
+
+_PART_BYTES = 64 << 20  # ids are exchanged in parts of this size, which bounds the device memory
+
+
+def gather_routes(micro_batches: Sequence[MicroBatchRoutes], samples: Sequence[Sample],
+                  wanted: Sequence[int]) -> tuple[list[np.ndarray], int]:
+    """The recorded routes ``[L - 1, layers, k]`` of each of ``wanted`` (positions in ``samples``), on every rank, and
+    the bytes that were exchanged.
+
+    Exactly one rank knows each id, so that a sum with zeros elsewhere is exact: one all-reduce.
+    """
+    shape = micro_batches[0].options.shape
+    lengths = np.zeros(len(samples), dtype=np.int64)
+    lengths[list(wanted)] = [samples[i].length - 1 for i in wanted]
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    width = shape.k * shape.dtype.itemsize
+    flat = torch.zeros(int(starts[-1]), shape.layers, width, dtype=torch.uint8)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # asynchronous copies to the host
+    for routes in micro_batches:
+        if routes.is_counted:
+            targets, rows = _row_indices(routes, starts, lengths)
+            for layer in routes.layers:
+                ids = routes.chosen[layer].cpu().contiguous()
+                flat[targets, layer] = ids.view(torch.uint8).view(-1, width)[rows]
+    moved = _sum_bytes(flat)
+    everything = flat.numpy().view(shape.dtype)
+    return [everything[starts[i] : starts[i] + lengths[i]] for i in wanted], moved
+
+
+def gather_flips(micro_batches: Sequence[MicroBatchRoutes], samples: Sequence[Sample]) -> list[np.ndarray]:
+    """For each sample int8 ``[R]``, on every rank: 1 where a response token's live choice differs from the given
+    routes in at least one layer, 0 where it doesn't, -1 where it was not compared.
+
+    One all-reduce of two bytes a token.
+    """
+    lengths = np.array([sample.length - 1 for sample in samples], dtype=np.int64)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    flat = torch.zeros(int(starts[-1]), 2, dtype=torch.uint8)  # compared, number of ranks with a layer that differs
+    for routes in micro_batches:
+        if not routes.is_counted or routes.flipped is None:
+            continue
+        targets, rows = _row_indices(routes, starts, lengths)
+        flat[targets, 1] += (routes.flipped.cpu()[rows] > 0).to(torch.uint8)
+        if 0 in routes.layers:  # the other pipeline stages see the same tokens
+            flat[targets, 0] = (routes.known_weight.cpu()[rows] > 0).to(torch.uint8)
+    _sum_bytes(flat)
+    compared, flipped = flat.numpy().T > 0
+    found = np.where(compared, flipped, -1).astype(np.int8)
+    return [
+        found[start + sample.prompt_length - 1 : start + sample.length - 1]
+        for start, sample in zip(starts, samples, strict=False)
+    ]
+
+
+def _row_indices(routes: MicroBatchRoutes, starts: np.ndarray, lengths: np.ndarray) -> tuple[Tensor, Tensor]:
+    """(rows of all samples' routes end to end, rows of this rank's) of the tokens whose routes are wanted.
+
+    lengths: rows wanted of each sample, from ``starts`` on.
+    """
+    batch, cp = routes.batch, routes.groups.cp
+    targets = torch.full((int(batch.cu_seqlens[-1]),), -1)
+    for sample, first in zip(batch.sample_ids, batch.cu_seqlens.tolist(), strict=False):
+        targets[first : first + lengths[sample]] = torch.arange(starts[sample], starts[sample] + lengths[sample])
+    local = targets[zigzag_indices(batch.cu_seqlens, cp.rank(), cp.size())][routes.rows]
+    rows = (local >= 0).nonzero().squeeze(1)
+    return local[rows], rows
+
+
+def _sum_bytes(flat: Tensor) -> int:
+    """All-reduce bytes in place (backends sum no wider unsigned integers); returns how many were reduced."""
+    if dist.get_world_size() == 1:
+        return 0
+    for part in flat.view(-1).split(_PART_BYTES):
+        moved = part.to(compute_device())
+        dist.all_reduce(moved)
+        part.copy_(moved)
+    return flat.numel()
+
+
+def routing_stats(micro_batches: Sequence[MicroBatchRoutes]) -> RoutingStats:
+    """The statistics of a pass over the trained tokens of all ranks, on every rank."""
+    options, device = micro_batches[0].options, compute_device()
+    shape = options.shape
+    flips, entropy = torch.zeros(2, shape.layers, dtype=torch.float64, device=device)
+    load = torch.zeros(shape.layers, shape.num_experts, dtype=torch.float64, device=device)
+    totals = torch.zeros(3, dtype=torch.float64, device=device)  # compared tokens, flipped ones, trained tokens
+    for routes in micro_batches:
+        if not routes.is_counted:
+            continue
+        for layer in routes.layers:
+            flips[layer] += routes.flips.get(layer, 0.0)
+            entropy[layer] += routes.entropy.get(layer, 0.0)
+        if options.entropy and routes.chosen:
+            chosen = torch.stack([routes.chosen[layer].to(device) for layer in routes.layers], dim=1)
+            load[routes.layers] += expert_load(chosen, routes.weight, shape.num_experts)
+        if 0 in routes.layers:  # the other pipeline stages see the same tokens
+            totals[0] += routes.known_weight.sum() * options.compare
+            totals[2] += routes.weight.sum()
+    if options.compare:
+        totals[1] = _flipped_tokens(micro_batches)
+    everything = torch.cat([flips, entropy, load.view(-1), totals])
+    dist.all_reduce(everything)
+    flips, entropy, load, totals = everything.cpu().split([shape.layers, shape.layers, load.numel(), 3])
+    compared, flipped, trained = totals.tolist()
+    has_load = options.entropy and options.record
+    return RoutingStats(
+        flip_rate=(flips / compared).numpy() if options.compare else None,
+        flipped_tokens=flipped / compared if compared else float("nan"),
+        compared=compared,
+        entropy=(entropy / trained).numpy() if options.entropy else None,
+        load=(load / (trained * shape.k)).view(shape.layers, -1).numpy() if has_load else None,
+    )
+
+
+def _flipped_tokens(micro_batches: Sequence[MicroBatchRoutes]) -> Tensor | float:
+    """This rank's tokens that differ in at least one layer of any pipeline stage; counted by the first stage."""
+    flipped = torch.cat([
+        torch.zeros(routes.rows.stop - routes.rows.start, dtype=torch.int32, device=compute_device())
+        if routes.flipped is None else routes.known_weight.int() * routes.flipped
+        for routes in micro_batches
+    ])  # fmt: skip
+    pipeline = micro_batches[0].groups.pp
+    dist.all_reduce(flipped, group=pipeline)
+    return (flipped > 0).sum().double() if micro_batches[0].is_counted and pipeline.rank() == 0 else 0.0

@@ -1,0 +1,197 @@
+"""The routes of one micro-batch: what its routers record, replay and compare in a pass over a mini-batch.
+
+Routes are data. A ``MicroBatchRoutes`` travels into the layers with the micro-batch's packed sequences, also when a
+layer runs again because its activations are recomputed. So nothing is queued, and the order in which a pipeline
+schedule runs micro-batches doesn't matter.
+
+Replay fixes *which* experts a token uses. Their weights come from the live router, which keeps its gradient.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_gspo.data.packing import PackedBatch
+from megatron_gspo.errors import RunError
+from megatron_gspo.mcore.process_groups import Groups, compute_device
+from megatron_gspo.routing_replay.routes import RouteShape
+from megatron_gspo.routing_replay.statistics import expert_overlap, router_entropy
+
+TopK = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+class RoutingError(RunError):
+    """Routes that can't be used, or that a router didn't use; one line naming the layer and the micro-batch."""
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """What the routers do in a pass.
+
+    shape: sizes of the routes. replay: use the ``routed_experts`` of the batches. record: keep the live choices.
+    compare: count where a live choice differs from the batches' routes. entropy: measure the routers' entropy.
+    storage: where ids are kept, ``device`` or ``host`` (pinned memory, copied asynchronously).
+    """
+
+    shape: RouteShape
+    replay: bool = False
+    record: bool = False
+    compare: bool = False
+    entropy: bool = False
+    storage: str = "device"
+
+    @property
+    def needs_routes(self) -> bool:
+        """Whether the batches must carry routes."""
+        return self.replay or self.compare
+
+
+class MicroBatchRoutes:
+    """The routes of one micro-batch on this rank. Rows are the ``t`` tokens that this rank's routers see.
+
+    Layers are numbered among the MoE layers of the whole model.
+
+    batch: the whole micro-batch. rows: this rank's part of its context-parallel shard. layers: those that have been
+    given their routes. weight: ``[t]`` float32, 1 for a trained token and 0 for any other. given: by layer,
+    ``[t, k]`` expert ids to replay or compare with. missing: ``[t]`` bool, rows of ``given`` that are unknown and left
+    to the live router, or None.
+    compare: whether choices are compared, that is whether any trained token's route is known.
+    chosen: by layer, recorded ids ``[t, k]``. flips, entropy: by layer, sums over ``weight``. flipped: ``[t]`` int16,
+    layers in which the token's choice differs from ``given``. uses: how often (layer, with gradient) was routed.
+    bytes_moved: by this rank between host and device.
+    """
+
+    def __init__(self, options: ReplayOptions, batch: PackedBatch, groups: Groups, *, sequence_parallel: bool) -> None:
+        self.options, self.batch, self.groups = options, batch, groups
+        part, parts = (groups.tp.rank(), groups.tp.size()) if sequence_parallel else (0, 1)
+        size = batch.tokens.shape[0] // groups.cp.size() // parts
+        self.rows = slice(part * size, (part + 1) * size)
+        # without sequence parallelism all tensor-parallel ranks see the same tokens, which count once
+        self.is_counted = sequence_parallel or groups.tp.rank() == 0
+        self.compare = options.compare and _has_known_route(batch)
+        self.layers: list[int] = []
+        self.weight: Tensor | None = None
+        self.missing: Tensor | None = None
+        self.given: dict[int, Tensor] = {}
+        self.chosen: dict[int, Tensor] = {}
+        self.flips: dict[int, Tensor] = {}
+        self.entropy: dict[int, Tensor] = {}
+        self.flipped: Tensor | None = None
+        self.uses: Counter[tuple[int, bool]] = Counter()
+        self.bytes_moved = 0
+        self._store_batch()
+
+    def _store_batch(self) -> None:
+        """Move the batch's ids to the GPU or into pinned memory; nothing on a CPU."""
+        for name in ("routed_experts", "missing_routes") if torch.cuda.is_available() else ():
+            if (ids := getattr(self.batch, name)) is not None:
+                on_device = self.options.storage == "device"
+                setattr(self.batch, name, self._to_device(ids) if on_device else ids.pin_memory())
+
+    def begin_chunk(self, shard: PackedBatch, layers: Sequence[int]) -> None:
+        """Take the routes of a model chunk's MoE layers, contiguous, from the context-parallel shard of this batch.
+
+        Raises ``RoutingError`` for layers that were begun before, and for a batch without the routes that it needs.
+        """
+        if not layers:
+            return
+        number = self.batch.micro_batch
+        if layers[0] in self.layers:
+            raise RoutingError(f"micro-batch {number} went through the same layers twice in one pass")
+        given, missing = shard.routed_experts, shard.missing_routes
+        if given is None and self.options.needs_routes:
+            raise RoutingError(f"micro-batch {number} carries no routes; pack it with routes")
+        if self.weight is None:
+            self.weight = shard.loss_mask[self.rows].to(compute_device(), non_blocking=True)
+            self.missing = None if missing is None else self._to_device(missing[self.rows])
+        self.layers += layers
+        if given is not None:
+            ids = self._to_device(given[self.rows][:, layers[0] : layers[-1] + 1])
+            self.given.update(zip(layers, ids.unbind(1), strict=True))
+
+    @property
+    def known_weight(self) -> Tensor:
+        """``weight`` where ``given`` is known, ``[t]``."""
+        assert self.weight is not None
+        return self.weight if self.missing is None else self.weight * ~self.missing
+
+    def route(self, layer: int, scores: Tensor, top_k: TopK, *, are_logits: bool) -> tuple[Tensor, Tensor]:
+        """The values ``[t, k]`` (with gradient) and ids of the experts that ``layer`` uses.
+
+        scores: ``[t, experts]``, logits or probabilities. top_k: the live router's choice among scores.
+        """
+        options = self.options
+        first = not any(self.uses[layer, grad] for grad in (False, True))
+        self.uses[layer, torch.is_grad_enabled()] += 1
+        values, ids = None, None
+        if not options.replay or self.missing is not None or (first and (options.record or self.compare)):
+            values, ids = top_k(scores)
+        if first and ids is not None:
+            self._measure(layer, scores, ids, are_logits)
+        if not options.replay:
+            assert values is not None and ids is not None
+            return values, ids
+        replayed = self.given[layer].long()
+        if self.missing is not None:
+            assert ids is not None
+            replayed = torch.where(self.missing[:, None], ids, replayed)
+        return scores.gather(1, replayed), replayed
+
+    @torch.no_grad()
+    def _measure(self, layer: int, scores: Tensor, ids: Tensor, are_logits: bool) -> None:
+        """Keep what the options ask for of a live choice, without a device synchronisation."""
+        assert self.weight is not None
+        ids = ids.to(self.options.shape.torch_dtype)
+        if self.options.record:
+            self.chosen[layer] = _to_host(ids) if self.options.storage == "host" else ids
+        if self.compare:
+            k = ids.shape[1]
+            different = k - expert_overlap(ids, self.given[layer])
+            self.flips[layer] = (different.float() / k * self.known_weight).sum()
+            flipped = (different > 0).to(torch.int16)
+            self.flipped = flipped if self.flipped is None else self.flipped + flipped
+        if self.options.entropy:
+            entropy = router_entropy(scores.softmax(-1) if are_logits else scores)
+            self.entropy[layer] = (entropy * self.weight).sum()
+
+    def check_uses(self, *, forward_only: bool) -> None:
+        """Raise ``RoutingError`` unless every layer took its routes exactly once: in a training pass with a gradient
+        (and once more without, where activations are recomputed), else without."""
+        for layer in self.layers:
+            without, with_gradient = self.uses[layer, False], self.uses[layer, True]
+            right = (without, with_gradient) == (1, 0) if forward_only else with_gradient == 1 and without <= 1
+            if not right:
+                raise RoutingError(
+                    f"the router of MoE layer {layer} took its routes of micro-batch {self.batch.micro_batch} "
+                    f"{with_gradient} times with and {without} times without a gradient; expected once"
+                )
+
+    def _to_device(self, ids: Tensor) -> Tensor:
+        moved = ids.to(compute_device(), non_blocking=True)
+        self.bytes_moved += 0 if moved is ids else ids.numel() * ids.element_size()
+        return moved
+
+
+def routes_of_mini_batch(options: ReplayOptions | None, batches: Sequence[PackedBatch], groups: Groups, *,
+                         sequence_parallel: bool) -> list[MicroBatchRoutes] | None:
+    """A new ``MicroBatchRoutes`` for each micro-batch of this rank; None without options."""
+    if options is None:
+        return None
+    return [MicroBatchRoutes(options, batch, groups, sequence_parallel=sequence_parallel) for batch in batches]
+
+
+def _has_known_route(batch: PackedBatch) -> bool:
+    trained = batch.loss_mask > 0
+    return bool((trained if batch.missing_routes is None else trained & ~batch.missing_routes).any())
+
+
+def _to_host(ids: Tensor) -> Tensor:
+    """An asynchronous copy in pinned memory; synchronise before reading it."""
+    if ids.device.type == "cpu":
+        return ids
+    return torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True).copy_(ids, non_blocking=True)
