@@ -10,7 +10,7 @@ FORWARD = "megatron_gspo/mcore/forward_step.py"
 RESULTS, STEP = "megatron_gspo/mcore/routing_replay/gather_results.py", "megatron_gspo/mcore/train_step.py"
 AT_ROUTERS = "tests/mcore/routing_replay/test_router_hooks.py::"
 FIGURES = "tests/mcore/routing_replay/test_gather_results.py::"
-COUNTED = FIGURES + "test_figures_are_those_of_a_count_over_all_ranks"
+COUNTED = FIGURES + "test_stats_are_those_of_a_count_over_all_ranks"
 WIDE = FIGURES + "test_expert_ids_of_one_and_of_two_bytes"  # under context parallelism
 REFERENCE = AT_ROUTERS + "test_with_two_experts_ratios_move_through_the_weights_alone"
 

@@ -20,8 +20,8 @@ OF_THE_SERVERS = (
     ),
     Defect(
         "an answer with too few routes is stretched over the response", "one trainer", ANSWERS,
-        "if ids.size != rows * layout.num_layers * layout.k:",
-        "rows = ids.size // (layout.num_layers * layout.k)\n    if ids.size != rows * layout.num_layers * layout.k:",
+        "if ids.size != rows * shape.model_layers * shape.k:",
+        "rows = ids.size // (shape.model_layers * shape.k)\n    if ids.size != rows * shape.model_layers * shape.k:",
         (REFUSED,),
     ),
     Defect(
