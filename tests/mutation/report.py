@@ -21,7 +21,6 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 WANTED = 0.85  # of all mutants, killed
 PACKAGES = ("megatron_gspo/algorithms", "megatron_gspo/parallel")
-COLUMNS = ("killed", "timeout", "crashed", "survived", "no tests", "suspicious", "not run")
 
 
 def counted(mutants: list[dict]) -> Counter[str]:
@@ -30,31 +29,32 @@ def counted(mutants: list[dict]) -> Counter[str]:
 
 
 def share(counts: Counter[str]) -> float:
-    """Killed, of all: hanging and crashing are ways to be found out."""
+    """Share of killed mutants; timeouts and crashes count."""
     return sum(counts[name] for name in ("killed", "timeout", "crashed")) / max(counts.total(), 1)
 
 
 def whole(results: dict[str, list[dict]]) -> list[dict]:
-    """Mutants of the files whose run is finished. Of an unfinished file the killed come first: no figure is fair."""
+    """Mutants of the finished files. In an unfinished one the killed come first, which would bias the share."""
     return [m for ms in results.values() if not counted(ms)["not run"] for m in ms]
 
 
 def table(results: dict[str, list[dict]]) -> list[str]:
-    lines = [f"| file | mutants | {' | '.join(COLUMNS)} | killed, % |", "|---" * (len(COLUMNS) + 3) + "|"]
-    groups = {**results}
+    """One row a file and package: mutants, survivors, percent killed. Timeouts and crashes count as killed."""
+    lines = ["| file | mutants | survived | killed, % |", "| --- | --- | --- | --- |"]
+    groups = {file.removeprefix("megatron_gspo/"): mutants for file, mutants in results.items()}
     for package in PACKAGES:
-        groups[f"**{package}**"] = [m for file, ms in results.items() if file.startswith(package) for m in ms]
+        name = f"**{package.removeprefix('megatron_gspo/')}**"
+        groups[name] = [m for file, ms in results.items() if file.startswith(package) for m in ms]
     groups["**all**"] = [m for ms in results.values() for m in ms]
     for name, mutants in groups.items():
         counts = counted(mutants)
-        cells = " | ".join(str(counts[column]) for column in COLUMNS)
         percent = "unfinished" if counts["not run"] else f"{100 * share(counts):.1f}"
-        lines.append(f"| {name} | {len(mutants)} | {cells} | {percent} |")
+        lines.append(f"| {name} | {len(mutants)} | {counts['survived']} | {percent} |")
     return lines
 
 
 def survivors(results: dict[str, list[dict]], reasons: list[dict]) -> tuple[list[str], list[str]]:
-    """The survivors by reason, as Markdown; and what is wrong with the list."""
+    """One line a reason with the number of survivors and their modules; and the faults of the list."""
     alive = {m["key"]: m for ms in results.values() for m in ms if m["status"] == "survived"}
     lines, faults = [], []
     for reason in reasons:
@@ -65,10 +65,11 @@ def survivors(results: dict[str, list[dict]], reasons: list[dict]) -> tuple[list
                 f"{key} has a reason but does not survive" for key in reason["keys"] if key not in known
             ]
         if found:
-            lines += ["", f"**{reason['text'].strip()}**", "", *(shown(m) for m in found)]
+            files = ", ".join(sorted({Path(m["file"]).stem for m in found}))
+            lines.append(f"- {reason['text'].strip()} ({len(found)}: {files})")
     faults += [f"{m['file']}:{m['line']} {key}: no reason given" for key, m in alive.items()]
     if alive:
-        lines += ["", "**Without a reason yet**", "", *(shown(m) for m in alive.values())]
+        lines += ["", "Without a reason:", "", *(shown(m) for m in alive.values())]
     return lines, faults
 
 
