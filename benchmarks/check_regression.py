@@ -71,7 +71,7 @@ def compare_rows(row: Row, old: Row, loss: float, findings: Findings) -> None:
 
 
 def describe(row: Row) -> str:
-    return f"{row.benchmark}: {row.name}, beside {row.peer_name}"
+    return f"{row.benchmark}: {row.name}, against {row.peer_name}"
 
 
 def compare(new: Mapping[str, Any], old: Mapping[str, Any], *, loss: float = LOSS) -> Findings:

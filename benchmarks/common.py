@@ -199,10 +199,15 @@ def _ratio(value: float) -> str:
     return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
 
 
+def ratio_text(ratio: Spread) -> str:
+    """Median and quartiles: ``1.02 (0.94-1.02)``."""
+    return f"{_ratio(ratio.median)} ({_ratio(ratio.low)}-{_ratio(ratio.high)})"
+
+
 def _cells(row: Row) -> list[str]:
     sign = ("ours " if row.absolute else "") + (">=" if row.better == "higher" else "<=")
     return [
-        f"{_ratio(row.ratio.median)} ({_ratio(row.ratio.low)}-{_ratio(row.ratio.high)})",
+        ratio_text(row.ratio),
         "" if row.cpu_ratio is None else _ratio(row.cpu_ratio.median),
         "" if row.target is None else f"{sign} {row.target:g} {'yes' if row.met else 'NO'}",
         row.name,

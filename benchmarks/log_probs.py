@@ -118,8 +118,8 @@ def rows_of(case: Case, report: Report) -> list[Row]:
     middle = {peer: median(turn.wall for turn in taken) for peer, taken in turns.items() if peer != "ours"}
     fastest = min(middle, key=lambda peer: middle[peer], default="")
     wide = case.width > 1000
-    products = "ours makes the logits twice, 4 products for the 3 of who holds them"
-    note = products + ("; beside this width all else is small" if wide else "") if case.gradient else ""
+    products = "ours computes the logits twice: 4 products instead of 3"
+    note = products + ("; at this width they dominate" if wide else "") if case.gradient else ""
     rows = [time_row("log_probs", f"{name}: time", turns["ours"], turns[peer], peer_name=peer, note=note,
                      target=1.0 if peer == fastest else None) for peer in middle]  # fmt: skip
     which, what = ("beyond_gradients", "peak without gradients") if wide else ("peak", "peak")

@@ -54,7 +54,7 @@ def missed(rows: Sequence[Row]) -> list[str]:
         if row.met is not False:
             continue
         sign, what = (">=" if row.better == "higher" else "<="), f" {row.unit}" if row.absolute else ""
-        line = (f"{row.benchmark}: {row.name}, beside {row.peer_name}: {number(row.found)}{what} for {sign} "
+        line = (f"{row.benchmark}: {row.name}, against {row.peer_name}: {number(row.found)}{what} for {sign} "
                 f"{row.target:g}, {100 * missed_by(row):.0f} % off")  # fmt: skip
         lines.append(line + (f" ({row.note})" if row.note else ""))
     return lines

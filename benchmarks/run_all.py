@@ -109,10 +109,10 @@ def checked_rows(records: Sequence[Mapping[str, Any]], name: str) -> list[dict[s
         raise ValueError(f"not a row: {error}") from None
     for row in rows:
         if not all(math.isfinite(value) for spread in (row.ratio, row.ours, row.peer) for value in astuple(spread)):
-            raise ValueError(f"{row.name}, beside {row.peer_name}: a figure isn't finite")
+            raise ValueError(f"{row.name}, against {row.peer_name}: a figure isn't finite")
     twice = [key for key, count in Counter(row.key for row in rows).items() if count > 1]
     if twice:
-        raise ValueError(f"two rows are called {twice[0][1]}, beside {twice[0][2]}")
+        raise ValueError(f"two rows are called {twice[0][1]}, against {twice[0][2]}")
     return [row.to_json() for row in rows]
 
 

@@ -15,13 +15,26 @@ OTHER_PAGES = ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "patches/
 CITING = [*PAGES, *(ROOT / name for name in OTHER_PAGES)]
 # Pages that are being rewritten: their citations may be stale. Remove a page from here when it is done.
 STALE = {
-    "README.md", "docs/algorithms.md", "docs/api.md", "docs/architecture.md", "docs/benchmarks.md",
-    "docs/comparison.md",
-    "docs/conversion.md", "docs/doctor.md", "docs/equivalence.md", "docs/extending.md", "docs/index.md",
-    "docs/launch.md", "docs/metrics.md", "docs/multi_turn.md", "docs/mutation.md", "docs/peers.md", "docs/plan.md",
-    "docs/resume.md", "docs/routing_replay.md", "docs/scaling.md", "docs/sglang.md", "docs/support.md", "docs/teeth.md",
-    "docs/troubleshooting.md", "CONTRIBUTING.md", "benchmarks/README.md", "patches/README.md",
-}  # fmt: skip
+    "CONTRIBUTING.md",
+    "README.md",
+    "docs/algorithms.md",
+    "docs/api.md",
+    "docs/architecture.md",
+    "docs/conversion.md",
+    "docs/doctor.md",
+    "docs/extending.md",
+    "docs/index.md",
+    "docs/launch.md",
+    "docs/metrics.md",
+    "docs/plan.md",
+    "docs/resume.md",
+    "docs/routing_replay.md",
+    "docs/scaling.md",
+    "docs/sglang.md",
+    "docs/support.md",
+    "docs/troubleshooting.md",
+    "patches/README.md",
+}
 # What a page cites of other projects, and names that it invents for an example.
 OF_OTHERS = {
     "docs/algorithms.md": {

@@ -32,7 +32,7 @@ def test_a_loss_is_large_and_beyond_the_quartiles(new, old, width, losses, worse
     found = compare(result(row(ratio=new, width=width)), result(row(ratio=old, width=width)))
     assert (len(found.losses), len(found.worse), found.notes) == (losses, worse, [])
     for line in found.losses + found.worse:
-        assert f"bench: a, beside peer: ours / peer 1 -> {new:g}, {round(100 * (new - 1))} % worse" == line
+        assert f"bench: a, against peer: ours / peer 1 -> {new:g}, {round(100 * (new - 1))} % worse" == line
 
 
 def test_rates_lose_downwards():
@@ -44,7 +44,7 @@ def test_rates_lose_downwards():
 def test_rows_that_vanish_are_lost_and_benchmarks_that_did_not_run_are_told():
     old = result(row("a"), row("b"), row("c", benchmark="other"))
     found = compare(result(row("a")), old)
-    assert found.losses == ["bench: b, beside peer: the row is gone"]
+    assert found.losses == ["bench: b, against peer: the row is gone"]
     assert found.notes == ["other did not run"]
     found = compare(result(row("a"), row("b"), failures={"other": "exit code 1"}), old)
     assert found.losses == ["other failed: exit code 1"] and found.notes == []
@@ -56,7 +56,7 @@ def test_a_target_newly_missed_is_lost_where_the_better_quartile_misses_it_too()
     found = compare(result(row(ratio=1.06, width=0.1, target=1.05)), old)
     assert (found.losses, len(found.worse)) == ([], 1)
     found = compare(result(row(ratio=1.08, width=0.01, target=1.05)), old)
-    assert found.losses == ["bench: a, beside peer: target <= 1.05 reached before (1), now 1.08"]
+    assert found.losses == ["bench: a, against peer: target <= 1.05 reached before (1), now 1.08"]
     missed_before = result(row(ratio=1.10, target=1.05))
     assert compare(result(row(ratio=1.12, target=1.05)), missed_before).losses == []
 

@@ -45,7 +45,7 @@ def test_a_benchmark_that_fails_leaves_the_others_be(benchmarks, capfd):
     assert re.search(r"== good \(3 of 3\), \d:\d\d elapsed, about \d", progress)
     assert "FAILED bad: exit code 3" in progress
     text = as_text(result)
-    assert "- good: x, beside peer: 1.5 for <= 1, 50 % off (why)" in text
+    assert "- good: x, against peer: 1.5 for <= 1, 50 % off (why)" in text
     assert "- good: liger: needs a GPU" in text and "- bad: exit code 3" in text
 
 
@@ -101,9 +101,9 @@ def test_reasons_may_be_a_mapping_or_sentences():
 def test_rows_that_mislead_are_a_failure():
     good = [row("a").to_json(), row("b").to_json()]
     assert [found["benchmark"] for found in frame.checked_rows(good, "name")] == ["name", "name"]
-    with pytest.raises(ValueError, match="two rows are called a, beside peer"):
+    with pytest.raises(ValueError, match="two rows are called a, against peer"):
         frame.checked_rows([*good, row("a", 2.0).to_json()], "name")
-    with pytest.raises(ValueError, match="a, beside peer: a figure isn't finite"):
+    with pytest.raises(ValueError, match="a, against peer: a figure isn't finite"):
         frame.checked_rows([row("a", float("inf")).to_json()], "name")
     with pytest.raises(ValueError, match="not a row"):
         frame.checked_rows([{"name": "a"}], "name")
