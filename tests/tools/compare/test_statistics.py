@@ -13,8 +13,6 @@ from megatron_gspo.tools.compare.statistics import (
     paired_difference,
     paired_t,
     sign_flip,
-    t_cdf,
-    t_quantile,
 )
 from megatron_gspo.tracking.run_directory import spread
 
@@ -22,23 +20,33 @@ from megatron_gspo.tracking.run_directory import spread
 @pytest.mark.parametrize(
     "freedom, quantile", [(1, 12.7062), (2, 4.30265), (3, 3.18245), (4, 2.77645), (9, 2.26216), (30, 2.04227)]
 )
-def test_t_quantiles_of_the_printed_table(freedom, quantile):
-    assert t_quantile(0.95, freedom) == pytest.approx(quantile, abs=6e-5)
+def test_intervals_have_the_t_quantiles_of_the_printed_table(freedom, quantile):
+    values = [0.0] * freedom + [1.0]
+    found = interval(values)
+    error = float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    assert (found.high - found.mean) / error == pytest.approx(quantile, abs=6e-5)
+    assert (found.mean - found.low) / error == pytest.approx(quantile, abs=6e-5)
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 5, 8, 11])
-def test_t_cdf_is_the_integral_of_the_density(freedom):
+def test_p_of_the_t_test_is_the_integral_of_the_density(freedom):
+    values = [1.0, 3.0] + [2.0] * (freedom - 1)
+    t = 2.0 / (float(np.std(values, ddof=1)) / math.sqrt(len(values)))
     scale = math.gamma((freedom + 1) / 2) / (math.sqrt(freedom * math.pi) * math.gamma(freedom / 2))
-    x = np.linspace(0.0, 1.7, 20_001)
+    x = np.linspace(0.0, t, 200_001)
     density = scale * (1 + x * x / freedom) ** (-(freedom + 1) / 2)
     area = float(np.sum((density[1:] + density[:-1]) / 2 * np.diff(x)))
-    assert t_cdf(1.7, freedom) == pytest.approx(0.5 + area, abs=1e-8)
-    assert t_cdf(-1.7, freedom) == pytest.approx(0.5 - area, abs=1e-8)
+    assert paired_t(values) == pytest.approx(1 - 2 * area, abs=1e-8)
 
 
-def test_t_needs_two_values():
-    with pytest.raises(ValueError, match="at least two"):
-        t_cdf(1.0, 0)
+def test_equal_values_have_an_interval_without_width():
+    found = interval([0.25, 0.25, 0.25])
+    assert (found.mean, found.low, found.high, found.count) == (0.25, 0.25, 0.25, 3)
+
+
+def test_no_values_have_no_interval():
+    with pytest.raises(ValueError, match="at least one"):
+        interval([])
 
 
 def test_interval_by_hand():
