@@ -16,7 +16,7 @@ from tests.bad_input import (
     test_rollouts,
     test_routes,
 )
-from tests.bad_input.front_door import Case
+from tests.support.command_line import Case
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"

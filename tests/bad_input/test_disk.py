@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from megatron_gspo.mcore.checkpoint.checkpoint_files import newest_checkpoint
-from tests.bad_input.front_door import Case, check, small_config, start, with_engine
 from tests.bad_input.test_rollouts import MyEngine
+from tests.support.command_line import Case, check, small_config, start, with_engine
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_gspo.models.hf_checkpoint import CheckpointReader, write_checkpoint
-from tests.bad_input.front_door import ROWS, Case, check, small_config, start, write_rows
+from tests.support.command_line import ROWS, Case, check, small_config, start, write_rows
 
 WEIGHTS = "model.safetensors"
 QUERY = "model.layers.1.self_attn.q_proj.weight"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bad_input.front_door import ROWS, Case, check, small_config, start, write_rows
+from tests.support.command_line import ROWS, Case, check, small_config, start, write_rows
 
 
 def rows(*content):

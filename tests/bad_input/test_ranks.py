@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.bad_input.front_door import Case, small_config
 from tests.bad_input.ranks import run_ranks
+from tests.support.command_line import Case, small_config
 
 VERIFIER = Path(__file__).with_name("broken_verifier.py")
 LOST = "lost contact with another rank ("

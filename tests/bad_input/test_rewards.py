@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.bad_input.front_door import Case, check, small_config, start, with_engine
 from tests.bad_input.test_rollouts import MyEngine
+from tests.support.command_line import Case, check, small_config, start, with_engine
 from tests.support.training_runs import records
 
 ALL = "responses of a batch (the first: "

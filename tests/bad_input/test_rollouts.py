@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_gspo.data.sample import Sample
-from tests.bad_input.front_door import Case, Outcome, check, small_config, start, with_engine
+from tests.support.command_line import Case, Outcome, check, small_config, start, with_engine
 from tests.support.scripted_engine import ScriptedEngine, ScriptedResponse
 from tests.support.training_runs import records
 

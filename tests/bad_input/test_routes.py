@@ -13,9 +13,9 @@ import pytest
 
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.routing_replay.routes import as_routes
-from tests.bad_input.front_door import Case, Outcome, check, small_config, start, with_engine
 from tests.bad_input.test_rollouts import MyEngine, every, put, second
-from tests.data.make import make_routes
+from tests.support.command_line import Case, Outcome, check, small_config, start, with_engine
+from tests.support.samples import make_routes
 from tests.support.tiny_models import save_tiny_model
 from tests.support.training_runs import records
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import check_regression
 from benchmarks.check_regression import compare, newest, worse_by
-from tests.benchmarks.make import result, row
+from tests.support.benchmark_results import result, row
 
 
 def test_worse_by_looks_the_right_way():

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import run_all as frame
 from benchmarks.report import as_text, rows_of
-from tests.benchmarks.make import row
+from tests.support.benchmark_results import row
 
 WRITE = """
 import json, sys

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.report import missed, missed_by, notes, rows_of, select
 from benchmarks.result_files import read_latest
 from benchmarks.write_page import PAGE, SHOWN, compact_table, filled, page, pages, stale
-from tests.benchmarks.make import result, row
+from tests.support.benchmark_results import result, row
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from megatron_gspo.data.packing import OPTIONAL_FIELDS, context_parallel_shard, count_trained, pack, unpack
 from megatron_gspo.parallel.context_parallel import zigzag_indices
 from megatron_gspo.routing_replay.routes import RouteShape
-from tests.data.make import make_routes, make_sample
+from tests.support.samples import make_routes, make_sample
 
 PER_TOKEN = ("tokens", "labels", "position_ids", "segment_ids", "loss_mask", "advantages", *OPTIONAL_FIELDS)
 shapes = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 7)), min_size=1, max_size=6)

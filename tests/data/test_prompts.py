@@ -5,7 +5,7 @@ import pytest
 
 from megatron_gspo.data.prompt_files import PromptError, optional_module, read_rows
 from megatron_gspo.data.prompts import PromptFormat, PromptSource, load_prompts
-from tests.data.make import CharTokenizer, make_prompt
+from tests.support.samples import CharTokenizer, make_prompt
 
 ROWS = [{"prompt": "a b", "answer": "c", "level": 1}, {"prompt": "dé", "answer": 7, "level": 2}]
 PINNED = [5, 6, 9, 3, 2, 1, 0, 8, 4, 7]

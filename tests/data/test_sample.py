@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_gspo.data.sample import Prompt, json_able, version_spans
-from tests.data.make import make_prompt, make_sample
+from tests.support.samples import make_prompt, make_sample
 
 
 def test_lengths_and_views():

@@ -5,7 +5,7 @@ import pytest
 from megatron_gspo.data.prompts import PromptError, PromptFormat
 from megatron_gspo.data.tasks import TaskSpec, load_task
 from megatron_gspo.rewards.verifiers import load_verifier
-from tests.data.make import CharTokenizer
+from tests.support.samples import CharTokenizer
 
 pytest.importorskip("reasoning_gym")
 

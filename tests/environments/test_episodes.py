@@ -26,8 +26,8 @@ from megatron_gspo.rollout.engine_protocol import RolloutEngine, SamplingParams
 from megatron_gspo.rollout.sample_exchange import generate_spread
 from tests.rollout.embedded.test_route_recorder import naive_routes
 from tests.rollout.test_sample_exchange import assert_same
-from tests.rollout.tiny import checkpoint, moe_config, prompts, reference_model, teacher_forced
 from tests.support.distributed import run_distributed
+from tests.support.reference_models import checkpoint, moe_config, prompts, reference_model, teacher_forced
 
 RULES = EpisodeRules(max_turns=3, max_length=60)
 

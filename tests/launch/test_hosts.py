@@ -17,7 +17,7 @@ import yaml
 
 from tests.bad_input.ranks import free_port, run_ranks
 from tests.fault_injection.bitwise_diff import first_difference
-from tests.launch.hosts import Host, hosts, why_not
+from tests.support.network_hosts import Host, hosts, why_not
 from tests.support.training_runs import base_config, tiny_model
 
 ROOT = Path(__file__).parents[2]

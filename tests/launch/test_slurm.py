@@ -19,7 +19,7 @@ from megatron_gspo.config.load import split_server_arguments
 from megatron_gspo.tools import serve_sglang
 from tests.bad_input.ranks import run_ranks
 from tests.fault_injection.bitwise_diff import first_difference
-from tests.launch.hosts import hosts, why_not
+from tests.support.network_hosts import hosts, why_not
 from tests.support.training_runs import base_config, tiny_model
 
 ROOT = Path(__file__).parents[2]

@@ -16,8 +16,8 @@ from megatron_gspo.mcore.hf_weights import export_weights, load_weights, place
 from megatron_gspo.mcore.model import ModelSettings, build_model
 from megatron_gspo.mcore.process_groups import Layout
 from megatron_gspo.models import family_of, read_config
-from tests.mcore.layouts import groups_of
 from tests.support.distributed import run_distributed
+from tests.support.parallel_groups import groups_of
 from tests.support.tiny_models import save_tiny_model
 
 CASES = [

@@ -16,8 +16,8 @@ from megatron_gspo.data.packing import context_parallel_shard
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.mcore.micro_batches import _fixed, collect_values, micro_batches
 from megatron_gspo.mcore.process_groups import Layout
-from tests.mcore.layouts import groups_of
 from tests.support.distributed import run_distributed
+from tests.support.parallel_groups import groups_of
 
 CASES: list[tuple[Layout, dict[str, Any]]] = [
     (Layout(), dict(max_tokens=40)),

@@ -21,8 +21,8 @@ from megatron_gspo.mcore.process_groups import Groups, Layout
 from megatron_gspo.models import family_of, read_config
 from megatron_gspo.models.model_shape import padded_vocab_size
 from tests.equivalence.cases import make_samples
-from tests.mcore.layouts import groups_of
 from tests.support.distributed import run_distributed
+from tests.support.parallel_groups import groups_of
 from tests.support.tiny_models import save_tiny_model, tiny_config
 
 

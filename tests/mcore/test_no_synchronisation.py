@@ -25,8 +25,8 @@ from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, 
 from megatron_gspo.mcore.process_groups import Layout
 from megatron_gspo.mcore.train_step import run_schedule
 from tests.equivalence.cases import make_samples
-from tests.mcore.layouts import groups_of
 from tests.support.distributed import run_distributed
+from tests.support.parallel_groups import groups_of
 from tests.support.tiny_models import save_tiny_model
 
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal", "is_nonzero"}

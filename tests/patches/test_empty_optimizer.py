@@ -18,8 +18,8 @@ from megatron_gspo.mcore.process_groups import Layout
 from megatron_gspo.mcore.train_step import Batching, train_mini_batch
 from megatron_gspo.patches.mark import MARK
 from tests.equivalence.cases import make_samples
-from tests.mcore.layouts import groups_of
 from tests.support.distributed import run_distributed
+from tests.support.parallel_groups import groups_of
 from tests.support.tiny_models import save_tiny_model
 
 STAGES = Layout(pipeline=2, expert=2)

@@ -32,8 +32,8 @@ from megatron_gspo.mcore.train_step import Batching, forward_backward, train_min
 from megatron_gspo.patches import expert_gradients, te_general_gemm
 from megatron_gspo.patches.mark import MARK, replace
 from tests.equivalence.cases import make_samples
-from tests.mcore.layouts import groups_of
 from tests.support.distributed import run_distributed
+from tests.support.parallel_groups import groups_of
 from tests.support.tiny_models import save_tiny_model
 from tests.support.transformers_reference import worst_error
 

@@ -19,7 +19,7 @@ from megatron_gspo.data.packing import (
 )
 from megatron_gspo.parallel import zigzag_indices
 from tests.algorithms.reference import complete_preset
-from tests.data.make import make_sample
+from tests.support.samples import make_sample
 
 NAMES = ("gspo", "gspo_token", "grpo", "dapo", "dr_grpo")
 shapes = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 8)), min_size=1, max_size=8)

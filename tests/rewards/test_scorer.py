@@ -13,7 +13,7 @@ from megatron_gspo.rewards.scorer import RewardScorer, score
 from megatron_gspo.rewards.verifiers import VerifierError
 from megatron_gspo.rewards.worker import run_verifier
 from megatron_gspo.rewards.worker_pool import RewardPool
-from tests.data.make import make_prompt, make_sample
+from tests.support.samples import make_prompt, make_sample
 
 VERIFIER = '''
 import ctypes, os, re, subprocess, sys, time
@@ -156,7 +156,7 @@ def test_collecting_the_scorer_ends_its_workers(verifier):
 SCRIPT = """
 import sys, threading, time
 from megatron_gspo.rewards.worker_pool import RewardPool
-from tests.data.make import make_prompt
+from tests.support.samples import make_prompt
 pool = RewardPool(sys.argv[1], timeout=2.0, workers=2)
 threading.Thread(target=pool.run, args=([(sys.argv[2], make_prompt())],), daemon=True).start()
 time.sleep(0.3)

@@ -2,7 +2,7 @@ import pytest
 
 from megatron_gspo.rewards.answer_extraction import extract_answer
 from megatron_gspo.rewards.verifiers import VerifierError, load_verifier
-from tests.data.make import make_prompt
+from tests.support.samples import make_prompt
 
 USERS = """
 from dataclasses import dataclass

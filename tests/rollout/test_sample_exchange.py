@@ -16,8 +16,8 @@ from megatron_gspo.rollout.sample_exchange import (
     generate_spread,
     split_prompts,
 )
-from tests.rollout.tiny import checkpoint, moe_config, prompts, reference_model
 from tests.support.distributed import run_distributed
+from tests.support.reference_models import checkpoint, moe_config, prompts, reference_model
 from tests.support.scripted_engine import ScriptedEngine, ScriptedResponse
 
 

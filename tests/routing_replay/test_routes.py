@@ -14,7 +14,7 @@ from megatron_gspo.routing_replay.routes import (
     check_routes,
     expert_id_dtype,
 )
-from tests.data.make import make_routes, make_sample
+from tests.support.samples import make_routes, make_sample
 
 SHAPE = RouteShape(layers=2, k=3, num_experts=8)
 

@@ -17,7 +17,7 @@ from megatron_gspo.rollout.sglang.server_pool import FleetSettings
 from megatron_gspo.rollout.sglang.sglang_engine import EngineSettings, SGLangEngine
 from megatron_gspo.routing_replay.routes import RouteShape
 from megatron_gspo.weight_transport.weight_update import make_route
-from tests.rollout.tiny import checkpoint
+from tests.support.reference_models import checkpoint
 from tests.support.transformers_reference import load_reference
 
 

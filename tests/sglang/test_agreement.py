@@ -17,10 +17,10 @@ from megatron_gspo.rollout.engine_protocol import SamplingParams
 from megatron_gspo.rollout.sample_checks import check_samples
 from megatron_gspo.rollout.sglang.sglang_engine import SGLangEngine
 from megatron_gspo.servers.server_processes import LocalServers
-from tests.mcore.routes import policy_of, shape_of
 from tests.sglang.clients import checkpoint_stream, engine_on, prompts_of
 from tests.sglang.ties import without_ties
 from tests.support.distributed import run_distributed
+from tests.support.routing_cases import policy_of, shape_of
 from tests.support.transformers_reference import load_reference, observe_routers, response_log_probs
 
 TOLERANCE = 2e-5  # nats, float32 against float64

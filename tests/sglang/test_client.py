@@ -19,12 +19,12 @@ from megatron_gspo.rollout.sglang.request_stream import Stream, WeightsWanted
 from megatron_gspo.rollout.sglang.server_pool import FleetSettings
 from megatron_gspo.rollout.sglang.sglang_engine import SGLangEngine
 from megatron_gspo.servers.server_processes import LocalServers
-from tests.rollout.tiny import checkpoint
 from tests.sglang.clients import checkpoint_stream, engine_on, prompts_of
 from tests.sglang.conftest import StartServers
 from tests.sglang.faults import Fault, FaultProxy
 from tests.sglang.test_agreement import TOLERANCE, VOCABULARY, bare
 from tests.sglang.ties import TIE, smallest_margin
+from tests.support.reference_models import checkpoint
 from tests.support.transformers_reference import load_reference, observe_routers, response_log_probs
 
 KEY = "a-key-that-nobody-may-see"

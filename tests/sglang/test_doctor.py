@@ -8,7 +8,7 @@ from typing import Any
 from megatron_gspo.config import Config
 from megatron_gspo.tools.doctor.server_checks import ask, check_startable, judge_servers
 from megatron_gspo.tools.doctor.version_checks import numbers
-from tests.bad_input.front_door import small_config
+from tests.support.command_line import small_config
 
 
 def config_of(model: str, folder: Path, **sglang: Any) -> Config:

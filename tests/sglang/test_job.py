@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from megatron_gspo.tools.make_tiny_model import write_tiny_model
-from tests.launch.hosts import hosts, why_not
 from tests.launch.test_slurm import submit
 from tests.sglang.test_training import AGREEMENT
+from tests.support.network_hosts import hosts, why_not
 from tests.support.training_runs import WORD, base_config, records
 
 

@@ -36,7 +36,7 @@ def base_config(model: str, run_dir: Path, **sections: dict[str, Any]) -> dict[s
                 "eval_size": 8,
             },
             "max_prompt_length": 32,
-            "verifier": f"{Path(__file__).parents[1]}/train/verifier.py:score",
+            "verifier": f"{Path(__file__).with_name('spelling_verifier.py')}:score",
             "verifier_timeout": None,
         },
         "rollout": {"rollout_batch_size": 4, "n_samples_per_prompt": 4, "max_response_length": 6},

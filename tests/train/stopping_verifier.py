@@ -4,7 +4,7 @@ import os
 import signal
 from pathlib import Path
 
-from tests.train import verifier
+from tests.support import spelling_verifier
 
 
 def score(response: str, prompt, metrics: str, rank: int, records: int) -> float:
@@ -12,4 +12,4 @@ def score(response: str, prompt, metrics: str, rank: int, records: int) -> float
     file = Path(metrics)
     if int(os.environ["RANK"]) == rank and file.is_file() and file.read_bytes().count(b"\n") == records:
         os.kill(os.getpid(), signal.SIGUSR1)
-    return verifier.score(response, prompt)
+    return spelling_verifier.score(response, prompt)

@@ -25,8 +25,8 @@ from megatron_gspo.loop.turns import advantages_by_turn, score_episodes, turn_me
 from megatron_gspo.loop.update import update
 from megatron_gspo.rewards.scorer import FAILURE
 from megatron_gspo.routing_replay.step_metrics import StepRouting
-from tests.data.make import make_sample
 from tests.support.distributed import run_distributed
+from tests.support.samples import make_sample
 from tests.support.training_runs import base_config, launch, records, tiny_model
 
 ROOT = Path(__file__).parents[2]

@@ -22,8 +22,8 @@ from megatron_gspo.loop.timers import Timers
 from megatron_gspo.loop.update import update
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from megatron_gspo.routing_replay.step_metrics import StepRouting
-from tests.data.make import make_sample
 from tests.support.distributed import run_distributed
+from tests.support.samples import make_sample
 from tests.support.training_runs import base_config, tiny_model
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from megatron_gspo.errors import EngineError
 from megatron_gspo.mcore.checkpoint.checkpoint_files import complete_checkpoints
-from tests.bad_input.front_door import small_config, with_engine
 from tests.bad_input.test_rollouts import MyEngine
+from tests.support.command_line import small_config, with_engine
 from tests.support.training_runs import tiny_model
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from megatron_gspo.loop.staleness import staleness
-from tests.data.make import make_sample
+from tests.support.samples import make_sample
 
 
 def versions(*values):

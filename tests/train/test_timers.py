@@ -13,8 +13,8 @@ from megatron_gspo.loop.timers import Timers, UpdateClock
 from megatron_gspo.mcore.forward_step import unwrap
 from megatron_gspo.mcore.process_groups import Layout
 from megatron_gspo.mcore.train_step import Batching, compute_log_probs, train_mini_batch
-from tests.mcore.routes import GRPO, policy_of, scored_samples
 from tests.support.distributed import run_distributed
+from tests.support.routing_cases import GRPO, policy_of, scored_samples
 from tests.support.tiny_models import save_tiny_model
 
 NAP = 0.03  # seconds

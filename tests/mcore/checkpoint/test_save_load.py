@@ -21,8 +21,8 @@ from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, 
 from megatron_gspo.mcore.process_groups import Layout
 from megatron_gspo.mcore.train_step import Batching, train_mini_batch
 from tests.equivalence.cases import make_samples, max_difference
-from tests.mcore.layouts import groups_of
 from tests.support.distributed import run_distributed
+from tests.support.parallel_groups import groups_of
 from tests.support.tiny_models import save_tiny_model
 
 LR = 1e-3

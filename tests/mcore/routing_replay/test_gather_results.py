@@ -25,8 +25,10 @@ from megatron_gspo.mcore.train_step import Batching, compute_log_probs
 from megatron_gspo.routing_replay.routes import RouteShape
 from megatron_gspo.routing_replay.statistics import RoutingStats
 from tests.equivalence.cases import make_samples
-from tests.mcore.layouts import groups_of
-from tests.mcore.routes import (
+from tests.mcore.test_model import shape_of as model_shape
+from tests.support.distributed import run_distributed
+from tests.support.parallel_groups import groups_of
+from tests.support.routing_cases import (
     distance,
     policy_of,
     scored_samples,
@@ -34,8 +36,6 @@ from tests.mcore.routes import (
     train_pass,
     with_random_routes,
 )
-from tests.mcore.test_model import shape_of as model_shape
-from tests.support.distributed import run_distributed
 from tests.support.tiny_models import save_tiny_model
 from tests.support.transformers_reference import load_reference, observe_routers
 

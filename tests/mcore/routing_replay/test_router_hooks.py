@@ -26,7 +26,9 @@ from megatron_gspo.mcore.routing_replay.micro_batch_routes import (
 from megatron_gspo.mcore.routing_replay.router_hooks import _BYPASSES, attach_router_hooks, refuse_bypasses
 from megatron_gspo.mcore.train_step import Batching, compute_log_probs, forward_backward, train_mini_batch
 from megatron_gspo.routing_replay.routes import RouteShape
-from tests.mcore.routes import (
+from tests.mcore.test_model import shape_of as model_shape
+from tests.support.distributed import run_distributed
+from tests.support.routing_cases import (
     GRPO,
     around_routing,
     distance,
@@ -38,8 +40,6 @@ from tests.mcore.routes import (
     train_pass,
     with_random_routes,
 )
-from tests.mcore.test_model import shape_of as model_shape
-from tests.support.distributed import run_distributed
 from tests.support.tiny_models import save_tiny_model
 from tests.support.transformers_reference import (
     gates_of,

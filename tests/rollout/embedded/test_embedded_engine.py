@@ -6,7 +6,7 @@ from transformers import GenerationConfig
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from megatron_gspo.rollout.engine_protocol import RolloutEngine, SamplingParams
-from tests.rollout.tiny import (
+from tests.support.reference_models import (
     EOS,
     VOCABULARY,
     checkpoint,

@@ -10,7 +10,7 @@ from megatron_gspo.rollout.embedded import route_recorder
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from megatron_gspo.rollout.engine_protocol import SamplingParams
 from megatron_gspo.routing_replay.routes import RouteShape, check_routes
-from tests.rollout.tiny import checkpoint, dense_config, moe_config, prompts, reference_model
+from tests.support.reference_models import checkpoint, dense_config, moe_config, prompts, reference_model
 
 CONFIGS = {
     "8 experts, 2 active": dict(),

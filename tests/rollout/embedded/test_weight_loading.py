@@ -4,7 +4,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from megatron_gspo.rollout.engine_protocol import SamplingParams
-from tests.rollout.tiny import checkpoint, dense_config, moe_config, prompts, reference_model
+from tests.support.reference_models import checkpoint, dense_config, moe_config, prompts, reference_model
 
 EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
 

@@ -17,7 +17,7 @@ from megatron_gspo.errors import EngineError
 from megatron_gspo.rollout.engine_protocol import SamplingParams
 from megatron_gspo.rollout.sglang import server_pool as fleet_module
 from megatron_gspo.rollout.sglang.request_stream import WeightsWanted
-from tests.rollout.sglang.generator import SAMPLING, Generator, Setup, expected, prompts, without_pauses
+from tests.support.sglang_generator import SAMPLING, Generator, Setup, expected, prompts, without_pauses
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from megatron_gspo.rollout.sglang import server_pool as fleet_module
 from megatron_gspo.rollout.sglang.partial_response import Draft
 from megatron_gspo.rollout.sglang.request_stream import Group, WeightsWanted, choose
 from megatron_gspo.rollout.sglang.server_pool import FleetError
-from tests.rollout.sglang.generator import SAMPLING, Generator, Setup, expected, prompts, without_pauses
+from tests.support.sglang_generator import SAMPLING, Generator, Setup, expected, prompts, without_pauses
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from megatron_gspo.rollout.sglang.response_parser import (
     parse_answer,
 )
 from megatron_gspo.routing_replay.routes import RouteShape
-from tests.rollout.sglang.answer import VERSION, answer, asked, encoded, route_ids
+from tests.support.sglang_responses import VERSION, answer, asked, encoded, route_ids
 
 GOOD = answer([9, 8, 1], [-0.5, -1.25, 0.0])
 

@@ -12,8 +12,8 @@ from megatron_gspo.errors import EngineError
 from megatron_gspo.rollout.sglang.server_pool import FleetError
 from megatron_gspo.rollout.sglang.sglang_engine import EngineSettings, SGLangEngine
 from megatron_gspo.weight_transport.weight_update import make_route
-from tests.rollout.sglang.generator import FACTS, Generator
 from tests.servers.web_server import WebServer
+from tests.support.sglang_generator import FACTS, Generator
 
 
 @pytest.fixture

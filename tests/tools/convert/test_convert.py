@@ -31,8 +31,8 @@ from megatron_gspo.tools.convert import __main__ as convert
 from megatron_gspo.tools.convert.to_hugging_face import to_hugging_face
 from megatron_gspo.tools.convert.torch_dcp_files import METADATA, DistributedReader, read_metadata
 from megatron_gspo.tools.make_tiny_model import character_tokenizer
-from tests.mcore.layouts import groups_of
 from tests.support.distributed import run_distributed
+from tests.support.parallel_groups import groups_of
 from tests.support.tiny_models import save_tiny_model
 
 ONE = ["--processes", "1"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.bad_input.front_door import small_config
+from tests.support.command_line import small_config
 from tests.support.training_runs import tiny_model
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.launch.hosts import CONFIGURATION, hosts, why_not
-from tests.tools.doctor.front_door import doctor
+from tests.support.doctor_processes import doctor
+from tests.support.network_hosts import CONFIGURATION, hosts, why_not
 
 WHY_NOT = why_not()
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "there are namespaces")

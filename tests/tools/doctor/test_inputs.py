@@ -15,7 +15,7 @@ from megatron_gspo.mcore.checkpoint.checkpoint_files import begin_checkpoint, ch
 from megatron_gspo.tools.doctor import input_checks
 from megatron_gspo.tools.doctor.diagnostics import Finding, examine
 from megatron_gspo.tools.doctor.storage_checks import check_run_disk, check_weight_disk
-from tests.bad_input.front_door import small_config
+from tests.support.command_line import small_config
 from tests.support.distributed import fork_server
 from tests.support.training_runs import tiny_model
 

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_gspo.tools.doctor.__main__ import parse
 from megatron_gspo.tools.doctor.diagnostics import LEVELS
-from tests.tools.doctor.front_door import (
+from tests.support.doctor_processes import (
     Outcome,
     agree_and_hang,
     arrive_and_hang,

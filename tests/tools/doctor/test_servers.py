@@ -12,7 +12,7 @@ from megatron_gspo.config import Config, load_config
 from megatron_gspo.servers.server_info import Capabilities
 from megatron_gspo.tools.doctor.server_checks import ask, judge_own_address, judge_server, judge_servers
 from tests.servers.web_server import WebServer
-from tests.tools.doctor.front_door import free_port
+from tests.support.doctor_processes import free_port
 
 SERVER = Capabilities(
     url="http://127.0.0.1:30000", version="0.5.23", life="1 2", weight_version="default", model_path="/models/a",

@@ -14,7 +14,7 @@ from megatron_gspo.tools.plan.activations import (
     peak_bytes,
     sizes_of,
 )
-from tests.tools.plan.models import SMALL, dense_shape, shape_of
+from tests.support.model_shapes import SMALL, dense_shape, shape_of
 
 CPU = Setting(4, "torch", on_gpu=False)
 

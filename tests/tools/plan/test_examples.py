@@ -14,7 +14,7 @@ from megatron_gspo.tools.plan.hardware import find_gpu
 from megatron_gspo.tools.plan.memory import stage_states, worst_memory
 from megatron_gspo.tools.plan.step_time import micro_batches
 from megatron_gspo.tools.plan.workload import Cluster, Workload
-from tests.tools.plan.models import LARGE, SMALL, shape_of
+from tests.support.model_shapes import LARGE, SMALL, shape_of
 
 FOLDER = Path(__file__).parents[3] / "examples" / "qwen3_moe"
 CONFIGS = sorted(file.name for file in FOLDER.glob("qwen3_*.yaml"))

@@ -19,7 +19,7 @@ from megatron_gspo.tools.plan.hardware import GPUS, find_gpu
 from megatron_gspo.tools.plan.layout_search import Fixed, search
 from megatron_gspo.tools.plan.layouts import feasible, name_of, parse_layout
 from megatron_gspo.tools.plan.workload import Cluster, Workload
-from tests.tools.plan.models import LARGE, SMALL, shape_of
+from tests.support.model_shapes import LARGE, SMALL, shape_of
 
 BASE = ["--model", str(SMALL), "--gpus", "8", "--gpu", "h200", "--response-length", "8192"]
 

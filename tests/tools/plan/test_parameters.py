@@ -17,7 +17,7 @@ from megatron_gspo.tools.plan.parameters import (
     total_parameters,
 )
 from tests.support.distributed import run_distributed
-from tests.tools.plan.models import LARGE, SMALL, dense_shape, shape_of
+from tests.support.model_shapes import LARGE, SMALL, dense_shape, shape_of
 
 
 def test_a_layer_by_hand() -> None:

@@ -23,7 +23,7 @@ from megatron_gspo.tools.plan.model_states import States
 from megatron_gspo.tools.plan.parameters import active_parameters, total_parameters
 from megatron_gspo.tools.plan.step_time import micro_batches, model_flops, step_time
 from megatron_gspo.tools.plan.workload import Cluster, Workload
-from tests.tools.plan.models import SMALL, dense_shape, shape_of
+from tests.support.model_shapes import SMALL, dense_shape, shape_of
 
 # Round rates, everything reached: 100 TFLOP/s, HBM 1 TB/s, NVLink 100 GB/s, network 10 GB/s
 GPU = Gpu("round", 100 * 2**30, 1e14, 1e12, 1e11, 1e10)

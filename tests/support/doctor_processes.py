@@ -23,8 +23,8 @@ from megatron_gspo.tools.doctor.rank_checks import facts_of_this_rank
 from megatron_gspo.tools.doctor.rendezvous import Meeting, Place, open_store
 from megatron_gspo.tools.doctor.runner import Checkup
 from megatron_gspo.tools.doctor.version_checks import installed
-from tests.launch.hosts import CONFIGURATION, Host
 from tests.support.distributed import end_process, fork_server
+from tests.support.network_hosts import CONFIGURATION, Host
 
 LIMIT = 120.0  # seconds, far below the doctor's own of ten minutes
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000  # linux/sched.h

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from megatron_gspo.models import ModelShape, family_of, read_config
 
-FOLDER = Path(__file__).parents[3] / "examples" / "qwen3_moe" / "models"
+FOLDER = Path(__file__).parents[2] / "examples" / "qwen3_moe" / "models"
 SMALL, LARGE = FOLDER / "Qwen3-30B-A3B", FOLDER / "Qwen3-235B-A22B"
 
 

@@ -16,8 +16,8 @@ from megatron_gspo.rollout.sglang.client import Client, ModelFacts, RequestLimit
 from megatron_gspo.rollout.sglang.request_stream import Stream
 from megatron_gspo.rollout.sglang.server_pool import Fleet, FleetSettings
 from megatron_gspo.servers.http_client import EventLoop, Server, open_session
-from tests.rollout.sglang.answer import answer
 from tests.servers.web_server import WebServer
+from tests.support.sglang_responses import answer
 
 VERSION = "00c0ffee:3"
 FACTS = ModelFacts(vocab_size=96, stop_ids=(1,), max_length=64)

@@ -21,7 +21,7 @@ from megatron_gspo.mcore.routing_replay.router_hooks import moe_layers
 from megatron_gspo.mcore.train_step import Batching, forward_backward, mini_batch_routes, pack_mini_batch
 from megatron_gspo.routing_replay.routes import RouteShape
 from tests.equivalence.cases import make_samples
-from tests.mcore.layouts import groups_of
+from tests.support.parallel_groups import groups_of
 
 GRPO = preset("grpo")
 

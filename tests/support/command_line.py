@@ -22,7 +22,7 @@ from megatron_gspo.train import main, train
 from tests.support.training_runs import WORD, base_config
 
 LIMIT = 120.0  # seconds
-VERIFIER = Path(__file__).parents[1] / "train" / "verifier.py"
+VERIFIER = Path(__file__).with_name("spelling_verifier.py")
 ROWS = [{"prompt": f"{WORD} {word}", "answer": word[::-1]} for word in ("dog", "cat", "sun", "map", "tin", "ore")]
 
 
