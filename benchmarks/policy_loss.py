@@ -60,7 +60,7 @@ def beside_peers(python: str, folder: Path, args: argparse.Namespace) -> list[Ro
 
 def loss_and_step(folder: Path, size: Size, groups: Any) -> dict[str, Callable[[], None]]:
     """The loss alone, from log-probs as leaves, over the micro-batches of a mini-batch; the whole step on it."""
-    from megatron_gspo.algorithms import policy_loss, preset
+    from megatron_gspo.algorithms import LossExtras, policy_loss, preset
     from megatron_gspo.mcore.micro_batches import micro_batches
     from megatron_gspo.mcore.process_groups import Layout
     from megatron_gspo.mcore.train_step import Batching, train_mini_batch
@@ -77,7 +77,7 @@ def loss_and_step(folder: Path, size: Size, groups: Any) -> dict[str, Callable[[
             found, _ = policy_loss(
                 objective, log_probs=(batch.old_log_probs + 1e-4).requires_grad_(), old_log_probs=batch.old_log_probs,
                 advantages=batch.advantages, loss_mask=batch.loss_mask, segment_ids=batch.segment_ids,
-                num_segments=batch.num_segments, num_sequences=batch.num_sequences, num_tokens=batch.num_tokens,
+                num_sequences=batch.num_sequences, num_tokens=batch.num_tokens, extras=LossExtras(batch.num_segments),
             )  # fmt: skip
             found.backward()
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benchmarks.common import interleave
 from benchmarks.peers.policy_losses import CLIP, Loss, Prepare, trl_loss, verl_loss
-from megatron_gspo.algorithms import policy_loss, preset
+from megatron_gspo.algorithms import LossExtras, policy_loss, preset
 
 
 def ours() -> Prepare:
@@ -37,8 +37,8 @@ def ours() -> Prepare:
             "segment_ids": torch.arange(count).repeat_interleave(width),
         }  # fmt: skip
         return lambda log_probs: policy_loss(
-            objective, log_probs=log_probs.flatten(), **packed, num_segments=count, num_sequences=count,
-            num_tokens=count * width,
+            objective, log_probs=log_probs.flatten(), **packed, num_sequences=count, num_tokens=count * width,
+            extras=LossExtras(num_segments=count),
         )[0]  # fmt: skip
 
     return prepare

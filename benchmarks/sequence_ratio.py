@@ -27,8 +27,8 @@ from torch import Tensor
 
 from benchmarks.common import Row, Seconds, count_row, run_from_command_line, say, time_row
 from benchmarks.worlds import World, in_turns
-from megatron_gspo.algorithms.aggregation import segment_sums
 from megatron_gspo.algorithms.ratio import sequence_ratio
+from megatron_gspo.algorithms.segments import segment_sums
 from megatron_gspo.parallel.context_parallel import sum_over
 
 OURS, REDUCED, GATHERED = "ours", "all-reduce a sequence", "all-gather a sequence"

@@ -7,7 +7,6 @@ loss, metrics = policy_loss(objective, log_probs=..., old_log_probs=..., advanta
 """
 
 from .advantages import group_advantages
-from .distribution import effective_sample_size, quantiles, ratio_quantiles
 from .filters import (
     Filtered,
     complete_responses,
@@ -16,24 +15,28 @@ from .filters import (
     overlong_penalty,
     zero_variance_groups,
 )
+from .importance_sampling import (
+    mismatch_metrics,
+    sequence_importance_weights,
+    sequence_rejection_mask,
+    token_importance_weights,
+    token_rejection_mask,
+)
 from .kl import kl_penalty
 from .metrics import finish_metrics
 from .objective import Objective
-from .policy_loss import policy_loss
+from .policy_loss import LossExtras, policy_loss
 from .presets import PRESETS, preset
-from .rollout_correction import (
-    mismatch_metrics,
-    sequence_band_mask,
-    sequence_correction_weights,
-    token_band_mask,
-    token_correction_weights,
-)
-from .turns import turn_advantages, turn_returns
+from .ratio_statistics import effective_sample_size, quantiles, ratio_quantiles
+from .segments import Segments
+from .turn_advantages import turn_advantages, turn_returns
 
 __all__ = [
     "PRESETS",
     "Filtered",
+    "LossExtras",
     "Objective",
+    "Segments",
     "complete_responses",
     "effective_sample_size",
     "finish_metrics",
@@ -47,10 +50,10 @@ __all__ = [
     "preset",
     "quantiles",
     "ratio_quantiles",
-    "sequence_band_mask",
-    "sequence_correction_weights",
-    "token_band_mask",
-    "token_correction_weights",
+    "sequence_importance_weights",
+    "sequence_rejection_mask",
+    "token_importance_weights",
+    "token_rejection_mask",
     "turn_advantages",
     "turn_returns",
     "zero_variance_groups",

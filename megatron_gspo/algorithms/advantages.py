@@ -14,7 +14,8 @@ AdvantageBaseline = Literal["mean", "leave_one_out"]
 
 @dataclass(frozen=True)
 class Groups:
-    """Rewards seen by group. `index`: group of each response, 0..g-1 [N]; the others [g], `varied` bool."""
+    """Statistics of rewards by group. `index` [N]: group of each response, 0..g-1. `count`, `mean`, `varied` [g]:
+    number of rewards, their mean, whether they differ (bool)."""
 
     index: Tensor
     count: Tensor
@@ -23,13 +24,13 @@ class Groups:
 
 
 def group_rewards(rewards: Tensor, group_ids: Tensor) -> Groups:
-    """Sort float64 `rewards` [N] into groups; `group_ids` [N] are any integers, in any order."""
+    """Group float64 `rewards` [N] by `group_ids` [N]: any integers, in any order."""
     ids, index = torch.unique(group_ids, return_inverse=True)
     zeros = rewards.new_zeros(ids.numel())
     count = zeros.index_add(0, index, torch.ones_like(rewards))
     mean = zeros.index_add(0, index, rewards) / count
-    # Equal rewards are found by comparing them, not by a std of 0: the mean of three 0.1 is not 0.1 in
-    # floating point, and dividing that rounding error by itself would give advantages of +-1.
+    # Equal rewards are detected by comparison, not by a std of 0: the mean of three 0.1 is not 0.1 in floating
+    # point, and dividing that rounding error by itself would give advantages of +-1.
     highest = zeros.scatter_reduce(0, index, rewards, "amax", include_self=False)
     lowest = zeros.scatter_reduce(0, index, rewards, "amin", include_self=False)
     return Groups(index, count, mean, highest > lowest)
@@ -41,10 +42,10 @@ def as_rewards(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
     ids = torch.as_tensor(group_ids, device=values.device)
     if values.dim() != 1 or values.shape != ids.shape:
         raise ValueError(
-            f"rewards {tuple(values.shape)} and group_ids {tuple(ids.shape)}: give [N] both, one a response"
+            f"rewards {tuple(values.shape)} and group_ids {tuple(ids.shape)}: both must be [N], one per response"
         )
     if ids.is_floating_point():
-        raise ValueError(f"group_ids is {ids.dtype}: give integers")
+        raise ValueError(f"group_ids is {ids.dtype}: must be integers")
     return values, ids
 
 
@@ -58,9 +59,9 @@ def group_advantages(
     """`A_i = (r_i - baseline) / std(r)` within each group (GRPO, arXiv:2402.03300; GSPO, arXiv:2507.18071).
 
     Args:
-        rewards: [N], any real dtype; finite.
+        rewards: [N] finite, any real dtype.
         group_ids: [N] integers; responses to the same prompt share one. Any values, any order.
-        std: divide by the `sample` (n - 1) or `population` (n) standard deviation, or (`none`) by nothing.
+        std: divide by the `sample` (n - 1) or `population` (n) standard deviation, or by nothing (`none`).
         baseline: the group's `mean`, or the mean of the others (`leave_one_out`, RLOO).
 
     Returns:
@@ -78,7 +79,7 @@ def group_advantages(
     if values.numel() == 0:
         return values.float()
     if not bool(torch.isfinite(values).all()):
-        raise ValueError("rewards holds NaN or infinity: drop those responses first (filters.finite_rewards)")
+        raise ValueError("rewards contain NaN or infinity: drop those responses first (filters.finite_rewards)")
 
     groups = group_rewards(values, ids)
     deviation = values - groups.mean[groups.index]
@@ -88,6 +89,6 @@ def group_advantages(
     if std != "none":
         squares = torch.zeros_like(groups.mean).index_add(0, groups.index, deviation.square())
         freedom = groups.count - 1 if std == "sample" else groups.count
-        spread = (squares / freedom.clamp_min(1)).sqrt()
-        advantages = advantages / torch.where(groups.varied, spread, torch.ones_like(spread))[groups.index]
+        deviations = (squares / freedom.clamp_min(1)).sqrt()
+        advantages = advantages / torch.where(groups.varied, deviations, torch.ones_like(deviations))[groups.index]
     return torch.where(groups.varied[groups.index], advantages, torch.zeros_like(advantages)).float()

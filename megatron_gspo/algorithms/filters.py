@@ -1,8 +1,7 @@
-"""Which responses to train on, with counts, and DAPO's penalty for long ones.
+"""Filters of responses, with counts, and DAPO's penalty for long responses.
 
-A dropped response leaves the mini-batch altogether: count num_sequences and num_tokens after filtering, or
-the loss is silently rescaled. Nothing here is called inside the loss; reading a count may wait for the
-device.
+A dropped response is not part of the mini-batch: count num_sequences and num_tokens after filtering, otherwise the
+loss is rescaled. The loss calls none of these functions; reading a count may synchronise the device.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ import torch
 from torch import Tensor
 
 from .advantages import as_rewards, group_rewards
-from .aggregation import segment_sums
+from .segments import segment_sums
 
 
 class Filtered(NamedTuple):
-    """`keep` [N] bool; `dropped`, `total`: counts of what the filter looks at (responses, or groups)."""
+    """`keep` [N] bool; `dropped`, `total`: counts of the filtered units (responses or groups)."""
 
     keep: Tensor
     dropped: int
@@ -32,8 +31,8 @@ def _filtered(keep: Tensor) -> Filtered:
 def zero_variance_groups(rewards: Tensor, group_ids: Tensor) -> Filtered:
     """Drop responses of groups whose rewards are all equal (DAPO's dynamic sampling, arXiv:2503.14476).
 
-    `rewards`, `group_ids` [N] as in `group_advantages`; a group of one is dropped too. Counts groups. A group
-    with a reward that is not finite is neither equal nor usable: apply `finite_rewards` first.
+    `rewards`, `group_ids` [N] as in `group_advantages`; a group of one is dropped too. Counts groups. Apply
+    `finite_rewards` first: rewards that are not finite are not compared correctly.
     """
     values, ids = as_rewards(rewards, group_ids)
     if values.numel() == 0:
@@ -50,8 +49,8 @@ def finite_rewards(rewards: Tensor) -> Filtered:
 def finite_log_probs(
     log_probs: Tensor, loss_mask: Tensor, segment_ids: Tensor, num_segments: int
 ) -> Filtered:
-    """Drop sequences with a NaN or infinite log-prob [T] on a trained token; `keep` [num_segments]. Counts
-    those.
+    """Drop sequences with a NaN or infinite log-prob [T] on a trained token; `keep` [num_segments].
+    Counts sequences.
     """
     bad = (loss_mask != 0) & ~torch.isfinite(log_probs)
     return _filtered(segment_sums(bad, segment_ids, num_segments) == 0)
@@ -60,9 +59,9 @@ def finite_log_probs(
 def complete_responses(
     finish_reasons: Sequence[str], *, drop: Collection[str] = ("length", "abort")
 ) -> Filtered:
-    """Drop responses [N] that were cut off. Counts responses.
+    """Drop responses [N] that were cut at the length limit or aborted. Counts responses.
 
-    To penalise them instead, leave them in and add `overlong_penalty` to their reward.
+    To penalise them instead, keep them and add `overlong_penalty` to their reward.
     """
     return _filtered(torch.tensor([reason not in drop for reason in finish_reasons], dtype=torch.bool))
 
@@ -74,8 +73,8 @@ def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, factor: f
 
     Args:
         lengths: [N] response lengths in tokens.
-        max_length: longest response that is not fully punished, tokens.
-        buffer: width of the falling part, tokens.
+        max_length: length from which the penalty is full, tokens.
+        buffer: number of tokens over which the penalty grows.
         factor: size of the full penalty, in units of reward.
 
     Returns:
@@ -85,7 +84,7 @@ def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, factor: f
         ValueError: buffer outside 1..max_length.
     """
     if not 0 < buffer <= max_length:
-        raise ValueError(f"buffer = {buffer!r}: give 1 to max_length = {max_length} tokens")
+        raise ValueError(f"buffer = {buffer!r}: must be 1 to max_length = {max_length} tokens")
     over = torch.as_tensor(lengths).float() - (max_length - buffer)
     # 0 - x, so that a short response gets 0.0 and not -0.0
     return 0 - factor * (over / buffer).clamp(0, 1)

@@ -32,11 +32,10 @@ def kl_penalty(
     Args:
         log_probs: [T] float32 of the sampled tokens; the gradient flows to it.
         ref_log_probs: [T], taken as a constant.
-        max_log_ratio: nats; d is clamped to +-this in k2 and k3, so a token beyond it has a finite value and
-            no gradient.
+        max_log_ratio: nats; k2 and k3 clamp d to +-this, so a token beyond it has a finite value and no gradient.
 
     Returns:
-        [T] in the dtype of `log_probs`, unmasked and with no coefficient: the caller weighs it.
+        [T] in the dtype of `log_probs`, not masked and not scaled by a coefficient.
 
     Raises:
         ValueError: unknown estimator.

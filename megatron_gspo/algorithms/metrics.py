@@ -1,4 +1,4 @@
-"""Figures of one policy-loss call, as shares that add up over micro-batches and ranks."""
+"""Metrics of one policy-loss call, as shares that sum over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -9,90 +9,87 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .aggregation import Shares, share
+from .aggregation import TokenWeights, weighted_sum
 from .kl import k3
 from .objective import Objective
-from .ratio import Clip
+from .surrogate import Clip
 
 
 @dataclass(frozen=True)
-class RatioFacts:
-    """What the surrogate saw.
+class RatioStats:
+    """Importance ratios of one call, and what the clip removed.
 
     Attributes:
         log_ratio: [T], of each token.
-        ratio: one entry for what one ratio covers: [n] sequences or [T] tokens, by the level; likewise
-        clamped: bool, whether its log-ratio was; and
-        held: how many trained tokens this rank has of it: a count [n], or the mask [T].
+        ratio: [n] per sequence or [T] per token, by the ratio level; and of the same shape
+        clamped: bool, whether its log-ratio was clamped;
+        counts: the trained tokens that this rank holds of it: a count [n], or the mask [T].
         clip: [T].
-        cut: [n], how many tokens of a sequence are clipped here; and
-        in_cut_sequences: how many trained tokens here stand for a clipped sequence.
+        clipped: [n], clipped tokens of each sequence on this rank.
+        in_clipped_sequences: [n], this rank's trained tokens that stand for a clipped sequence.
     """
 
     log_ratio: Tensor
     ratio: Tensor
     clamped: Tensor
-    held: Tensor
+    counts: Tensor
     clip: Clip
-    cut: Tensor
-    in_cut_sequences: Tensor
+    clipped: Tensor
+    in_clipped_sequences: Tensor
 
 
-def _extreme(values: Tensor, held: Tensor, reduce: Callable[[Tensor], Tensor], nothing: float) -> Tensor:
-    """Largest or smallest of the trained values; `nothing` where there is none, which loses to any other
-    rank's.
-    """
+def _extreme(values: Tensor, trained: Tensor, reduce: Callable[[Tensor], Tensor], neutral: float) -> Tensor:
+    """Largest or smallest of the trained values; `neutral`, which loses to any other rank's, where there is none."""
     if not values.numel():
-        return values.new_full((), nothing)
-    return reduce(torch.where(held, values, nothing))
+        return values.new_full((), neutral)
+    return reduce(torch.where(trained, values, neutral))
 
 
 @torch.no_grad()
-def ratio_metrics(objective: Objective, facts: RatioFacts, shares: Shares) -> dict[str, Tensor]:
+def ratio_metrics(objective: Objective, stats: RatioStats | None, weights: TokenWeights) -> dict[str, Tensor]:
     """Clip fractions, moments and extremes of the ratio, KL to the old policy; scalars.
 
-    `ratio/*` and `log_ratio_clamped` count what one ratio covers: sequences or tokens, by the level.
+    `ratio/*` and `log_ratio_clamped` are over sequences or tokens, by the ratio level. Without a ratio (`stats` None)
+    there are only the clip fractions, which are 0.
     """
-    held, limit, dtype = facts.held != 0, objective.max_log_ratio, facts.ratio.dtype
-    unit = facts.held.to(dtype) * shares.of_sequences if objective.sequence_level else shares.of_tokens
-    # About 1, not about the mean: additive, and GSPO's spread of 1e-4 survives float32. 0 where nothing is trained.
-    deviation = facts.ratio - 1
-    cut, lower = facts.cut.sum().to(dtype) * shares.of_tokens, share(facts.clip.lower, shares.of_tokens)
+    if stats is None:
+        zero = torch.zeros_like(weights.token)
+        return {f"clip_fraction/{what}": zero for what in ("tokens", "sequences", "lower", "upper")}
+    trained, limit, dtype = stats.counts != 0, objective.max_log_ratio, stats.ratio.dtype
+    unit = stats.counts.to(dtype) * weights.sequence if objective.sequence_level else weights.token
+    # Moments about 1, not about the mean: they are additive, and GSPO's deviation of 1e-4 survives float32.
+    # 0 where nothing is trained.
+    deviation = stats.ratio - 1
+    cut, lower = stats.clipped.sum().to(dtype) * weights.token, weighted_sum(stats.clip.lower, weights.token)
     metrics = {
         "clip_fraction/tokens": cut,
-        "clip_fraction/sequences": share(facts.in_cut_sequences.to(dtype), shares.of_sequences),
+        "clip_fraction/sequences": weighted_sum(stats.in_clipped_sequences.to(dtype), weights.sequence),
         "clip_fraction/lower": lower,
         "clip_fraction/upper": cut - lower,
-        "ratio/mean": share(held, unit) + share(deviation, unit),
-        "ratio/square_deviation": share(deviation.square(), unit),
-        "ratio_max": _extreme(facts.ratio, held, torch.amax, -math.inf),
-        "ratio_min": _extreme(facts.ratio, held, torch.amin, math.inf),
-        "log_ratio_clamped": share(facts.clamped, unit),
+        "ratio/mean": weighted_sum(trained, unit) + weighted_sum(deviation, unit),
+        "ratio/square_deviation": weighted_sum(deviation.square(), unit),
+        "ratio_max": _extreme(stats.ratio, trained, torch.amax, -math.inf),
+        "ratio_min": _extreme(stats.ratio, trained, torch.amin, math.inf),
+        "log_ratio_clamped": weighted_sum(stats.clamped, unit),
         # log_ratio is log(current / old) on samples of the old policy: this estimates KL(old || current).
-        "kl/old_policy": share(k3(facts.log_ratio.clamp(-limit, limit)), shares.of_tokens),
+        "kl/old_policy": weighted_sum(k3(stats.log_ratio.clamp(-limit, limit)), weights.token),
     }
-    if facts.clip.dual is not None:
-        metrics["clip_fraction/dual"] = share(facts.clip.dual, shares.of_tokens)
+    if stats.clip.dual is not None:
+        metrics["clip_fraction/dual"] = weighted_sum(stats.clip.dual, weights.token)
     return metrics
 
 
-def no_ratio_metrics(shares: Shares) -> dict[str, Tensor]:
-    """The clip fractions of an objective without a ratio: 0."""
-    zero = torch.zeros_like(shares.of_tokens)
-    return {f"clip_fraction/{what}": zero for what in ("tokens", "sequences", "lower", "upper")}
-
-
 def finish_metrics(summed: Mapping[str, float | Tensor]) -> dict[str, float]:
-    """Final figures from shares that were added up over all micro-batches and ranks.
+    """Final figures from shares summed over all micro-batches and ranks.
 
     Args:
-        summed: name (as `policy_loss` gave it) -> the sum of shares; for names ending in `_max` / `_min` the
-            largest / smallest.
+        summed: metric of `policy_loss` -> the sum of its shares; for names ending in `_max` / `_min` the largest /
+            smallest.
 
     Returns:
-        the same, as floats (this waits for the device), with `ratio/square_deviation` replaced by `ratio/std`
-        and `effective_sample_size`: (sum w)^2 / sum w^2 / n, in (0, 1], w the importance ratio and n their
-        number. Extremes over nothing (+-inf) are left out.
+        The same as floats (a device synchronisation), with `ratio/square_deviation` replaced by `ratio/std` and
+        `effective_sample_size`: (sum w)^2 / sum w^2 / n in (0, 1], with w the importance ratios and n their number.
+        Extremes over nothing (+-inf) are removed.
     """
     final = {name: float(value) for name, value in summed.items()}
     final = {n: v for n, v in final.items() if not (n.endswith(("_max", "_min")) and math.isinf(v))}

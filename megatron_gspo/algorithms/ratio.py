@@ -1,21 +1,18 @@
-"""Importance ratios, and the clipped surrogate made of them."""
+"""Importance ratios: of single tokens, and of whole sequences."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .objective import Objective
-
 
 def token_ratio(log_ratio: Tensor, max_log_ratio: float) -> tuple[Tensor, Tensor]:
     """`w_it = exp(log_ratio)` (GRPO), and where the log-ratio was clamped: both [T].
 
-    A clamped token keeps a finite ratio and has no gradient, also where the log-ratio is infinite. NaN stays
-    NaN: a NaN log-prob is a broken model, and hiding it would train on.
+    A clamped token keeps a finite ratio and has no gradient, also where the log-ratio is infinite. NaN stays NaN: a
+    NaN log-prob comes from a broken model and must reach the loss.
     """
     return log_ratio.clamp(-max_log_ratio, max_log_ratio).exp(), log_ratio.detach().abs() > max_log_ratio
 
@@ -42,7 +39,7 @@ def sequence_ratio(
     The value is exactly `s_i = exp(mean_log_ratio_i)` on every token. The gradient of a token's s_it is s_i
     and goes to that token's log-prob only; averaged over a response with equal advantages it is the gradient
     of s_i. So `mean_log_ratio` can come out of an all-reduce without autograd, and each context rank's own
-    tokens still carry their exact gradient.
+    tokens still have their exact gradient.
 
     Args:
         log_probs: [T] with gradient; or anything that differs from it by a constant. Its values are not read.
@@ -58,37 +55,3 @@ def sequence_ratio(
     of_sequence = of_sequence.to(log_probs.dtype)
     slope = of_sequence.masked_fill(clamped, 0)
     return _OfSequence.apply(log_probs, of_sequence, slope, segment_ids), of_sequence, clamped
-
-
-@dataclass(frozen=True)
-class Clip:
-    """Where the gradient is cut, all [T] bool.
-
-    `lower`: A < 0 and ratio < 1 - epsilon_low. `upper`: A > 0 and ratio > 1 + epsilon_high. `cut`: either.
-    `dual`: A < 0 and ratio > dual_clip; None without one.
-    """
-
-    lower: Tensor
-    upper: Tensor
-    cut: Tensor
-    dual: Tensor | None
-
-
-def clipped_surrogate(objective: Objective, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Clip]:
-    """`min(ratio * A, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) * A)`: to be maximised, all [T].
-
-    Written as a choice instead of a min: where the clip binds the value is a constant times A, elsewhere
-    ratio * A. That is the same number and gradient, and the clip metrics can't disagree with it.
-    With `dual_clip` c the value is max(that, c * A) where A < 0 (arXiv:1912.09729, eq. 5).
-    """
-    with torch.no_grad():
-        low, high = objective.clip_range
-        lower = (advantages < 0) & (ratio < low)
-        upper = (advantages > 0) & (ratio > high)
-        cut, bound = lower | upper, ratio.clamp(low, high)
-        clip = Clip(lower, upper, cut, None)
-        if objective.dual_clip is not None:
-            dual = (advantages < 0) & (ratio > objective.dual_clip)
-            bound = torch.where(dual, objective.dual_clip, bound)
-            clip, cut = replace(clip, dual=dual), cut | dual
-    return torch.where(cut, bound, ratio) * advantages, clip

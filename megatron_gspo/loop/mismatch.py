@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from megatron_gspo.algorithms import (
+    Segments,
     effective_sample_size,
     mismatch_metrics,
     ratio_quantiles,
-    sequence_band_mask,
-    sequence_correction_weights,
-    token_band_mask,
-    token_correction_weights,
+    sequence_importance_weights,
+    sequence_rejection_mask,
+    token_importance_weights,
+    token_rejection_mask,
 )
 from megatron_gspo.config import ConfigError
 from megatron_gspo.config.task_sections import AlgorithmConfig
@@ -43,6 +44,10 @@ class _Tokens:
             torch.from_numpy(np.repeat(np.arange(len(samples)), lengths)),
             len(samples),
         )
+
+    @property
+    def segments(self) -> Segments:
+        return Segments(self.mask, self.ids, self.count)
 
     def split(self, values: Tensor) -> list[np.ndarray]:
         """[T] back into one array a sample."""
@@ -83,11 +88,11 @@ def correct(algorithm: AlgorithmConfig, samples: Sequence[Sample]) -> dict[str, 
 
 def _mask(algorithm: AlgorithmConfig, samples: Sequence[Sample], tokens: _Tokens) -> dict[str, float]:
     low, high = algorithm.rollout_mask_band
-    both = tokens.log_probs, tokens.rollout, tokens.mask
+    both = tokens.log_probs, tokens.rollout
     if algorithm.rollout_mask == "token":
-        kept = token_band_mask(*both, low=low, high=high)
+        kept = token_rejection_mask(*both, tokens.mask, lower=low, upper=high)
     else:
-        kept = sequence_band_mask(*both, tokens.ids, tokens.count, low=low, high=high)
+        kept = sequence_rejection_mask(*both, tokens.segments, lower=low, upper=high)
     had = sum(bool(sample.loss_mask.any()) for sample in samples)
     for sample, part in zip(samples, tokens.split(kept), strict=True):
         sample.loss_mask = part
@@ -102,12 +107,12 @@ def _weigh(algorithm: AlgorithmConfig, samples: Sequence[Sample], tokens: _Token
     """Multiply the advantages. The figures are over what has a weight of its own: trained tokens, or sequences that
     have one."""
     cap = algorithm.rollout_correction_cap
-    both = tokens.log_probs, tokens.rollout, tokens.mask
+    both = tokens.log_probs, tokens.rollout
     if algorithm.rollout_correction == "token":
-        weights = token_correction_weights(*both, cap=cap)
+        weights = token_importance_weights(*both, tokens.mask, threshold=cap)
         units = weights[tokens.mask]
     else:
-        weights = sequence_correction_weights(*both, tokens.ids, tokens.count, cap=cap)
+        weights = sequence_importance_weights(*both, tokens.segments, threshold=cap)
         last = torch.zeros(tokens.count).index_copy(0, tokens.ids, weights)  # any token's: they are equal
         units = last[tokens.ids[tokens.mask].unique()]
     for sample, part in zip(samples, tokens.split(weights), strict=True):

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_gspo.algorithms import Objective, policy_loss
+from megatron_gspo.algorithms import LossExtras, Objective, policy_loss
 from megatron_gspo.data.packing import PackedBatch, context_parallel_shard
 from megatron_gspo.mcore.attention import packed_sequences
 from megatron_gspo.mcore.process_groups import Groups, compute_device, current_groups
@@ -118,12 +118,13 @@ def policy_forward_step(objective: Objective, *, num_microbatches: int, temperat
             model, hidden, batch, groups, temperature=temperature, vocab_size=vocab_size,
             with_entropy=objective.entropy_coef != 0.0,
         )
+        extras = LossExtras(
+            batch.num_segments, batch.ref_log_probs, entropy, sum_over_context=sum_over(groups.cp),
+        )  # fmt: skip
         loss, metrics = policy_loss(
             objective, log_probs=log_probs, old_log_probs=batch.old_log_probs, advantages=batch.advantages,
-            loss_mask=batch.loss_mask,
-            segment_ids=batch.segment_ids, num_segments=batch.num_segments, num_sequences=batch.num_sequences,
-            num_tokens=batch.num_tokens, ref_log_probs=batch.ref_log_probs, entropy=entropy,
-            sum_over_context=sum_over(groups.cp),
+            loss_mask=batch.loss_mask, segment_ids=batch.segment_ids, num_sequences=batch.num_sequences,
+            num_tokens=batch.num_tokens, extras=extras,
         )
         scaled = _undo_averaging(loss, num_microbatches, groups)
         return scaled, {"metrics": {"loss": loss.detach(), **metrics}, "log_probs": log_probs.detach()}

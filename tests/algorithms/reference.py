@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_gspo.algorithms import Objective, preset
+from megatron_gspo.algorithms import LossExtras, Objective, policy_loss, preset
 
 LONGEST = 1024  # dr_grpo's loss_scale_factor where a test gives none
 
@@ -17,6 +17,12 @@ LONGEST = 1024  # dr_grpo's loss_scale_factor where a test gives none
 def complete_preset(name: str, **overrides: Any) -> Objective:
     """A preset whose loss can be computed: dr_grpo alone needs one more field."""
     return preset(name, **{**({"loss_scale_factor": LONGEST} if name == "dr_grpo" else {}), **overrides})
+
+
+def call_policy_loss(objective: Objective, **arguments: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """policy_loss with the fields of LossExtras as keywords too."""
+    extras = LossExtras(**{f.name: arguments.pop(f.name, None) for f in fields(LossExtras)})
+    return policy_loss(objective, **arguments, extras=extras)
 
 
 @dataclass(frozen=True)

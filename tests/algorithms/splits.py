@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_gspo.algorithms import Objective, finish_metrics, policy_loss
-from megatron_gspo.algorithms.policy_loss import SumOverContext
+from megatron_gspo.algorithms import Objective, finish_metrics
+from megatron_gspo.algorithms.segments import SumOverContext
 
-from .reference import Batch
+from .reference import Batch, call_policy_loss
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def evaluate(
     """policy_loss of `batch`, as a share of the mini-batch `whole`."""
     arguments = batch.arguments(dtype)
     counts = whole or batch
-    loss, metrics = policy_loss(
+    loss, metrics = call_policy_loss(
         objective,
         **arguments,
         num_sequences=max(counts.num_sequences, 1),

@@ -9,17 +9,17 @@ import torch
 
 from megatron_gspo.algorithms import (
     PRESETS,
+    Segments,
     finite_log_probs,
     mismatch_metrics,
     overlong_penalty,
-    policy_loss,
-    sequence_correction_weights,
-    token_correction_weights,
+    sequence_importance_weights,
+    token_importance_weights,
 )
 from megatron_gspo.algorithms.advantages import as_rewards
-from megatron_gspo.algorithms.aggregation import segment_sums
+from megatron_gspo.algorithms.segments import segment_sums
 
-from .reference import complete_preset
+from .reference import call_policy_loss, complete_preset
 
 META = torch.device("meta")
 IDS = torch.empty(6, dtype=torch.long, device=META)
@@ -33,7 +33,7 @@ def values():
 @pytest.mark.parametrize("name", PRESETS)
 def test_policy_loss(name, coefficient):
     log_probs = values().requires_grad_()
-    loss, metrics = policy_loss(
+    loss, metrics = call_policy_loss(
         complete_preset(name, kl_loss_coef=coefficient, entropy_coef=coefficient),
         log_probs=log_probs,
         old_log_probs=values(),
@@ -43,6 +43,7 @@ def test_policy_loss(name, coefficient):
         loss_mask=values(),
         segment_ids=IDS,
         num_sequences=2,
+        num_tokens=6,
         num_segments=2,
     )
     loss.backward()
@@ -51,8 +52,8 @@ def test_policy_loss(name, coefficient):
 
 def test_corrections_and_sums():
     assert segment_sums(values(), IDS, 2).device == META
-    assert token_correction_weights(values(), values(), values()).device == META
-    assert sequence_correction_weights(values(), values(), values(), IDS, 2).device == META
+    assert token_importance_weights(values(), values(), values()).device == META
+    assert sequence_importance_weights(values(), values(), Segments(values(), IDS, 2)).device == META
     metrics = mismatch_metrics(values(), values(), values(), num_tokens=2)
     assert {x.device for x in metrics.values()} == {META}
     none = mismatch_metrics(*(torch.empty(0, device=META) for _ in range(3)), num_tokens=1)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_gspo.algorithms import PRESETS, policy_loss
+from megatron_gspo.algorithms import PRESETS
 
-from .reference import complete_preset, random_batch
+from .reference import call_policy_loss, complete_preset, random_batch
 from .splits import add_up, evaluate, evaluate_on_ranks
 
 DRIFT = {name: 5e-4 if name.startswith("gspo") else 0.2 for name in PRESETS}
@@ -51,7 +51,7 @@ def test_one_collective_with_and_without_trained_tokens(name):
     for mask in (1.0, 0.0):
         calls = []
         ones = torch.full((4,), -1.0)
-        loss, metrics = policy_loss(
+        loss, metrics = call_policy_loss(
             complete_preset(name),
             log_probs=ones.clone().requires_grad_(),
             old_log_probs=ones,
@@ -59,6 +59,7 @@ def test_one_collective_with_and_without_trained_tokens(name):
             loss_mask=torch.full((4,), mask),
             segment_ids=torch.tensor([0, 0, 1, 1]),
             num_sequences=2,
+            num_tokens=4,
             num_segments=2,
             sum_over_context=lambda x: calls.append(x.shape) or x,  # noqa: B023
         )
@@ -87,10 +88,12 @@ def test_no_device_synchronisation(name):
     counts = batch.num_sequences, batch.num_tokens
     arguments = batch.arguments(torch.float32)
     with NoHostRead():
-        for num_tokens in (counts[1], None, torch.tensor(counts[1])):
-            loss, _ = policy_loss(
+        unknown = () if name in ("dapo", "sft") else (None,)
+        for num_tokens in (counts[1], torch.tensor(counts[1]), *unknown):
+            loss, _ = call_policy_loss(
                 objective_of(name), **arguments, num_sequences=counts[0], num_tokens=num_tokens
             )
             loss.backward()
     with NoHostRead(), pytest.raises(AssertionError):  # the mode sees what it is there to see
-        policy_loss(objective_of(name), **{**arguments, "num_segments": None}, num_sequences=counts[0])
+        nothing = {**arguments, "num_segments": None}
+        call_policy_loss(objective_of(name), **nothing, num_sequences=counts[0], num_tokens=counts[1])

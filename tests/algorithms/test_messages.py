@@ -5,15 +5,17 @@ import torch
 
 from megatron_gspo.algorithms import (
     Objective,
+    Segments,
     group_advantages,
     kl_penalty,
     mismatch_metrics,
     overlong_penalty,
-    policy_loss,
     preset,
-    sequence_correction_weights,
-    token_correction_weights,
+    sequence_importance_weights,
+    token_importance_weights,
 )
+
+from .reference import call_policy_loss
 
 ZEROS, IDS = torch.zeros(2), torch.zeros(2, dtype=torch.long)
 OVERRIDE = "or set allow_nonstandard=True"
@@ -33,19 +35,19 @@ FIELDS = (
 
 def loss(name="gspo", fields=None, **changes):
     inputs = dict(log_probs=ZEROS, old_log_probs=ZEROS, advantages=ZEROS, loss_mask=ZEROS, segment_ids=IDS)
-    return policy_loss(preset(name, **(fields or {})), **{**inputs, "num_sequences": 1, **changes})
+    return call_policy_loss(preset(name, **(fields or {})), **{**inputs, "num_sequences": 1, **changes})
 
 
 CASES = [
     (
         lambda: group_advantages(ZEROS, torch.zeros(3)),
-        "rewards (2,) and group_ids (3,): give [N] both, one a response",
+        "rewards (2,) and group_ids (3,): both must be [N], one per response",
     ),
     (
         lambda: group_advantages(ZEROS[None], IDS[None]),
-        "rewards (1, 2) and group_ids (1, 2): give [N] both, one a response",
+        "rewards (1, 2) and group_ids (1, 2): both must be [N], one per response",
     ),
-    (lambda: group_advantages(ZEROS, ZEROS), "group_ids is torch.float32: give integers"),
+    (lambda: group_advantages(ZEROS, ZEROS), "group_ids is torch.float32: must be integers"),
     (
         lambda: group_advantages(ZEROS, IDS, std="all"),
         "std = 'all': must be one of sample, population, none",
@@ -56,15 +58,15 @@ CASES = [
     ),
     (
         lambda: group_advantages(ZEROS / 0, IDS),
-        "rewards holds NaN or infinity: drop those responses first (filters.finite_rewards)",
+        "rewards contain NaN or infinity: drop those responses first (filters.finite_rewards)",
     ),
     (
         lambda: overlong_penalty(ZEROS, max_length=4, buffer=5),
-        "buffer = 5: give 1 to max_length = 4 tokens",
+        "buffer = 5: must be 1 to max_length = 4 tokens",
     ),
     (
         lambda: overlong_penalty(ZEROS, max_length=4, buffer=0),
-        "buffer = 0: give 1 to max_length = 4 tokens",
+        "buffer = 0: must be 1 to max_length = 4 tokens",
     ),
     (lambda: kl_penalty(ZEROS, ZEROS, "k4"), "kl_loss_type = 'k4': must be one of k1, k2, k3"),
     (
@@ -76,12 +78,12 @@ CASES = [
         "rollout_log_probs has shape (1,), loss_mask (2,): all must be [T]",
     ),
     (
-        lambda: token_correction_weights(ZEROS.half(), ZEROS, ZEROS),
+        lambda: token_importance_weights(ZEROS.half(), ZEROS, ZEROS),
         "log_probs is torch.float16: compute it in float32",
     ),
     (
-        lambda: sequence_correction_weights(ZEROS, ZEROS, ZEROS, IDS, 1, cap=0.9),
-        "cap = 0.9: give 1 or more, the largest weight",
+        lambda: sequence_importance_weights(ZEROS, ZEROS, Segments(ZEROS, IDS, 1), threshold=0.9),
+        "threshold = 0.9: must be 1 or more, it is the largest weight",
     ),
     (
         lambda: preset("gpo"),
@@ -181,16 +183,16 @@ CASES = [
     ),
     (
         lambda: loss(old_log_probs=None),
-        "old_log_probs = None: gspo has a ratio, give the rollout policy's",
+        "old_log_probs = None: gspo has a ratio, give the rollout policy's log-probs",
     ),
     (lambda: loss(advantages=None), "advantages = None: gspo needs them, see group_advantages"),
     (
         lambda: loss(fields={"kl_loss_coef": 0.1}),
-        "ref_log_probs = None with kl_loss_coef = 0.1: give it, or 0",
+        "ref_log_probs = None with kl_loss_coef = 0.1: give it, or set the coefficient to 0",
     ),
     (
         lambda: loss(fields={"entropy_coef": 0.1}),
-        "entropy = None with entropy_coef = 0.1: give it, or 0",
+        "entropy = None with entropy_coef = 0.1: give it, or set the coefficient to 0",
     ),
     *[
         (
@@ -213,8 +215,16 @@ CASES = [
     ],
     (
         lambda: loss(segment_ids=ZEROS, num_segments=1),
-        "segment_ids is torch.float32: give integers",
+        "segment_ids is torch.float32: must be integers",
     ),
+    *[
+        (
+            lambda name=name: loss(name),
+            "num_tokens = None with loss_agg_mode = 'token-mean': give the trained tokens of the whole mini-batch, "
+            "over all micro-batches and ranks",
+        )
+        for name in ("dapo", "sft")
+    ],
     *[
         (
             lambda key=key: loss(**{key: 0}),

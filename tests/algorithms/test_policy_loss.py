@@ -1,11 +1,13 @@
 """The vectorised loss against loops over sequences in double precision, value and gradient."""
 
+import math
+
 import pytest
 import torch
 
-from megatron_gspo.algorithms import PRESETS, Objective, finish_metrics, policy_loss, preset
+from megatron_gspo.algorithms import PRESETS, Objective, finish_metrics, preset
 
-from .reference import complete_preset, naive_loss, naive_metrics, random_batch
+from .reference import call_policy_loss, complete_preset, naive_loss, naive_metrics, random_batch
 
 # (objective, drift that clips some and not all)
 CASES = {
@@ -26,7 +28,7 @@ CASES = {
 
 def both(objective, batch, dtype):
     arguments = batch.arguments(dtype)
-    loss, metrics = policy_loss(
+    loss, metrics = call_policy_loss(
         objective, **arguments, num_sequences=batch.num_sequences, num_tokens=batch.num_tokens
     )
     loss.backward()
@@ -104,42 +106,67 @@ def test_cases_clip_on_both_sides_and_not_everywhere():
 def test_losses_add_up_from_their_terms():
     batch = random_batch(0, drift=0.2)
     objective = preset("grpo", kl_loss_coef=0.1, entropy_coef=0.05)
-    loss, metrics = policy_loss(objective, **batch.arguments(), num_sequences=batch.num_sequences)
+    loss, metrics = call_policy_loss(objective, **batch.arguments(), num_sequences=batch.num_sequences)
     terms = sum(metrics[f"loss/{term}"] for term in ("policy", "kl", "entropy"))
     torch.testing.assert_close(loss.detach(), terms)
 
 
 def test_num_tokens_and_num_segments_default_to_this_call():
+    """Where the loss doesn't divide by the tokens, only metrics read num_tokens."""
     batch = random_batch(0, drift=0.2)
-    arguments = batch.arguments()
-    given, _ = policy_loss(
-        preset("dapo"), **arguments, num_sequences=batch.num_sequences, num_tokens=batch.num_tokens
+    arguments = {**batch.arguments(), "num_sequences": batch.num_sequences}
+    for name in ("gspo", "grpo", "dr_grpo"):
+        objective = complete_preset(name)
+        given = call_policy_loss(objective, **arguments, num_tokens=batch.num_tokens)
+        assert call_policy_loss(objective, **{**arguments, "num_segments": None}) == given
+        doubled, metrics = call_policy_loss(objective, **arguments, num_tokens=2 * batch.num_tokens)
+        assert doubled == given[0] and metrics["kl/old_policy"] == given[1]["kl/old_policy"] / 2
+
+
+def micro_batches(batch):
+    """Arguments of one call per half of the sequences, each with what a micro-batch knows of itself."""
+    for half in (batch.segment_ids < 4, batch.segment_ids >= 4):
+        part = batch.take(half.nonzero().flatten())
+        yield part, {**part.arguments(), "num_sequences": batch.num_sequences}
+
+
+@pytest.mark.parametrize("objective", [preset("dapo"), preset("sft"), CASES["gspo_token_mean"][0]], ids=str)
+def test_a_token_mean_is_never_normalised_by_one_micro_batch(objective):
+    """Without the global count two micro-batches would each divide by their own tokens: refused, not computed."""
+    batch = random_batch(0, drift=0.2)
+    for part, arguments in micro_batches(batch):
+        with pytest.raises(ValueError, match="num_tokens = None with loss_agg_mode = 'token-mean'"):
+            call_policy_loss(objective, **arguments)
+        assert 0 < part.num_tokens < batch.num_tokens
+    whole, _ = call_policy_loss(
+        objective, **batch.arguments(), num_sequences=batch.num_sequences, num_tokens=batch.num_tokens
     )
-    arguments.pop("num_segments")
-    default, _ = policy_loss(preset("dapo"), **arguments, num_sequences=batch.num_sequences)
-    assert given == default
+    parts = [call_policy_loss(objective, **a, num_tokens=batch.num_tokens)[0] for _, a in micro_batches(batch)]
+    if not objective.sequence_level:
+        torch.testing.assert_close(sum(parts), whole, rtol=1e-12, atol=0)
 
 
 def test_default_counts_by_hand():
-    """One trained token in all, so its weight is 1; segments are counted to the highest id."""
+    """One trained token in all: the token mean is that token's. Segments are counted to the highest id."""
     arguments = dict(
         log_probs=torch.tensor([-1.0, -2.0, -3.0]),
-        old_log_probs=torch.tensor([-1.0, -2.0, -3.0]),
-        advantages=torch.tensor([2.0, 5.0, 7.0]),
+        old_log_probs=torch.tensor([-1.0, -3.0, -3.0]),
+        advantages=torch.tensor([2.0, -5.0, 7.0]),
         segment_ids=torch.tensor([0, 1, 2]),
         num_sequences=1,
     )
     shapes = []
-    loss, _ = policy_loss(
-        preset("dapo"),
+    loss, metrics = call_policy_loss(
+        preset("grpo"),
         **arguments,
         loss_mask=torch.tensor([0, 1, 0]),
         sum_over_context=lambda x: shapes.append(tuple(x.shape)) or x,
     )
-    assert loss.item() == -5.0 and shapes == [(2, 3)]
+    assert loss.item() == pytest.approx(5 * math.e) and shapes == [(2, 3)]
+    assert metrics["kl/old_policy"].item() == pytest.approx(math.e - 2)  # exp(d) - 1 - d at d = 1, over one token
     nothing = {key: value[:0] for key, value in arguments.items() if torch.is_tensor(value)}
-    policy_loss(
-        preset("dapo"),
+    call_policy_loss(
+        preset("grpo"),
         **nothing,
         loss_mask=torch.zeros(0),
         num_sequences=1,
@@ -158,7 +185,7 @@ def test_which_metrics_there_are(name):
         always |= {"kl/old_policy"}
 
     def names(objective, **changes):
-        return set(policy_loss(objective, **{**batch.arguments(), **changes}, num_sequences=7)[1])
+        return set(call_policy_loss(objective, **{**batch.arguments(), **changes}, num_sequences=7, num_tokens=50)[1])
 
     both = {"kl/ref", "entropy"}
     assert names(complete_preset(name), ref_log_probs=None, entropy=None) == always
@@ -177,5 +204,7 @@ def test_log_probs_decide_the_dtype(name):
     arguments["log_probs"] = batch.log_probs.float().requires_grad_()
     arguments["advantages"] = torch.ones(len(batch.advantages), dtype=torch.long)
     objective = complete_preset(name, kl_loss_coef=0.1, entropy_coef=0.1)
-    loss, metrics = policy_loss(objective, **arguments, num_sequences=batch.num_sequences)
+    loss, metrics = call_policy_loss(
+        objective, **arguments, num_sequences=batch.num_sequences, num_tokens=batch.num_tokens
+    )
     assert {x.dtype for x in (loss, *metrics.values())} == {torch.float32}

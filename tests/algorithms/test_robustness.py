@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from megatron_gspo.algorithms import PRESETS, finish_metrics, policy_loss, preset
+from megatron_gspo.algorithms import PRESETS, finish_metrics, preset
 
-from .reference import complete_preset, random_batch
+from .reference import call_policy_loss, complete_preset, random_batch
 
 
 def inputs(**changes):
@@ -19,6 +19,7 @@ def inputs(**changes):
         "loss_mask": torch.ones(6),
         "segment_ids": torch.tensor([0, 0, 0, 1, 1, 1]),
         "num_sequences": 2,
+        "num_tokens": 6,
         **changes,
     }
 
@@ -30,7 +31,8 @@ def test_untrained_positions_are_never_read(name):
     for poison in (False, True):
         batch = random_batch(4, drift=0.01, poison=poison)
         arguments = batch.arguments(torch.float32)
-        loss, metrics = policy_loss(complete_preset(name, **fields), **arguments, num_sequences=batch.num_sequences)
+        counts = {"num_sequences": batch.num_sequences, "num_tokens": batch.num_tokens}
+        loss, metrics = call_policy_loss(complete_preset(name, **fields), **arguments, **counts)
         loss.backward()
         results.append((loss, arguments["log_probs"].grad, arguments["entropy"].grad, metrics))
     clean, poisoned = results
@@ -47,7 +49,7 @@ def test_a_broken_sequence_is_clamped_counted_and_without_gradient(name, advanta
     log_probs = torch.full((6,), -1.0)
     log_probs[1] = broken
     log_probs.requires_grad_()
-    loss, metrics = policy_loss(
+    loss, metrics = call_policy_loss(
         complete_preset(name), **inputs(log_probs=log_probs, advantages=torch.full((6,), advantage))
     )
     loss.backward()
@@ -65,7 +67,7 @@ def test_ratio_next_to_the_clamp_keeps_its_gradient():
     log_probs[:3] += 4.9
     log_probs.requires_grad_()
     objective = preset("gspo", max_log_ratio=5.0)
-    loss, metrics = policy_loss(objective, **inputs(log_probs=log_probs, advantages=-torch.ones(6)))
+    loss, metrics = call_policy_loss(objective, **inputs(log_probs=log_probs, advantages=-torch.ones(6)))
     loss.backward()
     assert metrics["log_ratio_clamped"] == 0
     torch.testing.assert_close(log_probs.grad[:3], torch.full((3,), math.exp(4.9) / 6), rtol=1e-5, atol=0)
@@ -75,14 +77,14 @@ def test_nan_of_a_trained_token_shows():
     for name in ("gspo", "grpo"):
         log_probs = torch.full((6,), -1.0)
         log_probs[1] = math.nan
-        loss, _ = policy_loss(complete_preset(name), **inputs(log_probs=log_probs.requires_grad_()))
+        loss, _ = call_policy_loss(complete_preset(name), **inputs(log_probs=log_probs.requires_grad_()))
         assert loss.isnan()
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_nothing_trained_gives_zero_and_a_graph(name):
     arguments = inputs(loss_mask=torch.zeros(6))
-    loss, metrics = policy_loss(complete_preset(name), **arguments)
+    loss, metrics = call_policy_loss(complete_preset(name), **arguments)
     loss.backward()
     assert loss == 0 and torch.equal(arguments["log_probs"].grad, torch.zeros(6))
     assert not any(v.isnan() for v in metrics.values())
@@ -93,7 +95,7 @@ def test_no_positions_at_all():
     empty = torch.zeros(0)
     changes = {k: empty for k in ("old_log_probs", "advantages", "loss_mask")}
     changes |= {"log_probs": empty.clone().requires_grad_(), "segment_ids": empty.long()}
-    loss, _ = policy_loss(preset("gspo"), **inputs(**changes))
+    loss, _ = call_policy_loss(preset("gspo"), **inputs(**changes))
     loss.backward()
     assert loss == 0
 
@@ -103,7 +105,7 @@ def test_only_log_probs_and_entropy_receive_gradient():
     arguments = batch.arguments()
     for key in ("old_log_probs", "ref_log_probs", "advantages"):
         arguments[key].requires_grad_()
-    loss, _ = policy_loss(
+    loss, _ = call_policy_loss(
         preset("gspo", kl_loss_coef=0.1, entropy_coef=0.1), **arguments, num_sequences=batch.num_sequences
     )
     loss.backward()
@@ -115,7 +117,7 @@ def test_only_log_probs_and_entropy_receive_gradient():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_log_probs_are_refused(key, dtype):
     with pytest.raises(ValueError, match=f"{key} is {dtype}.*float32"):
-        policy_loss(preset("gspo"), **inputs(**{key: torch.full((6,), -1.0, dtype=dtype)}))
+        call_policy_loss(preset("gspo"), **inputs(**{key: torch.full((6,), -1.0, dtype=dtype)}))
 
 
 @pytest.mark.parametrize(
@@ -135,7 +137,7 @@ def test_half_precision_log_probs_are_refused(key, dtype):
 )
 def test_inputs_that_can_not_be_right_are_refused(fields, changes, words):
     with pytest.raises(ValueError, match=words) as error:
-        policy_loss(preset("gspo", **fields), **inputs(**changes))
+        call_policy_loss(preset("gspo", **fields), **inputs(**changes))
     assert "\n" not in str(error.value)
 
 
@@ -144,5 +146,5 @@ def test_the_kl_figure_is_clamped_whatever_the_estimator(estimator):
     """One token ten nats below its reference, limit 5: k3 = e^5 - 1 - 5, a sixth of it in the mean."""
     objective = preset("gspo", kl_loss_type=estimator, max_log_ratio=5.0)
     reference = torch.tensor([9.0, -1, -1, -1, -1, -1])
-    _, metrics = policy_loss(objective, **inputs(ref_log_probs=reference))
+    _, metrics = call_policy_loss(objective, **inputs(ref_log_probs=reference))
     assert metrics["kl/ref"].item() == pytest.approx((math.exp(5) - 6) / 6, rel=1e-6)

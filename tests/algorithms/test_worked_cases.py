@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from megatron_gspo.algorithms import finish_metrics, policy_loss, preset
+from megatron_gspo.algorithms import finish_metrics, preset
 
-from .reference import complete_preset
+from .reference import call_policy_loss, complete_preset
 
 
 def one_sequence(log_ratio, advantage, name, **fields):
@@ -15,7 +15,7 @@ def one_sequence(log_ratio, advantage, name, **fields):
     log_ratio = torch.as_tensor(log_ratio, dtype=torch.float32)
     old = torch.full_like(log_ratio, -1.5)
     log_probs = (old + log_ratio).requires_grad_()
-    loss, metrics = policy_loss(
+    loss, metrics = call_policy_loss(
         complete_preset(name, **fields),
         log_probs=log_probs,
         old_log_probs=old,
@@ -23,6 +23,7 @@ def one_sequence(log_ratio, advantage, name, **fields):
         loss_mask=torch.ones_like(old),
         segment_ids=torch.zeros(old.shape, dtype=torch.long),
         num_sequences=1,
+        num_tokens=len(old),
     )
     loss.backward()
     return loss.item(), log_probs.grad, finish_metrics(metrics)
@@ -119,7 +120,7 @@ def test_length_weighting_tells_the_algorithms_apart():
     }
     for name, weights in expected.items():
         log_probs = torch.full((8,), -1.0, requires_grad=True)
-        loss, _ = policy_loss(
+        loss, _ = call_policy_loss(
             complete_preset(name),
             log_probs=log_probs,
             old_log_probs=log_probs.detach(),
@@ -147,7 +148,7 @@ def test_kl_terms_by_hand():
     rows = {"k1": (ln2, 1.0), "k2": (ln2**2 / 2, ln2), "k3": (ln2 - 0.5, 0.5)}
     for estimator, (value, slope) in rows.items():
         log_probs = torch.full((2,), -1.0, requires_grad=True)
-        loss, metrics = policy_loss(
+        loss, metrics = call_policy_loss(
             preset("gspo", kl_loss_coef=0.1, kl_loss_type=estimator),
             log_probs=log_probs,
             old_log_probs=log_probs.detach(),
@@ -172,20 +173,21 @@ def test_sft_needs_neither_old_policy_nor_advantages():
         loss_mask=torch.tensor([1.0, 1.0, 1.0]),
         segment_ids=torch.tensor([0, 0, 1]),
         num_sequences=2,
+        num_tokens=3,
     )
-    loss, metrics = policy_loss(preset("sft"), **common)
+    loss, metrics = call_policy_loss(preset("sft"), **common)
     assert loss.item() == pytest.approx(3)
     assert {k: v.item() for k, v in metrics.items() if k.startswith("clip")} == {
         f"clip_fraction/{what}": 0 for what in ("tokens", "sequences", "lower", "upper")
     }
-    loss, _ = policy_loss(preset("sft", loss_agg_mode="seq-mean-token-mean"), **common)
+    loss, _ = call_policy_loss(preset("sft", loss_agg_mode="seq-mean-token-mean"), **common)
     assert loss.item() == pytest.approx((1.5 + 6) / 2)
 
 
 def test_the_limit_of_log_ratios_is_the_objectives():
     """max_log_ratio = 1: log-ratio 2 counts as 1 in the ratio and both KL figures, and the token is frozen."""
     log_probs = torch.tensor([-1.0, -1.0], requires_grad=True)
-    loss, metrics = policy_loss(
+    loss, metrics = call_policy_loss(
         preset("grpo", max_log_ratio=1.0, epsilon_high=5.0, kl_loss_coef=0.1),
         log_probs=log_probs,
         old_log_probs=torch.tensor([-3.0, -1.0]),

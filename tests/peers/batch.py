@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from megatron_gspo.algorithms import Objective, finish_metrics, policy_loss
+from megatron_gspo.algorithms import LossExtras, Objective, finish_metrics, policy_loss
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,12 @@ def ours(objective: Objective, batch: Padded, *, micro_batch: int | None = None,
             objective,
             log_probs=leaf.flatten(),
             old_log_probs=part.old_log_probs.flatten(),
-            ref_log_probs=part.ref_log_probs.flatten() if with_ref else None,
             advantages=part.advantages.repeat_interleave(width),
             loss_mask=part.mask.flatten(),
             segment_ids=torch.arange(count).repeat_interleave(width),
-            num_segments=count,
             num_sequences=batch.num_sequences,
             num_tokens=batch.num_tokens,
+            extras=LossExtras(count, part.ref_log_probs.flatten() if with_ref else None),
         )
         (gradient,) = torch.autograd.grad(loss, leaf)
         losses.append(loss.item())

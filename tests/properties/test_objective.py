@@ -5,7 +5,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megatron_gspo.algorithms import PRESETS, finish_metrics, kl_penalty, sequence_correction_weights
+from megatron_gspo.algorithms import PRESETS, Segments, finish_metrics, kl_penalty, sequence_importance_weights
 from tests.algorithms.reference import LONGEST, Batch, complete_preset, naive_loss
 from tests.algorithms.splits import Outcome, assert_same, evaluate, evaluate_in_pieces
 
@@ -153,19 +153,12 @@ def test_k2_and_k3_are_at_least_zero_and_zero_only_at_zero(difference):
 
 
 @given(batch=batches(), cap=st.sampled_from([1.0, 1.5, 4.0]), data=st.data())
-def test_correction_weights_over_any_split(batch, cap, data):
+def test_importance_weights_over_any_split(batch, cap, data):
     owner = torch.tensor(data.draw(integers_each(len(batch.segment_ids), 1)), dtype=torch.long)
 
     def weights(part, sum_over_context=None):
-        return sequence_correction_weights(
-            part.log_probs,
-            part.old_log_probs,
-            part.loss_mask,
-            part.segment_ids,
-            part.num_segments,
-            cap=cap,
-            sum_over_context=sum_over_context,
-        )
+        segments = Segments(part.loss_mask, part.segment_ids, part.num_segments, sum_over_context)
+        return sequence_importance_weights(part.log_probs, part.old_log_probs, segments, threshold=cap)
 
     whole, brought = weights(batch), []
     shards = [(owner == rank).nonzero().flatten() for rank in (0, 1)]

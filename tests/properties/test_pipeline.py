@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_gspo.algorithms import policy_loss
 from megatron_gspo.data.packing import (
     context_parallel_shard,
     count_trained,
@@ -18,7 +17,7 @@ from megatron_gspo.data.packing import (
     unpack,
 )
 from megatron_gspo.parallel import zigzag_indices
-from tests.algorithms.reference import complete_preset
+from tests.algorithms.reference import call_policy_loss, complete_preset
 from tests.support.samples import make_sample
 
 NAMES = ("gspo", "gspo_token", "grpo", "dapo", "dr_grpo")
@@ -52,7 +51,7 @@ def one_by_one(name, samples, counts):
     total, grads = 0.0, []
     for sample in samples:
         log_probs = log_probs_of(sample).double().requires_grad_()
-        loss, _ = policy_loss(
+        loss, _ = call_policy_loss(
             complete_preset(name),
             log_probs=log_probs,
             old_log_probs=torch.from_numpy(sample.old_log_probs).double(),
@@ -85,7 +84,7 @@ def over_context(name, batch, log_probs, cp_size):
 
     def call(rank, sum_over_context):
         shard, own = shards[rank], log_probs[places[rank]].double().requires_grad_()
-        loss, _ = policy_loss(
+        loss, _ = call_policy_loss(
             complete_preset(name),
             log_probs=own,
             old_log_probs=shard.old_log_probs.double(),

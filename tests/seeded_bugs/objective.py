@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from tests.seeded_bugs.seeded_bug import Defect
 
-LOSS, SHARES = "megatron_gspo/algorithms/policy_loss.py", "megatron_gspo/algorithms/aggregation.py"
-RATIO, ADVANTAGES = "megatron_gspo/algorithms/ratio.py", "megatron_gspo/algorithms/advantages.py"
+LOSS, WEIGHTS = "megatron_gspo/algorithms/policy_loss.py", "megatron_gspo/algorithms/aggregation.py"
+LEVELS, RATIO = "megatron_gspo/algorithms/ratio_levels.py", "megatron_gspo/algorithms/ratio.py"
+SURROGATE, ADVANTAGES = "megatron_gspo/algorithms/surrogate.py", "megatron_gspo/algorithms/advantages.py"
 WORKED = "tests/algorithms/test_worked_cases.py::"
 NAIVE = "tests/algorithms/test_policy_loss.py::test_value_and_gradient_in_float64"
 UNREAD = "tests/algorithms/test_robustness.py::test_untrained_positions_are_never_read"
@@ -13,60 +14,61 @@ CUTS = "tests/properties/test_objective.py::test_any_cut_adds_up_to_the_whole"
 
 OBJECTIVE = (
     Defect(
-        "sequence ratio from one context rank's tokens", "several trainers", LOSS,
-        "mean_log_ratio = total / lengths.clamp_min(1)", "mean_log_ratio = row / lengths.clamp_min(1)", (CUTS,),
+        "sequence ratio from one context rank's tokens", "several trainers", LEVELS,
+        "mean_log_ratio = total / lengths.clamp_min(1)", "mean_log_ratio = sums / lengths.clamp_min(1)", (CUTS,),
     ),
     Defect(
         "normalised by the micro-batch's sequences", "three trainers; verl without global counts", LOSS,
-        "lengths, num_sequences, num_tokens, log_probs.dtype)",
-        "lengths, (lengths > 0).sum().clamp_min(1), num_tokens, log_probs.dtype)", (CUTS,),
+        "lengths, num_sequences, num_tokens, dtype)",
+        "lengths, (lengths > 0).sum().clamp_min(1), num_tokens, dtype)", (CUTS,),
     ),
     Defect(
         "normalised by the micro-batch's tokens", "three trainers; TRL's bnpo", LOSS,
-        "lengths, num_sequences, num_tokens, log_probs.dtype)",
-        "lengths, num_sequences, lengths.sum().clamp_min(1), log_probs.dtype)", (CUTS,),
+        "lengths, num_sequences, num_tokens, dtype)",
+        "lengths, num_sequences, lengths.sum().clamp_min(1), dtype)", (CUTS,),
     ),
     Defect(
-        "sequences weighted by their tokens", "three trainers; verl's and TRL's defaults", SHARES,
-        "of_objective = of_sequences.index_select(0, segment_ids)", "of_objective = of_tokens",
+        "sequences weighted by their tokens", "three trainers; verl's and TRL's defaults", WEIGHTS,
+        "weight = sequence.index_select(0, segment_ids)", "weight = token",
         (WORKED + "test_length_weighting_tells_the_algorithms_apart",),
     ),
     Defect(
         "mask ignored in the ratio", "one trainer", LOSS,
-        "return torch.where(mask, x, 0).to(dtype)", "return x.to(dtype)", (UNREAD,),
+        "return torch.where(mask, values, 0).to(dtype)", "return values.to(dtype)", (UNREAD,),
     ),
     Defect(
         "mask applied as a product, so that NaN passes", "TRL, verl", LOSS,
-        "return torch.where(mask, x, 0).to(dtype)", "return (x * mask).to(dtype)", (UNREAD,),
+        "return torch.where(mask, values, 0).to(dtype)", "return (values * mask).to(dtype)", (UNREAD,),
     ),
     Defect(
-        "mask ignored in the weights of the tokens", "one trainer", LOSS,
-        "clamped, tokens.mask, clip,", "clamped, torch.ones_like(tokens.mask), clip,",
+        "mask ignored in the weights of the tokens", "one trainer", LEVELS,
+        "clamped, segments.loss_mask, clip,", "clamped, torch.ones_like(segments.loss_mask), clip,",
         ("tests/algorithms/test_policy_loss.py::test_metrics_against_counting",),
     ),
     Defect(
         "mask never applied", "one trainer", LOSS,
-        "mask, dtype = inputs.loss_mask.bool(), inputs.log_probs.dtype",
-        "mask, dtype = torch.ones_like(inputs.loss_mask, dtype=torch.bool), inputs.log_probs.dtype", (NAIVE,),
+        "mask, dtype = loss_mask.bool(), log_probs.dtype",
+        "mask, dtype = torch.ones_like(loss_mask, dtype=torch.bool), log_probs.dtype", (NAIVE,),
     ),
     Defect(
-        "exp of the sum, without the length", "one trainer", LOSS,
+        "exp of the sum, without the length", "one trainer", LEVELS,
         "mean_log_ratio = total / lengths.clamp_min(1)", "mean_log_ratio = total",
         (WORKED + "test_ratio_of_doubled_likelihood_has_the_length_exponent",),
     ),
     Defect(
         "train/rollout weight of a sequence without the length", "one trainer",
-        "megatron_gspo/algorithms/rollout_correction.py",
-        "return sums[0] / sums[1].clamp_min(1)", "return sums[0]",
-        ("tests/algorithms/test_rollout_correction.py::test_sequence_weights_are_length_normalised",),
+        "megatron_gspo/algorithms/importance_sampling.py",
+        "return total / lengths.clamp_min(1)", "return total",
+        ("tests/algorithms/test_importance_sampling.py::test_sequence_weights_are_length_normalised",),
     ),
     Defect(
-        "|y| counts masked and padded positions", "design", LOSS,
-        "count = segment_sums(tokens.mask, ids, n)", "count = segment_sums(torch.ones_like(tokens.mask), ids, n)",
+        "|y| counts masked and padded positions", "design", LEVELS,
+        "counts, sums = segments.sums(segments.loss_mask),",
+        "counts, sums = segments.sums(torch.ones_like(segments.loss_mask)),",
         (NAIVE,),
     ),
     Defect(
-        "clipped whatever the advantage's sign", "design", RATIO,
+        "clipped whatever the advantage's sign", "design", SURROGATE,
         "        lower = (advantages < 0) & (ratio < low)\n        upper = (advantages > 0) & (ratio > high)\n",
         "        lower = ratio < low\n        upper = ratio > high\n", (NAIVE,),
     ),
@@ -85,7 +87,7 @@ OBJECTIVE = (
         ("tests/algorithms/test_robustness.py::test_half_precision_log_probs_are_refused",),
     ),
     Defect(
-        "a device synchronisation in the loss", "several trainers", LOSS,
+        "a device synchronisation in the loss", "several trainers", LEVELS,
         "mean_log_ratio = total / lengths.clamp_min(1)", "mean_log_ratio = total / max(float(lengths[0]), 1.0)",
         ("tests/algorithms/test_invariance.py::test_no_device_synchronisation",),
     ),
@@ -107,7 +109,8 @@ OBJECTIVE = (
     ),
     Defect(
         "an epsilon added to the standard deviation", "TRL, verl", ADVANTAGES,
-        "spread = (squares / freedom.clamp_min(1)).sqrt()", "spread = (squares / freedom.clamp_min(1)).sqrt() + 1e-4",
+        "deviations = (squares / freedom.clamp_min(1)).sqrt()",
+        "deviations = (squares / freedom.clamp_min(1)).sqrt() + 1e-4",
         ("tests/algorithms/test_advantages.py::test_against_a_loop_with_scattered_group_ids",),
     ),
     Defect(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.seeded_bugs.seeded_bug import Defect
 
-EPISODES, TURNS = "megatron_gspo/environments/episodes.py", "megatron_gspo/algorithms/turns.py"
+EPISODES, TURNS = "megatron_gspo/environments/episodes.py", "megatron_gspo/algorithms/turn_advantages.py"
 MISMATCH = "megatron_gspo/loop/mismatch.py"
 HAND = "tests/environments/test_episodes.py::test_an_episode_by_hand"
-NAIVE = "tests/algorithms/test_turns.py::test_against_a_naive_loop"
+NAIVE = "tests/algorithms/test_turn_advantages.py::test_against_a_naive_loop"
 
 OF_THE_ROLLOUTS = (
     Defect(
@@ -30,7 +30,7 @@ OF_THE_ROLLOUTS = (
     ),
     Defect(
         "returns run on into the next episode", "design", TURNS,
-        "        if same[k]:\n", "        if True:\n", (NAIVE,),
+        "        if same_episode[k]:\n", "        if True:\n", (NAIVE,),
     ),
     Defect(
         "weights of a sequence count tokens that are masked out", "design", MISMATCH,

@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from megatron_gspo.algorithms import (
+    Segments,
     mismatch_metrics,
     policy_loss,
     preset,
-    sequence_band_mask,
-    sequence_correction_weights,
-    token_band_mask,
-    token_correction_weights,
+    sequence_importance_weights,
+    sequence_rejection_mask,
+    token_importance_weights,
+    token_rejection_mask,
 )
 
 D = torch.tensor([0.0, math.log(3), -math.log(4), 0.5, math.nan, -0.1])
@@ -46,30 +47,29 @@ def test_k3_of_tiny_differences_keeps_its_digits():
 
 
 def test_token_weights_by_hand():
-    got = token_correction_weights(ROLLOUT + D, ROLLOUT, MASK)
+    got = token_importance_weights(ROLLOUT + D, ROLLOUT, MASK)
     torch.testing.assert_close(got, torch.tensor([1, 2, 0.25, math.exp(0.5), 1, math.exp(-0.1)]))
-    assert token_correction_weights(ROLLOUT + D, ROLLOUT, MASK, cap=5.0)[1].item() == pytest.approx(3)
-    with pytest.raises(ValueError, match="cap = 0.5"):
-        token_correction_weights(ROLLOUT + D, ROLLOUT, MASK, cap=0.5)
+    assert token_importance_weights(ROLLOUT + D, ROLLOUT, MASK, threshold=5.0)[1].item() == pytest.approx(3)
+    with pytest.raises(ValueError, match="threshold = 0.5"):
+        token_importance_weights(ROLLOUT + D, ROLLOUT, MASK, threshold=0.5)
 
 
 def test_sequence_weights_are_length_normalised():
-    got = sequence_correction_weights(ROLLOUT + D, ROLLOUT, MASK, IDS, 3)
+    got = sequence_importance_weights(ROLLOUT + D, ROLLOUT, Segments(MASK, IDS, 3))
     first, second, third = (3 / 4) ** (1 / 3), math.exp(0.5), math.exp(-0.1)  # not 3/4
     torch.testing.assert_close(got, torch.tensor([first] * 3 + [second] * 2 + [third]))
-    got = sequence_correction_weights(ROLLOUT + 3, ROLLOUT, MASK, IDS, 3, cap=1.5)
+    got = sequence_importance_weights(ROLLOUT + 3, ROLLOUT, Segments(MASK, IDS, 3), threshold=1.5)
     torch.testing.assert_close(got, torch.full((6,), 1.5))
 
 
 def test_sequence_weights_over_context_ranks():
-    whole = sequence_correction_weights(ROLLOUT + D, ROLLOUT, MASK, IDS, 3)
+    whole = sequence_importance_weights(ROLLOUT + D, ROLLOUT, Segments(MASK, IDS, 3))
     sums = []
 
     def shard(positions, sum_over_context):
         p = torch.tensor(positions)
-        return sequence_correction_weights(
-            (ROLLOUT + D)[p], ROLLOUT[p], MASK[p], IDS[p], 3, sum_over_context=sum_over_context
-        )
+        segments = Segments(MASK[p], IDS[p], 3, sum_over_context)
+        return sequence_importance_weights((ROLLOUT + D)[p], ROLLOUT[p], segments)
 
     halves = [0, 3, 5], [1, 2, 4]
     for half in halves:
@@ -82,7 +82,7 @@ def test_sequence_weights_over_context_ranks():
 def test_weights_times_advantages_scale_the_surrogate_token_by_token():
     g = torch.Generator().manual_seed(0)
     old = -torch.rand(6, generator=g)
-    weights = token_correction_weights(ROLLOUT + D, ROLLOUT, MASK)
+    weights = token_importance_weights(ROLLOUT + D, ROLLOUT, MASK)
 
     def gradient(advantages):
         log_probs = (old + 0.3 * torch.randn(6, generator=torch.Generator().manual_seed(2))).requires_grad_()
@@ -103,19 +103,19 @@ def test_no_gradient_passes():
     """Metrics and weights are constants, whatever the caller left recorded."""
     live = (ROLLOUT + 0.1).requires_grad_()
     assert not any(x.requires_grad for x in mismatch_metrics(live, ROLLOUT, MASK, num_tokens=5).values())
-    assert not token_correction_weights(live, ROLLOUT, MASK).requires_grad
-    assert not sequence_correction_weights(live, ROLLOUT, MASK, IDS, 3).requires_grad
+    assert not token_importance_weights(live, ROLLOUT, MASK).requires_grad
+    assert not sequence_importance_weights(live, ROLLOUT, Segments(MASK, IDS, 3)).requires_grad
 
 
 def test_a_double_precision_rollout_does_not_change_the_dtype():
     for dtype in (torch.float32, torch.float64):
-        got = token_correction_weights((ROLLOUT + 0.1).to(dtype), ROLLOUT.double(), MASK)
+        got = token_importance_weights((ROLLOUT + 0.1).to(dtype), ROLLOUT.double(), MASK)
         assert got.dtype == dtype
         assert (
-            sequence_correction_weights((ROLLOUT + 0.1).to(dtype), ROLLOUT.double(), MASK, IDS, 3).dtype
+            sequence_importance_weights((ROLLOUT + 0.1).to(dtype), ROLLOUT.double(), Segments(MASK, IDS, 3)).dtype
             == dtype
         )
-    got = token_correction_weights(ROLLOUT + 0.1, ROLLOUT.bfloat16(), MASK)
+    got = token_importance_weights(ROLLOUT + 0.1, ROLLOUT.bfloat16(), MASK)
     assert got.dtype == torch.float32
 
 
@@ -126,8 +126,8 @@ def test_metrics_of_no_tokens():
     assert {value.shape for value in got.values()} == {()}
 
 
-def test_the_band_and_the_default_cap():
-    """A ratio of 2 is on the edge and still inside; the cap of 2 is reached just beyond it."""
+def test_the_band_and_the_default_threshold():
+    """A ratio of 2 is on the edge and still inside; the threshold of 2 is reached just beyond it."""
     inside, outside = math.log(2) - 1e-4, math.log(2) + 1e-4
     for d, share in ((inside, 0.0), (-inside, 0.0), (outside, 1.0), (-outside, 1.0)):
         got = mismatch_metrics(torch.tensor([d - 1]), torch.tensor([-1.0]), torch.ones(1), num_tokens=1)
@@ -135,28 +135,28 @@ def test_the_band_and_the_default_cap():
     edge = mismatch_metrics(torch.tensor([math.log(2)]), torch.zeros(1), torch.ones(1), num_tokens=1)
     assert edge["mismatch/outside_band"] == 0
     wide = torch.full((6,), 3.0) + ROLLOUT
-    assert token_correction_weights(wide, ROLLOUT, torch.ones(6)).tolist() == pytest.approx([2.0] * 6)
-    got = sequence_correction_weights(wide, ROLLOUT, torch.ones(6), IDS, 3)
+    assert token_importance_weights(wide, ROLLOUT, torch.ones(6)).tolist() == pytest.approx([2.0] * 6)
+    got = sequence_importance_weights(wide, ROLLOUT, Segments(torch.ones(6), IDS, 3))
     assert got.tolist() == pytest.approx([2.0] * 6)
-    assert token_correction_weights(wide, ROLLOUT, torch.ones(6), cap=1.0).tolist() == [1.0] * 6
+    assert token_importance_weights(wide, ROLLOUT, torch.ones(6), threshold=1.0).tolist() == [1.0] * 6
     for cap in (float("nan"), 0.0, -1.0):
-        with pytest.raises(ValueError, match="cap = "):
-            token_correction_weights(wide, ROLLOUT, torch.ones(6), cap=cap)
+        with pytest.raises(ValueError, match="threshold = "):
+            token_importance_weights(wide, ROLLOUT, torch.ones(6), threshold=cap)
 
 
-def test_band_masks_by_hand():
+def test_rejection_masks_by_hand():
     """Ratios 1, 3, 1/4 | e^0.5 = 1.65, masked | e^-0.1; means of the log-ratios log(3/4)/3 = -0.0959, 0.5, -0.1."""
     both = ROLLOUT + D, ROLLOUT, MASK
-    assert token_band_mask(*both, low=0.5, high=2.0).tolist() == [True, False, False, True, False, True]
-    assert token_band_mask(*both, low=0.2, high=3.1).tolist() == [True, True, True, True, False, True]
-    sequences = *both, IDS, 3
-    assert sequence_band_mask(*sequences, low=0.907, high=1.1).tolist() == [True] * 3 + [False] * 3
-    assert sequence_band_mask(*sequences, low=0.9, high=1.1).tolist() == [True] * 3 + [False] * 2 + [True]
-    assert sequence_band_mask(*sequences, low=0.9, high=1.65).tolist() == [True] * 4 + [False, True]
+    assert token_rejection_mask(*both, lower=0.5, upper=2.0).tolist() == [True, False, False, True, False, True]
+    assert token_rejection_mask(*both, lower=0.2, upper=3.1).tolist() == [True, True, True, True, False, True]
+    sequences = *both[:2], Segments(MASK, IDS, 3)
+    assert sequence_rejection_mask(*sequences, lower=0.907, upper=1.1).tolist() == [True] * 3 + [False] * 3
+    assert sequence_rejection_mask(*sequences, lower=0.9, upper=1.1).tolist() == [True] * 3 + [False] * 2 + [True]
+    assert sequence_rejection_mask(*sequences, lower=0.9, upper=1.65).tolist() == [True] * 4 + [False, True]
     for low, high in ((0.0, 2.0), (1.1, 2.0), (0.5, 0.9), (math.nan, 2.0), (0.5, math.nan)):
-        for mask, given in ((token_band_mask, both), (sequence_band_mask, sequences)):
-            with pytest.raises(ValueError, match="give 0 < low <= 1 <= high"):
-                mask(*given, low=low, high=high)
+        for mask, given in ((token_rejection_mask, both), (sequence_rejection_mask, sequences)):
+            with pytest.raises(ValueError, match="must be 0 < lower <= 1 <= upper"):
+                mask(*given, lower=low, upper=high)
 
 
 def naive(train, rollout, mask, ids, level, cap, low, high):
@@ -183,25 +183,25 @@ def test_weights_and_masks_against_a_naive_loop(level):
         train = rollout + shift + 0.5 * torch.randn(80, generator=g, dtype=torch.float64)
         cap, low, high = 1.05, 0.85, 1.15
         weights, kept = naive(train.tolist(), rollout.tolist(), mask.tolist(), ids.tolist(), level, cap, low, high)
-        rest = (ids, 6) if level == "sequence" else ()
-        of_weights, of_masks = (
-            (sequence_correction_weights, sequence_band_mask) if rest else (token_correction_weights, token_band_mask)
-        )
-        got = of_weights(train, rollout, mask, *rest, cap=cap)
+        if level == "sequence":
+            of_weights, of_masks, where = sequence_importance_weights, sequence_rejection_mask, Segments(mask, ids, 6)
+        else:
+            of_weights, of_masks, where = token_importance_weights, token_rejection_mask, mask
+        got = of_weights(train, rollout, where, threshold=cap)
         torch.testing.assert_close(got, torch.tensor(weights, dtype=torch.float64))
-        assert of_masks(train, rollout, mask, *rest, low=low, high=high).tolist() == kept
+        assert of_masks(train, rollout, where, lower=low, upper=high).tolist() == kept
         trained, left = trained + int(mask.sum()), left + sum(kept)
     assert 0.1 < left / trained < 0.9
 
 
-def test_band_masks_over_context_ranks():
-    whole = sequence_band_mask(ROLLOUT + D, ROLLOUT, MASK, IDS, 3, low=0.907, high=1.1)
+def test_rejection_masks_over_context_ranks():
+    whole = sequence_rejection_mask(ROLLOUT + D, ROLLOUT, Segments(MASK, IDS, 3), lower=0.907, upper=1.1)
     sums = []
 
     def shard(positions, sum_over_context):
         p = torch.tensor(positions)
-        return sequence_band_mask((ROLLOUT + D)[p], ROLLOUT[p], MASK[p], IDS[p], 3, low=0.907, high=1.1,
-                                  sum_over_context=sum_over_context)  # fmt: skip
+        segments = Segments(MASK[p], IDS[p], 3, sum_over_context)
+        return sequence_rejection_mask((ROLLOUT + D)[p], ROLLOUT[p], segments, lower=0.907, upper=1.1)
 
     halves = [0, 3, 5], [1, 2, 4]
     for half in halves:
@@ -213,5 +213,5 @@ def test_band_masks_over_context_ranks():
 def test_a_ratio_on_a_bound_is_inside():
     d = torch.tensor([0.0, -0.1, 0.1])
     given = d, torch.zeros(3), torch.ones(3)
-    assert token_band_mask(*given, low=1.0, high=2.0).tolist() == [True, False, True]
-    assert token_band_mask(*given, low=0.5, high=1.0).tolist() == [True, True, False]
+    assert token_rejection_mask(*given, lower=1.0, upper=2.0).tolist() == [True, False, True]
+    assert token_rejection_mask(*given, lower=0.5, upper=1.0).tolist() == [True, True, False]

@@ -113,7 +113,7 @@ def test_refusals_and_nothing():
     none = torch.zeros(0, dtype=torch.long)
     assert turn_advantages(torch.zeros(0), none, none).shape == (0,)
     for discount in (-0.1, 1.1, math.nan):
-        with pytest.raises(ValueError, match="give 0 .* to 1"):
+        with pytest.raises(ValueError, match="must be 0 .* to 1"):
             turn_advantages(REWARDS, EPISODES, GROUP, discount=discount)
     with pytest.raises(ValueError, match="NaN or infinity"):
         turn_advantages(REWARDS / 0, EPISODES, GROUP)

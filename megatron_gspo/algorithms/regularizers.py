@@ -1,0 +1,41 @@
+"""Terms beside the surrogate: the KL to a reference policy and the entropy bonus."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .aggregation import TokenWeights, weighted_sum
+from .kl import kl_penalty
+from .objective import Objective
+
+Regularizer = tuple[Tensor | None, dict[str, Tensor]]
+
+
+def kl_regularizer(
+    objective: Objective, log_probs: Tensor, ref_log_probs: Tensor, weights: TokenWeights
+) -> Regularizer:
+    """`kl_loss_coef * KL(current || reference)`, aggregated as the objective is, and its metrics.
+
+    log_probs, ref_log_probs: [T], 0 at untrained positions. The term is None where the coefficient is 0. `kl/ref` is
+    the token mean of k3 whatever the estimator of the term.
+    """
+    kind, limit = objective.kl_loss_type, objective.max_log_ratio
+    kl = kl_penalty(log_probs, ref_log_probs, kind, max_log_ratio=limit)
+    k3 = kl if kind == "k3" else kl_penalty(log_probs, ref_log_probs, max_log_ratio=limit)
+    metrics = {"kl/ref": weighted_sum(k3.detach(), weights.token)}
+    if objective.kl_loss_coef <= 0:
+        return None, metrics
+    term = objective.kl_loss_coef * weighted_sum(kl, weights.objective)
+    return term, metrics | {"loss/kl": term.detach()}
+
+
+def entropy_regularizer(objective: Objective, entropy: Tensor, weights: TokenWeights) -> Regularizer:
+    """`-entropy_coef * entropy`, aggregated as the objective is, and its metrics.
+
+    entropy: [T], 0 at untrained positions. The term is None where the coefficient is 0.
+    """
+    metrics = {"entropy": weighted_sum(entropy.detach(), weights.token)}
+    if objective.entropy_coef <= 0:
+        return None, metrics
+    term = -objective.entropy_coef * weighted_sum(entropy, weights.objective)
+    return term, metrics | {"loss/entropy": term.detach()}

@@ -1,0 +1,53 @@
+"""The table of published settings. What an Objective refuses is in test_objective.py."""
+
+import dataclasses
+
+import pytest
+
+from megatron_gspo.algorithms import PRESETS, Objective, preset
+from megatron_gspo.algorithms.objective import IDENTITY
+
+
+def test_published_settings():
+    rows = {
+        "gspo": ("sequence", "seq-mean-token-mean", 3e-4, 4e-4),
+        "gspo_token": ("sequence_token", "seq-mean-token-mean", 3e-4, 4e-4),
+        "grpo": ("token", "seq-mean-token-mean", 0.2, 0.27),
+        "dr_grpo": ("token", "seq-mean-token-sum-norm", 0.2, 0.2),
+        "dapo": ("token", "token-mean", 0.2, 0.28),
+        "sft": ("none", "token-mean", None, None),
+    }
+    assert set(PRESETS) == set(rows) == set(IDENTITY)
+    for name, row in rows.items():
+        o = preset(name)
+        assert (o.importance_sampling_level, o.loss_agg_mode, o.epsilon_low, o.epsilon_high) == row
+        assert (o.kl_loss_coef, o.entropy_coef, o.dual_clip) == (0, 0, None)
+    assert preset("dr_grpo").advantage_std == "none"
+    assert {preset(name).advantage_std for name in rows if name != "dr_grpo"} == {"sample"}
+
+
+def test_any_field_may_be_overridden_and_the_value_is_frozen():
+    o = preset("grpo", epsilon_high=0.3, kl_loss_coef=0.01, kl_loss_type="k2", dual_clip=3, advantage_std="none")
+    assert (o.epsilon_high, o.kl_loss_coef, o.kl_loss_type, o.dual_clip) == (0.3, 0.01, "k2", 3)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        o.epsilon_low = 0.1
+    assert preset("sft", loss_agg_mode="seq-mean-token-mean").loss_agg_mode == "seq-mean-token-mean"
+    # a range justified by measured ratios of short answers
+    assert preset("gspo", epsilon_low=0.02, epsilon_high=0.03).clip_range == (0.98, 1.03)
+
+
+def test_the_scale_of_dr_grpo_is_the_callers():
+    assert preset("dr_grpo").loss_scale_factor is None
+    assert preset("dr_grpo", loss_scale_factor=2048).loss_scale_factor == 2048
+
+
+def test_a_preset_is_the_objective_of_its_row():
+    for name, row in PRESETS.items():
+        assert preset(name) == Objective(name=name, **row)
+
+
+def test_unknown_names_list_the_choices():
+    with pytest.raises(ValueError, match="'gpso'.*gspo, gspo_token, grpo, dr_grpo, dapo, sft"):
+        preset("gpso")
+    with pytest.raises(ValueError, match="clip_high = 0.2.*epsilon_high"):
+        preset("gspo", clip_high=0.2)

@@ -1,0 +1,59 @@
+"""The KL and entropy terms by hand: weighted as the objective, reported as token means."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_gspo.algorithms import preset
+from megatron_gspo.algorithms.aggregation import TokenWeights
+from megatron_gspo.algorithms.regularizers import entropy_regularizer, kl_regularizer
+
+LOG_PROBS, REFERENCE = torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -3.0])  # d = 0, 1
+# token mean over 4 tokens, objective weights of their own
+WEIGHTS = TokenWeights(token=torch.tensor(0.25), sequence=torch.zeros(1), objective=torch.tensor([0.5, 0.125]))
+K3 = math.exp(-1) - 1 + 1
+KL = {"k1": 1.0, "k2": 0.5, "k3": K3}
+
+
+@pytest.mark.parametrize("kind", KL)
+def test_kl_by_hand(kind):
+    log_probs = LOG_PROBS.clone().requires_grad_()
+    objective = preset("gspo", kl_loss_coef=0.1, kl_loss_type=kind)
+    term, metrics = kl_regularizer(objective, log_probs, REFERENCE, WEIGHTS)
+    assert term.item() == pytest.approx(0.1 * 0.125 * KL[kind])
+    assert metrics["kl/ref"].item() == pytest.approx(0.25 * K3)  # k3 whatever the term's estimator
+    assert metrics["loss/kl"].item() == term.item()
+    assert not any(value.requires_grad for value in metrics.values())
+    term.backward()
+    slope = {"k1": (1.0, 1.0), "k2": (0.0, 1.0), "k3": (0.0, 1 - math.exp(-1))}[kind]
+    expected = [0.1 * weight * d for weight, d in zip((0.5, 0.125), slope, strict=True)]
+    assert log_probs.grad.tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("kind", KL)
+def test_the_limit_of_the_log_ratio_holds_in_the_term_and_in_the_metric(kind):
+    objective = preset("gspo", kl_loss_coef=1.0, kl_loss_type=kind, max_log_ratio=0.5)
+    term, metrics = kl_regularizer(objective, LOG_PROBS, REFERENCE, WEIGHTS)
+    k3 = math.exp(-0.5) - 0.5
+    assert metrics["kl/ref"].item() == pytest.approx(0.25 * k3)
+    assert term.item() == pytest.approx(0.125 * {"k1": 1.0, "k2": 0.125, "k3": k3}[kind])
+
+
+def test_without_a_coefficient_there_is_the_metric_alone():
+    log_probs = LOG_PROBS.clone().requires_grad_()
+    term, metrics = kl_regularizer(preset("gspo"), log_probs, REFERENCE, WEIGHTS)
+    assert term is None and set(metrics) == {"kl/ref"} and not metrics["kl/ref"].requires_grad
+    term, metrics = entropy_regularizer(preset("gspo"), log_probs, WEIGHTS)
+    assert term is None and set(metrics) == {"entropy"} and not metrics["entropy"].requires_grad
+
+
+def test_entropy_by_hand():
+    """A bonus: the loss falls as the entropy rises."""
+    entropy = torch.tensor([2.0, 4.0], requires_grad=True)
+    term, metrics = entropy_regularizer(preset("gspo", entropy_coef=0.1), entropy, WEIGHTS)
+    assert term.item() == pytest.approx(-0.1 * (0.5 * 2 + 0.125 * 4))
+    assert metrics["entropy"].item() == 1.5 and metrics["loss/entropy"].item() == term.item()
+    assert not any(value.requires_grad for value in metrics.values())
+    term.backward()
+    assert entropy.grad.tolist() == pytest.approx([-0.05, -0.0125])
