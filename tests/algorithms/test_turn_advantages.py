@@ -117,5 +117,5 @@ def test_refusals_and_nothing():
             turn_advantages(REWARDS, EPISODES, GROUP, discount=discount)
     with pytest.raises(ValueError, match="NaN or infinity"):
         turn_advantages(REWARDS / 0, EPISODES, GROUP)
-    with pytest.raises(ValueError, match="give integers"):
+    with pytest.raises(ValueError, match="must be integers"):
         turn_advantages(REWARDS, REWARDS, GROUP)

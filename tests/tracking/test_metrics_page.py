@@ -15,7 +15,6 @@ from megatron_gspo.algorithms import (
     PRESETS,
     finish_metrics,
     mismatch_metrics,
-    policy_loss,
     ratio_quantiles,
 )
 from megatron_gspo.data.sample import Sample
@@ -25,7 +24,7 @@ from megatron_gspo.loop.rollouts import ledger
 from megatron_gspo.loop.timers import _PARTS
 from megatron_gspo.loop.update import Update
 from megatron_gspo.routing_replay.step_metrics import StepRouting
-from tests.algorithms.reference import complete_preset
+from tests.algorithms.reference import call_policy_loss, complete_preset
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "metrics.md"
@@ -93,9 +92,9 @@ def computed_names() -> set[str]:
     names: set[str] = set()
     for name in PRESETS:
         options = {"kl_loss_coef": 0.1, "entropy_coef": 0.1} | ({} if name == "sft" else {"dual_clip": 3.0})
-        _, metrics = policy_loss(
+        _, metrics = call_policy_loss(
             complete_preset(name, **options), log_probs=zeros, old_log_probs=zeros, advantages=mask, loss_mask=mask,
-            segment_ids=ids, num_sequences=2, ref_log_probs=zeros, entropy=mask,
+            segment_ids=ids, num_sequences=2, num_tokens=4, ref_log_probs=zeros, entropy=mask,
         )  # fmt: skip
         names |= set(finish_metrics(metrics))
     mismatch = mismatch_metrics(zeros, zeros, mask, num_tokens=4)
