@@ -128,7 +128,7 @@ def test_a_stop_ends_the_processes_and_leaves_no_failure(tmp_path):
     write_comparison(tmp_path, seeds=(1,), names=("grpo", "grpo_r2", "gspo"))
     script = textwrap.dedent(f"""
         from megatron_gspo.tools.compare.study_runner import Interrupted
-        from tests.tools.compare.test_runner import *
+        from tests.tools.compare.test_study_runner import *
         comparison = load_comparison({str(tmp_path / "compare.yaml")!r}, ["stress=[]"])
         try:
             execute(comparison, report_runs(comparison, {{}}), slots=2, watcher=Notes(),
