@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megatron_gspo.config import Config, ConfigError
 from megatron_gspo.loop.assemble import layout_of, model_settings
-from megatron_gspo.mcore.meta_device import meta_model, paper_rank
+from megatron_gspo.mcore.meta_device import meta_model, simulated_rank
 from megatron_gspo.models import ModelError, family_of, read_config
 
 
@@ -37,7 +37,7 @@ def dry_run(config: Config, world_size: int) -> list[Stage]:
     layout, stages = layout_of(config), []
     for stage in range(layout.pipeline):
         rank = stage * (world_size // layout.pipeline)  # Megatron's order: pipeline stages are the outermost
-        with paper_rank(layout, world_size, rank) as groups:
+        with simulated_rank(layout, world_size, rank) as groups:
             assert groups.pp.rank() == stage
             try:
                 chunks = meta_model(shape, layout, model_settings(config), groups)

@@ -12,7 +12,7 @@ from megatron_gspo.loop.assemble import Run
 from megatron_gspo.loop.resume import LoopState, checkpoint_folder
 from megatron_gspo.loop.servers import is_central
 from megatron_gspo.loop.timers import Timers
-from megatron_gspo.mcore.checkpoint.save_load import WAITING_WRITERS, Save, begin_save
+from megatron_gspo.mcore.checkpoint.save_load import WAITING_WRITERS, AsyncSave, begin_save
 
 
 class Saves:
@@ -21,7 +21,7 @@ class Saves:
 
     def __init__(self, run: Run, current: Path | None) -> None:
         self._run, self._current = run, current
-        self._save: Save | None = None
+        self._save: AsyncSave | None = None
         self._checked = False
 
     @property

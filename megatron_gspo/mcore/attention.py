@@ -1,8 +1,8 @@
 """Causal attention over packed sequences in plain torch, with context parallelism, on CPU and GPU.
 
-Megatron-Core's own torch attention refuses packed sequences and context parallelism; Transformer Engine's needs CUDA.
-This module takes its place in the layer spec. Sequences are laid end to end (``thd``); the keys and values of a
-sequence are gathered over the context-parallel group, its queries stay where they are (Megatron's zigzag split).
+Megatron-Core's own torch attention supports neither packed sequences nor context parallelism; Transformer Engine's
+needs CUDA. This module replaces it in the layer spec. Sequences are concatenated (``thd`` format). The keys and values
+of a sequence are gathered over the context-parallel group; its queries stay on their rank (Megatron's zigzag split).
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_gspo.mcore.operators import gather_slots, rotate, spread
+from megatron_gspo.mcore.operators import pad_rows, rotate, unpad_rows
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes
 from megatron_gspo.parallel.context_parallel import all_gather_tokens, zigzag_indices
 
-# Sequences share a padded batch while the longest is at most this much longer than the shortest: bounds the padding
-# of the attention core without giving every sequence a kernel of its own.
+# Longest over shortest sequence of a padded batch, at most: bounds padding without one kernel per sequence.
 _BUCKET_RATIO = 1.25
 
 
@@ -29,7 +28,7 @@ _BUCKET_RATIO = 1.25
 class _Bucket:
     """Sequences of similar length as one padded batch: ``rows`` sequences, ``length`` tokens each.
 
-    ``mask`` [rows, 1, queries, length] is None where plain causal attention says the same.
+    ``mask`` [rows, 1, queries, length] is None where plain causal attention is the same.
     """
 
     rows: int
@@ -39,10 +38,10 @@ class _Bucket:
 
 @dataclass(frozen=True)
 class _Slots:
-    """Where tokens stand in the padded batches, bucket after bucket, each [rows, length]; for one head.
+    """The slots of tokens in the padded batches, bucket after bucket, each [rows, length]; for one head.
 
-    ``source`` [slots]: the token in each slot; padding repeats the last token of its row. Of each token: ``row``, the
-    first slot of its row, ``column``, its place in it, and ``length``, the row's, all [tokens].
+    ``source`` [slots]: the token in each slot; padding repeats the last token of its row. For each token [tokens]:
+    ``row``, the first slot of its row; ``column``, its position in the row; ``length``, the row's length.
     """
 
     source: tuple[Tensor, ...]  # [rows, length] of each bucket
@@ -51,12 +50,12 @@ class _Slots:
     length: Tensor
 
     def of_heads(self, heads: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(source [slots * heads], place [tokens * heads]) for tokens laid out [token, head] and slots
-        [bucket][row, head, column]: what ``spread`` takes."""
+        """(source [slots * heads], slot [tokens * heads]) for tokens laid out [token, head] and slots
+        [bucket][row, head, column]: the arguments of ``pad_rows``."""
         head = torch.arange(heads)
         sources = [(slots[:, None] * heads + head[:, None]).flatten() for slots in self.source]
-        place = (self.row * heads + self.column)[:, None] + self.length[:, None] * head
-        return torch.cat(sources).to(device), place.flatten().to(device)
+        slot = (self.row * heads + self.column)[:, None] + self.length[:, None] * head
+        return torch.cat(sources).to(device), slot.flatten().to(device)
 
 
 @dataclass
@@ -76,7 +75,7 @@ class PackedSequences(PackedSeqParams):
     cached: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def slots(self, which: str, heads: int) -> tuple[Tensor, Tensor]:
-        """``_Slots.of_heads`` of ``queries`` or ``keys``, made by the first layer that asks."""
+        """``_Slots.of_heads`` of ``queries`` or ``keys``, computed once per micro-batch."""
         if (which, heads) not in self.cached:
             self.cached[which, heads] = getattr(self, which).of_heads(heads, self.cu_seqlens_q.device)
         return self.cached[which, heads]
@@ -150,9 +149,9 @@ def _slots(batches: list[list[int]], starts: Tensor, lengths: Tensor, moved: Ten
 
 
 class PackedAttention(torch.nn.Module):
-    """Core attention of a Megatron layer. Its signature is the one Megatron's ``SelfAttention`` builds and calls.
+    """Core attention of a Megatron layer, with the signature that Megatron's ``SelfAttention`` builds and calls.
 
-    With ``rotary_base`` it applies the rotary embedding too, in place of the model, which does it sequence by sequence.
+    With ``rotary_base`` it also applies the rotary embedding, which the model would apply sequence by sequence.
     """
 
     rotary_base: float | None = None
@@ -161,7 +160,7 @@ class PackedAttention(torch.nn.Module):
                  softmax_scale: float | None = None, pg_collection: Any = None, **kwargs: Any) -> None:
         super().__init__()
         if config.attention_dropout:
-            raise ValueError(f"attention_dropout={config.attention_dropout}: PackedAttention has none; set it to 0")
+            raise ValueError(f"attention_dropout={config.attention_dropout}: must be 0; PackedAttention has no dropout")
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.cp_group = pg_collection.cp
 
@@ -176,11 +175,11 @@ class PackedAttention(torch.nn.Module):
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         if self.cp_group.size() > 1:
             key, value = all_gather_tokens(torch.stack((key, value), dim=1), self.cp_group).unbind(dim=1)
-        query_source, query_place = plan.slots("queries", heads)
+        query_source, query_slot = plan.slots("queries", heads)
         key_slots = plan.slots("keys", groups)
-        query = spread(query.reshape(-1, dim), query_source, query_place)
-        key, value = spread(key.reshape(-1, dim), *key_slots), spread(value.reshape(-1, dim), *key_slots)
-        out = gather_slots(self._attend(plan.buckets, query, key, value, heads), query_place)
+        query = pad_rows(query.reshape(-1, dim), query_source, query_slot)
+        key, value = pad_rows(key.reshape(-1, dim), *key_slots), pad_rows(value.reshape(-1, dim), *key_slots)
+        out = unpad_rows(self._attend(plan.buckets, query, key, value, heads), query_slot)
         return out.view(tokens, heads * dim)
 
     def _attend(self, buckets: tuple[_Bucket, ...], query: Tensor, key: Tensor, value: Tensor, heads: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Weights in and out of Megatron's shards: a stream of Hugging Face slices in, a stream of Hugging Face tensors out."""
+"""Load Hugging Face weights into Megatron's shards, and export them as a stream of Hugging Face tensors."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor
 from megatron_gspo.mcore.process_groups import Groups, compute_device
 from megatron_gspo.models import Family, ModelError, ModelShape, Rule, Shard, check_names
 from megatron_gspo.models.hf_checkpoint import CheckpointReader
-from megatron_gspo.models.parameter_slices import Part
+from megatron_gspo.models.parameter_slices import ParameterSlice
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-# Bytes of whole tensors that are gathered at once: enough for a network, little beside a layer, and glibc keeps memory
-# of that size for the next piece, where larger ones come from the system, page by page, each time.
+# Bytes of whole tensors per all-gather: enough to use the network's bandwidth, and small enough that glibc reuses the
+# memory. It returns larger blocks to the system, and each page would be mapped again.
 _PIECE = 16 * 2**20
 _EXPERT = re.compile(r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)")
 
@@ -26,9 +26,9 @@ Section = tuple[int, int]  # layer, piece of it
 
 
 @dataclass(frozen=True)
-class Placed:
-    """A local parameter, its name in the model, the rule that it follows and its global layer (-1 outside of the
-    layers) and expert."""
+class MappedParameter:
+    """A local parameter, its name in the model, its mapping rule, and its global layer (-1 outside of the layers) and
+    expert."""
 
     name: str
     parameter: Tensor
@@ -41,14 +41,14 @@ class Placed:
         """The Hugging Face tensors that it is made of."""
         return self.rule.names_in(self.layer, self.expert)
 
-    def part(self, groups: Groups) -> Part:
-        """What this rank holds of it, as plain data."""
+    def local_slice(self, groups: Groups) -> ParameterSlice:
+        """This rank's slice of the tensors, as plain data."""
         group = groups.expert_tp if self.rule.is_expert else groups.tp
         rank, ranks = (0, 1) if self.rule.shard is Shard.NONE else (group.rank(), group.size())
-        return Part(self.rule, self.layer, self.expert, tuple(self.parameter.shape), rank, ranks)
+        return ParameterSlice(self.rule, self.layer, self.expert, tuple(self.parameter.shape), rank, ranks)
 
 
-def place(chunk: Any, family: Family, shape: ModelShape, groups: Groups) -> Iterator[Placed]:
+def map_parameters(chunk: Any, family: Family, shape: ModelShape, groups: Groups) -> Iterator[MappedParameter]:
     """Every parameter of an (unwrapped) model chunk with its rule; one that no rule matches raises ``ValueError``."""
     layers = chunk.decoder.layers
     for name, parameter in chunk.named_parameters():
@@ -65,7 +65,7 @@ def place(chunk: Any, family: Family, shape: ModelShape, groups: Groups) -> Iter
         rule = next((rule for rule in rules if local in rule.megatron), None)
         if rule is None:
             raise ValueError(f"no rule of family {family.model_type} matches the Megatron parameter {name}")
-        yield Placed(name, parameter, rule, layer, expert)
+        yield MappedParameter(name, parameter, rule, layer, expert)
 
 
 def load_weights(chunks: list[Any], path: str, family: Family, shape: ModelShape, groups: Groups) -> None:
@@ -76,17 +76,17 @@ def load_weights(chunks: list[Any], path: str, family: Family, shape: ModelShape
     with CheckpointReader(path) as reader, torch.no_grad():
         check_names(reader.names, family, shape)
         for chunk in chunks:
-            for placed in place(chunk, family, shape, groups):
-                part = placed.part(groups)
-                part.check(reader, shape)
-                placed.parameter.copy_(_finite(part, part.read(reader, shape), shape))
+            for mapped in map_parameters(chunk, family, shape, groups):
+                local = mapped.local_slice(groups)
+                local.check(reader, shape)
+                mapped.parameter.copy_(_finite(local, local.read(reader, shape), shape))
 
 
-def _finite(part: Part, value: Tensor, shape: ModelShape) -> Tensor:
-    """The value as it is; ``ModelError`` for NaN or infinity. Twice as fast as the copy that follows."""
+def _finite(local: ParameterSlice, value: Tensor, shape: ModelShape) -> Tensor:
+    """The value unchanged; ``ModelError`` for NaN or infinity. Twice as fast as the copy that follows."""
     if not _is_finite(value):
-        name = next(name for name, tensor in part.split(value, shape).items() if not _is_finite(tensor))
-        raise ModelError(f"{name} holds NaN or infinity in the checkpoint; use one from before the weights broke")
+        name = next(name for name, tensor in local.split(value, shape).items() if not _is_finite(tensor))
+        raise ModelError(f"{name} holds NaN or infinity in the checkpoint; use an earlier checkpoint")
     return value
 
 
@@ -99,15 +99,15 @@ def export_weights(chunks: list[Any], family: Family, shape: ModelShape, groups:
                    piece: int = _PIECE) -> Iterator[tuple[str, Tensor]]:
     """Stream (Hugging Face name, whole tensor) to every rank, layer after layer; a collective of all ranks.
 
-    Memory above the model: at most three times ``piece`` bytes, or the largest parameter's if that is more,
-    while the consumer keeps one tensor at a time; what a rank holds whole are views of its parameters. Between pipeline
-    stages once more. Every rank must consume the stream to its end. ``value`` maps a parameter to what is sent in its
-    place and has its sizes: the weight itself, or its gradient.
+    Memory above the model: at most three times ``piece`` bytes, or three times the largest parameter if that is more,
+    while the consumer keeps one tensor at a time; once more between pipeline stages. Unsharded tensors are views of the
+    parameters. Every rank must consume the stream to its end. ``value`` maps a parameter to the tensor of the same size
+    that is sent: the weight itself, or its gradient.
     """
-    layers: dict[int, list[Placed]] = {}
+    layers: dict[int, list[MappedParameter]] = {}
     for chunk in chunks:
-        for placed in place(chunk, family, shape, groups):
-            layers.setdefault(placed.layer, []).append(replace(placed, parameter=value(placed.parameter)))
+        for mapped in map_parameters(chunk, family, shape, groups):
+            layers.setdefault(mapped.layer, []).append(replace(mapped, parameter=value(mapped.parameter)))
     sections = _sections(layers, shape, groups, piece)
     owners, metadata = _owners(sections, shape, groups)
     for section in sorted(owners):
@@ -121,49 +121,50 @@ def export_weights(chunks: list[Any], family: Family, shape: ModelShape, groups:
         del tensors  # before the next are gathered
 
 
-def _sections(layers: dict[int, list[Placed]], shape: ModelShape, groups: Groups,
-              piece: int) -> dict[Section, list[Placed]]:
-    """What is sent at once: a layer's parameters, in pieces whose whole tensors have at most ``piece`` bytes, or one
+def _sections(layers: dict[int, list[MappedParameter]], shape: ModelShape, groups: Groups,
+              piece: int) -> dict[Section, list[MappedParameter]]:
+    """Sections of a layer's parameters that are sent at once: at most ``piece`` bytes of whole tensors, or one
     parameter. The same on all ranks of a stage, whose parameters have the same sizes.
 
-    Parameters outside of the layers are told apart by stage: -1 - stage. A tied embedding is sent by the first stage.
+    Parameters outside of the layers have the layer -1 - stage. The first stage sends a tied embedding.
     """
     outer = -1 - groups.pp.rank()
     if -1 in layers:
         layers[outer] = layers.pop(-1)
         if shape.tied_embeddings and groups.pp.rank() > 0:
-            layers[outer] = [placed for placed in layers[outer] if not placed.rule.is_vocabulary]
-    sections: dict[Section, list[Placed]] = {}
-    for layer, placed_list in layers.items():
+            layers[outer] = [mapped for mapped in layers[outer] if not mapped.rule.is_vocabulary]
+    sections: dict[Section, list[MappedParameter]] = {}
+    for layer, mapped_list in layers.items():
         number, size = 0, 0
-        for placed in sorted(placed_list, key=_kind):
-            whole = placed.parameter.nbytes * _holders(placed, groups)
+        for mapped in sorted(mapped_list, key=_kind):
+            whole = mapped.parameter.nbytes * _holders(mapped, groups)
             if size + whole > piece and size:
                 number, size = number + 1, 0
             size += whole
-            sections.setdefault((layer, number), []).append(placed)
+            sections.setdefault((layer, number), []).append(mapped)
     return sections
 
 
-def _kind(placed: Placed) -> int:
-    """Experts first: what a consumer still holds while the next piece is gathered is then one rank's own tensor."""
-    return 0 if placed.rule.is_expert else 1 if placed.rule.shard is not Shard.NONE else 2
+def _kind(mapped: MappedParameter) -> int:
+    """Order within a layer: experts first, unsharded tensors last. A consumer holds the last tensor of a piece while
+    the next is gathered; an unsharded one takes no memory."""
+    return 0 if mapped.rule.is_expert else 1 if mapped.rule.shard is not Shard.NONE else 2
 
 
-def _holders(placed: Placed, groups: Groups) -> int:
+def _holders(mapped: MappedParameter, groups: Groups) -> int:
     """The ranks whose parameters are gathered with this one."""
-    if placed.rule.is_expert:
+    if mapped.rule.is_expert:
         return groups.expert_tp_ep.size()
-    return 1 if placed.rule.shard is Shard.NONE else groups.tp.size()
+    return 1 if mapped.rule.shard is Shard.NONE else groups.tp.size()
 
 
-def _owners(sections: dict[Section, list[Placed]], shape: ModelShape,
+def _owners(sections: dict[Section, list[MappedParameter]], shape: ModelShape,
             groups: Groups) -> tuple[dict[Section, int], dict[Section, Any]]:
     """The pipeline stage that sends each section, and (name, sizes, dtype) of what it sends."""
     mine = {
-        section: [(name, size, placed.parameter.dtype) for placed in placed_list
-                  for name, size in _sizes(placed, shape, groups)]
-        for section, placed_list in sections.items()
+        section: [(name, size, mapped.parameter.dtype) for mapped in mapped_list
+                  for name, size in _sizes(mapped, shape, groups)]
+        for section, mapped_list in sections.items()
     } if groups.pp.size() > 1 else dict.fromkeys(sections)
     stages: list[Any] = [None] * groups.pp.size()
     if groups.pp.size() > 1:
@@ -174,30 +175,30 @@ def _owners(sections: dict[Section, list[Placed]], shape: ModelShape,
     return owners, {section: found[section] for found in stages for section in found}
 
 
-def _sizes(placed: Placed, shape: ModelShape, groups: Groups) -> list[tuple[str, tuple[int, ...]]]:
+def _sizes(mapped: MappedParameter, shape: ModelShape, groups: Groups) -> list[tuple[str, tuple[int, ...]]]:
     """Names and whole sizes of the Hugging Face tensors of a parameter, for all experts if it is an expert's."""
-    part = placed.part(groups)
-    step = shape.num_experts // groups.ep.size() if part.rule.is_expert else 1
-    experts = range(placed.expert % step, shape.num_experts, step) if part.rule.is_expert else (0,)
-    return [size for expert in experts for size in replace(part, expert=expert).whole_sizes(shape).items()]
+    local = mapped.local_slice(groups)
+    step = shape.num_experts // groups.ep.size() if local.rule.is_expert else 1
+    experts = range(mapped.expert % step, shape.num_experts, step) if local.rule.is_expert else (0,)
+    return [size for expert in experts for size in replace(local, expert=expert).whole_sizes(shape).items()]
 
 
-def _whole(placed_list: list[Placed], shape: ModelShape, groups: Groups) -> dict[str, Tensor]:
+def _whole(mapped_list: list[MappedParameter], shape: ModelShape, groups: Groups) -> dict[str, Tensor]:
     """The whole Hugging Face tensors of one section: one all-gather for the experts, one for the other sharded ones."""
-    experts = [placed for placed in placed_list if placed.rule.is_expert]
-    sharded = [placed for placed in placed_list if not placed.rule.is_expert and placed.rule.shard is not Shard.NONE]
+    experts = [mapped for mapped in mapped_list if mapped.rule.is_expert]
+    sharded = [mapped for mapped in mapped_list if not mapped.rule.is_expert and mapped.rule.shard is not Shard.NONE]
     tensors: dict[str, Tensor] = {}
     if experts:
         tensors |= _join(experts, _gather(experts, groups.expert_tp_ep), shape, shards=groups.expert_tp.size(),
                          experts_per_rank=shape.num_experts // groups.ep.size())
     tensors |= _join(sharded, _gather(sharded, groups.tp), shape, shards=groups.tp.size(), experts_per_rank=0)
-    own = (placed for placed in placed_list if not placed.rule.is_expert and placed.rule.shard is Shard.NONE)
-    return tensors | {placed.names[0]: placed.parameter for placed in own}
+    own = (mapped for mapped in mapped_list if not mapped.rule.is_expert and mapped.rule.shard is Shard.NONE)
+    return tensors | {mapped.names[0]: mapped.parameter for mapped in own}
 
 
-def _gather(placed_list: list[Placed], group: Any) -> list[list[Tensor]]:
-    """Every rank's parameters of ``placed_list``: outer list by rank of ``group``, inner as ``placed_list``."""
-    parameters = [placed.parameter for placed in placed_list]
+def _gather(mapped_list: list[MappedParameter], group: Any) -> list[list[Tensor]]:
+    """Every rank's parameters of ``mapped_list``: outer list by rank of ``group``, inner as ``mapped_list``."""
+    parameters = [mapped.parameter for mapped in mapped_list]
     if group.size() == 1 or not parameters:
         return [parameters] * group.size()
     sizes = [parameter.numel() for parameter in parameters]
@@ -226,17 +227,17 @@ def _exchange_rows(everyone: Tensor, group: Any) -> None:
         work.wait()
 
 
-def _join(placed_list: list[Placed], gathered: list[list[Tensor]], shape: ModelShape, *, shards: int,
+def _join(mapped_list: list[MappedParameter], gathered: list[list[Tensor]], shape: ModelShape, *, shards: int,
           experts_per_rank: int) -> dict[str, Tensor]:
     """Concatenate the ranks' parts. The ranks of ``gathered`` are blocks of ``shards`` tensor-parallel ranks, one block
     for each expert-parallel rank (Megatron's order: expert-tensor rank fastest)."""
     tensors: dict[str, Tensor] = {}
     for block in range(len(gathered) // shards):
         ranks = gathered[block * shards : (block + 1) * shards]
-        for i, placed in enumerate(placed_list):
-            rule = placed.rule
-            expert = placed.expert % experts_per_rank + block * experts_per_rank if experts_per_rank else 0
-            names = rule.names_in(placed.layer, expert)
+        for i, mapped in enumerate(mapped_list):
+            rule = mapped.rule
+            expert = mapped.expert % experts_per_rank + block * experts_per_rank if experts_per_rank else 0
+            names = rule.names_in(mapped.layer, expert)
             parts = zip(*(rule.split(rank[i], shape) for rank in ranks), strict=True)
             for name, pieces in zip(names, parts, strict=True):
                 whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=rule.shard.value or 0)

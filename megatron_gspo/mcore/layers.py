@@ -1,4 +1,4 @@
-"""Layer specs: Transformer Engine's where installed, else torch modules that support packing and every parallelism."""
+"""Layer specs: Transformer Engine's where installed, else torch modules with packing and every parallelism."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron_gspo.mcore.attention import PackedAttention
-from megatron_gspo.mcore.operators import Copies, add_up_copies, gated_experts, make_copies, rms_norm
+from megatron_gspo.mcore.operators import Permutation, gated_experts, permute, rms_norm, unpermute
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Torch's RMSNorm with the mark that lets Megatron add its gradient up under sequence parallelism.
+    """Torch's RMSNorm, marked so that Megatron sums its gradient under sequence parallelism.
 
-    Megatron's own torch norm refuses sequence parallelism, which MoE with tensor parallelism needs.
+    Megatron's own torch norm doesn't support sequence parallelism, which MoE with tensor parallelism requires.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
@@ -32,38 +32,38 @@ class RMSNorm(torch.nn.RMSNorm):
         return rms_norm(x, self.weight, self.eps or 0.0)
 
 
-class JoinedExperts(SequentialMLP):
-    """Megatron's ``SequentialMLP`` in one autograd node: only the matrix products go expert by expert."""
+class FusedSequentialMLP(SequentialMLP):
+    """Megatron's ``SequentialMLP`` as one autograd node: only the matrix products run expert by expert."""
 
     def forward(self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor,
                 permuted_probs: Tensor) -> tuple[Tensor, None]:
         experts = self.local_experts
         for expert in experts:
-            _announce(expert.linear_fc1)
-            _announce(expert.linear_fc2)
+            _run_pre_hooks(expert.linear_fc1)
+            _run_pre_hooks(expert.linear_fc2)
         return gated_experts(
             permuted_local_hidden_states, permuted_probs, tokens_per_expert.tolist(),
             [expert.linear_fc1.weight for expert in experts], [expert.linear_fc2.weight for expert in experts],
         ), None
 
 
-def _announce(module: torch.nn.Module) -> None:
-    """Run a module's forward pre-hooks where its weight is used without a call of it: by one of them Megatron waits for
-    weights that are still being gathered (``overlap_param_gather``)."""
+def _run_pre_hooks(module: torch.nn.Module) -> None:
+    """Run the forward pre-hooks of a module whose weight is used without calling it. With ``overlap_param_gather`` one
+    of them waits for the all-gather of the weights."""
     for hook in module._forward_pre_hooks.values():
         hook(module, ())
 
 
-class LocalDispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's dispatcher where every expert is on this rank: tokens are sorted by expert and nothing is sent."""
+class MoELocalTokenDispatcher(MoEAlltoAllTokenDispatcher):
+    """Megatron's dispatcher for experts that are all on this rank: sorts tokens by expert, without communication."""
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         self.hidden_shape, self.routing_map = hidden_states.shape, routing_map
         by_expert = routing_map.t().contiguous()
         token = torch.arange(by_expert.shape[1], device=by_expert.device).expand_as(by_expert)
-        self.copies = Copies.of(token.masked_select(by_expert), routing_map.sum(1))
+        self.permutation = Permutation.of(token.masked_select(by_expert), routing_map.sum(1))
         self.tokens_per_expert = by_expert.sum(1)
-        rows = make_copies(hidden_states.reshape(-1, hidden_states.shape[-1]), self.copies)
+        rows = permute(hidden_states.reshape(-1, hidden_states.shape[-1]), self.permutation)
         return rows, probs.t().masked_select(by_expert)
 
     def token_dispatch(self, permutated_local_input_tokens: Tensor, permuted_probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,11 +79,11 @@ class LocalDispatcher(MoEAlltoAllTokenDispatcher):
         return hidden_states
 
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
-        return add_up_copies(permutated_local_input_tokens, self.copies).view(self.hidden_shape)
+        return unpermute(permutated_local_input_tokens, self.permutation).view(self.hidden_shape)
 
 
 def _is_local(dispatcher: Any) -> bool:
-    """Whether a dispatcher sends nothing, drops nothing and has no shared expert to run meanwhile."""
+    """Whether a dispatcher needs no communication, drops no token and overlaps no shared expert."""
     config = dispatcher.config
     return (
         type(dispatcher) is MoEAlltoAllTokenDispatcher
@@ -98,26 +98,26 @@ def _is_local(dispatcher: Any) -> bool:
 def use_own_operators(model: torch.nn.Module, rotary_base: float) -> None:
     """Finish a model built from ``block_spec`` without Transformer Engine and with ``position_embedding_type="none"``.
 
-    Attention applies the rotary embedding of ``rotary_base``; expert layers become ``JoinedExperts``, their parameters
-    and names stay. By class and not in the spec, because the two ends of the supported range of Megatron nest that
-    differently.
+    Attention applies the rotary embedding of ``rotary_base``; expert layers become ``FusedSequentialMLP``; parameters
+    and their names stay. The classes are replaced here and not in the spec, which the supported versions of Megatron
+    nest differently.
     """
     for module in model.modules():
         if isinstance(module, PackedAttention):
             module.rotary_base = rotary_base
         elif type(module) is SequentialMLP and _is_plain(module.config):
-            module.__class__ = JoinedExperts
+            module.__class__ = FusedSequentialMLP
         elif isinstance(module, MoELayer) and _is_local(module.token_dispatcher):
-            module.token_dispatcher.__class__ = LocalDispatcher
+            module.token_dispatcher.__class__ = MoELocalTokenDispatcher
         elif isinstance(module, TransformerLayer) and isinstance(module.mlp, MoELayer):
             _name_as_transformer_engine(module)
 
 
 def _name_as_transformer_engine(layer: TransformerLayer) -> None:
-    """Have the norm before a layer's experts stored under its own name, as with Transformer Engine.
+    """Store the norm before a layer's experts under the name that it has with Transformer Engine.
 
-    Megatron's torch spec stores it as the norm that Transformer Engine fuses into a dense layer's MLP, so that neither
-    kind of layers could load the other's checkpoints.
+    Megatron's torch spec stores it as the norm that Transformer Engine fuses into a dense layer's MLP, so that
+    checkpoints could not be exchanged between the two implementations.
     """
     submodules = layer.submodules_config
     names = submodules.sharded_state_dict_keys_map
@@ -140,12 +140,12 @@ def _is_plain(config: Any) -> bool:
 
 
 def _device(config: Any) -> int | None:
-    """None: the default device, which is the CPU, or meta for a model on paper."""
+    """None is the default device: the CPU, or the meta device."""
     return None if config.use_cpu_initialization else torch.cuda.current_device()
 
 
 def transformer_engine_available() -> bool:
-    """Whether Transformer Engine is installed beside a CUDA device."""
+    """Whether Transformer Engine is installed and there is a CUDA device."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 

@@ -85,7 +85,7 @@ def transformer_config(shape: ModelShape, layout: Layout, settings: ModelSetting
         account_for_loss_in_pipeline_split=layout.loss_as_layer,
         context_parallel_size=layout.context,
         sequence_parallel=sequence_parallel,
-        use_cpu_initialization=not torch.cuda.is_available() or _on_paper(),
+        use_cpu_initialization=not torch.cuda.is_available() or _on_meta_device(),
         perform_initialization=True,
         # fused kernels: Transformer Engine's only; the torch ones would be compiled on first use
         bias_activation_fusion=engine,
@@ -119,7 +119,7 @@ def use_transformer_engine(settings: ModelSettings) -> bool:
     return settings.implementation != "torch" and transformer_engine_available()
 
 
-def _on_paper() -> bool:
+def _on_meta_device() -> bool:
     """Whether models are built without memory (`mcore/meta_device.py`)."""
     return torch.get_default_device().type == "meta"
 
@@ -149,7 +149,7 @@ def build_model(shape: ModelShape, layout: Layout, settings: ModelSettings, grou
         if shape.is_moe:
             attach_router_hooks(chunk)
         expert_gradients.apply(chunk, config)
-        if torch.cuda.is_available() and not _on_paper():
+        if torch.cuda.is_available() and not _on_meta_device():
             chunk.cuda()
         if settings.dtype != torch.float32:
             chunk.to(settings.dtype)

@@ -1,7 +1,7 @@
-"""The element-wise parts of a layer as autograd functions with backwards of their own.
+"""The element-wise parts of a layer as autograd functions with hand-written backwards.
 
-Torch differentiates them op by op otherwise, which on a CPU took a sixth of a small model's training step. Plain torch,
-any device; each gives what its composite form gives, up to rounding.
+Op-by-op autograd of these took a sixth of a small model's training step on a CPU. Plain torch, any device. Each equals
+its composite form up to rounding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x ** 2) + eps) * weight`` over the last dimension; ``x`` [..., h], ``weight`` [h].
 
-    Low precision and GPUs go to torch's own, which sums in float32 and is fused there.
+    Low precision and GPUs use torch's own, which sums in float32 and is fused there.
     """
     if x.is_cuda or x.dtype not in (torch.float32, torch.float64) or weight.dtype != x.dtype:
         return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
@@ -71,100 +71,103 @@ def _swapped(x: Tensor) -> Tensor:
     return torch.cat((second, first), dim=-1)
 
 
-def spread(x: Tensor, source: Tensor, place: Tensor) -> Tensor:
-    """Rows of ``x`` [n, d] into slots: slot s gets row ``source[s]``; [slots, d].
+def pad_rows(x: Tensor, source: Tensor, slot: Tensor) -> Tensor:
+    """Rows of ``x`` [n, d] laid out in padded slots, [slots, d]: slot s holds row ``source[s]``.
 
-    Row i stands in slot ``place[i]``; all other slots are padding, whose gradient must be zero: it is not read.
+    Row i is in slot ``slot[i]``. All other slots are padding; their gradient must be zero and is not read.
     """
-    return _Spread.apply(x, source, place)
+    return _PadRows.apply(x, source, slot)
 
 
-class _Spread(torch.autograd.Function):
+class _PadRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(place)
+    def forward(ctx: Any, x: Tensor, source: Tensor, slot: Tensor) -> Tensor:
+        ctx.save_for_backward(slot)
         return x.index_select(0, source)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (place,) = ctx.saved_tensors
-        return grad.index_select(0, place), None, None
+        (slot,) = ctx.saved_tensors
+        return grad.index_select(0, slot), None, None
 
 
-def gather_slots(x: Tensor, place: Tensor) -> Tensor:
-    """The other way: row i of the result is slot ``place[i]`` of ``x`` [slots, d]; each slot at most once."""
-    return _GatherSlots.apply(x, place)
+def unpad_rows(x: Tensor, slot: Tensor) -> Tensor:
+    """The inverse of ``pad_rows``: row i of the result is slot ``slot[i]`` of ``x`` [slots, d]; slots are distinct."""
+    return _UnpadRows.apply(x, slot)
 
 
-class _GatherSlots(torch.autograd.Function):
+class _UnpadRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(place)
+    def forward(ctx: Any, x: Tensor, slot: Tensor) -> Tensor:
+        ctx.save_for_backward(slot)
         ctx.slots = x.shape[0]
-        return x.index_select(0, place)
+        return x.index_select(0, slot)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (place,) = ctx.saved_tensors
-        return grad.new_zeros(ctx.slots, grad.shape[1]).index_copy_(0, place, grad), None
+        (slot,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.slots, grad.shape[1]).index_copy_(0, slot, grad), None
 
 
 @dataclass(frozen=True)
-class Copies:
-    """Which row each copy is of, ``source`` [copies], and the copies of row i: ``order[first[i] : first[i + 1]]``."""
+class Permutation:
+    """Copies of rows in another order, as tokens sorted by expert.
+
+    source: [copies], the row that each copy is of. The copies of row i are ``order[first[i] : first[i + 1]]``.
+    """
 
     source: Tensor
     order: Tensor
     first: Tensor
 
     @classmethod
-    def of(cls, source: Tensor, count: Tensor) -> Copies:
+    def of(cls, source: Tensor, count: Tensor) -> Permutation:
         """``count`` [n]: copies of each row."""
         return cls(source, source.argsort(stable=True), count.cumsum(0) - count)
 
-    def make(self, x: Tensor) -> Tensor:
+    def copy(self, x: Tensor) -> Tensor:
         """Rows [n, d] to copies [copies, d]."""
         return x.index_select(0, self.source)
 
-    def add_up(self, x: Tensor) -> Tensor:
-        """Copies [copies, d] to the sums of each row's, [n, d]; always in the same order, unlike a scatter."""
+    def sum(self, x: Tensor) -> Tensor:
+        """Copies [copies, d] to the sums over each row's copies, [n, d]; in a fixed order, unlike a scatter."""
         return torch.nn.functional.embedding_bag(self.order, x, self.first, mode="sum")
 
 
-def make_copies(x: Tensor, copies: Copies) -> Tensor:
-    """``copies.make`` with a gradient."""
-    return _MakeCopies.apply(x, copies)
+def permute(x: Tensor, permutation: Permutation) -> Tensor:
+    """``permutation.copy`` with a gradient."""
+    return _Permute.apply(x, permutation)
 
 
-def add_up_copies(x: Tensor, copies: Copies) -> Tensor:
-    """``copies.add_up`` with a gradient."""
-    return _AddUpCopies.apply(x, copies)
+def unpermute(x: Tensor, permutation: Permutation) -> Tensor:
+    """``permutation.sum`` with a gradient."""
+    return _Unpermute.apply(x, permutation)
 
 
-class _MakeCopies(torch.autograd.Function):
+class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, copies: Copies) -> Tensor:
-        ctx.copies = copies
-        return copies.make(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.copies.add_up(grad.contiguous()), None
-
-
-class _AddUpCopies(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, copies: Copies) -> Tensor:
-        ctx.copies = copies
-        return copies.add_up(x)
+    def forward(ctx: Any, x: Tensor, permutation: Permutation) -> Tensor:
+        ctx.permutation = permutation
+        return permutation.copy(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.copies.make(grad), None
+        return ctx.permutation.sum(grad.contiguous()), None
+
+
+class _Unpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, permutation: Permutation) -> Tensor:
+        ctx.permutation = permutation
+        return permutation.sum(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.permutation.copy(grad), None
 
 
 def gated_experts(x: Tensor, probs: Tensor, counts: Sequence[int], up: Sequence[Tensor],

@@ -1,7 +1,8 @@
-"""Megatron's parameters and checkpoint chunks as plain data: what they are made of, without a model.
+"""Megatron's parameters and checkpoint chunks as plain data, without a model.
 
-A `Part` is one tensor-parallel rank's parameter; a `Chunk` is a region of a tensor in a Megatron checkpoint and the
-elements of a part that lie there. `mcore/checkpoint/checkpoint_metadata.py` asks Megatron for them.
+A `ParameterSlice` is one tensor-parallel rank's parameter. A `CheckpointChunk` is a region of a tensor in a Megatron
+checkpoint, and the elements of a parameter slice that are stored there. `mcore/checkpoint/checkpoint_metadata.py`
+creates them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from megatron_gspo.models.model_shape import ModelError, ModelShape
 
 
 class TensorSource(Protocol):
-    """Tensors by Hugging Face name, whole or a slice along one dimension: `files.CheckpointReader`."""
+    """Tensors by Hugging Face name, whole or a slice along one dimension: `hf_checkpoint.CheckpointReader`."""
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
@@ -27,7 +28,7 @@ class TensorSource(Protocol):
 
 
 @dataclass(frozen=True)
-class Part:
+class ParameterSlice:
     """The parameter of `rank` of `ranks` tensor-parallel ranks. layer: -1 outside of the layers. sizes: of the
     parameter, the padding of a vocabulary included."""
 
@@ -40,11 +41,11 @@ class Part:
 
     @property
     def names(self) -> list[str]:
-        """The Hugging Face tensors that it is made of, in the order of the rule's `merge`."""
+        """The Hugging Face tensors that are merged into it, in the order of the rule's `merge`."""
         return self.rule.names_in(self.layer, self.expert)
 
     def read(self, source: TensorSource, shape: ModelShape) -> Tensor:
-        """The parameter, from the slices that it is made of; only those are read. A vocabulary is padded with 0."""
+        """Read only the slices that the parameter needs, and merge them. A vocabulary is padded with 0."""
         value = self.rule.merge([self._slice(source, name) for name in self.names], shape)
         if self.rule.is_vocabulary and value.shape[0] < self.sizes[0]:
             value = torch.nn.functional.pad(value, (0, 0, 0, self.sizes[0] - value.shape[0]))
@@ -63,7 +64,7 @@ class Part:
         return found
 
     def check(self, source: TensorSource, shape: ModelShape) -> None:
-        """Raise ``ModelError`` naming a tensor whose sizes in `source` aren't those that config.json asks for."""
+        """Raise ``ModelError`` naming a tensor whose sizes in `source` don't match config.json."""
         for name, wanted in self.whole_sizes(shape).items():
             if (found := source.shape(name)) != wanted:
                 raise ModelError(f"{name} is {found} in the checkpoint; config.json makes it {wanted}")
@@ -86,8 +87,8 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """A region of the tensor `key` of a checkpoint, and where its elements lie in `part`.
+class CheckpointChunk:
+    """A region of the tensor `key` of a checkpoint, and where its elements are in `part`.
 
     whole: sizes of the whole tensor. offsets, sizes: of the region, with the axes that Megatron puts before the
     parameter's own (layers, experts). strides, start: of the elements in the part, in elements.
@@ -97,7 +98,7 @@ class Chunk:
     whole: tuple[int, ...]
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    part: Part
+    part: ParameterSlice
     strides: tuple[int, ...]
     start: int
 
@@ -105,7 +106,7 @@ class Chunk:
     def numel(self) -> int:
         return math.prod(self.sizes)
 
-    def pieces(self, most: int) -> Iterator[Chunk]:
+    def pieces(self, most: int) -> Iterator[CheckpointChunk]:
         """The chunk in regions of at most `most` elements, cut between rows; itself where it is no larger."""
         axis = len(self.sizes) - len(self.strides)
         rows, row = self.sizes[axis], self.numel // self.sizes[axis]

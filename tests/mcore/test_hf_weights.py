@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import megatron_gspo.mcore.train_step  # noqa: F401  the fork server of the tests imports it once
 from benchmarks.live_storages import LiveStorages
-from megatron_gspo.mcore.hf_weights import export_weights, load_weights, place
+from megatron_gspo.mcore.hf_weights import export_weights, load_weights, map_parameters
 from megatron_gspo.mcore.model import ModelSettings, build_model
 from megatron_gspo.mcore.process_groups import Layout
 from megatron_gspo.models import family_of, read_config
@@ -115,7 +115,7 @@ def _with_engine_names(chunk: Any, family: Any, shape: Any, groups: Any) -> torc
     for ours, theirs in zip(root.decoder.layers, chunk.decoder.layers, strict=True):
         ours.layer_number = theirs.layer_number
     step = max(shape.num_experts // groups.ep.size(), 1)
-    for placed in list(place(chunk, family, shape, groups)):
+    for placed in list(map_parameters(chunk, family, shape, groups)):
         owner = root if placed.layer < 0 else root.decoder.layers[placed.layer]
         *path, last = placed.rule.megatron[0].format(expert=placed.expert % step).split(".")
         for part in path:
@@ -162,7 +162,7 @@ def failures(rank: int, world_size: int, paths: dict[str, str]) -> dict[str, str
         found[key] = str(caught.value)
     chunks[0].extra = torch.nn.Parameter(torch.zeros(1))
     with pytest.raises(ValueError) as caught:
-        list(place(chunks[0], family, shape, groups))
+        list(map_parameters(chunks[0], family, shape, groups))
     return {**found, "unknown parameter": str(caught.value)}
 
 

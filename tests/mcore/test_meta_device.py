@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_gspo.mcore.meta_device import meta_model, paper_rank, smallest_world
+from megatron_gspo.mcore.meta_device import meta_model, simulated_rank, smallest_world
 from megatron_gspo.mcore.model import ModelSettings, build_model
 from megatron_gspo.mcore.process_groups import Layout, initialize, shutdown
 from megatron_gspo.models import family_of, read_config
@@ -41,7 +41,7 @@ def test_a_rank_on_paper_has_the_parameters_of_the_real_one(name, tmp_path):
     _, shape = family_of(read_config(path))
     wanted = run_distributed(real, world, path, layout)
     for rank in range(world):
-        with paper_rank(layout, world, rank) as groups:
+        with simulated_rank(layout, world, rank) as groups:
             chunks = meta_model(shape, layout, ModelSettings(), groups)
             assert {p.device.type for chunk in chunks for p in chunk.parameters()} == {"meta"}
             assert sizes(chunks) == wanted[rank]
@@ -57,13 +57,13 @@ def test_the_smallest_world_holds_every_part():
 def test_a_world_of_1024_is_asked_rank_by_rank(tmp_path):
     _, shape = family_of(read_config(save_tiny_model(tmp_path / "model")))
     layout = Layout(tensor=2, pipeline=2, expert=8)
-    with paper_rank(layout, 1024, 1023) as groups:
+    with simulated_rank(layout, 1024, 1023) as groups:
         assert (groups.tp.size(), groups.pp.rank(), groups.ep.size(), groups.dp.size()) == (2, 1, 8, 256)
         [chunk] = meta_model(shape, layout, ModelSettings(dtype=torch.bfloat16), groups)
         assert {p.dtype for p in chunk.parameters()} == {torch.bfloat16}
 
 
 def test_a_second_world_is_refused():
-    with paper_rank(Layout(), 4, 3), pytest.raises(RuntimeError, match="without torch.distributed"):
-        with paper_rank(Layout(), 4, 2):
+    with simulated_rank(Layout(), 4, 3), pytest.raises(RuntimeError, match="without torch.distributed"):
+        with simulated_rank(Layout(), 4, 2):
             pass

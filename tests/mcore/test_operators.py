@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from megatron_gspo.mcore.operators import (
-    Copies,
-    add_up_copies,
+    Permutation,
     gated_experts,
-    gather_slots,
-    make_copies,
+    pad_rows,
+    permute,
     rms_norm,
     rotate,
-    spread,
+    unpad_rows,
+    unpermute,
 )
 
 
@@ -52,25 +52,25 @@ def test_rotation_turns_each_pair_by_its_angle():
     assert_same(rotate(x, cos, sin), expected, [x])
 
 
-def test_slots_and_back():
+def test_padding_and_back():
     """Three rows of 2, 3 and 1 tokens, padded to 3: slot 2 repeats token 1, slots 7 and 8 token 5."""
     x = draw(6, 4)
     source, place = torch.tensor([0, 1, 1, 2, 3, 4, 5, 5, 5]), torch.tensor([0, 1, 3, 4, 5, 6])
-    slots = spread(x, source, place)
+    slots = pad_rows(x, source, place)
     assert torch.equal(slots, x[source])
     used = torch.zeros(9, 1, dtype=torch.float64).index_fill_(0, place, 1.0)
     assert_same(slots * used, x[source] * used, [x])
     y = draw(9, 4, seed=2)
-    assert_same(gather_slots(y, place), y[place], [y])
+    assert_same(unpad_rows(y, place), y[place], [y])
 
 
-def test_copies_and_their_sums():
+def test_permutation_and_its_inverse():
     """Rows with two, no, one and three copies."""
     source, count = torch.tensor([3, 0, 3, 2, 0, 3]), torch.tensor([2, 0, 1, 3])
-    copies = Copies.of(source, count)
+    permutation = Permutation.of(source, count)
     x, y = draw(4, 5), draw(6, 5, seed=1)
-    assert_same(make_copies(x, copies), x[source], [x])
-    assert_same(add_up_copies(y, copies), torch.zeros_like(x).index_add(0, source, y), [y])
+    assert_same(permute(x, permutation), x[source], [x])
+    assert_same(unpermute(y, permutation), torch.zeros_like(x).index_add(0, source, y), [y])
 
 
 @pytest.mark.parametrize("counts", [[4, 3, 5], [0, 12, 0], [12]])

@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from megatron_gspo.models.families import FAMILIES
-from megatron_gspo.models.parameter_slices import Chunk, Part
+from megatron_gspo.models.parameter_slices import CheckpointChunk, ParameterSlice
 
 GATED = next(rule for rule in FAMILIES["qwen3"].dense if "linear_fc1.weight" in rule.megatron[0])
 
 
-def chunks() -> list[Chunk]:
+def chunks() -> list[CheckpointChunk]:
     """Gate and up projection of one rank of two, [6, 4] together, in a whole of [12, 4] with an axis of experts."""
-    part = Part(GATED, 0, 0, (6, 4), rank=1, ranks=2)
+    part = ParameterSlice(GATED, 0, 0, (6, 4), rank=1, ranks=2)
     return [
-        Chunk("fc1", (5, 12, 4), (3, 3, 0), (1, 3, 4), part, (4, 1), 0),
-        Chunk("fc1", (5, 12, 4), (3, 9, 0), (1, 3, 4), part, (4, 1), 12),
+        CheckpointChunk("fc1", (5, 12, 4), (3, 3, 0), (1, 3, 4), part, (4, 1), 0),
+        CheckpointChunk("fc1", (5, 12, 4), (3, 9, 0), (1, 3, 4), part, (4, 1), 12),
     ]
 
 
@@ -41,6 +41,6 @@ def test_pieces_of_a_chunk(most, rows):
 
 
 def test_a_vector_is_cut_too():
-    part = Part(FAMILIES["qwen3"].outer[1], -1, 0, (10,))
-    norm = Chunk("norm", (10,), (0,), (10,), part, (1,), 0)
+    part = ParameterSlice(FAMILIES["qwen3"].outer[1], -1, 0, (10,))
+    norm = CheckpointChunk("norm", (10,), (0,), (10,), part, (1,), 0)
     assert [(piece.offsets, piece.sizes) for piece in norm.pieces(4)] == [((0,), (4,)), ((4,), (4,)), ((8,), (2,))]

@@ -20,11 +20,11 @@ from megatron_gspo.config.load import read_file
 from megatron_gspo.config.sections import ParallelConfig
 from megatron_gspo.errors import InputError, UserError
 from megatron_gspo.mcore.checkpoint.checkpoint_files import newest_checkpoint
-from megatron_gspo.mcore.checkpoint.checkpoint_metadata import checkpoint_frame, write_frame
+from megatron_gspo.mcore.checkpoint.checkpoint_metadata import checkpoint_metadata, write_metadata_files
 from megatron_gspo.mcore.process_groups import Layout
 from megatron_gspo.models import family_of, read_config
 from megatron_gspo.models.hf_checkpoint import CheckpointReader
-from megatron_gspo.models.parameter_slices import Chunk
+from megatron_gspo.models.parameter_slices import CheckpointChunk
 from megatron_gspo.tools.convert.to_hugging_face import to_hugging_face
 from megatron_gspo.tools.convert.to_megatron import COMPANIONS, to_megatron
 from megatron_gspo.tools.convert.torch_dcp_files import METADATA, DistributedReader
@@ -108,10 +108,10 @@ def _to_megatron(options: argparse.Namespace) -> None:
     config = read_config(options.source)
     family, shape = family_of(config)
     check_divisibility(parallel, config)
-    frame = checkpoint_frame(family, shape, Layout(options.tp, options.pp, 1, options.ep, options.etp))
+    frame = checkpoint_metadata(family, shape, Layout(options.tp, options.pp, 1, options.ep, options.etp))
     with _progress("to Megatron") as report:
         out = to_megatron(
-            options.source, options.out, frame.chunks, frame.objects, write_frame,
+            options.source, options.out, frame.chunks, frame.objects, write_metadata_files,
             dtype=DTYPES.get(options.dtype), report=report, **_work(options),
         )
     if options.verify:
@@ -149,13 +149,18 @@ def _verify(options: argparse.Namespace) -> None:
         print(f"log-probs of {tokens} tokens differ by at most {difference:.1e}", file=sys.stderr)
 
 
-def chunks_of(hugging_face: Path) -> tuple[Chunk, ...]:
+def chunks_of(hugging_face: Path) -> tuple[CheckpointChunk, ...]:
     """What Megatron's checkpoint of this model holds, each parameter whole."""
-    return checkpoint_frame(*family_of(read_config(hugging_face)), Layout()).chunks
+    return checkpoint_metadata(*family_of(read_config(hugging_face)), Layout()).chunks
 
 
 def _prove(
-    hugging_face: Path, megatron: Path, chunks: Sequence[Chunk], options: argparse.Namespace, *, made: Path | None
+    hugging_face: Path,
+    megatron: Path,
+    chunks: Sequence[CheckpointChunk],
+    options: argparse.Namespace,
+    *,
+    made: Path | None,
 ) -> None:
     """Compare the two in the type of the one that was made (None: of the Hugging Face one), and write its checksums."""
     if made == megatron:

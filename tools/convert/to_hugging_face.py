@@ -15,7 +15,7 @@ from megatron_gspo.errors import writing
 from megatron_gspo.models.families import family_of, hugging_face_names
 from megatron_gspo.models.hf_checkpoint import INDEX, SINGLE, copy_companions, read_index
 from megatron_gspo.models.model_shape import ModelError, ModelShape, read_config
-from megatron_gspo.models.parameter_slices import Chunk, Part
+from megatron_gspo.models.parameter_slices import CheckpointChunk, ParameterSlice
 from megatron_gspo.models.safetensors_writer import FileLayout, begin_file, file_layout, is_begun, write_tensors
 from megatron_gspo.tools.convert.torch_dcp_files import DistributedReader, open_checkpoint
 from megatron_gspo.tools.convert.work_directory import Workspace, file_stamps
@@ -33,7 +33,7 @@ class _Work:
     file: Path
     names: tuple[str, ...]
     offsets: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[CheckpointChunk, ...]
     dtype: torch.dtype
     shape: ModelShape
 
@@ -41,7 +41,7 @@ class _Work:
 def to_hugging_face(
     checkpoint: Path,
     out: Path,
-    chunks: Sequence[Chunk],
+    chunks: Sequence[CheckpointChunk],
     source: Path,
     *,
     dtype: torch.dtype | None = None,
@@ -52,7 +52,7 @@ def to_hugging_face(
 ) -> Path:
     """Convert the distributed checkpoint to the Hugging Face directory `out`; returns `out`.
 
-    chunks: what Megatron's checkpoint of the model holds, in one piece each (`mcore.checkpoint_frame`). source: config,
+    chunks: what Megatron's checkpoint of the model holds, in one piece each (`checkpoint_metadata`). source: config,
     tokenizer and, where it has an index, the division into files; else files are of `max_shard_bytes` at most. dtype:
     of the result; None is the checkpoint's. Optimizer and random states are left out.
 
@@ -81,7 +81,7 @@ def to_hugging_face(
         return workspace.publish()
 
 
-def as_stored(reader: DistributedReader, chunks: Sequence[Chunk]) -> list[Chunk]:
+def as_stored(reader: DistributedReader, chunks: Sequence[CheckpointChunk]) -> list[CheckpointChunk]:
     """The chunks under the keys that the checkpoint has them by.
 
     Raises ``ModelError`` naming a weight that is missing, extra or of other sizes than the model's.
@@ -108,7 +108,7 @@ def _torch_key(key: str) -> str:
     return key.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
 
 
-def read_part(reader: DistributedReader, chunks: Sequence[Chunk]) -> Tensor:
+def read_part(reader: DistributedReader, chunks: Sequence[CheckpointChunk]) -> Tensor:
     """The whole parameter that these chunks make up."""
     value = torch.empty(chunks[0].part.sizes, dtype=reader.dtype(chunks[0].key))
     for chunk in chunks:
@@ -116,15 +116,15 @@ def read_part(reader: DistributedReader, chunks: Sequence[Chunk]) -> Tensor:
     return value
 
 
-def by_part(chunks: Sequence[Chunk]) -> dict[str, tuple[Chunk, ...]]:
+def by_part(chunks: Sequence[CheckpointChunk]) -> dict[str, tuple[CheckpointChunk, ...]]:
     """The chunks of each parameter, under the first of its Hugging Face names."""
-    found: dict[str, list[Chunk]] = {}
+    found: dict[str, list[CheckpointChunk]] = {}
     for chunk in chunks:
         found.setdefault(chunk.part.names[0], []).append(chunk)
     return {name: tuple(of_part) for name, of_part in found.items()}
 
 
-def _common_dtype(reader: DistributedReader, chunks: Sequence[Chunk]) -> torch.dtype:
+def _common_dtype(reader: DistributedReader, chunks: Sequence[CheckpointChunk]) -> torch.dtype:
     kinds = {reader.dtype(chunk.key): chunk.key for chunk in chunks}
     if len(kinds) > 1:
         (a, first), (b, second) = list(kinds.items())[:2]
@@ -150,7 +150,7 @@ def _files(
 
 
 def _units(
-    checkpoint: Path, folder: Path, layouts: Mapping[str, FileLayout], chunks: Sequence[Chunk],
+    checkpoint: Path, folder: Path, layouts: Mapping[str, FileLayout], chunks: Sequence[CheckpointChunk],
     sizes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, shape: ModelShape, unit_bytes: int,
 ) -> list[Unit]:
     """Runs of consecutive tensors of one file."""
@@ -174,7 +174,7 @@ def _write(work: _Work) -> None:
 def _tensors(work: _Work) -> Iterator[tuple[int, Tensor]]:
     reader = open_checkpoint(work.checkpoint)
     parts = by_part(work.chunks)
-    part_of: dict[str, Part] = {name: chunk.part for chunk in work.chunks for name in chunk.part.names}
+    part_of: dict[str, ParameterSlice] = {name: chunk.part for chunk in work.chunks for name in chunk.part.names}
     kept: dict[str, Tensor] = {}
     for name, offset in zip(work.names, work.offsets, strict=True):
         part = part_of[name]

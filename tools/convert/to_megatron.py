@@ -13,7 +13,7 @@ from megatron_gspo.errors import writing
 from megatron_gspo.models.families import check_names, family_of
 from megatron_gspo.models.hf_checkpoint import INDEX, CheckpointReader, copy_companions
 from megatron_gspo.models.model_shape import ModelError, ModelShape, read_config
-from megatron_gspo.models.parameter_slices import Chunk, Part
+from megatron_gspo.models.parameter_slices import CheckpointChunk, ParameterSlice
 from megatron_gspo.tools.convert.torch_dcp_files import Placement, write_file, write_metadata
 from megatron_gspo.tools.convert.work_directory import Workspace, file_stamps
 from megatron_gspo.tools.convert.work_units import UNIT_BYTES, Unit, cut, run_units
@@ -29,7 +29,7 @@ class _Work:
     source: Path
     folder: Path
     number: int
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[CheckpointChunk, ...]
     objects: dict[str, bytes]
     dtype: torch.dtype
     shape: ModelShape
@@ -38,7 +38,7 @@ class _Work:
 def to_megatron(
     source: Path,
     out: Path,
-    chunks: Sequence[Chunk],
+    chunks: Sequence[CheckpointChunk],
     objects: Mapping[str, bytes],
     finish: Callable[[Path], None],
     *,
@@ -49,7 +49,7 @@ def to_megatron(
 ) -> Path:
     """Convert the Hugging Face directory `source` to the distributed checkpoint `out`; returns `out`.
 
-    chunks, objects: what Megatron's checkpoint holds, by `mcore.checkpoint_frame`. finish: writes the files by which
+    chunks, objects: what Megatron's checkpoint holds, by `mcore.checkpoint_metadata`. finish: writes the files by which
     Megatron knows it. dtype: of the result; None is the source's. report: bytes written so far and in all.
     unit_bytes: what a process works on at a time.
 
@@ -85,12 +85,12 @@ def to_megatron(
         return workspace.publish()
 
 
-def _places(chunks: Iterable[Chunk]) -> list[str]:
+def _places(chunks: Iterable[CheckpointChunk]) -> list[str]:
     """The chunks' places in one line each: another layout is another job."""
     return [f"{chunk.key} {chunk.offsets} {chunk.sizes}" for chunk in chunks]
 
 
-def _units(first: _Work, chunks: Sequence[Chunk], unit_bytes: int) -> list[Unit]:
+def _units(first: _Work, chunks: Sequence[CheckpointChunk], unit_bytes: int) -> list[Unit]:
     """The chunks in files of one unit each, like `first`, which has the objects."""
     units = []
     for number, run in enumerate(cut(chunks, lambda chunk: chunk.numel * first.dtype.itemsize, unit_bytes)):
@@ -112,9 +112,9 @@ def _is_there(workspace: Workspace, unit: Unit) -> bool:
 
 def _write(work: _Work) -> list[Placement]:
     with CheckpointReader(work.source) as reader:
-        last: tuple[Part, Tensor] | None = None  # the chunks of one part follow each other
+        last: tuple[ParameterSlice, Tensor] | None = None  # the chunks of one part follow each other
 
-        def make(chunk: Chunk) -> Tensor:
+        def make(chunk: CheckpointChunk) -> Tensor:
             nonlocal last
             if last is None or last[0] is not chunk.part and last[0] != chunk.part:
                 last = chunk.part, chunk.part.read(reader, work.shape)

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_gspo.errors import DiskError, describe_disk, first_line, writing
 from megatron_gspo.models.model_shape import ModelError
-from megatron_gspo.models.parameter_slices import Chunk
+from megatron_gspo.models.parameter_slices import CheckpointChunk
 
 METADATA = ".metadata"
 # Where each chunk or object of a file lies: (key, offsets or None, file, start, length). Plain, so that it can be kept
@@ -58,8 +58,8 @@ _SAFE = {
 def write_file(
     folder: Path,
     number: int,
-    chunks: Sequence[Chunk],
-    make: Callable[[Chunk], Tensor],
+    chunks: Sequence[CheckpointChunk],
+    make: Callable[[CheckpointChunk], Tensor],
     dtype: torch.dtype,
     objects: dict[str, bytes] | None = None,
 ) -> list[Placement]:
@@ -105,7 +105,7 @@ def _written(writer: FileSystemWriter, plan: SavePlan, planner: DefaultSavePlann
 
 def write_metadata(
     folder: Path,
-    chunks: Iterable[Chunk],
+    chunks: Iterable[CheckpointChunk],
     dtype: torch.dtype,
     objects: Iterable[str],
     placements: Iterable[Placement],
@@ -126,7 +126,7 @@ def write_metadata(
     FileSystemWriter(folder).finish(metadata, [results])
 
 
-def _item(chunk: Chunk, dtype: torch.dtype) -> WriteItem:
+def _item(chunk: CheckpointChunk, dtype: torch.dtype) -> WriteItem:
     offsets, sizes = torch.Size(chunk.offsets), torch.Size(chunk.sizes)
     data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), TensorProperties(dtype), torch.Size(chunk.whole))
     return WriteItem(MetadataIndex(chunk.key, offsets), WriteItemType.SHARD, tensor_data=data)
@@ -170,7 +170,7 @@ class DistributedReader:
             if (found := file.stat().st_size) < size:
                 raise ModelError(f"{file}: cut short, {found} of {size} bytes or more; copy or save it again")
 
-    def read_into(self, target: Tensor, chunk: Chunk) -> None:
+    def read_into(self, target: Tensor, chunk: CheckpointChunk) -> None:
         """Copy the chunk's region, whatever the chunks that it was saved in, to its place in the part `target`."""
         region = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
         items = create_read_items_for_chunk_list(chunk.key, self._tensors[chunk.key], [region])

@@ -14,7 +14,7 @@ from megatron_gspo.errors import writing
 from megatron_gspo.models.families import check_names, family_of, hugging_face_names
 from megatron_gspo.models.hf_checkpoint import CheckpointReader
 from megatron_gspo.models.model_shape import ModelError, ModelShape, read_config
-from megatron_gspo.models.parameter_slices import Chunk
+from megatron_gspo.models.parameter_slices import CheckpointChunk
 from megatron_gspo.tools.convert.to_hugging_face import as_stored, by_part, read_part
 from megatron_gspo.tools.convert.torch_dcp_files import open_checkpoint
 from megatron_gspo.tools.convert.work_units import UNIT_BYTES, Unit, cut, run_units
@@ -27,7 +27,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 class _Work:
     hugging_face: Path
     megatron: Path
-    parts: tuple[tuple[Chunk, ...], ...]
+    parts: tuple[tuple[CheckpointChunk, ...], ...]
     dtype: torch.dtype
     shape: ModelShape
 
@@ -35,7 +35,7 @@ class _Work:
 def verify(
     hugging_face: Path,
     megatron: Path,
-    chunks: Sequence[Chunk],
+    chunks: Sequence[CheckpointChunk],
     *,
     dtype: torch.dtype,
     processes: int = 1,
@@ -55,7 +55,7 @@ def verify(
     if made != sorted(hugging_face_names(family, shape)):
         raise ModelError(f"{megatron}: its parameters are not made of each tensor of {hugging_face} exactly once")
 
-    def size(of_part: tuple[Chunk, ...]) -> int:
+    def size(of_part: tuple[CheckpointChunk, ...]) -> int:
         return sum(chunk.numel for chunk in of_part) * dtype.itemsize
 
     units = [

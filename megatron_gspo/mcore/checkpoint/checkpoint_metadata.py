@@ -1,6 +1,6 @@
-"""What Megatron's distributed checkpoint of a model holds, in any layout: asked of Megatron itself, on paper.
+"""The contents of Megatron's distributed checkpoint of a model in a parallel layout, from a model on the meta device.
 
-The chunks are plain data, so that a conversion streams them without a model; Megatron's own loader takes the result.
+The chunks are plain data, so that a conversion streams them without a model. Megatron's own loader reads the result.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
@@ -21,49 +20,50 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 
-from megatron_gspo.mcore.hf_weights import place
-from megatron_gspo.mcore.meta_device import meta_model, paper_rank, smallest_world
+from megatron_gspo.mcore.hf_weights import MappedParameter, map_parameters
+from megatron_gspo.mcore.meta_device import meta_model, simulated_rank, smallest_world
 from megatron_gspo.mcore.model import ModelSettings
 from megatron_gspo.mcore.process_groups import Groups, Layout
 from megatron_gspo.models import Family, ModelShape
-from megatron_gspo.models.parameter_slices import Chunk
+from megatron_gspo.models.parameter_slices import CheckpointChunk
 
 _CHECKPOINT_VERSION = 3.0  # Megatron-LM's: query, key and value interleaved by group
 
 
 @dataclass(frozen=True)
-class Frame:
-    """chunks: each region of each weight once. objects: key -> bytes of what a layer stores beside its weights."""
+class CheckpointMetadata:
+    """chunks: each region of each weight once. objects: key -> bytes of a layer's other stored objects."""
 
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[CheckpointChunk, ...]
     objects: dict[str, bytes]
 
 
-def checkpoint_frame(family: Family, shape: ModelShape, layout: Layout) -> Frame:
-    """What the ranks of a layout write together. A process without ``torch.distributed`` only (`paper_rank`)."""
-    chunks: dict[tuple[str, tuple[int, ...]], Chunk] = {}
+def checkpoint_metadata(family: Family, shape: ModelShape, layout: Layout) -> CheckpointMetadata:
+    """What the ranks of a layout write together. Only in a process without ``torch.distributed`` (`simulated_rank`)."""
+    chunks: dict[tuple[str, tuple[int, ...]], CheckpointChunk] = {}
     objects: dict[str, bytes] = {}
     world = smallest_world(layout)
-    for rank in range(world):  # each holds another part: data-parallel copies need a larger world
-        with paper_rank(layout, world, rank) as groups:
+    for rank in range(world):  # the smallest world has no data-parallel copies
+        with simulated_rank(layout, world, rank) as groups:
             for model in meta_model(shape, layout, ModelSettings(), groups):
-                placed = {p.name: p for p in place(model, family, shape, groups)}
+                parameters = {p.name: p for p in map_parameters(model, family, shape, groups)}
                 for name, value in model.sharded_state_dict().items():
                     if isinstance(value, ShardedObject):
                         if is_main_replica(value.replica_id):
                             objects[value.unique_key] = _stored(value)
                         continue
-                    for found in _chunks(value, placed[name], groups):
+                    for found in _chunks(value, parameters[name], groups):
                         chunks[found.key, found.offsets] = found
-    return Frame(tuple(chunks.values()), objects)
+    return CheckpointMetadata(tuple(chunks.values()), objects)
 
 
-def _chunks(value: ShardedTensor | ShardedTensorFactory, placed: Any, groups: Groups) -> list[Chunk]:
+def _chunks(value: ShardedTensor | ShardedTensorFactory, parameter: MappedParameter,
+            groups: Groups) -> list[CheckpointChunk]:  # fmt: skip
     """The regions that this rank writes of one parameter: a gated `linear_fc1` has two."""
     sharded = nested_values(value.build()) if isinstance(value, ShardedTensorFactory) else [value]
-    part = placed.part(groups)
+    part = parameter.local_slice(groups)
     return [
-        Chunk(
+        CheckpointChunk(
             key=tensor.key,
             whole=tuple(tensor.global_shape),
             offsets=tuple(tensor.global_offset),
@@ -78,13 +78,13 @@ def _chunks(value: ShardedTensor | ShardedTensorFactory, placed: Any, groups: Gr
 
 
 def _stored(value: ShardedObject) -> bytes:
-    """As Megatron's `torch_dist` strategy stores an object."""
+    """The object as Megatron's `torch_dist` strategy stores it."""
     buffer = io.BytesIO()
     torch.save([value.data], buffer)
     return buffer.getvalue()
 
 
-def write_frame(folder: Path) -> None:
-    """The two files by which Megatron knows a distributed checkpoint, beside the weights of `conversion`."""
+def write_metadata_files(folder: Path) -> None:
+    """Write the two files that mark a distributed checkpoint for Megatron."""
     torch.save({"checkpoint_version": _CHECKPOINT_VERSION, "iteration": 0}, folder / COMMON_STATE_FNAME)
     save_config(CheckpointingConfig("torch_dist"), str(folder))

@@ -1,4 +1,4 @@
-"""Training checkpoints in Megatron's distributed format: written whole or not at all, loadable in another layout."""
+"""Training checkpoints in Megatron's distributed format: atomic, loadable in another parallel layout."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ _ON_RANK_0 = (
     (filesystem_async.FileSystemWriterAsync, "finish"),
     (serialization, "save_config"),
 )
-WAITING_WRITERS = 2  # of a save that somebody waits for
+WAITING_WRITERS = 2  # writers per rank of a synchronous save
 _NOT_WRITTEN = "checkpoint not written; the last one is untouched"
 
-class Save:
-    """A checkpoint that is being written while training goes on. Every rank has one; see ``begin_save``.
+class AsyncSave:
+    """A checkpoint that is written while training continues. Every rank has one; see ``begin_save``.
 
-    ``path``: where it lies now, under its own name once it is whole.
+    ``path``: its directory, temporary until the checkpoint is complete.
     """
 
     def __init__(self, request: Any, results: queue.Queue[Any], publish: functools.partial[None]) -> None:
@@ -71,11 +71,10 @@ class Save:
         return self._writers.pids
 
     def poll(self) -> bool:
-        """Whether the checkpoint is whole and has its name. Once all ranks' writers are done it is completed here, and
-        rank 0 begins to publish it; a later call finds it there.
+        """Whether the checkpoint is complete and has its final name. Once all ranks' writers are done, this call writes
+        the metadata and rank 0 starts to publish it; a later call returns True.
 
-        A collective of all ranks, of two numbers but for the one that completes it; raises ``CheckpointError`` on all
-        if a writer or the publication failed.
+        A collective of all ranks; raises ``CheckpointError`` on all if a writer or the publication failed.
         """
         if self.path == self._final:
             return True
@@ -96,38 +95,38 @@ class Save:
         return True
 
     def finish(self) -> Path:
-        """Wait for it; the checkpoint's own path. A collective of all ranks, raises as ``poll``."""
+        """Wait for the checkpoint and return its path. A collective of all ranks; raises as ``poll``."""
         while self.path != self._final:
             self._wait()
             self.poll()
         return self.path
 
     def end(self) -> None:
-        """Give it up, unless it is being published: this rank's writers are ended. The next save or start removes what
-        they have written."""
+        """Kill this rank's writers and abandon the save, unless it is being published. The next save or start removes
+        the temporary directory."""
         self._writers.end()
         self._wait()
         self._staged = []
 
     def _wait(self) -> None:
-        """Until this rank is done with what it does now."""
+        """Wait for this rank's writers and publication."""
         self._writers.poll(timeout=None)
         if self._publication is not None and self._publication.ident is not None:
             self._publication.join()
 
     def _complete(self) -> None:
-        """Add Megatron's metadata, and have rank 0 publish the directory: to flush it and to remove an old one takes
-        the file system's time, not the loop's."""
+        """Write Megatron's metadata, and let rank 0 publish the directory in a thread: flushing it and removing an old
+        one take long."""
         self._staged = []
         self._results.put(self._writers.results)
-        with _in_step() as failures:
+        with _collected_failures() as failures:
             try:
                 for function in self._request.finalize_fns:
                     function()
             except (CheckpointException, Exception) as error:
                 failures.append(_reason(error))
         self._raise(next(iter(failures), ""))
-        self._publication = threading.Thread(target=_noting(self._publish, self._failures), daemon=True)
+        self._publication = threading.Thread(target=_collecting(self._publish, self._failures), daemon=True)
         if dist.get_rank() == 0:
             self._publication.start()
 
@@ -136,15 +135,15 @@ class Save:
 
 
 def begin_save(policy: Policy, folder: Path, step: int, state: Mapping[str, Any], *, keep: int,
-               check: bool = True, writers: int = 1) -> Save:
+               check: bool = True, writers: int = 1) -> AsyncSave:
     """Begin to save model, optimizer, schedule and ``state`` (JSON-able, the same on every rank) as they are now.
 
-    The checkpoint ``folder/step_NNNNNN`` appears when the ``Save`` is polled or finished after all ranks have written
-    their parts to a neighbour directory; training may go on meanwhile. The newest ``keep`` checkpoints stay. Memory: a
-    copy of what this rank writes, in host memory, until then. At most one may be under way. ``check``: that the ranks'
-    parts make up the whole, for which every rank needs to know all; once is enough for a layout. ``writers``: processes
-    of this rank, each with a file of its own; more write faster and take longer to start. A collective of all ranks;
-    raises ``CheckpointError`` on every rank if the disk is full or gone.
+    The ranks write to a temporary directory. It becomes ``folder/step_NNNNNN`` when the ``AsyncSave`` is polled or
+    finished; training may continue meanwhile. The newest ``keep`` checkpoints are kept. Memory: a copy of what this
+    rank writes, in host memory, until all is written. At most one save may be in progress. ``check``: verify that the
+    ranks' parts cover every tensor, which exchanges metadata; once per layout is enough. ``writers``: processes of this
+    rank, one file each; more write faster and take longer to start. A collective of all ranks; raises
+    ``CheckpointError`` on every rank if the disk is full or unavailable.
     """
     final = checkpoint_path(folder, step)
     text, partial = run_on_rank_zero(
@@ -153,12 +152,12 @@ def begin_save(policy: Policy, folder: Path, step: int, state: Mapping[str, Any]
     )
     policy.gather_weights()
     save, results = None, queue.Queue[Any]()
-    with _in_step() as failures:
+    with _collected_failures() as failures:
         try:
-            with _results_through(results), _few_to_collect():
+            with _results_in(results), _frozen_garbage():
                 request = _plan(_content(policy, is_loading=False)[0], partial, check, writers)
             publish = functools.partial(publish_checkpoint, partial, final, json.loads(text), keep=keep)
-            save = Save(request, results, publish)
+            save = AsyncSave(request, results, publish)
         except (CheckpointException, Exception) as error:  # the first is a BaseException
             failures.append(_reason(error))
     failure = next(iter(failures), "")
@@ -173,12 +172,12 @@ def begin_save(policy: Policy, folder: Path, step: int, state: Mapping[str, Any]
 
 
 def save_checkpoint(policy: Policy, folder: Path, step: int, state: Mapping[str, Any], *, keep: int) -> Path:
-    """``begin_save``, and wait for it: the checkpoint's path."""
+    """``begin_save`` and wait; returns the checkpoint's path."""
     return begin_save(policy, folder, step, state, keep=keep, writers=WAITING_WRITERS).finish()
 
 
 def _plan(content: dict[str, Any], folder: Path, check: bool, writers: int) -> Any:
-    """Megatron's request for an asynchronous save: what stages the tensors, what writes them, what ends the save."""
+    """Megatron's request for an asynchronous save: functions that stage the tensors, write them and finish the save."""
     keywords = {"async_strategy": "mcore"} if "async_strategy" in _SAVE_KEYWORDS else {}
     return dist_checkpointing.save(
         content, str(folder), async_sharded_save=True, validate_access_integrity=check,
@@ -209,11 +208,10 @@ def _reason(error: BaseException) -> str:
 
 
 @contextmanager
-def _results_through(results: queue.Queue[Any]) -> Iterator[None]:
-    """Within the context Megatron's storage writers expect the results of their writers in ``results``.
+def _results_in(results: queue.Queue[Any]) -> Iterator[None]:
+    """Within the context Megatron reads the results of its storage writers from ``results``.
 
-    Its own queue lives in a server process that every rank spawns, which imports the whole program again and stays when
-    a rank is killed.
+    Its own queue needs a server process per rank, which imports the whole program and outlives a killed rank.
     """
     before = filesystem_async._results_queue
     filesystem_async._results_queue = results
@@ -224,34 +222,34 @@ def _results_through(results: queue.Queue[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _in_step() -> Iterator[list[str]]:
-    """Within the context what Megatron writes on rank 0 alone doesn't raise there: the other ranks would wait for it in
-    the next collective. Yields the list of what went wrong."""
+def _collected_failures() -> Iterator[list[str]]:
+    """Within the context errors of what Megatron writes on rank 0 only are collected, not raised: the other ranks would
+    wait in the next collective. Yields the list of failures."""
     failures: list[str] = []
     with ExitStack() as stack:
         for owner, name in _ON_RANK_0:
             function = getattr(owner, name, None)
             if function is not None:
                 stack.callback(setattr, owner, name, function)
-                setattr(owner, name, _noting(function, failures))
+                setattr(owner, name, _collecting(function, failures))
         yield failures
 
 
-def _noting(function: Callable[..., Any], failures: list[str]) -> Callable[..., Any]:
+def _collecting(function: Callable[..., Any], failures: list[str]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def noting(*args: Any, **kwargs: Any) -> Any:
+    def collecting(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
         except Exception as error:
             failures.append(_reason(error))
 
-    return noting
+    return collecting
 
 
 @contextmanager
-def _few_to_collect() -> Iterator[None]:
-    """Megatron collects garbage for each optimizer that it saves or loads: let it look at what has come since only."""
-    if gc.get_freeze_count():  # somebody else has frozen what is old
+def _frozen_garbage() -> Iterator[None]:
+    """Exclude older objects from garbage collection, which Megatron runs for each optimizer that it saves or loads."""
+    if gc.get_freeze_count():  # frozen by the caller
         yield
         return
     gc.freeze()
@@ -262,14 +260,14 @@ def _few_to_collect() -> Iterator[None]:
 
 
 def load_checkpoint(policy: Policy, path: Path) -> dict[str, Any]:
-    """Load model, optimizer and schedule, in whatever layout they were saved; returns the saved ``state``.
+    """Load model, optimizer and schedule, saved in any parallel layout; returns the saved ``state``.
 
-    Of optimizer and schedule only what training changes comes from the checkpoint: Adam's moments and the two step
-    counts. Learning rates, decay and the length of the schedule are those that ``policy`` was built with. Raises
-    ``CheckpointError`` for a checkpoint that can't be read or is of another model.
+    From the optimizer's and schedule's state only Adam's moments and the two step counts are loaded. Learning rates,
+    decay and the length of the schedule are those that ``policy`` was built with. Raises ``CheckpointError`` for a
+    checkpoint that can't be read or is of another model.
     """
     try:
-        with _few_to_collect():
+        with _frozen_garbage():
             return _load(policy, path)
     except (CheckpointException, Exception) as error:
         other = "to go on from the one before, move it away"
@@ -294,7 +292,7 @@ def _load(policy: Policy, path: Path) -> dict[str, Any]:
 
 
 def _content(policy: Policy, *, is_loading: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a checkpoint holds, and the rest of the optimizer's state.
+    """The content of a checkpoint, and the rest of the optimizer's state.
 
     The rest depends on the layout: how many optimizers Megatron chains, and which parameter groups each has.
     """
@@ -315,7 +313,7 @@ def _parts(optimizer: dict[Any, Any]) -> list[dict[str, Any]]:
 
 
 def _optimizer_step(rest: dict[str, Any]) -> int:
-    """How often Adam has stepped: Transformer Engine counts in the parameter group, torch by parameter."""
+    """Adam's step count. Transformer Engine stores it in the parameter group, torch by parameter."""
     steps = [group["step"] for part in _parts(rest) for group in part["param_groups"] if "step" in group]
     steps += [part["state"]["common_step"] for part in _parts(rest) if "common_step" in part.get("state", {})]
     return int(max(steps, default=0))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_gspo.algorithms import preset
 from megatron_gspo.mcore.checkpoint.checkpoint_files import CheckpointError, complete_checkpoints, read_state
-from megatron_gspo.mcore.checkpoint.save_load import Save, begin_save, load_checkpoint, save_checkpoint
+from megatron_gspo.mcore.checkpoint.save_load import AsyncSave, begin_save, load_checkpoint, save_checkpoint
 from megatron_gspo.mcore.model import ModelSettings
 from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, Policy, build_policy
 from megatron_gspo.mcore.process_groups import Layout
@@ -79,7 +79,7 @@ def train_and_save(path: str, folder: str, layout: Layout,
 
 def save_then_resume(rank: int, world_size: int, path: str, folder: str, layout: Layout, others: list[Layout],
                      distributed_optimizer: bool) -> dict[str, Any]:
-    """Save in ``layout``; resume in the same policy, then in a fresh one of each other layout."""
+    """AsyncSave in ``layout``; resume in the same policy, then in a fresh one of each other layout."""
     policy, found = train_and_save(path, folder, layout, distributed_optimizer)
     found["in place"] = resume(policy, found["at"], spoil=True)
     found["others"] = [
@@ -189,12 +189,12 @@ def test_keeps_the_newest_and_survives_failures(path, tmp_path):
     assert read_state(tmp_path / "step_000012") == {"step": 12, "again": True}
 
 
-def hold_writers() -> Callable[[Save], None]:
+def hold_writers() -> Callable[[AsyncSave], None]:
     """Every process that this one forks from now on stops at once; the function lets a save's writers go on."""
     rank = os.getpid()
     os.register_at_fork(after_in_child=lambda: os.getppid() == rank and os.kill(os.getpid(), signal.SIGSTOP))
 
-    def release(save: Save) -> None:
+    def release(save: AsyncSave) -> None:
         for pid in save.writers:
             os.kill(pid, signal.SIGCONT)
 

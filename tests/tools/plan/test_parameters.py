@@ -113,7 +113,7 @@ def _same_as_megatron(rank: int, world: int, cases: list[Any]) -> list[str]:
     import torch
     import torch.distributed as dist
 
-    from megatron_gspo.mcore.meta_device import meta_model, paper_rank
+    from megatron_gspo.mcore.meta_device import meta_model, simulated_rank
     from megatron_gspo.mcore.model import ModelSettings
     from megatron_gspo.mcore.process_groups import Layout
     from megatron_gspo.models import family_of
@@ -131,7 +131,7 @@ def _same_as_megatron(rank: int, world: int, cases: list[Any]) -> list[str]:
             account_for_embedding_in_pipeline_split=layout.embedding_as_layer,
             account_for_loss_in_pipeline_split=layout.loss_as_layer,
         )  # fmt: skip
-        with paper_rank(layout, gpus, place) as groups:
+        with simulated_rank(layout, gpus, place) as groups:
             chunks = meta_model(shape, layout, ModelSettings(dtype=torch.bfloat16), groups)
             stage = groups.pp.rank()
         for number, chunk in enumerate(chunks):
