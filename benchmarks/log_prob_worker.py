@@ -70,10 +70,10 @@ def make_inputs(case: Case, rank: int) -> Inputs:
 
 
 def ours(group: ProcessGroup | None) -> Function:
-    from megatron_gspo.parallel.log_probs import log_probs_from_hidden
+    from megatron_gspo.parallel.log_probs import LogProbOptions, log_probs_from_hidden
 
     def run(hidden: Tensor, weight: Tensor, labels: Tensor, entropy: bool) -> Result:
-        return log_probs_from_hidden(hidden, weight, labels, tp_group=group, with_entropy=entropy)
+        return log_probs_from_hidden(hidden, weight, labels, LogProbOptions(with_entropy=entropy), tp_group=group)
 
     return run
 

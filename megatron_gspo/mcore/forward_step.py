@@ -23,7 +23,7 @@ from megatron_gspo.mcore.process_groups import Groups, compute_device, current_g
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes
 from megatron_gspo.mcore.routing_replay.router_hooks import router_hooks
 from megatron_gspo.parallel.context_parallel import sum_over
-from megatron_gspo.parallel.log_probs import log_probs_from_hidden
+from megatron_gspo.parallel.log_probs import LogProbOptions, log_probs_from_hidden
 
 LossFunction = Callable[..., Any]
 ForwardStep = Callable[[Iterator[PackedBatch], Any], tuple[Tensor, LossFunction]]
@@ -73,8 +73,8 @@ def token_log_probs(model: Any, hidden: Tensor, batch: PackedBatch, groups: Grou
     tied = inner.share_embeddings_and_output_weights
     weight = inner.shared_embedding_or_output_weight() if tied else inner.output_layer.weight
     return log_probs_from_hidden(
-        hidden.squeeze(0), weight, batch.labels, tp_group=groups.tp, temperature=temperature, vocab_size=vocab_size,
-        sequence_parallel=inner.config.sequence_parallel, with_entropy=with_entropy,
+        hidden.squeeze(0), weight, batch.labels, LogProbOptions(temperature, vocab_size, with_entropy),
+        tp_group=groups.tp, sequence_parallel=inner.config.sequence_parallel,
     )
 
 

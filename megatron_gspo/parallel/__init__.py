@@ -1,14 +1,14 @@
 """Vocabulary-parallel log-probabilities, context-parallel ownership of tokens, reduction of metrics.
 
-torch and torch.distributed only. Process groups are arguments; ``None`` is a group of one process, never the
-world.
+Imports torch and torch.distributed only. Process groups are arguments; ``None`` is a group of one process.
 """
 
 from megatron_gspo.parallel.context_parallel import all_gather_tokens, sum_over, zigzag_indices
-from megatron_gspo.parallel.log_probs import log_probs_from_hidden
+from megatron_gspo.parallel.log_probs import LogProbOptions, log_probs_from_hidden
 from megatron_gspo.parallel.metric_reduction import reduce_metrics
 
 __all__ = [
+    "LogProbOptions",
     "all_gather_tokens",
     "log_probs_from_hidden",
     "reduce_metrics",

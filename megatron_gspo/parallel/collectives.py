@@ -1,10 +1,10 @@
-"""The few collectives that this package uses, without autograd; group ``None`` is one process."""
+"""Collectives without autograd; group ``None`` is one process."""
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-# torch 2.13 renamed both and warns at every call of the old names.
+# torch 2.13 renamed both functions and warns at every call of the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

@@ -1,7 +1,7 @@
-"""Context parallelism: which tokens of a packed batch a rank owns, and how to put the whole together again.
+"""Context parallelism: the tokens of a packed batch that a rank owns, and collectives over these tokens.
 
-Megatron's zigzag split: every (padded) sequence is cut into 2 * cp_size equal chunks and rank r owns chunks r
-and 2 * cp_size - 1 - r, so that under a causal mask all ranks do the same work.
+Megatron's zigzag split: every (padded) sequence is divided into 2 * cp_size equal chunks, and rank r owns chunks r and
+2 * cp_size - 1 - r. Under a causal mask all ranks then do the same work.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,8 +18,8 @@ from megatron_gspo.parallel.collectives import gather_rows, group_size, scatter_
 def zigzag_indices(cu_seqlens: Tensor | Sequence[int], cp_rank: int, cp_size: int) -> Tensor:
     """Positions of the packed batch that ``cp_rank`` owns, in its own order: int64 [T / cp_size] on the CPU.
 
-    ``cu_seqlens`` [n + 1]: padded bounds of the sequences, 0 first and T last. Give them on the CPU: their
-    values shape the result.
+    ``cu_seqlens`` [n + 1]: padded bounds of the sequences, from 0 to T. They should be on the CPU, because their values
+    determine the shape of the result.
     Raises ValueError for a length that 2 * cp_size does not divide, or a rank outside [0, cp_size).
     """
     if not 0 <= cp_rank < cp_size:
@@ -60,8 +60,8 @@ class _AllGatherTokens(torch.autograd.Function):
 def all_gather_tokens(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """Concatenate every rank's ``x`` [n, ...] along dimension 0 by rank: [n * size, ...], differentiable.
 
-    Backward sums the ranks' gradients and gives each rank its rows (reduce-scatter): right when each rank
-    goes on to its own share of the loss. All ranks hold the same n.
+    The backward sums the ranks' gradients and returns each rank's rows (reduce-scatter), which is correct if each rank
+    computes its own share of the loss. n must be equal on all ranks.
     """
     return x if group_size(group) == 1 else _AllGatherTokens.apply(x, group)
 
@@ -69,9 +69,8 @@ def all_gather_tokens(x: Tensor, group: ProcessGroup | None) -> Tensor:
 def sum_over(group: ProcessGroup | None) -> Callable[[Tensor], Tensor]:
     """A function that sums a tensor over ``group`` without autograd; the identity for None or one process.
 
-    This is the one context-parallel collective of a micro-batch: the sequence ratio uses the summed value,
-    and every rank's own tokens carry their own gradient, so nothing has to be communicated in the backward
-    pass.
+    It is the loss's only context-parallel collective in a micro-batch: the sequence ratio uses the summed value, and
+    each rank's tokens have their own gradient, so that the backward needs no communication.
     """
     if group_size(group) == 1:
         return lambda x: x

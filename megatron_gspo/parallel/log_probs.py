@@ -5,11 +5,10 @@ For logits ``x = hidden @ weight.T / temperature`` of one token, over the true v
     log_prob = x_label - logsumexp(x)            d log_prob / d x_j = [j = label] - p_j
     entropy  = -sum_j p_j log p_j                d entropy  / d x_j = -p_j (log p_j + entropy)
 
-No [tokens, vocabulary] tensor lives at once. The forward collects, tile by tile, a few numbers per token over
-this rank's rows; one all-gather per call joins the tensor-parallel ranks, and every rank does the same
-arithmetic on the same numbers, so results are equal bit by bit. The backward computes each tile's logits
-again. The entropy is summed relative to the maximum, not as logsumexp(x) - sum p x, which would lose it for
-large logits.
+No [tokens, vocabulary] tensor is allocated. The forward collects, tile by tile, a few numbers per token over this
+rank's rows. One all-gather per call combines the tensor-parallel ranks, and every rank does the same arithmetic on the
+same numbers, so that results are bitwise equal. The backward recomputes the logits of each tile. The entropy is summed
+relative to the maximum: logsumexp(x) - sum p x would lose its digits for large logits.
 """
 
 from dataclasses import dataclass
@@ -41,60 +40,68 @@ from megatron_gspo.parallel.vocabulary_tiles import (
 T = TypeVar("T")
 
 CHUNK_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
-"""Default budget, in bytes, of what scales with tokens x vocabulary: tiles, and all logits if they fit."""
+"""Default budget in bytes of tensors that scale with tokens x vocabulary: tiles, and all logits if they fit."""
+
+
+@dataclass(frozen=True)
+class LogProbOptions:
+    """Options of `log_probs_from_hidden`.
+
+    Attributes:
+        temperature: divides the logits; above 0.
+        vocab_size: true size of the vocabulary. Rows beyond it are padding: probability 0, gradient 0. None: the rows
+            of all ranks.
+        with_entropy: compute the entropy too.
+        chunk_bytes: budget in bytes of temporaries that scale with tokens x vocabulary; None: CHUNK_BYTES. If the
+            local logits fit in it and a gradient is needed, they are kept: the backward has a third less work.
+    """
+
+    temperature: float = 1.0
+    vocab_size: int | None = None
+    with_entropy: bool = False
+    chunk_bytes: int | None = None
 
 
 def log_probs_from_hidden(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
+    options: LogProbOptions | None = None,
     *,
     tp_group: ProcessGroup | None = None,
     sequence_parallel: bool = False,
-    temperature: float = 1.0,
-    vocab_size: int | None = None,
-    with_entropy: bool = False,
-    chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of ``labels`` and, if asked for, the entropy of each position's distribution, in nats.
+    """Log-probability of ``labels`` and, on request, the entropy of each position's distribution, in nats.
 
-    hidden: [T, h]; with ``sequence_parallel`` this rank's rows [T / tp, h], gathered in the forward and again
-        in the backward.
-    weight: [V / tp, h], this tensor-parallel rank's rows.
-    labels: [T] int64, global ids in [0, vocab_size), equal on all ranks. Positions that do not count hold any
-        valid id.
-    temperature: divides the logits.
-    vocab_size: true size; rows beyond it are padding: probability 0, gradient 0. Default: all ranks' rows.
-    chunk_bytes: budget for temporaries that scale with tokens x vocabulary; default CHUNK_BYTES.
-        Where the local logits fit in it whole and a gradient is wanted, they are kept, and the backward has a
-        third less to do.
+    Args:
+        hidden: [T, h]; with ``sequence_parallel`` this rank's rows [T / tp, h], gathered in the forward and again in
+            the backward.
+        weight: [V / tp, h], this tensor-parallel rank's rows.
+        labels: [T] int64, global ids in [0, vocab_size), equal on all ranks. Untrained positions have any valid id.
+        options: temperature, true vocabulary size, entropy, memory budget.
 
-    Returns (log_probs [T], entropy [T] | None), float32 (float64 for float64 inputs), equal on all ranks of
-    tp_group. bfloat16 inputs are multiplied into float32. Both results are differentiable, and gradients
-    arrive complete: hidden's is summed over tp_group (and scattered under sequence_parallel). All ranks of
-    tp_group must use the results alike, as each computes its part from the gradients that reach it.
+    Returns:
+        (log_probs [T], entropy [T] | None), float32 (float64 for float64 inputs), equal on all ranks of tp_group.
+        bfloat16 inputs are multiplied into float32. Both are differentiable, and the gradients are complete: hidden's
+        is summed over tp_group (and scattered under sequence_parallel). All ranks of tp_group must use the results in
+        the same way, because each computes its part from its own incoming gradients.
 
-    Raises ValueError for shapes that do not match, a temperature that is not positive, a vocab_size that the
-    rows do not hold, or labels outside the vocabulary (these on a CPU only: a GPU would have to wait for the
-    check).
+    Raises:
+        ValueError: shapes that do not match, a temperature that is not positive, a vocab_size outside the rows, or
+            labels outside the vocabulary (checked on a CPU only, because the check would synchronise a GPU).
     """
-    options = _Options(
-        tp_group=tp_group,
-        sequence_parallel=sequence_parallel and group_size(tp_group) > 1,
-        temperature=temperature,
-        vocab_size=weight.shape[0] * group_size(tp_group) if vocab_size is None else vocab_size,
-        with_entropy=with_entropy,
-        chunk_bytes=_default(CHUNK_BYTES, hidden.device) if chunk_bytes is None else chunk_bytes,
-    )
-    _check(hidden, weight, labels, options)
+    call = _resolve(options or LogProbOptions(), hidden, weight, tp_group, sequence_parallel)
+    _check(hidden, weight, labels, call)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return _LogProbs.apply(hidden, weight, labels, options)
+        return _LogProbs.apply(hidden, weight, labels, call)
     with torch.no_grad():
-        return _forward(hidden, weight, labels, options, differentiable=False)[:2]
+        return _forward(hidden, weight, labels, call, differentiable=False)[:2]
 
 
 @dataclass(frozen=True)
-class _Options:
+class _Resolved:
+    """LogProbOptions with every default filled in, and the process group."""
+
     tp_group: ProcessGroup | None
     sequence_parallel: bool
     temperature: float
@@ -103,13 +110,28 @@ class _Options:
     chunk_bytes: int
 
 
+def _resolve(
+    options: LogProbOptions, hidden: Tensor, weight: Tensor, tp_group: ProcessGroup | None, sequence_parallel: bool
+) -> _Resolved:
+    size = group_size(tp_group)
+    rows, budget = weight.shape[0] * size, _default(CHUNK_BYTES, hidden.device)
+    return _Resolved(
+        tp_group=tp_group,
+        sequence_parallel=sequence_parallel and size > 1,
+        temperature=options.temperature,
+        vocab_size=rows if options.vocab_size is None else options.vocab_size,
+        with_entropy=options.with_entropy,
+        chunk_bytes=budget if options.chunk_bytes is None else options.chunk_bytes,
+    )
+
+
 @dataclass(frozen=True)
 class _Saved:
-    """What the backward needs beside the inputs: per token [T], and the logits if they were kept."""
+    """Tensors that the backward needs besides the inputs: per token [T], and the logits if they were kept."""
 
     maximum: Tensor
     log_total: Tensor  # log sum exp(x - maximum) over the whole vocabulary
-    shares: Tensor  # [tiles, T], the probability of each of this rank's tiles of the vocabulary
+    tile_probabilities: Tensor  # [tiles, T], the probability of each of this rank's tiles of the vocabulary
     kept: Tensor | None
 
 
@@ -117,7 +139,7 @@ def _default(by_device: dict[str, T], device: torch.device) -> T:
     return by_device.get(device.type, by_device["cuda"])
 
 
-def _check(hidden: Tensor, weight: Tensor, labels: Tensor, options: _Options) -> None:
+def _check(hidden: Tensor, weight: Tensor, labels: Tensor, options: _Resolved) -> None:
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not match; "
@@ -126,7 +148,7 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, options: _Options) ->
     tp_size = group_size(options.tp_group)
     tokens = hidden.shape[0] * (tp_size if options.sequence_parallel else 1)
     if labels.shape != (tokens,):
-        raise ValueError(f"labels {tuple(labels.shape)} must be [{tokens}]: one for each token of all ranks")
+        raise ValueError(f"labels {tuple(labels.shape)} must be [{tokens}]: one per token of all ranks")
     if not options.temperature > 0.0:
         raise ValueError(f"temperature={options.temperature} must be > 0; score greedy samples with 1.0")
     rows = weight.shape[0] * tp_size
@@ -141,7 +163,7 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, options: _Options) ->
             )
 
 
-def _tiling(hidden: Tensor, weight: Tensor, tokens: int, options: _Options, differentiable: bool) -> Tiling:
+def _tiling(hidden: Tensor, weight: Tensor, tokens: int, options: _Resolved, differentiable: bool) -> Tiling:
     dtype = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
     local_rows, width = weight.shape
     first = group_rank(options.tp_group) * local_rows
@@ -159,11 +181,11 @@ def _tiling(hidden: Tensor, weight: Tensor, tokens: int, options: _Options, diff
 
 
 def _forward(
-    hidden: Tensor, weight: Tensor, labels: Tensor, options: _Options, differentiable: bool
+    hidden: Tensor, weight: Tensor, labels: Tensor, options: _Resolved, differentiable: bool
 ) -> tuple[Tensor, Tensor | None, _Saved | None]:
     tiling = _tiling(hidden, weight, labels.shape[0], options, differentiable)
-    everyone = _all_hidden(hidden, weight, tiling, options)
-    local = local_statistics(everyone, weight, labels, tiling, options.with_entropy)
+    all_hidden = _all_hidden(hidden, weight, tiling, options)
+    local = local_statistics(all_hidden, weight, labels, tiling, options.with_entropy)
     parts = gather_rows(local.packed()[None], options.tp_group)  # [tp, 3 or 4, T]
     maximum = parts[:, 0].amax(0)
     shift = parts[:, 0] - maximum
@@ -176,11 +198,11 @@ def _forward(
         entropy = log_total - ((parts[:, 3] + parts[:, 1] * shift) * factor).sum(0) / total
     if not differentiable:
         return log_probs, entropy, None
-    shares = local.tile_totals * (local.tile_maxima - maximum).exp_() / total
-    return log_probs, entropy, _Saved(maximum, log_total, shares, local.kept)
+    tile_probabilities = local.tile_totals * (local.tile_maxima - maximum).exp_() / total
+    return log_probs, entropy, _Saved(maximum, log_total, tile_probabilities, local.kept)
 
 
-def _all_hidden(hidden: Tensor, weight: Tensor, tiling: Tiling, options: _Options) -> Tensor:
+def _all_hidden(hidden: Tensor, weight: Tensor, tiling: Tiling, options: _Resolved) -> Tensor:
     if options.sequence_parallel:
         hidden = gather_rows(hidden, options.tp_group)
     return operand(hidden, weight, tiling.dtype)
@@ -189,7 +211,7 @@ def _all_hidden(hidden: Tensor, weight: Tensor, tiling: Tiling, options: _Option
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, options: _Options
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, options: _Resolved
     ) -> tuple[Tensor, Tensor | None]:
         log_probs, entropy, saved = _forward(hidden, weight, labels, options, differentiable=True)
         assert saved is not None
@@ -207,9 +229,9 @@ class _LogProbs(torch.autograd.Function):
         saved, options = _Saved(*saved), ctx.options
         tiling = _tiling(hidden, weight, labels.shape[0], options, differentiable=True)
         factors = _row_factors(grad_log_probs, grad_entropy, entropy, saved, tiling.scale)
-        everyone = _all_hidden(hidden, weight, tiling, options)
+        all_hidden = _all_hidden(hidden, weight, tiling, options)
         grad_hidden, grad_weight = local_gradients(
-            everyone, weight, labels, saved.kept, factors, tiling, ctx.needs_input_grad[:2]
+            all_hidden, weight, labels, saved.kept, factors, tiling, ctx.needs_input_grad[:2]
         )
         if grad_hidden is not None:
             join = scatter_summed_rows if options.sequence_parallel else sum_in_place
@@ -232,6 +254,7 @@ def _row_factors(
     constant = torch.zeros_like(saved.log_total) if grad_log_probs is None else grad_log_probs * -scale
     label = None if grad_log_probs is None else grad_log_probs * scale
     if grad_entropy is None or entropy is None:
-        return RowFactors(saved.maximum, saved.shares, None, constant, label)
+        return RowFactors(saved.maximum, saved.tile_probabilities, None, constant, label)
     slope = grad_entropy * -scale
-    return RowFactors(saved.maximum, saved.shares, slope, constant + slope * (entropy - saved.log_total), label)
+    constant = constant + slope * (entropy - saved.log_total)
+    return RowFactors(saved.maximum, saved.tile_probabilities, slope, constant, label)

@@ -18,13 +18,12 @@ def reduce_metrics(
 ) -> dict[str, Tensor]:
     """Sum every scalar over the ranks; a name ending in ``_max`` / ``_min`` takes the maximum / minimum.
 
-    Shares that add up go in, the figure of the whole comes out, equal on every rank: float32 scalars, keys
-    sorted. A rank may lack keys (all its micro-batches were empty): it adds nothing to a sum and leaves an
-    extreme alone. NaN on any rank gives NaN. One collective for all sums, one for all extremes; every rank of
-    ``group`` must call.
+    The inputs are shares that add up to the whole. Returns float32 scalars with sorted keys, equal on every rank. A
+    rank may lack keys (all its micro-batches were empty): it adds nothing to a sum and does not change an extreme. NaN
+    on any rank gives NaN. One collective for all sums, one for all extremes; every rank of ``group`` must call.
 
-    names: all names that any rank has, the same on every rank. Without it they are exchanged first, for
-        which a GPU is waited for. Raises ValueError for a metric that names lack.
+    names: all names of all ranks, the same on every rank. Without it they are exchanged first, which synchronises a
+        GPU. Raises ValueError for a metric that is not in names.
     """
     device = next((x.device for x in metrics.values() if isinstance(x, Tensor)), _device_of(group))
     local = {
@@ -36,11 +35,11 @@ def reduce_metrics(
         raise ValueError(f"metrics {unknown} are missing from names; add them on every rank")
     if group_size(group) == 1:
         return {name: local[name] for name in sorted(local)}
-    everything = _all_names(local, group) if names is None else sorted(set(names))
-    extremes = [name for name in everything if name.endswith(("_max", "_min"))]
-    sums = [name for name in everything if not name.endswith(("_max", "_min"))]
+    all_names = _all_names(local, group) if names is None else sorted(set(names))
+    extremes = [name for name in all_names if name.endswith(("_max", "_min"))]
+    sums = [name for name in all_names if not name.endswith(("_max", "_min"))]
     reduced = _sum(sums, local, device, group) | _extremes(extremes, local, device, group)
-    return {name: reduced[name] for name in everything}
+    return {name: reduced[name] for name in all_names}
 
 
 def _device_of(group: ProcessGroup | None) -> torch.device:
@@ -69,7 +68,7 @@ def _sum(
 def _extremes(
     names: list[str], local: Mapping[str, Tensor], device: torch.device, group: ProcessGroup | None
 ) -> dict[str, Tensor]:
-    """A minimum travels as the maximum of the negative, a NaN (backends differ in its maximum) as a flag."""
+    """A minimum is sent as the maximum of the negative, a NaN as a flag because backends differ in its maximum."""
     if not names:
         return {}
     signs = torch.tensor([-1.0 if name.endswith("_min") else 1.0 for name in names], device=device)

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from megatron_gspo.parallel import log_probs_from_hidden, reduce_metrics
+from megatron_gspo.parallel import reduce_metrics
 from megatron_gspo.parallel.log_probs import CHUNK_BYTES
 from megatron_gspo.parallel.vocabulary_tiles import TILE
+
+from .calls import call_log_probs
 
 META = torch.device("meta")
 
@@ -16,14 +18,14 @@ META = torch.device("meta")
 def test_log_probs_and_gradients(dtype, with_entropy, chunk_bytes):
     hidden, weight = (torch.empty(n, 4, device=META, dtype=dtype, requires_grad=True) for n in (6, 9))
     labels = torch.empty(6, dtype=torch.long, device=META)
-    results = log_probs_from_hidden(
+    results = call_log_probs(
         hidden, weight, labels, with_entropy=with_entropy, chunk_bytes=chunk_bytes, vocab_size=8
     )
     found = [x for x in results if x is not None]
     sum(x.sum() for x in found).backward()
     assert {x.device for x in (*found, hidden.grad, weight.grad)} == {META}
     with torch.no_grad():
-        assert log_probs_from_hidden(hidden, weight, labels)[0].device == META
+        assert call_log_probs(hidden, weight, labels)[0].device == META
 
 
 def test_metrics_go_where_the_first_tensor_is():

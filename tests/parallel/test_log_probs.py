@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_gspo.parallel import log_probs_from_hidden
 from megatron_gspo.parallel.log_probs import CHUNK_BYTES
 from megatron_gspo.parallel.vocabulary_tiles import TILE
 from tests.support.distributed import collectives_so_far, run_distributed
+
+from .calls import call_log_probs
 
 # chunk_bytes: the logits are kept; tiles of a few tokens and rows; the default
 ONE_TILE, MANY_TILES, DEFAULT = 2**30, 2_000, None
@@ -45,7 +46,7 @@ def reference(hidden, weight, labels, grad_log_probs, grad_entropy, *, temperatu
 def ours(hidden, weight, labels, grad_log_probs, grad_entropy, **options):
     """The same four from the function under test, in their own dtypes."""
     hidden, weight = (x.detach().clone().requires_grad_() for x in (hidden, weight))
-    log_probs, entropy = log_probs_from_hidden(hidden, weight, labels, with_entropy=True, **options)
+    log_probs, entropy = call_log_probs(hidden, weight, labels, with_entropy=True, **options)
     loss = (log_probs * grad_log_probs).sum()
     if grad_entropy is not None:
         loss = loss + (entropy * grad_entropy).sum()
@@ -65,7 +66,7 @@ def assert_same(actual, expected, *, values=1e-5, grads=1e-5):
 def test_worked_case():
     """Logits ln 1, ln 2, ln 5: probabilities 1/8, 2/8, 5/8."""
     weight = torch.tensor([1.0, 2.0, 5.0]).log()[:, None]
-    log_probs, entropy = log_probs_from_hidden(
+    log_probs, entropy = call_log_probs(
         torch.ones(3, 1), weight, torch.arange(3), with_entropy=True, chunk_bytes=1
     )
     probabilities = [1 / 8, 2 / 8, 5 / 8]
@@ -97,7 +98,7 @@ def test_gradcheck(chunk_bytes):
     hidden, weight, labels, *_ = inputs(5, 11, 4, padded=13, dtype=torch.float64)
 
     def call(hidden, weight):
-        return log_probs_from_hidden(
+        return call_log_probs(
             hidden,
             weight,
             labels,
@@ -128,7 +129,7 @@ def test_weight_gradient_of_bfloat16_is_summed_in_float32():
     hidden = torch.ones(tokens, 1, dtype=torch.bfloat16)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     labels = torch.zeros(tokens, dtype=torch.int64)
-    log_probs_from_hidden(hidden, weight, labels, chunk_bytes=MANY_TILES)[0].sum().backward()
+    call_log_probs(hidden, weight, labels, chunk_bytes=MANY_TILES)[0].sum().backward()
     assert weight.grad.flatten().tolist() == [tokens / 2, -tokens / 2]
 
 
@@ -146,7 +147,7 @@ def test_logits_of_ten_thousand(chunk_bytes):
 def test_uniform_logits_at_an_offset(chunk_bytes):
     """All logits 3e4: the entropy is ln V exactly; computed as logsumexp - E[x] it would be off by 1e-3."""
     hidden, weight = torch.full((3, 1), 3e4), torch.ones(64, 1)
-    log_probs, entropy = log_probs_from_hidden(
+    log_probs, entropy = call_log_probs(
         hidden, weight, torch.tensor([0, 1, 63]), with_entropy=True, chunk_bytes=chunk_bytes
     )
     assert entropy.tolist() == pytest.approx([math.log(64)] * 3, abs=1e-6)
@@ -157,7 +158,7 @@ def test_entropy_without_gradient_leaves_the_log_prob_gradient_alone():
     *case, _ = inputs(20, 60, 8)
     with_entropy = ours(*case, None, chunk_bytes=MANY_TILES)
     hidden, weight = (x.clone().requires_grad_() for x in case[:2])
-    log_probs, entropy = log_probs_from_hidden(hidden, weight, case[2], chunk_bytes=MANY_TILES)
+    log_probs, entropy = call_log_probs(hidden, weight, case[2], chunk_bytes=MANY_TILES)
     (log_probs * case[3]).sum().backward()
     assert entropy is None
     assert torch.equal(with_entropy[2], hidden.grad) and torch.equal(with_entropy[3], weight.grad)
@@ -168,7 +169,7 @@ def test_gradient_of_the_entropy_alone():
     hidden, weight, labels, _, grad = inputs(20, 60, 8)
     case = (hidden, weight, labels, torch.zeros(20), grad)
     hidden, weight = (x.clone().requires_grad_() for x in (hidden, weight))
-    (log_probs_from_hidden(hidden, weight, labels, with_entropy=True)[1] * grad).sum().backward()
+    (call_log_probs(hidden, weight, labels, with_entropy=True)[1] * grad).sum().backward()
     _, _, expected_hidden, expected_weight = reference(*case)
     torch.testing.assert_close(hidden.grad.double(), expected_hidden, rtol=0, atol=1e-5)
     torch.testing.assert_close(weight.grad.double(), expected_weight, rtol=0, atol=1e-5)
@@ -177,7 +178,7 @@ def test_gradient_of_the_entropy_alone():
 @pytest.mark.parametrize("chunk_bytes", [ONE_TILE, MANY_TILES])
 def test_a_second_backward_gives_the_same(chunk_bytes):
     hidden, weight, labels, grad, _ = inputs(20, 60, 8)
-    log_probs, _ = log_probs_from_hidden(hidden.requires_grad_(), weight, labels, chunk_bytes=chunk_bytes)
+    log_probs, _ = call_log_probs(hidden.requires_grad_(), weight, labels, chunk_bytes=chunk_bytes)
     loss = (log_probs * grad).sum()
     first = torch.autograd.grad(loss, hidden, retain_graph=True)[0]
     assert torch.equal(first, torch.autograd.grad(loss, hidden)[0])
@@ -187,19 +188,19 @@ def test_frozen_weight_or_hidden_gets_no_gradient():
     hidden, weight, labels, grad, _ = inputs(20, 60, 8)
     _, _, grad_hidden, grad_weight = ours(hidden, weight, labels, grad, None)
     live = hidden.clone().requires_grad_()
-    (log_probs_from_hidden(live, weight, labels)[0] * grad).sum().backward()
+    (call_log_probs(live, weight, labels)[0] * grad).sum().backward()
     assert torch.equal(live.grad, grad_hidden) and weight.grad is None
     live = weight.clone().requires_grad_()
-    (log_probs_from_hidden(hidden, live, labels)[0] * grad).sum().backward()
+    (call_log_probs(hidden, live, labels)[0] * grad).sum().backward()
     assert torch.equal(live.grad, grad_weight) and hidden.grad is None
 
 
 def test_without_gradient_nothing_is_recorded():
     hidden, weight, labels, *_ = inputs(20, 60, 8)
-    expected = log_probs_from_hidden(hidden.requires_grad_(), weight, labels, with_entropy=True)
+    expected = call_log_probs(hidden.requires_grad_(), weight, labels, with_entropy=True)
     assert expected[0].grad_fn is not None
     with torch.no_grad():
-        actual = log_probs_from_hidden(hidden, weight, labels, with_entropy=True)
+        actual = call_log_probs(hidden, weight, labels, with_entropy=True)
     assert all(torch.equal(a, b) and a.grad_fn is None for a, b in zip(actual, expected, strict=True))
 
 
@@ -218,7 +219,7 @@ def test_autocast_and_deterministic_mode_change_nothing():
 def test_no_tokens():
     hidden, weight, labels, *_ = inputs(0, 60, 8)
     weight.requires_grad_()
-    log_probs, entropy = log_probs_from_hidden(hidden, weight, labels, with_entropy=True)
+    log_probs, entropy = call_log_probs(hidden, weight, labels, with_entropy=True)
     (log_probs.sum() + entropy.sum()).backward()
     assert log_probs.shape == (0,) and not weight.grad.any()
 
@@ -244,15 +245,15 @@ def test_peak_memory(tokens, vocabulary):
     hidden.requires_grad_(), weight.requires_grad_()
 
     def train():
-        log_probs, entropy = log_probs_from_hidden(hidden, weight, labels, with_entropy=True)
+        log_probs, entropy = call_log_probs(hidden, weight, labels, with_entropy=True)
         (log_probs.sum() + entropy.sum()).backward()
 
     @torch.no_grad()
-    def score():
-        return log_probs_from_hidden(hidden, weight, labels, with_entropy=True)
+    def without_gradient():
+        return call_log_probs(hidden, weight, labels, with_entropy=True)
 
     unit, gradients = 4 * tokens * vocabulary, 4 * width * (tokens + vocabulary)
-    trained, scored = peak_bytes(train), peak_bytes(score)
+    trained, scored = peak_bytes(train), peak_bytes(without_gradient)
     assert trained >= gradients, "the profiler saw too little"
     assert trained - gradients <= CHUNK_BYTES["cpu"] and trained <= 0.25 * unit
     assert scored <= 0.1 * unit
@@ -342,7 +343,7 @@ def _count_collectives(rank, world_size):
         hidden, weight, labels, grad, _ = inputs(32, 80, 8)
         hidden = (hidden.chunk(world_size)[rank] if sequence_parallel else hidden).requires_grad_()
         counts.append(collectives_so_far())
-        log_probs, _ = log_probs_from_hidden(
+        log_probs, _ = call_log_probs(
             hidden,
             weight.chunk(world_size)[rank],
             labels,

@@ -10,6 +10,7 @@ import torch
 from megatron_gspo.parallel import log_probs_from_hidden
 from megatron_gspo.parallel.vocabulary_tiles import TILE, tile_elements, tile_shape
 
+from .calls import call_log_probs
 from .test_log_probs import inputs, peak_bytes
 
 VOCABULARY_WORDS = "the rows of all ranks"
@@ -33,11 +34,11 @@ LABEL_WORDS = "give masked positions label 0"
         ),
         (
             {"labels": torch.zeros(19, dtype=torch.int64)},
-            "labels (19,) must be [20]: one for each token of all ranks",
+            "labels (19,) must be [20]: one per token of all ranks",
         ),
         (
             {"labels": torch.zeros(20, 1, dtype=torch.int64)},
-            "labels (20, 1) must be [20]: one for each token of all ranks",
+            "labels (20, 1) must be [20]: one per token of all ranks",
         ),
         (
             {"weight": torch.zeros(60, 9)},
@@ -57,15 +58,15 @@ def test_refuses(change, message):
     hidden, weight, labels, *_ = inputs(20, 60, 8)
     arguments = {"hidden": hidden, "weight": weight, "labels": labels} | change
     with pytest.raises(ValueError) as error:
-        log_probs_from_hidden(**arguments)
+        call_log_probs(**arguments)
     assert str(error.value) == message
 
 
 def test_the_smallest_and_largest_label_and_vocabulary_pass():
     hidden, weight, _, *_ = inputs(2, 60, 8)
-    log_probs, _ = log_probs_from_hidden(hidden, weight, torch.tensor([0, 59]), vocab_size=60)
+    log_probs, _ = call_log_probs(hidden, weight, torch.tensor([0, 59]), vocab_size=60)
     assert log_probs.isfinite().all()
-    log_probs, _ = log_probs_from_hidden(hidden, weight, torch.tensor([0, 0]), vocab_size=1)
+    log_probs, _ = call_log_probs(hidden, weight, torch.tensor([0, 0]), vocab_size=1)
     assert log_probs.tolist() == pytest.approx([0, 0], abs=1e-6)
 
 
@@ -75,8 +76,8 @@ def test_sequence_parallelism_is_asked_for():
 
 def test_sequence_parallel_without_a_group_is_one_process():
     hidden, weight, labels, *_ = inputs(6, 60, 8)
-    plain = log_probs_from_hidden(hidden, weight, labels)[0]
-    assert torch.equal(log_probs_from_hidden(hidden, weight, labels, sequence_parallel=True)[0], plain)
+    plain = call_log_probs(hidden, weight, labels)[0]
+    assert torch.equal(call_log_probs(hidden, weight, labels, sequence_parallel=True)[0], plain)
 
 
 def test_logits_are_kept_where_they_and_a_tile_fit_and_a_gradient_is_wanted():
@@ -85,7 +86,7 @@ def test_logits_are_kept_where_they_and_a_tile_fit_and_a_gradient_is_wanted():
     for dtype, size in ((torch.float32, 4), (torch.float64, 8)):
         for elements, kept in ((2400, True), (2399, False)):
             call = [hidden.to(dtype).requires_grad_(), weight.to(dtype), labels]
-            log_probs, _ = log_probs_from_hidden(*call, chunk_bytes=elements * size)
+            log_probs, _ = call_log_probs(*call, chunk_bytes=elements * size)
             logits = log_probs.grad_fn.saved_tensors[-1]
             assert (logits is not None) == kept
     assert logits is None and torch.is_tensor(log_probs.grad_fn.saved_tensors[0])
@@ -131,10 +132,10 @@ def test_scoring_holds_no_more_than_its_buffers(with_entropy, buffers):
     def score():
         with torch.no_grad():
             hidden.requires_grad_()
-            return log_probs_from_hidden(hidden, weight, labels, with_entropy=with_entropy)
+            return call_log_probs(hidden, weight, labels, with_entropy=with_entropy)
 
     def score_frozen():
-        return log_probs_from_hidden(hidden.detach(), weight, labels, with_entropy=with_entropy)
+        return call_log_probs(hidden.detach(), weight, labels, with_entropy=with_entropy)
 
     for call in (score, score_frozen):
         assert buffers * UNIT <= peak_bytes(call) <= (buffers + 0.2) * UNIT
@@ -149,7 +150,7 @@ def test_training_holds_no_more_than_its_buffers(with_entropy, use_entropy):
     peaks = []
 
     def forward(live, budget):
-        return log_probs_from_hidden(live, weight, labels, with_entropy=with_entropy, chunk_bytes=budget)
+        return call_log_probs(live, weight, labels, with_entropy=with_entropy, chunk_bytes=budget)
 
     for budget, kept in ((5 * UNIT, 1), (UNIT * 7 // 2, 0)):
         results = []
@@ -162,7 +163,7 @@ def test_training_holds_no_more_than_its_buffers(with_entropy, use_entropy):
 
 def test_second_derivatives_are_refused():
     hidden, weight, labels, factor, _ = inputs(6, 60, 8)
-    log_probs, _ = log_probs_from_hidden(hidden.requires_grad_(), weight, labels)
+    log_probs, _ = call_log_probs(hidden.requires_grad_(), weight, labels)
     loss = (log_probs * factor.requires_grad_()).sum()
     (grad,) = torch.autograd.grad(loss, hidden, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from megatron_gspo.parallel import log_probs_from_hidden
 from megatron_gspo.parallel.vocabulary_tiles import tile_elements, tile_shape
+from tests.parallel.calls import call_log_probs
 from tests.support.distributed import run_distributed
 
 cases = st.fixed_dictionaries(
@@ -62,7 +62,7 @@ def check(case, group=None, rank=0, size=1, sequence_parallel=False):
         hidden, grad_hidden = (x.chunk(size)[rank] if len(x) else x for x in (hidden, grad_hidden))
     mine, shard = hidden.clone().requires_grad_(), weight.chunk(size)[rank].clone().requires_grad_()
     names = ("temperature", "chunk_bytes", "with_entropy")
-    got, got_entropy = log_probs_from_hidden(
+    got, got_entropy = call_log_probs(
         mine,
         shard,
         labels,
@@ -97,9 +97,9 @@ def test_values_are_the_same_without_gradient(case):
     hidden, weight, labels, _ = inputs(case, case["vocabulary"] + case["padding"])
     options = {name: case[name] for name in ("temperature", "chunk_bytes", "with_entropy")}
     options["vocab_size"] = case["vocabulary"]
-    recorded = log_probs_from_hidden(hidden.requires_grad_(), weight, labels, **options)
+    recorded = call_log_probs(hidden.requires_grad_(), weight, labels, **options)
     with torch.no_grad():
-        plain = log_probs_from_hidden(hidden, weight, labels, **options)
+        plain = call_log_probs(hidden, weight, labels, **options)
     for a, b in zip(recorded, plain, strict=True):
         if a is not None:
             close(a.detach(), b)

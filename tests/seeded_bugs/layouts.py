@@ -66,10 +66,10 @@ PARALLEL = (
     ),
     Defect(
         "largest values of a metric added up over ranks", "design", "megatron_gspo/parallel/metric_reduction.py",
-        'extremes = [name for name in everything if name.endswith(("_max", "_min"))]\n'
-        '    sums = [name for name in everything if not name.endswith(("_max", "_min"))]',
-        'extremes = [name for name in everything if name.endswith("_min")]\n'
-        '    sums = [name for name in everything if not name.endswith("_min")]',
+        'extremes = [name for name in all_names if name.endswith(("_max", "_min"))]\n'
+        '    sums = [name for name in all_names if not name.endswith(("_max", "_min"))]',
+        'extremes = [name for name in all_names if name.endswith("_min")]\n'
+        '    sums = [name for name in all_names if not name.endswith("_min")]',
         ("tests/parallel/test_metric_reduction.py::test_sums_and_extremes_with_keys_that_ranks_lack",),
     ),
 )  # fmt: skip
