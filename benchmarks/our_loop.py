@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 
 import megatron_gspo.train as training
-from megatron_gspo.config import Config
+from megatron_gspo.config import Config, SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
-from megatron_gspo.rollout.engine_protocol import SamplingParams
 
 NEVER = -1  # an end token that no vocabulary holds
 PHASES = {"train": "training", "generate": "generation", "log_probs": "scoring", "verify": "scoring",
@@ -110,7 +109,7 @@ class PacedEngine:
 def config(args: argparse.Namespace, run_dir: str) -> Config:
     """GSPO with everything off that TRL's run doesn't do either: evaluation, checkpoints, sample files, picture."""
     sequences = args.samples * args.prompts_per_rollout
-    return Config.model_validate({
+    return Config.from_dict({
         "seed": args.seed, "run_dir": run_dir, "model": {"path": args.model, "dtype": "float32"},
         "algorithm": {"name": "gspo", "epsilon_low": args.clip_low, "epsilon_high": args.clip_high,
                       "old_log_probs": args.old_log_probs},
@@ -121,7 +120,7 @@ def config(args: argparse.Namespace, run_dir: str) -> Config:
         "training": {"steps": 1_000_000, "global_batch_size": sequences // args.mini_batches,
                      "max_tokens_per_micro_batch": args.max_tokens},
         "optimizer": {"lr": args.learning_rate, "weight_decay": 0.0, "clip_grad": 1.0},
-        "checkpoint": {"export_hf": False}, "tracking": {"picture": False, "samples_per_step": 0},
+        "checkpoint": {"export_hf": False}, "tracking": {"plot": False, "samples_per_step": 0},
     })  # fmt: skip
 
 

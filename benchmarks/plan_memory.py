@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.common import SCHEMA, hardware, versions
 from benchmarks.result_files import save
-from megatron_gspo.config.sections import ParallelConfig
+from megatron_gspo.config import ParallelConfig
 from megatron_gspo.models import family_of
 from megatron_gspo.tools.plan.activations import MicroBatch, Setting, peak_bytes
 from megatron_gspo.tools.plan.layouts import name_of

@@ -75,8 +75,8 @@ class Ours:
         from safetensors.torch import load_file
         from transformers import AutoTokenizer
 
+        from megatron_gspo.config import SamplingParams
         from megatron_gspo.data.sample import Prompt
-        from megatron_gspo.rollout.engine_protocol import SamplingParams
         from megatron_gspo.rollout.sglang.client import ModelFacts
         from megatron_gspo.rollout.sglang.server_pool import FleetSettings
         from megatron_gspo.rollout.sglang.sglang_engine import EngineSettings, SGLangEngine

@@ -34,10 +34,10 @@ ON_SERVERS = {"rollout.engine": "sglang", "sglang.health_interval": 2.0}
 AHEAD = {"rollout.overlap": True, "rollout.max_staleness": 1}
 VARIANTS: dict[str, dict[str, Any]] = {
     "embedded": {},
-    "sglang, disk": ON_SERVERS | {"sglang.weight_route": "disk"},
-    "sglang, tensor": ON_SERVERS | {"sglang.weight_route": "tensor"},
-    "sglang, distributed": ON_SERVERS | {"sglang.weight_route": "distributed"},
-    "sglang, one step ahead": ON_SERVERS | {"sglang.weight_route": "tensor"} | AHEAD,
+    "sglang, disk": ON_SERVERS | {"sglang.weight_transport": "disk"},
+    "sglang, tensor": ON_SERVERS | {"sglang.weight_transport": "tensor"},
+    "sglang, distributed": ON_SERVERS | {"sglang.weight_transport": "distributed"},
+    "sglang, one step ahead": ON_SERVERS | {"sglang.weight_transport": "tensor"} | AHEAD,
 }
 SYNCHRONOUS, ASYNCHRONOUS = "sglang, tensor", "sglang, one step ahead"
 
@@ -45,9 +45,10 @@ SYNCHRONOUS, ASYNCHRONOUS = "sglang, tensor", "sglang, one step ahead"
 def train(model: str, run_dir: Path, seed: int, steps: int, changes: Mapping[str, Any], urls: Sequence[str]) -> None:
     """One run in a process of its own; its output is shown if it fails."""
     settings = {
-        "run_dir": run_dir, "model.path": model, "seed": seed, "training.steps": steps, "checkpoint.interval": 0,
-        "checkpoint.export_hf": False, "training.epochs": 2,
-        "evaluation.interval": 0, "evaluation.max_prompts": 200, "tracking.picture": False, "optimizer.warmup_steps": 5,
+        "run_dir": run_dir, "model.path": model, "seed": seed, "training.steps": steps, "checkpoint.save_interval": 0,
+        "checkpoint.export_hf": False, "training.ppo_epochs": 2,
+        "evaluation.eval_interval": 0, "evaluation.max_prompts": 200, "tracking.plot": False,
+        "optimizer.lr_warmup_steps": 5,
         "parallel.tensor_model_parallel_size": 1, "parallel.expert_model_parallel_size": 1, **changes,
     }  # fmt: skip
     if "rollout.engine" in changes:

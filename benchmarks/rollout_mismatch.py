@@ -57,10 +57,10 @@ def config_of(folder: Path, dtype: str, length: int, urls: list[str]) -> dict[st
         "rollout": {"engine": "sglang", "rollout_batch_size": PROMPTS, "n_samples_per_prompt": SAMPLES,
                     "max_response_length": length},
         "routing": {"compare_rollout": True},
-        "sglang": {"urls": urls, "weight_route": "tensor"},
+        "sglang": {"urls": urls, "weight_transport": "tensor"},
         "training": {"steps": 1, "global_batch_size": PROMPTS * SAMPLES, "max_tokens_per_micro_batch": 4096},
         "checkpoint": {"export_hf": False},
-        "tracking": {"picture": False},
+        "tracking": {"plot": False},
     }  # fmt: skip
 
 

@@ -95,7 +95,7 @@ def _loop(run: Run, asked_to_stop: Callable[[], bool]) -> LoopState:
                 if lost is not None:
                     raise lost
             stops = asked_to_stop()
-            if stops or _is_due(config.checkpoint.interval, state.step, config.training.steps):
+            if stops or _is_due(config.checkpoint.save_interval, state.step, config.training.steps):
                 with timers("checkpoint"):  # told with the next step's times: a step is recorded before it is saved
                     saves.begin(state)
             if stops and state.step < config.training.steps:
@@ -127,7 +127,7 @@ def _evaluates(run: Run, step: int) -> bool:
     if not run.eval_prompts:
         return False
     at_end = evaluation.at_end and step == run.config.training.steps
-    return at_end or bool(evaluation.interval and step % evaluation.interval == 0)
+    return at_end or bool(evaluation.eval_interval and step % evaluation.eval_interval == 0)
 
 
 def _is_due(interval: int, step: int, last: int) -> bool:
@@ -175,7 +175,7 @@ def main(arguments: list[str] | None = None) -> None:
         lambda: train(config),
         run_dir=config.run_dir,
         backend=parallel.backend,
-        timeout_minutes=parallel.timeout_minutes,
+        timeout_minutes=parallel.distributed_timeout_minutes,
     )
     raise SystemExit(code)
 

@@ -1,18 +1,20 @@
 """Typed, strict configuration: one YAML file and `key.sub=value` overrides."""
 
-from megatron_gspo.config.base import ConfigError
+from megatron_gspo.config.algorithm_section import AlgorithmConfig
 from megatron_gspo.config.cli import from_command_line, refuse
+from megatron_gspo.config.config_error import ConfigError
+from megatron_gspo.config.data_sections import DataConfig, TaskConfig
+from megatron_gspo.config.model_sections import ModelConfig, ParallelConfig
+from megatron_gspo.config.rollout_sections import RolloutConfig, RoutingConfig, SamplingParams
 from megatron_gspo.config.schema import Config, load_config
-from megatron_gspo.config.sections import (
+from megatron_gspo.config.server_sections import ServerConfig, SGLangConfig
+from megatron_gspo.config.training_sections import (
     CheckpointConfig,
     EvaluationConfig,
-    ModelConfig,
     OptimizerConfig,
-    ParallelConfig,
     TrackingConfig,
     TrainingConfig,
 )
-from megatron_gspo.config.task_sections import AlgorithmConfig, DataConfig, RolloutConfig, TaskConfig
 
 __all__ = [
     "AlgorithmConfig",
@@ -25,6 +27,10 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "RolloutConfig",
+    "RoutingConfig",
+    "SGLangConfig",
+    "SamplingParams",
+    "ServerConfig",
     "TaskConfig",
     "TrackingConfig",
     "TrainingConfig",

@@ -10,15 +10,16 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_gspo.config.base import ConfigError, show
+from megatron_gspo.config.config_error import ConfigError, show
+from megatron_gspo.config.model_sections import ParallelConfig
 from megatron_gspo.config.rollout_checks import check_correction, check_environment, check_environment_file
-from megatron_gspo.config.sections import ParallelConfig
+from megatron_gspo.config.rollout_sections import RolloutConfig
 from megatron_gspo.config.sglang_checks import check_server_files, check_sglang
+from megatron_gspo.config.training_sections import EvaluationConfig
 from megatron_gspo.errors import existing_part
 
 if TYPE_CHECKING:
     from megatron_gspo.config.schema import Config
-    from megatron_gspo.config.task_sections import AlgorithmConfig
 
 VERIFIERS = ("exact_match", "math_verify", "reasoning_gym")
 MODEL_TYPES = ("qwen3", "qwen3_moe", "qwen2_moe")  # conversion.FAMILIES, which --help must not import: it needs torch
@@ -27,6 +28,7 @@ MODEL_TYPES = ("qwen3", "qwen3_moe", "qwen2_moe")  # conversion.FAMILIES, which 
 def check_choices(config: Config) -> None:
     """What contradicts itself whatever the machine."""
     _check_algorithm(config)
+    _check_sampling(config.rollout, config.evaluation)
     check_correction(config)
     check_environment(config)
     _check_data(config)
@@ -39,56 +41,52 @@ def check_choices(config: Config) -> None:
 
 def _check_algorithm(config: Config) -> None:
     algorithm, rollout = config.algorithm, config.rollout
-    demonstrations = rollout.engine == "demonstrations"
-    if algorithm.is_supervised != demonstrations:
-        fix = "set algorithm.name: sft" if demonstrations else "set rollout.engine: demonstrations"
+    if algorithm.is_supervised != (rollout.engine == "sft"):
+        fix = "set rollout.engine: sft" if algorithm.is_supervised else "set algorithm.name: sft"
         raise ConfigError(
             "rollout.engine", rollout.engine, f"does not go with algorithm.name = {show(algorithm.name)}", fix
         )
     samples = rollout.n_samples_per_prompt
     if algorithm.is_supervised and samples != 1:
-        problem = "a demonstration has one response per prompt"
+        problem = "sft has one response per prompt"
         raise ConfigError("rollout.n_samples_per_prompt", samples, problem, "set it to 1")
     if not algorithm.is_supervised and samples < 2:
         problem = "group advantages compare at least two responses"
         raise ConfigError("rollout.n_samples_per_prompt", samples, problem, "set it to 2 or more, 8 is usual")
-    for key in ("kl_reward_coef", "zero_variance_groups"):
+    for key in ("kl_reward_coef", "dynamic_sampling"):
         value = getattr(algorithm, key)
-        if algorithm.is_supervised and value not in (None, 0.0, "keep"):
+        if algorithm.is_supervised and value:
             raise ConfigError(f"algorithm.{key}", value, "sft has no rewards", "remove the key")
     _check_length_shaping(config)
     if algorithm.kl_loss_coef and algorithm.kl_reward_coef:
         problem = "counts the KL twice, with algorithm.kl_loss_coef"
         raise ConfigError(
-            "algorithm.kl_reward_coef", algorithm.kl_reward_coef, problem, "set one of the two to null"
+            "algorithm.kl_reward_coef", algorithm.kl_reward_coef, problem, "set one of the two to 0"
         )
     if algorithm.needs_reference and config.model.init == "random":
         key = "kl_loss_coef" if algorithm.kl_loss_coef else "kl_reward_coef"
-        problem = "is the KL to the starting weights, which are drawn anew"
-        fix = "set model.init: pretrained, or this to null"
+        problem = "is the KL to the starting weights, which are random"
+        fix = "set model.init: pretrained, or this to 0"
         raise ConfigError(f"algorithm.{key}", getattr(algorithm, key), problem, fix)
-    try:
-        algorithm.objective()
-    except ValueError as error:
-        raise _objective_error(algorithm, str(error)) from None
 
 
-def _objective_error(algorithm: AlgorithmConfig, message: str) -> ConfigError:
-    """The objective's own one-line refusal ("key = value problem: fix") under the config's key."""
-    head, _, fix = message.replace(
-        "set allow_nonstandard=True", "set algorithm.allow_nonstandard: true"
-    ).partition(": ")
-    key = head.partition(" ")[0]
-    value = getattr(algorithm, key, algorithm.name)
-    name = key if hasattr(algorithm, key) else "name"
-    return ConfigError(
-        f"algorithm.{name}", value, head.removeprefix(f"{key} = {value!r} "), fix or "change it"
-    )
+def _check_sampling(rollout: RolloutConfig, evaluation: EvaluationConfig) -> None:
+    """Training samples come from the distribution that their log-probs are of."""
+    for key, off in (("top_p", 1.0), ("top_k", 0)):
+        if (value := getattr(rollout, key)) != off:
+            problem = "training log-probs are over the whole vocabulary"
+            raise ConfigError(f"rollout.{key}", value, problem, f"set {off:g}, or evaluation.{key} for evaluation")
+        if evaluation.temperature == 0 and (value := getattr(evaluation, key)) != off:
+            problem = "has no effect with evaluation.temperature = 0"
+            raise ConfigError(f"evaluation.{key}", value, problem, "remove it, or set a temperature above 0")
+    if rollout.temperature == 0:
+        problem = "greedy responses to one prompt are all equal"
+        raise ConfigError("rollout.temperature", rollout.temperature, problem, "set it above 0, 1 is usual")
 
 
 def _check_length_shaping(config: Config) -> None:
     algorithm, longest = config.algorithm, config.rollout.max_response_length
-    buffer, key = algorithm.overlong_buffer, "algorithm.overlong_buffer"
+    buffer, key = algorithm.overlong_buffer_len, "algorithm.overlong_buffer_len"
     if algorithm.truncated == "penalize" and not 0 < buffer <= longest:
         problem = "truncated: penalize needs a buffer inside the response"
         raise ConfigError(
@@ -151,46 +149,45 @@ def _check_training(config: Config) -> None:
         )
         fix = f"set a divisor of {sequences}, or change rollout.rollout_batch_size"
         raise ConfigError("training.global_batch_size", batch, problem, fix)
-    if config.model.recompute_num_layers is not None and config.model.recompute != "full":
+    if config.model.recompute_num_layers is not None and config.model.recompute_granularity != "full":
         value = config.model.recompute_num_layers
-        raise ConfigError(
-            "model.recompute_num_layers", value, "needs recompute: full", "set model.recompute: full, or null"
-        )
-    if optimizer.lr_schedule == "constant" and optimizer.min_lr:
-        problem, fix = "a constant schedule never reaches it", "set optimizer.lr_schedule: linear or cosine"
+        fix = "set model.recompute_granularity: full, or this to null"
+        raise ConfigError("model.recompute_num_layers", value, "needs recompute_granularity: full", fix)
+    if optimizer.lr_decay_style == "constant" and optimizer.min_lr:
+        problem, fix = "a constant schedule never reaches it", "set optimizer.lr_decay_style: linear or cosine"
         raise ConfigError("optimizer.min_lr", optimizer.min_lr, problem, fix)
     if optimizer.min_lr > optimizer.lr:
         raise ConfigError(
             "optimizer.min_lr", optimizer.min_lr, f"is above optimizer.lr = {optimizer.lr}", "lower it"
         )
-    if optimizer.warmup_steps > config.optimizer_steps:
+    if optimizer.lr_warmup_steps > config.optimizer_steps:
         problem = f"is longer than the run's {config.optimizer_steps} optimizer steps"
         raise ConfigError(
-            "optimizer.warmup_steps", optimizer.warmup_steps, problem, "lower it or raise training.steps"
+            "optimizer.lr_warmup_steps", optimizer.lr_warmup_steps, problem, "lower it or raise training.steps"
         )
 
 
 def _check_routing(config: Config) -> None:
     routing, algorithm = config.routing, config.algorithm
-    if routing.replay != "none" and not algorithm.objective().has_ratio:
+    if routing.replay != "none" and not algorithm.has_ratio:
         problem = f"{algorithm.name} has no old policy whose routes could be replayed"
         raise ConfigError("routing.replay", routing.replay, problem, "set it to none")
     if routing.replay == "r2" and algorithm.old_log_probs == "rollout":
         problem = "records the routes in the pass that algorithm.old_log_probs = rollout leaves out"
         raise ConfigError("routing.replay", "r2", problem, "set it to r3, or algorithm.old_log_probs: recompute")
-    if routing.holes == "live" and routing.replay != "r3":
+    if routing.missing_routes == "live" and routing.replay != "r3":
         problem = f"has no effect with routing.replay = {show(routing.replay)}"
-        raise ConfigError("routing.holes", "live", problem, "set routing.replay: r3, or remove it")
-    if routing.compare_rollout and not (routing.metrics and algorithm.objective().has_ratio):
-        key = "routing.metrics = false" if algorithm.objective().has_ratio else f"algorithm.name = {algorithm.name}"
+        raise ConfigError("routing.missing_routes", "live", problem, "set routing.replay: r3, or remove it")
+    if routing.compare_rollout and not (routing.metrics and algorithm.has_ratio):
+        key = "routing.metrics = false" if algorithm.has_ratio else f"algorithm.name = {algorithm.name}"
         raise ConfigError("routing.compare_rollout", True, f"has no effect with {key}", "remove it")
 
 
 def _check_evaluation(config: Config) -> None:
     evaluation = config.evaluation
-    if evaluation.interval and not config.data.has_eval_prompts:
+    if evaluation.eval_interval and not config.data.has_eval_prompts:
         problem, fix = "there are no held-out prompts", "set data.eval_prompts or data.task.eval_size"
-        raise ConfigError("evaluation.interval", evaluation.interval, problem, fix)
+        raise ConfigError("evaluation.eval_interval", evaluation.eval_interval, problem, fix)
     if evaluation.temperature == 0 and evaluation.n_samples > 1:
         problem = "greedy responses to one prompt are all the same"
         raise ConfigError(

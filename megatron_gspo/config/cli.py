@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
-from megatron_gspo.config.base import MISSING, ConfigError
+from megatron_gspo.config.config_error import MISSING, ConfigError
 from megatron_gspo.config.load import split_server_arguments
 from megatron_gspo.config.reference import help_text
 from megatron_gspo.config.schema import Config, load_config
@@ -46,4 +46,4 @@ def _load(arguments: Sequence[str], usage: str) -> Config:
     if not arguments or "=" in arguments[0]:
         raise ConfigError("CONFIG.yaml", MISSING, "is missing", usage.splitlines()[0])
     overrides, for_servers = split_server_arguments(arguments[1:])
-    return load_config(arguments[0], overrides, server_arguments=for_servers)
+    return load_config(arguments[0], overrides, server_args=for_servers)

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from megatron_gspo.config.base import MISSING, ConfigError
+from megatron_gspo.config.config_error import MISSING, ConfigError
 
 
 class _Loader(yaml.SafeLoader):

@@ -5,18 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_gspo.config.base import ConfigError
+from megatron_gspo.config.config_error import ConfigError
+from megatron_gspo.config.fields import default_of
 
 if TYPE_CHECKING:
+    from megatron_gspo.config.rollout_sections import RolloutConfig
     from megatron_gspo.config.schema import Config
-    from megatron_gspo.config.task_sections import RolloutConfig
 
 
 def check_correction(config: Config) -> None:
     """Importance weights and masks between the two engines need both engines' log-probs, and keys that have an
     effect."""
     algorithm = config.algorithm
-    for key in ("rollout_correction", "rollout_mask"):
+    for key in ("rollout_is", "rollout_rs"):
         if (value := getattr(algorithm, key)) == "none":
             continue
         if algorithm.is_supervised:
@@ -25,23 +26,23 @@ def check_correction(config: Config) -> None:
             problem = "compares the rollout's log-probs with themselves where algorithm.old_log_probs = rollout"
             fix = "set algorithm.old_log_probs: recompute, or this to none"
             raise ConfigError(f"algorithm.{key}", value, problem, fix)
-    default = type(algorithm).model_fields["rollout_correction_cap"].default
-    if algorithm.rollout_correction == "none" and algorithm.rollout_correction_cap != default:
-        problem, fix = "has no effect with algorithm.rollout_correction = none", "set that to token or sequence"
-        raise ConfigError("algorithm.rollout_correction_cap", algorithm.rollout_correction_cap, problem, fix)
+    default = default_of(type(algorithm), "rollout_is_threshold")
+    if algorithm.rollout_is == "none" and algorithm.rollout_is_threshold != default:
+        problem, fix = "has no effect with algorithm.rollout_is = none", "set that to token or sequence"
+        raise ConfigError("algorithm.rollout_is_threshold", algorithm.rollout_is_threshold, problem, fix)
     _check_band(config)
 
 
 def _check_band(config: Config) -> None:
     algorithm = config.algorithm
-    for key in ("rollout_mask_low", "rollout_mask_high"):
-        if algorithm.rollout_mask == "none" and (value := getattr(algorithm, key)) is not None:
-            problem, fix = "has no effect with algorithm.rollout_mask = none", "set that to token or sequence"
+    for key in ("rollout_rs_threshold_lower", "rollout_rs_threshold"):
+        if algorithm.rollout_rs == "none" and (value := getattr(algorithm, key)) is not None:
+            problem, fix = "has no effect with algorithm.rollout_rs = none", "set that to token or sequence"
             raise ConfigError(f"algorithm.{key}", value, problem, fix)
-    if algorithm.rollout_mask == "sequence" and algorithm.rollout_mask_high is None:
+    if algorithm.rollout_rs == "sequence" and algorithm.rollout_rs_threshold is None:
         problem = "the ratio of a sequence comes closer to 1 the longer it is, so there is no band for all lengths"
         fix = "set it beyond mismatch/ratio_sequence/p99, 1.001 or so for thousands of tokens"
-        raise ConfigError("algorithm.rollout_mask_high", None, problem, fix)
+        raise ConfigError("algorithm.rollout_rs_threshold", None, problem, fix)
 
 
 def check_environment(config: Config) -> None:
@@ -66,7 +67,7 @@ def check_environment(config: Config) -> None:
         problem = "an episode begins and ends within a step"
         fix = "set it to 0" if key == "max_staleness" else "set it to 1"
         raise ConfigError(f"rollout.{key}", getattr(rollout, key), problem, fix + ", or remove rollout.environment")
-    if algorithm.turn_discount is not None and algorithm.objective().importance_sampling_level == "sequence":
+    if algorithm.turn_discount is not None and algorithm.importance_sampling_level == "sequence":
         problem = f"{algorithm.name} has one ratio and one advantage a response"
         fix = "set algorithm.name: gspo_token, or this to null"
         raise ConfigError("algorithm.turn_discount", algorithm.turn_discount, problem, fix)
@@ -82,7 +83,7 @@ def _check_without_environment(config: Config) -> None:
 
 
 def _default(rollout: RolloutConfig, key: str) -> object:
-    return type(rollout).model_fields[key].get_default(call_default_factory=True)
+    return default_of(type(rollout), key)
 
 
 def check_environment_file(rollout: RolloutConfig) -> None:

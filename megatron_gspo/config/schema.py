@@ -1,66 +1,73 @@
-"""The whole config: its sections, how it is loaded and what proves that it can work."""
+"""`Config`: all sections, how they are loaded, and the checks that the run can start."""
 
 from __future__ import annotations
 
-import difflib
+import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError
+from annotated_types import Ge
 
 from megatron_gspo.config import checks
-from megatron_gspo.config.base import MISSING, ConfigError, Section
+from megatron_gspo.config.algorithm_section import AlgorithmConfig, with_preset
+from megatron_gspo.config.data_sections import DataConfig
 from megatron_gspo.config.load import apply_overrides, read_file
-from megatron_gspo.config.reference import choices, describe_type, keys, section_of
-from megatron_gspo.config.sections import (
+from megatron_gspo.config.model_sections import ModelConfig, ParallelConfig
+from megatron_gspo.config.renamed_keys import refuse_old_keys
+from megatron_gspo.config.rollout_sections import RolloutConfig, RoutingConfig
+from megatron_gspo.config.server_sections import SGLangConfig
+from megatron_gspo.config.training_sections import (
     CheckpointConfig,
     EvaluationConfig,
-    ModelConfig,
     OptimizerConfig,
-    ParallelConfig,
     TrackingConfig,
     TrainingConfig,
 )
-from megatron_gspo.config.sglang_section import SGLangConfig
-from megatron_gspo.config.task_sections import AlgorithmConfig, DataConfig, RolloutConfig, RoutingConfig
+from megatron_gspo.config.validate import STRICT, validate
 
 
-class Config(Section):
+@dataclass(frozen=True, kw_only=True)
+class Config:
     """A run. Build it with load_config or Config.from_dict; both raise ConfigError."""
 
-    seed: int = Field(1234, ge=0, description="Seed of weights, prompt order and sampling.")
-    run_dir: str = Field(description="Directory of everything the run writes.")
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    seed: Annotated[int, Ge(0)] = 1234
+    """Seed of weights, prompt order and sampling."""
+    run_dir: str
+    """Directory for all output of the run."""
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Options of Megatron-Core passed through to TransformerConfig, OptimizerConfig or DistributedDataParallelConfig,
+    e.g. {moe_permute_fusion: true}."""
     model: ModelConfig
-    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
-    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig.preset)
     data: DataConfig
     rollout: RolloutConfig
-    sglang: SGLangConfig = Field(default_factory=SGLangConfig)
+    sglang: SGLangConfig = field(default_factory=SGLangConfig)
     training: TrainingConfig
-    routing: RoutingConfig = Field(default_factory=RoutingConfig)
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
-    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Config:
-        """Validate plain data: keys, types, bounds and every choice that contradicts another.
+        """Validate plain data: keys, types, bounds and choices that contradict each other.
 
-        Raises ConfigError for the first fault found. What depends on the number of processes or on files is
-        left to `check`.
+        Raises ConfigError for the first fault. `check` does what depends on the number of processes or on files.
         """
-        try:
-            config = cls.model_validate(data)
-        except ValidationError as error:
-            raise _first_fault(cls, error) from None
+        refuse_old_keys(data)
+        config = validate(cls, _resolve_preset(data))
         checks.check_choices(config)
         return config
 
     def check(self, world_size: int) -> None:
-        """Prove that the run can start on world_size processes: layout, batches, model and files.
+        """Check that the run can start on world_size processes: layout, batches, model and files.
 
         Raises ConfigError.
         """
@@ -70,8 +77,8 @@ class Config(Section):
         checks.check_files(self)
 
     def dump(self) -> dict[str, Any]:
-        """Plain data, every default written out; from_dict(dump()) is the same config."""
-        return self.model_dump(mode="python")
+        """Plain data with every default written out; from_dict(dump()) is the same config."""
+        return _plain(dataclasses.asdict(self))
 
     def to_yaml(self) -> str:
         """`dump` as YAML text."""
@@ -79,77 +86,38 @@ class Config(Section):
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimizer steps of the whole run: the length of the learning-rate schedule."""
+        """Optimizer steps of the whole run, which is the length of the learning-rate schedule."""
         per_epoch = self.rollout.sequences // self.training.global_batch_size
-        return self.training.steps * self.training.epochs * per_epoch
+        return self.training.steps * self.training.ppo_epochs * per_epoch
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), *, server_arguments: Sequence[str] = ()) -> Config:
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, server_args: Sequence[str] = ()) -> Config:
     """Load a YAML file, apply `key.sub=value` overrides and validate. Raises ConfigError.
 
-    server_arguments: added to sglang.arguments, where they win over the file's.
+    server_args: appended to sglang.server_args; later arguments take precedence.
     """
     data = read_file(path)
-    data.pop("environment", None)  # a run's own config.yaml says there where it ran
+    data.pop("environment", None)  # where a finished run was, in its own config.yaml
     data = apply_overrides(data, overrides)
-    if server_arguments:
+    if server_args:
         section = data.setdefault("sglang", {})
-        if isinstance(section, dict) and isinstance(section.setdefault("arguments", []), list):
-            section["arguments"] = [*section["arguments"], *server_arguments]
+        if isinstance(section, dict) and isinstance(section.setdefault("server_args", []), list):
+            section["server_args"] = [*section["server_args"], *server_args]
     return Config.from_dict(data)
 
 
-def _first_fault(model: type[Section], error: ValidationError) -> ConfigError:
-    """A pydantic error in our words. Unknown keys come first: they often explain a missing one."""
-    faults = sorted(error.errors(include_url=False), key=lambda fault: fault["type"] != "extra_forbidden")
-    fault = faults[0]
-    key, field = _locate(model, fault["loc"])
-    if fault["type"] == "extra_forbidden":
-        known = [row.name for row in keys(model)] + list(model.model_fields)
-        return ConfigError(key, fault["input"], "is not a key", _suggest(key, known))
-    if fault["type"] == "missing":
-        return ConfigError(key, MISSING, "is missing", f"set it: {_expected(field)}")
-    words = choices(field) if field is not None else []
-    close = difflib.get_close_matches(str(fault["input"]), words, n=1)
-    hint = f", perhaps {close[0]}" if close else ""
-    quoted = ", without quotes" if isinstance(fault["input"], str) and not words else ""
-    return ConfigError(key, fault["input"], "is not allowed", f"set {_expected(field)}{hint}{quoted}")
+def _resolve_preset(data: dict[str, Any]) -> dict[str, Any]:
+    """The data with the fields of the algorithm's preset filled in."""
+    algorithm, rollout = data.get("algorithm", {}), data.get("rollout")
+    if not isinstance(algorithm, dict):
+        return data
+    longest = rollout.get("max_response_length") if isinstance(rollout, dict) else None
+    longest = RolloutConfig.max_response_length if longest is None else longest
+    return {**data, "algorithm": with_preset(algorithm, max_response_length=longest)}
 
 
-def _locate(model: type[Section], location: tuple[int | str, ...]) -> tuple[str, Any]:
-    """Dotted key and field of a pydantic location, less the union branches that pydantic adds."""
-    parts: list[str] = []
-    field = None
-    current: type[BaseModel] | None = model
-    for part in location:
-        if current is None:
-            break
-        parts.append(str(part))
-        field = current.model_fields.get(part) if isinstance(part, str) else None
-        if field is None:
-            break
-        current = section_of(field.annotation)
-    return ".".join(parts) or "config", field
-
-
-def _expected(field: Any) -> str:
-    if field is None:
-        return "a mapping of keys"
-    section = section_of(field.annotation)
-    if section is None:
-        return describe_type(field)
-    required = [name for name, inner in section.model_fields.items() if inner.is_required()]
-    return "a section" + (f" with at least {', '.join(required)}" if required else "")
-
-
-def _suggest(key: str, known: list[str]) -> str:
-    leaf = key.rpartition(".")[2]
-    same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
-    siblings = [name for name in known if name.rpartition(".")[0] == key.rpartition(".")[0]]
-    leaves = {name.rpartition(".")[2]: name for name in reversed(known)}
-    close = (
-        same_leaf
-        or difflib.get_close_matches(key, siblings, n=1, cutoff=0.7)
-        or [leaves[name] for name in difflib.get_close_matches(leaf, list(leaves), n=1, cutoff=0.7)]
-    )
-    return f"did you mean {close[0]}?" if close else "remove it, or see docs/config.md for the keys"
+def _plain(value: Any) -> Any:
+    """Tuples as lists, in all mappings and sequences."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value

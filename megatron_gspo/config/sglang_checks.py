@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_gspo.config.base import MISSING, ConfigError, show
+from megatron_gspo.config.config_error import MISSING, ConfigError, show
+from megatron_gspo.config.fields import default_of
+from megatron_gspo.config.rollout_sections import RolloutConfig
+from megatron_gspo.config.server_sections import SGLangConfig
 from megatron_gspo.config.server_urls import check_url, without_password
-from megatron_gspo.config.sglang_section import SGLangConfig
-from megatron_gspo.config.task_sections import RolloutConfig
 
 if TYPE_CHECKING:
     from megatron_gspo.config.schema import Config
@@ -22,9 +24,9 @@ def check_sglang(config: Config) -> None:
     if rollout.engine != "sglang":
         _refuse_without_servers(rollout, sglang)
         return
-    if bool(sglang.urls) == bool(sglang.servers):
-        problem = "both name servers" if sglang.urls else "names no server, and neither does sglang.servers"
-        fix = "set sglang.urls (servers that run) or sglang.servers (how many to start), one of them"
+    if bool(sglang.urls) == bool(sglang.num_servers):
+        problem = "both name servers" if sglang.urls else "names no server, and neither does sglang.num_servers"
+        fix = "set sglang.urls (servers that run) or sglang.num_servers (how many to start), one of them"
         raise ConfigError("sglang.urls", sglang.urls, problem, fix)
     _check_urls(sglang.urls)
     _check_stream(config)
@@ -36,21 +38,21 @@ def check_sglang(config: Config) -> None:
         fix = "raise it, or lower sglang.request_timeout"
         raise ConfigError("sglang.response_timeout", sglang.response_timeout, problem, fix)
     if sglang.urls:
-        for key in ("python", "port", "arguments"):
+        for key in ("python", "port", "server_args"):
             if value := getattr(sglang, key):
-                fix = "remove it, or set sglang.servers in place of sglang.urls"
+                fix = "remove it, or set sglang.num_servers in place of sglang.urls"
                 raise ConfigError(f"sglang.{key}", value, "is for servers that the run starts", fix)
-    if sglang.port is not None and sglang.port + sglang.servers - 1 > 65535:
-        raise ConfigError("sglang.port", sglang.port, f"leaves no room for {sglang.servers} servers", "lower it")
-    if sglang.weight_dir is not None and sglang.weight_route != "disk":
-        problem = f"has no effect with sglang.weight_route = {show(sglang.weight_route)}"
-        fix = "set sglang.weight_route: disk, or remove it"
+    if sglang.port is not None and sglang.port + sglang.num_servers - 1 > 65535:
+        raise ConfigError("sglang.port", sglang.port, f"leaves no room for {sglang.num_servers} servers", "lower it")
+    if sglang.weight_dir is not None and sglang.weight_transport != "disk":
+        problem = f"has no effect with sglang.weight_transport = {show(sglang.weight_transport)}"
+        fix = "set sglang.weight_transport: disk, or remove it"
         raise ConfigError("sglang.weight_dir", sglang.weight_dir, problem, fix)
 
 
 def _refuse_without_servers(rollout: RolloutConfig, sglang: SGLangConfig) -> None:
     for key in _STREAM_KEYS:
-        if (value := getattr(rollout, key)) != type(rollout).model_fields[key].default:
+        if (value := getattr(rollout, key)) != default_of(type(rollout), key):
             problem = f"the engine {rollout.engine} finishes what it begins before anything else happens"
             raise ConfigError(f"rollout.{key}", value, problem, "set rollout.engine: sglang, or remove it")
     if sglang != SGLangConfig():
@@ -58,7 +60,7 @@ def _refuse_without_servers(rollout: RolloutConfig, sglang: SGLangConfig) -> Non
         raise ConfigError("sglang", MISSING, problem, "set rollout.engine: sglang, or remove the section")
 
 
-def _check_urls(urls: list[str]) -> None:
+def _check_urls(urls: Sequence[str]) -> None:
     for url in urls:
         try:
             check_url(url)

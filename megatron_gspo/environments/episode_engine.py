@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
+from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.environments.episodes import Encode, EpisodeRules, Steps, make_episodes, play_in_rounds
-from megatron_gspo.rollout.engine_protocol import RolloutEngine, SamplingParams
+from megatron_gspo.rollout.engine_protocol import RolloutEngine
 
 
 class EpisodeEngine:
@@ -18,7 +19,8 @@ class EpisodeEngine:
         self.engine, self.steps, self.encode, self.rules = engine, steps, encode, rules
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> list[Sample]:
-        """`sampling.n` episodes a prompt; `max_response_length` holds for all responses and observations of one."""
+        """`sampling.n_samples_per_prompt` episodes per prompt; `max_response_length` limits all responses and
+        observations of an episode together."""
         episodes = make_episodes(prompts, sampling, self.rules, self.encode, seed=seed)
         play_in_rounds(episodes, self.engine, self.steps, sampling, seed=seed, max_length=self.rules.max_length)
         return [episode.sample() for episode in episodes]

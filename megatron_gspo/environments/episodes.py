@@ -16,13 +16,14 @@ from typing import Protocol
 
 import numpy as np
 
+from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.data.turn_spans import Span, with_spans
 from megatron_gspo.environments.environment import StepRequest
 from megatron_gspo.errors import EngineError
 from megatron_gspo.rewards.scorer import FAILURE
 from megatron_gspo.rewards.worker import Reply
-from megatron_gspo.rollout.engine_protocol import RolloutEngine, SamplingParams
+from megatron_gspo.rollout.engine_protocol import RolloutEngine
 from megatron_gspo.rollout.sample_checks import check_samples
 
 Encode = Callable[[str], list[int]]
@@ -240,7 +241,7 @@ def play_in_rounds(episodes: Sequence[Episode], engine: RolloutEngine, steps: St
         requests = [episode.next_request() for episode in live]
         for places, limit in batches(requests, max_length):
             prompts = [requests[i].prompt for i in places]
-            asked = replace(sampling, n=1, max_response_length=limit)
+            asked = replace(sampling, n_samples_per_prompt=1, max_response_length=limit)
             samples = engine.generate(prompts, asked, seed=seed)
             check_samples(samples, prompts, asked)
             for i, sample in zip(places, samples, strict=True):
@@ -306,6 +307,7 @@ class Overlapping:
 
 def make_episodes(prompts: Sequence[Prompt], sampling: SamplingParams, rules: EpisodeRules, encode: Encode, *,
                   seed: int) -> list[Episode]:  # fmt: skip
-    """`sampling.n` episodes a prompt, prompt-major."""
+    """`sampling.n_samples_per_prompt` episodes a prompt, prompt-major."""
     longest = sampling.max_response_length
-    return [Episode(prompt, i, seed, longest, rules, encode) for prompt in prompts for i in range(sampling.n)]
+    n = sampling.n_samples_per_prompt
+    return [Episode(prompt, i, seed, longest, rules, encode) for prompt in prompts for i in range(n)]

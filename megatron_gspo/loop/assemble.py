@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from megatron_gspo.algorithms import Objective
-from megatron_gspo.config import Config, ConfigError
+from megatron_gspo.config import Config, ConfigError, SamplingParams
 from megatron_gspo.data.prompts import PromptError, PromptFormat, PromptSource, load_prompts
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.data.tasks import TaskSpec, load_task
@@ -27,7 +27,7 @@ from megatron_gspo.mcore.train_step import Batching
 from megatron_gspo.models import ModelError, ModelShape, check_names, family_of, read_config
 from megatron_gspo.models.hf_checkpoint import CheckpointReader
 from megatron_gspo.rewards.scorer import RewardScorer
-from megatron_gspo.rollout.engine_protocol import RolloutEngine, SamplingParams
+from megatron_gspo.rollout.engine_protocol import RolloutEngine
 from megatron_gspo.rollout.sglang.request_stream import Stream
 from megatron_gspo.rollout.sglang.sglang_engine import SGLangEngine
 from megatron_gspo.routing_replay.routes import RouteShape
@@ -60,14 +60,7 @@ class Run:
 
     @property
     def sampling(self) -> SamplingParams:
-        rollout = self.config.rollout
-        return SamplingParams(
-            n=rollout.n_samples_per_prompt,
-            max_response_length=rollout.max_response_length,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-        )
+        return self.config.rollout
 
     @property
     def route_shape(self) -> RouteShape | None:
@@ -131,7 +124,7 @@ def assemble(config: Config, *, engine: RolloutEngine | None = None) -> Run:
         layout_of(config),
         seed=config.seed,
         backend=parallel.backend,
-        timeout_minutes=parallel.timeout_minutes,
+        timeout_minutes=parallel.distributed_timeout_minutes,
     )
     policy = build_policy(
         config.model.path,
@@ -144,13 +137,13 @@ def assemble(config: Config, *, engine: RolloutEngine | None = None) -> Run:
         optimizer=_optimizer(config),
         pretrained=config.model.init == "pretrained",
     )
-    policy.config.timers = UpdateClock() if config.tracking.time_split else None
+    policy.config.timers = UpdateClock() if config.tracking.detailed_timers else None
     reference = _reference(config, groups) if config.algorithm.needs_reference else None
     engine, eval_engine = build_engines(config, shape, tokenizer, held_out, engine)
     stream = engine.stream() if config.rollout.streams and isinstance(engine, SGLangEngine) else None
     return Run(
         config=config,
-        objective=config.algorithm.objective(config.rollout.max_response_length),
+        objective=config.algorithm,
         policy=policy,
         reference=reference,
         engine=engine,
@@ -201,7 +194,7 @@ def load_tokenizer(config: Config) -> Any:
     except Exception as error:  # the library raises what it likes, also for damaged files
         problem, fix = f"its tokenizer can't be loaded: {first_line(error)}", "copy the model's tokenizer files there"
         raise ConfigError("model.path", path, problem, fix) from None
-    if config.rollout.engine == "demonstrations" and tokenizer.eos_token_id is None:
+    if config.rollout.engine == "sft" and tokenizer.eos_token_id is None:
         problem = "its tokenizer has no end token, which ends every demonstration"
         raise ConfigError("model.path", path, problem, "set eos_token in tokenizer_config.json")
     return tokenizer
@@ -235,7 +228,7 @@ def load_data(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Prompt
         data.overlong_prompts,
     )
     if data.task is not None:
-        task = load_task(TaskSpec(**data.task.model_dump()), tokenizer, form)
+        task = load_task(TaskSpec(**asdict(data.task)), tokenizer, form)
         sets = [task.train] + ([task.evaluation] if task.evaluation else [])
     else:
         sets = [load_prompts(data.prompts or "", tokenizer, form)]
@@ -251,7 +244,7 @@ def model_settings(config: Config) -> ModelSettings:
     return ModelSettings(
         dtype=getattr(torch, model.dtype),
         implementation=model.implementation,
-        recompute=model.recompute,
+        recompute=model.recompute_granularity,
         recompute_num_layers=model.recompute_num_layers or 1,
         dispatcher=parallel.moe_token_dispatcher_type,
         sequence_parallel=parallel.sequence_parallel,
@@ -263,8 +256,8 @@ def _optimizer(config: Config) -> OptimizerSettings:
     return OptimizerSettings(
         lr=optimizer.lr,
         min_lr=optimizer.min_lr,
-        schedule=optimizer.lr_schedule,
-        warmup_steps=optimizer.warmup_steps,
+        schedule=optimizer.lr_decay_style,
+        warmup_steps=optimizer.lr_warmup_steps,
         total_steps=config.optimizer_steps,
         weight_decay=optimizer.weight_decay,
         adam_beta1=optimizer.adam_beta1,

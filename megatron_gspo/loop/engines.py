@@ -14,14 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig
 
-from megatron_gspo.config import Config, ConfigError
-from megatron_gspo.config.sglang_section import SGLangConfig
+from megatron_gspo.config import Config, ConfigError, SamplingParams, SGLangConfig
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.errors import first_line
 from megatron_gspo.mcore.process_groups import compute_device
 from megatron_gspo.models import ModelShape, read_config
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
-from megatron_gspo.rollout.engine_protocol import RolloutEngine, SamplingParams, end_tokens
+from megatron_gspo.rollout.engine_protocol import RolloutEngine, end_tokens
 from megatron_gspo.rollout.sft_engine import DemonstrationEngine
 from megatron_gspo.rollout.sglang.client import ModelFacts, RequestLimits
 from megatron_gspo.rollout.sglang.server_pool import FleetSettings
@@ -99,20 +98,20 @@ def _on_servers(config: Config, shape: ModelShape, tokenizer: Any) -> SGLangEngi
         routes=RouteShape.of_model(shape) if config.routing.needs_rollout_routes else None,
     )
     route = make_route(
-        sglang.weight_route,
+        sglang.weight_transport,
         directory=sglang.weight_dir or Path(config.run_dir) / "weights",
         source=config.model.path,
         address=sglang.master_address,
     )
-    servers = _start_servers(config) if sglang.servers else None
+    servers = _start_servers(config) if sglang.num_servers else None
     settings = EngineSettings(
         urls=tuple(servers.urls if servers is not None else sglang.urls),
         api_key=_api_key(sglang),
-        fleet=FleetSettings(sglang.max_requests, sglang.health_interval, sglang.health_timeout),
+        fleet=FleetSettings(sglang.max_concurrent_requests, sglang.health_interval, sglang.health_timeout),
         limits=RequestLimits(sglang.request_timeout, sglang.retries, sglang.resolved_response_timeout),
         recovery=sglang.recovery_timeout,
         update_timeout=sglang.update_timeout,
-        bucket_bytes=int(sglang.bucket_mb * 2**20),
+        bucket_bytes=int(sglang.weight_bucket_mb * 2**20),
         colocated=sglang.colocated,
     )
     try:
@@ -131,19 +130,19 @@ def _start_servers(config: Config) -> LocalServers:
     servers = LocalServers(
         ServerSettings(
             model=config.model.path,
-            count=sglang.servers,
+            count=sglang.num_servers,
             python=os.path.abspath(sglang.python) if sglang.python else sys.executable,
             base_port=sglang.port,
             dtype=config.model.dtype,
             routed_experts=config.routing.needs_rollout_routes,
             api_key=_api_key(sglang),
-            arguments=tuple(sglang.arguments),
+            arguments=tuple(sglang.server_args),
             log_dir=str(Path(config.run_dir) / "servers"),
             start_timeout=sglang.start_timeout,
         ),
         say=log_servers,
     )
-    log_servers(f"starting {sglang.servers}; logs are in {servers.settings.log_dir}")
+    log_servers(f"starting {sglang.num_servers}; logs are in {servers.settings.log_dir}")
     servers.start()
     return servers
 

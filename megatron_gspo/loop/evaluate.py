@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from megatron_gspo.loop.assemble import Run
@@ -9,7 +11,6 @@ from megatron_gspo.loop.rollouts import rollout_seed
 from megatron_gspo.loop.scoring import require_scores, sample_and_score
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.seeding import EVALUATION, seed_generators
-from megatron_gspo.rollout.engine_protocol import SamplingParams
 from megatron_gspo.rollout.pass_at_k import mean_at_k, pass_at_k
 
 # Apart from every training step's seed and the same at every evaluation, so that two evaluations differ by the weights.
@@ -24,12 +25,12 @@ def evaluate(run: Run, version: int, timers: Timers) -> dict[str, float]:
     if not run.generates_on_policy:
         with timers("weight_sync"):
             run.eval_engine.update_weights(run.policy.weights(), version=version)
-    greedy = config.temperature == 0
-    sampling = SamplingParams(
-        n=config.n_samples,
-        max_response_length=run.config.rollout.max_response_length,
-        temperature=1.0 if greedy else config.temperature,
-        greedy=greedy,
+    sampling = replace(
+        run.config.rollout,
+        n_samples_per_prompt=config.n_samples,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
     )
     quiet = Timers()
     with timers("evaluate"):

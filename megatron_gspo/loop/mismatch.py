@@ -19,8 +19,7 @@ from megatron_gspo.algorithms import (
     token_importance_weights,
     token_rejection_mask,
 )
-from megatron_gspo.config import ConfigError
-from megatron_gspo.config.task_sections import AlgorithmConfig
+from megatron_gspo.config import AlgorithmConfig, ConfigError
 from megatron_gspo.data.sample import Sample
 
 
@@ -70,14 +69,14 @@ def mismatch(samples: Sequence[Sample], log_probs: Sequence[np.ndarray]) -> dict
 
 
 def correct(algorithm: AlgorithmConfig, samples: Sequence[Sample]) -> dict[str, float]:
-    """``algorithm.rollout_mask`` and ``rollout_correction`` on samples with old log-probs and advantages.
+    """``algorithm.rollout_rs`` and ``rollout_is`` on samples with old log-probs and advantages.
 
     Outliers leave ``loss_mask`` first, so that ``|y_i|``, N and M shrink with them; the weights are those of what is
     left. A response without a trained token still counts in its group's mean and std: its reward is known. Whole
     samples are looked at, before anything is cut into batches, so that the result doesn't depend on the cut.
     """
     metrics: dict[str, float] = {}
-    for key, apply in (("rollout_mask", _mask), ("rollout_correction", _weigh)):
+    for key, apply in (("rollout_rs", _mask), ("rollout_is", _weigh)):
         if (level := getattr(algorithm, key)) == "none":
             continue
         if any(sample.rollout_log_probs is None for sample in samples):
@@ -87,9 +86,9 @@ def correct(algorithm: AlgorithmConfig, samples: Sequence[Sample]) -> dict[str, 
 
 
 def _mask(algorithm: AlgorithmConfig, samples: Sequence[Sample], tokens: _Tokens) -> dict[str, float]:
-    low, high = algorithm.rollout_mask_band
+    low, high = algorithm.rollout_rs_band
     both = tokens.log_probs, tokens.rollout
-    if algorithm.rollout_mask == "token":
+    if algorithm.rollout_rs == "token":
         kept = token_rejection_mask(*both, tokens.mask, lower=low, upper=high)
     else:
         kept = sequence_rejection_mask(*both, tokens.segments, lower=low, upper=high)
@@ -98,17 +97,17 @@ def _mask(algorithm: AlgorithmConfig, samples: Sequence[Sample], tokens: _Tokens
         sample.loss_mask = part
     has = sum(bool(sample.loss_mask.any()) for sample in samples)
     return {
-        "rollout_mask/tokens": 1.0 - float(kept.sum()) / max(int(tokens.mask.sum()), 1) if had else 0.0,
-        "rollout_mask/sequences": (had - has) / max(had, 1),
+        "rollout_rs/tokens": 1.0 - float(kept.sum()) / max(int(tokens.mask.sum()), 1) if had else 0.0,
+        "rollout_rs/sequences": (had - has) / max(had, 1),
     }
 
 
 def _weigh(algorithm: AlgorithmConfig, samples: Sequence[Sample], tokens: _Tokens) -> dict[str, float]:
     """Multiply the advantages. The figures are over what has a weight of its own: trained tokens, or sequences that
     have one."""
-    cap = algorithm.rollout_correction_cap
+    cap = algorithm.rollout_is_threshold
     both = tokens.log_probs, tokens.rollout
-    if algorithm.rollout_correction == "token":
+    if algorithm.rollout_is == "token":
         weights = token_importance_weights(*both, tokens.mask, threshold=cap)
         units = weights[tokens.mask]
     else:
@@ -120,9 +119,9 @@ def _weigh(algorithm: AlgorithmConfig, samples: Sequence[Sample], tokens: _Token
     if not units.numel():
         return {}
     return {
-        "rollout_correction/weight_mean": float(units.mean()),
-        "rollout_correction/weight_min": float(units.min()),
-        "rollout_correction/weight_max": float(units.max()),
-        "rollout_correction/effective_sample_size": effective_sample_size(units),
-        "rollout_correction/truncated": float((units >= cap).float().mean()),
+        "rollout_is/weight_mean": float(units.mean()),
+        "rollout_is/weight_min": float(units.min()),
+        "rollout_is/weight_max": float(units.max()),
+        "rollout_is/effective_sample_size": effective_sample_size(units),
+        "rollout_is/truncated": float((units >= cap).float().mean()),
     }

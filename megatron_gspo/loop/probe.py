@@ -17,13 +17,14 @@ _PROMPTS = 4
 
 
 def probe(run: Run, version: int, timers: Timers) -> dict[str, float]:
-    """``probe/*`` every ``sglang.probe_interval`` updates: every server's log-probs of the first prompts' tokens
-    against the policy's.
+    """``probe/*``, every ``sglang.log_prob_check_interval`` updates: the servers' log-probs of the first prompts'
+    tokens against the policy's.
 
-    Beyond ``sglang.probe_tolerance`` it warns or raises `EngineError` on every rank, naming server and difference.
+    Beyond ``sglang.log_prob_check_tolerance`` it warns or raises `EngineError` on every rank, which names server and
+    difference.
     """
     sglang = run.config.sglang
-    if not is_central(run.engine) or not sglang.probe_interval or version % sglang.probe_interval:
+    if not is_central(run.engine) or not sglang.log_prob_check_interval or version % sglang.log_prob_check_interval:
         return {}
     with timers("probe"):
         samples = [_as_sample(prompt) for prompt in run.source.prompts if prompt.length > 1][:_PROMPTS]
@@ -46,10 +47,11 @@ def _compare(run: Run, samples: list[Sample], ours: list[np.ndarray], version: i
             worst, where = largest, url
     if not count:  # no server answered, which others report
         return {}
-    if worst > sglang.probe_tolerance:
+    if worst > sglang.log_prob_check_tolerance:
         line = (f"weights {version}: server {where} scores a token {worst:.3g} nats off the trainer, "
-                f"sglang.probe_tolerance is {sglang.probe_tolerance:g}; compare model, dtype and weights of both")
-        if sglang.probe_action == "stop":
+                f"sglang.log_prob_check_tolerance is {sglang.log_prob_check_tolerance:g}; compare model, dtype and "
+                "weights of both")
+        if sglang.log_prob_check_action == "stop":
             raise EngineError(line)
         log_servers(line)
     return {"probe/abs_diff": total / max(count, 1), "probe/abs_diff_max": worst}

@@ -174,7 +174,7 @@ class Recorder:
             return
         with writing(self._directory.summary):
             self._directory.write_summary({**summary, "exit": "finished"})
-        if self._config.tracking.picture:
+        if self._config.tracking.plot:
             try:
                 draw_run(self._config.run_dir)
             except (ImportError, ValueError, OSError) as error:

@@ -115,7 +115,7 @@ def conditions(run: Run, samples: Sequence[Sample]) -> dict[str, Any]:
         found |= {f"{section}.{key}": value for key, value in config[section].items()}
     for section, keys in (
         ("model", ("path", "dtype", "init")),
-        ("algorithm", ("name", "zero_variance_groups", "max_refills")),
+        ("algorithm", ("name", "dynamic_sampling", "max_num_gen_batches")),
     ):
         found |= {f"{section}.{key}": config[section][key] for key in keys}
     found["the engine's routes"] = run.config.routing.needs_rollout_routes

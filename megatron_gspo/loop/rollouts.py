@@ -36,27 +36,28 @@ def rollout_seed(seed: int, step: int) -> int:
 
 
 def draw_rollout(run: Run, step: int, place: Place, timers: Timers) -> Rollout:
-    """One batch of groups, scored; with ``zero_variance_groups: refill`` groups that teach nothing are sampled anew, at
-    most ``max_refills`` times, after which they are kept (their advantage is 0)."""
+    """One batch of groups, scored; with ``dynamic_sampling`` groups whose rewards are all equal are replaced by newly
+    generated ones, in at most ``max_num_gen_batches`` generations; those that remain are kept
+    (their advantage is 0)."""
     config = run.config
     if config.algorithm.is_supervised:
         return _demonstrations(run, place, timers)
     size, n = config.rollout.rollout_batch_size, config.rollout.n_samples_per_prompt
-    refills = config.algorithm.max_refills if config.algorithm.zero_variance_groups == "refill" else 0
+    generations = config.algorithm.max_num_gen_batches if config.algorithm.dynamic_sampling else 1
     kept: list[Sample] = []
     flat: list[Sample] = []
     failures: Counter[str] = Counter()
     generated = 0
     more = _from_stream if config.rollout.streams else _from_prompts
-    for attempt in range(refills + 1):
+    for attempt in range(generations):
         used = {sample.prompt_index for sample in kept + flat}
-        seed = rollout_seed(config.seed, step * (refills + 1) + attempt)
+        seed = rollout_seed(config.seed, step * generations + attempt)
         samples, counts, place = more(run, size - len(kept) // n, place, used, seed, timers)
         if not samples:  # a small data set has been drawn whole
             continue
         failures.update(counts)
         generated += len(samples) // n
-        keep = varied(samples) if refills else [True] * len(samples)
+        keep = varied(samples) if generations > 1 else [True] * len(samples)
         kept += [sample for sample, good in zip(samples, keep, strict=True) if good]
         flat += [sample for sample, good in zip(samples, keep, strict=True) if not good]
         if len(kept) >= size * n:

@@ -41,7 +41,7 @@ def accept_routes(run: Run, samples: Sequence[Sample], routing: StepRouting) -> 
     """
     config = run.config.routing
     if config.needs_rollout_routes and run.route_shape is not None:
-        missing = config.holes if config.replay == "r3" else "live"
+        missing = config.missing_routes if config.replay == "r3" else "live"
         routing.missing_routes = check_routes(samples, run.route_shape, missing=missing)
 
 
@@ -111,7 +111,7 @@ def stored_bytes(sample: Sample) -> int:
 
 
 def _some(run: Run, samples: Sequence[Sample]) -> list[int]:
-    return spread(range(len(samples)), run.config.routing.sampled_sequences)
+    return spread(range(len(samples)), run.config.routing.metric_sequences)
 
 
 def _attach(samples: Sequence[Sample], indices: Sequence[int], routes: Sequence[np.ndarray]) -> None:

@@ -34,15 +34,15 @@ class Saves:
         self._current = None
 
     def begin(self, state: LoopState) -> None:
-        """Save the run as it is; first wait for the save under way. With ``checkpoint.asynchronous: false`` it is whole
+        """Save the run as it is; first wait for the save under way. With ``checkpoint.async_save: false`` it is whole
         on return."""
         self.finish()
         run, config = self._run, self._run.config.checkpoint
         self._save = begin_save(run.policy, checkpoint_folder(run), state.step, asdict(state), keep=config.keep,
-                                check=not self._checked, writers=1 if config.asynchronous else WAITING_WRITERS)
+                                check=not self._checked, writers=1 if config.async_save else WAITING_WRITERS)
         self._checked = True
         self._current = self._save.path
-        if not config.asynchronous:
+        if not config.async_save:
             self.finish()
 
     def poll(self, timers: Timers) -> None:

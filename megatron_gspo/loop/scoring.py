@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_gspo.algorithms import group_advantages, kl_penalty, overlong_penalty, zero_variance_groups
+from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.loop.assemble import Run
 from megatron_gspo.loop.servers import generate as generate_on_servers
@@ -35,7 +36,7 @@ from megatron_gspo.loop.turns import advantages_by_turn, generate_episodes, scor
 from megatron_gspo.mcore.process_groups import compute_device
 from megatron_gspo.rewards.scorer import FAILURE
 from megatron_gspo.rewards.verifiers import VerifierError
-from megatron_gspo.rollout.engine_protocol import RolloutEngine, SamplingParams
+from megatron_gspo.rollout.engine_protocol import RolloutEngine
 from megatron_gspo.rollout.sample_exchange import generate_spread
 
 
@@ -191,7 +192,7 @@ def shaped_rewards(run: Run, samples: Sequence[Sample]) -> np.ndarray:
         rewards += overlong_penalty(
             lengths,
             max_length=run.config.rollout.max_response_length,
-            buffer=algorithm.overlong_buffer,
+            buffer=algorithm.overlong_buffer_len,
             factor=algorithm.overlong_penalty_factor,
         ).numpy()
     if algorithm.kl_reward_coef:

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.errors import EngineError, UserError, first_line
 from megatron_gspo.loop.assemble import Run
 from megatron_gspo.loop.engines import log_servers
 from megatron_gspo.mcore.process_groups import compute_device
-from megatron_gspo.rollout.engine_protocol import RolloutEngine, SamplingParams
+from megatron_gspo.rollout.engine_protocol import RolloutEngine
 from megatron_gspo.rollout.sample_checks import check_samples
 from megatron_gspo.rollout.sample_exchange import broadcast_samples
 from megatron_gspo.rollout.sglang.request_stream import Stream, WeightsWanted
@@ -129,7 +130,7 @@ def take(run: Run, stream: Stream | None, count: int, *, oldest: int | None) -> 
         groups |= _some(run, stream, count - len(groups), oldest)
     samples: list[Sample] | None = None
     prompts: list[Prompt] = []
-    n = run.sampling.n
+    n = run.sampling.n_samples_per_prompt
     if dist.get_rank() == 0:
         samples = [sample for ticket in sorted(groups) for sample in groups[ticket]]
         prompts = [run.source.prompts[sample.prompt_index] for sample in samples[::n]]

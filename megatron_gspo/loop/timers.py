@@ -41,7 +41,7 @@ class UpdateClock:
     """What Megatron's schedule takes as ``config.timers``: seconds of forward, backward and optimizer on this rank.
 
     Megatron starts and stops a timer by name around each micro-batch. A GPU is waited for at both ends, as it is in
-    Megatron's own timers, so this costs overlap and is off by default (``tracking.time_split``).
+    Megatron's own timers, so this costs overlap and is off by default (``tracking.detailed_timers``).
     """
 
     def __init__(self) -> None:

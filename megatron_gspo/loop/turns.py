@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_gspo.algorithms import turn_advantages
-from megatron_gspo.config import Config
-from megatron_gspo.config.task_sections import AlgorithmConfig
+from megatron_gspo.config import AlgorithmConfig, Config, SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.data.turn_spans import spans, with_spans
 from megatron_gspo.environments.episode_engine import EpisodeEngine
@@ -23,7 +22,7 @@ from megatron_gspo.loop.assemble import Run
 from megatron_gspo.loop.servers import is_central, on_first, sync_weights
 from megatron_gspo.mcore.process_groups import compute_device
 from megatron_gspo.rewards.scorer import FAILURE
-from megatron_gspo.rollout.engine_protocol import RolloutEngine, SamplingParams
+from megatron_gspo.rollout.engine_protocol import RolloutEngine
 from megatron_gspo.rollout.sample_checks import check_samples
 from megatron_gspo.rollout.sample_exchange import broadcast_samples, generate_spread
 from megatron_gspo.rollout.sglang.request_stream import WeightsWanted
@@ -71,7 +70,7 @@ def _play_on_servers(run: Run, episodes: Sequence[Any], sampling: SamplingParams
         stream = run.engine.stream()
 
         def start(request: Request) -> int:
-            asked = replace(sampling, n=1, max_response_length=request.limit)
+            asked = replace(sampling, n_samples_per_prompt=1, max_response_length=request.limit)
             return stream.start([request.prompt], asked, seed=seed)[0]
 
         held.update(stream=stream, playing=Overlapping(episodes, start, run.environments))
@@ -128,14 +127,13 @@ def advantages_by_turn(
             episodes += [i] * len(mine)
     of_episodes = torch.tensor(episodes, dtype=torch.int64)
     prompts = torch.tensor([sample.prompt_index for sample in samples], dtype=torch.int64)
-    objective = algorithm.objective()
     values = turn_advantages(
         torch.tensor(rewards, dtype=torch.float64),
         of_episodes,
         prompts[of_episodes],
         discount=algorithm.turn_discount,
-        std=objective.advantage_std,
-        baseline=objective.advantage_baseline,
+        std=algorithm.advantage_std,
+        baseline=algorithm.advantage_baseline,
     ).tolist()
     places = [(samples[i], span) for i in dict.fromkeys(episodes) for span in spans(samples[i])]
     for (sample, span), value in zip(places, values, strict=True):

@@ -58,7 +58,7 @@ def update(run: Run, samples: Sequence[Sample], step: int, timers: Timers, routi
     clock = run.policy.config.timers
     if clock is not None:
         clock.take()  # the old policy's pass went by it too
-    for epoch in range(config.training.epochs):
+    for epoch in range(config.training.ppo_epochs):
         for rows in mini_batches(
             len(samples), config.training.global_batch_size, seed=config.seed, step=step, epoch=epoch
         ):

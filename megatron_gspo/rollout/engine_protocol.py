@@ -1,54 +1,14 @@
-"""What the loop asks of an inference engine: sampling parameters and the protocol every engine follows."""
+"""The protocol of inference engines."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How responses are drawn.
-
-    n: responses per prompt, >= 1.
-    max_response_length: tokens, the end token included, >= 1.
-    temperature: logits are divided by it, > 0. Greedy decoding ignores it (and scores at temperature 1).
-    top_p: nucleus: the most likely tokens whose mass before the last of them is below top_p; 1 is off.
-    top_k: the k most likely tokens, before top_p; 0 is off.
-    greedy: take the most likely token.
-
-    Raises ValueError (one line) for a value that no engine can follow.
-    """
-
-    n: int
-    max_response_length: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    greedy: bool = False
-
-    def __post_init__(self) -> None:
-        if self.n < 1:
-            raise ValueError(f"n={self.n}: draw at least 1 response per prompt")
-        if self.max_response_length < 1:
-            raise ValueError(f"max_response_length={self.max_response_length}: give at least 1 token")
-        if not self.greedy and not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise ValueError(f"temperature={self.temperature}: use a value above 0, or greedy=True")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p}: use a value in (0, 1]; 1 turns it off")
-        if self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k}: use a value of at least 0; 0 turns it off")
-
-    @property
-    def scoring_temperature(self) -> float:
-        """The temperature of `rollout_log_probs`: `temperature`, or 1 when greedy."""
-        return 1.0 if self.greedy else self.temperature
 
 
 @runtime_checkable
@@ -56,7 +16,8 @@ class RolloutEngine(Protocol):
     """An inference engine as the training loop sees it."""
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> list[Sample]:
-        """`sampling.n` samples a prompt, prompt-major: all samples of prompts[0], then of prompts[1], ...
+        """`sampling.n_samples_per_prompt` samples per prompt, prompt-major: all samples of prompts[0], then of
+        prompts[1], ...
 
         The draw of response token t of (prompt_index, sample_index) depends on (seed, prompt_index,
         sample_index, t) alone, not on the batch, the rank or the order of the prompts.

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.errors import EngineError
-from megatron_gspo.rollout.engine_protocol import SamplingParams
 
 
 def check_samples(
@@ -21,12 +21,13 @@ def check_samples(
     checked); log-probs of trained tokens finite and at most 0. A response of no token is accepted: it has
     nothing to train on and is counted later. About 20 us a sample.
     """
-    wanted = len(prompts) * sampling.n
+    n = sampling.n_samples_per_prompt
+    wanted = len(prompts) * n
     count = len(samples) if isinstance(samples, Sequence) else type(samples).__name__
     if count != wanted:
-        raise EngineError(f"the engine gave {count} samples for {len(prompts)} prompts x {sampling.n}; give {wanted}")
+        raise EngineError(f"the engine gave {count} samples for {len(prompts)} prompts x {n}; give {wanted}")
     for place, sample in enumerate(samples):
-        fault = _fault(sample, prompts[place // sampling.n], place % sampling.n, sampling, vocab_size)
+        fault = _fault(sample, prompts[place // n], place % n, sampling, vocab_size)
         if fault:
             raise EngineError(f"the engine's {fault}")
 

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import FINISH_REASONS, Prompt, Sample
 from megatron_gspo.errors import EngineError, UserError, first_line
-from megatron_gspo.rollout.engine_protocol import RolloutEngine, SamplingParams
+from megatron_gspo.rollout.engine_protocol import RolloutEngine
 from megatron_gspo.rollout.sample_checks import check_samples
 
 _PER_TOKEN = ("rollout_log_probs", "advantages", "old_log_probs", "ref_log_probs")
@@ -67,7 +68,7 @@ def generate_spread(
         samples = _generate(engine, [prompts[i] for i in share], sampling, seed, vocab_size)
     except Exception as error:
         failure = error
-    places = [i * sampling.n + j for i in share for j in range(sampling.n)]
+    places = [i * sampling.n_samples_per_prompt + j for i in share for j in range(sampling.n_samples_per_prompt)]
     return _gather(samples, places, group, torch.device(device), failure)
 
 

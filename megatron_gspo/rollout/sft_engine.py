@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from torch import Tensor
 
+from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
-from megatron_gspo.rollout.engine_protocol import SamplingParams
 
 
 class DemonstrationEngine:
@@ -27,8 +27,9 @@ class DemonstrationEngine:
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> list[Sample]:
         """The reference answers. Raises ValueError for n other than 1 or a prompt without an answer."""
-        if sampling.n != 1:
-            raise ValueError(f"n={sampling.n}: a prompt has one reference answer; use n=1 for the cold start")
+        if sampling.n_samples_per_prompt != 1:
+            n = sampling.n_samples_per_prompt
+            raise ValueError(f"n_samples_per_prompt={n}: a prompt has one reference answer; set it to 1")
         return [self._sample(prompt, sampling.max_response_length) for prompt in prompts]
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:

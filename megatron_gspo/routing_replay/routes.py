@@ -185,7 +185,7 @@ def check_routes(samples: Sequence[RoutedSample], shape: RouteShape, *, missing:
             assert sample.missing_routes is not None
             first = int(sample.missing_routes.argmax())
             fault = f"routed_experts has no route for {count} tokens (first: token {first}); "
-            fault += "set routing.holes to live to leave them to the live router"
+            fault += "set routing.missing_routes to live to leave them to the live router"
         if fault:
             raise RouteError(f"sample {sample.prompt_index}/{sample.sample_index}: {fault}")
         total += count

@@ -58,12 +58,12 @@ class ServerSettings:
     def __post_init__(self) -> None:
         for argument in self.arguments:
             if key := _OURS.get(argument.split("=", 1)[0]):
-                raise InputError(f"sglang.arguments: {argument.split('=', 1)[0]} is ours to pass; set {key} instead")
+                raise InputError(f"sglang.server_args: {argument.split('=', 1)[0]} is ours to pass; set {key} instead")
         if self.api_key is not None and option(self.arguments, "--config"):
-            raise InputError("sglang.arguments: --config can't be combined with an API key, which takes its place; "
+            raise InputError("sglang.server_args: --config can't be combined with an API key, which takes its place; "
                              "give its contents as arguments")  # fmt: skip
         if self.count < 1:
-            raise InputError(f"sglang.servers={self.count}: must be at least 1")
+            raise InputError(f"sglang.num_servers={self.count}: must be at least 1")
 
     @property
     def host(self) -> str:
@@ -91,7 +91,7 @@ def gpus_of_a_server(arguments: Sequence[str]) -> int:
     for names in sizes:
         value = next((value for name in names if (value := option(arguments, name))), "1")
         if not value.isdecimal() or not int(value):
-            raise InputError(f"sglang.arguments: {names[0]} {value}: must be a positive number")
+            raise InputError(f"sglang.server_args: {names[0]} {value}: must be a positive number")
         count *= int(value)
     return count
 
@@ -217,7 +217,7 @@ _CAUSES = (
     (r"address already in use|\[Errno 98\]", f"{PORT_IN_USE}; choose another sglang.port"),
     (
         r"unrecognized arguments|error: (argument|ambiguous option|the following arguments)",
-        "sglang refused its arguments; correct sglang.arguments",
+        "sglang refused its arguments; correct sglang.server_args",
     ),
     (
         r"^(ModuleNotFoundError|\S+): No module named",

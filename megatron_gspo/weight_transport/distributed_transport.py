@@ -42,7 +42,7 @@ class DistributedRoute(Route):
     def refuses(self, found: Capabilities) -> str:
         if found.pp_size > 1:
             return (f"has pp_size {found.pp_size}, and SGLang numbers the ranks of an update group without pipeline "
-                    "stages; start it without, or use another sglang.weight_route")  # fmt: skip
+                    "stages; start it without, or use another sglang.weight_transport")  # fmt: skip
         return super().refuses(found)
 
     async def open(self, server: Server, found: Capabilities, timeout: float) -> None:

@@ -31,7 +31,7 @@ class Route:
         """Why this server can't get its weights this way, with the fix; empty if it can."""
         if found.dp_size > 1:
             return (f"has dp_size {found.dp_size}, and SGLang updates no server with data-parallel ranks; start one "
-                    "server for each, or use sglang.weight_route=disk")  # fmt: skip
+                    "server for each, or use sglang.weight_transport=disk")  # fmt: skip
         return ""
 
     def begin(self, version: str) -> None:

@@ -173,7 +173,7 @@ def make_route(
     address: str = "127.0.0.1",
     backend: str | None = None,
 ) -> Route:
-    """The route of `sglang.weight_route`.
+    """The route of `sglang.weight_transport`.
 
     directory: for "disk": where checkpoints are written, of this run alone, readable by the servers under the same
     path. source: the Hugging Face directory whose config and tokenizer go with them. address: for "distributed": this
@@ -183,7 +183,7 @@ def make_route(
     """
     if name == "disk":
         if directory is None:
-            raise ValueError("sglang.weight_route=disk: set sglang.weight_dir, which servers read checkpoints from")
+            raise ValueError("sglang.weight_transport=disk: set sglang.weight_dir, which servers read checkpoints from")
         return DiskRoute(Path(directory), source=None if source is None else Path(source))
     if name == "tensor":
         return TensorRoute()
@@ -191,7 +191,7 @@ def make_route(
         return DistributedRoute(address=address, backend=backend)
     if name == "ipc":
         return MemoryRoute()
-    raise ValueError(f"sglang.weight_route={name}: choose one of {', '.join(ROUTES)}")
+    raise ValueError(f"sglang.weight_transport={name}: choose one of {', '.join(ROUTES)}")
 
 
 async def _all(steps: Iterable[Awaitable[None]]) -> None:

@@ -43,11 +43,11 @@ CASES = (
          shows=("seq-mean-token-mean",)),
     Case("unknown algorithm", "is not allowed; set one of", ("algorithm.name=ppo",), shows=("gspo_token",)),
     Case("unknown engine", "is not allowed; set one of", ("rollout.engine=vllm",), shows=("embedded",)),
-    Case("unknown schedule", "is not allowed; set one of", ("optimizer.lr_schedule=wsd",), shows=("cosine",)),
+    Case("unknown schedule", "is not allowed; set one of", ("optimizer.lr_decay_style=wsd",), shows=("cosine",)),
     Case("unknown data type", "is not allowed; set one of", ("model.dtype=fp8",), shows=("bfloat16",)),
     Case("one sample a prompt", "group advantages compare at least two responses",
          ("rollout.n_samples_per_prompt=1",), shows=("set it to 2 or more",)),
-    Case("SFT on samples", "does not go with algorithm.name", ("algorithm.name=sft",), shows=("demonstrations",)),
+    Case("SFT on samples", "does not go with algorithm.name", ("algorithm.name=sft",), shows=("rollout.engine: sft",)),
     Case("TP doesn't fit the world", "does not divide 1 processes", (f"{TP}=2",), shows=("TP x PP x CP = 2 x 1 x 1",)),
     Case("PP doesn't fit the world", "does not divide 1 processes", (f"{PP}=2",), shows=("TP x PP x CP = 1 x 2 x 1",)),
     Case("CP doesn't fit the world", "does not divide 1 processes", (f"{CP}=2",), shows=("TP x PP x CP = 1 x 1 x 2",)),
@@ -76,7 +76,7 @@ CASES = (
          ("training.max_tokens_per_micro_batch=16",), shows=("set at least 38",)),
     Case("longer than the model's positions", "positions; keep the sum within",
          ("rollout.max_response_length=100000", "training.max_tokens_per_micro_batch=200000")),
-    Case("warm-up longer than the run", "is longer than the run's 1 optimizer steps", ("optimizer.warmup_steps=9",)),
+    Case("warm-up longer than the run", "is longer than the run's 1 optimizer steps", ("optimizer.lr_warmup_steps=9",)),
     Case("two KL terms", "counts the KL twice", ("algorithm.kl_loss_coef=0.1", "algorithm.kl_reward_coef=0.1")),
     Case("override without a value", "is not an override; write key.sub=value", ("training.steps",)),
     Case("override with dashes", "overrides take no dashes", ("--training.steps=1",), shows=("training.steps=1",)),
@@ -135,5 +135,5 @@ def test_a_rank_alone(has_address, model, tmp_path, monkeypatch):
     if has_address:
         for name, value in {"RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}.items():
             monkeypatch.setenv(name, value)
-    config = small_config(model, tmp_path, parallel={"timeout_minutes": 0.02})
+    config = small_config(model, tmp_path, parallel={"distributed_timeout_minutes": 0.02})
     check(ALONE, start(config, tmp_path))

@@ -37,7 +37,7 @@ CASES = (
     (Case("export on a full disk", "cannot be written: file too large", code=1, shows=("hf.partial", " needed, ")),
      12_000, {"export_hf": True}),
     (Case("checkpoint on a full disk", "checkpoint not written; the last one is untouched", code=1,
-          shows=("File too large", " free)")), 12_000, {"interval": 1}),
+          shows=("File too large", " free)")), 12_000, {"save_interval": 1}),
 )  # fmt: skip
 
 
@@ -54,7 +54,7 @@ FULL_AGAIN = Case("a later checkpoint on a full disk", "checkpoint not written; 
 
 
 def test_the_last_checkpoint_survives_a_full_disk(model, tmp_path):
-    config = small_config(model, tmp_path, checkpoint={"interval": 1})
+    config = small_config(model, tmp_path, checkpoint={"save_interval": 1})
     assert with_engine(config, MyEngine()).code == 0
     folder = Path(config["run_dir"]) / "checkpoints"
     before = digest(folder / "step_000001")

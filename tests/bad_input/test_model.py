@@ -104,7 +104,7 @@ def no_end_token(config, folder):
 def demonstrations_without_end(config, folder):
     no_end_token(config, folder)
     config["algorithm"] = {"name": "sft"}
-    config["rollout"] |= {"engine": "demonstrations", "n_samples_per_prompt": 1}
+    config["rollout"] |= {"engine": "sft", "n_samples_per_prompt": 1}
     config["training"]["global_batch_size"] = 2
 
 

@@ -81,7 +81,8 @@ CASES = (
          ("data.max_prompt_length=2", "data.overlong_prompts=error"), shows=("prompts.jsonl line 1",)),
     Case("fewer prompts than a batch", "lower it or add prompts",
          ("rollout.rollout_batch_size=7", "training.global_batch_size=28"), shows=("there are 6 training prompts",)),
-    Case("no held-out prompts", "there are no held-out prompts; set data.eval_prompts", ("evaluation.interval=1",)),
+    Case("no held-out prompts", "there are no held-out prompts; set data.eval_prompts",
+         ("evaluation.eval_interval=1",)),
     Case("held-out file missing", "no such file; give a path relative to the working directory",
          ("data.eval_prompts=absent.jsonl",), shows=("data.eval_prompts = ",)),
     Case("held-out file empty", "holds no prompts; give it at least one row", breaks=empty_eval, shows=("eval.jsonl",)),
@@ -121,7 +122,7 @@ def test_longer_prompts_are_dropped_and_counted(model, tmp_path):
 
 def test_the_same_question_twice_makes_two_groups(model, tmp_path):
     """Groups go by the prompt's place in the file, never by its text: their statistics don't mix."""
-    config = small_config(model, tmp_path, tracking={"samples_per_step": 8, "picture": False})
+    config = small_config(model, tmp_path, tracking={"samples_per_step": 8, "plot": False})
     write_rows(tmp_path / "prompts.jsonl", [ROWS[0], ROWS[0]])
     assert start(config, tmp_path).code == 0
     written = (Path(config["run_dir"]) / "samples" / "step_000001.jsonl").read_text().splitlines()

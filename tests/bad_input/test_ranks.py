@@ -43,7 +43,7 @@ def say(case: Case, text: str) -> bool:
 
 def test_a_rank_that_is_killed(model, tmp_path):
     """On machines of their own, without torchrun: the broken connection ends the others at once."""
-    config = broken(model, tmp_path, 1, "kill", parallel={"timeout_minutes": 5.0})
+    config = broken(model, tmp_path, 1, "kill", parallel={"distributed_timeout_minutes": 5.0})
     first, killed, last = run_ranks(config, 3, tmp_path, limit=120)
     assert killed.code == -signal.SIGKILL
     for rank in (first, last):
@@ -53,7 +53,7 @@ def test_a_rank_that_is_killed(model, tmp_path):
 
 def test_a_rank_that_hangs(model, tmp_path):
     """Stopped in a step: the others wait for timeout_minutes, here ten seconds, and then end."""
-    config = broken(model, tmp_path, 1, "stop", parallel={"timeout_minutes": 1 / 6})
+    config = broken(model, tmp_path, 1, "stop", parallel={"distributed_timeout_minutes": 1 / 6})
     first, hangs, last = run_ranks(config, 3, tmp_path, limit=45, patience=2.0)
     assert hangs.code is None
     for rank in (first, last):
@@ -63,7 +63,7 @@ def test_a_rank_that_hangs(model, tmp_path):
 @pytest.mark.parametrize("case", [FULL, LACKS], ids=lambda case: case.name)
 def test_one_rank_fails_and_all_say_its_reason(case, model, tmp_path):
     """Long before a collective would time out: the reason travels through the store."""
-    config = broken(model, tmp_path, 0, "full disk", parallel={"timeout_minutes": 5.0})
+    config = broken(model, tmp_path, 0, "full disk", parallel={"distributed_timeout_minutes": 5.0})
     if case is LACKS:
         verifier = tmp_path / "verify.py"
         lacks = "this node lacks a package"

@@ -119,7 +119,7 @@ def samples_of(config: dict) -> list[dict]:
 @pytest.mark.parametrize(("fails", "kind"), [("1 / 0", "error"), ("return math.nan", "invalid")])
 def test_some_failures_are_counted_and_move_no_baseline(fails, kind, model, tmp_path):
     """Rewards 1, 0 and two failures a group: the mean is 0.5 and not 0.25, and the failures aren't trained on."""
-    config = small_config(model, tmp_path, tracking={"samples_per_step": 8, "picture": False})
+    config = small_config(model, tmp_path, tracking={"samples_per_step": 8, "plot": False})
     body(SOME.format(fails=fails))(config, tmp_path)
     done = with_engine(config, MyEngine())
     row = records(config["run_dir"])[-1]
@@ -134,7 +134,7 @@ def test_some_failures_are_counted_and_move_no_baseline(fails, kind, model, tmp_
 
 
 def test_a_failure_can_be_given_a_reward(model, tmp_path):
-    config = small_config(model, tmp_path, tracking={"samples_per_step": 8, "picture": False})
+    config = small_config(model, tmp_path, tracking={"samples_per_step": 8, "plot": False})
     body(SOME.format(fails="1 / 0"))(config, tmp_path)
     config["data"]["verifier_failure_reward"] = -1.0
     assert with_engine(config, MyEngine()).code == 0
@@ -146,7 +146,7 @@ def test_a_failure_can_be_given_a_reward(model, tmp_path):
 
 def test_a_verifier_may_print_and_fork(model, tmp_path):
     """What it prints stays out of the protocol; a forked copy of it answers for nobody."""
-    config = small_config(model, tmp_path, tracking={"samples_per_step": 8, "picture": False})
+    config = small_config(model, tmp_path, tracking={"samples_per_step": 8, "plot": False})
     code = "import os, sys\ndef score(text, prompt):\n    print('x' * 100000)\n    os.fork()\n    return len(text)\n"
     body(code)(config, tmp_path)
     config["data"]["verifier_timeout"] = 20.0

@@ -97,7 +97,7 @@ BROKEN = (
           lambda samples: routed(samples[:1]) + samples[1:]),
     fault("routes of one sample missing", "routed_experts is missing; let the engine return the experts of every token",
           experts(lambda ids: None)),
-    fault("token without a route", "set routing.holes to live to leave them to the live router",
+    fault("token without a route", "set routing.missing_routes to live to leave them to the live router",
           holes(2, 5), "routed_experts has no route for 2 tokens (first: token 2)"),
     fault("holes of another length", "one for each row of routed_experts",
           then(second(missing_routes=np.zeros(2, bool))), "missing_routes is a 1-d bool array of shape [2]"),
@@ -111,7 +111,7 @@ BROKEN = (
           narrowed(put((1, 0, 0), 256 + 1)), "routes have the expert 257"),
     fault("routes of a server that are no integers", "give integers [rows, layers, k]",
           narrowed(lambda ids: ids / 1), "expert ids are a 3-d float64 array"),
-    fault("hole of a server", "set routing.holes to live to leave them to the live router",
+    fault("hole of a server", "set routing.missing_routes to live to leave them to the live router",
           narrowed(put(4, -1)), "routed_experts has no route for 1 tokens (first: token 4)"),
 )  # fmt: skip
 DENSE = Case("replay with a dense model", "the model has no experts; set it to none", shows=('routing.replay = "r3"',))

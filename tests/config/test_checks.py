@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_gspo.config import Config, ConfigError
+from megatron_gspo.config import Config, ConfigError, ParallelConfig
 from megatron_gspo.config.checks import check_divisibility
 from megatron_gspo.config.load import apply_overrides
 from megatron_gspo.config.rollout_checks import check_environment_file
-from megatron_gspo.config.sections import ParallelConfig
 
 
 def build(plain: dict, *overrides: str) -> Config:
@@ -26,7 +25,7 @@ def refused(plain: dict, *overrides: str, world_size: int | None = None) -> str:
     return str(caught.value)
 
 
-SFT = ("algorithm.name=sft", "rollout.engine=demonstrations", "rollout.n_samples_per_prompt=1",
+SFT = ("algorithm.name=sft", "rollout.engine=sft", "rollout.n_samples_per_prompt=1",
        "training.global_batch_size=16")  # fmt: skip
 
 ENVIRONMENT = "rollout.environment=examples/environments/spell_backward.py:spell_backward"
@@ -34,14 +33,14 @@ ENVIRONMENT = "rollout.environment=examples/environments/spell_backward.py:spell
 
 def test_every_algorithm_builds(plain: dict) -> None:
     for name in ("gspo", "gspo_token", "grpo", "dr_grpo", "dapo"):
-        assert build(plain, f"algorithm.name={name}").algorithm.objective().name == name
-    assert build(plain, *SFT).algorithm.objective().name == "sft"
+        assert build(plain, f"algorithm.name={name}").algorithm.name == name
+    assert build(plain, *SFT).algorithm.name == "sft"
 
 
 def test_overrides_reach_the_objective(plain: dict) -> None:
     objective = build(
         plain, "algorithm.epsilon_low=0.01", "algorithm.advantage_std=population"
-    ).algorithm.objective()
+    ).algorithm
     assert (objective.epsilon_low, objective.epsilon_high, objective.advantage_std) == (
         0.01,
         4e-4,
@@ -59,38 +58,41 @@ def test_overrides_reach_the_objective(plain: dict) -> None:
             "algorithm.epsilon_high = 0.0004:", "about 0.2"
         ),
         (["algorithm.loss_agg_mode=token-mean"], 'algorithm.loss_agg_mode = "token-mean":', "seq-mean-token-mean"),
-        (["algorithm.name=sft"], 'rollout.engine = "embedded":', "set rollout.engine: demonstrations"),
-        (["rollout.engine=demonstrations"], 'rollout.engine = "demonstrations":', "set algorithm.name: sft"),
+        (["algorithm.name=sft"], 'rollout.engine = "embedded":', "set rollout.engine: sft"),
+        (["rollout.engine=sft"], 'rollout.engine = "sft":', "set algorithm.name: sft"),
         ([*SFT, "rollout.n_samples_per_prompt=2"], "rollout.n_samples_per_prompt = 2:", "set it to 1"),
-        ([*SFT, "algorithm.zero_variance_groups=refill"], "algorithm.zero_variance_groups = ", "remove"),
+        ([*SFT, "algorithm.dynamic_sampling=true"], "algorithm.dynamic_sampling = ", "remove"),
         (["rollout.n_samples_per_prompt=1"], "rollout.n_samples_per_prompt = 1:", "set it to 2 or more"),
         (
             ["algorithm.kl_loss_coef=0.1", "algorithm.kl_reward_coef=0.1"],
-            "algorithm.kl_reward_coef = 0.1:", "null"
+            "algorithm.kl_reward_coef = 0.1:", "set one of the two to 0"
         ),
-        (["algorithm.truncated=penalize"], "algorithm.overlong_buffer = 0:", "set 1 to 64"),
+        (["algorithm.truncated=penalize"], "algorithm.overlong_buffer_len = 0:", "set 1 to 64"),
         (
-            ["algorithm.truncated=penalize", "algorithm.overlong_buffer=65"],
-            "algorithm.overlong_buffer = 65:", "64"
+            ["algorithm.truncated=penalize", "algorithm.overlong_buffer_len=65"],
+            "algorithm.overlong_buffer_len = 65:", "64"
         ),
-        (["algorithm.overlong_buffer=8"], "algorithm.overlong_buffer = 8:", "truncated: penalize"),
+        (["algorithm.overlong_buffer_len=8"], "algorithm.overlong_buffer_len = 8:", "truncated: penalize"),
         *(
             (
                 [f"algorithm.{key}=token", "algorithm.old_log_probs=rollout"],
                 f'algorithm.{key} = "token": compares the rollout\'s log-probs with themselves',
                 "set algorithm.old_log_probs: recompute, or this to none",
             )
-            for key in ("rollout_correction", "rollout_mask")
+            for key in ("rollout_is", "rollout_rs")
         ),
-        ([*SFT, "algorithm.rollout_correction=token"], "algorithm.rollout_correction =", "remove the key"),
-        ([*SFT, "algorithm.rollout_mask=token"], 'algorithm.rollout_mask = "token": sft has no', "remove the key"),
-        (["algorithm.rollout_correction_cap=3.0"], "algorithm.rollout_correction_cap = 3.0: has no effect", "token"),
-        (["algorithm.rollout_mask_low=0.9"], "algorithm.rollout_mask_low = 0.9: has no effect", "token or sequence"),
-        (["algorithm.rollout_mask_high=1.1"], "algorithm.rollout_mask_high = 1.1: has no effect", "token or sequence"),
-        (["algorithm.rollout_mask=sequence"], "algorithm.rollout_mask_high = null: the ratio of a sequence", "1.001"),
-        (["algorithm.rollout_correction_cap=0.5"], "algorithm.rollout_correction_cap = 0.5:", ">= 1"),
-        (["algorithm.rollout_mask_low=1.5"], "algorithm.rollout_mask_low = 1.5:", "<= 1"),
-        (["algorithm.rollout_mask_high=0.5"], "algorithm.rollout_mask_high = 0.5:", ">= 1"),
+        ([*SFT, "algorithm.rollout_is=token"], "algorithm.rollout_is =", "remove the key"),
+        ([*SFT, "algorithm.rollout_rs=token"], 'algorithm.rollout_rs = "token": sft has no', "remove the key"),
+        (["algorithm.rollout_is_threshold=3.0"], "algorithm.rollout_is_threshold = 3.0: has no effect", "token"),
+        (
+            ["algorithm.rollout_rs_threshold_lower=0.9"], "algorithm.rollout_rs_threshold_lower = 0.9: has no",
+            "or sequence",
+        ),
+        (["algorithm.rollout_rs_threshold=1.1"], "algorithm.rollout_rs_threshold = 1.1: has no effect", "or sequence"),
+        (["algorithm.rollout_rs=sequence"], "algorithm.rollout_rs_threshold = null: the ratio of a sequence", "1.001"),
+        (["algorithm.rollout_is_threshold=0.5"], "algorithm.rollout_is_threshold = 0.5:", ">= 1"),
+        (["algorithm.rollout_rs_threshold_lower=1.5"], "algorithm.rollout_rs_threshold_lower = 1.5:", "<= 1"),
+        (["algorithm.rollout_rs_threshold=0.5"], "algorithm.rollout_rs_threshold = 0.5:", ">= 1"),
         (["rollout.max_turns=2"], "rollout.max_turns = 2: has no effect without rollout.environment", "set that"),
         (["rollout.max_turn_length=9"], "rollout.max_turn_length = 9: has no effect without", "remove this"),
         (["rollout.environment_options={a: 1}"], "rollout.environment_options = ", "remove this"),
@@ -115,10 +117,14 @@ def test_overrides_reach_the_objective(plain: dict) -> None:
         ),
         ([*SFT, "routing.replay=r2"], 'routing.replay = "r2": sft has no old policy', "set it to none"),
         ([*SFT, "routing.replay=r3"], 'routing.replay = "r3": sft has no old policy', "set it to none"),
-        (["routing.holes=live"], 'routing.holes = "live": has no effect with routing.replay = "none"', "r3"),
         (
-            ["routing.holes=live", "routing.replay=r2"],
-            'routing.holes = "live": has no effect with routing.replay = "r2"', "set routing.replay: r3, or remove it"
+            ["routing.missing_routes=live"],
+            'routing.missing_routes = "live": has no effect with routing.replay = "none"', "r3",
+        ),
+        (
+            ["routing.missing_routes=live", "routing.replay=r2"],
+            'routing.missing_routes = "live": has no effect with routing.replay = "r2"',
+            "set routing.replay: r3, or remove it",
         ),
         (
             ["routing.compare_rollout=true", "routing.metrics=false"],
@@ -141,11 +147,11 @@ def test_overrides_reach_the_objective(plain: dict) -> None:
             "parallel.overlap_param_gather = true:", "overlap_grad_reduce: true"
         ),
         (["training.global_batch_size=48"], "training.global_batch_size = 48:", "divisor of 128"),
-        (["model.recompute_num_layers=2"], "model.recompute_num_layers = 2:", "recompute: full"),
+        (["model.recompute_num_layers=2"], "model.recompute_num_layers = 2:", "recompute_granularity: full"),
         (["optimizer.min_lr=1e-7"], "optimizer.min_lr = 1e-07:", "linear or cosine"),
-        (["optimizer.min_lr=1.0", "optimizer.lr_schedule=cosine"], "optimizer.min_lr = 1.0:", "lower it"),
-        (["optimizer.warmup_steps=13"], "optimizer.warmup_steps = 13:", "lower it"),
-        (["evaluation.interval=1", "data.task.eval_size=0"], "evaluation.interval = 1:", "data.eval_prompts"),
+        (["optimizer.min_lr=1.0", "optimizer.lr_decay_style=cosine"], "optimizer.min_lr = 1.0:", "lower it"),
+        (["optimizer.lr_warmup_steps=13"], "optimizer.lr_warmup_steps = 13:", "lower it"),
+        (["evaluation.eval_interval=1", "data.task.eval_size=0"], "evaluation.eval_interval = 1:", "data.eval_prompts"),
         (["evaluation.n_samples=4", "evaluation.temperature=0"], "evaluation.n_samples = 4:", "temperature"),
         (["evaluation.pass_at_k=[1, 4]"], "evaluation.pass_at_k = [1, 4]:", "n_samples"),
     ],
@@ -158,17 +164,17 @@ def test_contradictions_are_refused_at_load(plain: dict, overrides: list[str], k
 
 def test_allow_nonstandard_lets_it_pass(plain: dict) -> None:
     config = build(plain, "algorithm.epsilon_low=0.2", "algorithm.allow_nonstandard=true")
-    assert config.algorithm.objective().epsilon_low == 0.2
+    assert config.algorithm.epsilon_low == 0.2
 
 
-def test_the_band_of_the_rollout_mask(plain: dict) -> None:
+def test_thresholds_of_rejection_sampling(plain: dict) -> None:
     def band(*overrides: str) -> tuple[float, float]:
-        return build(plain, *(f"algorithm.rollout_mask{o}" for o in overrides)).algorithm.rollout_mask_band
+        return build(plain, *(f"algorithm.rollout_rs{o}" for o in overrides)).algorithm.rollout_rs_band
 
     assert band("=token") == (0.5, 2.0)
-    assert band("=token", "_high=4.0") == (0.25, 4.0)
-    assert band("=token", "_low=0.1") == (0.1, 2.0)
-    assert band("=sequence", "_high=1.25", "_low=0.9") == (0.9, 1.25)
+    assert band("=token", "_threshold=4.0") == (0.25, 4.0)
+    assert band("=token", "_threshold_lower=0.1") == (0.1, 2.0)
+    assert band("=sequence", "_threshold=1.25", "_threshold_lower=0.9") == (0.9, 1.25)
 
 
 def test_turns_of_an_environment(plain: dict) -> None:
@@ -288,7 +294,7 @@ def test_a_dense_model_has_no_routes(plain: dict, tmp_path: Path, override: str,
 
 def test_routing_that_goes_together(plain: dict) -> None:
     for overrides in (
-        ["routing.replay=r3", "algorithm.old_log_probs=rollout", "routing.holes=live", "routing.storage=host"],
+        ["routing.replay=r3", "algorithm.old_log_probs=rollout", "routing.missing_routes=live", "routing.storage=host"],
         ["routing.replay=r2", "routing.compare_rollout=true", "algorithm.name=grpo"],
         ["routing.replay=r2", "routing.metrics=false"],
     ):

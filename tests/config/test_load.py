@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
 import yaml
+from pydantic import TypeAdapter
 
 from megatron_gspo.config import Config, ConfigError, from_command_line, load_config
 
@@ -29,7 +31,7 @@ def test_defaults_and_overrides(file: Path) -> None:
         file, ["optimizer.lr=1e-6", "seed=7", "evaluation.pass_at_k=[1]", "optimizer.lr=2e-6"]
     )
     assert config.optimizer.lr == 2e-6  # the later one wins; YAML 1.1 would read it as text
-    assert (config.seed, config.evaluation.pass_at_k) == (7, [1])
+    assert (config.seed, config.evaluation.pass_at_k) == (7, (1,))
     assert config.parallel.tensor_model_parallel_size == 1
     assert config.optimizer_steps == 3 * 1 * (16 * 8 // 32)
 
@@ -60,7 +62,7 @@ def test_a_whole_number_is_a_float(file: Path) -> None:
 
 
 def test_config_is_frozen(file: Path) -> None:
-    with pytest.raises(ValueError, match="frozen"):
+    with pytest.raises(FrozenInstanceError):
         load_config(file).seed = 3
 
 
@@ -78,7 +80,7 @@ def test_config_is_frozen(file: Path) -> None:
         ("training.steps=0", "training.steps = 0: is not allowed; set whole number >= 1"),
         ("model.dtype=fp32", 'model.dtype = "fp32": is not allowed; set one of float32, bfloat16'),
         ("rollout.engine=embeded", 'rollout.engine = "embeded": is not allowed; set one of embedded, '
-         "sglang, demonstrations, perhaps embedded"),
+         "sglang, sft, perhaps embedded"),
         ("optimizer.lr=.nan", "optimizer.lr = NaN: is not allowed; set number > 0"),
         ("tracking.wandb=3", "tracking.wandb = 3: is not allowed; set true or false or text"),
         ("model.path=", "model.path = null: is not allowed; set text"),
@@ -168,7 +170,7 @@ def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
             names += leaves(inner[0], f"{prefix}{name}.") if inner else [prefix + name]
         return names
 
-    whole = Config.model_json_schema()
+    whole = TypeAdapter(Config).json_schema()
     names = leaves(whole)
     assert len(names) > 80
     listed = [line.split()[0] for line in shown.splitlines() if line.startswith("  ") and line[2] != " "]
@@ -176,7 +178,7 @@ def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_key_is_described() -> None:
-    from megatron_gspo.config.reference import keys
+    from megatron_gspo.config.fields import keys
 
     assert [key.name for key in keys(Config) if not key.description.endswith(".")] == []
 
@@ -188,11 +190,11 @@ def test_reference_page_is_current() -> None:
     assert page.read_text(encoding="utf-8") == markdown(Config), "run `make docs`"
 
 
-def test_help_needs_no_torch() -> None:
+def test_help_needs_neither_megatron_nor_transformers() -> None:
     code = (
         "import sys, megatron_gspo.config as c\n"
         "try: c.from_command_line(['--help'], 'usage')\n"
-        "except SystemExit: print('torch' in sys.modules)"
+        "except SystemExit: print({'megatron', 'transformers'} & set(sys.modules))"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert answer.stdout.splitlines()[-1] == "False"
+    assert answer.stdout.splitlines()[-1] == "set()"

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_gspo.config import Config, ConfigError
+from megatron_gspo.config import Config, ConfigError, SGLangConfig
 from megatron_gspo.config.load import apply_overrides, split_server_arguments
 from megatron_gspo.config.schema import load_config
 from megatron_gspo.config.sglang_checks import check_server_files
-from megatron_gspo.config.sglang_section import SGLangConfig
 
 URL = "sglang.urls=['http://127.0.0.1:30000']"
 ON_SERVERS = ("rollout.engine=sglang", URL)
@@ -32,8 +31,10 @@ def refused(plain: dict, *overrides: str) -> str:
 
 REFUSED = {
     "no server": (["rollout.engine=sglang"], "sglang.urls = []: names no server", "set sglang.urls"),
-    "both": ([*ON_SERVERS, "sglang.servers=2"], 'sglang.urls = ["http://127.0.0.1:30000"]: both name', "one of them"),
-    "servers of another engine": (["sglang.servers=1"], 'sglang: describes servers, and rollout.engine = "embedded"',
+    "both": ([*ON_SERVERS, "sglang.num_servers=2"], 'sglang.urls = ["http://127.0.0.1:30000"]: both name',
+             "one of them"),
+    "servers of another engine": (["sglang.num_servers=1"],
+                                  'sglang: describes servers, and rollout.engine = "embedded"',
                                   "set rollout.engine: sglang"),
     "staleness of another engine": (["rollout.max_staleness=1"], "rollout.max_staleness = 1: the engine embedded",
                                     "set rollout.engine: sglang"),
@@ -52,16 +53,17 @@ REFUSED = {
     "twice": (["rollout.engine=sglang", "sglang.urls=['http://a:1', 'http://b:1', 'http://a:1/']"],
               'sglang.urls = "http://a:1/": is there twice', "name every server once"),
     "python of others": ([*ON_SERVERS, "sglang.python=/bin/python"], 'sglang.python = "/bin/python": is for servers',
-                         "remove it, or set sglang.servers"),
+                         "remove it, or set sglang.num_servers"),
     "port of others": ([*ON_SERVERS, "sglang.port=30000"], "sglang.port = 30000", "remove it"),
-    "arguments of others": ([*ON_SERVERS, "sglang.arguments=[--x]"], 'sglang.arguments = ["--x"]', "remove it"),
-    "too high a port": (["rollout.engine=sglang", "sglang.servers=3", "sglang.port=65534"],
+    "arguments of others": ([*ON_SERVERS, "sglang.server_args=[--x]"], 'sglang.server_args = ["--x"]', "remove it"),
+    "too high a port": (["rollout.engine=sglang", "sglang.num_servers=3", "sglang.port=65534"],
                         "sglang.port = 65534: leaves no room for 3 servers", "lower it"),
-    "no port number": (["rollout.engine=sglang", "sglang.servers=1", "sglang.port=70000"], "sglang.port = 70000",
+    "no port number": (["rollout.engine=sglang", "sglang.num_servers=1", "sglang.port=70000"], "sglang.port = 70000",
                        "65535"),
     "no disk": ([*ON_SERVERS, "sglang.weight_dir=/tmp/w"], 'sglang.weight_dir = "/tmp/w": has no effect',
-                "set sglang.weight_route: disk"),
-    "no such route": ([*ON_SERVERS, "sglang.weight_route=pigeon"], 'sglang.weight_route = "pigeon"', "distributed"),
+                "set sglang.weight_transport: disk"),
+    "no such route": ([*ON_SERVERS, "sglang.weight_transport=pigeon"], 'sglang.weight_transport = "pigeon"',
+                      "distributed"),
     "overlap alone": ([*ON_SERVERS, "rollout.overlap=true"], "rollout.overlap = true", "max_staleness to 1 or more"),
     "overlap on shared GPUs": ([*AHEAD, "rollout.max_staleness=1", "sglang.colocated=true"],
                                "rollout.overlap = true: the servers have released their memory", "to false"),
@@ -80,7 +82,8 @@ REFUSED = {
     "time for health": ([*ON_SERVERS, "sglang.health_timeout=1"], "sglang.health_timeout = 1.0: /health takes a second",
                         "set it to 2 or more"),
     "a typo": ([*ON_SERVERS, "sglang.retrys=1"], "sglang.retrys", "retries"),
-    "text for a number": ([*ON_SERVERS, "sglang.max_requests=many"], 'sglang.max_requests = "many"', ""),
+    "text for a number": ([*ON_SERVERS, "sglang.max_concurrent_requests=many"],
+                          'sglang.max_concurrent_requests = "many"', ""),
 }  # fmt: skip
 
 
@@ -100,16 +103,16 @@ def test_a_password_in_a_url_is_not_shown(plain):
 @pytest.mark.parametrize("overrides", [
     [], ["rollout.overlap=true", "rollout.max_staleness=1"], ["rollout.oversampling=1.5"],
     ["rollout.oversampling=2", "rollout.max_staleness=1"], ["rollout.oversampling=3", "rollout.max_staleness=2"],
-    ["sglang.weight_route=disk", "sglang.weight_dir=/tmp/w"], ["sglang.colocated=true"],
+    ["sglang.weight_transport=disk", "sglang.weight_dir=/tmp/w"], ["sglang.colocated=true"],
 ])  # fmt: skip
 def test_what_can_work_is_not(plain, overrides):
     assert build(plain, *ON_SERVERS, *overrides).rollout.engine == "sglang"
 
 
 def test_servers_of_the_run(plain):
-    some = ("sglang.servers=2", "sglang.port=65534", "sglang.arguments=[--x, '1']")
+    some = ("sglang.num_servers=2", "sglang.port=65534", "sglang.server_args=[--x, '1']")
     config = build(plain, "rollout.engine=sglang", *some)
-    assert config.sglang.arguments == ["--x", "1"]
+    assert config.sglang.server_args == ("--x", "1")
 
 
 def test_nothing_listens_beyond_this_machine_unless_told_to():
@@ -174,8 +177,8 @@ def test_arguments_pass_untouched(case):
 def test_arguments_of_the_command_line_follow_those_of_the_file(plain, tmp_path: Path):
     file = tmp_path / "config.yaml"
     plain["rollout"]["engine"] = "sglang"
-    plain["sglang"] = {"servers": 1, "arguments": ["--x", "1"]}
+    plain["sglang"] = {"num_servers": 1, "server_args": ["--x", "1"]}
     file.write_text(yaml.safe_dump(plain))
     ours, theirs = split_server_arguments(["seed=3", "--sglang.x", "2"])
-    config = load_config(file, ours, server_arguments=theirs)
-    assert config.sglang.arguments == ["--x", "1", "--x", "2"] and config.seed == 3
+    config = load_config(file, ours, server_args=theirs)
+    assert config.sglang.server_args == ("--x", "1", "--x", "2") and config.seed == 3

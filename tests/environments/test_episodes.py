@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.data.turn_spans import Span, spans
 from megatron_gspo.environments.episode_engine import EpisodeEngine
@@ -22,7 +23,7 @@ from megatron_gspo.environments.episodes import (
 from megatron_gspo.errors import EngineError
 from megatron_gspo.rewards.scorer import FAILURE
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
-from megatron_gspo.rollout.engine_protocol import RolloutEngine, SamplingParams
+from megatron_gspo.rollout.engine_protocol import RolloutEngine
 from megatron_gspo.rollout.sample_exchange import generate_spread
 from tests.rollout.embedded.test_route_recorder import naive_routes
 from tests.rollout.test_sample_exchange import assert_same
@@ -265,7 +266,8 @@ def overlapping(engine, questions, sampling, rules):
     begun: dict[int, Sample] = {}
 
     def start(request):
-        [sample] = engine.generate([request.prompt], replace(sampling, n=1, max_response_length=request.limit), seed=5)
+        one = replace(sampling, n_samples_per_prompt=1, max_response_length=request.limit)
+        [sample] = engine.generate([request.prompt], one, seed=5)
         begun[len(begun)] = sample
         return len(begun) - 1
 
@@ -288,7 +290,7 @@ def test_one_round_asks_all_environments_at_once():
 
     class Counting:
         def generate(self, questions, sampling, *, seed):
-            calls.append((len(questions), sampling.n))
+            calls.append((len(questions), sampling.n_samples_per_prompt))
             return engine.generate(questions, sampling, seed=seed)
 
     made = make_episodes(prompts(4), SamplingParams(2, 40), replace(RULES, max_turn_length=8), encode, seed=0)

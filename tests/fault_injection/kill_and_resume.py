@@ -93,13 +93,13 @@ class Reference:
                 "verifier": f"{Path(__file__).resolve()}:score",
                 "verifier_timeout": None,
             },
-            "parallel": {**parallel, "timeout_minutes": 2.0},
+            "parallel": {**parallel, "distributed_timeout_minutes": 2.0},
             "rollout": {"rollout_batch_size": 4, "n_samples_per_prompt": 4, "max_response_length": 6},
             "training": {"steps": 6, "global_batch_size": 8, "max_tokens_per_micro_batch": 128},
-            "optimizer": {"lr": 1e-3, "lr_schedule": "linear", "warmup_steps": 2},
-            "evaluation": {"interval": 3, "n_samples": 2, "pass_at_k": [2]},
-            "checkpoint": {"interval": 2, "keep": 2},
-            "tracking": {"picture": False},
+            "optimizer": {"lr": 1e-3, "lr_decay_style": "linear", "lr_warmup_steps": 2},
+            "evaluation": {"eval_interval": 3, "n_samples": 2, "pass_at_k": [2]},
+            "checkpoint": {"save_interval": 2, "keep": 2},
+            "tracking": {"plot": False},
         }
         file = run_dir.with_suffix(".yaml")
         file.write_text(yaml.safe_dump(content))

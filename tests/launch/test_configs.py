@@ -73,7 +73,7 @@ def test_variants_differ_only_where_the_algorithms_do(file):
     gspo = file.with_name(file.name.replace("_grpo_r2", "_gspo"))
     ours, theirs = flat(load_config(file).dump()), flat(load_config(gspo).dump())
     different = {key for key in ours | theirs if ours.get(key) != theirs.get(key)}
-    clip = {"algorithm.epsilon_low", "algorithm.epsilon_high"}
+    clip = {"algorithm.epsilon_low", "algorithm.epsilon_high", "algorithm.importance_sampling_level"}
     assert different == {"run_dir", "algorithm.name", "routing.replay"} | clip
     assert processes(file) == processes(gspo)
     assert (ours["algorithm.epsilon_low"], ours["algorithm.epsilon_high"]) == (0.2, 0.27)  # as published
@@ -111,7 +111,7 @@ def planned(config: Config, world: int) -> Memory:
     cluster = Cluster(GPUS["h100"], world)
     per_rank = training.global_batch_size // config.parallel.data_parallel_size(world)
     states = stage_states(shape, config.parallel, world, 2)
-    setting = Setting(recompute=config.model.recompute)
+    setting = Setting(recompute=config.model.recompute_granularity)
     tokens = training.max_tokens_per_micro_batch
     return worst_memory(shape, config.parallel, states, tokens, per_rank, setting, work, cluster, Assumptions())
 

@@ -44,10 +44,10 @@ def configure(model: str, run_dir: Path, steps: int = 5) -> Path:
     config = base_config(
         model,
         run_dir,
-        parallel={"tensor_model_parallel_size": 2, "expert_model_parallel_size": 4, "timeout_minutes": 1.0},
+        parallel={"tensor_model_parallel_size": 2, "expert_model_parallel_size": 4, "distributed_timeout_minutes": 1.0},
         training={"steps": steps},
         evaluation={"at_start": False},
-        checkpoint={"interval": 2, "asynchronous": False},  # whole before the next step begins
+        checkpoint={"save_interval": 2, "async_save": False},  # whole before the next step begins
     )
     file = run_dir.with_suffix(".yaml")
     file.write_text(yaml.safe_dump(config))
@@ -132,7 +132,8 @@ def test_a_host_loses_power_and_comes_back(machines, model, start, tmp_path):
 
 def configure_one(model: str, run_dir: Path) -> list[str]:
     """Many steps without a checkpoint, and no parallelism but data's."""
-    one = ["parallel.tensor_model_parallel_size=1", "parallel.expert_model_parallel_size=1", "checkpoint.interval=0"]
+    one = ["parallel.tensor_model_parallel_size=1", "parallel.expert_model_parallel_size=1",
+           "checkpoint.save_interval=0"]
     return [str(configure(model, run_dir, steps=60)), *one]
 
 

@@ -78,10 +78,11 @@ def test_before_its_time_limit_a_job_saves_and_is_queued_again(nodes, tmp_path):
         configs[name] = base_config(
             tiny_model(tmp_path / "model"),
             tmp_path / name,
-            parallel={"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "timeout_minutes": 1.0},
+            parallel={"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2,
+                      "distributed_timeout_minutes": 1.0},  # fmt: skip
             training={"steps": 8},
             evaluation={"at_start": False},
-            checkpoint={"interval": 8, "keep": 1},
+            checkpoint={"save_interval": 8, "keep": 1},
         )
     assert [rank.code for rank in run_ranks(configs["alone"], 2, tmp_path, limit=LIMIT)] == [0, 0]
 

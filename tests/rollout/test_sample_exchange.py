@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
-from megatron_gspo.rollout.engine_protocol import SamplingParams
 from megatron_gspo.rollout.sample_exchange import (
     decode_samples,
     encode_samples,

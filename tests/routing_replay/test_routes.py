@@ -150,7 +150,7 @@ def test_the_ids_of_a_missing_route_do_not_matter():
         (edited((5, 0), [6, 6, 1]), "token 5, MoE layer 0: routed_experts has an expert twice: [6, 6, 1]"),
         (
             good(missing_routes=np.array([False, False, True, True, False, False])),
-            "routed_experts has no route for 2 tokens (first: token 2); set routing.holes to live",
+            "routed_experts has no route for 2 tokens (first: token 2); set routing.missing_routes to live",
         ),
     ],
 )

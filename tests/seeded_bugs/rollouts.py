@@ -34,8 +34,8 @@ OF_THE_ROLLOUTS = (
     ),
     Defect(
         "weights of a sequence count tokens that are masked out", "design", MISMATCH,
-        '(("rollout_mask", _mask), ("rollout_correction", _weigh))',
-        '(("rollout_correction", _weigh), ("rollout_mask", _mask))',
+        '(("rollout_rs", _mask), ("rollout_is", _weigh))',
+        '(("rollout_is", _weigh), ("rollout_rs", _mask))',
         ("tests/train/test_rollout_correction.py::test_the_weight_of_a_sequence_is_that_of_the_tokens_left",),
     ),
     Defect(

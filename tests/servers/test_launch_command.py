@@ -151,7 +151,7 @@ def test_ports_are_those_asked_for_or_free_ones():
         ("[Errno 98] error while attempting to bind on address ('127.0.0.1', 31101): address already in use\nbye", 1,
          "its port is in use; choose another sglang.port"),
         ("usage: launch_server.py [-h]\nlaunch_server.py: error: unrecognized arguments: --no-such 1", 2,
-         "correct sglang.arguments ('launch_server.py: error: unrecognized arguments: --no-such 1')"),
+         "correct sglang.server_args ('launch_server.py: error: unrecognized arguments: --no-such 1')"),
         ("/env/bin/python: No module named sglang.launch_server", 1, "name another interpreter in sglang.python"),
         ("INFO (/v1/responses) disabled (ModuleNotFoundError: No module named 'openai_harmony')\nRuntimeError: odd", 1,
          "it exited with code 1; its last words: INFO"),

@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.mcore.process_groups import Layout
 from megatron_gspo.mcore.routing_replay.gather_results import gather_routes
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
 from megatron_gspo.mcore.train_step import Batching, compute_log_probs
-from megatron_gspo.rollout.engine_protocol import SamplingParams
 from megatron_gspo.rollout.sample_checks import check_samples
 from megatron_gspo.rollout.sglang.sglang_engine import SGLangEngine
 from megatron_gspo.servers.server_processes import LocalServers
@@ -40,7 +40,7 @@ def samples(engine: SGLangEngine, sglang_model: str) -> list[Sample]:
     """Short and long prompts, some with a prefix that the server has in its cache, several samples of each."""
     prompts = prompts_of([3, 7, 80, 80, 120, 90], VOCABULARY, shared=3)
     prompts += [replace(p, index=p.index + 10) for p in prompts_of([100, 110, 64], VOCABULARY, seed=1, shared=60)]
-    sampling = SamplingParams(n=4, max_response_length=24, temperature=0.8)
+    sampling = SamplingParams(n_samples_per_prompt=4, max_response_length=24, temperature=0.8)
     found = engine.generate(prompts, sampling, seed=5) + engine.generate(prompts, sampling, seed=6)
     check_samples(found, prompts + prompts, sampling, vocab_size=engine._client.model.vocab_size)
     assert engine.counts()["rollout/cached_share"] > 0.5
@@ -80,9 +80,9 @@ def test_megatron_scores_them_alike_and_takes_the_same_routes(samples: list[Samp
 
 
 @pytest.mark.parametrize("sampling", [
-    SamplingParams(n=2, max_response_length=12, greedy=True),
-    SamplingParams(n=2, max_response_length=12, temperature=1.3, top_p=0.7),
-    SamplingParams(n=2, max_response_length=12, top_k=5),
+    SamplingParams(n_samples_per_prompt=2, max_response_length=12, temperature=0.0),
+    SamplingParams(n_samples_per_prompt=2, max_response_length=12, temperature=1.3, top_p=0.7),
+    SamplingParams(n_samples_per_prompt=2, max_response_length=12, top_k=5),
 ], ids=["greedy", "top_p", "top_k"])  # fmt: skip
 def test_log_probs_are_those_of_the_whole_vocabulary(engine: SGLangEngine, sglang_model: str,
                                                      sampling: SamplingParams) -> None:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.errors import EngineError
-from megatron_gspo.rollout.engine_protocol import SamplingParams
 from megatron_gspo.rollout.sample_checks import check_samples
 from megatron_gspo.rollout.sglang import client
 from megatron_gspo.rollout.sglang.client import RequestLimits
@@ -28,7 +28,7 @@ from tests.support.reference_models import checkpoint
 from tests.support.transformers_reference import load_reference, observe_routers, response_log_probs
 
 KEY = "a-key-that-nobody-may-see"
-SHORT = SamplingParams(n=2, max_response_length=8)
+SHORT = SamplingParams(n_samples_per_prompt=2, max_response_length=8)
 PATIENT, IMPATIENT = RequestLimits(timeout=60.0, retries=4), RequestLimits(timeout=4.0, retries=4)
 
 
@@ -178,7 +178,7 @@ def interrupt_midway(stream: Stream) -> list[int]:
 
 def test_an_interrupted_response_goes_on_under_new_weights(engine, sglang_model):
     """Each token has the version that drew it and its log-prob, each row of routes is of the version that fed it."""
-    sampling = SamplingParams(n=3, max_response_length=350, temperature=1.0)
+    sampling = SamplingParams(n_samples_per_prompt=3, max_response_length=350, temperature=1.0)
     prompts = prompts_of([70, 70, 90, 40], VOCABULARY, seed=8, shared=30)
     models = {version: changed_model(sglang_model, version) for version in (1, 2, 3)}
     engine.update_weights(checkpoint(models[1].float()).items(), version=1)
@@ -221,7 +221,7 @@ def check_by_version(sample: Sample, models: dict[int, torch.nn.Module]) -> bool
 
 
 def test_priming_a_prompt_raises_what_is_cached(engine, sglang_model, monkeypatch):
-    sampling = SamplingParams(n=4, max_response_length=4)
+    sampling = SamplingParams(n_samples_per_prompt=4, max_response_length=4)
 
     def cached(seed: int) -> float:
         engine.counts()
@@ -236,11 +236,11 @@ def test_priming_a_prompt_raises_what_is_cached(engine, sglang_model, monkeypatc
 def test_seeds_repeat_draws_where_the_server_heeds_them(engine, sglang_model):
     """This server doesn't (it needs --enable-deterministic-inference): sampled draws differ, greedy ones don't."""
     prompts = prompts_of([20, 30], VOCABULARY, seed=5)
-    greedy = SamplingParams(n=2, max_response_length=16, greedy=True)
+    greedy = SamplingParams(n_samples_per_prompt=2, max_response_length=16, temperature=0.0)
     first, again = (draw(engine, sglang_model, prompts, greedy) for _ in range(2))
     assert [s.tokens.tolist() for s in first] == [s.tokens.tolist() for s in again]
     assert first[0].tokens.tolist() == first[1].tokens.tolist()
-    sampled = draw(engine, sglang_model, prompts, SamplingParams(n=4, max_response_length=16))
+    sampled = draw(engine, sglang_model, prompts, SamplingParams(n_samples_per_prompt=4, max_response_length=16))
     assert len({tuple(sample.tokens.tolist()) for sample in sampled}) > 4, "two may end at once alike"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,5 +32,5 @@ def test_a_real_server_can_serve(sglang_model, sglang_url, sglang_python, tmp_pa
 
 def test_a_real_server_that_is_too_small(sglang_model, sglang_url, tmp_path):
     config = config_of(sglang_model, tmp_path, urls=[sglang_url])
-    long = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_response_length": 9000})})
+    long = replace(config, rollout=replace(config.rollout, max_response_length=9000))
     assert [f.check for f in judge_servers(long, ask(long)) if f.level == "error"] == ["servers.length"]

@@ -33,7 +33,7 @@ from tests.support.training_runs import base_config, records, tiny_model
 TELLS_BATCHES = ("--decode-log-interval", "1")
 DECODES = re.compile(rb"Decode batch.*#running-req: (\d+)")
 MANY = 4  # responses that a server draws at once: those of a step don't end together, so that it's no step's end
-QUICK = {"health_interval": 0.5, "health_timeout": 4.0, "request_timeout": 60.0, "weight_route": "tensor"}
+QUICK = {"health_interval": 0.5, "health_timeout": 4.0, "request_timeout": 60.0, "weight_transport": "tensor"}
 # responses of a random model are as long as the chance of its end token lets them, about a hundred tokens
 LONG = {"max_response_length": 400}
 SECONDS = 300.0  # for whatever is waited for; it takes a twentieth of it
@@ -59,7 +59,7 @@ class TrainingRun:
         config = base_config(
             model, run_dir, rollout={"engine": "sglang", **LONG, **rollout}, sglang={**QUICK, **sglang},
             data={"verifier": f"{Path(__file__).parent}/patient_verifier.py:score"},
-            training={"steps": steps, "max_tokens_per_micro_batch": 900}, checkpoint={"interval": 2},
+            training={"steps": steps, "max_tokens_per_micro_batch": 900}, checkpoint={"save_interval": 2},
             evaluation={"at_start": False, "at_end": False},
         )  # fmt: skip
         file = run_dir.with_suffix(".yaml")
@@ -107,7 +107,7 @@ class TrainingRun:
 def own_server(model: str, sglang_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future]:
     """`strike_own_server` goes on beside the other tests: it mostly waits for a server to start."""
     folder = tmp_path_factory.mktemp("own")
-    sglang = {"servers": 1, "python": sglang_python, "arguments": list(TELLS_BATCHES)}
+    sglang = {"num_servers": 1, "python": sglang_python, "server_args": list(TELLS_BATCHES)}
     run = TrainingRun(model, folder / "run", steps=4, rollout={}, sglang=sglang)
     with ThreadPoolExecutor(1) as pool:
         yield pool.submit(strike_own_server, run)

@@ -124,6 +124,6 @@ def test_arguments_that_sglang_refuses_are_named(sglang_model, sglang_python, tm
     settings = ServerSettings(
         model=sglang_model, python=sglang_python, arguments=("--no-such-option", "1"), log_dir=str(tmp_path)
     )
-    with pytest.raises(EngineError, match="correct sglang.arguments.*--no-such-option") as error:
+    with pytest.raises(EngineError, match="correct sglang.server_args.*--no-such-option") as error:
         LocalServers(settings).start()
     assert "\n" not in str(error.value) and str(tmp_path / "server_0.log") in str(error.value)

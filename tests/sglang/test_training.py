@@ -68,7 +68,7 @@ def check_ledger(run_dir: Path, *, batch: int, n: int, staleness: int) -> None:
 
 @pytest.mark.parametrize("route", ["disk", "tensor", "distributed"])
 def test_each_way_of_the_weights(servers: LocalServers, model: str, tmp_path: Path, route: str) -> None:
-    found = run(model, tmp_path / "run", servers.urls, sglang={"weight_route": route, "probe_interval": 1},
+    found = run(model, tmp_path / "run", servers.urls, sglang={"weight_transport": route, "log_prob_check_interval": 1},
                 routing={"replay": "r3"}, training={"steps": 4})  # fmt: skip
     assert len(found) == 4
     for record in found:
@@ -109,10 +109,11 @@ def test_without_staleness_the_tail_starts_over(servers: LocalServers, model: st
 
 def test_a_resumed_run_begins_with_what_was_pending(servers: LocalServers, model: str, tmp_path: Path) -> None:
     ahead = {"max_staleness": 1, "overlap": True}
-    run(model, tmp_path / "run", servers.urls, rollout=ahead, training={"steps": 2}, checkpoint={"interval": 2})
+    run(model, tmp_path / "run", servers.urls, rollout=ahead, training={"steps": 2}, checkpoint={"save_interval": 2})
     pending = ledger(tmp_path / "run")[-1]["pending"]
     assert len(pending) == 4
-    found = run(model, tmp_path / "run", servers.urls, rollout=ahead, training={"steps": 4}, checkpoint={"interval": 2})
+    found = run(model, tmp_path / "run", servers.urls, rollout=ahead, training={"steps": 4},
+                checkpoint={"save_interval": 2})  # fmt: skip
     assert {row[0] for row in ledger(tmp_path / "run")[2]["samples"]} == set(pending)
     assert [record["step"] for record in found] == [1, 2, 3, 4]
     check_ledger(tmp_path / "run", batch=4, n=4, staleness=1)

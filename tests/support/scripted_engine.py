@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
+from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
-from megatron_gspo.rollout.engine_protocol import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class ScriptedEngine:
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> list[Sample]:
         """The scripted responses, prompt-major. Raises ValueError if one is missing or too long."""
-        return [self._sample(prompt, i, sampling, seed) for prompt in prompts for i in range(sampling.n)]
+        n = sampling.n_samples_per_prompt
+        return [self._sample(prompt, i, sampling, seed) for prompt in prompts for i in range(n)]
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Keep a clone of every tensor in `updates`."""

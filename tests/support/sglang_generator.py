@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
+from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt
-from megatron_gspo.rollout.engine_protocol import SamplingParams
 from megatron_gspo.rollout.sglang import client as client_module
 from megatron_gspo.rollout.sglang.client import Client, ModelFacts, RequestLimits
 from megatron_gspo.rollout.sglang.request_stream import Stream
@@ -21,7 +21,7 @@ from tests.support.sglang_responses import answer
 
 VERSION = "00c0ffee:3"
 FACTS = ModelFacts(vocab_size=96, stop_ids=(1,), max_length=64)
-SAMPLING = SamplingParams(n=2, max_response_length=4)
+SAMPLING = SamplingParams(n_samples_per_prompt=2, max_response_length=4)
 Break = Callable[[dict[str, Any]], Any]  # of a right answer: another answer, or a web.Response
 
 

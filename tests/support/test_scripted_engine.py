@@ -2,8 +2,9 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt
-from megatron_gspo.rollout.engine_protocol import RolloutEngine, SamplingParams
+from megatron_gspo.rollout.engine_protocol import RolloutEngine
 from megatron_gspo.rollout.sft_engine import DemonstrationEngine
 from tests.support.scripted_engine import ScriptedEngine, ScriptedResponse
 

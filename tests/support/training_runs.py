@@ -42,7 +42,7 @@ def base_config(model: str, run_dir: Path, **sections: dict[str, Any]) -> dict[s
         "rollout": {"rollout_batch_size": 4, "n_samples_per_prompt": 4, "max_response_length": 6},
         "training": {"steps": 3, "global_batch_size": 8, "max_tokens_per_micro_batch": 96},
         "optimizer": {"lr": 1e-3},
-        "tracking": {"picture": False},
+        "tracking": {"plot": False},
     }
     for name, values in sections.items():
         config[name] = {**config.get(name, {}), **values}

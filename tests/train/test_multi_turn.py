@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_gspo.algorithms import policy_loss, preset
-from megatron_gspo.config import Config, ConfigError
-from megatron_gspo.config.task_sections import AlgorithmConfig
+from megatron_gspo.config import AlgorithmConfig, Config, ConfigError
 from megatron_gspo.data.packing import pack
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.turn_spans import TURNS, spans
@@ -60,9 +59,9 @@ def finished(model, tmp_path_factory):
         tmp_path_factory.mktemp("runs") / "episodes",
         data={"verifier_timeout": 20.0},
         parallel={"expert_model_parallel_size": 2},
-        checkpoint={"interval": 2},
-        evaluation={"n_samples": 2, "interval": 2},
-        tracking={"samples_per_step": 16, "picture": False},
+        checkpoint={"save_interval": 2},
+        evaluation={"n_samples": 2, "eval_interval": 2},
+        tracking={"samples_per_step": 16, "plot": False},
     )
     launch(config, 2)
     return config
@@ -213,7 +212,7 @@ def episode(*rewards: float, prompt: int = 0, **more: Any) -> Sample:
 def test_penalties_are_charged_to_the_last_turn():
     samples = [episode(0.0, 1.0), episode(1.0, 0.0), episode(0.5, 0.0, reward=float("nan"))]
     shaped = np.array([1.0, 0.0, np.nan])  # one off the second
-    algorithm = AlgorithmConfig(name="gspo_token", turn_discount=0.5, advantage_std="none")
+    algorithm = AlgorithmConfig.preset(name="gspo_token", turn_discount=0.5, advantage_std="none")
     advantages_by_turn(algorithm, samples, shaped, [True, True, False])
     # returns 1/2, 1 and 1 - 1/2, -1
     np.testing.assert_allclose(samples[0].advantages, [0, 0, 0, 1, 1])

@@ -94,7 +94,7 @@ def test_a_kill_while_training_and_writing_loses_that_checkpoint_only(reference,
     assert [row["step"] for row in read_metrics(run_dir)] == [0, 1, 2, 3]
     [partial] = (run_dir / "checkpoints").iterdir()
     assert partial.name.startswith(".partial_000002_") and (partial / "rollout.bin").is_file()
-    assert "resumed from" not in resume(reference, run_dir, "checkpoint.asynchronous=false").log
+    assert "resumed from" not in resume(reference, run_dir, "checkpoint.async_save=false").log
     assert first_difference(run_dir, reference.run_dir) == ""
 
 
@@ -167,7 +167,7 @@ def test_a_state_of_another_version_is_one_line(reference, tmp_path):
 
 def test_torchrun_restarts_a_run_whose_rank_was_killed(reference, tmp_path):
     run_dir = tmp_path / "run"
-    config = reference.config(run_dir, "checkpoint.asynchronous=false")  # whole before the third step begins
+    config = reference.config(run_dir, "checkpoint.async_save=false")  # whole before the third step begins
     due = partial(_has_reached, run_dir, 3)
     life = live_under_torchrun(config, tmp_path / "life", 2, RandomKill(0.0, 1), after=due)
     assert life.finished and not life.orphans and "exitcode: -9" in life.log, life.log[-3000:]

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from megatron_gspo.config import Config, ConfigError
-from megatron_gspo.config.task_sections import AlgorithmConfig
+from megatron_gspo.config import AlgorithmConfig, Config, ConfigError
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.loop.assemble import assemble
 from megatron_gspo.loop.experience import collect
@@ -74,21 +73,21 @@ def ratio_of(sample: Sample, tokens: np.ndarray) -> float:
 
 def expected(plain: list[Sample], algorithm: AlgorithmConfig) -> tuple[list[list[bool]], list[list[float]]]:
     """(masks, advantages) of samples whose advantages are still the group's."""
-    low, high = algorithm.rollout_mask_band
+    low, high = algorithm.rollout_rs_band
     masks, advantages = [], []
     for sample in plain:
         places = np.arange(sample.response_length)
         single = [ratio_of(sample, np.array([t])) for t in places]
         kept = [True] * len(places)
-        if algorithm.rollout_mask == "token":
+        if algorithm.rollout_rs == "token":
             kept = [low <= r <= high for r in single]
-        elif algorithm.rollout_mask == "sequence":
+        elif algorithm.rollout_rs == "sequence":
             kept = [low <= ratio_of(sample, places) <= high] * len(places)
         weights = [1.0] * len(places)
-        if algorithm.rollout_correction == "token":
-            weights = [min(r, algorithm.rollout_correction_cap) for r in single]
-        elif algorithm.rollout_correction == "sequence" and any(kept):
-            weights = [min(ratio_of(sample, places[kept]), algorithm.rollout_correction_cap)] * len(places)
+        if algorithm.rollout_is == "token":
+            weights = [min(r, algorithm.rollout_is_threshold) for r in single]
+        elif algorithm.rollout_is == "sequence" and any(kept):
+            weights = [min(ratio_of(sample, places[kept]), algorithm.rollout_is_threshold)] * len(places)
         masks.append(kept)
         advantages.append([float(a) * w for a, w in zip(sample.advantages, weights, strict=True)])
     return masks, advantages
@@ -105,11 +104,12 @@ def objective(masks: list[list[bool]], advantages: list[list[float]]) -> float:
 
 
 SETTINGS = {
-    "weights by token": {"rollout_correction": "token", "rollout_correction_cap": 1.5},
-    "weights by sequence": {"rollout_correction": "sequence", "rollout_correction_cap": 1.1},
-    "mask by token, weights by sequence": {"rollout_mask": "token", "rollout_correction": "sequence"},
+    "weights by token": {"rollout_is": "token", "rollout_is_threshold": 1.5},
+    "weights by sequence": {"rollout_is": "sequence", "rollout_is_threshold": 1.1},
+    "mask by token, weights by sequence": {"rollout_rs": "token", "rollout_is": "sequence"},
     "mask by sequence, weights by token": {
-        "rollout_mask": "sequence", "rollout_mask_low": 0.75, "rollout_mask_high": 1.35, "rollout_correction": "token",
+        "rollout_rs": "sequence", "rollout_rs_threshold_lower": 0.75, "rollout_rs_threshold": 1.35,
+        "rollout_is": "token",
     },
 }  # fmt: skip
 
@@ -120,18 +120,18 @@ def test_a_step_against_a_naive_loop(folder, chosen, name):
     plain, before = run_distributed(one_step, 1, small(folder, algorithm={"name": name}))[0]
     algorithm = {"name": name, **chosen}
     samples, metrics = run_distributed(one_step, 1, small(folder, algorithm=algorithm))[0]
-    assert not any(key.startswith(("rollout_mask", "rollout_correction")) for key in before)
-    masks, advantages = expected(plain, AlgorithmConfig(**algorithm))
+    assert not any(key.startswith(("rollout_rs", "rollout_is")) for key in before)
+    masks, advantages = expected(plain, AlgorithmConfig.preset(**algorithm))
     assert [sample.loss_mask.tolist() for sample in samples] == masks
     for sample, values in zip(samples, advantages, strict=True):
         kept = sample.loss_mask
         np.testing.assert_allclose(sample.advantages[kept], np.array(values)[kept], rtol=1e-5, atol=1e-7)
     assert metrics["loss"] == pytest.approx(-objective(masks, advantages), rel=1e-4, abs=1e-6)
     assert abs(metrics["loss"] - before["loss"]) > 1e-3
-    if "rollout_mask" in chosen:
+    if "rollout_rs" in chosen:
         total, left = sum(map(len, masks)), sum(map(sum, masks))
-        assert 0 < left < total and metrics["rollout_mask/tokens"] == pytest.approx(1 - left / total)
-        assert metrics["rollout_mask/sequences"] == sum(not any(mask) for mask in masks) / 16
+        assert 0 < left < total and metrics["rollout_rs/tokens"] == pytest.approx(1 - left / total)
+        assert metrics["rollout_rs/sequences"] == sum(not any(mask) for mask in masks) / 16
 
 
 @pytest.mark.slow
@@ -145,17 +145,17 @@ def test_the_cut_does_not_matter(folder, chosen):
     [whole], [cut] = run_distributed(one_step, 1, wide), run_distributed(one_step, 1, narrow)
     spread = run_distributed(one_step, 2, narrow)
     context = run_distributed(one_step, 2, {**narrow, "parallel": {"context_parallel_size": 2}})
-    assert whole[1]["grad_norm"] > 1e-3 and 0 < whole[1]["rollout_mask/tokens"] < 1
+    assert whole[1]["grad_norm"] > 1e-3 and 0 < whole[1]["rollout_rs/tokens"] < 1
     assert cut[1]["perf/micro_batches"] > 4 and whole[1]["perf/micro_batches"] == 1
     for samples, metrics in (cut, *spread, *context):
         assert [s.loss_mask.tolist() for s in samples] == [s.loss_mask.tolist() for s in whole[0]]
-        for name in ("loss", "grad_norm", "rollout_mask/tokens", "rollout_correction/weight_mean"):
+        for name in ("loss", "grad_norm", "rollout_rs/tokens", "rollout_is/weight_mean"):
             assert metrics[name] == pytest.approx(whole[1][name], rel=2e-4, abs=1e-6), name
 
 
 def test_the_rollouts_own_log_probs_are_compared_in_the_first_update(folder):
     """No pass of the old policy is made; the first mini-batch is scored by it all the same."""
-    training = {"steps": 1, "global_batch_size": 4, "epochs": 2}
+    training = {"steps": 1, "global_batch_size": 4, "ppo_epochs": 2}
     own = small(folder, algorithm={"name": "gspo", "old_log_probs": "rollout"}, training=training)
     [(samples, metrics)] = run_distributed(one_step, 1, own)
     [(scored, _)] = run_distributed(one_step, 1, small(folder))
@@ -179,55 +179,55 @@ def two_samples() -> list[Sample]:
 
 def test_weights_by_hand():
     first, second = samples = two_samples()
-    found = correct(AlgorithmConfig(rollout_correction="token"), samples)
+    found = correct(AlgorithmConfig.preset(rollout_is="token"), samples)
     np.testing.assert_allclose(first.advantages, [-4, -0.5, -2])
     np.testing.assert_allclose(second.advantages, [-3, -3], rtol=1e-6)
     total, squares = 2 + 0.25 + 3, 4 + 0.0625 + 4.5
     assert found == pytest.approx({
-        "rollout_correction/weight_mean": total / 4,
-        "rollout_correction/weight_min": 0.25,
-        "rollout_correction/weight_max": 2.0,
-        "rollout_correction/effective_sample_size": total**2 / squares / 4,
-        "rollout_correction/truncated": 0.25,
+        "rollout_is/weight_mean": total / 4,
+        "rollout_is/weight_min": 0.25,
+        "rollout_is/weight_max": 2.0,
+        "rollout_is/effective_sample_size": total**2 / squares / 4,
+        "rollout_is/truncated": 0.25,
     })  # fmt: skip
 
 
 def test_weights_of_sequences_by_hand():
     first, second = samples = two_samples()
-    found = correct(AlgorithmConfig(rollout_correction="sequence", rollout_correction_cap=1.2), samples)
+    found = correct(AlgorithmConfig.preset(rollout_is="sequence", rollout_is_threshold=1.2), samples)
     mean = math.sqrt(3 / 4)
     np.testing.assert_allclose(first.advantages, [-2 * mean] * 3, rtol=1e-6)
     np.testing.assert_allclose(second.advantages, [-2.4, -2.4], rtol=1e-6)
-    assert found["rollout_correction/weight_mean"] == pytest.approx((mean + 1.2) / 2)
-    assert found["rollout_correction/truncated"] == 0.5
+    assert found["rollout_is/weight_mean"] == pytest.approx((mean + 1.2) / 2)
+    assert found["rollout_is/truncated"] == 0.5
 
 
 def test_the_weight_of_a_sequence_is_that_of_the_tokens_left():
     first, second = samples = two_samples()
-    algorithm = AlgorithmConfig(rollout_mask="token", rollout_mask_high=4.0, rollout_mask_low=0.5,
-                                rollout_correction="sequence", rollout_correction_cap=5.0)  # fmt: skip
+    algorithm = AlgorithmConfig.preset(rollout_rs="token", rollout_rs_threshold=4.0, rollout_rs_threshold_lower=0.5,
+                                rollout_is="sequence", rollout_is_threshold=5.0)  # fmt: skip
     found = correct(algorithm, samples)
     assert first.loss_mask.tolist() == [True, False, False] and second.loss_mask.all()
     np.testing.assert_allclose(first.advantages, [-6, -6, -6], rtol=1e-6)
-    assert found["rollout_mask/tokens"] == 0.25 and found["rollout_mask/sequences"] == 0
+    assert found["rollout_rs/tokens"] == 0.25 and found["rollout_rs/sequences"] == 0
 
 
 def test_a_masked_sequence_has_no_weight():
     first, second = samples = two_samples()
-    algorithm = AlgorithmConfig(rollout_mask="sequence", rollout_mask_high=1.4, rollout_correction="sequence")
+    algorithm = AlgorithmConfig.preset(rollout_rs="sequence", rollout_rs_threshold=1.4, rollout_is="sequence")
     found = correct(algorithm, samples)
     assert first.loss_mask.tolist() == [True, True, False] and not second.loss_mask.any()
-    assert found["rollout_mask/tokens"] == 0.5 and found["rollout_mask/sequences"] == 0.5
-    assert found["rollout_correction/weight_mean"] == found["rollout_correction/weight_max"] < 1
+    assert found["rollout_rs/tokens"] == 0.5 and found["rollout_rs/sequences"] == 0.5
+    assert found["rollout_is/weight_mean"] == found["rollout_is/weight_max"] < 1
 
 
 def test_nothing_left_has_no_weights():
     samples = two_samples()
-    algorithm = AlgorithmConfig(rollout_mask="token", rollout_mask_high=1.0, rollout_correction="token")
-    assert correct(algorithm, samples) == {"rollout_mask/tokens": 1.0, "rollout_mask/sequences": 1.0}
-    assert correct(algorithm, samples) == {"rollout_mask/tokens": 0.0, "rollout_mask/sequences": 0.0}
+    algorithm = AlgorithmConfig.preset(rollout_rs="token", rollout_rs_threshold=1.0, rollout_is="token")
+    assert correct(algorithm, samples) == {"rollout_rs/tokens": 1.0, "rollout_rs/sequences": 1.0}
+    assert correct(algorithm, samples) == {"rollout_rs/tokens": 0.0, "rollout_rs/sequences": 0.0}
     before = [sample.advantages.copy() for sample in samples]
-    assert correct(AlgorithmConfig(), samples) == {}
+    assert correct(AlgorithmConfig.preset(), samples) == {}
     assert all(np.array_equal(a, s.advantages) for a, s in zip(before, samples, strict=True))
 
 
@@ -235,10 +235,10 @@ def test_without_log_probs_it_is_refused():
     samples = two_samples()
     samples[1].rollout_log_probs = None
     assert mismatch(samples, [np.zeros(3, np.float32), np.zeros(2, np.float32)]) == {}
-    for key in ("rollout_mask", "rollout_correction"):
+    for key in ("rollout_rs", "rollout_is"):
         refusal = f'algorithm.{key} = "token": the engine gives no log-probs; set it to none'
         with pytest.raises(ConfigError, match=refusal):
-            correct(AlgorithmConfig(**{key: "token"}), samples)
+            correct(AlgorithmConfig.preset(**{key: "token"}), samples)
 
 
 def test_mismatch_quantiles_of_both_ratios():

@@ -84,8 +84,8 @@ def test_r2_on_four_processes(model, tmp_path):
         training={"steps": 2},
         parallel={"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
         evaluation={"at_start": False, "at_end": False},
-        tracking={"ratio_interval": 2, "time_split": True, "picture": False},
-        checkpoint={"interval": 2},
+        tracking={"ratio_interval": 2, "detailed_timers": True, "plot": False},
+        checkpoint={"save_interval": 2},
     )  # fmt: skip
     rows, _ = run_here(config, 4)
     assert len(rows) == 2
@@ -110,11 +110,11 @@ def test_without_replay_flips_are_measured_on_a_sample(model, tmp_path):
     config = base_config(
         model, tmp_path / "none",
         algorithm={"name": "grpo"},
-        routing={"sampled_sequences": 3},
+        routing={"metric_sequences": 3},
         optimizer={"lr": 5e-2},
-        training={"steps": 2, "epochs": 2},
+        training={"steps": 2, "ppo_epochs": 2},
         evaluation={"at_start": False, "at_end": False},
-        checkpoint={"interval": 1},
+        checkpoint={"save_interval": 1},
     )  # fmt: skip
     rows, _ = run_here(config)
     assert rows[0]["routing/flipped_tokens"] >= rows[0]["routing/flip_rate"] > 0, "routers that moved flip"
@@ -136,7 +136,7 @@ def still_config(model: str, run_dir: Path, old: str, **sections: Any) -> dict[s
     return base_config(
         model, run_dir, algorithm={"name": "grpo", "old_log_probs": old}, optimizer={"lr": 1e-12},
         training={"steps": 1}, evaluation={"at_start": False, "at_end": False},
-        tracking={"ratio_interval": 1, "picture": False}, **sections,
+        tracking={"ratio_interval": 1, "plot": False}, **sections,
     )  # fmt: skip
 
 
@@ -158,7 +158,7 @@ def test_r3(model, tmp_path, old, more):
 
 def test_without_an_old_policys_pass_a_few_sequences_are_enough(model, tmp_path):
     """Of two data-parallel ranks one has nothing to look at."""
-    config = still_config(model, tmp_path / "run", "rollout", routing={"sampled_sequences": 1})
+    config = still_config(model, tmp_path / "run", "rollout", routing={"metric_sequences": 1})
     (row,), _ = run_here(config, 2)
     assert {*UPDATED, *OF_THE_ROUTER, *BYTES, "time/routing"} <= set(row) and "time/log_probs" not in row
     assert row["routing/flip_rate"] == 0.0
@@ -181,9 +181,10 @@ def test_replay_without_its_metrics(model, tmp_path):
 def reference(model, tmp_path_factory) -> Reference:
     """Four steps with R3 on two processes (TP 2, EP 2), checkpoints after the second and the last."""
     return Reference(tmp_path_factory.mktemp("runs"), 2, [
-        "algorithm.name=grpo", "routing.replay=r3", "training.steps=4", "training.epochs=2", "optimizer.lr=1e-2",
-        "evaluation.interval=0", "evaluation.at_start=false", "evaluation.at_end=false", "tracking.ratio_interval=1",
-        "checkpoint.asynchronous=false",  # the second step's is whole before the third begins, on a slow disk as well
+        "algorithm.name=grpo", "routing.replay=r3", "training.steps=4", "training.ppo_epochs=2", "optimizer.lr=1e-2",
+        "evaluation.eval_interval=0", "evaluation.at_start=false", "evaluation.at_end=false",
+        "tracking.ratio_interval=1",
+        "checkpoint.async_save=false",  # the second step's is whole before the third begins, on a slow disk as well
     ])  # fmt: skip
 
 

@@ -25,8 +25,8 @@ def finished(model, tmp_path_factory):
         tmp_path_factory.mktemp("runs") / "gspo",
         training={"steps": 4},
         parallel={"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
-        evaluation={"n_samples": 2, "pass_at_k": [2], "interval": 2},
-        checkpoint={"interval": 2, "keep": 1},
+        evaluation={"n_samples": 2, "pass_at_k": [2], "eval_interval": 2},
+        checkpoint={"save_interval": 2, "keep": 1},
     )
     done = launch(config, 4)
     return config, Path(config["run_dir"]), done
@@ -105,7 +105,7 @@ def test_supervised_cold_start(model, tmp_path):
         algorithm={"name": "sft"},
         training={"steps": 25, "global_batch_size": 16},
         optimizer={"lr": 5e-3},
-        rollout={"engine": "demonstrations", "rollout_batch_size": 16, "n_samples_per_prompt": 1},
+        rollout={"engine": "sft", "rollout_batch_size": 16, "n_samples_per_prompt": 1},
         evaluation={"at_start": False},
         parallel={"pipeline_model_parallel_size": 2},
     )
@@ -121,16 +121,16 @@ def test_supervised_cold_start(model, tmp_path):
         (
             {
                 "name": "dapo",
-                "zero_variance_groups": "refill",
-                "max_refills": 2,
+                "dynamic_sampling": True,
+                "max_num_gen_batches": 3,
                 "truncated": "penalize",
-                "overlong_buffer": 2,
+                "overlong_buffer_len": 2,
             },
             {},
         ),
         (
             {"name": "gspo_token", "old_log_probs": "rollout", "kl_reward_coef": 0.01, "truncated": "mask"},
-            {"epochs": 2},
+            {"ppo_epochs": 2},
         ),
     ],
 )
@@ -138,7 +138,7 @@ def test_other_objectives(model, tmp_path, algorithm, extra):
     config = base_config(model, tmp_path / "run", algorithm=algorithm, training={"steps": 2, **extra})
     launch(config)
     rows = records(config["run_dir"])
-    assert rows[-1]["updates"] in (2.0 * extra.get("epochs", 1), rows[-1]["updates"]) and rows[-1]["step"] == 2
+    assert rows[-1]["updates"] in (2.0 * extra.get("ppo_epochs", 1), rows[-1]["updates"]) and rows[-1]["step"] == 2
     if algorithm.get("kl_loss_coef"):
         assert rows[0].get("kl/ref", rows[1]["kl/ref"]) >= 0
     if algorithm["name"] == "dapo":

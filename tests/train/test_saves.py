@@ -29,7 +29,7 @@ class LostServers(MyEngine):
 
 @pytest.mark.parametrize(("interval", "saved"), [(1, ""), (0, "saved, ")])
 def test_servers_that_fail_leave_a_whole_checkpoint(tmp_path, interval, saved):
-    config = small_config(tiny_model(tmp_path / "model"), tmp_path, checkpoint={"interval": interval},
+    config = small_config(tiny_model(tmp_path / "model"), tmp_path, checkpoint={"save_interval": interval},
                           training={"steps": 3})  # fmt: skip
     outcome = with_engine(config, LostServers())
     at = Path(config["run_dir"]) / "checkpoints" / "step_000001"

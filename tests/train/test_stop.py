@@ -30,7 +30,7 @@ def config(folder: Path, model: str, name: str, *, stop_after: int) -> dict[str,
         parallel={"tensor_model_parallel_size": 2},
         training={"steps": 4},
         evaluation={"at_start": False},
-        checkpoint={"interval": 4, "keep": 1},
+        checkpoint={"save_interval": 4, "keep": 1},
     )
 
 

@@ -68,7 +68,7 @@ def test_what_a_route_refuses(tmp_path: Path) -> None:
 
 
 def test_routes_by_name() -> None:
-    with pytest.raises(ValueError, match="^sglang.weight_route=carrier-pigeon: choose one of disk, tensor"):
+    with pytest.raises(ValueError, match="^sglang.weight_transport=carrier-pigeon: choose one of disk, tensor"):
         make_route("carrier-pigeon")
     with pytest.raises(ValueError, match="set sglang.weight_dir"):
         make_route("disk")

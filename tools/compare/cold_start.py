@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import string
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from random import Random
 
@@ -40,7 +41,7 @@ def held_out_and_training(model: Path, config: Path) -> tuple[list[Prompt], list
 
     task = load_config(config).data.task
     assert task is not None
-    found = load_task(TaskSpec(**task.model_dump()), AutoTokenizer.from_pretrained(model), PromptFormat())
+    found = load_task(TaskSpec(**asdict(task)), AutoTokenizer.from_pretrained(model), PromptFormat())
     assert found.evaluation is not None
     return found.evaluation.prompts, found.train.prompts
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megatron_gspo.config import Config, ConfigError, load_config
-from megatron_gspo.config.base import MISSING, Section, show
+from megatron_gspo.config.config_error import MISSING, show
 from megatron_gspo.config.load import apply_overrides, parse_yaml, read_file
 
 BASE = "base"  # the setting without stress
@@ -23,6 +23,12 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9_]*")
 RESERVED = ("run_dir", "seed", "model.path")
 
 Overrides = dict[str, Any]
+
+
+class Section(BaseModel):
+    """Refuses unknown keys, coerces no type and is frozen."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class Variant(Section):

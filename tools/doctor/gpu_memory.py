@@ -32,7 +32,7 @@ def planned_memory(config: Config, shape: ModelShape, world_size: int, *, transf
     )
     engine = {"embedded": "embedded", "sglang": "colocated" if config.sglang.colocated else "sglang"}
     cluster = Cluster(GPUS["h100"], world_size, engine.get(rollout.engine, "none"))  # its memory is not looked at
-    setting = Setting(size, layers, model.recompute, model.recompute_num_layers or 1)
+    setting = Setting(size, layers, model.recompute_granularity, model.recompute_num_layers or 1)
     states = stage_states(shape, config.parallel, world_size, size)
     sequences = max(training.global_batch_size // config.parallel.data_parallel_size(world_size), 1)
     tokens = training.max_tokens_per_micro_batch  # one sequence a micro-batch: as many of them as there can be

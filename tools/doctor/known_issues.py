@@ -52,7 +52,7 @@ def situation(
         has_dense_layers=bool(hf.get("mlp_only_layers")) or hf.get("decoder_sparse_step", 1) != 1 or not has_experts,
         replay=config.routing.replay != "none",
         has_config=True,
-        starts_servers=bool(config.sglang.servers),
+        starts_servers=bool(config.sglang.num_servers),
     )
 
 

@@ -71,7 +71,7 @@ class Local:
 
     def _load(self) -> list[Finding]:
         overrides, for_servers = split_server_arguments(self.options.overrides)
-        self.config = load_config(self.options.config, overrides, server_arguments=for_servers)
+        self.config = load_config(self.options.config, overrides, server_args=for_servers)
         return []
 
     def _check(self) -> list[Finding]:
@@ -146,7 +146,7 @@ def _servers(config: Config, told: dict[str, Any], *, with_ranks: bool) -> list[
     """`told` gets version and device of the servers, for the known defects. with_ranks: this is the run's rank 0."""
     from megatron_gspo.tools.doctor import server_checks  # aiohttp may be missing
 
-    if config.sglang.servers:
+    if config.sglang.num_servers:
         told["sglang"], told["servers_on_cpu"], found = server_checks.check_startable(config)
         return found
     answers = server_checks.ask(config)

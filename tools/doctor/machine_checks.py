@@ -87,9 +87,9 @@ def check_ports(config: Config | None, environment: Mapping[str, str]) -> list[F
             )
         else:
             found.append(ok("ports.torchrun", f"port {_TORCHRUN_PORT}, torchrun's default, is free"))
-    if config is not None and config.sglang.servers and config.sglang.port is not None:
-        host = option(config.sglang.arguments, "--host") or LOOPBACK
-        ports = range(config.sglang.port, config.sglang.port + config.sglang.servers)
+    if config is not None and config.sglang.num_servers and config.sglang.port is not None:
+        host = option(config.sglang.server_args, "--host") or LOOPBACK
+        ports = range(config.sglang.port, config.sglang.port + config.sglang.num_servers)
         found.append(judge_server_ports(config.sglang.port, host, [port for port in ports if not is_free(host, port)]))
         found += judge_ephemeral(ports, _ephemeral_range())
     return found

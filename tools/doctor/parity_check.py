@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch.distributed as dist
 
@@ -24,11 +26,11 @@ def check_agreement(config: Config) -> list[Finding]:
     from megatron_gspo.loop.assemble import assemble
     from megatron_gspo.mcore.process_groups import shutdown
 
-    if config.rollout.engine == "demonstrations":
+    if config.rollout.engine == "sft":
         return [
             note(
                 "agreement.log_probs",
-                "rollout.engine = demonstrations draws no samples whose log-probs could be compared",
+                "rollout.engine = sft generates no samples whose log-probs could be compared",
             )
         ]
     run = assemble(_probing(config))
@@ -43,8 +45,8 @@ def _probing(config: Config) -> Config:
     """The same config with the probe of `loop/probe.py` on, which tells and doesn't stop."""
     if config.rollout.engine != "sglang":
         return config
-    return config.model_copy(
-        update={"sglang": config.sglang.model_copy(update={"probe_interval": 1, "probe_action": "warn"})}
+    return replace(
+        config, sglang=replace(config.sglang, log_prob_check_interval=1, log_prob_check_action="warn")
     )
 
 
@@ -76,9 +78,9 @@ def _compare(run) -> list[Finding]:  # type: ignore[no-untyped-def] # Run's modu
 def _differences(run) -> tuple[float, float]:  # type: ignore[no-untyped-def]
     """(mean, largest) difference, in nats, between the log-probs that the embedded engine gives with its samples and
     the policy's own of the same tokens."""
+    from megatron_gspo.config import SamplingParams
     from megatron_gspo.mcore.process_groups import compute_device
     from megatron_gspo.mcore.train_step import compute_log_probs
-    from megatron_gspo.rollout.engine_protocol import SamplingParams
     from megatron_gspo.rollout.sample_exchange import broadcast_samples
 
     samples: list[Sample] | None = None

@@ -169,7 +169,7 @@ class Checkup:
                 pass  # said already: without the layout at least the ranks' connections are tried
         minutes = (self.options.seconds + 3 * self.options.grace) / 60  # the watch comes first
         if self.options.probe and self.config is not None:  # the world's group stays for it
-            minutes = max(minutes, self.config.parallel.timeout_minutes)
+            minutes = max(minutes, self.config.parallel.distributed_timeout_minutes)
         initialize(layout, seed=0, backend=backend, timeout_minutes=minutes)
         import torch.distributed as dist
 
@@ -203,7 +203,7 @@ class Checkup:
             found = check_agreement(config)
             return found if self.place.rank == 0 else []
 
-        with watch.stage("agreement", 60 * config.parallel.timeout_minutes):
+        with watch.stage("agreement", 60 * config.parallel.distributed_timeout_minutes):
             self._run("agreement.log_probs", compare)
 
     def _late(self, stage: str, seconds: float) -> None:

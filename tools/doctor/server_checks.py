@@ -127,7 +127,7 @@ def _judge_length(config: Config, server: Capabilities) -> list[Finding]:
 def _judge_route_of_weights(config: Config, server: Capabilities) -> list[Finding]:
     sglang = config.sglang
     route = make_route(
-        sglang.weight_route,
+        sglang.weight_transport,
         directory=sglang.weight_dir or Path(config.run_dir) / "weights",
         source=config.model.path,
         address=sglang.master_address,
@@ -139,9 +139,8 @@ def _judge_route_of_weights(config: Config, server: Capabilities) -> list[Findin
     if not reason:
         return []
     head, _, fix = reason.partition("; ")
-    return [
-        error("servers.weights", f"{server.url} {head}", f"weight_route = {sglang.weight_route} can't serve it", fix)
-    ]
+    problem = f"weight_transport = {sglang.weight_transport} can't serve it"
+    return [error("servers.weights", f"{server.url} {head}", problem, fix)]
 
 
 def _judge_together(servers: list[Capabilities]) -> list[Finding]:
@@ -162,7 +161,7 @@ def _judge_address(config: Config) -> list[Finding]:
     """Servers on other machines reach the trainer by sglang.master_address."""
     elsewhere = [url for url in config.sglang.urls if urlsplit(url).hostname not in _LOOPBACK]
     address = config.sglang.master_address
-    if config.sglang.weight_route == "distributed" and address in _LOOPBACK and elsewhere:
+    if config.sglang.weight_transport == "distributed" and address in _LOOPBACK and elsewhere:
         return [
             error(
                 "servers.address",
@@ -177,7 +176,7 @@ def _judge_address(config: Config) -> list[Finding]:
 def judge_own_address(config: Config) -> list[Finding]:
     """Whether this machine, where rank 0 is, has sglang.master_address for its own: rank 0 listens there."""
     address = config.sglang.master_address
-    if config.sglang.weight_route != "distributed":
+    if config.sglang.weight_transport != "distributed":
         return []
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
@@ -197,8 +196,8 @@ def judge_own_address(config: Config) -> list[Finding]:
 
 
 def check_startable(config: Config) -> tuple[tuple[int, ...], bool, list[Finding]]:
-    """(version, whether on a CPU, findings) of the SGLang that `sglang.servers` would start. Raises InputError."""
+    """(version, whether on a CPU, findings) of the SGLang that `sglang.num_servers` would start. Raises InputError."""
     python = config.sglang.python or sys.executable
-    settings = ServerSettings(model=config.model.path, python=python, arguments=tuple(config.sglang.arguments))
+    settings = ServerSettings(model=config.model.path, python=python, arguments=tuple(config.sglang.server_args))
     version, cpu = sglang_version(python), on_cpu(settings)
     return version, cpu, [judge_version(SGLANG, ".".join(map(str, version)), gpu=True, where=f" of {python}")]

@@ -22,12 +22,12 @@ _LITTLE = 1 << 30  # on the disk of a machine without a config
 def needs_of(config: Config, shape: ModelShape) -> Needs:
     """What a run of this config writes below its run_dir, and to `sglang.weight_dir` where it is there."""
     inside = config.sglang.weight_dir is None or Path(config.sglang.weight_dir).is_relative_to(config.run_dir)
-    copies = 2 if config.rollout.engine == "sglang" and config.sglang.weight_route == "disk" and inside else 0
+    copies = 2 if config.rollout.engine == "sglang" and config.sglang.weight_transport == "disk" and inside else 0
     return needs(
         total_parameters(shape),
         weight_bytes=DTYPE_BYTES[config.model.dtype],
         keep=config.checkpoint.keep,
-        saves=bool(config.checkpoint.interval),
+        saves=bool(config.checkpoint.save_interval),
         exports=config.checkpoint.export_hf,
         weight_copies=copies,
     )
@@ -43,7 +43,7 @@ def check_run_disk(config: Config, shape: ModelShape) -> list[Finding]:
 def check_weight_disk(config: Config, shape: ModelShape) -> list[Finding]:
     """The disk of `sglang.weight_dir`, where it is elsewhere: room for two copies of the weights."""
     place = config.sglang.weight_dir
-    if config.sglang.weight_route != "disk" or place is None or Path(place).is_relative_to(config.run_dir):
+    if config.sglang.weight_transport != "disk" or place is None or Path(place).is_relative_to(config.run_dir):
         return []
     wanted = 2 * total_parameters(shape) * DTYPE_BYTES[config.model.dtype]
     free = shutil.disk_usage(existing_part(place)).free + _size(Path(place))

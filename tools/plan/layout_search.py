@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megatron_gspo.config.sections import ParallelConfig
+from megatron_gspo.config import ParallelConfig
 from megatron_gspo.errors import InputError, show_bytes
 from megatron_gspo.models.model_shape import ModelShape
 from megatron_gspo.tools.plan.activations import Setting
@@ -43,7 +43,7 @@ class Plan:
     def to_json(self, cluster: Cluster) -> dict[str, Any]:
         return {
             "name": name_of(self.parallel),
-            "parallel": {key: value for key, value in self.parallel.model_dump().items() if key.endswith("_size")},
+            "parallel": {key: value for key, value in asdict(self.parallel).items() if key.endswith("_size")},
             "data_parallel_size": self.data_parallel,
             "recompute": self.recompute,
             "max_tokens_per_micro_batch": self.budget,

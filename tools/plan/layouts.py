@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from megatron_gspo.config.base import ConfigError
+from megatron_gspo.config import ParallelConfig
 from megatron_gspo.config.checks import check_divisibility, check_layout
-from megatron_gspo.config.sections import ParallelConfig
+from megatron_gspo.config.config_error import ConfigError
 from megatron_gspo.errors import InputError
 
 MOST_VIRTUAL = 4  # chunks of a stage that are tried

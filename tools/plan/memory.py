@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from megatron_gspo.config.sections import ParallelConfig
+from megatron_gspo.config import ParallelConfig
 from megatron_gspo.models.model_shape import ModelShape
 from megatron_gspo.tools.plan.activations import MicroBatch, Setting, head_bytes, peak_bytes, sizes_of
 from megatron_gspo.tools.plan.assumptions import Assumptions

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from megatron_gspo.config.sections import ParallelConfig
+from megatron_gspo.config import ParallelConfig
 from megatron_gspo.models.model_shape import ModelShape
 from megatron_gspo.tools.plan.parameters import (
     Parameter,

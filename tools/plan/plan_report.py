@@ -81,11 +81,11 @@ def config_lines(plan: Plan, work: Workload) -> str:
     """The keys of the config that make this layout."""
     parallel = plan.parallel
     sizes = [
-        f"  {key}: {str(value).lower()}" for key, value in parallel.model_dump().items()
+        f"  {key}: {str(value).lower()}" for key, value in dataclasses.asdict(parallel).items()
         if key.endswith(("_size", "_in_pipeline_split")) and value
     ]  # fmt: skip
     return "\n".join([
-        "model:", f"  recompute: {plan.recompute}", "parallel:", *sizes, "training:",
+        "model:", f"  recompute_granularity: {plan.recompute}", "parallel:", *sizes, "training:",
         f"  global_batch_size: {work.global_batch_size}", f"  max_tokens_per_micro_batch: {plan.budget}",
     ])  # fmt: skip
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from megatron_gspo.config.sections import ParallelConfig
+from megatron_gspo.config import ParallelConfig
 from megatron_gspo.models.model_shape import ModelShape
 from megatron_gspo.tools.plan.activations import MicroBatch, Setting, Sizes, embedding_rows, sizes_of
 from megatron_gspo.tools.plan.assumptions import Assumptions

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from megatron_gspo.config import SamplingParams
 from megatron_gspo.rollout.embedded.kv_cache import BufferCache
 from megatron_gspo.rollout.embedded.route_recorder import DecodedRoutes, RouteRecorder
 from megatron_gspo.rollout.embedded.token_sampling import choose_tokens
-from megatron_gspo.rollout.engine_protocol import SamplingParams
 
 _DROP_SHARE = 8  # finished rows leave when they are 1/8 of the batch: copying the cache costs 1/4 of a step
 _RESERVE = 128  # columns of cache allocated ahead of need

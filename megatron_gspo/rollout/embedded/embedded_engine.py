@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.errors import EngineError
 from megatron_gspo.rollout.embedded.cpu_kernels import use_cpu_kernels
@@ -18,7 +19,7 @@ from megatron_gspo.rollout.embedded.decode import Responses, decode
 from megatron_gspo.rollout.embedded.route_recorder import RouteRecorder
 from megatron_gspo.rollout.embedded.token_sampling import sequence_uniforms
 from megatron_gspo.rollout.embedded.weight_loading import WeightTargets
-from megatron_gspo.rollout.engine_protocol import SamplingParams, end_tokens
+from megatron_gspo.rollout.engine_protocol import end_tokens
 
 
 class Decoder(Protocol):
@@ -82,8 +83,8 @@ class EmbeddedEngine:
         if not prompts:
             return []
         by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i].token_ids))
-        order = np.repeat(np.asarray(by_length), sampling.n)
-        sample_index = np.tile(np.arange(sampling.n), len(prompts))
+        order = np.repeat(np.asarray(by_length), sampling.n_samples_per_prompt)
+        sample_index = np.tile(np.arange(sampling.n_samples_per_prompt), len(prompts))
         batches = -(-len(order) // self.max_batch)
         samples: list[Sample | None] = [None] * len(order)
         for places, indices in zip(
@@ -91,7 +92,7 @@ class EmbeddedEngine:
         ):
             chosen = [prompts[i] for i in places]
             decoded = self._decode_batch(chosen, indices, sampling, seed)
-            for place, sample in zip(places * sampling.n + indices, decoded, strict=True):
+            for place, sample in zip(places * sampling.n_samples_per_prompt + indices, decoded, strict=True):
                 samples[place] = sample
         return samples
 

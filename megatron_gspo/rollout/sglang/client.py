@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_gspo.config import SamplingParams
 from megatron_gspo.errors import EngineError
-from megatron_gspo.rollout.engine_protocol import SamplingParams
 from megatron_gspo.rollout.sglang.partial_response import Draft
 from megatron_gspo.rollout.sglang.response_parser import (
     AnswerError,

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
-from megatron_gspo.rollout.engine_protocol import SamplingParams
 from megatron_gspo.rollout.sglang.client import Client
 from megatron_gspo.rollout.sglang.partial_response import Draft
 from megatron_gspo.rollout.sglang.server_pool import FleetError, Member
@@ -62,7 +62,7 @@ class Stream:
         return [group.prompt for group in list(self._groups.values())]
 
     def start(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> list[int]:
-        """Begin `sampling.n` responses to each prompt; returns at once, with each group's ticket.
+        """Begin `sampling.n_samples_per_prompt` responses to each prompt; returns at once, with each group's ticket.
 
         Raises ValueError for a prompt that the model can't take: its ids never reach a server.
         """
@@ -100,7 +100,7 @@ class Stream:
     async def _start(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> list[int]:
         tickets = []
         for prompt in prompts:
-            drafts = [Draft(prompt, i, sampling.max_response_length) for i in range(sampling.n)]
+            drafts = [Draft(prompt, i, sampling.max_response_length) for i in range(sampling.n_samples_per_prompt)]
             group = Group(self._tickets, prompt, drafts, sampling, seed)
             self._groups[group.ticket] = group
             group.task = asyncio.ensure_future(self._draw(group))

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
+from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.errors import EngineError, first_line
-from megatron_gspo.rollout.engine_protocol import SamplingParams
 from megatron_gspo.rollout.sglang.client import Client, ModelFacts, RequestLimits
 from megatron_gspo.rollout.sglang.request_stream import Stream
 from megatron_gspo.rollout.sglang.server_pool import Fleet, FleetError, FleetSettings, Member

@@ -3,9 +3,10 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
-from megatron_gspo.rollout.engine_protocol import RolloutEngine, SamplingParams
+from megatron_gspo.rollout.engine_protocol import RolloutEngine
 from tests.support.reference_models import (
     EOS,
     VOCABULARY,
@@ -82,7 +83,7 @@ def test_samples_do_not_depend_on_batches_order_or_split():
 def test_greedy_equals_the_librarys_generate(kind):
     reference, engine = build(kind)
     questions = prompts(8)
-    samples = engine.generate(questions, SamplingParams(1, 15, greedy=True), seed=0)
+    samples = engine.generate(questions, SamplingParams(1, 15, temperature=0.0), seed=0)
     config = GenerationConfig(max_new_tokens=15, do_sample=False, eos_token_id=EOS, pad_token_id=0)
     for prompt, sample in zip(questions, samples, strict=True):
         ids = torch.from_numpy(prompt.token_ids)[None]

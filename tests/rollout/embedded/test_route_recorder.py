@@ -5,10 +5,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig, Qwen2MoeConfig
 
+from megatron_gspo.config import SamplingParams
 from megatron_gspo.errors import EngineError
 from megatron_gspo.rollout.embedded import route_recorder
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
-from megatron_gspo.rollout.engine_protocol import SamplingParams
 from megatron_gspo.routing_replay.routes import RouteShape, check_routes
 from tests.support.reference_models import checkpoint, dense_config, moe_config, prompts, reference_model
 
@@ -21,7 +21,7 @@ CONFIGS = {
     "dense layers in between": dict(num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[1]),
 }
 SAMPLED = SamplingParams(3, 20)
-GREEDY = SamplingParams(2, 15, greedy=True)
+GREEDY = SamplingParams(2, 15, temperature=0.0)
 
 
 def build(changes, **settings):

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_gspo.config import SamplingParams
 from megatron_gspo.rollout.embedded.token_sampling import choose_tokens, philox_4x32, sequence_uniforms
-from megatron_gspo.rollout.engine_protocol import SamplingParams
 
 
 def words(*values):
@@ -117,7 +117,7 @@ def test_tokens_of_probability_zero_are_never_drawn():
 
 def test_greedy_takes_the_argmax_and_scores_at_temperature_one():
     logits = torch.tensor([LOGITS, LOGITS[::-1]])
-    tokens, log_probs = choose_tokens(logits, None, SamplingParams(1, 1, temperature=0.3, greedy=True))
+    tokens, log_probs = choose_tokens(logits, None, SamplingParams(1, 1, temperature=0.0))
     assert tokens.tolist() == [2, 5]
     _, probs = exact_probs(LOGITS, 1.0, 0, 1.0)
     np.testing.assert_allclose(log_probs, math.log(probs[2]), atol=1e-6)
@@ -126,9 +126,9 @@ def test_greedy_takes_the_argmax_and_scores_at_temperature_one():
 @pytest.mark.parametrize(
     "values, message",
     [
-        (dict(n=0), "n=0"),
+        (dict(n_samples_per_prompt=0), "n_samples_per_prompt=0"),
         (dict(max_response_length=0), "max_response_length=0"),
-        (dict(temperature=0.0), "temperature=0.0"),
+        (dict(temperature=-0.1), "temperature=-0.1"),
         (dict(temperature=float("nan")), "temperature=nan"),
         (dict(top_p=0.0), "top_p=0.0"),
         (dict(top_p=1.1), "top_p=1.1"),
@@ -137,9 +137,9 @@ def test_greedy_takes_the_argmax_and_scores_at_temperature_one():
 )
 def test_impossible_parameters_are_refused_in_one_line(values, message):
     with pytest.raises(ValueError) as error:
-        SamplingParams(**{"n": 2, "max_response_length": 8, **values})
+        SamplingParams(**{"n_samples_per_prompt": 2, "max_response_length": 8, **values})
     assert str(error.value).startswith(message + ":") and "\n" not in str(error.value)
 
 
-def test_greedy_needs_no_temperature():
-    assert SamplingParams(1, 8, temperature=0.0, greedy=True).scoring_temperature == 1.0
+def test_greedy_decoding_scores_at_temperature_one():
+    assert SamplingParams(1, 8, temperature=0.0).scoring_temperature == 1.0

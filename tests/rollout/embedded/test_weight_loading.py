@@ -2,8 +2,8 @@ import pytest
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
+from megatron_gspo.config import SamplingParams
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
-from megatron_gspo.rollout.engine_protocol import SamplingParams
 from tests.support.reference_models import checkpoint, dense_config, moe_config, prompts, reference_model
 
 EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.errors import EngineError
-from megatron_gspo.rollout.engine_protocol import SamplingParams
 from megatron_gspo.rollout.sglang import server_pool as fleet_module
 from megatron_gspo.rollout.sglang.request_stream import WeightsWanted
 from tests.support.sglang_generator import SAMPLING, Generator, Setup, expected, prompts, without_pauses
@@ -74,7 +74,7 @@ PASSING = {
 def check(groups: list[list], wanted: list[Prompt]) -> None:
     """Every (prompt, sample) once, as the rule draws it."""
     found = [(s.prompt_index, s.sample_index) for group in groups for s in group]
-    assert found == [(p.index, i) for p in wanted for i in range(SAMPLING.n)]
+    assert found == [(p.index, i) for p in wanted for i in range(SAMPLING.n_samples_per_prompt)]
     for prompt, group in zip(wanted, groups, strict=True):
         for sample in group:
             assert sample.response_ids.tolist() == expected(prompt)
@@ -111,7 +111,7 @@ def test_a_lasting_fault_ends_with_one_line_that_names_the_request(server, name)
 def test_a_request_that_is_refused_is_not_repeated(server, code):
     server.always = status(code)
     with Setup(server.url) as setup:
-        setup.stream.start(prompts(1), SamplingParams(n=1, max_response_length=4), seed=1)
+        setup.stream.start(prompts(1), SamplingParams(n_samples_per_prompt=1, max_response_length=4), seed=1)
         with pytest.raises(EngineError, match=rf"^sample 0/0: server {server.url}/generate: .*{code}"):
             setup.stream.take(1)
     assert len(server.bodies) == 1
@@ -123,7 +123,7 @@ def test_retries_begin_anew_after_a_success(server):
     server.breaks = [*fails, lambda answer: _cut(answer, 1), *fails, lambda answer: _cut(answer, 1), *fails]
     with Setup(server.url) as setup:
         setup.fleet.members[0].faults = -100  # that it isn't taken out is of no interest here
-        setup.stream.start(prompts(1), SamplingParams(n=1, max_response_length=4), seed=1)
+        setup.stream.start(prompts(1), SamplingParams(n_samples_per_prompt=1, max_response_length=4), seed=1)
         [[sample]] = setup.stream.take(1)
     assert sample.response_ids.tolist() == expected(prompts(1)[0])
     assert setup.client.counts["retries"] == 9 and setup.client.counts["continued"] == 2
@@ -134,7 +134,7 @@ def test_the_requests_of_a_response_have_a_deadline_together(server):
     server.gate = False
     with Setup(server.url, retries=100, timeout=1.0, in_all=2.5) as setup:
         setup.fleet.members[0].faults = -100
-        setup.stream.start(prompts(1), SamplingParams(n=1, max_response_length=4), seed=1)
+        setup.stream.start(prompts(1), SamplingParams(n_samples_per_prompt=1, max_response_length=4), seed=1)
         with pytest.raises(EngineError, match=r"^sample 0/0: given up after [23] tries in [23] s; .*no answer"):
             setup.stream.take(1)
     assert 2 <= len(server.bodies) <= 3 and setup.client.counts["retries"] == len(server.bodies)
@@ -200,7 +200,7 @@ def test_where_all_have_old_weights_an_update_is_asked_for(server):
 def test_a_version_that_no_update_mends_ends_the_run(server):
     server.version = "another-life:9"
     with Setup(server.url) as setup:
-        setup.stream.start(prompts(1), SamplingParams(n=1, max_response_length=4), seed=1)
+        setup.stream.start(prompts(1), SamplingParams(n_samples_per_prompt=1, max_response_length=4), seed=1)
         updates = 0
 
         def take_with_updates():
@@ -222,7 +222,7 @@ def test_the_prompt_of_a_group_is_computed_once_and_its_samples_follow(server):
         setup.client.model = type(setup.client.model)(96, (1,), None, None)
         wanted = prompts(2, length=64)
         wanted = [Prompt(p.index, p.token_ids % 90 + 2, "") for p in wanted]
-        setup.stream.start(wanted, SamplingParams(n=3, max_response_length=4), seed=1)
+        setup.stream.start(wanted, SamplingParams(n_samples_per_prompt=3, max_response_length=4), seed=1)
         setup.stream.take(2)
         for bodies in (server.bodies, other.bodies):
             assert [body["sampling_params"]["max_new_tokens"] for body in bodies] == [0, 4, 4, 4]
@@ -257,9 +257,9 @@ def test_seeds_depend_on_seed_prompt_sample_and_token(server):
 
 def test_what_is_asked_for(server):
     with Setup(server.url) as setup:
-        sampling = SamplingParams(n=1, max_response_length=4, temperature=0.7, top_p=0.9, top_k=5)
+        sampling = SamplingParams(n_samples_per_prompt=1, max_response_length=4, temperature=0.7, top_p=0.9, top_k=5)
         setup.stream.start(prompts(1), sampling, seed=1)
-        setup.stream.start(prompts(1), SamplingParams(n=1, max_response_length=4, greedy=True), seed=1)
+        setup.stream.start(prompts(1), SamplingParams(1, max_response_length=4, temperature=0.0), seed=1)
         setup.stream.take(2)
     sampled, greedy = (body["sampling_params"] for body in server.bodies)
     assert (sampled["temperature"], sampled["top_p"], sampled["top_k"]) == (0.7, 0.9, 5)

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.errors import EngineError
-from megatron_gspo.rollout.engine_protocol import SamplingParams
 from megatron_gspo.rollout.sglang import server_pool as fleet_module
 from megatron_gspo.rollout.sglang.partial_response import Draft
 from megatron_gspo.rollout.sglang.request_stream import Group, WeightsWanted, choose

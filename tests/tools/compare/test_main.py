@@ -16,7 +16,7 @@ from tests.tools.compare.synthetic import VARIANTS, Course, write_comparison, wr
 def test_two_variants_are_trained_and_compared(tmp_path, capfd):
     model = tiny_model(tmp_path / "model")
     base = base_config(
-        model, tmp_path / "unused", evaluation={"interval": 1}, tracking={"picture": False, "ratio_interval": 2}
+        model, tmp_path / "unused", evaluation={"eval_interval": 1}, tracking={"plot": False, "ratio_interval": 2}
     )
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
     settings = {

@@ -140,7 +140,7 @@ def test_a_run_directory_that_another_process_writes(config, tmp_path):
 
 
 def test_the_disk_counts_what_the_run_holds_already(model, tmp_path):
-    config = Config.from_dict(small_config(model, tmp_path, checkpoint={"interval": 1, "export_hf": True}))
+    config = Config.from_dict(small_config(model, tmp_path, checkpoint={"save_interval": 1, "export_hf": True}))
     shape, _ = input_checks.check_weights(config)
     assert only(check_run_disk(config, shape)).level == "ok"
     assert "3 checkpoints of " in only(check_run_disk(config, shape)).what
@@ -151,7 +151,7 @@ def test_weights_for_servers_on_another_disk(config_file, tmp_path):
     elsewhere = tmp_path / "shared"
     file = config_file(
         rollout={"engine": "sglang"},
-        sglang={"urls": ["http://a:1"], "weight_route": "disk", "weight_dir": str(elsewhere)},
+        sglang={"urls": ["http://a:1"], "weight_transport": "disk", "weight_dir": str(elsewhere)},
     )
     config = load_config(file)
     shape, _ = input_checks.check_weights(config)

@@ -41,7 +41,8 @@ def test_files():
 
 def test_a_server_port_in_use_is_an_error(config_file):
     first = free_port()
-    file = config_file(rollout={"engine": "sglang"}, sglang={"servers": 2, "port": first, "weight_route": "tensor"})
+    servers = {"num_servers": 2, "port": first, "weight_transport": "tensor"}
+    file = config_file(rollout={"engine": "sglang"}, sglang=servers)
     config = load_config(file)
     environment = {"WORLD_SIZE": "2"}
     assert [f.level for f in check_ports(config, environment) if f.check == "ports.sglang"] == ["ok"]

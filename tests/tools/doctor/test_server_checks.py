@@ -76,7 +76,8 @@ def test_an_address_that_only_this_machine_knows(config_file):
 
 
 @pytest.mark.parametrize("changes, faults", [({}, 0), ({"master_address": "192.0.2.1"}, 1),
-                                             ({"master_address": "192.0.2.1", "weight_route": "disk"}, 0)])  # fmt: skip
+                                             ({"master_address": "192.0.2.1",
+                                               "weight_transport": "disk"}, 0)])  # fmt: skip
 def test_rank_0_is_where_the_servers_look_for_it(config_file, changes, faults):
     """192.0.2.1 is kept for documentation, and no machine's. So is the node that c10d didn't make the first."""
     config = load_config(config_file(rollout={"engine": "sglang"}, sglang={"urls": [SERVER.url], **changes}))

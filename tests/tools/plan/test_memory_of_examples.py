@@ -43,8 +43,8 @@ def test_a_shipped_config_fits(name: str) -> None:
     mean = work.global_batch_size / config.parallel.data_parallel_size(gpus) * work.mean_length(1.0)
     memory = worst_memory(
         shape, config.parallel, stage_states(shape, config.parallel, gpus, 2), tokens,
-        micro_batches(mean, tokens, config.parallel), Setting(2, "transformer_engine", config.model.recompute), work,
-        cluster, assume,
+        micro_batches(mean, tokens, config.parallel), 
+        Setting(2, "transformer_engine", config.model.recompute_granularity), work, cluster, assume,
     )  # fmt: skip
     assert memory.total < cluster.gpu.memory, memory
     assert memory.held > 0.2 * memory.total

@@ -1,0 +1,92 @@
+"""Section `algorithm`: the objective, and what is done with samples before they are trained on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, ClassVar, Literal
+
+from annotated_types import Ge, Gt, Le
+
+from megatron_gspo.algorithms.objective import Objective
+from megatron_gspo.algorithms.presets import PRESETS
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig(Objective):
+    """The objective of the run. `preset` and the loader fill in the fields of the preset that `name` is.
+
+    Raises ValueError where the fields contradict each other or the name (see `Objective`).
+    """
+
+    by_preset: ClassVar[frozenset[str]] = frozenset().union(*PRESETS.values(), ["loss_scale_factor"])
+
+    name: Literal["gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "sft"] = "gspo"
+    """Published algorithm whose preset sets the default of the keys below; a key that is null keeps that default."""
+    kl_reward_coef: Annotated[float, Ge(0)] = 0.0
+    """Coefficient of the KL divergence from the reference policy in the reward. The reference is the initial
+    weights."""
+    old_log_probs: Literal["recompute", "rollout"] = "recompute"
+    """Log-probs of the old policy: recomputed by the training engine, or those of the rollout engine."""
+    rollout_is: Literal["none", "token", "sequence"] = "none"
+    """Importance-sampling weights old policy / rollout engine on the advantages, by token or by sequence
+    (length-normalised), truncated at `rollout_is_threshold`."""
+    rollout_is_threshold: Annotated[float, Ge(1)] = 2.0
+    """Maximum importance-sampling weight."""
+    rollout_rs: Literal["none", "token", "sequence"] = "none"
+    """Rejection sampling: exclude from the loss the tokens, or the sequences by their length-normalised ratio, whose
+    ratio old policy / rollout engine is outside the thresholds."""
+    rollout_rs_threshold: Annotated[float, Ge(1)] | None = None
+    """Upper threshold of that ratio; null is 2 by token, by sequence it must be set."""
+    rollout_rs_threshold_lower: Annotated[float, Gt(0), Le(1)] | None = None
+    """Lower threshold of that ratio; null is 1 / `rollout_rs_threshold`."""
+    turn_discount: Annotated[float, Ge(0), Le(1)] | None = None
+    """Discount per turn of the rewards to go, from which each turn of an episode gets its own advantage; null gives an
+    episode one advantage, of its summed rewards."""
+    dynamic_sampling: bool = False
+    """Replace groups whose rewards are all equal by newly generated ones; false keeps them with advantage 0."""
+    max_num_gen_batches: Annotated[int, Ge(1)] = 4
+    """Maximum number of generations per step with `dynamic_sampling`, the first included. Groups of equal rewards that
+    remain are kept."""
+    truncated: Literal["keep", "mask", "penalize"] = "keep"
+    """Responses cut at the length limit: keep them, exclude them from the loss, or apply DAPO's length penalty."""
+    overlong_buffer_len: Annotated[int, Ge(0)] = 0
+    """With `truncated: penalize`, the number of last tokens over which the penalty increases."""
+    overlong_penalty_factor: Annotated[float, Gt(0)] = 1.0
+    """Penalty at the length limit, subtracted from the reward."""
+
+    @classmethod
+    def preset(cls, name: str = "gspo", *, max_response_length: int | None = None, **overrides: Any) -> AlgorithmConfig:
+        """The section of a published algorithm, with any field replaced. See `with_preset`."""
+        return cls(**with_preset({"name": name, **overrides}, max_response_length=max_response_length))
+
+    @property
+    def rollout_rs_band(self) -> tuple[float, float]:
+        """(lower, upper) threshold of `rollout_rs`, nulls resolved."""
+        high = self.rollout_rs_threshold or 2.0
+        return self.rollout_rs_threshold_lower or 1 / high, high
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether the samples are reference answers."""
+        return self.name == "sft"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a KL term needs ref_log_probs, those of the initial weights."""
+        return bool(self.kl_loss_coef) or bool(self.kl_reward_coef)
+
+
+def with_preset(given: dict[str, Any], *, max_response_length: int | None) -> dict[str, Any]:
+    """The fields of section `algorithm`: those given, else the preset's.
+
+    given: keys of the section; a null counts as not given. max_response_length: `loss_scale_factor` of a preset that
+    needs one, in tokens.
+    """
+    known = {field.name for field in fields(AlgorithmConfig)}
+    name = given.get("name") or "gspo"
+    preset = PRESETS[name if isinstance(name, str) and name in PRESETS else "gspo"]  # validation refuses other names
+    chosen = {key: value for key, value in given.items() if value is not None or key not in known}
+    filled = {"name": name, **preset, **chosen}
+    if filled.get("loss_agg_mode") == "seq-mean-token-sum-norm" and filled.get("loss_scale_factor") is None:
+        filled["loss_scale_factor"] = max_response_length
+    return filled

@@ -1,0 +1,75 @@
+"""Section `data` and its subsection `data.task`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """A generated reasoning-gym task."""
+
+    name: str
+    """Name of the reasoning-gym dataset, e.g. chain_sum."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Options of the dataset, e.g. {min_terms: 2}."""
+    size: Annotated[int, Ge(1)] = 10_000
+    """Number of training prompts."""
+    eval_size: Annotated[int, Ge(0)] = 256
+    """Number of held-out prompts. None of them is a training prompt."""
+    seed: Annotated[int, Ge(0)] = 0
+    """Seed of the generator."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Prompts, their format and the verifier that scores responses."""
+
+    prompts: str | None = None
+    """Training prompts: a .jsonl or .parquet file, or a datasets directory; null with `task`."""
+    task: TaskConfig | None = None
+    """A generated reasoning-gym task in place of `prompts`."""
+    eval_prompts: str | None = None
+    """Held-out prompts, in the formats of `prompts`; null uses those of `task`, or none."""
+    prompt_key: str = "prompt"
+    """Field that holds the question: text, or a list of chat messages."""
+    answer_key: str | None = "answer"
+    """Field that holds the reference answer; null if the verifier needs none."""
+    chat_template: bool = False
+    """Apply the tokenizer's chat template to prompts."""
+    system_prompt: str | None = None
+    """System message; needs `chat_template`. Null is none."""
+    prompt_template: str = "{question}"
+    """Text of a prompt; {question} is replaced by the question."""
+    max_prompt_length: Annotated[int, Ge(1)] = 1024
+    """Maximum prompt length in tokens."""
+    overlong_prompts: Literal["drop", "error"] = "drop"
+    """Longer prompts are dropped, or are an error."""
+    verifier: str | None = None
+    """Scores a response: exact_match, math_verify, reasoning_gym, path/to/file.py:function or
+    package.module:function; null is reasoning_gym with a task and exact_match otherwise."""
+    verifier_options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the verifier, e.g. {style: boxed}."""
+    verifier_timeout: Annotated[float, Gt(0)] | None = 10.0
+    """Timeout of one verification in seconds, after which it counts as failed; null runs the verifier in the
+    training process, which is faster and has no timeout."""
+    verifier_failure_reward: float | None = None
+    """Reward of a response whose verification failed; null excludes it from the loss and from the statistics of
+    its group."""
+    verifier_workers: Annotated[int, Ge(1)] = 1
+    """Verifier processes per rank."""
+    shuffle: bool = True
+    """Shuffle the prompts, with `seed`, on each pass over them."""
+
+    @property
+    def resolved_verifier(self) -> str:
+        """`verifier`, null resolved."""
+        return self.verifier or ("reasoning_gym" if self.task else "exact_match")
+
+    @property
+    def has_eval_prompts(self) -> bool:
+        """Whether there are held-out prompts."""
+        return self.eval_prompts is not None or (self.task is not None and self.task.eval_size > 0)

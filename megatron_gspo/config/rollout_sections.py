@@ -1,0 +1,119 @@
+"""Sections `rollout` and `routing`, and the sampling parameters that `rollout` extends."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How an engine samples responses.
+
+    Raises ValueError (one line) for a value that no engine supports.
+    """
+
+    n_samples_per_prompt: Annotated[int, Ge(1)] = 8
+    """Responses per prompt. They form the group whose rewards the advantages compare."""
+    max_response_length: Annotated[int, Ge(1)] = 1024
+    """Maximum response length in tokens, the end token included."""
+    temperature: Annotated[float, Ge(0)] = 1.0
+    """Logits are divided by it, also where training recomputes log-probs. Must be above 0 for training samples."""
+    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
+    """Sample from the smallest set of most likely tokens whose probabilities sum to this; 1 is off. Training samples
+    need 1, because their log-probs are over the whole vocabulary; see `evaluation.top_p`."""
+    top_k: Annotated[int, Ge(0)] = 0
+    """Sample from this many most likely tokens, before top_p; 0 is off. Training samples need 0, because their
+    log-probs are over the whole vocabulary; see `evaluation.top_k`."""
+
+    def __post_init__(self) -> None:
+        if self.n_samples_per_prompt < 1:
+            raise ValueError(f"n_samples_per_prompt={self.n_samples_per_prompt}: draw at least 1 response per prompt")
+        if self.max_response_length < 1:
+            raise ValueError(f"max_response_length={self.max_response_length}: give at least 1 token")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature={self.temperature}: use a value above 0, or 0 for greedy decoding")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p}: use a value in (0, 1]; 1 turns it off")
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k}: use a value of at least 0; 0 turns it off")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken (temperature 0)."""
+        return self.temperature == 0
+
+    @property
+    def scoring_temperature(self) -> float:
+        """The temperature of `rollout_log_probs`: `temperature`, or 1 for greedy decoding."""
+        return 1.0 if self.greedy else self.temperature
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig(SamplingParams):
+    """Generation of the training samples. The section is the sampling parameters of the training samples."""
+
+    engine: Literal["embedded", "sglang", "sft"] = "embedded"
+    """Source of responses: the policy in Transformers (`embedded`), SGLang servers (`sglang`), or the reference
+    answers (`sft`)."""
+    rollout_batch_size: Annotated[int, Ge(1)]
+    """Prompts per rollout batch."""
+    max_batch_size: Annotated[int, Ge(1)] = 256
+    """Sequences that the embedded engine decodes at once on each rank."""
+    max_staleness: Annotated[int, Ge(0)] = 0
+    """Maximum number of updates between the weights that generated a token and the weights that it trains; 0 is
+    on-policy."""
+    overlap: bool = False
+    """Generate while training; with max_staleness 1 one step ahead, with n up to n steps ahead."""
+    oversampling: Annotated[float, Ge(1)] = 1.0
+    """Groups started per group that a step needs. The step takes the first to finish and stops the others: they start
+    over or, with max_staleness, continue after the update; then at most 1 + max_staleness."""
+    environment: str | None = None
+    """Factory of a multi-turn environment, path/to/file.py:factory or package.module:factory, which also scores the
+    episodes in place of the verifier; null is single-turn."""
+    environment_options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the factory, e.g. {partial_credit: true}."""
+    max_turns: Annotated[int, Ge(1)] = 8
+    """Maximum number of responses per episode, with an environment."""
+    max_turn_length: Annotated[int, Ge(1)] | None = None
+    """Maximum length of one turn's response in tokens, with an environment; null is what remains of
+    max_response_length, which limits all responses and observations of an episode together."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether groups outlive the step that started them, or more are started than a step takes."""
+        return self.max_staleness > 0 or self.oversampling > 1
+
+    @property
+    def sequences(self) -> int:
+        """Responses of a rollout batch."""
+        return self.rollout_batch_size * self.n_samples_per_prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingConfig:
+    """Routing replay and the metrics of a mixture of experts."""
+
+    replay: Literal["none", "r2", "r3"] = "none"
+    """Experts that a training pass uses: the live router's (`none`), those of the old policy in the training engine
+    (`r2`), or those of the rollout engine (`r3`). The experts' weights always come from the live router."""
+    replay_old_log_probs: bool = True
+    """With r3, also compute the old policy's log-probs under the routes of the rollout engine."""
+    missing_routes: Literal["error", "live"] = "error"
+    """With r3, tokens for which the engine returned no route: `error` stops the run, `live` uses the live router."""
+    storage: Literal["device", "host"] = "device"
+    """Where the routes of a mini-batch are kept: GPU memory, or pinned host memory."""
+    metrics: bool = True
+    """Log expert flips, router entropy and expert load (routing/*)."""
+    metric_sequences: Annotated[int, Ge(1)] = 8
+    """Sequences per rollout batch on which expert flips are measured where nothing is replayed."""
+    compare_rollout: bool = False
+    """Request routes from the rollout engine to measure routing/rollout_flip_rate. r3 always does."""
+
+    @property
+    def needs_rollout_routes(self) -> bool:
+        """Whether the rollout engine must return its routes."""
+        return self.replay == "r3" or self.compare_rollout

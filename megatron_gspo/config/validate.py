@@ -1,0 +1,106 @@
+"""Validation of plain data against section dataclasses. The only module of the config that uses pydantic."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import re
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from megatron_gspo.config.config_error import MISSING, ConfigError
+from megatron_gspo.config.fields import annotations, choices, describe_type, keys, required, section_of
+
+T = TypeVar("T")
+
+# Set on the outermost dataclass, as `__pydantic_config__`; sections inherit it. Strict: no type is coerced, except a
+# whole number to a float.
+STRICT = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
+_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+
+
+def validate(section: type[T], data: dict[str, Any]) -> T:
+    """An instance of a section dataclass. Raises ConfigError for the first fault: unknown keys, types and bounds."""
+    try:  # as JSON, which strict validation builds dataclasses from
+        return _adapter(section).validate_json(json.dumps(data, default=str))
+    except ValidationError as error:
+        raise _first_fault(section, error) from None
+
+
+@functools.cache
+def _adapter(section: type[T]) -> TypeAdapter[T]:
+    return TypeAdapter(section)
+
+
+def _first_fault(model: type, error: ValidationError) -> ConfigError:
+    """A pydantic error as ConfigError. Unknown keys come first: they often explain a missing one."""
+    faults = sorted(error.errors(include_url=False), key=lambda fault: fault["type"] not in _UNKNOWN)
+    fault = faults[0]
+    key, annotation = _locate(model, fault["loc"])
+    value = fault["input"]
+    if fault["type"] in _UNKNOWN:
+        known = [row.name for row in keys(model)] + list(annotations(model))
+        return ConfigError(key, value, "is not a key", _suggest(key, known))
+    if fault["type"] == "missing":
+        return ConfigError(key, MISSING, "is missing", f"set it: {_expected(annotation)}")
+    if fault["type"] == "value_error":
+        return _from_section(key, value, str(fault["ctx"]["error"]))
+    words = choices(annotation)
+    close = difflib.get_close_matches(str(value), words, n=1)
+    hint = f", perhaps {close[0]}" if close else ""
+    quoted = ", without quotes" if isinstance(value, str) and not words else ""
+    return ConfigError(key, value, "is not allowed", f"set {_expected(annotation)}{hint}{quoted}")
+
+
+def _from_section(section: str, values: Any, message: str) -> ConfigError:
+    """The ValueError of a section's `__post_init__`, "key = value problem: fix", under the key of the config."""
+    head, _, fix = message.partition(": ")
+    key, _, rest = head.partition("=")
+    key = key.strip()
+    if not key.isidentifier() or not isinstance(values, dict):
+        return ConfigError(section, MISSING, head, fix or "change it")
+    value = values.get(key)
+    problem = rest.strip().removeprefix(repr(value)).strip() or "is not allowed"
+    fix = re.sub(r"set (\w+)=True", rf"set {section}.\1: true", fix)
+    return ConfigError(f"{section}.{key}", value, problem, fix or "change it")
+
+
+def _locate(model: type, location: tuple[int | str, ...]) -> tuple[str, Any]:
+    """Dotted key and annotation of a pydantic location, without the union branches that pydantic adds."""
+    parts: list[str] = []
+    annotation: Any = model
+    current: type | None = model
+    for part in location:
+        if current is None:
+            break
+        parts.append(str(part))
+        annotation = annotations(current).get(part) if isinstance(part, str) else None
+        if annotation is None:
+            break
+        current = section_of(annotation)
+    return ".".join(parts) or "config", annotation
+
+
+def _expected(annotation: Any) -> str:
+    if annotation is None:
+        return "a mapping of keys"
+    section = section_of(annotation)
+    if section is None:
+        return describe_type(annotation)
+    names = required(section)
+    return "a section" + (f" with at least {', '.join(names)}" if names else "")
+
+
+def _suggest(key: str, known: list[str]) -> str:
+    leaf = key.rpartition(".")[2]
+    same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
+    siblings = [name for name in known if name.rpartition(".")[0] == key.rpartition(".")[0]]
+    leaves = {name.rpartition(".")[2]: name for name in reversed(known)}
+    close = (
+        same_leaf
+        or difflib.get_close_matches(key, siblings, n=1, cutoff=0.7)
+        or [leaves[name] for name in difflib.get_close_matches(leaf, list(leaves), n=1, cutoff=0.7)]
+    )
+    return f"did you mean {close[0]}?" if close else "remove it, or see docs/config.md for the keys"
