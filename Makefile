@@ -88,6 +88,7 @@ format: install
 docs: install
 	$(RUN) -m megatron_gspo.tools.write_config_reference docs/config.md
 	$(RUN) benchmarks/write_page.py
+	$(RUN) -m tests.bad_input.page
 
 clean:
 	rm -rf $(VENV) .venv312 .venv-peers .venv-sglang* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

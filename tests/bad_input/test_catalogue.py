@@ -6,34 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.bad_input import (
-    test_config,
-    test_disk,
-    test_model,
-    test_prompts,
-    test_ranks,
-    test_rewards,
-    test_rollouts,
-    test_routes,
-)
+from tests.bad_input.page import CASES, FIXES, PAGE, filled
 from tests.support.command_line import Case
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "troubleshooting.md"
-CASES: tuple[Case, ...] = (
-    *test_config.CASES,
-    *(case for case, _ in test_config.FILES),
-    test_config.ALONE,
-    *test_prompts.CASES,
-    *test_model.CASES,
-    *test_rollouts.CASES,
-    *test_rollouts.DIVERGED,
-    *test_routes.CASES,
-    *test_rewards.CASES,
-    *(case for case, _, _ in test_disk.CASES),
-    test_disk.FULL_AGAIN,
-    *test_ranks.CASES,
-)
 
 
 def test_the_catalogue_is_large_and_each_case_has_a_name_of_its_own() -> None:
@@ -49,3 +25,12 @@ def test_the_readme_says_how_large() -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_message_is_explained(case: Case) -> None:
     assert case.phrase in PAGE.read_text(encoding="utf-8")
+
+
+def test_the_page_has_the_messages_of_today() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == filled(text), "python -m tests.bad_input.page"
+
+
+def test_every_fix_belongs_to_a_case() -> None:
+    assert set(FIXES) - {case.name for case in CASES} == set()

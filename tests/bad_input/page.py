@@ -1,0 +1,99 @@
+"""Write the messages in docs/troubleshooting.md from the cases of this folder:
+
+    python -m tests.bad_input.page
+
+The messages of a group stand between two comments, `<!-- messages: Config -->` and `<!-- /messages -->`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.bad_input import (
+    test_config,
+    test_disk,
+    test_model,
+    test_prompts,
+    test_ranks,
+    test_rewards,
+    test_rollouts,
+    test_routes,
+)
+from tests.support.command_line import Case
+
+PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
+BLOCK = re.compile(r"<!-- messages: (.+) -->\n(?:.*\n)*?<!-- /messages -->")
+GROUPS: dict[str, tuple[Case, ...]] = {
+    "Config": (*test_config.CASES, *(case for case, _ in test_config.FILES), test_config.ALONE),
+    "Prompts": (*test_prompts.CASES,),
+    "Model": (*test_model.CASES,),
+    "Engines": (*test_rollouts.CASES, *test_rollouts.DIVERGED),
+    "Routes": (*test_routes.CASES,),
+    "Verifiers": (*test_rewards.CASES,),
+    "Files and disks": (*(case for case, _, _ in test_disk.CASES), test_disk.FULL_AGAIN),
+    "Ranks": (*test_ranks.CASES,),
+}
+CASES = tuple(case for cases in GROUPS.values() for case in cases)
+# The cause or fix, by the name of a case, where the message does not say it.
+FIXES = {
+    "text for a number": "types are not converted: remove the quotes (`1e-6` is a number)",
+    "token clip under GSPO": "use about 3e-4, or [measure](algorithms.md#choosing-the-clip-range)",
+    "sequence clip under GRPO": "use about 0.2",
+    "GSPO averaged over tokens": "another algorithm than its name: [what is refused](algorithms.md#what-is-refused)",
+    "SFT on samples": "`sft` needs `rollout.engine: sft`, other algorithms another engine",
+    "TP doesn't fit the world": "change `--nproc-per-node` or a size; without torchrun there is 1 process",
+    "token budget below one sequence": "the budget must hold the longest prompt plus response (defaults 1024 each)",
+    "one sample a prompt": "8 is usual; `sft` needs 1",
+    "unknown model type": "supported: qwen3, qwen3_moe, qwen2_moe; [add a family](extending.md#a-model-family)",
+    "pickled weights only": "loading a pickle runs code; convert it where you trust it",
+    "missing weight": "weights of another model, or an incomplete download",
+    "integer weights": "quantised weights need their scales",
+    "NaN in the weights": "use a checkpoint from before the run diverged",
+    "no end token": "set `eos_token_id` in the model's `generation_config.json`",
+    "tokenizer of another model": "tokenizer and `config.json` are of different models",
+    "fewer prompts than a batch": "a rollout batch has distinct prompts; dynamic sampling draws more",
+    "unknown kind of file": "the suffix selects the reader",
+    "compressed file": "unpack it",
+    "tokenizer without a chat template": "set `data.chat_template: false` and a `data.prompt_template`",
+    "positive log-prob": "probabilities or logits instead of log-probs",
+    "token outside the vocabulary": "another tokenizer, or padding that was not removed",
+    "another prompt": "the server tokenised the text again",
+    "engine that refuses": "the engine's own error; a server is gone or refuses a request",
+    "weights that diverged": "resume from an earlier checkpoint: move the newest away",
+    "gradient that isn't finite": "lower the learning rate; see `grad_norm` before",
+    "routes with a row too few": "the text was tokenised again, or the prompt's routes are missing",
+    "routes of no sample": "enable routes in the engine; SGLang: `--enable-return-routed-experts`",
+    "expert twice": "padded rows, or another `k`",
+    "replay with a dense model": "routing replay needs experts",
+    "verifier file that fails": "the file fails on import: run it with Python",
+    "verifier of another signature": "no response was scored: wrong signature, exception, exit, hang, no finite number "
+    "or missing answers. Call the verifier on a line of `samples/`",
+    "config on a full disk": "disk full, or `ulimit -f`",
+    "checkpoint on a full disk": "free space, or lower `checkpoint.keep`",
+    "rank killed": "a rank died (out of memory, hardware), or hangs: the others wait "
+    "`parallel.distributed_timeout_minutes`",
+    "stopped by a scheduler": "torchrun's report names the rank that ended first",
+}
+
+
+def messages(cases: tuple[Case, ...]) -> str:
+    """Markdown: a table of the messages with a fix, and a list of the others."""
+    fixes: dict[str, str] = {}
+    for case in cases:
+        phrase = f"{case.phrase}..." if case.phrase.endswith(" ") else case.phrase
+        fixes[phrase] = fixes.get(phrase) or FIXES.get(case.name, "")
+    rows = [f"| `{phrase}` | {fix} |" for phrase, fix in fixes.items() if fix]
+    plain = [phrase for phrase, fix in fixes.items() if not fix]
+    parts = [["| message contains | cause, fix |", "| --- | --- |", *rows]] if rows else []
+    parts += [["```text", *plain, "```"]] if plain else []
+    return "\n\n".join("\n".join(part) for part in parts)
+
+
+def filled(text: str) -> str:
+    """The page's text with the messages of each group. Raises ``KeyError`` for a comment that names no group."""
+    return BLOCK.sub(lambda m: f"<!-- messages: {m[1]} -->\n\n{messages(GROUPS[m[1]])}\n\n<!-- /messages -->", text)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
