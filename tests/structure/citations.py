@@ -67,7 +67,8 @@ class Project:
     @cached_property
     def targets(self) -> set[str]:
         """Targets of the Makefile."""
-        return set(re.findall(r"^([\w-]+):", (self.root / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+        rules = re.findall(r"^([\w -]+):", (self.root / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+        return {name for rule in rules for name in rule.split()}
 
     @cached_property
     def subcommands(self) -> set[str]:
