@@ -4,7 +4,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
@@ -22,24 +21,11 @@ from megatron_gspo.environments.episodes import (
 )
 from megatron_gspo.errors import EngineError
 from megatron_gspo.rewards.scorer import FAILURE
-from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
-from megatron_gspo.rollout.engine_protocol import RolloutEngine
-from megatron_gspo.rollout.sample_exchange import generate_spread
-from tests.rollout.embedded.test_route_recorder import naive_routes
 from tests.rollout.test_sample_exchange import assert_same
-from tests.support.distributed import run_distributed
-from tests.support.reference_models import checkpoint, moe_config, prompts, reference_model, teacher_forced
+from tests.support.reference_models import prompts
+from tests.support.scripted_episodes import Depends, encode, engine_and_reference, ok
 
 RULES = EpisodeRules(max_turns=3, max_length=60)
-
-
-def encode(text: str) -> list[int]:
-    """Ids 10 .. 35 for letters."""
-    return [10 + ord(letter) - ord("a") for letter in text]
-
-
-def ok(observation="", reward=0.0, done=False):
-    return "ok", {"observation": observation, "reward": reward, "done": done}, None
 
 
 @dataclass
@@ -52,21 +38,6 @@ class Replies:
     def step(self, requests):
         self.asked += [(r.prompt.index, r.sample_index, r.responses) for r in requests]
         return [self.script[r.sample_index, len(r.responses)] for r in requests]
-
-
-@dataclass
-class Depends:
-    """Environments whose turns are a function of (prompt, sample, seed, responses)."""
-
-    turns: int = 3
-
-    def step(self, requests):
-        return [self.reply(r) for r in requests]
-
-    def reply(self, r):
-        n = len(r.responses)
-        letters = "abcdefg"[: 1 + (r.prompt.index + r.sample_index + n + r.seed) % 4]
-        return ok(letters, float(n) / 2, n >= 1 + (r.prompt.index + r.sample_index) % self.turns)
 
 
 def response(request: Request, ids, *, finish="stop", text="", version=0, **more) -> Sample:
@@ -215,33 +186,6 @@ def test_batches_keep_every_context_short_enough():
     assert batches([request(50, 9)], 30) == [([0], 9)]  # its own limit holds, whatever max_length is
 
 
-def engine_and_reference(**settings) -> tuple[EmbeddedEngine, object]:
-    reference = reference_model(moe_config())
-    state = checkpoint(reference)
-    ends = {"eos_token_ids": range(1, 6), "return_routed_experts": True}
-    return EmbeddedEngine(moe_config(), state=state, **ends, **settings), reference
-
-
-def test_episodes_on_a_model_are_those_of_one_plain_pass():
-    """Log-probs and routes of every generated token, whatever was generated before it in other calls."""
-    engine, reference = engine_and_reference()
-    playing = EpisodeEngine(engine, Depends(), encode, EpisodeRules(3, 60, max_turn_length=8))
-    assert isinstance(playing, RolloutEngine)
-    questions, sampling = prompts(8), SamplingParams(3, 40, temperature=0.8)
-    samples = playing.generate(questions, sampling, seed=5)
-    assert [(s.prompt_index, s.sample_index) for s in samples] == [(q.index, i) for q in questions for i in range(3)]
-    assert {len(spans(s)) for s in samples} == {1, 2, 3}
-    for sample in samples:
-        sample.check()
-        wanted = teacher_forced(reference, sample, 0.8)
-        mine = sample.loss_mask
-        np.testing.assert_allclose(sample.rollout_log_probs[mine], wanted[mine], atol=2e-5)
-        assert not sample.rollout_log_probs[~mine].any() and (~mine).sum() == sum(
-            b.start - a.end for a, b in zip(spans(sample), spans(sample)[1:], strict=False)
-        )
-        np.testing.assert_array_equal(np.sort(sample.routed_experts, -1), naive_routes(reference, sample.tokens))
-
-
 def test_episodes_do_not_depend_on_their_company_or_their_driver():
     engine, _ = engine_and_reference()
     rules, sampling = EpisodeRules(3, 60, max_turn_length=8), SamplingParams(3, 40)
@@ -306,19 +250,3 @@ def test_an_engine_that_breaks_its_promise_is_named():
 
     with pytest.raises(EngineError, match="the engine gave 0 samples for 4 prompts x 1"):
         EpisodeEngine(Short(), Depends(), encode, RULES).generate(prompts(2), SamplingParams(2, 9), seed=0)
-
-
-def over_ranks(rank, world_size):
-    engine, _ = engine_and_reference()
-    playing = EpisodeEngine(engine, Depends(), encode, EpisodeRules(3, 60, max_turn_length=8))
-    questions, sampling = prompts(5), SamplingParams(2, 40)
-    whole = playing.generate(questions, sampling, seed=1)
-    found = generate_spread(playing, questions, sampling, seed=1, group=dist.group.WORLD, vocab_size=40)
-    for a, b in zip(found, whole, strict=True):
-        np.testing.assert_allclose(a.rollout_log_probs, b.rollout_log_probs, atol=1e-5)
-        assert_same(replace(a, rollout_log_probs=b.rollout_log_probs), b)
-    return len(found)
-
-
-def test_episodes_over_ranks_are_those_of_one():
-    assert run_distributed(over_ranks, 2) == [10, 10]

@@ -107,13 +107,13 @@ MEGATRON = (
     Defect(
         "expert gradients not added up over tensor-parallel replicas", "megatron-core 0.16.1 - 0.18.2", MODEL,
         "        expert_gradients.apply(chunk, config)\n", "",
-        ("tests/patches/test_patches.py::test_expert_gradients_are_added_up_over_tensor_parallel_replicas",),
+        ("tests/patches/test_expert_gradients.py::test_expert_gradients_are_added_up_over_tensor_parallel_replicas",),
     ),
     Defect(
         "experts of other tensor-parallel ranks left out of the gradient norm", "megatron-core 0.16.1 - 0.18.2",
         "patches/expert_gradients.py",
         "            parameter.tensor_model_parallel = True  #", "            pass  #",
-        ("tests/patches/test_patches.py::test_every_expert_counts_in_the_gradient_norm",),
+        ("tests/patches/test_expert_gradients.py::test_every_expert_counts_in_the_gradient_norm",),
     ),
     Defect(
         "interleaved stages exchange in batches", "megatron-core", MODEL,
@@ -242,7 +242,7 @@ RESUME = (
     Defect(
         "Adam's step is one tensor for all parameters", "megatron-core 0.16.1 - 0.19.2", "patches/adam_step.py",
         'state["step"] = state["step"].clone()', "pass",
-        ("tests/patches/test_patches.py::test_adam_steps_once_for_each_step_after_a_resume",),
+        ("tests/patches/test_adam_step.py::test_adam_steps_once_for_each_step_after_a_resume",),
     ),
     Defect(
         "a half-written checkpoint is taken for a whole one", "several trainers", FILES,

@@ -18,7 +18,7 @@ import torch
 
 from megatron_gspo.tools.doctor.__main__ import check
 from megatron_gspo.tools.doctor.arguments import Options
-from megatron_gspo.tools.doctor.diagnostics import quiet_output
+from megatron_gspo.tools.doctor.diagnostics import LEVELS, quiet_output
 from megatron_gspo.tools.doctor.rank_checks import facts_of_this_rank
 from megatron_gspo.tools.doctor.rendezvous import Meeting, Place, open_store
 from megatron_gspo.tools.doctor.runner import Checkup
@@ -149,3 +149,17 @@ def _child(rank: int, world: int, port: int, arguments: Sequence[str], instead: 
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code or 0)
+
+TP2 = "parallel.tensor_model_parallel_size=2"
+
+
+def table(outcome: Outcome) -> list[tuple[str, str, str]]:
+    """(level, check, text) of every line but the summary; no traceback, no second report."""
+    assert "Traceback" not in outcome.out + outcome.err, outcome.err
+    *rows, summary = outcome.out.splitlines()
+    assert ": " in summary and not summary.startswith(LEVELS)
+    return [tuple(row.split(None, 2)) for row in rows]  # type: ignore[misc]
+
+
+def faults(outcome: Outcome) -> list[tuple[str, str]]:
+    return [(level, check) for level, check, _ in table(outcome) if level in ("warning", "error")]

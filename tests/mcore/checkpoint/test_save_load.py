@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import resource
-import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +12,14 @@ from torch import Tensor
 
 from megatron_gspo.algorithms import preset
 from megatron_gspo.mcore.checkpoint.checkpoint_files import CheckpointError, complete_checkpoints, read_state
-from megatron_gspo.mcore.checkpoint.save_load import AsyncSave, begin_save, load_checkpoint, save_checkpoint
-from megatron_gspo.mcore.model import ModelSettings
-from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, Policy, build_policy
+from megatron_gspo.mcore.checkpoint.save_load import begin_save, load_checkpoint, save_checkpoint
+from megatron_gspo.mcore.policy import Policy
 from megatron_gspo.mcore.process_groups import Layout
 from megatron_gspo.mcore.train_step import Batching, train_mini_batch
 from tests.equivalence.cases import make_samples, max_difference
 from tests.support.distributed import run_distributed
-from tests.support.parallel_groups import groups_of
-from tests.support.tiny_models import save_tiny_model
+from tests.support.saved_policies import LR, STATE, hold_writers, policy_in
 
-LR = 1e-3
-OPTIMIZER = OptimizerSettings(lr=LR, min_lr=1e-5, schedule="linear", warmup_steps=2, total_steps=6, weight_decay=0.1)
-STATE = {"prompts": {"position": 7, "order": [2, 0, 1]}, "best": 0.25}
 LAYOUTS = [
     Layout(tensor=2),
     Layout(pipeline=2),
@@ -35,13 +27,6 @@ LAYOUTS = [
     Layout(tensor=2, expert=2),
     Layout(),
 ]
-
-
-def policy_in(path: str, layout: Layout, *, distributed_optimizer: bool = True) -> Policy:
-    return build_policy(
-        path, layout, groups_of(layout), model=ModelSettings(), optimizer=OPTIMIZER,
-        data_parallel=DataParallelSettings(distributed_optimizer=distributed_optimizer),
-    )
 
 
 def weights(policy: Policy) -> dict[str, Tensor]:
@@ -123,11 +108,6 @@ def check_same_training(found: dict[str, Any], resumed: dict[str, Any]) -> None:
         assert resumed["next"][1][name] == pytest.approx(value, rel=1e-3, abs=1e-6), name
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("models") / "moe", num_experts=4)
-
-
 @pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(pipeline=2, virtual_pipeline=2)], ids=["tp2", "vpp2"])
 def test_resumes_exactly_and_in_other_layouts(path, tmp_path, layout):
     others = [other for other in LAYOUTS if other != layout]
@@ -189,18 +169,6 @@ def test_keeps_the_newest_and_survives_failures(path, tmp_path):
     assert read_state(tmp_path / "step_000012") == {"step": 12, "again": True}
 
 
-def hold_writers() -> Callable[[AsyncSave], None]:
-    """Every process that this one forks from now on stops at once; the function lets a save's writers go on."""
-    rank = os.getpid()
-    os.register_at_fork(after_in_child=lambda: os.getppid() == rank and os.kill(os.getpid(), signal.SIGSTOP))
-
-    def release(save: AsyncSave) -> None:
-        for pid in save.writers:
-            os.kill(pid, signal.SIGCONT)
-
-    return release
-
-
 def train_while_saving(rank: int, world_size: int, path: str, folder: str,
                        distributed_optimizer: bool) -> dict[str, Any]:
     """Two steps while the writers of a checkpoint are held up; what a fresh policy then finds in it."""
@@ -233,55 +201,3 @@ def test_a_save_holds_what_was_there_when_it_began(path, tmp_path, distributed_o
         assert resumed["schedule"] == found["schedule"]
         assert max_difference(resumed["weights"], found["weights"]) == 0
         assert max_difference(resumed["next"][0], found["next"][0]) == 0 == found["later"]
-
-
-def fail_while_saving(rank: int, world_size: int, path: str, folder: str) -> list[str]:
-    """A writer is killed on one rank, while the other's are held up."""
-    target, errors = Path(folder), []
-    policy = policy_in(path, Layout(tensor=2))
-    save_checkpoint(policy, target, 2, {}, keep=1)
-    hold_writers()
-    killed = begin_save(policy, target, 3, {}, keep=1)
-    pids = killed.writers
-    if rank == 1:
-        os.kill(pids[0], signal.SIGKILL)
-        killed._writers.poll(timeout=None)  # its end has come through
-    with pytest.raises(CheckpointError) as caught:
-        killed.poll()
-    errors.append(str(caught.value))
-    left = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-    return [*errors, str(left), str([file.name for file in complete_checkpoints(target)])]
-
-
-def test_a_writer_that_is_killed_ends_the_save_on_every_rank(path, tmp_path):
-    for line, left, complete in run_distributed(fail_while_saving, 2, path, str(tmp_path), timeout=120):
-        assert line.startswith("checkpoint not written; the last one is untouched: a writer was ended by signal 9 (")
-        assert " free, the last one takes " in line and "\n" not in line
-        assert left == "[]" and complete == "['step_000002']"
-
-
-def fail_on_rank_0(rank: int, world_size: int, path: str, folder: str) -> list[str]:
-    """What rank 0 writes by itself: the first file before 0.19, and the metadata at the end. The others must hear."""
-    target, errors = Path(folder), []
-    policy = policy_in(path, Layout(tensor=2))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-    with pytest.raises(CheckpointError) as caught:
-        save_checkpoint(policy, target, 1, {}, keep=1)
-    errors.append(str(caught.value))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    save = begin_save(policy, target, 2, {}, keep=1)
-    for name in (".metadata", ".metadata.tmp"):
-        (save.path / name).mkdir(exist_ok=True)
-    with pytest.raises(CheckpointError) as caught:
-        save.finish()
-    errors.append(str(caught.value))
-    at = save_checkpoint(policy, target, 3, {}, keep=1)
-    return [*errors, at.name]
-
-
-def test_a_file_of_rank_0_alone_ends_the_save_on_every_rank(path, tmp_path):
-    for first, last, name in run_distributed(fail_on_rank_0, 2, path, str(tmp_path), timeout=120):
-        assert first.startswith("checkpoint not written; the last one is untouched: ") and " free)" in first
-        assert "Is a directory" in last and "\n" not in first + last
-        assert name == "step_000003"

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from megatron_gspo.tools.compare.study import study_of
 from megatron_gspo.tracking.run_directory import RunDirectory
 
 LAYERS, EXPERTS, TOP_K = 4, 16, 4
@@ -170,3 +171,13 @@ def write_comparison(
     file = folder / "compare.yaml"
     file.write_text(yaml.safe_dump(settings, sort_keys=False))
     return file
+
+
+def compared(folder: Path, courses: dict[str, Course], seeds=(1, 2, 3)):
+    """A study of run directories, one folder a variant and seed."""
+    paths = [
+        write_run(folder / name / str(seed), seed, course, steps=10)
+        for name, course in courses.items()
+        for seed in seeds
+    ]
+    return study_of(paths, "command")

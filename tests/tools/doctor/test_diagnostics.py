@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import io
-import json
-
 import pytest
 
 from megatron_gspo.errors import InputError
 from megatron_gspo.tools.doctor.diagnostics import (
     THEMES,
-    Finding,
     describe_ranks,
     error,
     examine,
@@ -18,13 +14,10 @@ from megatron_gspo.tools.doctor.diagnostics import (
     merge,
     note,
     ok,
-    warning,
     worst,
 )
-from megatron_gspo.tools.doctor.report import document, lines, write_json, write_text
-
-WARNING = warning("disk.run_dir", "1 GiB free", "it fills up", "free some")
-ERROR = error("config.check", "seed = -1", "a run refuses it", "set 0")
+from megatron_gspo.tools.doctor.report import lines
+from tests.support.findings import ERROR, WARNING
 
 
 @pytest.mark.parametrize(
@@ -77,7 +70,7 @@ def test_a_check_that_crashes_is_a_finding_that_names_it():
 
     [found] = examine("disk.space", crash)
     assert (found.level, found.check) == ("error", "disk.space")
-    assert "this check crashed: ZeroDivisionError: division by zero (doctor/test_findings.py:" in found.what
+    assert "this check crashed: ZeroDivisionError: division by zero (doctor/test_diagnostics.py:" in found.what
 
     def leave():
         raise SystemExit("no")
@@ -101,22 +94,3 @@ def test_a_users_error_keeps_its_fix():
     assert examine("config.load", refuse) == [
         error("config.load", "seed = -1: is negative", "the run would stop there", "set 0 or more")
     ]
-
-
-def test_piped_text_is_plain_and_each_finding_one_line():
-    long = ok("run.start", "word " * 100 + "\nsecond line")
-    stream = io.StringIO()
-    write_text([long, WARNING], stream)
-    first, second, summary = stream.getvalue().splitlines()
-    assert first.startswith("ok       run.start     word word") and first.endswith("second line")
-    assert second == "warning  disk.run_dir  1 GiB free; it fills up; free some"
-    assert summary == "1 warning, 1 ok: it can start; read the warnings first"
-    assert "\x1b" not in stream.getvalue()
-
-
-def test_json_is_one_document():
-    stream = io.StringIO()
-    write_json(document([ERROR], world_size=2, config="a.yaml", code=2), stream)
-    content = json.loads(stream.getvalue())
-    assert (content["format"], content["worst"], content["exit_code"], content["world_size"]) == (1, "error", 2, 2)
-    assert Finding(**{**content["findings"][0], "ranks": ()}) == ERROR

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from megatron_gspo.mcore.checkpoint.save_load import save_checkpoint
 from megatron_gspo.mcore.process_groups import Layout
 from megatron_gspo.models import family_of, read_config
 from megatron_gspo.tools.doctor.disk_space import Needs, needs
-from megatron_gspo.tools.doctor.storage_checks import judge_disk, judge_shared_memory
 from megatron_gspo.tools.plan.parameters import total_parameters
-from tests.mcore.checkpoint.test_save_load import STATE, policy_in
 from tests.support.distributed import run_distributed
+from tests.support.saved_policies import STATE, policy_in
 from tests.support.tiny_models import save_tiny_model
 
 PUBLISHED = Path(__file__).parents[3] / "examples" / "qwen3_moe" / "models"
-GIB = 1 << 30
 
 
 def test_needs_by_hand():
@@ -39,21 +35,3 @@ def test_a_real_checkpoint_takes_what_is_said(tmp_path):
     said = needs(total_parameters(shape), weight_bytes=4, keep=0, saves=True, exports=False).total
     assert said == 16 * total_parameters(shape)
     assert 1.0 <= real / said < 1.05  # above it: names and headers of small tensors
-
-
-@pytest.mark.parametrize(
-    "free, held, level",
-    [(100 * GIB, 0, "ok"), (40 * GIB, 0, "warning"), (20 * GIB, 0, "error"), (10 * GIB, 60 * GIB, "ok")],
-)
-def test_disk(free, held, level):
-    found = judge_disk("runs/a", free, held, Needs(checkpoint=16 * GIB, checkpoints=3, export=4 * GIB))
-    assert found.level == level
-    assert f"{free // GIB}.0 GiB free, the run writes 3 checkpoints of 16.0 GiB and an export of 4.0 GiB" in found.what
-    if level == "error":
-        assert found.fix.startswith("free 32.0 GiB")
-
-
-def test_shared_memory():
-    assert judge_shared_memory(0, 64 << 20, 8, gpu=False).level == "ok"
-    assert judge_shared_memory(64 << 20, 64 << 20, 8, gpu=True).level == "warning"
-    assert judge_shared_memory(2 * GIB, 2 * GIB, 8, gpu=True).level == "ok"

@@ -1,4 +1,4 @@
-"""Environments for the tests, by name: `tests/environments/example_environments.py:countdown`."""
+"""Environments for the tests, by name: `tests/support/example_environments.py:countdown`."""
 
 from __future__ import annotations
 

@@ -1,0 +1,62 @@
+"""Gradients of experts that several ranks hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import megatron_gspo.mcore.train_step  # noqa: F401  applies the patches; the fork server of the tests imports it once
+from megatron_gspo.mcore.process_groups import Layout
+from megatron_gspo.patches import expert_gradients
+from tests.support.distributed import run_distributed
+from tests.support.patched_policies import MCORE, gradients, policy_in
+
+
+def grad_norms(rank: int, world_size: int, path: str) -> dict[str, float]:
+    """Gradient norms with data parallelism alone, and of experts marked as Transformer Engine's grouped ones are."""
+
+    def norm(layout: Layout) -> float:
+        policy = policy_in(path, layout, distributed_optimizer=True)
+        gradients(policy)
+        return float(policy.optimizer.step()[1])
+
+    apply = expert_gradients.apply
+
+    def as_grouped(model: Any, config: Any) -> int:
+        for name, parameter in model.named_parameters():
+            if ".experts." in name:
+                parameter.allreduce, parameter.tensor_model_parallel = False, False
+        return 0
+
+    def then_patched(model: Any, config: Any) -> int:
+        return as_grouped(model, config) + apply(model, config)
+
+    found = {"truth": norm(Layout())}
+    for name, expert_gradients.apply in [("unpatched", as_grouped), ("patched", then_patched)]:
+        found[name] = norm(Layout(tensor=2, expert=2))
+    expert_gradients.apply = apply
+    return found
+
+
+def test_expert_gradients_are_added_up_over_tensor_parallel_replicas(defects):
+    name, error = defects["errors"]["experts patched"]
+    assert error < 1e-5, name
+    name, error = defects["errors"]["experts unpatched"]
+    parameters = 4 * 4 * 2  # layers, experts, linear_fc1 and linear_fc2
+    if MCORE < (0, 19):
+        assert error > 0.1 and ".experts." in name
+        assert defects["changed"] == parameters
+    else:
+        assert error < 1e-5, "upstream is wrong here: widen the version range of the patch"
+        assert defects["changed"] == 0
+    assert defects["again"] == 0
+
+
+def test_every_expert_counts_in_the_gradient_norm(path):
+    for found in run_distributed(grad_norms, 2, path, timeout=60):
+        assert found["patched"] == pytest.approx(found["truth"], rel=1e-5)
+        if MCORE < (0, 19):
+            assert found["unpatched"] < 0.99 * found["truth"]
+        else:
+            assert found["unpatched"] == pytest.approx(found["truth"], rel=1e-5)

@@ -1,0 +1,11 @@
+"""Findings of the doctor."""
+
+from __future__ import annotations
+
+from megatron_gspo.tools.doctor.diagnostics import (
+    error,
+    warning,
+)
+
+WARNING = warning("disk.run_dir", "1 GiB free", "it fills up", "free some")
+ERROR = error("config.check", "seed = -1", "a run refuses it", "set 0")

@@ -1,0 +1,71 @@
+"""Policies whose gradients are computed with and without a patch."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import megatron_gspo.mcore.train_step  # noqa: F401  applies the patches; the fork server of the tests imports it once
+from megatron_gspo.algorithms import preset
+from megatron_gspo.mcore.forward_step import unwrap
+from megatron_gspo.mcore.hf_weights import export_weights
+from megatron_gspo.mcore.micro_batches import micro_batches
+from megatron_gspo.mcore.model import ModelSettings, build_model
+from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, Policy, build_policy
+from megatron_gspo.mcore.process_groups import Layout
+from megatron_gspo.mcore.train_step import forward_backward
+from megatron_gspo.patches import expert_gradients
+from tests.equivalence.cases import make_samples
+from tests.support.parallel_groups import groups_of
+from tests.support.transformers_reference import worst_error
+
+
+def policy_in(path: str, layout: Layout, *, distributed_optimizer: bool = False) -> Policy:
+    return build_policy(
+        path, layout, groups_of(layout), model=ModelSettings(), optimizer=OptimizerSettings(lr=1e-3),
+        data_parallel=DataParallelSettings(distributed_optimizer=distributed_optimizer),
+    )
+
+
+def gradients(policy: Policy) -> dict[str, Tensor]:
+    batches = micro_batches(make_samples(count=8), policy.config, policy.groups, max_tokens=64, micro_batch_size=2)
+    forward_backward(policy, preset("sft"), batches, temperature=1.0)
+    chunks = [unwrap(chunk) for chunk in policy.chunks]
+    stream = export_weights(chunks, policy.family, policy.shape, policy.groups, value=lambda p: p.main_grad)
+    return {name: value.clone() for name, value in stream}
+
+
+def guarded_and_not(rank: int, world_size: int, path: str) -> dict[str, Any]:
+    """Gradients with data parallelism alone, and in two layouts that upstream gets wrong, without and with our part."""
+    policy = policy_in(path, Layout())
+    truth = gradients(policy)
+    interleaved = policy_in(path, Layout(pipeline=2, virtual_pipeline=2))
+    settings = interleaved.config.overlap_p2p_comm, interleaved.config.batch_p2p_comm
+    with_guard = gradients(interleaved)
+    for chunk in interleaved.chunks:
+        unwrap(chunk).config.overlap_p2p_comm, unwrap(chunk).config.batch_p2p_comm = False, True
+    without_guard = gradients(interleaved)
+
+    layout = Layout(tensor=2)
+    tensor = policy_in(path, layout)
+    with_patch = gradients(tensor)
+    again = expert_gradients.apply(unwrap(tensor.chunks[0]), tensor.config)
+    apply, expert_gradients.apply = expert_gradients.apply, lambda model, config: 0
+    try:
+        without_patch = gradients(policy_in(path, layout))
+        bare = build_model(tensor.shape, layout, ModelSettings(), tensor.groups)[0]
+    finally:
+        expert_gradients.apply = apply
+    changed = apply(bare, bare.config)
+    errors = {key: worst_error(found, truth) for key, found in [
+        ("p2p guarded", with_guard), ("p2p unguarded", without_guard),
+        ("experts patched", with_patch), ("experts unpatched", without_patch)]}
+    return {"errors": errors, "settings": settings, "changed": changed, "again": again}
+
+
+MCORE = tuple(int(part) for part in version("megatron-core").split(".")[:2])
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the patch does nothing where CUDA is available")

@@ -1,0 +1,37 @@
+"""Environments and engines for episodes with known outcomes."""
+
+from dataclasses import dataclass
+
+from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
+from tests.support.reference_models import checkpoint, moe_config, reference_model
+
+
+def encode(text: str) -> list[int]:
+    """Ids 10 .. 35 for letters."""
+    return [10 + ord(letter) - ord("a") for letter in text]
+
+
+def ok(observation="", reward=0.0, done=False):
+    return "ok", {"observation": observation, "reward": reward, "done": done}, None
+
+
+@dataclass
+class Depends:
+    """Environments whose turns are a function of (prompt, sample, seed, responses)."""
+
+    turns: int = 3
+
+    def step(self, requests):
+        return [self.reply(r) for r in requests]
+
+    def reply(self, r):
+        n = len(r.responses)
+        letters = "abcdefg"[: 1 + (r.prompt.index + r.sample_index + n + r.seed) % 4]
+        return ok(letters, float(n) / 2, n >= 1 + (r.prompt.index + r.sample_index) % self.turns)
+
+
+def engine_and_reference(**settings) -> tuple[EmbeddedEngine, object]:
+    reference = reference_model(moe_config())
+    state = checkpoint(reference)
+    ends = {"eos_token_ids": range(1, 6), "return_routed_experts": True}
+    return EmbeddedEngine(moe_config(), state=state, **ends, **settings), reference

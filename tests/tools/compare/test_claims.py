@@ -1,0 +1,75 @@
+"""Verdicts on the claims, from runs with known figures."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from megatron_gspo.tools.compare.claims import NOT, PARTLY, REPRODUCED, UNDECIDED, UNTESTED, claims
+from megatron_gspo.tools.compare.study import study_of
+from tests.tools.compare.synthetic import VARIANTS, Course, compared, write_run
+
+
+def verdict(study, begin):
+    return next(claim for claim in claims(study) if claim.claim.startswith(begin))
+
+
+def test_grpo_needs_replay_where_it_breaks_without_and_not_with(tmp_path):
+    broken = {"grpo": Course(collapses=3), "r2": VARIANTS["grpo_r2"], "r3": VARIANTS["grpo_r3"]}
+    found = verdict(compared(tmp_path / "a", broken), "On a mixture")
+    assert found.verdict == REPRODUCED
+    assert "0 of 3 plain GRPO runs converged; grpo_r2 3 of 3" in found.evidence[0]
+    whole = {"grpo": Course(), "r2": replace(VARIANTS["grpo_r2"], level=0.5)}
+    assert verdict(compared(tmp_path / "b", whole), "On a mixture").verdict == NOT
+    higher = {"grpo": Course(), "r2": replace(VARIANTS["grpo_r2"], level=0.9)}
+    better = verdict(compared(tmp_path / "d", higher), "On a mixture")
+    assert better.verdict == NOT  # to end higher is something else than to be needed
+    assert "Replay ended higher without stress, but" in better.evidence[-1]
+    assert verdict(compared(tmp_path / "c", {"grpo": Course()}), "On a mixture").verdict == UNTESTED
+
+
+def test_gspo_is_stable_if_none_of_its_runs_breaks(tmp_path):
+    good = verdict(compared(tmp_path / "a", {"gspo": VARIANTS["gspo"]}), "GSPO trains stably")
+    assert good.verdict == REPRODUCED and "3 of 3 runs converged, 0 failed" in good.evidence[0]
+    paths = [write_run(tmp_path / "b" / str(s), s, replace(VARIANTS["gspo"], collapses=3 if s == 2 else None), steps=10)
+             for s in (1, 2, 3)]  # fmt: skip
+    assert verdict(study_of(paths, ""), "GSPO trains stably").verdict == NOT
+
+
+def test_better_needs_every_interval_above_zero(tmp_path):
+    up = compared(tmp_path / "a", {"grpo": Course(), "gspo": replace(VARIANTS["gspo"], level=0.95)})
+    assert verdict(up, "At the same compute").verdict == REPRODUCED
+    down = compared(tmp_path / "b", {"grpo": Course(level=0.95), "gspo": replace(VARIANTS["gspo"], level=0.4)})
+    found = verdict(down, "At the same compute")
+    assert found.verdict == NOT and "GSPO was worse there" in found.evidence[-1]
+
+
+@pytest.mark.parametrize(
+    "shifts, expected",
+    [
+        ((0.0, 0.0, 0.0), REPRODUCED),
+        ((0.01, 0.0, -0.01), REPRODUCED),
+        ((0.2, 0.0, -0.1), UNDECIDED),
+        ((0.1, 0.1, 0.1), NOT),
+    ],
+)
+def test_equal_means_that_the_interval_excludes_five_points(tmp_path, shifts, expected):
+    """Differences 0.2, 0, -0.1: mean 0.033, error 0.088, and t(2) = 4.3 makes it 38 points wide on each side."""
+    paths = []
+    for seed, shift in zip((1, 2, 3), shifts, strict=True):
+        for name, level in (("gspo", 0.5), ("gspo_token", 0.5 + shift)):
+            path = write_run(tmp_path / name / str(seed), seed, VARIANTS[name], steps=1)
+            (path / "metrics.jsonl").write_text(json.dumps({"step": 0, "eval/accuracy": level}))
+            paths.append(path)
+    assert verdict(study_of(paths, ""), "GSPO-token").verdict == expected
+
+
+@pytest.mark.parametrize("clipped, expected", [(0.9, REPRODUCED), (0.1, PARTLY), (0.001, NOT)])
+def test_clipping_is_told_as_a_factor(tmp_path, clipped, expected):
+    study = compared(tmp_path, {"grpo": Course(clipped=0.01), "gspo": replace(VARIANTS["gspo"], clipped=clipped)})
+    assert verdict(study, "GSPO clips").verdict == expected
+
+
+def test_a_claim_without_its_runs_is_not_tested(tmp_path):
+    study = compared(tmp_path, {"grpo": replace(Course(), flips=0.0)}, seeds=(1,))
+    assert {claim.verdict for claim in claims(study)} == {UNTESTED}
