@@ -2,7 +2,7 @@
 
 Both keep 32 requests under way and ask for the same prompts (ids, as `bench_serving --dataset-name random-ids` makes
 them), as many tokens each, with log-probs and routed experts, not streamed; the prefix cache is flushed before each.
-The server's model has no end token, so every response has full length. Ours is `SGLangEngine.generate`: fleet, checks
+The server's model has no end token, so every response has full length. Ours is `ServerEngine.generate`: fleet, checks
 of every answer, samples with routes, decoded texts; the peer's client throws answers away. The peer reports its own
 throughput, without its start.
 
@@ -75,20 +75,21 @@ class Ours:
         from safetensors.torch import load_file
         from transformers import AutoTokenizer
 
-        from megatron_gspo.config import SamplingParams
+        from megatron_gspo.config import SamplingParams, SGLangConfig
         from megatron_gspo.data.sample import Prompt
-        from megatron_gspo.rollout.sglang.client import ModelFacts
-        from megatron_gspo.rollout.sglang.server_pool import FleetSettings
-        from megatron_gspo.rollout.sglang.sglang_engine import EngineSettings, SGLangEngine
-        from megatron_gspo.routing_replay.routes import RouteShape
-        from megatron_gspo.weight_transport.weight_update import make_route
+        from megatron_gspo.models import family_of, read_config
+        from megatron_gspo.rollout.server_engine.server_api import ServedModel
+        from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
+        from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
+        from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
+        from megatron_gspo.weight_transport.weight_update import make_transport
 
         weights = load_file(model / "model.safetensors")
         tokenizer = AutoTokenizer.from_pretrained(model)
-        facts = ModelFacts(weights["lm_head.weight"].shape[0], (), 2048,
-                           RouteShape(LAYERS, TOP, EXPERTS))  # fmt: skip
-        settings = EngineSettings((url,), fleet=FleetSettings(max_requests=args.concurrency))
-        self.engine = SGLangEngine(settings, facts, make_route("tensor"), tokenizer.decode, say=say)
+        served = ServedModel(family_of(read_config(model))[1], return_routes=True)  # no end token
+        config = SGLangConfig(urls=(url,), max_concurrent_requests=args.concurrency)
+        transport = make_transport("tensor", SGLangWeightEndpoints())
+        self.engine = ServerEngine(config, served, transport, tokenizer.decode, api=SGLangAPI(), log=say)
         self.engine.update_weights(weights.items(), version=1)
         self.prompts = [Prompt(i, ids.astype(np.int64), "") for i, ids in enumerate(make_prompts(args, vocabulary))]
         self.sampling = SamplingParams(1, args.response_length)
@@ -140,7 +141,8 @@ def flush(url: str) -> None:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """The whole result; a turn that isn't counted comes first."""
-    from megatron_gspo.servers.launch_command import ServerSettings, on_cpu, server_environment, sglang_version
+    from megatron_gspo.config import SGLangConfig
+    from megatron_gspo.servers.launch_command import ServerLaunch, on_cpu, server_environment, sglang_version
     from megatron_gspo.servers.server_processes import LocalServers
 
     machine = hardware()
@@ -148,11 +150,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder, model = Path(name), Path(name) / "model"
         vocabulary = make_model(model)
-        settings = ServerSettings(model=str(model), python=args.sglang_python, dtype="float32", routed_experts=True,
-                                  log_dir=name, arguments=("--max-total-tokens", "32768"))  # fmt: skip
-        environment = server_environment(settings, cpu=on_cpu(settings))
+        config = SGLangConfig(
+            num_servers=1, python=args.sglang_python, server_args=("--max-total-tokens", "32768")
+        )
+        launch = ServerLaunch(config, str(model), "float32", routed_experts=True, log_dir=name)
+        environment = server_environment(launch.python, cpu=on_cpu(launch.args))
         found = ".".join(map(str, sglang_version(args.sglang_python)))
-        with LocalServers(settings) as servers:
+        with LocalServers(launch) as servers:
             url = servers.urls[0]
             ours = Ours(url, model, args, vocabulary)
             runs = {"ours": ours.run, "peer": lambda: run_peer(url, model, args, environment, folder / "peer.jsonl")}

@@ -150,7 +150,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write runs and versions to this file")
     parser.add_argument("--picture", type=Path, help="draw the reward curves into this file")
     args = parser.parse_args()
-    from megatron_gspo.servers.launch_command import ServerSettings
+    from megatron_gspo.config import SGLangConfig
+    from megatron_gspo.servers.launch_command import ServerLaunch
     from megatron_gspo.servers.server_processes import LocalServers
     from megatron_gspo.tools.sglang_environment import sglang_python
 
@@ -158,8 +159,8 @@ def main() -> None:
     runs: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in VARIANTS}
     machine = hardware()
     with tempfile.TemporaryDirectory() as folder:
-        settings = ServerSettings(model=args.model, count=2, python=python, dtype="float32", log_dir=folder)
-        with LocalServers(settings) as servers:
+        config = SGLangConfig(num_servers=2, python=python)
+        with LocalServers(ServerLaunch(config, args.model, "float32", log_dir=folder)) as servers:
             for seed in range(1, args.seeds + 1):
                 for name, changes in VARIANTS.items():
                     run_dir = Path(folder) / f"{seed}-{name.replace(' ', '-')}"

@@ -100,7 +100,8 @@ def main() -> None:
     parser.add_argument("--python", help="interpreter with sglang (default: .venv-sglang, made if it's absent)")
     parser.add_argument("--json", type=Path, help="write figures and versions to this file")
     args = parser.parse_args()
-    from megatron_gspo.servers.launch_command import ServerSettings
+    from megatron_gspo.config import SGLangConfig
+    from megatron_gspo.servers.launch_command import ServerLaunch
     from megatron_gspo.servers.server_processes import LocalServers
     from megatron_gspo.tools.sglang_environment import sglang_python
 
@@ -112,10 +113,9 @@ def main() -> None:
         prompts = [json.dumps({"prompt": f"{i} + {i * 7 % 10} =", "answer": "0"}) for i in range(PROMPTS)]
         (folder / "prompts.jsonl").write_text("\n".join(prompts) + "\n")
         for dtype in ("float32", "bfloat16"):
-            settings = ServerSettings(
-                str(folder / "model"), python=python, dtype=dtype, routed_experts=True, log_dir=name
-            )
-            with LocalServers(settings) as servers:
+            config = SGLangConfig(num_servers=1, python=python)
+            launch = ServerLaunch(config, str(folder / "model"), dtype, routed_experts=True, log_dir=name)
+            with LocalServers(launch) as servers:
                 for length in LENGTHS:
                     rows.append(measure(folder, dtype, length, servers.urls))
                     say(rows[-1])

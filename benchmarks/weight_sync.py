@@ -43,7 +43,7 @@ from benchmarks.common import (
 from benchmarks.result_files import save
 
 MEBI = 2**20
-ROUTES = ("disk", "tensor", "distributed", "ipc")
+TRANSPORTS = ("disk", "tensor", "distributed", "ipc")
 PLAIN = "one request with all"
 
 
@@ -86,19 +86,20 @@ class Contest:
     """The updates that are compared; each call moves all weights. `memory`: MiB above the start, by contestant."""
 
     def __init__(self, url: str, weights: dict[str, torch.Tensor], folder: Path, bucket_bytes: int) -> None:
-        from megatron_gspo.servers.http_client import EventLoop, Server, open_session
-        from megatron_gspo.weight_transport.weight_update import make_route
+        from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
+        from megatron_gspo.servers.http_client import EventLoop, ServerClient, open_session
+        from megatron_gspo.weight_transport.weight_update import make_transport
 
         self.loop = EventLoop()
         self.session = self.loop.run(open_session())
-        self.server = Server(url, self.session)
+        self.server = ServerClient(url, self.session)
         self.weights, self.bucket_bytes, self.count = weights, bucket_bytes, 0
-        self.routes = {name: make_route(name, directory=folder) for name in ROUTES}
-        self.memory: dict[str, list[float]] = {name: [] for name in (*ROUTES, PLAIN)}
+        self.transports = {name: make_transport(name, SGLangWeightEndpoints(), directory=folder) for name in TRANSPORTS}
+        self.memory: dict[str, list[float]] = {name: [] for name in (*TRANSPORTS, PLAIN)}
 
     def close(self) -> None:
-        for route in self.routes.values():
-            route.close()
+        for transport in self.transports.values():
+            transport.close()
         self.loop.run(self.session.close())
         self.loop.close()
 
@@ -114,7 +115,7 @@ class Contest:
         from megatron_gspo.weight_transport.weight_update import update_servers
 
         failures = update_servers(
-            self.loop, [self.server], self.weights.items(), self.routes[name],
+            self.loop, [self.server], self.weights.items(), self.transports[name],
             version=f"bench:{self.count}", bucket_bytes=self.bucket_bytes, timeout=300.0,
         )  # fmt: skip
         if failures:
@@ -137,7 +138,7 @@ class Contest:
 
 def measure(contest: Contest, repeats: int) -> dict[str, list[Seconds]]:
     """Every contestant once a turn, after a turn that isn't counted; the order alternates."""
-    names = [*ROUTES, PLAIN]
+    names = [*TRANSPORTS, PLAIN]
     taken: dict[str, list[Seconds]] = {name: [] for name in names}
     for turn in range(-1, repeats):
         for name in names if turn % 2 else reversed(names):
@@ -150,12 +151,13 @@ def measure(contest: Contest, repeats: int) -> dict[str, list[Seconds]]:
 
 
 def rows_of(contest: Contest, taken: dict[str, list[Seconds]]) -> list[Row]:
-    """Time of each route beside the plain way's, and memory with its target: one bucket."""
+    """Time of each transport and of the plain way, and memory with its target: one bucket."""
     bucket = contest.bucket_bytes / MEBI
     rows = [
-        time_row("weight_sync", f"{name}: one update", taken[name], taken[PLAIN], peer_name=PLAIN) for name in ROUTES
+        time_row("weight_sync", f"{name}: one update", taken[name], taken[PLAIN], peer_name=PLAIN)
+        for name in TRANSPORTS
     ]
-    for name in ROUTES:
+    for name in TRANSPORTS:
         ours, peer = contest.memory[name], contest.memory[PLAIN]
         # 4 MiB for what isn't the bucket: pieces on their way, the answers, Python
         row = Row("weight_sync", f"{name}: extra memory", PLAIN, "MiB", "lower", ratios(ours, peer), Spread.of(ours),
@@ -173,13 +175,17 @@ def speeds(weights: dict[str, torch.Tensor], taken: dict[str, list[Seconds]]) ->
 
 def run(args: argparse.Namespace, start: Callable[..., Any]) -> dict[str, Any]:
     """The whole result."""
+    from megatron_gspo.config import SGLangConfig
+    from megatron_gspo.servers.launch_command import ServerLaunch
+
     machine = hardware()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         weights = make_model(folder / "model", args.mebibytes)
-        arguments = ("--max-total-tokens", "1024")
-        with start(model=str(folder / "model"), python=args.sglang_python, dtype="float32", log_dir=str(folder),
-                   arguments=arguments) as servers:  # fmt: skip
+        config = SGLangConfig(
+            num_servers=1, python=args.sglang_python, server_args=("--max-total-tokens", "1024")
+        )
+        with start(ServerLaunch(config, str(folder / "model"), "float32", log_dir=str(folder))) as servers:
             contest = Contest(servers.urls[0], weights, folder / "weights", args.bucket_mebibytes * MEBI)
             found = contest.loop.run(contest.server.get("/server_info", timeout=30.0))["version"]
             taken = measure(contest, args.repeats)
@@ -191,7 +197,6 @@ def run(args: argparse.Namespace, start: Callable[..., Any]) -> dict[str, Any]:
 
 
 def main() -> int:
-    from megatron_gspo.servers.launch_command import ServerSettings
     from megatron_gspo.servers.server_processes import LocalServers
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -204,7 +209,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.quick:
         args.repeats, args.mebibytes = 2, 60
-    result = run(args, lambda **settings: LocalServers(ServerSettings(**settings)))
+    result = run(args, LocalServers)
     print(table([Row.from_json(record) for record in result["rows"]]))
     print(f"{result['megabytes']:.0f} MB in {result['tensors']} tensors, buckets of {args.bucket_mebibytes} MiB; MB/s: "
           + ", ".join(f"{name} {number(rate)}" for name, rate in result["megabytes_per_second"].items()))  # fmt: skip

@@ -18,9 +18,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_gspo.config import ServerConfig
 from megatron_gspo.config.load import split_server_arguments
 from megatron_gspo.errors import InputError, UserError
-from megatron_gspo.servers.launch_command import LOOPBACK, ServerSettings
+from megatron_gspo.servers.launch_command import LOOPBACK, ServerLaunch
 from megatron_gspo.servers.server_processes import LocalServers
 
 _POLL_SECONDS = 1.0
@@ -32,11 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(ours)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
-        settings = _settings(options, theirs)
-        with LocalServers(settings, say=_say) as servers:
+        launch = _launch(options, theirs)
+        with LocalServers(launch, max_restarts=options.max_restarts, log=_log) as servers:
             return _keep(servers, options.advertise)
     except UserError as error:
-        _say(str(error))
+        _log(str(error))
         return error.exit_code
     except KeyboardInterrupt:
         return 0
@@ -60,41 +61,38 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _settings(options: argparse.Namespace, passed: Sequence[str]) -> ServerSettings:
-    return ServerSettings(
-        model=options.model,
-        count=options.servers,
+def _launch(options: argparse.Namespace, server_args: Sequence[str]) -> ServerLaunch:
+    if options.api_key_file:
+        _check_key_file(options.api_key_file)
+    config = ServerConfig(
+        num_servers=options.servers,
         python=options.python,
-        base_port=options.port,
-        dtype=options.dtype,
-        routed_experts=options.routed_experts,
-        api_key=_read_key(options.api_key_file) if options.api_key_file else None,
-        arguments=tuple(passed),
-        log_dir=options.log_dir,
+        port=options.port,
+        server_args=tuple(server_args),
         start_timeout=options.start_timeout,
-        max_restarts=options.max_restarts,
+        api_key_file=str(options.api_key_file) if options.api_key_file else None,
     )
+    return ServerLaunch(config, options.model, options.dtype, options.routed_experts, options.log_dir)
 
 
-def _read_key(file: Path) -> str:
+def _check_key_file(file: Path) -> None:
     try:
         first = file.read_text(encoding="utf-8").splitlines()[:1]
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--api-key-file {file}: cannot be read ({type(error).__name__})") from error
     if not first or not first[0].strip():
         raise InputError(f"--api-key-file {file}: its first line is empty; put the key there")
-    return first[0].strip()
 
 
 def _keep(servers: LocalServers, advertise: str | None) -> int:
     """Print the URLs and report changes until no server is left. Returns the exit code."""
-    settings = servers.settings
-    is_private = settings.host in (LOOPBACK, "localhost", "::1")
-    if not is_private and settings.api_key is None:
-        _say(f"{settings.host} is open to other machines without a key, and anyone who can send it weights can "
+    host = servers.launch.host
+    is_private = host in (LOOPBACK, "localhost", "::1")
+    if not is_private and servers.launch.config.api_key_file is None:
+        _log(f"{host} is open to other machines without a key, and anyone who can send it weights can "
              "run code in it: give --api-key-file or keep the network closed")  # fmt: skip
     urls = list(servers.urls)
-    if settings.host in ("0.0.0.0", "::"):
+    if host in ("0.0.0.0", "::"):
         name = advertise or socket.gethostname()
         urls = [f"http://{name}:{url.rsplit(':', 1)[1]}" for url in urls]
     print(f"sglang.urls=[{','.join(urls)}]", flush=True)
@@ -102,11 +100,11 @@ def _keep(servers: LocalServers, advertise: str | None) -> int:
     while left:
         time.sleep(_POLL_SECONDS)
         left -= set(servers.poll().given_up)
-    _say("no server is left")
+    _log("no server is left")
     return 1
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(f"megatron-gspo serve: {line}", file=sys.stderr, flush=True)
 
 

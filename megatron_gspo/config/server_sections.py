@@ -60,6 +60,9 @@ class ServerConfig:
     """Maximum difference of a log-prob in such a check, in nats."""
     log_prob_check_action: Literal["warn", "stop"] = "stop"
     """Action when a check exceeds the tolerance."""
+    colocated: bool = False
+    """The servers share the trainer's GPUs and release their memory while it trains. Start them with
+    --enable-memory-saver."""
 
     @property
     def resolved_response_timeout(self) -> float:
@@ -70,7 +73,3 @@ class ServerConfig:
 @dataclass(frozen=True, kw_only=True)
 class SGLangConfig(ServerConfig):
     """SGLang servers of `rollout.engine: sglang`."""
-
-    colocated: bool = False
-    """The servers share the trainer's GPUs and release their memory while it trains. Start them with
-    --enable-memory-saver."""

@@ -28,8 +28,8 @@ from megatron_gspo.models import ModelError, ModelShape, check_names, family_of,
 from megatron_gspo.models.hf_checkpoint import CheckpointReader
 from megatron_gspo.rewards.scorer import RewardScorer
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
-from megatron_gspo.rollout.sglang.request_stream import Stream
-from megatron_gspo.rollout.sglang.sglang_engine import SGLangEngine
+from megatron_gspo.rollout.server_engine.request_stream import RequestStream
+from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.routing_replay.routes import RouteShape
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -54,7 +54,7 @@ class Run:
     batching: Batching
     dropped_prompts: int
     tokenizer: Any
-    stream: Stream | None = None
+    stream: RequestStream | None = None
     weights_version: int = 0
     environments: EnvironmentPool | None = None
 
@@ -140,7 +140,7 @@ def assemble(config: Config, *, engine: RolloutEngine | None = None) -> Run:
     policy.config.timers = UpdateClock() if config.tracking.detailed_timers else None
     reference = _reference(config, groups) if config.algorithm.needs_reference else None
     engine, eval_engine = build_engines(config, shape, tokenizer, held_out, engine)
-    stream = engine.stream() if config.rollout.streams and isinstance(engine, SGLangEngine) else None
+    stream = engine.stream() if config.rollout.streams and isinstance(engine, ServerEngine) else None
     return Run(
         config=config,
         objective=config.algorithm,

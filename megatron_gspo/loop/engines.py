@@ -14,21 +14,22 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig
 
-from megatron_gspo.config import Config, ConfigError, SamplingParams, SGLangConfig
+from megatron_gspo.config import Config, ConfigError, SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.errors import first_line
 from megatron_gspo.mcore.process_groups import compute_device
 from megatron_gspo.models import ModelShape, read_config
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from megatron_gspo.rollout.engine_protocol import RolloutEngine, end_tokens
+from megatron_gspo.rollout.server_engine.server_api import ServedModel
+from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.rollout.sft_engine import DemonstrationEngine
-from megatron_gspo.rollout.sglang.client import ModelFacts, RequestLimits
-from megatron_gspo.rollout.sglang.server_pool import FleetSettings
-from megatron_gspo.rollout.sglang.sglang_engine import EngineSettings, SGLangEngine
-from megatron_gspo.routing_replay.routes import RouteShape
-from megatron_gspo.servers.launch_command import ServerSettings
+from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
+from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
+from megatron_gspo.servers.launch_command import ServerLaunch, on_cpu
+from megatron_gspo.servers.server_args import first_server_gpu
 from megatron_gspo.servers.server_processes import LocalServers
-from megatron_gspo.weight_transport.weight_update import make_route
+from megatron_gspo.weight_transport.weight_update import make_transport
 
 
 class Bystander:
@@ -89,60 +90,48 @@ def _embedded(config: Config, tokenizer: Any) -> EmbeddedEngine:
         raise ConfigError("model.path", config.model.path, problem, fix) from error
 
 
-def _on_servers(config: Config, shape: ModelShape, tokenizer: Any) -> SGLangEngine:
+def _on_servers(config: Config, shape: ModelShape, tokenizer: Any) -> ServerEngine:
     sglang = config.sglang
-    model = ModelFacts(
-        vocab_size=shape.vocab_size,
+    model = ServedModel(
+        shape,
         stop_ids=stop_ids(config.model.path, tokenizer, shape.vocab_size),
-        max_length=shape.max_position_embeddings,
-        routes=RouteShape.of_model(shape) if config.routing.needs_rollout_routes else None,
+        return_routes=config.routing.needs_rollout_routes,
     )
-    route = make_route(
+    transport = make_transport(
         sglang.weight_transport,
+        SGLangWeightEndpoints(),
         directory=sglang.weight_dir or Path(config.run_dir) / "weights",
         source=config.model.path,
         address=sglang.master_address,
     )
-    servers = _start_servers(config) if sglang.num_servers else None
-    settings = EngineSettings(
-        urls=tuple(servers.urls if servers is not None else sglang.urls),
-        api_key=_api_key(sglang),
-        fleet=FleetSettings(sglang.max_concurrent_requests, sglang.health_interval, sglang.health_timeout),
-        limits=RequestLimits(sglang.request_timeout, sglang.retries, sglang.resolved_response_timeout),
-        recovery=sglang.recovery_timeout,
-        update_timeout=sglang.update_timeout,
-        bucket_bytes=int(sglang.weight_bucket_mb * 2**20),
-        colocated=sglang.colocated,
-    )
+    processes = _start_servers(config) if sglang.num_servers else None
     try:
-        return SGLangEngine(
-            settings, model, route, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), launcher=servers,
-            say=log_servers,
-        )
+        return ServerEngine(
+            sglang, model, transport, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), api=SGLangAPI(),
+            processes=processes, log=log_servers,
+        )  # fmt: skip
     except BaseException:
-        if servers is not None:
-            servers.stop()
+        if processes is not None:
+            processes.stop()
         raise
 
 
 def _start_servers(config: Config) -> LocalServers:
     sglang = config.sglang
-    servers = LocalServers(
-        ServerSettings(
-            model=config.model.path,
-            count=sglang.num_servers,
-            python=os.path.abspath(sglang.python) if sglang.python else sys.executable,
-            base_port=sglang.port,
-            dtype=config.model.dtype,
-            routed_experts=config.routing.needs_rollout_routes,
-            api_key=_api_key(sglang),
-            arguments=tuple(sglang.server_args),
-            log_dir=str(Path(config.run_dir) / "servers"),
-            start_timeout=sglang.start_timeout,
-        ),
-        say=log_servers,
-    )
-    log_servers(f"starting {sglang.num_servers}; logs are in {servers.settings.log_dir}")
+    log_dir = str(Path(config.run_dir) / "servers")
+    first_gpu = None
+    if not on_cpu(sglang.server_args):
+        first_gpu = first_server_gpu(
+            sglang.server_args,
+            sglang.num_servers,
+            trainer_gpus=int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if torch.cuda.is_available() else 0,
+            visible_gpus=torch.cuda.device_count(),
+            colocated=sglang.colocated,
+        )
+    launch = ServerLaunch(sglang, config.model.path, config.model.dtype, config.routing.needs_rollout_routes, log_dir,
+                          first_gpu)  # fmt: skip
+    servers = LocalServers(launch, log=log_servers)
+    log_servers(f"starting {sglang.num_servers}; logs are in {log_dir}")
     servers.start()
     return servers
 
@@ -156,9 +145,3 @@ def stop_ids(path: str, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
         return end_tokens(configured, tokenizer, vocab_size)
     except ValueError as error:
         raise ConfigError("model.path", path, str(error), "set eos_token_id in its config.json") from None
-
-
-def _api_key(sglang: SGLangConfig) -> str | None:
-    if sglang.api_key_file is None:
-        return None
-    return Path(sglang.api_key_file).read_text(encoding="utf-8").splitlines()[0].strip()

@@ -21,15 +21,15 @@ from megatron_gspo.mcore.process_groups import compute_device
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
 from megatron_gspo.rollout.sample_checks import check_samples
 from megatron_gspo.rollout.sample_exchange import broadcast_samples
-from megatron_gspo.rollout.sglang.request_stream import Stream, WeightsWanted
-from megatron_gspo.rollout.sglang.server_pool import FleetError
+from megatron_gspo.rollout.server_engine.request_stream import RequestStream, WeightsNeeded
+from megatron_gspo.rollout.server_engine.server_pool import NoServerError
 
 _PATIENCE = 20.0  # seconds between two words of the first rank
 _PAUSE = 1.0  # seconds before an update of the weights that no server took is tried again
 
 
 def is_central(engine: RolloutEngine) -> bool:
-    """Whether one rank generates for all (`SGLangEngine`), where otherwise each generates a share."""
+    """Whether one rank generates for all (`ServerEngine`), where otherwise each generates a share."""
     return getattr(engine, "is_central", False)
 
 
@@ -67,7 +67,7 @@ def sync_weights(run: Run, version: int) -> None:
         stream, refusal = run.policy.weights(), ""
         try:
             run.engine.update_weights(stream, version=version)
-        except FleetError as error:
+        except NoServerError as error:
             refusal = str(error)
         except Exception as error:
             for _ in stream:  # the other ranks' part in it
@@ -88,7 +88,7 @@ def _raise(error: Exception) -> None:
 def _note(refusal: str, end: float, news: bool) -> bool:
     """Say that no server took the weights, if it wasn't said; raises where there is no time for another try."""
     if time.monotonic() >= end:
-        raise FleetError(refusal)
+        raise NoServerError(refusal)
     if news:
         log_servers(refusal)
     time.sleep(_PAUSE)
@@ -101,7 +101,7 @@ def _is_back(engine: Any, refusal: str, end: float) -> bool:
     if engine.wait_for_server(min(max(left, 0.0), _PATIENCE)):
         return True
     if left <= 0:
-        raise FleetError(refusal)
+        raise NoServerError(refusal)
     return False
 
 
@@ -123,8 +123,8 @@ def generate(run: Run, prompts: Sequence[Prompt], sampling: SamplingParams, seed
     return _everywhere(run, samples, prompts, sampling)
 
 
-def take(run: Run, stream: Stream | None, count: int, *, oldest: int | None) -> list[list[Sample]]:
-    """`Stream.take` of the first rank's stream (None on the others), on every rank. oldest: see there."""
+def take(run: Run, stream: RequestStream | None, count: int, *, oldest: int | None) -> list[list[Sample]]:
+    """`RequestStream.take` of the first rank's stream (None on the others), on every rank. oldest: see there."""
     groups: dict[int, list[Sample]] = {}
     while len(groups) < count:
         groups |= _some(run, stream, count - len(groups), oldest)
@@ -146,7 +146,7 @@ def _everywhere(run: Run, samples: list[Sample] | None, prompts: Sequence[Prompt
     return broadcast_samples(samples, dist.group.WORLD, compute_device())
 
 
-def _some(run: Run, stream: Stream | None, count: int, oldest: int | None) -> dict[int, list[Sample]]:
+def _some(run: Run, stream: RequestStream | None, count: int, oldest: int | None) -> dict[int, list[Sample]]:
     """Up to `count` finished groups by ticket, after some seconds at most; the first rank has the samples, the others
     empty lists. Where no server has the weights, they are sent."""
 
@@ -155,7 +155,7 @@ def _some(run: Run, stream: Stream | None, count: int, oldest: int | None) -> di
         try:
             per_step = run.config.rollout.rollout_batch_size
             found.update(stream.take_tickets(count, patience=_PATIENCE, oldest=oldest, per_step=per_step))
-        except WeightsWanted:
+        except WeightsNeeded:
             return True, []
         return False, list(found)
 

@@ -25,7 +25,7 @@ from megatron_gspo.rewards.scorer import FAILURE
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
 from megatron_gspo.rollout.sample_checks import check_samples
 from megatron_gspo.rollout.sample_exchange import broadcast_samples, generate_spread
-from megatron_gspo.rollout.sglang.request_stream import WeightsWanted
+from megatron_gspo.rollout.server_engine.request_stream import WeightsNeeded
 
 _PATIENCE = 10.0  # seconds between two words of the first rank
 
@@ -81,7 +81,7 @@ def _play_on_servers(run: Run, episodes: Sequence[Any], sampling: SamplingParams
             while not held["playing"].done and (left := end - time.monotonic()) > 0:
                 finished = held["stream"].take_tickets(1, patience=left)
                 held["playing"].feed([(ticket, samples[0]) for ticket, samples in finished])
-        except WeightsWanted:
+        except WeightsNeeded:
             return "weights"
         return "done" if held["playing"].done else "more"
 

@@ -1,8 +1,9 @@
-"""JSON over HTTP with one SGLang server: keep-alive, deadlines, a bound on answers, one kind of error."""
+"""JSON over HTTP with one inference server: keep-alive, timeouts, bounded responses, one kind of error."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import threading
@@ -17,34 +18,39 @@ from megatron_gspo.errors import EngineError, first_line
 
 T = TypeVar("T")
 
-CONNECT_SECONDS = 10.0  # longest wait for a connection; within it a server that is alive accepts one
-ANSWER_BYTES = 64 * 2**20  # default bound of an answer; a generation's is computed from what was asked for
-_IDLE_SECONDS = 4.0  # that a connection is kept for: servers close theirs after 5, and a request then may be lost
-_QUOTED = 200  # characters of a server's own words in an error
+CONNECT_SECONDS = 10.0  # timeout of a connection; a server that is alive accepts one sooner
+MAX_RESPONSE_BYTES = 64 * 2**20  # default; the bound of a generation is computed from its request
+_IDLE_SECONDS = 4.0  # a connection is kept: servers close theirs after 5, and a request could then be lost
+_MAX_QUOTED = 200  # characters of a server's error in ours
 _CHUNK = 1 << 16
 
 
 class ServerError(EngineError):
-    """One request to one server that failed: a line with the server, the path and what happened, never the API key.
+    """A failed request to a server: one line with the server, the path and the reason, never the API key.
 
-    status: HTTP status, None where there was no whole answer. retry: whether the same request may succeed later or
-    at another server; False where the request itself was refused. sent: False where the server can't have seen it.
+    status: HTTP status, None without a complete response. retry: whether the same request may succeed later or at
+    another server; False if the request itself was refused. sent: False if the server can't have seen it.
     """
 
     def __init__(self, message: str, *, status: int | None = None, retry: bool, sent: bool = True) -> None:
         super().__init__(message)
         self.status, self.retry, self.sent = status, retry, sent
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled for the other ranks; the default would call the class without `retry`."""
+        restore = functools.partial(ServerError, status=self.status, retry=self.retry, sent=self.sent)
+        return restore, (str(self),)
+
 
 async def open_session() -> aiohttp.ClientSession:
-    """The connections that all `Server`s of an event loop share: kept alive, unlimited in number (the callers bound
-    what is under way), no proxy from the environment. Close it in the loop that opened it."""
+    """The connections that all `ServerClient`s of an event loop share: kept alive, unlimited in number (callers limit
+    the requests in flight), no proxy from the environment. Close it in the loop that opened it."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS)
     return aiohttp.ClientSession(connector=connector, trust_env=False, auto_decompress=False)
 
 
-class Server:
-    """One server, or a router in front of several.
+class ServerClient:
+    """Client of one server, or of a router in front of several.
 
     url: `http://host:port` or https, without path. api_key: sent as a bearer token to this server alone.
     """
@@ -53,28 +59,28 @@ class Server:
         self.url = check_url(url)
         self._session = session
         self._key = api_key
-        # what is compressed can't be bounded as it arrives: one read may hold a thousand times its size
+        # a compressed response can't be bounded while it is read: one chunk may expand a thousandfold
         self._headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
 
     def __repr__(self) -> str:
-        return f"Server({self.url})"
+        return f"ServerClient({self.url})"
 
     async def post(self, path: str, body: Mapping[str, Any] | AsyncIterable[bytes] | None = None, *, timeout: float,
-                   max_bytes: int = ANSWER_BYTES) -> Any:
-        """The parsed JSON answer (text where it isn't JSON) to a POST of `body`: an object, or JSON in pieces, which
-        are sent as they come and are never whole in memory.
+                   max_bytes: int = MAX_RESPONSE_BYTES) -> Any:
+        """POST `body`: an object, or JSON in pieces, which are streamed. Returns the parsed JSON (or other text).
 
-        timeout: seconds for the whole exchange. max_bytes: a longer answer is refused as it arrives. Raises
-        `ServerError` for any status but 200, no or a broken answer, and the deadline. Redirects are not followed.
+        timeout: seconds for the whole exchange. max_bytes: a longer response is refused while it is read. Raises
+        `ServerError` for a status other than 200, an invalid or no response, and the timeout. Redirects are not
+        followed.
         """
         return await self._exchange("POST", path, {} if body is None else body, timeout, max_bytes)
 
-    async def get(self, path: str, *, timeout: float, max_bytes: int = ANSWER_BYTES) -> Any:
+    async def get(self, path: str, *, timeout: float, max_bytes: int = MAX_RESPONSE_BYTES) -> Any:
         """As `post`, for GET."""
         return await self._exchange("GET", path, None, timeout, max_bytes)
 
-    def without_key(self, words: bytes) -> bytes:
-        """A server's words, which may quote the request or the server's own settings."""
+    def redact(self, words: bytes) -> bytes:
+        """A server's message without the API key, which it may quote."""
         return words.replace(self._key.encode(), b"***") if self._key else words
 
     async def _exchange(self, method: str, path: str, body: Any, timeout: float, max_bytes: int) -> Any:
@@ -88,9 +94,9 @@ class Server:
                                              timeout=limits, allow_redirects=False) as response:
                 payload = await _read(response, max_bytes, where)
         except aiohttp.ConnectionTimeoutError:
-            raise ServerError(f"{where}: no connection (nobody takes it)", retry=True, sent=False) from None
+            raise ServerError(f"{where}: no connection (not accepted)", retry=True, sent=False) from None
         except aiohttp.ClientConnectorError as error:
-            known = error.errno is not None and error.errno > 0  # negative: of the search for its address
+            known = error.errno is not None and error.errno > 0  # negative: of the name resolution
             reason = (os.strerror(error.errno) if known else error.strerror or first_line(error)).lower()
             raise ServerError(f"{where}: no connection ({reason})", retry=True, sent=False) from None
         except asyncio.TimeoutError:
@@ -98,13 +104,13 @@ class Server:
         except (aiohttp.ClientError, OSError) as error:
             raise ServerError(f"{where}: the connection broke ({_name(error)})", retry=True) from None
         if response.status != 200:
-            raise _refusal(where, response.status, self.without_key(payload))
+            raise _status_error(where, response.status, self.redact(payload))
         return _parsed(payload, response.content_type, where)
 
 
 async def _read(response: aiohttp.ClientResponse, max_bytes: int, where: str) -> bytes:
     if response.headers.get("Content-Encoding", "identity") != "identity":
-        raise ServerError(f"{where}: the answer is compressed, which wasn't asked for", retry=True)
+        raise ServerError(f"{where}: the answer is compressed, which was not requested", retry=True)
     declared = response.content_length
     if declared is not None and declared > max_bytes:
         raise ServerError(f"{where}: the answer has {declared} bytes, at most {max_bytes} are expected", retry=True)
@@ -118,8 +124,8 @@ async def _read(response: aiohttp.ClientResponse, max_bytes: int, where: str) ->
     return b"".join(parts)
 
 
-def _refusal(where: str, status: int, payload: bytes) -> ServerError:
-    words = " ".join(payload[: 4 * _QUOTED].decode(errors="replace").split())[:_QUOTED]
+def _status_error(where: str, status: int, payload: bytes) -> ServerError:
+    words = " ".join(payload[: 4 * _MAX_QUOTED].decode(errors="replace").split())[:_MAX_QUOTED]
     if status in (401, 403):
         return ServerError(f"{where}: refused with {status}; set sglang.api_key_file to the server's key",
                            status=status, retry=False)
@@ -142,7 +148,7 @@ def _name(error: BaseException) -> str:
 
 
 class EventLoop:
-    """An asyncio loop in a daemon thread, so that requests go on while the training thread works."""
+    """An asyncio loop in a daemon thread, so that requests continue while the training thread works."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -159,11 +165,11 @@ class EventLoop:
             raise
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> Future:
-        """Begin a coroutine; cancel what is returned to end it."""
+        """Start a coroutine; cancel the returned future to stop it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self) -> None:
-        """Cancel what still runs and end the thread. Calling it twice is fine."""
+        """Cancel what still runs and end the thread. May be called again."""
         if self._loop.is_closed():
             return
         self.run(_cancel_all())

@@ -1,4 +1,4 @@
-"""What a local server is started with, and what its end says: command line, environment, ports, log.
+"""How an SGLang server is started on this node: command line, environment, ports.
 
 sglang itself is never imported: the servers have an interpreter of their own.
 """
@@ -14,126 +14,116 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import megatron_gspo
+from megatron_gspo.config import ServerConfig
 from megatron_gspo.errors import InputError, first_line
+from megatron_gspo.servers.server_args import gpus_per_server, option
 
 LOOPBACK = "127.0.0.1"
-PORT_IN_USE = "its port is in use"  # in what `explain_end` says
-# Below Linux' range for outgoing connections, which take ports at any moment
+# Below Linux' range of ports for outgoing connections
 _PORTS = range(30_000, 32_768)
-# What the options mean for the client too, so that they can't be passed by
-_OURS = {"--port": "sglang.port", "--api-key": "sglang.api_key_file"}
-# What torchrun tells its workers. A server is no worker: it would look for torchrun's store and wait for other ranks.
+# Options that the client needs too -> their config keys
+_RESERVED = {"--port": "sglang.port", "--api-key": "sglang.api_key_file"}
+# torchrun's environment of its workers. With it a server would connect to torchrun's store and wait for other ranks.
 _TORCHRUN = re.compile(r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)")
-_OVERLAP_IS_RIGHT_ON_CPU = (0, 5, 23)  # before it, routed experts are overwritten while they're copied
+_CPU_OVERLAP_VERSION = (0, 5, 23)  # earlier versions overwrite routed experts while they are copied
 
 
 @dataclass(frozen=True)
-class ServerSettings:
-    """Servers of one model on this machine.
+class ServerLaunch:
+    """What the servers on this node are started with.
 
-    model: Hugging Face directory. python: interpreter that has sglang. base_port: server i listens on base_port + i;
-    None: free ports. dtype: as sglang's `--dtype`. api_key: asked for by every server. arguments: passed to
-    `sglang.launch_server` as they are, after ours, so that they win; `--host` tells where to listen if not on loopback,
-    `--device cpu` to leave the GPUs alone (as where there is none), `--base-gpu-id` the first server's first GPU, from
-    which on each takes as many as it needs. log_dir: `server_<i>.log`. start_timeout: seconds. max_restarts: of one
-    server in a row.
+    config: number, interpreter, ports, API key and arguments. The arguments are passed to `sglang.launch_server` after
+    ours, so they override them: `--host` to listen on another address than loopback, `--device cpu` to use no GPU.
+    model: Hugging Face directory. dtype: sglang's `--dtype`. routed_experts: whether servers return them. log_dir:
+    directory of `server_<i>.log`. first_gpu: the first server's first GPU, from which on the
+    servers take consecutive ones; None: `--base-gpu-id`, or 0.
+
+    Raises InputError for arguments that this class sets, and if no server is to be started.
     """
 
+    config: ServerConfig
     model: str
-    count: int = 1
-    python: str = sys.executable
-    base_port: int | None = None
     dtype: str = "auto"
     routed_experts: bool = False
-    api_key: str | None = field(default=None, repr=False)
-    arguments: tuple[str, ...] = ()
     log_dir: str = "."
-    start_timeout: float = 600.0
-    max_restarts: int = 3
+    first_gpu: int | None = None
 
     def __post_init__(self) -> None:
-        for argument in self.arguments:
-            if key := _OURS.get(argument.split("=", 1)[0]):
-                raise InputError(f"sglang.server_args: {argument.split('=', 1)[0]} is ours to pass; set {key} instead")
-        if self.api_key is not None and option(self.arguments, "--config"):
-            raise InputError("sglang.server_args: --config can't be combined with an API key, which takes its place; "
+        for argument in self.args:
+            if key := _RESERVED.get(argument.split("=", 1)[0]):
+                raise InputError(f"sglang.server_args: {argument.split('=', 1)[0]} is reserved; set {key} instead")
+        if self.config.api_key_file is not None and option(self.args, "--config"):
+            raise InputError("sglang.server_args: --config can't be combined with an API key, which is passed by it; "
                              "give its contents as arguments")  # fmt: skip
-        if self.count < 1:
-            raise InputError(f"sglang.num_servers={self.count}: must be at least 1")
+        if self.config.num_servers < 1:
+            raise InputError(f"sglang.num_servers={self.config.num_servers}: must be at least 1")
+
+    @property
+    def args(self) -> tuple[str, ...]:
+        """The arguments of the config."""
+        return tuple(self.config.server_args)
+
+    @property
+    def python(self) -> str:
+        """The interpreter that has sglang, as an absolute path."""
+        return os.path.abspath(self.config.python) if self.config.python else sys.executable
 
     @property
     def host(self) -> str:
-        """Where the servers listen; anything but loopback can be reached from other machines."""
-        return option(self.arguments, "--host") or LOOPBACK
+        """Where the servers listen. Any address but loopback can be reached from other machines."""
+        return option(self.args, "--host") or LOOPBACK
 
 
-def option(arguments: Sequence[str], name: str) -> str | None:
-    """The last value given to an option as `--name value` or `--name=value`; None where it isn't given."""
-    found = None
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=False):
-        if argument == name:
-            found = following
-        elif argument.startswith(f"{name}="):
-            found = argument.split("=", 1)[1]
-    return found
+def read_api_key(config: ServerConfig) -> str | None:
+    """The API key of the servers, from the first line of its file; None without a file."""
+    if config.api_key_file is None:
+        return None
+    return Path(config.api_key_file).read_text(encoding="utf-8").splitlines()[0].strip()
 
 
-def gpus_of_a_server(arguments: Sequence[str]) -> int:
-    """How many GPUs a server with these arguments takes."""
-    sizes = [("--tp-size", "--tensor-parallel-size", "--tp"), ("--pp-size", "--pipeline-parallel-size", "--pp")]
-    if "--enable-dp-attention" not in arguments:  # with it, the data-parallel ranks are among the tensor-parallel ones
-        sizes.append(("--dp-size", "--data-parallel-size", "--dp"))
-    count = 1
-    for names in sizes:
-        value = next((value for name in names if (value := option(arguments, name))), "1")
-        if not value.isdecimal() or not int(value):
-            raise InputError(f"sglang.server_args: {names[0]} {value}: must be a positive number")
-        count *= int(value)
-    return count
-
-
-def on_cpu(settings: ServerSettings) -> bool:
-    """Whether servers run without a GPU: as `--device` says, else where torch sees none."""
-    if device := option(settings.arguments, "--device"):
+def on_cpu(args: Sequence[str]) -> bool:
+    """Whether servers with these arguments run without a GPU: by `--device`, else if torch finds none."""
+    if device := option(args, "--device"):
         return device == "cpu"
     import torch
 
     return not torch.cuda.is_available()
 
 
-def server_command(settings: ServerSettings, index: int, port: int, *, cpu: bool, version: tuple[int, ...],
-                   config: str | None = None) -> list[str]:
-    """The command of server `index`. version: sglang's, as numbers. config: file with what mustn't be seen in `ps`."""
-    model = os.path.abspath(settings.model) if os.path.isdir(settings.model) else settings.model
-    command = [settings.python, "-m", "sglang.launch_server", "--model-path", model]
-    command += ["--host", settings.host, "--port", str(port), "--dtype", settings.dtype]
-    command += ["--log-level-http", "warning"]  # else a line for each request
-    if settings.routed_experts:
+def server_command(launch: ServerLaunch, index: int, port: int, *, cpu: bool, version: tuple[int, ...],
+                   config_file: str | None = None) -> list[str]:  # fmt: skip
+    """The command line of server `index`. version: of sglang. config_file: with the API key, which `ps` would show."""
+    model = os.path.abspath(launch.model) if os.path.isdir(launch.model) else launch.model
+    command = [launch.python, "-m", "sglang.launch_server", "--model-path", model]
+    command += ["--host", launch.host, "--port", str(port), "--dtype", launch.dtype]
+    command += ["--log-level-http", "warning"]  # the default logs a line per request
+    if launch.routed_experts:
         command.append("--enable-return-routed-experts")
     if cpu:
-        # Without a bound on tokens the cache takes most of the memory; without sleep a core spins while nothing runs.
+        # Without a limit on tokens the cache takes most of the memory; without sleep an idle server uses a core.
         command += ["--device", "cpu", "--attention-backend", "torch_native", "--max-total-tokens", "8192"]
         command += ["--sleep-on-idle", "--skip-server-warmup"]
-        if version < _OVERLAP_IS_RIGHT_ON_CPU:
+        if version < _CPU_OVERLAP_VERSION:
             command.append("--disable-overlap-schedule")
-    if config:
-        command += ["--config", config]
-    command += settings.arguments
-    if not cpu and settings.count > 1:
-        first = int(option(settings.arguments, "--base-gpu-id") or 0)
-        command += ["--base-gpu-id", str(first + index * gpus_of_a_server(settings.arguments))]
+    if config_file:
+        command += ["--config", config_file]
+    command += launch.args
+    if not cpu:
+        given = int(option(launch.args, "--base-gpu-id") or 0)
+        first = given if launch.first_gpu is None else launch.first_gpu
+        command += ["--base-gpu-id", str(first + index * gpus_per_server(launch.args))]
     return command
 
 
-def server_environment(settings: ServerSettings, *, cpu: bool, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The trainer's environment without what torchrun told it and, for another interpreter, without Python's paths."""
+def server_environment(python: str, *, cpu: bool, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The trainer's environment without torchrun's variables and, for another interpreter, without Python's paths."""
     environment = {name: value for name, value in base.items() if not _TORCHRUN.fullmatch(name)}
-    environment["PYTHONSAFEPATH"] = "1"  # `python -m` would look for packages in the working directory first
-    if settings.python != sys.executable:
+    environment["PYTHONSAFEPATH"] = "1"  # `python -m` would search the working directory first
+    if python != sys.executable:
         environment = {name: value for name, value in environment.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     if cpu:
         paths = [patch_folder(), *filter(None, [environment.get("PYTHONPATH")])]
@@ -142,7 +132,7 @@ def server_environment(settings: ServerSettings, *, cpu: bool, base: Mapping[str
 
 
 def patch_folder() -> str:
-    """Where the start-up hook for servers without a GPU lies, in a checkout or an installation."""
+    """Directory of the start-up hook for servers without a GPU, in a checkout or an installation."""
     for root in megatron_gspo.__path__:
         folder = Path(root) / "patches" / "sglang_on_cpu"
         if (folder / "sitecustomize.py").is_file():
@@ -151,9 +141,9 @@ def patch_folder() -> str:
 
 
 def sglang_version(python: str) -> tuple[int, ...]:
-    """The numbers of the sglang version that an interpreter has, such as (0, 5, 15) for 0.5.15.post1.
+    """The version of an interpreter's sglang, such as (0, 5, 15) for 0.5.15.post1.
 
-    Raises InputError where there's no such interpreter or no sglang.
+    Raises InputError if there is no such interpreter or it has no sglang.
     """
     program = "import importlib.metadata as m; print(m.version('sglang'))"
     try:
@@ -161,98 +151,56 @@ def sglang_version(python: str) -> tuple[int, ...]:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise InputError(f"sglang.python={python}: {first_line(error)}; name an interpreter that has sglang") from error
     if done.returncode:
-        raise InputError(f"sglang.python={python}: sglang isn't installed there; name an interpreter that has it")
+        raise InputError(f"sglang.python={python}: sglang is not installed there; name an interpreter that has it")
     numbers = re.match(r"[\d.]*\d", done.stdout.strip())
     return tuple(int(part) for part in numbers[0].split(".")) if numbers else ()
 
 
 def check_model(model: str) -> None:
-    """Raise InputError for a local path that holds no model; a name on the hub is sglang's to look up."""
+    """Raise InputError for a local path without a model. A name on the Hugging Face hub is left to sglang."""
     local = os.path.exists(model) or model.startswith(("/", ".", "~")) or model.count("/") > 1
     if local and not os.path.isfile(os.path.join(model, "config.json")):
-        raise InputError(f"sglang: model path {model}: there's no config.json; name a Hugging Face model directory")
+        raise InputError(f"sglang: model path {model}: no config.json there; name a Hugging Face model directory")
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there now."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    """Whether a server can listen there now."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, port))
+            listener.bind((host, port))
         except OSError:
             return False
     return True
 
 
-def choose_ports(settings: ServerSettings, *, avoid: Sequence[int] = ()) -> list[int]:
-    """A port for each server: base_port + i, which must be free, or free ones found from a random place on."""
-    if settings.base_port is not None:
-        ports = [settings.base_port + index for index in range(settings.count)]
+def choose_ports(config: ServerConfig, host: str, *, count: int | None = None, avoid: Sequence[int] = ()) -> list[int]:
+    """A port for each server: config.port + i, which must be free, or free ones, searched from a random port on.
+
+    count: servers, None: config.num_servers. Raises InputError.
+    """
+    count = config.num_servers if count is None else count
+    if config.port is not None:
+        ports = [config.port + index for index in range(count)]
         for port in ports:
-            if not is_free(settings.host, port):
-                raise InputError(f"sglang.port={settings.base_port}: port {port} is in use on {settings.host}; "
-                                 "choose another or end what listens there")  # fmt: skip
+            if not is_free(host, port):
+                raise InputError(f"sglang.port={config.port}: port {port} is in use on {host}; "
+                                 "choose another or end the process that listens there")  # fmt: skip
         return ports
     start = random.SystemRandom().randrange(len(_PORTS))
     found: list[int] = []
     for offset in range(len(_PORTS)):
         port = _PORTS[(start + offset) % len(_PORTS)]
-        if port not in avoid and is_free(settings.host, port):
+        if port not in avoid and is_free(host, port):
             found.append(port)
-            if len(found) == settings.count:
+            if len(found) == count:
                 return found
-    raise InputError(f"sglang: no {settings.count} free ports in {_PORTS.start}..{_PORTS.stop - 1}; set sglang.port")
+    raise InputError(f"sglang: no {count} free ports in {_PORTS.start}..{_PORTS.stop - 1}; set sglang.port")
 
 
 def write_secret(api_key: str) -> str:
-    """A new file, readable by this user alone, from which `--config` takes the key; returns its path."""
+    """Write the key to a new file for `--config`, readable by this user alone; returns its path."""
     handle, path = tempfile.mkstemp(prefix="sglang-", suffix=".yaml")  # mode 0600
     with os.fdopen(handle, "w") as file:
         file.write(f"api-key: {json.dumps(api_key)}\n")
     return path
-
-
-# (what the log says, what it means and what to do), from sglang 0.5.15 and 0.5.23; the first that is found
-_CAUSES = (
-    (r"address already in use|\[Errno 98\]", f"{PORT_IN_USE}; choose another sglang.port"),
-    (
-        r"unrecognized arguments|error: (argument|ambiguous option|the following arguments)",
-        "sglang refused its arguments; correct sglang.server_args",
-    ),
-    (
-        r"^(ModuleNotFoundError|\S+): No module named",
-        "sglang isn't whole there; install it or name another interpreter in sglang.python",
-    ),
-    (
-        r"out of memory|OutOfMemoryError|Not enough memory|MemoryError|can(no|')t allocate memory",
-        "it ran out of memory; lower --mem-fraction-static or --max-total-tokens",
-    ),
-    (
-        r"is not a local folder|does not appear to have a file|Unrecognized model in|Can't load.*config|"
-        r"Error no file named|Cannot find any model weights|Repo id must be|SafetensorError",
-        "its model can't be loaded; check the model path",
-    ),
-)
-
-
-def explain_end(log: str, code: int | None) -> str:
-    """One line: why a server ended, from what it wrote and its exit code (None: it doesn't answer), quoting the log."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    for pattern, meaning in _CAUSES:
-        for line in reversed(lines):
-            if re.search(pattern, line, re.IGNORECASE):
-                return f"{meaning} ({shorten(line)!r})"
-    if code is None:
-        ended = "it didn't answer within sglang.start_timeout"
-    elif code in (137, -9):
-        ended = "it was killed by SIGKILL, which is how Linux ends a process when memory runs out"
-    elif code > 128 or code < 0:
-        ended = f"it was ended by signal {code - 128 if code > 0 else -code}"
-    else:
-        ended = f"it exited with code {code}"
-    return f"{ended}; its last words: {' | '.join(shorten(line) for line in lines[-3:]) or 'none'}"
-
-
-def shorten(line: str, limit: int = 240) -> str:
-    """A line of a log that fits into a message."""
-    return line if len(line) <= limit else f"{line[: limit - 3]}..."

@@ -21,14 +21,14 @@ from pathlib import Path
 import psutil
 
 from megatron_gspo.errors import EngineError, UserError, writing
+from megatron_gspo.servers.exit_reason import PORT_IN_USE, exit_reason
 from megatron_gspo.servers.launch_command import (
     LOOPBACK,
-    PORT_IN_USE,
-    ServerSettings,
+    ServerLaunch,
     check_model,
     choose_ports,
-    explain_end,
     on_cpu,
+    read_api_key,
     server_command,
     server_environment,
     sglang_version,
@@ -37,19 +37,19 @@ from megatron_gspo.servers.launch_command import (
 
 logger = logging.getLogger(__name__)
 
-LOOK_EVERY = 0.25  # seconds between two looks at a server
-STABLE = 600.0  # seconds after which a server that ran counts as well again
-_FIRST_DELAY, _LONGEST_DELAY = 1.0, 60.0  # seconds before a restart, doubling in between
-_ASK = 2.0  # seconds that /health may take
-_VANISH = 10.0  # seconds that a killed group may take to be gone
-_LOG_TAIL = 64 * 1024  # bytes of a log that an error is looked for in
-_PORT_TRIES = 3  # of a start on ports of our choice, which another process may take in between
+POLL_SECONDS = 0.25  # between two checks of a server
+STABLE_SECONDS = 600.0  # a server that ran so long has its restarts counted from 0 again
+_RESTART_SECONDS, _MAX_RESTART_SECONDS = 1.0, 60.0  # before a restart, doubling
+_HEALTH_SECONDS = 2.0  # timeout of /health
+_KILL_SECONDS = 10.0  # a killed process group may take to end
+_LOG_TAIL = 64 * 1024  # bytes of a log that are searched for the reason of an exit
+_PORT_TRIES = 3  # of a start on free ports, which another process may take first
 
 
 @dataclass
 class Changes:
-    """URLs of servers that, since the last look, died, answer again (with the weights of the model's directory), or
-    died too often to be started again."""
+    """URLs of servers that, since the last poll, died, answer again (with the weights of the model's directory), or
+    died too often to be restarted."""
 
     died: list[str] = field(default_factory=list)
     restarted: list[str] = field(default_factory=list)
@@ -60,37 +60,40 @@ class Changes:
 
 
 @dataclass
-class _Life:
-    """One server. state: "starting", "up", "down" (to be started again) or "given up"."""
+class _ServerProcess:
+    """One server. state: "starting", "up", "down" (to be restarted) or "given up"."""
 
     index: int
     port: int
     url: str
     log: Path
     state: str = "starting"
-    guard: subprocess.Popen[bytes] | None = None
-    log_start: int = 0  # bytes that earlier lives wrote
-    since: float = 0.0  # when this state began
-    again: float = 0.0  # when to start it again
+    supervisor: subprocess.Popen[bytes] | None = None
+    log_start: int = 0  # bytes of the log from earlier starts
+    state_since: float = 0.0
+    restart_at: float = 0.0
     restarts: int = 0  # in a row
-    secret: str | None = None  # file with the API key, until it has been read
+    key_file: str | None = None  # until the server has read it
 
 
 class LocalServers:
-    """`settings.count` servers on this machine. Also a context manager: `with LocalServers(settings) as servers`.
+    """The servers of a `ServerLaunch`. Also a context manager: `with LocalServers(launch) as servers`.
 
-    say: gets a line for what happens to them: that they're up, why one ended.
+    max_restarts: of one server in a row. log: takes a line for each event: that they are up, why one ended.
     """
 
-    def __init__(self, settings: ServerSettings, *, say: Callable[[str], None] = logger.warning) -> None:
-        self.settings = settings
-        self._say = say
-        self._lives: list[_Life] = []
+    def __init__(
+        self, launch: ServerLaunch, *, max_restarts: int = 3, log: Callable[[str], None] = logger.warning
+    ) -> None:
+        self.launch, self.max_restarts = launch, max_restarts
+        self._log = log
+        self._api_key = read_api_key(launch.config)
+        self._processes: list[_ServerProcess] = []
         self._changes = Changes()
-        self._lock = threading.Lock()  # over lives and changes
-        self._ending = threading.Event()
+        self._lock = threading.Lock()  # of processes and changes
+        self._stopping = threading.Event()
         self._paused = False
-        self._watcher: threading.Thread | None = None
+        self._monitor_thread: threading.Thread | None = None
         self._cpu, self._version = True, (0,)
 
     def __enter__(self) -> LocalServers:
@@ -102,212 +105,217 @@ class LocalServers:
 
     @property
     def urls(self) -> list[str]:
-        """URLs of all servers, by index; the same for as long as they're watched."""
-        return [life.url for life in self._lives]
+        """URLs of all servers, by index. They do not change after `start`."""
+        return [process.url for process in self._processes]
 
     @property
     def logs(self) -> list[Path]:
         """Log files, by index."""
-        return [life.log for life in self._lives]
+        return [process.log for process in self._processes]
 
     def start(self) -> list[str]:
-        """Start all servers at once, wait until each answers and watch them from then on; returns their URLs.
+        """Start all servers concurrently, wait until each answers, and monitor them from then on; returns their URLs.
 
-        Raises InputError (interpreter, model, arguments, ports) or EngineError (a server that ends or doesn't answer
-        within `start_timeout`), after all were ended.
+        Raises InputError (interpreter, model, arguments, ports) or EngineError (a server ends or does not answer within
+        `start_timeout`); all servers are stopped before.
         """
-        settings = self.settings
-        check_model(settings.model)
-        self._cpu, self._version = on_cpu(settings), sglang_version(settings.python)
-        with writing(settings.log_dir):
-            Path(settings.log_dir).mkdir(parents=True, exist_ok=True)
-        ports = choose_ports(settings)
+        launch = self.launch
+        check_model(launch.model)
+        self._cpu, self._version = on_cpu(launch.args), sglang_version(launch.python)
+        with writing(launch.log_dir):
+            Path(launch.log_dir).mkdir(parents=True, exist_ok=True)
+        ports = choose_ports(launch.config, launch.host)
         for index, port in enumerate(ports):
-            log = Path(settings.log_dir) / f"server_{index}.log"
-            self._lives.append(_Life(index, port, _url(settings.host, port), log))
+            log = Path(launch.log_dir) / f"server_{index}.log"
+            self._processes.append(_ServerProcess(index, port, _url(launch.host, port), log))
         try:
             began = time.monotonic()
-            for life in self._lives:
-                self._launch(life)
-            self._wait_until_up()
+            for process in self._processes:
+                self._start_process(process)
+            self._wait_until_all_up()
         except BaseException:
             self.stop()
             raise
         seconds = time.monotonic() - began
-        self._say(f"{', '.join(self.urls)} answer after {seconds:.0f} s")
-        self._ending.clear()
-        self._watcher = threading.Thread(target=self._watch, name="sglang-servers", daemon=True)
-        self._watcher.start()
+        self._log(f"{', '.join(self.urls)} answer after {seconds:.0f} s")
+        self._stopping.clear()
+        self._monitor_thread = threading.Thread(target=self._monitor, name="sglang-servers", daemon=True)
+        self._monitor_thread.start()
         return self.urls
 
     def poll(self) -> Changes:
-        """What changed since the last call. Returns at once: the watching is done by a thread."""
+        """What changed since the last call. Returns at once; a thread monitors the servers."""
         with self._lock:
             changes, self._changes = self._changes, Changes()
         return changes
 
     def restart(self, url: str) -> None:
-        """End a server that runs but doesn't answer; it's started again like one that died by itself."""
+        """Kill a server that does not respond. It is restarted like one that died."""
         with self._lock:
-            for life in self._lives:
-                if life.url == url and life.state in ("up", "starting"):
-                    self._kill(life)
+            for process in self._processes:
+                if process.url == url and process.state in ("up", "starting"):
+                    self._kill(process)
 
     def pause(self) -> None:
-        """Start nothing until `resume`: for as long as the trainer needs the memory that a server would take."""
+        """Restart nothing until `resume`."""
         self._paused = True
 
     def resume(self) -> None:
         self._paused = False
 
     def stop(self) -> None:
-        """End all servers and their children. May be called again."""
-        self._ending.set()
-        if self._watcher is not None:
-            self._watcher.join()
-            self._watcher = None
+        """Kill all servers and their child processes. May be called again."""
+        self._stopping.set()
+        if self._monitor_thread is not None:
+            self._monitor_thread.join()
+            self._monitor_thread = None
         with self._lock:
-            for life in self._lives:
-                self._kill(life)
-            for life in self._lives:
-                _wait_until_gone(life)
-            self._lives = []
+            for process in self._processes:
+                self._kill(process)
+            for process in self._processes:
+                _wait_until_gone(process)
+            self._processes = []
 
     # -- one server ----------------------------------------------------------------------------------------------
 
-    def _launch(self, life: _Life) -> None:
-        settings = self.settings
-        life.secret = write_secret(settings.api_key) if settings.api_key else None
+    def _start_process(self, process: _ServerProcess) -> None:
+        launch = self.launch
+        process.key_file = write_secret(self._api_key) if self._api_key else None
         command = server_command(
-            settings, life.index, life.port, cpu=self._cpu, version=self._version, config=life.secret
+            launch, process.index, process.port, cpu=self._cpu, version=self._version, config_file=process.key_file
         )
-        hide = ["--hide"] if settings.api_key else []  # sglang writes its settings into the log, the key among them
-        program = [settings.python, "-I", "-S", str(Path(__file__).with_name("supervisor.py"))]
-        guard = [*program, *hide, str(os.getpid()), *command]
-        with writing(life.log), open(life.log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
-            life.log_start = os.fstat(log.fileno()).st_size
-            life.guard = subprocess.Popen(
-                guard,
+        hide = ["--hide"] if self._api_key else []  # sglang logs its settings, the key among them
+        program = [launch.python, "-I", "-S", str(Path(__file__).with_name("supervisor.py"))]
+        with writing(process.log), open(process.log, "ab", opener=_open_private) as log:
+            process.log_start = os.fstat(log.fileno()).st_size
+            process.supervisor = subprocess.Popen(
+                [*program, *hide, str(os.getpid()), *command],
                 stdin=subprocess.PIPE if hide else subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=server_environment(settings, cpu=self._cpu),
+                env=server_environment(launch.python, cpu=self._cpu),
                 start_new_session=True,
             )
-        if life.guard.stdin is not None:
-            with contextlib.suppress(BrokenPipeError), life.guard.stdin as stdin:  # one that ended at once: told later
-                stdin.write((settings.api_key or "").encode())
-        life.state, life.since = "starting", time.monotonic()
+        if process.supervisor.stdin is not None:
+            with contextlib.suppress(BrokenPipeError), process.supervisor.stdin as stdin:
+                stdin.write((self._api_key or "").encode())
+        process.state, process.state_since = "starting", time.monotonic()
 
-    def _kill(self, life: _Life) -> None:
-        if life.secret is not None:
-            Path(life.secret).unlink(missing_ok=True)
-            life.secret = None
-        if life.guard is not None:
+    def _kill(self, process: _ServerProcess) -> None:
+        if process.key_file is not None:
+            Path(process.key_file).unlink(missing_ok=True)
+            process.key_file = None
+        if process.supervisor is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(life.guard.pid, signal.SIGKILL)
+                os.killpg(process.supervisor.pid, signal.SIGKILL)
 
-    def _answers(self, life: _Life) -> bool:
-        if not _is_healthy(life.url):
+    def _answers(self, process: _ServerProcess) -> bool:
+        if not _is_healthy(process.url):
             return False
-        if life.secret is not None:  # read by now
-            Path(life.secret).unlink(missing_ok=True)
-            life.secret = None
+        if process.key_file is not None:  # read by now
+            Path(process.key_file).unlink(missing_ok=True)
+            process.key_file = None
         if self._cpu:
-            _freeze_garbage(life.url, self.settings.api_key)
+            _freeze_gc(process.url, self._api_key)
         return True
 
-    def _why(self, life: _Life, code: int | None) -> str:
-        """One line about the end of a server's present life, without the API key."""
+    def _exit_line(self, process: _ServerProcess, code: int | None) -> str:
+        """One line about why the process ended, without the API key."""
         text = ""
-        with contextlib.suppress(OSError), open(life.log, "rb") as file:
+        with contextlib.suppress(OSError), open(process.log, "rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(life.log_start, size - _LOG_TAIL))
+            file.seek(max(process.log_start, size - _LOG_TAIL))
             text = file.read().decode(errors="replace")
-        if self.settings.api_key:
-            text = text.replace(self.settings.api_key, "***")
-        return f"sglang server {life.index} ({life.url}): {explain_end(text, code)}; see {life.log}"
+        if self._api_key:
+            text = text.replace(self._api_key, "***")
+        return f"sglang server {process.index} ({process.url}): {exit_reason(text, code)}; see {process.log}"
 
     # -- start ---------------------------------------------------------------------------------------------------
 
-    def _wait_until_up(self) -> None:
+    def _wait_until_all_up(self) -> None:
         tries = 1
-        while waiting := [life for life in self._lives if life.state == "starting"]:
-            for life in waiting:
-                assert life.guard is not None
-                code = life.guard.poll()
-                late = time.monotonic() - life.since > self.settings.start_timeout
-                if code is None and self._answers(life):
-                    life.state, life.since = "up", time.monotonic()
+        while waiting := [process for process in self._processes if process.state == "starting"]:
+            for process in waiting:
+                assert process.supervisor is not None
+                code = process.supervisor.poll()
+                late = time.monotonic() - process.state_since > self.launch.config.start_timeout
+                if code is None and self._answers(process):
+                    process.state, process.state_since = "up", time.monotonic()
                 elif code is not None or late:
-                    reason = self._why(life, code)
-                    if PORT_IN_USE not in reason or self.settings.base_port is not None or tries >= _PORT_TRIES:
+                    reason = self._exit_line(process, code)
+                    if PORT_IN_USE not in reason or self.launch.config.port is not None or tries >= _PORT_TRIES:
                         raise EngineError(reason)
                     tries += 1
-                    self._move(life)
-            time.sleep(LOOK_EVERY)
+                    self._change_port(process)
+            time.sleep(POLL_SECONDS)
 
-    def _move(self, life: _Life) -> None:
-        """Try another port of our choice."""
-        self._kill(life)
-        _wait_until_gone(life)
-        life.port = choose_ports(self.settings, avoid=[other.port for other in self._lives])[0]
-        life.url = _url(self.settings.host, life.port)
-        self._launch(life)
+    def _change_port(self, process: _ServerProcess) -> None:
+        """Start it on another free port."""
+        self._kill(process)
+        _wait_until_gone(process)
+        process.port = choose_ports(
+            self.launch.config, self.launch.host, count=1, avoid=[other.port for other in self._processes]
+        )[0]
+        process.url = _url(self.launch.host, process.port)
+        self._start_process(process)
 
-    # -- watch ---------------------------------------------------------------------------------------------------
+    # -- monitor ---------------------------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
-        while not self._ending.wait(LOOK_EVERY):
-            for life in self._lives:
+    def _monitor(self) -> None:
+        while not self._stopping.wait(POLL_SECONDS):
+            for process in self._processes:
                 try:
-                    self._look(life)
-                except (OSError, UserError, psutil.Error) as error:  # no process, no memory for one, a full disk
-                    self._say(f"sglang server {life.index} ({life.url}): {error}")
+                    self._check(process)
+                except (OSError, UserError, psutil.Error) as error:  # no memory, a full disk
+                    self._log(f"sglang server {process.index} ({process.url}): {error}")
                     with self._lock:
-                        self._put_down(life)
+                        self._schedule_restart(process)
 
-    def _look(self, life: _Life) -> None:
+    def _check(self, process: _ServerProcess) -> None:
         now = time.monotonic()
-        if life.state == "down" and now >= life.again and not self._paused:
+        if process.state == "down" and now >= process.restart_at and not self._paused:
             with self._lock:
-                self._launch(life)
-        elif life.state in ("up", "starting"):
-            assert life.guard is not None
-            code = life.guard.poll()
-            late = life.state == "starting" and now - life.since > self.settings.start_timeout
+                self._start_process(process)
+        elif process.state in ("up", "starting"):
+            assert process.supervisor is not None
+            code = process.supervisor.poll()
+            late = process.state == "starting" and now - process.state_since > self.launch.config.start_timeout
             if code is not None or late:
-                self._note_end(life, code)
-            elif life.state == "starting" and self._answers(life):
+                self._handle_exit(process, code)
+            elif process.state == "starting" and self._answers(process):
                 with self._lock:
-                    life.state, life.since = "up", time.monotonic()
-                    self._changes.restarted.append(life.url)
-                self._say(f"sglang server {life.index} ({life.url}) answers again")
+                    process.state, process.state_since = "up", time.monotonic()
+                    self._changes.restarted.append(process.url)
+                self._log(f"sglang server {process.index} ({process.url}) answers again")
 
-    def _note_end(self, life: _Life, code: int | None) -> None:
-        reason = self._why(life, code)
-        if life.state == "up" and time.monotonic() - life.since > STABLE:
-            life.restarts = 0
-        self._kill(life)
-        _wait_until_gone(life)
+    def _handle_exit(self, process: _ServerProcess, code: int | None) -> None:
+        reason = self._exit_line(process, code)
+        if process.state == "up" and time.monotonic() - process.state_since > STABLE_SECONDS:
+            process.restarts = 0
+        self._kill(process)
+        _wait_until_gone(process)
         with self._lock:
-            if life.state == "up":
-                self._changes.died.append(life.url)
-            self._put_down(life)
-        if life.state == "given up":
-            self._say(f"{reason}; it's given up after {self.settings.max_restarts} restarts")
+            if process.state == "up":
+                self._changes.died.append(process.url)
+            self._schedule_restart(process)
+        if process.state == "given up":
+            self._log(f"{reason}; given up after {self.max_restarts} restarts")
         else:
-            self._say(f"{reason}; starting it again ({life.restarts} of {self.settings.max_restarts})")
+            self._log(f"{reason}; restarting it ({process.restarts} of {self.max_restarts})")
 
-    def _put_down(self, life: _Life) -> None:
-        life.since = time.monotonic()
-        if life.restarts >= self.settings.max_restarts:
-            life.state = "given up"
-            self._changes.given_up.append(life.url)
+    def _schedule_restart(self, process: _ServerProcess) -> None:
+        process.state_since = time.monotonic()
+        if process.restarts >= self.max_restarts:
+            process.state = "given up"
+            self._changes.given_up.append(process.url)
             return
-        life.state = "down"
-        life.again = life.since + min(_FIRST_DELAY * 2**life.restarts, _LONGEST_DELAY)
-        life.restarts += 1
+        process.state = "down"
+        process.restart_at = process.state_since + min(_RESTART_SECONDS * 2**process.restarts, _MAX_RESTART_SECONDS)
+        process.restarts += 1
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _url(host: str, port: int) -> str:
@@ -316,9 +324,9 @@ def _url(host: str, port: int) -> str:
 
 
 def _is_healthy(url: str) -> bool:
-    """Whether GET /health answers 200; it's open without a key. No proxy of the environment is asked."""
+    """Whether GET /health answers 200. It needs no key, and no proxy of the environment is used."""
     address = url.removeprefix("http://")
-    connection = http.client.HTTPConnection(address, timeout=_ASK)
+    connection = http.client.HTTPConnection(address, timeout=_HEALTH_SECONDS)
     try:
         connection.request("GET", "/health")
         return connection.getresponse().status == 200
@@ -328,10 +336,10 @@ def _is_healthy(url: str) -> bool:
         connection.close()
 
 
-def _freeze_garbage(url: str, api_key: str | None) -> None:
+def _freeze_gc(url: str, api_key: str | None) -> None:
     """Leave what a server has loaded out of its garbage collections, as sglang does itself after its warm-up, which
     servers on a CPU skip. Each flush of the cache, so each update of the weights, collects there: 0.4 s saved."""
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=_ASK)
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=_HEALTH_SECONDS)
     try:
         connection.request("POST", "/freeze_gc", headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
         connection.getresponse().read()
@@ -341,15 +349,15 @@ def _freeze_garbage(url: str, api_key: str | None) -> None:
         connection.close()
 
 
-def _wait_until_gone(life: _Life) -> None:
+def _wait_until_gone(process: _ServerProcess) -> None:
     """Until no process of a killed group is left that could hold memory or the port."""
-    if life.guard is None:
+    if process.supervisor is None:
         return
-    deadline = time.monotonic() + _VANISH
-    while _group(life.guard.pid) and time.monotonic() < deadline:
+    deadline = time.monotonic() + _KILL_SECONDS
+    while _group(process.supervisor.pid) and time.monotonic() < deadline:
         time.sleep(0.02)
     with contextlib.suppress(subprocess.TimeoutExpired):
-        life.guard.wait(1.0)
+        process.supervisor.wait(1.0)
 
 
 def _group(group: int) -> list[int]:

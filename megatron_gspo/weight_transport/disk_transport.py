@@ -1,4 +1,4 @@
-"""Weights through a Hugging Face checkpoint that the servers read: /update_weights_from_disk."""
+"""Weights in a Hugging Face checkpoint that the servers load."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from megatron_gspo.errors import writing
-from megatron_gspo.servers.http_client import Server
-from megatron_gspo.servers.server_info import Capabilities
+from megatron_gspo.servers.http_client import ServerClient
+from megatron_gspo.servers.server_info import ServerInfo
 from megatron_gspo.weight_transport.buckets import Bucket
-from megatron_gspo.weight_transport.transport import Route, accepted
+from megatron_gspo.weight_transport.server_endpoints import WeightEndpoints
+from megatron_gspo.weight_transport.transport import WeightTransport
 
 INDEX = "model.safetensors.index.json"
 _PREFIX, _UNFINISHED = "weights-", ".unfinished-"
@@ -27,29 +28,31 @@ _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", to
           torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}  # fmt: skip
 
 
-class DiskRoute(Route):
-    """Every bucket becomes a safetensors file of a checkpoint in `directory`; the servers load it when it is whole.
+class DiskTransport(WeightTransport):
+    """Every bucket becomes a safetensors file of a checkpoint in `directory`, which the servers load when it is whole.
 
-    Servers generate while it is written and stop only to load. A checkpoint appears under its name at once, complete
-    with index and what `source` has beside its weights, and stays until the next one is there: a server that comes
-    back can be started from `checkpoint`, and the disk needs room for two. Memory: the buffer.
+    Servers generate while it is written and pause only to load it. A checkpoint is renamed to its name when it is
+    complete, with its index and the other files of `source`, and is kept until the next one is complete: a server that
+    returns can be started from `checkpoint`, and the disk needs space for two. Memory: the buffer.
     """
 
     stores = True
     needs_session = False
 
-    def __init__(self, directory: Path, *, source: Path | None = None) -> None:
+    def __init__(self, endpoints: WeightEndpoints, directory: Path, *, source: Path | None = None) -> None:
+        super().__init__(endpoints)
         self._directory, self._source = directory.absolute(), source  # a server has another working directory
-        self.checkpoint: Path | None = None  # the newest whole one
+        self.checkpoint: Path | None = None  # the newest complete one
         self._unfinished = self._directory
         self._weight_map: dict[str, str] = {}
         self._total, self._files = 0, 0
 
-    def refuses(self, found: Capabilities) -> str:
+    def unsupported(self, info: ServerInfo) -> str:
+        """Every server can load a checkpoint."""
         return ""
 
     def begin(self, version: str) -> None:
-        """Clear away what an update that broke off has left."""
+        """Remove what an interrupted update has left."""
         name = re.sub(r"[^0-9A-Za-z._-]", "-", version)
         self._weight_map, self._total, self._files = {}, 0, 0
         self._unfinished = self._directory / (_UNFINISHED + name)
@@ -60,6 +63,7 @@ class DiskRoute(Route):
             self._unfinished.mkdir()
 
     def take(self, bucket: Bucket) -> None:
+        """Write a file."""
         self._files += 1
         name = f"model-{self._files:05d}.safetensors"
         with writing(self._unfinished / name, needed=bucket.nbytes):
@@ -68,6 +72,7 @@ class DiskRoute(Route):
         self._total += bucket.nbytes
 
     def end(self) -> None:
+        """Write the index, rename the checkpoint, remove the one before."""
         index = {"metadata": {"total_size": self._total}, "weight_map": self._weight_map}
         whole = self._directory / self._unfinished.name.replace(_UNFINISHED, _PREFIX, 1)
         with writing(whole):
@@ -83,20 +88,20 @@ class DiskRoute(Route):
                     shutil.rmtree(old)
         self.checkpoint = whole
 
-    async def finish(self, server: Server, timeout: float) -> None:
-        """The format is named: a server started with `--load-format dummy` would fill in random weights again."""
-        body: dict[str, Any] = {"model_path": str(self.checkpoint), "load_format": "auto", "flush_cache": False}
-        await accepted(server, "/update_weights_from_disk", body, timeout)
+    async def finish(self, server: ServerClient, timeout: float) -> None:
+        """See `WeightTransport.finish`."""
+        assert self.checkpoint is not None
+        await self.endpoints.load_checkpoint(server, self.checkpoint, timeout=timeout)
 
 
 def _write(file: Path, bucket: Bucket) -> None:
-    """A safetensors file of a CPU bucket: 8 bytes with the header's size, the header (JSON), the bucket as it is."""
+    """A safetensors file of a CPU bucket: 8 bytes with the header's size, the header (JSON), the bucket's bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for entry in bucket.entries:
         if entry.dtype not in _TYPES:
             raise ValueError(f"{entry.name} has {entry.dtype}; safetensors files can't hold it")
-        place = [entry.start, entry.stop]
-        header[entry.name] = {"dtype": _TYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": place}
+        offsets = [entry.start, entry.stop]
+        header[entry.name] = {"dtype": _TYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with open(file, "wb") as out:

@@ -1,24 +1,24 @@
-"""What `update_servers` asks of a way for weights to travel."""
+"""`WeightTransport`: how weights reach the servers. `update_servers` calls it."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from megatron_gspo.servers.http_client import Server, ServerError
-from megatron_gspo.servers.server_info import Capabilities
+from megatron_gspo.servers.http_client import ServerClient
+from megatron_gspo.servers.server_info import ServerInfo
 from megatron_gspo.weight_transport.buckets import Bucket
+from megatron_gspo.weight_transport.server_endpoints import WeightEndpoints
 
 
-class Route:
-    """A way for weights to travel. Methods with a server raise `ServerError`; they run in the event loop, for all
-    servers at once. The others run in the caller's thread. Those that a route has no use for do nothing.
+class WeightTransport:
+    """Base class; its methods do nothing. Those with a server run in the event loop, concurrently for all servers, and
+    raise `ServerError`; the others run in the caller's thread.
 
-    stores: the whole stream is taken before any server is stopped; else servers stop and get bucket by bucket.
-    needs_session: servers that know /begin_weight_update want it and /end_weight_update around this route's requests.
+    stores: the whole stream is taken before any server is paused; else servers are paused first and get each bucket.
+    needs_session: servers with `ServerInfo.update_session` need it around this transport's requests.
     device, allocate: of the buffer, as `buckets` takes them; read when all servers have been opened.
     """
 
@@ -27,10 +27,13 @@ class Route:
     device: torch.device | None = torch.device("cpu")
     allocate: Callable[[int, torch.device], Tensor] | None = None
 
-    def refuses(self, found: Capabilities) -> str:
-        """Why this server can't get its weights this way, with the fix; empty if it can."""
-        if found.dp_size > 1:
-            return (f"has dp_size {found.dp_size}, and SGLang updates no server with data-parallel ranks; start one "
+    def __init__(self, endpoints: WeightEndpoints) -> None:
+        self.endpoints = endpoints
+
+    def unsupported(self, info: ServerInfo) -> str:
+        """Why this server can't be updated this way, with the fix; "" if it can."""
+        if info.dp_size > 1:
+            return (f"has dp_size {info.dp_size}, and SGLang updates no server with data-parallel ranks; start one "
                     "server for each, or use sglang.weight_transport=disk")  # fmt: skip
         return ""
 
@@ -43,32 +46,20 @@ class Route:
     def end(self) -> None:
         """After the last bucket."""
 
-    async def open(self, server: Server, found: Capabilities, timeout: float) -> None:
+    async def open(self, server: ServerClient, info: ServerInfo, timeout: float) -> None:
         """Before the first bucket of this server, which is paused."""
 
-    async def send(self, server: Server, bucket: Bucket, timeout: float) -> None:
-        """A bucket to this server; it has loaded it when this returns."""
+    async def send(self, server: ServerClient, bucket: Bucket, timeout: float) -> None:
+        """Send a bucket to this server; returns when the server has loaded it."""
 
-    async def finish(self, server: Server, timeout: float) -> None:
+    async def finish(self, server: ServerClient, timeout: float) -> None:
         """After the last bucket of this server."""
 
-    def settled(self, server: Server, version: str) -> None:
-        """The server serves this version now."""
+    def completed(self, server: ServerClient, version: str) -> None:
+        """The server serves this version."""
 
-    async def leave(self, server: Server, timeout: float) -> None:
-        """The server has failed: let go of what it holds. Raises nothing."""
+    async def abandon(self, server: ServerClient, timeout: float) -> None:
+        """The server has failed: free what it holds for this update. Raises nothing."""
 
     def close(self) -> None:
-        """Free what is kept from one update to the next. Calling it twice is fine."""
-
-
-async def accepted(
-    server: Server, path: str, body: Mapping[str, Any] | AsyncIterable[bytes], timeout: float
-) -> dict[str, Any]:
-    """POST and check what the answer says of itself. Raises `ServerError` unless it says `"success": true`."""
-    answer = await server.post(path, body, timeout=timeout)
-    if not isinstance(answer, dict) or answer.get("success") is not True:
-        said = answer.get("message", answer) if isinstance(answer, dict) else answer
-        words = " ".join(server.without_key(str(said).encode()).decode().split())[:200]
-        raise ServerError(f"server {server.url}{path}: did not succeed: {words}", retry=False)
-    return answer
+        """Free what is kept between updates. May be called again."""

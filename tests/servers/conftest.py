@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megatron_gspo.servers.launch_command import ServerSettings
+from megatron_gspo.config import ServerConfig
+from megatron_gspo.servers.launch_command import ServerLaunch
 
 # Answers on its port, with a child, as sglang does. What it does instead stands in the file that it's given as model.
 PROGRAM = """
@@ -40,7 +42,7 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 
 @pytest.fixture
-def stand_in(tmp_path: Path) -> ServerSettings:
+def stand_in(tmp_path: Path) -> ServerLaunch:
     """One server of an interpreter that has the program as its sglang."""
     packages = tmp_path / "packages"
     (packages / "sglang").mkdir(parents=True)
@@ -54,11 +56,15 @@ def stand_in(tmp_path: Path) -> ServerSettings:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    return ServerSettings(
-        model=str(model), python=str(python), arguments=("--device", "cpu"), log_dir=str(tmp_path / "logs")
-    )
+    config = ServerConfig(num_servers=1, python=str(python), server_args=("--device", "cpu"))
+    return ServerLaunch(config, str(model), log_dir=str(tmp_path / "logs"))
 
 
-def plan(settings: ServerSettings, what: str) -> None:
+def with_config(launch: ServerLaunch, **changes: object) -> ServerLaunch:
+    """The launch with other values in its config."""
+    return replace(launch, config=replace(launch.config, **changes))
+
+
+def plan(launch: ServerLaunch, what: str) -> None:
     """Tell the program what to do from now on: "exit", "hang", "ill" (unhealthy) or "port"."""
-    (Path(settings.model) / "plan").write_text(what)
+    (Path(launch.model) / "plan").write_text(what)

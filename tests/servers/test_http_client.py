@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import logging
+import pickle
 import socket
 import threading
 import time
@@ -17,9 +18,9 @@ from concurrent.futures import CancelledError
 import pytest
 from aiohttp import web
 
+from megatron_gspo.rollout.sglang.sglang_weight_endpoints import _post_checked
 from megatron_gspo.servers import http_client as http
-from megatron_gspo.servers.http_client import EventLoop, Server, ServerError, check_url, open_session
-from megatron_gspo.weight_transport.transport import accepted
+from megatron_gspo.servers.http_client import EventLoop, ServerClient, ServerError, check_url, open_session
 from tests.servers.web_server import WebServer
 
 KEY = "a-key-that-nobody-may-see"
@@ -101,8 +102,8 @@ def session(loop: EventLoop) -> Iterator:
 
 
 @pytest.fixture(scope="module")
-def server(upstream: WebServer, session) -> Server:
-    return Server(upstream.url + "/", session, api_key=KEY)
+def server(upstream: WebServer, session) -> ServerClient:
+    return ServerClient(upstream.url + "/", session, api_key=KEY)
 
 
 def fails(loop: EventLoop, exchange) -> ServerError:
@@ -131,7 +132,7 @@ def test_a_body_in_pieces(loop, server):
 
 
 def test_without_a_key_none_is_sent(loop, session, upstream):
-    loop.run(Server(upstream.url, session).get("/echo", timeout=5))
+    loop.run(ServerClient(upstream.url, session).get("/echo", timeout=5))
     assert "Authorization" not in upstream.requests[-1][1]
 
 
@@ -144,7 +145,7 @@ def test_a_status_but_200(loop, server, status, retry):
 
 
 def test_a_failure_that_is_said_with_status_200(loop, server):
-    error = fails(loop, accepted(server, "/fails", {}, 5))
+    error = fails(loop, _post_checked(server, "/fails", {}, 5))
     assert str(error).startswith(f"server {server.url}/fails: did not succeed: no: {{") and "Bearer ***" in str(error)
 
 
@@ -203,14 +204,14 @@ def free_port() -> int:
 
 
 def test_no_connection(loop, session):
-    dead = Server(f"http://127.0.0.1:{free_port()}", session, api_key=KEY)
+    dead = ServerClient(f"http://127.0.0.1:{free_port()}", session, api_key=KEY)
     error = fails(loop, dead.get("/health", timeout=5))
     assert str(error).endswith("/health: no connection (connection refused)")
     assert error.retry and not error.sent and error.status is None
 
 
 def test_a_host_that_nobody_knows(loop, session):
-    error = fails(loop, Server("http://no-such-host.invalid:1", session).get("/health", timeout=30))
+    error = fails(loop, ServerClient("http://no-such-host.invalid:1", session).get("/health", timeout=30))
     assert "no connection (" in str(error) and "unknown error" not in str(error) and not error.sent
 
 
@@ -226,7 +227,7 @@ def test_a_host_that_takes_no_connection(loop, session, monkeypatch):
             waiting.append(socket.socket())
             waiting[-1].setblocking(False)
             waiting[-1].connect_ex(("127.0.0.1", port))
-        error = fails(loop, Server(f"http://127.0.0.1:{port}", session).get("/health", timeout=30))
+        error = fails(loop, ServerClient(f"http://127.0.0.1:{port}", session).get("/health", timeout=30))
         for each in waiting:
             each.close()
     assert "no connection" in str(error) and error.retry and not error.sent
@@ -245,7 +246,7 @@ def test_a_broken_connection(loop, session, said, words):
 
         thread = threading.Thread(target=answer)
         thread.start()
-        error = fails(loop, Server(f"http://127.0.0.1:{listener.getsockname()[1]}", session, api_key=KEY).post(
+        error = fails(loop, ServerClient(f"http://127.0.0.1:{listener.getsockname()[1]}", session, api_key=KEY).post(
             "/generate", timeout=5))
         thread.join()
     assert words in str(error) and error.retry and error.sent
@@ -297,3 +298,8 @@ def test_a_loop_gives_results_errors_and_ends():
     loop.close()
     with pytest.raises(CancelledError):
         left.result(5)
+
+
+def test_an_error_is_pickled_whole_for_the_other_ranks():
+    error = pickle.loads(pickle.dumps(ServerError("server a: gone", status=503, retry=True, sent=False)))
+    assert (str(error), error.status, error.retry, error.sent) == ("server a: gone", 503, True, False)

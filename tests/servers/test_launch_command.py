@@ -1,4 +1,4 @@
-"""What local servers are started with, and what is said about their end. No server is started here."""
+"""What servers on this node are started with. No server is started here."""
 
 from __future__ import annotations
 
@@ -10,33 +10,41 @@ import sys
 import pytest
 import yaml
 
+from megatron_gspo.config import ServerConfig
 from megatron_gspo.errors import InputError
 from megatron_gspo.servers.launch_command import (
-    ServerSettings,
+    LOOPBACK,
+    ServerLaunch,
     check_model,
     choose_ports,
-    explain_end,
     on_cpu,
-    option,
     patch_folder,
+    read_api_key,
     server_command,
     server_environment,
     sglang_version,
     write_secret,
 )
+from megatron_gspo.servers.server_args import option
 
 NEW, OLD = (0, 5, 23), (0, 5, 15)
 
 
+def launch(*, count: int = 1, args: tuple[str, ...] = (), api_key_file: str | None = None,
+           **settings: object) -> ServerLaunch:  # fmt: skip
+    config = ServerConfig(num_servers=count, python="/env/python", server_args=args, api_key_file=api_key_file)
+    return ServerLaunch(config, **{"model": "hub/model", **settings})
+
+
 def command(*, cpu: bool = False, version: tuple[int, ...] = NEW, index: int = 0, **settings: object) -> list[str]:
-    made = ServerSettings(**{"model": "hub/model", "python": "/env/python", **settings})
-    return server_command(made, index, 31_000 + index, cpu=cpu, version=version)
+    return server_command(launch(**settings), index, 31_000 + index, cpu=cpu, version=version)
 
 
 def test_the_command_on_a_gpu():
     assert command(routed_experts=True) == [
         "/env/python", "-m", "sglang.launch_server", "--model-path", "hub/model", "--host", "127.0.0.1",
         "--port", "31000", "--dtype", "auto", "--log-level-http", "warning", "--enable-return-routed-experts",
+        "--base-gpu-id", "0",
     ]  # fmt: skip
 
 
@@ -51,11 +59,11 @@ def test_the_command_on_a_gpu():
     ],
 )
 def test_the_third_server_begins_at_the_gpu_after_the_second(arguments, first):
-    made = command(index=2, count=3, arguments=arguments)
+    made = command(index=2, count=3, args=arguments)
     assert option(made, "--base-gpu-id") == first and made[-1] == first
-    assert option(command(index=2, count=3, arguments=arguments, cpu=True), "--base-gpu-id") in (None, "3")
+    assert option(command(index=2, count=3, args=arguments, cpu=True), "--base-gpu-id") in (None, "3")
     with pytest.raises(InputError, match="--tp-size many: must be a positive number"):
-        command(count=2, arguments=("--tp", "many"))
+        command(count=2, args=("--tp", "many"))
 
 
 def test_a_cpu_gets_what_it_needs():
@@ -69,7 +77,7 @@ def test_a_cpu_gets_what_it_needs():
 
 def test_passed_arguments_come_last_and_as_they_are():
     given = ("--dtype", "bfloat16", "--max-total-tokens=4096", '--json-model-override-args={"a": 1}', "--x", "")
-    made = command(cpu=True, dtype="float32", arguments=given)
+    made = command(cpu=True, dtype="float32", args=given)
     assert tuple(made[-len(given) :]) == given
     assert option(made, "--dtype") == "bfloat16" and option(made, "--max-total-tokens") == "4096"
 
@@ -79,14 +87,13 @@ def test_passed_arguments_come_last_and_as_they_are():
     [("--port", "port"), ("--port=1", "port"), ("--api-key", "api_key_file")],
 )
 def test_arguments_that_the_client_must_know_have_keys_of_their_own(argument, key):
-    with pytest.raises(InputError, match=rf"{argument.split('=')[0]} is ours to pass; set sglang.{key} instead"):
-        ServerSettings(model="m", arguments=(argument, "1"))
+    with pytest.raises(InputError, match=rf"{argument.split('=')[0]} is reserved; set sglang.{key} instead"):
+        launch(args=(argument, "1"))
     with pytest.raises(InputError, match="--config can't be combined with an API key"):
-        ServerSettings(model="m", api_key="k", arguments=("--config", "file.yaml"))
+        launch(api_key_file="key", args=("--config", "file.yaml"))
 
 
-def test_the_key_is_in_no_representation_and_its_file_is_private():
-    assert "k-secret" not in repr(ServerSettings(model="m", api_key="k-secret"))
+def test_the_file_of_the_key_is_private():
     key = 'quo"te: \\ #x'
     path = write_secret(key)
     try:
@@ -102,28 +109,27 @@ def test_the_environment_of_a_worker_is_not_a_servers():
             "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True", "ROLE_WORLD_SIZE": "8", "MY_RANK": "kept",
             "CUDA_VISIBLE_DEVICES": "0,1", "PYTHONPATH": "/trainer"}  # fmt: skip
     kept = {"PATH": "/bin", "MY_RANK": "kept", "CUDA_VISIBLE_DEVICES": "0,1", "PYTHONSAFEPATH": "1"}
-    assert server_environment(ServerSettings(model="m", python="/other"), cpu=False, base=base) == kept
-    own = ServerSettings(model="m", python=sys.executable)
-    assert server_environment(own, cpu=False, base=base) == {**kept, "PYTHONPATH": "/trainer"}
-    on = server_environment(own, cpu=True, base=base)
+    assert server_environment("/other", cpu=False, base=base) == kept
+    assert server_environment(sys.executable, cpu=False, base=base) == {**kept, "PYTHONPATH": "/trainer"}
+    on = server_environment(sys.executable, cpu=True, base=base)
     assert on["PYTHONPATH"] == f"{patch_folder()}{os.pathsep}/trainer" and on["SGLANG_USE_CPU_ENGINE"] == "1"
     assert on["OMP_NUM_THREADS"] == "1"
 
 
 def test_a_device_that_is_asked_for_decides():
-    assert on_cpu(ServerSettings(model="m", arguments=("--device", "cpu")))
-    assert not on_cpu(ServerSettings(model="m", arguments=("--device=npu",)))
+    assert on_cpu(("--device", "cpu"))
+    assert not on_cpu(("--device=npu",))
 
 
 def test_an_interpreter_without_sglang_and_one_that_is_absent():
-    with pytest.raises(InputError, match=r"sglang.python=.*sglang isn't installed there"):
+    with pytest.raises(InputError, match=r"sglang.python=.*sglang is not installed there"):
         sglang_version(sys.executable)
     with pytest.raises(InputError, match=r"sglang.python=/no/python: .*No such file"):
         sglang_version("/no/python")
 
 
 def test_a_path_without_a_model_is_named_and_a_hub_name_is_left_to_sglang(tmp_path):
-    with pytest.raises(InputError, match=f"model path {tmp_path}: there's no config.json"):
+    with pytest.raises(InputError, match=f"model path {tmp_path}: no config.json there"):
         check_model(str(tmp_path))
     with pytest.raises(InputError, match="model path /no/where"):
         check_model("/no/where")
@@ -138,37 +144,16 @@ def test_ports_are_those_asked_for_or_free_ones():
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(InputError, match=rf"sglang.port={port - 1}: port {port} is in use on 127.0.0.1"):
-            choose_ports(ServerSettings(model="m", base_port=port - 1, count=2))
-    first = choose_ports(ServerSettings(model="m", count=3))
+            choose_ports(ServerConfig(port=port - 1, num_servers=2), LOOPBACK)
+    config = ServerConfig(num_servers=3)
+    first = choose_ports(config, LOOPBACK)
     assert len(set(first)) == 3 and all(30_000 <= port < 32_768 for port in first)
-    assert not set(first) & set(choose_ports(ServerSettings(model="m", count=3), avoid=first))
+    assert not set(first) & set(choose_ports(config, LOOPBACK, avoid=first))
+    assert len(choose_ports(config, LOOPBACK, count=1)) == 1
 
 
-# Last lines of real logs, of versions 0.5.23 and 0.5.15.post1
-@pytest.mark.parametrize(
-    "log, code, said",
-    [
-        ("[Errno 98] error while attempting to bind on address ('127.0.0.1', 31101): address already in use\nbye", 1,
-         "its port is in use; choose another sglang.port"),
-        ("usage: launch_server.py [-h]\nlaunch_server.py: error: unrecognized arguments: --no-such 1", 2,
-         "correct sglang.server_args ('launch_server.py: error: unrecognized arguments: --no-such 1')"),
-        ("/env/bin/python: No module named sglang.launch_server", 1, "name another interpreter in sglang.python"),
-        ("INFO (/v1/responses) disabled (ModuleNotFoundError: No module named 'openai_harmony')\nRuntimeError: odd", 1,
-         "it exited with code 1; its last words: INFO"),
-        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB.", 1,
-         "it ran out of memory; lower --mem-fraction-static"),
-        ("safetensors_rust.SafetensorError: Error while deserializing header", 1, "check the model path"),
-        ("serving", 137, "it was killed by SIGKILL, which is how Linux ends a process when memory runs out"),
-        ("serving", 134, "it was ended by signal 6; its last words: serving"),
-        ("a\n\nb\nc\nd\n", 3, "it exited with code 3; its last words: b | c | d"),
-        ("", 0, "it exited with code 0; its last words: none"),
-        ("loading", None, "it didn't answer within sglang.start_timeout; its last words: loading"),
-    ],
-)  # fmt: skip
-def test_the_end_of_a_server_is_explained_in_a_line(log, code, said):
-    line = explain_end(log, code)
-    assert said in line and "\n" not in line
-
-
-def test_a_long_line_is_cut():
-    assert len(explain_end("x" * 10_000, 1)) < 400
+def test_the_key_is_the_first_line_of_its_file(tmp_path):
+    file = tmp_path / "key"
+    file.write_text(" k-secret \nmore\n")
+    assert read_api_key(ServerConfig(api_key_file=str(file))) == "k-secret"
+    assert read_api_key(ServerConfig()) is None

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from megatron_gspo.servers.launch_command import ServerSettings
+from megatron_gspo.servers.launch_command import ServerLaunch
 from megatron_gspo.tools.serve_sglang import main
 from tests.servers.conftest import plan
 
@@ -22,9 +22,9 @@ def _hear_interrupts() -> None:
 
 
 @contextmanager
-def serving(settings: ServerSettings, *more: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "megatron_gspo.tools.serve_sglang", "--model", settings.model]
-    command += ["--python", settings.python, "--log-dir", settings.log_dir, "--sglang.device", "cpu", *more]
+def serving(launch: ServerLaunch, *more: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "megatron_gspo.tools.serve_sglang", "--model", launch.model]
+    command += ["--python", launch.python, "--log-dir", launch.log_dir, "--sglang.device", "cpu", *more]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                preexec_fn=_hear_interrupts)  # fmt: skip
     try:
@@ -69,7 +69,7 @@ def test_wrong_values_are_told_in_a_line(stand_in, tmp_path, capsys):
         for more, words in (
             (["--api-key-file", str(empty)], "its first line is empty"),
             (["--api-key-file", "/no/key"], "cannot be read (FileNotFoundError)"),
-            (["--sglang.api-key", "visible"], "--api-key is ours to pass"),
+            (["--sglang.api-key", "visible"], "--api-key is reserved"),
         ):
             assert main(["--model", stand_in.model, *more]) == 2
             said = capsys.readouterr().err

@@ -19,21 +19,21 @@ import pytest
 
 from megatron_gspo.errors import EngineError, InputError
 from megatron_gspo.servers import server_processes as servers
-from megatron_gspo.servers import supervisor as guard
-from megatron_gspo.servers.launch_command import ServerSettings
+from megatron_gspo.servers import supervisor
+from megatron_gspo.servers.launch_command import ServerLaunch
 from megatron_gspo.servers.server_processes import LocalServers
-from tests.servers.conftest import plan
+from tests.servers.conftest import plan, with_config
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restarts follow each other without the pauses that a real server deserves."""
-    monkeypatch.setattr(servers, "LOOK_EVERY", 0.02)
-    monkeypatch.setattr(servers, "_FIRST_DELAY", 0.01)
+    monkeypatch.setattr(servers, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(servers, "_RESTART_SECONDS", 0.01)
 
 
 @pytest.fixture
-def started(stand_in: ServerSettings, quick: None) -> Iterator[LocalServers]:
+def started(stand_in: ServerLaunch, quick: None) -> Iterator[LocalServers]:
     with LocalServers(stand_in) as running:
         yield running
 
@@ -63,7 +63,7 @@ def wait_for(condition: Callable[[], object], seconds: float = 20.0) -> object:
 
 def test_a_stop_leaves_no_process(started):
     group = group_of(started.urls[0])
-    assert len(group) == 3  # guard, server, the server's child
+    assert len(group) == 3  # supervisor, server, the server's child
     assert not started.poll()
     started.stop()
     assert not running(group)
@@ -90,25 +90,25 @@ def test_a_server_that_does_not_answer_is_started_again_on_request(started):
 
 def test_it_is_given_up_after_as_many_restarts_as_it_may_have(started):
     url = started.urls[0]
-    plan(started.settings, "exit")
+    plan(started.launch, "exit")
     os.kill(server_of(url).pid, signal.SIGKILL)
     seen = []
     while not seen or not seen[-1].given_up:
         seen.append(wait_for(started.poll))
     assert [url] in [changes.died for changes in seen] and seen[-1].given_up == [url]
     log = started.logs[0].read_text()
-    assert log.count("could not begin") == started.settings.max_restarts == 3
+    assert log.count("could not begin") == started.max_restarts == 3
     time.sleep(0.2)
     assert not started.poll() and not group_of(url)
 
 
 def test_restarts_count_in_a_row_only(started, monkeypatch):
-    monkeypatch.setattr(servers, "STABLE", 0.0)
-    for _ in range(started.settings.max_restarts + 1):
+    monkeypatch.setattr(servers, "STABLE_SECONDS", 0.0)
+    for _ in range(started.max_restarts + 1):
         os.kill(server_of(started.urls[0]).pid, signal.SIGKILL)
         while not (changes := wait_for(started.poll)).restarted:
             assert not changes.given_up
-    assert started._lives[0].restarts == 1
+    assert started._processes[0].restarts == 1
 
 
 def test_nothing_is_started_while_paused(started):
@@ -124,11 +124,11 @@ def test_nothing_is_started_while_paused(started):
 
 def test_a_server_that_ends_at_once_is_named_with_its_words_and_ends_the_others(stand_in, quick, tmp_path):
     plan(stand_in, "exit")
-    many = replace(stand_in, count=2)
+    many = with_config(stand_in, num_servers=2)
     launcher = LocalServers(many)
     with pytest.raises(EngineError) as error:
         launcher.start()
-    assert "exited with code 1; its last words: could not begin: no reason given; see " in str(error.value)
+    assert "exited with code 1; the end of its log: could not begin: no reason given; see " in str(error.value)
     assert str(tmp_path / "logs" / "server_") in str(error.value) and "\n" not in str(error.value)
     assert launcher.urls == []
 
@@ -136,8 +136,8 @@ def test_a_server_that_ends_at_once_is_named_with_its_words_and_ends_the_others(
 @pytest.mark.parametrize("state", ["hang", "ill"])
 def test_a_server_that_never_answers_is_given_start_timeout(stand_in, quick, state):
     plan(stand_in, state)
-    with pytest.raises(EngineError, match="didn't answer within sglang.start_timeout"):
-        LocalServers(replace(stand_in, start_timeout=0.5)).start()
+    with pytest.raises(EngineError, match="did not answer within sglang.start_timeout"):
+        LocalServers(with_config(stand_in, start_timeout=0.5)).start()
 
 
 def test_a_port_that_is_taken_in_between_is_left_for_another_unless_it_was_asked_for(stand_in, quick):
@@ -151,24 +151,26 @@ def test_a_port_that_is_taken_in_between_is_left_for_another_unless_it_was_asked
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with pytest.raises(EngineError, match="its port is in use; choose another sglang.port"):
-        LocalServers(replace(stand_in, base_port=port)).start()
+        LocalServers(with_config(stand_in, port=port)).start()
 
 
 def test_the_key_goes_by_a_file_that_is_removed_when_read(stand_in, quick, monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with LocalServers(replace(stand_in, api_key="k-secret")) as launcher:
+    (tmp_path / "key").write_text("k-secret\n")
+    with LocalServers(with_config(stand_in, api_key_file=str(tmp_path / "key"))) as launcher:
         assert "--config True\nsettings api-key: \"***\"\n" in launcher.logs[0].read_text()
         assert not any("k-secret" in " ".join(process.cmdline()) for process in group_of(launcher.urls[0]))
         assert not list(tmp_path.glob("sglang-*.yaml"))
         assert launcher.logs[0].stat().st_mode & 0o077 == 0
         launcher.logs[0].write_text("server_args: api_key='k-secret'")
-        assert "k-secret" not in launcher._why(launcher._lives[0], 1) and "***" in launcher._why(launcher._lives[0], 1)
+        line = launcher._exit_line(launcher._processes[0], 1)
+        assert "k-secret" not in line and "***" in line
 
 
 KEY = "it's \\ \"secret\" \u00e9"
 
 
-def test_the_guard_hides_a_key_however_it_is_written():
+def test_the_supervisor_hides_a_key_however_it_is_written():
     """Whole, in pieces, as Python and JSON spell it, in lines longer than what is kept back; all else passes."""
     program = (
         f"import json, os, sys, time\nkey = {KEY!r}\n"
@@ -181,7 +183,7 @@ def test_the_guard_hides_a_key_however_it_is_written():
         "sys.exit(5)\n"
     )  # fmt: skip
     server = [sys.executable, "-S", "-c", program]
-    command = [sys.executable, "-I", "-S", guard.__file__, "--hide", str(os.getpid()), *server]
+    command = [sys.executable, "-I", "-S", supervisor.__file__, "--hide", str(os.getpid()), *server]
     done = subprocess.run(command, start_new_session=True, timeout=30, input=KEY.encode(), capture_output=True)
     wanted = f"***'***'****** {'x' * 200_000}***{'y' * 70_000}\nbar\r***\"***\""
     assert (done.returncode, done.stdout.decode(), done.stderr) == (5, wanted, b"")
@@ -189,9 +191,10 @@ def test_the_guard_hides_a_key_however_it_is_written():
 
 def test_servers_end_when_the_trainer_is_killed(stand_in):
     program = (
-        "import time\nfrom megatron_gspo.servers.launch_command import ServerSettings\n"
+        "import time\nfrom megatron_gspo.config import ServerConfig\n"
+        "from megatron_gspo.servers.launch_command import ServerLaunch\n"
         "from megatron_gspo.servers.server_processes import LocalServers\n"
-        f"print(LocalServers(ServerSettings(**{vars(stand_in)!r})).start()[0], flush=True)\ntime.sleep(600)\n"
+        f"print(LocalServers({stand_in!r}).start()[0], flush=True)\ntime.sleep(600)\n"
     )
     trainer = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     try:
@@ -203,9 +206,9 @@ def test_servers_end_when_the_trainer_is_killed(stand_in):
     wait_for(lambda: not running(group))
 
 
-def test_a_server_ends_with_its_guard():
+def test_a_server_ends_with_its_supervisor():
     sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
-    command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), *sleep]
+    command = [sys.executable, "-I", "-S", supervisor.__file__, str(os.getpid()), *sleep]
     process = subprocess.Popen(command, start_new_session=True)
     server = wait_for(lambda: psutil.Process(process.pid).children())
     wait_for(lambda: server[0].cmdline()[1:] == sleep[1:])  # it has begun
@@ -217,18 +220,18 @@ def test_a_server_ends_with_its_guard():
 @pytest.mark.parametrize(
     "program, code", [("import sys; sys.exit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 137)]
 )
-def test_the_guard_ends_as_its_server_does(program, code):
-    command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), sys.executable, "-S", "-c", program]
+def test_the_supervisor_ends_as_its_server_does(program, code):
+    command = [sys.executable, "-I", "-S", supervisor.__file__, str(os.getpid()), sys.executable, "-S", "-c", program]
     assert subprocess.run(command, start_new_session=True, timeout=30).returncode == code
 
 
-def test_the_guard_of_a_trainer_that_is_gone_starts_nothing(tmp_path):
+def test_the_supervisor_of_a_trainer_that_is_gone_starts_nothing(tmp_path):
     touched = tmp_path / "touched"
-    command = [sys.executable, "-I", "-S", guard.__file__, "1", "touch", str(touched)]
+    command = [sys.executable, "-I", "-S", supervisor.__file__, "1", "touch", str(touched)]
     assert subprocess.run(command, start_new_session=True, timeout=30).returncode == 1
     assert not touched.exists()
 
 
 def test_a_model_that_is_absent_is_named_before_anything_starts(stand_in):
-    with pytest.raises(InputError, match="model path /no/model: there's no config.json"):
+    with pytest.raises(InputError, match="model path /no/model: no config.json there"):
         LocalServers(replace(stand_in, model="/no/model")).start()

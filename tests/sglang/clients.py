@@ -9,29 +9,30 @@ import numpy as np
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from megatron_gspo.config import SGLangConfig
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.loop.engines import stop_ids
 from megatron_gspo.models import family_of, read_config
-from megatron_gspo.rollout.sglang.client import ModelFacts, RequestLimits
-from megatron_gspo.rollout.sglang.server_pool import FleetSettings
-from megatron_gspo.rollout.sglang.sglang_engine import EngineSettings, SGLangEngine
-from megatron_gspo.routing_replay.routes import RouteShape
-from megatron_gspo.weight_transport.weight_update import make_route
+from megatron_gspo.rollout.server_engine.server_api import ServedModel
+from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
+from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
+from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
+from megatron_gspo.weight_transport.weight_update import make_transport
 from tests.support.reference_models import checkpoint
 from tests.support.transformers_reference import load_reference
 
 
-def engine_on(urls: Sequence[str], model: str, *, routes: bool = True, weight_route: str = "tensor",
-              folder: Path | None = None, **settings: object) -> SGLangEngine:
-    """An engine of servers that serve `model`. Close it."""
+def engine_on(urls: Sequence[str], model: str, *, routes: bool = True, weight_transport: str = "tensor",
+              folder: Path | None = None, **settings: object) -> ServerEngine:  # fmt: skip
+    """An engine of servers that serve `model`. settings: of the config. Close it."""
     shape = family_of(read_config(model))[1]
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-    facts = ModelFacts(shape.vocab_size, stop_ids(model, tokenizer, shape.vocab_size), shape.max_position_embeddings,
-                       RouteShape.of_model(shape) if routes else None)
-    given = dict(fleet=FleetSettings(health_interval=0.5), limits=RequestLimits(timeout=60.0, retries=4), recovery=30.0,
-                 update_timeout=60.0, bucket_bytes=1 << 20)
-    return SGLangEngine(EngineSettings(tuple(urls), **{**given, **settings}), facts,
-                        make_route(weight_route, directory=folder, source=model), tokenizer.decode)
+    served = ServedModel(shape, stop_ids(model, tokenizer, shape.vocab_size), return_routes=routes)
+    given = dict(request_timeout=60.0, response_timeout=1800.0, retries=4, recovery_timeout=30.0, update_timeout=60.0,
+                 health_interval=0.5, weight_bucket_mb=1.0)  # fmt: skip
+    transport = make_transport(weight_transport, SGLangWeightEndpoints(), directory=folder, source=model)
+    config = SGLangConfig(urls=tuple(urls), **{**given, **settings})
+    return ServerEngine(config, served, transport, tokenizer.decode, api=SGLangAPI())
 
 
 def checkpoint_stream(model: str) -> Iterator[tuple[str, Tensor]]:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_gspo.servers.launch_command import ServerSettings
+from megatron_gspo.config import SGLangConfig
+from megatron_gspo.servers.launch_command import ServerLaunch
 from megatron_gspo.servers.server_processes import LocalServers
 from megatron_gspo.tools.make_tiny_model import character_tokenizer
 from tests.support.tiny_models import save_tiny_model
@@ -44,20 +45,15 @@ def sglang_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def start_servers(
     sglang_python: str, sglang_model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[StartServers]:
-    """`start_servers(count=2, **settings)` gives `LocalServers` that are up; whatever happens, all are stopped at the
-    end of the session. Unless told otherwise they serve `sglang_model` in float32 and return routed experts."""
+    """`start_servers(count=2, **settings)` gives `LocalServers` that are up; all are stopped at the end of the session.
+
+    settings: of the config. They serve `model`, default `sglang_model`, in float32 and return routed experts.
+    """
     started: list[LocalServers] = []
 
-    def start(**settings: object) -> LocalServers:
-        given = dict(
-            model=sglang_model,
-            python=sglang_python,
-            dtype="float32",
-            routed_experts=True,
-            start_timeout=300.0,
-            log_dir=str(tmp_path_factory.mktemp("logs")),
-        )
-        servers = LocalServers(ServerSettings(**{**given, **settings}))
+    def start(*, count: int, model: str = sglang_model, **settings: object) -> LocalServers:
+        config = SGLangConfig(num_servers=count, python=sglang_python, start_timeout=300.0, **settings)
+        servers = LocalServers(ServerLaunch(config, model, "float32", True, str(tmp_path_factory.mktemp("logs"))))
         started.append(servers)
         servers.start()
         return servers

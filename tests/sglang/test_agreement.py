@@ -15,7 +15,7 @@ from megatron_gspo.mcore.routing_replay.gather_results import gather_routes
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
 from megatron_gspo.mcore.train_step import Batching, compute_log_probs
 from megatron_gspo.rollout.sample_checks import check_samples
-from megatron_gspo.rollout.sglang.sglang_engine import SGLangEngine
+from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.servers.server_processes import LocalServers
 from tests.sglang.clients import checkpoint_stream, engine_on, prompts_of
 from tests.sglang.ties import without_ties
@@ -28,7 +28,7 @@ VOCABULARY = 96  # of the character tokenizer's ids, all below the model's vocab
 
 
 @pytest.fixture(scope="module")
-def engine(sglang_server: LocalServers, sglang_model: str) -> Iterator[SGLangEngine]:
+def engine(sglang_server: LocalServers, sglang_model: str) -> Iterator[ServerEngine]:
     engine = engine_on(sglang_server.urls, sglang_model)
     engine.update_weights(checkpoint_stream(sglang_model), version=0)
     yield engine
@@ -36,7 +36,7 @@ def engine(sglang_server: LocalServers, sglang_model: str) -> Iterator[SGLangEng
 
 
 @pytest.fixture(scope="module")
-def samples(engine: SGLangEngine, sglang_model: str) -> list[Sample]:
+def samples(engine: ServerEngine, sglang_model: str) -> list[Sample]:
     """Short and long prompts, some with a prefix that the server has in its cache, several samples of each."""
     prompts = prompts_of([3, 7, 80, 80, 120, 90], VOCABULARY, shared=3)
     prompts += [replace(p, index=p.index + 10) for p in prompts_of([100, 110, 64], VOCABULARY, seed=1, shared=60)]
@@ -84,7 +84,7 @@ def test_megatron_scores_them_alike_and_takes_the_same_routes(samples: list[Samp
     SamplingParams(n_samples_per_prompt=2, max_response_length=12, temperature=1.3, top_p=0.7),
     SamplingParams(n_samples_per_prompt=2, max_response_length=12, top_k=5),
 ], ids=["greedy", "top_p", "top_k"])  # fmt: skip
-def test_log_probs_are_those_of_the_whole_vocabulary(engine: SGLangEngine, sglang_model: str,
+def test_log_probs_are_those_of_the_whole_vocabulary(engine: ServerEngine, sglang_model: str,
                                                      sampling: SamplingParams) -> None:
     model = load_reference(sglang_model)
     found = engine.generate(prompts_of([5, 70], VOCABULARY, seed=3), sampling, seed=2)
@@ -93,7 +93,7 @@ def test_log_probs_are_those_of_the_whole_vocabulary(engine: SGLangEngine, sglan
         np.testing.assert_allclose(sample.rollout_log_probs, log_probs.detach().numpy(), rtol=0, atol=TOLERANCE)
 
 
-def test_scores_of_given_tokens(engine: SGLangEngine, sglang_model: str) -> None:
+def test_scores_of_given_tokens(engine: ServerEngine, sglang_model: str) -> None:
     """What a probe compares."""
     model = load_reference(sglang_model)
     prompts = prompts_of([2, 40, 90], VOCABULARY, seed=4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,11 +14,9 @@ from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.errors import EngineError
 from megatron_gspo.rollout.sample_checks import check_samples
-from megatron_gspo.rollout.sglang import client
-from megatron_gspo.rollout.sglang.client import RequestLimits
-from megatron_gspo.rollout.sglang.request_stream import Stream, WeightsWanted
-from megatron_gspo.rollout.sglang.server_pool import FleetSettings
-from megatron_gspo.rollout.sglang.sglang_engine import SGLangEngine
+from megatron_gspo.rollout.server_engine import generation_client
+from megatron_gspo.rollout.server_engine.request_stream import RequestStream, WeightsNeeded
+from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.servers.server_processes import LocalServers
 from tests.sglang.clients import checkpoint_stream, engine_on, prompts_of
 from tests.sglang.conftest import StartServers
@@ -29,13 +28,19 @@ from tests.support.transformers_reference import load_reference, observe_routers
 
 KEY = "a-key-that-nobody-may-see"
 SHORT = SamplingParams(n_samples_per_prompt=2, max_response_length=8)
-PATIENT, IMPATIENT = RequestLimits(timeout=60.0, retries=4), RequestLimits(timeout=4.0, retries=4)
 
 
 @pytest.fixture(scope="module")
-def keyed(start_servers: StartServers) -> LocalServers:
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("keys") / "key"
+    file.write_text(KEY + "\n")
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def keyed(start_servers: StartServers, key_file: str) -> LocalServers:
     """A server that asks for a key."""
-    return start_servers(count=1, api_key=KEY)
+    return start_servers(count=1, api_key_file=key_file)
 
 
 @pytest.fixture(scope="module")
@@ -45,33 +50,32 @@ def proxy(sglang_server: LocalServers) -> Iterator[FaultProxy]:
 
 
 @pytest.fixture(scope="module")
-def behind(proxy: FaultProxy, sglang_model: str) -> Iterator[SGLangEngine]:
+def behind(proxy: FaultProxy, sglang_model: str) -> Iterator[ServerEngine]:
     """An engine whose one server is behind the proxy. A hang in a request isn't taken for one of the server."""
-    engine = engine_on([proxy.url], sglang_model, limits=PATIENT,
-                       fleet=FleetSettings(health_interval=0.5, health_timeout=20.0))
+    engine = engine_on([proxy.url], sglang_model, health_timeout=20.0)
     engine.update_weights(checkpoint_stream(sglang_model), version=0)
     yield engine
     engine.close()
 
 
 @pytest.fixture
-def engine(behind: SGLangEngine, proxy: FaultProxy) -> Iterator[SGLangEngine]:
+def engine(behind: ServerEngine, proxy: FaultProxy) -> Iterator[ServerEngine]:
     behind.counts()
     proxy.requests.clear()
     yield behind
     proxy.clear()
 
 
-def everything(stream: Stream, count: int, update: Callable[[], None]) -> list[Sample]:
+def everything(stream: RequestStream, count: int, update: Callable[[], None]) -> list[Sample]:
     """`count` groups, with an update whenever one is asked for, as the loop does."""
     while True:
         try:
             return [sample for group in stream.take(count) for sample in group]
-        except WeightsWanted:
+        except WeightsNeeded:
             update()
 
 
-def draw(engine: SGLangEngine, model: str, prompts: Sequence[Prompt], sampling: SamplingParams = SHORT) -> list[Sample]:
+def draw(engine: ServerEngine, model: str, prompts: Sequence[Prompt], sampling: SamplingParams = SHORT) -> list[Sample]:
     """All samples of the prompts, checked; each comes back once."""
     stream = engine.stream()
     stream.start(prompts, sampling, seed=3)
@@ -97,7 +101,7 @@ FAULTS = {
     "positive": (Fault("positive"), "refused"),
     "foreign token": (Fault("foreign_token"), "refused"),
     "few routes": (Fault("few_routes"), "refused"),
-    "old weights": (Fault("old_version"), "distrusted"),
+    "old weights": (Fault("old_version"), "stale_responses"),
     "twice": (Fault("error", times=2), None),
 }
 
@@ -109,7 +113,8 @@ def test_a_fault_that_passes_is_survived_and_told(engine, proxy, sglang_model, n
     waits = name in ("hang", "late")
     if waits:
         draw(engine, sglang_model, prompts_of([5], VOCABULARY))  # the server's first one may take seconds
-        monkeypatch.setattr(engine._client, "limits", IMPATIENT)
+        impatient = replace(engine._client._config, request_timeout=4.0)
+        monkeypatch.setattr(engine._client, "_config", impatient)
         engine.counts()
         proxy.requests.clear()
     proxy.add(fault)
@@ -120,17 +125,17 @@ def test_a_fault_that_passes_is_survived_and_told(engine, proxy, sglang_model, n
     assert counts["rollout/retries"] == times or (waits and counts["rollout/retries"] > times), "a slow machine's own"
     # an update interrupts the others, which then go on: these may have come in two parts
     assert counts["rollout/requests"] == 6 + counts["rollout/continued"]
-    assert counts["rollout/continued"] == 0 or counted == "distrusted"
+    assert counts["rollout/continued"] == 0 or counted == "stale_responses"
     assert counts["rollout/refused"] == (counted == "refused")
-    assert counts["rollout/distrusted"] == (counted == "distrusted")
+    assert counts["rollout/stale_responses"] == (counted == "stale_responses")
     assert counts["rollout/discarded_tokens"] == 0 and counts["rollout/servers"] == 1
     updates = sum(path == "/continue_generation" for path in proxy.requests)
-    assert updates == (counted == "distrusted"), "only other weights ask for an update"
+    assert updates == (counted == "stale_responses"), "only other weights ask for an update"
 
 
 @pytest.mark.parametrize("kind", ["few_routes", "half"])
 def test_a_fault_that_lasts_ends_with_one_line_that_names_the_request(engine, proxy, sglang_model, kind, monkeypatch):
-    monkeypatch.setattr(client, "_BACK_OFF", 0.02)
+    monkeypatch.setattr(generation_client, "_BACKOFF_SECONDS", 0.02)
     proxy.add(Fault(kind, times=10**6))
     with pytest.raises(EngineError, match=r"^sample 0/[01]: given up after 5 tries in \d+ s; the last: ") as caught:
         draw(engine, sglang_model, prompts_of([5], VOCABULARY))
@@ -143,9 +148,9 @@ def test_an_update_that_fails_leaves_a_server_out_until_one_succeeds(engine, pro
     version = engine.weight_version
     proxy.add(Fault("error", path="/update_weights_from_tensor"))
     with pytest.raises(EngineError, match=f"no server took weights {version}: .*update_weights_from_tensor.*500"):
-        engine._loop.run(engine._fleet.distrust(engine._fleet.members[0], "so that it wants an update"))
+        engine._loop.run(engine._pool.mark_stale(engine._pool.servers[0], "so that it wants an update"))
         engine.update_weights(checkpoint_stream(sglang_model), version=version)
-    assert not engine._fleet.serving
+    assert not engine._pool.serving
     assert engine.wait_for_server(20)
     samples = draw(engine, sglang_model, prompts_of([5], VOCABULARY))  # updates it on the way
     assert all(sample.weight_version == version for sample in samples) and engine.counts()["rollout/servers"] == 1
@@ -163,7 +168,7 @@ def changed_model(path: str, version: int) -> torch.nn.Module:
     return model
 
 
-def interrupt_midway(stream: Stream) -> list[int]:
+def interrupt_midway(stream: RequestStream) -> list[int]:
     """Stop the servers when a response is begun and not done; how many tokens each draft has."""
     deadline = time.monotonic() + 60
     while True:
@@ -172,7 +177,7 @@ def interrupt_midway(stream: Stream) -> list[int]:
         if any(draft.drawn and not draft.done for draft in drafts):
             return [draft.drawn for draft in drafts]
         assert time.monotonic() < deadline and not all(draft.done for draft in drafts), "too short to be interrupted"
-        stream._loop.run(stream._client.fleet.hold(False))
+        stream._loop.run(stream._client.pool.resume())
         time.sleep(0.1)
 
 
@@ -229,7 +234,7 @@ def test_priming_a_prompt_raises_what_is_cached(engine, sglang_model, monkeypatc
         return engine.counts()["rollout/cached_share"]
 
     primed = cached(21)
-    monkeypatch.setattr(client, "_PRIME_TOKENS", 10**6)
+    monkeypatch.setattr(generation_client, "_MIN_PREFILL_TOKENS", 10**6)
     assert primed > 0.9 and primed > cached(22)
 
 
@@ -244,15 +249,16 @@ def test_seeds_repeat_draws_where_the_server_heeds_them(engine, sglang_model):
     assert len({tuple(sample.tokens.tolist()) for sample in sampled}) > 4, "two may end at once alike"
 
 
-def test_a_key_is_needed_and_shown_nowhere(keyed, sglang_model, capfd):
-    with_key = engine_on(keyed.urls, sglang_model, api_key=KEY)
+def test_a_key_is_needed_and_shown_nowhere(keyed, key_file, sglang_model, capfd, tmp_path):
+    with_key = engine_on(keyed.urls, sglang_model, api_key_file=key_file)
     try:
         with_key.update_weights(checkpoint_stream(sglang_model), version=0)
         draw(with_key, sglang_model, prompts_of([5], VOCABULARY))
     finally:
         with_key.close()
-    for key in ("a-wrong-key", None):
-        without = engine_on(keyed.urls, sglang_model, api_key=key)
+    (tmp_path / "wrong").write_text("a-wrong-key\n")
+    for file in (str(tmp_path / "wrong"), None):
+        without = engine_on(keyed.urls, sglang_model, api_key_file=file)
         try:
             with pytest.raises(EngineError, match=r"^server \S+: refused with 401; set sglang.api_key_file to the ser"):
                 without.update_weights(checkpoint_stream(sglang_model), version=0)
@@ -260,14 +266,14 @@ def test_a_key_is_needed_and_shown_nowhere(keyed, sglang_model, capfd):
             without.close()
     said = capfd.readouterr()
     assert KEY not in said.out + said.err and "a-wrong-key" not in said.out + said.err
-    assert KEY not in repr(with_key.settings)
+    assert KEY not in repr(vars(with_key)) + repr(vars(with_key._pool))
 
 
 @pytest.fixture(scope="module")
-def pair(proxy: FaultProxy, keyed: LocalServers, sglang_model: str) -> Iterator[SGLangEngine]:
+def pair(proxy: FaultProxy, keyed: LocalServers, key_file: str, sglang_model: str) -> Iterator[ServerEngine]:
     """Two servers: the first, behind the proxy, doesn't mind the key that the second asks for. From now on it has the
     weights of this engine."""
-    engine = engine_on([proxy.url, keyed.urls[0]], sglang_model, api_key=KEY, limits=PATIENT)
+    engine = engine_on([proxy.url, keyed.urls[0]], sglang_model, api_key_file=key_file)
     engine.update_weights(checkpoint_stream(sglang_model), version=0)
     yield engine
     engine.close()
@@ -279,7 +285,7 @@ def test_two_servers_share_the_load(pair, proxy, sglang_model):
     draw(pair, sglang_model, prompts_of([10] * 12, VOCABULARY, seed=2))
     mine = proxy.requests.count("/generate")
     assert 8 <= mine <= 16 and pair.counts()["rollout/requests"] == 24
-    assert [member.outstanding for member in pair._fleet.members] == [0, 0]
+    assert [member.outstanding_tokens for member in pair._pool.servers] == [0, 0]
 
 
 def test_one_with_old_weights_is_left_out_and_the_other_does_all(pair, proxy, sglang_model):
@@ -291,8 +297,8 @@ def test_one_with_old_weights_is_left_out_and_the_other_does_all(pair, proxy, sg
     samples = [sample for group in stream.take(6) for sample in group]
     check_samples(samples, prompts, SHORT)
     counts = pair.counts()
-    assert 1 <= counts["rollout/distrusted"] <= 6 and counts["rollout/requests"] == 12
-    assert counts["rollout/servers"] == 1 and len(pair._fleet.stale) == 1
+    assert 1 <= counts["rollout/stale_responses"] <= 6 and counts["rollout/requests"] == 12
+    assert counts["rollout/servers"] == 1 and len(pair._pool.stale) == 1
     proxy.clear()
     pair.update_weights(checkpoint_stream(sglang_model), version=pair.weight_version)
     assert pair.counts()["rollout/servers"] == 2, "an update brings it back"
@@ -308,7 +314,7 @@ def test_one_that_is_gone_and_comes_back_with_the_same_weights(pair, proxy, sgla
     while pair.counts()["rollout/servers"] < 2:
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    assert proxy.pending == 0 or all(member.alive for member in pair._fleet.members)
+    assert proxy.pending == 0 or all(member.alive for member in pair._pool.servers)
     proxy.clear()
 
 

@@ -17,20 +17,22 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_gspo.config import SGLangConfig
 from megatron_gspo.errors import EngineError
-from megatron_gspo.servers.launch_command import ServerSettings
+from megatron_gspo.servers.launch_command import ServerLaunch
 from megatron_gspo.servers.server_processes import LocalServers
 
 KEY = "a-key-that-nobody-may-see"
 # A trainer, by torchrun: its servers must not take its place in the process group for theirs.
 TRAINER = """
 import sys, time
-from megatron_gspo.servers.launch_command import ServerSettings
+from megatron_gspo.config import SGLangConfig
+from megatron_gspo.servers.launch_command import ServerLaunch
 from megatron_gspo.servers.server_processes import LocalServers
 
-model, python, log_dir = sys.argv[1:]
-key = sys.stdin.readline().strip()
-print(LocalServers(ServerSettings(model=model, python=python, api_key=key, log_dir=log_dir)).start()[0], flush=True)
+model, python, log_dir, key_file = sys.argv[1:]
+config = SGLangConfig(num_servers=1, python=python, api_key_file=key_file)
+print(LocalServers(ServerLaunch(config, model, log_dir=log_dir)).start()[0], flush=True)
 time.sleep(600)
 """
 TORCHRUN = dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500",
@@ -47,7 +49,7 @@ def generate(url: str, key: str = "") -> dict:
 
 
 def processes_of(url: str) -> list[psutil.Process]:
-    """The server at a URL, its children, and the guard that started it."""
+    """The server at a URL, its children, and the supervisor that started it."""
     port = url.rsplit(":", 1)[1]
     found = []
     for process in psutil.process_iter(["cmdline"]):
@@ -69,12 +71,11 @@ def wait_for(condition: Callable[[], object], seconds: float) -> object:
 def trainer(sglang_model: str, sglang_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
     """A process that starts a server of its own, begun while other tests run. Its output's first line is the URL."""
     log_dir = tmp_path_factory.mktemp("trainer")
+    (log_dir / "key").write_text(KEY + "\n")
     process = subprocess.Popen(
-        [sys.executable, "-c", TRAINER, sglang_model, sglang_python, str(log_dir)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **TORCHRUN},
+        [sys.executable, "-c", TRAINER, sglang_model, sglang_python, str(log_dir), str(log_dir / "key")],
+        stdout=subprocess.PIPE, text=True, env={**os.environ, **TORCHRUN},
     )  # fmt: skip
-    process.stdin.write(f"{KEY}\n")
-    process.stdin.flush()
     process.log_dir = log_dir
     yield process
     process.kill()
@@ -121,9 +122,7 @@ def test_a_server_ends_with_its_trainer(trainer):
 
 
 def test_arguments_that_sglang_refuses_are_named(sglang_model, sglang_python, tmp_path):
-    settings = ServerSettings(
-        model=sglang_model, python=sglang_python, arguments=("--no-such-option", "1"), log_dir=str(tmp_path)
-    )
+    config = SGLangConfig(num_servers=1, python=sglang_python, server_args=("--no-such-option", "1"))
     with pytest.raises(EngineError, match="correct sglang.server_args.*--no-such-option") as error:
-        LocalServers(settings).start()
+        LocalServers(ServerLaunch(config, sglang_model, log_dir=str(tmp_path))).start()
     assert "\n" not in str(error.value) and str(tmp_path / "server_0.log") in str(error.value)

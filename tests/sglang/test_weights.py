@@ -1,4 +1,4 @@
-"""Every route against a real server: after an update it computes what Transformers does with the same weights."""
+"""Every weight transport to a real server, which then computes what Transformers does with the same weights."""
 
 from __future__ import annotations
 
@@ -18,18 +18,22 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megatron_gspo.servers.http_client import EventLoop, Server, open_session
-from megatron_gspo.servers.server_info import capabilities, weight_version
+from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
+from megatron_gspo.servers.http_client import EventLoop, ServerClient, open_session
 from megatron_gspo.servers.server_processes import LocalServers
-from megatron_gspo.weight_transport.disk_transport import DiskRoute
-from megatron_gspo.weight_transport.transport import Route
-from megatron_gspo.weight_transport.weight_update import ROUTES, make_route, update_servers
+from megatron_gspo.weight_transport.disk_transport import DiskTransport
+from megatron_gspo.weight_transport.transport import WeightTransport
+from megatron_gspo.weight_transport.weight_update import TRANSPORTS, make_transport, update_servers
 from tests.support.tiny_models import save_tiny_model
 
 PROMPT = torch.randint(2, 96, (400,), generator=torch.Generator().manual_seed(3)).tolist()
 LAYERS, EXPERTS = 4, 8  # of `save_tiny_model`
 BUCKET = 8000  # bytes: embedding and head have 12 KiB each
 TOLERANCE = 2e-5  # of log-probs
+
+
+def transport_of(name: str, **given: object) -> WeightTransport:
+    return make_transport(name, SGLangWeightEndpoints(), **given)
 
 
 class Weights:
@@ -54,8 +58,8 @@ class Client:
         self.loop = EventLoop()
         self.session = self.loop.run(open_session())
 
-    def server(self, url: str) -> Server:
-        return Server(url, self.session)
+    def server(self, url: str) -> ServerClient:
+        return ServerClient(url, self.session)
 
     def post(self, url: str, path: str, body: dict) -> dict:
         return self.loop.run(self.server(url).post(path, body, timeout=30))
@@ -72,13 +76,13 @@ class Client:
         self.post(url, "/generate", body)
         assert self.post(url, "/generate", body)["meta_info"]["cached_tokens"] >= len(PROMPT) - 1
 
-    def update(self, urls: list[str], weights: Iterator[tuple[str, Tensor]], route: Route, version: str, *,
-               timeout: float = 30.0) -> dict[str, str]:  # fmt: skip
-        return update_servers(self.loop, [self.server(url) for url in urls], weights, route, version=version,
+    def update(self, urls: list[str], weights: Iterator[tuple[str, Tensor]], transport: WeightTransport,
+               version: str, *, timeout: float = 30.0) -> dict[str, str]:  # fmt: skip
+        return update_servers(self.loop, [self.server(url) for url in urls], weights, transport, version=version,
                               bucket_bytes=BUCKET, timeout=timeout)  # fmt: skip
 
     def version(self, url: str) -> str:
-        return self.loop.run(weight_version(self.server(url), timeout=10))
+        return self.loop.run(SGLangWeightEndpoints().weight_version(self.server(url), timeout=10))
 
 
 @pytest.fixture(scope="module")
@@ -103,13 +107,13 @@ def victims(start_servers: Callable[..., LocalServers]) -> LocalServers:
 
 
 @pytest.fixture
-def route(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Route]:
-    route = make_route(request.param, directory=tmp_path / "weights")
-    yield route
-    route.close()
+def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WeightTransport]:
+    transport = transport_of(request.param, directory=tmp_path / "weights")
+    yield transport
+    transport.close()
 
 
-every_route = pytest.mark.parametrize("route", ROUTES, indirect=True)
+every_route = pytest.mark.parametrize("transport", TRANSPORTS, indirect=True)
 
 
 def assert_serves(client: Client, url: str, weights: Weights, version: str) -> None:
@@ -128,7 +132,7 @@ def processes(url: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or []
-        if "sglang.launch_server" in command and port in command and "guard" not in " ".join(command[:5]):
+        if "sglang.launch_server" in command and port in command and "supervisor" not in " ".join(command[:5]):
             found += [process, *process.children(recursive=True)]
     return found
 
@@ -139,22 +143,24 @@ def signal_all(url: str, number: signal.Signals) -> None:
 
 
 @every_route
-def test_two_updates_in_a_row(route: Route, client: Client, weights: list[Weights], sglang_url: str) -> None:
+def test_two_updates_in_a_row(
+    transport: WeightTransport, client: Client, weights: list[Weights], sglang_url: str
+) -> None:
     assert (weights[0].log_probs - weights[1].log_probs).abs().max() > 0.1
     for number in (0, 1, 0):
         client.cache(sglang_url)
         version = f"00c0ffee:{number}"
-        assert client.update([sglang_url], weights[number].stream(), route, version) == {}
+        assert client.update([sglang_url], weights[number].stream(), transport, version) == {}
         assert_serves(client, sglang_url, weights[number], version)
 
 
-@pytest.mark.parametrize("route", ["disk", "distributed", "ipc"], indirect=True)
+@pytest.mark.parametrize("transport", ["disk", "distributed", "ipc"], indirect=True)
 def test_a_server_that_hangs_is_named_and_the_other_served(
-    route: Route, client: Client, weights: list[Weights], sglang_url: str, victims: LocalServers
+    transport: WeightTransport, client: Client, weights: list[Weights], sglang_url: str, victims: LocalServers
 ) -> None:
     """It stops in mid-stream; the stream is still read to its end. Running again, it takes the next update."""
     url = victims.urls[0]
-    assert client.update([sglang_url, url], weights[0].stream(), route, "a:1") == {}
+    assert client.update([sglang_url, url], weights[0].stream(), transport, "a:1") == {}
 
     def stream() -> Iterator[tuple[str, Tensor]]:
         for number, pair in enumerate(weights[1].stream()):
@@ -164,21 +170,21 @@ def test_a_server_that_hangs_is_named_and_the_other_served(
 
     given = stream()
     try:
-        failures = client.update([sglang_url, url], given, route, "a:2", timeout=2.0)
+        failures = client.update([sglang_url, url], given, transport, "a:2", timeout=2.0)
     finally:
         signal_all(url, signal.SIGCONT)
     assert list(failures) == [url] and f"server {url}/" in failures[url] and "2 s" in failures[url]
     assert next(given, None) is None
     assert_serves(client, sglang_url, weights[1], "a:2")
     client.cache(sglang_url)
-    assert client.update([sglang_url, url], weights[1].stream(), route, "a:3") == {}
+    assert client.update([sglang_url, url], weights[1].stream(), transport, "a:3") == {}
     for place in (sglang_url, url):
         assert_serves(client, place, weights[1], "a:3")
 
 
 def test_a_checkpoint_that_is_not_there(client: Client, weights: list[Weights], sglang_url: str,
                                         tmp_path: Path) -> None:  # fmt: skip
-    class Vanishing(DiskRoute):
+    class Vanishing(DiskTransport):
         def end(self) -> None:
             super().end()
             shutil.rmtree(self.checkpoint)
@@ -186,44 +192,44 @@ def test_a_checkpoint_that_is_not_there(client: Client, weights: list[Weights], 
     failures = client.update([sglang_url], weights[0].stream(), Vanishing(tmp_path), "b:1")
     assert f"server {sglang_url}/update_weights_from_disk: answered 400" in failures[sglang_url]
     assert client.version(sglang_url) == "b:1:incomplete"
-    assert client.update([sglang_url], weights[0].stream(), DiskRoute(tmp_path), "b:2") == {}
+    assert client.update([sglang_url], weights[0].stream(), DiskTransport(tmp_path), "b:2") == {}
     assert_serves(client, sglang_url, weights[0], "b:2")
 
 
 def test_half_updated_by_a_wrong_shape(client: Client, weights: list[Weights], sglang_url: str) -> None:
     """A whole update mends it. (In a request by value or handle, upstream dies of a wrong shape.)"""
     wrong = weights[1].named | {"model.layers.2.self_attn.q_proj.weight": torch.zeros(3, 5)}
-    route = make_route("distributed")
-    failures = client.update([sglang_url], iter(wrong.items()), route, "c:1")
+    transport = transport_of("distributed")
+    failures = client.update([sglang_url], iter(wrong.items()), transport, "c:1")
     assert "/update_weights_from_distributed: answered 400" in failures[sglang_url]
     assert "[3, 5]" in failures[sglang_url]
     meta = client.score(sglang_url)  # it answers, and says that this is of no version
     assert meta["weight_version"] == "c:1:incomplete"
-    assert client.update([sglang_url], weights[1].stream(), route, "c:2") == {}
+    assert client.update([sglang_url], weights[1].stream(), transport, "c:2") == {}
     assert_serves(client, sglang_url, weights[1], "c:2")
-    route.close()
+    transport.close()
 
 
 def test_a_stream_that_breaks_is_read_to_its_end(client: Client, weights: list[Weights], sglang_url: str) -> None:
     first = next(iter(weights[0].named.items()))
     given = iter([*weights[0].named.items(), first, *weights[0].named.items()])
     with pytest.raises(ValueError, match=f"^{first[0]} comes twice"):
-        client.update([sglang_url], given, make_route("tensor"), "d:1")
+        client.update([sglang_url], given, transport_of("tensor"), "d:1")
     assert next(given, None) is None
     assert client.version(sglang_url) == "d:1:incomplete"
-    assert client.update([sglang_url], weights[0].stream(), make_route("tensor"), "d:2") == {}
+    assert client.update([sglang_url], weights[0].stream(), transport_of("tensor"), "d:2") == {}
     assert_serves(client, sglang_url, weights[0], "d:2")
 
 
 def test_a_client_that_died_in_its_update(client: Client, weights: list[Weights], sglang_url: str) -> None:
     """It has left the server paused, with an open session where the version has sessions."""
-    found = client.loop.run(capabilities(client.server(sglang_url), timeout=10))
+    found = client.loop.run(SGLangWeightEndpoints().server_info(client.server(sglang_url), timeout=10))
     assert (found.tp_size, found.device, found.routed_experts) == (1, "cpu", True)
     assert found.max_input_tokens > 100
     client.post(sglang_url, "/pause_generation", {"mode": "abort"})
     if found.update_session:
         client.post(sglang_url, "/begin_weight_update", {})
-    assert client.update([sglang_url], weights[1].stream(), make_route("tensor"), "e:1") == {}
+    assert client.update([sglang_url], weights[1].stream(), transport_of("tensor"), "e:1") == {}
     assert_serves(client, sglang_url, weights[1], "e:1")
 
 
@@ -243,9 +249,9 @@ def test_a_request_under_way_is_answered_with_what_it_has(client: Client, weight
         return await task
 
     for number in range(1, 16, 2):
-        assert client.update([sglang_url], weights[0].stream(), make_route("tensor"), f"f:{number}") == {}
+        assert client.update([sglang_url], weights[0].stream(), transport_of("tensor"), f"f:{number}") == {}
         task = client.loop.run(begin())
-        assert client.update([sglang_url], weights[1].stream(), make_route("tensor"), f"f:{number + 1}") == {}
+        assert client.update([sglang_url], weights[1].stream(), transport_of("tensor"), f"f:{number + 1}") == {}
         answer = client.loop.run(end(task))
         meta, drawn = answer["meta_info"], len(answer["output_ids"])
         assert drawn == len(meta["output_token_logprobs"])
@@ -260,8 +266,8 @@ def test_a_request_under_way_is_answered_with_what_it_has(client: Client, weight
 
 def test_killed_in_mid_update(client: Client, weights: list[Weights], sglang_url: str, victims: LocalServers) -> None:
     """By broadcast, where both sides wait for each other: named at once, and the other server has it all."""
-    url, route = victims.urls[0], make_route("distributed")
-    assert client.update([sglang_url, url], weights[0].stream(), route, "g:1") == {}
+    url, transport = victims.urls[0], transport_of("distributed")
+    assert client.update([sglang_url, url], weights[0].stream(), transport, "g:1") == {}
 
     def stream() -> Iterator[tuple[str, Tensor]]:
         for number, pair in enumerate(weights[1].stream()):
@@ -270,9 +276,9 @@ def test_killed_in_mid_update(client: Client, weights: list[Weights], sglang_url
             yield pair
 
     given = stream()
-    failures = client.update([url, sglang_url], given, route, "g:2", timeout=20.0)
+    failures = client.update([url, sglang_url], given, transport, "g:2", timeout=20.0)
     assert list(failures) == [url] and f"server {url}/update_weights_from_distributed" in failures[url]
     assert len(failures[url].splitlines()) == 1
     assert next(given, None) is None
     assert_serves(client, sglang_url, weights[1], "g:2")
-    route.close()
+    transport.close()

@@ -9,18 +9,20 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from megatron_gspo.config import SamplingParams
+from megatron_gspo.config import SamplingParams, ServerConfig
 from megatron_gspo.data.sample import Prompt
-from megatron_gspo.rollout.sglang import client as client_module
-from megatron_gspo.rollout.sglang.client import Client, ModelFacts, RequestLimits
-from megatron_gspo.rollout.sglang.request_stream import Stream
-from megatron_gspo.rollout.sglang.server_pool import Fleet, FleetSettings
-from megatron_gspo.servers.http_client import EventLoop, Server, open_session
+from megatron_gspo.rollout.server_engine import generation_client as client_module
+from megatron_gspo.rollout.server_engine.generation_client import GenerationClient
+from megatron_gspo.rollout.server_engine.request_stream import RequestStream
+from megatron_gspo.rollout.server_engine.server_pool import ServerPool
+from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
+from megatron_gspo.servers.http_client import EventLoop, ServerClient, open_session
 from tests.servers.web_server import WebServer
+from tests.support.served_models import served_model
 from tests.support.sglang_responses import answer
 
 VERSION = "00c0ffee:3"
-FACTS = ModelFacts(vocab_size=96, stop_ids=(1,), max_length=64)
+MODEL = served_model()
 SAMPLING = SamplingParams(n_samples_per_prompt=2, max_response_length=4)
 Break = Callable[[dict[str, Any]], Any]  # of a right answer: another answer, or a web.Response
 
@@ -96,21 +98,21 @@ def prompts(count: int, length: int = 5) -> list[Prompt]:
 class Setup:
     """A stream over some servers in a loop of its own."""
 
-    def __init__(self, *urls: str, retries: int = 3, timeout: float = 10.0, in_all: float = 60.0,
-                 recovery: float = 30.0, **fleet: Any) -> None:
+    def __init__(self, *urls: str, **settings: Any) -> None:
         self.loop = EventLoop()
         self._session = self.loop.run(open_session())
-        servers = [Server(url, self._session) for url in urls]
-        self.fleet = Fleet(servers, FleetSettings(**fleet))
-        self.client = Client(self.fleet, FACTS, RequestLimits(timeout, retries, in_all))
+        given = dict(retries=3, request_timeout=10.0, response_timeout=60.0, recovery_timeout=30.0)
+        config = ServerConfig(**{**given, **settings})
+        self.pool = ServerPool([ServerClient(url, self._session) for url in urls], config, SGLangAPI())
+        self.client = GenerationClient(self.pool, MODEL, config, SGLangAPI())
         self.serve()
-        self.stream = Stream(self.loop, self.client, str, recovery=recovery)
+        self.stream = RequestStream(self.loop, self.client, str, recovery_timeout=config.recovery_timeout)
 
     def serve(self, version: str = VERSION) -> None:
         """All servers hold this version."""
-        self.client.current = int(version.rpartition(":")[2])
-        self.loop.run(self.fleet.set_version(version, self.fleet.members))
-        self.loop.run(self.fleet.hold(False))
+        self.client.current_version = int(version.rpartition(":")[2])
+        self.loop.run(self.pool.set_version(version, self.pool.servers))
+        self.loop.run(self.pool.resume())
 
     def __enter__(self) -> Setup:
         return self
@@ -122,4 +124,4 @@ class Setup:
 
 def without_pauses(monkeypatch: Any) -> None:
     """Repeat failed requests at once."""
-    monkeypatch.setattr(client_module, "_BACK_OFF", 0.0)
+    monkeypatch.setattr(client_module, "_BACKOFF_SECONDS", 0.0)

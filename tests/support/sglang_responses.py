@@ -7,24 +7,23 @@ from typing import Any
 
 import numpy as np
 
-from megatron_gspo.rollout.sglang.response_parser import Asked
-from megatron_gspo.routing_replay.routes import RouteShape
+from megatron_gspo.rollout.server_engine.server_api import RequestContext, ServedModel
+from tests.support.served_models import served_model
 
 VERSION = "00c0ffee:3"
-SHAPE = RouteShape(layers=2, k=2, num_experts=8, moe_layers=(True, False, True))  # layer 1 is dense
+MODEL = served_model(moe_layers=(True, False, True), k=2, num_experts=8)  # layer 1 is dense
 
 
-def asked(**changed: Any) -> Asked:
+def asked(**changed: Any) -> RequestContext:
     """Five tokens sent, at most four asked for; the vocabulary has 96, of which 1 ends a response."""
-    given = dict(name="sample 7/2", context=5, max_new_tokens=4, vocab_size=96, version=VERSION,
-                 stop_ids=frozenset({1}), routes=SHAPE)
-    return Asked(**{**given, **changed})
+    given = dict(name="sample 7/2", context_length=5, max_new_tokens=4, model=MODEL, version=VERSION)
+    return RequestContext(**{**given, **changed})
 
 
-def route_ids(rows: int, shape: RouteShape = SHAPE) -> np.ndarray:
-    """[rows, num_layers, k] int32, no two rows alike at first."""
-    return (np.arange(rows * shape.model_layers * shape.k, dtype=np.int32) * 5 % shape.num_experts).reshape(
-        rows, shape.model_layers, shape.k)
+def route_ids(rows: int, model: ServedModel = MODEL) -> np.ndarray:
+    """[rows, layers, k] int32, no two rows alike at first."""
+    layers, k = len(model.shape.moe_layers), model.shape.experts_per_token
+    return (np.arange(rows * layers * k, dtype=np.int32) * 5 % model.shape.num_experts).reshape(rows, layers, k)
 
 
 def encoded(ids: np.ndarray) -> str:
@@ -33,7 +32,7 @@ def encoded(ids: np.ndarray) -> str:
 
 def answer(tokens: list[int], log_probs: list[float], reason: str = "stop", context: int = 5, start: int = 0,
            **meta: Any) -> dict[str, Any]:
-    """An answer that is right for `asked(context=context, routes_start=start)`."""
+    """An answer that is right for `asked(context_length=context, routes_start=start)`."""
     rows = max(context + len(tokens) - 1 - start, 0)
     return {
         "text": "words",

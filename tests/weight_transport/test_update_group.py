@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_gspo.servers.http_client import ServerError
-from megatron_gspo.weight_transport.distributed_transport import _both
+from megatron_gspo.weight_transport.distributed_transport import _run_both
 from megatron_gspo.weight_transport.update_group import GroupError, UpdateGroup, default_backend
 
 # Ranks 1 .. n - 1, each with a default group of its own; prints what each broadcast brings.
@@ -86,7 +86,7 @@ def test_nobody_joins() -> None:
         url = "http://silent"
 
     async def run() -> None:
-        await _both(Silent(), "/init", asyncio.sleep(100.0), group.join(), 0.5)
+        await _run_both(Silent(), "/init", asyncio.sleep(100.0), group.join(), 0.5)
 
     began = time.monotonic()
     with pytest.raises(ServerError, match="^server http://silent/init: no answer within 0 s$|within 1 s$"):

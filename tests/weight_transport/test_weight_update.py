@@ -11,13 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_gspo.servers.http_client import EventLoop, Server, open_session
-from megatron_gspo.servers.server_info import Capabilities
-from megatron_gspo.weight_transport.weight_update import ROUTES, make_route, update_servers
+from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
+from megatron_gspo.servers.http_client import EventLoop, ServerClient, open_session
+from megatron_gspo.servers.server_info import ServerInfo
+from megatron_gspo.weight_transport.weight_update import TRANSPORTS, make_transport, update_servers
 
-FOUND = Capabilities(url="http://127.0.0.1:30000", version="0.5.23", life="1", weight_version="default", model_path="m",
-                     device="cpu", tp_size=1, pp_size=1, dp_size=1, max_input_tokens=None, max_total_tokens=None,
-                     routed_experts=True, update_session=True)  # fmt: skip
+INFO = ServerInfo(
+    url="http://127.0.0.1:30000", version="0.5.23", start_id="1", weight_version="default", model_path="m",
+    device="cpu", tp_size=1, pp_size=1, dp_size=1, max_input_tokens=None, max_total_tokens=None, routed_experts=True,
+    update_session=True,
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -33,42 +36,45 @@ def stream(read: list[str]) -> Iterator[tuple[str, Tensor]]:
         yield name, torch.ones(4)
 
 
-@pytest.mark.parametrize("name", ROUTES)
+@pytest.mark.parametrize("name", TRANSPORTS)
 def test_nobody_listens(name: str, loop: EventLoop, tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     session = loop.run(open_session())
     read: list[str] = []
-    route = make_route(name, directory=tmp_path)
-    failures = update_servers(loop, [Server(url, session)], stream(read), route, version="v:1", bucket_bytes=16,
-                              timeout=5.0)  # fmt: skip
+    transport = make_transport(name, SGLangWeightEndpoints(), directory=tmp_path)
+    failures = update_servers(loop, [ServerClient(url, session)], stream(read), transport, version="v:1",
+                              bucket_bytes=16, timeout=5.0)  # fmt: skip
     assert list(failures) == [url] and f"server {url}/server_info: no connection" in failures[url]
     assert read == ["a", "b", "c"]
     loop.run(session.close())
 
 
-@pytest.mark.parametrize("name", ROUTES)
+@pytest.mark.parametrize("name", TRANSPORTS)
 def test_no_servers_at_all(name: str, loop: EventLoop, tmp_path: Path) -> None:
     read: list[str] = []
-    route = make_route(name, directory=tmp_path / "weights")
-    assert update_servers(loop, [], stream(read), route, version="v:1", bucket_bytes=16, timeout=5.0) == {}
+    transport = make_transport(name, SGLangWeightEndpoints(), directory=tmp_path / "weights")
+    assert update_servers(loop, [], stream(read), transport, version="v:1", bucket_bytes=16, timeout=5.0) == {}
     assert read == ["a", "b", "c"] and not (tmp_path / "weights").exists()
 
 
-def test_what_a_route_refuses(tmp_path: Path) -> None:
-    routes = {name: make_route(name, directory=tmp_path) for name in ROUTES}
-    assert {name: route.refuses(FOUND) for name, route in routes.items()} == dict.fromkeys(ROUTES, "")
-    many = {name for name, route in routes.items() if "dp_size 2" in route.refuses(replace(FOUND, dp_size=2))}
-    assert many == {"tensor", "distributed", "ipc"}
-    stages = {name for name, route in routes.items() if "pp_size 2" in route.refuses(replace(FOUND, pp_size=2))}
-    assert stages == {"distributed"}
-    far = {name for name, route in routes.items() if route.refuses(replace(FOUND, url="http://192.0.2.1:30000"))}
-    assert far == {"ipc"}
+def test_what_a_transport_does_not_support(tmp_path: Path) -> None:
+    made = [make_transport(name, SGLangWeightEndpoints(), directory=tmp_path) for name in TRANSPORTS]
+
+    def refused(words: str, **changes: object) -> set[str]:
+        reasons = [transport.unsupported(replace(INFO, **changes)) for transport in made]
+        assert all(words in reason for reason in reasons if reason)
+        return {name for name, reason in zip(TRANSPORTS, reasons, strict=True) if reason}
+
+    assert refused("") == set()
+    assert refused("dp_size 2", dp_size=2) == {"tensor", "distributed", "ipc"}
+    assert refused("pp_size 2", pp_size=2) == {"distributed"}
+    assert refused("another machine", url="http://192.0.2.1:30000") == {"ipc"}
 
 
-def test_routes_by_name() -> None:
+def test_transports_by_name() -> None:
     with pytest.raises(ValueError, match="^sglang.weight_transport=carrier-pigeon: choose one of disk, tensor"):
-        make_route("carrier-pigeon")
+        make_transport("carrier-pigeon", SGLangWeightEndpoints())
     with pytest.raises(ValueError, match="set sglang.weight_dir"):
-        make_route("disk")
+        make_transport("disk", SGLangWeightEndpoints())

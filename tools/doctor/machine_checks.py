@@ -10,7 +10,8 @@ import psutil
 
 from megatron_gspo.config import Config
 from megatron_gspo.errors import show_bytes
-from megatron_gspo.servers.launch_command import LOOPBACK, is_free, option
+from megatron_gspo.servers.launch_command import LOOPBACK, is_free
+from megatron_gspo.servers.server_args import option
 from megatron_gspo.tools.doctor.diagnostics import Finding, error, note, ok, warning
 
 _TORCHRUN_PORT = 29500  # of `torchrun --rdzv-endpoint HOST` and of a static rendezvous, where none is named

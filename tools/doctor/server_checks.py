@@ -11,32 +11,30 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron_gspo.config import Config
-from megatron_gspo.servers.http_client import Server, ServerError, open_session
-from megatron_gspo.servers.launch_command import ServerSettings, on_cpu, sglang_version
-from megatron_gspo.servers.server_info import Capabilities, capabilities
+from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
+from megatron_gspo.servers.http_client import ServerClient, ServerError, open_session
+from megatron_gspo.servers.launch_command import on_cpu, read_api_key, sglang_version
+from megatron_gspo.servers.server_info import ServerInfo
 from megatron_gspo.tools.doctor.diagnostics import Finding, error, ok, warning
 from megatron_gspo.tools.doctor.version_checks import SGLANG, judge_version, numbers
-from megatron_gspo.weight_transport.weight_update import make_route
+from megatron_gspo.weight_transport.weight_update import make_transport
 
 _SECONDS = 10.0  # for each of the questions to a server
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _ROUTES_ARE_RIGHT_ON_CPU = (0, 5, 23)  # patches/README.md, --disable-overlap-schedule
 
 
-def ask(config: Config) -> dict[str, Capabilities | str]:
+def ask(config: Config) -> dict[str, ServerInfo | str]:
     """By URL: what each server says of itself, or why it doesn't."""
-    key = None
-    if config.sglang.api_key_file is not None:
-        key = Path(config.sglang.api_key_file).read_text(encoding="utf-8").splitlines()[0].strip()
-    return asyncio.run(_ask(config.sglang.urls, key))
+    return asyncio.run(_ask(config.sglang.urls, read_api_key(config.sglang)))
 
 
-async def _ask(urls: Sequence[str], key: str | None) -> dict[str, Capabilities | str]:
+async def _ask(urls: Sequence[str], key: str | None) -> dict[str, ServerInfo | str]:
     session = await open_session()
 
-    async def one(url: str) -> Capabilities | str:
+    async def one(url: str) -> ServerInfo | str:
         try:
-            return await capabilities(Server(url, session, api_key=key), timeout=_SECONDS)
+            return await SGLangWeightEndpoints().server_info(ServerClient(url, session, api_key=key), timeout=_SECONDS)
         except ServerError as failure:
             return str(failure)
 
@@ -46,7 +44,7 @@ async def _ask(urls: Sequence[str], key: str | None) -> dict[str, Capabilities |
         await session.close()
 
 
-def judge_servers(config: Config, found: dict[str, Capabilities | str]) -> list[Finding]:
+def judge_servers(config: Config, found: dict[str, ServerInfo | str]) -> list[Finding]:
     """A line for each server that is well, one for each fault of another."""
     findings: list[Finding] = []
     for what in found.values():
@@ -65,17 +63,17 @@ def judge_servers(config: Config, found: dict[str, Capabilities | str]) -> list[
     return findings + _judge_address(config)
 
 
-def judge_server(config: Config, server: Capabilities) -> list[Finding]:
+def judge_server(config: Config, server: ServerInfo) -> list[Finding]:
     version = judge_version(SGLANG, server.version, gpu=True, where=f" at {server.url}")
     text = (
         f"{server.url}: {server.device}, TP {server.tp_size}, PP {server.pp_size}, DP {server.dp_size}, "
         f"serves {server.model_path}"
     )
-    faults = [*_judge_routes(config, server), *_judge_length(config, server), *_judge_route_of_weights(config, server)]
+    faults = [*_judge_routes(config, server), *_judge_length(config, server), *_judge_weight_transport(config, server)]
     return [version, *(faults or [ok("servers.answer", text)])]
 
 
-def _judge_routes(config: Config, server: Capabilities) -> list[Finding]:
+def _judge_routes(config: Config, server: ServerInfo) -> list[Finding]:
     if not config.routing.needs_rollout_routes:
         return []
     if not server.routed_experts:
@@ -100,7 +98,7 @@ def _judge_routes(config: Config, server: Capabilities) -> list[Finding]:
     return []
 
 
-def _judge_length(config: Config, server: Capabilities) -> list[Finding]:
+def _judge_length(config: Config, server: ServerInfo) -> list[Finding]:
     prompt, limit = config.data.max_prompt_length, server.max_input_tokens
     if limit is not None and prompt > limit:
         return [
@@ -124,18 +122,19 @@ def _judge_length(config: Config, server: Capabilities) -> list[Finding]:
     return []
 
 
-def _judge_route_of_weights(config: Config, server: Capabilities) -> list[Finding]:
+def _judge_weight_transport(config: Config, server: ServerInfo) -> list[Finding]:
     sglang = config.sglang
-    route = make_route(
+    transport = make_transport(
         sglang.weight_transport,
+        SGLangWeightEndpoints(),
         directory=sglang.weight_dir or Path(config.run_dir) / "weights",
         source=config.model.path,
         address=sglang.master_address,
     )
     try:
-        reason = route.refuses(server)
+        reason = transport.unsupported(server)
     finally:
-        route.close()
+        transport.close()
     if not reason:
         return []
     head, _, fix = reason.partition("; ")
@@ -143,7 +142,7 @@ def _judge_route_of_weights(config: Config, server: Capabilities) -> list[Findin
     return [error("servers.weights", f"{server.url} {head}", problem, fix)]
 
 
-def _judge_together(servers: list[Capabilities]) -> list[Finding]:
+def _judge_together(servers: list[ServerInfo]) -> list[Finding]:
     versions = sorted({server.version for server in servers})
     if len(versions) > 1:
         return [
@@ -198,6 +197,5 @@ def judge_own_address(config: Config) -> list[Finding]:
 def check_startable(config: Config) -> tuple[tuple[int, ...], bool, list[Finding]]:
     """(version, whether on a CPU, findings) of the SGLang that `sglang.num_servers` would start. Raises InputError."""
     python = config.sglang.python or sys.executable
-    settings = ServerSettings(model=config.model.path, python=python, arguments=tuple(config.sglang.server_args))
-    version, cpu = sglang_version(python), on_cpu(settings)
+    version, cpu = sglang_version(python), on_cpu(config.sglang.server_args)
     return version, cpu, [judge_version(SGLANG, ".".join(map(str, version)), gpu=True, where=f" of {python}")]

@@ -6,6 +6,7 @@ import copy
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,15 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_gspo.rollout.server_engine.server_api import ResponseError
 from megatron_gspo.rollout.sglang.response_parser import (
-    AnswerError,
-    answered_version,
-    input_log_probs,
     is_empty,
-    parse_answer,
+    max_response_bytes,
+    parse_input_log_probs,
+    parse_response,
+    response_version,
 )
-from megatron_gspo.routing_replay.routes import RouteShape
-from tests.support.sglang_responses import VERSION, answer, asked, encoded, route_ids
+from tests.support.served_models import served_model
+from tests.support.sglang_responses import MODEL, VERSION, answer, asked, encoded, route_ids
 
 GOOD = answer([9, 8, 1], [-0.5, -1.25, 0.0])
 
@@ -33,8 +35,8 @@ def changed(change: Callable[[dict[str, Any], dict[str, Any]], object]) -> dict[
     return found
 
 
-def refusal(found: Any, parse: Callable[..., Any] = parse_answer, **request: Any) -> str:
-    with pytest.raises(AnswerError) as caught:
+def refusal(found: Any, parse: Callable[..., Any] = parse_response, **request: Any) -> str:
+    with pytest.raises(ResponseError) as caught:
         parse(found, asked(**request))
     message = str(caught.value)
     assert message.startswith("sample 7/2: ") and "\n" not in message and len(message) < 400
@@ -50,7 +52,7 @@ def set_meta(**values: Any) -> Callable[..., object]:
 
 
 def test_a_good_answer_is_taken_as_it_is():
-    part = parse_answer(GOOD, asked())
+    part = parse_response(GOOD, asked())
     assert part.tokens.dtype == np.int64 and part.tokens.tolist() == [9, 8, 1]
     assert part.log_probs.dtype == np.float32 and part.log_probs.tolist() == [-0.5, -1.25, 0.0]
     assert (part.finish_reason, part.cached) == ("stop", 2)
@@ -60,10 +62,11 @@ def test_a_good_answer_is_taken_as_it_is():
 
 def test_routes_from_a_position_on():
     found = answer([9, 8, 1], [-1.0] * 3, start=4)
-    part = parse_answer(found, asked(routes_start=4))
+    part = parse_response(found, asked(routes_start=4))
     np.testing.assert_array_equal(part.routes, route_ids(3)[:, [0, 2]])
     assert "holds 18 ids, not 7 rows x 3 layers x 2" in refusal(found)
-    assert parse_answer(changed(lambda a, m: m.pop("routed_experts")), asked(routes=None)).routes is None
+    without = asked(model=replace(MODEL, return_routes=False))
+    assert parse_response(changed(lambda a, m: m.pop("routed_experts")), without).routes is None
 
 
 WRONG = {
@@ -123,12 +126,12 @@ def test_what_is_wrong_is_refused_by_name(case):
 def test_only_experts_of_layers_that_have_them_are_read():
     ids = route_ids(7)
     ids[:, 1] = -5  # the dense layer's rows mean nothing
-    part = parse_answer(changed(set_meta(routed_experts=encoded(ids))), asked())
+    part = parse_response(changed(set_meta(routed_experts=encoded(ids))), asked())
     np.testing.assert_array_equal(part.routes, ids[:, [0, 2]])
 
 
 def test_more_tokens_than_asked_for():
-    assert "3 tokens came back, at most 2 were asked for" in refusal(GOOD, max_new_tokens=2)
+    assert "3 tokens came back, at most 2 were requested" in refusal(GOOD, max_new_tokens=2)
 
 
 def test_a_stop_without_a_token():
@@ -136,19 +139,19 @@ def test_a_stop_without_a_token():
 
 
 def test_any_end_is_right_where_no_end_token_is_known():
-    assert parse_answer(answer([5], [-1.0]), asked(stop_ids=frozenset())).tokens.tolist() == [5]
+    assert parse_response(answer([5], [-1.0]), asked(model=replace(MODEL, stop_ids=()))).tokens.tolist() == [5]
 
 
 @pytest.mark.parametrize("found", [None, 3, "text", [], [GOOD], {}, {"meta_info": None}, {"meta_info": [1]},
                                    {"error": {"message": "no"}}])
 def test_what_is_no_answer(found):
-    for parse in (parse_answer, answered_version, is_empty):
-        assert "the answer has no meta_info" in refusal(found, parse)
+    for parse in (parse_response, response_version, is_empty):
+        assert "the response has no meta_info" in refusal(found, parse)
 
 
 @pytest.mark.parametrize("cached", [None, "3", True, -1, 6, 10**400, 2.5])
 def test_a_count_of_cached_tokens_that_means_nothing_counts_as_none(cached):
-    assert parse_answer(changed(set_meta(cached_tokens=cached)), asked()).cached == 0
+    assert parse_response(changed(set_meta(cached_tokens=cached)), asked()).cached == 0
 
 
 def test_an_empty_answer_is_one_that_was_aborted_before_its_first_token():
@@ -159,34 +162,34 @@ def test_an_empty_answer_is_one_that_was_aborted_before_its_first_token():
 
 
 def test_the_version_is_one_and_named():
-    assert answered_version(GOOD, asked()) == VERSION
-    assert "names no weight_version" in refusal(changed(set_meta(weight_version=None)), answered_version)
-    assert "names no weight_version" in refusal(changed(set_meta(weight_version=3)), answered_version)
+    assert response_version(GOOD, asked()) == VERSION
+    assert "the response has no weight_version" in refusal(changed(set_meta(weight_version=None)), response_version)
+    assert "the response has no weight_version" in refusal(changed(set_meta(weight_version=3)), response_version)
     spans = [{"version": "old", "start": 0, "end": 1}, {"version": VERSION, "start": 1, "end": 3}]
-    words = refusal(changed(set_meta(weight_versions=spans)), answered_version)
+    words = refusal(changed(set_meta(weight_versions=spans)), response_version)
     assert "the weights changed from" in words and "old" in words
     spans[0]["end"] = 0  # before its first token
-    assert answered_version(changed(set_meta(weight_versions=spans)), asked()) == VERSION
-    assert answered_version(changed(set_meta(weight_versions=None)), asked()) == VERSION  # 0.5.15 has none
+    assert response_version(changed(set_meta(weight_versions=spans)), asked()) == VERSION
+    assert response_version(changed(set_meta(weight_versions=None)), asked()) == VERSION  # 0.5.15 has none
     for strange in (5, True, "spans", {"version": "old"}, [3, None, "x"]):
-        message = refusal(changed(set_meta(weight_versions=strange)), answered_version)
+        message = refusal(changed(set_meta(weight_versions=strange)), response_version)
         assert "weight_versions" in message
     endless = [{"version": "old\n" * 10**5, "start": 0, "end": 1}]
-    refusal(changed(set_meta(weight_versions=endless)), answered_version)
+    refusal(changed(set_meta(weight_versions=endless)), response_version)
 
 
 def test_log_probs_of_the_input():
     rows = [[None, 4, None], [-0.5, 5, None], [-2.0, 6, None]]
 
     def parse(rows: Any, tokens: tuple[int, ...] = (4, 5, 6)) -> np.ndarray:
-        return input_log_probs({"meta_info": {"input_token_logprobs": rows}}, asked(), tokens)
+        return parse_input_log_probs({"meta_info": {"input_token_logprobs": rows}}, asked(), tokens)
 
     found = parse(rows)
     assert found.dtype == np.float32 and found.tolist() == [-0.5, -2.0]
     for wrong, words in ((rows[:2], "has 2 entries for 3 tokens"), (None, "has NoneType entries"),
                          ([rows[0], rows[1], [-2.0, 7, None]], "of other tokens than were sent"),
                          ([rows[0], rows[1], [0.5, 6, None]], "the log-prob 0.5")):
-        with pytest.raises(AnswerError, match=re.escape(words)):
+        with pytest.raises(ResponseError, match=re.escape(words)):
             parse(wrong)
 
 
@@ -202,10 +205,10 @@ FIELDS = ["finish_reason", "output_token_logprobs", "routed_experts", "weight_ve
 
 
 def only_answer_errors(found: Any) -> None:
-    for parse in (parse_answer, answered_version, is_empty, lambda a, q: input_log_probs(a, q, [4, 5, 6])):
+    for parse in (parse_response, response_version, is_empty, lambda a, q: parse_input_log_probs(a, q, [4, 5, 6])):
         try:
             parse(found, asked())
-        except AnswerError as error:
+        except ResponseError as error:
             assert str(error).startswith("sample 7/2: ") and "\n" not in str(error)
 
 
@@ -248,8 +251,8 @@ def test_what_a_server_says_is_what_comes_out(data):
     start, context = data.draw(st.integers(0, 3)), data.draw(st.integers(4, 9))
     layers = data.draw(st.integers(1, 4))
     moe = tuple(sorted(data.draw(st.sets(st.integers(0, layers - 1), min_size=1))))
-    has_experts = tuple(layer in moe for layer in range(layers))
-    shape = RouteShape(len(moe), data.draw(st.integers(1, 3)), data.draw(st.sampled_from([4, 300])), has_experts)
+    k, num_experts = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([4, 300]))
+    model = served_model(moe_layers=tuple(i in moe for i in range(layers)), k=k, num_experts=num_experts)
     tokens = data.draw(st.lists(st.integers(0, 95), min_size=count, max_size=count))
     log_probs = data.draw(st.lists(st.floats(-100, 0, width=32), min_size=count, max_size=count))
     reason = data.draw(st.sampled_from(["stop", "length", "abort"]))
@@ -257,20 +260,20 @@ def test_what_a_server_says_is_what_comes_out(data):
         tokens[-1] = 1
     rows = context + count - 1 - start
     seed = data.draw(st.integers(0, 99))
-    ids = np.random.default_rng(seed).integers(shape.num_experts, size=(rows, layers, shape.k), dtype=np.int32)
+    ids = np.random.default_rng(seed).integers(num_experts, size=(rows, layers, k), dtype=np.int32)
     found = json.loads(json.dumps(answer(tokens, log_probs, reason, context, start, routed_experts=encoded(ids))))
-    request = asked(context=context, routes_start=start, routes=shape,
+    request = asked(context_length=context, routes_start=start, model=model,
                     max_new_tokens=count if reason == "length" else count + data.draw(st.integers(0, 2)))
-    part = parse_answer(found, request)
+    part = parse_response(found, request)
     assert part.tokens.tolist() == tokens and part.finish_reason == reason
     np.testing.assert_array_equal(part.log_probs, np.array(log_probs, dtype=np.float32))
     np.testing.assert_array_equal(part.routes, ids[:, list(moe)])
-    assert len(json.dumps(found)) <= request.max_bytes
+    assert len(json.dumps(found)) <= max_response_bytes(request)
 
 
 def test_the_bound_of_an_answer_grows_with_what_is_asked_for_and_no_further():
-    small, large = asked(), asked(max_new_tokens=32_000, context=8_000)
-    assert small.max_bytes < 10**5
+    small, large = asked(), asked(max_new_tokens=32_000, context_length=8_000)
+    assert max_response_bytes(small) < 10**5
     routes = 40_000 * 3 * 2 * 4 * 4 / 3  # base64 of int32
     words = 32_000 * 128 * 3  # a vocabulary's longest tokens are 128 characters, some of 3 bytes
-    assert routes + words < large.max_bytes < 3 * (routes + words)
+    assert routes + words < max_response_bytes(large) < 3 * (routes + words)

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_gspo.rollout.sglang.client import ModelFacts
-from megatron_gspo.rollout.sglang.sglang_engine import EngineSettings
-from megatron_gspo.servers.launch_command import ServerSettings
+from megatron_gspo.config import SGLangConfig
+from megatron_gspo.servers.http_client import ServerClient
+from megatron_gspo.servers.launch_command import ServerLaunch
 
 PACKAGE = Path(__file__).parents[3] / "megatron_gspo"
 SOURCES = sorted(
-    file for folder in ("rollout/sglang", "servers", "weight_transport") for file in (PACKAGE / folder).glob("*.py")
+    source
+    for folder in ("rollout/sglang", "rollout/server_engine", "servers", "weight_transport")
+    for source in (PACKAGE / folder).glob("*.py")
 )
 # (module, name) of what makes objects or code of bytes
 LOADERS = {("pickle", "load"), ("pickle", "loads"), ("pickle", "Unpickler"), ("torch", "load"), ("marshal", "load"),
@@ -36,7 +38,7 @@ def loaders_in(text: str) -> set[tuple[str, str]]:
     return found & LOADERS
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_nothing_that_a_server_sends_is_unpickled(source):
     assert loaders_in(source.read_text()) == set()
 
@@ -49,14 +51,13 @@ def test_the_search_finds_what_it_looks_for(text):
 
 def test_the_sources_are_there():
     names = {source.name for source in SOURCES}
-    assert {"http_client.py", "response_parser.py", "client.py", "sglang_engine.py", "request_stream.py"} <= names
+    assert {"http_client.py", "response_parser.py", "generation_client.py", "tensor_payload.py"} <= names
 
 
 def test_servers_listen_here_alone():
-    assert ServerSettings(model="m").host == "127.0.0.1"
+    assert ServerLaunch(SGLangConfig(num_servers=1), "m").host == "127.0.0.1"
 
 
-def test_settings_do_not_show_the_key():
+def test_what_is_printed_does_not_show_the_key():
     key = "a-key-that-nobody-may-see"
-    assert key not in repr(EngineSettings(("http://a:1",), api_key=key)) + repr(ServerSettings(model="m", api_key=key))
-    assert "vocab_size=96" in repr(ModelFacts(96, (1,)))  # what a repr shows otherwise
+    assert key not in repr(ServerClient("http://a:1", None, api_key=key))

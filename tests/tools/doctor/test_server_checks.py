@@ -9,13 +9,13 @@ import pytest
 from aiohttp import web
 
 from megatron_gspo.config import Config, load_config
-from megatron_gspo.servers.server_info import Capabilities
+from megatron_gspo.servers.server_info import ServerInfo
 from megatron_gspo.tools.doctor.server_checks import ask, judge_own_address, judge_server, judge_servers
 from tests.servers.web_server import WebServer
 from tests.support.doctor_processes import free_port
 
-SERVER = Capabilities(
-    url="http://127.0.0.1:30000", version="0.5.23", life="1 2", weight_version="default", model_path="/models/a",
+SERVER = ServerInfo(
+    url="http://127.0.0.1:30000", version="0.5.23", start_id="1 2", weight_version="default", model_path="/models/a",
     device="cuda", tp_size=2, pp_size=1, dp_size=1, max_input_tokens=4096, max_total_tokens=100_000,
     routed_experts=True, update_session=True,
 )  # fmt: skip
@@ -26,7 +26,7 @@ def config(config_file) -> Config:
     return load_config(config_file(rollout={"engine": "sglang"}, sglang={"urls": [SERVER.url]}))
 
 
-def levels(config: Config, server: Capabilities) -> list[tuple[str, str]]:
+def levels(config: Config, server: ServerInfo) -> list[tuple[str, str]]:
     return [(f.level, f.check) for f in judge_server(config, server)]
 
 

@@ -6,40 +6,40 @@ import numpy as np
 import pytest
 
 from megatron_gspo.data.sample import Prompt
-from megatron_gspo.rollout.sglang.partial_response import Draft
-from megatron_gspo.rollout.sglang.response_parser import Part
-from megatron_gspo.routing_replay.routes import RouteShape
+from megatron_gspo.rollout.server_engine.partial_response import PartialResponse
+from megatron_gspo.rollout.server_engine.server_api import ResponsePart
+from tests.support.served_models import served_model
 
-SHAPE = RouteShape(layers=2, k=2, num_experts=8)
+MODEL = served_model(moe_layers=(True, True), k=2, num_experts=8)
 
 
-def part(tokens: list[int], rows: int, reason: str = "abort", first: int = 0) -> Part:
+def part(tokens: list[int], rows: int, reason: str = "abort", first: int = 0) -> ResponsePart:
     """Route row i of a part is full of `first + i`."""
     routes = np.broadcast_to(np.arange(first, first + rows, dtype=np.int32)[:, None, None], (rows, 2, 2))
     log_probs = -np.arange(1, len(tokens) + 1, dtype=np.float32) / 8 - first
-    return Part(np.array(tokens, dtype=np.int64), log_probs, reason, routes, 0)
+    return ResponsePart(np.array(tokens, dtype=np.int64), log_probs, reason, routes, 0)
 
 
-def draft(limit: int = 6) -> Draft:
-    return Draft(Prompt(7, np.array([11, 12, 13]), "abc"), 2, limit)
+def partial(limit: int = 6) -> PartialResponse:
+    return PartialResponse(Prompt(7, np.array([11, 12, 13]), "abc"), 2, limit)
 
 
 def test_nothing_drawn_yet():
-    made = draft()
-    assert (made.drawn, made.done, made.oldest, made.routes_start) == (0, False, None, 0)
-    assert made.tokens == [11, 12, 13] and made.name == "sample 7/2" and made.forget() == 0
+    made = partial()
+    assert (made.num_tokens, made.finished, made.oldest_version, made.routes_start) == (0, False, None, 0)
+    assert made.tokens == [11, 12, 13] and made.name == "sample 7/2" and made.reset() == 0
 
 
 def test_parts_are_joined():
-    made = draft()
+    made = partial()
     made.add(part([4, 5], rows=4), 3)  # 3 prompt tokens and 1 of the response were fed
-    assert made.tokens == [11, 12, 13, 4, 5] and made.drawn == 2 and not made.done
+    assert made.tokens == [11, 12, 13, 4, 5] and made.num_tokens == 2 and not made.finished
     assert made.routes_start == 4  # position 4, token 5, wasn't fed
     made.add(part([6], rows=1, first=4), 4)
-    assert made.routes_start == 5 and made.oldest == 3
+    assert made.routes_start == 5 and made.oldest_version == 3
     made.add(part([7, 1], rows=2, first=5, reason="stop"), 6)
-    assert made.done
-    sample = made.sample(SHAPE, lambda ids: " ".join(map(str, ids)))
+    assert made.finished
+    sample = made.to_sample(MODEL, lambda ids: " ".join(map(str, ids)))
     sample.check()
     assert (sample.prompt_index, sample.sample_index, sample.prompt_length) == (7, 2, 3)
     assert sample.tokens.tolist() == [11, 12, 13, 4, 5, 6, 7, 1] and sample.tokens.dtype == np.int64
@@ -53,50 +53,50 @@ def test_parts_are_joined():
 
 
 def test_a_part_without_a_token_counts_for_nothing():
-    made = draft()
+    made = partial()
     made.add(part([], rows=2), 1)
-    assert not made.parts and made.oldest is None and made.routes_start == 0
+    assert not made.parts and made.oldest_version is None and made.routes_start == 0
     made.add(part([4], rows=3), 2)
     made.add(part([], rows=1, first=90), 3)
     made.add(part([1], rows=1, first=3, reason="stop"), 4)
-    sample = made.sample(SHAPE, str)
+    sample = made.to_sample(MODEL, str)
     assert sample.token_versions.tolist() == [2, 4] and sample.routed_experts[:, 0, 0].tolist() == [0, 1, 2, 3]
 
 
 def test_a_response_interrupted_at_its_last_token_was_cut_off_for_its_length():
-    made = draft(limit=2)
+    made = partial(limit=2)
     made.add(part([4], rows=3), 1)
-    assert not made.done
+    assert not made.finished
     made.add(part([5], rows=1, first=3), 1)
-    assert made.done
-    assert made.sample(SHAPE, str).finish_reason == "length"
+    assert made.finished
+    assert made.to_sample(MODEL, str).finish_reason == "length"
 
 
 def test_starting_over_forgets_all():
-    made = draft()
+    made = partial()
     made.add(part([4, 5], rows=4), 1)
     made.add(part([6], rows=1, first=4), 2)
-    assert made.forget() == 3
-    assert (made.drawn, made.tokens, made.oldest, made.routes_start) == (0, [11, 12, 13], None, 0)
+    assert made.reset() == 3
+    assert (made.num_tokens, made.tokens, made.oldest_version, made.routes_start) == (0, [11, 12, 13], None, 0)
     made.add(part([8, 1], rows=4, reason="stop"), 5)
-    sample = made.sample(SHAPE, str)
+    sample = made.to_sample(MODEL, str)
     assert sample.tokens.tolist() == [11, 12, 13, 8, 1] and sample.token_versions.tolist() == [5, 5]
 
 
 @pytest.mark.parametrize("cuts", [(1, 2, 3), (3, 3), (5, 1), (1,) * 6])
 def test_every_cut_of_a_response_gives_the_same_sample(cuts):
-    whole = draft(limit=6)
-    whole.add(Part(np.arange(20, 26), np.linspace(-2, -1, 6, dtype=np.float32), "length",
+    whole = partial(limit=6)
+    whole.add(ResponsePart(np.arange(20, 26), np.linspace(-2, -1, 6, dtype=np.float32), "length",
                    np.arange(8 * 4, dtype=np.int32).reshape(8, 2, 2) % 8, 0), 0)
-    expected = whole.sample(SHAPE, str)
-    made, begin = draft(limit=6), 0
+    expected = whole.to_sample(MODEL, str)
+    made, begin = partial(limit=6), 0
     for size in cuts:
         end = begin + size
         rows = slice(made.routes_start, 3 + end - 1)  # as they are asked for and answered
-        made.add(Part(whole.parts[0].tokens[begin:end], whole.parts[0].log_probs[begin:end],
+        made.add(ResponsePart(whole.parts[0].tokens[begin:end], whole.parts[0].log_probs[begin:end],
                       "length" if end == 6 else "abort", whole.parts[0].routes[rows], 0), 0)
         begin = end
-    found = made.sample(SHAPE, str)
+    found = made.to_sample(MODEL, str)
     for field in ("tokens", "rollout_log_probs", "routed_experts", "token_versions", "loss_mask"):
         np.testing.assert_array_equal(getattr(found, field), getattr(expected, field), err_msg=field)
     assert found.finish_reason == expected.finish_reason == "length"

@@ -15,10 +15,10 @@ from aiohttp import web
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.errors import EngineError
-from megatron_gspo.rollout.sglang import server_pool as fleet_module
-from megatron_gspo.rollout.sglang.partial_response import Draft
-from megatron_gspo.rollout.sglang.request_stream import Group, WeightsWanted, choose
-from megatron_gspo.rollout.sglang.server_pool import FleetError
+from megatron_gspo.rollout.server_engine import server_pool as pool_module
+from megatron_gspo.rollout.server_engine.partial_response import PartialResponse
+from megatron_gspo.rollout.server_engine.request_stream import GroupRequest, WeightsNeeded, select_groups
+from megatron_gspo.rollout.server_engine.server_pool import NoServerError
 from tests.support.sglang_generator import SAMPLING, Generator, Setup, expected, prompts, without_pauses
 
 
@@ -31,7 +31,7 @@ def server() -> Iterator[Generator]:
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     without_pauses(monkeypatch)
-    monkeypatch.setattr(fleet_module, "_COOL_DOWN", 0.0)
+    monkeypatch.setattr(pool_module, "_COOL_DOWN_SECONDS", 0.0)
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -55,7 +55,7 @@ def test_groups_come_in_the_order_of_their_start_each_once(server):
         assert setup.stream.start([Prompt(9, np.arange(4), "")], SAMPLING, seed=1) == [5]
         assert [prompt.index for prompt in setup.stream.prompts] == [2, 3, 4, 9]
         assert [ticket for ticket, _ in setup.stream.take_tickets(4)] == [2, 3, 4, 5]
-        with pytest.raises(ValueError, match=r"take\(1\): only 0 groups were begun"):
+        with pytest.raises(ValueError, match=r"take\(1\): only 0 groups were started"):
             setup.stream.take(1)
 
 
@@ -86,7 +86,7 @@ def test_what_is_kept_goes_on_where_it_was(server):
         setup.stream.start(wanted, SAMPLING, seed=1)
         interrupted(setup, server, "00c0ffee:4")
         assert server.aborts >= 1
-        assert [group.oldest for group in setup.stream._groups.values()] == [3, 3]
+        assert [group.oldest_version for group in setup.stream._groups.values()] == [3, 3]
         setup.waiting = 8
         interrupted(setup, server, "00c0ffee:6")
         server.gate = True
@@ -181,10 +181,10 @@ def test_no_server_at_all_ends_after_the_recovery_time():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{probe.getsockname()[1]}"
-    with Setup(url, recovery=0.3) as setup:
+    with Setup(url, recovery_timeout=0.3) as setup:
         setup.stream.start(prompts(1), SAMPLING, seed=1)
         began = time.monotonic()
-        with pytest.raises(FleetError) as caught:
+        with pytest.raises(NoServerError) as caught:
             setup.stream.take(1)
         assert 0.3 <= time.monotonic() - began < 10
         assert str(caught.value) == (f"no server has answered for 0.3 s: {url}: server {url}/generate: no connection "
@@ -193,32 +193,32 @@ def test_no_server_at_all_ends_after_the_recovery_time():
 
 def test_the_recovery_time_goes_on_from_one_take_to_the_next():
     """The loop asks for a few seconds at a time; the recovery time is ten minutes."""
-    with Setup("http://127.0.0.1:9", recovery=0.3) as setup:
-        setup.loop.run(setup.fleet.lose(setup.fleet.members[0], "gone"))
+    with Setup("http://127.0.0.1:9", recovery_timeout=0.3) as setup:
+        setup.loop.run(setup.pool.mark_down(setup.pool.servers[0], "gone"))
         setup.stream.start(prompts(1), SAMPLING, seed=1)
         deadline = time.monotonic() + 10
-        with pytest.raises(FleetError, match="no server has answered for 0.3 s"):
+        with pytest.raises(NoServerError, match="no server has answered for 0.3 s"):
             while time.monotonic() < deadline:
                 assert setup.stream.take(1, patience=0.1) == []
 
 
 def test_a_server_that_comes_back_within_the_recovery_time(server):
-    with Setup(server.url, recovery=30.0, health_interval=0.02) as setup:
-        setup.loop.run(setup.fleet.lose(setup.fleet.members[0], "gone"))
+    with Setup(server.url, recovery_timeout=30.0, health_interval=0.02) as setup:
+        setup.loop.run(setup.pool.mark_down(setup.pool.servers[0], "gone"))
         setup.stream.start(prompts(1), SAMPLING, seed=1)
         assert setup.stream.take(1, patience=0.05) == []
-        watch = setup.loop.spawn(setup.fleet.watch())
+        watch = setup.loop.spawn(setup.pool.monitor())
         assert indices(setup.stream.take(1)) == [0]  # it still has the weights
         watch.cancel()
 
 
 def test_a_server_that_comes_back_without_the_weights_wants_them(server):
     with Setup(server.url, health_interval=0.02) as setup:
-        setup.loop.run(setup.fleet.lose(setup.fleet.members[0], "gone"))
+        setup.loop.run(setup.pool.mark_down(setup.pool.servers[0], "gone"))
         server.version = "default"
         setup.stream.start(prompts(1), SAMPLING, seed=1)
-        watch = setup.loop.spawn(setup.fleet.watch())
-        with pytest.raises(WeightsWanted):
+        watch = setup.loop.spawn(setup.pool.monitor())
+        with pytest.raises(WeightsNeeded):
             setup.stream.take(1)
         watch.cancel()
         assert not server.bodies
@@ -255,10 +255,10 @@ def test_a_prompt_that_leaves_no_room(server):
         assert indices(setup.stream.take(1)) == [0]
 
 
-def group_of(ticket: int, version: int | None, *, done: bool) -> Group:
+def group_of(ticket: int, version: int | None, *, done: bool) -> GroupRequest:
     prompt = Prompt(ticket, np.arange(3), "")
-    draft = Draft(prompt, 0, 4, versions=[] if version is None else [version])
-    return Group(ticket, prompt, [draft], SAMPLING, 1, done=done)
+    partial = PartialResponse(prompt, 0, 4, versions=[] if version is None else [version])
+    return GroupRequest(ticket, prompt, [partial], SAMPLING, 1, finished=done)
 
 
 def test_who_goes_now_so_that_nobody_is_too_old_later():
@@ -267,7 +267,7 @@ def test_who_goes_now_so_that_nobody_is_too_old_later():
     groups = [group_of(i, version, done=done) for i, (version, done) in enumerate(given)]
 
     def taken(count: int, oldest: int | None) -> list[int]:
-        return [group.ticket for group in choose(groups, count, oldest, 2)]
+        return [group.ticket for group in select_groups(groups, count, oldest, 2)]
 
     assert taken(2, None) == [0, 1]
     assert taken(2, 0) == [0, 1], "four of version 4 have four steps"
@@ -285,7 +285,7 @@ def test_no_order_of_finishing_breaks_the_bound(staleness, oversampling, overlap
     size = 3
     for seed in range(6):
         rng = np.random.default_rng(seed)
-        pending: list[Group] = []
+        pending: list[GroupRequest] = []
         tickets = itertools.count()
 
         def begin(count: int, version: int, pending=pending, tickets=tickets, rng=rng) -> None:
@@ -299,16 +299,18 @@ def test_no_order_of_finishing_breaks_the_bound(staleness, oversampling, overlap
                 begin(size * staleness, version)
 
 
-def take_step(pending: list[Group], size: int, version: int, oldest: int, rng: np.random.Generator | None) -> None:
+def take_step(
+    pending: list[GroupRequest], size: int, version: int, oldest: int, rng: np.random.Generator | None
+) -> None:
     """A step takes its groups; they finish one at a time until it has them."""
     missing = size
     while missing:
-        for group in (chosen := choose(pending, missing, oldest, size)):
-            assert group.done and group.oldest >= oldest, "older than the bound"
+        for group in (chosen := select_groups(pending, missing, oldest, size)):
+            assert group.finished and group.oldest_version >= oldest, "older than the bound"
             pending.remove(group)
         missing -= len(chosen)
-        unfinished = [group for group in pending if not group.done]
+        unfinished = [group for group in pending if not group.finished]
         if missing and unfinished:
             group = unfinished[-1] if rng is None else unfinished[rng.integers(len(unfinished))]
-            group.done = True
-            group.drafts[0].versions = group.drafts[0].versions or [version]
+            group.finished = True
+            group.responses[0].versions = group.responses[0].versions or [version]

@@ -1,4 +1,4 @@
-"""What `SGLangEngine` says of its servers, and that it ends."""
+"""What `ServerEngine` says of its servers, and that it ends."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from collections.abc import Iterator
 import pytest
 from aiohttp import web
 
+from megatron_gspo.config import ServerConfig
 from megatron_gspo.errors import EngineError
-from megatron_gspo.rollout.sglang.server_pool import FleetError
-from megatron_gspo.rollout.sglang.sglang_engine import EngineSettings, SGLangEngine
-from megatron_gspo.weight_transport.weight_update import make_route
+from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
+from megatron_gspo.rollout.server_engine.server_pool import NoServerError
+from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
+from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
+from megatron_gspo.weight_transport.weight_update import make_transport
 from tests.servers.web_server import WebServer
-from tests.support.sglang_generator import FACTS, Generator
+from tests.support.sglang_generator import MODEL, Generator
 
 
 @pytest.fixture
@@ -25,8 +28,8 @@ def server() -> Iterator[Generator]:
 class Launcher:
     """Fails at the first question, which no launcher should."""
 
-    def __init__(self) -> None:
-        self.stopped = 0
+    def __init__(self, url: str) -> None:
+        self.urls, self.stopped = [url], 0
 
     def poll(self) -> None:
         raise RuntimeError("a defect\nof two lines")
@@ -35,23 +38,24 @@ class Launcher:
         self.stopped += 1
 
 
-def engine_on(*urls: str, **given) -> SGLangEngine:
-    return SGLangEngine(EngineSettings(urls), FACTS, make_route("tensor"), str, **given)
+def engine_on(*urls: str, **given) -> ServerEngine:
+    transport = make_transport("tensor", SGLangWeightEndpoints())
+    return ServerEngine(ServerConfig(urls=urls), MODEL, transport, str, api=SGLangAPI(), **given)
 
 
 def test_a_watch_that_breaks_is_told(server):
     said: list[str] = []
     heard = threading.Event()
-    engine = engine_on(server.url, launcher=Launcher(), say=lambda line: (said.append(line), heard.set()))
+    engine = engine_on(server.url, processes=Launcher(server.url), log=lambda line: (said.append(line), heard.set()))
     assert heard.wait(10)
     engine.close()
-    assert said == ["nobody looks after them any more (RuntimeError: a defect): end the run and start it again"]
+    assert said == ["the servers are no longer monitored (RuntimeError: a defect): stop the run and start it again"]
 
 
 def test_an_end_is_no_news_and_ends_everything(server):
     said: list[str] = []
     before = threading.active_count()
-    engine = engine_on(server.url, say=said.append)
+    engine = engine_on(server.url, log=said.append)
     assert threading.active_count() == before + 1
     engine.close()
     engine.close()
@@ -59,8 +63,8 @@ def test_an_end_is_no_news_and_ends_everything(server):
 
 
 def test_launched_servers_are_stopped_once(server):
-    launcher = Launcher()
-    engine = engine_on(server.url, launcher=launcher, say=lambda line: None)
+    launcher = Launcher(server.url)
+    engine = engine_on(server.url, processes=launcher, log=lambda line: None)
     engine.close()
     engine.close()
     assert launcher.stopped == 1
@@ -75,8 +79,9 @@ def test_an_update_without_servers_reads_the_stream_to_its_end():
             read.append(i)
             yield f"weight.{i}", None
 
-    engine = engine_on("http://127.0.0.1:9", say=lambda line: None)
-    with pytest.raises(FleetError, match=r"^no server took weights 0: http://127.0.0.1:9: server .*connection refused"):
+    engine = engine_on("http://127.0.0.1:9", log=lambda line: None)
+    problem = r"^no server took weights 0: http://127.0.0.1:9: server .*connection refused"
+    with pytest.raises(NoServerError, match=problem):
         engine.update_weights(stream(), version=0)
     engine.close()
     assert read == [0, 1, 2]
@@ -88,8 +93,8 @@ async def forbid(request: web.Request) -> web.Response:
 
 def test_what_waiting_does_not_mend_ends_at_once():
     with WebServer(forbid) as server:
-        engine = engine_on(server.url, say=lambda line: None)
+        engine = engine_on(server.url, log=lambda line: None)
         with pytest.raises(EngineError, match="refused with 403; set sglang.api_key_file") as caught:
             engine.update_weights(iter(()), version=0)
         engine.close()
-    assert not isinstance(caught.value, FleetError)
+    assert not isinstance(caught.value, NoServerError)

@@ -15,8 +15,9 @@ from aiohttp import web
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.errors import EngineError
-from megatron_gspo.rollout.sglang import server_pool as fleet_module
-from megatron_gspo.rollout.sglang.request_stream import WeightsWanted
+from megatron_gspo.rollout.server_engine import server_pool as pool_module
+from megatron_gspo.rollout.server_engine.request_stream import WeightsNeeded
+from tests.support.served_models import served_model
 from tests.support.sglang_generator import SAMPLING, Generator, Setup, expected, prompts, without_pauses
 
 
@@ -29,7 +30,7 @@ def server() -> Iterator[Generator]:
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     without_pauses(monkeypatch)
-    monkeypatch.setattr(fleet_module, "_COOL_DOWN", 0.0)
+    monkeypatch.setattr(pool_module, "_COOL_DOWN_SECONDS", 0.0)
 
 
 def change_meta(**values: Any):
@@ -85,13 +86,13 @@ def check(groups: list[list], wanted: list[Prompt]) -> None:
 def test_a_passing_fault_is_survived_and_counted_once(server, name):
     fault, counted = PASSING[name]
     server.breaks = [fault]
-    with Setup(server.url, timeout=0.5 if name == "late" else 10.0) as setup:
+    with Setup(server.url, request_timeout=0.5 if name == "late" else 10.0) as setup:
         wanted = prompts(3)
         setup.stream.start(wanted, SAMPLING, seed=1)
         check(setup.stream.take(3), wanted)
         counts = setup.client.counts
     assert counts["requests"] == 6 and counts["retries"] == 1 and len(server.bodies) == 7
-    assert counts["refused"] == (counted == "refused") and counts["distrusted"] == 0
+    assert counts["refused"] == (counted == "refused") and counts["stale_responses"] == 0
     assert counts["input_tokens"] == 6 * 5 and counts["cached_tokens"] == 6 * 2
 
 
@@ -99,7 +100,7 @@ def test_a_passing_fault_is_survived_and_counted_once(server, name):
 def test_a_lasting_fault_ends_with_one_line_that_names_the_request(server, name):
     server.always = PASSING[name][0]
     with Setup(server.url, health_interval=0.01) as setup:
-        watch = setup.loop.spawn(setup.fleet.watch())  # servers that are lost for their faults come back
+        watch = setup.loop.spawn(setup.pool.monitor())  # servers that are lost for their faults come back
         setup.stream.start(prompts(1), SAMPLING, seed=1)
         with pytest.raises(EngineError, match=r"^sample 0/[01]: given up after 4 tries in \d+ s; the last: ") as caught:
             setup.stream.take(1)
@@ -122,7 +123,7 @@ def test_retries_begin_anew_after_a_success(server):
     fails = [status(500)] * 3
     server.breaks = [*fails, lambda answer: _cut(answer, 1), *fails, lambda answer: _cut(answer, 1), *fails]
     with Setup(server.url) as setup:
-        setup.fleet.members[0].faults = -100  # that it isn't taken out is of no interest here
+        setup.pool.servers[0].failed_requests = -100  # that it isn't taken out is of no interest here
         setup.stream.start(prompts(1), SamplingParams(n_samples_per_prompt=1, max_response_length=4), seed=1)
         [[sample]] = setup.stream.take(1)
     assert sample.response_ids.tolist() == expected(prompts(1)[0])
@@ -132,8 +133,8 @@ def test_retries_begin_anew_after_a_success(server):
 def test_the_requests_of_a_response_have_a_deadline_together(server):
     """Each may take a second; the last has what is left."""
     server.gate = False
-    with Setup(server.url, retries=100, timeout=1.0, in_all=2.5) as setup:
-        setup.fleet.members[0].faults = -100
+    with Setup(server.url, retries=100, request_timeout=1.0, response_timeout=2.5) as setup:
+        setup.pool.servers[0].failed_requests = -100
         setup.stream.start(prompts(1), SamplingParams(n_samples_per_prompt=1, max_response_length=4), seed=1)
         with pytest.raises(EngineError, match=r"^sample 0/0: given up after [23] tries in [23] s; .*no answer"):
             setup.stream.take(1)
@@ -144,12 +145,12 @@ def test_the_requests_of_a_response_have_a_deadline_together(server):
 def test_waiting_for_a_server_does_not_count(server):
     """As while weights move, or the trainer has the servers' memory."""
     server.breaks = [status(500), _late]
-    with Setup(server.url, in_all=3.0) as setup:
-        setup.loop.run(setup.fleet.hold(True))
+    with Setup(server.url, response_timeout=3.0) as setup:
+        setup.loop.run(setup.pool.pause())
         wanted = prompts(1)
         setup.stream.start(wanted, SAMPLING, seed=1)
         time.sleep(3.5)
-        setup.loop.run(setup.fleet.hold(False))
+        setup.loop.run(setup.pool.resume())
         check(setup.stream.take(1), wanted)
     assert setup.client.counts["retries"] == 1
 
@@ -168,8 +169,8 @@ def test_a_failed_request_goes_to_another_server(server):
             wanted = prompts(4)
             setup.stream.start(wanted, SAMPLING, seed=1)
             check(setup.stream.take(4), wanted)
-            assert not setup.fleet.members[0].alive, "four failures in a row"
-            assert "words of the server" in setup.fleet.members[0].reason
+            assert not setup.pool.servers[0].alive, "four failures in a row"
+            assert "words of the server" in setup.pool.servers[0].reason
 
 
 def test_old_weights_never_serve(server):
@@ -180,8 +181,8 @@ def test_old_weights_never_serve(server):
             wanted = prompts(3)
             setup.stream.start(wanted, SAMPLING, seed=1)
             check(setup.stream.take(3), wanted)
-            assert 1 <= setup.client.counts["distrusted"] <= 6
-            assert setup.fleet.serving == setup.fleet.members[1:] and setup.fleet.stale == setup.fleet.members[:1]
+            assert 1 <= setup.client.counts["stale_responses"] <= 6
+            assert setup.pool.serving == setup.pool.servers[1:] and setup.pool.stale == setup.pool.servers[:1]
             assert setup.client.counts["requests"] == 6
 
 
@@ -189,7 +190,7 @@ def test_where_all_have_old_weights_an_update_is_asked_for(server):
     server.version = "00c0ffee:2"
     with Setup(server.url) as setup:
         setup.stream.start(prompts(1), SAMPLING, seed=1)
-        with pytest.raises(WeightsWanted):
+        with pytest.raises(WeightsNeeded):
             setup.stream.take(1)
         server.version = "00c0ffee:4"
         setup.serve("00c0ffee:4")
@@ -208,7 +209,7 @@ def test_a_version_that_no_update_mends_ends_the_run(server):
             while True:
                 try:
                     return setup.stream.take(1)
-                except WeightsWanted:  # once more where `take` looks between the last answer and the request's end
+                except WeightsNeeded:  # once more where `take` looks between the last answer and the request's end
                     updates += 1
                     setup.serve()
 
@@ -219,7 +220,7 @@ def test_a_version_that_no_update_mends_ends_the_run(server):
 
 def test_the_prompt_of_a_group_is_computed_once_and_its_samples_follow(server):
     with Generator() as other, Setup(server.url, other.url) as setup:
-        setup.client.model = type(setup.client.model)(96, (1,), None, None)
+        setup.client.model = served_model(max_length=1000)
         wanted = prompts(2, length=64)
         wanted = [Prompt(p.index, p.token_ids % 90 + 2, "") for p in wanted]
         setup.stream.start(wanted, SamplingParams(n_samples_per_prompt=3, max_response_length=4), seed=1)
@@ -231,14 +232,14 @@ def test_the_prompt_of_a_group_is_computed_once_and_its_samples_follow(server):
 
 def test_a_server_that_is_lost_gives_back_a_prompt_too(server):
     """Not after the deadline of a request, which is long."""
-    with Generator() as hung, Setup(hung.url, server.url, timeout=600.0) as setup:
+    with Generator() as hung, Setup(hung.url, server.url, request_timeout=600.0) as setup:
         hung.gate = False
-        setup.client.model = type(setup.client.model)(96, (1,), None, None)
+        setup.client.model = served_model(max_length=1000)
         [prompt] = [Prompt(0, np.arange(70), "")]
         setup.stream.start([prompt], SAMPLING, seed=1)
         while not hung.bodies:
             time.sleep(0.005)
-        setup.loop.run(setup.fleet.lose(setup.fleet.members[0], "gone"))
+        setup.loop.run(setup.pool.mark_down(setup.pool.servers[0], "gone"))
         assert len(setup.stream.take(1, patience=20.0)) == 1
 
 
@@ -271,7 +272,7 @@ def test_what_is_asked_for(server):
 def test_a_server_that_gives_a_good_answer_is_not_held_to_its_past(server):
     """Else one that failed now and then in a run of weeks would be out for longer and longer."""
     with Setup(server.url) as setup:
-        setup.fleet.members[0].losses = 6
+        setup.pool.servers[0].times_down = 6
         setup.stream.start(prompts(1), SAMPLING, seed=1)
         setup.stream.take(1)
-        assert setup.fleet.members[0].losses == 0
+        assert setup.pool.servers[0].times_down == 0

@@ -1,0 +1,210 @@
+"""Generates responses on a pool of servers: one request after another until a response is finished.
+
+A failed request is repeated, on another server if there is one; its tokens are discarded. Every response ends exactly
+once: as a sample, or with the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from megatron_gspo.config import SamplingParams, ServerConfig
+from megatron_gspo.errors import EngineError
+from megatron_gspo.rollout.server_engine.partial_response import PartialResponse
+from megatron_gspo.rollout.server_engine.server_api import (
+    Request,
+    RequestContext,
+    ResponseError,
+    ResponsePart,
+    ServedModel,
+    ServerAPI,
+)
+from megatron_gspo.rollout.server_engine.server_pool import PooledServer, ServerPool
+from megatron_gspo.servers.http_client import ServerClient, ServerError
+
+_MIN_PREFILL_TOKENS = 64  # shorter prompts are not prefilled before the samples of their group
+_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS = 0.25, 15.0  # before a request is repeated, doubling
+_INTERRUPTED_SECONDS = 0.02  # before a request that was interrupted without a token is repeated
+_ABORT_SECONDS = 30.0  # servers may take to return what they have generated
+
+
+class _StaleResponse(EngineError):
+    """A response of other weights than the current ones."""
+
+
+class GenerationClient:
+    """See the module. `counts`: events since they were last read, by the names of docs/metrics.md.
+
+    `current_version`: training version of the pool's weight version.
+    """
+
+    def __init__(self, pool: ServerPool, model: ServedModel, config: ServerConfig, api: ServerAPI) -> None:
+        self.pool, self.model, self.api = pool, model, api
+        self.current_version = 0
+        self.counts: Counter[str] = Counter()
+        self._config = config
+        self._interruptions = 0
+        self._text_only = replace(model, stop_ids=(), return_routes=False)
+
+    async def generate(self, response: PartialResponse, sampling: SamplingParams, seed: int,
+                       preferred: PooledServer | None) -> None:  # fmt: skip
+        """Generate until `response` is finished. preferred: the server that has its prompt in the prefix cache.
+
+        Raises `EngineError` if the server rejects the request, after more than `config.retries` failures in a row, or
+        when the requests without a new token took longer than `config.resolved_response_timeout` seconds.
+        """
+        failures, spent, limit = 0, 0.0, self._config.resolved_response_timeout
+        while not response.finished:
+            num_tokens, interruptions = response.num_tokens, self._interruptions
+            try:
+                cost = response.prompt.length + response.max_tokens
+                async with self.pool.acquire(cost, preferred=None if failures else preferred) as server:
+                    began = time.monotonic()  # the wait for a server is not counted
+                    await self._request(response, server, sampling, seed, limit - spent)
+                if response.num_tokens > num_tokens:
+                    failures, spent = 0, 0.0
+                    continue
+                if self._interruptions > interruptions:
+                    await asyncio.sleep(_INTERRUPTED_SECONDS)
+                    continue
+                fault = EngineError("it came back without a token, and it was not interrupted")
+            except ServerError as error:
+                if not error.retry:
+                    raise
+                fault = error
+            except ResponseError as error:
+                self.counts["refused"] += 1
+                fault = error
+            except _StaleResponse as error:
+                self.counts["stale_responses"] += 1
+                fault = error
+            failures, spent = failures + 1, spent + time.monotonic() - began
+            self.counts["retries"] += 1
+            if failures > self._config.retries or spent >= limit:
+                raise EngineError(
+                    f"{response.name}: given up after {failures} tries in {spent:.0f} s; the last: {fault}"
+                )
+            backoff = min(_BACKOFF_SECONDS * 2**failures, _MAX_BACKOFF_SECONDS)
+            await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
+
+    async def prefill(self, tokens: list[int]) -> PooledServer | None:
+        """Compute a prompt once, before the samples of its group; returns the server that has it. Ignores failures."""
+        if len(tokens) < _MIN_PREFILL_TOKENS:
+            return None
+        async with self.pool.acquire(len(tokens)) as server:
+            try:
+                context = RequestContext("a prompt", len(tokens), 0, self._text_only)
+                request = self.api.prefill_request(tokens, context)
+                await self._post(server, request, context.name, self._config.request_timeout)
+            except ServerError:
+                return None
+            return server
+
+    async def score(self, server: ServerClient, tokens: Sequence[int]) -> np.ndarray:
+        """[len(tokens) - 1] float32: a server's log-probs (temperature 1) of tokens[1:]."""
+        context = RequestContext(f"log-prob check at {server.url}", len(tokens), 1, self._text_only)
+        request = self.api.score_request(list(tokens), context)
+        response = await server.post(
+            request.path, request.body, timeout=self._config.request_timeout, max_bytes=request.max_bytes
+        )
+        return self.api.parse_scores(response, context, tokens)
+
+    async def interrupt(self) -> None:
+        """Have all servers return what they have generated; no request starts until `pool.resume()`."""
+        await self.pool.pause()
+        self._interruptions += 1
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _ABORT_SECONDS
+        while busy := [server for server in self.pool.servers if server.tasks]:
+            tasks = [task for server in busy for task in server.tasks]
+            if loop.time() > deadline:
+                for task in tasks:
+                    task.cancel()
+            # repeated: an abort does not reach a request that is still being sent
+            await asyncio.gather(*(self._abort(server.client) for server in busy if server.alive))
+            await asyncio.wait(tasks, timeout=0.2)
+            await asyncio.sleep(0)
+
+    async def _abort(self, server: ServerClient) -> None:
+        try:
+            await self.api.abort_requests(server, timeout=5.0)
+        except ServerError:
+            pass  # health checks find a dead server; its requests end with their connections
+
+    async def _request(self, response: PartialResponse, server: PooledServer, sampling: SamplingParams, seed: int,
+                       time_left: float) -> None:  # fmt: skip
+        """One request for the rest of `response`. time_left: seconds that its requests may still take."""
+        version, training_version = self.pool.version, self.current_version
+        context = self._context(response, version or "")
+        request_seed = _request_seed(seed, response)
+        request = self.api.generate_request(response.tokens, context, sampling, request_seed)
+        answer = await self._post(server, request, context.name, min(self._config.request_timeout, time_left))
+        try:
+            if self.api.is_empty(answer, context):
+                return
+            found = self.api.response_version(answer, context)
+            if found != version:
+                reason = f"answered with weights {found[:80]!r} instead of {version!r}"
+                if server.version == version:
+                    await self.pool.mark_stale(server, reason)
+                raise _StaleResponse(f"server {server.url}: {reason}")
+            part = self.api.parse_response(answer, context)
+        except ResponseError as error:
+            await self.pool.mark_failed(server, str(error))
+            raise
+        self.pool.mark_succeeded(server)
+        self._count(response, part)
+        response.add(part, training_version)
+
+    def _count(self, response: PartialResponse, part: ResponsePart) -> None:
+        self.counts["requests"] += 1
+        self.counts["input_tokens"] += response.prompt.length + response.num_tokens
+        self.counts["cached_tokens"] += part.cached
+        self.counts["continued"] += bool(response.parts)
+
+    async def _post(self, server: PooledServer, request: Request, name: str, timeout: float) -> Any:
+        """The server's answer. A server that is marked down meanwhile is a `ServerError` too."""
+        posted = server.client.post(request.path, request.body, timeout=timeout, max_bytes=request.max_bytes)
+        task = asyncio.ensure_future(posted)
+        server.tasks.add(task)
+        try:
+            await asyncio.wait({task})
+            if task.cancelled():
+                raise ServerError(f"{name}: {server.reason or 'the server did not return it'}", retry=True)
+            return task.result()
+        except ServerError as error:
+            if not error.sent:
+                await self.pool.mark_down(server, str(error))
+            elif error.retry and server.alive:
+                await self.pool.mark_failed(server, str(error))
+            message = f"{name}: {error}" if name not in str(error) else str(error)
+            raise ServerError(message, status=error.status, retry=error.retry, sent=error.sent) from None
+        finally:
+            task.cancel()
+            server.tasks.discard(task)
+
+    def _context(self, response: PartialResponse, version: str) -> RequestContext:
+        return RequestContext(
+            name=response.name,
+            context_length=response.prompt.length + response.num_tokens,
+            max_new_tokens=response.max_tokens - response.num_tokens,
+            model=self.model,
+            version=version,
+            routes_start=response.routes_start,
+        )
+
+
+def _request_seed(seed: int, response: PartialResponse) -> int:
+    """63 bits that depend on (seed, prompt, sample, token) alone."""
+    numbers = [seed, response.prompt.index, response.sample_index, response.num_tokens]
+    key = np.array(numbers, dtype=np.int64).tobytes()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1

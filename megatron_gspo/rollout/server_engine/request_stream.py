@@ -1,0 +1,223 @@
+"""Groups of responses in flight: started in one call, taken in others as they finish, across weight updates.
+
+A started group is taken exactly once, or discarded by `stop`. Requests run in the event loop of the HTTP clients; the
+methods of `RequestStream` are called from the training thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron_gspo.config import SamplingParams
+from megatron_gspo.data.sample import Prompt, Sample
+from megatron_gspo.rollout.server_engine.generation_client import GenerationClient
+from megatron_gspo.rollout.server_engine.partial_response import PartialResponse
+from megatron_gspo.rollout.server_engine.server_api import ServedModel
+from megatron_gspo.rollout.server_engine.server_pool import NoServerError, PooledServer
+from megatron_gspo.servers.http_client import EventLoop
+
+_POLL_SECONDS = 0.5  # between two checks of the pool while no group finishes
+
+
+class WeightsNeeded(Exception):
+    """No server has the current weights, and at least one can take them: update the weights, then call again."""
+
+
+@dataclass
+class GroupRequest:
+    """The responses of one prompt. ticket: its number in the order of `RequestStream.start`."""
+
+    ticket: int
+    prompt: Prompt
+    responses: list[PartialResponse]
+    sampling: SamplingParams
+    seed: int
+    task: asyncio.Task | None = None
+    finished: bool = False
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest weight version among its tokens; None if it has no tokens."""
+        versions = (response.oldest_version for response in self.responses)
+        return min((version for version in versions if version is not None), default=None)
+
+
+class RequestStream:
+    """See the module. decode: token ids of a response to its text. recovery_timeout: seconds without a responding
+    server after which `take` raises."""
+
+    def __init__(self, loop: EventLoop, client: GenerationClient, decode: Callable[[list[int]], str], *,
+                 recovery_timeout: float) -> None:  # fmt: skip
+        self._loop, self._client, self._decode = loop, client, decode
+        self._recovery_timeout = recovery_timeout
+        self._groups: dict[int, GroupRequest] = {}
+        self._num_tickets = 0
+        self._changed = asyncio.Event()
+        self._failure: BaseException | None = None
+        self._no_server_since: float | None = None  # kept between calls of `take`
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """The prompts of the groups that are started and not taken, in the order of `start`."""
+        return [group.prompt for group in list(self._groups.values())]
+
+    def start(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> list[int]:
+        """Start a group of responses to each prompt; returns at once, with the ticket of each group.
+
+        Raises ValueError for a prompt that the model can't take; its ids are not sent.
+        """
+        check_prompts(prompts, sampling, self._client.model)
+        return self._loop.run(self._start(prompts, sampling, seed))
+
+    def take(self, count: int, *, patience: float | None = None, oldest: int | None = None,
+             per_step: int | None = None) -> list[list[Sample]]:  # fmt: skip
+        """`count` finished groups, those started first in front; each with its samples in order.
+
+        patience: seconds after which fewer are returned; None waits. oldest: groups with a token of this weight version
+        or an older one are waited for and returned first. per_step: groups that each later step takes (None: `count`);
+        groups beyond that number that would become too old are returned now (`select_groups`).
+
+        Raises `WeightsNeeded`; `NoServerError` if no server responded for `recovery_timeout` seconds; `EngineError` for
+        a request that failed permanently.
+        """
+        found = self.take_tickets(count, patience=patience, oldest=oldest, per_step=per_step)
+        return [samples for _, samples in found]
+
+    def take_tickets(self, count: int, *, patience: float | None = None, oldest: int | None = None,
+                     per_step: int | None = None) -> list[tuple[int, list[Sample]]]:  # fmt: skip
+        """As `take`, with the ticket of each group."""
+        if count > len(self._groups):
+            raise ValueError(f"take({count}): only {len(self._groups)} groups were started")
+        groups = self._loop.run(self._take(count, patience, oldest, per_step or count))
+        model = self._client.model
+        return [
+            (group.ticket, [response.to_sample(model, self._decode) for response in group.responses])
+            for group in groups
+        ]
+
+    def stop(self, *, keep: bool) -> list[Prompt]:
+        """Interrupt generation. keep: partial responses continue after the next update or `take`. Otherwise all groups
+        that were not taken, finished or not, are discarded, and their prompts are returned."""
+        return self._loop.run(self._stop(keep))
+
+    async def _start(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> list[int]:
+        tickets = []
+        for prompt in prompts:
+            samples, length = range(sampling.n_samples_per_prompt), sampling.max_response_length
+            responses = [PartialResponse(prompt, i, length) for i in samples]
+            group = GroupRequest(self._num_tickets, prompt, responses, sampling, seed)
+            self._groups[group.ticket] = group
+            group.task = asyncio.ensure_future(self._generate(group))
+            tickets.append(group.ticket)
+            self._num_tickets += 1
+        return tickets
+
+    async def _generate(self, group: GroupRequest) -> None:
+        try:
+            preferred: PooledServer | None = None
+            if len(group.responses) > 1:
+                preferred = await self._client.prefill(group.prompt.token_ids.tolist())
+            await asyncio.gather(
+                *(self._client.generate(each, group.sampling, group.seed, preferred) for each in group.responses)
+            )
+            group.finished = True
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            self._failure = self._failure or error
+        self._changed.set()
+
+    async def _take(self, count: int, patience: float | None, oldest: int | None, per_step: int) -> list[GroupRequest]:
+        pool, end = self._client.pool, None if patience is None else time.monotonic() + patience
+        if pool.paused:
+            await pool.resume()
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            chosen = select_groups(list(self._groups.values()), count, oldest, per_step)
+            now = time.monotonic()
+            if len(chosen) == count or (end is not None and now >= end):
+                break
+            self._check_servers(now)
+            await self._wait(_POLL_SECONDS if end is None else min(_POLL_SECONDS, end - now))
+        if len(chosen) == count:
+            self._no_server_since = None
+        for group in chosen:
+            del self._groups[group.ticket]
+        return chosen
+
+    def _check_servers(self, now: float) -> None:
+        """Raise if the groups cannot finish without a weight update, or no server has responded for too long."""
+        pool = self._client.pool
+        if pool.serving:
+            self._no_server_since = None
+            return
+        if pool.stale:
+            self._no_server_since = None
+            raise WeightsNeeded
+        self._no_server_since = now if self._no_server_since is None else self._no_server_since
+        if now - self._no_server_since > self._recovery_timeout:
+            raise NoServerError(f"no server has answered for {self._recovery_timeout:g} s: {pool.describe()}")
+
+    async def _wait(self, seconds: float) -> None:
+        """Wait until a group finishes, at most `seconds`."""
+        self._changed.clear()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), max(seconds, 0.0))
+
+    async def _stop(self, keep: bool) -> list[Prompt]:
+        await self._client.interrupt()
+        if keep:
+            return []
+        dropped = list(self._groups.values())
+        tasks = [group.task for group in dropped if group.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for group in dropped:
+            self._client.counts["discarded_tokens"] += sum(response.reset() for response in group.responses)
+        self._groups.clear()
+        await self._client.pool.resume()
+        return [group.prompt for group in dropped]
+
+
+def select_groups(groups: Sequence[GroupRequest], count: int, oldest: int | None, per_step: int) -> list[GroupRequest]:
+    """Finished groups to take, at most `count`; fewer if unfinished ones must be waited for.
+
+    A group whose oldest token is of version `oldest + k` must be taken within k steps. Of the groups with at most k
+    steps left, all but the `k * per_step` that later steps take must be taken now: they come first, and slots are
+    reserved for those that are not finished. The other slots go to the groups that were started first.
+    """
+    finished = [group for group in groups if group.finished]
+    if oldest is None:
+        return finished[:count]
+    steps_left = {
+        group.ticket: max(group.oldest_version - oldest, 0) for group in groups if group.oldest_version is not None
+    }
+    chosen: dict[int, GroupRequest] = {}
+    reserved = 0
+    for steps in sorted(set(steps_left.values())):
+        within = [group for group in groups if steps_left.get(group.ticket, steps + 1) <= steps]
+        missing = max(min(len(within) - steps * per_step, count) - len(chosen) - reserved, 0)
+        ready = [group for group in within if group.finished and group.ticket not in chosen][:missing]
+        chosen |= {group.ticket: group for group in ready}
+        reserved += missing - len(ready)
+    others = [group for group in finished if group.ticket not in chosen]
+    return [*chosen.values(), *others[: count - reserved - len(chosen)]]
+
+
+def check_prompts(prompts: Sequence[Prompt], sampling: SamplingParams, model: ServedModel) -> None:
+    """Raise ValueError for prompts that the model can't take."""
+    longest = model.shape.max_position_embeddings
+    for prompt in prompts:
+        prompt.check()
+        if (largest := int(prompt.token_ids.max())) >= model.vocab_size:
+            raise ValueError(f"prompt {prompt.index}: token id {largest} is outside the vocabulary of "
+                             f"{model.vocab_size}: use the model's own tokenizer")  # fmt: skip
+        if prompt.length + sampling.max_response_length > longest:
+            raise ValueError(f"prompt {prompt.index}: {prompt.length} tokens + max_response_length="
+                             f"{sampling.max_response_length} exceed the {longest} positions of the model")  # fmt: skip

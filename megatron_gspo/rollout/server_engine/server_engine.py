@@ -1,0 +1,221 @@
+"""`RolloutEngine` on inference servers: one process is their client; servers may fail and return during the run."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+
+import numpy as np
+from torch import Tensor
+
+from megatron_gspo.config import SamplingParams, ServerConfig
+from megatron_gspo.data.sample import Prompt, Sample
+from megatron_gspo.errors import EngineError, first_line
+from megatron_gspo.rollout.server_engine.generation_client import GenerationClient
+from megatron_gspo.rollout.server_engine.request_stream import RequestStream
+from megatron_gspo.rollout.server_engine.server_api import ServedModel, ServerAPI
+from megatron_gspo.rollout.server_engine.server_pool import NoServerError, PooledServer, ServerPool
+from megatron_gspo.servers.http_client import EventLoop, ServerClient, ServerError, open_session
+from megatron_gspo.servers.launch_command import read_api_key
+from megatron_gspo.servers.server_processes import LocalServers
+from megatron_gspo.weight_transport.transport import WeightTransport
+from megatron_gspo.weight_transport.weight_update import update_servers
+
+_PROCESS_POLL_SECONDS = 0.5
+_MEMORY_SECONDS = 120.0  # a server may take to release or restore its memory
+
+
+class ServerEngine:
+    """See `RolloutEngine`; `stream` returns groups in the order in which they finish. One rank generates for all.
+
+    Samples depend on (seed, prompt, sample, token) alone only if the servers are deterministic; with SGLang,
+    --enable-deterministic-inference.
+    """
+
+    is_central = True
+
+    def __init__(self, config: ServerConfig, model: ServedModel, transport: WeightTransport,
+                 decode: Callable[[list[int]], str], *, api: ServerAPI, processes: LocalServers | None = None,
+                 log: Callable[[str], None] = print) -> None:  # fmt: skip
+        """config: the servers are those of `urls`, or of `processes`. transport: how weights reach them. decode: token
+        ids of a response to its text. api: endpoints and formats of this kind of server. processes: started servers,
+        which `close` stops. log: takes a line for each event at the servers.
+
+        Raises ValueError for an invalid URL.
+        """
+        self.weight_version: int | None = None
+        self._config, self._transport, self._api = config, transport, api
+        self._processes, self._log, self._decode = processes, log, decode
+        self._loop = EventLoop()
+        self._session = self._loop.run(open_session())
+        urls = processes.urls if processes is not None else config.urls
+        key = read_api_key(config)
+        self._pool = ServerPool([ServerClient(url, self._session, api_key=key) for url in urls], config, api, log=log)
+        self._client = GenerationClient(self._pool, model, config, api)
+        self._run_id = secrets.token_hex(4)  # tells this run's weights from those of other runs and restarted servers
+        self._memory_released = False
+        self._closed = False
+        self._monitors = [self._loop.spawn(self._pool.monitor())]
+        if processes is not None:
+            self._monitors.append(self._loop.spawn(self._monitor_processes(processes)))
+        for monitor in self._monitors:
+            monitor.add_done_callback(self._report_end)
+
+    def stream(self) -> RequestStream:
+        """A new stream of groups on the same servers."""
+        return RequestStream(
+            self._loop, self._client, self._decode, recovery_timeout=self._config.recovery_timeout
+        )
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> list[Sample]:
+        """See `RolloutEngine.generate`. Raises `WeightsNeeded` if no server has the current weights."""
+        stream = self.stream()
+        tickets = stream.start(prompts, sampling, seed=seed)
+        groups = dict(stream.take_tickets(len(tickets)))
+        return [sample for ticket in tickets for sample in groups[ticket]]
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        """See `RolloutEngine.update_weights`. Requests are interrupted and continue under the new weights.
+
+        With the current version, only servers that lack it are updated, and nothing is interrupted. A server whose
+        update fails gets no requests until an update succeeds. Raises `NoServerError` if all fail.
+        """
+        pool, wire_version = self._pool, f"{self._run_id}:{version}"
+        repeated = pool.version == wire_version and bool(pool.serving)
+        if not repeated:
+            self._loop.run(self._client.interrupt())
+            self._loop.run(pool.set_version(wire_version, ()))
+            self._client.current_version = version
+        targets = pool.stale if repeated else self._loop.run(self._responding())
+        if self._memory_released:
+            self._restore_memory("weights")
+        try:
+            failures = update_servers(
+                self._loop, [server.client for server in targets], named_tensors, self._transport, version=wire_version,
+                bucket_bytes=int(self._config.weight_bucket_mb * 2**20), timeout=self._config.update_timeout,
+            )  # fmt: skip
+            if self._memory_released:
+                self._restore_memory("kv_cache")
+                self._memory_released = False
+            self._loop.run(self._apply_update(targets, failures, wire_version))
+        finally:
+            self._loop.run(pool.resume())
+        self.weight_version = version
+        if not pool.serving:
+            raise NoServerError(f"no server took weights {version}: {pool.describe()}")
+
+    def wait_for_server(self, seconds: float) -> bool:
+        """Whether a server responds within `seconds`."""
+        end = time.monotonic() + seconds
+        while not (found := any(server.alive for server in self._pool.servers)) and time.monotonic() < end:
+            time.sleep(0.2)
+        return found
+
+    def score(self, sequences: Sequence[np.ndarray]) -> dict[str, list[np.ndarray]]:
+        """By URL of each serving server: its log-probs (temperature 1) [L-1] of the tokens [L] of each sequence but
+        the first. A server that fails is left out and counted as failed."""
+
+        async def score_on(server: PooledServer) -> list[np.ndarray] | None:
+            try:
+                return [await self._client.score(server.client, tokens.tolist()) for tokens in sequences]
+            except EngineError as error:
+                await self._pool.mark_failed(server, str(error))
+                return None
+
+        async def score_on_all() -> dict[str, list[np.ndarray]]:
+            servers = self._pool.serving
+            found = await asyncio.gather(*(score_on(server) for server in servers))
+            return {server.url: each for server, each in zip(servers, found, strict=True) if each is not None}
+
+        return self._loop.run(score_on_all())
+
+    def counts(self) -> dict[str, float]:
+        """Events since the last call and the number of serving servers, by the names of docs/metrics.md."""
+        counts, self._client.counts = self._client.counts, type(self._client.counts)()
+        sent = counts.pop("input_tokens", 0)
+        cached = counts.pop("cached_tokens", 0)
+        names = ("requests", "retries", "refused", "stale_responses", "continued", "discarded_tokens")
+        return {f"rollout/{name}": float(counts[name]) for name in names} | {
+            "rollout/cached_share": cached / sent if sent else 0.0,
+            "rollout/servers": float(len(self._pool.serving)),
+        }
+
+    def pause(self) -> None:
+        """Interrupt generation, which continues later; where colocated, the servers release their GPU memory."""
+        self._loop.run(self._client.interrupt())
+        if self._config.colocated and not self._memory_released:
+            self._loop.run(self._pool.wait_for_checks())  # a server that is not idle fails on the release
+            self._on_all_servers(lambda client: self._api.release_memory(client, timeout=_MEMORY_SECONDS))
+            self._memory_released = True
+
+    def resume(self) -> None:
+        """Undo `pause`. Released memory is restored by the next update, which brings the weights."""
+        if not self._memory_released:
+            self._loop.run(self._pool.resume())
+
+    def close(self) -> None:
+        """Stop the requests and the started servers. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        for monitor in self._monitors:
+            monitor.cancel()
+        self._transport.close()
+        self._loop.run(self._session.close())
+        self._loop.close()
+        if self._processes is not None:
+            self._processes.stop()
+
+    async def _responding(self) -> list[PooledServer]:
+        """Servers that can take weights now. One that does not respond would delay the update by its timeout.
+
+        Raises `ServerError` if waiting cannot help: a wrong key, or no inference server.
+        """
+        servers = [server for server in self._pool.servers if server.alive]
+        faults = await asyncio.gather(*(self._pool.ping(server) for server in servers))
+        if servers and all(fault is not None and not fault.retry for fault in faults):
+            raise faults[0]
+        return [server for server, fault in zip(servers, faults, strict=True) if fault is None]
+
+    async def _apply_update(self, targets: Sequence[PooledServer], failures: dict[str, str], version: str) -> None:
+        for server in targets:
+            if (reason := failures.get(server.url)) is not None:
+                await self._pool.mark_stale(server, reason)
+                self._log(f"weights {version.partition(':')[2]}: {reason}")
+                await self._pool.ping(server)
+        updated = [server for server in targets if server.url not in failures and server.alive]
+        await self._pool.set_version(version, updated)
+
+    def _restore_memory(self, kind: str) -> None:
+        self._on_all_servers(lambda client: self._api.restore_memory(client, kind, timeout=_MEMORY_SECONDS))
+
+    def _on_all_servers(self, command: Callable[[ServerClient], object]) -> None:
+        async def run() -> None:
+            for server in [server for server in self._pool.servers if server.alive]:
+                try:
+                    await command(server.client)  # type: ignore[misc]
+                except ServerError as error:
+                    await self._pool.mark_down(server, str(error))
+
+        self._loop.run(run())
+
+    def _report_end(self, monitor: Future) -> None:
+        """A monitor ends when it is cancelled, or by a bug, which would go unnoticed."""
+        if not monitor.cancelled() and (error := monitor.exception()) is not None:
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            self._log(f"the servers are no longer monitored ({reason}): stop the run and start it again")
+
+    async def _monitor_processes(self, processes: LocalServers) -> None:
+        by_url = {server.url: server for server in self._pool.servers}
+        while True:
+            for url in processes.poll().died:  # `processes` reports the reason; health checks find who is back
+                await self._pool.mark_down(by_url[url], "its process ended")
+            for server in self._pool.servers:
+                if server.unresponsive:
+                    server.unresponsive = False
+                    self._log(f"{server.url}: does not answer ({server.reason}); it is started again")
+                    await asyncio.get_running_loop().run_in_executor(None, processes.restart, server.url)
+            await asyncio.sleep(_PROCESS_POLL_SECONDS)

@@ -1,0 +1,243 @@
+"""The servers of a run: which of them may get requests, their load, and which are removed and return.
+
+A server may get requests while it responds (`alive`) and has the current weights (`version`). Everything here runs in
+one event loop, so no locks are needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from megatron_gspo.config import ServerConfig
+from megatron_gspo.errors import EngineError, first_line
+from megatron_gspo.rollout.server_engine.server_api import ServerAPI
+from megatron_gspo.servers.http_client import ServerClient, ServerError
+
+INCOMPLETE = ":incomplete"  # ends the version of a server during an update, or after a failed one: it is paused
+_MAX_MISSED_CHECKS = 3  # health checks in a row
+_MAX_FAILED_REQUESTS = 4  # in a row at one server
+_COOL_DOWN_SECONDS, _MAX_COOL_DOWN_SECONDS = 1.0, 60.0  # before a removed server is checked again, doubling
+_MAX_DOUBLINGS = 6
+
+
+class NoServerError(EngineError):
+    """No server can generate; one line with the state of each."""
+
+
+@dataclass
+class PooledServer:
+    """A server and its state.
+
+    alive: it responded last. version: weight version, None while unknown or half updated. outstanding_tokens,
+    num_requests: of the requests in flight. missed_checks: health checks in a row. failed_requests: in a row.
+    times_down: since its last valid response. unresponsive: it is down, accepts connections and does not respond.
+    reason: why it is down. check_after: no health check before; last_response: of a request (both monotonic seconds).
+    tasks: requests in flight.
+    """
+
+    client: ServerClient
+    alive: bool = True
+    version: str | None = None
+    outstanding_tokens: int = 0
+    num_requests: int = 0
+    missed_checks: int = 0
+    failed_requests: int = 0
+    times_down: int = 0
+    unresponsive: bool = False
+    reason: str = ""
+    check_after: float = 0.0
+    last_response: float = 0.0
+    tasks: set[asyncio.Task] = field(default_factory=set)
+
+    @property
+    def url(self) -> str:
+        return self.client.url
+
+
+class ServerPool:
+    """See the module. `version`: weight version that responses must have; None before the first update."""
+
+    def __init__(self, clients: Sequence[ServerClient], config: ServerConfig, api: ServerAPI, *,
+                 log: Callable[[str], None] = lambda line: None) -> None:  # fmt: skip
+        """log: takes a line for each server that is removed or returns."""
+        self.servers = [PooledServer(client) for client in clients]
+        self.version: str | None = None
+        self.paused = False  # no request starts during a weight update
+        self._config, self._api, self._log = config, api, log
+        self._checks_running = 0
+        self._changed = asyncio.Condition()
+
+    @property
+    def serving(self) -> list[PooledServer]:
+        """Servers that may get requests."""
+        return [s for s in self.servers if s.alive and s.version is not None and s.version == self.version]
+
+    @property
+    def stale(self) -> list[PooledServer]:
+        """Servers that respond and do not have the current weights."""
+        return [s for s in self.servers if s.alive and (s.version is None or s.version != self.version)]
+
+    def describe(self) -> str:
+        """The state of each server, in one line."""
+        return "; ".join(
+            f"{s.url}: {s.reason or ('lacks the weights' if s in self.stale else 'serves')}" for s in self.servers
+        )
+
+    @asynccontextmanager
+    async def acquire(self, cost: int, *, preferred: PooledServer | None = None) -> AsyncIterator[PooledServer]:
+        """A server for a request of `cost` tokens: `preferred` if it serves, else the one with the least load.
+
+        Waits while none has capacity. Safe to cancel.
+        """
+        server = await self._select(preferred)
+        server.outstanding_tokens += cost
+        server.num_requests += 1
+        try:
+            yield server
+        finally:
+            server.outstanding_tokens -= cost
+            server.num_requests -= 1
+            async with self._changed:
+                self._changed.notify()  # one slot, for one of possibly thousands of waiters
+
+    async def _select(self, preferred: PooledServer | None) -> PooledServer:
+        async with self._changed:
+            while True:
+                free = [s for s in self.serving if s.num_requests < self._config.max_concurrent_requests]
+                if not self.paused and preferred in free:
+                    return preferred
+                if not self.paused and free:
+                    return min(free, key=lambda s: s.outstanding_tokens)
+                await self._changed.wait()
+
+    async def notify(self) -> None:
+        """Wake the tasks that wait for a server or for a state change."""
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def pause(self) -> None:
+        """Start no requests until `resume`."""
+        self.paused = True
+        await self.notify()
+
+    async def resume(self) -> None:
+        """Start requests again."""
+        self.paused = False
+        await self.notify()
+
+    async def set_version(self, version: str, servers: Iterable[PooledServer]) -> None:
+        """`version` is current, and `servers` have it."""
+        self.version = version
+        for server in servers:
+            server.version = version
+        await self.notify()
+
+    async def mark_down(self, server: PooledServer, reason: str) -> None:
+        """Remove a server that does not respond. Its requests are cancelled, to be repeated elsewhere."""
+        if server.alive:
+            self._log(f"{server.url} is down: {reason}")
+            server.times_down += 1
+            doublings = min(server.times_down - 1, _MAX_DOUBLINGS)
+            server.check_after = time.monotonic() + min(_COOL_DOWN_SECONDS * 2**doublings, _MAX_COOL_DOWN_SECONDS)
+            server.missed_checks = 0
+        server.alive, server.version, server.reason, server.failed_requests = False, None, reason, 0
+        for task in list(server.tasks):
+            task.cancel()
+        await self.notify()
+
+    async def mark_failed(self, server: PooledServer, reason: str) -> None:
+        """Count a failed request. After several in a row the server is removed: it would take work only to fail it."""
+        server.failed_requests += 1
+        if server.failed_requests >= _MAX_FAILED_REQUESTS:
+            await self.mark_down(server, f"{_MAX_FAILED_REQUESTS} requests in a row failed, the last: {reason}")
+
+    def mark_succeeded(self, server: PooledServer) -> None:
+        """Note a valid response; earlier failures no longer count."""
+        server.failed_requests = server.times_down = 0
+        server.last_response = time.monotonic()
+
+    async def mark_stale(self, server: PooledServer, reason: str) -> None:
+        """Remove a server with the wrong weights until the next update."""
+        if server in self.serving:
+            self._log(f"{server.url} is excluded until it has the weights: {reason}")
+        server.version, server.reason = None, reason
+        await self.notify()
+
+    async def monitor(self) -> None:
+        """Check every server until cancelled: one that does not respond is removed, one that returns needs weights."""
+        await asyncio.gather(*(self._monitor(server) for server in self.servers))
+
+    async def _monitor(self, server: PooledServer) -> None:
+        while True:
+            await self.health_check(server)
+            await asyncio.sleep(self._config.health_interval)
+
+    async def ping(self, server: PooledServer) -> ServerError | None:
+        """Query a server once, at any time; if it does not respond it is removed, and the reason is returned."""
+        try:
+            await self._api.weight_version(server.client, timeout=self._config.health_timeout)
+        except ServerError as error:
+            await self.mark_down(server, first_line(error))
+            return error
+        return None
+
+    async def health_check(self, server: PooledServer) -> None:
+        """Check one server, and remove it or bring it back accordingly."""
+        self._checks_running += 1
+        try:
+            await self._check(server)
+        finally:
+            self._checks_running -= 1
+            await self.notify()
+
+    async def wait_for_checks(self) -> None:
+        """Wait until no health check is running: a check is a request, and some commands need an idle server."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._checks_running == 0)
+
+    async def _check(self, server: PooledServer) -> None:
+        cooling_down = not server.alive and time.monotonic() < server.check_after
+        if self.paused or cooling_down:  # during a weight update a server may not respond; the update has timeouts
+            return
+        was_alive = server.alive
+        try:
+            version = await self._query(server)
+        except ServerError as error:
+            if not self.paused:
+                await self._record_missed_check(server, error)
+            return
+        server.missed_checks = 0
+        if not was_alive and not server.alive:
+            server.alive, server.unresponsive, server.reason = True, False, ""
+            server.version = version if version == self.version else None
+            self._log(f"{server.url} is back" + ("" if server.version else " and waits for weights"))
+            await self.notify()
+
+    async def _query(self, server: PooledServer) -> str | None:
+        """The weight version of a server that works.
+
+        Only the health endpoint proves that a server works: it generates a token. But this takes a second, which a
+        weight update would have to wait for, and a paused server does not answer it. So it is used for a busy server
+        that has not responded for a while, and for one that returns.
+        """
+        timeout = self._config.health_timeout
+        if server.alive and server.tasks and time.monotonic() - server.last_response > self._config.health_interval:
+            await self._api.check_health(server.client, timeout=timeout)
+            return None
+        version = await self._api.weight_version(server.client, timeout=timeout)
+        if not server.alive and not (version or "").endswith(INCOMPLETE):
+            await self._api.check_health(server.client, timeout=timeout)
+        return version
+
+    async def _record_missed_check(self, server: PooledServer, error: ServerError) -> None:
+        server.missed_checks += 1
+        too_many = server.missed_checks >= _MAX_MISSED_CHECKS
+        if server.alive and (too_many or not error.sent):
+            await self.mark_down(server, first_line(error))
+        no_response = error.sent and error.status is None
+        if too_many and no_response:  # also if it was removed for another reason; repeated after as many checks
+            server.unresponsive, server.missed_checks = True, 0

@@ -1,0 +1,87 @@
+"""SGLang's endpoints for generation (`ServerAPI`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_gspo.config import SamplingParams
+from megatron_gspo.rollout.server_engine.server_api import Request, RequestContext, ResponsePart
+from megatron_gspo.rollout.sglang import response_parser
+from megatron_gspo.servers.http_client import ServerClient
+
+_PATH = "/generate"
+_SCORE_BYTES_PER_TOKEN = 128  # of an input token's log-prob in a response
+
+
+class SGLangAPI:
+    """See `ServerAPI`."""
+
+    def generate_request(
+        self, tokens: list[int], context: RequestContext, sampling: SamplingParams, seed: int
+    ) -> Request:
+        """See `ServerAPI.generate_request`. The seed is used by servers with --enable-deterministic-inference only."""
+        params = {
+            "max_new_tokens": context.max_new_tokens,
+            "temperature": 0.0 if sampling.greedy else sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "stop_token_ids": list(context.model.stop_ids),
+            "sampling_seed": seed,
+        }
+        body: dict[str, Any] = {"input_ids": tokens, "sampling_params": params, "return_logprob": True}
+        if context.model.return_routes:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": context.routes_start}
+        return Request(_PATH, body, response_parser.max_response_bytes(context))
+
+    def prefill_request(self, tokens: list[int], context: RequestContext) -> Request:
+        """See `ServerAPI.prefill_request`."""
+        body = {"input_ids": tokens, "sampling_params": {"max_new_tokens": 0, "temperature": 0.0}}
+        return Request(_PATH, body, response_parser.max_response_bytes(context))
+
+    def score_request(self, tokens: list[int], context: RequestContext) -> Request:
+        """See `ServerAPI.score_request`."""
+        body = {"input_ids": tokens, "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+                "return_logprob": True, "logprob_start_len": 0}  # fmt: skip
+        max_bytes = response_parser.max_response_bytes(context) + _SCORE_BYTES_PER_TOKEN * len(tokens)
+        return Request(_PATH, body, max_bytes)
+
+    def is_empty(self, response: Any, context: RequestContext) -> bool:
+        """See `ServerAPI.is_empty`."""
+        return response_parser.is_empty(response, context)
+
+    def response_version(self, response: Any, context: RequestContext) -> str:
+        """See `ServerAPI.response_version`."""
+        return response_parser.response_version(response, context)
+
+    def parse_response(self, response: Any, context: RequestContext) -> ResponsePart:
+        """See `ServerAPI.parse_response`."""
+        return response_parser.parse_response(response, context)
+
+    def parse_scores(self, response: Any, context: RequestContext, tokens: Sequence[int]) -> np.ndarray:
+        """See `ServerAPI.parse_scores`."""
+        return response_parser.parse_input_log_probs(response, context, tokens)
+
+    async def weight_version(self, server: ServerClient, *, timeout: float) -> str | None:
+        """See `ServerAPI.weight_version`."""
+        info = await server.get("/model_info", timeout=timeout)
+        version = info.get("weight_version") if isinstance(info, dict) else None
+        return version if isinstance(version, str) else None
+
+    async def check_health(self, server: ServerClient, *, timeout: float) -> None:
+        """See `ServerAPI.check_health`."""
+        await server.get("/health", timeout=timeout)
+
+    async def abort_requests(self, server: ServerClient, *, timeout: float) -> None:
+        """See `ServerAPI.abort_requests`."""
+        await server.post("/abort_request", {"rid": "", "abort_all": True}, timeout=timeout)
+
+    async def release_memory(self, server: ServerClient, *, timeout: float) -> None:
+        """See `ServerAPI.release_memory`."""
+        await server.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, timeout=timeout)
+
+    async def restore_memory(self, server: ServerClient, kind: str, *, timeout: float) -> None:
+        """See `ServerAPI.restore_memory`."""
+        await server.post("/resume_memory_occupation", {"tags": [kind]}, timeout=timeout)

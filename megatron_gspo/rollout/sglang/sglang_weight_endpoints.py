@@ -1,0 +1,178 @@
+"""SGLang's endpoints for weight updates (`WeightEndpoints`)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_gspo.errors import first_line
+from megatron_gspo.servers.http_client import ServerClient, ServerError
+from megatron_gspo.servers.server_info import ServerInfo
+from megatron_gspo.weight_transport.buckets import Entry
+from megatron_gspo.weight_transport.tensor_payload import FORMAT, json_with_base64
+from megatron_gspo.weight_transport.update_group import UpdateGroup
+
+_FLUSH_POLL_SECONDS = 0.05  # between two flushes of a server whose requests are still ending
+
+
+class SGLangWeightEndpoints:
+    """See `WeightEndpoints`. SGLang 0.5.15 to 0.5.23."""
+
+    init_group_path = "/init_weights_update_group"
+    broadcast_path = "/update_weights_from_distributed"
+
+    async def server_info(self, server: ServerClient, *, timeout: float) -> ServerInfo:
+        """See `WeightEndpoints.server_info`. Three requests.
+
+        /server_info returns every argument of the server, its API key included; only the fields of `ServerInfo` are
+        kept.
+        """
+        info = await _get_object(server, "/server_info", timeout)
+        model = await _get_object(server, "/model_info", timeout)
+        return ServerInfo(
+            url=server.url,
+            version=str(info.get("version", "unknown")),
+            start_id=f"{info.get('random_seed')} {info.get('startup_time')}",
+            weight_version=str(model.get("weight_version", "")),
+            model_path=str(model.get("model_path", "")),
+            device=str(info.get("device", "unknown")),
+            tp_size=_count(info, "tp_size", server),
+            pp_size=_count(info, "pp_size", server),
+            dp_size=_count(info, "dp_size", server),
+            max_input_tokens=_positive(info.get("max_req_input_len")),
+            max_total_tokens=_positive(info.get("max_total_num_tokens")) or _positive(info.get("max_total_tokens")),
+            routed_experts=bool(info.get("enable_return_routed_experts", False)),
+            update_session=await has_endpoint(server, "/begin_weight_update", timeout=timeout),
+        )
+
+    async def weight_version(self, server: ServerClient, *, timeout: float) -> str:
+        """See `WeightEndpoints.weight_version`."""
+        return str((await _get_object(server, "/model_info", timeout)).get("weight_version", ""))
+
+    async def pause(self, server: ServerClient, *, timeout: float) -> None:
+        """See `WeightEndpoints.pause`."""
+        await server.post("/pause_generation", {"mode": "abort"}, timeout=timeout)
+
+    async def resume(self, server: ServerClient, *, timeout: float) -> None:
+        """See `WeightEndpoints.resume`."""
+        await server.post("/continue_generation", {}, timeout=timeout)
+
+    async def set_version(self, server: ServerClient, version: str, *, timeout: float) -> None:
+        """See `WeightEndpoints.set_version`."""
+        body = {"new_version": version, "abort_all_requests": False}
+        await _post_checked(server, "/update_weight_version", body, timeout)
+
+    async def flush_cache(self, server: ServerClient, *, timeout: float) -> None:
+        """See `WeightEndpoints.flush_cache`. SGLang answers 400 while requests are still ending."""
+        deadline = asyncio.get_running_loop().time() + timeout
+        while True:
+            try:
+                await server.post("/flush_cache", {}, timeout=timeout)
+                return
+            except ServerError as error:
+                if error.status != 400 or asyncio.get_running_loop().time() > deadline:
+                    raise
+            await asyncio.sleep(_FLUSH_POLL_SECONDS)
+
+    async def begin_update(self, server: ServerClient, *, timeout: float) -> None:
+        """See `WeightEndpoints.begin_update`."""
+        try:
+            await _post_checked(server, "/begin_weight_update", {}, timeout)
+        except ServerError as error:
+            if error.status != 400:
+                raise
+            await self.end_update(server, timeout=timeout)
+            await _post_checked(server, "/begin_weight_update", {}, timeout)
+
+    async def end_update(self, server: ServerClient, *, timeout: float) -> None:
+        """See `WeightEndpoints.end_update`."""
+        await _post_checked(server, "/end_weight_update", {}, timeout)
+
+    async def load_checkpoint(self, server: ServerClient, path: Path, *, timeout: float) -> None:
+        """See `WeightEndpoints.load_checkpoint`.
+
+        The format is given: a server started with `--load-format dummy` would load random weights again.
+        """
+        body: dict[str, Any] = {"model_path": str(path), "load_format": "auto", "flush_cache": False}
+        await _post_checked(server, "/update_weights_from_disk", body, timeout)
+
+    async def load_payloads(
+        self, server: ServerClient, payloads: Sequence[Iterable[bytes | memoryview]], *, timeout: float
+    ) -> None:
+        """See `WeightEndpoints.load_payloads`. The cache is flushed at the end: with ending requests, 0.5.15 fails."""
+        await _post_checked(server, "/update_weights_from_tensor", _tensor_body(payloads), timeout)
+
+    async def init_group(self, server: ServerClient, group: UpdateGroup, *, timeout: float) -> None:
+        """See `WeightEndpoints.init_group`."""
+        body = {"master_address": group.address, "master_port": group.port, "rank_offset": 1,
+                "world_size": group.size, "group_name": group.name, "backend": group.backend}  # fmt: skip
+        await _post_checked(server, self.init_group_path, body, timeout)
+
+    async def load_broadcast(
+        self, server: ServerClient, group_name: str, entries: Sequence[Entry], *, timeout: float
+    ) -> None:
+        """See `WeightEndpoints.load_broadcast`."""
+        body: dict[str, Any] = {
+            "names": [entry.name for entry in entries],
+            "dtypes": [str(entry.dtype).removeprefix("torch.") for entry in entries],
+            "shapes": [list(entry.shape) for entry in entries],
+            "group_name": group_name,
+            "load_format": FORMAT,
+            "flush_cache": False,
+        }
+        await _post_checked(server, self.broadcast_path, body, timeout)
+
+    async def destroy_group(self, server: ServerClient, group_name: str, *, timeout: float) -> None:
+        """See `WeightEndpoints.destroy_group`."""
+        await server.post("/destroy_weights_update_group", {"group_name": group_name}, timeout=timeout)
+
+
+async def has_endpoint(server: ServerClient, path: str, *, timeout: float) -> bool:
+    """Whether the server has a POST endpoint: a GET of it is then answered "method not allowed" and has no effect."""
+    try:
+        await server.get(path, timeout=timeout)
+    except ServerError as error:
+        if error.status == 405:
+            return True
+        if error.status == 404:
+            return False
+        raise
+    return True
+
+
+async def _tensor_body(payloads: Sequence[Iterable[bytes | memoryview]]) -> AsyncIterator[bytes]:
+    fields: dict[str, Any] = {"load_format": FORMAT, "flush_cache": False}
+    for piece in json_with_base64(fields, "serialized_named_tensors", payloads):
+        yield piece
+
+
+async def _post_checked(
+    server: ServerClient, path: str, body: Mapping[str, Any] | AsyncIterable[bytes], timeout: float
+) -> None:
+    """POST. Raises `ServerError` unless the response has `"success": true`."""
+    answer = await server.post(path, body, timeout=timeout)
+    if not isinstance(answer, dict) or answer.get("success") is not True:
+        message = answer.get("message", answer) if isinstance(answer, dict) else answer
+        words = " ".join(server.redact(str(message).encode()).decode().split())[:200]
+        raise ServerError(f"server {server.url}{path}: did not succeed: {words}", status=200, retry=False)
+
+
+async def _get_object(server: ServerClient, path: str, timeout: float) -> dict[str, Any]:
+    answer = await server.get(path, timeout=timeout)
+    if not isinstance(answer, dict):
+        raise ServerError(f"server {server.url}{path}: answered {first_line(type(answer).__name__)}, not an object; "
+                          "is this an SGLang server?", retry=False)  # fmt: skip
+    return answer
+
+
+def _count(info: dict[str, Any], key: str, server: ServerClient) -> int:
+    value = info.get(key, 1)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ServerError(f"server {server.url}/server_info: {key} is {str(value)[:40]}, not a count", retry=False)
+    return value
+
+
+def _positive(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

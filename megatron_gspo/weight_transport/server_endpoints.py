@@ -1,0 +1,78 @@
+"""The requests of a weight update, which each kind of inference server defines; SGLang's are in `rollout/sglang/`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from megatron_gspo.servers.http_client import ServerClient
+from megatron_gspo.servers.server_info import ServerInfo
+from megatron_gspo.weight_transport.buckets import Entry
+from megatron_gspo.weight_transport.update_group import UpdateGroup
+
+
+class WeightEndpoints(Protocol):
+    """One kind of server. Stateless. Every method raises `ServerError`; timeout: seconds of each request.
+
+    init_group_path, broadcast_path: of `init_group` and `load_broadcast`, for error messages.
+    """
+
+    init_group_path: str
+    broadcast_path: str
+
+    async def server_info(self, server: ServerClient, *, timeout: float) -> ServerInfo:
+        """What the server reports about itself."""
+        ...
+
+    async def weight_version(self, server: ServerClient, *, timeout: float) -> str:
+        """The weight version that the server reports; "" if none."""
+        ...
+
+    async def pause(self, server: ServerClient, *, timeout: float) -> None:
+        """Stop generating; running requests return what they have with finish reason "abort"."""
+        ...
+
+    async def resume(self, server: ServerClient, *, timeout: float) -> None:
+        """Generate again."""
+        ...
+
+    async def set_version(self, server: ServerClient, version: str, *, timeout: float) -> None:
+        """Set the weight version that the server reports with each response."""
+        ...
+
+    async def flush_cache(self, server: ServerClient, *, timeout: float) -> None:
+        """Empty the prefix cache; waits for requests that are still ending."""
+        ...
+
+    async def begin_update(self, server: ServerClient, *, timeout: float) -> None:
+        """Open an update, on a server whose `ServerInfo.update_session` is set. One left open is closed first."""
+        ...
+
+    async def end_update(self, server: ServerClient, *, timeout: float) -> None:
+        """Close an update."""
+        ...
+
+    async def load_checkpoint(self, server: ServerClient, path: Path, *, timeout: float) -> None:
+        """Load a Hugging Face checkpoint."""
+        ...
+
+    async def load_payloads(
+        self, server: ServerClient, payloads: Sequence[Iterable[bytes | memoryview]], *, timeout: float
+    ) -> None:
+        """Load a bucket (`tensor_payload`), one payload for each tensor-parallel rank of the server."""
+        ...
+
+    async def init_group(self, server: ServerClient, group: UpdateGroup, *, timeout: float) -> None:
+        """Join a process group."""
+        ...
+
+    async def load_broadcast(
+        self, server: ServerClient, group_name: str, entries: Sequence[Entry], *, timeout: float
+    ) -> None:
+        """Receive a bucket by broadcast and load it."""
+        ...
+
+    async def destroy_group(self, server: ServerClient, group_name: str, *, timeout: float) -> None:
+        """Leave a process group."""
+        ...
