@@ -1,37 +1,48 @@
-"""patches/README.md lists every patch, where the defect is upstream and a test that exists."""
+"""patches/README.md has the tables of known_issues.py: every patch, its upstream place and a test that exists."""
 
 from __future__ import annotations
 
 import ast
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megatron_gspo.patches.known_issues import KNOWN_ISSUES, PATCHES
+from megatron_gspo.patches.readme import cells, with_tables
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "patches" / "README.md").read_text()
-HELPERS = {"__init__.py", "mark.py", "defects.py"}
+HELPERS = {"__init__.py", "mark.py", "issue.py", "known_issues.py", "readme.py"}
 
 
-def rows(title: str) -> list[list[str]]:
-    """The cells of the table under a heading, without its first two lines."""
-    section = README.split(f"## {title}\n", 1)[1].split("\n## ", 1)[0]
-    lines = [line for line in section.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
-
-
-ENTRIES = rows("Patches") + rows("Guards")
+def test_the_tables_are_up_to_date():
+    assert with_tables(README) == README, "run python -m megatron_gspo.patches.readme"
 
 
 def test_every_file_is_in_the_table():
-    listed = {found[1] for row in rows("Patches") if (found := re.match(r"`([\w/]+\.py)`", row[0]))}
+    listed = {found[1] for issue in PATCHES if (found := re.match(r"`([\w/]+\.py)`", issue.handled_by))}
     folder = ROOT / "patches"
     assert listed == {path.relative_to(folder).as_posix() for path in folder.rglob("*.py")} - HELPERS
 
 
-@pytest.mark.parametrize("row", ENTRIES, ids=lambda row: row[0].replace("`", ""))
+def test_short_links_are_written_out():
+    issue = replace(PATCHES[0], upstream="[a](mcore:x.py#L1), [b](https://c.org/d), [e](sglang-pull:3)")
+    assert cells(issue)[3] == (
+        "[a](https://github.com/NVIDIA/Megatron-LM/blob/core_v0.16.1/megatron/core/x.py#L1), [b](https://c.org/d), "
+        "[e](https://github.com/sgl-project/sglang/pull/3)"
+    )
+
+
+def test_a_page_without_a_table_is_refused():
+    with pytest.raises(ValueError, match="0 tables under Patches"):
+        with_tables("## Patches\n\ntext\n\n## Guards\n")
+
+
+@pytest.mark.parametrize("row", map(cells, KNOWN_ISSUES), ids=lambda row: row[0].replace("`", ""))
 def test_every_entry_has_versions_a_place_and_tests(row):
-    assert len(row) == 6 and all(row)
+    assert len(row) == 6 and all(row) and not any(" | " in cell for cell in row)
     _, versions, _, place, tests, _ = row
     assert re.match(r"all|(megatron-core|sglang) \d+\.\d+\.\d+", versions)
     assert re.search(r"https://github\.com/(NVIDIA/Megatron-LM|sgl-project/sglang)/", place)

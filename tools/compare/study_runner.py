@@ -1,7 +1,8 @@
-"""Starting the runs of a comparison, some at once, and knowing which needn't be started again.
+"""Run the runs of a comparison, several at a time, and skip those that are finished.
 
-A run is `torchrun -m megatron_gspo.train` in a process group of its own. Its output goes to run_dir/log.txt; where it
-ends with an error, run_dir/failure.json keeps the reason, so that a failure is a result like any other.
+A run is `torchrun -m megatron_gspo.train` in its own process group. Its output goes to run_dir/log.txt. If it fails,
+run_dir/failure.json has the reason, so that a failure is a result like any other. Processes are managed here, not by
+concurrent.futures: an interrupt must end each run with all of its ranks.
 """
 
 from __future__ import annotations

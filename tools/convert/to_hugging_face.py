@@ -16,7 +16,7 @@ from megatron_gspo.models.families import family_of, hugging_face_names
 from megatron_gspo.models.hf_checkpoint import INDEX, SINGLE, copy_companions, read_index
 from megatron_gspo.models.model_shape import ModelError, ModelShape, read_config
 from megatron_gspo.models.parameter_slices import CheckpointChunk, ParameterSlice
-from megatron_gspo.models.safetensors_writer import FileLayout, begin_file, file_layout, is_begun, write_tensors
+from megatron_gspo.tools.convert.safetensors_pieces import FileLayout, begin_file, file_layout, is_begun, write_tensors
 from megatron_gspo.tools.convert.torch_dcp_files import DistributedReader, open_checkpoint
 from megatron_gspo.tools.convert.work_directory import Workspace, file_stamps
 from megatron_gspo.tools.convert.work_units import UNIT_BYTES, Unit, cut, run_units

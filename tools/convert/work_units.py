@@ -1,4 +1,4 @@
-"""Doing many units of work in several processes, each noted as it is done."""
+"""Units of work in several processes (``concurrent.futures``), each recorded when it is done."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 
 from megatron_gspo.errors import RunError
 
-UNIT_BYTES = 256 << 20  # of one unit: what a process holds twice at most, and what a kill loses
+UNIT_BYTES = 256 << 20  # of one unit: a process holds it twice at most, and an interruption loses it
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Unit:
-    """number: its place in the job. size: bytes, for the progress. work: what the job's function takes."""
+    """number: its index in the job. size: bytes, for the progress bar. work: the argument of the job's function."""
 
     number: int
     size: int
@@ -28,7 +28,7 @@ class Unit:
 
 
 def cut(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Runs of consecutive items of at most `limit` bytes together, or one item that is larger."""
+    """Groups of consecutive items of at most `limit` bytes in total, or one larger item."""
     run: list[T] = []
     total = 0
     for item in items:
@@ -50,12 +50,12 @@ def run_units(
     record: Callable[[int, T], None] = lambda number, result: None,
     report: Callable[[int, int], None],
 ) -> None:
-    """`do(unit.work)` for each unit but the finished ones (numbers), in `processes` processes or, for 1, in this one.
+    """`do(unit.work)` for each unit that is not `finished` (numbers), in `processes` processes or, for 1, in this one.
 
-    record: takes each result here, with the unit's number; then report: bytes done, those finished before among them,
-    and in all. Results must be picklable. The first failure ends all and is raised; a process that dies makes a
-    ``RunError``. Processes are forked, since others would import everything again: call it before any other thread is
-    started.
+    record: called in this process with each unit's number and result, which must be picklable. report: then called with
+    the bytes done, earlier ones included, and the total. The first failure ends all units and is raised; a process that
+    dies raises ``RunError``. Processes are forked, since spawned ones would import everything again: call this before
+    any other thread is started.
     """
     left = [unit for unit in units if unit.number not in finished]
     total = sum(unit.size for unit in units)
@@ -67,7 +67,7 @@ def run_units(
 
 
 def _results(do: Callable[[Any], T], units: Sequence[Unit], processes: int) -> Iterator[tuple[Unit, T]]:
-    """Each unit with its result, as they come."""
+    """Each unit with its result, in the order of completion."""
     if processes == 1 or len(units) < 2:
         yield from ((unit, do(unit.work)) for unit in units)
         return

@@ -17,7 +17,7 @@ LEVELS: tuple[Level, ...] = ("ok", "note", "warning", "error")  # each worse tha
 # In the order in which they are shown; a check is named `theme.what`.
 THEMES = (
     "versions",
-    "defects",
+    "known_issues",
     "machine",
     "config",
     "model",
@@ -27,7 +27,7 @@ THEMES = (
     "servers",
     "ranks",
     "groups",
-    "agreement",
+    "parity",
 )
 LATE, SILENT = ".late", ".silent"  # end the name of a check that a rank did not come to the end of
 EXIT_CODES = {"ok": 0, "note": 0, "warning": 1, "error": 2}

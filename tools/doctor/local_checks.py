@@ -14,7 +14,7 @@ from megatron_gspo.config import Config, ConfigError, load_config
 from megatron_gspo.config.checks import check_divisibility, check_layout, read_hf_config
 from megatron_gspo.config.load import split_server_arguments
 from megatron_gspo.models import ModelShape
-from megatron_gspo.tools.doctor import input_checks, known_issues, machine_checks, storage_checks
+from megatron_gspo.tools.doctor import input_checks, issue_checks, machine_checks, storage_checks
 from megatron_gspo.tools.doctor.arguments import Options
 from megatron_gspo.tools.doctor.diagnostics import Finding, Report, examine, failed, ok
 from megatron_gspo.tools.doctor.gpu_memory import judge_gpu_memory, planned_memory
@@ -56,9 +56,9 @@ class Local:
         if self.place.rank == 0 and config is not None and config.rollout.engine == "sglang":
             self._run("servers.answer", lambda: _servers(config, told, with_ranks=bool(self.place.host)))
         self._run(
-            "defects.known",
-            lambda: known_issues.check_defects(
-                known_issues.situation(self.versions, self.config, hf, world_size=self._world_size, **told)
+            "known_issues.all",
+            lambda: issue_checks.check_issues(
+                issue_checks.situation(self.versions, self.config, hf, world_size=self._world_size, **told)
             ),
         )
 
@@ -143,7 +143,7 @@ def _accelerator() -> list[Finding]:
 
 
 def _servers(config: Config, told: dict[str, Any], *, with_ranks: bool) -> list[Finding]:
-    """`told` gets version and device of the servers, for the known defects. with_ranks: this is the run's rank 0."""
+    """`told` gets version and device of the servers, for the known issues. with_ranks: this is the run's rank 0."""
     from megatron_gspo.tools.doctor import server_checks  # aiohttp may be missing
 
     if config.sglang.num_servers:

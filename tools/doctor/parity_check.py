@@ -29,7 +29,7 @@ def check_agreement(config: Config) -> list[Finding]:
     if config.rollout.engine == "sft":
         return [
             note(
-                "agreement.log_probs",
+                "parity.log_probs",
                 "rollout.engine = sft generates no samples whose log-probs could be compared",
             )
         ]
@@ -63,7 +63,7 @@ def _compare(run) -> list[Finding]:  # type: ignore[no-untyped-def] # Run's modu
             return [
                 *found,
                 error(
-                    "agreement.log_probs",
+                    "parity.log_probs",
                     "no server scored the prompts",
                     "nothing is known of the agreement",
                     "look at the servers' logs",
@@ -94,8 +94,8 @@ def _differences(run) -> tuple[float, float]:  # type: ignore[no-untyped-def]
 
 
 def judge_agreement(mean: float, largest: float, engine: str, dtype: str) -> Finding:
-    """Differences of log-probs in nats; a NaN is no agreement."""
-    check, limit = "agreement.log_probs", _LARGEST[dtype]
+    """Differences of log-probs in nats; a NaN is no parity."""
+    check, limit = "parity.log_probs", _LARGEST[dtype]
     text = (
         f"trainer and {engine} engine: log-probs differ by {mean:.2g} nats on average, {largest:.2g} at most ({dtype})"
     )
@@ -116,7 +116,7 @@ def _memory() -> list[Finding]:
     free, total = torch.cuda.mem_get_info()
     return [
         note(
-            "agreement.memory",
+            "parity.memory",
             f"{show_bytes(free)} of {show_bytes(total)} GPU memory are free once model, optimizer and engine are there",
             "activations and Adam's states, which come with the first step, need room",
         )

@@ -1,4 +1,4 @@
-"""The order of the checks on one rank: what needs nobody else first, then the meeting, the groups and the agreement."""
+"""The order of the checks on one rank: what needs nobody else first, then the meeting, the groups and the parity."""
 
 from __future__ import annotations
 
@@ -188,13 +188,13 @@ class Checkup:
     def _agreement(self, watch: Watch) -> None:
         config = self.config
         if self.place.world_size > 1:
-            broken = not self._all_agree("agreement", watch) or self.has_errors
+            broken = not self._all_agree("parity", watch) or self.has_errors
         else:
             broken = worst(self.report.findings) == "error"
         if config is None or broken or self.options.world_size is not None:
             why = "there is no config" if config is None else "other errors come first"
             if self.place.rank == 0:
-                self.report.add(note("agreement.log_probs", f"--probe: not compared, {why}"))
+                self.report.add(note("parity.log_probs", f"--probe: not compared, {why}"))
             return
 
         def compare() -> list[Finding]:
@@ -203,8 +203,8 @@ class Checkup:
             found = check_agreement(config)
             return found if self.place.rank == 0 else []
 
-        with watch.stage("agreement", 60 * config.parallel.distributed_timeout_minutes):
-            self._run("agreement.log_probs", compare)
+        with watch.stage("parity", 60 * config.parallel.distributed_timeout_minutes):
+            self._run("parity.log_probs", compare)
 
     def _late(self, stage: str, seconds: float) -> None:
         """Called by the watch: this rank hangs. Tell what there is and end the process."""

@@ -18,7 +18,7 @@ def test_the_machine_alone(tmp_path):
     assert outcome.code == (1 if faults(outcome) else 0)
     assert not [row for row in found if row[0] == "error"]
     themes = {check.partition(".")[0] for _, check, _ in found}
-    assert themes == {"versions", "defects", "machine", "disk", "ports"}
+    assert themes == {"versions", "known_issues", "machine", "disk", "ports"}
 
 
 def test_arguments():

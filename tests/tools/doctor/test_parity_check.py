@@ -20,6 +20,6 @@ def test_a_config_on_two_ranks_with_the_engines_compared(config_file, tmp_path):
     for check in ("groups.tp", "groups.world", "model.weights", "run.prompts", "disk.run_dir", "ranks.all"):
         assert by_check[check]["level"] == "ok", check
     assert "2 over gloo, exact" in by_check["groups.tp"]["what"]
-    assert by_check["agreement.log_probs"]["level"] == "ok"
-    assert "defects.expert_gradients" in by_check or "0.19" in by_check["versions.megatron-core"]["what"]
+    assert by_check["parity.log_probs"]["level"] == "ok"
+    assert "known_issues.expert_gradients" in by_check or "0.19" in by_check["versions.megatron-core"]["what"]
     assert not (tmp_path / "run").exists()

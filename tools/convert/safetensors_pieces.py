@@ -1,7 +1,7 @@
-"""Writing a safetensors file piece by piece, at once from several processes: its library writes whole ones only.
+"""Write a safetensors file in pieces, from several processes: the safetensors library only writes whole files.
 
-The format: 8 bytes with the header's length, a JSON header of sizes and offsets, the tensors' bytes. The library's own
-order is kept (by name, within one dtype), so that a file that it wrote comes out the same to the byte.
+The format: 8 bytes with the length of the header, a JSON header with sizes and offsets, the bytes of the tensors. The
+order is the library's (by name, within one dtype), so that the same tensors give the same bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 @dataclass(frozen=True)
 class FileLayout:
-    """header: the file's first bytes. offsets: name -> where its bytes begin in the file. size: of the whole file."""
+    """header: the first bytes of the file. offsets: name -> position of its bytes in the file. size: of the file."""
 
     header: bytes
     offsets: dict[str, int]
@@ -51,7 +51,7 @@ def file_layout(tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> F
 
 
 def begin_file(path: Path, layout: FileLayout) -> None:
-    """Make the file in its full size, with its header. Raises ``DiskError`` where the disk has no room."""
+    """Create the file in its full size, with its header. Raises ``DiskError`` if the disk is full."""
     with writing(path, needed=layout.size), path.open("wb") as stream:
         os.posix_fallocate(stream.fileno(), 0, layout.size)
         stream.write(layout.header)
@@ -60,7 +60,7 @@ def begin_file(path: Path, layout: FileLayout) -> None:
 
 
 def is_begun(path: Path, layout: FileLayout) -> bool:
-    """Whether `begin_file` came to its end: a kill, or a power failure, can leave the full size without a header."""
+    """Whether `begin_file` completed: a kill or a power failure can leave the full size without a header."""
     if not path.is_file() or path.stat().st_size != layout.size:
         return False
     with path.open("rb") as stream:
@@ -68,7 +68,7 @@ def is_begun(path: Path, layout: FileLayout) -> bool:
 
 
 def write_tensors(path: Path, tensors: Iterable[tuple[int, Tensor]]) -> None:
-    """Write tensors at their offsets into a file that `begin_file` made, and flush it to the disk."""
+    """Write tensors at their offsets into a file of `begin_file` and flush it to disk."""
     with writing(path), path.open("r+b", buffering=0) as stream:
         for offset, tensor in tensors:
             data = tensor.contiguous().view(torch.uint8).numpy().reshape(-1).data

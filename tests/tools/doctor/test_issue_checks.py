@@ -1,4 +1,4 @@
-"""The doctor knows every row of patches/README.md, and when it matters."""
+"""Which known issues apply to a situation, and what the doctor reports about them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 import megatron_gspo.mcore  # noqa: F401 (applies the patches)
-from megatron_gspo.patches.defects import DEFECTS, Defect, Situation, applicable, missing
-from megatron_gspo.tools.doctor.known_issues import judge_defect
-from tests.patches.test_readme import ENTRIES
+from megatron_gspo.patches.issue import KnownIssue, Situation
+from megatron_gspo.patches.known_issues import KNOWN_ISSUES, applicable
+from megatron_gspo.tools.doctor.issue_checks import check_issues, judge_issue
 
 CPU = Situation(megatron=(0, 16, 1))
 GPU = Situation(megatron=(0, 19, 2), gpu=True, gloo=False, transformer_engine=True, has_config=True)
@@ -17,15 +17,11 @@ MOE = replace(CPU, has_experts=True, has_dense_layers=False, has_config=True, wo
 
 
 def places(situation: Situation) -> set[str]:
-    return {defect.place.replace("`", "") for defect in applicable(situation)}
-
-
-def test_every_row_is_known_word_for_word_and_nothing_else():
-    assert [(row[0], row[1]) for row in ENTRIES] == [(defect.place, defect.versions) for defect in DEFECTS]
+    return {issue.handled_by.replace("`", "") for issue in applicable(situation)}
 
 
 def test_ranges_are_read_from_the_table():
-    by_place = {defect.place: defect.range for defect in DEFECTS}
+    by_place = {issue.handled_by: issue.range for issue in KNOWN_ISSUES}
     assert by_place["`expert_gradients.py` (1)"] == ("megatron-core", (0, 16, 1), (0, 18, 2))
     assert by_place["`te_general_gemm.py`"] == ("megatron-core", (0, 16, 1), (0, 16, 1))
     assert by_place["`sglang_on_cpu/sitecustomize.py` (2)"] == ("sglang", (0, 5, 15), (0, 5, 23))
@@ -48,7 +44,7 @@ def test_ranges_are_read_from_the_table():
         (dict(starts_servers=True), "servers/launch_command.py: server_environment"),
     ],
 )  # fmt: skip
-def test_a_layout_meets_its_defects_and_a_plain_one_does_not(change, place):
+def test_a_layout_meets_its_issues_and_a_plain_one_does_not(change, place):
     assert place in places(replace(MOE, **change))
     assert place not in places(replace(MOE, world_size=1))
 
@@ -71,7 +67,7 @@ def test_versions_decide():
     assert "sglang_on_cpu/sitecustomize.py (1)" in places(replace(servers, sglang=(0, 5, 23)))
 
 
-def test_a_gpu_with_transformer_engine_meets_none_of_the_cpus_defects():
+def test_a_gpu_with_transformer_engine_meets_none_of_the_cpus_issues():
     assert places(GPU) == {
         "mcore/checkpoint/save_load.py: results in process",
         "mcore/checkpoint/save_load.py: optimizer state without its common part",
@@ -79,33 +75,43 @@ def test_a_gpu_with_transformer_engine_meets_none_of_the_cpus_defects():
     }
 
 
-def test_every_defect_can_be_met():
+def test_every_issue_can_be_met():
     wide = replace(MOE, tensor=2, pipeline=2, virtual_pipeline=2, expert=2, replay=True, starts_servers=True,
                    servers_on_cpu=True, sglang=(0, 5, 23), has_dense_layers=True)
     situations = [
         wide, replace(wide, expert=1), replace(wide, transformer_engine=True), replace(wide, sglang=(0, 5, 15)),
         replace(wide, megatron=(0, 19, 2)),
     ]  # fmt: skip
-    met = {defect.place for situation in situations for defect in applicable(situation)}
-    assert met == {defect.place for defect in DEFECTS if defect.is_defect}
+    met = {issue.handled_by for situation in situations for issue in applicable(situation)}
+    assert met == {issue.handled_by for issue in KNOWN_ISSUES if issue.is_issue}
 
 
 def test_the_patches_are_in_place_in_this_process():
     situation = replace(MOE, tensor=2, pipeline=2)
-    assert {defect.place: missing(defect) for defect in applicable(situation) if missing(defect)} == {}
+    assert {issue.handled_by: issue.unpatched() for issue in applicable(situation) if issue.unpatched()} == {}
 
 
-def test_a_patch_that_is_not_in_place_is_an_error():
-    untouched = Defect("`a.py`", "megatron-core 0.16.1", "x", lambda s: True, marked=("torch:ones_like",),
+def test_a_patch_that_is_not_active_is_an_error():
+    issue = KnownIssue("`a.py`", "megatron-core 0.16.1", "x", "", "", "", lambda s: True, marked=("torch:ones_like",),
                        present=("torch:no_such_name",))  # fmt: skip
-    assert missing(untouched) == ["torch:ones_like", "torch:no_such_name"]
-    found = judge_defect(untouched, missing(untouched))
+    assert issue.unpatched() == ["torch:ones_like", "torch:no_such_name"]
+    found = judge_issue(issue, issue.unpatched())
     assert found.level == "error" and "torch:ones_like is upstream's" in found.why
 
 
-def test_a_handled_defect_names_its_patch():
-    found = judge_defect(DEFECTS[0], [])
-    assert found.level == "note" and found.check == "defects.expert_gradients"
+def test_a_handled_issue_names_its_patch():
+    found = judge_issue(KNOWN_ISSUES[0], [])
+    assert found.level == "note" and found.check == "known_issues.expert_gradients"
     assert found.line.startswith("megatron-core 0.16.1 - 0.18.2: TP > 1")
     assert found.line.endswith("handled by patches/expert_gradients.py (1)")
-    assert judge_defect(DEFECTS[12], []).why.startswith("handled by mcore/model.py: deallocate")
+    by_place = {issue.handled_by: judge_issue(issue, []).why for issue in KNOWN_ISSUES}
+    freed = "`mcore/model.py`: `deallocate_pipeline_outputs` off under interleaving and on gloo"
+    assert by_place[freed].startswith("handled by mcore/model.py: deallocate")
+    assert by_place["`setup.py`: `psutil`"] == "handled by setup.py: psutil"
+    hook = "`sglang_on_cpu/sitecustomize.py` (1)"
+    assert by_place[hook] == "handled by patches/sglang_on_cpu/sitecustomize.py (1)"
+
+
+def test_no_issue_is_one_finding():
+    [found] = check_issues(replace(GPU, megatron=(0, 20, 0)))
+    assert (found.level, found.check) == ("ok", "known_issues.all")

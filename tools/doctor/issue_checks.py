@@ -1,15 +1,17 @@
-"""Known defects of the installed packages that this machine, layout and config meet, and what handles each."""
+"""Known issues of the installed packages that apply to this machine, layout and config, and what handles each."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from megatron_gspo.config import Config
-from megatron_gspo.patches.defects import Defect, Situation, applicable, missing
+from megatron_gspo.patches.issue import KnownIssue, Situation
+from megatron_gspo.patches.known_issues import applicable
 from megatron_gspo.tools.doctor.diagnostics import Finding, error, note, ok
 from megatron_gspo.tools.doctor.version_checks import numbers
 
@@ -23,7 +25,7 @@ def situation(
     sglang: tuple[int, ...] = (),
     servers_on_cpu: bool = False,
 ) -> Situation:
-    """What decides which defects are met. hf: the model's config.json, {} where it can't be read."""
+    """What decides which issues apply. hf: the model's config.json, {} if it can't be read."""
     gpu = torch.cuda.is_available()
     engine = gpu and importlib.util.find_spec("transformer_engine") is not None
     common: dict[str, Any] = dict(
@@ -56,31 +58,29 @@ def situation(
     )
 
 
-def check_defects(found: Situation) -> list[Finding]:
-    """A note for each defect that is met and handled; an error where its patch isn't in place in this process."""
+def check_issues(found: Situation) -> list[Finding]:
+    """A note for each issue that applies and is handled; an error if its patch is not active in this process."""
     import megatron_gspo.mcore  # noqa: F401 (applies the patches)
 
-    met = applicable(found)
-    if not met:
-        return [ok("defects.known", "none of the known defects of the installed packages is met")]
-    return [judge_defect(defect, missing(defect)) for defect in met]
+    issues = applicable(found)
+    if not issues:
+        return [ok("known_issues.all", "no known issue of the installed packages applies")]
+    return [judge_issue(issue, issue.unpatched()) for issue in issues]
 
 
-def judge_defect(defect: Defect, untouched: list[str]) -> Finding:
-    """untouched: the upstream functions that the patch should have replaced and hasn't."""
-    place = defect.place.replace("`", "")
-    file = place.partition(":")[0].partition(" ")[0]
-    folder = "" if "/" in file and not file.startswith("sglang_on_cpu") or file == "setup.py" else "patches/"
-    check = f"defects.{file.rpartition('/')[2].removesuffix('.py')}"
-    package = (
-        "" if defect.range is None else defect.versions.split(" without ")[0].split(" with ")[0].split(" on a ")[0]
-    )
-    what = f"{package + ': ' if package else ''}{defect.what}"
-    if untouched:
+def judge_issue(issue: KnownIssue, unpatched: list[str]) -> Finding:
+    """unpatched: the upstream functions that the patch should have replaced."""
+    handled_by = issue.handled_by.replace("`", "")
+    file = handled_by.partition(":")[0].partition(" ")[0]
+    folder = "patches/" if "/" not in file and file != "setup.py" or file.startswith("sglang_on_cpu") else ""
+    check = f"known_issues.{file.rpartition('/')[2].removesuffix('.py')}"
+    package = "" if issue.range is None else re.split(" without | with | on a ", issue.versions)[0] + ": "
+    what = package + issue.problem.replace("`", "")
+    if unpatched:
         return error(
             check,
             what,
-            f"{folder}{file} is not in place: {untouched[0]} is upstream's",
+            f"{folder}{file} is not active: {unpatched[0]} is upstream's",
             "import megatron_gspo.mcore before anything imports megatron.core",
         )
-    return note(check, what, f"handled by {folder}{place}")
+    return note(check, what, f"handled by {folder}{handled_by}")

@@ -1,0 +1,317 @@
+"""Known issues of upstream packages: the source of the tables in README.md and of the doctor's findings.
+
+After a change: ``python -m megatron_gspo.patches.readme`` writes the tables.
+"""
+
+from __future__ import annotations
+
+from megatron_gspo.patches.issue import KnownIssue, Situation
+
+
+def applicable(situation: Situation) -> list[KnownIssue]:
+    """The issues that apply to this situation."""
+    return [issue for issue in KNOWN_ISSUES if issue.affects(situation)]
+
+
+def _no_fused_adam(situation: Situation) -> bool:
+    return not (situation.transformer_engine or situation.apex)
+
+
+_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer."
+_ON_CPU = "megatron-core 0.16.1 - 0.19.2 on a machine without CUDA"
+_NO_ENGINE = "megatron-core 0.16.1 - 0.19.2 without Transformer Engine"
+_ANY = "megatron-core 0.16.1 - 0.19.2"
+
+# Handled by a patch of this folder.
+PATCHES = (
+    KnownIssue(
+        "`expert_gradients.py` (1)",
+        "megatron-core 0.16.1 - 0.18.2",
+        "TP > 1, EP = 1, expert-TP = 1: the gradients of the experts' replicas are never added up; silently wrong, by "
+        "more than 10 %",
+        "[`tensor_parallel/layers.py`](mcore:tensor_parallel/layers.py#L886), "
+        "[`RowParallelLinear`](mcore:tensor_parallel/layers.py#L1209); corrected by [#5916](mcore-pull:5916)",
+        "`tests/patches/test_expert_gradients.py::test_expert_gradients_are_added_up_over_tensor_parallel_replicas`, "
+        "`tests/equivalence/test_layouts.py::test_moe`",
+        "the oldest supported version is 0.19",
+        lambda s: s.has_experts and s.tensor > 1 and s.expert == 1 and s.expert_tensor == 1,
+    ),
+    KnownIssue(
+        "`expert_gradients.py` (2)",
+        "megatron-core 0.16.1 - 0.18.2 with Transformer Engine's grouped experts",
+        "TP > 1, EP > 1, expert-TP = 1: experts of all but the first tensor-parallel rank are left out of the "
+        "gradient norm, so clipping is too weak",
+        "[`optimizer/clip_grads.py`](mcore:optimizer/clip_grads.py#L222), "
+        "[`param_is_not_tensor_parallel_duplicate`](mcore:tensor_parallel/layers.py#L89); corrected by "
+        "[#5916](mcore-pull:5916)",
+        "`tests/patches/test_expert_gradients.py::test_every_expert_counts_in_the_gradient_norm` (the missing mark is "
+        "set by hand: Transformer Engine needs a GPU)",
+        "as above",
+        lambda s: s.has_experts and s.transformer_engine and s.tensor > 1 and s.expert > 1 and s.expert_tensor == 1,
+    ),
+    KnownIssue(
+        "`adam_step.py` (1)",
+        "megatron-core 0.16.1 - 0.19.2 without Transformer Engine and Apex",
+        "resuming torch's Adam: a fresh optimizer has no state dict, `KeyError: 'step'`, and one step tensor shared "
+        "by all parameters, so that every step counts once for each of them",
+        "[`DistributedOptimizer.state_dict`](mcore:optimizer/distrib_optimizer.py#L628), "
+        "[`load_state_dict`](mcore:optimizer/distrib_optimizer.py#L690), "
+        "[`_set_main_param_and_optimizer_states`](mcore:optimizer/distrib_optimizer.py#L911); the `KeyError` was met "
+        "in [AReaL#142](https://github.com/areal-project/AReaL/issues/142)",
+        "`tests/patches/test_adam_step.py::test_adam_steps_once_for_each_step_after_a_resume`, "
+        "`tests/mcore/checkpoint/test_save_load.py`",
+        "upstream restores each parameter's own step",
+        _no_fused_adam,
+        marked=(_OPTIMIZER + "state_dict", _OPTIMIZER + "_set_main_param_and_optimizer_states"),
+    ),
+    KnownIssue(
+        "`adam_step.py` (2)",
+        "megatron-core 0.16.1 - 0.19.2 without Transformer Engine and Apex",
+        "a rank whose optimizer holds no parameter, such as the experts' (EP > 1) on a pipeline stage of dense "
+        "layers: no checkpoint can be written, `AssertionError`",
+        "[`DistributedOptimizer.state_dict`](mcore:optimizer/distrib_optimizer.py#L642)",
+        "`tests/patches/test_empty_optimizer.py::test_a_stage_without_experts_is_saved_and_resumed`",
+        "upstream takes an optimizer without state",
+        lambda s: _no_fused_adam(s) and s.has_experts and s.has_dense_layers and s.pipeline > 1 and s.expert > 1,
+        marked=(_OPTIMIZER + "state_dict",),
+    ),
+    KnownIssue(
+        "`te_general_gemm.py`",
+        "megatron-core 0.16.1 without Transformer Engine",
+        "a name is imported inside a `try` and used outside of it: `NameError` in the router's first forward pass",
+        "[`transformer/moe/moe_utils.py`](mcore:transformer/moe/moe_utils.py#L1192)",
+        "`tests/patches/test_megatron_on_cpu.py::test_the_router_runs_without_transformer_engine`",
+        "the oldest supported version is 0.17",
+        lambda s: not s.transformer_engine,
+        present=("megatron.core.transformer.moe.moe_utils:te_general_gemm",),
+    ),
+    KnownIssue(
+        "`megatron_on_cpu.py`",
+        _ON_CPU,
+        "device literals, streams, random state and parameter type names are CUDA's",
+        "many; for example [`distributed/param_and_grad_buffer.py`](mcore:distributed/param_and_grad_buffer.py#L783), "
+        "[`tensor_parallel/random.py`](mcore:tensor_parallel/random.py#L64), "
+        "[`optimizer/distrib_optimizer.py`](mcore:optimizer/distrib_optimizer.py#L361)",
+        "`tests/patches/test_megatron_on_cpu.py::test_device_literals_mean_the_cpu`, "
+        "`tests/patches/test_megatron_on_cpu.py::"
+        "test_literals_fail_without_the_patch_and_where_cuda_is_available_it_changes_nothing`, "
+        "`tests/patches/test_megatron_on_cpu_other_libraries.py`",
+        "Megatron-Core takes its device from the tensors or the process group",
+        lambda s: not s.gpu,
+        marked=("torch:cuda.current_device", "torch:empty", "megatron.core.tensor_parallel.random:_get_cuda_rng_state"),
+    ),
+    KnownIssue(
+        "`moe_uneven_collectives.py`",
+        _ON_CPU + "; torch's gloo",
+        "split sizes stay tensors, which `all_to_all_single` refuses; gloo refuses `all_gather` and `reduce_scatter` "
+        "of parts of unequal size, which expert-tensor parallelism needs",
+        "[`tensor_parallel/mappings.py`](mcore:tensor_parallel/mappings.py#L444), "
+        "[`all_gather`](mcore:tensor_parallel/mappings.py#L150), "
+        "[`reduce_scatter`](mcore:tensor_parallel/mappings.py#L193); "
+        "[pytorch#156627](https://github.com/pytorch/pytorch/issues/156627)",
+        "`tests/patches/test_moe_uneven_collectives.py::test_unequal_parts_are_exchanged`, "
+        "`tests/patches/test_moe_uneven_collectives.py::test_gloo_refuses_unequal_parts_without_the_patch`",
+        "the dispatcher converts the sizes and gloo takes unequal parts",
+        lambda s: not s.gpu and s.has_experts and s.world_size > 1,
+        marked=(
+            "torch.distributed:all_to_all_single",
+            "torch.distributed:all_gather",
+            "torch.distributed:reduce_scatter",
+        ),
+    ),
+    KnownIssue(
+        "`quiet.py`",
+        _ANY,
+        "no issue: every rank logs at every start that Transformer Engine and Apex are missing, and what upstream is "
+        "going to deprecate",
+        "[`optimizer/clip_grads.py`](mcore:optimizer/clip_grads.py#L29)",
+        "`tests/patches/test_quiet.py::test_only_the_named_messages_are_left_out`",
+        "a message is no longer logged",
+        lambda s: True,
+        is_issue=False,
+    ),
+    KnownIssue(
+        "`sglang_on_cpu/sitecustomize.py` (1)",
+        "sglang 0.5.23 on a machine without a GPU",
+        "names of `sgl_kernel` are imported, though none is called without its CPU kernels; that package's build for "
+        "CPUs is on no index: `ModuleNotFoundError`",
+        "[`kernels/ops/kvcache/cache_move.py`](sglang-0.5.23:kernels/ops/kvcache/cache_move.py#L10)",
+        "`tests/sglang/test_patches.py::test_upstream_works_with_the_hook_and_fails_without`",
+        "the wheel asks for a build for CPUs, or imports none",
+        lambda s: s.starts_servers and s.servers_on_cpu,
+    ),
+    KnownIssue(
+        "`sglang_on_cpu/sitecustomize.py` (2)",
+        "sglang 0.5.15.post1 - 0.5.23 on a machine without a GPU",
+        "the buffer of routed experts is pinned through CUDA whatever the device: the server ends at its start",
+        "[`BaseHostCache`](sglang-0.5.23:srt/state_capturer/base.py#L67), through torch until "
+        "[#37285](sglang-pull:37285)",
+        "`tests/sglang/test_patches.py::test_upstream_works_with_the_hook_and_fails_without`",
+        "upstream pins for a GPU only",
+        lambda s: s.starts_servers and s.servers_on_cpu,
+    ),
+    KnownIssue(
+        "`sglang_on_cpu/sitecustomize.py` (3)",
+        "sglang 0.5.15.post1 - 0.5.23 with torch's build for CPUs",
+        "torchvision, which sglang imports, describes operators of a library that didn't load since it was built for "
+        "CUDA: `operator torchvision::nms does not exist`",
+        "[`srt/utils/common.py`](sglang-0.5.15.post1:srt/utils/common.py#L94) imports it; "
+        "[vision#9085](https://github.com/pytorch/vision/issues/9085)",
+        "`tests/sglang/test_patches.py::test_upstream_works_with_the_hook_and_fails_without`",
+        "torchvision describes its operators only where it has them, or has a build for CPUs on the index",
+        lambda s: s.starts_servers and s.servers_on_cpu,
+    ),
+)
+
+# Handled by settings and code of the package.
+GUARDS = (
+    KnownIssue(
+        "`mcore/model.py`: `overlap_p2p_comm` on, `batch_p2p_comm` off under interleaving",
+        _ANY,
+        "with two interleaved stages both neighbours are the same rank and a batched exchange mixes up activations "
+        "and gradients: silently wrong",
+        "[`pipeline_parallel/p2p_communication.py`](mcore:pipeline_parallel/p2p_communication.py#L16); "
+        "[#750](mcore-issue:750)",
+        "`tests/patches/test_patches.py::test_two_interleaved_stages_exchange_unbatched`",
+        "the batched exchange distinguishes the directions",
+        lambda s: s.virtual_pipeline > 1,
+    ),
+    KnownIssue(
+        "`mcore/model.py`: `deallocate_pipeline_outputs` off under interleaving and on gloo",
+        "megatron-core 0.16.1 - 0.17.1 (interleaving); all (gloo)",
+        "an output is freed while it is still being sent",
+        "[`pipeline_parallel/schedules.py`](mcore:pipeline_parallel/schedules.py#L154); corrected for interleaving by "
+        "[#4047](mcore-pull:4047)",
+        "`tests/mcore/test_model.py::test_sent_tensors_are_freed_only_where_the_schedule_waits_for_the_send`, "
+        "`tests/equivalence/test_layouts.py`",
+        "the oldest supported version is 0.18 (interleaving)",
+        lambda s: s.pipeline > 1 and (s.gloo or (s.virtual_pipeline > 1 and s.megatron[:2] < (0, 18))),
+        all_versions=True,
+    ),
+    KnownIssue(
+        "`mcore/layers.py`: `RMSNorm`",
+        _NO_ENGINE,
+        "the torch norm refuses sequence parallelism, which MoE with tensor parallelism needs",
+        "[`transformer/torch_norm.py`](mcore:transformer/torch_norm.py#L32)",
+        "`tests/mcore/test_model.py::test_every_norm_of_a_sequence_parallel_model_is_marked`",
+        "the torch norm marks its weight",
+        lambda s: not s.transformer_engine and s.tensor > 1,
+    ),
+    KnownIssue(
+        "`mcore/attention.py`: `PackedAttention`",
+        _NO_ENGINE,
+        "the torch attention refuses packed sequences and context parallelism",
+        "[`transformer/dot_product_attention.py`](mcore:transformer/dot_product_attention.py#L57), "
+        "[`forward`](mcore:transformer/dot_product_attention.py#L153)",
+        "`tests/mcore/test_attention.py`",
+        "the torch attention takes both",
+        lambda s: not s.transformer_engine and s.has_config,
+    ),
+    KnownIssue(
+        "`mcore/forward_step.py`: refuses `calculate_per_token_loss`",
+        "all",
+        "the schedule would divide a loss that is already normalised by the global batch",
+        "[`pipeline_parallel/schedules.py`](mcore:pipeline_parallel/schedules.py#L259)",
+        "`tests/mcore/test_model.py::test_per_token_loss_is_refused_and_the_share_is_scaled_once`",
+        "never: it is a choice",
+        lambda s: True,
+        is_issue=False,
+    ),
+    KnownIssue(
+        "`mcore/checkpoint/save_load.py`: results in process",
+        _ANY,
+        "a save, synchronous or not, spawns a server process on every rank, which imports the program again and "
+        "outlives a rank that is killed",
+        "[`dist_checkpointing/strategies/filesystem_async.py`]"
+        "(mcore:dist_checkpointing/strategies/filesystem_async.py#L54)",
+        "`tests/mcore/checkpoint/test_save_load.py`",
+        "a synchronous save needs no server",
+        lambda s: s.has_config,
+    ),
+    KnownIssue(
+        "`mcore/checkpoint/save_load.py`: files of rank 0",
+        _ANY,
+        "a file that rank 0 alone writes (common part, metadata, format) and can't: it raises, the other ranks wait "
+        "in the next collective until their time limit",
+        "[`TorchCommonSaveStrategy.save_common`](mcore:dist_checkpointing/strategies/common.py#L40), "
+        "[`save_state_dict_async_finalize`](mcore:dist_checkpointing/strategies/state_dict_saver.py#L213)",
+        "`tests/mcore/checkpoint/test_checkpoint_writers.py::test_a_file_of_rank_0_alone_ends_the_save_on_every_rank`",
+        "upstream informs the other ranks",
+        lambda s: s.has_config and s.world_size > 1,
+    ),
+    KnownIssue(
+        "`mcore/checkpoint/save_load.py`: optimizer state without its common part",
+        _ANY,
+        "the number of chained optimizers and their groups depend on the layout, so the common part of a checkpoint "
+        "fits its own layout only",
+        "[`ChainedOptimizer.sharded_state_dict`](mcore:optimizer/optimizer.py#L1184)",
+        "`tests/mcore/checkpoint/test_save_load.py::test_resumes_exactly_and_in_other_layouts`",
+        "the common part is stored by parameter",
+        lambda s: s.has_config,
+    ),
+    KnownIssue(
+        "`mcore/routing_replay/router_hooks.py`: `RouterHook`, `refuse_bypasses`",
+        _ANY,
+        "a fused router returns before it asks for routes, so replay is silently off",
+        "[`topk_routing_with_score_function`](mcore:transformer/moe/moe_utils.py#L652)",
+        "`tests/mcore/routing_replay/test_router_hooks.py`",
+        "a fused router takes routes or refuses",
+        lambda s: s.replay,
+    ),
+    KnownIssue(
+        "`mcore/routing_replay/router_hooks.py`: routes with the micro-batch",
+        _ANY,
+        "`RouterReplay` pops the routes of recomputations from a queue for each layer in the order in which they were "
+        "set: right only for a schedule that goes backward in that order, and never emptied by a pass that fails; all "
+        "models of the process share one list of routers",
+        "[`RouterReplay.get_replay_topk`](mcore:transformer/moe/router_replay.py#L150)",
+        "`tests/equivalence/test_layouts.py::test_moe` (recomputation in pipelines)",
+        "upstream keys routes by micro-batch",
+        lambda s: s.replay,
+    ),
+    KnownIssue(
+        "`mcore/layers.py`: `_name_as_transformer_engine`",
+        _NO_ENGINE,
+        "the torch spec stores the norm before the experts as the one that Transformer Engine fuses into a dense "
+        "layer's MLP: neither kind of layers loads the other's checkpoints",
+        "[`get_gpt_layer_local_spec`](mcore:models/gpt/gpt_layer_specs.py#L306)",
+        "`tests/mcore/checkpoint/test_checkpoint_metadata.py::"
+        "test_the_norm_before_the_experts_has_transformer_engines_key`",
+        "the torch spec names it as Transformer Engine's does",
+        lambda s: s.has_experts and not s.transformer_engine,
+    ),
+    KnownIssue(
+        "`setup.py`: `psutil`",
+        "megatron-core 0.19.2",
+        "checkpoints need `psutil`, which the wheel doesn't ask for",
+        "[`dist_checkpointing/strategies/filesystem_async.py`]"
+        "(mcore:dist_checkpointing/strategies/filesystem_async.py#L42)",
+        "`tests/mcore/checkpoint/test_save_load.py` on a fresh installation",
+        "the wheel asks for it",
+        lambda s: True,
+    ),
+    KnownIssue(
+        "`servers/launch_command.py`: `--disable-overlap-schedule`",
+        "sglang 0.5.15.post1 on a machine without a GPU (chosen below 0.5.23)",
+        "the overlapped copy of routed experts reads buffers that the next step has overwritten, since on a CPU a "
+        "copy to the CPU is no copy: more than half of the rows are silently wrong",
+        "[`TopkCaptureOutput`](sglang-0.5.15.post1:srt/state_capturer/base.py#L179)",
+        "`tests/servers/test_launch_command.py::test_a_cpu_gets_what_it_needs`",
+        "the oldest supported version copies it",
+        lambda s: bool(s.sglang) and s.sglang < (0, 5, 23) and s.starts_servers and s.servers_on_cpu,
+        all_versions=True,
+    ),
+    KnownIssue(
+        "`servers/launch_command.py`: `server_environment`",
+        "all",
+        "torch takes `TORCHELASTIC_USE_AGENT_STORE` from torchrun's worker for its own: a server that inherits it "
+        "waits without a message for a store that nobody serves",
+        "[`init_distributed_environment`](sglang-0.5.23:srt/distributed/parallel_state.py#L2468) calls "
+        "`torch.distributed.init_process_group`",
+        "`tests/sglang/test_servers.py::test_servers_start_from_a_worker_of_torchrun`",
+        "never: a server isn't a worker",
+        lambda s: s.starts_servers,
+    ),
+)
+
+KNOWN_ISSUES = PATCHES + GUARDS

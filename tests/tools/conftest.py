@@ -1,0 +1,3 @@
+"""Fixtures that several tools' tests use."""
+
+from tests.servers.conftest import stand_in  # noqa: F401
