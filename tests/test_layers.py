@@ -83,7 +83,7 @@ def test_imports_point_down() -> None:
         ("megatron_gspo.algorithms.kl", "from ..data.sample import Sample"),
         ("megatron_gspo.algorithms.__init__", "from ..mcore import model"),
         ("megatron_gspo.data.sample", "def late():\n    import megatron.core"),
-        ("megatron_gspo.config.checks", "import importlib\nimportlib.import_module('megatron.core')"),
+        ("megatron_gspo.config.model_checks", "import importlib\nimportlib.import_module('megatron.core')"),
         ("megatron_gspo.rollout.embedded.embedded_engine", "from megatron_gspo import mcore"),
         ("megatron_gspo.mcore.model", "from megatron_gspo.loop import assemble"),
         ("megatron_gspo.algorithms.ratio", "import numpy as np"),

@@ -1,89 +1,87 @@
-"""Checks of what is done with rollouts before they are trained on. Each raises ConfigError and returns nothing."""
+"""Checks of sampling, of asynchronous generation and of multi-turn environments. Each raises ConfigError."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from megatron_gspo.config.algorithm_section import AlgorithmConfig
 from megatron_gspo.config.config_error import ConfigError
+from megatron_gspo.config.data_sections import DataConfig
 from megatron_gspo.config.fields import default_of
-
-if TYPE_CHECKING:
-    from megatron_gspo.config.rollout_sections import RolloutConfig
-    from megatron_gspo.config.schema import Config
+from megatron_gspo.config.rollout_sections import RolloutConfig
+from megatron_gspo.config.training_sections import EvaluationConfig
 
 
-def check_correction(config: Config) -> None:
-    """Importance weights and masks between the two engines need both engines' log-probs, and keys that have an
-    effect."""
-    algorithm = config.algorithm
-    for key in ("rollout_is", "rollout_rs"):
-        if (value := getattr(algorithm, key)) == "none":
-            continue
-        if algorithm.is_supervised:
-            raise ConfigError(f"algorithm.{key}", value, "sft has no rollouts", "remove the key")
-        if algorithm.old_log_probs == "rollout":
-            problem = "compares the rollout's log-probs with themselves where algorithm.old_log_probs = rollout"
-            fix = "set algorithm.old_log_probs: recompute, or this to none"
-            raise ConfigError(f"algorithm.{key}", value, problem, fix)
-    default = default_of(type(algorithm), "rollout_is_threshold")
-    if algorithm.rollout_is == "none" and algorithm.rollout_is_threshold != default:
-        problem, fix = "has no effect with algorithm.rollout_is = none", "set that to token or sequence"
-        raise ConfigError("algorithm.rollout_is_threshold", algorithm.rollout_is_threshold, problem, fix)
-    _check_band(config)
+def check_sampling(rollout: RolloutConfig, evaluation: EvaluationConfig) -> None:
+    """Training samples are drawn from the distribution that their log-probs describe."""
+    for key in ("top_p", "top_k"):
+        off = default_of(RolloutConfig, key)
+        if (value := getattr(rollout, key)) != off:
+            problem = "training log-probs are over the whole vocabulary"
+            raise ConfigError(f"rollout.{key}", value, problem, f"set {off:g}, or evaluation.{key} for evaluation")
+        if evaluation.temperature == 0 and (value := getattr(evaluation, key)) != off:
+            problem = "has no effect with evaluation.temperature = 0"
+            raise ConfigError(f"evaluation.{key}", value, problem, "remove it, or set a temperature above 0")
+    if rollout.temperature == 0:
+        problem = "greedy responses to one prompt are all equal"
+        raise ConfigError("rollout.temperature", rollout.temperature, problem, "set it above 0, 1 is usual")
 
 
-def _check_band(config: Config) -> None:
-    algorithm = config.algorithm
-    for key in ("rollout_rs_threshold_lower", "rollout_rs_threshold"):
-        if algorithm.rollout_rs == "none" and (value := getattr(algorithm, key)) is not None:
-            problem, fix = "has no effect with algorithm.rollout_rs = none", "set that to token or sequence"
-            raise ConfigError(f"algorithm.{key}", value, problem, fix)
-    if algorithm.rollout_rs == "sequence" and algorithm.rollout_rs_threshold is None:
-        problem = "the ratio of a sequence comes closer to 1 the longer it is, so there is no band for all lengths"
-        fix = "set it beyond mismatch/ratio_sequence/p99, 1.001 or so for thousands of tokens"
-        raise ConfigError("algorithm.rollout_rs_threshold", None, problem, fix)
+def check_staleness(rollout: RolloutConfig, colocated: bool) -> None:
+    """overlap, max_staleness and oversampling of a server engine go together. colocated: sglang.colocated."""
+    if rollout.overlap and not rollout.max_staleness:
+        problem = "samples generated while training are one update behind"
+        raise ConfigError("rollout.overlap", True, problem, "set rollout.max_staleness to 1 or more")
+    if rollout.overlap and colocated:
+        problem = "the servers release their memory while the trainer works (sglang.colocated)"
+        raise ConfigError("rollout.overlap", True, problem, "set one of the two to false")
+    if rollout.max_staleness and rollout.oversampling > 1 + rollout.max_staleness:
+        behind, limit = rollout.oversampling - 1, rollout.max_staleness
+        problem = f"the last groups would be {behind:g} updates behind, and rollout.max_staleness = {limit}"
+        fix = f"set it to {1 + limit} at most, or raise rollout.max_staleness"
+        raise ConfigError("rollout.oversampling", rollout.oversampling, problem, fix)
+    if rollout.max_staleness and not rollout.overlap and rollout.oversampling == 1:
+        problem = "without rollout.overlap and rollout.oversampling no sample is ever behind"
+        fix = "set rollout.overlap: true or rollout.oversampling above 1, or this to 0"
+        raise ConfigError("rollout.max_staleness", rollout.max_staleness, problem, fix)
 
 
-def check_environment(config: Config) -> None:
-    """Keys of multi-turn episodes have an effect, and the rest of the config can do with episodes."""
-    algorithm, rollout, data = config.algorithm, config.rollout, config.data
+def check_environment(rollout: RolloutConfig, algorithm: AlgorithmConfig, data: DataConfig) -> None:
+    """The environment's name is valid, the other sections support episodes, and its keys have an effect."""
     name = rollout.environment
     if name is None:
-        _check_without_environment(config)
+        _check_without_environment(rollout, algorithm)
         return
     place, _, function = name.rpartition(":")
     named = place.endswith(".py") or all(part.isidentifier() for part in place.split("."))
     if not (named and function.isidentifier()):
         fix = "set path/to/file.py:factory or package.module:factory"
-        raise ConfigError("rollout.environment", name, "is no environment", fix)
+        raise ConfigError("rollout.environment", name, "is not an environment", fix)
     if algorithm.is_supervised:
-        raise ConfigError("rollout.environment", name, "sft learns from reference answers", "remove the key")
+        raise ConfigError("rollout.environment", name, "sft trains on reference answers", "remove the key")
     if data.verifier is not None:
-        problem = "has no effect with rollout.environment, whose rewards are the samples'"
+        problem = "has no effect with rollout.environment, which scores the episodes"
         raise ConfigError("data.verifier", data.verifier, problem, "remove one of the two")
-    if rollout.streams:
-        key = "max_staleness" if rollout.max_staleness else "oversampling"
-        problem = "an episode begins and ends within a step"
-        fix = "set it to 0" if key == "max_staleness" else "set it to 1"
-        raise ConfigError(f"rollout.{key}", getattr(rollout, key), problem, fix + ", or remove rollout.environment")
+    for key in ("max_staleness", "oversampling"):
+        if (value := getattr(rollout, key)) != (off := default_of(RolloutConfig, key)):
+            problem = "an episode starts and ends within one step"
+            raise ConfigError(f"rollout.{key}", value, problem, f"set it to {off:g}, or remove rollout.environment")
     if algorithm.turn_discount is not None and algorithm.importance_sampling_level == "sequence":
-        problem = f"{algorithm.name} has one ratio and one advantage a response"
+        problem = f"{algorithm.name} has one ratio and one advantage per response"
         fix = "set algorithm.name: gspo_token, or this to null"
         raise ConfigError("algorithm.turn_discount", algorithm.turn_discount, problem, fix)
 
 
-def _check_without_environment(config: Config) -> None:
-    keys = ("max_turns", "max_turn_length", "environment_options")
-    values = {f"rollout.{key}": (getattr(config.rollout, key), _default(config.rollout, key)) for key in keys}
-    values["algorithm.turn_discount"] = (config.algorithm.turn_discount, None)
-    for key, (value, default) in values.items():
-        if value != default:
-            raise ConfigError(key, value, "has no effect without rollout.environment", "set that, or remove this")
+def _check_without_environment(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> None:
+    for key in ("max_turns", "max_turn_length", "environment_options"):
+        if (value := getattr(rollout, key)) != default_of(RolloutConfig, key):
+            raise _without_environment(f"rollout.{key}", value)
+    if algorithm.turn_discount is not None:
+        raise _without_environment("algorithm.turn_discount", algorithm.turn_discount)
 
 
-def _default(rollout: RolloutConfig, key: str) -> object:
-    return default_of(type(rollout), key)
+def _without_environment(key: str, value: object) -> ConfigError:
+    return ConfigError(key, value, "has no effect without rollout.environment", "set that, or remove this")
 
 
 def check_environment_file(rollout: RolloutConfig) -> None:

@@ -11,14 +11,33 @@ from typing import Annotated, Any, ClassVar
 import yaml
 from annotated_types import Ge
 
-from megatron_gspo.config import checks
+from megatron_gspo.config.algorithm_checks import check_algorithm, check_rollout_correction, check_routing
 from megatron_gspo.config.algorithm_section import AlgorithmConfig, with_preset
+from megatron_gspo.config.data_checks import check_data, check_data_files
 from megatron_gspo.config.data_sections import DataConfig
 from megatron_gspo.config.load import apply_overrides, read_file
+from megatron_gspo.config.model_checks import (
+    check_experts,
+    check_family,
+    check_positions,
+    check_weight_files,
+    read_hf_config,
+)
 from megatron_gspo.config.model_sections import ModelConfig, ParallelConfig
+from megatron_gspo.config.parallel_checks import check_divisibility, check_layout, check_parallel
 from megatron_gspo.config.renamed_keys import refuse_old_keys
+from megatron_gspo.config.rollout_checks import check_environment, check_environment_file, check_sampling
 from megatron_gspo.config.rollout_sections import RolloutConfig, RoutingConfig
+from megatron_gspo.config.server_checks import check_server_files, check_servers
 from megatron_gspo.config.server_sections import SGLangConfig
+from megatron_gspo.config.training_checks import (
+    check_batches,
+    check_evaluation,
+    check_global_batch,
+    check_recompute,
+    check_run_dir,
+    check_schedule,
+)
 from megatron_gspo.config.training_sections import (
     CheckpointConfig,
     EvaluationConfig,
@@ -63,7 +82,7 @@ class Config:
         """
         refuse_old_keys(data)
         config = validate(cls, _resolve_preset(data))
-        checks.check_choices(config)
+        config._check_choices()
         return config
 
     def check(self, world_size: int) -> None:
@@ -71,10 +90,34 @@ class Config:
 
         Raises ConfigError.
         """
-        checks.check_layout(self.parallel, world_size)
-        checks.check_batches(self, world_size)
-        checks.check_model(self, checks.read_hf_config(self.model.path))
-        checks.check_files(self)
+        longest = self.data.max_prompt_length + self.rollout.max_response_length
+        check_layout(self.parallel, world_size)
+        check_batches(self.training, self.parallel, longest, world_size)
+        hf = read_hf_config(self.model.path)
+        check_family(self.model, hf)
+        check_divisibility(self.parallel, hf)
+        check_experts(self.routing, hf)
+        check_positions(self.rollout, self.data.max_prompt_length, hf)
+        check_run_dir(self.run_dir, self.checkpoint.resume)
+        check_server_files(self.sglang)
+        check_environment_file(self.rollout)
+        check_data_files(self.data)
+        check_weight_files(self.model)
+
+    def _check_choices(self) -> None:
+        """Refuse choices that contradict each other on any machine. Raises ConfigError."""
+        check_algorithm(self.algorithm, self.rollout, self.model)
+        check_sampling(self.rollout, self.evaluation)
+        check_rollout_correction(self.algorithm)
+        check_environment(self.rollout, self.algorithm, self.data)
+        check_data(self.data)
+        check_parallel(self.parallel)
+        check_global_batch(self.training, self.rollout.sequences)
+        check_recompute(self.model)
+        check_schedule(self.optimizer, self.optimizer_steps)
+        check_routing(self.routing, self.algorithm)
+        check_evaluation(self.evaluation, self.data.has_eval_prompts)
+        check_servers(self.rollout, self.sglang)
 
     def dump(self) -> dict[str, Any]:
         """Plain data with every default written out; from_dict(dump()) is the same config."""

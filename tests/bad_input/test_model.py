@@ -161,7 +161,7 @@ CASES = (
          breaks=setting(use_sliding_window=True)),
     Case("attention bias", "attention_bias=true in config.json is not supported", breaks=setting(attention_bias=True)),
     Case("no weights", "has no *.safetensors weights; download them", breaks=without(WEIGHTS)),
-    Case("pickled weights only", "only pickled ones (*.bin), which could run code as they load", breaks=pickled_only,
+    Case("pickled weights only", "only pickled ones (*.bin), which could run code when loaded", breaks=pickled_only,
          shows=("save_pretrained",)),
     Case("weights of an adapter", "neither model.safetensors nor model.safetensors.index.json there",
          breaks=lambda c, f: (f / "model" / WEIGHTS).rename(f / "model" / "adapter_model.safetensors")),

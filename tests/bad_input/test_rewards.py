@@ -46,7 +46,7 @@ def fails_on_all(name, first, overrides=(), *, breaks, shows=()):
 
 
 CASES = (
-    Case("unknown verifier", "is no verifier; set one of exact_match", ("data.verifier=regex",)),
+    Case("unknown verifier", "is not a verifier; set one of exact_match", ("data.verifier=regex",)),
     Case("verifier file missing", "no such file: absent.py; give its path, then :function",
          ("data.verifier=absent.py:score",)),
     Case("verifier without the function", "define it or mend the name", breaks=body("x = 1\n"),

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_gspo.config import Config, ConfigError, ParallelConfig
-from megatron_gspo.config.checks import check_divisibility
 from megatron_gspo.config.load import apply_overrides
+from megatron_gspo.config.parallel_checks import check_divisibility
 from megatron_gspo.config.rollout_checks import check_environment_file
 
 
@@ -97,8 +97,8 @@ def test_overrides_reach_the_objective(plain: dict) -> None:
         (["rollout.max_turn_length=9"], "rollout.max_turn_length = 9: has no effect without", "remove this"),
         (["rollout.environment_options={a: 1}"], "rollout.environment_options = ", "remove this"),
         (["algorithm.turn_discount=0.5"], "algorithm.turn_discount = 0.5: has no effect without", "set that"),
-        (["rollout.environment=shell"], 'rollout.environment = "shell": is no environment', "file.py:factory"),
-        (["rollout.environment=a-b:c"], 'rollout.environment = "a-b:c": is no environment', "module:factory"),
+        (["rollout.environment=shell"], 'rollout.environment = "shell": is not an environment', "file.py:factory"),
+        (["rollout.environment=a-b:c"], 'rollout.environment = "a-b:c": is not an environment', "module:factory"),
         ([ENVIRONMENT, *SFT], "rollout.environment = ", "remove the key"),
         ([ENVIRONMENT, "data.verifier=exact_match"], 'data.verifier = "exact_match": has no effect', "remove one"),
         ([ENVIRONMENT, "rollout.oversampling=1.5"], "rollout.oversampling = 1.5:", "set it to 1"),

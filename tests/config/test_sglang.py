@@ -11,7 +11,7 @@ import yaml
 from megatron_gspo.config import Config, ConfigError, SGLangConfig
 from megatron_gspo.config.load import apply_overrides, split_server_arguments
 from megatron_gspo.config.schema import load_config
-from megatron_gspo.config.sglang_checks import check_server_files
+from megatron_gspo.config.server_checks import check_server_files
 
 URL = "sglang.urls=['http://127.0.0.1:30000']"
 ON_SERVERS = ("rollout.engine=sglang", URL)
@@ -41,7 +41,7 @@ REFUSED = {
     "overlap of another engine": (["rollout.overlap=true"], "rollout.overlap = true: the engine embedded", "remove"),
     "oversampling of another engine": (["rollout.oversampling=2"], "rollout.oversampling = 2", "remove it"),
     "no scheme": (["rollout.engine=sglang", "sglang.urls=['127.0.0.1:30000']"],
-                  'sglang.urls = "127.0.0.1:30000": is no server', "write http://host:port"),
+                  'sglang.urls = "127.0.0.1:30000": is not the URL', "write http://host:port"),
     "a path": (["rollout.engine=sglang", "sglang.urls=['http://a:1/v1']"], 'sglang.urls = "http://a:1/v1"', "http://"),
     "a query": (["rollout.engine=sglang", "sglang.urls=['http://a:1?k=v']"], 'sglang.urls = "http://a:1?k=v"', "http://"),
     "no port": (["rollout.engine=sglang", "sglang.urls=['http://a:port']"], 'sglang.urls = "http://a:port"', "http://"),
@@ -49,9 +49,10 @@ REFUSED = {
                      "http://host:port"),
     "half an address": (["rollout.engine=sglang", "sglang.urls=['http://[::1:80']"], 'sglang.urls = "http://[::1:80"',
                         "http://host:port"),
-    "too long a name": (["rollout.engine=sglang", f"sglang.urls=['http://{'a' * 64}.b:80']"], "is no server", "http://host"),
+    "too long a name": (["rollout.engine=sglang", f"sglang.urls=['http://{'a' * 64}.b:80']"],
+                        "is not the URL of a server", "http://host"),
     "twice": (["rollout.engine=sglang", "sglang.urls=['http://a:1', 'http://b:1', 'http://a:1/']"],
-              'sglang.urls = "http://a:1/": is there twice', "name every server once"),
+              'sglang.urls = "http://a:1/": is listed twice', "list every server once"),
     "python of others": ([*ON_SERVERS, "sglang.python=/bin/python"], 'sglang.python = "/bin/python": is for servers',
                          "remove it, or set sglang.num_servers"),
     "port of others": ([*ON_SERVERS, "sglang.port=30000"], "sglang.port = 30000", "remove it"),
@@ -66,11 +67,11 @@ REFUSED = {
                       "distributed"),
     "overlap alone": ([*ON_SERVERS, "rollout.overlap=true"], "rollout.overlap = true", "max_staleness to 1 or more"),
     "overlap on shared GPUs": ([*AHEAD, "rollout.max_staleness=1", "sglang.colocated=true"],
-                               "rollout.overlap = true: the servers have released their memory", "to false"),
+                               "rollout.overlap = true: the servers release their memory", "to false"),
     "staleness alone": ([*ON_SERVERS, "rollout.max_staleness=1"], "rollout.max_staleness = 1: without rollout.overlap",
                         "set rollout.overlap: true or rollout.oversampling above 1"),
     "too many begun": ([*ON_SERVERS, "rollout.max_staleness=1", "rollout.oversampling=2.5"],
-                       "rollout.oversampling = 2.5: of so many groups the last are trained on 1.5 steps after",
+                       "rollout.oversampling = 2.5: the last groups would be 1.5 updates behind",
                        "set it to 2 at most, or raise rollout.max_staleness"),
     "too many begun ahead": ([*AHEAD, "rollout.max_staleness=2", "rollout.oversampling=3.5"],
                              "rollout.oversampling = 3.5", "set it to 3 at most"),
@@ -79,7 +80,8 @@ REFUSED = {
     "no time for a response": ([*ON_SERVERS, "sglang.request_timeout=900", "sglang.response_timeout=600"],
                                "sglang.response_timeout = 600.0: is less than the 900 s that one request may take",
                                "raise it, or lower sglang.request_timeout"),
-    "time for health": ([*ON_SERVERS, "sglang.health_timeout=1"], "sglang.health_timeout = 1.0: /health takes a second",
+    "time for health": ([*ON_SERVERS, "sglang.health_timeout=1"],
+                        "sglang.health_timeout = 1.0: a health check takes a second",
                         "set it to 2 or more"),
     "a typo": ([*ON_SERVERS, "sglang.retrys=1"], "sglang.retrys", "retries"),
     "text for a number": ([*ON_SERVERS, "sglang.max_concurrent_requests=many"],

@@ -241,5 +241,5 @@ def test_the_example_config_is_valid():
     file = ROOT / "examples" / "environments" / "spell_backward.yaml"
     config = load_config(file)
     assert config.algorithm.turn_discount == 0.5 and config.rollout.max_turns == 3
-    with pytest.raises(ConfigError, match="gspo has one ratio and one advantage a response"):
+    with pytest.raises(ConfigError, match="gspo has one ratio and one advantage per response"):
         load_config(file, ["algorithm.name=gspo"])

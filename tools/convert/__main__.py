@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from megatron_gspo.config import ParallelConfig
-from megatron_gspo.config.checks import check_divisibility
 from megatron_gspo.config.load import read_file
+from megatron_gspo.config.parallel_checks import check_divisibility
 from megatron_gspo.errors import InputError, UserError
 from megatron_gspo.mcore.checkpoint.checkpoint_files import newest_checkpoint
 from megatron_gspo.mcore.checkpoint.checkpoint_metadata import checkpoint_metadata, write_metadata_files

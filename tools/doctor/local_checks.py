@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from megatron_gspo.config import Config, ConfigError, load_config
-from megatron_gspo.config.checks import check_divisibility, check_layout, read_hf_config
 from megatron_gspo.config.load import split_server_arguments
+from megatron_gspo.config.model_checks import read_hf_config
+from megatron_gspo.config.parallel_checks import check_divisibility, check_layout
 from megatron_gspo.models import ModelShape
 from megatron_gspo.tools.doctor import input_checks, issue_checks, machine_checks, storage_checks
 from megatron_gspo.tools.doctor.arguments import Options

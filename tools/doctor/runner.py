@@ -13,7 +13,7 @@ from typing import Any, TextIO
 import torch
 
 from megatron_gspo.config import Config, ConfigError
-from megatron_gspo.config.checks import check_layout
+from megatron_gspo.config.parallel_checks import check_layout
 from megatron_gspo.errors import RunError, existing_part
 from megatron_gspo.tools.doctor.arguments import Options
 from megatron_gspo.tools.doctor.diagnostics import (

@@ -1,4 +1,4 @@
-"""Which layouts a model and a number of GPUs allow: the rules of the config (``config/checks.py``), asked for each."""
+"""Layouts that a model and a number of GPUs allow, by the checks of the config (``config/parallel_checks.py``)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from itertools import product
 from typing import Any
 
 from megatron_gspo.config import ParallelConfig
-from megatron_gspo.config.checks import check_divisibility, check_layout
 from megatron_gspo.config.config_error import ConfigError
+from megatron_gspo.config.parallel_checks import check_divisibility, check_layout
 from megatron_gspo.errors import InputError
 
 MOST_VIRTUAL = 4  # chunks of a stage that are tried

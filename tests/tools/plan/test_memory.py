@@ -48,7 +48,7 @@ def test_enough_layouts_are_measured() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_cases_are_layouts_that_the_config_takes(case: Case) -> None:
-    from megatron_gspo.config.checks import check_divisibility, check_layout
+    from megatron_gspo.config.parallel_checks import check_divisibility, check_layout
     from tests.support.tiny_models import tiny_config
 
     check_layout(case.parallel, case.world)

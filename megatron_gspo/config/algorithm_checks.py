@@ -1,0 +1,88 @@
+"""Checks of the algorithm, of corrections for the rollout engine and of routing replay. Each raises ConfigError."""
+
+from __future__ import annotations
+
+from megatron_gspo.config.algorithm_section import AlgorithmConfig
+from megatron_gspo.config.config_error import ConfigError, show
+from megatron_gspo.config.fields import default_of
+from megatron_gspo.config.model_sections import ModelConfig
+from megatron_gspo.config.rollout_sections import RolloutConfig, RoutingConfig
+
+
+def check_algorithm(algorithm: AlgorithmConfig, rollout: RolloutConfig, model: ModelConfig) -> None:
+    """The algorithm, the source of its samples and its reference policy go together."""
+    if algorithm.is_supervised != (rollout.engine == "sft"):
+        fix = "set rollout.engine: sft" if algorithm.is_supervised else "set algorithm.name: sft"
+        problem = f"does not go with algorithm.name = {show(algorithm.name)}"
+        raise ConfigError("rollout.engine", rollout.engine, problem, fix)
+    samples = rollout.n_samples_per_prompt
+    if algorithm.is_supervised and samples != 1:
+        raise ConfigError("rollout.n_samples_per_prompt", samples, "sft has one response per prompt", "set it to 1")
+    if not algorithm.is_supervised and samples < 2:
+        problem = "group advantages compare at least two responses"
+        raise ConfigError("rollout.n_samples_per_prompt", samples, problem, "set it to 2 or more, 8 is usual")
+    for key in ("kl_reward_coef", "dynamic_sampling"):
+        if algorithm.is_supervised and (value := getattr(algorithm, key)):
+            raise ConfigError(f"algorithm.{key}", value, "sft has no rewards", "remove the key")
+    if algorithm.kl_loss_coef and algorithm.kl_reward_coef:
+        problem = "counts the KL twice, with algorithm.kl_loss_coef"
+        raise ConfigError("algorithm.kl_reward_coef", algorithm.kl_reward_coef, problem, "set one of the two to 0")
+    if algorithm.needs_reference and model.init == "random":
+        key = "kl_loss_coef" if algorithm.kl_loss_coef else "kl_reward_coef"
+        problem = "is the KL to the initial weights, which are random"
+        fix = "set model.init: pretrained, or this to 0"
+        raise ConfigError(f"algorithm.{key}", getattr(algorithm, key), problem, fix)
+    _check_length_penalty(algorithm, rollout.max_response_length)
+
+
+def _check_length_penalty(algorithm: AlgorithmConfig, longest: int) -> None:
+    buffer, key = algorithm.overlong_buffer_len, "algorithm.overlong_buffer_len"
+    if algorithm.truncated == "penalize" and not 0 < buffer <= longest:
+        problem = "truncated: penalize needs a buffer inside the response"
+        fix = f"set 1 to {longest} (rollout.max_response_length), a quarter is usual"
+        raise ConfigError(key, buffer, problem, fix)
+    if algorithm.truncated != "penalize" and buffer:
+        problem = f"has no effect with algorithm.truncated = {show(algorithm.truncated)}"
+        raise ConfigError(key, buffer, problem, "set algorithm.truncated: penalize, or remove it")
+
+
+def check_rollout_correction(algorithm: AlgorithmConfig) -> None:
+    """Importance and rejection sampling of the rollout have both engines' log-probs, and their keys have an effect."""
+    for key in ("rollout_is", "rollout_rs"):
+        if (value := getattr(algorithm, key)) == "none":
+            continue
+        if algorithm.is_supervised:
+            raise ConfigError(f"algorithm.{key}", value, "sft has no rollouts", "remove the key")
+        if algorithm.old_log_probs == "rollout":
+            problem = "compares the rollout's log-probs with themselves where algorithm.old_log_probs = rollout"
+            fix = "set algorithm.old_log_probs: recompute, or this to none"
+            raise ConfigError(f"algorithm.{key}", value, problem, fix)
+    for method, key in (
+        ("rollout_is", "rollout_is_threshold"),
+        ("rollout_rs", "rollout_rs_threshold_lower"),
+        ("rollout_rs", "rollout_rs_threshold"),
+    ):
+        value = getattr(algorithm, key)
+        if getattr(algorithm, method) == "none" and value != default_of(AlgorithmConfig, key):
+            problem = f"has no effect with algorithm.{method} = none"
+            raise ConfigError(f"algorithm.{key}", value, problem, "set that to token or sequence")
+    if algorithm.rollout_rs == "sequence" and algorithm.rollout_rs_threshold is None:
+        problem = "the ratio of a sequence is closer to 1 the longer it is, so no threshold fits all lengths"
+        fix = "set it beyond mismatch/ratio_sequence/p99, 1.001 or so for thousands of tokens"
+        raise ConfigError("algorithm.rollout_rs_threshold", None, problem, fix)
+
+
+def check_routing(routing: RoutingConfig, algorithm: AlgorithmConfig) -> None:
+    """Routing replay has routes to replay, and its keys have an effect."""
+    if routing.replay != "none" and not algorithm.has_ratio:
+        problem = f"{algorithm.name} has no old policy whose routes could be replayed"
+        raise ConfigError("routing.replay", routing.replay, problem, "set it to none")
+    if routing.replay == "r2" and algorithm.old_log_probs == "rollout":
+        problem = "records the routes in the pass that algorithm.old_log_probs = rollout leaves out"
+        raise ConfigError("routing.replay", "r2", problem, "set it to r3, or algorithm.old_log_probs: recompute")
+    if routing.missing_routes == "live" and routing.replay != "r3":
+        problem = f"has no effect with routing.replay = {show(routing.replay)}"
+        raise ConfigError("routing.missing_routes", "live", problem, "set routing.replay: r3, or remove it")
+    if routing.compare_rollout and not (routing.metrics and algorithm.has_ratio):
+        key = "routing.metrics = false" if algorithm.has_ratio else f"algorithm.name = {algorithm.name}"
+        raise ConfigError("routing.compare_rollout", True, f"has no effect with {key}", "remove it")

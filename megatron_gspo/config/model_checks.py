@@ -1,0 +1,70 @@
+"""Checks of the model directory and of the config against its config.json. Each raises ConfigError."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_gspo.config.config_error import ConfigError, show
+from megatron_gspo.config.model_sections import ModelConfig
+from megatron_gspo.config.rollout_sections import RolloutConfig, RoutingConfig
+from megatron_gspo.models.families import FAMILIES
+from megatron_gspo.models.model_shape import ModelError, check_sizes
+
+
+def read_hf_config(path: str | Path) -> dict[str, Any]:
+    """config.json of a Hugging Face model directory."""
+    file = Path(path) / "config.json"
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except OSError:
+        problem = "has no config.json" if Path(path).is_dir() else "is not a directory"
+        fix = "give a local Hugging Face model directory (hf download MODEL --local-dir DIR)"
+        raise ConfigError("model.path", str(path), problem, fix) from None
+    except ValueError:
+        raise ConfigError("model.path", str(path), "its config.json is not JSON", "download it again") from None
+    if not isinstance(data, dict):
+        raise ConfigError("model.path", str(path), "its config.json is not a mapping", "download it again")
+    return data
+
+
+def check_family(model: ModelConfig, hf: dict[str, Any]) -> None:
+    """The model belongs to a supported family and its sizes are plausible. hf: its config.json."""
+    kind = hf.get("model_type")
+    if kind not in FAMILIES:
+        problem = f"its config.json has model_type {show(kind)}"
+        raise ConfigError("model.path", model.path, problem, f"use one of {', '.join(FAMILIES)}")
+    try:
+        check_sizes(hf)
+    except ModelError as error:
+        raise ConfigError("model.path", model.path, str(error), "download it again") from None
+
+
+def check_experts(routing: RoutingConfig, hf: dict[str, Any]) -> None:
+    """A model without experts has no routes. hf: its config.json."""
+    for key, off in (("replay", "none"), ("compare_rollout", False)):
+        if getattr(routing, key) != off and not (hf.get("num_experts") or hf.get("num_local_experts")):
+            value, fix = getattr(routing, key), f"set it to {str(off).lower()}"
+            raise ConfigError(f"routing.{key}", value, "the model has no experts", fix)
+
+
+def check_positions(rollout: RolloutConfig, max_prompt_length: int, hf: dict[str, Any]) -> None:
+    """The longest prompt and response fit the model's positions. hf: its config.json."""
+    longest = max_prompt_length + rollout.max_response_length
+    limit = hf.get("max_position_embeddings")
+    if limit is not None and longest > limit:
+        problem = f"with data.max_prompt_length it makes {longest} tokens and the model has {limit} positions"
+        value = rollout.max_response_length
+        raise ConfigError("rollout.max_response_length", value, problem, f"keep the sum within {limit}")
+
+
+def check_weight_files(model: ModelConfig) -> None:
+    """The directory has safetensors weights, unless they are random."""
+    weights = Path(model.path)
+    if model.init == "pretrained" and not any(weights.glob("*.safetensors")):
+        problem, fix = "has no *.safetensors weights", "download them, or set model.init: random"
+        if any(weights.glob("*.bin")):
+            problem += ", only pickled ones (*.bin), which could run code when loaded"
+            fix = "load the model with Transformers and save_pretrained it"
+        raise ConfigError("model.path", model.path, problem, fix)

@@ -1,0 +1,83 @@
+"""Checks of the parallel sizes against each other, the processes and the model. Each raises ConfigError."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_gspo.config.config_error import ConfigError
+from megatron_gspo.config.model_sections import ParallelConfig
+
+
+def check_parallel(parallel: ParallelConfig) -> None:
+    """Keys that need another one have it."""
+    virtual = parallel.virtual_pipeline_model_parallel_size
+    if virtual is not None and parallel.pipeline_model_parallel_size == 1:
+        fix = "set parallel.pipeline_model_parallel_size above 1, or this to null"
+        raise ConfigError("parallel.virtual_pipeline_model_parallel_size", virtual, "needs a pipeline", fix)
+    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
+        problem = "splits tokens between tensor-parallel ranks and there is one"
+        raise ConfigError("parallel.sequence_parallel", True, problem, "set it to null")
+    if parallel.overlap_param_gather:
+        for key in ("use_distributed_optimizer", "overlap_grad_reduce"):
+            if not getattr(parallel, key):
+                fix = f"set parallel.{key}: true, or this to false"
+                raise ConfigError("parallel.overlap_param_gather", True, f"needs parallel.{key}", fix)
+
+
+def check_layout(parallel: ParallelConfig, world_size: int) -> None:
+    """Dense (TP x PP x CP) and expert (ETP x EP x PP) ranks each divide world_size."""
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    dense = (tensor, pipeline, parallel.context_parallel_size)
+    if fault := _remainder("TP x PP x CP", dense, world_size):
+        fix = f"start a multiple of {parallel.model_parallel_size} processes or lower a size"
+        raise ConfigError("parallel.tensor_model_parallel_size", tensor, fault, fix)
+    expert_tensor, expert = parallel.expert_tensor_size, parallel.expert_model_parallel_size
+    if fault := _remainder("ETP x EP x PP", (expert_tensor, expert, pipeline), world_size):
+        fix = f"set a divisor of {world_size // pipeline}" if expert_tensor == 1 else "lower EP or ETP"
+        raise ConfigError("parallel.expert_model_parallel_size", expert, fault, fix)
+
+
+def _remainder(names: str, sizes: tuple[int, int, int], world_size: int) -> str | None:
+    product = sizes[0] * sizes[1] * sizes[2]
+    shown = f"{names} = {' x '.join(map(str, sizes))} = {product}"
+    return f"{shown} does not divide {world_size} processes" if world_size % product else None
+
+
+def check_divisibility(parallel: ParallelConfig, hf: dict[str, Any]) -> None:
+    """Heads, key-value groups, widths, layers and experts of a config.json are divisible by the parallel sizes."""
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    experts = hf.get("num_experts") or hf.get("num_local_experts") or 0  # Transformers 5 writes the latter
+    for key in ("num_attention_heads", "num_key_value_heads") + (() if experts else ("intermediate_size",)):
+        _divides("tensor_model_parallel_size", tensor, key, hf.get(key))
+    virtual = parallel.virtual_pipeline_model_parallel_size
+    extra = parallel.extra_pipeline_layers
+    layers = None if hf.get("num_hidden_layers") is None else hf["num_hidden_layers"] + extra
+    _divides("pipeline_model_parallel_size", pipeline, f"num_hidden_layers{f' + {extra}' if extra else ''}", layers)
+    if virtual is not None:
+        layers = (layers or 0) // pipeline
+        _divides("virtual_pipeline_model_parallel_size", virtual, "layers of a pipeline stage", layers)
+    if experts:
+        _check_experts(parallel, hf, experts)
+        return
+    for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
+        if (value := getattr(parallel, name) or 1) > 1:
+            raise ConfigError(f"parallel.{name}", value, "the model has no experts", "set it to 1")
+
+
+def _check_experts(parallel: ParallelConfig, hf: dict[str, Any], experts: int) -> None:
+    tensor = parallel.tensor_model_parallel_size
+    _divides("expert_model_parallel_size", parallel.expert_model_parallel_size, "num_experts", experts)
+    width = hf.get("moe_intermediate_size")
+    _divides("expert_tensor_parallel_size", parallel.expert_tensor_size, "moe_intermediate_size", width)
+    shared = hf.get("shared_expert_intermediate_size")
+    _divides("tensor_model_parallel_size", tensor, "shared_expert_intermediate_size", shared)
+    if tensor > 1 and not parallel.use_sequence_parallel:
+        problem = "a mixture of experts with tensor parallelism needs it"
+        raise ConfigError("parallel.sequence_parallel", False, problem, "set it to null or true")
+
+
+def _divides(name: str, size: int, quantity: str, amount: int | None) -> None:
+    if amount is not None and amount % size:
+        divisors = [d for d in range(1, amount + 1) if amount % d == 0]
+        fix = f"set one of {', '.join(map(str, divisors[:8]))}"
+        raise ConfigError(f"parallel.{name}", size, f"does not divide the model's {quantity} = {amount}", fix)

@@ -1,0 +1,94 @@
+"""Checks of batches, optimizer, evaluation and the run directory. Each raises ConfigError."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from megatron_gspo.config.config_error import ConfigError
+from megatron_gspo.config.model_sections import ModelConfig, ParallelConfig
+from megatron_gspo.config.training_sections import EvaluationConfig, OptimizerConfig, TrainingConfig
+from megatron_gspo.errors import existing_part
+
+
+def check_recompute(model: ModelConfig) -> None:
+    """recompute_num_layers has an effect."""
+    if model.recompute_num_layers is not None and model.recompute_granularity != "full":
+        value, problem = model.recompute_num_layers, "needs recompute_granularity: full"
+        fix = "set model.recompute_granularity: full, or this to null"
+        raise ConfigError("model.recompute_num_layers", value, problem, fix)
+
+
+def check_global_batch(training: TrainingConfig, sequences: int) -> None:
+    """Mini-batches divide the rollout batch. sequences: responses of a rollout batch."""
+    batch = training.global_batch_size
+    if sequences % batch:
+        problem = f"does not divide the {sequences} sequences of a rollout batch (prompts x samples per prompt)"
+        fix = f"set a divisor of {sequences}, or change rollout.rollout_batch_size"
+        raise ConfigError("training.global_batch_size", batch, problem, fix)
+
+
+def check_schedule(optimizer: OptimizerConfig, steps: int) -> None:
+    """The learning-rate schedule fits the run. steps: optimizer steps of the whole run."""
+    if optimizer.lr_decay_style == "constant" and optimizer.min_lr:
+        problem, fix = "a constant schedule never reaches it", "set optimizer.lr_decay_style: linear or cosine"
+        raise ConfigError("optimizer.min_lr", optimizer.min_lr, problem, fix)
+    if optimizer.min_lr > optimizer.lr:
+        problem = f"is above optimizer.lr = {optimizer.lr}"
+        raise ConfigError("optimizer.min_lr", optimizer.min_lr, problem, "lower it")
+    if optimizer.lr_warmup_steps > steps:
+        problem, fix = f"is longer than the run's {steps} optimizer steps", "lower it or raise training.steps"
+        raise ConfigError("optimizer.lr_warmup_steps", optimizer.lr_warmup_steps, problem, fix)
+
+
+def check_evaluation(evaluation: EvaluationConfig, has_eval_prompts: bool) -> None:
+    """There are held-out prompts where evaluation is asked for, and pass@k has enough responses."""
+    samples = evaluation.n_samples
+    if evaluation.eval_interval and not has_eval_prompts:
+        problem, fix = "there are no held-out prompts", "set data.eval_prompts or data.task.eval_size"
+        raise ConfigError("evaluation.eval_interval", evaluation.eval_interval, problem, fix)
+    if evaluation.temperature == 0 and samples > 1:
+        problem, fix = "greedy responses to one prompt are all equal", "set 1, or a temperature above 0"
+        raise ConfigError("evaluation.n_samples", samples, problem, fix)
+    if evaluation.pass_at_k and max(evaluation.pass_at_k) > samples:
+        problem, fix = f"pass@k needs k <= evaluation.n_samples = {samples}", "raise n_samples or drop the larger k"
+        raise ConfigError("evaluation.pass_at_k", evaluation.pass_at_k, problem, fix)
+
+
+def check_batches(training: TrainingConfig, parallel: ParallelConfig, longest: int, world_size: int) -> None:
+    """The longest sequence fits the token budget; fixed micro-batches fill every rank.
+
+    longest: tokens of the longest prompt and response together.
+    """
+    ranks = parallel.data_parallel_size(world_size)
+    batch, count = training.global_batch_size, training.micro_batch_size
+    if count is not None and batch % (count * ranks):
+        problem = f"micro_batch_size {count} x {ranks} data-parallel ranks does not divide it"
+        fix = f"set a multiple of {count * ranks}, or training.micro_batch_size: null"
+        raise ConfigError("training.global_batch_size", batch, problem, fix)
+    if batch < ranks:
+        problem = f"leaves some of the {ranks} data-parallel ranks without a sequence"
+        raise ConfigError("training.global_batch_size", batch, problem, f"set at least {ranks}")
+    multiple = parallel.total_multiple
+    padded = -(-longest // multiple) * multiple
+    if count is None and training.max_tokens_per_micro_batch < padded:
+        problem = (
+            f"a sequence may take {padded} tokens (data.max_prompt_length + rollout.max_response_length, "
+            f"padded to a multiple of {multiple})"
+        )
+        value = training.max_tokens_per_micro_batch
+        raise ConfigError("training.max_tokens_per_micro_batch", value, problem, f"set at least {padded}")
+
+
+def check_run_dir(run_dir: str, resume: str) -> None:
+    """The run directory can be written, and holds no other run where `resume` is "never"."""
+    folder = Path(run_dir)
+    place = existing_part(folder)
+    if not place.is_dir():
+        raise ConfigError("run_dir", run_dir, f"{place} is a file", "choose another directory")
+    if not os.access(place, os.W_OK | os.X_OK):
+        problem = f"{place} can't be written by this user"
+        raise ConfigError("run_dir", run_dir, problem, "make it writable or choose another directory")
+    if resume == "never" and (folder / "metrics.jsonl").exists():
+        fix = "choose another run_dir or set checkpoint.resume: auto"
+        raise ConfigError("run_dir", run_dir, "holds another run", fix)
