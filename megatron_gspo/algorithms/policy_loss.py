@@ -11,7 +11,7 @@ from .aggregation import token_weights, weighted_sum
 from .metrics import ratio_metrics
 from .objective import Objective
 from .ratio_levels import RATIO_LEVELS
-from .regularizers import entropy_regularizer, kl_regularizer
+from .regularizers import regularizers
 from .segments import Segments, SumOverContext
 
 
@@ -46,32 +46,27 @@ def policy_loss(
     num_tokens: int | Tensor | None = None,
     extras: LossExtras | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss to minimise and its metrics. Both are shares: their sum over micro-batches, context-parallel and
-    data-parallel ranks is the figure of the mini-batch, however it was divided.
-
-    Values at untrained positions are never read: NaN or infinity there changes neither loss nor gradient.
+    """The loss to minimise and its metrics, both as shares: their sum over micro-batches, context-parallel and
+    data-parallel ranks is the figure of the mini-batch, however it was divided. All tensors are [T]. Values at
+    untrained positions are never read: NaN there changes neither loss nor gradient.
 
     Args:
-        objective: see `preset`.
-        log_probs: [T] float32 (or float64), with gradient; entry t scores the token after position t.
-        old_log_probs: [T], of the policy before the first update on this rollout batch. None only without a ratio.
-        advantages: [T]; one value per response, repeated, or one per token for `gspo_token` and token-level ratios.
-            At level `sequence`, values that differ within a response give GSPO-token. None only without a ratio: 1.
-        loss_mask: [T]; nonzero where the policy chose the token.
-        segment_ids: [T] integers, the sequence of each position, 0..num_segments-1.
+        log_probs: float32 (or float64), with gradient; entry t scores the token after position t.
+        old_log_probs: of the policy before the first update on this rollout batch. None only without a ratio.
+        advantages: one value per response, repeated, or one per token (which makes GSPO-token of level `sequence`).
+            None only without a ratio: 1.
+        loss_mask: nonzero where the policy chose the token.
+        segment_ids: integers, the sequence of each position, 0..num_segments-1.
         num_sequences: sequences with a trained token in the GLOBAL mini-batch (one optimizer step).
-        num_tokens: trained tokens in the GLOBAL mini-batch. Required where loss_agg_mode is `token-mean`. Elsewhere
-            None uses the tokens of this call: metrics per token are then right only if the mini-batch is one call.
-        extras: inputs that not every run has.
+        num_tokens: trained tokens in the GLOBAL mini-batch. Required where loss_agg_mode is `token-mean`; elsewhere
+            None counts this call's tokens, and metrics per token are right only if the mini-batch is one call.
 
     Returns:
-        loss: scalar in the dtype of log_probs.
-        metrics: detached scalars, shares as well, except `*_max` and `*_min`, of which the largest and the smallest
-            count. `finish_metrics` turns their sums into final figures.
+        loss: scalar in the dtype of log_probs; metrics: detached scalars, for `finish_metrics` once they are summed
+        (names in `_max` and `_min`: their largest, smallest).
 
     Raises:
-        ValueError: an input is missing, has another shape, or is a float16 or bfloat16 log-prob; a global count
-            below 1.
+        ValueError: an input is missing, has another shape, or is a half-precision log-prob; a count below 1.
     """
     extras = extras or LossExtras()
     tensors = {"log_probs": log_probs, "old_log_probs": old_log_probs, "ref_log_probs": extras.ref_log_probs,
@@ -79,33 +74,21 @@ def policy_loss(
                "segment_ids": segment_ids}  # fmt: skip
     _check_counts(objective, num_sequences, num_tokens)
     _check_tensors(objective, tensors)
-    mask, dtype = loss_mask.bool(), log_probs.dtype
-
-    def trained(values: Tensor) -> Tensor:
-        # where, not a product: NaN * 0 is NaN, in the value and in the gradient. One pass over all tokens per call.
-        return torch.where(mask, values, 0).to(dtype)
-
     num_segments = _count_segments(segment_ids) if extras.num_segments is None else extras.num_segments
-    segments = Segments(mask, segment_ids, num_segments, extras.sum_over_context)
-    has_ratio = objective.has_ratio and old_log_probs is not None
-    log_ratio = trained(log_probs - old_log_probs.detach() if has_ratio else log_probs)
-    advantages = mask.to(dtype) if advantages is None else trained(advantages.detach())
+    segments = Segments(loss_mask.bool(), segment_ids, num_segments, extras.sum_over_context)
+    dtype = log_probs.dtype
 
+    base = log_probs if old_log_probs is None or not objective.has_ratio else log_probs - old_log_probs.detach()
+    log_ratio = segments.trained(base, dtype)
+    advantages = segments.loss_mask.to(dtype) if advantages is None else segments.trained(advantages.detach(), dtype)
     surrogate_of = RATIO_LEVELS[objective.importance_sampling_level]
     surrogate, lengths, stats = surrogate_of(objective, log_ratio, advantages, segments)
     weights = token_weights(objective, segment_ids, lengths, num_sequences, num_tokens, dtype)
     loss = -weighted_sum(surrogate, weights.objective)
     metrics = {"loss/policy": loss.detach(), **ratio_metrics(objective, stats, weights)}
-
-    regularizers = []
-    if extras.ref_log_probs is not None:
-        reference = trained(extras.ref_log_probs.detach())
-        regularizers.append(kl_regularizer(objective, trained(log_probs), reference, weights))
-    if extras.entropy is not None:
-        regularizers.append(entropy_regularizer(objective, trained(extras.entropy), weights))
-    for term, term_metrics in regularizers:
+    for term, found in regularizers(objective, log_probs, extras.ref_log_probs, extras.entropy, segments, weights):
         loss = loss if term is None else loss + term
-        metrics |= term_metrics
+        metrics |= found
     return loss, metrics
 
 

@@ -7,8 +7,30 @@ from torch import Tensor
 from .aggregation import TokenWeights, weighted_sum
 from .kl import kl_penalty
 from .objective import Objective
+from .segments import Segments
 
 Regularizer = tuple[Tensor | None, dict[str, Tensor]]
+
+
+def regularizers(
+    objective: Objective,
+    log_probs: Tensor,
+    ref_log_probs: Tensor | None,
+    entropy: Tensor | None,
+    segments: Segments,
+    weights: TokenWeights,
+) -> list[Regularizer]:
+    """(term to add to the loss or None, metrics) of each regulariser that has its inputs; all [T].
+
+    Untrained positions are not read.
+    """
+    dtype, found = log_probs.dtype, []
+    if ref_log_probs is not None:
+        reference = segments.trained(ref_log_probs.detach(), dtype)
+        found.append(kl_regularizer(objective, segments.trained(log_probs, dtype), reference, weights))
+    if entropy is not None:
+        found.append(entropy_regularizer(objective, segments.trained(entropy, dtype), weights))
+    return found
 
 
 def kl_regularizer(

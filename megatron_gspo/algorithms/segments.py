@@ -40,6 +40,11 @@ class Segments:
     num_segments: int
     sum_over_context: SumOverContext | None = None
 
+    def trained(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """`values` [T] at trained positions, 0 elsewhere, as `dtype`; loss_mask must be bool. One pass over tokens."""
+        # where, not a product: NaN * 0 is NaN, in the value and in the gradient.
+        return torch.where(self.loss_mask, values, 0).to(dtype)
+
     def sums(self, values: Tensor) -> Tensor:
         """Sum `values` [T] by sequence over this rank's tokens: [num_segments] float64."""
         return segment_sums(values, self.segment_ids, self.num_segments)

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from megatron_gspo.algorithms import preset
+from megatron_gspo.algorithms import Segments, preset
 from megatron_gspo.algorithms.aggregation import TokenWeights
-from megatron_gspo.algorithms.regularizers import entropy_regularizer, kl_regularizer
+from megatron_gspo.algorithms.regularizers import entropy_regularizer, kl_regularizer, regularizers
 
 LOG_PROBS, REFERENCE = torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -3.0])  # d = 0, 1
 # token mean over 4 tokens, objective weights of their own
@@ -57,3 +57,33 @@ def test_entropy_by_hand():
     assert not any(value.requires_grad for value in metrics.values())
     term.backward()
     assert entropy.grad.tolist() == pytest.approx([-0.05, -0.0125])
+
+
+def test_each_regularizer_needs_its_input():
+    segments = Segments(torch.tensor([True, True]), torch.zeros(2, dtype=torch.long), 1)
+    objective = preset("gspo", kl_loss_coef=0.1, entropy_coef=0.1)
+
+    def found(ref_log_probs, entropy):
+        return regularizers(objective, LOG_PROBS, ref_log_probs, entropy, segments, WEIGHTS)
+
+    assert found(None, None) == []
+    ((term, metrics),) = found(REFERENCE, None)
+    assert (term, metrics) == kl_regularizer(objective, LOG_PROBS, REFERENCE, WEIGHTS)
+    ((term, metrics),) = found(None, REFERENCE)
+    assert (term, metrics) == entropy_regularizer(objective, REFERENCE, WEIGHTS)
+    assert [set(metrics) for _, metrics in found(REFERENCE, REFERENCE)] == [{"kl/ref", "loss/kl"},
+                                                                           {"entropy", "loss/entropy"}]
+
+
+def test_untrained_positions_are_not_read_and_have_no_gradient():
+    segments = Segments(torch.tensor([True, False]), torch.zeros(2, dtype=torch.long), 1)
+    nan = float("nan")
+    log_probs = torch.tensor([-1.0, nan], requires_grad=True)
+    reference = torch.tensor([-2.0, nan], dtype=torch.float64, requires_grad=True)
+    entropy = torch.tensor([2.0, nan], requires_grad=True)
+    objective = preset("gspo", kl_loss_coef=0.1, entropy_coef=0.1)
+    terms = [term for term, _ in regularizers(objective, log_probs, reference, entropy, segments, WEIGHTS)]
+    assert {term.dtype for term in terms} == {torch.float32}
+    sum(terms).backward()
+    assert terms[0].item() == pytest.approx(0.1 * 0.5 * K3) and terms[1].item() == pytest.approx(-0.1 * 0.5 * 2)
+    assert log_probs.grad[1] == entropy.grad[1] == 0 and reference.grad is None

@@ -49,3 +49,13 @@ def test_against_a_loop(dtype):
     values = torch.randn(300, generator=g, dtype=dtype)
     expected = [sum(v for v, i in zip(values.tolist(), ids.tolist(), strict=True) if i == k) for k in range(7)]
     assert segment_sums(values, ids, 7).tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_untrained_positions_are_zero_in_value_and_gradient():
+    segments = Segments(torch.tensor([True, False, True, False, False]), IDS, 3)
+    values = torch.tensor([1.0, float("nan"), 3.0, float("inf"), 5.0], requires_grad=True)
+    got = segments.trained(values, torch.float64)
+    assert got.dtype == torch.float64 and got.tolist() == [1, 0, 3, 0, 0]
+    got.sum().backward()
+    assert values.grad.tolist() == [1, 0, 1, 0, 0]
+    assert segments.trained(torch.arange(5), torch.float32).dtype == torch.float32

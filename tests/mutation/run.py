@@ -50,11 +50,13 @@ FIRST = {
     "regularizers": ["test_regularizers", "test_worked_cases"],
     "segments": ["test_segments", "test_device"],
     "surrogate": ["test_surrogate", "test_worked_cases"],
-    "turns": ["test_turns"],
+    "turn_advantages": ["test_turn_advantages"],
     "parallel": ["test_context_parallel", "test_subgroups"],
+    "collectives": ["test_collectives", "test_subgroups"],
     "log_probs": ["test_log_probs_limits", "test_log_probs"],
-    "vocabulary_tiles": ["test_log_probs_limits", "test_log_probs"],
     "metric_reduction": ["test_metric_reduction", "test_subgroups"],
+    "rank_zero": ["test_rank_zero"],
+    "vocabulary_tiles": ["test_vocabulary_tiles", "test_log_probs_limits", "test_log_probs"],
 }
 IGNORED = ["tests/algorithms/test_imports.py"]  # looks at imports alone, in a process of its own
 EVERYTHING = {

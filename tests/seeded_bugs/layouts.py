@@ -181,8 +181,8 @@ LAYOUT = (
     ),
     Defect(
         "temperature left out of the trained log-probs", "several trainers", FORWARD,
-        "batch.labels, tp_group=groups.tp, temperature=temperature,",
-        "batch.labels, tp_group=groups.tp, temperature=1.0,", (ALONE,),
+        "batch.labels, LogProbOptions(temperature, vocab_size, with_entropy),",
+        "batch.labels, LogProbOptions(1.0, vocab_size, with_entropy),", (ALONE,),
     ),
     Defect(
         "tied embedding: the output's gradient is lost", "design", FORWARD,

@@ -6,6 +6,7 @@ from tests.seeded_bugs.seeded_bug import Defect
 
 LOSS, WEIGHTS = "megatron_gspo/algorithms/policy_loss.py", "megatron_gspo/algorithms/aggregation.py"
 LEVELS, RATIO = "megatron_gspo/algorithms/ratio_levels.py", "megatron_gspo/algorithms/ratio.py"
+SEGMENTS = "megatron_gspo/algorithms/segments.py"
 SURROGATE, ADVANTAGES = "megatron_gspo/algorithms/surrogate.py", "megatron_gspo/algorithms/advantages.py"
 WORKED = "tests/algorithms/test_worked_cases.py::"
 NAIVE = "tests/algorithms/test_policy_loss.py::test_value_and_gradient_in_float64"
@@ -33,12 +34,14 @@ OBJECTIVE = (
         (WORKED + "test_length_weighting_tells_the_algorithms_apart",),
     ),
     Defect(
-        "mask ignored in the ratio", "one trainer", LOSS,
-        "return torch.where(mask, values, 0).to(dtype)", "return values.to(dtype)", (UNREAD,),
+        "mask ignored in the ratio", "one trainer", SEGMENTS,
+        "return torch.where(self.loss_mask, values, 0).to(dtype)",
+        "return values.to(dtype)", (UNREAD,),
     ),
     Defect(
-        "mask applied as a product, so that NaN passes", "TRL, verl", LOSS,
-        "return torch.where(mask, values, 0).to(dtype)", "return (values * mask).to(dtype)", (UNREAD,),
+        "mask applied as a product, so that NaN passes", "TRL, verl", SEGMENTS,
+        "return torch.where(self.loss_mask, values, 0).to(dtype)",
+        "return (values * self.loss_mask).to(dtype)", (UNREAD,),
     ),
     Defect(
         "mask ignored in the weights of the tokens", "one trainer", LEVELS,
@@ -47,8 +50,8 @@ OBJECTIVE = (
     ),
     Defect(
         "mask never applied", "one trainer", LOSS,
-        "mask, dtype = loss_mask.bool(), log_probs.dtype",
-        "mask, dtype = torch.ones_like(loss_mask, dtype=torch.bool), log_probs.dtype", (NAIVE,),
+        "segments = Segments(loss_mask.bool(),",
+        "segments = Segments(torch.ones_like(loss_mask, dtype=torch.bool),", (NAIVE,),
     ),
     Defect(
         "exp of the sum, without the length", "one trainer", LEVELS,
