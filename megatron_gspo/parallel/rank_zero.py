@@ -41,7 +41,7 @@ def run_on_rank_zero(action: Callable[[], T], *, error: type[UserError] = RunErr
     value, received = outcome[0]
     if received is not None:
         raise (failure or received) from raised if raised is not failure else None
-    return value  # type: ignore[return-value]  # None only where T is
+    return value  # None only where T is
 
 
 def raise_on_every_rank(failure: str, error: type[UserError]) -> None:

@@ -40,7 +40,7 @@ def test_the_pages_say_how_many():
     designed = sum(bug.seen_in == "design" for bug in DEFECTS)
     assert f"{len(DEFECTS)} bugs as plain data" in page and f"**{len(DEFECTS)} of {len(DEFECTS)} caught**" in page
     assert f"{len(DEFECTS) - designed} were seen" in page and f"{designed} are mistakes" in page
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())  # lines may break within a link
     assert f"[{len(DEFECTS)} seeded bugs](docs/seeded_bugs.md)" in readme
     assert f"[{len(DEFECTS)} of {len(DEFECTS)}](docs/seeded_bugs.md)" in readme
 
