@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from megatron_gspo.config.renamed_keys import upgrade_old_keys
 from megatron_gspo.errors import InputError
 from megatron_gspo.tools.compare.old_metrics import with_present_names
 from megatron_gspo.tracking.run_directory import read_metrics
@@ -178,7 +179,7 @@ def _config(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if not isinstance(content, dict):
         raise ReportError(f"{file}: holds no mapping of keys; remove the directory or run it again")
     environment = content.pop("environment", None) or {}
-    return content, environment
+    return upgrade_old_keys(content), environment
 
 
 def _json(file: Path) -> dict[str, Any]:

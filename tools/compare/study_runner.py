@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from megatron_gspo.config import ConfigError, load_config
+from megatron_gspo.config import Config, ConfigError
+from megatron_gspo.config.load import read_file
+from megatron_gspo.config.renamed_keys import upgrade_old_keys
 from megatron_gspo.errors import InputError, RunError
 from megatron_gspo.tools.compare.run_records import FAILURE, read_run
 from megatron_gspo.tools.compare.study_plan import Comparison, RunSpec, as_arguments, resolve
@@ -203,9 +205,11 @@ def last_words(log: Path) -> str:
 def _check_same(comparison: Comparison, spec: RunSpec) -> None:
     wanted = resolve(comparison, spec).dump()
     try:
-        found = load_config(spec.run_dir / "config.yaml").dump()
+        data = read_file(spec.run_dir / "config.yaml")
+        data.pop("environment", None)
+        found = Config.from_dict(upgrade_old_keys(data)).dump()
     except ConfigError as error:
-        raise StaleRun(f"{spec.run_dir}: its config is of another version ({error}); remove the directory") from None
+        raise StaleRun(f"{spec.run_dir}: its config.yaml is not valid here ({error}); remove the directory") from None
     for section, value in wanted.items():
         if found[section] == value:
             continue

@@ -46,6 +46,14 @@ def test_an_old_run_is_read_under_present_names():
     assert not any(name.partition("/")[0] in ("probe", "rollout_mask") for row in run.records for name in row)
 
 
+def test_an_old_config_is_read_under_present_keys():
+    config = read_run(OLD / "gspo", setting="base", variant="gspo").config
+    assert config["algorithm"]["loss_agg_mode"] == "seq-mean-token-mean"
+    assert config["algorithm"]["dynamic_sampling"] is False and config["algorithm"]["max_num_gen_batches"] == 4
+    assert config["tracking"] == {"plot": False, "detailed_timers": True}
+    assert "environment" not in config
+
+
 def test_old_runs_compare(tmp_path, capsys):
     runs = [str(OLD / "grpo"), str(OLD / "gspo")]
     assert main(["--runs", *runs, "--baseline", "grpo", "--output", str(tmp_path)]) == 0, capsys.readouterr().err

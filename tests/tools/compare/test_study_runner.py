@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron_gspo.tools.compare.run_records import read_run
 from megatron_gspo.tools.compare.study_plan import load_comparison, report_runs, resolve
@@ -121,6 +122,22 @@ def test_a_directory_of_other_settings_is_refused_before_anything_starts(compari
         execute(other, report_runs(other, {}), slots=1, watcher=Notes(), command=command())
     assert "\n" not in str(caught.value)
     assert starts(specs[0]) == 0
+
+
+def test_a_run_of_an_older_version_is_still_finished(comparison):
+    """Its config.yaml has old keys; they are compared under their present names."""
+    spec = report_runs(comparison, {})[0]
+    execute(comparison, [spec], slots=1, watcher=Notes(), command=command())
+    file = spec.run_dir / "config.yaml"
+    data = yaml.safe_load(file.read_text())
+    data["evaluation"]["interval"] = data["evaluation"].pop("eval_interval")
+    data["environment"] = {"python": "3.11"}
+    file.write_text(yaml.safe_dump(data))
+    assert is_over(comparison, spec)
+    data["checkpoint"]["no_such_key"] = 1
+    file.write_text(yaml.safe_dump(data))
+    with pytest.raises(StaleRun, match="checkpoint.no_such_key"):
+        is_over(comparison, spec)
 
 
 def test_a_stop_ends_the_processes_and_leaves_no_failure(tmp_path):
