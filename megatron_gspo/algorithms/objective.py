@@ -1,4 +1,4 @@
-"""The policy objective as one typed value, and the checks that it is what its name says."""
+"""The policy objective as a typed value, and the checks of its fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Terms beside the surrogate: the KL to a reference policy and the entropy bonus."""
+"""Regularisation terms of the loss: the KL to a reference policy and the entropy bonus."""
 
 from __future__ import annotations
 
