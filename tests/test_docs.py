@@ -16,7 +16,6 @@ CITING = [*PAGES, *(ROOT / name for name in OTHER_PAGES)]
 # Pages that are being rewritten: their citations may be stale. Remove a page from here when it is done.
 STALE = {
     "docs/architecture.md",
-    "docs/index.md",
     "patches/README.md",
 }
 # What a page cites of other projects, and names that it invents for an example.
