@@ -39,6 +39,10 @@ class EngineError(RunError):
     """A rollout engine that fails or breaks its protocol; one line that names prompt, sample and field."""
 
 
+class SharedEngineError(EngineError):
+    """An `EngineError` that every rank raises at the same point, so that the ranks can still save a checkpoint."""
+
+
 class DiskError(RunError):
     """A file of the run that can't be written; names it, the reason and how much room there is."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_gspo.config import Config, ConfigError
-from megatron_gspo.loop.assemble import layout_of, model_settings
+from megatron_gspo.loop.setup import layout_of, model_settings
 from megatron_gspo.mcore.meta_device import meta_model, simulated_rank
 from megatron_gspo.models import ModelError, family_of, read_config
 

@@ -1,28 +1,32 @@
-"""The engines that a config asks for, on this rank."""
+"""The engines that a config asks for, each as a source of groups."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from transformers import AutoConfig
 
-from megatron_gspo.config import Config, ConfigError, SamplingParams
-from megatron_gspo.data.sample import Prompt, Sample
+from megatron_gspo.config import Config, ConfigError
+from megatron_gspo.environments.environment_pool import EnvironmentPool
+from megatron_gspo.environments.episode_engine import EpisodeEngine
+from megatron_gspo.environments.episode_source import EpisodeServerSource
+from megatron_gspo.environments.episodes import EpisodeRules
 from megatron_gspo.errors import first_line
 from megatron_gspo.mcore.process_groups import compute_device
 from megatron_gspo.models import ModelShape, read_config
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from megatron_gspo.rollout.engine_protocol import RolloutEngine, end_tokens
+from megatron_gspo.rollout.group_source import GroupSource, engine_name
+from megatron_gspo.rollout.in_process_source import InProcessSource
 from megatron_gspo.rollout.server_engine.server_api import ServedModel
 from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
+from megatron_gspo.rollout.server_source import ServerSource
 from megatron_gspo.rollout.sft_engine import DemonstrationEngine
 from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
 from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
@@ -32,44 +36,67 @@ from megatron_gspo.servers.server_processes import LocalServers
 from megatron_gspo.weight_transport.weight_update import make_transport
 
 
-class Bystander:
-    """The engine of all ranks but the servers' client: it reads weights to their end, its part in producing them."""
+def build_sources(
+    config: Config, shape: ModelShape, tokenizer: Any, environments: EnvironmentPool | None, *, evaluates: bool,
+    given: RolloutEngine | None = None,
+) -> tuple[GroupSource, GroupSource | None]:
+    """(source of the training samples, source of the held-out ones: the same unless training is supervised).
 
-    is_central = True
+    given: an engine that replaces the configured one. evaluates: whether there are held-out prompts.
+    """  # fmt: skip
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> list[Sample]:
-        raise RuntimeError("the first rank generates for all: use loop.servers.generate")
+    def in_process(engine: RolloutEngine, *, shared: bool = True) -> GroupSource:
+        """shared: each rank generates a share of the prompts; otherwise each generates all."""
+        name = engine_name(type(engine))
+        if environments is not None and shared:
+            engine = EpisodeEngine(engine, environments, encode, episode_rules(config))
+        group = dist.group.WORLD if shared else None
+        return InProcessSource(engine, vocab_size=shape.vocab_size, group=group, device=compute_device(), name=name)
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        for _ in named_tensors:
-            pass
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
 
-    def pause(self) -> None: ...
-
-    def resume(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def build_engines(config: Config, shape: ModelShape, tokenizer: Any, held_out: list[Prompt],
-                  given: RolloutEngine | None) -> tuple[RolloutEngine, RolloutEngine | None]:
-    """(engine of the training samples, engine of the held-out ones: the same but under supervised training)."""
+    supervised = config.algorithm.is_supervised
     if given is not None:
-        return given, given if held_out else None
+        training = in_process(given, shared=not supervised)
+        if not evaluates:
+            return training, None
+        return training, in_process(given) if supervised else training
     if config.rollout.engine == "sglang":
-        engine: RolloutEngine = _on_servers(config, shape, tokenizer) if dist.get_rank() == 0 else Bystander()
-        return engine, engine
+        servers = _server_source(config, shape, tokenizer)
+        if environments is None:
+            return servers, servers
+        episodes = EpisodeServerSource(servers, environments, encode, episode_rules(config))
+        return episodes, episodes
     if config.rollout.engine == "embedded":
-        engine = _embedded(config, tokenizer)
-        return engine, engine
-    demonstrations = DemonstrationEngine(
-        lambda text: tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id
+        embedded = in_process(_embedded(config, tokenizer))
+        return embedded, embedded
+    demonstrations = DemonstrationEngine(encode, tokenizer.eos_token_id)
+    return in_process(demonstrations, shared=False), in_process(_embedded(config, tokenizer)) if evaluates else None
+
+
+def episode_rules(config: Config) -> EpisodeRules:
+    """The limits of an episode."""
+    rollout = config.rollout
+    longest = config.data.max_prompt_length + rollout.max_response_length
+    return EpisodeRules(rollout.max_turns, longest, rollout.max_turn_length)
+
+
+def _server_source(config: Config, shape: ModelShape, tokenizer: Any) -> ServerSource:
+    return ServerSource(
+        _on_servers(config, shape, tokenizer) if dist.get_rank() == 0 else None,
+        engine_name=engine_name(ServerEngine),
+        vocab_size=shape.vocab_size,
+        groups_per_step=config.rollout.rollout_batch_size,
+        recovery_timeout=config.sglang.recovery_timeout,
+        colocated=config.sglang.colocated,
+        device=compute_device(),
+        log=log_servers,
     )
-    return demonstrations, _embedded(config, tokenizer) if held_out else None
 
 
 def log_servers(line: str) -> None:
-    """What happens to the servers, for the log."""
+    """Print a line about the servers."""
     print(f"servers: {line}", file=sys.stderr, flush=True)
 
 
@@ -86,7 +113,7 @@ def _embedded(config: Config, tokenizer: Any) -> EmbeddedEngine:
             return_routed_experts=config.routing.needs_rollout_routes,
         )
     except ValueError as error:
-        problem, fix = f"the embedded engine refuses it: {first_line(error)}", "mend it or use another model"
+        problem, fix = f"the embedded engine refuses it: {first_line(error)}", "fix it or use another model"
         raise ConfigError("model.path", config.model.path, problem, fix) from error
 
 

@@ -10,98 +10,104 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from megatron_gspo.config import RoutingConfig
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.loop.assemble import Run
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.routing_replay.gather_results import gather_flips, gather_routes, routing_stats
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes, ReplayOptions
-from megatron_gspo.mcore.train_step import compute_log_probs
 from megatron_gspo.routing_replay.routes import RouteShape, check_routes
 from megatron_gspo.routing_replay.step_metrics import StepRouting
 from megatron_gspo.tracking.run_directory import spread
 
 
-def add_update(found: StepRouting, done: Sequence[MicroBatchRoutes] | None, batch: Sequence[Sample], timers: Timers, *,
-               flips: bool) -> None:  # fmt: skip
-    """Add what the routers did in an update with ``batch``; ``flips`` asks for those of each token. A collective."""
-    if done is not None:
-        with timers("routing"):
-            found.updates.append(routing_stats(done))
-            found.flips = gather_flips(done, batch) if flips and done[0].options.compare else None
-            found.bytes_moved += sum(routes.bytes_moved for routes in done)
+@dataclass
+class RoutingReplay:
+    """Routing replay in one step.
 
-
-def accept_routes(run: Run, samples: Sequence[Sample], routing: StepRouting) -> None:
-    """Check the routes that the rollout engine gave; ``RouteError`` naming the sample where they can't be used.
-
-    Missing routes are allowed where routes are only compared.
+    config: section ``routing``. shape: of a token's routes, None for a model without experts. has_ratio: whether the
+    objective uses an importance ratio. measured: what the step measured so far.
     """
-    config = run.config.routing
-    if config.needs_rollout_routes and run.route_shape is not None:
-        missing = config.missing_routes if config.replay == "r3" else "live"
-        routing.missing_routes = check_routes(samples, run.route_shape, missing=missing)
 
+    config: RoutingConfig
+    shape: RouteShape | None
+    has_ratio: bool
+    measured: StepRouting = field(default_factory=StepRouting)
 
-def old_policy_options(run: Run) -> ReplayOptions | None:
-    """What the routers do while the old policy's log-probs are computed."""
-    routing, shape = run.config.routing, run.route_shape
-    if not _is_wanted(run):
-        return None
-    return ReplayOptions(
-        shape,
-        replay=routing.replay == "r3" and routing.replay_old_log_probs,
-        record=routing.replay == "r2" or routing.metrics,
-        compare=routing.metrics and routing.needs_rollout_routes,
-        entropy=routing.metrics,
-        storage=routing.storage,
-    )
+    def check_rollout_routes(self, samples: Sequence[Sample]) -> None:
+        """Check the routes that the rollout engine gave; ``RouteError`` naming the sample if they can't be used.
 
+        Missing routes are allowed where routes are only compared.
+        """
+        if self.config.needs_rollout_routes and self.shape is not None:
+            missing = self.config.missing_routes if self.config.replay == "r3" else "live"
+            self.measured.missing_routes = check_routes(samples, self.shape, missing=missing)
 
-def update_options(run: Run) -> ReplayOptions | None:
-    """What the routers do in an update."""
-    routing, shape = run.config.routing, run.route_shape
-    if not _is_wanted(run):
-        return None
-    return ReplayOptions(shape, replay=routing.replay != "none", compare=routing.metrics, storage=routing.storage)
+    def old_policy_options(self) -> ReplayOptions | None:
+        """What the routers do while the old policy's log-probs are computed."""
+        config = self.config
+        if self.shape is None or not self._is_used:
+            return None
+        return ReplayOptions(
+            self.shape,
+            replay=config.replay == "r3" and config.replay_old_log_probs,
+            record=config.replay == "r2" or config.metrics,
+            compare=config.metrics and config.needs_rollout_routes,
+            entropy=config.metrics,
+            storage=config.storage,
+        )
 
+    def update_options(self) -> ReplayOptions | None:
+        """What the routers do in an update."""
+        config = self.config
+        if self.shape is None or not self._is_used:
+            return None
+        return ReplayOptions(
+            self.shape, replay=config.replay != "none", compare=config.metrics, storage=config.storage
+        )
 
-def _is_wanted(run: Run) -> bool:
-    routing = run.config.routing
-    return run.route_shape is not None and run.objective.has_ratio and (routing.replay != "none" or routing.metrics)
+    @property
+    def _is_used(self) -> bool:
+        return self.has_ratio and (self.config.replay != "none" or self.config.metrics)
 
+    def metric_sequences(self, samples: Sequence[Sample]) -> list[int]:
+        """Positions of the sequences whose routes are recorded for metrics alone."""
+        return spread(range(len(samples)), self.config.metric_sequences)
 
-def note_old_policy(run: Run, samples: list[Sample], scored: Sequence[Sample],
-                    done: Sequence[MicroBatchRoutes] | None, found: StepRouting, timers: Timers) -> None:
-    """Store the routes that a pass over ``scored`` (all samples, or some) recorded with the samples, where the updates
-    need them, and keep its statistics."""
-    config = run.config.routing
-    if done is not None:
-        with timers("routing"):
-            if config.metrics:
-                found.old = routing_stats(done)
-            if config.replay != "r3":
-                wanted = list(range(len(scored))) if config.replay == "r2" else _some(run, scored)
-                recorded, exchanged = gather_routes(done, scored, wanted)
-                _clear_routes(samples, done[0].options.shape)
-                _attach(scored, wanted, recorded)
-                found.bytes_moved += exchanged
-            found.bytes_moved += sum(routes.bytes_moved for routes in done)
-    found.bytes_stored = sum(stored_bytes(sample) for sample in samples)
+    def with_old_routes(self, samples: Sequence[Sample], positions: Sequence[int],
+                        done: Sequence[MicroBatchRoutes] | None, timers: Timers) -> list[Sample]:
+        """The samples with the routes that a pass over those at ``positions`` recorded, where the updates need them.
 
+        Keeps the statistics of the pass. done: its routes; None if there was no pass.
+        """
+        found = list(samples)
+        if done is not None:
+            with timers("routing"):
+                scored = [samples[i] for i in positions]
+                if self.config.metrics:
+                    self.measured.old = routing_stats(done)
+                if self.config.replay != "r3":
+                    wanted = list(range(len(scored))) if self.config.replay == "r2" else self.metric_sequences(scored)
+                    recorded, exchanged = gather_routes(done, scored, wanted)
+                    found = [without_routes(sample, done[0].options.shape) for sample in samples]
+                    for i, routes in zip(wanted, recorded, strict=True):
+                        found[positions[i]] = replace(scored[i], routed_experts=routes, missing_routes=None)
+                    self.measured.bytes_moved += exchanged
+                self.measured.bytes_moved += sum(routes.bytes_moved for routes in done)
+        self.measured.bytes_stored = sum(stored_bytes(sample) for sample in found)
+        return found
 
-def sample_old_policy(run: Run, samples: list[Sample], found: StepRouting, timers: Timers) -> None:
-    """Without a pass of the old policy: a pass over some sequences, for the statistics only."""
-    options = old_policy_options(run) if run.config.routing.metrics else None
-    some = [samples[i] for i in _some(run, samples)]
-    done = None
-    if options is not None:
-        temperature = run.config.rollout.temperature
-        with timers("routing"):
-            done = compute_log_probs(run.policy, some, run.batching, temperature=temperature, routing=options).routing
-    note_old_policy(run, samples, some, done, found, timers)
+    def add_update(self, done: Sequence[MicroBatchRoutes] | None, batch: Sequence[Sample], timers: Timers, *,
+                   flips: bool) -> None:
+        """Add what the routers did in an update with ``batch``; ``flips``: for each token too. A collective."""
+        if done is not None:
+            with timers("routing"):
+                self.measured.updates.append(routing_stats(done))
+                self.measured.flips = gather_flips(done, batch) if flips and done[0].options.compare else None
+                self.measured.bytes_moved += sum(routes.bytes_moved for routes in done)
 
 
 def stored_bytes(sample: Sample) -> int:
@@ -110,19 +116,11 @@ def stored_bytes(sample: Sample) -> int:
     return 0 if routes is None or 0 in routes.strides else routes.nbytes
 
 
-def _some(run: Run, samples: Sequence[Sample]) -> list[int]:
-    return spread(range(len(samples)), run.config.routing.metric_sequences)
-
-
-def _attach(samples: Sequence[Sample], indices: Sequence[int], routes: Sequence[np.ndarray]) -> None:
-    for index, ids in zip(indices, routes, strict=True):
-        samples[index].routed_experts, samples[index].missing_routes = ids, None
-
-
-def _clear_routes(samples: Sequence[Sample], shape: RouteShape) -> None:
-    """Mark every route of the samples as missing, without allocating memory for them."""
-    for sample in samples:
-        rows = sample.length - 1
-        nothing = np.zeros((), dtype=shape.dtype)
-        sample.routed_experts = np.broadcast_to(nothing, (rows, shape.layers, shape.k))
-        sample.missing_routes = np.broadcast_to(np.True_, (rows,))
+def without_routes(sample: Sample, shape: RouteShape) -> Sample:
+    """The sample with every route missing, without memory for them."""
+    rows = sample.length - 1
+    return replace(
+        sample,
+        routed_experts=np.broadcast_to(np.zeros((), dtype=shape.dtype), (rows, shape.layers, shape.k)),
+        missing_routes=np.broadcast_to(np.True_, (rows,)),
+    )

@@ -129,10 +129,10 @@ def test_a_scheduler_that_stops_a_run_gets_one_line(model, tmp_path):
 RESTS = """
 import sys
 from pathlib import Path
-from megatron_gspo.loop.guard import _Guard
+from megatron_gspo.loop.failures import _Watcher
 from megatron_gspo.mcore.process_groups import start
 
-watching = _Guard(start(backend="gloo", timeout_minutes=1.0), Path())
+watching = _Watcher(start(backend="gloo", timeout_minutes=1.0), Path())
 watching.rest()
 sys.exit(3 + watching._thread.is_alive())
 """

@@ -21,12 +21,12 @@ from typing import Any
 CALLS = {
     "generation": "megatron_gspo.rollout.embedded.embedded_engine:EmbeddedEngine._decode_batch",
     "verification": "megatron_gspo.rewards.scorer:RewardScorer.score",
-    "log-probs": "megatron_gspo.loop.experience:compute_log_probs",
-    "gradients": "megatron_gspo.loop.update:train_mini_batch",
+    "log-probs": "megatron_gspo.loop.log_probs:compute_log_probs",
+    "gradients": "megatron_gspo.loop.optimizer_steps:train_mini_batch",
     "update": "torch.optim:Adam.step",
     "weight update": "megatron_gspo.rollout.embedded.weight_loading:_fault",
-    "evaluation": "megatron_gspo.loop.evaluate:sample_and_score",
-    "load": "megatron_gspo.loop.resume:load_checkpoint",
+    "evaluation": "megatron_gspo.loop.evaluation:evaluation_sampling",
+    "load": "megatron_gspo.loop.checkpoints:load_checkpoint",
 }
 # what happens -> how the path in the run directory begins; the first that fits
 FILES = {

@@ -207,14 +207,14 @@ LAYOUT = (
 
 RESUME = (
     Defect(
-        "every step samples with the same seed", "design", "megatron_gspo/loop/rollouts.py",
+        "every step samples with the same seed", "design", "megatron_gspo/loop/generation.py",
         "np.random.SeedSequence([seed, step])", "np.random.SeedSequence([seed])",
-        ("tests/train/test_seeds.py::test_every_step_of_every_run_has_a_sampling_seed_of_its_own",),
+        ("tests/loop/test_generation.py::test_every_step_of_every_run_has_a_sampling_seed_of_its_own",),
     ),
     Defect(
-        "mini-batches cut alike in every epoch", "design", "megatron_gspo/loop/update.py",
+        "mini-batches cut alike in every epoch", "design", "megatron_gspo/loop/optimizer_steps.py",
         "np.random.default_rng([seed, step, epoch])", "np.random.default_rng([seed, step])",
-        ("tests/train/test_seeds.py::test_mini_batches_are_a_partition_drawn_anew_each_step_and_epoch",),
+        ("tests/loop/test_optimizer_steps.py::test_mini_batches_are_a_partition_drawn_anew_each_step_and_epoch",),
     ),
     Defect(
         "all prompts are sampled with the same random numbers", "design",
@@ -224,15 +224,15 @@ RESUME = (
         ("tests/rollout/embedded/test_token_sampling.py::test_uniforms_depend_on_seed_prompt_sample_and_position_alone",),
     ),
     Defect(
-        "a resumed run draws its prompts from the beginning", "design", "megatron_gspo/loop/resume.py",
-        "state = LoopState(**load_checkpoint(run.policy, found))",
-        'state = LoopState(**{**load_checkpoint(run.policy, found), "cursor": 0})',
+        "a resumed run draws its prompts from the beginning", "design", "megatron_gspo/loop/checkpoints.py",
+        "state = LoopState(**load_checkpoint(policy, found))",
+        'state = LoopState(**{**load_checkpoint(policy, found), "cursor": 0})',
         ("tests/train/test_run.py::test_a_resumed_run_ends_the_same",),
     ),
     Defect(
-        "only the rank that got the signal stops", "design", "megatron_gspo/loop/stop.py",
+        "only the rank that got the signal stops", "design", "megatron_gspo/loop/stop_signal.py",
         "        dist.all_reduce(flag, op=dist.ReduceOp.MAX)\n", "",
-        ("tests/train/test_stop.py::test_all_ranks_give_the_same_answer",),
+        ("tests/loop/test_stop_signal.py::test_all_ranks_give_the_same_answer",),
     ),
     Defect(
         "a resumed run starts Adam anew", "design", "megatron_gspo/mcore/checkpoint/save_load.py",

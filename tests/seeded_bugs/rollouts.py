@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.seeded_bugs.seeded_bug import Defect
 
 EPISODES, TURNS = "megatron_gspo/environments/episodes.py", "megatron_gspo/algorithms/turn_advantages.py"
-MISMATCH = "megatron_gspo/loop/mismatch.py"
+MISMATCH = "megatron_gspo/loop/rollout_correction.py"
 HAND = "tests/environments/test_episodes.py::test_an_episode_by_hand"
 NAIVE = "tests/algorithms/test_turn_advantages.py::test_against_a_naive_loop"
 
@@ -34,13 +34,13 @@ OF_THE_ROLLOUTS = (
     ),
     Defect(
         "weights of a sequence count tokens that are masked out", "design", MISMATCH,
-        '(("rollout_rs", _mask), ("rollout_is", _weigh))',
-        '(("rollout_is", _weigh), ("rollout_rs", _mask))',
-        ("tests/train/test_rollout_correction.py::test_the_weight_of_a_sequence_is_that_of_the_tokens_left",),
+        '(("rollout_rs", _reject), ("rollout_is", _weight))',
+        '(("rollout_is", _weight), ("rollout_rs", _reject))',
+        ("tests/loop/test_rollout_correction.py::test_the_weight_of_a_sequence_is_that_of_the_tokens_left",),
     ),
     Defect(
         "staleness of masked tokens counts", "design", "megatron_gspo/data/sample.py",
         "return self.token_versions[self.loss_mask]", "return self.token_versions",
-        ("tests/train/test_staleness.py::test_staleness_by_hand",),
+        ("tests/loop/test_sample_metrics.py::test_staleness_by_hand",),
     ),
 )  # fmt: skip

@@ -104,8 +104,8 @@ ROUTING = (
         (AT_ROUTERS + "test_a_router_asks_once_or_the_pass_fails",),
     ),
     Defect(
-        "kept rollouts without routes replayed", "design", "megatron_gspo/loop/rollout_buffer.py",
-        '    found["the engine\'s routes"] = run.config.routing.needs_rollout_routes\n', "",
+        "kept rollouts without routes replayed", "design", "megatron_gspo/loop/rollout_cache.py",
+        '        found["the engine\'s routes"] = self.config.routing.needs_rollout_routes\n', "",
         ("tests/train/test_routing.py::test_without_replay_flips_are_measured_on_a_sample",),
     ),
 )  # fmt: skip

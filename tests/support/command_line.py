@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from megatron_gspo.config import Config
-from megatron_gspo.loop.guard import run_guarded
+from megatron_gspo.loop.failures import exit_together
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
 from megatron_gspo.train import main, train
 from tests.support.training_runs import WORD, base_config
@@ -95,12 +95,13 @@ def with_engine(config: dict[str, Any], engine: RolloutEngine) -> Outcome:
     checked = Config.from_dict(config)
 
     def action() -> None:
-        train(checked, engine=engine)
+        with exit_together(run_dir=config["run_dir"], backend="gloo", timeout_minutes=1.0):
+            train(checked, engine=engine)
 
-    return _captured(lambda: run_guarded(action, run_dir=config["run_dir"], backend="gloo", timeout_minutes=1.0))
+    return _captured(action)
 
 
-def _captured(action: Callable[[], int | None]) -> Outcome:
+def _captured(action: Callable[[], None]) -> Outcome:
     """What ``action`` does in a fork of this process.
 
     torch keeps threads and files of every process group that a process has destroyed: a hundred runs in one process

@@ -11,7 +11,14 @@ from typing import Any
 
 import yaml
 
+from megatron_gspo.config import Config
+from megatron_gspo.data.sample import Sample
+from megatron_gspo.loop.checkpoints import CheckpointManager, LoopState
+from megatron_gspo.loop.setup import build_components
+from megatron_gspo.loop.timers import Timers
+from megatron_gspo.rollout.engine_protocol import RolloutEngine
 from megatron_gspo.tools.make_tiny_model import write_tiny_model
+from megatron_gspo.train import train_step
 
 WORD = "Spell this word backward (example: sun -> nus):"
 
@@ -71,6 +78,15 @@ def launch(
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert not check or done.returncode == 0, done.stderr[-3000:]
     return done
+
+
+def first_step(config: Config, *, engine: RolloutEngine | None = None) -> tuple[list[Sample], dict[str, float]]:
+    """The samples as they are trained on and the metrics of a run's first step, in this process's world."""
+    with build_components(config, engine=engine) as run:
+        run.groups.update_weights(run.policy.weights, version=0)
+        checkpoints = CheckpointManager(run.policy, config.checkpoint, config.run_dir, None)
+        trained = train_step(run, LoopState(), checkpoints, Timers())
+    return trained.samples, trained.metrics
 
 
 def records(run_dir: str | Path) -> list[dict[str, Any]]:

@@ -18,18 +18,18 @@ from megatron_gspo.algorithms import (
     ratio_quantiles,
 )
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.loop.record import ratio_arrays
-from megatron_gspo.loop.rollout_buffer import Place
-from megatron_gspo.loop.rollouts import ledger
+from megatron_gspo.loop.generation import DataCursor
+from megatron_gspo.loop.metrics_logging import ratio_arrays
+from megatron_gspo.loop.optimizer_steps import Update
+from megatron_gspo.loop.rollout_log import rollout_record
 from megatron_gspo.loop.timers import _PARTS
-from megatron_gspo.loop.update import Update
 from megatron_gspo.routing_replay.step_metrics import StepRouting
 from tests.algorithms.reference import call_policy_loss, complete_preset
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "metrics.md"
 PACKAGE = ROOT / "megatron_gspo"
-KEEPS_OTHER_RECORDS = {"rollout_buffer", "dry_run"}  # their dicts are the head of a file, and sizes to print
+KEEPS_OTHER_RECORDS = {"rollout_cache", "dry_run"}  # their dicts are the head of a file, and sizes to print
 SOURCES = (
     *(file for file in sorted((PACKAGE / "loop").glob("*.py")) if file.stem not in KEEPS_OTHER_RECORDS),
     *(PACKAGE / "mcore" / f"{name}.py" for name in ("train_step", "forward_step")),
@@ -39,7 +39,7 @@ SOURCES = (
 # what a forward step returns; a key of summary.json; of a request
 NOT_METRICS = {"metrics", "log_probs", "exit", "tags"}
 # functions that make a line of routing.jsonl or of rollouts.jsonl, and the arrays of ratios/
-OTHER_RECORDS = {"by_layer", "ledger", "ratio_arrays"}
+OTHER_RECORDS = {"by_layer", "rollout_record", "ratio_arrays"}
 
 
 def documented(heading: str) -> set[str]:
@@ -133,7 +133,7 @@ def test_every_row_is_produced() -> None:
 
 
 def test_summary_is_documented() -> None:
-    tree = ast.parse((PACKAGE / "loop" / "resume.py").read_text(encoding="utf-8"))
+    tree = ast.parse((PACKAGE / "loop" / "checkpoints.py").read_text(encoding="utf-8"))
     [state] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "LoopState"]
     fields = {item.target.id for item in state.body if isinstance(item, ast.AnnAssign)}
     assert documented("summary.json") == fields | {"exported", "exit"}
@@ -144,7 +144,7 @@ def test_other_records_are_documented() -> None:
     [lines] = [line for line in page.splitlines() if "`routing.jsonl`" in line and line.startswith("|")]
     [arrays] = [line for line in page.splitlines() if line.startswith("| `ratios/")]
     [rollouts] = [line for line in page.splitlines() if line.startswith("| `rollouts.jsonl`")]
-    assert {key for key in ledger([], Place()) if f"`{key}`" not in rollouts} == set()
+    assert {key for key in rollout_record([], DataCursor()) if f"`{key}`" not in rollouts} == set()
     assert {key for key in StepRouting().by_layer() if f"`{key}`" not in lines} == set()
     tokenizer = SimpleNamespace(decode=str)
     sample = Sample(

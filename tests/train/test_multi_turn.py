@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import megatron_gspo.train as training
 from megatron_gspo.algorithms import policy_loss, preset
-from megatron_gspo.config import AlgorithmConfig, Config, ConfigError
+from megatron_gspo.config import Config, ConfigError
 from megatron_gspo.data.packing import pack
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.data.turn_spans import TURNS, spans
-from megatron_gspo.loop.assemble import assemble
-from megatron_gspo.loop.experience import collect
-from megatron_gspo.loop.rollout_buffer import Place
-from megatron_gspo.loop.timers import Timers
-from megatron_gspo.loop.turns import advantages_by_turn, score_episodes, turn_metrics
-from megatron_gspo.loop.update import update
-from megatron_gspo.rewards.scorer import FAILURE
-from megatron_gspo.routing_replay.step_metrics import StepRouting
+from megatron_gspo.data.turn_spans import spans
 from tests.support.distributed import run_distributed
-from tests.support.samples import make_sample
-from tests.support.training_runs import base_config, launch, records, tiny_model
+from tests.support.training_runs import base_config, first_step, launch, records, tiny_model
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = f"{ROOT}/examples/environments/spell_backward.py:spell_backward"
@@ -97,16 +90,23 @@ def test_a_resumed_run_ends_the_same(finished, tmp_path):
 
 def one_step(rank: int, world: int, plain: dict[str, Any], disturb: bool) -> tuple[list[Sample], dict[str, float]]:
     """The samples as they are trained on and the metrics of a step; disturb: nonsense at every observation token."""
-    run = assemble(Config.from_dict(plain))
-    experience = collect(run, 0, Place(), Timers())
-    for sample in experience.samples if disturb else ():
-        for name, value in (("advantages", 1e3), ("old_log_probs", -50.0), ("rollout_log_probs", -9.0)):
-            values = getattr(sample, name).copy()
-            values[~sample.loss_mask] = value
-            setattr(sample, name, values)
-    done = update(run, experience.samples, 0, Timers(), StepRouting())
-    run.close()
-    return experience.samples, experience.metrics | done.metrics
+    if disturb:
+        optimizer_steps = training.run_optimizer_steps
+        training.run_optimizer_steps = lambda policy, samples, *rest: optimizer_steps(
+            policy, list(map(disturbed, samples)), *rest
+        )
+    return first_step(Config.from_dict(plain))
+
+
+def disturbed(sample: Sample) -> Sample:
+    values = {"advantages": 1e3, "old_log_probs": -50.0, "rollout_log_probs": -9.0}
+    return replace(
+        sample,
+        **{
+            name: np.where(sample.loss_mask, getattr(sample, name), value).astype(np.float32)
+            for name, value in values.items()
+        },
+    )
 
 
 @pytest.fixture(scope="module")
@@ -198,41 +198,6 @@ def test_environments_that_always_fail_end_the_run(model, tmp_path):
     done = launch(multi_turn(model, tmp_path / "run", rollout=rollout), check=False)
     assert done.returncode != 0
     assert f"environment '{FAILING}' failed on all" in done.stderr and "ValueError: no such tool" in done.stderr
-
-
-def episode(*rewards: float, prompt: int = 0, **more: Any) -> Sample:
-    """Turns of two tokens with one observed token between them."""
-    length = 3 * len(rewards) - 1
-    turns = [{"start": 3 * k, "end": 3 * k + 2, "reward": reward} for k, reward in enumerate(rewards)]
-    mask = [place % 3 < 2 for place in range(length)]
-    values = {"prompt_index": prompt, "reward": float(sum(rewards)), "metadata": {TURNS: turns}}
-    return make_sample(1, length, mask=mask, log_probs=False, **(values | more))
-
-
-def test_penalties_are_charged_to_the_last_turn():
-    samples = [episode(0.0, 1.0), episode(1.0, 0.0), episode(0.5, 0.0, reward=float("nan"))]
-    shaped = np.array([1.0, 0.0, np.nan])  # one off the second
-    algorithm = AlgorithmConfig.preset(name="gspo_token", turn_discount=0.5, advantage_std="none")
-    advantages_by_turn(algorithm, samples, shaped, [True, True, False])
-    # returns 1/2, 1 and 1 - 1/2, -1
-    np.testing.assert_allclose(samples[0].advantages, [0, 0, 0, 1, 1])
-    np.testing.assert_allclose(samples[1].advantages, [0, 0, 0, -1, -1])
-    assert samples[2].advantages.tolist() == [0] * 5 and samples[2].advantages.dtype == np.float32
-
-
-def test_a_failure_is_worth_what_the_config_says():
-    failed = episode(0.5, 0.25, reward=float("nan"))
-    failed.metadata[FAILURE] = "timeout: no result"
-    fine = episode(1.0)
-    assert score_episodes([failed, fine], None) == {"timeout": 1} and np.isnan(failed.reward)
-    assert score_episodes([failed, fine], -2.0) == {"timeout": 1}
-    assert failed.reward == -2.0 and [span.reward for span in spans(failed)] == [0.0, -2.0] and fine.reward == 1.0
-
-
-def test_turn_metrics_by_hand():
-    assert turn_metrics([make_sample(1, 3)]) == {}
-    found = turn_metrics([episode(1.0), episode(1.0, 2.0), episode(0.0, 0.0, 1.0)])
-    assert found == {"turns/mean": 2.0, "turns/max": 3.0, "turns/observation_tokens": 1.0}
 
 
 def test_the_example_config_is_valid():

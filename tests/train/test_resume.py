@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_gspo.loop.resume import lock_directory
+from megatron_gspo.loop.run_lock import lock_directory
 from megatron_gspo.mcore.checkpoint.checkpoint_files import CheckpointError
 from megatron_gspo.tracking import read_metrics
 from tests.fault_injection.bitwise_diff import first_difference

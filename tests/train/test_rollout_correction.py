@@ -11,19 +11,12 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from megatron_gspo.config import AlgorithmConfig, Config, ConfigError
+from megatron_gspo.config import AlgorithmConfig, Config
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.loop.assemble import assemble
-from megatron_gspo.loop.experience import collect
-from megatron_gspo.loop.mismatch import correct, mismatch
-from megatron_gspo.loop.rollout_buffer import Place
-from megatron_gspo.loop.timers import Timers
-from megatron_gspo.loop.update import update
+from megatron_gspo.loop.rollout_correction import mismatch
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
-from megatron_gspo.routing_replay.step_metrics import StepRouting
 from tests.support.distributed import run_distributed
-from tests.support.samples import make_sample
-from tests.support.training_runs import base_config, tiny_model
+from tests.support.training_runs import base_config, first_step, tiny_model
 
 
 class OtherKernels(EmbeddedEngine):
@@ -44,11 +37,7 @@ def one_step(rank: int, world: int, plain: dict[str, Any]) -> tuple[list[Sample]
     """The samples as they are trained on and the metrics of a whole step."""
     config = Config.from_dict(plain)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
-    run = assemble(config, engine=OtherKernels(config.model.path, tokenizer=tokenizer))
-    timers = Timers()
-    experience = collect(run, 0, Place(), timers)
-    done = update(run, experience.samples, 0, timers, StepRouting())
-    return experience.samples, experience.metrics | done.metrics
+    return first_step(config, engine=OtherKernels(config.model.path, tokenizer=tokenizer))
 
 
 def small(folder: Any, **sections: dict[str, Any]) -> dict[str, Any]:
@@ -164,89 +153,3 @@ def test_the_rollouts_own_log_probs_are_compared_in_the_first_update(folder):
     assert wanted["mismatch/abs_diff"] > 0.1
     assert {name: metrics[name] for name in wanted} == pytest.approx(wanted, rel=1e-3)
     assert metrics["updates"] == 8 and "time/log_probs" not in metrics and "entropy" not in metrics
-
-
-def two_samples() -> list[Sample]:
-    """Ratios old policy / rollout engine 3, 1/4, 1 (the third not trained) and 1.5, 1.5."""
-    first = make_sample(1, 3, mask=[True, True, False], log_probs=False)
-    second = make_sample(1, 2, log_probs=False)
-    for sample, ratios in ((first, (3, 0.25, 1)), (second, (1.5, 1.5))):
-        sample.rollout_log_probs = np.full(len(ratios), -2, np.float32)
-        sample.old_log_probs = (sample.rollout_log_probs + np.log(ratios)).astype(np.float32)
-        sample.advantages = np.full(len(ratios), -2, np.float32)
-    return [first, second]
-
-
-def test_weights_by_hand():
-    first, second = samples = two_samples()
-    found = correct(AlgorithmConfig.preset(rollout_is="token"), samples)
-    np.testing.assert_allclose(first.advantages, [-4, -0.5, -2])
-    np.testing.assert_allclose(second.advantages, [-3, -3], rtol=1e-6)
-    total, squares = 2 + 0.25 + 3, 4 + 0.0625 + 4.5
-    assert found == pytest.approx({
-        "rollout_is/weight_mean": total / 4,
-        "rollout_is/weight_min": 0.25,
-        "rollout_is/weight_max": 2.0,
-        "rollout_is/effective_sample_size": total**2 / squares / 4,
-        "rollout_is/truncated": 0.25,
-    })  # fmt: skip
-
-
-def test_weights_of_sequences_by_hand():
-    first, second = samples = two_samples()
-    found = correct(AlgorithmConfig.preset(rollout_is="sequence", rollout_is_threshold=1.2), samples)
-    mean = math.sqrt(3 / 4)
-    np.testing.assert_allclose(first.advantages, [-2 * mean] * 3, rtol=1e-6)
-    np.testing.assert_allclose(second.advantages, [-2.4, -2.4], rtol=1e-6)
-    assert found["rollout_is/weight_mean"] == pytest.approx((mean + 1.2) / 2)
-    assert found["rollout_is/truncated"] == 0.5
-
-
-def test_the_weight_of_a_sequence_is_that_of_the_tokens_left():
-    first, second = samples = two_samples()
-    algorithm = AlgorithmConfig.preset(rollout_rs="token", rollout_rs_threshold=4.0, rollout_rs_threshold_lower=0.5,
-                                rollout_is="sequence", rollout_is_threshold=5.0)  # fmt: skip
-    found = correct(algorithm, samples)
-    assert first.loss_mask.tolist() == [True, False, False] and second.loss_mask.all()
-    np.testing.assert_allclose(first.advantages, [-6, -6, -6], rtol=1e-6)
-    assert found["rollout_rs/tokens"] == 0.25 and found["rollout_rs/sequences"] == 0
-
-
-def test_a_masked_sequence_has_no_weight():
-    first, second = samples = two_samples()
-    algorithm = AlgorithmConfig.preset(rollout_rs="sequence", rollout_rs_threshold=1.4, rollout_is="sequence")
-    found = correct(algorithm, samples)
-    assert first.loss_mask.tolist() == [True, True, False] and not second.loss_mask.any()
-    assert found["rollout_rs/tokens"] == 0.5 and found["rollout_rs/sequences"] == 0.5
-    assert found["rollout_is/weight_mean"] == found["rollout_is/weight_max"] < 1
-
-
-def test_nothing_left_has_no_weights():
-    samples = two_samples()
-    algorithm = AlgorithmConfig.preset(rollout_rs="token", rollout_rs_threshold=1.0, rollout_is="token")
-    assert correct(algorithm, samples) == {"rollout_rs/tokens": 1.0, "rollout_rs/sequences": 1.0}
-    assert correct(algorithm, samples) == {"rollout_rs/tokens": 0.0, "rollout_rs/sequences": 0.0}
-    before = [sample.advantages.copy() for sample in samples]
-    assert correct(AlgorithmConfig.preset(), samples) == {}
-    assert all(np.array_equal(a, s.advantages) for a, s in zip(before, samples, strict=True))
-
-
-def test_without_log_probs_it_is_refused():
-    samples = two_samples()
-    samples[1].rollout_log_probs = None
-    assert mismatch(samples, [np.zeros(3, np.float32), np.zeros(2, np.float32)]) == {}
-    for key in ("rollout_rs", "rollout_is"):
-        refusal = f'algorithm.{key} = "token": the engine gives no log-probs; set it to none'
-        with pytest.raises(ConfigError, match=refusal):
-            correct(AlgorithmConfig.preset(**{key: "token"}), samples)
-
-
-def test_mismatch_quantiles_of_both_ratios():
-    samples = two_samples()
-    found = mismatch(samples, [sample.old_log_probs for sample in samples])
-    assert found["mismatch/ratio_token/max"] == pytest.approx(3)
-    assert found["mismatch/ratio_token/min"] == pytest.approx(0.25)
-    assert found["mismatch/ratio_sequence/min"] == pytest.approx(math.sqrt(3 / 4))
-    assert found["mismatch/ratio_sequence/max"] == pytest.approx(1.5)
-    assert found["mismatch/abs_diff_max"] == pytest.approx(math.log(4))
-    assert len(found) == 14

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
-from megatron_gspo.loop.rollout_buffer import _FILE
+from megatron_gspo.loop.rollout_cache import _FILE
 from megatron_gspo.rollout.sample_exchange import decode_samples
 from megatron_gspo.tracking import read_metrics
 from tests.fault_injection.bitwise_diff import first_difference

@@ -1,4 +1,4 @@
-"""A run whose servers fail has its checkpoint whole, whether it was under way or not."""
+"""A run whose servers fail leaves a complete checkpoint, whether it was in progress or not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_gspo.errors import EngineError
+from megatron_gspo.errors import SharedEngineError
 from megatron_gspo.mcore.checkpoint.checkpoint_files import complete_checkpoints
 from tests.bad_input.test_rollouts import MyEngine
 from tests.support.command_line import small_config, with_engine
@@ -14,15 +14,13 @@ from tests.support.training_runs import tiny_model
 
 
 class LostServers(MyEngine):
-    """It answers once; then it fails as one that is every rank's client, which is when that matters here."""
+    """It answers once; then it fails as servers do: on every rank."""
 
-    is_central = False
     answers = 1
 
     def generate(self, prompts, sampling, *, seed):
         if not self.answers:
-            self.is_central = True
-            raise EngineError("no server has answered")
+            raise SharedEngineError("no server has answered")
         self.answers -= 1
         return super().generate(prompts, sampling, seed=seed)
 

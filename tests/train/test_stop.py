@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
-from megatron_gspo.loop.stop import stop_on_signal
 from tests.bad_input.ranks import Ended, run_ranks
 from tests.fault_injection.bitwise_diff import first_difference
-from tests.support.distributed import run_distributed
 from tests.support.training_runs import base_config, records, tiny_model
 
 VERIFIER = Path(__file__).with_name("stopping_verifier.py")
@@ -69,40 +64,3 @@ def test_asked_in_the_last_step_the_run_ends_as_ever(model, tmp_path):
     done = run(tmp_path / "a", config(tmp_path, model, "run", stop_after=3))
     assert [rank.code for rank in done] == [0, 0] and "stopped by" not in done[0].text
     assert (tmp_path / "run" / "summary.json").is_file()
-
-
-def hear(rank: int, world_size: int) -> list[bool]:
-    heard = []
-    before = signal.getsignal(signal.SIGUSR1)
-    with stop_on_signal() as agreed:
-        heard.append(agreed())
-        if rank == 2:
-            signal.raise_signal(signal.SIGUSR1)
-        heard.append(agreed())
-        heard.append(agreed())  # it isn't forgotten
-    assert signal.getsignal(signal.SIGUSR1) is before
-    with stop_on_signal() as agreed:  # a new run hasn't been asked
-        heard.append(agreed())
-    return heard
-
-
-def test_all_ranks_give_the_same_answer():
-    assert run_distributed(hear, 3) == [[False, True, True, False]] * 3
-
-
-def listen_in_a_thread(rank: int, world_size: int) -> list[bool]:
-    heard: list[bool] = []
-
-    def listen() -> None:
-        with stop_on_signal() as agreed:
-            heard.append(agreed())
-
-    thread = threading.Thread(target=listen)
-    thread.start()
-    thread.join()
-    dist.barrier()
-    return heard
-
-
-def test_another_thread_than_the_main_one_is_never_asked():
-    assert run_distributed(listen_in_a_thread, 1) == [[False]]

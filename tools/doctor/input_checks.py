@@ -15,9 +15,9 @@ from megatron_gspo.tools.plan.parameters import total_parameters
 
 def check_weights(config: Config) -> tuple[ModelShape, list[Finding]]:
     """The model's sizes and a finding. Raises ConfigError for a checkpoint that can't be trained."""
-    from megatron_gspo.loop import assemble
+    from megatron_gspo.loop import inputs
 
-    shape = assemble.check_weights(config)
+    shape = inputs.check_weights(config)
     count = total_parameters(shape)
     path = Path(config.model.path)
     if config.model.init == "random":
@@ -30,14 +30,14 @@ def check_weights(config: Config) -> tuple[ModelShape, list[Finding]]:
 def check_tokenizer_and_prompts(config: Config, shape: ModelShape) -> list[Finding]:
     """Loads both, as every rank of a run does at its start. Raises UserError for what can't be used."""
     from megatron_gspo.data.prompts import PromptError
-    from megatron_gspo.loop import assemble
+    from megatron_gspo.loop import inputs
 
-    tokenizer = assemble.load_tokenizer(config)
+    tokenizer = inputs.load_tokenizer(config)
     try:
-        train, held_out, dropped = assemble.load_data(config, tokenizer)
+        train, held_out, dropped = inputs.load_data(config, tokenizer)
     except ImportError as failure:  # an optional package; the message says which and how to get it
         raise PromptError(str(failure)) from None
-    assemble.check_prompts(config, train, held_out, shape.vocab_size)
+    inputs.check_prompts(config, train, held_out, shape.vocab_size)
     found = [
         ok("model.tokenizer", f"{type(tokenizer).__name__}, {len(tokenizer):,} tokens"),
         ok("run.prompts", f"{len(train):,} training prompts, {len(held_out):,} held out"),

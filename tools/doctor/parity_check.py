@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import torch.distributed as dist
 
 from megatron_gspo.config import Config
-from megatron_gspo.data.sample import Sample
 from megatron_gspo.errors import show_bytes
 from megatron_gspo.tools.doctor.diagnostics import Finding, error, note, ok, warning
 
@@ -23,7 +21,7 @@ def check_agreement(config: Config) -> list[Finding]:
     Nothing is written to run_dir but the logs of servers that the run would start. Raises UserError for whatever would
     stop a run at its start.
     """
-    from megatron_gspo.loop.assemble import assemble
+    from megatron_gspo.loop.setup import build_components
     from megatron_gspo.mcore.process_groups import shutdown
 
     if config.rollout.engine == "sft":
@@ -33,7 +31,7 @@ def check_agreement(config: Config) -> list[Finding]:
                 "rollout.engine = sft generates no samples whose log-probs could be compared",
             )
         ]
-    run = assemble(_probing(config))
+    run = build_components(_probing(config))
     try:
         return _compare(run)
     finally:
@@ -42,7 +40,7 @@ def check_agreement(config: Config) -> list[Finding]:
 
 
 def _probing(config: Config) -> Config:
-    """The same config with the probe of `loop/probe.py` on, which tells and doesn't stop."""
+    """The same config with the probe of `loop/log_prob_check.py` on, which tells and doesn't stop."""
     if config.rollout.engine != "sglang":
         return config
     return replace(
@@ -51,14 +49,13 @@ def _probing(config: Config) -> Config:
 
 
 def _compare(run) -> list[Finding]:  # type: ignore[no-untyped-def] # Run's module is imported late
-    from megatron_gspo.loop.probe import probe
-    from megatron_gspo.loop.servers import is_central, sync_weights
+    from megatron_gspo.loop.log_prob_check import check_log_probs
     from megatron_gspo.loop.timers import Timers
 
-    sync_weights(run, 0)
+    run.groups.update_weights(run.policy.weights, version=0)
     found = _memory()
-    if is_central(run.engine):
-        metrics = probe(run, 0, Timers())
+    if run.config.rollout.engine == "sglang":
+        metrics = check_log_probs(run.groups, run.policy, run.prompts.prompts, run.config, 0, Timers())
         if not metrics:
             return [
                 *found,
@@ -69,7 +66,7 @@ def _compare(run) -> list[Finding]:  # type: ignore[no-untyped-def] # Run's modu
                     "look at the servers' logs",
                 ),
             ]
-        mean, largest = metrics["probe/abs_diff"], metrics["probe/abs_diff_max"]
+        mean, largest = metrics["log_prob_check/abs_diff"], metrics["log_prob_check/abs_diff_max"]
     else:
         mean, largest = _differences(run)
     return [judge_agreement(mean, largest, run.config.rollout.engine, run.config.model.dtype), *found]
@@ -79,17 +76,15 @@ def _differences(run) -> tuple[float, float]:  # type: ignore[no-untyped-def]
     """(mean, largest) difference, in nats, between the log-probs that the embedded engine gives with its samples and
     the policy's own of the same tokens."""
     from megatron_gspo.config import SamplingParams
-    from megatron_gspo.mcore.process_groups import compute_device
+    from megatron_gspo.loop.log_probs import batching_of
     from megatron_gspo.mcore.train_step import compute_log_probs
-    from megatron_gspo.rollout.sample_exchange import broadcast_samples
 
-    samples: list[Sample] | None = None
-    if dist.get_rank() == 0:
-        sampling = SamplingParams(1, min(_RESPONSE, run.config.rollout.max_response_length))
-        samples = run.engine.generate(run.source.prompts[:_PROMPTS], sampling, seed=0)
-    samples = broadcast_samples(samples, dist.group.WORLD, compute_device())
-    ours = compute_log_probs(run.policy, samples, run.batching, temperature=1.0).log_probs
-    differences = np.concatenate([np.abs(mine - s.rollout_log_probs) for mine, s in zip(ours, samples, strict=True)])
+    sampling = SamplingParams(1, min(_RESPONSE, run.config.rollout.max_response_length))
+    samples = run.groups.generate(run.prompts.prompts[:_PROMPTS], sampling, seed=0)
+    ours = compute_log_probs(run.policy, samples, batching_of(run.config), temperature=1.0).log_probs
+    differences = np.concatenate(
+        [np.abs(mine - s.rollout_log_probs)[s.loss_mask] for mine, s in zip(ours, samples, strict=True)]
+    )
     return float(differences.mean()), float(differences.max())
 
 

@@ -156,7 +156,7 @@ class Checkup:
 
     def _groups(self) -> list[Finding]:
         """Build Megatron's groups as a run does and exchange something on each."""
-        from megatron_gspo.loop.assemble import layout_of
+        from megatron_gspo.loop.setup import layout_of
         from megatron_gspo.mcore.process_groups import Layout, compute_device, every_group, initialize, shutdown
         from megatron_gspo.tools.doctor.group_checks import Measure, measure_group
 

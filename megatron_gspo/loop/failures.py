@@ -1,7 +1,7 @@
-"""How the processes of a run end when one of them fails: all of them, soon, with one line that says why.
+"""Failure handling: when one process of a run fails, all of them end, soon, with one line that states the reason.
 
-A rank that fails leaves its reason in the store that all ranks share, where the first reason counts. Every rank looks
-there each second, so that none waits in a collective for a peer that has left; torchrun's copies of a line are spared.
+A rank that fails writes its reason to the store that all ranks share; the first reason counts. Every rank checks the
+store each second, so none waits in a collective for a peer that has left. Each node prints the line once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,8 @@ from megatron_gspo.errors import UserError, first_line
 from megatron_gspo.mcore.checkpoint.checkpoint_files import newest_checkpoint
 from megatron_gspo.mcore.process_groups import shutdown, start
 
-_KEY, _SEEN = "guard/failure", "guard/seen"
-_POLL = 1.0  # seconds between two looks into the store
+_KEY, _SEEN = "failures/first", "failures/seen"
+_POLL = 1.0  # seconds between two checks of the store
 _GRACE = 3.0  # seconds that a rank has to leave by itself once another has failed
 _LINGER = 6.0  # most seconds that the store's host waits for the others to read the reason
 _COMMUNICATION = re.compile(
@@ -39,7 +38,7 @@ _COMMUNICATION = re.compile(
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a run ends: the rank that said so first, where it runs, its line and the exit code."""
+    """Why a run ends: the rank that failed first, its node, its line and the exit code."""
 
     rank: int
     node: str
@@ -49,48 +48,60 @@ class Failure:
 
 
 def lost_contact(error: BaseException) -> bool:
-    """Whether an exception says that a collective or the store failed for want of another rank."""
+    """Whether an exception is a collective or the store failing because another rank is missing."""
     if isinstance(error, dist.DistError):
         return True
     return type(error) is RuntimeError and _COMMUNICATION.search(str(error)) is not None
 
 
-def _words(error: BaseException) -> str:
-    """The first sentence of a communication error, without the place in its source."""
+def _summary(error: BaseException) -> str:
+    """The first sentence of a communication error, without its source location."""
     return re.sub(r"^(\[[^\]]*:\d+\]\s*)+", "", first_line(error)).split(". ")[0]
 
 
-def run_guarded(action: Callable[[], Any], *, run_dir: str | Path, backend: str, timeout_minutes: float) -> int:
-    """Start ``torch.distributed``, run ``action`` on this rank and return the exit code, 0 where every rank succeeded.
+class exit_together:  # noqa: N801  # a context manager, used like a function
+    """Start ``torch.distributed``, and end all ranks together: ``with exit_together(...): train(config)``.
 
-    A ``UserError`` prints its one line, anything else its traceback; both end the other ranks too. A rank that died
-    without a word shows as lost contact within ``timeout_minutes``, at once where its connection breaks.
+    A ``UserError`` in the context prints its one line, any other exception its traceback; both end the other ranks too
+    and become ``SystemExit`` with the exit code. A rank that died without a message shows as lost contact within
+    ``timeout_minutes``, immediately if its connection breaks.
     """
-    try:
-        store = start(backend=backend, timeout_minutes=timeout_minutes)
-    except UserError as error:
-        print(f"{error.label}: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
-    guard = _Guard(store, Path(run_dir))
-    try:
-        action()
-        dist.barrier()  # watched: a rank may still fail at its last file
-        guard.close()
-        dist.barrier()  # now no rank needs the store, which lives in one of them
-        shutdown()
-        return 0
-    except BaseException as error:
-        code = guard.settle(error)
+
+    def __init__(self, *, run_dir: str | Path, backend: str, timeout_minutes: float) -> None:
+        self._run_dir, self._backend, self._minutes = Path(run_dir), backend, timeout_minutes
+
+    def __enter__(self) -> None:
+        try:
+            store = start(backend=self._backend, timeout_minutes=self._minutes)
+        except UserError as error:
+            print(f"{error.label}: {error}", file=sys.stderr, flush=True)
+            raise SystemExit(error.exit_code) from None
+        self._watcher = _Watcher(store, self._run_dir)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            try:
+                self._leave()
+                return
+            except BaseException as failure:
+                error = failure
+        code = self._watcher.settle(error)
         if dist.get_world_size() == 1:  # among several a group may wait for a rank that is gone; exiting ends it too
-            guard.close()
+            self._watcher.close()
             shutdown()
         else:
-            guard.rest()
-        return code
+            self._watcher.rest()
+        raise SystemExit(code) from None
+
+    def _leave(self) -> None:
+        dist.barrier()  # watched: a rank may still fail at its last file
+        self._watcher.close()
+        dist.barrier()  # now no rank needs the store, which runs in one of them
+        shutdown()
 
 
-class _Guard:
-    """This rank's watch over the others: a thread of its own, because the main one waits in collectives."""
+class _Watcher:
+    """This rank's view of the others' failures: a thread of its own, because the main one waits in collectives."""
 
     def __init__(self, store: dist.Store, run_dir: Path) -> None:
         # a connection of its own: the main thread may hold the other one, waiting for a rank that is gone
@@ -99,13 +110,13 @@ class _Guard:
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         elastic = "TORCHELASTIC_RUN_ID" in os.environ
         self._node = os.environ.get("GROUP_RANK", "0") if elastic else f"{socket.gethostname()}:{os.getpid()}"
-        self._speaks = not elastic or os.environ.get("LOCAL_RANK", "0") == "0"
+        self._prints = not elastic or os.environ.get("LOCAL_RANK", "0") == "0"
         self._once = threading.Lock()  # held by whoever ends this process
         self._closed = threading.Event()
         self._signals, wake = socket.socketpair()
         self._signals.settimeout(_POLL)  # no select: a large run has descriptors beyond its limit
         wake.setblocking(False)
-        self._wake = wake  # the socket must outlive its number
+        self._wake = wake  # keeps the socket open
         self._before = signal.signal(signal.SIGTERM, lambda *_: None)
         signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -121,7 +132,7 @@ class _Guard:
         self._signals.close()
 
     def rest(self) -> None:
-        """End the watching thread before the interpreter ends: one that then waits for the store aborts the process.
+        """End the watching thread before the interpreter ends: a thread waiting for the store then aborts the process.
 
         Signals stay as they are, since torchrun sends SIGTERM as soon as another rank has ended.
         """
@@ -131,7 +142,7 @@ class _Guard:
         self._thread.join(_GRACE)
 
     def settle(self, error: BaseException) -> int:
-        """Deal with this rank's exception: record or look up the reason, print it once, return the exit code."""
+        """Handle this rank's exception: record or look up the reason, print it once, return the exit code."""
         if not self._once.acquire(blocking=False):
             time.sleep(2 * _LINGER)  # the watching thread is about to end this process
         if isinstance(error, UserError):
@@ -141,7 +152,7 @@ class _Guard:
         elif lost_contact(error):
             time.sleep(0.5)  # a reason may be about to be written
             mine = self._failure(
-                f"lost contact with another rank ({_words(error)}): it died or hung, its log has the reason; "
+                f"lost contact with another rank ({_summary(error)}): it died or hung, its log has the reason; "
                 + self._next()
             )
         else:
@@ -158,7 +169,7 @@ class _Guard:
         return f"start again to resume from {found}" if found else "there is no checkpoint yet, start again"
 
     def _end(self, mine: Failure) -> int:
-        """Publish ``mine`` unless another failure came first, print what this node hasn't said, wait for readers."""
+        """Publish ``mine`` unless another failure came first, print what this node hasn't printed, wait for readers."""
         first = mine
         try:
             if self._world > 1:
@@ -166,7 +177,7 @@ class _Guard:
                 self._store.add(_SEEN, 1)
         except RuntimeError:  # the store went down with the rank that held it
             pass
-        if first == mine or (first.node != self._node and self._speaks):
+        if first == mine or (first.node != self._node and self._prints):
             where = f"rank {first.rank}: " if self._world > 1 else ""
             with contextlib.suppress(OSError):  # the log may be on the disk that is full
                 print(f"{first.label}: {where}{first.message}", file=sys.stderr, flush=True)

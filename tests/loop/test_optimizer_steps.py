@@ -1,13 +1,6 @@
-"""What a step draws depends on the run's seed and on the step, so that no two steps repeat each other."""
+"""Mini-batches and the metrics of updates."""
 
-from megatron_gspo.loop.rollouts import rollout_seed
-from megatron_gspo.loop.update import mini_batches
-
-
-def test_every_step_of_every_run_has_a_sampling_seed_of_its_own():
-    seeds = {(seed, step): rollout_seed(seed, step) for seed in range(4) for step in range(200)}
-    assert len(set(seeds.values())) == len(seeds)
-    assert all(rollout_seed(*key) == value for key, value in seeds.items())
+from megatron_gspo.loop.optimizer_steps import mini_batches
 
 
 def test_mini_batches_are_a_partition_drawn_anew_each_step_and_epoch():

@@ -1,23 +1,25 @@
-"""The optimizer steps of one rollout batch."""
+"""The optimizer steps of one rollout batch: mini-batches, updates and their metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from megatron_gspo.algorithms import ratio_quantiles
 from megatron_gspo.config import Config
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.errors import RunError, first_line
-from megatron_gspo.loop.assemble import Run
-from megatron_gspo.loop.mismatch import mismatch
-from megatron_gspo.loop.routing import add_update, update_options
+from megatron_gspo.loop.log_probs import batching_of
+from megatron_gspo.loop.rollout_correction import mismatch
+from megatron_gspo.loop.routing import RoutingReplay
 from megatron_gspo.loop.timers import Timers
+from megatron_gspo.mcore.policy import Policy
 from megatron_gspo.mcore.train_step import StepResult, train_mini_batch
-from megatron_gspo.routing_replay.step_metrics import StepRouting
 
 
 def mini_batches(count: int, size: int, *, seed: int, step: int, epoch: int) -> list[list[int]]:
@@ -28,10 +30,10 @@ def mini_batches(count: int, size: int, *, seed: int, step: int, epoch: int) -> 
 
 @dataclass(frozen=True)
 class Update:
-    """The metrics of a step's updates, and the ratios of the last one, which is the furthest from the old policy.
+    """The metrics of a step's updates, and the ratios of the last one, whose policy differs most from the old one.
 
     samples, log_probs: the last mini-batch and ``[R]`` log-probs of each of its samples before that update. flips:
-    ``[R]`` of each, as ``gather_flips`` gives them; None where they weren't measured.
+    ``[R]`` of each, see ``gather_flips``; None if not measured.
     """
 
     metrics: dict[str, float]
@@ -46,18 +48,19 @@ def writes_ratios(config: Config, step: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def update(run: Run, samples: Sequence[Sample], step: int, timers: Timers, routing: StepRouting) -> Update:
-    """Train on a rollout batch: ``epochs`` passes, one optimizer step a mini-batch.
+def run_optimizer_steps(
+    policy: Policy, samples: Sequence[Sample], config: Config, step: int, routing: RoutingReplay, timers: Timers
+) -> Update:
+    """Train on a rollout batch: ``ppo_epochs`` passes, one optimizer step for each mini-batch.
 
-    A mini-batch without a trained token is skipped and counted. Means are over optimizer steps.
+    A mini-batch without a trained token is skipped and counted. Metrics are means over optimizer steps.
     """
-    config = run.config
     results: list[StepResult] = []
     trained: list[list[Sample]] = []
     skipped = 0
-    clock = run.policy.config.timers
+    clock = policy.config.timers
     if clock is not None:
-        clock.take()  # the old policy's pass went by it too
+        clock.take()  # it also timed the old policy's pass
     for epoch in range(config.training.ppo_epochs):
         for rows in mini_batches(
             len(samples), config.training.global_batch_size, seed=config.seed, step=step, epoch=epoch
@@ -66,35 +69,27 @@ def update(run: Run, samples: Sequence[Sample], step: int, timers: Timers, routi
             if not any(sample.loss_mask.any() for sample in batch):
                 skipped += 1
                 continue
-            with timers("train"):
-                result = _train(run, batch, step)
-            add_update(routing, result.routing, batch, timers, flips=writes_ratios(config, step + 1))
-            results.append(replace(result, routing=None))  # a mini-batch's routes needn't outlive it
+            with timers("train"), _explained(step):
+                result = train_mini_batch(
+                    policy, batch, config.algorithm, batching_of(config),
+                    temperature=config.rollout.temperature, routing=routing.update_options(),
+                )  # fmt: skip
+            routing.add_update(result.routing, batch, timers, flips=writes_ratios(config, step + 1))
+            results.append(replace(result, routing=None))  # frees the mini-batch's routes
             trained.append(batch)
-    metrics = {"updates": float(len(results)), "updates/skipped": float(skipped)}
     if not results:
-        return Update(metrics, [], [])
-    averaged = _averaged([result.metrics for result in results])
-    if "entropy" in averaged:  # of the policies in between; "entropy" is the old policy's
-        averaged["entropy/updates"] = averaged.pop("entropy")
-    if config.algorithm.old_log_probs == "rollout":  # before the first update its policy is the old one
-        metrics |= mismatch(trained[0], results[0].log_probs)
-    metrics |= averaged | _packing(run, results) | (clock.take() if clock is not None else {})
-    if run.is_writer and run.objective.has_ratio:
-        metrics |= _quantiles(
-            [sample for batch in trained for sample in batch],
-            [value for result in results for value in result.log_probs],
-        )
-    return Update(metrics, trained[-1], results[-1].log_probs, routing.flips)
+        return Update({"updates": 0.0, "updates/skipped": float(skipped)}, [], [])
+    metrics = {"updates": float(len(results)), "updates/skipped": float(skipped)}
+    metrics |= update_metrics(results, trained, config) | packing_metrics(policy, results)
+    metrics |= clock.take() if clock is not None else {}
+    return Update(metrics, trained[-1], results[-1].log_probs, routing.measured.flips)
 
 
-def _train(run: Run, batch: Sequence[Sample], step: int) -> StepResult:
-    """``train_mini_batch``; Megatron's refusal of a gradient that isn't finite becomes a message to the user."""
-    temperature = run.config.rollout.temperature
+@contextmanager
+def _explained(step: int) -> Iterator[None]:
+    """Turn Megatron's error for a non-finite gradient into a message for the user."""
     try:
-        return train_mini_batch(
-            run.policy, batch, run.objective, run.batching, temperature=temperature, routing=update_options(run)
-        )
+        yield
     except RuntimeError as error:
         if "grad norm" not in str(error):
             raise
@@ -102,6 +97,26 @@ def _train(run: Run, batch: Sequence[Sample], step: int) -> StepResult:
             f"step {step + 1}: the gradient is not finite ({first_line(error)}), so the weights were left as they are; "
             "lower optimizer.lr or optimizer.clip_grad, and look at ratio_max and grad_norm of the steps before"
         ) from error
+
+
+def update_metrics(
+    results: Sequence[StepResult], trained: Sequence[Sequence[Sample]], config: Config
+) -> dict[str, float]:
+    """Averages over the updates, the mismatch in the first of them if the old log-probs are the rollout's, and on rank
+    0 the quantiles of the importance ratios. trained: the mini-batch of each result."""
+    averaged = _averaged([result.metrics for result in results])
+    if "entropy" in averaged:  # of the policies in between; "entropy" is the old policy's
+        averaged["entropy/updates"] = averaged.pop("entropy")
+    metrics = {}
+    if config.algorithm.old_log_probs == "rollout":  # before the first update the policy is the old one
+        metrics = mismatch(trained[0], results[0].log_probs)
+    metrics |= averaged
+    if dist.get_rank() == 0 and config.algorithm.has_ratio:
+        metrics |= _quantiles(
+            [sample for batch in trained for sample in batch],
+            [value for result in results for value in result.log_probs],
+        )
+    return metrics
 
 
 def _averaged(records: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -113,11 +128,11 @@ def _averaged(records: Sequence[dict[str, float]]) -> dict[str, float]:
     return combined
 
 
-def _packing(run: Run, results: Sequence[StepResult]) -> dict[str, float]:
-    """Padding share of the packed batches and the share of the pipeline's time that its fill and drain take."""
+def packing_metrics(policy: Policy, results: Sequence[StepResult]) -> dict[str, float]:
+    """``perf/*``: padding of the packed batches, and the share of the pipeline's time in fill and drain."""
     batches = [result.batches for result in results]
     real, packed = sum(b.real_tokens for b in batches), sum(b.packed_tokens for b in batches)
-    stages, chunks = run.policy.groups.pp.size(), len(run.policy.chunks)
+    stages, chunks = policy.groups.pp.size(), len(policy.chunks)
     bubbles = [(stages - 1) / (len(b.batches) * chunks + stages - 1) for b in batches]
     return {
         "perf/trained_tokens": float(real),

@@ -1,8 +1,9 @@
-"""How far behind the trainer a batch is: by hand, and that a run without versions is told nothing."""
+"""Metrics of a rollout batch, by hand."""
 
 import numpy as np
 
-from megatron_gspo.loop.staleness import staleness
+from megatron_gspo.loop.sample_metrics import staleness, turn_metrics
+from tests.loop.episodes import episode
 from tests.support.samples import make_sample
 
 
@@ -25,3 +26,9 @@ def test_masked_tokens_do_not_count():
 
 def test_an_engine_without_versions_is_told_nothing():
     assert staleness([make_sample(1, 2), make_sample(1, 2, weight_version=4)], 9) == {}
+
+
+def test_turn_metrics_by_hand():
+    assert turn_metrics([make_sample(1, 3)]) == {}
+    found = turn_metrics([episode(1.0), episode(1.0, 2.0), episode(0.0, 0.0, 1.0)])
+    assert found == {"turns/mean": 2.0, "turns/max": 3.0, "turns/observation_tokens": 1.0}

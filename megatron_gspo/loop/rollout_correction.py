@@ -1,9 +1,9 @@
-"""The rollout engine's log-probs against the training engine's: measured, and corrected where asked for."""
+"""The mismatch between the rollout engine's log-probs and the training engine's: measured, and corrected on request."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from megatron_gspo.data.sample import Sample
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Response tokens of whole samples end to end, [T] each; ids: which sample, 0 .. count-1."""
+    """Response tokens of whole samples, concatenated, [T] each; ids: which sample, 0 .. count-1."""
 
     log_probs: Tensor
     rollout: Tensor
@@ -49,14 +49,14 @@ class _Tokens:
         return Segments(self.mask, self.ids, self.count)
 
     def split(self, values: Tensor) -> list[np.ndarray]:
-        """[T] back into one array a sample."""
+        """[T] as one array for each sample."""
         return np.split(values.numpy(), np.cumsum(np.bincount(self.ids.numpy(), minlength=self.count))[:-1])
 
 
 def mismatch(samples: Sequence[Sample], log_probs: Sequence[np.ndarray]) -> dict[str, float]:
-    """``mismatch/*``: how far the rollout engine's log-probs are from ``log_probs`` [R] of the training engine.
+    """``mismatch/*``: differences between the rollout engine's log-probs and ``log_probs`` [R] of the training engine.
 
-    Nothing where the engine gives none.
+    Empty if the engine gives none.
     """
     if any(sample.rollout_log_probs is None for sample in samples):
         return {}
@@ -68,43 +68,50 @@ def mismatch(samples: Sequence[Sample], log_probs: Sequence[np.ndarray]) -> dict
     return {name: float(value) for name, value in found.items()} | {f"mismatch/{n}": v for n, v in ratios.items()}
 
 
-def correct(algorithm: AlgorithmConfig, samples: Sequence[Sample]) -> dict[str, float]:
-    """``algorithm.rollout_rs`` and ``rollout_is`` on samples with old log-probs and advantages.
+def correct_mismatch(
+    samples: Sequence[Sample], algorithm: AlgorithmConfig
+) -> tuple[list[Sample], dict[str, float]]:
+    """Apply ``algorithm.rollout_rs`` and ``rollout_is`` to samples with old log-probs and advantages.
 
-    Outliers leave ``loss_mask`` first, so that ``|y_i|``, N and M shrink with them; the weights are those of what is
-    left. A response without a trained token still counts in its group's mean and std: its reward is known. Whole
-    samples are looked at, before anything is cut into batches, so that the result doesn't depend on the cut.
+    Rejected tokens leave ``loss_mask`` first, so that ``|y_i|``, N and M decrease with them; the importance weights are
+    those of the remaining tokens. A response without a trained token still counts in its group's mean and std: its
+    reward is known. Whole samples are compared, before they are cut into batches, so the result doesn't depend on the
+    cut.
     """
-    metrics: dict[str, float] = {}
-    for key, apply in (("rollout_rs", _mask), ("rollout_is", _weigh)):
+    corrected, metrics = list(samples), {}
+    for key, apply in (("rollout_rs", _reject), ("rollout_is", _weight)):
         if (level := getattr(algorithm, key)) == "none":
             continue
-        if any(sample.rollout_log_probs is None for sample in samples):
+        if any(sample.rollout_log_probs is None for sample in corrected):
             raise ConfigError(f"algorithm.{key}", level, "the engine gives no log-probs", "set it to none")
-        metrics |= apply(algorithm, samples, _Tokens.of(samples, [sample.old_log_probs for sample in samples]))
-    return metrics
+        tokens = _Tokens.of(corrected, [sample.old_log_probs for sample in corrected])
+        corrected, found = apply(algorithm, corrected, tokens)
+        metrics |= found
+    return corrected, metrics
 
 
-def _mask(algorithm: AlgorithmConfig, samples: Sequence[Sample], tokens: _Tokens) -> dict[str, float]:
+def _reject(
+    algorithm: AlgorithmConfig, samples: Sequence[Sample], tokens: _Tokens
+) -> tuple[list[Sample], dict[str, float]]:
     low, high = algorithm.rollout_rs_band
     both = tokens.log_probs, tokens.rollout
     if algorithm.rollout_rs == "token":
         kept = token_rejection_mask(*both, tokens.mask, lower=low, upper=high)
     else:
         kept = sequence_rejection_mask(*both, tokens.segments, lower=low, upper=high)
-    had = sum(bool(sample.loss_mask.any()) for sample in samples)
-    for sample, part in zip(samples, tokens.split(kept), strict=True):
-        sample.loss_mask = part
-    has = sum(bool(sample.loss_mask.any()) for sample in samples)
-    return {
+    masked = [replace(sample, loss_mask=part) for sample, part in zip(samples, tokens.split(kept), strict=True)]
+    had, has = (sum(bool(sample.loss_mask.any()) for sample in either) for either in (samples, masked))
+    return masked, {
         "rollout_rs/tokens": 1.0 - float(kept.sum()) / max(int(tokens.mask.sum()), 1) if had else 0.0,
         "rollout_rs/sequences": (had - has) / max(had, 1),
     }
 
 
-def _weigh(algorithm: AlgorithmConfig, samples: Sequence[Sample], tokens: _Tokens) -> dict[str, float]:
-    """Multiply the advantages. The figures are over what has a weight of its own: trained tokens, or sequences that
-    have one."""
+def _weight(
+    algorithm: AlgorithmConfig, samples: Sequence[Sample], tokens: _Tokens
+) -> tuple[list[Sample], dict[str, float]]:
+    """Multiply the advantages by the importance weights. The metrics are over what has a weight of its own: trained
+    tokens, or sequences with a trained token."""
     cap = algorithm.rollout_is_threshold
     both = tokens.log_probs, tokens.rollout
     if algorithm.rollout_is == "token":
@@ -114,11 +121,11 @@ def _weigh(algorithm: AlgorithmConfig, samples: Sequence[Sample], tokens: _Token
         weights = sequence_importance_weights(*both, tokens.segments, threshold=cap)
         last = torch.zeros(tokens.count).index_copy(0, tokens.ids, weights)  # any token's: they are equal
         units = last[tokens.ids[tokens.mask].unique()]
-    for sample, part in zip(samples, tokens.split(weights), strict=True):
-        sample.advantages = sample.advantages * part
+    parts = zip(samples, tokens.split(weights), strict=True)
+    weighted = [replace(sample, advantages=sample.advantages * part) for sample, part in parts]
     if not units.numel():
-        return {}
-    return {
+        return weighted, {}
+    return weighted, {
         "rollout_is/weight_mean": float(units.mean()),
         "rollout_is/weight_min": float(units.min()),
         "rollout_is/weight_max": float(units.max()),

@@ -1,0 +1,185 @@
+"""Checkpoints of a run: its state, resuming from the newest one, and saving while training continues."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_gspo.config import CheckpointConfig
+from megatron_gspo.data.sample import Sample
+from megatron_gspo.errors import SharedEngineError
+from megatron_gspo.loop.generation import DataCursor
+from megatron_gspo.loop.timers import Timers
+from megatron_gspo.mcore.checkpoint.checkpoint_files import (
+    CheckpointError,
+    newest_checkpoint,
+    read_state,
+    remove_leftovers,
+    remove_old,
+)
+from megatron_gspo.mcore.checkpoint.save_load import WAITING_WRITERS, AsyncSave, begin_save, load_checkpoint
+from megatron_gspo.mcore.policy import Policy
+from megatron_gspo.parallel.rank_zero import run_on_rank_zero
+
+
+@dataclass(frozen=True)
+class LoopState:
+    """All that a resumed run needs besides weights and optimizer; saved with every checkpoint."""
+
+    step: int = 0  # rollout batches trained on
+    cursor: int = 0  # prompts drawn
+    pending: tuple[int, ...] = ()  # indices of the drawn prompts that are not trained on yet
+    samples: int = 0
+    tokens: int = 0
+    wall_seconds: float = 0.0
+    accuracy_before: float | None = None
+    accuracy_after: float | None = None
+
+    @property
+    def data_cursor(self) -> DataCursor:
+        """Position in the training prompts."""
+        return DataCursor(self.cursor, tuple(self.pending))
+
+    def after_step(self, cursor: DataCursor, samples: Sequence[Sample]) -> LoopState:
+        """The state after one more step on these samples."""
+        return replace(
+            self,
+            step=self.step + 1,
+            cursor=cursor.drawn,
+            pending=cursor.pending,
+            samples=self.samples + len(samples),
+            tokens=self.tokens + sum(sample.length for sample in samples),
+        )
+
+
+def checkpoint_folder(run_dir: str | Path) -> Path:
+    """The folder of a run's checkpoints."""
+    return Path(run_dir) / "checkpoints"
+
+
+def resume(policy: Policy, config: CheckpointConfig, run_dir: str | Path) -> tuple[LoopState, Path | None]:
+    """Load the newest complete checkpoint, if ``checkpoint.resume`` allows it and there is one: (state, checkpoint).
+
+    Rank 0 chooses for all ranks, and reports its choice and what is wrong with the checkpoints that it skips.
+    """
+    folder = checkpoint_folder(run_dir)
+    found = run_on_rank_zero(
+        lambda: _choose(config, folder), error=CheckpointError, what="the run's checkpoints can't be read"
+    )
+    if found is None:
+        return LoopState(), None
+    state = LoopState(**load_checkpoint(policy, found))
+    if dist.get_rank() == 0:
+        print(f"resumed from {found}: step {state.step}", file=sys.stderr)
+    return state, found
+
+
+class CheckpointManager:
+    """Begins, polls and finishes the saves of a run, one at a time.
+
+    Each method but ``weights_change`` is a collective of all ranks and raises ``CheckpointError`` on all of them if one
+    can't write. As a context manager it ends its writers when the context is left: an unfinished save is discarded.
+    """
+
+    def __init__(self, policy: Policy, config: CheckpointConfig, run_dir: str | Path, current: Path | None) -> None:
+        """current: the checkpoint that the run resumed from; None if there is none."""
+        self._policy, self._config, self._folder = policy, config, checkpoint_folder(run_dir)
+        self._current = current
+        self._save: AsyncSave | None = None
+        self._checked = False
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._save is not None:
+            self._save.end()
+
+    @property
+    def current(self) -> Path | None:
+        """The checkpoint of the current weights, complete or being written; None if there is none."""
+        return self._save.path if self._save is not None and self._current is not None else self._current
+
+    def weights_change(self) -> None:
+        """The weights are about to change: no checkpoint holds them any more."""
+        self._current = None
+
+    def is_due(self, step: int, last: int) -> bool:
+        """Whether a checkpoint is saved after ``step``: at the interval (0: never), and after the last step."""
+        interval = self._config.save_interval
+        return bool(interval) and (step % interval == 0 or step == last)
+
+    def begin(self, state: LoopState) -> None:
+        """Save the run; first wait for the previous save. With ``checkpoint.async_save: false`` it is complete on
+        return."""
+        self.finish()
+        config = self._config
+        self._save = begin_save(self._policy, self._folder, state.step, asdict(state), keep=config.keep,
+                                check=not self._checked, writers=1 if config.async_save else WAITING_WRITERS)
+        self._checked = True
+        self._current = self._save.path
+        if not config.async_save:
+            self.finish()
+
+    def poll(self, timers: Timers) -> None:
+        """Publish the save in progress if it is written."""
+        if self._save is None:
+            return
+        with timers("checkpoint"):
+            if self._save.poll():
+                self.finish()
+
+    def finish(self) -> None:
+        """Wait until the save in progress, if there is one, is complete."""
+        if self._save is None:
+            return
+        path = self._save.finish()
+        if self._current is not None:
+            self._current = path
+        self._save = None
+
+    @contextmanager
+    def saved_on_engine_failure(self, state: LoopState) -> Iterator[None]:
+        """Save the run, unless that is done or in progress, before a `SharedEngineError` ends it."""
+        try:
+            yield
+        except SharedEngineError as error:
+            if not state.step:
+                raise
+            saved = "" if self.current is not None else "saved, "
+            if self.current is None:
+                self.begin(state)
+            self.finish()
+            raise SharedEngineError(f"{error}; {saved}start again to go on from {self.current}") from error
+
+
+def _choose(config: CheckpointConfig, folder: Path) -> Path | None:
+    """The checkpoint to resume from. Removes what a killed run left incomplete: a save, or the removal of old ones."""
+    if config.resume != "auto":
+        return None
+    remove_leftovers(folder)
+    found, faults = newest_checkpoint(folder)
+    for fault in faults:
+        what = f"resuming from {found.name}" if found else "starting from the beginning"
+        print(f"{fault}: {what}", file=sys.stderr)
+    if found is not None:
+        _check_state(found, read_state(found))
+        remove_old(folder, keep=config.keep)
+    return found
+
+
+def _check_state(path: Path, state: dict[str, Any]) -> None:
+    known = {field.name for field in fields(LoopState)}
+    wrong = sorted(known ^ set(state))
+    if wrong:
+        what = "lacks" if wrong[0] in known else "has the unknown key"
+        raise CheckpointError(
+            f"{path}/state.json {what} {wrong[0]}: it is of another version of this program; "
+            "continue with that version or start again in another run_dir"
+        )

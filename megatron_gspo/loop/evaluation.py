@@ -1,0 +1,58 @@
+"""Held-out accuracy: mean@k and pass@k under the current weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_gspo.config import Config, SamplingParams
+from megatron_gspo.data.sample import Prompt
+from megatron_gspo.loop.generation import rollout_seed
+from megatron_gspo.loop.reward_scoring import Rewards, require_scores
+from megatron_gspo.loop.timers import Timers
+from megatron_gspo.rollout.group_source import GroupSource
+from megatron_gspo.rollout.pass_at_k import mean_at_k, pass_at_k
+
+# Differs from every training step's seed and is the same at every evaluation: two evaluations differ by the weights.
+_EVALUATION_STREAM = 2**31 - 1
+
+
+def evaluate(
+    groups: GroupSource, rewards: Rewards, prompts: Sequence[Prompt], config: Config, timers: Timers
+) -> dict[str, float]:
+    """``eval/accuracy`` (mean@n), ``eval/pass@k`` and the response length on the held-out prompts."""
+    evaluation = config.evaluation
+    with timers("evaluate"):
+        seed = rollout_seed(config.seed, _EVALUATION_STREAM)
+        samples = groups.generate(prompts, evaluation_sampling(config), seed=seed)
+        samples, failures = rewards(samples, prompts, Timers())  # timed as part of the evaluation
+    require_scores(samples, rewards.name)
+    # a response that could not be scored counts as not solved
+    scores = np.nan_to_num([sample.reward for sample in samples], nan=0.0).reshape(-1, evaluation.n_samples)
+    found = {
+        "eval/accuracy": mean_at_k(scores),
+        "eval/response_length": float(np.mean([sample.response_length for sample in samples])),
+        "eval/verifier_failures": float(sum(failures.values())),
+    }
+    return found | {f"eval/pass@{k}": pass_at_k(scores, k) for k in evaluation.pass_at_k}
+
+
+def evaluation_sampling(config: Config) -> SamplingParams:
+    """How held-out responses are drawn; a temperature of 0 is greedy."""
+    evaluation = config.evaluation
+    return replace(
+        config.rollout,
+        n_samples_per_prompt=evaluation.n_samples,
+        temperature=evaluation.temperature,
+        top_p=evaluation.top_p,
+        top_k=evaluation.top_k,
+    )
+
+
+def is_evaluation_due(config: Config, step: int) -> bool:
+    """Whether the held-out prompts are evaluated after ``step`` > 0 steps."""
+    evaluation = config.evaluation
+    at_end = evaluation.at_end and step == config.training.steps
+    return at_end or bool(evaluation.eval_interval and step % evaluation.eval_interval == 0)

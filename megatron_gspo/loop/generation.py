@@ -1,0 +1,165 @@
+"""Responses are generated here: prompts are drawn, submitted as groups and collected with their rewards.
+
+| ``rollout``                    | groups in flight in a step           | groups that a step leaves unfinished         |
+| ------------------------------ | ------------------------------------ | -------------------------------------------- |
+| default                        | those that it trains on              | none                                         |
+| ``oversampling`` alone         | ``oversampling`` times as many       | discarded; their prompts are generated again |
+| the same and ``max_staleness`` | as many as bring it to that number   | paused while training, then continued        |
+| ``max_staleness``, ``overlap`` | those of ``max_staleness`` steps     | continue while training, over weight updates |
+
+Groups are collected in the order in which they were submitted, as far as they are finished. Groups with tokens that
+would be older than ``max_staleness`` before a later step can take them are waited for, so long responses are neither
+dropped nor deferred.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Set
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_gspo.config import Config
+from megatron_gspo.data.prompts import PromptSource
+from megatron_gspo.data.sample import Sample
+from megatron_gspo.loop.reward_scoring import Rewards, in_varied_group, require_scores
+from megatron_gspo.loop.timers import Timers
+from megatron_gspo.rollout.group_source import GroupSource
+
+_TRIES = 3  # batches without a new prompt, after which a small data set has no more
+
+
+@dataclass(frozen=True)
+class DataCursor:
+    """Position in the training prompts.
+
+    drawn: prompts drawn so far. pending: indices of the drawn prompts that are not trained on yet, in the order in
+    which they were drawn; a resumed run begins with them.
+    """
+
+    drawn: int = 0
+    pending: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One scored rollout batch, the same on every rank, and the position in the prompts after it."""
+
+    samples: list[Sample]
+    cursor: DataCursor
+    metrics: dict[str, float]
+
+
+def rollout_seed(seed: int, step: int) -> int:
+    """A step's sampling seed: rollouts depend on (seed, step, prompt, sample) alone, so a resumed run repeats them."""
+    return int(np.random.SeedSequence([seed, step]).generate_state(1)[0])
+
+
+@dataclass(frozen=True)
+class RolloutGenerator:
+    """Draws one scored rollout batch a step."""
+
+    groups: GroupSource
+    prompts: PromptSource
+    rewards: Rewards
+    config: Config
+
+    def draw(self, step: int, cursor: DataCursor, timers: Timers) -> Rollout:
+        """The rollout batch of a step.
+
+        With dynamic sampling, groups whose rewards are all equal are replaced by groups of other prompts. If some are
+        left after the last generation, they stay in the batch with an advantage of 0.
+        """
+        config = self.config
+        if config.algorithm.is_supervised:
+            return self._reference_answers(cursor, timers)
+        size, n = config.rollout.rollout_batch_size, config.rollout.n_samples_per_prompt
+        generations = config.algorithm.max_num_gen_batches if config.algorithm.dynamic_sampling else 1
+        varied: list[Sample] = []
+        equal: list[Sample] = []
+        failures: Counter[str] = Counter()
+        generated = 0
+        for attempt in range(generations):
+            used = {sample.prompt_index for sample in varied + equal}
+            cursor = self._submit(cursor, size - len(varied) // n, step * generations + attempt, used)
+            ready = min(size - len(varied) // n, len(cursor.pending))
+            if not ready:  # all prompts of a small data set are used
+                continue
+            samples, counts, cursor = self._collect(ready, step, cursor, timers)
+            failures.update(counts)
+            generated += len(samples) // n
+            keep = in_varied_group(samples) if generations > 1 else [True] * len(samples)
+            varied += [sample for sample, kept in zip(samples, keep, strict=True) if kept]
+            equal += [sample for sample, kept in zip(samples, keep, strict=True) if not kept]
+            if len(varied) >= size * n:
+                break
+        require_scores(varied + equal, self.rewards.name)
+        metrics = {f"verifier/{name}": float(count) for name, count in failures.items()}
+        metrics["groups/generated"] = float(generated)
+        return Rollout(varied + equal[: size * n - len(varied)], cursor, metrics)
+
+    def prepare_for_training(self, step: int, cursor: DataCursor) -> DataCursor:
+        """Submit the groups that are generated while the step trains (``rollout.overlap``), or pause generation."""
+        rollout = self.config.rollout
+        if not rollout.overlap:
+            self.groups.pause(keep=rollout.max_staleness > 0)
+            return cursor
+        # no more than later steps can take: groups are trained on in this order, and the last must not be too old then
+        ahead = rollout.rollout_batch_size * rollout.max_staleness
+        cursor = next_prompts(self.prompts, cursor, ahead, set())
+        self._submit_pending(cursor, step + 1)
+        return cursor
+
+    def _submit(self, cursor: DataCursor, count: int, seed_step: int, used: Set[int]) -> DataCursor:
+        """Bring the groups in flight to what ``count`` groups of this step need."""
+        rollout = self.config.rollout
+        if rollout.streams:
+            cursor = next_prompts(self.prompts, cursor, math.ceil(count * rollout.oversampling), used)
+        else:
+            drawn, position = self.prompts.batch(cursor.drawn, count)
+            cursor = DataCursor(position, tuple(prompt.index for prompt in drawn if prompt.index not in used))
+        self._submit_pending(cursor, seed_step)
+        return cursor
+
+    def _submit_pending(self, cursor: DataCursor, seed_step: int) -> None:
+        """Submit the pending prompts that are not in flight: new ones, and those that were discarded."""
+        in_flight = set(self.groups.pending())
+        prompts = [self.prompts.prompts[index] for index in cursor.pending if index not in in_flight]
+        if prompts:
+            seed = rollout_seed(self.config.seed, seed_step)
+            self.groups.submit(prompts, self.config.rollout, seed=seed)
+
+    def _collect(self, count: int, step: int, cursor: DataCursor,
+                 timers: Timers) -> tuple[list[Sample], Counter[str], DataCursor]:
+        """``count`` groups with their rewards, failures by kind, and the cursor without their prompts."""
+        staleness = self.config.rollout.max_staleness
+        with timers("generate"):
+            groups = self.groups.collect(count, oldest_version=step - staleness if staleness else None)
+        samples = [sample for group in groups for sample in group]
+        taken = {sample.prompt_index for sample in samples}
+        cursor = DataCursor(cursor.drawn, tuple(index for index in cursor.pending if index not in taken))
+        prompts = [self.prompts.prompts[index] for index in sorted(taken)]
+        samples, failures = self.rewards(samples, prompts, timers)
+        return samples, failures, cursor
+
+    def _reference_answers(self, cursor: DataCursor, timers: Timers) -> Rollout:
+        """Supervised training: the prompts' answers, without rewards."""
+        prompts, position = self.prompts.batch(cursor.drawn, self.config.rollout.rollout_batch_size)
+        with timers("generate"):
+            self.groups.submit(prompts, self.config.rollout, seed=0)
+            groups = self.groups.collect(len(prompts))
+        return Rollout([sample for group in groups for sample in group], DataCursor(position), {})
+
+
+def next_prompts(prompts: PromptSource, cursor: DataCursor, count: int, used: Set[int]) -> DataCursor:
+    """The cursor with ``count`` pending prompts, as far as the data has so many: none twice, none that was used."""
+    pending, drawn = list(cursor.pending), cursor.drawn
+    tries = 0
+    while (missing := count - len(pending)) > 0 and tries < _TRIES:
+        batch, drawn = prompts.batch(drawn, min(missing, len(prompts)))
+        new = [prompt.index for prompt in batch if prompt.index not in used and prompt.index not in pending]
+        tries = 0 if new else tries + 1
+        pending += new
+    return DataCursor(drawn, tuple(pending))

@@ -1,0 +1,154 @@
+"""Metrics and samples are logged here: metrics.jsonl, samples, progress line, trackers, summary and plot; on rank 0."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron_gspo.config import Config
+from megatron_gspo.data.sample import Prompt, Sample
+from megatron_gspo.errors import writing
+from megatron_gspo.loop.generation import DataCursor
+from megatron_gspo.loop.optimizer_steps import Update, writes_ratios
+from megatron_gspo.loop.rollout_log import rollout_record
+from megatron_gspo.loop.routing import RoutingReplay
+from megatron_gspo.rewards.scorer import FAILURE
+from megatron_gspo.tracking.plots import draw_run
+from megatron_gspo.tracking.progress import Progress
+from megatron_gspo.tracking.run_directory import RunDirectory, spread
+from megatron_gspo.tracking.run_environment import describe_environment
+from megatron_gspo.tracking.trackers import RunInfo, make_trackers
+
+
+def ratio_arrays(update: Update, tokenizer: Any) -> dict[str, np.ndarray]:
+    """By trained token of an update: ``log_ratio`` f32 (current less old policy, before the update), ``sequence`` i32
+    (its position in the mini-batch), ``advantage`` f32, ``token_ids`` i32, ``token_text``, and if measured ``flipped``
+    i8 (1: another expert in at least one layer, 0: none, -1: not compared)."""
+    masks = [sample.loss_mask for sample in update.samples]
+    chosen = list(zip(update.samples, update.log_probs, masks, strict=True))
+    ids = np.concatenate([sample.response_ids[mask] for sample, _, mask in chosen]).astype(np.int32)
+    texts = {int(i): tokenizer.decode([int(i)]) for i in np.unique(ids)}
+    arrays = {
+        "log_ratio": np.concatenate([(new - sample.old_log_probs)[mask] for sample, new, mask in chosen]),
+        "sequence": np.repeat(np.arange(len(masks)), [int(mask.sum()) for mask in masks]).astype(np.int32),
+        "advantage": np.concatenate([sample.advantages[mask] for sample, _, mask in chosen]),
+        "token_ids": ids,
+        "token_text": np.array([texts[i] for i in ids.tolist()], dtype=np.str_),
+    }
+    if update.flips is not None:
+        arrays["flipped"] = np.concatenate([flips[mask] for flips, mask in zip(update.flips, masks, strict=True)])
+    return arrays
+
+
+class MetricsLogger:
+    """The run directory, progress line and trackers on rank 0; on the other ranks every method does nothing."""
+
+    def __init__(self, config: Config, prompts: Sequence[Prompt], tokenizer: Any, *, resume_step: int) -> None:
+        """prompts: of the training data, by index. resume_step: 0 for a new run."""
+        self._config, self._stack = config, contextlib.ExitStack()
+        self._active, self._prompts, self._tokenizer = dist.get_rank() == 0, prompts, tokenizer
+        self._warned: set[str] = set()
+        if not self._active:
+            return
+        tracking, resumed = config.tracking, resume_step if resume_step else None
+        with writing(config.run_dir):
+            self._directory = self._stack.enter_context(
+                RunDirectory(config.run_dir, resume_step=resumed, reuse=config.checkpoint.resume == "auto")
+            )
+            self._directory.write_config(config.dump(), describe_environment(world_size=dist.get_world_size()))
+        self._trackers = make_trackers(
+            RunInfo(Path(config.run_dir), config.dump(), resumed),
+            tensorboard=tracking.tensorboard,
+            wandb=tracking.wandb,
+            mlflow=tracking.mlflow,
+        )
+        self._progress = self._stack.enter_context(Progress(config.training.steps, start=resume_step))
+
+    def __enter__(self) -> MetricsLogger:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._active:
+            self._trackers.close()
+        self._stack.close()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One record of metrics.jsonl, the trackers and the progress line."""
+        if self._active:
+            with writing(self._directory.metrics):
+                values = self._directory.log(step, metrics)
+            self._trackers.log(step, values)
+            self._progress.update(step, values)
+            if values.get("groups/zero_variance") == 1.0:
+                self._warn_once(
+                    "equal",
+                    f"step {step}: the rewards of every group are all equal, so there is nothing to learn from; "
+                    "look at samples/ and the verifier",
+                )
+            if values.get("updates") == 0:
+                line = f"step {step}: every response is masked, so nothing was updated; see masked/*"
+                self._warn_once("masked", line)
+
+    def note_dropped_prompts(self, count: int) -> None:
+        """Print how many prompts were too long, if any."""
+        if count:
+            self.say(f"{count} prompts are longer than data.max_prompt_length and were dropped")
+
+    def say(self, line: str) -> None:
+        """Print a line next to the progress."""
+        if self._active:
+            self._progress.say(line)
+
+    def _warn_once(self, about: str, line: str) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
+            self._progress.say(line)
+
+    def write_step(self, step: int, samples: Sequence[Sample], routing: RoutingReplay, update: Update,
+                   cursor: DataCursor) -> None:
+        """What a step writes besides its metrics: samples, figures by MoE layer, importance ratios, rollout log."""
+        if not self._active:
+            return
+        self._write_samples(step, samples)
+        by_layer = routing.measured.by_layer()
+        if any(value is not None for value in by_layer.values()):
+            with writing(self._directory.routing):
+                self._directory.write_routing(step, by_layer)
+        if writes_ratios(self._config, step) and routing.has_ratio and update.samples:
+            with writing(self._directory.ratios):
+                self._directory.write_ratios(step, ratio_arrays(update, self._tokenizer))
+        if self._config.rollout.engine == "sglang":  # samples may be older than their step
+            with writing(self._directory.rollouts):
+                self._directory.write_rollouts(step, rollout_record(samples, cursor))
+
+    def _write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Some responses of the step, evenly picked; and one line for the run if some could not be scored."""
+        if reasons := [s.metadata[FAILURE] for s in samples if FAILURE in s.metadata]:
+            self._warn_once(
+                "unscored",
+                f"step {step}: {len(reasons)} of {len(samples)} responses could not be scored ({reasons[0]}); "
+                "see verifier/* and data.verifier_failure_reward",
+            )
+        if self._config.tracking.samples_per_step:
+            chosen = spread(list(samples), self._config.tracking.samples_per_step)
+            with writing(self._directory.samples):
+                self._directory.write_samples(
+                    step, [sample.to_record(self._prompts[sample.prompt_index]) for sample in chosen]
+                )
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write summary.json and plot the curves; without matplotlib it prints a line instead."""
+        if not self._active:
+            return
+        with writing(self._directory.summary):
+            self._directory.write_summary({**summary, "exit": "finished"})
+        if self._config.tracking.plot:
+            try:
+                draw_run(self._config.run_dir)
+            except (ImportError, ValueError, OSError) as error:
+                self._progress.say(f"the curves were not plotted: {error}")

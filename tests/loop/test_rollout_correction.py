@@ -1,0 +1,104 @@
+"""The mismatch between the engines and its correction, by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from megatron_gspo.config import AlgorithmConfig, ConfigError
+from megatron_gspo.data.sample import Sample
+from megatron_gspo.loop.rollout_correction import correct_mismatch, mismatch
+from tests.support.samples import make_sample
+
+
+def two_samples() -> list[Sample]:
+    """Ratios old policy / rollout engine 3, 1/4, 1 (the third not trained) and 1.5, 1.5."""
+    first = make_sample(1, 3, mask=[True, True, False], log_probs=False)
+    second = make_sample(1, 2, log_probs=False)
+    for sample, ratios in ((first, (3, 0.25, 1)), (second, (1.5, 1.5))):
+        sample.rollout_log_probs = np.full(len(ratios), -2, np.float32)
+        sample.old_log_probs = (sample.rollout_log_probs + np.log(ratios)).astype(np.float32)
+        sample.advantages = np.full(len(ratios), -2, np.float32)
+    return [first, second]
+
+
+def test_weights_by_hand():
+    (first, second), found = correct_mismatch(two_samples(), AlgorithmConfig.preset(rollout_is="token"))
+    np.testing.assert_allclose(first.advantages, [-4, -0.5, -2])
+    np.testing.assert_allclose(second.advantages, [-3, -3], rtol=1e-6)
+    total, squares = 2 + 0.25 + 3, 4 + 0.0625 + 4.5
+    assert found == pytest.approx({
+        "rollout_is/weight_mean": total / 4,
+        "rollout_is/weight_min": 0.25,
+        "rollout_is/weight_max": 2.0,
+        "rollout_is/effective_sample_size": total**2 / squares / 4,
+        "rollout_is/truncated": 0.25,
+    })  # fmt: skip
+
+
+def test_weights_of_sequences_by_hand():
+    algorithm = AlgorithmConfig.preset(rollout_is="sequence", rollout_is_threshold=1.2)
+    (first, second), found = correct_mismatch(two_samples(), algorithm)
+    mean = math.sqrt(3 / 4)
+    np.testing.assert_allclose(first.advantages, [-2 * mean] * 3, rtol=1e-6)
+    np.testing.assert_allclose(second.advantages, [-2.4, -2.4], rtol=1e-6)
+    assert found["rollout_is/weight_mean"] == pytest.approx((mean + 1.2) / 2)
+    assert found["rollout_is/truncated"] == 0.5
+
+
+def test_the_weight_of_a_sequence_is_that_of_the_tokens_left():
+    algorithm = AlgorithmConfig.preset(rollout_rs="token", rollout_rs_threshold=4.0, rollout_rs_threshold_lower=0.5,
+                                rollout_is="sequence", rollout_is_threshold=5.0)  # fmt: skip
+    (first, second), found = correct_mismatch(two_samples(), algorithm)
+    assert first.loss_mask.tolist() == [True, False, False] and second.loss_mask.all()
+    np.testing.assert_allclose(first.advantages, [-6, -6, -6], rtol=1e-6)
+    assert found["rollout_rs/tokens"] == 0.25 and found["rollout_rs/sequences"] == 0
+
+
+def test_a_masked_sequence_has_no_weight():
+    algorithm = AlgorithmConfig.preset(rollout_rs="sequence", rollout_rs_threshold=1.4, rollout_is="sequence")
+    (first, second), found = correct_mismatch(two_samples(), algorithm)
+    assert first.loss_mask.tolist() == [True, True, False] and not second.loss_mask.any()
+    assert found["rollout_rs/tokens"] == 0.5 and found["rollout_rs/sequences"] == 0.5
+    assert found["rollout_is/weight_mean"] == found["rollout_is/weight_max"] < 1
+
+
+def test_nothing_left_has_no_weights():
+    algorithm = AlgorithmConfig.preset(rollout_rs="token", rollout_rs_threshold=1.0, rollout_is="token")
+    samples, found = correct_mismatch(two_samples(), algorithm)
+    assert found == {"rollout_rs/tokens": 1.0, "rollout_rs/sequences": 1.0}
+    samples, found = correct_mismatch(samples, algorithm)
+    assert found == {"rollout_rs/tokens": 0.0, "rollout_rs/sequences": 0.0}
+    unchanged, found = correct_mismatch(samples, AlgorithmConfig.preset())
+    assert found == {} and all(a is b for a, b in zip(unchanged, samples, strict=True))
+
+
+def test_the_samples_that_are_given_do_not_change():
+    samples = two_samples()
+    correct_mismatch(samples, AlgorithmConfig.preset(rollout_rs="token", rollout_is="token"))
+    for sample, before in zip(samples, two_samples(), strict=True):
+        assert sample.loss_mask.tolist() == before.loss_mask.tolist()
+        assert sample.advantages.tolist() == before.advantages.tolist()
+
+
+def test_without_log_probs_it_is_refused():
+    samples = two_samples()
+    samples[1].rollout_log_probs = None
+    assert mismatch(samples, [np.zeros(3, np.float32), np.zeros(2, np.float32)]) == {}
+    for key in ("rollout_rs", "rollout_is"):
+        refusal = f'algorithm.{key} = "token": the engine gives no log-probs; set it to none'
+        with pytest.raises(ConfigError, match=refusal):
+            correct_mismatch(samples, AlgorithmConfig.preset(**{key: "token"}))
+
+
+def test_mismatch_quantiles_of_both_ratios():
+    samples = two_samples()
+    found = mismatch(samples, [sample.old_log_probs for sample in samples])
+    assert found["mismatch/ratio_token/max"] == pytest.approx(3)
+    assert found["mismatch/ratio_token/min"] == pytest.approx(0.25)
+    assert found["mismatch/ratio_sequence/min"] == pytest.approx(math.sqrt(3 / 4))
+    assert found["mismatch/ratio_sequence/max"] == pytest.approx(1.5)
+    assert found["mismatch/abs_diff_max"] == pytest.approx(math.log(4))
+    assert len(found) == 14
