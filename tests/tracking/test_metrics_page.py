@@ -33,7 +33,7 @@ KEEPS_OTHER_RECORDS = {"rollout_cache", "dry_run"}  # their dicts are the head o
 SOURCES = (
     *(file for file in sorted((PACKAGE / "loop").glob("*.py")) if file.stem not in KEEPS_OTHER_RECORDS),
     *(PACKAGE / "mcore" / f"{name}.py" for name in ("train_step", "forward_step")),
-    PACKAGE / "rollout" / "sglang" / "sglang_engine.py",
+    PACKAGE / "rollout" / "server_engine" / "server_engine.py",
     PACKAGE / "routing_replay" / "step_metrics.py",
 )
 # what a forward step returns; a key of summary.json; of a request
