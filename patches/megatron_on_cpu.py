@@ -87,7 +87,7 @@ def _patch_torch() -> None:
     replace(torch.cuda, "get_rng_state", lambda _: lambda *args, **kwargs: torch.get_rng_state())
     replace(torch.cuda, "set_rng_state", lambda _: lambda state, *args, **kwargs: torch.set_rng_state(state))
     replace(torch.cuda, "manual_seed", lambda _: lambda seed: torch.manual_seed(seed))
-    if torch.cuda.Stream is not _Stream:  # a class, since libraries name it in annotations
+    if torch.cuda.Stream is not _Stream:  # type: ignore[comparison-overlap] # a class, since libraries name it in annotations
         torch.cuda.Stream = _Stream  # type: ignore[misc, assignment]
 
 

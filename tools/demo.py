@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_gspo.errors import UserError
 from megatron_gspo.tools.copy_examples import EXAMPLE_RUNS
@@ -31,7 +32,7 @@ def transformers_accuracy(model: Path, config: Path) -> float:
 
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
-    network = AutoModelForCausalLM.from_pretrained(model)
+    network: Any = AutoModelForCausalLM.from_pretrained(model)
     run, (held_out, _) = load_config(config), held_out_and_training(model, config)
     batch = tokenizer([prompt.text for prompt in held_out], return_tensors="pt", padding=True)
     output = network.generate(

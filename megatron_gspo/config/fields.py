@@ -34,7 +34,7 @@ def keys(section: type, prefix: str = "") -> Iterator[Key]:
     """Every leaf key of a section dataclass, in order; a section's own keys come before its subsections'."""
     subsections = []
     texts = docstrings(section)
-    for name, annotation in annotations(section).items():
+    for name, annotation in field_types(section).items():
         subsection = section_of(annotation)
         if subsection is not None:
             subsections.append((subsection, f"{prefix}{name}."))
@@ -45,7 +45,7 @@ def keys(section: type, prefix: str = "") -> Iterator[Key]:
 
 
 @functools.cache
-def annotations(section: type) -> dict[str, Any]:
+def field_types(section: type) -> dict[str, Any]:
     """Field name -> resolved annotation, `Annotated` kept."""
     hints = typing.get_type_hints(section, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(section)}

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from megatron_gspo.config.config_error import MISSING, ConfigError
-from megatron_gspo.config.fields import annotations, choices, describe_type, keys, required, section_of
+from megatron_gspo.config.fields import choices, describe_type, field_types, keys, required, section_of
 
 T = TypeVar("T")
 
@@ -24,13 +24,14 @@ _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 def validate(section: type[T], data: dict[str, Any]) -> T:
     """An instance of a section dataclass. Raises ConfigError for the first fault: unknown keys, types and bounds."""
     try:  # as JSON, which strict validation builds dataclasses from
-        return _adapter(section).validate_json(json.dumps(data, default=str))
+        adapter: TypeAdapter[T] = _adapter(section)  # type: ignore[arg-type]
+        return adapter.validate_json(json.dumps(data, default=str))
     except ValidationError as error:
         raise _first_fault(section, error) from None
 
 
 @functools.cache
-def _adapter(section: type[T]) -> TypeAdapter[T]:
+def _adapter(section: type) -> TypeAdapter[Any]:
     return TypeAdapter(section)
 
 
@@ -41,7 +42,7 @@ def _first_fault(model: type, error: ValidationError) -> ConfigError:
     key, annotation = _locate(model, fault["loc"])
     value = fault["input"]
     if fault["type"] in _UNKNOWN:
-        known = [row.name for row in keys(model)] + list(annotations(model))
+        known = [row.name for row in keys(model)] + list(field_types(model))
         return ConfigError(key, value, "is not a key", _suggest(key, known))
     if fault["type"] == "missing":
         return ConfigError(key, MISSING, "is missing", f"set it: {_expected(annotation)}")
@@ -76,7 +77,7 @@ def _locate(model: type, location: tuple[int | str, ...]) -> tuple[str, Any]:
         if current is None:
             break
         parts.append(str(part))
-        annotation = annotations(current).get(part) if isinstance(part, str) else None
+        annotation = field_types(current).get(part) if isinstance(part, str) else None
         if annotation is None:
             break
         current = section_of(annotation)

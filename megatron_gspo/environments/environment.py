@@ -116,12 +116,15 @@ class Environments:
 def _fault(turn: Any) -> str:
     if not isinstance(turn, Turn):
         return f"the environment returned a {type(turn).__name__}; return megatron_gspo.environments.environment.Turn"
-    if not isinstance(turn.observation, str):
-        return f"the environment's observation is a {type(turn.observation).__name__}; give text"
-    if not isinstance(turn.reward, (numbers.Real, np.bool_)) or not abs(float(turn.reward)) <= _LARGEST:
-        return f"the environment's reward is {turn.reward!r}; give a finite number (float32)"
-    if not isinstance(turn.done, (bool, np.bool_)):
-        return f"the environment's done is {turn.done!r}; give True or False"
+    observation: Any = turn.observation
+    reward: Any = turn.reward
+    done: Any = turn.done
+    if not isinstance(observation, str):
+        return f"the environment's observation is a {type(observation).__name__}; give text"
+    if not isinstance(reward, (numbers.Real, np.bool_)) or not abs(float(reward)) <= _LARGEST:
+        return f"the environment's reward is {reward!r}; give a finite number (float32)"
+    if not isinstance(done, (bool, np.bool_)):
+        return f"the environment's done is {done!r}; give True or False"
     return ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,7 +60,8 @@ def _by_megatron(hugging_face: Path, checkpoint: Path, tokens: np.ndarray) -> np
 
 @torch.no_grad()
 def _by_transformers(path: Path, tokens: np.ndarray) -> np.ndarray:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(compute_device()).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = model.to(compute_device()).eval()
     ids = torch.from_numpy(tokens).to(compute_device())
     log_probs = model(ids[None]).logits[0, :-1].float().log_softmax(-1)
     return log_probs.gather(1, ids[1:, None])[:, 0].cpu().numpy()

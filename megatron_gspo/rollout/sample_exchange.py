@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -173,8 +174,8 @@ def encode_samples(samples: Sequence[Sample], places: Sequence[int]) -> bytes:
         b"" if not any(s.metadata for s in samples) else json.dumps([s.metadata for s in samples]).encode()
     )
     floats = [getattr(s, name) for s in samples for name in _PER_TOKEN if getattr(s, name) is not None]
-    routes = [np.ascontiguousarray(s.routed_experts) for s in samples if s.routed_experts is not None]
-    missing = [s.missing_routes for s in samples if s.missing_routes is not None]
+    all_routes = [np.ascontiguousarray(s.routed_experts) for s in samples if s.routed_experts is not None]
+    all_missing = [s.missing_routes for s in samples if s.missing_routes is not None]
     parts = [
         np.array([_FORMAT, len(samples), len(metadata)], dtype=np.int64),
         table,
@@ -182,8 +183,8 @@ def encode_samples(samples: Sequence[Sample], places: Sequence[int]) -> bytes:
         _joined([s.tokens for s in samples], np.int64),
         _joined(floats, np.float32),
         _joined([s.token_versions for s in samples if s.token_versions is not None], np.int32),
-        *routes,
-        _joined(missing, np.uint8),
+        *all_routes,
+        _joined(all_missing, np.uint8),
         _joined([s.loss_mask for s in samples], np.uint8),
     ]
     return b"".join([*(part.data for part in parts), *texts, metadata])
@@ -211,7 +212,7 @@ def decode_samples(buffer: np.ndarray) -> list[tuple[int, Sample]]:
     for i, row in enumerate(table.tolist()):
         record = dict(zip(_COLUMNS, row, strict=True))
         response = record["length"] - record["prompt_length"]
-        arrays = {name: floats.take(np.float32, response) if record[name] else None for name in _PER_TOKEN}
+        arrays: dict[str, Any] = {n: floats.take(np.float32, response) if record[n] else None for n in _PER_TOKEN}
         sample = Sample(
             prompt_index=record["prompt_index"],
             sample_index=record["sample_index"],

@@ -96,8 +96,8 @@ class ServerClient:
         except aiohttp.ConnectionTimeoutError:
             raise ServerError(f"{where}: no connection (not accepted)", retry=True, sent=False) from None
         except aiohttp.ClientConnectorError as error:
-            known = error.errno is not None and error.errno > 0  # negative: of the name resolution
-            reason = (os.strerror(error.errno) if known else error.strerror or first_line(error)).lower()
+            number = error.errno or 0  # negative: of the name resolution
+            reason = (os.strerror(number) if number > 0 else error.strerror or first_line(error)).lower()
             raise ServerError(f"{where}: no connection ({reason})", retry=True, sent=False) from None
         except asyncio.TimeoutError:
             raise ServerError(f"{where}: no answer within {timeout:g} s", retry=True) from None

@@ -94,7 +94,8 @@ class LocalServers:
         self._stopping = threading.Event()
         self._paused = False
         self._monitor_thread: threading.Thread | None = None
-        self._cpu, self._version = True, (0,)
+        self._cpu = True
+        self._version: tuple[int, ...] = (0,)
 
     def __enter__(self) -> LocalServers:
         self.start()

@@ -107,4 +107,4 @@ def _write(file: Path, bucket: Bucket) -> None:
     with open(file, "wb") as out:
         out.write(len(text).to_bytes(8, "little"))
         out.write(text)
-        out.write(memoryview(bucket.data.numpy()))
+        out.write(bucket.data.numpy().data)

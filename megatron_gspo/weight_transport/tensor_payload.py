@@ -39,7 +39,7 @@ def by_value(bucket: Bucket) -> list[bytes | memoryview]:
     exact = torch.from_numpy(memory)  # a storage of just these bytes: torch saves whole storages
     saved = _Pieces(memory)
     storage = torch.storage.TypedStorage(wrap_storage=exact.untyped_storage(), dtype=torch.uint8, _internal=True)
-    torch.save(storage, saved, _use_new_zipfile_serialization=False)
+    torch.save(storage, saved, _use_new_zipfile_serialization=False)  # type: ignore[arg-type] # it only writes
     size = sum(len(piece) for piece in saved.pieces)
     # the pickler would copy the bytes: it gets a stand-in, whose place they take below
     stand_in = b"\0the saved storage\0"
@@ -132,7 +132,7 @@ class _Pieces:
         view = memoryview(data).cast("B")  # of torch's own, which keep nothing
         start = np.frombuffer(view, np.uint8).ctypes.data - self._memory.ctypes.data if len(view) else -1
         if 0 <= start < len(self._memory):
-            self.pieces.append(memoryview(self._memory)[start : start + len(view)])
+            self.pieces.append(self._memory.data[start : start + len(view)])
         else:
             self.pieces.append(bytes(view))
         return len(view)
@@ -169,6 +169,6 @@ def _pickle(bucket: Bucket, storage: Callable[[], Any] | None, tensor: Any = Non
         for e in bucket.entries
     ]  # fmt: skip
     file = io.BytesIO()
-    reduced = {_Flat: tensor} | ({_Storage: storage()} if storage else {})
+    reduced: dict[type, Any] = {_Flat: tensor} | ({_Storage: storage()} if storage else {})
     _Pickler(file, reduced).dump({"flattened_tensor": _Flat(), "metadata": metadata})
     return file.getvalue()

@@ -100,7 +100,8 @@ class UpdateGroup:
 def _release(held: list[Any]) -> None:
     """End a group: torch waits in its destructor for what is under way, so that has to have ended before."""
     group, work = held[0], held[1]
-    if work is not None and hasattr(group, "abort") and isinstance(group, getattr(dist, "ProcessGroupNCCL", ())):
+    nccl: Any = getattr(dist, "ProcessGroupNCCL", ())
+    if work is not None and hasattr(group, "abort") and isinstance(group, nccl):
         group.abort()
     while work is not None and not work.is_completed():
         time.sleep(0.05)

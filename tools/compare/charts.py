@@ -143,7 +143,7 @@ def _curve(
     lines = []
     for group in study.groups_in(setting):
         runs = study.of(setting, group.name)
-        by_step = band([_prepared(*series(run, metric), window) for run in runs], _POINTS)
+        by_step = band([_prepared(series(run, metric), window) for run in runs], _POINTS)
         found = replace(by_step, x=_places(runs, axis, by_step.x))
         failed = [against(run, metric, axis) for run in runs if run.status == "failed"]
         lines.append(draw.Line(colours[group.name], found, [(x[-1], y[-1]) for x, y in failed if x]))
@@ -167,15 +167,16 @@ def _by_step(study: Study, setting: str, colours: Mapping[str, int], panels: Any
     for metric, title, percent, floor in panels:
         lines = []
         for group in study.groups_in(setting):
-            curves = [_prepared(*series(run, metric), _WINDOW) for run in study.of(setting, group.name)]
+            curves = [_prepared(series(run, metric), _WINDOW) for run in study.of(setting, group.name)]
             lines.append(draw.Line(colours[group.name], band(curves, _POINTS)))
         if any(line.band.x for line in lines):
             found.append(draw.band_panel(title, "step", lines, percent=percent, log_floor=floor))
     return found
 
 
-def _prepared(x: list[float], y: list[float], window: int) -> tuple[list[float], list[float]]:
+def _prepared(curve: tuple[list[float], list[float]], window: int) -> tuple[list[float], list[float]]:
     """A curve to draw: trailing means over `window` points, at most _POINTS of them."""
+    x, y = curve
     means = smooth(y, window)
     places = run_directory.spread(range(len(x)), _POINTS)
     return [x[i] for i in places], [means[i] for i in places]

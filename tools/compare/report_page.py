@@ -200,7 +200,7 @@ def _cost_table(study: Study) -> list[dict[str, Any]]:
 
 
 def _paper(study: Study) -> list[dict[str, Any]]:
-    config = next((run.config for run in study.runs if run.config), {})
+    config: dict[str, Any] = next((run.config for run in study.runs if run.config), {})
     own = model_of(config, "the compared model")
     return [
         {

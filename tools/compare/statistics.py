@@ -165,7 +165,7 @@ def band(curves: Sequence[tuple[Sequence[float], Sequence[float]]], points: int 
 
 
 def _edges(values: np.ndarray) -> tuple[float, float]:
-    found = interval(values)
+    found = interval(values.tolist())
     if len(values) < _FEWEST or found.low is None or found.high is None:
         return float(values.min()), float(values.max())
     return found.low, found.high

@@ -77,7 +77,7 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 def newest_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
     """The newest whole checkpoint, if there is one, and what is wrong with each newer directory."""
-    faults = []
+    faults: list[str] = []
     for path in sorted(folder.glob("step_*"), reverse=True):
         fault = fault_of(path)
         if not fault:

@@ -57,7 +57,7 @@ def decode_attention(
 
 
 def sorted_experts(
-    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """Experts over rows sorted by expert: all but the two products of an expert runs once for all rows.
 

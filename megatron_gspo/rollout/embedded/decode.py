@@ -145,4 +145,4 @@ def _collect(tokens: Tensor, log_probs: Tensor, stop_ids: Tensor) -> Responses:
     ends = torch.isin(tokens, stop_ids)
     stopped = ends.any(-1)
     lengths = torch.where(stopped, ends.int().argmax(-1) + 1, tokens.shape[1])
-    return Responses(*(x.cpu().numpy() for x in (tokens, log_probs, lengths, stopped)))
+    return Responses(tokens.cpu().numpy(), log_probs.cpu().numpy(), lengths.cpu().numpy(), stopped.cpu().numpy())

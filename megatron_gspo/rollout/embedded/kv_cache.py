@@ -68,4 +68,4 @@ class BufferCache(Cache):
         capacity: columns to keep room for; the cache doubles when it runs out.
         """
         for layer in self.layers:
-            layer.select_rows(rows, capacity)
+            layer.select_rows(rows, capacity)  # type: ignore[union-attr] # all are `_BufferLayer`s

@@ -25,7 +25,7 @@ class RouteRecorder:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        experts = [module for module in model.modules() if _computes_experts(module)]
+        experts: list[Any] = [module for module in model.modules() if _computes_experts(module)]
         if not experts:
             kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
             raise ValueError(f"model type {kind} has no MoE layer to return routed experts of: leave them off")
