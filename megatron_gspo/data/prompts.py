@@ -206,7 +206,7 @@ def _apply_chat_template(place: Place, tokenizer: Any, messages: list[dict[str, 
     except Exception as error:  # templates raise what they like
         reason = str(error).split("\n")[0]
         raise PromptError(
-            f"{place}: the chat template refuses the messages ({reason}); mend the row"
+            f"{place}: the chat template refuses the messages ({reason}); correct the row"
         ) from error
 
 

@@ -81,7 +81,7 @@ def create_dataset(name: str, kwargs: dict[str, Any], *, size: int, seed: int) -
         return factory.create_dataset(name, size=size, seed=seed, **kwargs)
     except (TypeError, ValueError, AssertionError) as error:
         reason = str(error).split("\n")[0] or type(error).__name__
-        raise PromptError(f"task {name}: kwargs {kwargs} refused ({reason}); mend them") from error
+        raise PromptError(f"task {name}: kwargs {kwargs} refused ({reason}); correct them") from error
 
 
 def _held_out_rows(spec: TaskSpec) -> list[Row]:

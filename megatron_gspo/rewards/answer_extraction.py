@@ -1,4 +1,4 @@
-"""The final answer out of a response."""
+"""Extracts the final answer from a response."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ STYLES = ("whole", "tag", "boxed", "hash")
 
 
 def extract_answer(text: str, style: str = "whole") -> str | None:
-    """The answer, stripped, or None where the response has none in that style.
+    """The answer, stripped, or None if the response has none in that style.
 
     style: "whole" (all of the text), "tag" (last <answer>...</answer>), "boxed" (last \\boxed{...}, braces
         balanced), "hash" (what follows the last ####, on its line).

@@ -1,4 +1,4 @@
-"""Rewards of samples: the verifier's, with every failure counted and none of them fatal here."""
+"""Rewards of samples by a verifier. Failures are counted and never fatal here."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ FAILURE = "verifier_failure"  # the key of `Sample.metadata` that says why a res
 
 @dataclass(frozen=True)
 class Scores:
-    """What scoring N samples gave, in their order.
+    """The scores of N samples, in their order.
 
     rewards: [N] float32; NaN for a failure, unless failures have a reward of their own.
     statuses: "ok", "error", "timeout" or "invalid" for each sample.
     messages: why, for each failure; "" for the others.
     counts: how many of each failure ("error", "timeout", "invalid"; 0 included).
-    first_messages: for each failure that occurred, the first message.
+    first_messages: the first message of each kind of failure that occurred.
     """
 
     rewards: np.ndarray
@@ -38,9 +38,9 @@ class Scores:
 class RewardScorer:
     """Scores samples with one verifier.
 
-    With a time limit the verifier runs in worker processes (`RewardPool`), which live until `close`, are
-    killed when a response takes too long, and may crash. timeout=None runs it in this process: faster for the
-    cheap built-in ones; exceptions are still counted, but nothing guards against a hang or a crash.
+    With a time limit the verifier runs in worker processes (`RewardPool`), which run until `close`, are killed when a
+    response takes too long, and may crash. timeout=None runs it in this process: faster for cheap verifiers; exceptions
+    are counted, but a hang or a crash affects the training process.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class RewardScorer:
     ):
         """verifier, options: see `load_verifier`. timeout: seconds a response.
 
-        failure_reward: reward of a failure; None: it has none (NaN), which the loop leaves out and counts.
-        Raises VerifierError in one line where the verifier can't be loaded.
+        failure_reward: reward of a failure; None: NaN, which the loop excludes and counts.
+        Raises VerifierError in one line if the verifier can't be loaded.
         """
         if failure_reward is not None and not np.isfinite(failure_reward):
             raise ValueError(f"failure_reward is {failure_reward}; it must be finite")
@@ -87,7 +87,7 @@ class RewardScorer:
         return self._summarise(replies)
 
     def close(self) -> None:
-        """End the worker processes; also done when the scorer is collected and at interpreter exit."""
+        """End the worker processes. Also done when the scorer is garbage-collected and at interpreter exit."""
         if self._pool is not None:
             self._pool.close()
 
@@ -118,6 +118,6 @@ def score(
     timeout: float | None = 10.0,
     workers: int = 1,
 ) -> Scores:
-    """Score once with workers of its own; a loop keeps a `RewardScorer`."""
+    """Score once, with new workers. To score repeatedly, keep a `RewardScorer`."""
     with RewardScorer(verifier, timeout=timeout, workers=workers) as scorer:
         return scorer.score(samples, prompts)

@@ -1,4 +1,4 @@
-"""Verifiers: one function that scores a response. Built in, or the user's own, by name."""
+"""Verifiers: functions that score a response. Built in or the user's own, by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_gspo.errors import InputError
 from megatron_gspo.rewards.answer_extraction import STYLES, extract_answer
 
 Verifier = Callable[[str, Prompt], float]
-"""verifier(response_text, prompt) -> reward, a finite number. It may raise: rewards.py counts that."""
+"""verifier(response_text, prompt) -> reward, a finite number. It may raise; `RewardScorer` counts it."""
 
 
 class VerifierError(InputError):
@@ -29,9 +29,9 @@ def load_verifier(name: str, options: dict[str, Any] | None = None) -> Verifier:
     """The verifier of that name.
 
     name: exact_match, math_verify, reasoning_gym, "path/to/file.py:function" or "package.module:function".
-    options: for built-in ones the keyword arguments of the `make_...` function below; for one's own, keyword
-        arguments of every call.
-    Raises VerifierError in one line where it can't be found or loaded; ImportError for a missing package.
+    options: for built-in ones the keyword arguments of the `make_...` function below; for others keyword arguments of
+        every call.
+    Raises VerifierError in one line if it can't be found or loaded; ImportError for a missing package.
     """
     options = options or {}
     if name in BUILT_IN:
@@ -39,7 +39,7 @@ def load_verifier(name: str, options: dict[str, Any] | None = None) -> Verifier:
             return BUILT_IN[name](**options)
         except TypeError as error:
             raise VerifierError(
-                f"verifier {name}: options {options} don't fit ({error}); mend them"
+                f"verifier {name}: options {options} don't fit ({error}); correct them"
             ) from error
     place, colon, function = name.rpartition(":")
     if not colon or not place or not function:
@@ -52,7 +52,7 @@ def load_verifier(name: str, options: dict[str, Any] | None = None) -> Verifier:
 def load_function(name: str, what: str, refusal: type[InputError]) -> Callable[..., Any]:
     """A user's function, "path/to/file.py:function" or "package.module:function".
 
-    what: begins the message of a `refusal`, which is raised in one line where it can't be found or loaded.
+    what: begins the message of a `refusal`, which is raised in one line if it can't be found or loaded.
     """
     place, _, function = name.rpartition(":")
     label = f"{what} {name!r}"
@@ -60,14 +60,14 @@ def load_function(name: str, what: str, refusal: type[InputError]) -> Callable[.
     module = load(label, place, refusal)
     found = getattr(module, function, None)
     if found is None:
-        raise refusal(f"{label}: {place} has no {function!r}; define it or mend the name")
+        raise refusal(f"{label}: {place} has no {function!r}; define it or correct the name")
     if not callable(found):
         raise refusal(f"{label}: {function!r} is a {type(found).__name__}; it must be a function")
     return found
 
 
 def make_exact_match(style: str = "whole") -> Verifier:
-    """1 where the response's answer (`extract_answer` style) equals prompt.answer, both stripped; else 0."""
+    """1 if the response's answer (`extract_answer` style) equals prompt.answer, both stripped; else 0."""
     _check_style(style)
 
     def exact_match(text: str, prompt: Prompt) -> float:
@@ -77,10 +77,10 @@ def make_exact_match(style: str = "whole") -> Verifier:
 
 
 def make_math_verify() -> Verifier:
-    """1 where `math-verify` finds the response's last expression equal to prompt.answer; else 0.
+    """1 if `math-verify` finds the response's last expression equal to prompt.answer; else 0.
 
-    Its own time limits are off: they use an alarm that works in the main thread only. The time limit of the
-    reward workers (`RewardScorer(timeout=...)`) takes their place.
+    Its own time limits are off: they use an alarm, which works in the main thread only. `RewardScorer(timeout=...)`
+    limits the time instead.
     """
     math_verify = optional_module("math_verify", "math-verify", "tasks", "verifier math_verify")
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
@@ -149,7 +149,7 @@ def _module(label: str, module: str, refusal: type[InputError]) -> Any:
     try:
         return importlib.import_module(module)
     except Exception as error:  # a user's module may fail in any way
-        raise refusal(f"{label}: importing {module} failed ({_reason(error)}); mend it") from error
+        raise refusal(f"{label}: importing {module} failed ({_reason(error)}); fix it") from error
 
 
 def _module_from_file(label: str, place: str, refusal: type[InputError]) -> Any:
@@ -166,7 +166,7 @@ def _module_from_file(label: str, place: str, refusal: type[InputError]) -> Any:
         spec.loader.exec_module(module)
     except Exception as error:  # a user's file may fail in any way
         del sys.modules[unique]
-        raise refusal(f"{label}: running {path} failed ({_reason(error)}); mend it") from error
+        raise refusal(f"{label}: running {path} failed ({_reason(error)}); fix it") from error
     return module
 
 

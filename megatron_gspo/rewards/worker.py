@@ -1,11 +1,10 @@
 """A reward worker: a process of its own that runs one verifier on what its parent sends.
 
-Started by reward_pool.py as `python -m megatron_gspo.rewards.worker FD PARENT_PID TIMEOUT`, not through
+Started by worker_pool.py as `python -m megatron_gspo.rewards.worker FD PARENT_PID TIMEOUT`, not through
 `multiprocessing`, whose spawned children would import the training script, and torch with it, once more.
 
-Wire: the parent sends (verifier name, options) first, then pickled (text, prompt) pairs; each is answered by
-one JSON object {"status": ..., "value": number or null, "message": text or null}. `serve` is the same for
-processes that run something else than a verifier.
+Protocol: the parent sends (verifier name, options), then pickled (text, prompt) pairs; each is answered by one JSON
+object {"status": ..., "value": number or null, "message": text or null}. `serve` also runs environments.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from megatron_gspo.data.sample import Prompt
 from megatron_gspo.rewards.verifiers import Verifier, load_verifier
 
 Reply = tuple[str, Any, str | None]  # status, value (a verifier's is a float, or None), message
-_LONGEST_MESSAGE = 300
-_LARGEST = float(np.finfo(np.float32).max)
+_MAX_MESSAGE = 300
+_MAX_REWARD = float(np.finfo(np.float32).max)
 
 
 def run_verifier(verifier: Verifier, text: str, prompt: Prompt) -> Reply:
@@ -39,7 +38,7 @@ def run_verifier(verifier: Verifier, text: str, prompt: Prompt) -> Reply:
         value: object = verifier(text, prompt)
         if isinstance(value, (numbers.Real, np.bool_)):
             reward = float(value)
-            if abs(reward) <= _LARGEST:  # False for NaN
+            if abs(reward) <= _MAX_REWARD:  # False for NaN
                 return "ok", reward, None
             return "invalid", None, f"the verifier returned {reward}; return a finite number (float32)"
         kind = type(value).__name__
@@ -54,7 +53,7 @@ def describe(error: BaseException) -> str:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())[:_LONGEST_MESSAGE]
+    return " ".join(text.split())[:_MAX_MESSAGE]
 
 
 def _load(connection: Connection, load: Callable[[str, Any], Any]) -> tuple[Any, Reply]:
@@ -69,8 +68,8 @@ def _send(connection: Connection, reply: Reply) -> None:
     connection.send_bytes(json.dumps(dict(zip(("status", "value", "message"), reply, strict=True))).encode())
 
 
-def _leave_with(parent: int) -> None:
-    """Kill this process group once the parent is gone, also while a verifier sleeps."""
+def _exit_with_parent(parent: int) -> None:
+    """Kill this process group when the parent has died, also while a verifier sleeps."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -81,11 +80,11 @@ def _leave_with(parent: int) -> None:
 
 
 @contextlib.contextmanager
-def _processor_limit(seconds: float) -> Iterator[None]:
-    """The kernel ends this process after that much processor time.
+def _cpu_time_limit(seconds: float) -> Iterator[None]:
+    """Have the kernel end this process after `seconds` of CPU time.
 
-    The parent kills a verifier that hangs. Where the parent is gone and the verifier never gives up the
-    interpreter lock (a regular expression), the watching thread can't run either: hence this.
+    The parent kills a verifier that hangs. If the parent has died and the verifier holds the interpreter lock (as a
+    regular expression does), the thread that checks the parent can't run.
     """
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:
@@ -97,13 +96,13 @@ def _processor_limit(seconds: float) -> Iterator[None]:
 def serve(arguments: list[str], load: Callable[[str, Any], Any], answer: Callable[[Any, Any], Reply]) -> None:
     """Answer requests until the parent closes the connection.
 
-    arguments: of the command line. load(name, options) gives what is served, `answer(it, request)` a reply; it
-    must not raise.
+    arguments: of the command line. load(name, options): loads what is served. answer(served, request): a reply; must
+    not raise.
     """
     connection = Connection(int(arguments[0]))
-    _leave_with(int(arguments[1]))
-    processor_limit = float(arguments[2]) * len(os.sched_getaffinity(0)) + 5.0
-    with contextlib.suppress(OSError):  # out of memory: end this process rather than the training process
+    _exit_with_parent(int(arguments[1]))
+    cpu_seconds = float(arguments[2]) * len(os.sched_getaffinity(0)) + 5.0
+    with contextlib.suppress(OSError):  # when memory runs out, the kernel ends this process first
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
     own = os.getpid()
@@ -114,9 +113,9 @@ def serve(arguments: list[str], load: Callable[[str, Any], Any], answer: Callabl
             request = connection.recv_bytes()
         except (EOFError, OSError):
             return
-        with _processor_limit(processor_limit):
+        with _cpu_time_limit(cpu_seconds):
             reply = answer(served, pickle.loads(request))
-        if os.getpid() != own:  # a copy that the user's code forked and let return: its reply would be another's
+        if os.getpid() != own:  # a fork of the user's code that returned here
             os._exit(0)
         _send(connection, reply)
 

@@ -1,4 +1,8 @@
-"""A pool of reward workers: processes that can hang or die without taking the training process along."""
+"""A pool of reward workers: processes that can hang or die without affecting the training process.
+
+Not pebble's ProcessPool: its spawned workers import the training script, a timeout leaves the processes that a verifier
+started, and a worker in a long regular expression outlives a trainer that is killed.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +29,15 @@ from megatron_gspo.rewards.worker import Reply
 
 @dataclass(frozen=True)
 class Served:
-    """What the workers of a pool run. module: what `python -m` starts, see `reward_worker.serve`. what: its name in
-    messages. refusal: raised where it can't be loaded."""
+    """What the workers of a pool run. module: started with `python -m`, see `worker.serve`. what: its name in messages.
+    refusal: the error if it can't be loaded."""
 
     module: str = "megatron_gspo.rewards.worker"
     what: str = "verifier"
     refusal: type[InputError] = VerifierError
 
 
-_MOST_FAILED_STARTS = 3  # in a row; then the worker's place stays empty
+_MAX_FAILED_STARTS = 3  # in a row; then the worker is not replaced
 
 
 @dataclass(eq=False)
@@ -49,8 +53,8 @@ class _Worker:
 class RewardPool:
     """Long-lived worker processes, each with its own pipe and the verifier loaded.
 
-    A worker past the time limit is killed with everything it started, and replaced; so is one that dies. If
-    replacements can't start, what is left counts as errors: `run` never raises for what a verifier does.
+    A worker that exceeds the time limit is killed with all processes that it started, and replaced; so is one that
+    dies. If replacements can't start, the remaining requests are errors: `run` never raises for what a verifier does.
     """
 
     def __init__(
@@ -66,15 +70,15 @@ class RewardPool:
         """Start the workers and wait until the verifier is loaded.
 
         timeout: seconds per response. start_timeout: seconds to start a worker and load the verifier.
-        served: something else than a verifier.
-        Raises VerifierError (or its own refusal) in one line where it can't be loaded.
+        served: what the workers run; default a verifier.
+        Raises VerifierError (or `served.refusal`) in one line if it can't be loaded.
         """
         if timeout <= 0:
             raise ValueError(f"timeout is {timeout}; it must be above 0 seconds")
         if workers < 1:
             raise ValueError(f"workers is {workers}; it must be at least 1")
         self._served = served or Served()
-        self._hello = pickle.dumps((verifier, options))
+        self._first_message = pickle.dumps((verifier, options))
         self._timeout = timeout
         self._start_timeout = start_timeout
         self._workers: list[_Worker] = []
@@ -86,7 +90,7 @@ class RewardPool:
 
     @property
     def process_ids(self) -> list[int]:
-        """Process ids of the present workers."""
+        """Process ids of the current workers."""
         return [worker.process.pid for worker in self._workers]
 
     def run(self, requests: Sequence[Any]) -> list[Reply]:
@@ -97,12 +101,12 @@ class RewardPool:
         if not self._finalizer.alive:
             raise RuntimeError("the reward pool is closed; make a new one")
         for worker in list(self._workers):
-            if worker.task is not None:  # left over from a run that was interrupted
+            if worker.task is not None:  # of an interrupted run
                 self._replace(worker)
         replies: list[Reply | None] = [None] * len(requests)
         waiting = deque(range(len(requests)))
         while waiting or any(worker.task is not None for worker in self._workers):
-            self._hand_out(requests, waiting)
+            self._assign(requests, waiting)
             if not self._workers:
                 break
             self._collect(replies)
@@ -110,7 +114,7 @@ class RewardPool:
         return [lost if reply is None else reply for reply in replies]
 
     def close(self) -> None:
-        """End and reap the workers. Runs by itself when the pool is collected and at interpreter exit."""
+        """Kill and reap the workers. Also done when the pool is garbage-collected and at interpreter exit."""
         self._finalizer()
 
     def _start(self, failed_starts: int = 0) -> _Worker:
@@ -120,28 +124,28 @@ class RewardPool:
             process = subprocess.Popen(
                 [*command, str(theirs.fileno()), str(os.getpid()), str(self._timeout)],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # what a verifier prints goes to our error stream
+                stdout=2,  # a verifier's output goes to our stderr
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # to be killed with its children; and Ctrl-C is ours
+                start_new_session=True,  # killed with its children; not interrupted by Ctrl-C
                 env={
                     "OMP_NUM_THREADS": "1",
                     **os.environ,
                     "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
                 },
             )
-        ours.send_bytes(self._hello)
+        ours.send_bytes(self._first_message)
         deadline = time.monotonic() + self._start_timeout
         return _Worker(process, ours, deadline, failed_starts=failed_starts)
 
     def _await_first(self) -> None:
-        """Wait for one worker to load the verifier; a verifier that can't be loaded is the user's to mend."""
+        """Wait until one worker has loaded the verifier. Raises the refusal if none can."""
         while not any(worker.ready for worker in self._workers):
             self._collect([], starting=True)
             if not self._workers:
                 self.close()
                 raise self._served.refusal(self._last_failure)
 
-    def _hand_out(self, requests: Sequence[Any], waiting: deque[int]) -> None:
+    def _assign(self, requests: Sequence[Any], waiting: deque[int]) -> None:
         for worker in list(self._workers):
             if not waiting:
                 return
@@ -149,26 +153,26 @@ class RewardPool:
                 continue
             try:
                 worker.connection.send_bytes(pickle.dumps(requests[waiting[0]]))
-            except OSError:  # it died while idle: no response is to blame
+            except OSError:  # it died while idle: no response has failed
                 self._replace(worker)
                 continue
             worker.task = waiting.popleft()
             worker.deadline = time.monotonic() + self._timeout
 
     def _collect(self, replies: list[Reply | None], *, starting: bool = False) -> None:
-        """Wait for the next reply, death or deadline, and deal with everything that is due."""
+        """Wait for the next reply, death or deadline, and handle all that are due."""
         deadlines = [worker.deadline for worker in self._workers if worker.deadline is not None]
         seconds = max(0.0, min(deadlines) - time.monotonic()) if deadlines else 0.0
         busy = [worker.connection for worker in self._workers if worker.deadline is not None]
-        talking = wait(busy, seconds)
+        readable = wait(busy, seconds)
         for worker in list(self._workers):
-            if worker.connection in talking:
-                self._hear(worker, replies, starting)
+            if worker.connection in readable:
+                self._receive(worker, replies, starting)
             elif worker.deadline is not None and time.monotonic() >= worker.deadline:
                 limit = self._timeout if worker.ready else self._start_timeout
-                self._give_up(worker, replies, ("timeout", None, f"no result after {limit:g} s"), starting)
+                self._fail(worker, replies, ("timeout", None, f"no result after {limit:g} s"), starting)
 
-    def _hear(self, worker: _Worker, replies: list[Reply | None], starting: bool) -> None:
+    def _receive(self, worker: _Worker, replies: list[Reply | None], starting: bool) -> None:
         try:
             reply = json.loads(worker.connection.recv_bytes())
             status, value, message = reply["status"], reply["value"], reply["message"]
@@ -177,7 +181,7 @@ class RewardPool:
             code = worker.process.returncode
             how = f"exit code {code}" if code >= 0 else signal.strsignal(-code) or f"signal {-code}"
             ended = f"the {self._served.what}'s process ended ({how})"
-            self._give_up(worker, replies, ("error", None, ended), starting)
+            self._fail(worker, replies, ("error", None, ended), starting)
             return
         if worker.ready:
             assert worker.task is not None
@@ -186,17 +190,17 @@ class RewardPool:
         elif status == "ok":
             worker.ready, worker.deadline, worker.failed_starts = True, None, 0
         else:
-            self._give_up(worker, replies, (status, None, message), starting)
+            self._fail(worker, replies, (status, None, message), starting)
 
-    def _give_up(self, worker: _Worker, replies: list[Reply | None], reply: Reply, starting: bool) -> None:
-        """End a worker; its response gets `reply`; another takes its place unless it can't start either."""
+    def _fail(self, worker: _Worker, replies: list[Reply | None], reply: Reply, starting: bool) -> None:
+        """Kill a worker; its response gets `reply`. It is replaced unless replacements fail to start too."""
         if worker.task is not None:
             replies[worker.task] = reply
         if worker.ready:
             self._replace(worker)
             return
         self._last_failure = f"the {self._served.what} could not be loaded: {reply[2]}"
-        if starting or worker.failed_starts + 1 >= _MOST_FAILED_STARTS:
+        if starting or worker.failed_starts + 1 >= _MAX_FAILED_STARTS:
             _kill(worker)
             self._workers.remove(worker)
         else:
@@ -207,13 +211,13 @@ class RewardPool:
         at = self._workers.index(worker)
         try:
             self._workers[at] = self._start(failed_starts)
-        except OSError as error:  # out of memory or processes: go on with the workers that are left
+        except OSError as error:  # out of memory or processes: continue with the other workers
             self._last_failure = f"no reward worker could be started: {error}"
             del self._workers[at]
 
 
 def _kill(worker: _Worker) -> None:
-    """Kill a worker with all that it started, and reap it."""
+    """Kill a worker with all processes that it started, and reap it."""
     if worker.process.returncode is not None:  # done before
         return
     worker.connection.close()
@@ -223,7 +227,7 @@ def _kill(worker: _Worker) -> None:
 
 
 def _stop_all(workers: list[_Worker], owner: int) -> None:
-    if os.getpid() != owner:  # a forked copy of the training process: the workers aren't its children
+    if os.getpid() != owner:  # a fork of the training process
         return
     for worker in workers:
         _kill(worker)

@@ -88,7 +88,7 @@ CASES = (
     Case("held-out file empty", "holds no prompts; give it at least one row", breaks=empty_eval, shows=("eval.jsonl",)),
     Case("unknown task", "is unknown to reasoning-gym; use one of",
          ("data.prompts=null", "data.task={name: spell_backwards}"), shows=("spell_backward",)),
-    Case("task with unknown settings", "refused", shows=("kwargs {'letters': 3}", "mend them"),
+    Case("task with unknown settings", "refused", shows=("kwargs {'letters': 3}", "correct them"),
          overrides=("data.prompts=null", "data.task={name: spell_backward, kwargs: {letters: 3}}")),
     Case("task with too few questions", "distinct questions were drawn; lower it",
          ("data.prompts=null", "data.task={name: chain_sum, kwargs: {min_terms: 2, max_terms: 2, min_digits: 1, "

@@ -23,7 +23,7 @@ CASES = (
     Case("rank killed", LOST, code=1, shows=("it died or hung, its log has the reason; ", "start again")),
     Case("rank that hangs", LOST, code=1, shows=("Timed out waiting 10000ms",)),
     Case("disk full on one rank", "cannot be written: file too large", code=1, shows=("rank 0: ", "metrics.jsonl")),
-    Case("verifier that fails on one node", "); mend it", shows=("rank 1: ", "this node lacks a package")),
+    Case("verifier that fails on one node", "); fix it", shows=("rank 1: ", "this node lacks a package")),
     Case("stopped by a scheduler", "stopped by SIGTERM, as a scheduler does", code=143, shows=("start again",)),
 )  # fmt: skip
 KILLED, HANGS, FULL, LACKS, STOPPED = CASES

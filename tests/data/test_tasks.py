@@ -74,7 +74,7 @@ def test_prompt_format_applies():
     ("chosen", "message"),
     [
         ({"name": "chain_sums"}, "task 'chain_sums' is unknown to reasoning-gym; use one of chain_sum"),
-        ({"kwargs": {"min_termz": 2}}, "task chain_sum: kwargs .* refused .*min_termz.*; mend them"),
+        ({"kwargs": {"min_termz": 2}}, "task chain_sum: kwargs .* refused .*min_termz.*; correct them"),
         ({"kwargs": {"min_terms": -1}}, "task chain_sum: kwargs .* refused .min_terms must be positive"),
         ({"eval_size": 2000}, "eval_size is 2000 but only [0-9]+ distinct questions were drawn; lower it"),
         ({"size": 1, "eval_size": 150}, "all 1 training questions are held out; lower eval_size"),

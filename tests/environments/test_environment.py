@@ -41,7 +41,7 @@ def test_what_is_no_turn_is_said(response, fault):
     ("name", "message"),
     [
         ("nowhere.py:make", "environment 'nowhere.py:make': no such file nowhere.py"),
-        (f"{FILE}:absent", "has no 'absent'; define it or mend the name"),
+        (f"{FILE}:absent", "has no 'absent'; define it or correct the name"),
         (f"{FILE}:NOT_A_FUNCTION", "'NOT_A_FUNCTION' is a int; it must be a function"),
         ("no_such_package.x:make", "importing no_such_package.x failed"),
     ],

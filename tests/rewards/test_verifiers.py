@@ -59,9 +59,9 @@ def test_a_users_function_from_a_file_and_from_a_module(tmp_path, monkeypatch):
         ("exact_match", {"style": "last"}, "verifier style is 'last'; use one of whole, tag, boxed, hash"),
         ("nowhere.py:f", {}, "verifier 'nowhere.py:f': no such file nowhere.py; check the path"),
         ("no_such_package:f", {}, "importing no_such_package failed (ModuleNotFoundError"),
-        ("{folder}/good.py:missing", {}, "good.py has no 'missing'; define it or mend the name"),
+        ("{folder}/good.py:missing", {}, "good.py has no 'missing'; define it or correct the name"),
         ("{folder}/good.py:number", {}, "'number' is a int; it must be a function"),
-        ("{folder}/bad.py:f", {}, "failed (ZeroDivisionError: division by zero); mend it"),
+        ("{folder}/bad.py:f", {}, "failed (ZeroDivisionError: division by zero); fix it"),
     ],
 )
 def test_bad_names(name, options, message, tmp_path):

@@ -82,7 +82,7 @@ def test_no_worker_outlives_its_parent(verifier, text, ends):
 
 def test_the_kernel_ends_a_busy_worker_that_nobody_watches():
     code = (
-        "import re; from megatron_gspo.rewards.worker import _processor_limit as limit\n"
+        "import re; from megatron_gspo.rewards.worker import _cpu_time_limit as limit\n"
         "with limit(0.2): re.match('(a+)+$', 'a' * 60 + 'b')"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == -signal.SIGVTALRM

@@ -169,14 +169,14 @@ def changed_model(path: str, version: int) -> torch.nn.Module:
 
 
 def interrupt_midway(stream: RequestStream) -> list[int]:
-    """Stop the servers when a response is begun and not done; how many tokens each draft has."""
+    """Stop the servers when a response is begun and not done; how many tokens each response has."""
     deadline = time.monotonic() + 60
     while True:
         stream.stop(keep=True)
-        drafts = [draft for group in stream._groups.values() for draft in group.drafts]
-        if any(draft.drawn and not draft.done for draft in drafts):
-            return [draft.drawn for draft in drafts]
-        assert time.monotonic() < deadline and not all(draft.done for draft in drafts), "too short to be interrupted"
+        found = [response for group in stream._groups.values() for response in group.responses]
+        if any(response.num_tokens and not response.finished for response in found):
+            return [response.num_tokens for response in found]
+        assert time.monotonic() < deadline and not all(each.finished for each in found), "too short to be interrupted"
         stream._loop.run(stream._client.pool.resume())
         time.sleep(0.1)
 

@@ -189,10 +189,11 @@ def test_a_checkpoint_that_is_not_there(client: Client, weights: list[Weights], 
             super().end()
             shutil.rmtree(self.checkpoint)
 
-    failures = client.update([sglang_url], weights[0].stream(), Vanishing(tmp_path), "b:1")
+    failures = client.update([sglang_url], weights[0].stream(), Vanishing(SGLangWeightEndpoints(), tmp_path), "b:1")
     assert f"server {sglang_url}/update_weights_from_disk: answered 400" in failures[sglang_url]
     assert client.version(sglang_url) == "b:1:incomplete"
-    assert client.update([sglang_url], weights[0].stream(), DiskTransport(tmp_path), "b:2") == {}
+    disk = transport_of("disk", directory=tmp_path)
+    assert client.update([sglang_url], weights[0].stream(), disk, "b:2") == {}
     assert_serves(client, sglang_url, weights[0], "b:2")
 
 
