@@ -39,9 +39,10 @@ def whole(results: dict[str, list[dict]]) -> list[dict]:
 
 
 def table(results: dict[str, list[dict]]) -> list[str]:
-    """One row a file and package: mutants, survivors, percent killed. Timeouts and crashes count as killed."""
+    """One row per package and per file with survivors. Timeouts and crashes count as killed."""
     lines = ["| file | mutants | survived | killed, % |", "| --- | --- | --- | --- |"]
-    groups = {file.removeprefix("megatron_gspo/"): mutants for file, mutants in results.items()}
+    surviving = {file: mutants for file, mutants in results.items() if share(counted(mutants)) < 1}
+    groups = {file.removeprefix("megatron_gspo/"): mutants for file, mutants in surviving.items()}
     for package in PACKAGES:
         name = f"**{package.removeprefix('megatron_gspo/')}**"
         groups[name] = [m for file, ms in results.items() if file.startswith(package) for m in ms]
