@@ -16,6 +16,11 @@ def check_data(data: DataConfig) -> None:
         problem = "the prompts come from exactly one of data.prompts and data.task"
         raise ConfigError("data.prompts", data.prompts, problem, "set one and leave the other null")
     _check_verifier(data)
+    check_prompt_format(data)
+
+
+def check_prompt_format(data: DataConfig) -> None:
+    """The template keeps the question, and a system prompt has a chat template."""
     if "{question}" not in data.prompt_template:
         fix = "put {question} where the question goes"
         raise ConfigError("data.prompt_template", data.prompt_template, "would drop the question", fix)

@@ -6,16 +6,17 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from megatron_gspo.config import DataConfig
+from megatron_gspo.config.data_checks import check_prompt_format
 from megatron_gspo.data.prompt_files import Place, PromptError, Row, read_rows
 from megatron_gspo.data.sample import Prompt, json_able
 
 __all__ = [
     "PromptError",
-    "PromptFormat",
     "PromptSet",
     "PromptSource",
     "Tokenizer",
@@ -31,37 +32,6 @@ class Tokenizer(Protocol):
 
 
 @dataclass(frozen=True)
-class PromptFormat:
-    """How a row becomes a prompt.
-
-    prompt_key: field with the question: text, or a list of {"role", "content"} chat messages.
-    answer_key: field with the reference answer (text or number); None: prompts have no answer.
-    prompt_template: text of a prompt; {question} stands for the question. For text questions.
-    chat_template: wrap the prompt in the tokenizer's chat template (chat messages need it).
-    system_prompt: system message in front; needs chat_template.
-    max_prompt_length: longest prompt in tokens; None: no limit.
-    overlong: "drop" (counted) or "error" for a longer one.
-    """
-
-    prompt_key: str = "prompt"
-    answer_key: str | None = "answer"
-    prompt_template: str = "{question}"
-    chat_template: bool = False
-    system_prompt: str | None = None
-    max_prompt_length: int | None = None
-    overlong: Literal["drop", "error"] = "drop"
-
-    def check(self) -> None:
-        """Raise PromptError for settings that contradict each other."""
-        if self.system_prompt is not None and not self.chat_template:
-            raise PromptError("system_prompt is set but chat_template is false; set chat_template to true")
-        if "{question}" not in self.prompt_template:
-            raise PromptError(f"prompt_template is {self.prompt_template!r}; it must contain {{question}}")
-        if self.overlong not in ("drop", "error"):
-            raise PromptError(f"overlong is {self.overlong!r}; use drop or error")
-
-
-@dataclass(frozen=True)
 class PromptSet:
     """Prompts with index 0 .. n-1, and how many were too long and left out."""
 
@@ -70,42 +40,46 @@ class PromptSet:
 
 
 def load_prompts(
-    path: str | Path, tokenizer: Tokenizer, prompt_format: PromptFormat | None = None, *, split: str = "train"
+    path: str | Path, tokenizer: Tokenizer, data: DataConfig | None = None, *, split: str = "train"
 ) -> PromptSet:
-    """Read and tokenise a prompt file (kinds: `read_rows`). Raises PromptError for anything wrong."""
-    prompt_format = prompt_format or PromptFormat()
-    prompt_format.check()
-    return build_prompts(read_rows(path, split=split), tokenizer, prompt_format, source=str(path))
+    """Read and tokenise a prompt file (kinds: `read_rows`).
+
+    data: format of the prompts; its `prompts`, `task` and verifier keys are not used. Raises ConfigError for an
+    invalid format and PromptError for invalid rows.
+    """
+    data = data or DataConfig()
+    check_prompt_format(data)
+    return build_prompts(read_rows(path, split=split), tokenizer, data, source=str(path))
 
 
 def build_prompts(
-    rows: Iterable[tuple[Place, Row]], tokenizer: Tokenizer, prompt_format: PromptFormat, *, source: str
+    rows: Iterable[tuple[Place, Row]], tokenizer: Tokenizer, data: DataConfig, *, source: str
 ) -> PromptSet:
     """Tokenise rows. Every field besides prompt and answer goes to the prompt's metadata (as JSON values).
 
     `Prompt.index` counts the prompts that are kept. Raises PromptError naming the row for a missing key, a
-    wrong type, an empty prompt, or one that is too long where overlong is "error"; and where none is left.
+    wrong type, an empty prompt, or one that is too long where overlong_prompts is "error"; and where none is left.
     """
     prompts: list[Prompt] = []
     dropped = 0
-    limit = prompt_format.max_prompt_length
+    limit = data.max_prompt_length
     for place, row in rows:
-        text = _prompt_text(place, row, tokenizer, prompt_format)
+        text = _prompt_text(place, row, tokenizer, data)
         # a chat template writes its own special tokens
-        ids = tokenizer.encode(text, add_special_tokens=not prompt_format.chat_template)
+        ids = tokenizer.encode(text, add_special_tokens=not data.chat_template)
         if not ids:
-            raise PromptError(f"{place}: key {prompt_format.prompt_key!r} is empty; remove the row")
-        if limit is not None and len(ids) > limit:
-            if prompt_format.overlong == "error":
+            raise PromptError(f"{place}: key {data.prompt_key!r} is empty; remove the row")
+        if len(ids) > limit:
+            if data.overlong_prompts == "error":
                 raise PromptError(
                     f"{place}: prompt has {len(ids)} tokens but max_prompt_length is {limit}; "
                     "raise it or set overlong_prompts to drop"
                 )
             dropped += 1
             continue
-        used = (prompt_format.prompt_key, prompt_format.answer_key)
+        used = (data.prompt_key, data.answer_key)
         metadata = json_able({key: value for key, value in row.items() if key not in used})
-        answer = _answer(place, row, prompt_format.answer_key)
+        answer = _answer(place, row, data.answer_key)
         prompts.append(Prompt(len(prompts), np.array(ids, dtype=np.int64), text, answer, metadata))
     if not prompts:
         if dropped:
@@ -170,26 +144,26 @@ def _field(place: Place, row: Row, key: str, setting: str) -> Any:
     return row[key]
 
 
-def _prompt_text(place: Place, row: Row, tokenizer: Tokenizer, prompt_format: PromptFormat) -> str:
-    key = prompt_format.prompt_key
+def _prompt_text(place: Place, row: Row, tokenizer: Tokenizer, data: DataConfig) -> str:
+    key = data.prompt_key
     question = _field(place, row, key, "prompt_key")
     if isinstance(question, str):
         if not question.strip():
             raise PromptError(f"{place}: key {key!r} is empty; remove the row")
-        question = prompt_format.prompt_template.replace("{question}", question)
-        if not prompt_format.chat_template:
+        question = data.prompt_template.replace("{question}", question)
+        if not data.chat_template:
             return question
         question = [{"role": "user", "content": question}]
     elif not _is_chat(question):
         kind = type(question).__name__
         raise PromptError(f"{place}: key {key!r} is a {kind}; it must be text or a list of chat messages")
-    elif not prompt_format.chat_template:
+    elif not data.chat_template:
         raise PromptError(f"{place}: key {key!r} holds chat messages; set chat_template to true")
     messages = list(question)
-    if prompt_format.system_prompt is not None:
+    if data.system_prompt is not None:
         if messages[0]["role"] == "system":
             raise PromptError(f"{place}: has a system message and system_prompt is set; remove one of them")
-        messages.insert(0, {"role": "system", "content": prompt_format.system_prompt})
+        messages.insert(0, {"role": "system", "content": data.system_prompt})
     return _apply_chat_template(place, tokenizer, messages)
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 
 from megatron_gspo.config import Config, ConfigError
-from megatron_gspo.data.prompts import PromptError, PromptFormat, load_prompts
+from megatron_gspo.data.prompts import PromptError, load_prompts
 from megatron_gspo.data.sample import Prompt
-from megatron_gspo.data.tasks import TaskSpec, load_task
+from megatron_gspo.data.tasks import load_task
 from megatron_gspo.environments.environment_pool import EnvironmentPool
 from megatron_gspo.errors import first_line
 from megatron_gspo.models import ModelError, ModelShape, check_names, family_of, read_config
@@ -79,21 +78,12 @@ def check_prompts(config: Config, train: list[Prompt], held_out: list[Prompt], v
 def load_data(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Prompt], int]:
     """(training prompts, held-out prompts, prompts dropped for their length)."""
     data = config.data
-    form = PromptFormat(
-        data.prompt_key,
-        data.answer_key,
-        data.prompt_template,
-        data.chat_template,
-        data.system_prompt,
-        data.max_prompt_length,
-        data.overlong_prompts,
-    )
     if data.task is not None:
-        task = load_task(TaskSpec(**asdict(data.task)), tokenizer, form)
+        task = load_task(data.task, tokenizer, data)
         sets = [task.train] + ([task.evaluation] if task.evaluation else [])
     else:
-        sets = [load_prompts(data.prompts or "", tokenizer, form)]
+        sets = [load_prompts(data.prompts or "", tokenizer, data)]
     if data.eval_prompts:
-        sets = [sets[0], load_prompts(data.eval_prompts, tokenizer, form)]
+        sets = [sets[0], load_prompts(data.eval_prompts, tokenizer, data)]
     held_out = sets[1].prompts[: config.evaluation.max_prompts] if len(sets) > 1 else []
     return sets[0].prompts, held_out, sum(prompts.dropped for prompts in sets)

@@ -81,6 +81,7 @@ def test_config_is_frozen(file: Path) -> None:
         ("model.dtype=fp32", 'model.dtype = "fp32": is not allowed; set one of float32, bfloat16'),
         ("rollout.engine=embeded", 'rollout.engine = "embeded": is not allowed; set one of embedded, '
          "sglang, sft, perhaps embedded"),
+        ("data.overlong_prompts=cut", 'data.overlong_prompts = "cut": is not allowed; set one of drop, error'),
         ("optimizer.lr=.nan", "optimizer.lr = NaN: is not allowed; set number > 0"),
         ("tracking.wandb=3", "tracking.wandb = 3: is not allowed; set true or false or text"),
         ("model.path=", "model.path = null: is not allowed; set text"),

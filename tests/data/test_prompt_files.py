@@ -4,8 +4,10 @@ import sys
 
 import pytest
 
+from megatron_gspo.config import DataConfig
 from megatron_gspo.data.prompt_files import PromptError, optional_module, read_rows
-from megatron_gspo.data.prompts import PromptFormat, load_prompts
+from megatron_gspo.data.prompts import load_prompts
+from megatron_gspo.errors import InputError
 from tests.support.prompt_rows import CHAT, ROWS, write_jsonl
 from tests.support.samples import CharTokenizer
 
@@ -43,7 +45,7 @@ def test_blank_lines_numbers_and_nulls(tmp_path):
     path.write_text('{"prompt": "a", "answer": 1.5}\n\n{"prompt": "b", "answer": null}\n')
     assert [p.answer for p in load_prompts(path, CharTokenizer()).prompts] == ["1.5", None]
     bare = write_jsonl(path, [{"q": "x"}])
-    loaded = load_prompts(bare, CharTokenizer(), PromptFormat(prompt_key="q", answer_key=None))
+    loaded = load_prompts(bare, CharTokenizer(), DataConfig(prompt_key="q", answer_key=None))
     assert loaded.prompts[0].answer is None
 
 
@@ -74,9 +76,8 @@ def test_blank_lines_numbers_and_nulls(tmp_path):
         ('{"prompt": " ", "answer": ""}', {}, "line 1: key 'prompt' is empty; remove the row"),
         ('{"prompt": "a", "answer": [1]}', {}, "line 1: key 'answer' is a list; it must be text or a number"),
         (json.dumps({"prompt": CHAT, "answer": ""}), {}, "holds chat messages; set chat_template to true"),
-        ("{}", {"system_prompt": "s"}, "system_prompt is set but chat_template is false"),
-        ("{}", {"prompt_template": "Q"}, "prompt_template is 'Q'; it must contain {question}"),
-        ("{}", {"overlong": "cut"}, "overlong is 'cut'; use drop or error"),
+        ("{}", {"system_prompt": "s"}, 'data.system_prompt = "s": needs the chat template'),
+        ("{}", {"prompt_template": "Q"}, 'data.prompt_template = "Q": would drop the question'),
         (
             json.dumps({"prompt": [{"role": "system", "content": "x"}, *CHAT], "answer": ""}),
             {"chat_template": True, "system_prompt": "s"},
@@ -87,8 +88,8 @@ def test_blank_lines_numbers_and_nulls(tmp_path):
 def test_bad_files_name_the_place_the_key_and_the_fix(content, chosen, message, tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(PromptError) as error:
-        load_prompts(path, CharTokenizer(), PromptFormat(**chosen))
+    with pytest.raises(InputError) as error:
+        load_prompts(path, CharTokenizer(), DataConfig(**chosen))
     assert message in str(error.value) and "\n" not in str(error.value)
 
 

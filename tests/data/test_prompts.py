@@ -1,8 +1,9 @@
 
 import pytest
 
+from megatron_gspo.config import DataConfig
 from megatron_gspo.data.prompt_files import PromptError
-from megatron_gspo.data.prompts import PromptFormat, PromptSource, load_prompts
+from megatron_gspo.data.prompts import PromptSource, load_prompts
 from tests.support.prompt_rows import CHAT, ROWS, write_jsonl
 from tests.support.samples import CharTokenizer, make_prompt
 
@@ -13,25 +14,25 @@ def test_chat_template_system_prompt_and_template(tmp_path):
     path = write_jsonl(
         tmp_path / "data.jsonl", [{"prompt": "hi", "answer": ""}, {"prompt": CHAT, "answer": ""}]
     )
-    chat = PromptFormat(chat_template=True, system_prompt="be brief")
+    chat = DataConfig(chat_template=True, system_prompt="be brief")
     texts = [prompt.text for prompt in load_prompts(path, CharTokenizer(), chat).prompts]
     assert texts == ["<system>be brief<user>hi<assistant>"] * 2
     ids = load_prompts(path, CharTokenizer(), chat).prompts[0].token_ids
     assert ids[0] == ord("<")  # no start token besides the template's own
     path = write_jsonl(path, [{"prompt": "2{}", "answer": ""}])
-    prompts = load_prompts(path, CharTokenizer(), PromptFormat(prompt_template="Q: {question} A:")).prompts
+    prompts = load_prompts(path, CharTokenizer(), DataConfig(prompt_template="Q: {question} A:")).prompts
     assert prompts[0].text == "Q: 2{} A:"
 
 
 def test_long_prompts_are_dropped_and_counted_or_refused(tmp_path):
     path = write_jsonl(tmp_path / "data.jsonl", [{"prompt": "x" * n, "answer": ""} for n in (2, 9, 3, 4)])
-    loaded = load_prompts(path, CharTokenizer(), PromptFormat(max_prompt_length=4))  # start token included
+    loaded = load_prompts(path, CharTokenizer(), DataConfig(max_prompt_length=4))  # start token included
     assert (loaded.dropped, [p.text for p in loaded.prompts]) == (2, ["xx", "xxx"])
     assert [p.index for p in loaded.prompts] == [0, 1]
     with pytest.raises(PromptError, match="line 2: prompt has 10 tokens but max_prompt_length is 4"):
-        load_prompts(path, CharTokenizer(), PromptFormat(max_prompt_length=4, overlong="error"))
+        load_prompts(path, CharTokenizer(), DataConfig(max_prompt_length=4, overlong_prompts="error"))
     with pytest.raises(PromptError, match="all 4 prompts are longer than max_prompt_length 1"):
-        load_prompts(path, CharTokenizer(), PromptFormat(max_prompt_length=1))
+        load_prompts(path, CharTokenizer(), DataConfig(max_prompt_length=1))
 
 
 def test_tokenizer_without_chat_template(tmp_path):
@@ -40,7 +41,7 @@ def test_tokenizer_without_chat_template(tmp_path):
 
     path = write_jsonl(tmp_path / "data.jsonl", ROWS)
     with pytest.raises(PromptError, match="the tokenizer has no chat template; set chat_template to false"):
-        load_prompts(path, Bare(), PromptFormat(chat_template=True))
+        load_prompts(path, Bare(), DataConfig(chat_template=True))
 
 
 def source(count=10, **options):

@@ -2,8 +2,9 @@ import json
 
 import pytest
 
-from megatron_gspo.data.prompts import PromptError, PromptFormat
-from megatron_gspo.data.tasks import TaskSpec, load_task
+from megatron_gspo.config import DataConfig, TaskConfig
+from megatron_gspo.data.prompts import PromptError
+from megatron_gspo.data.tasks import load_task
 from megatron_gspo.rewards.verifiers import load_verifier
 from tests.support.samples import CharTokenizer
 
@@ -14,7 +15,7 @@ SMALL = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
 def load(**chosen):
     spec = {"name": "chain_sum", "kwargs": SMALL, "size": 200, "eval_size": 40, "seed": 0}
-    return load_task(TaskSpec(**(spec | chosen)), CharTokenizer())
+    return load_task(TaskConfig(**(spec | chosen)), CharTokenizer())
 
 
 def texts(prompt_set):
@@ -39,7 +40,7 @@ def test_generation_depends_on_the_seed_alone_and_held_out_not_on_the_size():
 
 @pytest.mark.parametrize("name", ["chain_sum", "spell_backward", "countdown", "arc_agi"])
 def test_the_reference_answer_scores_1_and_a_wrong_one_less(name):
-    task = load_task(TaskSpec(name, size=3, eval_size=0), CharTokenizer())
+    task = load_task(TaskConfig(name=name, size=3, eval_size=0), CharTokenizer())
     verifier = load_verifier("reasoning_gym")
     assert task.evaluation is None
     for prompt in task.train.prompts:
@@ -64,8 +65,8 @@ def test_answer_styles_and_partial_credit():
 
 
 def test_prompt_format_applies():
-    prompt_format = PromptFormat(prompt_template="{question}?", max_prompt_length=500, prompt_key="ignored")
-    spec = TaskSpec("chain_sum", SMALL, size=2, eval_size=1)
+    prompt_format = DataConfig(prompt_template="{question}?", max_prompt_length=500, prompt_key="ignored")
+    spec = TaskConfig(name="chain_sum", kwargs=SMALL, size=2, eval_size=1)
     task = load_task(spec, CharTokenizer(), prompt_format)
     assert all(text.endswith("=?") for text in texts(task.train) + texts(task.evaluation))
 

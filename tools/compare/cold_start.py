@@ -8,14 +8,12 @@ from __future__ import annotations
 import json
 import string
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from random import Random
 
-from megatron_gspo.config import load_config
-from megatron_gspo.data.prompts import PromptFormat
+from megatron_gspo.config import DataConfig, load_config
 from megatron_gspo.data.sample import Prompt
-from megatron_gspo.data.tasks import TaskSpec, load_task
+from megatron_gspo.data.tasks import load_task
 from megatron_gspo.tools.compare.study_plan import ColdStartFiles
 from megatron_gspo.tools.compare.study_runner import run_one, torchrun
 
@@ -41,7 +39,7 @@ def held_out_and_training(model: Path, config: Path) -> tuple[list[Prompt], list
 
     task = load_config(config).data.task
     assert task is not None
-    found = load_task(TaskSpec(**asdict(task)), AutoTokenizer.from_pretrained(model), PromptFormat())
+    found = load_task(task, AutoTokenizer.from_pretrained(model), DataConfig())
     assert found.evaluation is not None
     return found.evaluation.prompts, found.train.prompts
 
