@@ -1,0 +1,45 @@
+"""Sizes in a config.json: what is read and what is refused."""
+
+import json
+
+import pytest
+
+from megatron_gspo.models.model_shape import ModelError, check_sizes, padded_vocab_size, read_config, rope_theta
+from tests.support.model_shapes import dense_shape
+
+
+def test_the_vocabulary_is_rounded_up():
+    assert [padded_vocab_size(dense_shape(vocab_size=10), size) for size in (1, 2, 4, 8)] == [10, 10, 12, 16]
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "8"])
+def test_a_size_is_a_whole_number_above_zero(value):
+    with pytest.raises(ModelError, match=r"hidden_size=.* in config\.json"):
+        check_sizes({"hidden_size": value})
+    check_sizes({"hidden_size": 8, "head_dim": None})
+
+
+def test_experts_that_cannot_be_chosen_are_refused():
+    with pytest.raises(ModelError, match="num_experts_per_tok=5 .* 4 experts"):
+        check_sizes({"num_experts_per_tok": 5, "num_experts": 4})
+    with pytest.raises(ModelError, match="norm_topk_prob"):
+        check_sizes({"num_experts_per_tok": 1, "num_experts": 4, "norm_topk_prob": True})
+
+
+def test_rope_theta_of_both_generations_of_transformers():
+    assert rope_theta({}) == 10000.0
+    assert rope_theta({"rope_theta": 5}) == 5.0
+    assert rope_theta({"rope_parameters": {"rope_type": "default", "rope_theta": 7}, "rope_theta": 5}) == 7.0
+    with pytest.raises(ModelError, match="rope_type='yarn'"):
+        rope_theta({"rope_scaling": {"type": "yarn"}})
+
+
+@pytest.mark.parametrize("text", ["{", "[1]"])
+def test_a_config_is_a_json_object(text, tmp_path):
+    with pytest.raises(ModelError, match="no config.json there"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError, match="not valid JSON"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"a": 1}))
+    assert read_config(tmp_path) == {"a": 1}

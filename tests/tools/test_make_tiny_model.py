@@ -1,0 +1,27 @@
+"""A tiny model is what Transformers loads, with a tokenizer of one token per character and word."""
+
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megatron_gspo.tools.make_tiny_model import character_tokenizer, write_tiny_model
+
+WORD = "Spell this:"
+
+
+def test_characters_and_words_are_tokens():
+    tokenizer = character_tokenizer([WORD])
+    ids = tokenizer.encode(f"{WORD} ab", add_special_tokens=False)
+    assert len(ids) == 4 and tokenizer.decode(ids) == f"{WORD} ab"
+    assert tokenizer.eos_token == "<eos>" and tokenizer.pad_token == "<pad>"
+
+
+def test_the_model_loads_and_the_seed_decides_its_weights(tmp_path: Path):
+    sizes = dict(words=[WORD], hidden=32, layers=2, experts=4, expert_width=16)
+    counts = [write_tiny_model(tmp_path / name, seed=seed, **sizes) for name, seed in (("a", 0), ("b", 0), ("c", 1))]
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in "abc"]
+    assert counts == [sum(p.numel() for p in model.parameters()) for model in models]
+    states = [model.state_dict() for model in models]
+    assert all(states[0][name].equal(tensor) for name, tensor in states[1].items())
+    assert not all(states[0][name].equal(tensor) for name, tensor in states[2].items())
+    assert models[0].config.vocab_size >= len(AutoTokenizer.from_pretrained(tmp_path / "a"))
