@@ -13,38 +13,27 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 OTHER_PAGES = ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "patches/README.md")
 CITING = [*PAGES, *(ROOT / name for name in OTHER_PAGES)]
-# Pages that are being rewritten: their citations may be stale. Remove a page from here when it is done.
-STALE = {
-    "docs/architecture.md",
-    "patches/README.md",
-}
 # What a page cites of other projects, and names that it invents for an example.
 OF_OTHERS = {
     "CONTRIBUTING.md": {"a/b.py", "tests/a/test_b.py"},
     "README.md": {"verifier.py"},
     "docs/algorithms.md": {
-        "--tis-clip", "--tis-level", "--use-rollout-logprobs", "--use-tis", "bypass_mode", "m_it", "rollout_it",
+        "--tis-level", "--use-rollout-logprobs", "--use-tis", "bypass_mode", "m_it", "rollout_it",
         "token_mask", "token_truncate",
     },
-    "docs/conversion.md": {"--dist-ckpt-strictness"},
-    "docs/extending.md": {"test_embedded.py"},
-    "docs/launch.md": {"GraceTime", "KillWait", "NCCL_IB_HCA"},
-    "docs/metrics.md": {"rollout.bin"},
+    "docs/launch.md": {"GraceTime", "NCCL_IB_HCA"},
     "docs/resume.md": {"rollout.bin"},
-    "docs/sglang.md": {"sglang.bench_serving", "torch_shm_manager"},
-    "docs/troubleshooting.md": {"f.py", "path/to/file.py"},
+    "docs/sglang.md": {"sglang.bench_serving"},
     "patches/README.md": {
         "dist_checkpointing/strategies/filesystem_async.py", "distributed/param_and_grad_buffer.py",
         "kernels/ops/kvcache/cache_move.py", "optimizer/clip_grads.py", "optimizer/distrib_optimizer.py",
         "pipeline_parallel/p2p_communication.py", "pipeline_parallel/schedules.py", "srt/utils/common.py",
         "tensor_parallel/layers.py", "tensor_parallel/mappings.py", "tensor_parallel/random.py",
         "transformer/dot_product_attention.py", "transformer/moe/moe_utils.py", "transformer/torch_norm.py",
-        "AsyncCallsQueue", "TemporalAsyncCaller", "TopkCaptureOutput", "dp_reshardable", "fully_sharded_model_space",
-        "init_distributed_environment", "load_tensors_metadata", "param_is_not_tensor_parallel_duplicate",
-        "save_state_dict_async_finalize",
+        "AsyncCallsQueue", "TemporalAsyncCaller", "dp_reshardable", "fully_sharded_model_space",
+        "load_tensors_metadata",
     },
 }  # fmt: skip
-REWRITTEN = pytest.mark.xfail(reason="the page is being rewritten")
 NEEDS_A_WORLD = "megatron_gspo.mcore"  # blocks that start process groups; examples/ holds the tested ones
 
 
@@ -98,11 +87,7 @@ def page_name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(p, marks=[REWRITTEN] if page_name(p) in STALE else []) for p in CITING],
-    ids=page_name,
-)
+@pytest.mark.parametrize("page", CITING, ids=page_name)
 def test_what_a_page_cites_exists(page: Path) -> None:
     allowed = OF_OTHERS.get(page_name(page), set())
     assert [fault for fault in missing(Project(ROOT), page) if fault.split()[-1] not in allowed] == []
