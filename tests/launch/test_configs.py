@@ -20,7 +20,7 @@ from megatron_gspo.tools.plan.activations import Setting
 from megatron_gspo.tools.plan.assumptions import Assumptions
 from megatron_gspo.tools.plan.hardware import GPUS
 from megatron_gspo.tools.plan.memory import Memory, stage_states, worst_memory
-from megatron_gspo.tools.plan.workload import Cluster, Workload
+from megatron_gspo.tools.plan.workload import Cluster, PlanInputs, Workload
 from tests.support.training_runs import tiny_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -113,7 +113,8 @@ def planned(config: Config, world: int) -> Memory:
     states = stage_states(shape, config.parallel, world, 2)
     setting = Setting(recompute=config.model.recompute_granularity)
     tokens = training.max_tokens_per_micro_batch
-    return worst_memory(shape, config.parallel, states, tokens, per_rank, setting, work, cluster, Assumptions())
+    inputs = PlanInputs(shape, work, cluster, Assumptions())
+    return worst_memory(inputs, config.parallel, states, tokens, per_rank, setting)
 
 
 @pytest.mark.parametrize("file", [f for f in CONFIGS if f.stem.startswith("qwen3_") and f not in GRPO],

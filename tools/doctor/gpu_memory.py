@@ -11,7 +11,7 @@ from megatron_gspo.tools.plan.activations import Setting
 from megatron_gspo.tools.plan.assumptions import Assumptions
 from megatron_gspo.tools.plan.hardware import GPUS
 from megatron_gspo.tools.plan.memory import Memory, stage_states, worst_memory
-from megatron_gspo.tools.plan.workload import Cluster, Workload
+from megatron_gspo.tools.plan.workload import Cluster, PlanInputs, Workload
 
 
 def planned_memory(config: Config, shape: ModelShape, world_size: int, *, transformer_engine: bool = True) -> Memory:
@@ -36,7 +36,8 @@ def planned_memory(config: Config, shape: ModelShape, world_size: int, *, transf
     states = stage_states(shape, config.parallel, world_size, size)
     sequences = max(training.global_batch_size // config.parallel.data_parallel_size(world_size), 1)
     tokens = training.max_tokens_per_micro_batch  # one sequence a micro-batch: as many of them as there can be
-    return worst_memory(shape, config.parallel, states, tokens, sequences, setting, work, cluster, Assumptions())
+    inputs = PlanInputs(shape, work, cluster, Assumptions())
+    return worst_memory(inputs, config.parallel, states, tokens, sequences, setting)
 
 
 def judge_gpu_memory(memory: Memory, available: int | None) -> Finding:

@@ -16,7 +16,7 @@ from megatron_gspo.tools.plan.hardware import GIB
 from megatron_gspo.tools.plan.layouts import feasible, name_of
 from megatron_gspo.tools.plan.memory import RECOMPUTE, Memory, stage_states, worst_memory
 from megatron_gspo.tools.plan.step_time import StepTime, micro_batches, model_flops, step_time
-from megatron_gspo.tools.plan.workload import Cluster, Workload
+from megatron_gspo.tools.plan.workload import Cluster, PlanInputs, Workload
 
 BUDGETS = (1, 2, 4, 8)  # token budgets that are tried, in longest sequences
 
@@ -122,6 +122,7 @@ def best_of(shape: ModelShape, parallel: ParallelConfig, work: Workload, cluster
             fixed: Fixed) -> tuple[Plan | None, float]:
     """The fastest choice of recomputation and budget that fits and leaves the reserve free, else None and the bytes
     that the smallest lacks."""
+    inputs = PlanInputs(shape, work, cluster, assume)
     room = cluster.gpu.memory * (1 - assume.reserve)
     states = stage_states(shape, parallel, cluster.gpus, work.dtype_bytes)
     hopeless = max(held.total for held in states.values()) + assume.runtime_gib * GIB > room
@@ -132,15 +133,13 @@ def best_of(shape: ModelShape, parallel: ParallelConfig, work: Workload, cluster
     for budget in budgets:
         count = micro_batches(per_rank, budget, parallel)
         for mode in (fixed.recompute,) if fixed.recompute else RECOMPUTE[-1:] if hopeless else RECOMPUTE:
-            memory = worst_memory(
-                shape, parallel, states, budget, count, _setting(work, mode), work, cluster, assume
-            )
+            memory = worst_memory(inputs, parallel, states, budget, count, _setting(work, mode))
             rollouts = generation(shape, work, cluster, assume, memory.held)
             over = max(memory.total - room, rollouts.shortfall / cluster.engine_tensor)
             lacking = min(lacking, over)
             if over > 0:
                 continue
-            time = step_time(shape, parallel, budget, work, cluster, assume, _setting(work, mode), rollouts)
+            time = step_time(inputs, parallel, budget, _setting(work, mode), rollouts)
             if best is None or time.total < best.time.total:
                 best = Plan(
                     parallel, mode, budget, count, memory, {}, time, rollouts,
@@ -153,7 +152,7 @@ def best_of(shape: ModelShape, parallel: ParallelConfig, work: Workload, cluster
         return None, lacking
     modes = {
         mode: worst_memory(
-            shape, parallel, states, best.budget, best.micro_batches, _setting(work, mode), work, cluster, assume
+            inputs, parallel, states, best.budget, best.micro_batches, _setting(work, mode)
         ).activations
         for mode in RECOMPUTE
     }

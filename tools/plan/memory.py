@@ -11,7 +11,7 @@ from megatron_gspo.tools.plan.assumptions import Assumptions
 from megatron_gspo.tools.plan.hardware import GIB
 from megatron_gspo.tools.plan.model_states import States, rank_states
 from megatron_gspo.tools.plan.parameters import total_parameters
-from megatron_gspo.tools.plan.workload import Cluster, Workload
+from megatron_gspo.tools.plan.workload import Cluster, PlanInputs, Workload
 
 RECOMPUTE = ("none", "selective", "full")
 
@@ -53,9 +53,10 @@ def expert_rows(shape: ModelShape, parallel: ParallelConfig, tokens: int, imbala
     return z.rows * (imbalance if z.sent else 1.0)
 
 
-def stage_memory(shape: ModelShape, parallel: ParallelConfig, stage: int, states: States, tokens: int,
-                 micro_batches: int, setting: Setting, work: Workload, cluster: Cluster, assume: Assumptions) -> Memory:
-    """One stage's, with micro-batches of ``tokens`` tokens."""
+def stage_memory(inputs: PlanInputs, parallel: ParallelConfig, stage: int, states: States, tokens: int,
+                 micro_batches: int, setting: Setting) -> Memory:
+    """Memory of a pipeline stage, with ``micro_batches`` of ``tokens`` tokens."""
+    shape, work, cluster, assume = inputs.shape, inputs.work, inputs.cluster, inputs.assume
     batch = MicroBatch(tokens, work.longest, expert_rows(shape, parallel, tokens, assume.expert_imbalance))
     peak = peak_bytes(shape, parallel, stage, batch, micro_batches, setting)
     z = sizes_of(shape, parallel, batch, setting)
@@ -80,10 +81,10 @@ def stage_states(shape: ModelShape, parallel: ParallelConfig, gpus: int, dtype_b
     return {stage: rank_states(shape, parallel, gpus, stage, dtype_bytes) for stage in stages}
 
 
-def worst_memory(shape: ModelShape, parallel: ParallelConfig, states: dict[int, States], tokens: int,
-                 micro_batches: int, setting: Setting, work: Workload, cluster: Cluster, assume: Assumptions) -> Memory:
+def worst_memory(inputs: PlanInputs, parallel: ParallelConfig, states: dict[int, States], tokens: int,
+                 micro_batches: int, setting: Setting) -> Memory:
     """The fullest of the stages in ``states``."""
-    found = [stage_memory(shape, parallel, stage, held, tokens, micro_batches, setting, work, cluster, assume)
+    found = [stage_memory(inputs, parallel, stage, held, tokens, micro_batches, setting)
              for stage, held in states.items()]  # fmt: skip
     return max(found, key=lambda memory: memory.total)
 

@@ -26,7 +26,7 @@ from megatron_gspo.tools.plan.engine_memory import Generation
 from megatron_gspo.tools.plan.memory import expert_rows
 from megatron_gspo.tools.plan.model_states import States, chunk_states, rank_states
 from megatron_gspo.tools.plan.parameters import active_parameters, layer_counts, layer_kinds, stage_layers
-from megatron_gspo.tools.plan.workload import Cluster, Workload
+from megatron_gspo.tools.plan.workload import Cluster, PlanInputs, Workload
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,10 @@ class Pass:
     send: float
 
 
-def forward_pass(shape: ModelShape, parallel: ParallelConfig, stage: int, tokens: float, length: float,
-                 cluster: Cluster, assume: Assumptions, setting: Setting) -> Pass:
+def forward_pass(inputs: PlanInputs, parallel: ParallelConfig, stage: int, tokens: float, length: float,
+                 setting: Setting) -> Pass:
     """Of ``tokens`` tokens in sequences of ``length`` on a stage."""
+    shape, cluster, assume = inputs.shape, inputs.cluster, inputs.assume
     rows = expert_rows(shape, parallel, int(tokens), assume.expert_imbalance)
     z = sizes_of(shape, parallel, MicroBatch(int(tokens), int(length), rows), setting)
     tp, links = parallel.tensor_model_parallel_size, Links.of(cluster.gpu, assume)
@@ -131,9 +132,10 @@ def stage_seconds(stage: Pass, recompute: str) -> tuple[float, float]:
     return train, computed + talk + stage.send
 
 
-def step_time(shape: ModelShape, parallel: ParallelConfig, budget: int, work: Workload, cluster: Cluster,
-              assume: Assumptions, setting: Setting, rollouts: Generation) -> StepTime:
+def step_time(inputs: PlanInputs, parallel: ParallelConfig, budget: int, setting: Setting, rollouts: Generation
+              ) -> StepTime:
     """A rollout batch: scored once (twice with a reference), trained on in mini-batches, generated, sent."""
+    shape, work, cluster, assume = inputs.shape, inputs.work, inputs.cluster, inputs.assume
     dp, length = parallel.data_parallel_size(cluster.gpus), work.mean_length(assume.mean_response)
     stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
     per_rank = work.sequences * length / dp * assume.packing_imbalance
@@ -141,7 +143,7 @@ def step_time(shape: ModelShape, parallel: ParallelConfig, budget: int, work: Wo
     count = micro_batches(per_rank / updates, budget, parallel)
     tokens = per_rank / updates / count  # of a micro-batch
     # a stage in the middle has as many layers as any; the last may have one less, and has the head
-    usual, last = (forward_pass(shape, parallel, stage, tokens, length, cluster, assume, setting)
+    usual, last = (forward_pass(inputs, parallel, stage, tokens, length, setting)
                    for stage in (stages // 2, stages - 1))  # fmt: skip
     train_stage, score_stage = stage_seconds(usual, setting.recompute)
     train_last, score_last = stage_seconds(last, setting.recompute)

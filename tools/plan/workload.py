@@ -1,10 +1,12 @@
-"""What is to be trained, on what: the input of a plan, checked."""
+"""The input of a plan, checked: the workload, the cluster, the model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from megatron_gspo.errors import InputError
+from megatron_gspo.models.model_shape import ModelShape
+from megatron_gspo.tools.plan.assumptions import Assumptions
 from megatron_gspo.tools.plan.hardware import Gpu
 
 ENGINES = ("sglang", "colocated", "embedded", "none")
@@ -57,6 +59,16 @@ class Cluster:
     def serving(self) -> int:
         """GPUs that generate."""
         return {"sglang": self.engine_gpus, "colocated": self.gpus, "embedded": self.gpus, "none": 0}[self.engine]
+
+
+@dataclass(frozen=True)
+class PlanInputs:
+    """What every estimate depends on besides the parallel layout."""
+
+    shape: ModelShape
+    work: Workload
+    cluster: Cluster
+    assume: Assumptions
 
 
 def check_workload(work: Workload, longest_positions: int) -> None:

@@ -13,7 +13,7 @@ from megatron_gspo.tools.plan.assumptions import Assumptions
 from megatron_gspo.tools.plan.hardware import find_gpu
 from megatron_gspo.tools.plan.memory import stage_states, worst_memory
 from megatron_gspo.tools.plan.step_time import micro_batches
-from megatron_gspo.tools.plan.workload import Cluster, Workload
+from megatron_gspo.tools.plan.workload import Cluster, PlanInputs, Workload
 from tests.support.model_shapes import LARGE, SMALL, shape_of
 
 FOLDER = Path(__file__).parents[3] / "examples" / "qwen3_moe"
@@ -39,12 +39,12 @@ def test_a_shipped_config_fits(name: str) -> None:
         rollout.max_response_length, config.data.max_prompt_length, rollout.rollout_batch_size,
         rollout.n_samples_per_prompt, training.global_batch_size, routes=config.routing.replay != "none",
     )  # fmt: skip
-    tokens, assume = training.max_tokens_per_micro_batch, Assumptions()
+    tokens = training.max_tokens_per_micro_batch
     mean = work.global_batch_size / config.parallel.data_parallel_size(gpus) * work.mean_length(1.0)
     memory = worst_memory(
-        shape, config.parallel, stage_states(shape, config.parallel, gpus, 2), tokens,
-        micro_batches(mean, tokens, config.parallel), 
-        Setting(2, "transformer_engine", config.model.recompute_granularity), work, cluster, assume,
+        PlanInputs(shape, work, cluster, Assumptions()), config.parallel,
+        stage_states(shape, config.parallel, gpus, 2), tokens, micro_batches(mean, tokens, config.parallel),
+        Setting(2, "transformer_engine", config.model.recompute_granularity),
     )  # fmt: skip
     assert memory.total < cluster.gpu.memory, memory
     assert memory.held > 0.2 * memory.total

@@ -10,7 +10,7 @@ from megatron_gspo.config import ParallelConfig
 from megatron_gspo.tools.plan.activations import Setting
 from megatron_gspo.tools.plan.engine_memory import generation
 from megatron_gspo.tools.plan.step_time import micro_batches, model_flops, step_time
-from megatron_gspo.tools.plan.workload import Cluster, Workload
+from megatron_gspo.tools.plan.workload import Cluster, PlanInputs, Workload
 from tests.support.ideal_gpu import GPU, IDEAL
 from tests.support.model_shapes import dense_shape
 
@@ -21,7 +21,7 @@ def test_a_dense_step_by_hand() -> None:
     work = Workload(response_length=24, prompt_length=8, rollout_batch_size=2, n_samples=4, global_batch_size=4)
     cluster = Cluster(GPU, 1, "none")
     rollouts = generation(shape, work, cluster, IDEAL, 0.0)
-    time = step_time(shape, ParallelConfig(), 64, work, cluster, IDEAL, Setting(), rollouts)
+    time = step_time(PlanInputs(shape, work, cluster, IDEAL), ParallelConfig(), 64, Setting(), rollouts)
     tokens = 8 * 32
     layers, head = 2 * 360, 10 * 8  # norms are counted with the products
     products = 2 * tokens * (4 * layers + 5 * head)  # the head is computed again in its backward
@@ -31,7 +31,8 @@ def test_a_dense_step_by_hand() -> None:
     assert (time.tensor, time.expert, time.context, time.pipeline, time.data, time.generation) == (0,) * 6
     assert time.bubble == pytest.approx(0, abs=1e-15)
     assert time.total == pytest.approx(time.products + time.attention + time.optimizer)
-    again = step_time(shape, ParallelConfig(), 64, work, cluster, IDEAL, Setting(recompute="full"), rollouts)
+    full = Setting(recompute="full")
+    again = step_time(PlanInputs(shape, work, cluster, IDEAL), ParallelConfig(), 64, full, rollouts)
     assert again.recompute == pytest.approx((2 * tokens * layers + tokens * scores) / 1e14)
 
 
@@ -42,7 +43,8 @@ def test_the_bubble_by_hand() -> None:
     quiet = Cluster(dataclasses.replace(GPU, nvlink=1e30, network=1e30, hbm=1e30), 4, "none")
     for virtual in (None, 2):
         parallel = ParallelConfig(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=virtual)
-        time = step_time(shape, parallel, 64, work, quiet, IDEAL, Setting(), generation(shape, work, quiet, IDEAL, 0.0))
+        rollouts = generation(shape, work, quiet, IDEAL, 0.0)
+        time = step_time(PlanInputs(shape, work, quiet, IDEAL), parallel, 64, Setting(), rollouts)
         assert micro_batches(64 * 32, 64, parallel) == 32
         assert time.bubble / time.training == pytest.approx(3 / (32 * (virtual or 1) + 3), rel=1e-2)
 
