@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,19 @@ _AXES = (("samples", "samples (responses)"), ("tokens", "tokens"), ("seconds", "
 _FLOOR = 1e-4  # of the log scales: 0.01 %
 
 Chart = str  # an SVG
+
+
+class _Metric(NamedTuple):
+    """window: steps of the trailing mean."""
+
+    name: str
+    title: str
+    percent: bool = True
+    window: int = _WINDOW
+
+
+_ACCURACY = _Metric("eval/accuracy", "Held-out accuracy", window=1)
+_REWARD = _Metric("reward/mean", "Training reward", percent=False)
 # (metric, title, percent, log floor)
 _CLIPPING = (
     ("clip_fraction/tokens", "Clipped tokens", True, _FLOOR),
@@ -49,10 +62,8 @@ def base_charts(study: Study, colours: Mapping[str, int]) -> dict[str, list[Char
     """By section of the page; a section without data has an empty list."""
     return {
         "intervals": _interval_charts(study, colours),
-        "accuracy": [_curve(study, BASE, colours, "eval/accuracy", "Held-out accuracy", axis, words, window=1)
-                     for axis, words in _AXES],
-        "reward": [_curve(study, BASE, colours, "reward/mean", "Training reward", axis, words, percent=False)
-                   for axis, words in _AXES],
+        "accuracy": [_curve(study, BASE, colours, _ACCURACY, axis) for axis in _AXES],
+        "reward": [_curve(study, BASE, colours, _REWARD, axis) for axis in _AXES],
         "clipping": _by_step(study, BASE, colours, _CLIPPING),
         "routing": _by_step(study, BASE, colours, _ROUTING),
         "policy": _by_step(study, BASE, colours, _RATIOS),
@@ -61,8 +72,8 @@ def base_charts(study: Study, colours: Mapping[str, int]) -> dict[str, list[Char
 
 
 def stress_charts(study: Study, setting: str, colours: Mapping[str, int]) -> list[Chart]:
-    accuracy = _curve(study, setting, colours, "eval/accuracy", "Held-out accuracy", *_AXES[0], window=1)
-    reward = _curve(study, setting, colours, "reward/mean", "Training reward", *_AXES[0], percent=False)
+    accuracy = _curve(study, setting, colours, _ACCURACY, _AXES[0])
+    reward = _curve(study, setting, colours, _REWARD, _AXES[0])
     return [chart for chart in (accuracy, reward) if chart] + _by_step(
         study, setting, colours, (_CLIPPING[0], _ROUTING[1])
     )
@@ -136,20 +147,19 @@ def _interval_charts(study: Study, colours: Mapping[str, int]) -> list[Chart]:
 
 
 def _curve(
-    study: Study, setting: str, colours: Mapping[str, int], metric: str, title: str, axis: str, words: str,
-    *, percent: bool = True, window: int = _WINDOW,
-) -> Chart:  # fmt: skip
-    """One metric against an axis of progress; empty text where no run has it."""
-    lines = []
+    study: Study, setting: str, colours: Mapping[str, int], metric: _Metric, along: tuple[str, str]
+) -> Chart:
+    """One metric along an axis of progress (its name and label); empty text if no run has it."""
+    (axis, label), lines = along, []
     for group in study.groups_in(setting):
         runs = study.of(setting, group.name)
-        by_step = band([_prepared(series(run, metric), window) for run in runs], _POINTS)
+        by_step = band([_prepared(series(run, metric.name), metric.window) for run in runs], _POINTS)
         found = replace(by_step, x=_places(runs, axis, by_step.x))
-        failed = [against(run, metric, axis) for run in runs if run.status == "failed"]
+        failed = [against(run, metric.name, axis) for run in runs if run.status == "failed"]
         lines.append(draw.Line(colours[group.name], found, [(x[-1], y[-1]) for x, y in failed if x]))
     if not any(line.band.x for line in lines):
         return ""
-    return draw.band_panel(title, words, lines, percent=percent)
+    return draw.band_panel(metric.title, label, lines, percent=metric.percent)
 
 
 def _places(runs: Sequence[Run], axis: str, steps: Sequence[float]) -> list[float]:

@@ -6,7 +6,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from megatron_gspo.tools.convert.to_hugging_face import to_hugging_face
 from megatron_gspo.tools.convert.to_megatron import COMPANIONS, to_megatron
 from megatron_gspo.tools.convert.torch_dcp_files import METADATA, DistributedReader
 from megatron_gspo.tools.convert.verify import verify, write_checksums
-from megatron_gspo.tools.convert.work_units import UNIT_BYTES
+from megatron_gspo.tools.convert.work_units import UNIT_BYTES, Workers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -112,7 +112,7 @@ def _to_megatron(options: argparse.Namespace) -> None:
     with _progress("to Megatron") as report:
         out = to_megatron(
             options.source, options.out, frame.chunks, frame.objects, write_metadata_files,
-            dtype=DTYPES.get(options.dtype), report=report, **_work(options),
+            dtype=DTYPES.get(options.dtype), workers=_workers(options, report),
         )
     if options.verify:
         _prove(options.source, out, chunks_of(options.source), options, made=out)
@@ -126,15 +126,15 @@ def _to_hugging_face(options: argparse.Namespace) -> None:
     with _progress("to Hugging Face") as report:
         out = to_hugging_face(
             checkpoint, options.out, chunks, source, dtype=DTYPES.get(options.dtype),
-            max_shard_bytes=int(options.max_shard_gib * 2**30), report=report, **_work(options),
+            max_shard_bytes=int(options.max_shard_gib * 2**30), workers=_workers(options, report),
         )
     if options.verify:
         _prove(out, checkpoint, chunks, options, made=out)
     print(out)
 
 
-def _work(options: argparse.Namespace) -> dict[str, int]:
-    return {"processes": options.processes, "unit_bytes": int(options.unit_mib * 2**20)}
+def _workers(options: argparse.Namespace, report: Callable[[int, int], None]) -> Workers:
+    return Workers(options.processes, int(options.unit_mib * 2**20), report)
 
 
 def _verify(options: argparse.Namespace) -> None:
@@ -169,7 +169,7 @@ def _prove(
         with CheckpointReader(hugging_face) as reader:
             dtype = reader.common_dtype()
     with _progress("comparing") as report:
-        count = verify(hugging_face, megatron, chunks, dtype=dtype, report=report, **_work(options))
+        count = verify(hugging_face, megatron, chunks, dtype=dtype, workers=_workers(options, report))
     print(f"{count} tensors are equal, bit for bit", file=sys.stderr)
     if made is not None:
         print(f"checksums: {write_checksums(made)}", file=sys.stderr)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from megatron_gspo.models.parameter_slices import CheckpointChunk, ParameterSlic
 from megatron_gspo.tools.convert.safetensors_pieces import FileLayout, begin_file, file_layout, is_begun, write_tensors
 from megatron_gspo.tools.convert.torch_dcp_files import DistributedReader, open_checkpoint
 from megatron_gspo.tools.convert.work_directory import Workspace, file_stamps
-from megatron_gspo.tools.convert.work_units import UNIT_BYTES, Unit, cut, run_units
+from megatron_gspo.tools.convert.work_units import Unit, Workers, cut, run_units
 
 _KEPT_BYTES = 64 << 20  # of parameters kept for the next tensors: query, key and value are one, and not neighbours
 _OTHERS = ("optimizer", "rng_state", "rerun_state_machine_state")  # what a training checkpoint holds beside the model
@@ -46,9 +46,7 @@ def to_hugging_face(
     *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 4 << 30,
-    processes: int = 1,
-    unit_bytes: int = UNIT_BYTES,
-    report: Callable[[int, int], None] = lambda done, total: None,
+    workers: Workers = Workers(),  # noqa: B008 (frozen)
 ) -> Path:
     """Convert the distributed checkpoint to the Hugging Face directory `out`; returns `out`.
 
@@ -56,7 +54,7 @@ def to_hugging_face(
     tokenizer and, where it has an index, the division into files; else files are of `max_shard_bytes` at most. dtype:
     of the result; None is the checkpoint's. Optimizer and random states are left out.
 
-    Broken off, it goes on when called again. Errors as in `to_megatron`.
+    An interrupted conversion continues when called again. Errors as in `to_megatron`.
     """
     family, shape = family_of(read_config(source))
     reader = open_checkpoint(checkpoint)
@@ -66,16 +64,17 @@ def to_hugging_face(
     sizes = {name: size for chunk in chunks for name, size in chunk.part.whole_sizes(shape).items()}
     files = _files(source, {name: sizes[name] for name in hugging_face_names(family, shape)}, dtype, max_shard_bytes)
     job = {"from": str(checkpoint.resolve()), "files": file_stamps(checkpoint), "dtype": str(dtype),
-           "unit_bytes": unit_bytes, "to": {file: sorted(names) for file, names in files.items()}}
+           "unit_bytes": workers.unit_bytes, "to": {file: sorted(names) for file, names in files.items()}}
     layouts = {file: file_layout({name: sizes[name] for name in names}, dtype) for file, names in files.items()}
     with Workspace(out, job) as workspace:
-        units = _units(checkpoint, workspace.result, layouts, chunks, sizes, dtype, shape, unit_bytes)
+        first = _Work(checkpoint, workspace.result, (), (), (), dtype, shape)
+        units = _units(first, layouts, chunks, sizes, workers.unit_bytes)
         begun = {file for file, layout in layouts.items() if is_begun(workspace.result / file, layout)}
         finished = {unit.number for unit in units if unit.number in workspace.done and unit.work.file.name in begun}
         workspace.check_room(sum(layout.size for file, layout in layouts.items() if file not in begun))
         for file in layouts.keys() - begun:
             begin_file(workspace.result / file, layouts[file])
-        run_units(_write, units, finished=finished, processes=processes, record=workspace.record, report=report)
+        run_units(_write, units, workers, finished=finished, record=workspace.record)
         with writing(workspace.result):
             _finish(workspace.result, files, sizes, source, dtype)
         return workspace.publish()
@@ -150,19 +149,19 @@ def _files(
 
 
 def _units(
-    checkpoint: Path, folder: Path, layouts: Mapping[str, FileLayout], chunks: Sequence[CheckpointChunk],
-    sizes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, shape: ModelShape, unit_bytes: int,
+    first: _Work, layouts: Mapping[str, FileLayout], chunks: Sequence[CheckpointChunk],
+    sizes: Mapping[str, tuple[int, ...]], unit_bytes: int,
 ) -> list[Unit]:
-    """Runs of consecutive tensors of one file."""
+    """Consecutive tensors of one file each, like `first`, whose file is their folder."""
     parts = by_part(chunks)
-    first = {name: key for key, of_part in parts.items() for name in of_part[0].part.names}
+    part_of = {name: key for key, of_part in parts.items() for name in of_part[0].part.names}
     units: list[Unit] = []
     for file, layout in layouts.items():
-        for names in cut(layout.offsets, lambda name: math.prod(sizes[name]) * dtype.itemsize, unit_bytes):
-            needed = tuple(chunk for key in dict.fromkeys(first[name] for name in names) for chunk in parts[key])
+        for names in cut(layout.offsets, lambda name: math.prod(sizes[name]) * first.dtype.itemsize, unit_bytes):
+            needed = tuple(chunk for key in dict.fromkeys(part_of[name] for name in names) for chunk in parts[key])
             offsets = tuple(layout.offsets[name] for name in names)
-            work = _Work(checkpoint, folder / file, tuple(names), offsets, needed, dtype, shape)
-            size = sum(math.prod(sizes[name]) for name in names) * dtype.itemsize
+            work = replace(first, file=first.file / file, names=tuple(names), offsets=offsets, chunks=needed)
+            size = sum(math.prod(sizes[name]) for name in names) * first.dtype.itemsize
             units.append(Unit(len(units), size, work))
     return units
 

@@ -16,7 +16,7 @@ from megatron_gspo.models.model_shape import ModelError, ModelShape, read_config
 from megatron_gspo.models.parameter_slices import CheckpointChunk, ParameterSlice
 from megatron_gspo.tools.convert.torch_dcp_files import Placement, write_file, write_metadata
 from megatron_gspo.tools.convert.work_directory import Workspace, file_stamps
-from megatron_gspo.tools.convert.work_units import UNIT_BYTES, Unit, cut, run_units
+from megatron_gspo.tools.convert.work_units import Unit, Workers, cut, run_units
 
 _PIECE_BYTES = 64 << 20  # of a larger tensor, such as an embedding, that are written at a time: torch copies them twice
 COMPANIONS = "hf"  # the folder of config, tokenizer and index in a converted checkpoint
@@ -43,18 +43,15 @@ def to_megatron(
     finish: Callable[[Path], None],
     *,
     dtype: torch.dtype | None = None,
-    processes: int = 1,
-    unit_bytes: int = UNIT_BYTES,
-    report: Callable[[int, int], None] = lambda done, total: None,
+    workers: Workers = Workers(),  # noqa: B008 (frozen)
 ) -> Path:
     """Convert the Hugging Face directory `source` to the distributed checkpoint `out`; returns `out`.
 
     chunks, objects: what Megatron's checkpoint holds, by `mcore.checkpoint_metadata`. finish: writes the files by which
-    Megatron knows it. dtype: of the result; None is the source's. report: bytes written so far and in all.
-    unit_bytes: what a process works on at a time.
+    Megatron knows it. dtype: of the result; None is the source's.
 
-    Broken off, it goes on when called again. Raises ``ModelError`` for a source that isn't whole or isn't the model of
-    its config.json, ``InputError`` and ``DiskError`` before any work for an output that can't be.
+    An interrupted conversion continues when called again. Raises ``ModelError`` for a source that is incomplete or not
+    the model of its config.json; ``InputError`` and ``DiskError``, before any work, for an invalid output.
     """
     family, shape = family_of(read_config(source))
     with CheckpointReader(source) as reader:
@@ -65,14 +62,14 @@ def to_megatron(
         dtype = dtype or reader.common_dtype()
     ordered = sorted(chunks, key=lambda chunk: (chunk.part.layer, chunk.part.names, chunk.part.rank, chunk.start))
     ordered = [piece for chunk in ordered for piece in chunk.pieces(_PIECE_BYTES // dtype.itemsize)]
-    job = {"from": str(source.resolve()), "files": file_stamps(source), "dtype": str(dtype), "unit_bytes": unit_bytes,
-           "chunks": _places(ordered)}
+    job = {"from": str(source.resolve()), "files": file_stamps(source), "dtype": str(dtype),
+           "unit_bytes": workers.unit_bytes, "chunks": _places(ordered)}
     with Workspace(out, job) as workspace:
         first = _Work(source, workspace.result, 0, (), dict(objects), dtype, shape)
-        units = _units(first, ordered, unit_bytes)
+        units = _units(first, ordered, workers.unit_bytes)
         finished = {unit.number for unit in units if _is_there(workspace, unit)}
         workspace.check_room(sum(unit.size for unit in units if unit.number not in finished))
-        run_units(_write, units, finished=finished, processes=processes, record=workspace.record, report=report)
+        run_units(_write, units, workers, finished=finished, record=workspace.record)
         placements = [tuple(place) for unit in units for place in workspace.done[unit.number]]
         with writing(workspace.result):
             write_metadata(workspace.result, ordered, dtype, objects, placements)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from megatron_gspo.models.model_shape import ModelError, ModelShape, read_config
 from megatron_gspo.models.parameter_slices import CheckpointChunk
 from megatron_gspo.tools.convert.to_hugging_face import as_stored, by_part, read_part
 from megatron_gspo.tools.convert.torch_dcp_files import open_checkpoint
-from megatron_gspo.tools.convert.work_units import UNIT_BYTES, Unit, cut, run_units
+from megatron_gspo.tools.convert.work_units import Unit, Workers, cut, run_units
 
 CHECKSUMS = "SHA256SUMS"  # as the command sha256sum writes and checks it
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -38,9 +38,7 @@ def verify(
     chunks: Sequence[CheckpointChunk],
     *,
     dtype: torch.dtype,
-    processes: int = 1,
-    unit_bytes: int = UNIT_BYTES,
-    report: Callable[[int, int], None] = lambda done, total: None,
+    workers: Workers = Workers(),  # noqa: B008 (frozen)
 ) -> int:
     """Compare every tensor of the two, rebuilt from the Megatron checkpoint's chunks; returns their number.
 
@@ -60,9 +58,9 @@ def verify(
 
     units = [
         Unit(number, sum(map(size, run)), _Work(hugging_face, megatron, tuple(run), dtype, shape))
-        for number, run in enumerate(cut(parts.values(), size, unit_bytes))
+        for number, run in enumerate(cut(parts.values(), size, workers.unit_bytes))
     ]
-    run_units(_compare, units, processes=processes, report=report)
+    run_units(_compare, units, workers)
     return len(made)
 
 

@@ -19,6 +19,16 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class Workers:
+    """How a conversion runs. processes: 1 is this one. unit_bytes: what a process works on at a time. report: called
+    with the bytes done, those of an interrupted conversion included, and the total."""
+
+    processes: int = 1
+    unit_bytes: int = UNIT_BYTES
+    report: Callable[[int, int], None] = lambda done, total: None
+
+
+@dataclass(frozen=True)
 class Unit:
     """number: its index in the job. size: bytes, for the progress bar. work: the argument of the job's function."""
 
@@ -44,26 +54,25 @@ def cut(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[li
 def run_units(
     do: Callable[[Any], T],
     units: Sequence[Unit],
+    workers: Workers,
     *,
     finished: Collection[int] = (),
-    processes: int,
     record: Callable[[int, T], None] = lambda number, result: None,
-    report: Callable[[int, int], None],
 ) -> None:
-    """`do(unit.work)` for each unit that is not `finished` (numbers), in `processes` processes or, for 1, in this one.
+    """`do(unit.work)` for each unit that is not `finished` (numbers), in the processes of `workers`.
 
-    record: called in this process with each unit's number and result, which must be picklable. report: then called with
-    the bytes done, earlier ones included, and the total. The first failure ends all units and is raised; a process that
-    dies raises ``RunError``. Processes are forked, since spawned ones would import everything again: call this before
+    record: called in this process with each unit's number and result, which must be picklable, before
+    ``workers.report``. The first failure ends all units and is raised; a process that dies raises ``RunError``.
+    Processes are forked, since spawned ones would import everything again: call this before
     any other thread is started.
     """
     left = [unit for unit in units if unit.number not in finished]
     total = sum(unit.size for unit in units)
     done = total - sum(unit.size for unit in left)
-    for unit, result in _results(do, left, processes):
+    for unit, result in _results(do, left, workers.processes):
         record(unit.number, result)
         done += unit.size
-        report(done, total)
+        workers.report(done, total)
 
 
 def _results(do: Callable[[Any], T], units: Sequence[Unit], processes: int) -> Iterator[tuple[Unit, T]]:

@@ -30,6 +30,7 @@ from megatron_gspo.models.hf_checkpoint import INDEX, SINGLE, CheckpointReader, 
 from megatron_gspo.tools.convert import __main__ as convert
 from megatron_gspo.tools.convert.to_hugging_face import to_hugging_face
 from megatron_gspo.tools.convert.torch_dcp_files import METADATA, DistributedReader, read_metadata
+from megatron_gspo.tools.convert.work_units import Workers
 from megatron_gspo.tools.make_tiny_model import character_tokenizer
 from tests.support.distributed import run_distributed
 from tests.support.parallel_groups import groups_of
@@ -227,7 +228,8 @@ def test_a_file_without_its_header_is_written_again(models, tmp_path):
             raise KeyboardInterrupt
 
     def convert_back(report: Callable[[int, int], None]) -> None:
-        to_hugging_face(source, back, convert.chunks_of(source / "hf"), source / "hf", unit_bytes=20_000, report=report)
+        workers = Workers(unit_bytes=20_000, report=report)
+        to_hugging_face(source, back, convert.chunks_of(source / "hf"), source / "hf", workers=workers)
 
     with pytest.raises(KeyboardInterrupt):
         convert_back(broken_off)

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from megatron_gspo.errors import InputError, RunError
-from megatron_gspo.tools.convert.work_units import Unit, cut, run_units
+from megatron_gspo.tools.convert.work_units import Unit, Workers, cut, run_units
 
 
 def test_groups_stay_within_the_limit_and_keep_the_order():
@@ -26,15 +26,15 @@ def double(number):
 def test_results_and_progress(processes):
     units = [Unit(number, 10 * (number + 1), number) for number in range(5)]
     results, reported = {}, []
-    run_units(double, units, finished=[1], processes=processes, record=results.__setitem__,
-              report=lambda done, total: reported.append((done, total)))  # fmt: skip
+    workers = Workers(processes, report=lambda done, total: reported.append((done, total)))
+    run_units(double, units, workers, finished=[1], record=results.__setitem__)
     assert results == {0: 0, 2: 4, 3: 6, 4: 8}
     assert len(reported) == 4 and reported[-1] == (150, 150)
     assert reported == sorted(reported) and reported[0][0] > 20  # what was finished before counts
 
 
 def test_nothing_left_is_nothing_to_do():
-    run_units(double, [Unit(0, 1, 0)], finished=[0], processes=2, record=pytest.fail, report=pytest.fail)
+    run_units(double, [Unit(0, 1, 0)], Workers(2, report=pytest.fail), finished=[0], record=pytest.fail)
 
 
 def fail_on_two(number):
@@ -47,8 +47,8 @@ def fail_on_two(number):
 def test_the_first_failure_is_raised_and_earlier_results_are_recorded(processes):
     recorded = []
     with pytest.raises(InputError, match="unit 2 is broken"):
-        run_units(fail_on_two, [Unit(n, 1, n) for n in range(4)], processes=processes,
-                  record=lambda number, result: recorded.append(number), report=lambda *_: None)  # fmt: skip
+        run_units(fail_on_two, [Unit(n, 1, n) for n in range(4)], Workers(processes),
+                  record=lambda number, result: recorded.append(number))  # fmt: skip
     assert 2 not in recorded and (processes > 1 or recorded == [0, 1])
 
 
@@ -58,5 +58,5 @@ def kill_itself(number):
 
 def test_a_killed_process_is_one_line():
     with pytest.raises(RunError, match="a process of the conversion was killed") as caught:
-        run_units(kill_itself, [Unit(n, 1, n) for n in range(2)], processes=2, report=lambda *_: None)
+        run_units(kill_itself, [Unit(n, 1, n) for n in range(2)], Workers(2))
     assert "fewer --processes" in str(caught.value) and "\n" not in str(caught.value)
