@@ -62,6 +62,11 @@ def test_overrides_reach_the_objective(plain: dict) -> None:
         (["rollout.engine=sft"], 'rollout.engine = "sft":', "set algorithm.name: sft"),
         ([*SFT, "rollout.n_samples_per_prompt=2"], "rollout.n_samples_per_prompt = 2:", "set it to 1"),
         ([*SFT, "algorithm.dynamic_sampling=true"], "algorithm.dynamic_sampling = ", "remove"),
+        (["rollout.top_p=0.9"], "rollout.top_p = 0.9: training log-probs are", "set 1, or evaluation.top_p"),
+        (["rollout.top_k=20"], "rollout.top_k = 20: training log-probs are", "set 0, or evaluation.top_k"),
+        (["rollout.temperature=0"], "rollout.temperature = 0.0: greedy responses", "set it above 0"),
+        (["evaluation.temperature=0", "evaluation.top_k=3"], "evaluation.top_k = 3: has no effect", "remove it"),
+        (["evaluation.temperature=0", "evaluation.top_p=0.5"], "evaluation.top_p = 0.5: has no effect", "remove it"),
         (["rollout.n_samples_per_prompt=1"], "rollout.n_samples_per_prompt = 1:", "set it to 2 or more"),
         (
             ["algorithm.kl_loss_coef=0.1", "algorithm.kl_reward_coef=0.1"],
@@ -175,6 +180,11 @@ def test_thresholds_of_rejection_sampling(plain: dict) -> None:
     assert band("=token", "_threshold=4.0") == (0.25, 4.0)
     assert band("=token", "_threshold_lower=0.1") == (0.1, 2.0)
     assert band("=sequence", "_threshold=1.25", "_threshold_lower=0.9") == (0.9, 1.25)
+
+
+def test_evaluation_samples_from_the_likeliest_tokens(plain: dict) -> None:
+    evaluation = build(plain, "evaluation.top_p=0.9", "evaluation.top_k=20").evaluation
+    assert (evaluation.top_p, evaluation.top_k) == (0.9, 20)
 
 
 def test_turns_of_an_environment(plain: dict) -> None:
