@@ -35,23 +35,25 @@ class Contest:
     """What is timed, on one policy; each method is a contestant, and leaves the policy as it is but for the steps."""
 
     def __init__(self, folder: Path, args: argparse.Namespace) -> None:
-        from megatron_gspo.mcore.process_groups import Layout, initialize
+        from megatron_gspo.config import ParallelConfig
+        from megatron_gspo.mcore.process_groups import initialize
         from megatron_gspo.tools.make_tiny_model import write_tiny_model
 
         self.folder, self.number, self.begun = folder, 0, 0.0
         self.parameters = write_tiny_model(
             folder / "model", hidden=args.hidden, layers=args.layers, experts=16, expert_width=args.hidden // 2
         )
-        self.policy = tiny_policy(str(folder / "model"), Layout(), initialize(Layout(), seed=0))
+        self.policy = tiny_policy(str(folder / "model"), ParallelConfig(), initialize(ParallelConfig(), seed=0))
         self.samples = make_samples(args.sequences, 16, 48, self.policy.shape.vocab_size)
 
     def step(self) -> None:
         from megatron_gspo.algorithms import preset
-        from megatron_gspo.mcore.train_step import Batching, compute_log_probs, train_mini_batch
+        from megatron_gspo.config import TrainingConfig
+        from megatron_gspo.mcore.train_step import compute_log_probs, train_mini_batch
 
-        batching = Batching(4096)
-        compute_log_probs(self.policy, self.samples, batching, temperature=1.0, with_entropy=True)
-        train_mini_batch(self.policy, self.samples, preset("gspo"), batching, temperature=1.0)
+        training = TrainingConfig(steps=1, global_batch_size=1, max_tokens_per_micro_batch=4096)
+        compute_log_probs(self.policy, self.samples, training, temperature=1.0, with_entropy=True)
+        train_mini_batch(self.policy, self.samples, preset("gspo"), training, temperature=1.0)
 
     def _next(self) -> int:
         self.number += 1

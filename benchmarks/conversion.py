@@ -35,8 +35,8 @@ import psutil
 import torch
 
 from benchmarks.common import ROOT, Row, Spread, hardware, ratios, save_rows, say, table, versions
+from megatron_gspo.config import ParallelConfig
 from megatron_gspo.mcore.checkpoint.checkpoint_metadata import checkpoint_metadata
-from megatron_gspo.mcore.process_groups import Layout
 from megatron_gspo.models import family_of, hugging_face_names, read_config
 from megatron_gspo.models.hf_checkpoint import write_checkpoint
 
@@ -65,7 +65,7 @@ def make_checkpoint(folder: Path, layers: int) -> int:
     config_folder.mkdir(parents=True)
     (config_folder / "config.json").write_text(json.dumps(config, indent=2))
     family, shape = family_of(config)
-    chunks = checkpoint_metadata(family, shape, Layout()).chunks
+    chunks = checkpoint_metadata(family, shape, ParallelConfig()).chunks
     sizes = {name: size for chunk in chunks for name, size in chunk.part.whole_sizes(shape).items()}
     generator = torch.Generator().manual_seed(1)
 

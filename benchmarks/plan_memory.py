@@ -143,49 +143,44 @@ def measure(rank: int, world_size: int, cases: list[tuple[Case, str]]) -> list[d
     """This rank's bytes and place in each case; all of the same world."""
     from megatron.core import parallel_state
 
-    from megatron_gspo.mcore.process_groups import Layout, initialize
+    from megatron_gspo.mcore.process_groups import initialize
 
     found = []
     for case, path in cases:
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
-        parallel = case.parallel
-        layout = Layout(
-            parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.context_parallel_size,
-            parallel.expert_model_parallel_size, parallel.expert_tensor_size,
-            parallel.virtual_pipeline_model_parallel_size,
-        )  # fmt: skip
-        groups = initialize(layout, seed=1)
+        groups = initialize(case.parallel, seed=1)
         place = dict(stage=groups.pp.rank(), data_rank=groups.dp_cp.rank(),
                      expert_data_rank=parallel_state.get_expert_data_parallel_rank())  # fmt: skip
-        found.append(place | _measure(case, path, layout, groups))
+        found.append(place | _measure(case, path, groups))
     return found
 
 
-def _measure(case: Case, path: str, layout: Any, groups: Any) -> dict[str, Any]:
+def _measure(case: Case, path: str, groups: Any) -> dict[str, Any]:
     from benchmarks.live_storages import LiveStorages, storage_bytes
     from megatron_gspo.algorithms import preset
-    from megatron_gspo.mcore.model import ModelSettings
-    from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, build_policy
-    from megatron_gspo.mcore.train_step import Batching, forward_backward, pack_mini_batch, train_mini_batch
+    from megatron_gspo.config import ModelConfig, OptimizerConfig, TrainingConfig
+    from megatron_gspo.mcore.policy import build_policy
+    from megatron_gspo.mcore.train_step import forward_backward, pack_mini_batch, train_mini_batch
 
-    parallel = case.parallel
-    policy = build_policy(
-        path, layout, groups, pretrained=False, optimizer=OptimizerSettings(lr=1e-4),
-        model=ModelSettings(dtype=getattr(torch, case.dtype), recompute=case.recompute, implementation="torch",
-                            sequence_parallel=parallel.sequence_parallel),
-        data_parallel=DataParallelSettings(parallel.use_distributed_optimizer),
-    )  # fmt: skip
+    model = ModelConfig(path=path, init="random", dtype=case.dtype, implementation="torch",
+                        recompute_granularity=case.recompute)  # fmt: skip
+    optimizer = OptimizerConfig(lr=1e-4, weight_decay=0.0)
+    policy = build_policy(model, case.parallel, groups, optimizer=optimizer)
     samples = make_samples(case.lengths)
-    objective, batching = preset("gspo"), Batching(case.packed or sum(case.lengths), None if case.packed else 1)
-    batches = pack_mini_batch(policy, samples, batching, optional=["old_log_probs", "advantages"], routing=None)
+    objective = preset("gspo")
+    training = TrainingConfig(
+        steps=1, global_batch_size=1, max_tokens_per_micro_batch=case.packed or sum(case.lengths),
+        micro_batch_size=None if case.packed else 1,
+    )  # fmt: skip
+    batches = pack_mini_batch(policy, samples, training, optional=["old_log_probs", "advantages"], routing=None)
     rows = _count_expert_rows(policy)
     with LiveStorages() as first:
         forward_backward(policy, objective, batches, temperature=1.0)
     mean_rows = float(np.mean(rows)) if rows else None
     policy.optimizer.step()
     with LiveStorages() as second:
-        train_mini_batch(policy, samples, objective, batching, temperature=1.0)
+        train_mini_batch(policy, samples, objective, training, temperature=1.0)
     weights = storage_bytes(p for chunk in policy.chunks for p in chunk.parameters())
     buffers = [buffer for chunk in policy.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     optimizers = getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])

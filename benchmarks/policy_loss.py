@@ -61,14 +61,15 @@ def beside_peers(python: str, folder: Path, args: argparse.Namespace) -> list[Ro
 def loss_and_step(folder: Path, size: Size, groups: Any) -> dict[str, Callable[[], None]]:
     """The loss alone, from log-probs as leaves, over the micro-batches of a mini-batch; the whole step on it."""
     from megatron_gspo.algorithms import LossExtras, policy_loss, preset
+    from megatron_gspo.config import ParallelConfig, TrainingConfig
     from megatron_gspo.mcore.micro_batches import micro_batches
-    from megatron_gspo.mcore.process_groups import Layout
-    from megatron_gspo.mcore.train_step import Batching, train_mini_batch
+    from megatron_gspo.mcore.train_step import train_mini_batch
 
-    policy = tiny_policy(str(folder), Layout(), groups)
+    policy = tiny_policy(str(folder), ParallelConfig(), groups)
     samples = make_samples(size.sequences, size.prompt, size.response, policy.shape.vocab_size)
     batches = micro_batches(samples, policy.config, groups, max_tokens=MAX_TOKENS, optional=("old_log_probs",)).batches
     objective = preset("gspo")
+    training = TrainingConfig(steps=1, global_batch_size=1, max_tokens_per_micro_batch=MAX_TOKENS)
     say(f"{sum(len(batch.tokens) for batch in batches)} tokens in {len(batches)} micro-batches")
 
     def loss() -> None:
@@ -82,15 +83,16 @@ def loss_and_step(folder: Path, size: Size, groups: Any) -> dict[str, Callable[[
             found.backward()
 
     def step() -> None:
-        train_mini_batch(policy, samples, objective, Batching(MAX_TOKENS), temperature=1.0)
+        train_mini_batch(policy, samples, objective, training, temperature=1.0)
 
     return {"loss": loss, "step": step}
 
 
 def shares(args: argparse.Namespace) -> list[Row]:
-    from megatron_gspo.mcore.process_groups import Layout, initialize
+    from megatron_gspo.config import ParallelConfig
+    from megatron_gspo.mcore.process_groups import initialize
 
-    groups, rows = initialize(Layout(), seed=0), []
+    groups, rows = initialize(ParallelConfig(), seed=0), []
     for name, size in STEPS.items():
         if args.quick:
             size = replace(size, response=64)

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks.common import Row, count_row, interleave, run_from_command_line, say, time_row
-from benchmarks.step_vs_megatron import make_samples, synchronize
+from benchmarks.step_vs_megatron import make_samples, synchronize, tiny_policy
 
 TARGET = 1.03  # of an update with R2 to one without
 
@@ -27,23 +27,22 @@ TARGET = 1.03  # of an update with R2 to one without
 def contestants(path: str, args: argparse.Namespace) -> tuple[dict[str, Callable[[], None]], Any, list[Any]]:
     """The phases with and without routes, on one policy and the same samples; the routes' shape and the samples."""
     from megatron_gspo.algorithms import preset
-    from megatron_gspo.mcore.model import ModelSettings
-    from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, build_policy
-    from megatron_gspo.mcore.process_groups import Layout, initialize
+    from megatron_gspo.config import ParallelConfig, TrainingConfig
+    from megatron_gspo.mcore.process_groups import initialize
     from megatron_gspo.mcore.routing_replay.gather_results import gather_routes, routing_stats
     from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
-    from megatron_gspo.mcore.train_step import Batching, compute_log_probs, train_mini_batch
+    from megatron_gspo.mcore.train_step import compute_log_probs, train_mini_batch
     from megatron_gspo.routing_replay.routes import RouteShape
 
-    groups = initialize(Layout(), seed=0)
-    policy = build_policy(path, Layout(), groups, model=ModelSettings(), data_parallel=DataParallelSettings(),
-                          optimizer=OptimizerSettings(lr=1e-9))  # fmt: skip
+    groups = initialize(ParallelConfig(), seed=0)
+    policy = tiny_policy(path, ParallelConfig(), groups, lr=1e-9)
     shape = RouteShape.of_model(policy.shape)
     samples = make_samples(args.sequences, args.prompt_length, args.response_length, policy.shape.vocab_size)
-    batching, objective = Batching(args.max_tokens), preset("grpo")
+    training = TrainingConfig(steps=1, global_batch_size=1, max_tokens_per_micro_batch=args.max_tokens)
+    objective = preset("grpo")
 
     def record(options: ReplayOptions | None) -> None:
-        done = compute_log_probs(policy, samples, batching, temperature=1.0, with_entropy=True, routing=options).routing
+        done = compute_log_probs(policy, samples, training, temperature=1.0, with_entropy=True, routing=options).routing
         if done is not None:
             if options is not None and options.entropy:
                 routing_stats(done)
@@ -53,7 +52,7 @@ def contestants(path: str, args: argparse.Namespace) -> tuple[dict[str, Callable
         synchronize()
 
     def update(options: ReplayOptions | None) -> None:
-        done = train_mini_batch(policy, samples, objective, batching, temperature=1.0, routing=options).routing
+        done = train_mini_batch(policy, samples, objective, training, temperature=1.0, routing=options).routing
         if done is not None and options is not None and options.compare:
             routing_stats(done)
         synchronize()

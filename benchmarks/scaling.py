@@ -67,9 +67,12 @@ def fixed_lengths(samples: list[Any], response: int) -> list[Any]:
 
 def prepare_processes(rank: int, size: int, path: str, dimension: str) -> dict[str, Callable[[], None]]:
     """In every process of a world: the shared mini-batch, split along ``dimension``."""
-    from megatron_gspo.mcore.process_groups import Layout, initialize
+    from megatron_gspo.config import ParallelConfig
+    from megatron_gspo.mcore.process_groups import initialize
 
-    layout = Layout() if dimension == "data" else Layout(**{dimension: size})
+    layout = ParallelConfig()
+    if dimension != "data":
+        layout = ParallelConfig(**{f"{dimension}_model_parallel_size": size})
     groups = initialize(layout, seed=0)
     policy = tiny_policy(path, layout, groups)
     samples = make_samples(SEQUENCES, PROMPT, RESPONSE, policy.shape.vocab_size)
@@ -78,15 +81,16 @@ def prepare_processes(rank: int, size: int, path: str, dimension: str) -> dict[s
 
 def prepare_fits(rank: int, size: int, folder: str) -> dict[str, Callable[[], None]]:
     """In one process: every point of every fit, named ``fit/size/who``."""
-    from megatron_gspo.mcore.process_groups import Layout, initialize
+    from megatron_gspo.config import ParallelConfig
+    from megatron_gspo.mcore.process_groups import initialize
 
-    groups = initialize(Layout(), seed=0)
+    groups = initialize(ParallelConfig(), seed=0)
     policies: dict[int, Any] = {}
     found = {}
     for fit, points in FITS.items():
         for point in points:
             if point.experts not in policies:
-                policies[point.experts] = tiny_policy(f"{folder}/{point.experts}", Layout(), groups)
+                policies[point.experts] = tiny_policy(f"{folder}/{point.experts}", ParallelConfig(), groups)
             policy = policies[point.experts]
             samples = make_samples(point.sequences, 8, point.response, policy.shape.vocab_size)
             steps = steps_of(policy, fixed_lengths(samples, point.response), point.max_tokens, peer=BARE)

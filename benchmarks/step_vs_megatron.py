@@ -80,13 +80,13 @@ def bare_forward_step(groups: Any) -> Callable[..., Any]:
     return forward_step
 
 
-def tiny_policy(path: str, layout: Any, groups: Any) -> Any:
-    """The model of a Hugging Face directory with Adam, at a rate that leaves the work as it is."""
-    from megatron_gspo.mcore.model import ModelSettings
-    from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, build_policy
+def tiny_policy(path: str, parallel: Any, groups: Any, lr: float = 1e-6) -> Any:
+    """The model of a Hugging Face directory in float32 with Adam, at a rate that hardly changes the weights."""
+    from megatron_gspo.config import ModelConfig, OptimizerConfig
+    from megatron_gspo.mcore.policy import build_policy
 
-    return build_policy(path, layout, groups, model=ModelSettings(), data_parallel=DataParallelSettings(),
-                        optimizer=OptimizerSettings(lr=1e-6))  # fmt: skip
+    model = ModelConfig(path=str(path), dtype="float32")
+    return build_policy(model, parallel, groups, optimizer=OptimizerConfig(lr=lr, weight_decay=0.0))
 
 
 def steps_of(policy: Any, samples: list[Any], max_tokens: int, *, peer: str) -> dict[str, Callable[[], None]]:
@@ -114,9 +114,9 @@ def steps_of(policy: Any, samples: list[Any], max_tokens: int, *, peer: str) -> 
 
 def contestants(path: str, size: Size, groups: Any) -> dict[str, Callable[[], None]]:
     """Forward-backward of one mini-batch, ours and bare, on one policy."""
-    from megatron_gspo.mcore.process_groups import Layout
+    from megatron_gspo.config import ParallelConfig
 
-    policy = tiny_policy(path, Layout(), groups)
+    policy = tiny_policy(path, ParallelConfig(), groups)
     samples = make_samples(size.sequences, size.prompt, size.response, policy.shape.vocab_size)
     say(f"{sum(sample.length for sample in samples)} tokens")
     return steps_of(policy, samples, MAX_TOKENS, peer="bare")
@@ -142,10 +142,11 @@ def write_model(folder: str, vocabulary: int | None) -> None:
 
 def measure(args: argparse.Namespace) -> list[Row]:
     """A row for each size: ours against bare."""
-    from megatron_gspo.mcore.process_groups import Layout, initialize
+    from megatron_gspo.config import ParallelConfig
+    from megatron_gspo.mcore.process_groups import initialize
 
     torch.set_num_threads(1)
-    groups = initialize(Layout(), seed=0)
+    groups = initialize(ParallelConfig(), seed=0)
     rows = []
     for name, size in SIZES.items():
         say(f"training step against bare Megatron: {name}")

@@ -24,7 +24,7 @@ from benchmarks.worlds import World, in_turns
 
 WHAT = ("stream", "copy", "gather")
 TARGET = 0.7  # of the machine's own speed
-LAYOUTS = {"TP 1": (1, {}), "TP 2, EP 2": (2, {"tensor": 2, "expert": 2})}
+LAYOUTS = {"TP 1": (1, {}), "TP 2, EP 2": (2, {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2})}
 
 
 def prepare(rank: int, size: int, path: str, sizes: dict[str, int], facts: str) -> dict[str, Callable[[], None]]:
@@ -32,13 +32,13 @@ def prepare(rank: int, size: int, path: str, sizes: dict[str, int], facts: str) 
     import torch
     import torch.distributed as dist
 
-    from megatron_gspo.mcore.model import ModelSettings
-    from megatron_gspo.mcore.policy import DataParallelSettings, build_policy
-    from megatron_gspo.mcore.process_groups import Layout, initialize
+    from megatron_gspo.config import ModelConfig, ParallelConfig
+    from megatron_gspo.mcore.policy import build_policy
+    from megatron_gspo.mcore.process_groups import initialize
 
-    layout = Layout(**sizes)
-    policy = build_policy(path, layout, initialize(layout, seed=0), model=ModelSettings(),
-                          data_parallel=DataParallelSettings(), optimizer=None)  # fmt: skip
+    layout = ParallelConfig(**sizes)
+    model = ModelConfig(path=path, dtype="float32")
+    policy = build_policy(model, layout, initialize(layout, seed=0), optimizer=None)
     found = measure_stream(policy)
     part = torch.ones(found["bytes"] // 4 // size)
     whole, gathered = torch.ones(found["bytes"] // 4), torch.ones(part.numel() * size)

@@ -1,15 +1,15 @@
-"""A run's start without the run: every check, and Megatron's own model for each pipeline stage, on paper.
+"""A run's start without the run: every check, and Megatron's own model of each pipeline stage on the meta device.
 
-One process on any machine answers for a world of any size: nothing is allocated and nothing is sent.
+One process on any machine checks a world of any size, without allocating model memory.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from megatron_gspo.config import Config, ConfigError
-from megatron_gspo.loop.setup import layout_of, model_settings
 from megatron_gspo.mcore.meta_device import meta_model, simulated_rank
+from megatron_gspo.mcore.policy import check_megatron_options
 from megatron_gspo.models import ModelError, family_of, read_config
 
 
@@ -34,16 +34,18 @@ def dry_run(config: Config, world_size: int) -> list[Stage]:
         family, shape = family_of(read_config(config.model.path))
     except ModelError as error:
         raise ConfigError("model.path", config.model.path, str(error), "give another model") from None
-    layout, stages = layout_of(config), []
-    for stage in range(layout.pipeline):
-        rank = stage * (world_size // layout.pipeline)  # Megatron's order: pipeline stages are the outermost
-        with simulated_rank(layout, world_size, rank) as groups:
+    parallel, stages = config.parallel, []
+    options = check_megatron_options(config.megatron, shape, parallel, config.model, config.optimizer)
+    for stage in range(parallel.pipeline_model_parallel_size):
+        # Megatron's order: pipeline stages are the outermost
+        rank = stage * (world_size // parallel.pipeline_model_parallel_size)
+        with simulated_rank(parallel, world_size, rank) as groups:
             assert groups.pp.rank() == stage
             try:
-                chunks = meta_model(shape, layout, model_settings(config), groups)
+                chunks = meta_model(shape, parallel, config.model, groups, options)
             except (ValueError, AssertionError) as error:
                 fix = "change the section parallel or model"
-                raise ConfigError("parallel", layout, f"Megatron refuses it: {error}", fix) from None
+                raise ConfigError("parallel", asdict(parallel), f"Megatron refuses it: {error}", fix) from None
             sizes = [(name, p.numel()) for chunk in chunks for name, p in chunk.named_parameters()]
             experts = sum(size for name, size in sizes if ".mlp.experts." in name)
             layers = sum(len(chunk.decoder.layers) for chunk in chunks)

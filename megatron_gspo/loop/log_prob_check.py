@@ -12,7 +12,6 @@ from megatron_gspo.config import Config
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.errors import SharedEngineError
 from megatron_gspo.loop.engines import log_servers
-from megatron_gspo.loop.log_probs import batching_of
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.policy import Policy
 from megatron_gspo.mcore.train_step import compute_log_probs
@@ -37,7 +36,7 @@ def check_log_probs(
         theirs = groups.score([sample.tokens for sample in samples])
         if not theirs:  # no servers, or none that answered, which is reported elsewhere
             return {}
-        ours = compute_log_probs(policy, samples, batching_of(config), temperature=1.0).log_probs
+        ours = compute_log_probs(policy, samples, config.training, temperature=1.0).log_probs
         mean, largest, server = compare(ours, theirs)
     if not largest <= sglang.log_prob_check_tolerance:  # NaN too
         line = (f"weights {version}: the log-prob of a token differs by {largest:.3g} nats between the trainer and "

@@ -13,7 +13,7 @@ from megatron_gspo.loop.rollout_correction import mismatch
 from megatron_gspo.loop.routing import RoutingReplay
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.policy import Policy
-from megatron_gspo.mcore.train_step import Batching, compute_log_probs
+from megatron_gspo.mcore.train_step import compute_log_probs
 
 
 def with_log_probs(
@@ -34,15 +34,10 @@ def with_log_probs(
     if reference is not None:
         with timers("log_probs"):
             scores = compute_log_probs(
-                reference, samples, batching_of(config), temperature=config.rollout.temperature
+                reference, samples, config.training, temperature=config.rollout.temperature
             )
         samples = [replace(s, ref_log_probs=value) for s, value in zip(samples, scores.log_probs, strict=True)]
     return samples, metrics
-
-
-def batching_of(config: Config) -> Batching:
-    """How mini-batches are cut into micro-batches."""
-    return Batching(config.training.max_tokens_per_micro_batch, config.training.micro_batch_size)
 
 
 def _with_old_log_probs(
@@ -51,7 +46,7 @@ def _with_old_log_probs(
     """Recomputed by the training engine."""
     with timers("log_probs"):
         scores = compute_log_probs(
-            policy, samples, batching_of(config), temperature=config.rollout.temperature, with_entropy=True,
+            policy, samples, config.training, temperature=config.rollout.temperature, with_entropy=True,
             routing=routing.old_policy_options(),
         )  # fmt: skip
     samples = routing.with_old_routes(samples, range(len(samples)), scores.routing, timers)
@@ -72,7 +67,7 @@ def _with_rollout_log_probs(
     if options is not None:
         with timers("routing"):
             done = compute_log_probs(
-                policy, [samples[i] for i in positions], batching_of(config),
+                policy, [samples[i] for i in positions], config.training,
                 temperature=config.rollout.temperature, routing=options,
             ).routing  # fmt: skip
     samples = routing.with_old_routes(samples, positions, done, timers)

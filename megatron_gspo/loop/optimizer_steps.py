@@ -14,7 +14,6 @@ from megatron_gspo.algorithms import ratio_quantiles
 from megatron_gspo.config import Config
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.errors import RunError, first_line
-from megatron_gspo.loop.log_probs import batching_of
 from megatron_gspo.loop.rollout_correction import mismatch
 from megatron_gspo.loop.routing import RoutingReplay
 from megatron_gspo.loop.timers import Timers
@@ -71,7 +70,7 @@ def run_optimizer_steps(
                 continue
             with timers("train"), _explained(step):
                 result = train_mini_batch(
-                    policy, batch, config.algorithm, batching_of(config),
+                    policy, batch, config.algorithm, config.training,
                     temperature=config.rollout.temperature, routing=routing.update_options(),
                 )  # fmt: skip
             routing.add_update(result.routing, batch, timers, flips=writes_ratios(config, step + 1))

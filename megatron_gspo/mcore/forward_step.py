@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_gspo.algorithms import LossExtras, Objective, policy_loss
 from megatron_gspo.data.packing import PackedBatch, context_parallel_shard
 from megatron_gspo.mcore.attention import packed_sequences
-from megatron_gspo.mcore.process_groups import Groups, compute_device, current_groups
+from megatron_gspo.mcore.process_groups import ProcessGroups, compute_device, current_groups
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes
 from megatron_gspo.mcore.routing_replay.router_hooks import router_hooks
 from megatron_gspo.parallel.context_parallel import sum_over
@@ -50,7 +50,8 @@ def _without_output_layer(model: Any) -> Iterator[None]:
         del output_layer.forward
 
 
-def hidden_states(model: Any, batch: PackedBatch, groups: Groups, routes: MicroBatchRoutes | None = None) -> Tensor:
+def hidden_states(model: Any, batch: PackedBatch, groups: ProcessGroups,
+                  routes: MicroBatchRoutes | None = None) -> Tensor:
     """Run one model chunk on a context-parallel shard of a micro-batch, with the micro-batch's ``routes``.
 
     Returns the next stage's input on all but the last stage; there the hidden states before the output layer,
@@ -66,7 +67,7 @@ def hidden_states(model: Any, batch: PackedBatch, groups: Groups, routes: MicroB
         )
 
 
-def token_log_probs(model: Any, hidden: Tensor, batch: PackedBatch, groups: Groups, *, temperature: float,
+def token_log_probs(model: Any, hidden: Tensor, batch: PackedBatch, groups: ProcessGroups, *, temperature: float,
                     vocab_size: int | None, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
     """Log-probs (and entropy) of a shard's labels from the last stage's hidden states; float32 ``[t]`` each."""
     inner = unwrap(model)
@@ -78,7 +79,7 @@ def token_log_probs(model: Any, hidden: Tensor, batch: PackedBatch, groups: Grou
     )
 
 
-def _take(batches: Iterator[PackedBatch], model: Any, groups: Groups,
+def _take(batches: Iterator[PackedBatch], model: Any, groups: ProcessGroups,
           routing: Sequence[MicroBatchRoutes] | None) -> tuple[PackedBatch, MicroBatchRoutes | None]:
     """The next micro-batch's shard on the device, and its routes. The bounds of its sequences stay on the host, where
     they are used: reading them back would synchronise the device."""
@@ -91,7 +92,7 @@ def _take(batches: Iterator[PackedBatch], model: Any, groups: Groups,
 
 
 def policy_forward_step(objective: Objective, *, num_microbatches: int, temperature: float = 1.0,
-                        vocab_size: int | None = None, groups: Groups | None = None,
+                        vocab_size: int | None = None, groups: ProcessGroups | None = None,
                         routing: Sequence[MicroBatchRoutes] | None = None) -> ForwardStep:
     """A ``forward_step`` for Megatron's ``get_forward_backward_func()``: the whole plugin for a loop of your own.
 
@@ -132,11 +133,11 @@ def policy_forward_step(objective: Objective, *, num_microbatches: int, temperat
     return forward_step
 
 
-def _undo_averaging(loss: Tensor, num_microbatches: int, groups: Groups) -> Tensor:
+def _undo_averaging(loss: Tensor, num_microbatches: int, groups: ProcessGroups) -> Tensor:
     return loss * (num_microbatches * groups.dp.size())
 
 
-def log_prob_forward_step(groups: Groups, *, temperature: float, vocab_size: int | None,
+def log_prob_forward_step(groups: ProcessGroups, *, temperature: float, vocab_size: int | None,
                           with_entropy: bool, routing: Sequence[MicroBatchRoutes] | None = None) -> ForwardStep:
     """A loss-free step for a ``forward_only`` schedule with ``collect_non_loss_data``: old and reference policy.
 

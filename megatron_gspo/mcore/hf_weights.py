@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_gspo.mcore.process_groups import Groups, compute_device
+from megatron_gspo.mcore.process_groups import ProcessGroups, compute_device
 from megatron_gspo.models import Family, ModelError, ModelShape, Rule, Shard, check_names
 from megatron_gspo.models.hf_checkpoint import CheckpointReader
 from megatron_gspo.models.parameter_slices import ParameterSlice
@@ -41,14 +41,14 @@ class MappedParameter:
         """The Hugging Face tensors that it is made of."""
         return self.rule.names_in(self.layer, self.expert)
 
-    def local_slice(self, groups: Groups) -> ParameterSlice:
+    def local_slice(self, groups: ProcessGroups) -> ParameterSlice:
         """This rank's slice of the tensors, as plain data."""
         group = groups.expert_tp if self.rule.is_expert else groups.tp
         rank, ranks = (0, 1) if self.rule.shard is Shard.NONE else (group.rank(), group.size())
         return ParameterSlice(self.rule, self.layer, self.expert, tuple(self.parameter.shape), rank, ranks)
 
 
-def map_parameters(chunk: Any, family: Family, shape: ModelShape, groups: Groups) -> Iterator[MappedParameter]:
+def map_parameters(chunk: Any, family: Family, shape: ModelShape, groups: ProcessGroups) -> Iterator[MappedParameter]:
     """Every parameter of an (unwrapped) model chunk with its rule; one that no rule matches raises ``ValueError``."""
     layers = chunk.decoder.layers
     for name, parameter in chunk.named_parameters():
@@ -68,7 +68,7 @@ def map_parameters(chunk: Any, family: Family, shape: ModelShape, groups: Groups
         yield MappedParameter(name, parameter, rule, layer, expert)
 
 
-def load_weights(chunks: list[Any], path: str, family: Family, shape: ModelShape, groups: Groups) -> None:
+def load_weights(chunks: list[Any], path: str, family: Family, shape: ModelShape, groups: ProcessGroups) -> None:
     """Copy a Hugging Face checkpoint into this rank's (unwrapped) chunks, reading only what this rank holds.
 
     Raises ``ModelError`` naming the tensor when names or sizes disagree, or a value isn't finite.
@@ -94,7 +94,7 @@ def _is_finite(value: Tensor) -> bool:
     return not value.numel() or bool(torch.isfinite(torch.stack(value.aminmax())).all())
 
 
-def export_weights(chunks: list[Any], family: Family, shape: ModelShape, groups: Groups, *,
+def export_weights(chunks: list[Any], family: Family, shape: ModelShape, groups: ProcessGroups, *,
                    value: Callable[[Tensor], Tensor] = torch.Tensor.detach,
                    piece: int = _PIECE) -> Iterator[tuple[str, Tensor]]:
     """Stream (Hugging Face name, whole tensor) to every rank, layer after layer; a collective of all ranks.
@@ -121,7 +121,7 @@ def export_weights(chunks: list[Any], family: Family, shape: ModelShape, groups:
         del tensors  # before the next are gathered
 
 
-def _sections(layers: dict[int, list[MappedParameter]], shape: ModelShape, groups: Groups,
+def _sections(layers: dict[int, list[MappedParameter]], shape: ModelShape, groups: ProcessGroups,
               piece: int) -> dict[Section, list[MappedParameter]]:
     """Sections of a layer's parameters that are sent at once: at most ``piece`` bytes of whole tensors, or one
     parameter. The same on all ranks of a stage, whose parameters have the same sizes.
@@ -151,7 +151,7 @@ def _kind(mapped: MappedParameter) -> int:
     return 0 if mapped.rule.is_expert else 1 if mapped.rule.shard is not Shard.NONE else 2
 
 
-def _holders(mapped: MappedParameter, groups: Groups) -> int:
+def _holders(mapped: MappedParameter, groups: ProcessGroups) -> int:
     """The ranks whose parameters are gathered with this one."""
     if mapped.rule.is_expert:
         return groups.expert_tp_ep.size()
@@ -159,7 +159,7 @@ def _holders(mapped: MappedParameter, groups: Groups) -> int:
 
 
 def _owners(sections: dict[Section, list[MappedParameter]], shape: ModelShape,
-            groups: Groups) -> tuple[dict[Section, int], dict[Section, Any]]:
+            groups: ProcessGroups) -> tuple[dict[Section, int], dict[Section, Any]]:
     """The pipeline stage that sends each section, and (name, sizes, dtype) of what it sends."""
     mine = {
         section: [(name, size, mapped.parameter.dtype) for mapped in mapped_list
@@ -175,7 +175,7 @@ def _owners(sections: dict[Section, list[MappedParameter]], shape: ModelShape,
     return owners, {section: found[section] for found in stages for section in found}
 
 
-def _sizes(mapped: MappedParameter, shape: ModelShape, groups: Groups) -> list[tuple[str, tuple[int, ...]]]:
+def _sizes(mapped: MappedParameter, shape: ModelShape, groups: ProcessGroups) -> list[tuple[str, tuple[int, ...]]]:
     """Names and whole sizes of the Hugging Face tensors of a parameter, for all experts if it is an expert's."""
     local = mapped.local_slice(groups)
     step = shape.num_experts // groups.ep.size() if local.rule.is_expert else 1
@@ -183,7 +183,7 @@ def _sizes(mapped: MappedParameter, shape: ModelShape, groups: Groups) -> list[t
     return [size for expert in experts for size in replace(local, expert=expert).whole_sizes(shape).items()]
 
 
-def _whole(mapped_list: list[MappedParameter], shape: ModelShape, groups: Groups) -> dict[str, Tensor]:
+def _whole(mapped_list: list[MappedParameter], shape: ModelShape, groups: ProcessGroups) -> dict[str, Tensor]:
     """The whole Hugging Face tensors of one section: one all-gather for the experts, one for the other sharded ones."""
     experts = [mapped for mapped in mapped_list if mapped.rule.is_expert]
     sharded = [mapped for mapped in mapped_list if not mapped.rule.is_expert and mapped.rule.shard is not Shard.NONE]
@@ -245,7 +245,7 @@ def _join(mapped_list: list[MappedParameter], gathered: list[list[Tensor]], shap
     return tensors
 
 
-def _broadcast(tensors: dict[str, Tensor], metadata: list[Any], stage: int, groups: Groups) -> dict[str, Tensor]:
+def _broadcast(tensors: dict[str, Tensor], metadata: list[Any], stage: int, groups: ProcessGroups) -> dict[str, Tensor]:
     """One section's tensors from pipeline stage ``stage`` to all stages, as one flat buffer."""
     dtype = metadata[0][2]
     names, sizes = [row[0] for row in metadata], [torch.Size(row[1]) for row in metadata]

@@ -17,19 +17,21 @@ import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_gspo.mcore.model import ModelSettings, build_model
-from megatron_gspo.mcore.process_groups import Groups, Layout, initialize, shutdown
+from megatron_gspo.config import ModelConfig, ParallelConfig
+from megatron_gspo.mcore.megatron_options import MegatronOptions
+from megatron_gspo.mcore.model import build_model
+from megatron_gspo.mcore.process_groups import ProcessGroups, initialize, shutdown
 from megatron_gspo.models import ModelShape
 
 
-def smallest_world(layout: Layout) -> int:
+def smallest_world(parallel: ParallelConfig) -> int:
     """The smallest number of processes of a layout."""
-    dense = layout.tensor * layout.pipeline * layout.context
-    return math.lcm(dense, layout.expert_tensor * layout.expert * layout.pipeline)
+    experts = parallel.expert_tensor_size * parallel.expert_model_parallel_size
+    return math.lcm(parallel.model_parallel_size, experts * parallel.pipeline_model_parallel_size)
 
 
 @contextmanager
-def simulated_rank(layout: Layout, world_size: int, rank: int) -> Iterator[Groups]:
+def simulated_rank(parallel: ParallelConfig, world_size: int, rank: int) -> Iterator[ProcessGroups]:
     """Within the context this process is rank `rank` of `world_size`. Data from other ranks is undefined.
 
     Raises ``RuntimeError`` where ``torch.distributed`` is initialised already.
@@ -39,13 +41,14 @@ def simulated_rank(layout: Layout, world_size: int, rank: int) -> Iterator[Group
     excepthook = sys.excepthook  # torch's own prints the rank before each line of a traceback
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        yield initialize(layout, seed=0, gloo_groups=False)
+        yield initialize(parallel, seed=0, gloo_groups=False)
     finally:
         shutdown()
         sys.excepthook = excepthook
 
 
-def meta_model(shape: ModelShape, layout: Layout, settings: ModelSettings, groups: Groups) -> list[GPTModel]:
+def meta_model(shape: ModelShape, parallel: ParallelConfig, model: ModelConfig, groups: ProcessGroups,
+               options: MegatronOptions = MegatronOptions()) -> list[GPTModel]:  # noqa: B008
     """This rank's model chunks on the meta device, of torch layers; Transformer Engine's have the same sizes."""
     with torch.device("meta"):
-        return build_model(shape, layout, replace(settings, implementation="torch"), groups)
+        return build_model(shape, parallel, replace(model, implementation="torch"), groups, options)

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_gspo.data.packing import PackedBatch, count_trained, pack
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.schedule import padded_length, schedule
-from megatron_gspo.mcore.process_groups import Groups, compute_device
+from megatron_gspo.mcore.process_groups import ProcessGroups, compute_device
 from megatron_gspo.parallel.context_parallel import zigzag_indices
 from megatron_gspo.routing_replay.routes import RouteShape
 
@@ -33,7 +33,7 @@ class MicroBatches:
     packed_tokens: int
 
 
-def micro_batches(samples: Sequence[Sample], config: Any, groups: Groups, *, max_tokens: int,
+def micro_batches(samples: Sequence[Sample], config: Any, groups: ProcessGroups, *, max_tokens: int,
                   micro_batch_size: int | None = None, optional: Sequence[str] | None = None,
                   routes: RouteShape | None = None) -> MicroBatches:
     """Schedule and pack a global mini-batch; every rank calls it with the same samples and takes its own part.
@@ -93,7 +93,7 @@ def response_positions(batch: PackedBatch, samples: Sequence[Sample], offsets: n
 
 
 def collect_values(values: Sequence[Tensor], batches: Sequence[PackedBatch], samples: Sequence[Sample],
-                   groups: Groups) -> list[np.ndarray]:
+                   groups: ProcessGroups) -> list[np.ndarray]:
     """Per-token results of this rank's micro-batch shards to one ``[R]`` float32 array per sample, on every rank.
 
     ``values``: one ``[t]`` tensor per micro-batch on the last pipeline stage, empty elsewhere. One all-reduce over the

@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_gspo.config import ModelConfig, ParallelConfig
 from megatron_gspo.mcore.layers import block_spec, transformer_engine_available, use_own_operators
-from megatron_gspo.mcore.process_groups import Groups, Layout
+from megatron_gspo.mcore.megatron_options import MegatronOptions, construct
+from megatron_gspo.mcore.process_groups import ProcessGroups
 from megatron_gspo.mcore.routing_replay.router_hooks import attach_router_hooks
 from megatron_gspo.models.model_shape import ModelShape, padded_vocab_size
 from megatron_gspo.patches import expert_gradients
 
 
-@dataclass(frozen=True)
-class ModelSettings:
-    """How to build the model; what it is comes from its ``ModelShape``.
-
-    ``implementation``: ``auto`` (Transformer Engine if installed), ``transformer_engine`` or ``torch``.
-    ``recompute``: ``none``, ``selective`` (attention core) or ``full`` (``recompute_num_layers`` layers at a time).
-    ``dispatcher``: Megatron's ``moe_token_dispatcher_type``, ``alltoall`` or ``allgather``.
-    """
-
-    dtype: torch.dtype = torch.float32
-    implementation: str = "auto"
-    recompute: str = "none"
-    recompute_num_layers: int = 1
-    dispatcher: str = "alltoall"
-    sequence_parallel: bool | None = None
-
-
-def _moe(shape: ModelShape, layout: Layout, settings: ModelSettings, engine: bool) -> dict[str, Any]:
+def _moe(shape: ModelShape, parallel: ParallelConfig, engine: bool) -> dict[str, Any]:
     return dict(
         num_moe_experts=shape.num_experts,
         moe_router_topk=shape.experts_per_token,
@@ -46,20 +29,32 @@ def _moe(shape: ModelShape, layout: Layout, settings: ModelSettings, engine: boo
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="none",  # an auxiliary loss would be an objective that RL didn't ask for
         moe_aux_loss_coeff=0.0,
-        moe_token_dispatcher_type=settings.dispatcher,
+        moe_token_dispatcher_type=parallel.moe_token_dispatcher_type,
         moe_grouped_gemm=engine,
         moe_shared_expert_intermediate_size=shape.shared_expert_size or None,
         moe_shared_expert_gate=bool(shape.shared_expert_size),
-        expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=layout.expert_tensor,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_size,
     )
 
 
-def transformer_config(shape: ModelShape, layout: Layout, settings: ModelSettings) -> TransformerConfig:
-    """Megatron's config for this model in this layout; keywords that the installed version lacks are left out."""
-    engine = use_transformer_engine(settings)
-    sequence_parallel = layout.tensor > 1 if settings.sequence_parallel is None else settings.sequence_parallel
-    keywords: dict[str, Any] = dict(
+def transformer_config(shape: ModelShape, parallel: ParallelConfig, model: ModelConfig,
+                       options: MegatronOptions = MegatronOptions()) -> TransformerConfig:  # noqa: B008
+    """Megatron's config of this model. ``options`` of the user win over values that no config key sets."""
+    engine = use_transformer_engine(model)
+    keywords = _layers(shape, engine) | _layout(parallel) | _precision(model)
+    if shape.is_moe:
+        keywords |= _moe(shape, parallel, engine)
+    if model.recompute_granularity == "selective":
+        keywords |= dict(recompute_granularity="selective")
+    elif model.recompute_granularity == "full":
+        keywords |= dict(recompute_granularity="full", recompute_method="uniform",
+                         recompute_num_layers=model.recompute_num_layers or 1)
+    return construct(TransformerConfig, keywords, options.transformer)
+
+
+def _layers(shape: ModelShape, engine: bool) -> dict[str, Any]:
+    return dict(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         num_attention_heads=shape.num_attention_heads,
@@ -75,16 +70,6 @@ def transformer_config(shape: ModelShape, layout: Layout, settings: ModelSetting
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        params_dtype=settings.dtype,
-        pipeline_dtype=settings.dtype,
-        bf16=settings.dtype == torch.bfloat16,
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
-        account_for_embedding_in_pipeline_split=layout.embedding_as_layer,
-        account_for_loss_in_pipeline_split=layout.loss_as_layer,
-        context_parallel_size=layout.context,
-        sequence_parallel=sequence_parallel,
         use_cpu_initialization=not torch.cuda.is_available() or _on_meta_device(),
         perform_initialization=True,
         # fused kernels: Transformer Engine's only; the torch ones would be compiled on first use
@@ -93,30 +78,43 @@ def transformer_config(shape: ModelShape, layout: Layout, settings: ModelSetting
         masked_softmax_fusion=False,
         apply_rope_fusion=engine,
         gradient_accumulation_fusion=False,
-        async_tensor_model_parallel_allreduce=False,
+    )
+
+
+def _precision(model: ModelConfig) -> dict[str, Any]:
+    dtype = torch_dtype(model)
+    return dict(params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16)
+
+
+def _layout(parallel: ParallelConfig) -> dict[str, Any]:
+    is_interleaved = parallel.virtual_pipeline_model_parallel_size is not None
+    return dict(
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
+        account_for_embedding_in_pipeline_split=parallel.account_for_embedding_in_pipeline_split,
+        account_for_loss_in_pipeline_split=parallel.account_for_loss_in_pipeline_split,
+        context_parallel_size=parallel.context_parallel_size,
+        sequence_parallel=parallel.use_sequence_parallel,
         # a sent tensor may not be freed before the send is done, which gloo, and before megatron-core 0.18 the
         # interleaved schedule, don't wait for
-        deallocate_pipeline_outputs=torch.cuda.is_available() and layout.virtual_pipeline is None,
+        deallocate_pipeline_outputs=torch.cuda.is_available() and not is_interleaved,
         # a batched exchange mixes up the two directions when both neighbours are the same rank (2 interleaved stages)
-        overlap_p2p_comm=layout.virtual_pipeline is not None,
-        batch_p2p_comm=layout.virtual_pipeline is None,
+        overlap_p2p_comm=is_interleaved,
+        batch_p2p_comm=not is_interleaved,
     )
-    if shape.is_moe:
-        keywords |= _moe(shape, layout, settings, engine)
-    if settings.recompute == "selective":
-        keywords |= dict(recompute_granularity="selective")
-    elif settings.recompute == "full":
-        keywords |= dict(recompute_granularity="full", recompute_method="uniform",
-                         recompute_num_layers=settings.recompute_num_layers)
-    known = inspect.signature(TransformerConfig.__init__).parameters
-    return TransformerConfig(**{key: value for key, value in keywords.items() if key in known})
 
 
-def use_transformer_engine(settings: ModelSettings) -> bool:
-    """Resolve ``settings.implementation``; asking for Transformer Engine where it is absent raises ``ValueError``."""
-    if settings.implementation == "transformer_engine" and not transformer_engine_available():
+def torch_dtype(model: ModelConfig) -> torch.dtype:
+    """``model.dtype`` of the config."""
+    return getattr(torch, model.dtype)
+
+
+def use_transformer_engine(model: ModelConfig) -> bool:
+    """Resolve ``model.implementation``; raises ``ValueError`` where Transformer Engine is asked for and absent."""
+    if model.implementation == "transformer_engine" and not transformer_engine_available():
         raise ValueError("model.implementation=transformer_engine: not installed, or no CUDA device; use 'torch'")
-    return settings.implementation != "torch" and transformer_engine_available()
+    return model.implementation != "torch" and transformer_engine_available()
 
 
 def _on_meta_device() -> bool:
@@ -124,18 +122,20 @@ def _on_meta_device() -> bool:
     return torch.get_default_device().type == "meta"
 
 
-def build_model(shape: ModelShape, layout: Layout, settings: ModelSettings, groups: Groups) -> list[GPTModel]:
-    """This rank's model chunks: one, or ``layout.virtual_pipeline`` under the interleaved schedule."""
-    config = transformer_config(shape, layout, settings)
-    engine = use_transformer_engine(settings)
+def build_model(shape: ModelShape, parallel: ParallelConfig, model: ModelConfig, groups: ProcessGroups,
+                options: MegatronOptions = MegatronOptions()) -> list[GPTModel]:  # noqa: B008
+    """This rank's model chunks: one, or several under the interleaved pipeline schedule."""
+    config = transformer_config(shape, parallel, model, options)
+    engine = use_transformer_engine(model)
     chunks = []
-    stages = layout.virtual_pipeline or 1
+    virtual = parallel.virtual_pipeline_model_parallel_size
+    stages = virtual or 1
     for stage in range(stages):
-        vp_stage = stage if layout.virtual_pipeline else None
+        vp_stage = stage if virtual else None
         chunk = GPTModel(
             config,
             block_spec(config, transformer_engine=engine, vp_stage=vp_stage),
-            vocab_size=padded_vocab_size(shape, layout.tensor),
+            vocab_size=padded_vocab_size(shape, parallel.tensor_model_parallel_size),
             max_sequence_length=shape.max_position_embeddings,
             pre_process=groups.pp.rank() == 0 and stage == 0,
             post_process=groups.is_last_stage and stage == stages - 1,
@@ -151,7 +151,7 @@ def build_model(shape: ModelShape, layout: Layout, settings: ModelSettings, grou
         expert_gradients.apply(chunk, config)
         if torch.cuda.is_available() and not _on_meta_device():
             chunk.cuda()
-        if settings.dtype != torch.float32:
-            chunk.to(settings.dtype)
+        if torch_dtype(model) != torch.float32:
+            chunk.to(torch_dtype(model))
         chunks.append(chunk)
     return chunks

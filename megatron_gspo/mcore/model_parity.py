@@ -1,4 +1,4 @@
-"""Does a Megatron checkpoint compute what its Hugging Face one does? The log-probs of a text by both models."""
+"""Compare a Megatron checkpoint with its Hugging Face one by the log-probs of a text under both models."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import torch
 from megatron.core import dist_checkpointing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megatron_gspo.config import ModelConfig, ParallelConfig, TrainingConfig
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.errors import InputError, first_line
-from megatron_gspo.mcore.model import ModelSettings, build_model
+from megatron_gspo.mcore.model import build_model
 from megatron_gspo.mcore.policy import Policy
-from megatron_gspo.mcore.process_groups import Layout, compute_device, initialize, shutdown
-from megatron_gspo.mcore.train_step import Batching, compute_log_probs
+from megatron_gspo.mcore.process_groups import compute_device, initialize, shutdown
+from megatron_gspo.mcore.train_step import compute_log_probs
 from megatron_gspo.models import family_of, read_config
 
 TOLERANCE = 1e-4  # nats, in float32: wrong weights are off by whole nats, rounding by about 1e-6
@@ -47,13 +48,15 @@ def _tokens(path: Path, text: str) -> np.ndarray:
 
 def _by_megatron(hugging_face: Path, checkpoint: Path, tokens: np.ndarray) -> np.ndarray:
     family, shape = family_of(read_config(hugging_face))
-    groups = initialize(Layout(), seed=0)
+    parallel, model = ParallelConfig(), ModelConfig(path=str(hugging_face), dtype="float32")
+    groups = initialize(parallel, seed=0)
     try:
-        [chunk] = build_model(shape, Layout(), ModelSettings(), groups)
+        [chunk] = build_model(shape, parallel, model, groups)
         chunk.load_state_dict(dist_checkpointing.load({"model": chunk.sharded_state_dict()}, str(checkpoint))["model"])
         policy = Policy([chunk], groups, family, shape, str(hugging_face))
         sample = Sample(0, 0, tokens, 1, np.ones(len(tokens) - 1, dtype=bool), None, "stop")
-        return compute_log_probs(policy, [sample], Batching(len(tokens)), temperature=1.0).log_probs[0]
+        training = TrainingConfig(steps=1, global_batch_size=1, max_tokens_per_micro_batch=len(tokens))
+        return compute_log_probs(policy, [sample], training, temperature=1.0).log_probs[0]
     finally:
         shutdown()
 

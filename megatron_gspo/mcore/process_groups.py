@@ -10,28 +10,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from megatron_gspo.config import ParallelConfig
 from megatron_gspo.errors import RunError, first_line
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Sizes of the parallel dimensions; data parallelism takes what is left of the world.
-
-    ``embedding_as_layer``, ``loss_as_layer``: counted where layers are split over pipeline stages.
-    """
-
-    tensor: int = 1
-    pipeline: int = 1
-    context: int = 1
-    expert: int = 1
-    expert_tensor: int = 1
-    virtual_pipeline: int | None = None
-    embedding_as_layer: bool = False
-    loss_as_layer: bool = False
-
-
-@dataclass(frozen=True)
-class Groups:
+class ProcessGroups:
     """The process groups that the plugin uses, as values to be passed on. ``dp`` leaves context parallelism out."""
 
     tp: dist.ProcessGroup
@@ -53,9 +37,9 @@ class Groups:
         return dist.get_global_rank(self.pp, self.pp.size() - 1)
 
 
-def current_groups() -> Groups:
+def current_groups() -> ProcessGroups:
     """The groups of Megatron's parallel state, which must be initialised."""
-    return Groups(
+    return ProcessGroups(
         tp=parallel_state.get_tensor_model_parallel_group(),
         pp=parallel_state.get_pipeline_model_parallel_group(),
         cp=parallel_state.get_context_parallel_group(),
@@ -87,8 +71,8 @@ def compute_device() -> torch.device:
 def start(*, backend: str = "auto", timeout_minutes: float = 30.0) -> dist.Store:
     """Start ``torch.distributed`` from torchrun's environment, or as a world of one; returns the store of all ranks.
 
-    ``backend`` is ``auto`` (nccl with CUDA, else gloo), ``gloo`` or ``nccl``. A rank that waits longer than
-    ``timeout_minutes`` in a collective raises. Raises ``RunError`` where the ranks don't find each other.
+    ``backend`` is ``auto`` (nccl with CUDA, else gloo), ``gloo`` or ``nccl``. A collective that takes longer than
+    ``timeout_minutes`` raises. Raises ``RunError`` where the ranks don't find each other.
     """
     cuda = torch.cuda.is_available()
     if cuda:
@@ -98,7 +82,7 @@ def start(*, backend: str = "auto", timeout_minutes: float = 30.0) -> dist.Store
         if "WORLD_SIZE" in os.environ:
             store, rank, size = next(iter(dist.rendezvous("env://", timeout=limit)))
             store.set_timeout(limit)
-            # torchrun keeps one store over its restarts: without a prefix the addresses of the dead are found in it
+            # torchrun keeps one store over its restarts, with the addresses of processes that ended: hence the prefix
             store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         else:  # started without torchrun: a world of one
             store, rank, size = dist.HashStore(), 0, 1
@@ -114,23 +98,23 @@ def start(*, backend: str = "auto", timeout_minutes: float = 30.0) -> dist.Store
     return store
 
 
-def initialize(layout: Layout, *, seed: int, backend: str = "auto", timeout_minutes: float = 30.0,
-               gloo_groups: bool = True) -> Groups:
-    """``start`` what isn't started, then Megatron's groups and random states; the limits as in ``start``.
+def initialize(parallel: ParallelConfig, *, seed: int, gloo_groups: bool = True) -> ProcessGroups:
+    """`start` ``torch.distributed`` unless it is initialized, then Megatron's process groups and random states.
 
-    gloo_groups: Megatron's second set of data-parallel groups, for what is exchanged on the CPU.
+    gloo_groups: create Megatron's second set of data-parallel groups, for communication between CPUs.
     """
+    minutes = parallel.distributed_timeout_minutes
     if not dist.is_initialized():
-        start(backend=backend, timeout_minutes=timeout_minutes)
+        start(backend=parallel.backend, timeout_minutes=minutes)
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
-        context_parallel_size=layout.context,
-        expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=layout.expert_tensor,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_size,
         create_gloo_process_groups=gloo_groups,
-        distributed_timeout_minutes=timeout_minutes,  # goes into a timedelta as it is, fractions too
+        distributed_timeout_minutes=minutes,  # passed to a timedelta, so fractions are allowed
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return current_groups()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_gspo.algorithms import Objective, finish_metrics
+from megatron_gspo.config import TrainingConfig
 from megatron_gspo.data.packing import OPTIONAL_FIELDS
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.mcore.forward_step import ForwardStep, log_prob_forward_step, policy_forward_step
@@ -24,14 +25,6 @@ from megatron_gspo.mcore.routing_replay.micro_batch_routes import (
     routes_of_mini_batch,
 )
 from megatron_gspo.parallel.metric_reduction import reduce_metrics
-
-
-@dataclass(frozen=True)
-class Batching:
-    """How a mini-batch is cut: at most ``max_tokens`` a micro-batch, or ``micro_batch_size`` sequences."""
-
-    max_tokens: int
-    micro_batch_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -70,13 +63,13 @@ class LogProbOutput:
     routing: list[MicroBatchRoutes] | None
 
 
-def compute_log_probs(policy: Policy, samples: Sequence[Sample], batching: Batching, *, temperature: float,
+def compute_log_probs(policy: Policy, samples: Sequence[Sample], training: TrainingConfig, *, temperature: float,
                       with_entropy: bool = False, routing: ReplayOptions | None = None) -> LogProbOutput:
     """Log-probs (and entropies) of every response token under the policy's weights, without a gradient.
 
     The samples must be the same on every rank. ``routing``: what the routers are to record or replay meanwhile.
     """
-    batches = pack_mini_batch(policy, samples, batching, optional=(), routing=routing)
+    batches = pack_mini_batch(policy, samples, training, optional=(), routing=routing)
     routes = mini_batch_routes(policy, batches, routing)
     step = log_prob_forward_step(policy.groups, temperature=temperature, vocab_size=policy.shape.vocab_size,
                                  with_entropy=with_entropy, routing=routes)
@@ -91,15 +84,15 @@ def compute_log_probs(policy: Policy, samples: Sequence[Sample], batching: Batch
     return LogProbOutput(log_probs, entropy, routes)
 
 
-def pack_mini_batch(policy: Policy, samples: Sequence[Sample], batching: Batching, *, optional: Sequence[str],
+def pack_mini_batch(policy: Policy, samples: Sequence[Sample], training: TrainingConfig, *, optional: Sequence[str],
                     routing: ReplayOptions | None) -> MicroBatches:
     """This rank's packed micro-batches of a mini-batch, with routes where the options need them.
 
     optional: which of ``OPTIONAL_FIELDS`` the batches carry.
     """
     return micro_batches(
-        samples, policy.config, policy.groups, max_tokens=batching.max_tokens,
-        micro_batch_size=batching.micro_batch_size, optional=optional,
+        samples, policy.config, policy.groups, max_tokens=training.max_tokens_per_micro_batch,
+        micro_batch_size=training.micro_batch_size, optional=optional,
         routes=routing.shape if routing is not None and routing.needs_routes else None,
     )  # fmt: skip
 
@@ -112,11 +105,11 @@ def mini_batch_routes(policy: Policy, batches: MicroBatches,
     )
 
 
-def train_mini_batch(policy: Policy, samples: Sequence[Sample], objective: Objective, batching: Batching, *,
+def train_mini_batch(policy: Policy, samples: Sequence[Sample], objective: Objective, training: TrainingConfig, *,
                      temperature: float, routing: ReplayOptions | None = None) -> StepResult:
     """One optimizer step on a global mini-batch: forward, backward, gradient reduction, clipping, Adam, schedule."""
     carried = [name for name in OPTIONAL_FIELDS if all(getattr(sample, name) is not None for sample in samples)]
-    batches = pack_mini_batch(policy, samples, batching, optional=carried, routing=routing)
+    batches = pack_mini_batch(policy, samples, training, optional=carried, routing=routing)
     routes = mini_batch_routes(policy, batches, routing)
     outputs = forward_backward(policy, objective, batches, temperature=temperature, routing=routes)
     with _timed(policy, "optimizer"):

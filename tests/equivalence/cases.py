@@ -11,9 +11,8 @@ from torch import Tensor
 
 from megatron_gspo.algorithms import Objective, preset
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.mcore.policy import OptimizerSettings
-from megatron_gspo.mcore.train_step import Batching
 from tests.equivalence.layouts import Arrangement, turn_of
+from tests.support.configs import adam, micro_batches_of
 
 
 @dataclass(frozen=True)
@@ -56,16 +55,17 @@ OTHERS = {
     "sft": Scenario(preset("sft"), 0.2),
 }
 ALL = SCENARIOS | REPLAYED | OTHERS
-CUTS = {"packed": Batching(80), "one by one": Batching(80, micro_batch_size=1)}
-OTHER_CUTS = {"all in one": Batching(400), "threes": Batching(80, micro_batch_size=3)}
+CUTS = {"packed": micro_batches_of(80), "one by one": micro_batches_of(80, micro_batch_size=1)}
+OTHER_CUTS = {"all in one": micro_batches_of(400), "threes": micro_batches_of(80, micro_batch_size=3)}
 
 
 @dataclass(frozen=True)
 class Case:
     """One launch: an arrangement of processes and what they run.
 
-    ``model``: fields of ``ModelSettings``. ``runs``: (scenario, cut). ``scored``: the scenario whose log-probs and
-    entropies are also computed without a loss, in every cut of ``runs``. ``distributed_optimizers``: one training each.
+    ``model``: ``recompute`` (`recompute_granularity`), else fields of ``ParallelConfig``. ``runs``: (scenario, cut).
+    ``scored``: the scenario whose log-probs and entropies are also computed without a loss, in every cut of ``runs``.
+    ``distributed_optimizers``: one training each.
     ``overlap``: gradients are reduced during the backward pass, weights gathered during the next forward pass.
     ``replays``: routes are recorded and replayed too.
     """
@@ -92,8 +92,9 @@ def case_of(arrangement: Arrangement) -> Case:
 TRAINING = Scenario(preset("gspo", epsilon_low=0.08, epsilon_high=0.09, kl_loss_coef=0.1, entropy_coef=0.01), 0.05)
 # adam_eps is about the size of a clipped gradient's entries, so that a step is a smooth function of the gradient: with
 # the usual 1e-8 the sign of a gradient of rounding noise would decide on a step of a whole lr.
-OPTIMIZER = OptimizerSettings(
-    lr=1e-2, min_lr=1e-3, schedule="cosine", warmup_steps=1, total_steps=4, weight_decay=0.1, adam_beta1=0.8,
+OPTIMIZER_STEPS = 4  # of the learning-rate schedule
+OPTIMIZER = adam(
+    lr=1e-2, min_lr=1e-3, lr_decay_style="cosine", lr_warmup_steps=1, weight_decay=0.1, adam_beta1=0.8,
     adam_beta2=0.9, adam_eps=2e-4, clip_grad=0.2,
 )  # fmt: skip
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
-from megatron_gspo.mcore.process_groups import Layout
+from megatron_gspo.config import ParallelConfig
+from tests.support.configs import parallel
 
 RECOMPUTE = ("none", "selective", "full")
 SCENARIO_NAMES = ("gspo", "gspo_token", "grpo")
@@ -13,7 +14,7 @@ SCENARIO_NAMES = ("gspo", "gspo_token", "grpo")
 
 @dataclass(frozen=True)
 class Arrangement:
-    """A layout with what ``Layout`` leaves to the world and to the model: data and sequence parallelism.
+    """A layout with what ``ParallelConfig`` leaves to the world and to the model: data and sequence parallelism.
 
     ``outer``: embedding and loss count as layers; interleaved, one of the 4 + 2 to a chunk.
     """
@@ -53,10 +54,13 @@ class Arrangement:
         common = f"{tensor}-{pipeline}-cp{self.context}-dp{self.data}"
         return common + (f"-ep{self.expert}-etp{self.expert_tensor}" if self.moe else "")
 
-    def layout(self) -> Layout:
+    def layout(self) -> ParallelConfig:
         chunks = (3 if self.outer else 2) if self.interleaved else None
-        return Layout(self.tensor, self.pipeline, self.context, self.expert, self.expert_tensor, chunks, self.outer,
-                      self.outer)  # fmt: skip
+        return parallel(
+            tensor=self.tensor, pipeline=self.pipeline, context=self.context, expert=self.expert,
+            expert_tensor=self.expert_tensor, virtual_pipeline=chunks, embedding_as_layer=self.outer,
+            loss_as_layer=self.outer, sequence_parallel=self.sequence_parallel,
+        )  # fmt: skip
 
 
 def layouts(max_world: int = 8, *, moe: bool = True) -> list[Arrangement]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,8 +14,7 @@ from megatron_gspo.data.packing import OPTIONAL_FIELDS
 from megatron_gspo.mcore.forward_step import unwrap
 from megatron_gspo.mcore.hf_weights import export_weights
 from megatron_gspo.mcore.micro_batches import collect_values
-from megatron_gspo.mcore.model import ModelSettings
-from megatron_gspo.mcore.policy import DataParallelSettings, Policy, build_policy
+from megatron_gspo.mcore.policy import Policy, build_policy
 from megatron_gspo.mcore.process_groups import initialize
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
 from megatron_gspo.mcore.train_step import (
@@ -26,9 +25,10 @@ from megatron_gspo.mcore.train_step import (
     summed_metrics,
     train_mini_batch,
 )
-from tests.equivalence.cases import ALL, CUTS, OPTIMIZER, OTHER_CUTS, TRAINING, Case, stack
+from tests.equivalence.cases import ALL, CUTS, OPTIMIZER, OPTIMIZER_STEPS, OTHER_CUTS, TRAINING, Case, stack
 from tests.equivalence.replay import compare_recorded, route_shape
 from tests.equivalence.truth import Expected, Truth
+from tests.support.configs import model_config
 from tests.support.transformers_reference import worst_error
 
 
@@ -77,13 +77,13 @@ def run_case(rank: int, world_size: int, path: str, case: Case, truth_file: str)
 
 
 def _build(path: str, case: Case, groups: Any, *, distributed_optimizer: bool) -> Policy:
-    sequence_parallel = case.arrangement.sequence_parallel
-    return build_policy(
-        path, case.arrangement.layout(), groups,
-        model=ModelSettings(**{"sequence_parallel": sequence_parallel, **case.model}),
-        optimizer=OPTIMIZER,
-        data_parallel=DataParallelSettings(distributed_optimizer, case.overlap, case.overlap and distributed_optimizer),
+    layout = replace(
+        case.arrangement.layout(), use_distributed_optimizer=distributed_optimizer, overlap_grad_reduce=case.overlap,
+        overlap_param_gather=case.overlap and distributed_optimizer,
+        **{name: value for name, value in case.model.items() if name != "recompute"},
     )  # fmt: skip
+    model = model_config(path, recompute_granularity=case.model.get("recompute", "none"))
+    return build_policy(model, layout, groups, optimizer=OPTIMIZER, total_steps=OPTIMIZER_STEPS)
 
 
 def compare_scores(policy: Policy, name: str, cut: str, expected: Expected, errors: Errors) -> None:

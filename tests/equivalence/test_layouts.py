@@ -63,7 +63,7 @@ def test_other_objectives_and_cuts(models, arrangement):
     ids=lambda a: a.name,
 )
 def test_allgather_dispatcher(models, arrangement):
-    check(models("moe"), special(arrangement, ("gspo", "packed"), dispatcher="allgather"))
+    check(models("moe"), special(arrangement, ("gspo", "packed"), moe_token_dispatcher_type="allgather"))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megatron_gspo.algorithms import Objective
-from megatron_gspo.mcore.policy import OptimizerSettings
 from tests.algorithms.reference import Batch
 from tests.equivalence.cases import OPTIMIZER, OTHERS, SCENARIOS, TRAINING
 from tests.equivalence.defects import measure_defects
@@ -17,6 +16,7 @@ from tests.equivalence.layouts import SCENARIO_NAMES
 from tests.equivalence.measure import MODELS
 from tests.equivalence.tolerances import TOLERANCES
 from tests.equivalence.truth import expect, find_truth
+from tests.support.configs import adam
 from tests.support.tiny_models import save_tiny_model
 from tests.support.transformers_reference import learning_rate, load_reference
 
@@ -109,8 +109,8 @@ def test_no_choice_of_experts_hangs_on_rounding(tmp_path):
 
 
 def test_learning_rate_by_hand():
-    settings = OptimizerSettings(lr=0.4, min_lr=0.1, schedule="cosine", warmup_steps=1, total_steps=3)
-    assert [learning_rate(settings, step) for step in range(4)] == pytest.approx([0.2, 0.4, 0.25, 0.1])
+    settings = adam(lr=0.4, min_lr=0.1, lr_decay_style="cosine", lr_warmup_steps=1)
+    assert [learning_rate(settings, step, 3) for step in range(4)] == pytest.approx([0.2, 0.4, 0.25, 0.1])
 
 
 def test_small_defects_are_far_beyond_the_tolerance(path):

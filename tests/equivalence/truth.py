@@ -11,7 +11,16 @@ from torch import Tensor
 
 from megatron_gspo.data.sample import Sample
 from tests.algorithms import reference as loops
-from tests.equivalence.cases import ALL, OPTIMIZER, SCENARIOS, TRAINING, Scenario, make_samples, with_old_log_probs
+from tests.equivalence.cases import (
+    ALL,
+    OPTIMIZER,
+    OPTIMIZER_STEPS,
+    SCENARIOS,
+    TRAINING,
+    Scenario,
+    make_samples,
+    with_old_log_probs,
+)
 from tests.support.transformers_reference import (
     Routers,
     Training,
@@ -78,7 +87,7 @@ def find_truth(path: str, names: Sequence[str] = tuple(SCENARIOS)) -> Truth:
     routers = observe_routers(model, scenarios["gspo"].samples) if gates_of(model) else None
     mini_batches = [scenario_samples(model, TRAINING, seed) for seed in (10, 11, 12)]
     model.zero_grad()
-    training = naive_training(model, TRAINING.objective, mini_batches, OPTIMIZER)
+    training = naive_training(model, TRAINING.objective, mini_batches, OPTIMIZER, OPTIMIZER_STEPS)
     return Truth(scenarios, mini_batches, training, routers)
 
 

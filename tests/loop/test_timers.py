@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron_gspo.loop.timers import Timers, UpdateClock
 from megatron_gspo.mcore.forward_step import unwrap
-from megatron_gspo.mcore.process_groups import Layout
-from megatron_gspo.mcore.train_step import Batching, compute_log_probs, train_mini_batch
+from megatron_gspo.mcore.train_step import compute_log_probs, train_mini_batch
+from tests.support.configs import micro_batches_of, parallel
 from tests.support.distributed import run_distributed
 from tests.support.routing_cases import GRPO, policy_of, scored_samples
 from tests.support.tiny_models import save_tiny_model
@@ -67,8 +67,8 @@ def slow_down(module: Any, args: Any, output: Any) -> Any:
 
 def time_an_update(rank: int, world_size: int, path: str) -> dict[str, Any]:
     """An update of one sequence a micro-batch, each slowed down by one nap forward and two backward."""
-    policy = policy_of(path, Layout(pipeline=world_size))
-    samples, batching = scored_samples(3), Batching(80, micro_batch_size=1)
+    policy = policy_of(path, parallel(pipeline=world_size))
+    samples, batching = scored_samples(3), micro_batches_of(80, micro_batch_size=1)
     clock = policy.config.timers = UpdateClock()
     train_mini_batch(policy, samples, GRPO, batching, temperature=1.0)  # the first is slower
     clock.take()

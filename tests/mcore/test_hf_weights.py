@@ -12,33 +12,34 @@ from safetensors.torch import load_file, save_file
 
 import megatron_gspo.mcore.train_step  # noqa: F401  the fork server of the tests imports it once
 from benchmarks.live_storages import LiveStorages
+from megatron_gspo.config import ParallelConfig
 from megatron_gspo.mcore.hf_weights import export_weights, load_weights, map_parameters
-from megatron_gspo.mcore.model import ModelSettings, build_model
-from megatron_gspo.mcore.process_groups import Layout
+from megatron_gspo.mcore.model import build_model
 from megatron_gspo.models import family_of, read_config
+from tests.support.configs import model_config, parallel
 from tests.support.distributed import run_distributed
 from tests.support.parallel_groups import groups_of
 from tests.support.tiny_models import save_tiny_model
 
 CASES = [
-    ("moe", Layout()),
-    ("moe", Layout(tensor=2)),
-    ("moe", Layout(expert=2)),
-    ("moe", Layout(pipeline=2)),
-    ("moe", Layout(pipeline=2, virtual_pipeline=2)),
-    ("moe", Layout(pipeline=2, virtual_pipeline=3, embedding_as_layer=True, loss_as_layer=True)),
-    ("moe", Layout(tensor=2, expert=2)),
-    ("moe", Layout(tensor=2, expert_tensor=2)),
-    ("moe", Layout(expert_tensor=2)),
-    ("mixed", Layout(pipeline=2)),
-    ("mixed", Layout(expert=2)),
-    ("dense", Layout(tensor=2)),
-    ("dense", Layout(pipeline=2)),
-    ("shared", Layout(tensor=2, expert=2)),
-    ("shared", Layout(pipeline=2)),
-    ("tied", Layout()),
-    ("tied", Layout(tensor=2)),
-    ("tied", Layout(pipeline=2)),
+    ("moe", parallel()),
+    ("moe", parallel(tensor=2)),
+    ("moe", parallel(expert=2)),
+    ("moe", parallel(pipeline=2)),
+    ("moe", parallel(pipeline=2, virtual_pipeline=2)),
+    ("moe", parallel(pipeline=2, virtual_pipeline=3, embedding_as_layer=True, loss_as_layer=True)),
+    ("moe", parallel(tensor=2, expert=2)),
+    ("moe", parallel(tensor=2, expert_tensor=2)),
+    ("moe", parallel(expert_tensor=2)),
+    ("mixed", parallel(pipeline=2)),
+    ("mixed", parallel(expert=2)),
+    ("dense", parallel(tensor=2)),
+    ("dense", parallel(pipeline=2)),
+    ("shared", parallel(tensor=2, expert=2)),
+    ("shared", parallel(pipeline=2)),
+    ("tied", parallel()),
+    ("tied", parallel(tensor=2)),
+    ("tied", parallel(pipeline=2)),
 ]
 
 
@@ -67,7 +68,7 @@ def round_trips(rank: int, world_size: int, models: dict[str, str]) -> dict[str,
     for kind, layout in CASES:
         groups = groups_of(layout)
         family, shape = family_of(read_config(models[kind]))
-        chunks = build_model(shape, layout, ModelSettings(), groups)
+        chunks = build_model(shape, layout, model_config(), groups)
         load_weights(chunks, models[kind], family, shape, groups)
         found[f"{kind} {layout}"] = []
         for options in ({}, {"piece": 3000}):  # a layer at once, and in many pieces
@@ -88,11 +89,11 @@ def test_export_is_what_was_loaded_on_every_rank(models):
             assert different == [], f"{case}: {different[:3]}"
 
 
-def memory_of_the_stream(rank: int, world_size: int, path: str, layout: Layout) -> tuple[int, int, int]:
+def memory_of_the_stream(rank: int, world_size: int, path: str, layout: ParallelConfig) -> tuple[int, int, int]:
     """Bytes: the most that the stream holds at once, the largest parameter's whole ones, all."""
     groups = groups_of(layout)
     family, shape = family_of(read_config(path))
-    chunks = build_model(shape, layout, ModelSettings(), groups)
+    chunks = build_model(shape, layout, model_config(), groups)
     total, largest = 0, 2 * max(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())
     with LiveStorages() as live:
         for _, tensor in export_weights(chunks, family, shape, groups, piece=8192):
@@ -100,7 +101,7 @@ def memory_of_the_stream(rank: int, world_size: int, path: str, layout: Layout) 
     return live.peak, largest, total
 
 
-@pytest.mark.parametrize("layout", [Layout(tensor=2, expert=2), Layout(pipeline=2)], ids=["tp2 ep2", "pp2"])
+@pytest.mark.parametrize("layout", [parallel(tensor=2, expert=2), parallel(pipeline=2)], ids=["tp2 ep2", "pp2"])
 def test_a_stream_holds_little(models, layout):
     for peak, largest, total in run_distributed(memory_of_the_stream, 2, models["moe"], layout):
         bound = 3 * max(8192, largest)
@@ -128,11 +129,11 @@ def _with_engine_names(chunk: Any, family: Any, shape: Any, groups: Any) -> torc
 
 def engine_names(rank: int, world_size: int, models: dict[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    layout = Layout(expert=2)
+    layout = parallel(expert=2)
     groups = groups_of(layout)
     for kind in ("moe", "mixed"):
         family, shape = family_of(read_config(models[kind]))
-        chunk = _with_engine_names(build_model(shape, layout, ModelSettings(), groups)[0], family, shape, groups)
+        chunk = _with_engine_names(build_model(shape, layout, model_config(), groups)[0], family, shape, groups)
         load_weights([chunk], models[kind], family, shape, groups)
         exported = {name: tensor.clone() for name, tensor in export_weights([chunk], family, shape, groups)}
         found[kind] = differences(models[kind], exported), sorted(name for name, _ in chunk.named_parameters())
@@ -151,12 +152,12 @@ def test_names_of_the_transformer_engine_spec(models):
 
 def failures(rank: int, world_size: int, paths: dict[str, str]) -> dict[str, str]:
     """The message of loading each broken checkpoint under tensor parallelism."""
-    layout = Layout(tensor=2)
+    layout = parallel(tensor=2)
     groups = groups_of(layout)
     found = {}
     for key, path in paths.items():
         family, shape = family_of(read_config(path))
-        chunks = build_model(shape, layout, ModelSettings(), groups)
+        chunks = build_model(shape, layout, model_config(), groups)
         with pytest.raises(ValueError) as caught:
             load_weights(chunks, path, family, shape, groups)
         found[key] = str(caught.value)

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_gspo.config import ParallelConfig
 from megatron_gspo.mcore.meta_device import meta_model, simulated_rank, smallest_world
-from megatron_gspo.mcore.model import ModelSettings, build_model
-from megatron_gspo.mcore.process_groups import Layout, initialize, shutdown
+from megatron_gspo.mcore.model import build_model
+from megatron_gspo.mcore.process_groups import initialize, shutdown
 from megatron_gspo.models import family_of, read_config
+from tests.support.configs import model_config, parallel
 from tests.support.distributed import run_distributed
 from tests.support.tiny_models import save_tiny_model
 
 LAYOUTS = {
-    "TP 2 x EP 2": (Layout(tensor=2, expert=2), 2),
-    "PP 2 x EP 2 x DP 2": (Layout(pipeline=2, expert=2), 4),
-    "VP 2 x PP 2": (Layout(pipeline=2, virtual_pipeline=2), 2),
-    "ETP 2 x EP 2": (Layout(expert=2, expert_tensor=2), 4),
+    "TP 2 x EP 2": (parallel(tensor=2, expert=2), 2),
+    "PP 2 x EP 2 x DP 2": (parallel(pipeline=2, expert=2), 4),
+    "VP 2 x PP 2": (parallel(pipeline=2, virtual_pipeline=2), 2),
+    "ETP 2 x EP 2": (parallel(expert=2, expert_tensor=2), 4),
 }
 
 
@@ -25,11 +29,11 @@ def sizes(chunks) -> list[dict[str, tuple[int, ...]]]:
     return [{name: tuple(p.shape) for name, p in chunk.named_parameters()} for chunk in chunks]
 
 
-def real(rank: int, world_size: int, path: str, layout: Layout) -> list[dict[str, tuple[int, ...]]]:
+def real(rank: int, world_size: int, path: str, layout: ParallelConfig) -> list[dict[str, tuple[int, ...]]]:
     _, shape = family_of(read_config(path))
-    groups = initialize(layout, seed=1, backend="gloo")
+    groups = initialize(replace(layout, backend="gloo"), seed=1)
     try:
-        return sizes(build_model(shape, layout, ModelSettings(), groups))
+        return sizes(build_model(shape, layout, model_config(), groups))
     finally:
         shutdown(keep_distributed=True)
 
@@ -42,28 +46,28 @@ def test_a_rank_on_paper_has_the_parameters_of_the_real_one(name, tmp_path):
     wanted = run_distributed(real, world, path, layout)
     for rank in range(world):
         with simulated_rank(layout, world, rank) as groups:
-            chunks = meta_model(shape, layout, ModelSettings(), groups)
+            chunks = meta_model(shape, layout, model_config(), groups)
             assert {p.device.type for chunk in chunks for p in chunk.parameters()} == {"meta"}
             assert sizes(chunks) == wanted[rank]
     assert not dist.is_initialized()
 
 
 def test_the_smallest_world_holds_every_part():
-    assert smallest_world(Layout()) == 1
-    assert smallest_world(Layout(tensor=2, pipeline=2, expert=8)) == 16
-    assert smallest_world(Layout(tensor=4, context=3, expert=2, expert_tensor=4)) == 24
+    assert smallest_world(parallel()) == 1
+    assert smallest_world(parallel(tensor=2, pipeline=2, expert=8)) == 16
+    assert smallest_world(parallel(tensor=4, context=3, expert=2, expert_tensor=4)) == 24
 
 
 def test_a_world_of_1024_is_asked_rank_by_rank(tmp_path):
     _, shape = family_of(read_config(save_tiny_model(tmp_path / "model")))
-    layout = Layout(tensor=2, pipeline=2, expert=8)
+    layout = parallel(tensor=2, pipeline=2, expert=8)
     with simulated_rank(layout, 1024, 1023) as groups:
         assert (groups.tp.size(), groups.pp.rank(), groups.ep.size(), groups.dp.size()) == (2, 1, 8, 256)
-        [chunk] = meta_model(shape, layout, ModelSettings(dtype=torch.bfloat16), groups)
+        [chunk] = meta_model(shape, layout, model_config(dtype="bfloat16"), groups)
         assert {p.dtype for p in chunk.parameters()} == {torch.bfloat16}
 
 
 def test_a_second_world_is_refused():
-    with simulated_rank(Layout(), 4, 3), pytest.raises(RuntimeError, match="without torch.distributed"):
-        with simulated_rank(Layout(), 4, 2):
+    with simulated_rank(parallel(), 4, 3), pytest.raises(RuntimeError, match="without torch.distributed"):
+        with simulated_rank(parallel(), 4, 2):
             pass

@@ -12,25 +12,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import megatron_gspo.mcore.train_step  # noqa: F401  the fork server of the tests imports it once
+from megatron_gspo.config import ParallelConfig
 from megatron_gspo.data.packing import context_parallel_shard
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.mcore.micro_batches import _fixed, collect_values, micro_batches
-from megatron_gspo.mcore.process_groups import Layout
+from tests.support.configs import parallel
 from tests.support.distributed import run_distributed
 from tests.support.parallel_groups import groups_of
 
-CASES: list[tuple[Layout, dict[str, Any]]] = [
-    (Layout(), dict(max_tokens=40)),
-    (Layout(), dict(max_tokens=400)),
-    (Layout(), dict(max_tokens=0, micro_batch_size=1)),
-    (Layout(), dict(max_tokens=0, micro_batch_size=4)),
-    (Layout(context=2), dict(max_tokens=43)),
-    (Layout(context=2), dict(max_tokens=0, micro_batch_size=3)),
-    (Layout(tensor=2), dict(max_tokens=41)),
-    (Layout(tensor=2, expert=2), dict(max_tokens=40, dispatcher="allgather")),
-    (Layout(pipeline=2), dict(max_tokens=40)),
-    (Layout(pipeline=2, virtual_pipeline=2), dict(max_tokens=40)),
-    (Layout(pipeline=2, virtual_pipeline=2), dict(max_tokens=0, micro_batch_size=4)),
+CASES: list[tuple[ParallelConfig, dict[str, Any]]] = [
+    (parallel(), dict(max_tokens=40)),
+    (parallel(), dict(max_tokens=400)),
+    (parallel(), dict(max_tokens=0, micro_batch_size=1)),
+    (parallel(), dict(max_tokens=0, micro_batch_size=4)),
+    (parallel(context=2), dict(max_tokens=43)),
+    (parallel(context=2), dict(max_tokens=0, micro_batch_size=3)),
+    (parallel(tensor=2), dict(max_tokens=41)),
+    (parallel(tensor=2, expert=2), dict(max_tokens=40, dispatcher="allgather")),
+    (parallel(pipeline=2), dict(max_tokens=40)),
+    (parallel(pipeline=2, virtual_pipeline=2), dict(max_tokens=40)),
+    (parallel(pipeline=2, virtual_pipeline=2), dict(max_tokens=0, micro_batch_size=4)),
 ]
 
 
@@ -53,7 +54,8 @@ def check_layouts(rank: int, world_size: int) -> None:
     for layout, options in CASES:
         groups = groups_of(layout)
         config = SimpleNamespace(
-            sequence_parallel=layout.tensor > 1, virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
+            sequence_parallel=layout.use_sequence_parallel,
+            virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
             moe_token_dispatcher_type=options.get("dispatcher", "alltoall"),
         )
         limits = {key: value for key, value in options.items() if key != "dispatcher"}

@@ -11,16 +11,18 @@ import torch
 from torch import Tensor
 
 from megatron_gspo.algorithms import preset
+from megatron_gspo.config import ModelConfig, ParallelConfig
 from megatron_gspo.data.packing import PackedBatch, count_trained, pack
 from megatron_gspo.mcore.attention import packed_sequences
 from megatron_gspo.mcore.forward_step import hidden_states, log_prob_forward_step, policy_forward_step, token_log_probs
 from megatron_gspo.mcore.hf_weights import load_weights
 from megatron_gspo.mcore.layers import RMSNorm
-from megatron_gspo.mcore.model import ModelSettings, build_model, transformer_config
-from megatron_gspo.mcore.process_groups import Groups, Layout
+from megatron_gspo.mcore.model import build_model, transformer_config
+from megatron_gspo.mcore.process_groups import ProcessGroups
 from megatron_gspo.models import family_of, read_config
 from megatron_gspo.models.model_shape import padded_vocab_size
 from tests.equivalence.cases import make_samples
+from tests.support.configs import model_config, parallel
 from tests.support.distributed import run_distributed
 from tests.support.parallel_groups import groups_of
 from tests.support.tiny_models import save_tiny_model, tiny_config
@@ -31,7 +33,7 @@ def shape_of(kind: str = "moe", **overrides: object) -> Any:
 
 
 def test_reinforcement_learning_sets_the_router():
-    config = transformer_config(shape_of(), Layout(), ModelSettings())
+    config = transformer_config(shape_of(), parallel(), model_config())
     assert config.moe_router_load_balancing_type == "none" and config.moe_aux_loss_coeff == 0.0
     assert config.moe_router_dtype == "fp32" and config.moe_router_score_function == "softmax"
     assert config.moe_expert_capacity_factor is None, "dropless"
@@ -42,42 +44,42 @@ def test_reinforcement_learning_sets_the_router():
 
 @pytest.mark.parametrize("normalised", [True, False])
 def test_softmax_comes_before_the_choice_where_its_values_are_not_normalised(normalised):
-    config = transformer_config(shape_of(norm_topk_prob=normalised), Layout(), ModelSettings())
+    config = transformer_config(shape_of(norm_topk_prob=normalised), parallel(), model_config())
     assert config.moe_router_pre_softmax is not normalised
 
 
 def test_layers_without_experts_are_dense():
-    config = transformer_config(shape_of(mlp_only_layers=[1], decoder_sparse_step=1), Layout(), ModelSettings())
+    config = transformer_config(shape_of(mlp_only_layers=[1], decoder_sparse_step=1), parallel(), model_config())
     assert config.moe_layer_freq == [1, 0, 1, 1]
-    assert transformer_config(shape_of("dense"), Layout(), ModelSettings()).num_moe_experts is None
+    assert transformer_config(shape_of("dense"), parallel(), model_config()).num_moe_experts is None
 
 
 def test_recompute_settings():
     def config(**settings: Any) -> Any:
-        return transformer_config(shape_of(), Layout(), ModelSettings(**settings))
+        return transformer_config(shape_of(), parallel(), model_config(**settings))
 
     assert config().recompute_granularity is None
-    assert config(recompute="selective").recompute_granularity == "selective"
-    full = config(recompute="full", recompute_num_layers=2)
+    assert config(recompute_granularity="selective").recompute_granularity == "selective"
+    full = config(recompute_granularity="full", recompute_num_layers=2)
     assert (full.recompute_granularity, full.recompute_method, full.recompute_num_layers) == ("full", "uniform", 2)
 
 
 def test_sequence_parallelism_follows_tensor_parallelism_unless_told():
     dense = shape_of("dense")
-    assert transformer_config(dense, Layout(tensor=2), ModelSettings()).sequence_parallel
-    assert not transformer_config(dense, Layout(), ModelSettings()).sequence_parallel
-    assert not transformer_config(dense, Layout(tensor=2), ModelSettings(sequence_parallel=False)).sequence_parallel
+    assert transformer_config(dense, parallel(tensor=2), model_config()).sequence_parallel
+    assert not transformer_config(dense, parallel(), model_config()).sequence_parallel
+    assert not transformer_config(dense, parallel(tensor=2, sequence_parallel=False), model_config()).sequence_parallel
 
 
 def test_precision():
-    config = transformer_config(shape_of(), Layout(), ModelSettings(dtype=torch.bfloat16))
+    config = transformer_config(shape_of(), parallel(), model_config(dtype="bfloat16"))
     assert config.bf16 and config.params_dtype == config.pipeline_dtype == torch.bfloat16
     assert config.moe_router_dtype == "fp32"
 
 
 def test_sent_tensors_are_freed_only_where_the_schedule_waits_for_the_send(monkeypatch):
-    settings = ModelSettings(implementation="torch")
-    plain, interleaved = Layout(pipeline=2), Layout(pipeline=2, virtual_pipeline=2)
+    settings = model_config(implementation="torch")
+    plain, interleaved = parallel(pipeline=2), parallel(pipeline=2, virtual_pipeline=2)
     for cuda, layout, freed in [(False, plain, False), (True, plain, True), (True, interleaved, False)]:
         monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
         assert transformer_config(shape_of("dense"), layout, settings).deallocate_pipeline_outputs is freed
@@ -97,13 +99,13 @@ def test_vocabulary_is_padded_to_the_tensor_parallel_size():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA the setting may be possible")
 def test_transformer_engine_is_refused_where_it_is_absent():
     with pytest.raises(ValueError, match="model.implementation=transformer_engine"):
-        transformer_config(shape_of(), Layout(), ModelSettings(implementation="transformer_engine"))
+        transformer_config(shape_of(), parallel(), model_config(implementation="transformer_engine"))
 
 
-def loaded(path: str, layout: Layout, settings: ModelSettings | None = None) -> tuple[Any, Groups]:
+def loaded(path: str, layout: ParallelConfig, settings: ModelConfig | None = None) -> tuple[Any, ProcessGroups]:
     groups = groups_of(layout)
     family, shape = family_of(read_config(path))
-    chunks = build_model(shape, layout, settings or ModelSettings(), groups)
+    chunks = build_model(shape, layout, settings or model_config(), groups)
     load_weights(chunks, path, family, shape, groups)
     return chunks[0], groups
 
@@ -116,7 +118,7 @@ def batch_of(multiple: int) -> PackedBatch:
     return pack(samples, num_sequences=sequences, num_tokens=tokens, total_multiple=multiple)
 
 
-def logits_of(model: Any, batch: PackedBatch, groups: Groups) -> Tensor:
+def logits_of(model: Any, batch: PackedBatch, groups: ProcessGroups) -> Tensor:
     sequences = packed_sequences(batch.cu_seqlens, batch.max_seqlen, groups.cp, torch.device("cpu"))
     return model(input_ids=batch.tokens[None], position_ids=batch.position_ids[None], attention_mask=None,
                  packed_seq_params=sequences)
@@ -128,7 +130,7 @@ def fail(*_: Any) -> None:
 
 def around_the_model(rank: int, world_size: int, path: str) -> dict[str, Any]:
     """Marks and output layer of a tensor-parallel model, what it returns, and the refusals of its forward step."""
-    model, groups = loaded(path, Layout(tensor=2))
+    model, groups = loaded(path, parallel(tensor=2))
     unmarked = [name for name, parameter in model.named_parameters()
                 if "norm" in name and not getattr(parameter, "sequence_parallel", False)]
     batch = batch_of(2)
@@ -163,7 +165,7 @@ def around_the_model(rank: int, world_size: int, path: str) -> dict[str, Any]:
 
 
 def outside_of_sequence_parallelism(rank: int, world_size: int, path: str) -> list[str]:
-    model, _ = loaded(path, Layout(tensor=2), ModelSettings(sequence_parallel=False))
+    model, _ = loaded(path, parallel(tensor=2, sequence_parallel=False), model_config())
     return [name for name, parameter in model.named_parameters() if getattr(parameter, "sequence_parallel", False)]
 
 

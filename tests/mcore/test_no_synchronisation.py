@@ -20,11 +20,10 @@ from torch.utils._pytree import tree_leaves
 from megatron_gspo.algorithms import Objective, preset
 from megatron_gspo.mcore.forward_step import policy_forward_step
 from megatron_gspo.mcore.micro_batches import MicroBatches, micro_batches
-from megatron_gspo.mcore.model import ModelSettings
-from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, Policy, build_policy
-from megatron_gspo.mcore.process_groups import Layout
+from megatron_gspo.mcore.policy import Policy, build_policy
 from megatron_gspo.mcore.train_step import run_schedule
 from tests.equivalence.cases import make_samples
+from tests.support.configs import adam, model_config, parallel
 from tests.support.distributed import run_distributed
 from tests.support.parallel_groups import groups_of
 from tests.support.tiny_models import save_tiny_model
@@ -83,8 +82,7 @@ def run_step(policy: Policy, objective: Objective, batches: MicroBatches, watch:
 
 
 def watched(rank: int, world_size: int, path: str, name: str) -> tuple[list[str], int]:
-    policy = build_policy(path, Layout(), groups_of(Layout()), model=ModelSettings(),
-                          data_parallel=DataParallelSettings(), optimizer=OptimizerSettings(lr=1e-3))  # fmt: skip
+    policy = build_policy(model_config(path), parallel(), groups_of(parallel()), optimizer=adam(lr=1e-3))
     objective = replace(preset(name), entropy_coef=0.01)
     samples = [replace(sample, old_log_probs=np.full(len(sample.loss_mask), -3.0, dtype=np.float32))
                for sample in make_samples(count=6)]  # fmt: skip

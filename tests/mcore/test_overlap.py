@@ -10,20 +10,18 @@ import torch
 from megatron_gspo.algorithms import preset
 from megatron_gspo.mcore.checkpoint.save_load import load_checkpoint, save_checkpoint
 from megatron_gspo.mcore.forward_step import unwrap
-from megatron_gspo.mcore.model import ModelSettings
-from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, Policy, build_policy
-from megatron_gspo.mcore.process_groups import Layout
-from megatron_gspo.mcore.train_step import Batching, train_mini_batch
+from megatron_gspo.mcore.policy import Policy, build_policy
+from megatron_gspo.mcore.train_step import train_mini_batch
 from tests.equivalence.cases import make_samples
+from tests.support.configs import adam, micro_batches_of, model_config, parallel
 from tests.support.distributed import run_distributed
 from tests.support.parallel_groups import groups_of
 from tests.support.tiny_models import save_tiny_model
 
 
 def policy_with(path: str, overlap: bool) -> Policy:
-    return build_policy(path, Layout(), groups_of(Layout()), model=ModelSettings(),
-                        optimizer=OptimizerSettings(lr=1e-2),
-                        data_parallel=DataParallelSettings(True, overlap, overlap))  # fmt: skip
+    layout = parallel(overlap_grad_reduce=overlap, overlap_param_gather=overlap)
+    return build_policy(model_config(path), layout, groups_of(layout), optimizer=adam(lr=1e-2))
 
 
 def whole(policy: Policy) -> torch.Tensor:
@@ -35,13 +33,13 @@ def train_and_read(rank: int, world_size: int, path: str, folder: str) -> dict[s
     """One step without and with overlap, then the weights in memory, in a checkpoint and in the stream."""
     plain, overlapped = policy_with(path, False), policy_with(path, True)
     for policy in (plain, overlapped):
-        train_mini_batch(policy, make_samples(count=6), preset("sft"), Batching(64), temperature=1.0)
+        train_mini_batch(policy, make_samples(count=6), preset("sft"), micro_batches_of(64), temperature=1.0)
     found: dict[str, Any] = {"stale": float((whole(overlapped) - whole(plain)).abs().max())}
     restored = policy_with(path, False)
     load_checkpoint(restored, save_checkpoint(overlapped, Path(folder), 1, {}, keep=1))
     found["restored"] = torch.equal(whole(restored), whole(plain))
-    train_mini_batch(overlapped, make_samples(1, count=6), preset("sft"), Batching(64), temperature=1.0)
-    train_mini_batch(plain, make_samples(1, count=6), preset("sft"), Batching(64), temperature=1.0)
+    train_mini_batch(overlapped, make_samples(1, count=6), preset("sft"), micro_batches_of(64), temperature=1.0)
+    train_mini_batch(plain, make_samples(1, count=6), preset("sft"), micro_batches_of(64), temperature=1.0)
     streamed = {name: weight.clone() for name, weight in overlapped.weights()}
     found["streamed"] = all(torch.equal(weight, streamed[name]) for name, weight in plain.weights())
     return found

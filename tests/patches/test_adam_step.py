@@ -14,10 +14,10 @@ from megatron_gspo.algorithms import preset
 from megatron_gspo.mcore.checkpoint.checkpoint_files import CheckpointError
 from megatron_gspo.mcore.checkpoint.save_load import load_checkpoint, save_checkpoint
 from megatron_gspo.mcore.policy import Policy
-from megatron_gspo.mcore.process_groups import Layout
-from megatron_gspo.mcore.train_step import Batching, train_mini_batch
+from megatron_gspo.mcore.train_step import train_mini_batch
 from megatron_gspo.patches.mark import MARK
 from tests.equivalence.cases import make_samples
+from tests.support.configs import micro_batches_of, parallel
 from tests.support.distributed import run_distributed
 from tests.support.patched_policies import policy_in
 
@@ -27,16 +27,16 @@ def steps_of(policy: Policy) -> list[Tensor]:
 
 
 def step(policy: Policy) -> None:
-    train_mini_batch(policy, make_samples(count=4), preset("sft"), Batching(64), temperature=1.0)
+    train_mini_batch(policy, make_samples(count=4), preset("sft"), micro_batches_of(64), temperature=1.0)
 
 
 def resume_unpatched(rank: int, world_size: int, path: str, folder: str) -> dict[str, Any]:
     """Load a checkpoint of one step with the patched methods, and with each of upstream's in its place."""
-    policy = policy_in(path, Layout(), distributed_optimizer=True)
+    policy = policy_in(path, parallel(), distributed_optimizer=True)
     step(policy)
     at = save_checkpoint(policy, Path(folder), 1, {}, keep=1)
     found: dict[str, Any] = {}
-    fresh = policy_in(path, Layout(), distributed_optimizer=True)
+    fresh = policy_in(path, parallel(), distributed_optimizer=True)
     load_checkpoint(fresh, at)
     found["loaded"] = [float(value) for value in steps_of(fresh)]
     step(fresh)
@@ -52,13 +52,13 @@ def resume_unpatched(rank: int, world_size: int, path: str, folder: str) -> dict
 
     DistributedOptimizer.state_dict = upstream["state_dict"]
     with pytest.raises(CheckpointError, match="AssertionError"):
-        load_checkpoint(policy_in(path, Layout(), distributed_optimizer=True), at)
+        load_checkpoint(policy_in(path, parallel(), distributed_optimizer=True), at)
     DistributedOptimizer.state_dict = patched["state_dict"]
     DistributedOptimizer._set_main_param_and_optimizer_states = upstream["_set_main_param_and_optimizer_states"]
     with pytest.raises(CheckpointError, match="KeyError: 'step'"):
-        load_checkpoint(policy_in(path, Layout(), distributed_optimizer=True), at)
+        load_checkpoint(policy_in(path, parallel(), distributed_optimizer=True), at)
     DistributedOptimizer._set_main_param_and_optimizer_states = with_step_given
-    shared = policy_in(path, Layout(), distributed_optimizer=True)
+    shared = policy_in(path, parallel(), distributed_optimizer=True)
     load_checkpoint(shared, at)
     step(shared)
     found["shared"] = [float(value) for value in steps_of(shared)]

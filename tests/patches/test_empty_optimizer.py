@@ -12,26 +12,24 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 import megatron_gspo.mcore.train_step  # noqa: F401  applies the patches; the fork server of the tests imports it once
 from megatron_gspo.algorithms import preset
 from megatron_gspo.mcore.checkpoint.save_load import load_checkpoint, save_checkpoint
-from megatron_gspo.mcore.model import ModelSettings
-from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, Policy, build_policy
-from megatron_gspo.mcore.process_groups import Layout
-from megatron_gspo.mcore.train_step import Batching, train_mini_batch
+from megatron_gspo.mcore.policy import Policy, build_policy
+from megatron_gspo.mcore.train_step import train_mini_batch
 from megatron_gspo.patches.mark import MARK
 from tests.equivalence.cases import make_samples
+from tests.support.configs import adam, micro_batches_of, model_config, parallel
 from tests.support.distributed import run_distributed
 from tests.support.parallel_groups import groups_of
 from tests.support.tiny_models import save_tiny_model
 
-STAGES = Layout(pipeline=2, expert=2)
+STAGES = parallel(pipeline=2, expert=2)
 
 
 def policy_at(path: str) -> Policy:
-    return build_policy(path, STAGES, groups_of(STAGES), model=ModelSettings(), optimizer=OptimizerSettings(lr=1e-2),
-                        data_parallel=DataParallelSettings(distributed_optimizer=True))  # fmt: skip
+    return build_policy(model_config(path), STAGES, groups_of(STAGES), optimizer=adam(lr=1e-2))
 
 
 def step(policy: Policy, seed: int) -> None:
-    train_mini_batch(policy, make_samples(seed, count=4), preset("sft"), Batching(64), temperature=1.0)
+    train_mini_batch(policy, make_samples(seed, count=4), preset("sft"), micro_batches_of(64), temperature=1.0)
 
 
 def resume(rank: int, world_size: int, path: str, folder: str) -> dict[str, Any]:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 import megatron_gspo.mcore.train_step  # noqa: F401  applies the patches; the fork server of the tests imports it once
-from megatron_gspo.mcore.process_groups import Layout
+from megatron_gspo.config import ParallelConfig
 from megatron_gspo.patches import expert_gradients
+from tests.support.configs import parallel
 from tests.support.distributed import run_distributed
 from tests.support.patched_policies import MCORE, gradients, policy_in
 
@@ -16,7 +17,7 @@ from tests.support.patched_policies import MCORE, gradients, policy_in
 def grad_norms(rank: int, world_size: int, path: str) -> dict[str, float]:
     """Gradient norms with data parallelism alone, and of experts marked as Transformer Engine's grouped ones are."""
 
-    def norm(layout: Layout) -> float:
+    def norm(layout: ParallelConfig) -> float:
         policy = policy_in(path, layout, distributed_optimizer=True)
         gradients(policy)
         return float(policy.optimizer.step()[1])
@@ -32,9 +33,9 @@ def grad_norms(rank: int, world_size: int, path: str) -> dict[str, float]:
     def then_patched(model: Any, config: Any) -> int:
         return as_grouped(model, config) + apply(model, config)
 
-    found = {"truth": norm(Layout())}
+    found = {"truth": norm(parallel())}
     for name, expert_gradients.apply in [("unpatched", as_grouped), ("patched", then_patched)]:
-        found[name] = norm(Layout(tensor=2, expert=2))
+        found[name] = norm(parallel(tensor=2, expert=2))
     expert_gradients.apply = apply
     return found
 

@@ -117,8 +117,8 @@ MEGATRON = (
     ),
     Defect(
         "interleaved stages exchange in batches", "megatron-core", MODEL,
-        "overlap_p2p_comm=layout.virtual_pipeline is not None,\n"
-        "        batch_p2p_comm=layout.virtual_pipeline is None,",
+        "overlap_p2p_comm=is_interleaved,\n"
+        "        batch_p2p_comm=not is_interleaved,",
         "overlap_p2p_comm=False,\n        batch_p2p_comm=True,",
         ("tests/patches/test_patches.py::test_two_interleaved_stages_exchange_unbatched",),
     ),

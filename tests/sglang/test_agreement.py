@@ -10,15 +10,15 @@ import pytest
 
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.mcore.process_groups import Layout
 from megatron_gspo.mcore.routing_replay.gather_results import gather_routes
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
-from megatron_gspo.mcore.train_step import Batching, compute_log_probs
+from megatron_gspo.mcore.train_step import compute_log_probs
 from megatron_gspo.rollout.sample_checks import check_samples
 from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.servers.server_processes import LocalServers
 from tests.sglang.clients import checkpoint_stream, engine_on, prompts_of
 from tests.sglang.ties import without_ties
+from tests.support.configs import micro_batches_of, parallel
 from tests.support.distributed import run_distributed
 from tests.support.routing_cases import policy_of, shape_of
 from tests.support.transformers_reference import load_reference, observe_routers, response_log_probs
@@ -65,9 +65,9 @@ def test_transformers_scores_them_alike_and_takes_the_same_routes(samples: list[
 
 
 def megatron(rank: int, world: int, path: str, samples: list[Sample]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    policy = policy_of(path, Layout(tensor=2, expert=2))
+    policy = policy_of(path, parallel(tensor=2, expert=2))
     options = ReplayOptions(shape_of(policy), record=True)
-    scores = compute_log_probs(policy, samples, Batching(400), temperature=0.8, routing=options)
+    scores = compute_log_probs(policy, samples, micro_batches_of(400), temperature=0.8, routing=options)
     return scores.log_probs, gather_routes(scores.routing, samples, range(len(samples)))[0]
 
 

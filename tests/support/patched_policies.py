@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from importlib.metadata import version
 from typing import Any
 
@@ -11,24 +12,23 @@ from torch import Tensor
 
 import megatron_gspo.mcore.train_step  # noqa: F401  applies the patches; the fork server of the tests imports it once
 from megatron_gspo.algorithms import preset
+from megatron_gspo.config import ParallelConfig
 from megatron_gspo.mcore.forward_step import unwrap
 from megatron_gspo.mcore.hf_weights import export_weights
 from megatron_gspo.mcore.micro_batches import micro_batches
-from megatron_gspo.mcore.model import ModelSettings, build_model
-from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, Policy, build_policy
-from megatron_gspo.mcore.process_groups import Layout
+from megatron_gspo.mcore.model import build_model
+from megatron_gspo.mcore.policy import Policy, build_policy
 from megatron_gspo.mcore.train_step import forward_backward
 from megatron_gspo.patches import expert_gradients
 from tests.equivalence.cases import make_samples
+from tests.support.configs import adam, model_config, parallel
 from tests.support.parallel_groups import groups_of
 from tests.support.transformers_reference import worst_error
 
 
-def policy_in(path: str, layout: Layout, *, distributed_optimizer: bool = False) -> Policy:
-    return build_policy(
-        path, layout, groups_of(layout), model=ModelSettings(), optimizer=OptimizerSettings(lr=1e-3),
-        data_parallel=DataParallelSettings(distributed_optimizer=distributed_optimizer),
-    )
+def policy_in(path: str, layout: ParallelConfig, *, distributed_optimizer: bool = False) -> Policy:
+    layout = dataclasses.replace(layout, use_distributed_optimizer=distributed_optimizer)
+    return build_policy(model_config(path), layout, groups_of(layout), optimizer=adam(lr=1e-3))
 
 
 def gradients(policy: Policy) -> dict[str, Tensor]:
@@ -41,23 +41,23 @@ def gradients(policy: Policy) -> dict[str, Tensor]:
 
 def guarded_and_not(rank: int, world_size: int, path: str) -> dict[str, Any]:
     """Gradients with data parallelism alone, and in two layouts that upstream gets wrong, without and with our part."""
-    policy = policy_in(path, Layout())
+    policy = policy_in(path, parallel())
     truth = gradients(policy)
-    interleaved = policy_in(path, Layout(pipeline=2, virtual_pipeline=2))
+    interleaved = policy_in(path, parallel(pipeline=2, virtual_pipeline=2))
     settings = interleaved.config.overlap_p2p_comm, interleaved.config.batch_p2p_comm
     with_guard = gradients(interleaved)
     for chunk in interleaved.chunks:
         unwrap(chunk).config.overlap_p2p_comm, unwrap(chunk).config.batch_p2p_comm = False, True
     without_guard = gradients(interleaved)
 
-    layout = Layout(tensor=2)
+    layout = parallel(tensor=2)
     tensor = policy_in(path, layout)
     with_patch = gradients(tensor)
     again = expert_gradients.apply(unwrap(tensor.chunks[0]), tensor.config)
     apply, expert_gradients.apply = expert_gradients.apply, lambda model, config: 0
     try:
         without_patch = gradients(policy_in(path, layout))
-        bare = build_model(tensor.shape, layout, ModelSettings(), tensor.groups)[0]
+        bare = build_model(tensor.shape, layout, model_config(), tensor.groups)[0]
     finally:
         expert_gradients.apply = apply
     changed = apply(bare, bare.config)

@@ -10,25 +10,25 @@ import numpy as np
 import torch
 
 from megatron_gspo.algorithms import Objective, preset
+from megatron_gspo.config import ParallelConfig, TrainingConfig
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.mcore.forward_step import unwrap
 from megatron_gspo.mcore.micro_batches import MicroBatches, collect_values
-from megatron_gspo.mcore.model import ModelSettings
-from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, Policy, build_policy
-from megatron_gspo.mcore.process_groups import Layout
+from megatron_gspo.mcore.policy import Policy, build_policy
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes, ReplayOptions
 from megatron_gspo.mcore.routing_replay.router_hooks import moe_layers
-from megatron_gspo.mcore.train_step import Batching, forward_backward, mini_batch_routes, pack_mini_batch
+from megatron_gspo.mcore.train_step import forward_backward, mini_batch_routes, pack_mini_batch
 from megatron_gspo.routing_replay.routes import RouteShape
 from tests.equivalence.cases import make_samples
+from tests.support.configs import adam, micro_batches_of, model_config, parallel
 from tests.support.parallel_groups import groups_of
 
 GRPO = preset("grpo")
 
 
-def policy_of(path: str, layout: Layout = Layout(), *, lr: float = 1e-2, **model: Any) -> Policy:  # noqa: B008
-    return build_policy(path, layout, groups_of(layout), model=ModelSettings(**model), optimizer=OptimizerSettings(lr),
-                        data_parallel=DataParallelSettings(False))  # fmt: skip
+def policy_of(path: str, layout: ParallelConfig = parallel(), *, lr: float = 1e-2, **model: Any) -> Policy:  # noqa: B008
+    layout = replace(layout, use_distributed_optimizer=False)
+    return build_policy(model_config(path, **model), layout, groups_of(layout), optimizer=adam(lr))
 
 
 def shape_of(policy: Policy) -> RouteShape:
@@ -63,7 +63,7 @@ def with_random_routes(samples: Sequence[Sample], shape: RouteShape, seed: int =
 
 
 def run_pass(policy: Policy, samples: Sequence[Sample], options: ReplayOptions, objective: Objective = GRPO,
-             batching: Batching = Batching(80), routes: list[MicroBatchRoutes] | None = None,  # noqa: B008
+             batching: TrainingConfig = micro_batches_of(80), routes: list[MicroBatchRoutes] | None = None,  # noqa: B008
              ) -> tuple[MicroBatches, list[Any], list[MicroBatchRoutes]]:  # fmt: skip
     """Forward and backward without an optimizer step; ``routes``: those of an earlier pass, to misuse them."""
     batches = pack_mini_batch(policy, samples, batching, optional=("old_log_probs",), routing=options)

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 from collections.abc import Callable
 
+from megatron_gspo.config import ParallelConfig
 from megatron_gspo.mcore.checkpoint.save_load import AsyncSave
-from megatron_gspo.mcore.model import ModelSettings
-from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, Policy, build_policy
-from megatron_gspo.mcore.process_groups import Layout
+from megatron_gspo.mcore.policy import Policy, build_policy
+from tests.support.configs import adam, model_config
 from tests.support.parallel_groups import groups_of
 
 LR = 1e-3
-OPTIMIZER = OptimizerSettings(lr=LR, min_lr=1e-5, schedule="linear", warmup_steps=2, total_steps=6, weight_decay=0.1)
+OPTIMIZER = adam(lr=LR, min_lr=1e-5, lr_decay_style="linear", lr_warmup_steps=2, weight_decay=0.1)
 STATE = {"prompts": {"position": 7, "order": [2, 0, 1]}, "best": 0.25}
 
 
-def policy_in(path: str, layout: Layout, *, distributed_optimizer: bool = True) -> Policy:
-    return build_policy(
-        path, layout, groups_of(layout), model=ModelSettings(), optimizer=OPTIMIZER,
-        data_parallel=DataParallelSettings(distributed_optimizer=distributed_optimizer),
-    )
+def policy_in(path: str, layout: ParallelConfig, *, distributed_optimizer: bool = True) -> Policy:
+    layout = dataclasses.replace(layout, use_distributed_optimizer=distributed_optimizer)
+    return build_policy(model_config(path), layout, groups_of(layout), optimizer=OPTIMIZER, total_steps=6)
 
 
 def hold_writers() -> Callable[[AsyncSave], None]:

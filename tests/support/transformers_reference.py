@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatron_gspo.algorithms import Objective
+from megatron_gspo.config import OptimizerConfig
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.mcore.policy import OptimizerSettings
 from megatron_gspo.routing_replay.routes import expert_id_dtype
 from tests.algorithms import reference as loops
 
@@ -224,7 +224,8 @@ class Training:
 
 
 def naive_training(
-    model: torch.nn.Module, objective: Objective, mini_batches: Sequence[Sequence[Sample]], settings: OptimizerSettings
+    model: torch.nn.Module, objective: Objective, mini_batches: Sequence[Sequence[Sample]], settings: OptimizerConfig,
+    total_steps: int,
 ) -> Training:
     """One AdamW step a mini-batch in float64, as Megatron defines it; the model is changed in place.
 
@@ -245,7 +246,7 @@ def naive_training(
         loops.naive_loss(objective, batch, batch.log_probs, batch.entropy).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad)
         for group in adam.param_groups:
-            group["lr"] = learning_rate(settings, index)
+            group["lr"] = learning_rate(settings, index, total_steps)
         adam.step()
         batches.append(without_gradient(batch))
         steps.append({**naive_metrics(objective, batch), "grad_norm": float(norm), "lr": adam.param_groups[0]["lr"]})
@@ -253,11 +254,11 @@ def naive_training(
     return Training(steps, before, {name: after[name] - before[name] for name in after}, batches)
 
 
-def learning_rate(settings: OptimizerSettings, step: int) -> float:
+def learning_rate(settings: OptimizerConfig, step: int, total_steps: int) -> float:
     """Of optimizer step 0, 1, ...: a linear warm-up that starts above 0, then a cosine down to ``min_lr``."""
-    assert settings.schedule == "cosine"
-    warmup = settings.warmup_steps
+    assert settings.lr_decay_style == "cosine"
+    warmup = settings.lr_warmup_steps
     if step <= warmup:
         return settings.lr * (step + 1) / (warmup + 1)
-    done = (step - warmup) / (settings.total_steps - warmup)
+    done = (step - warmup) / (total_steps - warmup)
     return settings.min_lr + (settings.lr - settings.min_lr) * (1 + math.cos(math.pi * done)) / 2

@@ -21,7 +21,6 @@ from megatron_gspo.config.parallel_checks import check_divisibility
 from megatron_gspo.errors import InputError, UserError
 from megatron_gspo.mcore.checkpoint.checkpoint_files import newest_checkpoint
 from megatron_gspo.mcore.checkpoint.checkpoint_metadata import checkpoint_metadata, write_metadata_files
-from megatron_gspo.mcore.process_groups import Layout
 from megatron_gspo.models import family_of, read_config
 from megatron_gspo.models.hf_checkpoint import CheckpointReader
 from megatron_gspo.models.parameter_slices import CheckpointChunk
@@ -108,7 +107,7 @@ def _to_megatron(options: argparse.Namespace) -> None:
     config = read_config(options.source)
     family, shape = family_of(config)
     check_divisibility(parallel, config)
-    frame = checkpoint_metadata(family, shape, Layout(options.tp, options.pp, 1, options.ep, options.etp))
+    frame = checkpoint_metadata(family, shape, parallel)
     with _progress("to Megatron") as report:
         out = to_megatron(
             options.source, options.out, frame.chunks, frame.objects, write_metadata_files,
@@ -151,7 +150,7 @@ def _verify(options: argparse.Namespace) -> None:
 
 def chunks_of(hugging_face: Path) -> tuple[CheckpointChunk, ...]:
     """What Megatron's checkpoint of this model holds, each parameter whole."""
-    return checkpoint_metadata(*family_of(read_config(hugging_face)), Layout()).chunks
+    return checkpoint_metadata(*family_of(read_config(hugging_face)), ParallelConfig()).chunks
 
 
 def _prove(

@@ -76,12 +76,11 @@ def _differences(run) -> tuple[float, float]:  # type: ignore[no-untyped-def]
     """(mean, largest) difference, in nats, between the log-probs that the embedded engine gives with its samples and
     the policy's own of the same tokens."""
     from megatron_gspo.config import SamplingParams
-    from megatron_gspo.loop.log_probs import batching_of
     from megatron_gspo.mcore.train_step import compute_log_probs
 
     sampling = SamplingParams(1, min(_RESPONSE, run.config.rollout.max_response_length))
     samples = run.groups.generate(run.prompts.prompts[:_PROMPTS], sampling, seed=0)
-    ours = compute_log_probs(run.policy, samples, batching_of(run.config), temperature=1.0).log_probs
+    ours = compute_log_probs(run.policy, samples, run.config.training, temperature=1.0).log_probs
     differences = np.concatenate(
         [np.abs(mine - s.rollout_log_probs)[s.loss_mask] for mine, s in zip(ours, samples, strict=True)]
     )

@@ -7,7 +7,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TextIO
 
 import torch
@@ -156,21 +156,21 @@ class Checkup:
 
     def _groups(self) -> list[Finding]:
         """Build Megatron's groups as a run does and exchange something on each."""
-        from megatron_gspo.loop.setup import layout_of
-        from megatron_gspo.mcore.process_groups import Layout, compute_device, every_group, initialize, shutdown
+        from megatron_gspo.config import ParallelConfig
+        from megatron_gspo.mcore.process_groups import compute_device, every_group, initialize, shutdown
         from megatron_gspo.tools.doctor.group_checks import Measure, measure_group
 
-        layout, backend = Layout(), "auto"
+        parallel = ParallelConfig()
         if self.config is not None:
             try:
                 check_layout(self.config.parallel, self.place.world_size)
-                layout, backend = layout_of(self.config), self.config.parallel.backend
+                parallel = self.config.parallel
             except ConfigError:
                 pass  # said already: without the layout at least the ranks' connections are tried
         minutes = (self.options.seconds + 3 * self.options.grace) / 60  # the watch comes first
         if self.options.probe and self.config is not None:  # the world's group stays for it
             minutes = max(minutes, self.config.parallel.distributed_timeout_minutes)
-        initialize(layout, seed=0, backend=backend, timeout_minutes=minutes)
+        initialize(replace(parallel, distributed_timeout_minutes=minutes), seed=0)
         import torch.distributed as dist
 
         over = dist.get_backend()

@@ -20,10 +20,10 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 
+from megatron_gspo.config import ModelConfig, ParallelConfig
 from megatron_gspo.mcore.hf_weights import MappedParameter, map_parameters
 from megatron_gspo.mcore.meta_device import meta_model, simulated_rank, smallest_world
-from megatron_gspo.mcore.model import ModelSettings
-from megatron_gspo.mcore.process_groups import Groups, Layout
+from megatron_gspo.mcore.process_groups import ProcessGroups
 from megatron_gspo.models import Family, ModelShape
 from megatron_gspo.models.parameter_slices import CheckpointChunk
 
@@ -38,14 +38,15 @@ class CheckpointMetadata:
     objects: dict[str, bytes]
 
 
-def checkpoint_metadata(family: Family, shape: ModelShape, layout: Layout) -> CheckpointMetadata:
+def checkpoint_metadata(family: Family, shape: ModelShape, parallel: ParallelConfig) -> CheckpointMetadata:
     """What the ranks of a layout write together. Only in a process without ``torch.distributed`` (`simulated_rank`)."""
     chunks: dict[tuple[str, tuple[int, ...]], CheckpointChunk] = {}
     objects: dict[str, bytes] = {}
-    world = smallest_world(layout)
+    model_config = ModelConfig(path="", dtype="float32")  # stored chunks have no type
+    world = smallest_world(parallel)
     for rank in range(world):  # the smallest world has no data-parallel copies
-        with simulated_rank(layout, world, rank) as groups:
-            for model in meta_model(shape, layout, ModelSettings(), groups):
+        with simulated_rank(parallel, world, rank) as groups:
+            for model in meta_model(shape, parallel, model_config, groups):
                 parameters = {p.name: p for p in map_parameters(model, family, shape, groups)}
                 for name, value in model.sharded_state_dict().items():
                     if isinstance(value, ShardedObject):
@@ -58,7 +59,7 @@ def checkpoint_metadata(family: Family, shape: ModelShape, layout: Layout) -> Ch
 
 
 def _chunks(value: ShardedTensor | ShardedTensorFactory, parameter: MappedParameter,
-            groups: Groups) -> list[CheckpointChunk]:  # fmt: skip
+            groups: ProcessGroups) -> list[CheckpointChunk]:  # fmt: skip
     """The regions that this rank writes of one parameter: a gated `linear_fc1` has two."""
     sharded = nested_values(value.build()) if isinstance(value, ShardedTensorFactory) else [value]
     part = parameter.local_slice(groups)

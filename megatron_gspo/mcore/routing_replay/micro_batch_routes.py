@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_gspo.data.packing import PackedBatch
 from megatron_gspo.errors import RunError
-from megatron_gspo.mcore.process_groups import Groups, compute_device
+from megatron_gspo.mcore.process_groups import ProcessGroups, compute_device
 from megatron_gspo.routing_replay.routes import RouteShape
 from megatron_gspo.routing_replay.statistics import expert_overlap, router_entropy
 
@@ -66,7 +66,8 @@ class MicroBatchRoutes:
     bytes_moved: by this rank between host and device.
     """
 
-    def __init__(self, options: ReplayOptions, batch: PackedBatch, groups: Groups, *, sequence_parallel: bool) -> None:
+    def __init__(self, options: ReplayOptions, batch: PackedBatch, groups: ProcessGroups, *,
+                 sequence_parallel: bool) -> None:  # fmt: skip
         self.options, self.batch, self.groups = options, batch, groups
         part, parts = (groups.tp.rank(), groups.tp.size()) if sequence_parallel else (0, 1)
         size = batch.tokens.shape[0] // groups.cp.size() // parts
@@ -177,7 +178,7 @@ class MicroBatchRoutes:
         return moved
 
 
-def routes_of_mini_batch(options: ReplayOptions | None, batches: Sequence[PackedBatch], groups: Groups, *,
+def routes_of_mini_batch(options: ReplayOptions | None, batches: Sequence[PackedBatch], groups: ProcessGroups, *,
                          sequence_parallel: bool) -> list[MicroBatchRoutes] | None:
     """A new ``MicroBatchRoutes`` for each micro-batch of this rank; None without options."""
     if options is None:

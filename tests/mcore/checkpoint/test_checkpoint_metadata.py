@@ -7,17 +7,17 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from megatron_gspo.mcore.checkpoint.checkpoint_metadata import checkpoint_metadata
-from megatron_gspo.mcore.process_groups import Layout
 from megatron_gspo.models import family_of
+from tests.support.configs import parallel
 from tests.support.tiny_models import tiny_config
 
 LAYOUTS = [
-    Layout(),
-    Layout(tensor=2, expert=4),
-    Layout(pipeline=4, expert=2),
-    Layout(pipeline=2, virtual_pipeline=2),
-    Layout(pipeline=3, embedding_as_layer=True, loss_as_layer=True),
-    Layout(expert_tensor=2, tensor=2, expert=2),
+    parallel(),
+    parallel(tensor=2, expert=4),
+    parallel(pipeline=4, expert=2),
+    parallel(pipeline=2, virtual_pipeline=2),
+    parallel(pipeline=3, embedding_as_layer=True, loss_as_layer=True),
+    parallel(expert_tensor=2, tensor=2, expert=2),
 ]
 
 
@@ -40,7 +40,7 @@ def test_every_element_of_every_tensor_is_there_once(layout):
 @pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)
 def test_keys_and_sizes_do_not_depend_on_the_layout(layout):
     family, shape = family_and_shape("moe")
-    frames = [checkpoint_metadata(family, shape, one) for one in (Layout(), layout)]
+    frames = [checkpoint_metadata(family, shape, one) for one in (parallel(), layout)]
     sizes = [{chunk.key: chunk.whole for chunk in frame.chunks} for frame in frames]
     assert sizes[0] == sizes[1] and frames[0].objects == frames[1].objects
 
@@ -50,7 +50,7 @@ def test_the_norm_before_the_experts_has_transformer_engines_key():
     upstream = get_gpt_layer_local_spec(num_experts=4).submodules.sharded_state_dict_keys_map
     assert upstream["pre_mlp_layernorm."] == "mlp.linear_fc1.layer_norm_"
     family, shape = family_and_shape("moe", mlp_only_layers=[1])
-    keys = {chunk.key for chunk in checkpoint_metadata(family, shape, Layout()).chunks}
+    keys = {chunk.key for chunk in checkpoint_metadata(family, shape, parallel()).chunks}
     experts, dense = "decoder.layers.0.pre_mlp_layernorm.weight", "decoder.layers.1.mlp.linear_fc1.layer_norm_weight"
     assert {experts, dense} <= keys
     assert not {experts.replace(".0.", ".1."), dense.replace(".1.", ".0.")} & keys

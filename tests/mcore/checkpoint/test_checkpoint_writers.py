@@ -11,7 +11,7 @@ import pytest
 
 from megatron_gspo.mcore.checkpoint.checkpoint_files import CheckpointError, complete_checkpoints
 from megatron_gspo.mcore.checkpoint.save_load import begin_save, save_checkpoint
-from megatron_gspo.mcore.process_groups import Layout
+from tests.support.configs import parallel
 from tests.support.distributed import run_distributed
 from tests.support.saved_policies import hold_writers, policy_in
 
@@ -19,7 +19,7 @@ from tests.support.saved_policies import hold_writers, policy_in
 def fail_while_saving(rank: int, world_size: int, path: str, folder: str) -> list[str]:
     """A writer is killed on one rank, while the other's are held up."""
     target, errors = Path(folder), []
-    policy = policy_in(path, Layout(tensor=2))
+    policy = policy_in(path, parallel(tensor=2))
     save_checkpoint(policy, target, 2, {}, keep=1)
     hold_writers()
     killed = begin_save(policy, target, 3, {}, keep=1)
@@ -44,7 +44,7 @@ def test_a_writer_that_is_killed_ends_the_save_on_every_rank(path, tmp_path):
 def fail_on_rank_0(rank: int, world_size: int, path: str, folder: str) -> list[str]:
     """What rank 0 writes by itself: the first file before 0.19, and the metadata at the end. The others must hear."""
     target, errors = Path(folder), []
-    policy = policy_in(path, Layout(tensor=2))
+    policy = policy_in(path, parallel(tensor=2))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     with pytest.raises(CheckpointError) as caught:

@@ -11,21 +11,22 @@ import torch
 from torch import Tensor
 
 from megatron_gspo.algorithms import preset
+from megatron_gspo.config import ParallelConfig
 from megatron_gspo.mcore.checkpoint.checkpoint_files import CheckpointError, complete_checkpoints, read_state
 from megatron_gspo.mcore.checkpoint.save_load import begin_save, load_checkpoint, save_checkpoint
 from megatron_gspo.mcore.policy import Policy
-from megatron_gspo.mcore.process_groups import Layout
-from megatron_gspo.mcore.train_step import Batching, train_mini_batch
+from megatron_gspo.mcore.train_step import train_mini_batch
 from tests.equivalence.cases import make_samples, max_difference
+from tests.support.configs import micro_batches_of, parallel
 from tests.support.distributed import run_distributed
 from tests.support.saved_policies import LR, STATE, hold_writers, policy_in
 
 LAYOUTS = [
-    Layout(tensor=2),
-    Layout(pipeline=2),
-    Layout(pipeline=2, virtual_pipeline=2),
-    Layout(tensor=2, expert=2),
-    Layout(),
+    parallel(tensor=2),
+    parallel(pipeline=2),
+    parallel(pipeline=2, virtual_pipeline=2),
+    parallel(tensor=2, expert=2),
+    parallel(),
 ]
 
 
@@ -35,7 +36,7 @@ def weights(policy: Policy) -> dict[str, Tensor]:
 
 def train_step(policy: Policy, seed: int) -> tuple[dict[str, Tensor], dict[str, float]]:
     """One optimizer step on a mini-batch of its own; weights and metrics after it."""
-    result = train_mini_batch(policy, make_samples(seed, count=4), preset("sft"), Batching(64), temperature=1.0)
+    result = train_mini_batch(policy, make_samples(seed, count=4), preset("sft"), micro_batches_of(64), temperature=1.0)
     return weights(policy), result.metrics
 
 
@@ -52,7 +53,7 @@ def resume(policy: Policy, at: Path, *, spoil: bool) -> dict[str, Any]:
             "next": train_step(policy, seed=1)}
 
 
-def train_and_save(path: str, folder: str, layout: Layout,
+def train_and_save(path: str, folder: str, layout: ParallelConfig,
                    distributed_optimizer: bool) -> tuple[Policy, dict[str, Any]]:
     """One step, a checkpoint, and the step that follows without interruption."""
     policy = policy_in(path, layout, distributed_optimizer=distributed_optimizer)
@@ -62,9 +63,9 @@ def train_and_save(path: str, folder: str, layout: Layout,
     return policy, found
 
 
-def save_then_resume(rank: int, world_size: int, path: str, folder: str, layout: Layout, others: list[Layout],
-                     distributed_optimizer: bool) -> dict[str, Any]:
-    """AsyncSave in ``layout``; resume in the same policy, then in a fresh one of each other layout."""
+def save_then_resume(rank: int, world_size: int, path: str, folder: str, layout: ParallelConfig,
+                     others: list[ParallelConfig], distributed_optimizer: bool) -> dict[str, Any]:
+    """Save in ``layout``; resume in the same policy, then in a fresh one of each other layout."""
     policy, found = train_and_save(path, folder, layout, distributed_optimizer)
     found["in place"] = resume(policy, found["at"], spoil=True)
     found["others"] = [
@@ -83,7 +84,7 @@ def save_then_resume(rank: int, world_size: int, path: str, folder: str, layout:
 
 
 def resume_alone(rank: int, world_size: int, path: str, at: Path) -> dict[str, Any]:
-    return resume(policy_in(path, Layout()), at, spoil=False)
+    return resume(policy_in(path, parallel()), at, spoil=False)
 
 
 def mean_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
@@ -108,7 +109,7 @@ def check_same_training(found: dict[str, Any], resumed: dict[str, Any]) -> None:
         assert resumed["next"][1][name] == pytest.approx(value, rel=1e-3, abs=1e-6), name
 
 
-@pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(pipeline=2, virtual_pipeline=2)], ids=["tp2", "vpp2"])
+@pytest.mark.parametrize("layout", [parallel(tensor=2), parallel(pipeline=2, virtual_pipeline=2)], ids=["tp2", "vpp2"])
 def test_resumes_exactly_and_in_other_layouts(path, tmp_path, layout):
     others = [other for other in LAYOUTS if other != layout]
     found = run_distributed(save_then_resume, 2, path, str(tmp_path), layout, others, True, timeout=120)[0]
@@ -117,19 +118,19 @@ def test_resumes_exactly_and_in_other_layouts(path, tmp_path, layout):
         check_same_training(found, resumed)
     # the Adam state matters here: the same weights with a fresh one take a different step
     assert mean_difference(found["without optimizer state"], found["next"][0]) > 1e-4
-    if layout == Layout(tensor=2):
+    if layout == parallel(tensor=2):
         check_same_training(found, run_distributed(resume_alone, 1, path, found["at"], timeout=60)[0])
 
 
 def test_resumes_without_the_distributed_optimizer(path, tmp_path):
-    found = run_distributed(save_then_resume, 2, path, str(tmp_path), Layout(tensor=2), [], False, timeout=120)[0]
+    found = run_distributed(save_then_resume, 2, path, str(tmp_path), parallel(tensor=2), [], False, timeout=120)[0]
     check_exact(found, found["in place"])
 
 
 def save_often(rank: int, world_size: int, path: str, folder: str) -> dict[str, Any]:
     """Three checkpoints of which two are kept, then one that cannot be encoded and one that the disk refuses."""
     target = Path(folder)
-    policy = policy_in(path, Layout(tensor=2))
+    policy = policy_in(path, parallel(tensor=2))
     train_step(policy, seed=0)
     for step in (1, 2, 10):
         save_checkpoint(policy, target, step, {"rank": world_size}, keep=2)
@@ -172,7 +173,7 @@ def test_keeps_the_newest_and_survives_failures(path, tmp_path):
 def train_while_saving(rank: int, world_size: int, path: str, folder: str,
                        distributed_optimizer: bool) -> dict[str, Any]:
     """Two steps while the writers of a checkpoint are held up; what a fresh policy then finds in it."""
-    policy = policy_in(path, Layout(tensor=2), distributed_optimizer=distributed_optimizer)
+    policy = policy_in(path, parallel(tensor=2), distributed_optimizer=distributed_optimizer)
     saved, _ = train_step(policy, seed=0)
     release = hold_writers()
     state = {"list": [1]}
@@ -184,7 +185,7 @@ def train_while_saving(rank: int, world_size: int, path: str, folder: str,
     meanwhile = (whole, complete_checkpoints(Path(folder)), save.path.is_dir(), len(save.writers) > 0)
     release(save)
     at = save.finish()
-    loaded = policy_in(path, Layout(tensor=2), distributed_optimizer=distributed_optimizer)
+    loaded = policy_in(path, parallel(tensor=2), distributed_optimizer=distributed_optimizer)
     found["resumed"] = resume(loaded, at, spoil=False)
     found["later"] = max_difference(train_step(loaded, seed=2)[0], last[0])
     return found | {"meanwhile": meanwhile, "again": save.poll(), "at": at, "writers": save.writers}

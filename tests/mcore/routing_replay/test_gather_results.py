@@ -12,20 +12,22 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from safetensors.torch import load_file, save_file
 
+from megatron_gspo.config import ParallelConfig
 from megatron_gspo.data.packing import count_trained, pack
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.mcore.forward_step import hidden_states
 from megatron_gspo.mcore.layers import block_spec, use_own_operators
-from megatron_gspo.mcore.model import ModelSettings, transformer_config
-from megatron_gspo.mcore.process_groups import Groups, Layout
+from megatron_gspo.mcore.model import transformer_config
+from megatron_gspo.mcore.process_groups import ProcessGroups
 from megatron_gspo.mcore.routing_replay.gather_results import gather_flips, gather_routes, routing_stats
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes, ReplayOptions
 from megatron_gspo.mcore.routing_replay.router_hooks import attach_router_hooks, moe_layers, router_hooks
-from megatron_gspo.mcore.train_step import Batching, compute_log_probs
+from megatron_gspo.mcore.train_step import compute_log_probs
 from megatron_gspo.routing_replay.routes import RouteShape
 from megatron_gspo.routing_replay.statistics import RoutingStats
 from tests.equivalence.cases import make_samples
 from tests.mcore.test_model import shape_of as model_shape
+from tests.support.configs import micro_batches_of, model_config, parallel
 from tests.support.distributed import run_distributed
 from tests.support.parallel_groups import groups_of
 from tests.support.routing_cases import (
@@ -39,16 +41,16 @@ from tests.support.routing_cases import (
 from tests.support.tiny_models import save_tiny_model
 from tests.support.transformers_reference import load_reference, observe_routers
 
-BATCHING = Batching(48)
+BATCHING = micro_batches_of(48)
 
 # --- stats ----------------------------------------------------------------------------------------------------
 
 LAYOUTS = {
-    "alone": Layout(),
-    "dp2": Layout(),
-    "tp2 ep2": Layout(tensor=2, expert=2),
-    "pp2": Layout(pipeline=2),
-    "cp2": Layout(context=2),
+    "alone": parallel(),
+    "dp2": parallel(),
+    "tp2 ep2": parallel(tensor=2, expert=2),
+    "pp2": parallel(pipeline=2),
+    "cp2": parallel(context=2),
 }
 
 
@@ -98,7 +100,7 @@ def flips_of(sample: Any, used: np.ndarray) -> list[int]:
     return found
 
 
-def compare_with_counts(rank: int, world_size: int, path: str, layout: Layout) -> None:
+def compare_with_counts(rank: int, world_size: int, path: str, layout: ParallelConfig) -> None:
     policy = policy_of(path, layout)
     shape, samples = shape_of(policy), scored_samples(8)
     record = ReplayOptions(shape, record=True)
@@ -148,7 +150,7 @@ def odd_passes(rank: int, world_size: int, path: str) -> dict[str, Any]:
     options = ReplayOptions(shape, compare=True)
     found: dict[str, Any] = {}
     for name, batch in (("unknown", unknown), ("known", known), ("untrained", untrained)):
-        scores = compute_log_probs(policy, batch, Batching(80, 1), temperature=1.0, routing=options)
+        scores = compute_log_probs(policy, batch, micro_batches_of(80, 1), temperature=1.0, routing=options)
         found[name] = ([routes.compare for routes in scores.routing], routing_stats(scores.routing))
     options = ReplayOptions(shape, record=True)
     done = compute_log_probs(policy, samples, BATCHING, temperature=1.0, routing=options).routing
@@ -224,7 +226,7 @@ def many_experts_model(folder: Path, experts: int) -> str:
 
 
 def many_experts(rank: int, world_size: int, path: str) -> dict[str, Any]:
-    policy = policy_of(path, Layout(context=2))
+    policy = policy_of(path, parallel(context=2))
     shape, samples = shape_of(policy), scored_samples(4)
     done = compute_log_probs(policy, samples, BATCHING, temperature=1.0, routing=ReplayOptions(shape, record=True))
     routes, exchanged = gather_routes(done.routing, samples, range(len(samples)))
@@ -256,8 +258,8 @@ def test_expert_ids_of_one_and_of_two_bytes(experts, dtype, tmp_path):
 
 def shared_experts(rank: int, world_size: int) -> dict[str, Any]:
     """A model with an expert that every token uses beside the routed ones, which no Qwen3 has: built by hand."""
-    groups = groups_of(Layout())
-    config = transformer_config(model_shape(mlp_only_layers=[1]), Layout(), ModelSettings())
+    groups = groups_of(parallel())
+    config = transformer_config(model_shape(mlp_only_layers=[1]), parallel(), model_config())
     config.moe_shared_expert_intermediate_size = 16
     torch.manual_seed(1)
     chunk = GPTModel(config, block_spec(config, transformer_engine=False), vocab_size=96, max_sequence_length=64,
@@ -288,7 +290,7 @@ def shared_experts(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def run_chunk(chunk: Any, samples: list[Sample], options: ReplayOptions,
-              groups: Groups) -> tuple[Any, list[MicroBatchRoutes]]:
+              groups: ProcessGroups) -> tuple[Any, list[MicroBatchRoutes]]:
     sequences, tokens = count_trained(samples)
     batch = pack(samples, num_sequences=sequences, num_tokens=tokens, routes=options.shape)
     routes = MicroBatchRoutes(options, batch, groups, sequence_parallel=False)

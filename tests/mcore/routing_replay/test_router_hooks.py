@@ -14,9 +14,8 @@ from torch import Tensor
 
 from megatron_gspo.data.packing import pack
 from megatron_gspo.mcore.micro_batches import MicroBatches
-from megatron_gspo.mcore.model import ModelSettings, transformer_config
+from megatron_gspo.mcore.model import transformer_config
 from megatron_gspo.mcore.policy import Policy
-from megatron_gspo.mcore.process_groups import Layout
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import (
     MicroBatchRoutes,
     ReplayOptions,
@@ -24,9 +23,10 @@ from megatron_gspo.mcore.routing_replay.micro_batch_routes import (
     routes_of_mini_batch,
 )
 from megatron_gspo.mcore.routing_replay.router_hooks import _BYPASSES, attach_router_hooks, refuse_bypasses
-from megatron_gspo.mcore.train_step import Batching, compute_log_probs, forward_backward, train_mini_batch
+from megatron_gspo.mcore.train_step import compute_log_probs, forward_backward, train_mini_batch
 from megatron_gspo.routing_replay.routes import RouteShape
 from tests.mcore.test_model import shape_of as model_shape
+from tests.support.configs import micro_batches_of, model_config, parallel
 from tests.support.distributed import run_distributed
 from tests.support.routing_cases import (
     GRPO,
@@ -49,7 +49,7 @@ from tests.support.transformers_reference import (
     worst_error,
 )
 
-BATCHING = Batching(80)
+BATCHING = micro_batches_of(80)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_every_way_around_the_hook_has_a_case():
 
 @pytest.mark.parametrize(("key", "value"), BYPASSED, ids=str)
 def test_an_option_that_bypasses_the_hook_is_refused_by_its_key(key, value):
-    config = transformer_config(model_shape(), Layout(), ModelSettings())
+    config = transformer_config(model_shape(), parallel(), model_config())
     refuse_bypasses(config)
     setattr(config, key, value)
     with pytest.raises(RoutingError) as caught:
@@ -94,7 +94,7 @@ def test_an_option_that_bypasses_the_hook_is_refused_by_its_key(key, value):
 
 @pytest.mark.parametrize(("key", "value"), ASKING, ids=str)
 def test_settings_that_still_ask_are_allowed(key, value):
-    config = transformer_config(model_shape(), Layout(), ModelSettings())
+    config = transformer_config(model_shape(), parallel(), model_config())
     setattr(config, key, value)
     refuse_bypasses(config)
 
@@ -124,7 +124,7 @@ def ask_wrongly(rank: int, world_size: int, path: str) -> None:
     samples = with_random_routes(scored_samples(), shape_of(policy))
     options = ReplayOptions(shape_of(policy), replay=True)
     router, record = routers(policy)[1], ReplayOptions(shape_of(policy), record=True)
-    one_by_one = Batching(80, micro_batch_size=1)
+    one_by_one = micro_batches_of(80, micro_batch_size=1)
     expected = "expected once"
     for change, with_gradient, without in ((bypass, "0 times with and 0", "0 times with and 0"),
                                            (twice, "2 times with and 0", "0 times with and 2")):
@@ -165,7 +165,7 @@ def test_a_router_asks_once_or_the_pass_fails(model):
 
 
 def ask_wrongly_on_a_later_stage(rank: int, world_size: int, path: str) -> str:
-    policy = policy_of(path, Layout(pipeline=2))
+    policy = policy_of(path, parallel(pipeline=2))
     samples = with_random_routes(scored_samples(), shape_of(policy))
     options = ReplayOptions(shape_of(policy), replay=True)
     if rank == 1:
@@ -304,7 +304,8 @@ def replay_again_and_again(rank: int, world_size: int, path: str) -> dict[str, A
     for i in range(3):
         order = np.random.default_rng(i).permutation(len(samples)).tolist()
         expected = compute_log_probs(policy, samples, BATCHING, temperature=1.0, routing=options).log_probs
-        result = train_mini_batch(policy, [samples[j] for j in order], GRPO, Batching(40 + 20 * i), temperature=1.0,
+        shuffled = [samples[j] for j in order]
+        result = train_mini_batch(policy, shuffled, GRPO, micro_batches_of(40 + 20 * i), temperature=1.0,
                                   routing=options)  # fmt: skip
         errors.append(distance(result.log_probs, [expected[j] for j in order]))
         moved, last = (0.0 if last is None else distance(expected, last)), expected
@@ -351,7 +352,7 @@ def take_once(rank: int, world_size: int, path: str) -> dict[str, Any]:
     with and without it."""
     gradients: dict[str, list[Tensor]] = {}
     for recompute in ("none", "full"):
-        policy = policy_of(path, recompute=recompute)
+        policy = policy_of(path, recompute_granularity=recompute)
         shape, options = shape_of(policy), ReplayOptions(shape_of(policy), replay=True)
         samples = with_random_routes(scored_samples(), shape)
         _, trained = train_pass(policy, samples, options)

@@ -21,10 +21,10 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from safetensors.torch import load_file
 
+from megatron_gspo.config import ParallelConfig
 from megatron_gspo.mcore.hf_weights import export_weights
 from megatron_gspo.mcore.meta_device import smallest_world
-from megatron_gspo.mcore.model import ModelSettings, build_model
-from megatron_gspo.mcore.process_groups import Layout
+from megatron_gspo.mcore.model import build_model
 from megatron_gspo.models import family_of, read_config
 from megatron_gspo.models.hf_checkpoint import INDEX, SINGLE, CheckpointReader, write_checkpoint
 from megatron_gspo.tools.convert import __main__ as convert
@@ -32,6 +32,7 @@ from megatron_gspo.tools.convert.to_hugging_face import to_hugging_face
 from megatron_gspo.tools.convert.torch_dcp_files import METADATA, DistributedReader, read_metadata
 from megatron_gspo.tools.convert.work_units import Workers
 from megatron_gspo.tools.make_tiny_model import character_tokenizer
+from tests.support.configs import adam, model_config, parallel
 from tests.support.distributed import run_distributed
 from tests.support.parallel_groups import groups_of
 from tests.support.tiny_models import save_tiny_model
@@ -74,11 +75,11 @@ def same_files(a: Path, b: Path) -> bool:
 
 
 CASES = [
-    ("moe", [], Layout(tensor=2, expert=2)),
-    ("moe", ["--tp", 2, "--ep", 4, "--pp", 2], Layout(pipeline=2, expert_tensor=2)),
-    ("mixed", ["--pp", 4, "--ep", 2], Layout(pipeline=2, virtual_pipeline=2)),
-    ("shared", ["--tp", 2, "--ep", 2], Layout(expert=2)),
-    ("tied", ["--tp", 2, "--pp", 2], Layout(tensor=2)),
+    ("moe", [], parallel(tensor=2, expert=2)),
+    ("moe", ["--tp", 2, "--ep", 4, "--pp", 2], parallel(pipeline=2, expert_tensor=2)),
+    ("mixed", ["--pp", 4, "--ep", 2], parallel(pipeline=2, virtual_pipeline=2)),
+    ("shared", ["--tp", 2, "--ep", 2], parallel(expert=2)),
+    ("tied", ["--tp", 2, "--pp", 2], parallel(tensor=2)),
 ]
 
 
@@ -100,7 +101,7 @@ def test_there_and_back_is_the_same_to_the_byte_and_megatron_loads_it(models, na
 
 
 def load_in_megatron(
-    rank: int, world_size: int, source: str, checkpoint: str, layout: Layout
+    rank: int, world_size: int, source: str, checkpoint: str, layout: ParallelConfig
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     """The weights by Megatron's own `dist_checkpointing.load` in another layout, and the keys that it asked for.
 
@@ -108,7 +109,7 @@ def load_in_megatron(
     family, shape = family_of(read_config(source))
     groups = groups_of(layout)
     dtype = DistributedReader(checkpoint).dtype("decoder.final_layernorm.weight")
-    chunks = build_model(shape, layout, ModelSettings(dtype=dtype), groups)
+    chunks = build_model(shape, layout, model_config(dtype=str(dtype).removeprefix("torch.")), groups)
     content = {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(chunks)}
     asked = [value for part in content.values() for value in part.values()]
     keys = [value.unique_key if isinstance(value, ShardedObject) else value.key for value in asked]
@@ -262,11 +263,10 @@ def test_a_training_runs_checkpoint_in_one_command(models, tmp_path):
 
 def save_as_training_does(rank: int, world_size: int, source: str, folder: str) -> str:
     from megatron_gspo.mcore.checkpoint.save_load import save_checkpoint
-    from megatron_gspo.mcore.policy import DataParallelSettings, OptimizerSettings, build_policy
+    from megatron_gspo.mcore.policy import build_policy
 
-    layout = Layout(tensor=2, pipeline=2, expert=2)
-    policy = build_policy(source, layout, groups_of(layout), model=ModelSettings(),
-                          optimizer=OptimizerSettings(lr=1e-3), data_parallel=DataParallelSettings())
+    layout = parallel(tensor=2, pipeline=2, expert=2)
+    policy = build_policy(model_config(source), layout, groups_of(layout), optimizer=adam(lr=1e-3))
     return str(save_checkpoint(policy, Path(folder) / "checkpoints", 3, {}, keep=2))
 
 

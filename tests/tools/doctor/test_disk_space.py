@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_gspo.mcore.checkpoint.save_load import save_checkpoint
-from megatron_gspo.mcore.process_groups import Layout
 from megatron_gspo.models import family_of, read_config
 from megatron_gspo.tools.doctor.disk_space import Needs, needs
 from megatron_gspo.tools.plan.parameters import total_parameters
+from tests.support.configs import parallel
 from tests.support.distributed import run_distributed
 from tests.support.saved_policies import STATE, policy_in
 from tests.support.tiny_models import save_tiny_model
@@ -24,7 +24,7 @@ def test_needs_by_hand():
 
 
 def save(rank: int, world: int, path: str, folder: str) -> None:
-    save_checkpoint(policy_in(path, Layout(tensor=2)), Path(folder), 1, STATE, keep=1)
+    save_checkpoint(policy_in(path, parallel(tensor=2)), Path(folder), 1, STATE, keep=1)
 
 
 def test_a_real_checkpoint_takes_what_is_said(tmp_path):

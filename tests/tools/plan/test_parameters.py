@@ -14,6 +14,7 @@ from megatron_gspo.tools.plan.parameters import (
     layer_parameters,
     total_parameters,
 )
+from tests.support.configs import model_config, parallel
 from tests.support.distributed import run_distributed
 from tests.support.model_shapes import LARGE, SMALL, dense_shape, shape_of
 
@@ -53,33 +54,26 @@ def test_embedding_and_loss_take_the_place_of_a_layer_each() -> None:
 
 
 def _same_as_megatron(rank: int, world: int, cases: list[Any]) -> list[str]:
-    import torch
     import torch.distributed as dist
 
     from megatron_gspo.mcore.meta_device import meta_model, simulated_rank
-    from megatron_gspo.mcore.model import ModelSettings
-    from megatron_gspo.mcore.process_groups import Layout
     from megatron_gspo.models import family_of
 
     dist.destroy_process_group()
     found = []
     for hf, sizes, gpus, place in cases:
         shape = family_of(hf)[1]
-        layout = Layout(sizes["tp"], sizes["pp"], 1, sizes["ep"], sizes.get("etp", 1), sizes.get("vp"),
-                        *[sizes.get("outer", False)] * 2)  # fmt: skip
-        parallel = ParallelConfig(
-            tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.pipeline,
-            expert_model_parallel_size=layout.expert, expert_tensor_parallel_size=layout.expert_tensor,
-            virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
-            account_for_embedding_in_pipeline_split=layout.embedding_as_layer,
-            account_for_loss_in_pipeline_split=layout.loss_as_layer,
+        outer = sizes.get("outer", False)
+        layout = parallel(
+            tensor=sizes["tp"], pipeline=sizes["pp"], expert=sizes["ep"], expert_tensor=sizes.get("etp", 1),
+            virtual_pipeline=sizes.get("vp"), embedding_as_layer=outer, loss_as_layer=outer,
         )  # fmt: skip
         with simulated_rank(layout, gpus, place) as groups:
-            chunks = meta_model(shape, layout, ModelSettings(dtype=torch.bfloat16), groups)
+            chunks = meta_model(shape, layout, model_config(dtype="bfloat16"), groups)
             stage = groups.pp.rank()
         for number, chunk in enumerate(chunks):
             real = [parameter.numel() for parameter in chunk.parameters()]
-            ours = [part.count for part in chunk_parameters(shape, parallel, stage, number)]
+            ours = [part.count for part in chunk_parameters(shape, layout, stage, number)]
             if real != ours:
                 found.append(f"{shape.model_type} {sizes} rank {place} chunk {number}: {real} is not {ours}")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

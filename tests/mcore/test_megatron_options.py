@@ -1,0 +1,190 @@
+"""The `megatron` section under the installed version: what is passed through, and what is refused with which words."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_gspo.config import ConfigError
+from megatron_gspo.errors import RunError
+from megatron_gspo.mcore.megatron_options import CLASSES, construct, resolve_options, version
+from megatron_gspo.mcore.megatron_refusals import refused_names
+from megatron_gspo.mcore.model import transformer_config
+from megatron_gspo.mcore.policy import build_policy, check_megatron_options, ddp_config, optimizer_config
+from tests.mcore.test_model import shape_of
+from tests.support.configs import adam, model_config, parallel
+from tests.support.distributed import run_distributed
+from tests.support.parallel_groups import groups_of
+from tests.support.tiny_models import save_tiny_model
+
+
+def refused(name: str, value: Any) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        resolve_options({name: value})
+    assert caught.value.key == f"megatron.{name}" and "\n" not in str(caught.value)
+    return caught.value
+
+
+def test_an_option_goes_to_every_class_that_has_it():
+    found = resolve_options({
+        "moe_permute_fusion": False, "bucket_size": 4096, "log_num_zeros_in_grad": True, "barrier_with_L1_time": False,
+    })  # fmt: skip
+    assert found.transformer == {"moe_permute_fusion": False, "barrier_with_L1_time": False}
+    assert found.optimizer == {"log_num_zeros_in_grad": True, "barrier_with_L1_time": False}
+    assert found.ddp == {"bucket_size": 4096}
+
+
+def test_an_unknown_option_names_the_classes_and_the_version():
+    error = refused("moe_permute_fusoin", True)
+    classes = "TransformerConfig, OptimizerConfig, DistributedDataParallelConfig"
+    assert error.problem == f"is no option of {classes} of megatron-core {version()}"
+    assert error.fix == "did you mean moe_permute_fusion?"
+    assert refused("qqq", 1).fix == "remove it"
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("tensor_model_parallel_size", "parallel.tensor_model_parallel_size"),
+        ("overlap_grad_reduce", "parallel.overlap_grad_reduce"),
+        ("lr", "optimizer.lr"),
+        ("params_dtype", "model.dtype"),
+        ("num_layers", "model.path"),
+        ("recompute_granularity", "model.recompute_granularity"),
+        ("timers", "tracking.detailed_timers"),
+    ],
+)
+def test_an_option_that_another_key_sets_is_refused_with_that_key(name, key):
+    error = refused(name, 2)
+    assert error.problem == f"is set by {key}" and error.fix == f"remove it and set {key}"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "harmless", "reason"),
+    [
+        ("hidden_dropout", 0.1, 0.0, "log-probs of one policy random"),
+        ("attention_dropout", 0.1, 0, "log-probs of one policy random"),
+        ("moe_expert_capacity_factor", 1.5, None, "drops tokens"),
+        ("moe_pad_expert_input_to_capacity", True, False, "drops tokens"),
+        ("calculate_per_token_loss", True, False, "divides the loss again"),
+        ("moe_aux_loss_coeff", 0.01, 0.0, "adds a term to the objective"),
+        ("moe_router_load_balancing_type", "aux_loss", "none", "adds a term to the objective"),
+        ("moe_input_jitter_eps", 1e-3, None, "at random or by force"),
+        ("moe_router_force_load_balancing", True, False, "at random or by force"),
+        ("moe_router_fusion", True, False, "bypasses the router hooks"),
+        ("recompute_modules", ["moe"], ["core_attn"], "bypasses the router hooks"),
+        ("moe_router_dtype", None, "fp64", "flips routes"),
+        ("cuda_graph_impl", "local", "none", "fixed shapes"),
+        ("delay_wgrad_compute", True, False, "schedule plan"),
+        ("fp8", "hybrid", None, "scales tensors by earlier batches"),
+        ("softmax_type", "learnable", "vanilla", "changes the model"),
+        ("check_for_nan_in_grad", False, True, "not finite"),
+        ("use_megatron_fsdp", True, False, "needs FSDP"),
+        ("optimizer", "sgd", "adam", "implemented for Adam"),
+    ],
+)
+def test_an_option_that_breaks_an_assumption_is_refused_with_the_reason(name, value, harmless, reason):
+    error = refused(name, value)
+    assert reason in error.problem and error.fix == "remove it"
+    resolve_options({name: harmless})
+
+
+@pytest.mark.parametrize("name", ["overlap_p2p_comm", "use_cpu_initialization", "mamba_head_dim", "fsdp_double_buffer"])
+def test_options_without_a_harmless_value_are_refused(name):
+    default = {field.name: field.default for cls in CLASSES for field in dataclasses.fields(cls)}[name]
+    refused(name, default)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("moe_permute_fusion", 1, "set true or false"),
+        ("bucket_size", "4096", "set a whole number or null"),
+        ("bucket_size", True, "set a whole number or null"),
+        ("init_method_std", "0.1", "set a number"),
+        ("init_method", "normal", "set nothing: it is a function"),
+        ("exp_avg_dtype", "int8", "set one of float32, bfloat16, float16"),
+        ("attention_backend", "quick", "set one of flash"),
+        ("cp_comm_type", 3, "set text or "),
+    ],
+)
+def test_a_wrong_type_is_refused(name, value, expected):
+    error = refused(name, value)
+    assert error.problem == "has the wrong type" and error.fix.startswith(expected), error
+
+
+def test_names_of_dtypes_and_enum_members_are_looked_up():
+    found = resolve_options({"exp_avg_dtype": "bfloat16", "attention_backend": "flash", "init_method_std": 1})
+    assert found.optimizer == {"exp_avg_dtype": torch.bfloat16}
+    assert found.transformer["attention_backend"].name == "flash" and found.transformer["init_method_std"] == 1
+
+
+def test_every_name_in_the_tables_is_an_option_of_a_supported_version():
+    """Those that only the other end of the supported range has are listed here."""
+    known = {field.name for cls in CLASSES for field in dataclasses.fields(cls)}
+    only_elsewhere = {
+        "moe_expert_rank_capacity_factor", "moe_router_force_biased", "moe_single_grouped_weight",
+        "moe_single_grouped_bias", "moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size",
+        "tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards", "gtp_weight_remat_size",
+        "expert_gtp_weight_remat_size", "use_mup", "cuda_graph_modules", "optimizer_cuda_graph",
+        "overlap_dispatch_backward_with_experts_wgrad", "moe_use_legacy_grouped_gemm", "fp4_param_gather",
+    }  # fmt: skip
+    assert refused_names() - known <= only_elsewhere
+
+
+def test_a_keyword_of_ours_that_megatron_lacks_is_an_error_and_not_dropped():
+    with pytest.raises(RunError, match=f"OptimizerConfig of megatron-core {version()} has no option no_such"):
+        construct(OptimizerConfig, {"lr": 1.0, "no_such": 2}, {})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: transformer_config(shape_of(), parallel(), model_config()),
+        lambda: ddp_config(parallel()),
+        lambda: optimizer_config(adam(1e-3), model_config(), parallel()),
+    ],
+    ids=["transformer", "ddp", "optimizer"],
+)
+def test_every_keyword_of_ours_exists_in_this_version(make: Callable[[], Any]):
+    assert isinstance(make(), (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig))
+
+
+def test_what_megatron_itself_rejects_is_a_config_error_before_anything_is_built():
+    given = {"cpu_offloading": True, "cpu_offloading_num_layers": 1}
+    layout, model = parallel(pipeline=2), model_config()
+    with pytest.raises(ConfigError, match="megatron = .*TransformerConfig of megatron-core .* rejects the options"):
+        check_megatron_options(given, shape_of(), layout, model, adam(1e-3))
+    assert check_megatron_options({}, shape_of(), layout, model, adam(1e-3)).transformer == {}
+
+
+def arrive(rank: int, world_size: int, path: str) -> dict[str, Any]:
+    given = {"moe_permute_fusion": False, "init_method_std": 0.5, "bucket_size": 1000, "log_num_zeros_in_grad": True}
+    model, layout, optimizer = model_config(path), parallel(overlap_grad_reduce=True), adam(1e-3)
+    groups = groups_of(layout)
+    built = []
+    for chosen in (given, {}):
+        options = check_megatron_options(chosen, shape_of(), layout, model, optimizer)
+        built.append(build_policy(model, layout, groups, optimizer=optimizer, options=options))
+    policy, plain = built
+    return {
+        "transformer": (policy.config.moe_permute_fusion, policy.config.init_method_std),
+        "ddp": policy.chunks[0].ddp_config.bucket_size,
+        "buckets": [len(one.chunks[0].bucket_groups) for one in built],
+        "optimizer": policy.optimizer.config.log_num_zeros_in_grad,
+        "plain": (plain.config.init_method_std, plain.optimizer.config.log_num_zeros_in_grad),
+    }
+
+
+def test_options_arrive_in_megatrons_objects(tmp_path):
+    for found in run_distributed(arrive, 2, save_tiny_model(tmp_path / "model")):
+        assert found["transformer"] == (False, 0.5) and found["ddp"] == 1000 and found["optimizer"] is True
+        assert found["buckets"][0] > found["buckets"][1], "a smaller bucket_size makes more buckets"
+        assert found["plain"] == (0.02, False)
