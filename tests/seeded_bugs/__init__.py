@@ -1,1 +1,1 @@
-"""Known defects put back one at a time: a test must fail for each. `make teeth` runs them."""
+"""Known bugs put back one at a time: a test must fail for each. `make seeded-bugs` runs them."""

@@ -13,4 +13,4 @@ GROUPS = {
     "LAYOUT": LAYOUT, "RESUME": RESUME, "ROUTING": ROUTING, "OF_THE_ROLLOUTS": OF_THE_ROLLOUTS,
     "OF_THE_SERVERS": OF_THE_SERVERS,
 }  # fmt: skip
-DEFECTS = tuple(bug for bugs in GROUPS.values() for bug in bugs)
+SEEDED_BUGS = tuple(bug for bugs in GROUPS.values() for bug in bugs)

@@ -1,8 +1,8 @@
-"""Defects of parallelism, conversion, Megatron's settings and resuming."""
+"""Bugs of parallelism, conversion, Megatron's settings and resuming."""
 
 from __future__ import annotations
 
-from tests.seeded_bugs.seeded_bug import Defect
+from tests.seeded_bugs.seeded_bug import SeededBug
 
 LOG_PROBS, CONTEXT = "megatron_gspo/parallel/log_probs.py", "megatron_gspo/parallel/context_parallel.py"
 MODEL, FORWARD = "megatron_gspo/mcore/model.py", "megatron_gspo/mcore/forward_step.py"
@@ -14,30 +14,30 @@ EP2 = LAYOUTS + "test_moe[tp1-pp1-cp1-dp2-ep2-etp1]"
 SPLIT_SOFTMAX = "tests/parallel/test_log_probs.py::test_tensor_parallel_matches_log_softmax"
 
 PARALLEL = (
-    Defect(
+    SeededBug(
         "no sum over the context ranks", "several trainers", CONTEXT,
         "return lambda x: sum_in_place(x.detach().clone(memory_format=torch.contiguous_format), group)",
         "return lambda x: x.detach().clone(memory_format=torch.contiguous_format)",
         ("tests/parallel/test_context_parallel.py::test_sum_over_adds_without_touching_its_input",),
     ),
-    Defect(
+    SeededBug(
         "gathered keys: a rank keeps its own gradient only", "one trainer", CONTEXT,
         "return scatter_summed_rows(grad, ctx.group), None",
         "return grad.chunk(group_size(ctx.group))[ctx.group.rank()].contiguous(), None",
         ("tests/parallel/test_context_parallel.py::test_all_gather_tokens_and_its_gradient",),
     ),
-    Defect(
+    SeededBug(
         "gathered keys: gradient counted once for each rank", "several trainers", CONTEXT,
         "return scatter_summed_rows(grad, ctx.group), None",
         "return scatter_summed_rows(grad, ctx.group) * group_size(ctx.group), None",
         ("tests/parallel/test_context_parallel.py::test_all_gather_tokens_and_its_gradient",),
     ),
-    Defect(
+    SeededBug(
         "context ranks own contiguous chunks where Megatron cuts in zigzag", "design", CONTEXT,
         "second = starts + (2 * cp_size - 1 - cp_rank) * widths", "second = starts + (cp_size + cp_rank) * widths",
         ("tests/parallel/test_context_parallel.py::test_worked_case",),
     ),
-    Defect(
+    SeededBug(
         "log-probs: no gradient on shards that don't own the label", "one Megatron trainer", LOG_PROBS,
         "        factors = _row_factors(grad_log_probs,",
         "        own = (labels >= tiling.first) & (labels < tiling.first + tiling.rows)\n"
@@ -45,26 +45,26 @@ PARALLEL = (
         "        factors = _row_factors(grad_log_probs,",
         (SPLIT_SOFTMAX,),
     ),
-    Defect(
+    SeededBug(
         "log-probs: hidden gradient not summed over tensor ranks", "one Megatron trainer", LOG_PROBS,
         "join = scatter_summed_rows if options.sequence_parallel else sum_in_place",
         "join = scatter_summed_rows if options.sequence_parallel else (lambda x, group: x)", (SPLIT_SOFTMAX,),
     ),
-    Defect(
+    SeededBug(
         "log-probs in bfloat16", "one trainer", LOG_PROBS,
         "dtype = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)",
         "dtype = torch.promote_types(hidden.dtype, weight.dtype)",
         ("tests/parallel/test_log_probs.py::test_bfloat16_inputs_give_float32_values",),
     ),
-    Defect(
+    SeededBug(
         "temperature left out of the log-probs", "several trainers", LOG_PROBS,
         "scale=1.0 / options.temperature", "scale=1.0", (SOFTMAX,),
     ),
-    Defect(
+    SeededBug(
         "padding rows of the vocabulary counted in the softmax", "design", LOG_PROBS,
         "rows = min(max(options.vocab_size - first, 0), local_rows)", "rows = local_rows", (SOFTMAX,),
     ),
-    Defect(
+    SeededBug(
         "largest values of a metric added up over ranks", "design", "megatron_gspo/parallel/metric_reduction.py",
         'extremes = [name for name in all_names if name.endswith(("_max", "_min"))]\n'
         '    sums = [name for name in all_names if not name.endswith(("_max", "_min"))]',
@@ -75,22 +75,22 @@ PARALLEL = (
 )  # fmt: skip
 
 CONVERSION = (
-    Defect(
+    SeededBug(
         "gate and up projection exchanged", "design", "megatron_gspo/models/mapping_rules.py",
         "return torch.cat(list(parts), dim=0)", "return torch.cat(list(parts)[::-1], dim=0)",
         ("tests/models/test_mapping_rules.py::test_gate_lies_above_up",),
     ),
-    Defect(
+    SeededBug(
         "query, key and value laid one behind the other", "design", "megatron_gspo/models/mapping_rules.py",
         "return torch.cat(blocks, dim=1).reshape(-1, *query.shape[1:])", "return torch.cat([query, key, value], dim=0)",
         ("tests/models/test_mapping_rules.py::test_qkv_rows_lie_group_by_group",),
     ),
-    Defect(
+    SeededBug(
         "parameter without a rule dropped", "one converter", "megatron_gspo/mcore/hf_weights.py",
         'raise ValueError(f"no rule of family {family.model_type} matches the Megatron parameter {name}")', "continue",
         ("tests/mcore/test_hf_weights.py::test_broken_checkpoints_name_the_tensor",),
     ),
-    Defect(
+    SeededBug(
         "checkpoint tensors that the model doesn't use are passed over", "one converter",
         "megatron_gspo/models/families.py",
         "if extra := sorted(names - expected):", "if extra := sorted(expected - expected):",
@@ -99,58 +99,58 @@ CONVERSION = (
 )  # fmt: skip
 
 MEGATRON = (
-    Defect(
+    SeededBug(
         "micro-batch average not undone", "design", FORWARD,
         "return loss * (num_microbatches * groups.dp.size())", "return loss * groups.dp.size()",
         ("tests/mcore/test_model.py::test_per_token_loss_is_refused_and_the_share_is_scaled_once",),
     ),
-    Defect(
+    SeededBug(
         "expert gradients not added up over tensor-parallel replicas", "megatron-core 0.16.1 - 0.18.2", MODEL,
         "        expert_gradients.apply(chunk, config)\n", "",
         ("tests/patches/test_expert_gradients.py::test_expert_gradients_are_added_up_over_tensor_parallel_replicas",),
     ),
-    Defect(
+    SeededBug(
         "experts of other tensor-parallel ranks left out of the gradient norm", "megatron-core 0.16.1 - 0.18.2",
         "patches/expert_gradients.py",
         "            parameter.tensor_model_parallel = True  #", "            pass  #",
         ("tests/patches/test_expert_gradients.py::test_every_expert_counts_in_the_gradient_norm",),
     ),
-    Defect(
+    SeededBug(
         "interleaved stages exchange in batches", "megatron-core", MODEL,
         "overlap_p2p_comm=is_interleaved,\n"
         "        batch_p2p_comm=not is_interleaved,",
         "overlap_p2p_comm=False,\n        batch_p2p_comm=True,",
         ("tests/patches/test_patches.py::test_two_interleaved_stages_exchange_unbatched",),
     ),
-    Defect(
+    SeededBug(
         "norm gradients not reduced under sequence parallelism", "design", "megatron_gspo/mcore/layers.py",
         "self.weight.sequence_parallel = config.sequence_parallel", "self.weight.sequence_parallel = False",
         ("tests/mcore/test_model.py::test_norms_carry_the_mark_of_sequence_parallelism",),
     ),
-    Defect(
+    SeededBug(
         "router's auxiliary loss left on", "two converters; TRL's default", MODEL,
         'moe_router_load_balancing_type="none",  # an auxiliary loss would be an objective that RL didn\'t ask for\n'
         "        moe_aux_loss_coeff=0.0,",
         'moe_router_load_balancing_type="aux_loss",\n        moe_aux_loss_coeff=0.001,',
         ("tests/mcore/test_model.py::test_reinforcement_learning_sets_the_router",),
     ),
-    Defect(
+    SeededBug(
         "softmax over all experts where it is over the chosen ones", "design", MODEL,
         "moe_router_pre_softmax=not shape.normalize_topk", "moe_router_pre_softmax=shape.normalize_topk",
         ("tests/mcore/test_model.py::test_softmax_comes_before_the_choice_where_its_values_are_not_normalised",),
     ),
-    Defect(
+    SeededBug(
         "per-token loss divides the objective again", "design", FORWARD,
         "if unwrap(model).config.calculate_per_token_loss:",
         "if unwrap(model).config.calculate_per_token_loss is None:",
         ("tests/mcore/test_model.py::test_per_token_loss_is_refused_and_the_share_is_scaled_once",),
     ),
-    Defect(
+    SeededBug(
         "results counted once for each tensor-parallel rank", "design", "megatron_gspo/mcore/micro_batches.py",
         "if values and groups.tp.rank() == 0:", "if values:",
         ("tests/mcore/test_micro_batches.py::test_every_response_token_comes_back_once_in_every_layout",),
     ),
-    Defect(
+    SeededBug(
         "positions under context parallelism counted by the rank", "several trainers",
         "megatron_gspo/mcore/attention.py",
         "positions = mine - starts.repeat_interleave(lengths // cp_size)",
@@ -160,45 +160,45 @@ MEGATRON = (
 )  # fmt: skip
 
 LAYOUT = (
-    Defect(
+    SeededBug(
         "data-parallel average not undone", "design", FORWARD,
         "return loss * (num_microbatches * groups.dp.size())", "return loss * num_microbatches", (DP2,),
     ),
-    Defect(
+    SeededBug(
         "gradient counted once for each context rank", "several trainers", FORWARD,
         "return loss * (num_microbatches * groups.dp.size())", "return loss * (num_microbatches * groups.dp_cp.size())",
         (CP2,),
     ),
-    Defect(
+    SeededBug(
         "the context ranks are not asked for the ratio", "several trainers", FORWARD,
         "sum_over_context=sum_over(groups.cp),", "sum_over_context=None,", (CP2,),
     ),
-    Defect(
+    SeededBug(
         "micro-batches carry counts of their own", "three trainers", "megatron_gspo/mcore/micro_batches.py",
         "_number(pack([samples[i] for i in rows], num_sequences=max(sequences, 1), num_tokens=max(tokens, 1),",
         "_number(pack([samples[i] for i in rows], num_sequences=max(len(rows), 1), num_tokens=max(tokens, 1),",
         (ALONE,),
     ),
-    Defect(
+    SeededBug(
         "temperature left out of the trained log-probs", "several trainers", FORWARD,
         "batch.labels, LogProbOptions(temperature, vocab_size, with_entropy),",
         "batch.labels, LogProbOptions(1.0, vocab_size, with_entropy),", (ALONE,),
     ),
-    Defect(
+    SeededBug(
         "tied embedding: the output's gradient is lost", "design", FORWARD,
         "weight = inner.shared_embedding_or_output_weight() if tied",
         "weight = inner.shared_embedding_or_output_weight().detach() if tied",
         (LAYOUTS + "test_tied_embeddings_and_padded_vocabulary[tp1-pp1-cp1-dp1]",),
     ),
-    Defect(
+    SeededBug(
         "gradients not reduced at the end of the backward pass", "design", "megatron_gspo/mcore/policy.py",
         "config.finalize_model_grads_func = finalize_model_grads", "config.finalize_model_grads_func = None", (DP2,),
     ),
-    Defect(
+    SeededBug(
         "largest values of a metric added up over micro-batches", "design", "megatron_gspo/mcore/train_step.py",
         "return torch.maximum(a, b)", "return a + b", (ALONE,),
     ),
-    Defect(
+    SeededBug(
         "every expert-parallel rank loads the first experts", "design", "megatron_gspo/mcore/hf_weights.py",
         "expert = int(is_expert[2]) + groups.ep.rank() * (shape.num_experts // groups.ep.size())",
         "expert = int(is_expert[2])", (EP2,),
@@ -206,50 +206,50 @@ LAYOUT = (
 )  # fmt: skip
 
 RESUME = (
-    Defect(
+    SeededBug(
         "every step samples with the same seed", "design", "megatron_gspo/loop/generation.py",
         "np.random.SeedSequence([seed, step])", "np.random.SeedSequence([seed])",
         ("tests/loop/test_generation.py::test_every_step_of_every_run_has_a_sampling_seed_of_its_own",),
     ),
-    Defect(
+    SeededBug(
         "mini-batches cut alike in every epoch", "design", "megatron_gspo/loop/optimizer_steps.py",
         "np.random.default_rng([seed, step, epoch])", "np.random.default_rng([seed, step])",
         ("tests/loop/test_optimizer_steps.py::test_mini_batches_are_a_partition_drawn_anew_each_step_and_epoch",),
     ),
-    Defect(
+    SeededBug(
         "all prompts are sampled with the same random numbers", "design",
         "megatron_gspo/rollout/embedded/token_sampling.py",
         "np.broadcast_arrays(position, sample & _WORD, prompt & _WORD, prompt >> _HALF)",
         "np.broadcast_arrays(position, sample & _WORD, prompt * 0, prompt * 0)",
         ("tests/rollout/embedded/test_token_sampling.py::test_uniforms_depend_on_seed_prompt_sample_and_position_alone",),
     ),
-    Defect(
+    SeededBug(
         "a resumed run draws its prompts from the beginning", "design", "megatron_gspo/loop/checkpoints.py",
         "state = LoopState(**load_checkpoint(policy, found))",
         'state = LoopState(**{**load_checkpoint(policy, found), "cursor": 0})',
         ("tests/train/test_run.py::test_a_resumed_run_ends_the_same",),
     ),
-    Defect(
+    SeededBug(
         "only the rank that got the signal stops", "design", "megatron_gspo/loop/stop_signal.py",
         "        dist.all_reduce(flag, op=dist.ReduceOp.MAX)\n", "",
         ("tests/loop/test_stop_signal.py::test_all_ranks_give_the_same_answer",),
     ),
-    Defect(
+    SeededBug(
         "a resumed run starts Adam anew", "design", "megatron_gspo/mcore/checkpoint/save_load.py",
         "    policy.optimizer.load_state_dict(optimizer)\n", "",
         ("tests/mcore/checkpoint/test_save_load.py::test_resumes_without_the_distributed_optimizer",),
     ),
-    Defect(
+    SeededBug(
         "Adam's step is one tensor for all parameters", "megatron-core 0.16.1 - 0.19.2", "patches/adam_step.py",
         'state["step"] = state["step"].clone()', "pass",
         ("tests/patches/test_adam_step.py::test_adam_steps_once_for_each_step_after_a_resume",),
     ),
-    Defect(
+    SeededBug(
         "a half-written checkpoint is taken for a whole one", "several trainers", FILES,
         "if file.stat().st_size != size:", "if file.stat().st_size == 0 < size:",
         ("tests/mcore/checkpoint/test_checkpoint_files.py::test_a_damaged_checkpoint_is_passed_over_and_named",),
     ),
-    Defect(
+    SeededBug(
         "a killed run's writers and the next run's share a directory", "design", FILES,
         'partial = folder / f".partial_{step:06d}_{uuid.uuid4().hex[:8]}"',
         'partial = folder / f".partial_{step:06d}"',

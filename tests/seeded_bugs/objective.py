@@ -1,8 +1,8 @@
-"""Defects of the objective and of what is fed to it."""
+"""Bugs of the objective and of what is fed to it."""
 
 from __future__ import annotations
 
-from tests.seeded_bugs.seeded_bug import Defect
+from tests.seeded_bugs.seeded_bug import SeededBug
 
 LOSS, WEIGHTS = "megatron_gspo/algorithms/policy_loss.py", "megatron_gspo/algorithms/aggregation.py"
 LEVELS, RATIO = "megatron_gspo/algorithms/ratio_levels.py", "megatron_gspo/algorithms/ratio.py"
@@ -14,109 +14,109 @@ UNREAD = "tests/algorithms/test_robustness.py::test_untrained_positions_are_neve
 CUTS = "tests/properties/test_objective.py::test_any_cut_adds_up_to_the_whole"
 
 OBJECTIVE = (
-    Defect(
+    SeededBug(
         "sequence ratio from one context rank's tokens", "several trainers", LEVELS,
         "mean_log_ratio = total / lengths.clamp_min(1)", "mean_log_ratio = sums / lengths.clamp_min(1)", (CUTS,),
     ),
-    Defect(
+    SeededBug(
         "normalised by the micro-batch's sequences", "three trainers; verl without global counts", LOSS,
         "lengths, num_sequences, num_tokens, dtype)",
         "lengths, (lengths > 0).sum().clamp_min(1), num_tokens, dtype)", (CUTS,),
     ),
-    Defect(
+    SeededBug(
         "normalised by the micro-batch's tokens", "three trainers; TRL's bnpo", LOSS,
         "lengths, num_sequences, num_tokens, dtype)",
         "lengths, num_sequences, lengths.sum().clamp_min(1), dtype)", (CUTS,),
     ),
-    Defect(
+    SeededBug(
         "sequences weighted by their tokens", "three trainers; verl's and TRL's defaults", WEIGHTS,
         "weight = sequence.index_select(0, segment_ids)", "weight = token",
         (WORKED + "test_length_weighting_tells_the_algorithms_apart",),
     ),
-    Defect(
+    SeededBug(
         "mask ignored in the ratio", "one trainer", SEGMENTS,
         "return torch.where(self.loss_mask, values, 0).to(dtype)",
         "return values.to(dtype)", (UNREAD,),
     ),
-    Defect(
+    SeededBug(
         "mask applied as a product, so that NaN passes", "TRL, verl", SEGMENTS,
         "return torch.where(self.loss_mask, values, 0).to(dtype)",
         "return (values * self.loss_mask).to(dtype)", (UNREAD,),
     ),
-    Defect(
+    SeededBug(
         "mask ignored in the weights of the tokens", "one trainer", LEVELS,
         "clamped, segments.loss_mask, clip,", "clamped, torch.ones_like(segments.loss_mask), clip,",
         ("tests/algorithms/test_policy_loss.py::test_metrics_against_counting",),
     ),
-    Defect(
+    SeededBug(
         "mask never applied", "one trainer", LOSS,
         "segments = Segments(loss_mask.bool(),",
         "segments = Segments(torch.ones_like(loss_mask, dtype=torch.bool),", (NAIVE,),
     ),
-    Defect(
+    SeededBug(
         "exp of the sum, without the length", "one trainer", LEVELS,
         "mean_log_ratio = total / lengths.clamp_min(1)", "mean_log_ratio = total",
         (WORKED + "test_ratio_of_doubled_likelihood_has_the_length_exponent",),
     ),
-    Defect(
+    SeededBug(
         "train/rollout weight of a sequence without the length", "one trainer",
         "megatron_gspo/algorithms/importance_sampling.py",
         "return total / lengths.clamp_min(1)", "return total",
         ("tests/algorithms/test_importance_sampling.py::test_sequence_weights_are_length_normalised",),
     ),
-    Defect(
+    SeededBug(
         "|y| counts masked and padded positions", "design", LEVELS,
         "counts, sums = segments.sums(segments.loss_mask),",
         "counts, sums = segments.sums(torch.ones_like(segments.loss_mask)),",
         (NAIVE,),
     ),
-    Defect(
+    SeededBug(
         "clipped whatever the advantage's sign", "design", SURROGATE,
         "        lower = (advantages < 0) & (ratio < low)\n        upper = (advantages > 0) & (ratio > high)\n",
         "        lower = ratio < low\n        upper = ratio > high\n", (NAIVE,),
     ),
-    Defect(
+    SeededBug(
         "sequence ratio without a gradient", "design", RATIO,
         "return grad * slope.index_select(0, segment_ids),", "return torch.zeros_like(grad),", (NAIVE,),
     ),
-    Defect(
+    SeededBug(
         "no limit on the log-ratio", "TRL", RATIO,
         "return log_ratio.clamp(-max_log_ratio, max_log_ratio).exp(),", "return log_ratio.exp(),",
         ("tests/algorithms/test_robustness.py::test_a_broken_sequence_is_clamped_counted_and_without_gradient",),
     ),
-    Defect(
+    SeededBug(
         "bfloat16 log-probs taken", "one trainer", LOSS,
         "value.dtype not in (torch.float32, torch.float64)", "not value.is_floating_point()",
         ("tests/algorithms/test_robustness.py::test_half_precision_log_probs_are_refused",),
     ),
-    Defect(
+    SeededBug(
         "a device synchronisation in the loss", "several trainers", LEVELS,
         "mean_log_ratio = total / lengths.clamp_min(1)", "mean_log_ratio = total / max(float(lengths[0]), 1.0)",
         ("tests/algorithms/test_invariance.py::test_no_device_synchronisation",),
     ),
-    Defect(
+    SeededBug(
         "GSPO with a token mean is not refused", "verl", "megatron_gspo/algorithms/objective.py",
         'if o.sequence_level and o.loss_agg_mode != "seq-mean-token-mean":',
         'if o.sequence_level and o.loss_agg_mode == "seq-mean-token-sum-norm":',
         ("tests/algorithms/test_objective.py::test_refusals_follow_the_ratio_level_whatever_the_name",),
     ),
-    Defect(
+    SeededBug(
         "population standard deviation for the sample's", "design", ADVANTAGES,
         'freedom = groups.count - 1 if std == "sample" else groups.count', "freedom = groups.count",
         ("tests/algorithms/test_advantages.py::test_sample_std_worked_case_is_the_default",),
     ),
-    Defect(
+    SeededBug(
         "equal rewards divided by their rounding error", "verl", ADVANTAGES,
         "return Groups(index, count, mean, highest > lowest)", "return Groups(index, count, mean, count > 1)",
         ("tests/algorithms/test_advantages.py::test_equal_rewards_give_exactly_zero",),
     ),
-    Defect(
+    SeededBug(
         "an epsilon added to the standard deviation", "TRL, verl", ADVANTAGES,
         "deviations = (squares / freedom.clamp_min(1)).sqrt()",
         "deviations = (squares / freedom.clamp_min(1)).sqrt() + 1e-4",
         ("tests/algorithms/test_advantages.py::test_against_a_loop_with_scattered_group_ids",),
     ),
-    Defect(
+    SeededBug(
         "KL of the reference to the policy", "design", "megatron_gspo/algorithms/kl.py",
         "difference = log_probs - ref_log_probs.detach()", "difference = ref_log_probs.detach() - log_probs",
         (WORKED + "test_kl_terms_by_hand",),
@@ -124,18 +124,18 @@ OBJECTIVE = (
 )  # fmt: skip
 
 DATA = (
-    Defect(
+    SeededBug(
         "response without a trained token still counted in N", "TRL", "megatron_gspo/data/packing.py",
         "return sum(count > 0 for count in trained), sum(trained)", "return len(trained), sum(trained)",
         ("tests/data/test_packing.py::test_counts_leave_out_sequences_without_a_trained_token",),
     ),
-    Defect(
+    SeededBug(
         "mask and advantages one position late", "design", "megatron_gspo/data/packing.py",
         "        first = start + sample.prompt_length - 1\n        out[first :",
         "        first = start + sample.prompt_length\n        out[first :",
         ("tests/data/test_packing.py::test_by_hand",),
     ),
-    Defect(
+    SeededBug(
         "rollout log-probs without the temperature", "several trainers",
         "megatron_gspo/rollout/embedded/token_sampling.py",
         "if sampling.scoring_temperature != 1.0:", "if sampling.greedy:",

@@ -1,8 +1,8 @@
-"""Defects of episodes, of the advantages of their turns and of the correction between the engines."""
+"""Bugs of episodes, of the advantages of their turns and of the correction between the engines."""
 
 from __future__ import annotations
 
-from tests.seeded_bugs.seeded_bug import Defect
+from tests.seeded_bugs.seeded_bug import SeededBug
 
 EPISODES, TURNS = "megatron_gspo/environments/episodes.py", "megatron_gspo/algorithms/turn_advantages.py"
 MISMATCH = "megatron_gspo/loop/rollout_correction.py"
@@ -10,35 +10,35 @@ HAND = "tests/environments/test_episodes.py::test_an_episode_by_hand"
 NAIVE = "tests/algorithms/test_turn_advantages.py::test_against_a_naive_loop"
 
 OF_THE_ROLLOUTS = (
-    Defect(
+    SeededBug(
         "observations of an episode are trained on", "several trainers", EPISODES,
         "return cls(ids, np.zeros(n, dtype=bool), zeros", "return cls(ids, np.ones(n, dtype=bool), zeros", (HAND,),
     ),
-    Defect(
+    SeededBug(
         "every turn of an episode draws with the same numbers", "design", EPISODES,
         "request_index(self.prompt.index, self.sample_index, len(self._responses))",
         "request_index(self.prompt.index, self.sample_index, 0)",
         ("tests/environments/test_episodes.py::test_draws_are_a_function_of_prompt_sample_and_turn",),
     ),
-    Defect(
+    SeededBug(
         "an episode is worth its last turn alone", "several trainers", EPISODES,
         "reward=sum(span.reward for span in self._spans) if scored", "reward=self._spans[-1].reward if scored", (HAND,),
     ),
-    Defect(
+    SeededBug(
         "an episode's turns compared with all turns", "one trainer", TURNS,
         "turn_numbers(torch.as_tensor(episode_ids))])", "torch.zeros_like(torch.as_tensor(episode_ids))])", (NAIVE,),
     ),
-    Defect(
+    SeededBug(
         "returns run on into the next episode", "design", TURNS,
         "        if same_episode[k]:\n", "        if True:\n", (NAIVE,),
     ),
-    Defect(
+    SeededBug(
         "weights of a sequence count tokens that are masked out", "design", MISMATCH,
         '(("rollout_rs", _reject), ("rollout_is", _weight))',
         '(("rollout_is", _weight), ("rollout_rs", _reject))',
         ("tests/loop/test_rollout_correction.py::test_the_weight_of_a_sequence_is_that_of_the_tokens_left",),
     ),
-    Defect(
+    SeededBug(
         "staleness of masked tokens counts", "design", "megatron_gspo/data/sample.py",
         "return self.token_versions[self.loss_mask]", "return self.token_versions",
         ("tests/loop/test_sample_metrics.py::test_staleness_by_hand",),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.seeded_bugs.seeded_bug import Defect
+from tests.seeded_bugs.seeded_bug import SeededBug
 
 ROUTES = "megatron_gspo/mcore/routing_replay/micro_batch_routes.py"
 HOOKS = "megatron_gspo/mcore/routing_replay/router_hooks.py"
@@ -15,13 +15,13 @@ WIDE = FIGURES + "test_expert_ids_of_one_and_of_two_bytes"  # under context para
 REFERENCE = AT_ROUTERS + "test_with_two_experts_ratios_move_through_the_weights_alone"
 
 ROUTING = (
-    Defect(
+    SeededBug(
         "first rank's routes on every rank under sequence parallelism", "design", ROUTES,
         "self._to_device(given[self.rows][:, layers[0] : layers[-1] + 1])",
         "self._to_device(given[: self.rows.stop - self.rows.start][:, layers[0] : layers[-1] + 1])",
         (COUNTED,),
     ),
-    Defect(
+    SeededBug(
         "routes cut in order where tokens are cut in zigzag", "design", ROUTES,
         "        given, missing = shard.routed_experts, shard.missing_routes\n",
         "        at = self.groups.cp.rank() * shard.tokens.shape[0]\n"
@@ -29,18 +29,18 @@ ROUTING = (
         "        given = None if given is None else given[at : at + shard.tokens.shape[0]]\n",
         (WIDE,),
     ),
-    Defect(
+    SeededBug(
         "later pipeline stages replay the routes of the first layers", "design", ROUTES,
         "self._to_device(given[self.rows][:, layers[0] : layers[-1] + 1])",
         "self._to_device(given[self.rows][:, 0 : len(layers)])",
         (COUNTED,),
     ),
-    Defect(
+    SeededBug(
         "routes one layer late", "design", ROUTES,
         "replayed = self.given[layer].long()", "replayed = self.given[(layer or len(self.given)) - 1].long()",
         (REFERENCE,),
     ),
-    Defect(
+    SeededBug(
         "routes of the first micro-batch for all", "several trainers", FORWARD,
         "routes = routing[shard.micro_batch] if routing is not None else None\n",
         "routes = routing[shard.micro_batch] if routing is not None else None\n"
@@ -48,62 +48,62 @@ ROUTING = (
         "        shard = replace(shard, routed_experts=first[: len(shard.tokens)])\n",
         (AT_ROUTERS + "test_several_epochs_over_the_same_samples_use_the_same_routes",),
     ),
-    Defect(
+    SeededBug(
         "expert weights without a gradient", "design", ROUTES,
         "return scores.gather(1, replayed), replayed", "return scores.detach().gather(1, replayed), replayed",
         (REFERENCE,),
     ),
-    Defect(
+    SeededBug(
         "weights of the live choice for the replayed experts", "design", ROUTES,
         "return scores.gather(1, replayed), replayed", "return top_k(scores)[0], replayed",
         (REFERENCE,),
     ),
-    Defect(
+    SeededBug(
         "recomputation takes the live routes", "several trainers", ROUTES,
         "        if not options.replay:\n            assert values",
         "        if not options.replay or not first:\n            values, ids = top_k(scores)\n"
         "            assert values",
         (AT_ROUTERS + "test_recomputation_takes_the_same_routes_once_more",),
     ),
-    Defect(
+    SeededBug(
         "missing routes replayed as if they were known", "design", ROUTES,
         "        if self.missing is not None:\n            assert", "        if False:\n            assert",
         (AT_ROUTERS + "test_the_live_router_decides_where_a_route_is_unknown_and_nowhere_else",),
     ),
-    Defect(
+    SeededBug(
         "expert ids wrap around at 256", "two trainers", "megatron_gspo/routing_replay/routes.py",
         "return np.dtype(np.uint8 if num_experts <= 2**8 else np.uint16)",
         "return np.dtype(np.uint8 if num_experts <= 2**9 else np.uint16)",
         ("tests/routing_replay/test_routes.py::test_the_smallest_type_that_holds_the_ids", WIDE),
     ),
-    Defect(
+    SeededBug(
         "flips counted over untrained tokens too", "design", ROUTES,
         "self.weight = shard.loss_mask[self.rows].to(compute_device(), non_blocking=True)",
         "self.weight = torch.ones_like(shard.loss_mask[self.rows], device=compute_device())", (COUNTED,),
     ),
-    Defect(
+    SeededBug(
         "a token that flips on two pipeline stages counted twice", "design", RESULTS,
         "    dist.all_reduce(flipped, group=pipeline)\n"
         "    return (flipped > 0).sum().double() if micro_batches[0].is_counted and pipeline.rank() == 0 else 0.0",
         "    return (flipped > 0).sum().double() if micro_batches[0].is_counted else 0.0", (COUNTED,),
     ),
-    Defect(
+    SeededBug(
         "padding all to the first experts", "several trainers", "megatron_gspo/routing_replay/routes.py",
         "ids = (np.asarray(positions, dtype=np.int64)[:, None] * shape.k + np.arange(shape.k)) % shape.num_experts",
         "ids = np.asarray(positions, dtype=np.int64)[:, None] * 0 + np.arange(shape.k)",
         (AT_ROUTERS + "test_padding_is_balanced_over_the_experts",),
     ),
-    Defect(
+    SeededBug(
         "a router that bypasses the hook goes unnoticed", "megatron-core's fused router", STEP,
         "        micro_batch.check_uses(forward_only=False)\n", "        pass\n",
         (AT_ROUTERS + "test_a_router_asks_once_or_the_pass_fails",),
     ),
-    Defect(
+    SeededBug(
         "a router that is called twice gets other routes", "design", HOOKS,
         "        routes = self._routes\n", "        routes, self._routes = self._routes, None\n",
         (AT_ROUTERS + "test_a_router_asks_once_or_the_pass_fails",),
     ),
-    Defect(
+    SeededBug(
         "kept rollouts without routes replayed", "design", "megatron_gspo/loop/rollout_cache.py",
         '        found["the engine\'s routes"] = self.config.routing.needs_rollout_routes\n', "",
         ("tests/train/test_routing.py::test_without_replay_flips_are_measured_on_a_sample",),

@@ -1,10 +1,10 @@
-"""Put known defects back into a copy of the project, one at a time: a test must fail for each.
+"""Put known bugs back into a copy of the project, one at a time: a test must fail for each.
 
     python -m tests.seeded_bugs.run [words of a name ...] [--slots 2] [--markdown FILE]
 
-First the chosen tests must pass on the unchanged copy. Then each defect (defects.py) is written into a copy, its tests
+First the chosen tests must pass on the unchanged copy. Then each bug (all_bugs.py) is written into a copy, its tests
 run, and one of them must fail with an assertion: a crash, an import that fails or a timeout doesn't count. Prints what
-caught which; exit code 1 if a defect survives.
+caught which; exit code 1 if a bug survives.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.seeded_bugs.all_bugs import DEFECTS
-from tests.seeded_bugs.seeded_bug import Defect
+from tests.seeded_bugs.all_bugs import SEEDED_BUGS
+from tests.seeded_bugs.seeded_bug import SeededBug
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("megatron_gspo", "patches", "tools", "benchmarks", "tests", "setup.py", "pyproject.toml")
@@ -42,9 +42,9 @@ for name in sys.argv[1:]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one defect: `caught_by` a test, at the `line` that failed; or "" and in `line` what happened instead."""
+    """Of one bug: `caught_by` a test, at the `line` that failed; or "" and in `line` what happened instead."""
 
-    defect: Defect
+    bug: SeededBug
     caught_by: str
     line: str
     seconds: float
@@ -119,59 +119,59 @@ def assertion_of(case: ElementTree.Element) -> str:
     return ""
 
 
-def try_defect(defect: Defect, copy: Path) -> Outcome:
-    """Write the defect into the copy, run its tests until one fails, take it out again."""
+def try_bug(bug: SeededBug, copy: Path) -> Outcome:
+    """Write the bug into the copy, run its tests until one fails, take it out again."""
     begin = time.monotonic()
-    file = copy / defect.file
+    file = copy / bug.file
     whole = file.read_text(encoding="utf-8")
-    file.write_text(whole.replace(defect.before, defect.after), encoding="utf-8")
+    file.write_text(whole.replace(bug.before, bug.after), encoding="utf-8")
     try:
-        code, cases = run_tests(copy, defect.tests, "-x")
+        code, cases = run_tests(copy, bug.tests, "-x")
     finally:
         file.write_text(whole, encoding="utf-8")
     seconds = time.monotonic() - begin
     for case in cases:
         if code == 1 and (line := assertion_of(case)):
             module = case.get("classname", "").replace(".", "/")
-            return Outcome(defect, f"{module}.py::{case.get('name')}", line, seconds)
+            return Outcome(bug, f"{module}.py::{case.get('name')}", line, seconds)
     happened = "timeout" if code < 0 else "all tests pass" if code == 0 else f"no assertion failed, pytest says {code}"
     for case in cases:
         for problem in (*case.findall("failure"), *case.findall("error")):
             happened = f"{case.get('name')}: {problem.get('message')}"
-    return Outcome(defect, "", happened.split("\n")[0], seconds)
+    return Outcome(bug, "", happened.split("\n")[0], seconds)
 
 
-def try_all(defects: Sequence[Defect], copies: Sequence[Path]) -> list[Outcome]:
-    """Each defect in a copy that is free; as many at a time as there are copies."""
+def try_all(bugs: Sequence[SeededBug], copies: Sequence[Path]) -> list[Outcome]:
+    """Each bug in a copy that is free; as many at a time as there are copies."""
     free: queue.Queue[Path] = queue.Queue()
     for copy in copies:
         free.put(copy)
 
-    def one(defect: Defect) -> Outcome:
+    def one(bug: SeededBug) -> Outcome:
         copy = free.get()
         try:
-            outcome = try_defect(defect, copy)
+            outcome = try_bug(bug, copy)
         finally:
             free.put(copy)
-        print(f"{'caught  ' if outcome.caught_by else 'SURVIVED'} {defect.name}: {outcome.line[:160]}", flush=True)
+        print(f"{'caught  ' if outcome.caught_by else 'SURVIVED'} {bug.name}: {outcome.line[:160]}", flush=True)
         return outcome
 
     with ThreadPoolExecutor(len(copies)) as pool:
-        return list(pool.map(one, defects))
+        return list(pool.map(one, bugs))
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Markdown: one row a defect."""
-    rows = ["| defect | seen in | caught by | seconds |", "| --- | --- | --- | ---: |"]
+    """Markdown: one row a bug."""
+    rows = ["| bug | seen in | caught by | seconds |", "| --- | --- | --- | ---: |"]
     for o in outcomes:
         caught = f"`{o.caught_by.removeprefix('tests/')}`" if o.caught_by else f"**nothing**: {o.line}"
-        name = o.defect.name.replace("|", "\\|")
-        rows.append(f"| {name} | {o.defect.seen_in} | {caught} | {o.seconds:.0f} |")
+        name = o.bug.name.replace("|", "\\|")
+        rows.append(f"| {name} | {o.bug.seen_in} | {caught} | {o.seconds:.0f} |")
     return "\n".join(rows)
 
 
 def check_baseline(copies: Sequence[Path], tests: Sequence[str]) -> None:
-    """Raises ``SystemExit`` unless the tests pass without a defect."""
+    """Raises ``SystemExit`` unless the tests pass without a bug."""
     files = sorted({test.partition("::")[0] for test in tests})
     parts = [[t for t in tests if files.index(t.partition("::")[0]) % len(copies) == i] for i in range(len(copies))]
     with ThreadPoolExecutor(len(copies)) as pool:
@@ -179,27 +179,27 @@ def check_baseline(copies: Sequence[Path], tests: Sequence[str]) -> None:
     for code, cases in runs:
         bad = [case.get("name") for case in cases if any(case.findall(tag) for tag in ("failure", "error", "skipped"))]
         if code or bad:
-            raise SystemExit(f"without any defect pytest says {code}; failed or skipped: {bad}. Fix that first")
+            raise SystemExit(f"without any bug pytest says {code}; failed or skipped: {bad}. Fix that first")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("words", nargs="*", help="only defects whose name has one of these words")
-    parser.add_argument("--slots", type=int, default=2, help="defects at a time (default: %(default)s)")
+    parser.add_argument("words", nargs="*", help="only bugs whose name has one of these words")
+    parser.add_argument("--slots", type=int, default=2, help="bugs at a time (default: %(default)s)")
     parser.add_argument("--markdown", type=Path, help="also write the table to this file")
     args = parser.parse_args()
-    defects = [d for d in DEFECTS if not args.words or any(word in d.name for word in args.words)]
+    bugs = [d for d in SEEDED_BUGS if not args.words or any(word in d.name for word in args.words)]
     begin = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="teeth_") as name:
+    with tempfile.TemporaryDirectory(prefix="seeded_bugs_") as name:
         copies = [copy_project(Path(name).resolve() / f"copy_{slot}") for slot in range(args.slots)]
         for copy in copies:
-            check_imports(copy, sorted({defect.file for defect in defects}))
-        check_baseline(copies, sorted({test for defect in defects for test in defect.tests}))
-        print(f"without a defect all chosen tests pass ({time.monotonic() - begin:.0f} s)", flush=True)
-        outcomes = try_all(defects, copies)
+            check_imports(copy, sorted({bug.file for bug in bugs}))
+        check_baseline(copies, sorted({test for bug in bugs for test in bug.tests}))
+        print(f"without a bug all chosen tests pass ({time.monotonic() - begin:.0f} s)", flush=True)
+        outcomes = try_all(bugs, copies)
     survivors = [o for o in outcomes if not o.caught_by]
     print("", table(outcomes), "", sep="\n")
-    print(f"{len(outcomes) - len(survivors)} of {len(outcomes)} defects caught in {time.monotonic() - begin:.0f} s")
+    print(f"{len(outcomes) - len(survivors)} of {len(outcomes)} bugs caught in {time.monotonic() - begin:.0f} s")
     if args.markdown:
         args.markdown.write_text(table(outcomes) + "\n", encoding="utf-8")
     return 1 if survivors else 0

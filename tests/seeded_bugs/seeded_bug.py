@@ -1,4 +1,4 @@
-"""One known defect as plain data."""
+"""One known bug as plain data."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Defect:
+class SeededBug:
     """One wrong version of the code.
 
     `seen_in`: where it was met. `file`: relative to the project. `before`: text that occurs in it once; `after` takes

@@ -1,8 +1,8 @@
-"""Defects between a run and its servers: answers, who serves, how long is waited, what leaves the client."""
+"""Bugs between a run and its servers: answers, who serves, how long is waited, what leaves the client."""
 
 from __future__ import annotations
 
-from tests.seeded_bugs.seeded_bug import Defect
+from tests.seeded_bugs.seeded_bug import SeededBug
 
 ENGINE, TESTS = "megatron_gspo/rollout/server_engine", "tests/rollout/server_engine"
 PARSER, CLIENT = "megatron_gspo/rollout/sglang/response_parser.py", f"{ENGINE}/generation_client.py"
@@ -11,84 +11,84 @@ HTTP = "megatron_gspo/servers/http_client.py"
 REFUSED = "tests/rollout/sglang/test_response_parser.py::test_what_is_wrong_is_refused_by_name"
 
 OF_THE_SERVERS = (
-    Defect(
+    SeededBug(
         "log-probs that are text or bools are taken for numbers", "this project", PARSER,
         " and type(row[0]) in (float, int) for row", " for row", (REFUSED,),
     ),
-    Defect(
+    SeededBug(
         "token ids that come back are not held against the vocabulary", "several trainers", PARSER,
         "if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):", "if False:", (REFUSED,),
     ),
-    Defect(
+    SeededBug(
         "an answer with too few routes is stretched over the response", "one trainer", PARSER,
         "    if ids.size != rows * num_layers * k:",
         "    rows = ids.size // (num_layers * k)\n    if ids.size != rows * num_layers * k:",
         (REFUSED,),
     ),
-    Defect(
+    SeededBug(
         "an answer of two versions counts as the newer one's", "several trainers", PARSER,
         'if span.get("version") != version and', "if False and",
         ("tests/rollout/sglang/test_response_parser.py::test_the_version_is_one_and_named",),
     ),
-    Defect(
+    SeededBug(
         "the routes of the last token of a part are asked for never", "design", f"{ENGINE}/partial_response.py",
         "return self.prompt.length + self.num_tokens - 1 if self.parts else 0",
         "return self.prompt.length + self.num_tokens if self.parts else 0",
         (f"{TESTS}/test_partial_response.py::test_parts_are_joined",),
     ),
-    Defect(
+    SeededBug(
         "samples of a server with old weights are trained on", "several trainers", CLIENT,
         "            if found != version:", "            if False:",
         (f"{TESTS}/test_generation_client.py::test_old_weights_never_serve",),
     ),
-    Defect(
+    SeededBug(
         "a request that comes back empty is repeated for ever", "this project", CLIENT,
         "if self._interruptions > interruptions:", "if True:",
         (f"{TESTS}/test_generation_client.py::test_a_passing_fault_is_survived_and_counted_once",),
     ),
-    Defect(
+    SeededBug(
         "a server's past counts for ever", "this project", POOL,
         "server.failed_requests = server.times_down = 0", "server.failed_requests = 0",
         (f"{TESTS}/test_generation_client.py::test_a_server_that_gives_a_good_answer_is_not_held_to_its_past",),
     ),
-    Defect(
+    SeededBug(
         "the time without servers begins anew with every take", "this project", STREAM,
         "        pool, end = self._client.pool, None",
         "        self._no_server_since = None\n        pool, end = self._client.pool, None",
         (f"{TESTS}/test_request_stream.py::test_the_recovery_time_goes_on_from_one_take_to_the_next",),
     ),
-    Defect(
+    SeededBug(
         "a group at the bound of staleness is passed over", "several trainers", STREAM,
         "max(group.oldest_version - oldest, 0)", "max(group.oldest_version - oldest + 1, 0)",
         (f"{TESTS}/test_request_stream.py::test_a_group_that_is_due_is_waited_for_and_comes_first",),
     ),
-    Defect(
+    SeededBug(
         "an id outside the vocabulary is sent, which ends the server", "SGLang 0.5.23", STREAM,
         "if (largest := int(prompt.token_ids.max())) >= model.vocab_size:",
         "if (largest := int(prompt.token_ids.max())) > model.vocab_size:",
         (f"{TESTS}/test_request_stream.py::test_a_token_outside_the_vocabulary_never_leaves",),
     ),
-    Defect(
+    SeededBug(
         "a server that is paused is asked for a token to prove its health", "this project", POOL,
         "if server.alive and server.tasks and time.", "if server.alive and time.",
         (f"{TESTS}/test_server_pool.py::test_only_a_busy_server_is_asked_for_a_token",),
     ),
-    Defect(
+    SeededBug(
         "a server that hangs is not started again where a request noticed first", "this project", POOL,
         "        if too_many and no_response:", "        if too_many and no_response and server.alive:",
         (f"{TESTS}/test_server_pool.py::test_a_server_that_was_lost_for_its_requests_hangs_too_when_it_is_silent",),
     ),
-    Defect(
+    SeededBug(
         "a server that comes back serves with whatever weights it has", "several trainers", POOL,
         "server.version = version if version == self.version else None", "server.version = self.version",
         (f"{TESTS}/test_server_pool.py::test_what_comes_back_serves_only_with_the_current_weights",),
     ),
-    Defect(
+    SeededBug(
         "compressed answers are unpacked before their size is known", "this project", HTTP,
         'if response.headers.get("Content-Encoding", "identity") != "identity":', "if False:",
         ("tests/servers/test_http_client.py::test_nothing_compressed_is_asked_for_or_unpacked",),
     ),
-    Defect(
+    SeededBug(
         "a server's words repeat the API key", "this project", HTTP,
         'return words.replace(self._key.encode(), b"***") if self._key else words', "return words",
         ("tests/servers/test_http_client.py::test_a_status_but_200",),

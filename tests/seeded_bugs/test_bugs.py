@@ -1,4 +1,4 @@
-"""The list of defects fits the code: each text occurs once, the defective file parses, the tests exist."""
+"""The list of bugs fits the code: each text occurs once, the changed file parses, the tests exist."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.equivalence.layouts import layouts
-from tests.seeded_bugs.all_bugs import DEFECTS, GROUPS
+from tests.seeded_bugs.all_bugs import GROUPS, SEEDED_BUGS
 from tests.seeded_bugs.run import COPIED
-from tests.seeded_bugs.seeded_bug import Defect
+from tests.seeded_bugs.seeded_bug import SeededBug
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,7 +28,7 @@ def imported(file: Path) -> set[str]:
 
 
 def test_the_copy_holds_what_the_tests_import():
-    tests = {ROOT / test.partition("::")[0] for defect in DEFECTS for test in defect.tests}
+    tests = {ROOT / test.partition("::")[0] for bug in SEEDED_BUGS for test in bug.tests}
     own = {folder.name for folder in ROOT.iterdir() if folder.is_dir()}
     assert set().union(*map(imported, tests)) & own <= set(COPIED)
 
@@ -37,29 +37,30 @@ def test_the_pages_say_how_many():
     page = (ROOT / "docs" / "seeded_bugs.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `(\w+)` \| (\d+) \|", page, re.MULTILINE))
     assert {name: int(count) for name, count in rows.items()} == {name: len(bugs) for name, bugs in GROUPS.items()}
-    designed = sum(bug.seen_in == "design" for bug in DEFECTS)
-    assert f"{len(DEFECTS)} bugs as plain data" in page and f"**{len(DEFECTS)} of {len(DEFECTS)} caught**" in page
-    assert f"{len(DEFECTS) - designed} were seen" in page and f"{designed} are mistakes" in page
+    designed = sum(bug.seen_in == "design" for bug in SEEDED_BUGS)
+    count = len(SEEDED_BUGS)
+    assert f"{count} bugs as plain data" in page and f"**{count} of {count} caught**" in page
+    assert f"{count - designed} were seen" in page and f"{designed} are mistakes" in page
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())  # lines may break within a link
-    assert f"[{len(DEFECTS)} seeded bugs](docs/seeded_bugs.md)" in readme
-    assert f"[{len(DEFECTS)} of {len(DEFECTS)}](docs/seeded_bugs.md)" in readme
+    assert f"[{len(SEEDED_BUGS)} seeded bugs](docs/seeded_bugs.md)" in readme
+    assert f"[{len(SEEDED_BUGS)} of {len(SEEDED_BUGS)}](docs/seeded_bugs.md)" in readme
 
 
 def test_there_are_enough_and_none_twice():
-    assert len(DEFECTS) >= 20
-    assert len({defect.name for defect in DEFECTS}) == len(DEFECTS)
-    assert len({(defect.file, defect.before, defect.after) for defect in DEFECTS}) == len(DEFECTS)
+    assert len(SEEDED_BUGS) >= 20
+    assert len({bug.name for bug in SEEDED_BUGS}) == len(SEEDED_BUGS)
+    assert len({(bug.file, bug.before, bug.after) for bug in SEEDED_BUGS}) == len(SEEDED_BUGS)
 
 
-@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
-def test_a_defect_fits_the_code(defect: Defect):
-    source = (ROOT / defect.file).read_text(encoding="utf-8")
-    assert source.count(defect.before) == 1, f"{defect.file}: {defect.before!r}"
-    defective = source.replace(defect.before, defect.after)
-    assert ast.dump(ast.parse(defective)) != ast.dump(ast.parse(source)), "the defect changes nothing"
-    assert defect.tests
+@pytest.mark.parametrize("bug", SEEDED_BUGS, ids=lambda bug: bug.name)
+def test_a_bug_fits_the_code(bug: SeededBug):
+    source = (ROOT / bug.file).read_text(encoding="utf-8")
+    assert source.count(bug.before) == 1, f"{bug.file}: {bug.before!r}"
+    changed = source.replace(bug.before, bug.after)
+    assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source)), "the bug changes nothing"
+    assert bug.tests
     names = {arrangement.name for moe in (True, False) for arrangement in layouts(moe=moe)}
-    for test in defect.tests:
+    for test in bug.tests:
         file, _, function = test.partition("::")
         function, _, case = function.partition("[")
         assert function in functions(ROOT / file), test
