@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_gspo.config import ServerConfig
@@ -68,3 +71,15 @@ def with_config(launch: ServerLaunch, **changes: object) -> ServerLaunch:
 def plan(launch: ServerLaunch, what: str) -> None:
     """Tell the program what to do from now on: "exit", "hang", "ill" (unhealthy) or "port"."""
     (Path(launch.model) / "plan").write_text(what)
+
+
+def running(processes: list[psutil.Process]) -> list[int]:
+    return [p.pid for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 20.0) -> object:
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"nothing within {seconds} s"
+        time.sleep(0.02)
+    return value

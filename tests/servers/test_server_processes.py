@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import psutil
@@ -19,10 +19,9 @@ import pytest
 
 from megatron_gspo.errors import EngineError, InputError
 from megatron_gspo.servers import server_processes as servers
-from megatron_gspo.servers import supervisor
 from megatron_gspo.servers.launch_command import ServerLaunch
 from megatron_gspo.servers.server_processes import LocalServers
-from tests.servers.conftest import plan, with_config
+from tests.servers.conftest import plan, running, wait_for, with_config
 
 
 @pytest.fixture
@@ -34,8 +33,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def started(stand_in: ServerLaunch, quick: None) -> Iterator[LocalServers]:
-    with LocalServers(stand_in) as running:
-        yield running
+    with LocalServers(stand_in) as made:
+        yield made
 
 
 def group_of(url: str) -> list[psutil.Process]:
@@ -47,18 +46,6 @@ def group_of(url: str) -> list[psutil.Process]:
 
 def server_of(url: str) -> psutil.Process:
     return next(process for process in group_of(url) if "-m" in process.cmdline()[:3])
-
-
-def running(processes: list[psutil.Process]) -> list[int]:
-    return [p.pid for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 20.0) -> object:
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"nothing within {seconds} s"
-        time.sleep(0.02)
-    return value
 
 
 def test_a_stop_leaves_no_process(started):
@@ -167,28 +154,6 @@ def test_the_key_goes_by_a_file_that_is_removed_when_read(stand_in, quick, monke
         assert "k-secret" not in line and "***" in line
 
 
-KEY = "it's \\ \"secret\" \u00e9"
-
-
-def test_the_supervisor_hides_a_key_however_it_is_written():
-    """Whole, in pieces, as Python and JSON spell it, in lines longer than what is kept back; all else passes."""
-    program = (
-        f"import json, os, sys, time\nkey = {KEY!r}\n"
-        "long = 'x' * 200_000 + key + 'y' * 70_000 + '\\n'\n"
-        "texts = [key, repr(key), key + key + ' ', long, 'bar\\r' + key, json.dumps(key)]\n"
-        "for data in map(str.encode, texts):\n"
-        "    for piece in (data[:3], data[3:-2], data[-2:]):\n"
-        "        while piece: piece = piece[os.write(1, piece):]\n"
-        "        time.sleep(0.02)\n"
-        "sys.exit(5)\n"
-    )  # fmt: skip
-    server = [sys.executable, "-S", "-c", program]
-    command = [sys.executable, "-I", "-S", supervisor.__file__, "--hide", str(os.getpid()), *server]
-    done = subprocess.run(command, start_new_session=True, timeout=30, input=KEY.encode(), capture_output=True)
-    wanted = f"***'***'****** {'x' * 200_000}***{'y' * 70_000}\nbar\r***\"***\""
-    assert (done.returncode, done.stdout.decode(), done.stderr) == (5, wanted, b"")
-
-
 def test_servers_end_when_the_trainer_is_killed(stand_in):
     program = (
         "import time\nfrom megatron_gspo.config import ServerConfig\n"
@@ -204,32 +169,6 @@ def test_servers_end_when_the_trainer_is_killed(stand_in):
         trainer.kill()
         trainer.communicate()
     wait_for(lambda: not running(group))
-
-
-def test_a_server_ends_with_its_supervisor():
-    sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
-    command = [sys.executable, "-I", "-S", supervisor.__file__, str(os.getpid()), *sleep]
-    process = subprocess.Popen(command, start_new_session=True)
-    server = wait_for(lambda: psutil.Process(process.pid).children())
-    wait_for(lambda: server[0].cmdline()[1:] == sleep[1:])  # it has begun
-    process.kill()
-    process.wait()
-    wait_for(lambda: not running(server))
-
-
-@pytest.mark.parametrize(
-    "program, code", [("import sys; sys.exit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 137)]
-)
-def test_the_supervisor_ends_as_its_server_does(program, code):
-    command = [sys.executable, "-I", "-S", supervisor.__file__, str(os.getpid()), sys.executable, "-S", "-c", program]
-    assert subprocess.run(command, start_new_session=True, timeout=30).returncode == code
-
-
-def test_the_supervisor_of_a_trainer_that_is_gone_starts_nothing(tmp_path):
-    touched = tmp_path / "touched"
-    command = [sys.executable, "-I", "-S", supervisor.__file__, "1", "touch", str(touched)]
-    assert subprocess.run(command, start_new_session=True, timeout=30).returncode == 1
-    assert not touched.exists()
 
 
 def test_a_model_that_is_absent_is_named_before_anything_starts(stand_in):

@@ -1,0 +1,37 @@
+"""The CPU operators against the library's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_gspo.rollout.embedded.cpu_kernels import NAME, decode_attention, use_cpu_kernels
+from tests.support.reference_models import VOCABULARY, dense_config, moe_config, reference_model
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_attention_of_one_query(kv_heads, masked):
+    torch.manual_seed(0)
+    query = torch.randn(3, 4, 1, 8)
+    key, value = torch.randn(2, 3, kv_heads, 6, 8).unbind(0)
+    mask = None
+    if masked:
+        mask = torch.rand(3, 1, 1, 6) < 0.6
+        mask[..., -1] = True
+    found, _ = decode_attention(torch.nn.Module(), query, key, value, mask)
+    repeat = 4 // kv_heads
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1), attn_mask=mask
+    )
+    torch.testing.assert_close(found, expected.transpose(1, 2), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("make_config", [dense_config, moe_config])
+def test_a_model_computes_what_it_did_before(make_config):
+    model = reference_model(make_config())
+    ids = torch.randint(2, VOCABULARY, (3, 7), generator=torch.Generator().manual_seed(1))
+    before = model(ids).logits
+    use_cpu_kernels(model)
+    assert model.config._attn_implementation == NAME
+    torch.testing.assert_close(model(ids).logits, before, rtol=1e-4, atol=1e-4)
