@@ -1,0 +1,81 @@
+"""A scripted server engine: groups finish in the reverse order of their start, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_gspo.config import SamplingParams
+from megatron_gspo.data.sample import Prompt, Sample
+from megatron_gspo.rollout.server_engine.request_stream import WeightsNeeded
+from tests.support.scripted_engine import ScriptedEngine, ScriptedResponse
+
+
+@dataclass
+class ScriptedServers(ScriptedEngine):
+    """`ScriptedEngine` with the methods of `ServerEngine`.
+
+    lost_weights: the next `take_tickets` raises `WeightsNeeded`. failures: errors of the next updates. fails: error of
+    every `take_tickets`. taken: `oldest` of each `take_tickets`.
+    """
+
+    lost_weights: bool = False
+    failures: list[Exception] = field(default_factory=list)
+    fails: Exception | None = None
+    taken: list[int | None] = field(default_factory=list)
+
+    def stream(self) -> ScriptedStream:
+        return ScriptedStream(self)
+
+    def update_weights(self, named_tensors, *, version: int) -> None:
+        if self.failures:
+            raise self.failures.pop(0)
+        super().update_weights(named_tensors, version=version)
+
+    def wait_for_server(self, seconds: float) -> bool:
+        self.calls.append("wait")
+        return True
+
+    def score(self, sequences: Sequence[np.ndarray]) -> dict[str, list[np.ndarray]]:
+        return {"http://a": [np.zeros(len(tokens) - 1, np.float32) for tokens in sequences]}
+
+    def counts(self) -> dict[str, float]:
+        return {"rollout/requests": 3.0}
+
+
+class ScriptedStream:
+    """`RequestStream` on `ScriptedServers`."""
+
+    def __init__(self, engine: ScriptedServers) -> None:
+        self.engine, self.tickets = engine, 0
+        self.groups: dict[int, list[Sample]] = {}
+
+    def start(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> list[int]:
+        tickets = list(range(self.tickets, self.tickets + len(prompts)))
+        self.tickets += len(prompts)
+        for ticket, prompt in zip(tickets, prompts, strict=True):
+            self.groups[ticket] = self.engine.generate([prompt], sampling, seed=seed)
+        return tickets
+
+    def take_tickets(self, count: int, *, patience=None, oldest=None, per_step=None) -> list[tuple[int, list[Sample]]]:
+        if self.engine.fails is not None:
+            raise self.engine.fails
+        if self.engine.lost_weights:
+            self.engine.lost_weights = False
+            raise WeightsNeeded
+        self.engine.taken.append(oldest)
+        ticket = max(self.groups)
+        return [(ticket, self.groups.pop(ticket))]
+
+    def stop(self, *, keep: bool) -> list[Prompt]:
+        self.engine.calls.append(f"stop keep={keep}")
+        if not keep:
+            self.groups.clear()
+        return []
+
+
+def scripted_response(prompt: Prompt, number: int, seed: int) -> ScriptedResponse:
+    """Depends on prompt, sample and seed."""
+    return ScriptedResponse([5 + number, 6 + prompt.index, 7 + seed, 1], [-1.0] * 4, text="x" * number)
