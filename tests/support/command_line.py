@@ -80,7 +80,7 @@ def write_rows(path: Path, rows: Sequence[Any]) -> Path:
 
 def command_line(*arguments: str) -> Outcome:
     """``python -m megatron_gspo.train ARGUMENTS`` in a fork of this process."""
-    return _captured(lambda: main(list(arguments)))
+    return in_fork(lambda: main(list(arguments)))
 
 
 def start(config: dict[str, Any], folder: Path, *overrides: str) -> Outcome:
@@ -98,10 +98,10 @@ def with_engine(config: dict[str, Any], engine: RolloutEngine) -> Outcome:
         with exit_together(run_dir=config["run_dir"], backend="gloo", timeout_minutes=1.0):
             train(checked, engine=engine)
 
-    return _captured(action)
+    return in_fork(action)
 
 
-def _captured(action: Callable[[], None]) -> Outcome:
+def in_fork(action: Callable[[], None]) -> Outcome:
     """What ``action`` does in a fork of this process.
 
     torch keeps threads and files of every process group that a process has destroyed: a hundred runs in one process
@@ -109,7 +109,7 @@ def _captured(action: Callable[[], None]) -> Outcome:
     """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_in_fork, args=(action, sender))
+    child = context.Process(target=_send_outcome, args=(action, sender))
     child.start()
     sender.close()
     try:
@@ -123,7 +123,7 @@ def _captured(action: Callable[[], None]) -> Outcome:
         child.join()
 
 
-def _in_fork(action: Callable[[], int | None], sender: Connection) -> None:
+def _send_outcome(action: Callable[[], int | None], sender: Connection) -> None:
     text = io.StringIO()
     with contextlib.redirect_stderr(text), contextlib.redirect_stdout(io.StringIO()):
         try:

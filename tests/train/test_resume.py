@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shutil
-import signal
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from megatron_gspo.loop.run_lock import lock_directory
-from megatron_gspo.mcore.checkpoint.checkpoint_files import CheckpointError
 from megatron_gspo.tracking import read_metrics
 from tests.fault_injection.bitwise_diff import first_difference
 from tests.fault_injection.kill_and_resume import Reference, _has_reached
@@ -173,22 +169,3 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed(reference, tmp_path):
     assert life.finished and not life.orphans and "exitcode: -9" in life.log, life.log[-3000:]
     assert "resumed from" in life.log
     assert first_difference(run_dir, reference.run_dir) == ""
-
-
-def hold(run_dir: Path, ready) -> None:
-    lock_directory(run_dir)
-    ready.set()
-    signal.pause()
-
-
-def test_a_run_directory_has_one_writer(tmp_path):
-    context = multiprocessing.get_context("forkserver")
-    ready = context.Event()
-    holder = context.Process(target=hold, args=(tmp_path, ready))
-    holder.start()
-    assert ready.wait(60)
-    with pytest.raises(CheckpointError, match=f"process {holder.pid} on .* is still writing it; end that run first"):
-        lock_directory(tmp_path, patience=0.2)
-    holder.kill()
-    holder.join()
-    os.close(lock_directory(tmp_path, patience=0.2))

@@ -103,10 +103,15 @@ SETTINGS = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module", params=["gspo_token", "grpo"])
+def uncorrected(request, folder) -> tuple[str, list[Sample], dict[str, float]]:
+    """(objective, samples, metrics) of a step without correction."""
+    return request.param, *run_distributed(one_step, 1, small(folder, algorithm={"name": request.param}))[0]
+
+
 @pytest.mark.parametrize("chosen", SETTINGS.values(), ids=SETTINGS.keys())
-@pytest.mark.parametrize("name", ["gspo_token", "grpo"])
-def test_a_step_against_a_naive_loop(folder, chosen, name):
-    plain, before = run_distributed(one_step, 1, small(folder, algorithm={"name": name}))[0]
+def test_a_step_against_a_naive_loop(folder, chosen, uncorrected):
+    name, plain, before = uncorrected
     algorithm = {"name": name, **chosen}
     samples, metrics = run_distributed(one_step, 1, small(folder, algorithm=algorithm))[0]
     assert not any(key.startswith(("rollout_rs", "rollout_is")) for key in before)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from megatron_gspo.errors import SharedEngineError
 from megatron_gspo.mcore.checkpoint.checkpoint_files import complete_checkpoints
 from tests.bad_input.test_rollouts import MyEngine
@@ -25,12 +23,11 @@ class LostServers(MyEngine):
         return super().generate(prompts, sampling, seed=seed)
 
 
-@pytest.mark.parametrize(("interval", "saved"), [(1, ""), (0, "saved, ")])
-def test_servers_that_fail_leave_a_whole_checkpoint(tmp_path, interval, saved):
-    config = small_config(tiny_model(tmp_path / "model"), tmp_path, checkpoint={"save_interval": interval},
+def test_servers_that_fail_leave_a_whole_checkpoint(tmp_path):
+    config = small_config(tiny_model(tmp_path / "model"), tmp_path, checkpoint={"save_interval": 0},
                           training={"steps": 3})  # fmt: skip
     outcome = with_engine(config, LostServers())
     at = Path(config["run_dir"]) / "checkpoints" / "step_000001"
     [line] = outcome.messages
-    assert f"no server has answered; {saved}start again to go on from {at}" in line and outcome.code == 1
+    assert f"no server has answered; saved, start again to go on from {at}" in line and outcome.code == 1
     assert complete_checkpoints(at.parent) == [at] and list(at.parent.iterdir()) == [at]

@@ -1,0 +1,98 @@
+"""Rollouts kept in a checkpoint: used only if this run would draw the same ones, and by all ranks or none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_gspo.config import Config
+from megatron_gspo.loop.generation import DataCursor, Rollout
+from megatron_gspo.loop.rollout_cache import _FILE, RolloutCache
+from tests.support.distributed import run_distributed
+from tests.support.samples import make_prompt, make_sample
+from tests.support.training_runs import base_config
+
+PROMPTS = [make_prompt(i) for i in range(4)]
+
+
+def cache(engine: str = "mine.Engine", prompts=PROMPTS, **sections: Any) -> RolloutCache:
+    config = base_config("model", "run", **sections)
+    config["data"]["verifier"] = "exact_match"
+    return RolloutCache(Config.from_dict(config), prompts, engine)
+
+
+def drawn() -> Rollout:
+    samples = [make_sample(2, 3, seed=i, prompt_index=i, reward=float(i), text=f"{i}") for i in range(3)]
+    return Rollout(samples, DataCursor(5, (3, 4)), {"groups/generated": 3.0})
+
+
+def same(a: Rollout, b: Rollout) -> bool:
+    samples = zip(a.samples, b.samples, strict=True)
+    return (a.cursor, a.metrics) == (b.cursor, b.metrics) and all(
+        np.array_equal(x.tokens, y.tokens) and (x.reward, x.text) == (y.reward, y.text) for x, y in samples
+    )
+
+
+def kept_and_read(rank: int, world: int, folder: str) -> list[Any]:
+    """The same run, changed ones, and one whose ranks disagree about the conditions."""
+    at = Path(folder)
+    found: list[Any] = [cache().read(at) is None]
+    first = cache().read_or_draw(at, drawn)
+    again = cache().read_or_draw(at, lambda: pytest.fail("they are kept"))
+    found += [same(first, drawn()), same(again, drawn())]
+    # a condition that another rank sees differently, as a file that only rank 0's node has
+    mine = cache() if rank == 0 else cache("of.another.Rank")
+    found.append(same(mine.read(at), drawn()))
+    found.append(cache("other.Engine").read(at) is None)
+    found.append(cache(rollout={"temperature": 0.5}).read(at) is None)
+    found.append(cache(algorithm={"dynamic_sampling": True}).read(at) is None)
+    found.append(cache(prompts=[make_prompt(i, text="other") for i in range(4)]).read(at) is None)
+    found.append(cache(training={"steps": 99}).read(at) is not None)
+    return found
+
+
+def test_kept_rollouts_are_used_by_all_ranks_or_none(tmp_path):
+    assert run_distributed(kept_and_read, 2, str(tmp_path)) == [[True] * 9] * 2
+    assert [path.name for path in tmp_path.iterdir()] == [_FILE]
+
+
+def damaged(rank: int, world: int, folder: str) -> list[bool]:
+    at = Path(folder)
+    cache().write(at, drawn())
+    whole = (at / _FILE).read_bytes()
+    found = []
+    changed = whole.replace(b'"bytes": ', b'"bytes": 1')
+    for content in (whole[:-3], bytes([*whole[:-9], whole[-9] ^ 1, *whole[-8:]]), changed, b"", b"{}\n", b"\xff\n"):
+        (at / _FILE).write_bytes(content)
+        found.append(cache().read(at) is None)
+    return found
+
+
+def test_a_damaged_file_is_not_used(tmp_path):
+    assert run_distributed(damaged, 1, str(tmp_path)) == [[True] * 6]
+
+
+def without_a_checkpoint(rank: int, world: int, folder: str) -> None:
+    assert same(cache().read_or_draw(None, drawn), drawn())
+    missing = Path(folder) / "nowhere"
+    assert same(cache().read_or_draw(missing, drawn), drawn()), "that they can't be kept has no other effect"
+    rollout = {"engine": "sft", "rollout_batch_size": 8, "n_samples_per_prompt": 1}
+    sft = cache(algorithm={"name": "sft"}, rollout=rollout)
+    sft.read_or_draw(Path(folder), drawn)
+    unwritable = Rollout([make_sample(1, 1, metadata={"x": {1, 2}})], DataCursor(), {})
+    cache().write(Path(folder), unwritable)
+    assert list(Path(folder).iterdir()) == []
+
+
+def test_nothing_is_kept_without_a_checkpoint(tmp_path):
+    run_distributed(without_a_checkpoint, 1, str(tmp_path))
+
+
+def test_the_conditions_are_plain_values():
+    found = cache().conditions(drawn().samples)
+    assert json.loads(json.dumps(found)) == found
+    assert found["engine"] == "mine.Engine" and found["rollout.temperature"] == 1.0 and found["seed"] == 7
