@@ -20,8 +20,8 @@ from megatron_gspo.tools.doctor.__main__ import check
 from megatron_gspo.tools.doctor.arguments import Options
 from megatron_gspo.tools.doctor.diagnostics import LEVELS, quiet_output
 from megatron_gspo.tools.doctor.rank_checks import facts_of_this_rank
-from megatron_gspo.tools.doctor.rendezvous import Meeting, Place, open_store
-from megatron_gspo.tools.doctor.runner import Checkup
+from megatron_gspo.tools.doctor.rendezvous import Place, Rendezvous, open_store
+from megatron_gspo.tools.doctor.runner import CheckRunner
 from megatron_gspo.tools.doctor.version_checks import installed
 from tests.support.distributed import end_process, fork_server
 from tests.support.network_hosts import CONFIGURATION, Host
@@ -103,14 +103,14 @@ def agree_and_hang() -> None:
 
 def impatient() -> None:
     """A doctor that waits a second where it usually waits a minute or ten."""
-    checkup = Checkup(Options(seconds=1.0, local_seconds=6.0, grace=0.5), sys.stdout)
+    checkup = CheckRunner(Options(seconds=1.0, local_seconds=6.0, grace=0.5), sys.stdout)
     with quiet_output():
         raise SystemExit(checkup.run())
 
 
-def meet() -> Meeting:
+def meet() -> Rendezvous:
     place = Place.of(os.environ)
-    meeting = Meeting(place, open_store(place, 10.0))
+    meeting = Rendezvous(place, open_store(place, 10.0))
     meeting.roll_call(facts_of_this_rank(place.rank, place.local_rank, installed()), 10.0)
     meeting.clocks(10.0)
     return meeting

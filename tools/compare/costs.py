@@ -1,4 +1,4 @@
-"""What a step costs, part by part, and what storing routes costs: measured, and on paper for large models."""
+"""The cost of each part of a step and of storing routes: measured, and estimated for large models."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class PaperModel:
+class PublishedModel:
     """A model as far as the size of its routes is concerned. layers: those with experts."""
 
     name: str
@@ -62,17 +62,17 @@ class PaperModel:
 
 
 @dataclass(frozen=True)
-class PaperRow:
+class StorageRow:
     """A model's routes for a rollout batch: bytes a token, bytes of the batch, and beside them its old log-probs."""
 
-    model: PaperModel
+    model: PublishedModel
     bytes_per_token: int
     tokens: int
     batch_bytes: int
     log_prob_bytes: int
 
 
-PUBLISHED = (PaperModel("Qwen3-30B-A3B", 48, 128, 8), PaperModel("Qwen3-235B-A22B", 94, 128, 8))
+PUBLISHED = (PublishedModel("Qwen3-30B-A3B", 48, 128, 8), PublishedModel("Qwen3-235B-A22B", 94, 128, 8))
 
 
 def cost_of(variant: str, runs: Sequence[Run]) -> Cost | None:
@@ -92,15 +92,15 @@ def cost_of(variant: str, runs: Sequence[Run]) -> Cost | None:
     )
 
 
-def on_paper(models: Sequence[PaperModel], batch: tuple[int, int] = _FULL_BATCH) -> list[PaperRow]:
+def estimated_storage(models: Sequence[PublishedModel], batch: tuple[int, int] = _FULL_BATCH) -> list[StorageRow]:
     """Routes of `batch` = (responses, tokens each); prompts are within the tokens."""
     tokens = batch[0] * batch[1]
     return [
-        PaperRow(model, model.bytes_per_token, tokens, model.bytes_per_token * tokens, 4 * tokens) for model in models
+        StorageRow(model, model.bytes_per_token, tokens, model.bytes_per_token * tokens, 4 * tokens) for model in models
     ]
 
 
-def model_of(config: Mapping[str, Any], name: str = "this model") -> PaperModel | None:
+def model_of(config: Mapping[str, Any], name: str = "this model") -> PublishedModel | None:
     """The compared model, from the config.json of its directory; None where that isn't there or has no experts."""
     path = Path(str(config.get("model", {}).get("path", ""))) / "config.json"
     try:
@@ -113,7 +113,7 @@ def model_of(config: Mapping[str, Any], name: str = "this model") -> PaperModel 
     sparse = found.get("decoder_sparse_step") or 1
     dense = set(found.get("mlp_only_layers") or ())
     layers = sum(i not in dense and (i + 1) % sparse == 0 for i in range(found["num_hidden_layers"]))
-    return PaperModel(name, layers, experts, found["num_experts_per_tok"])
+    return PublishedModel(name, layers, experts, found["num_experts_per_tok"])
 
 
 def _seconds(run: Run) -> dict[str, float]:

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_gspo.errors import show_bytes
 from megatron_gspo.tools.compare import charts
 from megatron_gspo.tools.compare.claims import claims, p_value, percent
-from megatron_gspo.tools.compare.costs import PHASES, PUBLISHED, cost_of, model_of, on_paper
+from megatron_gspo.tools.compare.costs import PHASES, PUBLISHED, cost_of, estimated_storage, model_of
 from megatron_gspo.tools.compare.ratio_plots import Response, clip_band, pick_response
 from megatron_gspo.tools.compare.routing_plots import LAYER_FIGURES, layers_of
 from megatron_gspo.tools.compare.run_records import Run
@@ -211,7 +211,7 @@ def _paper(study: Study) -> list[dict[str, Any]]:
             "batch": show_bytes(row.batch_bytes),
             "log_probs": show_bytes(row.log_prob_bytes),
         }
-        for row in on_paper([*([own] if own else []), *PUBLISHED])
+        for row in estimated_storage([*([own] if own else []), *PUBLISHED])
     ]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_gspo.tools.compare.claims import claims
-from megatron_gspo.tools.compare.costs import PUBLISHED, cost_of, on_paper
+from megatron_gspo.tools.compare.costs import PUBLISHED, cost_of, estimated_storage
 from megatron_gspo.tools.compare.report_page import render
 from megatron_gspo.tools.compare.routing_plots import layers_of
 from megatron_gspo.tools.compare.run_records import Run, figures, mean_of, series
@@ -94,7 +94,7 @@ def json_text(study: Study) -> str:
         ],
         "costs": [asdict(cost) for group in names if (cost := cost_of(group, study.of(BASE, group)))],
         "layers": [asdict(found) for group in names if (found := layers_of(group, study.of(BASE, group)))],
-        "paper": [asdict(row) for row in on_paper(PUBLISHED)],
+        "paper": [asdict(row) for row in estimated_storage(PUBLISHED)],
         "search": {"trials": [asdict(trial) for trial in study.trials], "chosen": study.chosen},
         "runs": [_run(run) for run in (*study.runs, *study.trial_runs)],
         "environment": _environment(study),

@@ -69,7 +69,7 @@ def check(arguments: Sequence[str] | None = None) -> int:
     options = parse(sys.argv[1:] if arguments is None else arguments)
     try:
         from megatron_gspo.tools.doctor.diagnostics import quiet_output
-        from megatron_gspo.tools.doctor.runner import Checkup
+        from megatron_gspo.tools.doctor.runner import CheckRunner
     except ImportError as failure:  # a package that nothing works without
         print(
             f"error    versions.packages  {failure}; the doctor needs it too; install this project with pip: "
@@ -77,10 +77,10 @@ def check(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    checkup = Checkup(options, output=sys.stdout)
+    runner = CheckRunner(options, output=sys.stdout)
     try:
         with quiet_output():
-            return checkup.run()
+            return runner.run()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -1,4 +1,4 @@
-"""What the doctor finds, as plain data: one line each, from whichever rank, and what they mean for a script."""
+"""Findings as plain data: one line each, from any rank, with levels and exit codes."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def error(check: str, what: str, why: str, fix: str) -> Finding:
 def examine(
     check: str, action: Callable[[], Iterable[Finding]], *, why: str = "the run would stop there"
 ) -> list[Finding]:
-    """What a check finds. What the user can mend and the check raises is an error finding; so is a check that crashes,
-    under its own name: a doctor never ends in a traceback."""
+    """What a check finds. What the user can fix and the check raises is an error finding; so is a check that crashes,
+    under its own name: the doctor never ends in a traceback."""
     try:
         return list(action())
     except UserError as failure:

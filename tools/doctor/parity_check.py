@@ -15,7 +15,7 @@ _PROMPTS, _RESPONSE = 4, 32
 _LARGEST = {"float32": 1e-3, "bfloat16": 0.5}
 
 
-def check_agreement(config: Config) -> list[Finding]:
+def check_parity(config: Config) -> list[Finding]:
     """Assemble the run, send its weights to the engine and compare log-probs; a collective of all ranks.
 
     Nothing is written to run_dir but the logs of servers that the run would start. Raises UserError for whatever would
@@ -62,14 +62,14 @@ def _compare(run) -> list[Finding]:  # type: ignore[no-untyped-def] # Run's modu
                 error(
                     "parity.log_probs",
                     "no server scored the prompts",
-                    "nothing is known of the agreement",
+                    "the log-probs were not compared",
                     "look at the servers' logs",
                 ),
             ]
         mean, largest = metrics["log_prob_check/abs_diff"], metrics["log_prob_check/abs_diff_max"]
     else:
         mean, largest = _differences(run)
-    return [judge_agreement(mean, largest, run.config.rollout.engine, run.config.model.dtype), *found]
+    return [judge_parity(mean, largest, run.config.rollout.engine, run.config.model.dtype), *found]
 
 
 def _differences(run) -> tuple[float, float]:  # type: ignore[no-untyped-def]
@@ -87,7 +87,7 @@ def _differences(run) -> tuple[float, float]:  # type: ignore[no-untyped-def]
     return float(differences.mean()), float(differences.max())
 
 
-def judge_agreement(mean: float, largest: float, engine: str, dtype: str) -> Finding:
+def judge_parity(mean: float, largest: float, engine: str, dtype: str) -> Finding:
     """Differences of log-probs in nats; a NaN is no parity."""
     check, limit = "parity.log_probs", _LARGEST[dtype]
     text = (

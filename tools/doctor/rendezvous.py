@@ -100,7 +100,7 @@ def open_store(place: Place, seconds: float) -> dist.Store:
     return dist.PrefixStore(f"doctor_{place.attempt}", store)
 
 
-class Meeting:
+class Rendezvous:
     """This rank's side of the exchange. Keys: here/<rank>, roll, flash/<n>, clock/<n>/<rank>, stage/<rank>,
     report/<rank>, verdict, and the names of agreements."""
 
@@ -110,9 +110,9 @@ class Meeting:
         self._awaited = 0  # ranks that wait for the verdict
         self.neighbours = 1  # ranks on this host, this one included
 
-    def again(self) -> Meeting:
-        """A meeting over a connection of its own, for another thread: the first may wait for a key."""
-        other = Meeting(self.place, self._store.clone() if hasattr(self._store, "clone") else self._store)
+    def again(self) -> Rendezvous:
+        """A rendezvous over a connection of its own, for another thread: the first may wait for a key."""
+        other = Rendezvous(self.place, self._store.clone() if hasattr(self._store, "clone") else self._store)
         other.here, other.neighbours = self.here, self.neighbours
         return other
 

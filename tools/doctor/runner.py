@@ -1,4 +1,4 @@
-"""The order of the checks on one rank: what needs nobody else first, then the meeting, the groups and the parity."""
+"""The order of the checks on one rank: local checks, rendezvous, process groups, parity check."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ from megatron_gspo.tools.doctor.rank_checks import (
     judge_ranks,
     judge_shared,
 )
-from megatron_gspo.tools.doctor.rendezvous import Meeting, Place, PortError, open_store
+from megatron_gspo.tools.doctor.rendezvous import Place, PortError, Rendezvous, open_store
 from megatron_gspo.tools.doctor.report import document, write_json, write_text
 from megatron_gspo.tools.doctor.version_checks import installed
 from megatron_gspo.tools.doctor.watchdog import Watch
 
 
 @dataclass
-class Checkup:
+class CheckRunner:
     """One rank's way through the checks."""
 
     options: Options
     output: TextIO
     place: Place = Place()
     report: Report = field(default_factory=Report)
-    meeting: Meeting | None = None
+    rendezvous: Rendezvous | None = None
     config: Config | None = None
     versions: Mapping[str, str | None] = field(default_factory=dict)
     can_meet: bool = True  # False once some rank is known to be gone: nothing is exchanged any more
@@ -66,7 +66,7 @@ class Checkup:
         self._place()
         self.versions = installed()
         if self.place.world_size > 1:
-            limit = 6 * self.options.seconds + self.options.grace  # beyond what the meeting's own limits add up to
+            limit = 6 * self.options.seconds + self.options.grace  # beyond what the rendezvous's own limits add up to
             with watch.stage("ranks", limit):
                 self._run("ranks.all", self._meet)
         with watch.stage("config", self.options.local_seconds):
@@ -75,26 +75,26 @@ class Checkup:
             with watch.stage("groups", self.options.seconds):
                 self._run("groups.all", self._groups)
         if self.options.probe:
-            self._agreement(watch)
+            self._parity(watch)
         watch.close()
-        return self._end(self.meeting)
+        return self._end(self.rendezvous)
 
     def _run(self, check: str, action: Any) -> None:
         self.report.add(*examine(check, action))
 
     def _all_agree(self, name: str, watch: Watch) -> bool:
         """Wait until every rank has come here with the same config."""
-        if self.meeting is None or not self.can_meet:
+        if self.rendezvous is None or not self.can_meet:
             return False
         with watch.stage("ranks.waiting", self.options.local_seconds + 2 * self.options.grace):
-            said = self.meeting.agree(name, self._word(), self.options.local_seconds)
+            said = self.rendezvous.agree(name, self._word(), self.options.local_seconds)
         if said is None:
             self.can_meet = False
             return False
         self.has_errors = any(each["worst"] == "error" for each in said.values())
-        apart = [rank for rank, each in said.items() if each["config"] != said[self.meeting.speaker]["config"]]
+        apart = [rank for rank, each in said.items() if each["config"] != said[self.rendezvous.speaker]["config"]]
         self.can_meet = not apart and not any(each["ranks"] for each in said.values())
-        if self.place.rank == self.meeting.speaker:
+        if self.place.rank == self.rendezvous.speaker:
             places = {rank: tuple(each["run_dir"]) for rank, each in said.items() if each["run_dir"]}
             self.report.add(*judge_configs(apart, self.place.rank), *judge_shared(places, self.hosts))
             if not self.can_meet:
@@ -117,8 +117,8 @@ class Checkup:
 
     def _begin(self, stage: str) -> None:
         self._at = stage
-        if self.meeting is not None:
-            self.meeting.begin(stage)
+        if self.rendezvous is not None:
+            self.rendezvous.begin(stage)
 
     def _place(self) -> None:
         def find() -> list[Finding]:
@@ -132,24 +132,24 @@ class Checkup:
         seconds = self.options.seconds
         facts = facts_of_this_rank(self.place.rank, self.place.local_rank, self.versions)
         try:
-            self.meeting = Meeting(self.place, open_store(self.place, seconds))
+            self.rendezvous = Rendezvous(self.place, open_store(self.place, seconds))
         except PortError as failure:
             self.can_meet = False
             return [failed("ports.master", failure, "the ranks could not meet")]
         except RunError as failure:
             self.can_meet = False
             return [failed("ranks.missing", failure, "the ranks could not meet")]
-        everybody = self.meeting.roll_call(facts, seconds)
+        everybody = self.rendezvous.roll_call(facts, seconds)
         self.hosts = {fact.rank: fact.host for fact in everybody}
-        offsets = self.meeting.clocks(seconds)
-        missing = judge_missing(self.meeting.here, self.place.world_size, seconds)
+        offsets = self.rendezvous.clocks(seconds)
+        missing = judge_missing(self.rendezvous.here, self.place.world_size, seconds)
         self.can_meet = not missing
-        if self.place.rank != self.meeting.speaker:
+        if self.place.rank != self.rendezvous.speaker:
             return []
         return [*missing, *judge_ranks(everybody, offsets)]
 
     def _alone(self) -> None:
-        neighbours = self.meeting.neighbours if self.meeting is not None else self.place.local_size
+        neighbours = self.rendezvous.neighbours if self.rendezvous is not None else self.place.local_size
         local = Local(self.options, self.place, self.report, self.versions, neighbours)
         local.run()
         self.config = local.config
@@ -185,7 +185,7 @@ class Checkup:
         shutdown(keep_distributed=True)
         return []
 
-    def _agreement(self, watch: Watch) -> None:
+    def _parity(self, watch: Watch) -> None:
         config = self.config
         if self.place.world_size > 1:
             broken = not self._all_agree("parity", watch) or self.has_errors
@@ -198,9 +198,9 @@ class Checkup:
             return
 
         def compare() -> list[Finding]:
-            from megatron_gspo.tools.doctor.parity_check import check_agreement
+            from megatron_gspo.tools.doctor.parity_check import check_parity
 
-            found = check_agreement(config)
+            found = check_parity(config)
             return found if self.place.rank == 0 else []
 
         with watch.stage("parity", 60 * config.parallel.distributed_timeout_minutes):
@@ -208,7 +208,7 @@ class Checkup:
 
     def _late(self, stage: str, seconds: float) -> None:
         """Called by the watch: this rank hangs. Tell what there is and end the process."""
-        meeting = self.meeting.again() if self.meeting is not None else None
+        rendezvous = self.rendezvous.again() if self.rendezvous is not None else None
         self.report.add(
             error(
                 f"{stage}{LATE}",
@@ -217,21 +217,21 @@ class Checkup:
                 "look at the findings of the other ranks, and at their logs",
             )
         )
-        os._exit(self._end(meeting))
+        os._exit(self._end(rendezvous))
 
-    def _end(self, meeting: Meeting | None) -> int:
+    def _end(self, rendezvous: Rendezvous | None) -> int:
         """Bring the reports together; the speaking rank prints. Returns the exit code."""
         if not self._ending.acquire(blocking=False):
             threading.Event().wait()  # the watch is about to end this process
-        if meeting is None:
+        if rendezvous is None:
             return self._print({self.place.rank: self.report})
-        meeting.hand_in(self.report)
+        rendezvous.hand_in(self.report)
         patience = self.options.seconds + 3 * self.options.grace
-        if self.place.rank == meeting.speaker:
-            code = self._print(meeting.reports(patience))
-            meeting.announce(code)
+        if self.place.rank == rendezvous.speaker:
+            code = self._print(rendezvous.reports(patience))
+            rendezvous.announce(code)
             return code
-        code_or_none = meeting.verdict(2 * patience)
+        code_or_none = rendezvous.verdict(2 * patience)
         return exit_code(self.report.findings) or 2 if code_or_none is None else code_or_none
 
     def _print(self, reports: Mapping[int, Report]) -> int:

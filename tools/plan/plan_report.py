@@ -104,7 +104,7 @@ def whole_page(found: Search, shape: ModelShape, work: Workload, cluster: Cluste
     parts = [
         describe(shape, work, cluster),
         f"{len(found.plans)} of {found.considered} layouts fit with {100 * assume.reserve:g} % left free; "
-        f"the {min(top, len(found.plans))} fastest on paper:",
+        f"the {min(top, len(found.plans))} fastest, estimated:",
         ranking(found.plans[:top], cluster),
         f"The fastest, {name_of(best.parallel)} with recompute {best.recompute}:",
         memory_table(best), time_table(best),

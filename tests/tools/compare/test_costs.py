@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_gspo.tools.compare.costs import PUBLISHED, PaperModel, cost_of, model_of, on_paper
+from megatron_gspo.tools.compare.costs import PUBLISHED, PublishedModel, cost_of, estimated_storage, model_of
 from megatron_gspo.tools.compare.run_records import Run
 
 
@@ -29,11 +29,11 @@ def test_cost_of_a_step_by_hand():
 
 
 def test_routes_on_paper_by_hand():
-    small, large = on_paper(PUBLISHED)
+    small, large = estimated_storage(PUBLISHED)
     assert (small.bytes_per_token, large.bytes_per_token) == (48 * 8, 94 * 8)
     assert small.tokens == 512 * 16_384 == 2**23
     assert small.batch_bytes == 3 * 2**30  # 384 = 3 * 2^7
-    assert PaperModel("wide", 2, 257, 8).bytes_per_token == 32  # beyond 256 experts an id takes two bytes
+    assert PublishedModel("wide", 2, 257, 8).bytes_per_token == 32  # beyond 256 experts an id takes two bytes
     assert math.isclose(small.log_prob_bytes / 2**20, 32)
 
 
