@@ -102,7 +102,7 @@ MEGATRON = (
     SeededBug(
         "micro-batch average not undone", "design", FORWARD,
         "return loss * (num_microbatches * groups.dp.size())", "return loss * groups.dp.size()",
-        ("tests/mcore/test_model.py::test_per_token_loss_is_refused_and_the_share_is_scaled_once",),
+        ("tests/mcore/test_forward_step.py::test_per_token_loss_is_refused_and_the_share_is_scaled_once",),
     ),
     SeededBug(
         "expert gradients not added up over tensor-parallel replicas", "megatron-core 0.16.1 - 0.18.2", MODEL,
@@ -125,7 +125,7 @@ MEGATRON = (
     SeededBug(
         "norm gradients not reduced under sequence parallelism", "design", "megatron_gspo/mcore/layers.py",
         "self.weight.sequence_parallel = config.sequence_parallel", "self.weight.sequence_parallel = False",
-        ("tests/mcore/test_model.py::test_norms_carry_the_mark_of_sequence_parallelism",),
+        ("tests/mcore/test_layers.py::test_norms_carry_the_mark_of_sequence_parallelism",),
     ),
     SeededBug(
         "router's auxiliary loss left on", "two converters; TRL's default", MODEL,
@@ -143,7 +143,7 @@ MEGATRON = (
         "per-token loss divides the objective again", "design", FORWARD,
         "if unwrap(model).config.calculate_per_token_loss:",
         "if unwrap(model).config.calculate_per_token_loss is None:",
-        ("tests/mcore/test_model.py::test_per_token_loss_is_refused_and_the_share_is_scaled_once",),
+        ("tests/mcore/test_forward_step.py::test_per_token_loss_is_refused_and_the_share_is_scaled_once",),
     ),
     SeededBug(
         "results counted once for each tensor-parallel rank", "design", "megatron_gspo/mcore/micro_batches.py",

@@ -1,0 +1,119 @@
+"""The routes of one micro-batch without a model: rows, replay, missing routes, measurements and counted uses."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_gspo.data.packing import PackedBatch, pack
+from megatron_gspo.mcore.routing_replay.micro_batch_routes import (
+    MicroBatchRoutes,
+    ReplayOptions,
+    RoutingError,
+    routes_of_mini_batch,
+)
+from megatron_gspo.routing_replay.routes import RouteShape
+from tests.support.routing_cases import scored_samples, with_random_routes
+
+SHAPE = RouteShape(layers=2, k=2, num_experts=8)
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="compares tensors on the CPU")
+
+
+def groups(tp: tuple[int, int] = (0, 1)) -> Any:
+    def group(rank: int, size: int) -> Any:
+        return SimpleNamespace(rank=lambda: rank, size=lambda: size)
+
+    return SimpleNamespace(tp=group(*tp), cp=group(0, 1))
+
+
+def batch_of(missing: float = 0.0) -> PackedBatch:
+    samples = with_random_routes(scored_samples(3), SHAPE, missing=missing)
+    return pack(samples, num_sequences=3, num_tokens=9, total_multiple=4, routes=SHAPE)
+
+
+def begun(options: ReplayOptions, batch: PackedBatch, layers: tuple[int, ...] = (0, 1)) -> MicroBatchRoutes:
+    routes = MicroBatchRoutes(options, batch, groups(), sequence_parallel=False)
+    routes.begin_chunk(batch, layers)
+    return routes
+
+
+def top_2(scores: Tensor) -> tuple[Tensor, Tensor]:
+    values, ids = scores.topk(2, dim=-1)
+    return values, ids
+
+
+def scores_for(batch: PackedBatch) -> Tensor:
+    return torch.from_numpy(np.random.default_rng(5).normal(size=(len(batch.tokens), 8))).requires_grad_()
+
+
+def test_replay_uses_the_given_experts_and_the_live_values():
+    batch = batch_of()
+    routes, scores = begun(ReplayOptions(SHAPE, replay=True), batch), scores_for(batch)
+    values, ids = routes.route(1, scores, top_2, are_logits=True)
+    assert torch.equal(ids, batch.routed_experts[:, 1].long()) and torch.equal(values, scores.gather(1, ids))
+    assert values.requires_grad
+    routes.route(0, scores, top_2, are_logits=True)
+    routes.check_uses(forward_only=False)
+
+
+def test_the_live_router_decides_where_a_route_is_missing():
+    batch = batch_of(missing=0.5)
+    routes, scores = begun(ReplayOptions(SHAPE, replay=True), batch), scores_for(batch)
+    _, ids = routes.route(0, scores, top_2, are_logits=True)
+    missing = batch.missing_routes
+    assert missing.any() and torch.equal(ids[missing], top_2(scores)[1][missing])
+    assert torch.equal(ids[~missing], batch.routed_experts[~missing][:, 0].long())
+
+
+def test_choices_are_recorded_and_compared_over_trained_tokens_with_a_known_route():
+    batch = batch_of(missing=0.3)
+    routes, scores = begun(ReplayOptions(SHAPE, record=True, compare=True, entropy=True), batch), scores_for(batch)
+    values, ids = routes.route(0, scores, top_2, are_logits=True)
+    assert torch.equal(ids, top_2(scores)[1]) and torch.equal(values, top_2(scores)[0])
+    assert routes.chosen[0].dtype == torch.uint8 and torch.equal(routes.chosen[0].long(), ids)
+    weight = batch.loss_mask * ~batch.missing_routes
+    given = batch.routed_experts[:, 0].tolist()
+    different = [len(set(a) - set(b)) / 2 for a, b in zip(ids.tolist(), given, strict=True)]
+    assert float(routes.flips[0]) == pytest.approx(float((torch.tensor(different) * weight).sum()))
+    assert routes.flipped.tolist() == [int(share > 0) for share in different]
+    p = scores.softmax(-1)
+    entropy = (-(p * p.log()).sum(-1) * batch.loss_mask).sum()
+    assert float(routes.entropy[0]) == pytest.approx(float(entropy), rel=1e-5)
+
+
+def test_sequence_parallel_ranks_see_their_part_and_all_count():
+    batch = batch_of()
+    half = len(batch.tokens) // 2
+    options = ReplayOptions(SHAPE)
+    parts = [MicroBatchRoutes(options, batch, groups((rank, 2)), sequence_parallel=True) for rank in (0, 1)]
+    assert [part.rows for part in parts] == [slice(0, half), slice(half, 2 * half)]
+    assert all(part.is_counted for part in parts)
+    whole = [MicroBatchRoutes(options, batch, groups((rank, 2)), sequence_parallel=False) for rank in (0, 1)]
+    assert [one.is_counted for one in whole] == [True, False] and whole[1].rows == slice(0, 2 * half)
+
+
+def test_a_layer_that_is_begun_or_used_twice_is_refused():
+    batch = batch_of()
+    routes = begun(ReplayOptions(SHAPE, replay=True), batch, (0,))
+    with pytest.raises(RoutingError, match="went through the same layers twice"):
+        routes.begin_chunk(batch, (0,))
+    with pytest.raises(RoutingError, match="MoE layer 0 .* 0 times with and 0 times without a gradient; expected once"):
+        routes.check_uses(forward_only=False)
+    with torch.no_grad():
+        routes.route(0, scores_for(batch), top_2, are_logits=True)
+    routes.check_uses(forward_only=True)
+    with pytest.raises(RoutingError, match="0 times with and 1 times without"):
+        routes.check_uses(forward_only=False)
+
+
+def test_a_batch_without_routes_is_refused_where_they_are_needed():
+    bare = pack(scored_samples(2), num_sequences=2, num_tokens=4)
+    begun(ReplayOptions(SHAPE, record=True), bare)
+    with pytest.raises(RoutingError, match="carries no routes"):
+        begun(ReplayOptions(SHAPE, replay=True), bare)
+    assert routes_of_mini_batch(None, [bare], groups(), sequence_parallel=False) is None

@@ -1,0 +1,46 @@
+"""A policy on one process: its optimizer and schedule, and the frozen reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_gspo.algorithms import preset
+from megatron_gspo.mcore.policy import build_policy
+from megatron_gspo.mcore.train_step import train_mini_batch
+from tests.equivalence.cases import make_samples
+from tests.support.configs import adam, micro_batches_of, model_config, parallel
+from tests.support.distributed import run_distributed
+from tests.support.parallel_groups import groups_of
+from tests.support.tiny_models import save_tiny_model
+
+
+def build(rank: int, world_size: int, path: str) -> dict[str, Any]:
+    groups = groups_of(parallel())
+    optimizer = adam(1e-2, min_lr=1e-3, lr_decay_style="linear", lr_warmup_steps=1)
+    policy = build_policy(model_config(path), parallel(), groups, optimizer=optimizer, total_steps=4)
+    samples, cut = make_samples(count=4), micro_batches_of(64)
+    rates = [train_mini_batch(policy, samples, preset("sft"), cut, temperature=1.0).metrics["lr"] for _ in range(5)]
+    reference = build_policy(model_config(path), parallel(), groups, optimizer=None)
+    random = [build_policy(model_config(path, init="random"), parallel(), groups_of(parallel()), optimizer=None)
+              for _ in range(2)]  # fmt: skip
+    weights = [torch.cat([w.flatten() for _, w in one.weights()]) for one in (reference, *random)]
+    parts = getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])
+    return {
+        "rates": rates,
+        "fused": [group["fused"] for part in parts for group in part.optimizer.param_groups],
+        "frozen": not any(p.requires_grad for p in reference.chunks[0].parameters()),
+        "reference optimizer": reference.optimizer,
+        "random": (torch.equal(weights[1], weights[2]), torch.equal(weights[0], weights[1])),
+    }
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Adam's kernels are others on a GPU")
+def test_a_policy_and_its_reference(tmp_path):
+    found = run_distributed(build, 1, save_tiny_model(tmp_path / "model"))[0]
+    assert found["rates"] == pytest.approx([5e-3, 1e-2, 7e-3, 4e-3, 1e-3]), "warm-up above 0, then down to min_lr"
+    assert found["fused"] and all(found["fused"])
+    assert found["frozen"] and found["reference optimizer"] is None
+    assert found["random"] == (True, False), "the seed decides on random weights"
