@@ -27,8 +27,9 @@ def with_log_probs(
     """  # fmt: skip
     if not routing.has_ratio and reference is None:
         return list(samples), {}
+    metrics: dict[str, float] = {}
     if config.algorithm.old_log_probs == "rollout":
-        samples, metrics = _with_rollout_log_probs(samples, policy, config, routing, timers), {}
+        samples = _with_rollout_log_probs(samples, policy, config, routing, timers)
     else:
         samples, metrics = _with_old_log_probs(samples, policy, config, routing, timers)
     if reference is not None:

@@ -78,7 +78,8 @@ def correct_mismatch(
     reward is known. Whole samples are compared, before they are cut into batches, so the result doesn't depend on the
     cut.
     """
-    corrected, metrics = list(samples), {}
+    corrected = list(samples)
+    metrics: dict[str, float] = {}
     for key, apply in (("rollout_rs", _reject), ("rollout_is", _weight)):
         if (level := getattr(algorithm, key)) == "none":
             continue
