@@ -1,4 +1,4 @@
-"""What a multi-turn episode talks to: the protocol of an environment, and its steps with every failure contained.
+"""The protocol of an environment for multi-turn episodes, and its steps with failures contained.
 
 Imports no torch: environments run in worker processes as verifiers do.
 """
@@ -18,17 +18,17 @@ from megatron_gspo.errors import InputError
 from megatron_gspo.rewards.verifiers import load_function
 from megatron_gspo.rewards.worker import Reply, describe
 
-_MOST_LIVE = 1024  # environments kept by a process; the one left alone longest goes first
-_LARGEST = float(np.finfo(np.float32).max)
+_MAX_LIVE = 1024  # environments kept by a process; the least recently used is dropped first
+_MAX_REWARD = float(np.finfo(np.float32).max)
 
 
 class EnvironmentLoadError(InputError):
-    """An environment that can't be loaded; one line naming it and the fix."""
+    """An environment that can't be loaded; one line with its name and the fix."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """An environment's answer to a response.
+    """An environment's reply to a response.
 
     observation: text that the policy reads next, as it is (role marks included, where the model needs them).
     reward: of this response. done: the episode ends with this response; the observation is then not read.
@@ -40,11 +40,11 @@ class Turn:
 
 
 class Environment(Protocol):
-    """One episode's other side.
+    """The environment of one episode.
 
     Its factory is `factory(prompt, *, sample_index, seed, **options) -> Environment`; `seed` is an int that depends on
     (run seed, step, prompt, sample) alone. The same responses must give the same turns: an environment may be built
-    again and its responses played back. One with a `close()` has it called when it is let go.
+    again and its responses repeated. `close()`, if it has one, is called when the environment is dropped.
     """
 
     def step(self, response: str) -> Turn: ...
@@ -52,7 +52,7 @@ class Environment(Protocol):
 
 @dataclass(frozen=True)
 class StepRequest:
-    """All that a turn of an episode depends on. responses: all so far, the one to answer last."""
+    """The input of one step of an episode. responses: all so far; the last one is the one to reply to."""
 
     prompt: Prompt
     sample_index: int
@@ -94,7 +94,7 @@ class Environments:
             identity = {"sample_index": request.sample_index, "seed": request.seed}
             self._live[key] = self._factory(request.prompt, **identity, **self._options), 0
         self._live.move_to_end(key)
-        while len(self._live) > _MOST_LIVE:
+        while len(self._live) > _MAX_LIVE:
             self._forget(next(iter(self._live)))
         environment, taken = self._live[key]
         turn = Turn()
@@ -109,7 +109,7 @@ class Environments:
         if close is not None:
             try:
                 close()
-            except Exception:  # the episode is over, whatever its environment thinks of that
+            except Exception:  # the episode is over
                 pass
 
 
@@ -121,7 +121,7 @@ def _fault(turn: Any) -> str:
     done: Any = turn.done
     if not isinstance(observation, str):
         return f"the environment's observation is a {type(observation).__name__}; give text"
-    if not isinstance(reward, (numbers.Real, np.bool_)) or not abs(float(reward)) <= _LARGEST:
+    if not isinstance(reward, (numbers.Real, np.bool_)) or not abs(float(reward)) <= _MAX_REWARD:
         return f"the environment's reward is {reward!r}; give a finite number (float32)"
     if not isinstance(done, (bool, np.bool_)):
         return f"the environment's done is {done!r}; give True or False"

@@ -1,4 +1,4 @@
-"""Steps of environments, with a time limit in worker processes or without one here."""
+"""Steps of environments, in worker processes with a time limit or in this process."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ _SERVED = Served("megatron_gspo.environments.environment_worker", "environment",
 class EnvironmentPool:
     """Steps environments of one factory.
 
-    With a time limit they run in worker processes, which are killed when a step takes too long and may crash: that
-    episode fails, the others' environments are built again and played back. timeout None: in this process, unguarded.
+    With a time limit they run in worker processes, which may crash and are killed when a step takes too long: that
+    episode fails, and the environments of the others are built again and their responses repeated. timeout None: they
+    run in this process, without protection.
     """
 
     def __init__(
@@ -24,7 +25,7 @@ class EnvironmentPool:
     ) -> None:
         """name, options: see `load_environments`. timeout: seconds a step.
 
-        Raises EnvironmentLoadError in one line where the factory can't be loaded.
+        Raises EnvironmentLoadError in one line if the factory can't be loaded.
         """
         self._here = load_environments(name, options) if timeout is None else None
         self._pool = None
@@ -40,6 +41,6 @@ class EnvironmentPool:
         return [self._here.answer(request) for request in requests]
 
     def close(self) -> None:
-        """End the worker processes. Calling it twice is fine."""
+        """End the worker processes. May be called again."""
         if self._pool is not None:
             self._pool.close()

@@ -1,4 +1,4 @@
-"""A process of its own that runs environments; see `rewards/worker.py`."""
+"""A worker process that runs environments; see `rewards/worker.py`."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""Runs one server and ends it, with all of its children, when the trainer ends: by any cause, SIGKILL included.
+"""Runs one server and ends it, with all of its children, when the trainer ends, also by SIGKILL.
 
     python -I -S supervisor.py [--hide] TRAINER_PID COMMAND [ARGUMENT ...]
 
-The guard leads a session of its own, in which the server and its children stay, so that one signal to the process group
-reaches all of them. It looks at its parent instead of asking the kernel for a signal at the parent's death, which would
-come when the thread that started the server ends. Its exit code is the server's (128 + n for signal n).
+The supervisor leads a session of its own, so that one signal to the process group reaches the server and its children.
+It polls its parent; the kernel's signal at the parent's death would come when the thread that started the server ends.
+Its exit code is the server's (128 + n for signal n).
 
---hide: standard input is a secret, which is blotted out of all that the server writes: sglang writes its settings, the
-API key among them.
+--hide: standard input is a secret, which is removed from the server's output: sglang logs its settings, the API key
+among them.
 
-Run as a program of its own by any Python: standard library only.
+Run as a program by any Python: standard library only.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ import subprocess
 import sys
 import time
 
-LOOK_EVERY = 0.2  # seconds
-_LONGEST = 1 << 16  # bytes
+POLL_SECONDS = 0.2
+_MAX_KEPT = 1 << 16  # bytes
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_guard() -> None:
-    """In the server before it begins: SIGKILL when the guard, which has one thread, is itself killed."""
+def die_with_supervisor() -> None:
+    """Called in the server before it starts: SIGKILL when the supervisor, which has one thread, is killed."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Filter:
-    """Passes on what comes from one descriptor to another, line by line, without a secret.
+    """Copies one descriptor to another, line by line, without a secret.
 
-    A secret has no end of line in it. What isn't ended by one is kept back up to `_LONGEST` bytes.
+    The secret has no line end. An unfinished line is kept back, up to `_MAX_KEPT` bytes.
     """
 
     def __init__(self, source: int, target: int, secret: str) -> None:
@@ -48,29 +48,29 @@ class Filter:
         self._open = True
 
     def wait(self, seconds: float) -> None:
-        """Pass on what comes next, if anything does within so many seconds."""
+        """Copy the next output, if any arrives within `seconds`."""
         if not self._open:
             time.sleep(seconds)
         elif self._has_more(seconds):
-            self._pass_on()
+            self._copy()
 
     def finish(self) -> None:
-        """Pass on what is there."""
+        """Copy the remaining output."""
         while self._open and self._has_more(0.0):
-            self._pass_on()
+            self._copy()
         self._write(self._kept)
 
     def _has_more(self, seconds: float) -> bool:
         return bool(select.select([self._source], [], [], seconds)[0])
 
-    def _pass_on(self) -> None:
-        data = os.read(self._source, _LONGEST)
+    def _copy(self) -> None:
+        data = os.read(self._source, _MAX_KEPT)
         self._open = bool(data)
         text = self._kept + data
         for secret in self._secrets:
             text = text.replace(secret, b"***")
         end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
-        if not end and len(text) > _LONGEST:
+        if not end and len(text) > _MAX_KEPT:
             end = len(text) - max(map(len, self._secrets), default=0)
         self._kept = text[end:]
         self._write(text[:end])
@@ -82,11 +82,11 @@ class Filter:
 
 
 def main(trainer: int, command: list[str], secret: str | None = None) -> int:
-    if os.getppid() != trainer:  # it ended before the guard began
+    if os.getppid() != trainer:  # it ended before the supervisor started
         return 1
     pipes = {} if secret is None else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     try:
-        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_guard, **pipes)  # type: ignore[call-overload]
+        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_supervisor, **pipes)  # type: ignore[call-overload]
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
         return 127
@@ -94,7 +94,7 @@ def main(trainer: int, command: list[str], secret: str | None = None) -> int:
     while (code := server.poll()) is None:
         if os.getppid() != trainer:
             os.killpg(0, signal.SIGKILL)
-        hiding.wait(LOOK_EVERY) if hiding else time.sleep(LOOK_EVERY)
+        hiding.wait(POLL_SECONDS) if hiding else time.sleep(POLL_SECONDS)
     if hiding:
         hiding.finish()
     return code if code >= 0 else 128 - code

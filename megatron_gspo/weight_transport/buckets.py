@@ -1,4 +1,4 @@
-"""Cutting a stream of tensors into buckets of bounded size, packed one after the other in one buffer of bytes."""
+"""Packs a stream of tensors into buckets of bounded size, one after the other in one buffer of bytes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def buckets(
         if dtype is not None and value.is_floating_point():
             value = value.to(dtype)
         yield from packer.add(name, value)
-        del tensor, value  # nothing of the stream outlives its turn
+        del tensor, value  # release the stream's tensor before the next one
     yield from packer.take()
 
 

@@ -25,7 +25,7 @@ from torch.multiprocessing import reductions
 from megatron_gspo.weight_transport.buckets import Bucket
 
 FORMAT = "flattened_bucket"
-_PROTOCOL = 3  # the last without frames, whose lengths would have to be mended
+_PROTOCOL = 3  # the last without frames, whose lengths would have to be corrected
 _PIECE = 3 << 18  # bytes encoded at a time; a multiple of 3, so that the encodings join
 _DEVICE = 6  # place of the device among the arguments of torch's rebuild_cuda_tensor
 

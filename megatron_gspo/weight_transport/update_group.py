@@ -1,4 +1,4 @@
-"""A process group of this process and one server's ranks, beside torch.distributed's own.
+"""A process group of this process and one server's ranks, outside of torch.distributed's registry.
 
 The other side is SGLang's /init_weights_update_group, which joins with `init_custom_process_group`: a TCPStore at an
 address and port, prefixed with the group's name; then `_new_process_group_helper`, which prefixes it once more with
@@ -22,8 +22,8 @@ from torch import Tensor
 
 T = TypeVar("T")
 _DEVICES = {"gloo": "cpu", "nccl": "cuda"}  # the device whose prefix torch gives the backend's store
-_POLL = 0.002  # seconds between two looks at a broadcast
-_SLACK = 5.0  # the backend's own deadline comes so many seconds after ours, whose message is better
+_POLL = 0.002  # seconds between two checks of a broadcast
+_SLACK = 5.0  # the backend's own timeout comes later than ours, whose message is better
 
 
 class GroupError(RuntimeError):
@@ -74,7 +74,7 @@ class UpdateGroup:
         return dist.ProcessGroupNCCL(store, 0, self.size, options)
 
     async def broadcast(self, data: Tensor) -> None:
-        """Send [bytes] uint8 to the server's ranks. Cancelling it is fine: the group must be dropped then.
+        """Send [bytes] uint8 to the server's ranks. If it is cancelled, the group must be dropped.
 
         Raises GroupError.
         """
@@ -90,7 +90,7 @@ class UpdateGroup:
         self._work = None
 
     def drop(self) -> None:
-        """Let go of the group without waiting for the server, in the background where something is under way."""
+        """Drop the group without waiting for the server; in the background if an operation is running."""
         group, work, store = self._group, self._work, self._store
         self._group = self._work = self._store = None
         if group is not None:

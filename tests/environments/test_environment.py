@@ -10,7 +10,7 @@ from tests.support.environment_requests import COUNTDOWN, FILE, request
 
 
 def test_environments_are_let_go(tmp_path, monkeypatch):
-    monkeypatch.setattr(environment, "_MOST_LIVE", 2)
+    monkeypatch.setattr(environment, "_MAX_LIVE", 2)
     log = tmp_path / "log"
     live = load_environments(COUNTDOWN, {"log": str(log)})
     for sample in range(3):
