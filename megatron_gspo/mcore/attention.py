@@ -156,8 +156,8 @@ class PackedAttention(torch.nn.Module):
 
     rotary_base: float | None = None
 
-    def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, *args: Any,
-                 softmax_scale: float | None = None, pg_collection: Any = None, **kwargs: Any) -> None:
+    def __init__(self, config: Any, *args: Any, softmax_scale: float | None = None, pg_collection: Any = None,
+                 **kwargs: Any) -> None:  # fmt: skip
         super().__init__()
         if config.attention_dropout:
             raise ValueError(f"attention_dropout={config.attention_dropout}: must be 0; PackedAttention has no dropout")
