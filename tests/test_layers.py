@@ -1,5 +1,6 @@
 """Imports only point down the layers, and only mcore/ and patches/ know Megatron. Read from the source."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,13 @@ def test_every_part_has_a_layer() -> None:
     parts = {part_of(module.name) for module in read_modules(ROOT)} - {""}
     assert parts <= set(LAYERS), f"give {parts - set(LAYERS)} a place in LAYERS"
     assert {"algorithms", "config", "data", "patches"} <= parts
+
+
+def test_the_architecture_page_lists_the_layers() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = page.split("## Layers", 1)[1].split("\n## ", 1)[0]
+    listed = re.findall(r"^\| `(\w+)(?:/|\.py)` \|", section, flags=re.MULTILINE)
+    assert listed == [name for name in reversed(LAYERS) if name != "__main__"]
 
 
 def test_imports_point_down() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,11 @@ def test_the_page_has_the_messages_of_today() -> None:
 
 def test_every_fix_belongs_to_a_case() -> None:
     assert set(FIXES) - {case.name for case in CASES} == set()
+
+
+def test_the_messages_of_servers_are_those_of_the_code() -> None:
+    page = (ROOT / "docs" / "sglang.md").read_text(encoding="utf-8")
+    section = page.split("Messages when a server does not start:", 1)[1].split("\n## ", 1)[0]
+    messages = re.findall(r"^\| `([^`]+)` \|", section, flags=re.MULTILINE)
+    source = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "megatron_gspo" / "servers").glob("*.py"))
+    assert len(messages) >= 8 and [message for message in messages if message not in source] == []
