@@ -85,11 +85,9 @@ def episode_rules(config: Config) -> EpisodeRules:
 def _server_source(config: Config, shape: ModelShape, tokenizer: Any) -> ServerSource:
     return ServerSource(
         _on_servers(config, shape, tokenizer) if dist.get_rank() == 0 else None,
-        engine_name=engine_name(ServerEngine),
+        config.sglang,
         vocab_size=shape.vocab_size,
         groups_per_step=config.rollout.rollout_batch_size,
-        recovery_timeout=config.sglang.recovery_timeout,
-        colocated=config.sglang.colocated,
         device=compute_device(),
         log=log_servers,
     )

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_gspo.config import SamplingParams
+from megatron_gspo.config import SamplingParams, ServerConfig
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.errors import EngineError, SharedEngineError
 from megatron_gspo.parallel.rank_zero import run_on_rank_zero
-from megatron_gspo.rollout.group_source import Group, Weights, check_count, split_groups
+from megatron_gspo.rollout.group_source import Group, Weights, check_count, engine_name, split_groups
 from megatron_gspo.rollout.sample_checks import check_samples
 from megatron_gspo.rollout.sample_exchange import broadcast_samples
 from megatron_gspo.rollout.server_engine.request_stream import RequestStream, WeightsNeeded
@@ -34,18 +34,15 @@ _RETRY_SECONDS = 1.0  # before an update that no server took is tried again
 class ServerSource:
     """`GroupSource` on servers. Requests are in flight from `submit` on, over weight updates too."""
 
-    def __init__(self, engine: ServerEngine | None, *, engine_name: str, vocab_size: int, groups_per_step: int,
-                 recovery_timeout: float, colocated: bool = False, device: str | torch.device = "cpu",
-                 log: Callable[[str], None] = print) -> None:
+    def __init__(self, engine: ServerEngine | None, config: ServerConfig, *, vocab_size: int, groups_per_step: int,
+                 device: str | torch.device = "cpu", log: Callable[[str], None] = print) -> None:  # fmt: skip
         """engine: on rank 0, None on the others. groups_per_step: groups that a step trains on, from which `collect`
-        computes which groups become too old. recovery_timeout: seconds to wait while no server answers. colocated: the
-        servers share the trainer's GPUs. device: where the world's backend communicates. log: takes lines about the
-        servers, on rank 0.
+        computes which groups become too old. device: where the world's backend communicates. log: takes lines about
+        the servers, on rank 0.
         """
-        self.engine_name = engine_name
+        self.engine_name = engine_name(ServerEngine)
         self._engine, self._vocab_size, self._device = engine, vocab_size, device
-        self._groups_per_step, self._recovery, self._colocated = groups_per_step, recovery_timeout, colocated
-        self._log = log
+        self._groups_per_step, self._config, self._log = groups_per_step, config, log
         self._training = _Requests(self)
         self._weights: Weights | None = None
         self._version = 0
@@ -79,7 +76,7 @@ class ServerSource:
             self.on_rank_zero(lambda: self._training.stop(keep=keep))
         if not keep:
             self._training.pending.clear()
-        if self._colocated:
+        if self._config.colocated:
             self.on_rank_zero(lambda: self.client.pause())
 
     def score(self, sequences: Sequence[np.ndarray]) -> dict[str, list[np.ndarray]]:
@@ -146,7 +143,7 @@ class ServerSource:
 
     def _send_weights(self) -> None:
         assert self._weights is not None, "update_weights comes before collect"
-        deadline, reported = time.monotonic() + self._recovery, ""
+        deadline, reported = time.monotonic() + self._config.recovery_timeout, ""
         while True:
             failure = self._send_once(self._weights)
             refusal = str(failure or "")

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_gspo.config import SamplingParams
+from megatron_gspo.config import SamplingParams, ServerConfig
 from megatron_gspo.errors import EngineError, SharedEngineError
 from megatron_gspo.rollout.group_source import GroupSource
 from megatron_gspo.rollout.in_process_source import InProcessSource
@@ -41,8 +41,9 @@ def source_of(kind: str, rank: int, **options) -> tuple[GroupSource, ScriptedEng
 
 
 def server_source(servers: ScriptedServers | None, **options) -> ServerSource:
-    given = {"engine_name": "servers", "vocab_size": 1000, "groups_per_step": 2, "recovery_timeout": 5.0} | options
-    return ServerSource(servers, **given)
+    log = options.pop("log", print)
+    config = ServerConfig(urls=("http://a:1",), **{"recovery_timeout": 5.0, **options})
+    return ServerSource(servers, config, vocab_size=1000, groups_per_step=2, log=log)
 
 
 def keys(samples) -> list[tuple[int, int, int]]:

@@ -35,8 +35,6 @@ class ServerEngine:
     --enable-deterministic-inference.
     """
 
-    is_central = True
-
     def __init__(self, config: ServerConfig, model: ServedModel, transport: WeightTransport,
                  decode: Callable[[list[int]], str], *, api: ServerAPI, processes: LocalServers | None = None,
                  log: Callable[[str], None] = print) -> None:  # fmt: skip

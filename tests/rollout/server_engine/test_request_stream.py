@@ -281,7 +281,7 @@ def test_who_goes_now_so_that_nobody_is_too_old_later():
                          [(1, 2.0, False), (1, 1.0, True), (1, 2.0, True), (2, 3.0, False), (2, 2.5, True),
                           (3, 1.0, True), (3, 4.0, False), (5, 1.7, True)])  # fmt: skip
 def test_no_order_of_finishing_breaks_the_bound(staleness, oversampling, overlap):
-    """The steps of `loop.rollouts`; whoever was begun last finishes first, or anyone."""
+    """The steps of `loop/generation.py`; the last group that was started finishes first, or any group."""
     size = 3
     for seed in range(6):
         rng = np.random.default_rng(seed)
