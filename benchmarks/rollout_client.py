@@ -142,7 +142,7 @@ def flush(url: str) -> None:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """The whole result; a turn that isn't counted comes first."""
     from megatron_gspo.config import SGLangConfig
-    from megatron_gspo.servers.launch_command import ServerLaunch, on_cpu, server_environment, sglang_version
+    from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch, on_cpu, sglang_environment, sglang_version
     from megatron_gspo.servers.server_processes import LocalServers
 
     machine = hardware()
@@ -153,8 +153,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         config = SGLangConfig(
             num_servers=1, python=args.sglang_python, server_args=("--max-total-tokens", "32768")
         )
-        launch = ServerLaunch(config, str(model), "float32", routed_experts=True, log_dir=name)
-        environment = server_environment(launch.python, cpu=on_cpu(launch.args))
+        launch = SGLangLaunch(config, str(model), "float32", routed_experts=True, log_dir=name)
+        environment = sglang_environment(launch.python, cpu=on_cpu(launch.args))
         found = ".".join(map(str, sglang_version(args.sglang_python)))
         with LocalServers(launch) as servers:
             url = servers.urls[0]

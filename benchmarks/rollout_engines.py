@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, help="draw the reward curves into this file")
     args = parser.parse_args()
     from megatron_gspo.config import SGLangConfig
-    from megatron_gspo.servers.launch_command import ServerLaunch
+    from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch
     from megatron_gspo.servers.server_processes import LocalServers
     from megatron_gspo.tools.sglang_environment import sglang_python
 
@@ -160,7 +160,7 @@ def main() -> None:
     machine = hardware()
     with tempfile.TemporaryDirectory() as folder:
         config = SGLangConfig(num_servers=2, python=python)
-        with LocalServers(ServerLaunch(config, args.model, "float32", log_dir=folder)) as servers:
+        with LocalServers(SGLangLaunch(config, args.model, "float32", log_dir=folder)) as servers:
             for seed in range(1, args.seeds + 1):
                 for name, changes in VARIANTS.items():
                     run_dir = Path(folder) / f"{seed}-{name.replace(' ', '-')}"

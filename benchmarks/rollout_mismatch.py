@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write figures and versions to this file")
     args = parser.parse_args()
     from megatron_gspo.config import SGLangConfig
-    from megatron_gspo.servers.launch_command import ServerLaunch
+    from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch
     from megatron_gspo.servers.server_processes import LocalServers
     from megatron_gspo.tools.sglang_environment import sglang_python
 
@@ -114,7 +114,7 @@ def main() -> None:
         (folder / "prompts.jsonl").write_text("\n".join(prompts) + "\n")
         for dtype in ("float32", "bfloat16"):
             config = SGLangConfig(num_servers=1, python=python)
-            launch = ServerLaunch(config, str(folder / "model"), dtype, routed_experts=True, log_dir=name)
+            launch = SGLangLaunch(config, str(folder / "model"), dtype, routed_experts=True, log_dir=name)
             with LocalServers(launch) as servers:
                 for length in LENGTHS:
                     rows.append(measure(folder, dtype, length, servers.urls))

@@ -176,7 +176,7 @@ def speeds(weights: dict[str, torch.Tensor], taken: dict[str, list[Seconds]]) ->
 def run(args: argparse.Namespace, start: Callable[..., Any]) -> dict[str, Any]:
     """The whole result."""
     from megatron_gspo.config import SGLangConfig
-    from megatron_gspo.servers.launch_command import ServerLaunch
+    from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch
 
     machine = hardware()
     with tempfile.TemporaryDirectory() as name:
@@ -185,7 +185,7 @@ def run(args: argparse.Namespace, start: Callable[..., Any]) -> dict[str, Any]:
         config = SGLangConfig(
             num_servers=1, python=args.sglang_python, server_args=("--max-total-tokens", "1024")
         )
-        with start(ServerLaunch(config, str(folder / "model"), "float32", log_dir=str(folder))) as servers:
+        with start(SGLangLaunch(config, str(folder / "model"), "float32", log_dir=str(folder))) as servers:
             contest = Contest(servers.urls[0], weights, folder / "weights", args.bucket_mebibytes * MEBI)
             found = contest.loop.run(contest.server.get("/server_info", timeout=30.0))["version"]
             taken = measure(contest, args.repeats)

@@ -291,18 +291,18 @@ GUARDS = (
         lambda s: True,
     ),
     KnownIssue(
-        "`servers/launch_command.py`: `--disable-overlap-schedule`",
+        "`rollout/sglang/sglang_launch.py`: `--disable-overlap-schedule`",
         "sglang 0.5.15.post1 on a machine without a GPU (chosen below 0.5.23)",
         "the overlapped copy of routed experts reads buffers that the next step has overwritten, since on a CPU a "
         "copy to the CPU is no copy: more than half of the rows are silently wrong",
         "[`TopkCaptureOutput`](sglang-0.5.15.post1:srt/state_capturer/base.py#L179)",
-        "`tests/servers/test_launch_command.py::test_a_cpu_gets_what_it_needs`",
+        "`tests/rollout/sglang/test_sglang_launch.py::test_a_cpu_gets_what_it_needs`",
         "the oldest supported version copies it",
         lambda s: bool(s.sglang) and s.sglang < (0, 5, 23) and s.starts_servers and s.servers_on_cpu,
         all_versions=True,
     ),
     KnownIssue(
-        "`servers/launch_command.py`: `server_environment`",
+        "`servers/server_launch.py`: `server_environment`",
         "all",
         "torch takes `TORCHELASTIC_USE_AGENT_STORE` from torchrun's worker for its own: a server that inherits it "
         "waits without a message for a store that nobody serves",

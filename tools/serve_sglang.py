@@ -21,7 +21,8 @@ from pathlib import Path
 from megatron_gspo.config import ServerConfig
 from megatron_gspo.config.load import split_server_arguments
 from megatron_gspo.errors import InputError, UserError
-from megatron_gspo.servers.launch_command import LOOPBACK, ServerLaunch
+from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch
+from megatron_gspo.servers.ports import LOOPBACK
 from megatron_gspo.servers.server_processes import LocalServers
 
 _POLL_SECONDS = 1.0
@@ -61,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _launch(options: argparse.Namespace, server_args: Sequence[str]) -> ServerLaunch:
+def _launch(options: argparse.Namespace, server_args: Sequence[str]) -> SGLangLaunch:
     if options.api_key_file:
         _check_key_file(options.api_key_file)
     config = ServerConfig(
@@ -72,7 +73,7 @@ def _launch(options: argparse.Namespace, server_args: Sequence[str]) -> ServerLa
         start_timeout=options.start_timeout,
         api_key_file=str(options.api_key_file) if options.api_key_file else None,
     )
-    return ServerLaunch(config, options.model, options.dtype, options.routed_experts, options.log_dir)
+    return SGLangLaunch(config, options.model, options.dtype, options.routed_experts, options.log_dir)
 
 
 def _check_key_file(file: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
@@ -12,6 +12,7 @@ from annotated_types import Ge, Gt, Le
 class ServerConfig:
     """Inference servers: where they are, how they are started, limits, and how weights reach them."""
 
+    section: ClassVar[str] = "sglang"  # of the config, for messages
     urls: tuple[str, ...] = ()
     """URLs of running servers (or of routers), as http://host:port."""
     num_servers: Annotated[int, Ge(0)] = 0

@@ -29,9 +29,9 @@ from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.rollout.server_source import ServerSource
 from megatron_gspo.rollout.sft_engine import DemonstrationEngine
 from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
+from megatron_gspo.rollout.sglang.sglang_args import first_server_gpu
+from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch, on_cpu
 from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
-from megatron_gspo.servers.launch_command import ServerLaunch, on_cpu
-from megatron_gspo.servers.server_args import first_server_gpu
 from megatron_gspo.servers.server_processes import LocalServers
 from megatron_gspo.weight_transport.weight_update import make_transport
 
@@ -153,7 +153,7 @@ def _start_servers(config: Config) -> LocalServers:
             visible_gpus=torch.cuda.device_count(),
             colocated=sglang.colocated,
         )
-    launch = ServerLaunch(sglang, config.model.path, config.model.dtype, config.routing.needs_rollout_routes, log_dir,
+    launch = SGLangLaunch(sglang, config.model.path, config.model.dtype, config.routing.needs_rollout_routes, log_dir,
                           first_gpu)  # fmt: skip
     servers = LocalServers(launch, log=log_servers)
     log_servers(f"starting {sglang.num_servers}; logs are in {log_dir}")

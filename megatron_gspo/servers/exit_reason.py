@@ -3,41 +3,26 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 PORT_IN_USE = "its port is in use"  # in the reason of a server that could not listen
 
-# (pattern in the log, meaning and fix), from sglang 0.5.15 and 0.5.23; the first match counts
-_CAUSES = (
-    (r"address already in use|\[Errno 98\]", f"{PORT_IN_USE}; choose another sglang.port"),
-    (
-        r"unrecognized arguments|error: (argument|ambiguous option|the following arguments)",
-        "sglang refused its arguments; correct sglang.server_args",
-    ),
-    (
-        r"^(ModuleNotFoundError|\S+): No module named",
-        "its sglang is incomplete; install it or name another interpreter in sglang.python",
-    ),
-    (
-        r"out of memory|OutOfMemoryError|Not enough memory|MemoryError|can(no|')t allocate memory",
-        "it ran out of memory; lower --mem-fraction-static or --max-total-tokens",
-    ),
-    (
-        r"is not a local folder|does not appear to have a file|Unrecognized model in|Can't load.*config|"
-        r"Error no file named|Cannot find any model weights|Repo id must be|SafetensorError",
-        "its model can't be loaded; check the model path",
-    ),
-)
+_ADDRESS_IN_USE = r"address already in use|\[Errno 98\]"
 
 
-def exit_reason(log: str, code: int | None) -> str:
-    """One line: why a server ended, from its log and exit code (None: it does not respond)."""
+def exit_reason(log: str, code: int | None, causes: Sequence[tuple[str, str]] = (), *, section: str) -> str:
+    """One line: why a server ended.
+
+    log: the end of its log. code: exit code; None if it does not respond. causes: (pattern in the log, meaning and fix)
+    of the engine, the first match counts. section: of the config, for the keys to change.
+    """
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    for pattern, meaning in _CAUSES:
+    for pattern, meaning in ((_ADDRESS_IN_USE, f"{PORT_IN_USE}; choose another {section}.port"), *causes):
         for line in reversed(lines):
             if re.search(pattern, line, re.IGNORECASE):
                 return f"{meaning} ({shorten(line)!r})"
     if code is None:
-        ended = "it did not answer within sglang.start_timeout"
+        ended = f"it did not answer within {section}.start_timeout"
     elif code in (137, -9):
         ended = "it was killed by SIGKILL, which is how Linux ends a process when memory runs out"
     elif code > 128 or code < 0:

@@ -1,4 +1,4 @@
-"""Local SGLang servers: started together, monitored, restarted when they die, and ended with the trainer.
+"""Servers on this node: started together, monitored, restarted when they die, and ended with the trainer.
 
 Each server is a process group of its own under a supervisor (`supervisor.py`) that ends the group with the trainer. A
 server has no state to save, so it is ended by SIGKILL: a regular shutdown takes nine seconds.
@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,18 +23,8 @@ import psutil
 
 from megatron_gspo.errors import EngineError, UserError, writing
 from megatron_gspo.servers.exit_reason import PORT_IN_USE, exit_reason
-from megatron_gspo.servers.launch_command import (
-    LOOPBACK,
-    ServerLaunch,
-    check_model,
-    choose_ports,
-    on_cpu,
-    read_api_key,
-    server_command,
-    server_environment,
-    sglang_version,
-    write_secret,
-)
+from megatron_gspo.servers.ports import LOOPBACK, choose_ports
+from megatron_gspo.servers.server_launch import ServerLaunch, read_api_key
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +85,6 @@ class LocalServers:
         self._stopping = threading.Event()
         self._paused = False
         self._monitor_thread: threading.Thread | None = None
-        self._cpu = True
-        self._version: tuple[int, ...] = (0,)
 
     def __enter__(self) -> LocalServers:
         self.start()
@@ -121,8 +110,7 @@ class LocalServers:
         `start_timeout`); all servers are stopped before.
         """
         launch = self.launch
-        check_model(launch.model)
-        self._cpu, self._version = on_cpu(launch.args), sglang_version(launch.python)
+        launch.check()
         with writing(launch.log_dir):
             Path(launch.log_dir).mkdir(parents=True, exist_ok=True)
         ports = choose_ports(launch.config, launch.host)
@@ -140,7 +128,7 @@ class LocalServers:
         seconds = time.monotonic() - began
         self._log(f"{', '.join(self.urls)} answer after {seconds:.0f} s")
         self._stopping.clear()
-        self._monitor_thread = threading.Thread(target=self._monitor, name="sglang-servers", daemon=True)
+        self._monitor_thread = threading.Thread(target=self._monitor, name="local-servers", daemon=True)
         self._monitor_thread.start()
         return self.urls
 
@@ -181,12 +169,10 @@ class LocalServers:
 
     def _start_process(self, process: _ServerProcess) -> None:
         launch = self.launch
-        process.key_file = write_secret(self._api_key) if self._api_key else None
-        command = server_command(
-            launch, process.index, process.port, cpu=self._cpu, version=self._version, config_file=process.key_file
-        )
-        hide = ["--hide"] if self._api_key else []  # sglang logs its settings, the key among them
-        program = [launch.python, "-I", "-S", str(Path(__file__).with_name("supervisor.py"))]
+        process.key_file = launch.write_key(self._api_key) if self._api_key else None
+        command = launch.command(process.index, process.port, key_file=process.key_file)
+        hide = ["--hide"] if self._api_key else []  # a server may log its settings, the key among them
+        program = [sys.executable, "-I", "-S", str(Path(__file__).with_name("supervisor.py"))]
         with writing(process.log), open(process.log, "ab", opener=_open_private) as log:
             process.log_start = os.fstat(log.fileno()).st_size
             process.supervisor = subprocess.Popen(
@@ -194,7 +180,7 @@ class LocalServers:
                 stdin=subprocess.PIPE if hide else subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=server_environment(launch.python, cpu=self._cpu),
+                env=launch.environment(),
                 start_new_session=True,
             )
         if process.supervisor.stdin is not None:
@@ -216,8 +202,7 @@ class LocalServers:
         if process.key_file is not None:  # read by now
             Path(process.key_file).unlink(missing_ok=True)
             process.key_file = None
-        if self._cpu:
-            _freeze_gc(process.url, self._api_key)
+        self.launch.after_start(process.url, self._api_key)
         return True
 
     def _exit_line(self, process: _ServerProcess, code: int | None) -> str:
@@ -229,7 +214,11 @@ class LocalServers:
             text = file.read().decode(errors="replace")
         if self._api_key:
             text = text.replace(self._api_key, "***")
-        return f"sglang server {process.index} ({process.url}): {exit_reason(text, code)}; see {process.log}"
+        reason = exit_reason(text, code, self.launch.exit_causes, section=self.launch.config.section)
+        return f"{self._name(process)}: {reason}; see {process.log}"
+
+    def _name(self, process: _ServerProcess) -> str:
+        return f"{self.launch.engine} server {process.index} ({process.url})"
 
     # -- start ---------------------------------------------------------------------------------------------------
 
@@ -268,7 +257,7 @@ class LocalServers:
                 try:
                     self._check(process)
                 except (OSError, UserError, psutil.Error) as error:  # no memory, a full disk
-                    self._log(f"sglang server {process.index} ({process.url}): {error}")
+                    self._log(f"{self._name(process)}: {error}")
                     with self._lock:
                         self._schedule_restart(process)
 
@@ -287,7 +276,7 @@ class LocalServers:
                 with self._lock:
                     process.state, process.state_since = "up", time.monotonic()
                     self._changes.restarted.append(process.url)
-                self._log(f"sglang server {process.index} ({process.url}) answers again")
+                self._log(f"{self._name(process)} answers again")
 
     def _handle_exit(self, process: _ServerProcess, code: int | None) -> None:
         reason = self._exit_line(process, code)
@@ -333,19 +322,6 @@ def _is_healthy(url: str) -> bool:
         return connection.getresponse().status == 200
     except (OSError, http.client.HTTPException):
         return False
-    finally:
-        connection.close()
-
-
-def _freeze_gc(url: str, api_key: str | None) -> None:
-    """Leave what a server has loaded out of its garbage collections, as sglang does itself after its warm-up, which
-    servers on a CPU skip. Each flush of the cache, so each update of the weights, collects there: 0.4 s saved."""
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=_HEALTH_SECONDS)
-    try:
-        connection.request("POST", "/freeze_gc", headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
-        connection.getresponse().read()
-    except (OSError, http.client.HTTPException):
-        pass  # it only costs time
     finally:
         connection.close()
 

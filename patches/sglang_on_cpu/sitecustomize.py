@@ -2,8 +2,8 @@
 
 Python imports a module of this name at its start, in every process, so this folder on ``PYTHONPATH`` together with
 ``SGLANG_USE_CPU_ENGINE=1`` (sglang's own switch) is all that a server and its children need;
-``servers/launch_command.py`` sets both where there is no GPU. It runs inside sglang's environment, where nothing of
-this project is installed: standard library only, and torch where it's loaded anyway.
+``rollout/sglang/sglang_launch.py`` sets both where there is no GPU. It runs inside sglang's environment, where nothing
+of this project is installed: standard library only, and torch where it's loaded anyway.
 
 Upstream, sglang 0.5.15.post1 to 0.5.23, whose CPU build is on no index:
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from megatron_gspo.config import ServerConfig
-from megatron_gspo.servers.launch_command import ServerLaunch
+from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch
 
 # Answers on its port, with a child, as sglang does. What it does instead stands in the file that it's given as model.
 PROGRAM = """
@@ -45,7 +45,7 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 
 @pytest.fixture
-def stand_in(tmp_path: Path) -> ServerLaunch:
+def stand_in(tmp_path: Path) -> SGLangLaunch:
     """One server of an interpreter that has the program as its sglang."""
     packages = tmp_path / "packages"
     (packages / "sglang").mkdir(parents=True)
@@ -60,15 +60,15 @@ def stand_in(tmp_path: Path) -> ServerLaunch:
     model.mkdir()
     (model / "config.json").write_text("{}")
     config = ServerConfig(num_servers=1, python=str(python), server_args=("--device", "cpu"))
-    return ServerLaunch(config, str(model), log_dir=str(tmp_path / "logs"))
+    return SGLangLaunch(config, str(model), log_dir=str(tmp_path / "logs"))
 
 
-def with_config(launch: ServerLaunch, **changes: object) -> ServerLaunch:
+def with_config(launch: SGLangLaunch, **changes: object) -> SGLangLaunch:
     """The launch with other values in its config."""
     return replace(launch, config=replace(launch.config, **changes))
 
 
-def plan(launch: ServerLaunch, what: str) -> None:
+def plan(launch: SGLangLaunch, what: str) -> None:
     """Tell the program what to do from now on: "exit", "hang", "ill" (unhealthy) or "port"."""
     (Path(launch.model) / "plan").write_text(what)
 

@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from megatron_gspo.errors import EngineError, InputError
+from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch
 from megatron_gspo.servers import server_processes as servers
-from megatron_gspo.servers.launch_command import ServerLaunch
 from megatron_gspo.servers.server_processes import LocalServers
 from tests.servers.conftest import plan, running, wait_for, with_config
 
@@ -32,7 +32,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def started(stand_in: ServerLaunch, quick: None) -> Iterator[LocalServers]:
+def started(stand_in: SGLangLaunch, quick: None) -> Iterator[LocalServers]:
     with LocalServers(stand_in) as made:
         yield made
 
@@ -145,7 +145,7 @@ def test_the_key_goes_by_a_file_that_is_removed_when_read(stand_in, quick, monke
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "key").write_text("k-secret\n")
     with LocalServers(with_config(stand_in, api_key_file=str(tmp_path / "key"))) as launcher:
-        assert "--config True\nsettings api-key: \"***\"\n" in launcher.logs[0].read_text()
+        wait_for(lambda: "--config True\nsettings api-key: \"***\"\n" in launcher.logs[0].read_text())
         assert not any("k-secret" in " ".join(process.cmdline()) for process in group_of(launcher.urls[0]))
         assert not list(tmp_path.glob("sglang-*.yaml"))
         assert launcher.logs[0].stat().st_mode & 0o077 == 0
@@ -157,7 +157,7 @@ def test_the_key_goes_by_a_file_that_is_removed_when_read(stand_in, quick, monke
 def test_servers_end_when_the_trainer_is_killed(stand_in):
     program = (
         "import time\nfrom megatron_gspo.config import ServerConfig\n"
-        "from megatron_gspo.servers.launch_command import ServerLaunch\n"
+        "from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch\n"
         "from megatron_gspo.servers.server_processes import LocalServers\n"
         f"print(LocalServers({stand_in!r}).start()[0], flush=True)\ntime.sleep(600)\n"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_gspo.config import SGLangConfig
-from megatron_gspo.servers.launch_command import ServerLaunch
+from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch
 from megatron_gspo.servers.server_processes import LocalServers
 from megatron_gspo.tools.make_tiny_model import character_tokenizer
 from tests.support.tiny_models import save_tiny_model
@@ -53,7 +53,7 @@ def start_servers(
 
     def start(*, count: int, model: str = sglang_model, **settings: object) -> LocalServers:
         config = SGLangConfig(num_servers=count, python=sglang_python, start_timeout=300.0, **settings)
-        servers = LocalServers(ServerLaunch(config, model, "float32", True, str(tmp_path_factory.mktemp("logs"))))
+        servers = LocalServers(SGLangLaunch(config, model, "float32", True, str(tmp_path_factory.mktemp("logs"))))
         started.append(servers)
         servers.start()
         return servers

@@ -21,7 +21,7 @@ def config_of(model: str, folder: Path, **sglang: Any) -> Config:
 def test_a_real_server_can_serve(sglang_model, sglang_url, sglang_python, tmp_path):
     config = config_of(sglang_model, tmp_path, urls=[sglang_url])
     found = judge_servers(config, ask(config))
-    version, cpu, startable = check_startable(config_of(sglang_model, tmp_path, servers=1, python=sglang_python))
+    version, cpu, startable = check_startable(config_of(sglang_model, tmp_path, num_servers=1, python=sglang_python))
     assert cpu and [f.level for f in startable] == ["ok"]
     overlaps = version < (0, 5, 23)  # and then returns wrong routes on a CPU, unless it was told not to
     second = ("warning", "servers.routes") if overlaps else ("ok", "servers.answer")

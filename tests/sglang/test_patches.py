@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from megatron_gspo.servers.launch_command import patch_folder, sglang_version
+from megatron_gspo.rollout.sglang.sglang_launch import patch_folder, sglang_version
 
 # Run by the server's interpreter, with the hook: each part is tried, then taken away and tried again, in one process
 # since importing sglang takes seconds. torchvision comes first, in a fork: what is declared can't be taken back.

@@ -19,7 +19,7 @@ import pytest
 
 from megatron_gspo.config import SGLangConfig
 from megatron_gspo.errors import EngineError
-from megatron_gspo.servers.launch_command import ServerLaunch
+from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch
 from megatron_gspo.servers.server_processes import LocalServers
 
 KEY = "a-key-that-nobody-may-see"
@@ -27,12 +27,12 @@ KEY = "a-key-that-nobody-may-see"
 TRAINER = """
 import sys, time
 from megatron_gspo.config import SGLangConfig
-from megatron_gspo.servers.launch_command import ServerLaunch
+from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch
 from megatron_gspo.servers.server_processes import LocalServers
 
 model, python, log_dir, key_file = sys.argv[1:]
 config = SGLangConfig(num_servers=1, python=python, api_key_file=key_file)
-print(LocalServers(ServerLaunch(config, model, log_dir=log_dir)).start()[0], flush=True)
+print(LocalServers(SGLangLaunch(config, model, log_dir=log_dir)).start()[0], flush=True)
 time.sleep(600)
 """
 TORCHRUN = dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500",
@@ -124,5 +124,5 @@ def test_a_server_ends_with_its_trainer(trainer):
 def test_arguments_that_sglang_refuses_are_named(sglang_model, sglang_python, tmp_path):
     config = SGLangConfig(num_servers=1, python=sglang_python, server_args=("--no-such-option", "1"))
     with pytest.raises(EngineError, match="correct sglang.server_args.*--no-such-option") as error:
-        LocalServers(ServerLaunch(config, sglang_model, log_dir=str(tmp_path))).start()
+        LocalServers(SGLangLaunch(config, sglang_model, log_dir=str(tmp_path))).start()
     assert "\n" not in str(error.value) and str(tmp_path / "server_0.log") in str(error.value)

@@ -72,7 +72,7 @@ def test_each_way_of_the_weights(servers: LocalServers, model: str, tmp_path: Pa
                 routing={"replay": "r3"}, training={"steps": 4})  # fmt: skip
     assert len(found) == 4
     for record in found:
-        assert record["mismatch/abs_diff_max"] < AGREEMENT and record["probe/abs_diff_max"] < AGREEMENT
+        assert record["mismatch/abs_diff_max"] < AGREEMENT and record["log_prob_check/abs_diff_max"] < AGREEMENT
         assert record["routing/rollout_flip_rate"] < FLIPS and record["staleness/max"] == 0.0
         assert record["rollout/servers"] == 2.0
         assert record["ratio_token/max"] > 1.001, "the updates must move what is compared"

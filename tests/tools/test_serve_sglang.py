@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from megatron_gspo.servers.launch_command import ServerLaunch
+from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch
 from megatron_gspo.tools.serve_sglang import main
 from tests.servers.conftest import plan
 
@@ -22,7 +22,7 @@ def _hear_interrupts() -> None:
 
 
 @contextmanager
-def serving(launch: ServerLaunch, *more: str) -> Iterator[subprocess.Popen[str]]:
+def serving(launch: SGLangLaunch, *more: str) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "megatron_gspo.tools.serve_sglang", "--model", launch.model]
     command += ["--python", launch.python, "--log-dir", launch.log_dir, "--sglang.device", "cpu", *more]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

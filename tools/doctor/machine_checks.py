@@ -10,7 +10,7 @@ import psutil
 
 from megatron_gspo.config import Config
 from megatron_gspo.errors import show_bytes
-from megatron_gspo.servers.launch_command import LOOPBACK, is_free
+from megatron_gspo.servers.ports import LOOPBACK, is_free
 from megatron_gspo.servers.server_args import option
 from megatron_gspo.tools.doctor.diagnostics import Finding, error, note, ok, warning
 

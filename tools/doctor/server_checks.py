@@ -11,10 +11,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron_gspo.config import Config
+from megatron_gspo.rollout.sglang.sglang_launch import on_cpu, sglang_version
 from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
 from megatron_gspo.servers.http_client import ServerClient, ServerError, open_session
-from megatron_gspo.servers.launch_command import on_cpu, read_api_key, sglang_version
 from megatron_gspo.servers.server_info import ServerInfo
+from megatron_gspo.servers.server_launch import read_api_key
 from megatron_gspo.tools.doctor.diagnostics import Finding, error, ok, warning
 from megatron_gspo.tools.doctor.version_checks import SGLANG, judge_version, numbers
 from megatron_gspo.weight_transport.weight_update import make_transport

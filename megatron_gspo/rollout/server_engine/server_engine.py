@@ -19,7 +19,7 @@ from megatron_gspo.rollout.server_engine.request_stream import RequestStream
 from megatron_gspo.rollout.server_engine.server_api import ServedModel, ServerAPI
 from megatron_gspo.rollout.server_engine.server_pool import NoServerError, PooledServer, ServerPool
 from megatron_gspo.servers.http_client import EventLoop, ServerClient, ServerError, open_session
-from megatron_gspo.servers.launch_command import read_api_key
+from megatron_gspo.servers.server_launch import read_api_key
 from megatron_gspo.servers.server_processes import LocalServers
 from megatron_gspo.weight_transport.transport import WeightTransport
 from megatron_gspo.weight_transport.weight_update import update_servers

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_gspo.config import SGLangConfig
+from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch
 from megatron_gspo.servers.http_client import ServerClient
-from megatron_gspo.servers.launch_command import ServerLaunch
 
 PACKAGE = Path(__file__).parents[3] / "megatron_gspo"
 SOURCES = sorted(
@@ -55,7 +55,7 @@ def test_the_sources_are_there():
 
 
 def test_servers_listen_here_alone():
-    assert ServerLaunch(SGLangConfig(num_servers=1), "m").host == "127.0.0.1"
+    assert SGLangLaunch(SGLangConfig(num_servers=1), "m").host == "127.0.0.1"
 
 
 def test_what_is_printed_does_not_show_the_key():

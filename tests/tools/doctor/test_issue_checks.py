@@ -41,7 +41,7 @@ def test_ranges_are_read_from_the_table():
         (dict(tensor=2), "mcore/layers.py: RMSNorm"),
         (dict(replay=True), "mcore/routing_replay/router_hooks.py: RouterHook, refuse_bypasses"),
         (dict(world_size=8), "moe_uneven_collectives.py"),
-        (dict(starts_servers=True), "servers/launch_command.py: server_environment"),
+        (dict(starts_servers=True), "servers/server_launch.py: server_environment"),
     ],
 )  # fmt: skip
 def test_a_layout_meets_its_issues_and_a_plain_one_does_not(change, place):
@@ -61,7 +61,7 @@ def test_versions_decide():
     assert freed not in places(interleaved)
     assert freed in places(replace(interleaved, gloo=True))
     servers = replace(CPU, starts_servers=True, servers_on_cpu=True)
-    overlap = "servers/launch_command.py: --disable-overlap-schedule"
+    overlap = "rollout/sglang/sglang_launch.py: --disable-overlap-schedule"
     assert overlap in places(replace(servers, sglang=(0, 5, 15)))
     assert overlap not in places(replace(servers, sglang=(0, 5, 23)))
     assert "sglang_on_cpu/sitecustomize.py (1)" in places(replace(servers, sglang=(0, 5, 23)))

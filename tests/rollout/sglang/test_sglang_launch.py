@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import stat
 import sys
 
@@ -12,18 +11,14 @@ import yaml
 
 from megatron_gspo.config import ServerConfig
 from megatron_gspo.errors import InputError
-from megatron_gspo.servers.launch_command import (
-    LOOPBACK,
-    ServerLaunch,
+from megatron_gspo.rollout.sglang.sglang_launch import (
+    SGLangLaunch,
     check_model,
-    choose_ports,
     on_cpu,
     patch_folder,
-    read_api_key,
     server_command,
-    server_environment,
+    sglang_environment,
     sglang_version,
-    write_secret,
 )
 from megatron_gspo.servers.server_args import option
 
@@ -31,9 +26,9 @@ NEW, OLD = (0, 5, 23), (0, 5, 15)
 
 
 def launch(*, count: int = 1, args: tuple[str, ...] = (), api_key_file: str | None = None,
-           **settings: object) -> ServerLaunch:  # fmt: skip
+           **settings: object) -> SGLangLaunch:  # fmt: skip
     config = ServerConfig(num_servers=count, python="/env/python", server_args=args, api_key_file=api_key_file)
-    return ServerLaunch(config, **{"model": "hub/model", **settings})
+    return SGLangLaunch(config, **{"model": "hub/model", **settings})
 
 
 def command(*, cpu: bool = False, version: tuple[int, ...] = NEW, index: int = 0, **settings: object) -> list[str]:
@@ -95,7 +90,7 @@ def test_arguments_that_the_client_must_know_have_keys_of_their_own(argument, ke
 
 def test_the_file_of_the_key_is_private():
     key = 'quo"te: \\ #x'
-    path = write_secret(key)
+    path = launch().write_key(key)
     try:
         assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
         with open(path) as file:
@@ -104,16 +99,14 @@ def test_the_file_of_the_key_is_private():
         os.unlink(path)
 
 
-def test_the_environment_of_a_worker_is_not_a_servers():
-    base = {"PATH": "/bin", "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "GROUP_RANK": "0", "MASTER_ADDR": "h",
-            "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True", "ROLE_WORLD_SIZE": "8", "MY_RANK": "kept",
-            "CUDA_VISIBLE_DEVICES": "0,1", "PYTHONPATH": "/trainer"}  # fmt: skip
-    kept = {"PATH": "/bin", "MY_RANK": "kept", "CUDA_VISIBLE_DEVICES": "0,1", "PYTHONSAFEPATH": "1"}
-    assert server_environment("/other", cpu=False, base=base) == kept
-    assert server_environment(sys.executable, cpu=False, base=base) == {**kept, "PYTHONPATH": "/trainer"}
-    on = server_environment(sys.executable, cpu=True, base=base)
+def test_servers_without_a_gpu_get_the_start_up_hook():
+    base = {"PATH": "/bin", "RANK": "3", "PYTHONPATH": "/trainer"}
+    on_a_gpu = sglang_environment(sys.executable, cpu=False, base=base)
+    assert on_a_gpu == {"PATH": "/bin", "PYTHONPATH": "/trainer", "PYTHONSAFEPATH": "1"}
+    on = sglang_environment(sys.executable, cpu=True, base=base)
     assert on["PYTHONPATH"] == f"{patch_folder()}{os.pathsep}/trainer" and on["SGLANG_USE_CPU_ENGINE"] == "1"
     assert on["OMP_NUM_THREADS"] == "1"
+    assert sglang_environment("/other", cpu=True, base=base)["PYTHONPATH"] == patch_folder()
 
 
 def test_a_device_that_is_asked_for_decides():
@@ -136,24 +129,3 @@ def test_a_path_without_a_model_is_named_and_a_hub_name_is_left_to_sglang(tmp_pa
     check_model("Qwen/Qwen3-30B-A3B")
     (tmp_path / "config.json").write_text("{}")
     check_model(str(tmp_path))
-
-
-def test_ports_are_those_asked_for_or_free_ones():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(InputError, match=rf"sglang.port={port - 1}: port {port} is in use on 127.0.0.1"):
-            choose_ports(ServerConfig(port=port - 1, num_servers=2), LOOPBACK)
-    config = ServerConfig(num_servers=3)
-    first = choose_ports(config, LOOPBACK)
-    assert len(set(first)) == 3 and all(30_000 <= port < 32_768 for port in first)
-    assert not set(first) & set(choose_ports(config, LOOPBACK, avoid=first))
-    assert len(choose_ports(config, LOOPBACK, count=1)) == 1
-
-
-def test_the_key_is_the_first_line_of_its_file(tmp_path):
-    file = tmp_path / "key"
-    file.write_text(" k-secret \nmore\n")
-    assert read_api_key(ServerConfig(api_key_file=str(file))) == "k-secret"
-    assert read_api_key(ServerConfig()) is None

@@ -1,46 +1,66 @@
-"""How an SGLang server is started on this node: command line, environment, ports.
+"""How an SGLang server is started on this node: command line, environment, reasons of its exit.
 
 sglang itself is never imported: the servers have an interpreter of their own.
 """
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
-import random
 import re
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import ClassVar
 
 import megatron_gspo
 from megatron_gspo.config import ServerConfig
 from megatron_gspo.errors import InputError, first_line
-from megatron_gspo.servers.server_args import gpus_per_server, option
+from megatron_gspo.rollout.sglang.sglang_args import gpus_per_server
+from megatron_gspo.servers.ports import LOOPBACK
+from megatron_gspo.servers.server_args import option
+from megatron_gspo.servers.server_launch import server_environment
 
-LOOPBACK = "127.0.0.1"
-# Below Linux' range of ports for outgoing connections
-_PORTS = range(30_000, 32_768)
 # Options that the client needs too -> their config keys
 _RESERVED = {"--port": "sglang.port", "--api-key": "sglang.api_key_file"}
-# torchrun's environment of its workers. With it a server would connect to torchrun's store and wait for other ranks.
-_TORCHRUN = re.compile(r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)")
 _CPU_OVERLAP_VERSION = (0, 5, 23)  # earlier versions overwrite routed experts while they are copied
+_FREEZE_SECONDS = 2.0  # timeout of /freeze_gc
+# See `ServerLaunch.exit_causes`; from the logs of sglang 0.5.15 and 0.5.23
+_EXIT_CAUSES = (
+    (
+        r"unrecognized arguments|error: (argument|ambiguous option|the following arguments)",
+        "sglang refused its arguments; correct sglang.server_args",
+    ),
+    (
+        r"^(ModuleNotFoundError|\S+): No module named",
+        "its sglang is incomplete; install it or name another interpreter in sglang.python",
+    ),
+    (
+        r"out of memory|OutOfMemoryError|Not enough memory|MemoryError|can(no|')t allocate memory",
+        "it ran out of memory; lower --mem-fraction-static or --max-total-tokens",
+    ),
+    (
+        r"is not a local folder|does not appear to have a file|Unrecognized model in|Can't load.*config|"
+        r"Error no file named|Cannot find any model weights|Repo id must be|SafetensorError",
+        "its model can't be loaded; check the model path",
+    ),
+)
 
 
 @dataclass(frozen=True)
-class ServerLaunch:
-    """What the servers on this node are started with.
+class SGLangLaunch:
+    """`ServerLaunch` of SGLang servers.
 
     config: number, interpreter, ports, API key and arguments. The arguments are passed to `sglang.launch_server` after
     ours, so they override them: `--host` to listen on another address than loopback, `--device cpu` to use no GPU.
     model: Hugging Face directory. dtype: sglang's `--dtype`. routed_experts: whether servers return them. log_dir:
-    directory of `server_<i>.log`. first_gpu: the first server's first GPU, from which on the
-    servers take consecutive ones; None: `--base-gpu-id`, or 0.
+    directory of `server_<i>.log`. first_gpu: the first server's first GPU, from which on the servers take consecutive
+    ones; None: `--base-gpu-id`, or 0.
 
     Raises InputError for arguments that this class sets, and if no server is to be started.
     """
@@ -51,6 +71,8 @@ class ServerLaunch:
     routed_experts: bool = False
     log_dir: str = "."
     first_gpu: int | None = None
+    engine: ClassVar[str] = "sglang"
+    exit_causes: ClassVar[tuple[tuple[str, str], ...]] = _EXIT_CAUSES
 
     def __post_init__(self) -> None:
         for argument in self.args:
@@ -77,12 +99,44 @@ class ServerLaunch:
         """Where the servers listen. Any address but loopback can be reached from other machines."""
         return option(self.args, "--host") or LOOPBACK
 
+    @cached_property
+    def cpu(self) -> bool:
+        """Whether the servers run without a GPU."""
+        return on_cpu(self.args)
 
-def read_api_key(config: ServerConfig) -> str | None:
-    """The API key of the servers, from the first line of its file; None without a file."""
-    if config.api_key_file is None:
-        return None
-    return Path(config.api_key_file).read_text(encoding="utf-8").splitlines()[0].strip()
+    @cached_property
+    def version(self) -> tuple[int, ...]:
+        """The interpreter's version of sglang. Raises InputError; see `sglang_version`."""
+        return sglang_version(self.python)
+
+    def check(self) -> None:
+        """See `ServerLaunch.check`."""
+        check_model(self.model)
+        _ = self.version
+
+    def command(self, index: int, port: int, *, key_file: str | None) -> list[str]:
+        """See `ServerLaunch.command`."""
+        return server_command(self, index, port, cpu=self.cpu, version=self.version, config_file=key_file)
+
+    def environment(self) -> dict[str, str]:
+        """See `ServerLaunch.environment`."""
+        return sglang_environment(self.python, cpu=self.cpu)
+
+    def write_key(self, api_key: str) -> str:
+        """See `ServerLaunch.write_key`: a file for `--config`."""
+        handle, path = tempfile.mkstemp(prefix="sglang-", suffix=".yaml")  # mode 0600
+        with os.fdopen(handle, "w") as file:
+            file.write(f"api-key: {json.dumps(api_key)}\n")
+        return path
+
+    def after_start(self, url: str, api_key: str | None) -> None:
+        """Exclude what the server has loaded from its garbage collections.
+
+        SGLang does so itself after its warm-up, which servers on a CPU skip. Each flush of the cache, and so each
+        weight update, runs a collection, which takes 0.4 s otherwise.
+        """
+        if self.cpu:
+            _freeze_gc(url, api_key)
 
 
 def on_cpu(args: Sequence[str]) -> bool:
@@ -94,7 +148,7 @@ def on_cpu(args: Sequence[str]) -> bool:
     return not torch.cuda.is_available()
 
 
-def server_command(launch: ServerLaunch, index: int, port: int, *, cpu: bool, version: tuple[int, ...],
+def server_command(launch: SGLangLaunch, index: int, port: int, *, cpu: bool, version: tuple[int, ...],
                    config_file: str | None = None) -> list[str]:  # fmt: skip
     """The command line of server `index`. version: of sglang. config_file: with the API key, which `ps` would show."""
     model = os.path.abspath(launch.model) if os.path.isdir(launch.model) else launch.model
@@ -119,12 +173,9 @@ def server_command(launch: ServerLaunch, index: int, port: int, *, cpu: bool, ve
     return command
 
 
-def server_environment(python: str, *, cpu: bool, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The trainer's environment without torchrun's variables and, for another interpreter, without Python's paths."""
-    environment = {name: value for name, value in base.items() if not _TORCHRUN.fullmatch(name)}
-    environment["PYTHONSAFEPATH"] = "1"  # `python -m` would search the working directory first
-    if python != sys.executable:
-        environment = {name: value for name, value in environment.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+def sglang_environment(python: str, *, cpu: bool, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """`server_environment`, with what servers without a GPU need."""
+    environment = server_environment(python, base)
     if cpu:
         paths = [patch_folder(), *filter(None, [environment.get("PYTHONPATH")])]
         environment.update(SGLANG_USE_CPU_ENGINE="1", OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(paths))
@@ -163,44 +214,12 @@ def check_model(model: str) -> None:
         raise InputError(f"sglang: model path {model}: no config.json there; name a Hugging Face model directory")
 
 
-def is_free(host: str, port: int) -> bool:
-    """Whether a server can listen there now."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host, port))
-        except OSError:
-            return False
-    return True
-
-
-def choose_ports(config: ServerConfig, host: str, *, count: int | None = None, avoid: Sequence[int] = ()) -> list[int]:
-    """A port for each server: config.port + i, which must be free, or free ones, searched from a random port on.
-
-    count: servers, None: config.num_servers. Raises InputError.
-    """
-    count = config.num_servers if count is None else count
-    if config.port is not None:
-        ports = [config.port + index for index in range(count)]
-        for port in ports:
-            if not is_free(host, port):
-                raise InputError(f"sglang.port={config.port}: port {port} is in use on {host}; "
-                                 "choose another or end the process that listens there")  # fmt: skip
-        return ports
-    start = random.SystemRandom().randrange(len(_PORTS))
-    found: list[int] = []
-    for offset in range(len(_PORTS)):
-        port = _PORTS[(start + offset) % len(_PORTS)]
-        if port not in avoid and is_free(host, port):
-            found.append(port)
-            if len(found) == count:
-                return found
-    raise InputError(f"sglang: no {count} free ports in {_PORTS.start}..{_PORTS.stop - 1}; set sglang.port")
-
-
-def write_secret(api_key: str) -> str:
-    """Write the key to a new file for `--config`, readable by this user alone; returns its path."""
-    handle, path = tempfile.mkstemp(prefix="sglang-", suffix=".yaml")  # mode 0600
-    with os.fdopen(handle, "w") as file:
-        file.write(f"api-key: {json.dumps(api_key)}\n")
-    return path
+def _freeze_gc(url: str, api_key: str | None) -> None:
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=_FREEZE_SECONDS)
+    try:
+        connection.request("POST", "/freeze_gc", headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
+        connection.getresponse().read()
+    except (OSError, http.client.HTTPException):
+        pass  # later collections take longer
+    finally:
+        connection.close()

@@ -1,0 +1,73 @@
+"""What `LocalServers` needs to know of an engine to start its servers. SGLang's: `rollout/sglang/sglang_launch.py`."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from megatron_gspo.config import ServerConfig
+
+# torchrun's environment of its workers. With it a server would connect to torchrun's store and wait for other ranks.
+_TORCHRUN = re.compile(r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)")
+
+
+class ServerLaunch(Protocol):
+    """How the servers of one engine are started on this node.
+
+    engine: its name in log lines. host: address that the servers listen on. log_dir: directory of `server_<i>.log`.
+    exit_causes: (pattern in a server's log, meaning and fix), the first match counts; see `exit_reason`.
+    """
+
+    exit_causes: tuple[tuple[str, str], ...]
+
+    @property
+    def engine(self) -> str: ...
+
+    @property
+    def config(self) -> ServerConfig: ...
+
+    @property
+    def host(self) -> str: ...
+
+    @property
+    def log_dir(self) -> str: ...
+
+    def check(self) -> None:
+        """Raise InputError if the servers can't be started: interpreter, model."""
+        ...
+
+    def command(self, index: int, port: int, *, key_file: str | None) -> list[str]:
+        """The command line of server `index`. key_file: from `write_key`; None without an API key."""
+        ...
+
+    def environment(self) -> dict[str, str]:
+        """Environment variables of the servers."""
+        ...
+
+    def write_key(self, api_key: str) -> str:
+        """Write the API key to a new file that only this user can read; returns its path. Deleted once it is read."""
+        ...
+
+    def after_start(self, url: str, api_key: str | None) -> None:
+        """Called when a server answers for the first time after a start."""
+        ...
+
+
+def read_api_key(config: ServerConfig) -> str | None:
+    """The API key of the servers, from the first line of its file; None without a file."""
+    if config.api_key_file is None:
+        return None
+    return Path(config.api_key_file).read_text(encoding="utf-8").splitlines()[0].strip()
+
+
+def server_environment(python: str, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The trainer's environment without torchrun's variables and, for another interpreter, without Python's paths."""
+    environment = {name: value for name, value in base.items() if not _TORCHRUN.fullmatch(name)}
+    environment["PYTHONSAFEPATH"] = "1"  # `python -m` would search the working directory first
+    if python != sys.executable:
+        environment = {name: value for name, value in environment.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    return environment
