@@ -1,9 +1,10 @@
-"""A small config that works, and the model directory that it names."""
+"""A small config that works, as data and as a file, and the model directory that it names."""
 
 import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 HF_CONFIG = {
     "model_type": "qwen3_moe",
@@ -33,3 +34,10 @@ def plain(tmp_path: Path) -> dict:
         "rollout": {"rollout_batch_size": 16, "n_samples_per_prompt": 8, "max_response_length": 64},
         "training": {"steps": 3, "global_batch_size": 32, "max_tokens_per_micro_batch": 1024},
     }
+
+
+@pytest.fixture
+def file(tmp_path: Path, plain: dict) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(plain))
+    return path

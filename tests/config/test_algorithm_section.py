@@ -7,6 +7,7 @@ import pytest
 from megatron_gspo.algorithms import PRESETS, Objective, preset
 from megatron_gspo.config import AlgorithmConfig, Config
 from megatron_gspo.config.algorithm_section import with_preset
+from tests.config.building import SFT, assert_refused, build
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -36,6 +37,52 @@ def test_the_default_length_counts_where_none_is_given(plain: dict) -> None:
     assert config.algorithm.loss_scale_factor == config.rollout.max_response_length == 1024
 
 
-def test_thresholds_of_rejection_sampling() -> None:
-    assert AlgorithmConfig.preset(rollout_rs="token").rollout_rs_band == (0.5, 2.0)
-    assert AlgorithmConfig.preset(rollout_rs="token", rollout_rs_threshold=4.0).rollout_rs_band == (0.25, 4.0)
+@pytest.mark.parametrize(
+    ("overrides", "key", "fix"),
+    [
+        (["algorithm.epsilon_low=0.2"], "algorithm.epsilon_low = 0.2: is outside the clip",
+         "allow_nonstandard: true"),
+        (
+            ["algorithm.name=grpo", "algorithm.epsilon_high=4e-4"],
+            "algorithm.epsilon_high = 0.0004:", "about 0.2"
+        ),
+        (["algorithm.loss_agg_mode=token-mean"], 'algorithm.loss_agg_mode = "token-mean":', "seq-mean-token-mean"),
+        (["algorithm.rollout_is_threshold=0.5"], "algorithm.rollout_is_threshold = 0.5:", ">= 1"),
+        (["algorithm.rollout_rs_threshold_lower=1.5"], "algorithm.rollout_rs_threshold_lower = 1.5:", "<= 1"),
+        (["algorithm.rollout_rs_threshold=0.5"], "algorithm.rollout_rs_threshold = 0.5:", ">= 1"),
+    ],
+)  # fmt: skip
+def test_contradictions_are_refused_at_load(plain: dict, overrides: list[str], key: str, fix: str) -> None:
+    assert_refused(plain, overrides, key, fix)
+
+
+def test_every_algorithm_builds(plain: dict) -> None:
+    for name in ("gspo", "gspo_token", "grpo", "dr_grpo", "dapo"):
+        assert build(plain, f"algorithm.name={name}").algorithm.name == name
+    assert build(plain, *SFT).algorithm.name == "sft"
+
+
+def test_overrides_reach_the_objective(plain: dict) -> None:
+    objective = build(
+        plain, "algorithm.epsilon_low=0.01", "algorithm.advantage_std=population"
+    ).algorithm
+    assert (objective.epsilon_low, objective.epsilon_high, objective.advantage_std) == (
+        0.01,
+        4e-4,
+        "population",
+    )
+
+
+def test_allow_nonstandard_lets_it_pass(plain: dict) -> None:
+    config = build(plain, "algorithm.epsilon_low=0.2", "algorithm.allow_nonstandard=true")
+    assert config.algorithm.epsilon_low == 0.2
+
+
+def test_thresholds_of_rejection_sampling(plain: dict) -> None:
+    def band(*overrides: str) -> tuple[float, float]:
+        return build(plain, *(f"algorithm.rollout_rs{o}" for o in overrides)).algorithm.rollout_rs_band
+
+    assert band("=token") == (0.5, 2.0)
+    assert band("=token", "_threshold=4.0") == (0.25, 4.0)
+    assert band("=token", "_threshold_lower=0.1") == (0.1, 2.0)
+    assert band("=sequence", "_threshold=1.25", "_threshold_lower=0.9") == (0.9, 1.25)

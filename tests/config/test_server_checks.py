@@ -1,32 +1,18 @@
-"""Every refusal of the section `sglang` names key, value and fix; `--sglang.*` arguments reach servers untouched."""
+"""Every refusal of the section `sglang` names key, value and fix."""
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 import pytest
-import yaml
 
-from megatron_gspo.config import Config, ConfigError, SGLangConfig
-from megatron_gspo.config.load import apply_overrides, split_server_arguments
-from megatron_gspo.config.schema import load_config
+from megatron_gspo.config import ConfigError, SGLangConfig
 from megatron_gspo.config.server_checks import check_server_files
+from tests.config.building import build, refused
 
 URL = "sglang.urls=['http://127.0.0.1:30000']"
 ON_SERVERS = ("rollout.engine=sglang", URL)
 AHEAD = (*ON_SERVERS, "rollout.overlap=true")
-
-
-def build(plain: dict, *overrides: str) -> Config:
-    return Config.from_dict(apply_overrides(copy.deepcopy(plain), overrides))
-
-
-def refused(plain: dict, *overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        build(plain, *overrides)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 REFUSED = {
@@ -147,40 +133,3 @@ def test_a_key_file_without_a_key(tmp_path: Path, content: bytes):
 def test_a_key_file(tmp_path: Path):
     (tmp_path / "key").write_text("the key\nmore\n")
     check_server_files(SGLangConfig(api_key_file=str(tmp_path / "key")))
-
-
-ARGUMENTS = {
-    "a value": (["--sglang.mem-fraction-static", "0.7"], [], ["--mem-fraction-static", "0.7"]),
-    "after =": (["--sglang.mem-fraction-static=0.7"], [], ["--mem-fraction-static=0.7"]),
-    "a flag": (["--sglang.enable-x"], [], ["--enable-x"]),
-    "a flag, then an override": (["--sglang.enable-x", "seed=3"], ["seed=3"], ["--enable-x"]),
-    "a value, then an override": (["--sglang.x", "1", "optimizer.lr=1e-6"], ["optimizer.lr=1e-6"], ["--x", "1"]),
-    "an override between": (["--sglang.x", "a.b=1", "--sglang.y", "2"], ["a.b=1"], ["--x", "--y", "2"]),
-    "= and an override": (["--sglang.x=1", "run_dir=/a"], ["run_dir=/a"], ["--x=1"]),
-    "after = no value follows": (["--sglang.x=1", "2"], ["2"], ["--x=1"]),
-    "several values": (["--sglang.x", "1", "2", "3"], [], ["--x", "1", "2", "3"]),
-    "a negative value": (["--sglang.x", "-1"], [], ["--x", "-1"]),
-    "a value with =": (["--sglang.x", "A=b"], [], ["--x", "A=b"]),
-    "JSON": (["--sglang.x", '{"a.b": 1}'], [], ["--x", '{"a.b": 1}']),
-    "a path": (["--sglang.x", "/a.b/c=d"], [], ["--x", "/a.b/c=d"]),
-    "two flags": (["--sglang.x", "--sglang.y"], [], ["--x", "--y"]),
-    "an option of ours": (["--sglang.x", "--help"], ["--help"], ["--x"]),
-    "none": (["seed=3", "model.path=/m"], ["seed=3", "model.path=/m"], []),
-    "the case is kept": (["--sglang.X-y_z", "V"], [], ["--X-y_z", "V"]),
-}
-
-
-@pytest.mark.parametrize("case", ARGUMENTS)
-def test_arguments_pass_untouched(case):
-    arguments, ours, theirs = ARGUMENTS[case]
-    assert split_server_arguments(arguments) == (ours, theirs)
-
-
-def test_arguments_of_the_command_line_follow_those_of_the_file(plain, tmp_path: Path):
-    file = tmp_path / "config.yaml"
-    plain["rollout"]["engine"] = "sglang"
-    plain["sglang"] = {"num_servers": 1, "server_args": ["--x", "1"]}
-    file.write_text(yaml.safe_dump(plain))
-    ours, theirs = split_server_arguments(["seed=3", "--sglang.x", "2"])
-    config = load_config(file, ours, server_args=theirs)
-    assert config.sglang.server_args == ("--x", "1", "--x", "2") and config.seed == 3

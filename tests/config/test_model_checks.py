@@ -1,0 +1,46 @@
+"""The model directory, and the config against its config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.config.building import build, refused
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("routing.replay=r2", 'routing.replay = "r2": the model has no experts; set it to none'),
+        ("routing.replay=r3", 'routing.replay = "r3": the model has no experts; set it to none'),
+        (
+            "routing.compare_rollout=true",
+            "routing.compare_rollout = true: the model has no experts; set it to false",
+        ),
+    ],
+)
+def test_a_dense_model_has_no_routes(plain: dict, tmp_path: Path, override: str, message: str) -> None:
+    file = tmp_path / "model" / "config.json"
+    build(plain, override).check(1)
+    hf = json.loads(file.read_text())
+    del hf["num_experts"]
+    file.write_text(json.dumps({**hf, "model_type": "qwen3", "intermediate_size": 64}))
+    assert refused(plain, override, world_size=1) == message
+
+
+def test_positions_of_the_model(plain: dict) -> None:
+    build(plain, "rollout.max_response_length=96").check(1)
+    assert "the model has 128 positions" in refused(plain, "rollout.max_response_length=97", world_size=1)
+
+
+def test_model_directories(plain: dict, tmp_path: Path) -> None:
+    assert "is not a directory" in refused(plain, f"model.path={tmp_path}/absent", world_size=1)
+    assert "has no config.json" in refused(plain, f"model.path={tmp_path}", world_size=1)
+    assert "no *.safetensors weights" in refused(plain, "model.init=pretrained", world_size=1)
+    config_json = Path(plain["model"]["path"]) / "config.json"
+    config_json.write_text('{"model_type": "gpt2"}')
+    assert "use one of qwen3, qwen3_moe" in refused(plain, world_size=1)
+    config_json.write_text("{")
+    assert "is not JSON" in refused(plain, world_size=1)

@@ -1,0 +1,49 @@
+"""What the sections `rollout` and `routing` refuse and resolve to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_gspo.config import RolloutConfig, RoutingConfig, SamplingParams
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n_samples_per_prompt": 0},
+        {"max_response_length": 0},
+        {"temperature": -0.1},
+        {"temperature": float("inf")},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_k": -1},
+    ],
+    ids=str,
+)
+def test_parameters_that_no_engine_supports(fields: dict[str, Any]) -> None:
+    (name, value), *_ = fields.items()
+    with pytest.raises(ValueError, match=f"^{name}={value}: ") as caught:
+        SamplingParams(**fields)
+    assert "\n" not in str(caught.value)
+
+
+def test_greedy_decoding_scores_at_temperature_1() -> None:
+    assert SamplingParams(temperature=0.0).greedy and SamplingParams(temperature=0.0).scoring_temperature == 1.0
+    assert not SamplingParams(temperature=0.5).greedy and SamplingParams(temperature=0.5).scoring_temperature == 0.5
+
+
+def test_a_batch_has_all_samples_of_its_prompts() -> None:
+    assert RolloutConfig(rollout_batch_size=3, n_samples_per_prompt=5).sequences == 15
+
+
+def test_groups_outlive_a_step_with_staleness_or_oversampling() -> None:
+    assert not RolloutConfig(rollout_batch_size=1).streams
+    assert RolloutConfig(rollout_batch_size=1, max_staleness=1).streams
+    assert RolloutConfig(rollout_batch_size=1, oversampling=1.5).streams
+
+
+def test_who_needs_the_rollouts_routes() -> None:
+    needs = [RoutingConfig(replay=replay).needs_rollout_routes for replay in ("none", "r2", "r3")]
+    assert needs == [False, False, True] and RoutingConfig(compare_rollout=True).needs_rollout_routes

@@ -1,0 +1,97 @@
+"""Unknown keys, wrong types and bounds: the one-line error of the first fault."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import pytest
+import yaml
+from annotated_types import Ge
+
+from megatron_gspo.config import ConfigError, load_config
+from megatron_gspo.config.validate import STRICT, validate
+from tests.config.building import fault
+
+
+@pytest.mark.parametrize(
+    "override, expected",
+    [
+        ("optimizer.lrr=1", "optimizer.lrr = 1: is not a key; did you mean optimizer.lr?"),
+        ("training.lr=1", "training.lr = 1: is not a key; did you mean optimizer.lr?"),
+        ("lr=1", "lr = 1: is not a key; did you mean optimizer.lr?"),
+        ("trainig.steps=3", 'trainig = {"steps": 3}: is not a key; did you mean training?'),
+        ("zzz=1", "zzz = 1: is not a key; remove it, or see docs/config.md for the keys"),
+        ("training.steps='8'", 'training.steps = "8": is not allowed; set whole number >= 1, without quotes'),
+        ("training.steps=8.0", "training.steps = 8.0: is not allowed; set whole number >= 1"),
+        ("training.steps=true", "training.steps = true: is not allowed; set whole number >= 1"),
+        ("training.steps=0", "training.steps = 0: is not allowed; set whole number >= 1"),
+        ("model.dtype=fp32", 'model.dtype = "fp32": is not allowed; set one of float32, bfloat16'),
+        ("rollout.engine=embeded", 'rollout.engine = "embeded": is not allowed; set one of embedded, '
+         "sglang, sft, perhaps embedded"),
+        ("data.overlong_prompts=cut", 'data.overlong_prompts = "cut": is not allowed; set one of drop, error'),
+        ("optimizer.lr=.nan", "optimizer.lr = NaN: is not allowed; set number > 0"),
+        ("tracking.wandb=3", "tracking.wandb = 3: is not allowed; set true or false or text"),
+        ("model.path=", "model.path = null: is not allowed; set text"),
+        ("parallel=3", "parallel = 3: is not allowed; set a section"),
+        ("evaluation.pass_at_k=[0]", "evaluation.pass_at_k = 0: is not allowed; set list of whole numbers"),
+    ],
+)  # fmt: skip
+def test_faults_name_key_value_and_fix(file: Path, override: str, expected: str) -> None:
+    assert fault(file, override) == expected
+
+
+def test_missing_key(file: Path, plain: dict) -> None:
+    del plain["model"]["path"]
+    file.write_text(yaml.safe_dump(plain))
+    assert fault(file) == "model.path: is missing; set it: text"
+
+
+def test_missing_section(file: Path, plain: dict) -> None:
+    del plain["training"]
+    file.write_text(yaml.safe_dump(plain))
+    assert fault(file) == "training: is missing; set it: a section with at least steps, global_batch_size"
+
+
+def test_a_whole_number_is_a_float(file: Path) -> None:
+    assert load_config(file, ["rollout.temperature=1"]).rollout.temperature == 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    size: Annotated[int, Ge(1)]
+    limit: int = 8
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        if self.size > self.limit and not self.exact:
+            raise ValueError(f"size={self.size} is above the limit: lower it or set exact=True")
+
+
+def test_any_dataclass_is_validated() -> None:
+    assert validate(Section, {"size": 3}) == Section(size=3)
+    with pytest.raises(ConfigError, match="sise = 3: is not a key; did you mean size"):
+        validate(Section, {"sise": 3})
+
+
+def test_an_unknown_key_comes_before_the_one_that_it_misses() -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate(Section, {"sice": 0, "limit": "x"})
+    assert caught.value.key == "sice"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    inner: Section
+
+
+def test_an_error_of_a_section_has_the_config_s_spelling() -> None:
+    """As the objective's errors, which also occur without a config."""
+    with pytest.raises(ConfigError) as caught:
+        validate(Outer, {"inner": {"size": 9}})
+    assert str(caught.value) == "inner.size = 9: is above the limit; lower it or set inner.exact: true"
