@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_gspo.config import SGLangConfig
 from tests.bad_input.page import CASES, FIXES, PAGE, filled
 from tests.support.command_line import Case
 
@@ -41,5 +42,7 @@ def test_the_messages_of_servers_are_those_of_the_code() -> None:
     page = (ROOT / "docs" / "sglang.md").read_text(encoding="utf-8")
     section = page.split("Messages when a server does not start:", 1)[1].split("\n## ", 1)[0]
     messages = re.findall(r"^\| `([^`]+)` \|", section, flags=re.MULTILINE)
-    source = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "megatron_gspo" / "servers").glob("*.py"))
+    folders = [ROOT / "megatron_gspo" / name for name in ("servers", "rollout/sglang")]
+    source = "".join(file.read_text(encoding="utf-8") for folder in folders for file in folder.glob("*.py"))
+    source = source.replace("{section}", SGLangConfig.section)
     assert len(messages) >= 8 and [message for message in messages if message not in source] == []
