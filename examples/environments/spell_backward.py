@@ -1,4 +1,4 @@
-"""Spell a word backward, with several tries: the environment says which answer was wrong and asks again.
+"""Spell a word backward in several tries: the environment repeats the wrong answer and the question.
 
     rollout:
       environment: examples/environments/spell_backward.py:spell_backward
@@ -36,5 +36,5 @@ class SpellBackward:
 def spell_backward(
     prompt: Prompt, *, sample_index: int, seed: int, tries: int = 3, partial_credit: bool = False
 ) -> SpellBackward:
-    """The factory. It needs neither sample_index nor seed: nothing is drawn."""
+    """The factory. sample_index and seed are not used: nothing is random."""
     return SpellBackward(prompt, tries, partial_credit)

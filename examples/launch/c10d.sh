@@ -7,9 +7,9 @@
 #   HEAD     one of them, by the name or address that the others reach it by
 #   PORT     a free one there (29500)
 #   RUN_ID   the same on all nodes, another for each run that uses HEAD and PORT (gspo)
-#   ADDRESS  of this node, where its host name doesn't resolve to one that the others reach
+#   ADDRESS  of this node, if its host name does not resolve to one that the others reach
 #   WAIT     seconds that a node waits for the others (1800)
-# and those of node.sh, which says what signals and exit codes mean.
+# and those of node.sh, which documents signals and exit codes.
 set -euo pipefail
 
 readonly HEAD="${HEAD:?HEAD is the name or address of the first node}" WAIT="${WAIT:-1800}"

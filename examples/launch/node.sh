@@ -8,13 +8,12 @@
 #   PROCESSES  per node, one for each GPU (8)
 #   PYTHON     interpreter of the trainer (python)
 #   LOG_DIR    gets <node>/<run>/attempt_0/<local rank>/{stdout,stderr}.log; this script's output has the same (logs)
-#   IFNAME     network interface of gloo's and NCCL's sockets, where a node has several (whatever they choose)
-#   RESTARTS   how often a run that failed is started again, from its last checkpoint (0)
+#   IFNAME     network interface of gloo's and NCCL's sockets, if a node has several (default: their choice)
+#   RESTARTS   restarts of a failed run, from its last checkpoint (0)
 #   PAUSE      seconds before that (10)
 #
-# SIGUSR1 or SIGTERM: the run saves after the step that is under way and stops. SIGINT, or a second SIGTERM: it ends
-# now.
-# Exit code: 0, the run is finished; 75, it was stopped and goes on when started again; else it failed.
+# SIGUSR1 or SIGTERM: the run saves after the current step and stops. SIGINT, or a second SIGTERM: it ends now.
+# Exit code: 0: finished; 75: stopped, start again to continue; otherwise it failed.
 set -euo pipefail
 
 readonly PROCESSES="${PROCESSES:-8}" PYTHON="${PYTHON:-python}" LOG_DIR="${LOG_DIR:-logs}"
@@ -31,17 +30,17 @@ if (( $# < 2 )); then
 fi
 shift
 
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # several processes with several threads each slow one another down
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # many processes with many threads slow each other down
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"  # Megatron: kernels start in the order of calls
 export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
-export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"  # everything is on disk; a thousand ranks needn't ask the hub
+export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"  # everything is on disk
 export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"  # it warns in each forked process otherwise
 export PYTHONUNBUFFERED=1
 if [[ -n ${IFNAME:-} ]]; then
     export GLOO_SOCKET_IFNAME="$IFNAME" NCCL_SOCKET_IFNAME="$IFNAME"
 fi
 
-# Also the first check of the config: a misspelt key ends here, in a second, on every node.
+# Also the first check of the config: a misspelt key ends here, on every node.
 run_dir=$("$PYTHON" - "$@" <<'PROGRAM'
 import sys
 from megatron_gspo.config import ConfigError, load_config
@@ -75,7 +74,7 @@ ask() {
 trap ask USR1 TERM
 trap end_now INT
 
-# Wait for torchrun and pass on the wish to stop, again and again: a rank that is still loading doesn't listen yet.
+# Wait for torchrun and repeat the stop signal: a rank that is still loading does not handle it yet.
 follow() {
     local code=0 pids
     while kill -0 "$agent" 2>/dev/null; do
@@ -84,7 +83,7 @@ follow() {
             (( ${#pids[@]} == 0 )) || kill -USR1 "${pids[@]}" 2>/dev/null || true
         fi
         sleep 1 &
-        wait $! || true  # unlike sleep alone, it ends at a signal
+        wait $! || true  # wait, unlike sleep, ends at a signal
     done
     wait "$agent" || code=$?
     return "$code"
@@ -103,7 +102,7 @@ is_finished() {
 set -m  # torchrun in a process group of its own: Ctrl-C reaches it through end_now, once
 for (( attempt = 0; ; attempt++ )); do
     (
-        trap '' USR1  # inherited: nobody dies of it before the trainer listens
+        trap '' USR1  # inherited: it ends no process before the trainer handles it
         trap - INT TERM
         exec "$PYTHON" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$PROCESSES" \
             --log-dir "$LOG_DIR/$(uname -n)" --tee 3 -m megatron_gspo.train "$@"

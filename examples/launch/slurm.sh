@@ -3,7 +3,7 @@
 #
 #   sbatch --nodes 4 examples/launch/slurm.sh CONFIG.yaml [key=value ...]
 #
-#   SERVER_NODES      of the job's nodes, how many only serve (0: the config says where servers are)
+#   SERVER_NODES      nodes of the job that only serve (0: the config has the servers)
 #   MODEL             Hugging Face directory, for training and servers (with SERVER_NODES)
 #   SGLANG_PYTHON     interpreter of SGLang's environment (with SERVER_NODES)
 #   SERVERS_PER_NODE  how many (4), of SERVER_GPUS GPUs each (2)
@@ -12,9 +12,8 @@
 #                     the servers are replayed (routing.replay: r3)
 # and PORT and WAIT of static.sh, and those of node.sh; edit or override the lines below for your cluster.
 #
-# Before the time limit, and at a pre-emption that gives notice, the run saves and stops, and the job is queued again.
-# Then it goes on from its checkpoint, as after the failure of a node. A run that fails by itself isn't queued again,
-# nor is one that was cancelled.
+# Before the time limit, and at a pre-emption that gives notice, the run saves and stops, and the job is requeued. It
+# then resumes from its checkpoint, as after a node failure. A failed or cancelled run is not requeued.
 #SBATCH --job-name=gspo
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
@@ -69,8 +68,8 @@ if (( servers > 0 )); then
         "sglang.api_key_file=$key" "sglang.master_address=${nodes[0]}"
     )
     read -ra more <<< "${SERVER_ARGS:-}"
-    # Slurm sends SIGTERM to the tasks of all steps when it takes a job's nodes: the servers outlive it, for the step
-    # that is under way.
+    # Slurm sends SIGTERM to the tasks of all steps when it takes a job's nodes: the servers ignore it until
+    # the current step is done.
     # shellcheck disable=SC2016  # expanded on the node
     keep='trap : TERM USR1; "$@" --log-dir "$LOG_DIR/servers/$(uname -n)" & while wait $!; (( $? > 128 )); do :; done'
     srun "${step[@]}" --nodes "$servers" --ntasks "$servers" --nodelist "$(join "${nodes[@]:training}")" \
@@ -80,7 +79,7 @@ if (( servers > 0 )); then
         --sglang.host 0.0.0.0 --sglang.tp-size "$gpus" "${more[@]}" &
 fi
 
-# Static rendezvous: rank 0, from which servers get their weights, must be on the node whose address they are told.
+# Static rendezvous: rank 0, from which servers get their weights, must be on the node whose address they get.
 # c10d would number the nodes by the order of their names, node10 before node9.
 export NODES=$training HEAD="${nodes[0]}" RUN_ID="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
 # shellcheck disable=SC2016  # expanded on the node
@@ -95,7 +94,7 @@ trap 'kill -USR1 "$run" 2>/dev/null || true' USR1
 trap 'ended=yes; kill -USR1 "$run" 2>/dev/null || true' TERM
 while kill -0 "$run" 2>/dev/null; do
     sleep 1 &
-    wait $! || true  # unlike sleep alone, it ends at a signal
+    wait $! || true  # wait, unlike sleep, ends at a signal
 done
 wait "$run" || code=$?
 

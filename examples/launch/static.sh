@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A run on several nodes by static rendezvous: each node is told its number.
+# A run on several nodes by static rendezvous: each node gets its number.
 #
 #   NODES=4 NODE_RANK=0 HEAD=node1 static.sh CONFIG.yaml [key=value ...]
 #
@@ -9,8 +9,8 @@
 #   PORT       a free one there (29500)
 #   RUN_ID     names the folder of the logs (gspo)
 #   WAIT       seconds that a node waits for the others (1800)
-# and those of node.sh, which says what signals and exit codes mean. Where they aren't set, those that Kubeflow's
-# PyTorchJob sets are taken: RANK (of a pod), MASTER_ADDR and MASTER_PORT.
+# and those of node.sh, which documents signals and exit codes. Their defaults are Kubeflow's PyTorchJob variables: RANK (of
+# a pod), MASTER_ADDR and MASTER_PORT.
 set -euo pipefail
 
 readonly NODES="${NODES:-1}" WAIT="${WAIT:-1800}"

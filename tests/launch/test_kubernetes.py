@@ -37,7 +37,7 @@ def test_the_pods_make_the_world_that_the_config_is_for(parts):
     assert nodes * int(environment["PROCESSES"]) == processes(ROOT / config_file)
     config = load_config(ROOT / config_file, overrides)
     host = f"{parts['StatefulSet']['metadata']['name']}-0.{parts['Service']['metadata']['name']}"
-    assert config.sglang.urls == [f"http://{host}:31000", f"http://{host}:31001"]
+    assert list(config.sglang.urls) == [f"http://{host}:31000", f"http://{host}:31001"]
 
 
 def test_the_servers_are_those_that_the_run_is_told(parts):
