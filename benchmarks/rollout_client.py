@@ -87,8 +87,8 @@ class Ours:
         weights = load_file(model / "model.safetensors")
         tokenizer = AutoTokenizer.from_pretrained(model)
         served = ServedModel(family_of(read_config(model))[1], return_routes=True)  # no end token
-        config = SGLangConfig(urls=(url,), max_concurrent_requests=args.concurrency)
-        transport = make_transport("tensor", SGLangWeightEndpoints())
+        config = SGLangConfig(urls=(url,), weight_transport="tensor", max_concurrent_requests=args.concurrency)
+        transport = make_transport(config, SGLangWeightEndpoints())
         self.engine = ServerEngine(config, served, transport, tokenizer.decode, api=SGLangAPI(), log=say)
         self.engine.update_weights(weights.items(), version=1)
         self.prompts = [Prompt(i, ids.astype(np.int64), "") for i, ids in enumerate(make_prompts(args, vocabulary))]

@@ -86,6 +86,7 @@ class Contest:
     """The updates that are compared; each call moves all weights. `memory`: MiB above the start, by contestant."""
 
     def __init__(self, url: str, weights: dict[str, torch.Tensor], folder: Path, bucket_bytes: int) -> None:
+        from megatron_gspo.config import ServerConfig
         from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
         from megatron_gspo.servers.http_client import EventLoop, ServerClient, open_session
         from megatron_gspo.weight_transport.weight_update import make_transport
@@ -94,7 +95,8 @@ class Contest:
         self.session = self.loop.run(open_session())
         self.server = ServerClient(url, self.session)
         self.weights, self.bucket_bytes, self.count = weights, bucket_bytes, 0
-        self.transports = {name: make_transport(name, SGLangWeightEndpoints(), directory=folder) for name in TRANSPORTS}
+        configs = {name: ServerConfig(weight_transport=name, weight_dir=str(folder)) for name in TRANSPORTS}
+        self.transports = {name: make_transport(configs[name], SGLangWeightEndpoints()) for name in TRANSPORTS}
         self.memory: dict[str, list[float]] = {name: [] for name in (*TRANSPORTS, PLAIN)}
 
     def close(self) -> None:

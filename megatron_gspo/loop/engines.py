@@ -122,13 +122,7 @@ def _on_servers(config: Config, shape: ModelShape, tokenizer: Any) -> ServerEngi
         stop_ids=stop_ids(config.model.path, tokenizer, shape.vocab_size),
         return_routes=config.routing.needs_rollout_routes,
     )
-    transport = make_transport(
-        sglang.weight_transport,
-        SGLangWeightEndpoints(),
-        directory=sglang.weight_dir or Path(config.run_dir) / "weights",
-        source=config.model.path,
-        address=sglang.master_address,
-    )
+    transport = make_transport(sglang, SGLangWeightEndpoints(), run_dir=config.run_dir, source=config.model.path)
     processes = _start_servers(config) if sglang.num_servers else None
     try:
         return ServerEngine(

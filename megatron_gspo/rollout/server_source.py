@@ -221,8 +221,3 @@ class _Requests:
     def stop(self, *, keep: bool) -> None:
         if self._stream is not None:
             self._stream.stop(keep=keep)
-
-
-def _raise(failure: Exception | None) -> None:
-    if failure is not None:
-        raise failure

@@ -13,9 +13,8 @@ import torch
 
 from megatron_gspo.errors import writing
 from megatron_gspo.servers.http_client import ServerClient
-from megatron_gspo.servers.server_info import ServerInfo
 from megatron_gspo.weight_transport.buckets import Bucket
-from megatron_gspo.weight_transport.server_endpoints import WeightEndpoints
+from megatron_gspo.weight_transport.server_endpoints import ServerInfo, WeightEndpoints
 from megatron_gspo.weight_transport.transport import WeightTransport
 
 INDEX = "model.safetensors.index.json"

@@ -12,9 +12,8 @@ import torch
 
 from megatron_gspo.errors import first_line
 from megatron_gspo.servers.http_client import ServerClient, ServerError
-from megatron_gspo.servers.server_info import ServerInfo
 from megatron_gspo.weight_transport.buckets import Bucket
-from megatron_gspo.weight_transport.server_endpoints import WeightEndpoints
+from megatron_gspo.weight_transport.server_endpoints import ServerInfo, WeightEndpoints
 from megatron_gspo.weight_transport.transport import WeightTransport
 from megatron_gspo.weight_transport.update_group import GroupError, UpdateGroup, default_backend
 
@@ -42,8 +41,8 @@ class DistributedTransport(WeightTransport):
     def unsupported(self, info: ServerInfo) -> str:
         """See `WeightTransport.unsupported`: pipeline-parallel servers."""
         if info.pp_size > 1:
-            return (f"has pp_size {info.pp_size}, and SGLang numbers the ranks of an update group without pipeline "
-                    "stages; start it without, or use another sglang.weight_transport")  # fmt: skip
+            return (f"has pp_size {info.pp_size}, and a process group reaches no pipeline stages; "
+                    "start it without, or use another weight_transport")  # fmt: skip
         return super().unsupported(info)
 
     async def open(self, server: ServerClient, info: ServerInfo, timeout: float) -> None:

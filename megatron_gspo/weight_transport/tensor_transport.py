@@ -5,9 +5,8 @@ from __future__ import annotations
 from urllib.parse import urlsplit
 
 from megatron_gspo.servers.http_client import ServerClient
-from megatron_gspo.servers.server_info import ServerInfo
 from megatron_gspo.weight_transport.buckets import Bucket
-from megatron_gspo.weight_transport.server_endpoints import WeightEndpoints
+from megatron_gspo.weight_transport.server_endpoints import ServerInfo, WeightEndpoints
 from megatron_gspo.weight_transport.tensor_payload import by_handle, by_value, is_this_machine, shared_buffer
 from megatron_gspo.weight_transport.transport import WeightTransport
 

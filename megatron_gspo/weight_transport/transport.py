@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_gspo.servers.http_client import ServerClient
-from megatron_gspo.servers.server_info import ServerInfo
 from megatron_gspo.weight_transport.buckets import Bucket
-from megatron_gspo.weight_transport.server_endpoints import WeightEndpoints
+from megatron_gspo.weight_transport.server_endpoints import ServerInfo, WeightEndpoints
 
 
 class WeightTransport:
@@ -33,8 +32,8 @@ class WeightTransport:
     def unsupported(self, info: ServerInfo) -> str:
         """Why this server can't be updated this way, with the fix; "" if it can."""
         if info.dp_size > 1:
-            return (f"has dp_size {info.dp_size}, and SGLang updates no server with data-parallel ranks; start one "
-                    "server for each, or use sglang.weight_transport=disk")  # fmt: skip
+            return (f"has dp_size {info.dp_size}, and data-parallel ranks take weights from files only; start one "
+                    "server for each, or use weight_transport=disk")  # fmt: skip
         return ""
 
     def begin(self, version: str) -> None:

@@ -49,7 +49,7 @@ class UpdateGroup:
             listener.bind(place)
             listener.listen()
         except OSError as error:
-            raise GroupError(f"sglang.master_address={address}: cannot listen there ({error.strerror or error}); "
+            raise GroupError(f"master_address={address}: cannot listen there ({error.strerror or error}); "
                              "give an address of this machine") from None  # fmt: skip
         self.port = listener.getsockname()[1]
         self._store = dist.TCPStore(

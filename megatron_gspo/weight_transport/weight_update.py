@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_gspo.config import ServerConfig
 from megatron_gspo.errors import first_line
 from megatron_gspo.servers.http_client import EventLoop, ServerClient, ServerError
-from megatron_gspo.servers.server_info import ServerInfo
 from megatron_gspo.weight_transport.buckets import buckets
 from megatron_gspo.weight_transport.disk_transport import DiskTransport
 from megatron_gspo.weight_transport.distributed_transport import DistributedTransport
-from megatron_gspo.weight_transport.server_endpoints import WeightEndpoints
+from megatron_gspo.weight_transport.server_endpoints import ServerInfo, WeightEndpoints
 from megatron_gspo.weight_transport.tensor_transport import SharedMemoryTransport, TensorTransport
 from megatron_gspo.weight_transport.transport import WeightTransport
 
@@ -169,33 +169,35 @@ class _Update:
 
 
 def make_transport(
-    name: str,
+    config: ServerConfig,
     endpoints: WeightEndpoints,
     *,
-    directory: str | Path | None = None,
+    run_dir: str | Path | None = None,
     source: str | Path | None = None,
-    address: str = "127.0.0.1",
     backend: str | None = None,
 ) -> WeightTransport:
-    """The transport of `sglang.weight_transport`.
+    """The transport of `config.weight_transport`.
 
-    directory: for "disk": where checkpoints are written, used by this run alone, and readable by the servers under the
-    same path. source: the Hugging Face directory whose config and tokenizer are copied. address: for "distributed":
-    this machine as the servers reach it. backend: "gloo" or "nccl"; None: by the server's device.
+    run_dir: "disk" writes to `run_dir`/weights if `config.weight_dir` is not set. Servers must read the directory under
+    the same path, and no other run may use it. source: the Hugging Face directory whose config and tokenizer are
+    copied. backend: "gloo" or "nccl"; None: by the server's device.
 
     Raises ValueError for an unknown name or a missing directory.
     """
+    name, section = config.weight_transport, config.section
     if name == "disk":
-        if directory is None:
-            raise ValueError("sglang.weight_transport=disk: set sglang.weight_dir, which servers read checkpoints from")
-        return DiskTransport(endpoints, Path(directory), source=None if source is None else Path(source))
+        if config.weight_dir is None and run_dir is None:
+            raise ValueError(f"{section}.weight_transport=disk: set {section}.weight_dir, which servers read "
+                             "checkpoints from")  # fmt: skip
+        directory = Path(config.weight_dir) if config.weight_dir else Path(str(run_dir)) / "weights"
+        return DiskTransport(endpoints, directory, source=None if source is None else Path(source))
     if name == "tensor":
         return TensorTransport(endpoints)
     if name == "distributed":
-        return DistributedTransport(endpoints, address=address, backend=backend)
+        return DistributedTransport(endpoints, address=config.master_address, backend=backend)
     if name == "ipc":
         return SharedMemoryTransport(endpoints)
-    raise ValueError(f"sglang.weight_transport={name}: choose one of {', '.join(TRANSPORTS)}")
+    raise ValueError(f"{section}.weight_transport={name}: choose one of {', '.join(TRANSPORTS)}")
 
 
 async def _run_all(steps: Iterable[Awaitable[None]]) -> None:

@@ -30,8 +30,8 @@ def engine_on(urls: Sequence[str], model: str, *, routes: bool = True, weight_tr
     served = ServedModel(shape, stop_ids(model, tokenizer, shape.vocab_size), return_routes=routes)
     given = dict(request_timeout=60.0, response_timeout=1800.0, retries=4, recovery_timeout=30.0, update_timeout=60.0,
                  health_interval=0.5, weight_bucket_mb=1.0)  # fmt: skip
-    transport = make_transport(weight_transport, SGLangWeightEndpoints(), directory=folder, source=model)
-    config = SGLangConfig(urls=tuple(urls), **{**given, **settings})
+    config = SGLangConfig(urls=tuple(urls), weight_transport=weight_transport, **{**given, **settings})
+    transport = make_transport(config, SGLangWeightEndpoints(), run_dir=folder, source=model)
     return ServerEngine(config, served, transport, tokenizer.decode, api=SGLangAPI())
 
 

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from megatron_gspo.config import SGLangConfig
 from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
 from megatron_gspo.servers.http_client import EventLoop, ServerClient, open_session
 from megatron_gspo.servers.server_processes import LocalServers
@@ -32,8 +33,9 @@ BUCKET = 8000  # bytes: embedding and head have 12 KiB each
 TOLERANCE = 2e-5  # of log-probs
 
 
-def transport_of(name: str, **given: object) -> WeightTransport:
-    return make_transport(name, SGLangWeightEndpoints(), **given)
+def transport_of(name: str, folder: Path | None = None, **given: str) -> WeightTransport:
+    config = SGLangConfig(weight_transport=name, weight_dir=str(folder) if folder else None)  # type: ignore[arg-type]
+    return make_transport(config, SGLangWeightEndpoints(), **given)
 
 
 class Weights:
@@ -108,7 +110,7 @@ def victims(start_servers: Callable[..., LocalServers]) -> LocalServers:
 
 @pytest.fixture
 def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WeightTransport]:
-    transport = transport_of(request.param, directory=tmp_path / "weights")
+    transport = transport_of(request.param, folder=tmp_path / "weights")
     yield transport
     transport.close()
 
@@ -192,7 +194,7 @@ def test_a_checkpoint_that_is_not_there(client: Client, weights: list[Weights], 
     failures = client.update([sglang_url], weights[0].stream(), Vanishing(SGLangWeightEndpoints(), tmp_path), "b:1")
     assert f"server {sglang_url}/update_weights_from_disk: answered 400" in failures[sglang_url]
     assert client.version(sglang_url) == "b:1:incomplete"
-    disk = transport_of("disk", directory=tmp_path)
+    disk = transport_of("disk", folder=tmp_path)
     assert client.update([sglang_url], weights[0].stream(), disk, "b:2") == {}
     assert_serves(client, sglang_url, weights[0], "b:2")
 

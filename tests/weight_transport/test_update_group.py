@@ -106,7 +106,7 @@ def test_it_listens_on_the_given_address_alone() -> None:
 
 
 def test_an_address_of_another_machine_is_refused() -> None:
-    with pytest.raises(GroupError, match="^sglang.master_address=192.0.2.1: cannot listen there"):
+    with pytest.raises(GroupError, match="^master_address=192.0.2.1: cannot listen there"):
         UpdateGroup("weights-nowhere", 2, address="192.0.2.1", backend="gloo", timeout=5.0)
 
 

@@ -11,9 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_gspo.config import ServerConfig
 from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
 from megatron_gspo.servers.http_client import EventLoop, ServerClient, open_session
-from megatron_gspo.servers.server_info import ServerInfo
+from megatron_gspo.weight_transport.disk_transport import DiskTransport
+from megatron_gspo.weight_transport.server_endpoints import ServerInfo
+from megatron_gspo.weight_transport.transport import WeightTransport
 from megatron_gspo.weight_transport.weight_update import TRANSPORTS, make_transport, update_servers
 
 INFO = ServerInfo(
@@ -21,6 +24,11 @@ INFO = ServerInfo(
     device="cpu", tp_size=1, pp_size=1, dp_size=1, max_input_tokens=None, max_total_tokens=None, routed_experts=True,
     update_session=True,
 )  # fmt: skip
+
+
+def transport_of(name: str, folder: Path) -> WeightTransport:
+    config = ServerConfig(weight_transport=name, weight_dir=str(folder))  # type: ignore[arg-type]
+    return make_transport(config, SGLangWeightEndpoints())
 
 
 @pytest.fixture
@@ -43,7 +51,7 @@ def test_nobody_listens(name: str, loop: EventLoop, tmp_path: Path) -> None:
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     session = loop.run(open_session())
     read: list[str] = []
-    transport = make_transport(name, SGLangWeightEndpoints(), directory=tmp_path)
+    transport = transport_of(name, tmp_path)
     failures = update_servers(loop, [ServerClient(url, session)], stream(read), transport, version="v:1",
                               bucket_bytes=16, timeout=5.0)  # fmt: skip
     assert list(failures) == [url] and f"server {url}/server_info: no connection" in failures[url]
@@ -54,13 +62,13 @@ def test_nobody_listens(name: str, loop: EventLoop, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_no_servers_at_all(name: str, loop: EventLoop, tmp_path: Path) -> None:
     read: list[str] = []
-    transport = make_transport(name, SGLangWeightEndpoints(), directory=tmp_path / "weights")
+    transport = transport_of(name, tmp_path / "weights")
     assert update_servers(loop, [], stream(read), transport, version="v:1", bucket_bytes=16, timeout=5.0) == {}
     assert read == ["a", "b", "c"] and not (tmp_path / "weights").exists()
 
 
 def test_what_a_transport_does_not_support(tmp_path: Path) -> None:
-    made = [make_transport(name, SGLangWeightEndpoints(), directory=tmp_path) for name in TRANSPORTS]
+    made = [transport_of(name, tmp_path) for name in TRANSPORTS]
 
     def refused(words: str, **changes: object) -> set[str]:
         reasons = [transport.unsupported(replace(INFO, **changes)) for transport in made]
@@ -75,6 +83,15 @@ def test_what_a_transport_does_not_support(tmp_path: Path) -> None:
 
 def test_transports_by_name() -> None:
     with pytest.raises(ValueError, match="^sglang.weight_transport=carrier-pigeon: choose one of disk, tensor"):
-        make_transport("carrier-pigeon", SGLangWeightEndpoints())
+        make_transport(ServerConfig(weight_transport="carrier-pigeon"), SGLangWeightEndpoints())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="set sglang.weight_dir"):
-        make_transport("disk", SGLangWeightEndpoints())
+        make_transport(ServerConfig(weight_transport="disk"), SGLangWeightEndpoints())
+
+
+def test_checkpoints_are_written_to_the_run_directory_unless_another_is_set(tmp_path: Path) -> None:
+    for weight_dir, expected in ((None, tmp_path / "weights"), (str(tmp_path / "shared"), tmp_path / "shared")):
+        config = ServerConfig(weight_transport="disk", weight_dir=weight_dir)
+        transport = make_transport(config, SGLangWeightEndpoints(), run_dir=tmp_path)
+        transport.begin("run:1")
+        transport.end()
+        assert isinstance(transport, DiskTransport) and transport.checkpoint == expected / "weights-run-1"

@@ -7,17 +7,16 @@ import platform
 import socket
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron_gspo.config import Config
 from megatron_gspo.rollout.sglang.sglang_launch import on_cpu, sglang_version
 from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
 from megatron_gspo.servers.http_client import ServerClient, ServerError, open_session
-from megatron_gspo.servers.server_info import ServerInfo
 from megatron_gspo.servers.server_launch import read_api_key
 from megatron_gspo.tools.doctor.diagnostics import Finding, error, ok, warning
 from megatron_gspo.tools.doctor.version_checks import SGLANG, judge_version, numbers
+from megatron_gspo.weight_transport.server_endpoints import ServerInfo
 from megatron_gspo.weight_transport.weight_update import make_transport
 
 _SECONDS = 10.0  # for each of the questions to a server
@@ -125,13 +124,7 @@ def _judge_length(config: Config, server: ServerInfo) -> list[Finding]:
 
 def _judge_weight_transport(config: Config, server: ServerInfo) -> list[Finding]:
     sglang = config.sglang
-    transport = make_transport(
-        sglang.weight_transport,
-        SGLangWeightEndpoints(),
-        directory=sglang.weight_dir or Path(config.run_dir) / "weights",
-        source=config.model.path,
-        address=sglang.master_address,
-    )
+    transport = make_transport(sglang, SGLangWeightEndpoints(), run_dir=config.run_dir, source=config.model.path)
     try:
         reason = transport.unsupported(server)
     finally:

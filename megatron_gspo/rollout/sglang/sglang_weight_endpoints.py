@@ -9,8 +9,8 @@ from typing import Any
 
 from megatron_gspo.errors import first_line
 from megatron_gspo.servers.http_client import ServerClient, ServerError
-from megatron_gspo.servers.server_info import ServerInfo
 from megatron_gspo.weight_transport.buckets import Entry
+from megatron_gspo.weight_transport.server_endpoints import ServerInfo
 from megatron_gspo.weight_transport.tensor_payload import FORMAT, json_with_base64
 from megatron_gspo.weight_transport.update_group import UpdateGroup
 

@@ -39,8 +39,9 @@ class Launcher:
 
 
 def engine_on(*urls: str, **given) -> ServerEngine:
-    transport = make_transport("tensor", SGLangWeightEndpoints())
-    return ServerEngine(ServerConfig(urls=urls), MODEL, transport, str, api=SGLangAPI(), **given)
+    config = ServerConfig(urls=urls, weight_transport="tensor")
+    transport = make_transport(config, SGLangWeightEndpoints())
+    return ServerEngine(config, MODEL, transport, str, api=SGLangAPI(), **given)
 
 
 def test_a_watch_that_breaks_is_told(server):

@@ -9,8 +9,8 @@ import pytest
 from aiohttp import web
 
 from megatron_gspo.config import Config, load_config
-from megatron_gspo.servers.server_info import ServerInfo
 from megatron_gspo.tools.doctor.server_checks import ask, judge_own_address, judge_server, judge_servers
+from megatron_gspo.weight_transport.server_endpoints import ServerInfo
 from tests.servers.web_server import WebServer
 from tests.support.doctor_processes import free_port
 
