@@ -114,6 +114,11 @@ class RoutingConfig:
     """Request routes from the rollout engine to measure routing/rollout_flip_rate. r3 always does."""
 
     @property
+    def uses_routes(self) -> bool:
+        """Whether training passes replay or measure routes."""
+        return self.replay != "none" or self.metrics
+
+    @property
     def needs_rollout_routes(self) -> bool:
         """Whether the rollout engine must return its routes."""
         return self.replay == "r3" or self.compare_rollout

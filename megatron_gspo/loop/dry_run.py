@@ -35,7 +35,9 @@ def dry_run(config: Config, world_size: int) -> list[Stage]:
     except ModelError as error:
         raise ConfigError("model.path", config.model.path, str(error), "give another model") from None
     parallel, stages = config.parallel, []
-    options = check_megatron_options(config.megatron, shape, parallel, config.model, config.optimizer)
+    options = check_megatron_options(
+        config.megatron, shape, parallel, config.model, config.optimizer, config.routing
+    )
     for stage in range(parallel.pipeline_model_parallel_size):
         # Megatron's order: pipeline stages are the outermost
         rank = stage * (world_size // parallel.pipeline_model_parallel_size)

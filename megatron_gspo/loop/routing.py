@@ -71,7 +71,7 @@ class RoutingReplay:
 
     @property
     def _is_used(self) -> bool:
-        return self.has_ratio and (self.config.replay != "none" or self.config.metrics)
+        return self.has_ratio and self.config.uses_routes
 
     def metric_sequences(self, samples: Sequence[Sample]) -> list[int]:
         """Positions of the sequences whose routes are recorded for metrics alone."""

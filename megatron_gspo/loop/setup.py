@@ -65,7 +65,9 @@ def build_components(config: Config, *, engine: RolloutEngine | None = None) -> 
     """Check the inputs, start the process groups and build everything. ``engine`` replaces the configured one."""
     parallel, data = config.parallel, config.data
     shape = check_weights(config)
-    options = check_megatron_options(config.megatron, shape, parallel, config.model, config.optimizer)
+    options = check_megatron_options(
+        config.megatron, shape, parallel, config.model, config.optimizer, config.routing
+    )
     disable_progress_bar()  # Transformers' own, one line for each rank
     tokenizer = load_tokenizer(config)
     try:

@@ -13,7 +13,8 @@ import enum
 import functools
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_gspo.config import ConfigError
 from megatron_gspo.errors import RunError, first_line
-from megatron_gspo.mcore.megatron_refusals import key_that_sets, reason_to_refuse
+from megatron_gspo.mcore.megatron_refusals import bypasses_router_hooks, key_that_sets, reason_to_refuse
 
 CLASSES: tuple[type, ...] = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -42,9 +43,10 @@ class MegatronOptions:
     ddp: dict[str, Any] = field(default_factory=dict)
 
 
-def resolve_options(options: Mapping[str, Any]) -> MegatronOptions:
+def resolve_options(options: Mapping[str, Any], *, uses_routes: bool = True) -> MegatronOptions:
     """The options of the ``megatron`` section, each for the classes of the installed Megatron that have it.
 
+    uses_routes: whether the run replays or measures routes, so that options that bypass the router hooks are refused.
     Raises ``ConfigError`` for an unknown option, one that another key sets, one that is refused, and a wrong type.
     """
     found: tuple[dict[str, Any], ...] = ({}, {}, {})
@@ -56,6 +58,10 @@ def resolve_options(options: Mapping[str, Any]) -> MegatronOptions:
             raise ConfigError(f"megatron.{name}", value, f"is set by {key}", f"remove it and set {key}")
         if reason := reason_to_refuse(name, value):
             raise ConfigError(f"megatron.{name}", value, reason, "remove it")
+        if uses_routes and bypasses_router_hooks(name, value):
+            problem = "bypasses the router hooks of routing replay and routing metrics"
+            fix = "remove it, or set routing.replay: none and routing.metrics: false"
+            raise ConfigError(f"megatron.{name}", value, problem, fix)
         for cls, values in owners:
             values[name] = _converted(name, value, _fields(cls)[name])
     return MegatronOptions(*found)
@@ -73,10 +79,22 @@ def construct(cls: Callable[..., T], keywords: Mapping[str, Any], options: Mappi
             f"{name} of megatron-core {version()} has no option {lacking[0]}, which this package sets; "
             "install a supported version (0.16.1 to 0.19)"
         )
-    try:
+    with rejections(name, options):
         return cls(**{**keywords, **options})
-    except (ValueError, AssertionError, TypeError, NotImplementedError) as error:
-        if not options:
+
+
+@contextmanager
+def rejections(name: str, options: Mapping[str, Any]) -> Iterator[None]:
+    """Raise ``ConfigError`` with Megatron's message where it fails within the context, if the user gave options.
+
+    name: what is built within the context.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, AssertionError, TypeError, NotImplementedError, ImportError, RuntimeError) as error:
+        if not options or isinstance(error, RunError):
             raise
         problem = f"{name} of megatron-core {version()} rejects the options: {first_line(error)}"
         raise ConfigError("megatron", dict(options), problem, "correct or remove the option") from error

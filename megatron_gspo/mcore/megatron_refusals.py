@@ -1,10 +1,11 @@
-"""Options of Megatron that the ``megatron`` section may not set, as tables: another key sets them, or the reason.
+"""Tables of the Megatron options that the ``megatron`` section may not set: the key that sets each, or the reason.
 
-An option that is in neither table and in no refused family is passed through.
+An option that is in no table and no refused family is passed through.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 _PARALLEL_KEYS = (
@@ -54,7 +55,7 @@ _SET_BY = {
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16"), "model.dtype"),
     **dict.fromkeys(("recompute_granularity", "recompute_method"), "model.recompute_granularity"),
     "recompute_num_layers": "model.recompute_num_layers",
-    "transformer_impl": "model.implementation",
+    **dict.fromkeys(("transformer_impl", "moe_grouped_gemm"), "model.implementation"),
     "moe_enable_routing_replay": "routing.replay",
     "timers": "tracking.detailed_timers",
 }
@@ -63,11 +64,11 @@ _DROPOUT = "makes the log-probs of one policy random, so that ratios are not 1 b
 _CAPACITY = "drops tokens by the load of their batch, so that log-probs depend on other samples"
 _OBJECTIVE = "adds a term to the objective"
 _ROUTING = "makes routers choose experts at random or by force"
-_BYPASS = "bypasses the router hooks of routing replay and routing metrics"
 _OTHER_MODEL = "changes the model that config.json describes"
 _NAMES = "changes parameters that are mapped to Hugging Face tensors"
 _GRAPH = "replays fixed shapes, and packed micro-batches vary in length"
 _SCHEDULE = "needs a forward step that returns a schedule plan, or its own backward pass for weights"
+_SOFTMAX = "has no effect: packed attention computes its own softmax"
 _LOSS = "has no effect: log-probs are computed from hidden states without Megatron's output layer and loss"
 _LOW_PRECISION = "scales tensors by earlier batches, which neither old log-probs nor a resumed run reproduce"
 _EXCHANGE = "is chosen by the pipeline schedule; another value corrupts or deadlocks the exchange"
@@ -89,7 +90,6 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(("moe_input_jitter_eps", "moe_router_force_biased"), ((None,), _ROUTING)),
     "moe_router_force_load_balancing": ((False,), _ROUTING),
     "moe_router_dtype": (("fp32", "fp64"), "rounds router logits, which flips routes between engines"),
-    **dict.fromkeys(("moe_router_fusion", "moe_layer_recompute"), ((False,), _BYPASS)),
     **dict.fromkeys(("enable_cuda_graph", "external_cuda_graph"), ((False,), _GRAPH)),
     **dict.fromkeys(("cuda_graph_scope", "cuda_graph_modules"), ((), _GRAPH)),
     "cuda_graph_impl": (("none",), _GRAPH),
@@ -106,7 +106,9 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(("fp8", "fp4"), ((None,), _LOW_PRECISION)),
     **dict.fromkeys(("fp8_param", "fp4_param", "fp8_param_gather", "fp4_param_gather"), ((False,), _LOW_PRECISION)),
     **dict.fromkeys(("fp16", "enable_autocast"), ((False,), "is not supported; model.dtype is float32 or bfloat16")),
-    **dict.fromkeys(("deallocate_pipeline_outputs", "overlap_p2p_comm", "batch_p2p_comm"), ((), _EXCHANGE)),
+    **dict.fromkeys(("overlap_p2p_comm", "batch_p2p_comm"), ((), _EXCHANGE)),
+    "deallocate_pipeline_outputs": ((False,), "is chosen by the device and schedule; freeing early corrupts a send"),
+    "masked_softmax_fusion": ((False,), _SOFTMAX),
     "use_cpu_initialization": ((), _DEVICE),
     "init_model_with_meta_device": ((False,), _DEVICE),
     "perform_initialization": ((True,), "leaves model.init: random without values"),
@@ -147,6 +149,14 @@ _REFUSED_FAMILIES = {
 }
 
 
+# option -> whether a value makes a router choose without the hooks of routing replay and routing metrics
+_BYPASSES_HOOKS: dict[str, Callable[[Any], bool]] = {
+    "moe_router_fusion": bool,
+    "moe_layer_recompute": bool,
+    "recompute_modules": lambda modules: "moe" in (modules or ()),
+}
+
+
 def key_that_sets(name: str) -> str | None:
     """The config key that sets a Megatron option, or None."""
     return _SET_BY.get(name)
@@ -157,11 +167,14 @@ def reason_to_refuse(name: str, value: Any) -> str | None:
     if name in _REFUSED:
         harmless, reason = _REFUSED[name]
         return None if any(value == item and type(value) is not bool or value is item for item in harmless) else reason
-    if name == "recompute_modules" and "moe" in (value or ()):
-        return _BYPASS
     return next((reason for start, reason in _REFUSED_FAMILIES.items() if name.startswith(start)), None)
+
+
+def bypasses_router_hooks(name: str, value: Any) -> bool:
+    """Whether an option with this value is refused where routes are replayed or measured."""
+    return name in _BYPASSES_HOOKS and _BYPASSES_HOOKS[name](value)
 
 
 def refused_names() -> set[str]:
     """Every option that is named in a table."""
-    return set(_SET_BY) | set(_REFUSED)
+    return set(_SET_BY) | set(_REFUSED) | set(_BYPASSES_HOOKS)

@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_gspo.config import ModelConfig, ParallelConfig
 from megatron_gspo.mcore.layers import block_spec, transformer_engine_available, use_own_operators
-from megatron_gspo.mcore.megatron_options import MegatronOptions, construct
+from megatron_gspo.mcore.megatron_options import MegatronOptions, construct, rejections
 from megatron_gspo.mcore.process_groups import ProcessGroups
 from megatron_gspo.mcore.routing_replay.router_hooks import attach_router_hooks
 from megatron_gspo.models.model_shape import ModelShape, padded_vocab_size
@@ -132,18 +132,19 @@ def build_model(shape: ModelShape, parallel: ParallelConfig, model: ModelConfig,
     stages = virtual or 1
     for stage in range(stages):
         vp_stage = stage if virtual else None
-        chunk = GPTModel(
-            config,
-            block_spec(config, transformer_engine=engine, vp_stage=vp_stage),
-            vocab_size=padded_vocab_size(shape, parallel.tensor_model_parallel_size),
-            max_sequence_length=shape.max_position_embeddings,
-            pre_process=groups.pp.rank() == 0 and stage == 0,
-            post_process=groups.is_last_stage and stage == stages - 1,
-            position_embedding_type="rope" if engine else "none",  # PackedAttention applies it
-            rotary_base=shape.rope_theta,
-            share_embeddings_and_output_weights=shape.tied_embeddings,
-            vp_stage=vp_stage,
-        )
+        with rejections("GPTModel", options.transformer):
+            chunk = GPTModel(
+                config,
+                block_spec(config, transformer_engine=engine, vp_stage=vp_stage),
+                vocab_size=padded_vocab_size(shape, parallel.tensor_model_parallel_size),
+                max_sequence_length=shape.max_position_embeddings,
+                pre_process=groups.pp.rank() == 0 and stage == 0,
+                post_process=groups.is_last_stage and stage == stages - 1,
+                position_embedding_type="rope" if engine else "none",  # PackedAttention applies it
+                rotary_base=shape.rope_theta,
+                share_embeddings_and_output_weights=shape.tied_embeddings,
+                vp_stage=vp_stage,
+            )
         if not engine:
             use_own_operators(chunk, shape.rope_theta)
         if shape.is_moe:

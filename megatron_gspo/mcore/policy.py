@@ -13,7 +13,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from megatron_gspo.config import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_gspo.config import ModelConfig, OptimizerConfig, ParallelConfig, RoutingConfig
 from megatron_gspo.mcore.forward_step import unwrap
 from megatron_gspo.mcore.hf_weights import export_weights, load_weights
 from megatron_gspo.mcore.megatron_options import MegatronOptions, construct, resolve_options
@@ -86,12 +86,12 @@ def build_policy(model: ModelConfig, parallel: ParallelConfig, groups: ProcessGr
 
 
 def check_megatron_options(given: Mapping[str, Any], shape: ModelShape, parallel: ParallelConfig, model: ModelConfig,
-                           optimizer: OptimizerConfig) -> MegatronOptions:
+                           optimizer: OptimizerConfig, routing: RoutingConfig) -> MegatronOptions:
     """Resolve the ``megatron`` section and let Megatron's own config classes check it; nothing is allocated.
 
     Raises ``ConfigError`` naming the option, or with Megatron's message.
     """
-    options = resolve_options(given)
+    options = resolve_options(given, uses_routes=shape.is_moe and routing.uses_routes)
     if given:
         transformer_config(shape, parallel, model, options)
         optimizer_config(optimizer, model, parallel, options)

@@ -6,20 +6,25 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_gspo.config import ConfigError
+from megatron_gspo.algorithms import preset
+from megatron_gspo.config import ConfigError, RoutingConfig
 from megatron_gspo.errors import RunError
-from megatron_gspo.mcore.megatron_options import CLASSES, construct, resolve_options, version
+from megatron_gspo.mcore.forward_step import unwrap
+from megatron_gspo.mcore.megatron_options import CLASSES, construct, rejections, resolve_options, version
 from megatron_gspo.mcore.megatron_refusals import refused_names
 from megatron_gspo.mcore.model import transformer_config
 from megatron_gspo.mcore.policy import build_policy, check_megatron_options, ddp_config, optimizer_config
+from megatron_gspo.mcore.train_step import train_mini_batch
+from tests.equivalence.cases import make_samples
 from tests.mcore.test_model import shape_of
-from tests.support.configs import adam, model_config, parallel
+from tests.support.configs import adam, micro_batches_of, model_config, parallel
 from tests.support.distributed import run_distributed
 from tests.support.parallel_groups import groups_of
 from tests.support.tiny_models import save_tiny_model
@@ -78,8 +83,7 @@ def test_an_option_that_another_key_sets_is_refused_with_that_key(name, key):
         ("moe_router_load_balancing_type", "aux_loss", "none", "adds a term to the objective"),
         ("moe_input_jitter_eps", 1e-3, None, "at random or by force"),
         ("moe_router_force_load_balancing", True, False, "at random or by force"),
-        ("moe_router_fusion", True, False, "bypasses the router hooks"),
-        ("recompute_modules", ["moe"], ["core_attn"], "bypasses the router hooks"),
+        ("masked_softmax_fusion", True, False, "has no effect"),
         ("moe_router_dtype", None, "fp64", "flips routes"),
         ("cuda_graph_impl", "local", "none", "fixed shapes"),
         ("delay_wgrad_compute", True, False, "schedule plan"),
@@ -118,6 +122,43 @@ def test_options_without_a_harmless_value_are_refused(name):
 def test_a_wrong_type_is_refused(name, value, expected):
     error = refused(name, value)
     assert error.problem == "has the wrong type" and error.fix.startswith(expected), error
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("moe_router_fusion", True, False),
+        ("moe_layer_recompute", True, False),
+        ("recompute_modules", ["core_attn", "moe"], ["core_attn"]),
+    ],
+)
+def test_an_option_that_bypasses_router_hooks_is_refused_where_they_are_used(name, value, allowed):
+    if name in {field.name for cls in CLASSES for field in dataclasses.fields(cls)}:
+        error = refused(name, value)
+        assert error.problem == "bypasses the router hooks of routing replay and routing metrics"
+        assert error.fix == "remove it, or set routing.replay: none and routing.metrics: false"
+        assert resolve_options({name: allowed}).transformer == {name: allowed}
+        assert resolve_options({name: value}, uses_routes=False).transformer == {name: value}
+
+
+@pytest.mark.parametrize(
+    ("routing", "experts", "is_refused"),
+    [
+        (RoutingConfig(), True, True),
+        (RoutingConfig(replay="r2", metrics=False), True, True),
+        (RoutingConfig(metrics=False), True, False),
+        (RoutingConfig(), False, False),
+    ],
+)
+def test_router_hooks_are_used_by_replay_and_metrics_of_a_mixture_of_experts(routing, experts, is_refused):
+    given = {"recompute_modules": ["moe"]}
+    shape = shape_of() if experts else shape_of("dense")
+    sections = shape, parallel(), model_config(), adam(1e-3), routing
+    if is_refused:
+        with pytest.raises(ConfigError, match="bypasses the router hooks"):
+            check_megatron_options(given, *sections)
+    else:
+        assert check_megatron_options(given, *sections).transformer == given
 
 
 def test_names_of_dtypes_and_enum_members_are_looked_up():
@@ -161,8 +202,18 @@ def test_what_megatron_itself_rejects_is_a_config_error_before_anything_is_built
     given = {"cpu_offloading": True, "cpu_offloading_num_layers": 1}
     layout, model = parallel(pipeline=2), model_config()
     with pytest.raises(ConfigError, match="megatron = .*TransformerConfig of megatron-core .* rejects the options"):
-        check_megatron_options(given, shape_of(), layout, model, adam(1e-3))
-    assert check_megatron_options({}, shape_of(), layout, model, adam(1e-3)).transformer == {}
+        check_megatron_options(given, shape_of(), layout, model, adam(1e-3), RoutingConfig())
+    assert check_megatron_options({}, shape_of(), layout, model, adam(1e-3), RoutingConfig()).transformer == {}
+
+
+def test_what_the_model_rejects_is_a_config_error():
+    with pytest.raises(ConfigError, match="GPTModel of megatron-core .* rejects the options: no extension"):
+        with rejections("GPTModel", {"gradient_accumulation_fusion": True}):
+            raise RuntimeError("no extension\nTo install it, ...")
+    with pytest.raises(torch.OutOfMemoryError), rejections("GPTModel", {"gradient_accumulation_fusion": True}):
+        raise torch.OutOfMemoryError("not the options")
+    with pytest.raises(RuntimeError, match="no options were given"), rejections("GPTModel", {}):
+        raise RuntimeError("no options were given")
 
 
 def arrive(rank: int, world_size: int, path: str) -> dict[str, Any]:
@@ -171,7 +222,7 @@ def arrive(rank: int, world_size: int, path: str) -> dict[str, Any]:
     groups = groups_of(layout)
     built = []
     for chosen in (given, {}):
-        options = check_megatron_options(chosen, shape_of(), layout, model, optimizer)
+        options = check_megatron_options(chosen, shape_of(), layout, model, optimizer, RoutingConfig())
         built.append(build_policy(model, layout, groups, optimizer=optimizer, options=options))
     policy, plain = built
     return {
@@ -188,3 +239,52 @@ def test_options_arrive_in_megatrons_objects(tmp_path):
         assert found["transformer"] == (False, 0.5) and found["ddp"] == 1000 and found["optimizer"] is True
         assert found["buckets"][0] > found["buckets"][1], "a smaller bucket_size makes more buckets"
         assert found["plain"] == (0.02, False)
+
+
+def train_with(rank: int, world_size: int, path: str) -> dict[str, Any]:
+    """Log-probs and gradient norms of two updates, plain and with options."""
+    layout, samples = parallel(pipeline=2), make_samples(count=4)
+    groups, found = groups_of(layout), {}
+    for name, dtype, granularity, given in (
+        ("plain", "float32", None, {}),
+        ("uneven stages", "float32", None, {"num_layers_in_first_pipeline_stage": 1}),
+        ("experts recomputed", "float32", "selective", {"recompute_modules": ["moe"]}),
+        ("bfloat16", "bfloat16", None, {}),
+        ("bfloat16 gradients", "bfloat16", None, {"grad_reduce_in_fp32": False}),
+    ):
+        model = model_config(path, dtype=dtype, recompute_granularity=granularity)
+        sections = layout, model, adam(1e-2), RoutingConfig(metrics=False)
+        options = check_megatron_options(given, shape_of(), *sections)
+        policy = build_policy(model, layout, groups, optimizer=adam(1e-2), options=options)
+        exported = {name: weight.clone() for name, weight in policy.weights()}
+        steps = [train_mini_batch(policy, samples, preset("sft"), micro_batches_of(64), temperature=1.0)
+                 for _ in range(2)]  # fmt: skip
+        found[name] = {
+            "log_probs": [np.concatenate(step.log_probs) for step in steps],
+            "grad_norm": [step.metrics["grad_norm"] for step in steps],
+            "layers": len(unwrap(policy.chunks[0]).decoder.layers),
+            "exported": exported,
+            "gradients": next(policy.chunks[0].parameters()).main_grad.dtype,
+        }
+    with pytest.raises(ConfigError, match="GPTModel of megatron-core .* rejects the options: "):
+        build_policy(model, layout, groups, optimizer=None,
+                     options=resolve_options({"gradient_accumulation_fusion": True}))  # needs a CUDA extension
+    return found
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without the CUDA extension")
+def test_options_that_change_how_and_not_what_is_computed(tmp_path):
+    first, last = run_distributed(train_with, 2, save_tiny_model(tmp_path / "model"))
+    plain = last["plain"]
+    for name in ("uneven stages", "experts recomputed"):
+        np.testing.assert_allclose(last[name]["log_probs"], plain["log_probs"], atol=2e-5, err_msg=name)
+        np.testing.assert_allclose(last[name]["grad_norm"], plain["grad_norm"], rtol=1e-5, err_msg=name)
+    exported = last["uneven stages"]["exported"]
+    assert exported.keys() == plain["exported"].keys()
+    assert all(torch.equal(weight, plain["exported"][name]) for name, weight in exported.items())
+    assert (first["uneven stages"]["layers"], last["uneven stages"]["layers"]) == (1, 3)
+    assert (first["plain"]["layers"], last["plain"]["layers"]) == (2, 2)
+    bfloat16 = last["bfloat16 gradients"]
+    assert bfloat16["gradients"] == torch.bfloat16 and last["bfloat16"]["gradients"] == torch.float32
+    np.testing.assert_array_equal(bfloat16["log_probs"][0], last["bfloat16"]["log_probs"][0])
+    np.testing.assert_allclose(bfloat16["grad_norm"], last["bfloat16"]["grad_norm"], rtol=0.1)

@@ -63,11 +63,7 @@ class RouterHook:
 
 
 def attach_router_hooks(chunk: torch.nn.Module) -> None:
-    """Put a hook at every router of a model chunk.
-
-    Raises ``RoutingError`` where an option of the model's config makes a router choose without calling it.
-    """
-    refuse_bypasses(chunk.config)
+    """Put a hook at every router of a model chunk. A hook does nothing until a pass has routes (`router_hooks`)."""
     before = _moe_layers_before(chunk)
     for position, layer in enumerate(moe_layers(chunk)):
         hook = RouterHook(before + position, chunk.config)
@@ -77,7 +73,12 @@ def attach_router_hooks(chunk: torch.nn.Module) -> None:
 
 
 def router_hooks(chunk: torch.nn.Module) -> list[RouterHook]:
-    """The hooks of a model chunk, in the order of its MoE layers; ``RoutingError`` where a router has none."""
+    """The hooks of a model chunk, in the order of its MoE layers.
+
+    Raises ``RoutingError`` where a router has none, or an option of the model's config makes it choose without calling
+    its hook.
+    """
+    refuse_bypasses(chunk.config)
     found = [layer.mlp.router.router_replay for layer in moe_layers(chunk)]
     if not all(isinstance(hook, RouterHook) for hook in found):
         raise RoutingError("a router of the model has no hook for routing replay; call attach_router_hooks first")

@@ -22,7 +22,7 @@ from megatron_gspo.mcore.routing_replay.micro_batch_routes import (
     RoutingError,
     routes_of_mini_batch,
 )
-from megatron_gspo.mcore.routing_replay.router_hooks import _BYPASSES, attach_router_hooks, refuse_bypasses
+from megatron_gspo.mcore.routing_replay.router_hooks import _BYPASSES, refuse_bypasses, router_hooks
 from megatron_gspo.mcore.train_step import compute_log_probs, forward_backward, train_mini_batch
 from megatron_gspo.routing_replay.routes import RouteShape
 from tests.mcore.test_model import shape_of as model_shape
@@ -88,7 +88,7 @@ def test_an_option_that_bypasses_the_hook_is_refused_by_its_key(key, value):
     refuse_bypasses(config)
     setattr(config, key, value)
     with pytest.raises(RoutingError) as caught:
-        attach_router_hooks(SimpleNamespace(config=config))
+        router_hooks(SimpleNamespace(config=config))
     assert str(caught.value) == f"{key}={value} bypasses routing replay; leave it at its default"
 
 
