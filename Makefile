@@ -68,7 +68,7 @@ bench-check: install
 	$(RUN) benchmarks/run_all.py --results build/benchmarks $(ARGS)
 	$(RUN) benchmarks/check_regression.py
 
-# Mutation testing of algorithms/ and parallel/: docs/mutation.md says what it does and how long it takes.
+# Mutation testing of algorithms/ and parallel/: see docs/mutation.md.
 mutate: install
 	$(RUN) tests/mutation/run.py $(ARGS)
 	$(RUN) tests/mutation/report.py

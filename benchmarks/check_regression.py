@@ -24,14 +24,14 @@ from benchmarks.common import ROOT, Row, Spread, machine_kind, number
 from benchmarks.report import rows_of
 from benchmarks.result_files import LATEST, latest_file
 
-NOTICED = 0.05  # a smaller change isn't told
+NOTICED = 0.05  # smaller changes are not reported
 LOSS = 0.25  # a larger one fails: of 205 ratios of two runs one was 0.20 apart where code hadn't changed, none more
 NEW = ROOT / "build" / "benchmarks"
 
 
 @dataclass
 class Findings:
-    """What changed for the worse; ``losses`` make the check fail, ``worse`` and ``notes`` are told."""
+    """What changed for the worse; ``losses`` make the check fail, ``worse`` and ``notes`` are printed."""
 
     losses: list[str] = field(default_factory=list)
     worse: list[str] = field(default_factory=list)
@@ -80,7 +80,7 @@ def compare(new: Mapping[str, Any], old: Mapping[str, Any], *, loss: float = LOS
     Raises ``ValueError`` where one is a quick run and the other isn't: their sizes differ.
     """
     if new["quick"] != old["quick"]:
-        raise ValueError("one of the results is of a --quick run, whose sizes are others")
+        raise ValueError("one of the results is of a --quick run, which has other sizes")
     findings = Findings()
     kinds = [machine_kind(result["hardware"]) for result in (new, old)]
     if kinds[0] != kinds[1]:

@@ -1,4 +1,4 @@
-"""A training checkpoint: what the loop waits for it, a synchronous save and a load, beside Megatron's and torch's own.
+"""A training checkpoint: waiting time of the loop, a synchronous save and a load, against Megatron's and torch's.
 
 One process, a random Qwen3-MoE with Adam in float32; a step is the old policy's pass and one update with
 ``--sequences`` sequences, without generation: 128 prompts with 8 responses of about 48 tokens, where real steps have
@@ -32,7 +32,7 @@ KEEP = 2
 
 
 class Contest:
-    """What is timed, on one policy; each method is a contestant, and leaves the policy as it is but for the steps."""
+    """The timed operations on one policy. Only `step` changes the policy."""
 
     def __init__(self, folder: Path, args: argparse.Namespace) -> None:
         from megatron_gspo.config import ParallelConfig

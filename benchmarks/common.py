@@ -1,7 +1,7 @@
-"""What every benchmark needs: timing in turns, medians, rows, the table, and the files of a result.
+"""Shared by all benchmarks: interleaved timing, medians, rows, tables.
 
 A *row* compares ours with one peer. Both ran in turns in the same run; a ratio is taken within each turn and the median
-of these ratios is what the table shows, so that a machine which gets slower or faster meanwhile does little harm.
+of these ratios is what the table shows, so that a machine that gets slower or faster has little effect.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class Spread:
 
     @classmethod
     def exactly(cls, value: float) -> Spread:
-        """Of what is counted and doesn't vary."""
+        """Of a count, which does not vary."""
         return cls(value, value, value, 1)
 
 
 @dataclass(frozen=True)
 class Row:
-    """Ours beside one peer. ``ratio`` and ``cpu_ratio`` are ours / peer; ``better`` says which way is good.
+    """Ours against one peer. ``ratio`` and ``cpu_ratio`` are ours / peer; ``better`` is the better direction.
 
     ``target``: the ratio to reach, with ``better``; None where the row only informs; with ``absolute`` it is ours
     itself that is to reach it. ``cpu_ratio`` is None where CPU time means nothing (memory, GPU).
@@ -93,12 +93,12 @@ class Row:
 
     @property
     def found(self) -> float:
-        """What the target is asked of: the median of ours or of the ratio."""
+        """The value compared with the target: the median of ours or of the ratio."""
         return (self.ours if self.absolute else self.ratio).median
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What tells a row from all others of a result."""
+        """Identifies a row within a result."""
         return self.benchmark, self.name, self.peer_name
 
     def to_json(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def say(*parts: object) -> None:
 
 
 def timed(function: Callable[[], Any]) -> Seconds:
-    """Run once; the caller sees to it that a GPU has finished."""
+    """Run once; the caller synchronises with a GPU."""
     wall, cpu = time.perf_counter(), time.process_time()
     function()
     return Seconds(time.perf_counter() - wall, time.process_time() - cpu)
@@ -141,7 +141,7 @@ def by_turns(
     """What each of ``measures`` gives once a turn, ``repeats`` turns or as many as fit in ``seconds`` (three at least).
 
     The order alternates between turns, so that none always runs after the same other one. ``agree`` makes whether time
-    is up the same on all ranks that run the turns together; it is asked before every turn.
+    is up the same on all ranks that run the turns together; it is called before every turn.
     """
     taken: dict[K, list[T]] = {name: [] for name in measures}
     started = time.perf_counter()
@@ -230,7 +230,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def cpu_model() -> str:
-    """The processor's name, as the kernel tells it."""
+    """The processor's name from /proc/cpuinfo."""
     try:
         found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     except OSError:
@@ -287,7 +287,7 @@ def run_from_command_line(
 ) -> None:
     """The command line of a benchmark: ``--quick``, ``--seconds``, ``--json`` and a key for each of ``numbers`` with
     its default, ``repeats`` among them; with ``peers`` also ``--peers-python``. Prints the table of ``measure``'s rows
-    and writes them where asked for, with the details that ``measure`` gives beside them."""
+    and, if requested, writes them with the details that ``measure`` returns."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="10 repeats at most, small sizes; to see that it runs")
     parser.add_argument(

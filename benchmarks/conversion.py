@@ -1,4 +1,4 @@
-"""Checkpoints of Qwen3-30B-A3B's tensors, Hugging Face -> Megatron -> Hugging Face, beside copying the files.
+"""Checkpoints of Qwen3-30B-A3B's tensors, Hugging Face -> Megatron -> Hugging Face, against copying the files.
 
 The model is the published one cut to `--layers` layers, with random bfloat16 weights, in files of 4 GB as published.
 Each turn converts it for one layout and back, with the command that users run, and copies the source's files (`cp`,
@@ -143,7 +143,7 @@ def turn(folder: Path, flags: list[str], processes: int) -> dict[str, Measured]:
 
 
 def rows_of(turns: dict[str, list[dict[str, Measured]]], size: int) -> list[Row]:
-    """Speed beside the copy, and memory, for each layout and way."""
+    """Speed against the copy, and memory, for each layout and direction."""
     rows = []
     for layout, taken in turns.items():
         for way in ("to-megatron", "to-hf"):

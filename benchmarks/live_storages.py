@@ -1,4 +1,4 @@
-"""Bytes that tensors hold while code runs on this rank: those made meanwhile and not yet freed, and their peak."""
+"""Bytes held by tensors that code on this rank creates, and their peak."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def run_case(case: Case, seat: Seat) -> dict[str, Any]:
         try:
             functions[peer.name] = peer.load(seat.group)
             _, report["once"][peer.name] = once(functions[peer.name], inputs, case, found, seat, peer.compiles)
-        except Exception as error:  # a peer may fail in any way; it is told, and the others run
+        except Exception as error:  # a peer may fail in any way; it is reported, and the others run
             functions.pop(peer.name, None)
             report["failed"][peer.name] = f"{type(error).__name__}: {error}".split("\n")[0]
     del found

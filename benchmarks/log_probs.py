@@ -1,4 +1,4 @@
-"""Log-probs, and log-probs with entropy, from hidden states: time and peak memory beside the peers' own functions.
+"""Log-probs, and log-probs with entropy, from hidden states: time and peak memory against the peers' functions.
 
 Sizes: vocabularies of 16k and 152k words, 1k to 16k tokens, tensor parallelism (TP) over 1, 2 and 4 processes, float32
 and bfloat16 inputs, with gradient and without. All tokens x words x widths would take an hour: 1k tokens has every
@@ -6,10 +6,10 @@ vocabulary, 4k and 16k tokens the small one; the width is 128, where exponential
 and in one row 2048, where only products do. The loss is the mean log-prob and a tenth of the mean entropy.
 
 A *peer* counts where its results and gradients agree with ours to 1e-5 of the largest entry (gradients in bfloat16 to a
-rounding, 2^-8); the target in time, 1.0, is beside the fastest.
+rounding, 2^-8); the target in time, 1.0, is against the fastest.
 Memory is the peak above the inputs in units of one float32 [tokens, vocabulary] tensor (of a rank: vocabulary / TP), as
 the allocator recorded it, gradients of the hidden states and of the weight included; at width 2048 the weight's
-gradient alone is 8 units for everyone, so that row tells the peak without the gradients.
+gradient alone is 8 units for everyone, so that row has the peak without the gradients.
 
     OMP_NUM_THREADS=1 python benchmarks/log_probs.py
     python benchmarks/log_probs.py --device cuda --peak-tflops 989    # hidden 2048, 152k words, 32k tokens
@@ -102,7 +102,7 @@ def run_group(python: str, group: Sequence[Case]) -> list[Report]:
 
 
 def name_of(case: Case) -> str:
-    """What a row says of its case."""
+    """The description of a case in its rows."""
     parts = ["log-prob + entropy" if case.entropy else "log-prob", "gradient" if case.gradient else "no gradient",
              f"{case.tokens / 1024:g}k x {round(case.vocabulary / 1000)}k"]  # fmt: skip
     parts += [case.dtype] if case.dtype != "float32" else []
@@ -111,7 +111,7 @@ def name_of(case: Case) -> str:
 
 
 def rows_of(case: Case, report: Report) -> list[Row]:
-    """Time beside each timed peer of the same result, the target beside the fastest; peak beside the least."""
+    """Time against each timed peer of the same result, the target against the fastest; peak against the smallest."""
     once, name = report["once"], name_of(case)
     same = {peer for peer, found in once.items() if found["difference"] <= SAME}
     turns = {peer: [Seconds(*turn) for turn in taken] for peer, taken in report["turns"].items() if peer in same}

@@ -5,10 +5,10 @@ rollout, 4 optimizer steps of 64 sequences on it, Adam at a constant rate, gradi
 evaluation. Tokens are prompt and response of the trained sequences, without padding. The two processes take turns (one
 waits, idle, while the other works); the first rollouts of each are warm-up and in no figure.
 
-Two kinds of responses. *sampled*: each ends where the policy draws the end token, which this random model does once in
-about 100 tokens: geometric lengths, cut at the limit, so the longest of a rollout is about four times the mean, as in
-training on real tasks. *equal*: neither side has an end token and every response is as long as the limit; nothing is
-left to gain from padding or from rows that end early.
+Two kinds of responses. *sampled*: each ends where the policy samples the end token, which this random model does
+once in about 100 tokens: geometric lengths, cut at the limit, so the longest of a rollout is about four times the
+mean, as in training on real tasks. *equal*: neither side has an end token and every response is as long as the limit,
+so neither padding nor rows that end early matter.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Packing: padding, and what ranks wait for each other, over the response lengths of reinforcement learning.
 
-Ours (``data/schedule.py``, packed micro-batches) beside
+Ours (``data/schedule.py``, packed micro-batches) against
 - *sorted, padded*: sequences sorted by length, a micro-batch takes as many as fit padded to its longest;
 - *fixed count, padded*: 4 sequences a micro-batch in the order of arrival, padded to its longest, whatever that takes;
 - *verl*: its ``get_seqlen_balanced_partitions`` (Karmarkar-Karp), packed like ours (``peers/verl_partitions.py``).
@@ -151,7 +151,7 @@ def share_row(name: str, ours: Sequence[float], peer: Sequence[float], **more: A
                peer=Spread.of(peer), absolute=True, **more)  # fmt: skip
 
 
-# Which peers a figure is put beside: verl packs as we do, so its padding is ours but for pipelines.
+# The peers of each figure. verl packs too, so its padding differs from ours with pipelines only.
 PEERS = {"padding": ("sorted, padded", "fixed count, padded", "verl"),
          "rank imbalance": ("sorted, padded", "fixed count, padded", "verl"), "waiting": ("verl",)}  # fmt: skip
 TARGETS = {"padding": PADDING, "rank imbalance": IMBALANCE}

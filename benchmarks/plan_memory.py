@@ -1,4 +1,4 @@
-"""Memory on paper against memory measured, rank by rank, in many small layouts.
+"""Estimated memory against measured memory, rank by rank, in many small layouts.
 
 Real Megatron models are built by the project's own code on gloo processes, and one training step is taken. Parameters,
 DistributedDataParallel's gradient buffers and the optimizer's state are summed over distinct storages; activations are
@@ -233,7 +233,7 @@ def make_samples(lengths: Sequence[int]) -> list[Any]:
 
 
 def planned(case: Case, measured: dict[str, Any], *, even: bool = False) -> dict[str, float]:
-    """What the plan says of that rank; ``even``: without the rows that the routers sent it."""
+    """The plan's estimate of that rank; ``even``: with an even share of the experts' rows."""
     shape = family_of(tiny_config(case.kind, **case.model).to_dict())[1]
     width = 4 if case.dtype == "float32" else 2
     states = exact_states(

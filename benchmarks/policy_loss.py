@@ -1,12 +1,12 @@
-"""The policy loss with its metrics, forward and backward: beside TRL's and verl's, and as a share of a training step.
+"""The policy loss with its metrics, forward and backward: against TRL's and verl's, and as a share of a training step.
 
-*Beside the peers*: GSPO on the same numbers, 1k to 1M tokens in responses of equal length, so that nobody computes
+*Against the peers*: GSPO on the same numbers, 1k to 1M tokens in responses of equal length, so that nobody computes
 padding; losses and gradients must agree to 1e-5. What a batch holds beforehand (packed or padded inputs) is not timed.
 Ours gives 11 metrics; verl's gives 4, TRL's 7, which it reads from the device within the call.
 
-*Share of a step*: the loss of all micro-batches of a mini-batch beside the whole optimizer step on it (packing,
+*Share of a step*: the loss of all micro-batches of a mini-batch against the whole optimizer step on it (packing,
 forward, backward, gradient norm, Adam), with the models and responses of `step_vs_megatron.py`. These models are tiny:
-the loss costs per token what it costs beside a large one, the step doesn't, so the share is the worst there is.
+the loss costs as much per token as with a large one, the step costs less, so this share is the largest.
 """
 
 from __future__ import annotations

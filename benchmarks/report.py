@@ -1,4 +1,4 @@
-"""A result as Markdown: a table per benchmark, missed targets and why, what could not be compared, the commands.
+"""A result as Markdown: tables, missed targets with reasons, peers that were not compared, commands.
 
 A *result* is what ``run_all.py`` writes: a dict of plain JSON. Used for its own output and for docs/benchmarks.md.
 """
@@ -86,7 +86,7 @@ def not_compared(result: Result) -> list[str]:
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """What rows say of their measurement: once where all say the same, else by row."""
+    """The notes of rows: once if all are the same, otherwise by row."""
     told: dict[str, list[str]] = {}
     for row in rows:
         if row.note:

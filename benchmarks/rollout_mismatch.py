@@ -32,7 +32,7 @@ PROMPTS, SAMPLES = 16, 4
 
 
 def write_model(folder: Path) -> None:
-    """The model, drawn in float32; whoever loads it casts it."""
+    """The model, sampled in float32 and cast on loading."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     from megatron_gspo.tools.make_tiny_model import character_tokenizer

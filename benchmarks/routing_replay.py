@@ -1,4 +1,4 @@
-"""What Routing Replay costs: steps with it beside the same steps without it, on the same tokens, in one process.
+"""The cost of Routing Replay: steps with and without it on the same tokens, in one process.
 
 R2 adds to the old policy's pass that routes are kept and brought to the samples, to an update that they are packed,
 moved and looked up in place of a top-k. The rows time both and what the routing
@@ -95,7 +95,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
 
 
 def byte_rows(samples: list[Any], shape: Any) -> list[Row]:
-    """Bytes of a token's routes, kept in samples and packed for a pass, beside ids as a top-k gives them."""
+    """Bytes of a token's routes, kept in samples and packed for a pass, against int64 ids."""
     from megatron_gspo.data.packing import count_trained, pack
     from megatron_gspo.routing_replay.routes import RouteShape
 

@@ -102,7 +102,7 @@ def named_reasons(found: Any) -> dict[str, str]:
 
 def checked_rows(records: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:
     """The rows of the benchmark ``name``, under its name. Raises ``ValueError`` for what isn't a row, for a figure that
-    isn't finite, and where two rows can't be told apart."""
+    is not finite, or where two rows have the same key."""
     try:
         rows = [replace(Row.from_json(record), benchmark=name) for record in records]
     except (TypeError, KeyError) as error:
@@ -132,7 +132,7 @@ def run_one(file: Path, command: Sequence[str]) -> dict[str, Any]:
 
 
 def run_all(args: argparse.Namespace, folder: Path = FOLDER) -> dict[str, Any]:
-    """The whole result; a benchmark that fails is told under ``failures`` and leaves the others be."""
+    """The whole result; a failed benchmark is listed under ``failures`` and does not stop the others."""
     names = args.only or BENCHMARKS
     expected = expected_seconds(names, seconds_of_last_run(RESULTS), quick=args.quick)
     started, machine = time.perf_counter(), hardware()

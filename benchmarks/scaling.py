@@ -1,10 +1,10 @@
 """Scaling on this machine: one step in 1, 2, 4 and 8 processes, and its cost against tokens, experts and length.
 
 *Processes*: forward and backward of one mini-batch of fixed size (GSPO, gradients reduced), shared by data, tensor,
-expert or pipeline parallelism. More processes than cores can't be faster: *speedup* stands beside the cores that so
-many processes can use, so its ratio is the efficiency, and *processor time* beside one process's says what sharing the
-work costs in all (collectives, smaller products, work that every rank does). Bare Megatron, the same step with its own
-cross entropy, runs in turns.
+expert or pipeline parallelism. More processes than cores cannot be faster: *speedup* is compared with the cores that so
+many processes can use, so its ratio is the efficiency. *processor time* against one process's is the cost of sharing
+the work (collectives, smaller products, work of every rank). Bare Megatron, the same step with its own
+cross entropy, is timed interleaved.
 
 *Cost*: one process, one quantity grows by doubling. Shown is the fitted exponent (least squares on the logarithms); the
 ratio is that of the growth per doubling, 2 to the power of the exponents' difference. The peer is bare Megatron again.
@@ -99,7 +99,7 @@ def prepare_fits(rank: int, size: int, folder: str) -> dict[str, Callable[[], No
 
 
 def speedup_row(dimension: str, size: int, cores: int, taken: Mapping[Any, Sequence[Seconds]]) -> Row:
-    """How much faster than one process, beside the cores that so many processes can use."""
+    """Speedup over one process, against the cores that so many processes can use."""
     speedup = [one.wall / many.wall for one, many in zip(taken[1, "ours"], taken[size, "ours"], strict=True)]
     usable = float(min(size, cores))
     bare = Spread.of([one.wall / many.wall for one, many in zip(taken[1, BARE], taken[size, BARE], strict=True)])
@@ -111,7 +111,7 @@ def speedup_row(dimension: str, size: int, cores: int, taken: Mapping[Any, Seque
 
 
 def overhead_row(dimension: str, size: int, taken: Mapping[Any, Sequence[Seconds]]) -> Row:
-    """Processor time of all processes beside that of one."""
+    """Processor time of all processes against that of one."""
     ours, one = ([1e3 * turn.cpu for turn in taken[count, "ours"]] for count in (size, 1))
     bare = ratios([turn.cpu for turn in taken[size, BARE]], [turn.cpu for turn in taken[1, BARE]])
     return Row(
@@ -121,7 +121,7 @@ def overhead_row(dimension: str, size: int, taken: Mapping[Any, Sequence[Seconds
 
 
 def process_rows(dimension: str, path: str, args: argparse.Namespace) -> list[Row]:
-    """Rows of one dimension: for each number of processes ours beside bare, speedup and processor time."""
+    """Rows of one dimension: for each number of processes ours against bare Megatron, speedup and processor time."""
     sizes = SIZES[:2] if args.quick else SIZES
     with ExitStack() as stack:
         worlds = {size: stack.enter_context(World(size, prepare_processes, path, dimension)) for size in sizes}

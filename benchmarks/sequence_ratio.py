@@ -1,4 +1,4 @@
-"""GSPO's sequence ratio under context parallelism: one packed all-reduce a micro-batch beside collectives a sequence.
+"""GSPO's sequence ratio under context parallelism: one all-reduce per micro-batch against collectives per sequence.
 
 - *ours*: the sums of log-ratios and the token counts of all sequences in one [2, sequences] float64 all-reduce without
   autograd; every rank's tokens carry their own gradient, so the backward has no collective.
@@ -137,7 +137,7 @@ def prepare(rank: int, ranks: int, sequences: int, tokens: int) -> Mapping[str, 
 
 
 def rows_of(ranks: int, sequences: int, tokens: int, taken: Mapping[str, list[Seconds]]) -> list[Row]:
-    """Time beside each way; the number of collectives and bytes, which grow with the sequences, for one size."""
+    """Time against each alternative; collectives and bytes, which grow with the sequences, for one size."""
     name = f"sequence ratio, {sequences} sequences, CP {ranks}"
     rows = []
     for way in (REDUCED, GATHERED):

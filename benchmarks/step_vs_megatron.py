@@ -4,7 +4,7 @@ Ours is ``policy_forward_step`` with GSPO: log-probs from hidden states, sequenc
 Megatron's own ``model(labels=...)``: vocabulary-parallel cross entropy and its mean over the trained tokens. Both go
 through ``get_forward_backward_func()`` with zeroed gradient buffers, backward and gradient finalisation; the optimizer
 is the same for both and in neither. The layers are the same too (our torch modules on a CPU: Megatron has none that
-take packed sequences there), so the rows tell what the objective costs: with a character vocabulary and short
+take packed sequences there), so the rows are the cost of the objective: with a character vocabulary and short
 responses, where its fixed cost shows most, and with 16k words and responses of some hundred tokens.
 """
 

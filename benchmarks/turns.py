@@ -1,4 +1,4 @@
-"""Two programs that work in turns: each runs a segment of its work when told to and waits, idle, in between.
+"""Two programs that work alternately: each runs a segment of its work on request and waits in between.
 
 The protocol is lines: the worker prints ``@@ `` and a JSON object after each segment (the first is its warm-up); it
 goes on at a line on its standard input and ends when that is closed.
@@ -61,7 +61,7 @@ class Worker:
         return self.report()
 
     def report(self) -> dict[str, Any]:
-        """The next report: that of the warm-up, if no segment was asked for."""
+        """The next report: that of the warm-up, if no segment was requested."""
         deadline = time.monotonic() + self.limit
         while True:
             line, found, rest = self._buffer.partition(b"\n")

@@ -1,9 +1,9 @@
 """The stream of whole Hugging Face tensors out of Megatron's shards, which feeds servers and export: speed and memory.
 
-Beside it, in turns on the same processes: a copy of the same bytes (``clone`` of one tensor of that size), and where
+Compared, interleaved on the same processes: a copy of the same bytes (``clone`` of one tensor of that size), and where
 ranks hold parts gloo's all-gather of them in one piece, which brings the same bytes to every rank. Every rank gets
 every tensor. Rates are bytes of the whole model over time. Memory: the largest sum of live tensors' bytes above the
-model, as torch's dispatcher saw them, beside the bytes of the largest layer.
+model, counted by torch's dispatcher, against the bytes of the largest layer.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def measure_stream(policy: Any) -> dict[str, Any]:
 
 
 def rows_of(world: str, taken: dict[tuple[str, str], list[Seconds]], facts: dict[str, Any], note: str) -> list[Row]:
-    """Speed beside a copy and, with several ranks, beside an all-gather."""
+    """Speed against a copy and, with several ranks, against an all-gather."""
     size = LAYOUTS[world][0]
 
     def rates(name: str) -> list[dict[str, float]]:

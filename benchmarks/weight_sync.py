@@ -1,4 +1,4 @@
-"""Weights to an SGLang server: time and the client's extra memory, by each route, beside the plain way to do it.
+"""Weights to an SGLang server: time and extra client memory of each transport, against one plain request.
 
 The plain way is one request to /update_weights_from_tensor with every tensor in it, as a client without buckets sends
 it. Both move the weights of a random Qwen3-MoE from this process to the same server, in turns; a turn is a whole

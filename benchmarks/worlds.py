@@ -1,7 +1,7 @@
 """Worlds of several processes on this machine that wait, idle, until it is their turn to be timed.
 
-Several worlds of different sizes live beside each other, so that what they do can be timed in turns: a machine that
-gets slower meanwhile slows all of them.
+Several worlds of different sizes exist at once, so that they are timed interleaved: a machine that gets slower
+slows all of them.
 """
 
 from __future__ import annotations

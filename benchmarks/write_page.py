@@ -1,7 +1,7 @@
 """Write docs/benchmarks.md and the tables of other pages from the result that ``results/latest.json`` names.
 
     python benchmarks/write_page.py            # all pages
-    python benchmarks/write_page.py --check    # exit code 1 where a page isn't what the result says
+    python benchmarks/write_page.py --check    # exit code 1 if a page differs from the result
 
 A page shows rows of the committed result between two comments, with patterns of ``benchmark/name/peer`` apart by ``;``:
 
@@ -107,9 +107,9 @@ def filled(text: str, result: Result) -> str:
 
 
 def pages(root: Path, result: Result) -> dict[Path, str]:
-    """Every page that shows figures of the result, relative to ``root``, and what it should say.
+    """Every page that shows figures of the result, relative to ``root``, and its text.
 
-    Raises ``ValueError``, with the page's name, where a page asks for a row that the result hasn't.
+    Raises ``ValueError``, with the page's name, if a page requests a row that the result does not have.
     """
     wanted = {PAGE: page(result)}
     for file in (root / "README.md", root / "benchmarks" / "README.md", *sorted((root / "docs").glob("*.md"))):
@@ -123,7 +123,7 @@ def pages(root: Path, result: Result) -> dict[Path, str]:
 
 
 def stale(root: Path, wanted: dict[Path, str]) -> list[Path]:
-    """The pages that say something else."""
+    """The pages whose text differs."""
     return [name for name, text in wanted.items()
             if not (root / name).is_file() or (root / name).read_text(encoding="utf-8") != text]  # fmt: skip
 

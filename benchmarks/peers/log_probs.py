@@ -24,13 +24,13 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 CHUNK = 256  # tokens of a checkpointed chunk
-Result = tuple[Tensor, Tensor | None]  # log-probs [T], entropy [T] where asked for
+Result = tuple[Tensor, Tensor | None]  # log-probs [T], entropy [T] if requested
 Function = Callable[[Tensor, Tensor, Tensor, bool], Result]  # hidden [T, h], weight [V / tp, h], labels [T], entropy?
 
 
 @dataclass(frozen=True)
 class Peer:
-    """`load(group)` imports what is needed and gives the function; ImportError says what is missing.
+    """`load(group)` imports what is needed and returns the function; ImportError names what is missing.
 
     `alone`, `parallel`: whether it runs in one process, in a tensor-parallel group; `entropy`: whether it has one;
     `compiles`: whether its first call compiles.

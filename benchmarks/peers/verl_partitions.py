@@ -53,7 +53,7 @@ def plan(task: dict[str, Any]) -> list[list[list[int]]]:
 
 
 def one_rank(task: dict[str, Any]) -> None:
-    """What the controller and one rank do: the ranks cut their own parts beside each other."""
+    """What the controller and one rank do: the ranks partition their parts in parallel."""
     lengths = task["lengths"]
     mine = get_seqlen_balanced_partitions(lengths, task["ranks"], equal_size=True)[0]
     counted(lengths, mine, task, ceildiv(sum(lengths[i] for i in mine), task["max_tokens"]))

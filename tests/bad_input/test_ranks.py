@@ -36,7 +36,7 @@ def broken(model: str, folder: Path, rank: int, how: str, **sections: Any) -> di
 
 
 def say(case: Case, text: str) -> bool:
-    """Whether one line, and one alone, says all of a case, without a traceback."""
+    """Whether exactly one line reports a case, without a traceback."""
     lines = [line for line in text.splitlines() if re.match("(config )?error: ", line)]
     return len(lines) == 1 and all(part in lines[0] for part in (case.phrase, *case.shows)) and "Traceback" not in text
 

@@ -36,8 +36,8 @@ class Arrangement:
 
     @property
     def is_valid(self) -> bool:
-        """Megatron's constraints: experts are laid out anew over the ranks of a pipeline stage; MoE layers with tensor
-        parallelism need sequence parallelism, which means nothing without tensor parallelism."""
+        """Megatron's constraints: experts have their own layout over the ranks of a pipeline stage; MoE layers with
+        tensor parallelism need sequence parallelism, which needs tensor parallelism."""
         stage = self.tensor * self.context * self.data
         if self.interleaved and self.pipeline == 1 or self.sequence_parallel and self.tensor == 1:
             return False
@@ -78,7 +78,7 @@ def layouts(max_world: int = 8, *, moe: bool = True) -> list[Arrangement]:
 
 @dataclass(frozen=True)
 class Turn:
-    """What an arrangement runs beside what all of them run: choices dealt out in turn, to keep the suite short.
+    """What an arrangement runs besides what all run: choices assigned round-robin, to keep the suite short.
 
     ``one_by_one``: the scenario that is also run with one sequence a micro-batch.
     ``distributed_optimizers``: with which the optimizer steps are taken, off and on.

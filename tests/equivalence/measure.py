@@ -20,7 +20,7 @@ MODELS = {
 
 
 class Models:
-    """Model directories with the files of their truths, each made when first asked for."""
+    """Model directories with their reference files, each made on first use."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

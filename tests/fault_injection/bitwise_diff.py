@@ -74,7 +74,7 @@ def _metrics(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> Iterat
 
 
 def _entries(where: str, entries: dict[str, Any], others: dict[str, Any]) -> Iterator[str]:
-    """Differences of two flat dicts; what the clock decides is left out. json.dumps tells every float apart."""
+    """Differences of two flat dicts, without clock times. json.dumps distinguishes all floats."""
     for name in sorted(set(entries) | set(others)):
         if not name.startswith(_CLOCK) and name not in _OWN:
             if json.dumps(entries.get(name)) != json.dumps(others.get(name)):

@@ -1,4 +1,4 @@
-"""Lives of a training run: its ranks as real processes, ended by SIGKILL or by themselves, without orphans.
+"""Process runs of a training run: its ranks as real processes, ended by SIGKILL or by themselves, without orphans.
 
 Ranks are forked from a server that has imported everything, so that a life costs a second or two and not ten; each has
 a process group of its own, by which it and all that it starts can be found and ended.
@@ -67,10 +67,10 @@ def warm_up() -> None:
 
 
 def live(config: Path, folder: Path, processes: int, kill: RandomKill | Target | None, *, grace: float) -> Life:
-    """Start the run of ``config`` on ``processes`` ranks, kill it as asked and return when nothing of it is left.
+    """Start the run of ``config`` on ``processes`` ranks, kill it as configured and return when no process is left.
 
     grace: seconds that the other ranks of a killed one go on before they are killed too, as torchrun would.
-    folder: for logs and process ids; made anew.
+    folder: for logs and process ids; created empty.
     """
     folder.mkdir(parents=True)
     target = kill if isinstance(kill, Target) else None

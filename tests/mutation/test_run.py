@@ -1,4 +1,4 @@
-"""The mutation run itself: what a mutant is, that it lives in every rank, and what counts as killed."""
+"""The mutation run: what a mutant is, that every rank imports it, and what counts as killed."""
 
 import subprocess
 import sys

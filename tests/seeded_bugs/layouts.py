@@ -170,7 +170,7 @@ LAYOUT = (
         (CP2,),
     ),
     SeededBug(
-        "the context ranks are not asked for the ratio", "several trainers", FORWARD,
+        "the ratio is not summed over the context ranks", "several trainers", FORWARD,
         "sum_over_context=sum_over(groups.cp),", "sum_over_context=None,", (CP2,),
     ),
     SeededBug(
@@ -224,7 +224,7 @@ RESUME = (
         ("tests/rollout/embedded/test_token_sampling.py::test_uniforms_depend_on_seed_prompt_sample_and_position_alone",),
     ),
     SeededBug(
-        "a resumed run draws its prompts from the beginning", "design", "megatron_gspo/loop/checkpoints.py",
+        "a resumed run reads its prompts from the beginning", "design", "megatron_gspo/loop/checkpoints.py",
         "state = LoopState(**load_checkpoint(policy, found))",
         'state = LoopState(**{**load_checkpoint(policy, found), "cursor": 0})',
         ("tests/train/test_run.py::test_a_resumed_run_ends_the_same",),
@@ -235,7 +235,7 @@ RESUME = (
         ("tests/loop/test_stop_signal.py::test_all_ranks_give_the_same_answer",),
     ),
     SeededBug(
-        "a resumed run starts Adam anew", "design", "megatron_gspo/mcore/checkpoint/save_load.py",
+        "a resumed run loses Adam's state", "design", "megatron_gspo/mcore/checkpoint/save_load.py",
         "    policy.optimizer.load_state_dict(optimizer)\n", "",
         ("tests/mcore/checkpoint/test_save_load.py::test_resumes_without_the_distributed_optimizer",),
     ),

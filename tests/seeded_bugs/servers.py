@@ -31,7 +31,7 @@ OF_THE_SERVERS = (
         ("tests/rollout/sglang/test_response_parser.py::test_the_version_is_one_and_named",),
     ),
     SeededBug(
-        "the routes of the last token of a part are asked for never", "design", f"{ENGINE}/partial_response.py",
+        "the routes of the last token of a part are never requested", "design", f"{ENGINE}/partial_response.py",
         "return self.prompt.length + self.num_tokens - 1 if self.parts else 0",
         "return self.prompt.length + self.num_tokens if self.parts else 0",
         (f"{TESTS}/test_partial_response.py::test_parts_are_joined",),
@@ -52,7 +52,7 @@ OF_THE_SERVERS = (
         (f"{TESTS}/test_generation_client.py::test_a_server_that_gives_a_good_answer_is_not_held_to_its_past",),
     ),
     SeededBug(
-        "the time without servers begins anew with every take", "this project", STREAM,
+        "the time without servers restarts with every take", "this project", STREAM,
         "        pool, end = self._client.pool, None",
         "        self._no_server_since = None\n        pool, end = self._client.pool, None",
         (f"{TESTS}/test_request_stream.py::test_the_recovery_time_goes_on_from_one_take_to_the_next",),
