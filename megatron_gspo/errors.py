@@ -1,6 +1,6 @@
-"""Errors that are messages to the user: one line that says what is wrong, with which value, and what to do.
+"""Errors that a user can fix: one line with the value, the problem and the fix.
 
-Whatever isn't one of these is a defect of the program and keeps its traceback.
+Any other exception is a bug of the program and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -9,30 +9,37 @@ import contextlib
 import errno
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 
 class UserError(Exception):
-    """The cause lies in the input, the machine or the run, not in the program.
+    """The cause is in the input, the machine or the run, not in the program.
 
-    label: begins the line that the command line prints. exit_code: 2, the run can't start as it was asked for;
-    1, it failed under way and can go on from its newest checkpoint.
+    label: start of the line that the command line prints. exit_code: 2, the input is invalid and the run can't start;
+    1, the run failed and can resume from its newest checkpoint.
     """
 
     label = "error"
     exit_code = 1
 
 
+def report(error: UserError) -> int:
+    """Print the line of an error on stderr; returns the exit code."""
+    print(f"{error.label}: {error}", file=sys.stderr, flush=True)
+    return error.exit_code
+
+
 class InputError(UserError, ValueError):
-    """Config, data, model or verifier that can't be used."""
+    """Invalid config, data, model or verifier."""
 
     exit_code = 2
 
 
 class RunError(UserError, RuntimeError):
-    """A run that can't go on."""
+    """A run that can't continue."""
 
 
 class EngineError(RunError):
@@ -44,12 +51,12 @@ class SharedEngineError(EngineError):
 
 
 class DiskError(RunError):
-    """A file of the run that can't be written; names it, the reason and how much room there is."""
+    """A file of the run that can't be written. The message has the path, the reason and the free space."""
 
 
 @contextlib.contextmanager
 def writing(path: str | Path, *, needed: int | None = None) -> Iterator[None]:
-    """Turn an `OSError` from writing `path` into a `DiskError`. needed: bytes, where the caller knows them."""
+    """Turn an `OSError` from writing `path` into a `DiskError`. needed: bytes, if known."""
     try:
         yield
     except UserError:
@@ -59,7 +66,7 @@ def writing(path: str | Path, *, needed: int | None = None) -> Iterator[None]:
 
 
 def describe_disk(path: str | Path, error: OSError, *, needed: int | None = None) -> str:
-    """One line: the file that the error names, else `path`; what the system said, bytes needed and free; the fix."""
+    """One line: the error's file, otherwise `path`; the system's reason, bytes needed and free; the fix."""
     path = error.filename or path
     reason = (error.strerror or str(error) or type(error).__name__).lower()
     room = "" if needed is None else f"{show_bytes(needed)} needed, "
@@ -73,7 +80,7 @@ def describe_disk(path: str | Path, error: OSError, *, needed: int | None = None
     elif error.errno in (errno.ENOENT, errno.ENOTDIR):
         fix = "don't remove a run's directory while it runs"
     else:
-        fix = "mend the disk or choose another run_dir"
+        fix = "check the disk or choose another run_dir"
     return f"{path}: cannot be written: {reason} ({room}); {fix}"
 
 
@@ -87,7 +94,7 @@ def show_bytes(count: float) -> str:
 
 
 def first_line(error: BaseException | str) -> str:
-    """The first line of a message with something on it, or the error's type."""
+    """The first line of a message that is not blank, or the error's type."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 

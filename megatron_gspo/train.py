@@ -54,7 +54,7 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
     it isn't running, and then ended too; without such an environment this process is the whole world. SIGUSR1 to any
     rank ends the run after the current step, with a checkpoint.
 
-    Raises ``UserError``, one line, for whatever the user can fix; ``ConfigError`` for an invalid config, before any
+    Raises ``UserError``, one line, for errors that the user can fix; ``ConfigError`` for an invalid config, before any
     allocation.
     """
     keep_distributed = dist.is_initialized()
@@ -89,7 +89,7 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
                     checkpoints.begin(state)
             if stops and state.step < config.training.steps:
                 checkpoints.finish()
-                resumes = f"start again to go on from {checkpoints.current}"
+                resumes = f"start again to resume from {checkpoints.current}"
                 logger.say(f"stopped by SIGUSR1 after step {state.step}; {resumes}")
                 return state
         checkpoints.finish()
@@ -192,7 +192,7 @@ def _try_out(config: Config, processes: str) -> int:
     """Dry run for so many processes; the exit code."""
     try:
         if not processes.isdecimal() or int(processes) < 1:
-            raise ConfigError("--dry-run", processes, "is no number of processes", "write --dry-run 8 or another")
+            raise ConfigError("--dry-run", processes, "is not a number of processes", "write --dry-run 8 or another")
         print(describe(config, int(processes), dry_run(config, int(processes))))
     except ConfigError as error:
         refuse(error)

@@ -10,13 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_gspo.errors import UserError
+from megatron_gspo.errors import UserError, report
 from megatron_gspo.tools.copy_examples import EXAMPLE_RUNS
 
 COLD_START, GSPO = EXAMPLE_RUNS / "tiny_cold_start.yaml", EXAMPLE_RUNS / "tiny_gspo.yaml"
@@ -110,8 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         run_demo(options.folder, options.processes, options.overrides)
     except UserError as error:
-        print(f"{error.label}: {error}", file=sys.stderr)
-        return error.exit_code
+        return report(error)
     return 0
 
 

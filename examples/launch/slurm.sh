@@ -99,7 +99,7 @@ done
 wait "$run" || code=$?
 
 if (( code == STOPPED )) && [[ -n $ended ]]; then
-    echo "slurm.sh: the job was ended and the run has a checkpoint; it goes on when submitted again" >&2
+    echo "slurm.sh: the job was ended and the run has a checkpoint; it resumes when submitted again" >&2
 elif (( code == STOPPED )); then
     echo "slurm.sh: the run has stopped with a checkpoint; the job is queued again" >&2
     scontrol requeue "$SLURM_JOB_ID"

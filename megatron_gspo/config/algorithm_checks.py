@@ -10,7 +10,7 @@ from megatron_gspo.config.rollout_sections import RolloutConfig, RoutingConfig
 
 
 def check_algorithm(algorithm: AlgorithmConfig, rollout: RolloutConfig, model: ModelConfig) -> None:
-    """The algorithm, the source of its samples and its reference policy go together."""
+    """The algorithm, the source of its samples and its reference policy are compatible."""
     if algorithm.is_supervised != (rollout.engine == "sft"):
         fix = "set rollout.engine: sft" if algorithm.is_supervised else "set algorithm.name: sft"
         problem = f"does not go with algorithm.name = {show(algorithm.name)}"

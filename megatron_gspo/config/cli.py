@@ -1,9 +1,8 @@
-"""`CONFIG.yaml [key=value ...]` and `--help`, for every front door that takes a config."""
+"""`CONFIG.yaml [key=value ...]` and `--help`, for every command that takes a config."""
 
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Sequence
 from typing import NoReturn
@@ -12,19 +11,20 @@ from megatron_gspo.config.config_error import MISSING, ConfigError
 from megatron_gspo.config.load import split_server_arguments
 from megatron_gspo.config.reference import help_text
 from megatron_gspo.config.schema import Config, load_config
+from megatron_gspo.errors import report
 
-_SECONDS_TO_SPEAK = 10.0  # ranks start seconds apart on a busy machine
+_PRINT_GRACE = 10.0  # seconds; ranks start seconds apart on a busy machine
 
 
 def from_command_line(arguments: Sequence[str], usage: str) -> Config:
     """The config that the arguments name.
 
-    `--help` prints every key and exits with 0; a fault prints one line and exits with 2. Under torchrun only
+    `--help` prints every key and exits with 0; an error prints one line and exits with 2. Under torchrun only
     the first rank of a node prints.
     """
-    speak = os.environ.get("LOCAL_RANK", "0") == "0"  # each node has its own files
+    prints = os.environ.get("LOCAL_RANK", "0") == "0"  # each node has its own files
     if any(argument in ("-h", "--help") for argument in arguments):
-        if speak:
+        if prints:
             print(help_text(Config, usage))
         raise SystemExit(0)
     try:
@@ -34,12 +34,12 @@ def from_command_line(arguments: Sequence[str], usage: str) -> Config:
 
 
 def refuse(error: ConfigError) -> NoReturn:
-    """Print the one line, once a node, and exit with 2. The other ranks wait: torchrun ends all at the first exit."""
+    """Print the line, once per node, and exit with 2. The other ranks wait: torchrun ends all at the first exit."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"config error: {error}", file=sys.stderr, flush=True)
+        report(error)
     else:
-        time.sleep(_SECONDS_TO_SPEAK)
-    raise SystemExit(2)
+        time.sleep(_PRINT_GRACE)
+    raise SystemExit(error.exit_code)
 
 
 def _load(arguments: Sequence[str], usage: str) -> Config:

@@ -1,4 +1,4 @@
-"""From a YAML file and `key.sub=value` overrides to plain data. Every complaint is a one-line ConfigError."""
+"""From a YAML file and `key.sub=value` overrides to plain data. Every error is a one-line ConfigError."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def parse_yaml(text: str, source: str) -> Any:
         where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
         problem = getattr(error, "problem", None) or "unreadable"
         raise ConfigError(
-            source, MISSING, f"is not YAML{where}: {problem}", "mend the syntax, quote special text"
+            source, MISSING, f"is not YAML{where}: {problem}", "fix the syntax, quote special characters"
         ) from None
 
 

@@ -28,7 +28,7 @@ def check_sampling(rollout: RolloutConfig, evaluation: EvaluationConfig) -> None
 
 
 def check_staleness(rollout: RolloutConfig, colocated: bool) -> None:
-    """overlap, max_staleness and oversampling of a server engine go together. colocated: sglang.colocated."""
+    """overlap, max_staleness and oversampling of a server engine are compatible. colocated: sglang.colocated."""
     if rollout.overlap and not rollout.max_staleness:
         problem = "samples generated while training are one update behind"
         raise ConfigError("rollout.overlap", True, problem, "set rollout.max_staleness to 1 or more")

@@ -1,4 +1,4 @@
-"""What is a server's URL."""
+"""Validation of server URLs."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def check_url(url: str) -> str:
 
 
 def without_password(url: str) -> str:
-    """What may be shown of something that was given for a URL: one line."""
+    """The part of a URL, valid or not, that a message may show, on one line."""
     return "".join(url.rpartition("@")[2].splitlines())

@@ -156,7 +156,7 @@ class CheckpointManager:
             if self.current is None:
                 self.begin(state)
             self.finish()
-            raise SharedEngineError(f"{error}; {saved}start again to go on from {self.current}") from error
+            raise SharedEngineError(f"{error}; {saved}start again to resume from {self.current}") from error
 
 
 def _choose(config: CheckpointConfig, folder: Path) -> Path | None:

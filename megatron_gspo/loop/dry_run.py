@@ -1,4 +1,4 @@
-"""A run's start without the run: every check, and Megatron's own model of each pipeline stage on the meta device.
+"""``--dry-run``: every check of a run's start, and Megatron's model of each pipeline stage on the meta device.
 
 One process on any machine checks a world of any size, without allocating model memory.
 """
@@ -15,7 +15,7 @@ from megatron_gspo.models import ModelError, family_of, read_config
 
 @dataclass(frozen=True)
 class Stage:
-    """What one rank of a pipeline stage holds; ranks that differ in another way hold as much. rank: its first one."""
+    """What one rank of a pipeline stage holds; the other ranks of the stage hold as much. rank: the first one."""
 
     stage: int
     rank: int
@@ -69,8 +69,8 @@ def describe(config: Config, world_size: int, stages: list[Stage]) -> str:
     lines = [f"{world_size} processes: " + " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)]
     for stage in stages:
         rest = stage.parameters - stage.expert_parameters
-        lines.append(f"stage {stage.stage} (rank {stage.rank} and its like): {stage.layers} layers, "
-                     f"{stage.parameters / 1e9:.3f} billion parameters a rank "
+        lines.append(f"stage {stage.stage} (rank {stage.rank} and its peers): {stage.layers} layers, "
+                     f"{stage.parameters / 1e9:.3f} billion parameters per rank "
                      f"({stage.expert_parameters / 1e9:.3f} of experts, {rest / 1e9:.3f} others)")
     lines.append(f"{config.optimizer_steps:,} optimizer steps; the config can start")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The engines that a config asks for, each as a source of groups."""
+"""Builds the configured engines, each as a source of groups."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def _start_servers(config: Config) -> LocalServers:
 
 
 def stop_ids(path: str, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
-    """The end tokens of the model in a directory, as servers find them; ``ConfigError`` where there is none."""
+    """The end tokens of the model in a directory, as servers find them; ``ConfigError`` if there are none."""
     file = Path(path) / "generation_config.json"
     configured = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
     configured = read_config(path).get("eos_token_id") if configured is None else configured

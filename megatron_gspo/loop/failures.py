@@ -1,6 +1,6 @@
-"""Failure handling: when one process of a run fails, all of them end, soon, with one line that states the reason.
+"""Failure handling: when one process of a run fails, all end within seconds, with one line that states the reason.
 
-A rank that fails writes its reason to the store that all ranks share; the first reason counts. Every rank checks the
+A rank that fails writes its reason to the store that all ranks share; the first reason is used. Every rank checks the
 store each second, so none waits in a collective for a peer that has left. Each node prints the line once.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_gspo.errors import UserError, first_line
+from megatron_gspo.errors import UserError, first_line, report
 from megatron_gspo.mcore.checkpoint.checkpoint_files import newest_checkpoint
 from megatron_gspo.mcore.process_groups import shutdown, start
 
@@ -74,8 +74,7 @@ class exit_together:  # noqa: N801  # a context manager, used like a function
         try:
             store = start(backend=self._backend, timeout_minutes=self._minutes)
         except UserError as error:
-            print(f"{error.label}: {error}", file=sys.stderr, flush=True)
-            raise SystemExit(error.exit_code) from None
+            raise SystemExit(report(error)) from None
         self._watcher = _Watcher(store, self._run_dir)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
@@ -186,7 +185,7 @@ class _Watcher:
         return first.exit_code
 
     def _linger(self) -> None:
-        """Stay until every rank has read the reason: without torchrun the store lives in this process."""
+        """Stay until every rank has read the reason: without torchrun the store is in this process."""
         end = time.monotonic() + _LINGER
         try:
             while self._store.add(_SEEN, 0) < self._world and time.monotonic() < end:

@@ -1,4 +1,4 @@
-"""A run's inputs, checked: model files, tokenizer, prompts, environments."""
+"""Loads and checks a run's inputs: model files, tokenizer, prompts, environments."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def make_environments(config: Config) -> EnvironmentPool | None:
 
 
 def check_weights(config: Config) -> ModelShape:
-    """The model's sizes. The checkpoint must be whole and hold just the tensors that its config.json asks for; else
-    ``ConfigError``."""
+    """The model's sizes. Raises ``ConfigError`` unless the checkpoint is complete and has exactly the tensors that its
+    config.json requires."""
     try:
         family, shape = family_of(read_config(config.model.path))
         if config.model.init == "pretrained":
@@ -44,14 +44,14 @@ def check_weights(config: Config) -> ModelShape:
 
 
 def load_tokenizer(config: Config) -> Any:
-    """The model's tokenizer; ``ConfigError`` where there is none that works."""
+    """The model's tokenizer; ``ConfigError`` if it can't be loaded."""
     path = config.model.path
-    if not any((Path(path) / name).is_file() for name in _TOKENIZERS):  # the library makes an empty one
+    if not any((Path(path) / name).is_file() for name in _TOKENIZERS):  # Transformers would make an empty one
         problem = f"has no tokenizer (none of {', '.join(_TOKENIZERS)})"
         raise ConfigError("model.path", path, problem, "copy the model's tokenizer files there")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # the library raises what it likes, also for damaged files
+    except Exception as error:  # Transformers raises various types, also for damaged files
         problem, fix = f"its tokenizer can't be loaded: {first_line(error)}", "copy the model's tokenizer files there"
         raise ConfigError("model.path", path, problem, fix) from None
     if config.rollout.engine == "sft" and tokenizer.eos_token_id is None:

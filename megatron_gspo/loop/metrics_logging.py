@@ -87,7 +87,7 @@ class MetricsLogger:
             if values.get("groups/zero_variance") == 1.0:
                 self._warn_once(
                     "equal",
-                    f"step {step}: the rewards of every group are all equal, so there is nothing to learn from; "
+                    f"step {step}: the rewards of every group are all equal, so no advantage differs from 0; "
                     "look at samples/ and the verifier",
                 )
             if values.get("updates") == 0:

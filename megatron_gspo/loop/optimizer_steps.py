@@ -93,7 +93,7 @@ def _explained(step: int) -> Iterator[None]:
         if "grad norm" not in str(error):
             raise
         raise RunError(
-            f"step {step + 1}: the gradient is not finite ({first_line(error)}), so the weights were left as they are; "
+            f"step {step + 1}: the gradient is not finite ({first_line(error)}), so the weights were not updated; "
             "lower optimizer.lr or optimizer.clip_grad, and look at ratio_max and grad_norm of the steps before"
         ) from error
 

@@ -22,7 +22,7 @@ from megatron_gspo.rewards.verifiers import VerifierError
 
 
 class Rewards(Protocol):
-    """Scores samples. name: how messages call what gives the rewards."""
+    """Scores samples. name: of the verifier or environment, for messages."""
 
     @property
     def name(self) -> str: ...

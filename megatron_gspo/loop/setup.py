@@ -1,4 +1,4 @@
-"""From a checked config to the objects of a run on this rank."""
+"""Builds the objects of a run on this rank from a checked config."""
 
 from __future__ import annotations
 

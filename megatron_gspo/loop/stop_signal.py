@@ -22,7 +22,7 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
 
     The function is a collective: all ranks call it at the same point of the loop and get the same answer, although the
     signal reaches them at different times, or only one of them. Outside the main thread, where Python handles no
-    signals, this rank never asks to stop.
+    signals, this rank never requests a stop.
     """
     requested = threading.Event()
     handles = threading.current_thread() is threading.main_thread()

@@ -66,7 +66,7 @@ CASES = (
          ("data.verifier=exact_match", "data.verifier_options={tolerance: 1}")),
     fails_on_all("verifier of another signature", "error: TypeError: score() ",
          breaks=body("def score(text): return 1.0\n"),
-         shows=("mend it",)),
+         shows=("fix it",)),
     fails_on_all("verifier that raises", "error: ZeroDivisionError", breaks=returns("1 / 0")),
     fails_on_all("verifier that raises in a worker", "error: ZeroDivisionError", breaks=in_a_process(returns("1 / 0"))),
     fails_on_all("verifier that exits", "error: SystemExit: 3", breaks=body("def score(t, p): raise SystemExit(3)\n")),

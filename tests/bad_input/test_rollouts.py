@@ -171,7 +171,7 @@ def broken_weights(config: dict[str, Any], lr: float) -> dict[str, Any]:
 DIVERGED = (
     Case("weights that diverged", "so its weights are broken; look at grad_norm before", code=1,
          shows=("step 2: no response has finite log-probs", "lower optimizer.lr")),
-    Case("gradient that isn't finite", "so the weights were left as they are; lower optimizer.lr", code=1,
+    Case("gradient that isn't finite", "so the weights were not updated; lower optimizer.lr", code=1,
          shows=("step 2: the gradient is not finite",)),
 )  # fmt: skip
 

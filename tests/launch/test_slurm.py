@@ -140,7 +140,7 @@ def test_a_job_that_is_cancelled_is_not_queued_again(number, requeued, tmp_path)
     job.send_signal(number)
     assert job.wait(LIMIT) == 75
     assert (["requeue", "17"] in calls(tmp_path)) == requeued
-    assert ("goes on when submitted again" in (tmp_path / "job.txt").read_text()) != requeued
+    assert ("resumes when submitted again" in (tmp_path / "job.txt").read_text()) != requeued
 
 
 def test_the_last_nodes_serve_and_the_run_knows_them(tmp_path):

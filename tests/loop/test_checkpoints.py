@@ -104,7 +104,7 @@ def test_failing_servers_leave_a_checkpoint(made, begun, saved):
     manager = made.make()
     if begun:
         manager.begin(LoopState(step=2))
-    with pytest.raises(SharedEngineError, match=f"^no server; {saved}start again to go on from {made.folder}/2$"):
+    with pytest.raises(SharedEngineError, match=f"^no server; {saved}start again to resume from {made.folder}/2$"):
         with manager.saved_on_engine_failure(LoopState(step=2)):
             raise SharedEngineError("no server")
     assert made.events == ["began 2 checked with one", "finished 2"]

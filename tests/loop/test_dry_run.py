@@ -41,7 +41,7 @@ def test_the_command_line(model, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
     for arguments, says in (
         (["--dry-run", "3", "parallel.expert_model_parallel_size=4"], "does not divide 3 processes"),
-        (["--dry-run"], "is no number of processes"),
+        (["--dry-run"], "is not a number of processes"),
         (["--dry-run", "2", "model.path=/nowhere"], '"/nowhere": is not a directory'),
     ):
         with pytest.raises(SystemExit) as stopped:

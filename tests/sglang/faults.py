@@ -21,6 +21,8 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from tests.support.threaded_server import ThreadedServer
+
 _BIGGEST = 2**36  # bytes of a request: buckets of weights pass through
 _NOT_PASSED_ON = {"host", "content-length", "transfer-encoding", "connection", "content-encoding"}
 
@@ -94,17 +96,15 @@ class Fault:
             raise ValueError(f"no fault {self.kind!r}; there are {', '.join((*CHANGES, *EXCHANGES))}")
 
 
-class FaultProxy:
-    """Serves on a free port of the loopback, in a thread. `requests`: the path of each request that came."""
+class FaultProxy(ThreadedServer):
+    """The proxy of a server at `upstream`. requests: the path of each request that came."""
 
     def __init__(self, upstream: str) -> None:
+        super().__init__()
         self.upstream = upstream
-        self.url = ""
         self.requests: list[str] = []
         self._faults: list[Fault] = []
         self._lock = threading.Lock()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
     def add(self, fault: Fault) -> None:
         """Queue a fault: it befalls the next requests with its path that no earlier one befalls."""
@@ -122,33 +122,14 @@ class FaultProxy:
         with self._lock:
             return sum(fault.times for fault in self._faults)
 
-    def __enter__(self) -> FaultProxy:
-        self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(10)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(10)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
     async def _start(self) -> None:
-        self._stopping = asyncio.Event()
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None), trust_env=False
         )
-        application = web.Application(client_max_size=_BIGGEST)
-        application.router.add_route("*", "/{path:.*}", self._handle)
-        self._runner = web.AppRunner(application, shutdown_timeout=0.1)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        await self._serve(self._handle, max_bytes=_BIGGEST)
 
     async def _stop(self) -> None:
-        self._stopping.set()
-        await self._runner.cleanup()
+        await super()._stop()
         await self._session.close()
 
     def _take(self, path: str) -> Fault | None:
@@ -170,7 +151,7 @@ class FaultProxy:
         fault = self._take(request.path)
         kind = fault.kind if fault else None
         if kind == "hang":
-            await self._stopping.wait()
+            await self.stopping.wait()
         if kind in ("hang", "refuse"):
             return self._close(request)
         if kind == "error":

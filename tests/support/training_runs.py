@@ -62,20 +62,14 @@ def launch(
     """``torchrun -m megatron_gspo.train`` on a written config; output is captured as text."""
     file = Path(config["run_dir"]).with_suffix(".yaml")
     file.write_text(yaml.safe_dump(config))
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(processes),
-        "-m",
-        "megatron_gspo.train",
-        str(file),
-        *overrides,
-    ]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    return torchrun(processes, "-m", "megatron_gspo.train", str(file), *overrides, check=check)
+
+
+def torchrun(processes: int, *arguments: str, check: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
+    """A script or module under torchrun on this machine; output is captured as text."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **env}
+    done = subprocess.run([*command, *arguments], env=env, capture_output=True, text=True, timeout=300)
     assert not check or done.returncode == 0, done.stderr[-3000:]
     return done
 

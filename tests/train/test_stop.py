@@ -49,7 +49,7 @@ def test_one_rank_is_asked_and_all_stop_with_a_checkpoint(model, tmp_path):
     stopped = run(tmp_path / "b", wanted)
     assert [rank.code for rank in stopped] == [0, 0]
     folder = run_dir / "checkpoints" / "step_000002"
-    line = f"stopped by SIGUSR1 after step 2; start again to go on from {folder}"
+    line = f"stopped by SIGUSR1 after step 2; start again to resume from {folder}"
     assert line in stopped[0].text and "stopped by" not in stopped[1].text
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step_000002"]
     assert [record["step"] for record in records(run_dir)] == [1, 2]

@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_gspo.errors import UserError
+from megatron_gspo.errors import UserError, report
 from megatron_gspo.tools.compare.cold_start import INSTRUCTION, imitate, write_demonstrations
 from megatron_gspo.tools.compare.study import read_study, study_of
 from megatron_gspo.tools.compare.study_files import write_report
@@ -59,8 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"megatron-gspo compare: {error}{fix}", file=sys.stderr)
         return 2
     except UserError as error:
-        print(f"{error.label}: {error}", file=sys.stderr)
-        return error.exit_code
+        return report(error)
     return 0
 
 

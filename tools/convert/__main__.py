@@ -18,7 +18,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from megatron_gspo.config import ParallelConfig
 from megatron_gspo.config.load import read_file
 from megatron_gspo.config.parallel_checks import check_divisibility
-from megatron_gspo.errors import InputError, UserError
+from megatron_gspo.errors import InputError, UserError, report
 from megatron_gspo.mcore.checkpoint.checkpoint_files import newest_checkpoint
 from megatron_gspo.mcore.checkpoint.checkpoint_metadata import checkpoint_metadata, write_metadata_files
 from megatron_gspo.models import family_of, read_config
@@ -39,8 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         {"to-megatron": _to_megatron, "to-hf": _to_hugging_face, "verify": _verify}[options.command](options)
     except UserError as error:
-        print(f"{error.label}: {error}", file=sys.stderr)
-        raise SystemExit(error.exit_code) from None
+        raise SystemExit(report(error)) from None
     except KeyboardInterrupt:
         print("stopped; the same command goes on", file=sys.stderr)
         raise SystemExit(130) from None

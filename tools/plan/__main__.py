@@ -8,12 +8,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_gspo.errors import InputError, UserError
+from megatron_gspo.errors import InputError, UserError, report
 from megatron_gspo.models import ModelShape, family_of, read_config
 from megatron_gspo.models.model_shape import read_json
 from megatron_gspo.tools.plan import plan_report
@@ -160,8 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             print(plan_report.whole_page(found, shape, work, cluster, assume, max(args.top, 1)))
     except UserError as error:
-        print(f"{error.label}: {error}", file=sys.stderr)
-        return error.exit_code
+        return report(error)
     return 0
 
 

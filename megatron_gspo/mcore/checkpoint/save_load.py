@@ -270,7 +270,7 @@ def load_checkpoint(policy: Policy, path: Path) -> dict[str, Any]:
         with _frozen_garbage():
             return _load(policy, path)
     except (CheckpointException, Exception) as error:
-        other = "to go on from the one before, move it away"
+        other = "to resume from the one before, move it away"
         raise CheckpointError(f"{path} can't be loaded ({_reason(error)}); {other}") from error
 
 

@@ -163,7 +163,7 @@ def test_keeps_the_newest_and_survives_failures(path, tmp_path):
         assert "is not JSON serializable" in found["errors"][0]
         assert "File too large" in found["errors"][1] and "\n" not in found["errors"][1]
         assert f"{tmp_path}/step_000012 can't be loaded (" in found["errors"][2] and "\n" not in found["errors"][2]
-        assert "to go on from the one before, move it away" in found["errors"][2]
+        assert "to resume from the one before, move it away" in found["errors"][2]
         assert found["complete"] == ["step_000002", "step_000010"]
     assert results[0]["kept"] == ["step_000002", "step_000010"]
     assert [file.name for file in complete_checkpoints(tmp_path)] == ["step_000010", "step_000012"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,22 +14,11 @@ from aiohttp import web
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.errors import EngineError
-from megatron_gspo.rollout.server_engine import server_pool as pool_module
 from megatron_gspo.rollout.server_engine.request_stream import WeightsNeeded
 from tests.support.served_models import served_model
-from tests.support.sglang_generator import SAMPLING, Generator, Setup, expected, prompts, without_pauses
+from tests.support.sglang_generator import SAMPLING, Generator, Setup, expected, prompts
 
-
-@pytest.fixture
-def server() -> Iterator[Generator]:
-    with Generator() as made:
-        yield made
-
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_pauses(monkeypatch)
-    monkeypatch.setattr(pool_module, "_COOL_DOWN_SECONDS", 0.0)
+pytestmark = pytest.mark.usefixtures("short_pauses")
 
 
 def change_meta(**values: Any):

@@ -6,7 +6,7 @@ import itertools
 import math
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -15,23 +15,12 @@ from aiohttp import web
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.errors import EngineError
-from megatron_gspo.rollout.server_engine import server_pool as pool_module
 from megatron_gspo.rollout.server_engine.partial_response import PartialResponse
 from megatron_gspo.rollout.server_engine.request_stream import GroupRequest, WeightsNeeded, select_groups
 from megatron_gspo.rollout.server_engine.server_pool import NoServerError
-from tests.support.sglang_generator import SAMPLING, Generator, Setup, expected, prompts, without_pauses
+from tests.support.sglang_generator import SAMPLING, Generator, Setup, expected, prompts
 
-
-@pytest.fixture
-def server() -> Iterator[Generator]:
-    with Generator() as made:
-        yield made
-
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_pauses(monkeypatch)
-    monkeypatch.setattr(pool_module, "_COOL_DOWN_SECONDS", 0.0)
+pytestmark = pytest.mark.usefixtures("short_pauses")
 
 
 def wait_for(condition: Callable[[], object]) -> None:

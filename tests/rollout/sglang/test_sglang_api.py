@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +12,8 @@ from aiohttp import web
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.rollout.server_engine.server_api import RequestContext, ServerAPI
 from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
-from megatron_gspo.servers.http_client import ServerClient, open_session
-from tests.servers.web_server import WebServer
+from megatron_gspo.servers.http_client import ServerClient
+from tests.servers.web_server import run_command
 from tests.support.served_models import served_model
 
 API = SGLangAPI()
@@ -66,16 +65,7 @@ def sent(command: Callable[[ServerClient], Any], answer: Any = None) -> tuple[li
         requests.append((request.path, await request.json() if request.method == "POST" else None))
         return web.json_response(answer)
 
-    async def run(url: str) -> Any:
-        session = await open_session()
-        try:
-            return await command(ServerClient(url, session))
-        finally:
-            await session.close()
-
-    with WebServer(handle) as server:
-        value = asyncio.run(run(server.url))
-    return requests, value
+    return requests, run_command(command, handle)
 
 
 def test_commands():

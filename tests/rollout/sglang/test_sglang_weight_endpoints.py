@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +13,10 @@ from aiohttp import web
 
 from megatron_gspo.rollout.sglang import sglang_weight_endpoints
 from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints, has_endpoint
-from megatron_gspo.servers.http_client import ServerClient, ServerError, open_session
+from megatron_gspo.servers.http_client import ServerClient, ServerError
 from megatron_gspo.weight_transport.buckets import Entry
 from megatron_gspo.weight_transport.server_endpoints import WeightEndpoints
-from tests.servers.web_server import WebServer
+from tests.servers.web_server import run_command
 
 ENDPOINTS = SGLangWeightEndpoints()
 SUCCESS = {"success": True}
@@ -40,15 +39,7 @@ class Server:
         return web.Response(status=answer) if isinstance(answer, int) else web.json_response(answer)
 
     def run(self, command: Callable[[ServerClient], Any]) -> Any:
-        async def run(url: str) -> Any:
-            session = await open_session()
-            try:
-                return await command(ServerClient(url, session))
-            finally:
-                await session.close()
-
-        with WebServer(self.handle) as server:
-            return asyncio.run(run(server.url))
+        return run_command(command, self.handle)
 
     @property
     def paths(self) -> list[str]:
