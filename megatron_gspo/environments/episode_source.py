@@ -1,4 +1,4 @@
-"""Groups of multi-turn episodes on inference servers. In-process engines play them through `EpisodeEngine`."""
+"""Groups of multi-turn episodes on inference servers. In-process engines run them through `EpisodeEngine`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.environments.episodes import (
+    ConcurrentEpisodes,
     Encode,
+    Environments,
     Episode,
     EpisodeRules,
-    Overlapping,
     Request,
-    Steps,
     make_episodes,
 )
 from megatron_gspo.rollout.group_source import GenerateOnCollect, Weights
@@ -27,25 +27,26 @@ _POLL_SECONDS = 10.0  # longest time between two broadcasts of rank 0
 
 
 class EpisodeServerSource(GenerateOnCollect):
-    """`GroupSource` whose samples are episodes on servers; plays them in `collect`.
+    """`GroupSource` whose samples are episodes on servers; runs them in `collect`.
 
-    Rank 0 plays. Each episode continues as soon as its own response is finished.
+    Rank 0 runs them. Each episode continues as soon as its own response is finished.
     """
 
-    def __init__(self, servers: ServerSource, steps: Steps, encode: Encode, rules: EpisodeRules) -> None:
-        """steps: the environments. encode: text to token ids. rules: limits of an episode."""
+    def __init__(self, servers: ServerSource, environments: Environments, encode: Encode,
+                 rules: EpisodeRules) -> None:  # fmt: skip
+        """encode: text to token ids. rules: limits of an episode."""
         super().__init__()
         self.engine_name = servers.engine_name
-        self._servers, self._steps, self._encode, self._rules = servers, steps, encode, rules
+        self._servers, self._environments, self._encode, self._rules = servers, environments, encode, rules
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> list[Sample]:
         """See `GroupSource.generate`; a sample is an episode."""
         episodes = make_episodes(prompts, sampling, self._rules, self._encode, seed=seed)
-        player = _Player(episodes, self._steps, sampling, seed)
-        self._servers.on_rank_zero(lambda: player.begin(self._servers.client.stream()))
-        while not self._servers.poll(player.advance):
+        run = _EpisodeRun(episodes, self._environments, sampling, seed)
+        self._servers.on_rank_zero(lambda: run.begin(self._servers.client.stream()))
+        while not self._servers.poll(run.advance):
             pass
-        return self._servers.broadcast(player.samples, prompts, sampling)
+        return self._servers.broadcast(run.samples, prompts, sampling)
 
     def update_weights(self, weights: Weights, *, version: int) -> None:
         """See `GroupSource.update_weights`."""
@@ -70,27 +71,28 @@ class EpisodeServerSource(GenerateOnCollect):
         self._servers.close()
 
 
-class _Player:
-    """The episodes of one `generate`, played on rank 0. samples: once all are over; None on the other ranks."""
+class _EpisodeRun:
+    """The episodes of one `generate`, on rank 0. samples: set when all are over; None on the other ranks."""
 
-    def __init__(self, episodes: Sequence[Episode], steps: Steps, sampling: SamplingParams, seed: int) -> None:
-        self._episodes, self._steps, self._sampling, self._seed = episodes, steps, sampling, seed
+    def __init__(self, episodes: Sequence[Episode], environments: Environments, sampling: SamplingParams,
+                 seed: int) -> None:  # fmt: skip
+        self._episodes, self._environments, self._sampling, self._seed = episodes, environments, sampling, seed
         self.samples: list[Sample] | None = None
 
     def begin(self, stream: RequestStream) -> None:
         """Request every episode's first response."""
         self._stream = stream
-        self._playing = Overlapping(self._episodes, self._start, self._steps)
+        self._running = ConcurrentEpisodes(self._episodes, self._start, self._environments)
 
     def advance(self) -> bool:
-        """Play for `_POLL_SECONDS`; whether all episodes are over."""
+        """Run for at most `_POLL_SECONDS`; whether all episodes are over."""
         end = time.monotonic() + _POLL_SECONDS
-        while not self._playing.done and (left := end - time.monotonic()) > 0:
+        while not self._running.done and (left := end - time.monotonic()) > 0:
             finished = self._stream.take_tickets(1, patience=left)
-            self._playing.feed([(ticket, samples[0]) for ticket, samples in finished])
-        if self._playing.done:
+            self._running.add_responses([(ticket, samples[0]) for ticket, samples in finished])
+        if self._running.done:
             self.samples = [episode.sample() for episode in self._episodes]
-        return self._playing.done
+        return self._running.done
 
     def _start(self, request: Request) -> int:
         sampling = replace(self._sampling, n_samples_per_prompt=1, max_response_length=request.limit)

@@ -1,11 +1,11 @@
-"""Episodes: response, environment step, response ... as one sample, over any engine.
+"""Multi-turn episodes: response, environment step, response ... as one sample, with any engine.
 
-An `Episode` is a small state machine: `next_request` says what to generate, `accept` takes it, `question` is what the
-environment is to be asked, `hear` takes its reply. It knows neither engine nor pool, so that a driver may play all
-episodes in rounds (`play_in_rounds`) or each at its own pace (`Overlapping`).
+An `Episode` is a state machine: `next_request` is the next response to generate and `add_response` takes it;
+`step_request` is the next environment step and `add_reply` takes its result. It calls neither an engine nor an
+environment: `run_in_rounds` generates for all episodes at once, `ConcurrentEpisodes` advances each one separately.
 
-The sample's response is `response 1, observation 1, response 2, ...`: generated tokens stay as they were generated, an
-observation is tokenised alone, without special tokens, and masked. It ends with a response.
+The sample's response is `response 1, observation 1, response 2, ...` and ends with a response. The token ids of a
+response are those that the engine generated. An observation is tokenised by itself, without special tokens, and masked.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Encode = Callable[[str], list[int]]
 """Text to token ids, without special tokens."""
 
 
-class Steps(Protocol):
-    """The part of `EnvironmentPool` that the drivers use."""
+class Environments(Protocol):
+    """What episodes need of an `EnvironmentPool`."""
 
     def step(self, requests: Sequence[StepRequest]) -> list[Reply]: ...
 
@@ -39,7 +39,7 @@ class Steps(Protocol):
 @dataclass(frozen=True)
 class EpisodeRules:
     """max_turns: responses of an episode. max_turn_length: tokens of a response; None: what is left of the sample's
-    `max_response_length`. max_length: tokens, prompt included, that the engine can surely take."""
+    `max_response_length`. max_length: tokens of prompt and response that the engine supports."""
 
     max_turns: int
     max_length: int
@@ -48,10 +48,10 @@ class EpisodeRules:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to generate: to `prompt`, which is the episode so far, of at most `limit` tokens.
+    """A response to generate. prompt: the episode so far. limit: maximum number of tokens.
 
-    `prompt.index` is a number of 62 bits that stands for (prompt, sample, turn), so that an engine's draws are a
-    function of (seed, prompt, sample, turn, position).
+    `prompt.index` is a 62-bit hash of (prompt, sample, turn), so that an engine's draws depend on (seed, prompt,
+    sample, turn, position) alone.
     """
 
     prompt: Prompt
@@ -59,13 +59,13 @@ class Request:
 
 
 def request_index(prompt_index: int, sample_index: int, turn: int) -> int:
-    """The number of 62 bits by which a `Request` draws."""
+    """The 62-bit `prompt.index` of a `Request`."""
     high, low = np.random.SeedSequence([prompt_index, sample_index, turn]).generate_state(2).tolist()
     return (high << 32 | low) >> 2
 
 
 class Episode:
-    """One sample in the making. max_response_length: tokens of all its responses and observations."""
+    """One unfinished sample. max_response_length: tokens of all its responses and observations."""
 
     def __init__(self, prompt: Prompt, sample_index: int, seed: int, max_response_length: int, rules: EpisodeRules,
                  encode: Encode) -> None:  # fmt: skip
@@ -75,7 +75,7 @@ class Episode:
         self._parts: list[_Part] = []
         self._spans: list[Span] = []
         self._responses: list[str] = []
-        self._asking = False
+        self._awaits_step = False
         self._finish: str | None = None
         self._failure = ""
 
@@ -89,8 +89,8 @@ class Episode:
         return sum(len(part.tokens) for part in self._parts)
 
     def next_request(self) -> Request | None:
-        """What to generate next; None once the episode is over or while the environment is to be asked."""
-        if self.over or self._asking:
+        """The next response to generate; None if the episode is over or the environment's step is next."""
+        if self.over or self._awaits_step:
             return None
         left = self._room - self.length
         limit = left if self._rules.max_turn_length is None else min(left, self._rules.max_turn_length)
@@ -98,10 +98,10 @@ class Episode:
         ids = np.concatenate([self.prompt.token_ids, *(part.tokens for part in self._parts)])
         return Request(Prompt(index, ids, self.prompt.text), limit)
 
-    def accept(self, sample: Sample) -> None:
-        """The engine's sample for the last request; what is beyond its limit is cut off."""
+    def add_response(self, sample: Sample) -> None:
+        """Append the engine's sample for `next_request`. Tokens beyond the limit are cut off."""
         request = self.next_request()
-        assert request is not None, "accept answers a request"
+        assert request is not None, "no response was requested"
         known = self.prompt.length + self._spans[-1].end - 1 if self._spans else 0
         part = _Part.of(sample, request.limit, known)
         start = self.length
@@ -110,19 +110,19 @@ class Episode:
         self._responses.append(part.text)
         if part.finish_reason == "abort":
             self._finish = "abort"
-        self._asking = not self.over
+        self._awaits_step = not self.over
 
     @property
-    def question(self) -> StepRequest | None:
-        """What the environment is to be asked; None where it isn't its turn."""
-        if not self._asking:
+    def step_request(self) -> StepRequest | None:
+        """The next environment step; None if a response is next or the episode is over."""
+        if not self._awaits_step:
             return None
         return StepRequest(self.prompt, self.sample_index, self._seed, tuple(self._responses))
 
-    def hear(self, reply: Reply) -> None:
-        """The environment's reply to `question`."""
+    def add_reply(self, reply: Reply) -> None:
+        """Append the result of `step_request`."""
         status, turn, message = reply
-        self._asking = False
+        self._awaits_step = False
         last = self._parts[-1]
         if status != "ok":
             self._failure, self._finish = f"{status}: {message}", last.finish_reason
@@ -136,7 +136,7 @@ class Episode:
             self._observe(turn["observation"])
 
     def _observe(self, text: str) -> None:
-        """Append what the policy reads next, or end the episode where no token would be left to answer with."""
+        """Append an observation, or end the episode if it leaves no room for a response."""
         ids = np.asarray(self._encode(text), dtype=np.int64)
         if self.length + len(ids) >= self._room:
             self._finish = "length"
@@ -145,9 +145,9 @@ class Episode:
         self._parts.append(_Part.observed(ids, text, version))
 
     def sample(self) -> Sample:
-        """The finished episode: `reward` is the sum of its turns' (NaN where the environment failed or the engine
-        aborted), `metadata` has the turns."""
-        assert self._finish is not None, "sample of an episode that is over"
+        """The finished episode. `reward`: sum of the turns' rewards; NaN if the environment failed or the engine
+        aborted. `metadata`: spans of the turns."""
+        assert self._finish is not None, "the episode is not over"
         parts = self._parts
         metadata = with_spans(self._spans)
         if self._failure:
@@ -177,8 +177,11 @@ class Episode:
 
 @dataclass(frozen=True)
 class _Part:
-    """A response or an observation, n tokens. routes, missing: rows of the input positions that were fed first while
-    this response was generated; None for an observation, whose rows come with the next response."""
+    """A response or an observation of n tokens.
+
+    routes, missing: rows of the input positions that this response's request processed first; None for an observation,
+    whose rows come with the next response.
+    """
 
     tokens: np.ndarray
     mask: np.ndarray
@@ -194,7 +197,7 @@ class _Part:
 
     @classmethod
     def of(cls, sample: Sample, limit: int, known: int) -> _Part:
-        """known: rows of routes that earlier responses gave; theirs are kept."""
+        """known: number of rows of routes from earlier responses, which are kept."""
         n = min(sample.response_length, limit)
         rows = slice(known, sample.prompt_length + n - 1)
         versions = sample.token_versions
@@ -233,25 +236,27 @@ def _join_routes(parts: Sequence[_Part]) -> tuple[np.ndarray | None, np.ndarray 
     return routes, np.concatenate(no)
 
 
-def play_in_rounds(episodes: Sequence[Episode], engine: RolloutEngine, steps: Steps, sampling: SamplingParams, *,
-                   seed: int, max_length: int) -> None:  # fmt: skip
-    """Play all episodes to their ends; each round generates a response for, and asks the environments of, all that
-    live."""
-    while live := [episode for episode in episodes if not episode.over]:
-        requests = [episode.next_request() for episode in live]
-        for places, limit in batches(requests, max_length):
-            prompts = [requests[i].prompt for i in places]
-            asked = replace(sampling, n_samples_per_prompt=1, max_response_length=limit)
-            samples = engine.generate(prompts, asked, seed=seed)
-            check_samples(samples, prompts, asked)
-            for i, sample in zip(places, samples, strict=True):
-                live[i].accept(sample)
-        ask(live, steps)
+def run_in_rounds(episodes: Sequence[Episode], engine: RolloutEngine, environments: Environments,
+                  sampling: SamplingParams, *, seed: int, max_length: int) -> None:  # fmt: skip
+    """Run all episodes to their end. Each round generates a response and steps the environment of every unfinished
+    one."""
+    while unfinished := [episode for episode in episodes if not episode.over]:
+        requests = [episode.next_request() for episode in unfinished]
+        for indices, limit in batches(requests, max_length):
+            prompts = [requests[i].prompt for i in indices]
+            one_response = replace(sampling, n_samples_per_prompt=1, max_response_length=limit)
+            samples = engine.generate(prompts, one_response, seed=seed)
+            check_samples(samples, prompts, one_response)
+            for i, sample in zip(indices, samples, strict=True):
+                unfinished[i].add_response(sample)
+        step_environments(unfinished, environments)
 
 
 def batches(requests: Sequence[Request], max_length: int) -> list[tuple[list[int], int]]:
-    """(positions, limit) of requests that are generated together: under the largest of their limits, which leaves none
-    of them longer than max_length (or than its own limit does)."""
+    """(indices, limit) of requests that are generated together.
+
+    limit: the largest of their limits. No request exceeds max_length with it, except by its own limit.
+    """
     waiting = sorted(range(len(requests)), key=lambda i: (-requests[i].limit, i))
     found = []
     while waiting:
@@ -265,49 +270,51 @@ def batches(requests: Sequence[Request], max_length: int) -> list[tuple[list[int
     return found
 
 
-def ask(episodes: Sequence[Episode], steps: Steps) -> None:
-    """Ask the environments of the episodes that wait for theirs."""
-    waiting = [(episode, question) for episode in episodes if (question := episode.question) is not None]
-    for (episode, _), reply in zip(waiting, steps.step([question for _, question in waiting]), strict=True):
-        episode.hear(reply)
+def step_environments(episodes: Sequence[Episode], environments: Environments) -> None:
+    """Step the environments of the episodes whose step is next."""
+    waiting = [(episode, request) for episode in episodes if (request := episode.step_request) is not None]
+    for (episode, _), reply in zip(waiting, environments.step([request for _, request in waiting]), strict=True):
+        episode.add_reply(reply)
 
 
-class Overlapping:
-    """Episodes that each go on as soon as their own response is there.
+class ConcurrentEpisodes:
+    """Episodes that each continue as soon as their own response is finished.
 
-    start: begins a request at an engine and returns its ticket. `feed` what has finished until `done`.
+    start: sends a request to an engine and returns its ticket. Call `add_responses` until `done`.
     """
 
-    def __init__(self, episodes: Sequence[Episode], start: Callable[[Request], int], steps: Steps) -> None:
-        self._start, self._steps = start, steps
-        self._under_way: dict[int, Episode] = {}
+    def __init__(self, episodes: Sequence[Episode], start: Callable[[Request], int],
+                 environments: Environments) -> None:  # fmt: skip
+        self._start, self._environments = start, environments
+        self._in_flight: dict[int, Episode] = {}
         self._begin(episodes)
 
     @property
     def done(self) -> bool:
-        return not self._under_way
+        """Whether all episodes are over."""
+        return not self._in_flight
 
-    def feed(self, finished: Sequence[tuple[int, Sample]]) -> None:
-        """(ticket, sample) of requests that have finished, in any order."""
+    def add_responses(self, finished: Sequence[tuple[int, Sample]]) -> None:
+        """Continue episodes. finished: (ticket, sample) of finished requests, in any order."""
         episodes = []
         for ticket, sample in finished:
-            if ticket not in self._under_way:
-                raise EngineError(f"the engine gave a sample for the request {ticket}, which is not under way")
-            episodes.append(self._under_way.pop(ticket))
-            episodes[-1].accept(sample)
-        ask(episodes, self._steps)
+            if ticket not in self._in_flight:
+                raise EngineError(f"the engine returned a sample for request {ticket}, which is not in flight")
+            episodes.append(self._in_flight.pop(ticket))
+            episodes[-1].add_response(sample)
+        step_environments(episodes, self._environments)
         self._begin(episodes)
 
     def _begin(self, episodes: Sequence[Episode]) -> None:
         for episode in episodes:
             request = episode.next_request()
             if request is not None:
-                self._under_way[self._start(request)] = episode
+                self._in_flight[self._start(request)] = episode
 
 
 def make_episodes(prompts: Sequence[Prompt], sampling: SamplingParams, rules: EpisodeRules, encode: Encode, *,
                   seed: int) -> list[Episode]:  # fmt: skip
-    """`sampling.n_samples_per_prompt` episodes a prompt, prompt-major."""
+    """`sampling.n_samples_per_prompt` episodes per prompt, prompt-major."""
     longest = sampling.max_response_length
     n = sampling.n_samples_per_prompt
     return [Episode(prompt, i, seed, longest, rules, encode) for prompt in prompts for i in range(n)]

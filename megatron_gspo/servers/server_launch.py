@@ -22,10 +22,11 @@ class ServerLaunch(Protocol):
     exit_causes: (pattern in a server's log, meaning and fix), the first match counts; see `exit_reason`.
     """
 
-    exit_causes: tuple[tuple[str, str], ...]
-
     @property
     def engine(self) -> str: ...
+
+    @property
+    def exit_causes(self) -> tuple[tuple[str, str], ...]: ...
 
     @property
     def config(self) -> ServerConfig: ...

@@ -10,14 +10,14 @@ from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.data.turn_spans import Span, spans
 from megatron_gspo.environments.episode_engine import EpisodeEngine
 from megatron_gspo.environments.episodes import (
+    ConcurrentEpisodes,
     Episode,
     EpisodeRules,
-    Overlapping,
     Request,
     batches,
     make_episodes,
-    play_in_rounds,
     request_index,
+    run_in_rounds,
 )
 from megatron_gspo.errors import EngineError
 from megatron_gspo.rewards.scorer import FAILURE
@@ -58,16 +58,16 @@ def episode(limit=20, rules=RULES, sample_index=0):
 def test_an_episode_by_hand():
     made = episode()
     first = made.next_request()
-    assert first.prompt.token_ids.tolist() == [2, 3] and first.limit == 20 and made.question is None
-    made.accept(response(first, [5, 6, 1], text="one"))
-    assert made.next_request() is None and made.question.responses == ("one",)
-    made.hear(ok("ab", reward=0.25))
+    assert first.prompt.token_ids.tolist() == [2, 3] and first.limit == 20 and made.step_request is None
+    made.add_response(response(first, [5, 6, 1], text="one"))
+    assert made.next_request() is None and made.step_request.responses == ("one",)
+    made.add_reply(ok("ab", reward=0.25))
     second = made.next_request()
     assert second.prompt.token_ids.tolist() == [2, 3, 5, 6, 1, 10, 11] and second.limit == 15
-    made.accept(response(second, [7, 1], text="two"))
-    assert made.question.responses == ("one", "two") and not made.over
-    made.hear(ok("unread", reward=1.0, done=True))
-    assert made.over and made.next_request() is None and made.question is None
+    made.add_response(response(second, [7, 1], text="two"))
+    assert made.step_request.responses == ("one", "two") and not made.over
+    made.add_reply(ok("unread", reward=1.0, done=True))
+    assert made.over and made.next_request() is None and made.step_request is None
     sample = made.sample()
     sample.check()
     assert sample.tokens.tolist() == [2, 3, 5, 6, 1, 10, 11, 7, 1] and sample.prompt_length == 2
@@ -85,8 +85,8 @@ def test_draws_are_a_function_of_prompt_sample_and_turn():
     made = episode(sample_index=3)
     request = made.next_request()
     assert request.prompt.index == request_index(4, 3, 0)
-    made.accept(response(request, [1]))
-    made.hear(ok("a"))
+    made.add_response(response(request, [1]))
+    made.add_reply(ok("a"))
     assert made.next_request().prompt.index == request_index(4, 3, 1)
 
 
@@ -106,8 +106,8 @@ def test_limits(limit, turn_limit, replies, finish, length):
     made = episode(limit, replace(RULES, max_turn_length=turn_limit))
     for reply in replies:
         request = made.next_request()
-        made.accept(response(request, [5, 6, 1]))  # three tokens, whatever was asked for
-        made.hear(reply)
+        made.add_response(response(request, [5, 6, 1]))  # three tokens, whatever was asked for
+        made.add_reply(reply)
     sample = made.sample()
     sample.check()
     assert (sample.finish_reason, sample.response_length) == (finish, length)
@@ -116,10 +116,10 @@ def test_limits(limit, turn_limit, replies, finish, length):
 
 def test_a_failed_environment_leaves_no_reward():
     made = episode()
-    made.accept(response(made.next_request(), [5, 1]))
-    made.hear(ok("a", reward=1.0))
-    made.accept(response(made.next_request(), [6, 1]))
-    made.hear(("timeout", None, "no result after 1 s"))
+    made.add_response(response(made.next_request(), [5, 1]))
+    made.add_reply(ok("a", reward=1.0))
+    made.add_response(response(made.next_request(), [6, 1]))
+    made.add_reply(("timeout", None, "no result after 1 s"))
     sample = made.sample()
     assert made.over and np.isnan(sample.reward) and sample.metadata[FAILURE] == "timeout: no result after 1 s"
     assert sample.response_length == 5 and [span.reward for span in spans(sample)] == [1.0, 0.0]
@@ -127,8 +127,8 @@ def test_a_failed_environment_leaves_no_reward():
 
 def test_an_aborted_response_ends_the_episode():
     made = episode()
-    made.accept(response(made.next_request(), [5], finish="abort"))
-    assert made.over and made.question is None
+    made.add_response(response(made.next_request(), [5], finish="abort"))
+    assert made.over and made.step_request is None
     sample = made.sample()
     assert sample.finish_reason == "abort" and np.isnan(sample.reward) and FAILURE not in sample.metadata
 
@@ -136,16 +136,16 @@ def test_an_aborted_response_ends_the_episode():
 def test_versions_are_merged():
     made = episode()
     ids = np.array([4, 5, 5], dtype=np.int32)
-    made.accept(response(made.next_request(), [5, 6, 1], version=4, token_versions=ids))
-    made.hear(ok("ab"))
-    made.accept(response(made.next_request(), [6, 1], version=6))
-    made.hear(ok(done=True))
+    made.add_response(response(made.next_request(), [5, 6, 1], version=4, token_versions=ids))
+    made.add_reply(ok("ab"))
+    made.add_response(response(made.next_request(), [6, 1], version=6))
+    made.add_reply(ok(done=True))
     sample = made.sample()
     sample.check()
     assert sample.token_versions.tolist() == [4, 5, 5, 5, 5, 6, 6] and sample.weight_version == 4
     one = episode()
-    one.accept(response(one.next_request(), [6, 1], version=6))
-    one.hear(ok(done=True))
+    one.add_response(response(one.next_request(), [6, 1], version=6))
+    one.add_reply(ok(done=True))
     assert one.sample().token_versions is None and one.sample().weight_version == 6
 
 
@@ -155,13 +155,13 @@ def rows(start, count):
 
 def test_routes_are_those_of_the_call_that_fed_a_token_first():
     made = episode()
-    made.accept(response(made.next_request(), [5, 6, 1], routed_experts=rows(0, 4)))  # 2 + 3 - 1 positions were fed
-    made.hear(ok("ab"))
+    made.add_response(response(made.next_request(), [5, 6, 1], routed_experts=rows(0, 4)))  # 2 + 3 - 1 positions
+    made.add_reply(ok("ab"))
     missing = np.zeros(8, bool)
     missing[[0, 5]] = True
     second = response(made.next_request(), [7, 1], routed_experts=rows(100, 8), missing_routes=missing)
-    made.accept(second)
-    made.hear(ok(done=True))
+    made.add_response(second)
+    made.add_reply(ok(done=True))
     sample = made.sample()
     sample.check()
     assert sample.routed_experts[:, 0, 0].tolist() == [0, 1, 2, 3, 104, 105, 106, 107]
@@ -170,8 +170,8 @@ def test_routes_are_those_of_the_call_that_fed_a_token_first():
 
 def test_without_log_probs_there_are_none():
     made = episode()
-    made.accept(replace(response(made.next_request(), [5, 1]), rollout_log_probs=None))
-    made.hear(ok(done=True))
+    made.add_response(replace(response(made.next_request(), [5, 1]), rollout_log_probs=None))
+    made.add_reply(ok(done=True))
     assert made.sample().rollout_log_probs is None
 
 
@@ -216,14 +216,14 @@ def overlapping(engine, questions, sampling, rules):
         return len(begun) - 1
 
     made = make_episodes(questions, sampling, rules, encode, seed=5)
-    playing, fed = Overlapping(made, start, Depends()), set()
+    playing, fed = ConcurrentEpisodes(made, start, Depends()), set()
     assert not playing.done
     while not playing.done:
         ticket = max(set(begun) - fed)
         fed.add(ticket)
-        playing.feed([(ticket, begun[ticket])])
-    with pytest.raises(EngineError, match="request 0, which is not under way"):
-        playing.feed([(0, begun[0])])
+        playing.add_responses([(ticket, begun[ticket])])
+    with pytest.raises(EngineError, match="request 0, which is not in flight"):
+        playing.add_responses([(0, begun[0])])
     return [episode.sample() for episode in made]
 
 
@@ -238,7 +238,7 @@ def test_one_round_asks_all_environments_at_once():
             return engine.generate(questions, sampling, seed=seed)
 
     made = make_episodes(prompts(4), SamplingParams(2, 40), replace(RULES, max_turn_length=8), encode, seed=0)
-    play_in_rounds(made, Counting(), replies, SamplingParams(2, 40), seed=0, max_length=60)
+    run_in_rounds(made, Counting(), replies, SamplingParams(2, 40), seed=0, max_length=60)
     assert calls == [(8, 1), (4, 1)]  # the first sample of each prompt is done after one response
     assert [len(set(responses)) for _, _, responses in replies.asked[:8]] == [1] * 8 and len(replies.asked) == 12
 

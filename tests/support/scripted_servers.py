@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
-from megatron_gspo.config import SamplingParams
+from megatron_gspo.config import SamplingParams, ServerConfig
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.rollout.server_engine.request_stream import WeightsNeeded
+from megatron_gspo.rollout.server_source import ServerSource
+from tests.support.samples import make_prompt
 from tests.support.scripted_engine import ScriptedEngine, ScriptedResponse
 
 
@@ -79,3 +83,26 @@ class ScriptedStream:
 def scripted_response(prompt: Prompt, number: int, seed: int) -> ScriptedResponse:
     """Depends on prompt, sample and seed."""
     return ScriptedResponse([5 + number, 6 + prompt.index, 7 + seed, 1], [-1.0] * 4, text="x" * number)
+
+
+SAMPLING = SamplingParams(n_samples_per_prompt=2, max_response_length=8)
+PROMPTS = [make_prompt(i, text="ab" * (i + 1)) for i in range(5)]
+
+
+def collective_weights() -> Iterator[tuple[str, torch.Tensor]]:
+    """A stream that is a collective, as the policy's."""
+    for name in ("a", "b"):
+        value = torch.ones(2)
+        dist.all_reduce(value)
+        yield name, value
+
+
+def server_source(servers: ScriptedServers | None, **options) -> ServerSource:
+    log = options.pop("log", print)
+    config = ServerConfig(urls=("http://a:1",), **{"recovery_timeout": 5.0, **options})
+    return ServerSource(servers, config, vocab_size=1000, groups_per_step=2, log=log)
+
+
+def keys(samples) -> list[tuple[int, int, int]]:
+    """(prompt, sample, seed) of each, as the response has them."""
+    return [(s.prompt_index, int(s.response_ids[0]) - 5, int(s.response_ids[2]) - 7) for s in samples]
