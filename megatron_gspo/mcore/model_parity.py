@@ -1,4 +1,4 @@
-"""Compare a Megatron checkpoint with its Hugging Face one by the log-probs of a text under both models."""
+"""Compare a Megatron checkpoint with its Hugging Face model by the log-probs of a text under both."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOLERANCE = 1e-4  # nats, in float32: wrong weights are off by whole nats, round
 def compare_log_probs(hugging_face: Path, megatron: Path, text: str) -> tuple[float, int]:
     """(Largest difference of two log-probs in nats, tokens compared), in float32 and one process.
 
-    Raises ``InputError`` for a text that can't be tokenised, or models that differ by more than ``TOLERANCE``.
+    Raises ``InputError`` for a text that cannot be tokenized, or models that differ by more than ``TOLERANCE``.
     """
     tokens = _tokens(hugging_face, text)
     ours, theirs = _by_megatron(hugging_face, megatron, tokens), _by_transformers(hugging_face, tokens)
@@ -42,7 +42,8 @@ def _tokens(path: Path, text: str) -> np.ndarray:
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"{path}: no tokenizer can be loaded ({first_line(error)})") from None
     if len(tokens) < 2:
-        raise InputError(f"--probe={text!r} is {len(tokens)} token; give a text of two at least")
+        found = f"{len(tokens)} tokens of the tokenizer in {path}"
+        raise InputError(f"--probe={text!r} is {found}; give a text of at least two")
     return np.asarray(tokens, dtype=np.int64)
 
 

@@ -1,0 +1,95 @@
+"""A Megatron checkpoint against its Hugging Face model by log-probs: agreement, wrong weights, and invalid texts."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_gspo.errors import InputError
+from megatron_gspo.mcore import model_parity
+from megatron_gspo.mcore.model_parity import TOLERANCE, compare_log_probs
+from megatron_gspo.tools.convert import __main__ as convert
+from megatron_gspo.tools.make_tiny_model import character_tokenizer
+from tests.support.tiny_models import save_tiny_model
+
+TEXT = "some words"  # a token for each character
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A Hugging Face model, its Megatron checkpoint, and a model of the same shape with other weights."""
+    folder, tokenizer = tmp_path_factory.mktemp("models"), character_tokenizer()
+    found = {}
+    for name, seed in (("model", 0), ("other", 1)):
+        found[name] = Path(save_tiny_model(folder / name, "shared", seed, vocab_size=len(tokenizer)))
+        tokenizer.save_pretrained(found[name])
+    found["megatron"] = folder / "megatron"
+    convert.main(["to-megatron", str(found["model"]), str(found["megatron"]), "--processes", "1"])
+    return found
+
+
+def test_the_same_weights_agree_and_the_process_group_is_gone(models):
+    difference, tokens = compare_log_probs(models["model"], models["megatron"], TEXT)
+    assert 0 < difference < TOLERANCE / 5 and tokens == len(TEXT) - 1
+    assert not dist.is_initialized()
+
+
+def test_other_weights_are_named_and_the_process_group_is_gone(models):
+    with pytest.raises(InputError) as caught:
+        compare_log_probs(models["other"], models["megatron"], TEXT)
+    message = str(caught.value)
+    assert message.startswith(f"log-probs of {models['other']} and {models['megatron']} differ by ")
+    assert message.endswith(" nats; convert it again")
+    assert float(message.split("differ by ")[1].split()[0]) > 1000 * TOLERANCE
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("off", [0.0, 0.9, 1.1, float("nan")])
+def test_the_largest_difference_decides_and_nan_is_one(off, models, monkeypatch):
+    """off: in units of the tolerance, at one token."""
+    ours = np.full(3, -1.0)
+    monkeypatch.setattr(model_parity, "_by_megatron", lambda *_: ours)
+    monkeypatch.setattr(model_parity, "_by_transformers", lambda *_: ours - np.array([0.0, off * TOLERANCE, 0.0]))
+    if off < 1.0:
+        assert compare_log_probs(models["model"], models["megatron"], TEXT) == (pytest.approx(off * TOLERANCE), 3)
+    else:
+        with pytest.raises(InputError, match="differ by"):
+            compare_log_probs(models["model"], models["megatron"], TEXT)
+
+
+def test_transformers_gives_the_log_probs_of_the_next_tokens(models):
+    tokens = model_parity._tokens(models["model"], TEXT)
+    found = model_parity._by_transformers(models["model"], tokens)
+    assert found.shape == (len(tokens) - 1,) and found.dtype == np.float32 and (found < 0).all()
+    shorter = model_parity._by_transformers(models["model"], tokens[:-1])
+    np.testing.assert_allclose(found[:-1], shorter, atol=1e-5)
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("text", ["", "a"])
+def test_a_text_without_a_next_token_is_refused(text, models):
+    with pytest.raises(InputError) as caught:
+        compare_log_probs(models["model"], models["megatron"], text)
+    found = f"{len(text)} tokens of the tokenizer in {models['model']}"
+    assert str(caught.value) == f"--probe={text!r} is {found}; give a text of at least two"
+
+
+def test_a_tokenizer_that_cannot_be_read_is_refused(models, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(models["model"], folder)
+    (folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(InputError, match=f"{folder}: no tokenizer can be loaded"):
+        compare_log_probs(folder, models["megatron"], TEXT)
+
+
+def test_a_model_without_a_tokenizer_is_refused(models, tmp_path):
+    """Transformers gives an empty tokenizer for it."""
+    folder = tmp_path / "model"
+    shutil.copytree(models["model"], folder, ignore=shutil.ignore_patterns("token*", "special*"))
+    with pytest.raises(InputError, match=f"no tokenizer can be loaded|is 0 tokens of the tokenizer in {folder}"):
+        compare_log_probs(folder, models["megatron"], TEXT)

@@ -1,0 +1,210 @@
+"""The two passes over a rollout batch: what they return on every rank, and what they leave unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_gspo.algorithms import Objective, preset
+from megatron_gspo.config import ParallelConfig
+from megatron_gspo.data.sample import Sample
+from megatron_gspo.mcore.policy import Policy, build_policy
+from megatron_gspo.mcore.train_step import (
+    StepResult,
+    compute_log_probs,
+    forward_backward,
+    pack_mini_batch,
+    summed_metrics,
+    train_mini_batch,
+)
+from tests.equivalence.cases import make_samples
+from tests.support.configs import adam, micro_batches_of, model_config, parallel
+from tests.support.distributed import run_distributed
+from tests.support.parallel_groups import groups_of
+from tests.support.tiny_models import save_tiny_model
+
+LAYOUTS = {"data": parallel(), "pipeline": parallel(pipeline=2)}
+CUT = micro_batches_of(40)
+GRPO = preset("grpo")
+
+
+class Clock:
+    """A clock as Megatron's schedule calls it; records each start and stop."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+
+    def __call__(self, name: str, **_: Any) -> Any:
+        clock = self
+
+        class Timer:
+            def start(self, **_: Any) -> None:
+                clock.calls.append((name, "start"))
+
+            def stop(self, **_: Any) -> None:
+                clock.calls.append((name, "stop"))
+
+        return Timer()
+
+
+def policy_of(path: str, layout: ParallelConfig) -> Policy:
+    optimizer = adam(1e-2, min_lr=1e-3, lr_decay_style="linear")
+    return build_policy(model_config(path), layout, groups_of(layout), optimizer=optimizer, total_steps=4)
+
+
+def gradients(policy: Policy) -> torch.Tensor:
+    return torch.cat([p.main_grad.flatten() for chunk in policy.chunks for p in chunk.parameters()]).clone()
+
+
+def weights(policy: Policy) -> torch.Tensor:
+    return torch.cat([weight.flatten() for _, weight in policy.weights()]).clone()
+
+
+def backward(policy: Policy, samples: list[Sample], objective: Objective) -> torch.Tensor:
+    batches = pack_mini_batch(policy, samples, CUT, optional=["old_log_probs"], routing=None)
+    forward_backward(policy, objective, batches, temperature=1.0)
+    return gradients(policy)
+
+
+def values_of(result: StepResult) -> dict[str, Any]:
+    return {"metrics": result.metrics, "log_probs": result.log_probs, "routing": result.routing}
+
+
+def both_passes(rank: int, world_size: int, path: str, layout: ParallelConfig) -> dict[str, Any]:
+    policy, samples = policy_of(path, layout), make_samples(count=6)
+    before = weights(policy), gradients(policy)
+    scored = compute_log_probs(policy, samples, CUT, temperature=1.0, with_entropy=True)
+    cooler = compute_log_probs(policy, samples, CUT, temperature=0.5)
+    found: dict[str, Any] = {
+        "log_probs": scored.log_probs,
+        "entropy": scored.entropy,
+        "cooler": cooler.log_probs,
+        "without": (cooler.entropy, cooler.routing),
+        "unchanged": torch.equal(before[0], weights(policy)) and torch.equal(before[1], gradients(policy)),
+        "lengths": [sample.length - sample.prompt_length for sample in samples],
+        # on a pipeline only the last stage would fail, and the first wait for it
+        "refused": missing_old_log_probs(policy, samples) if policy.groups.pp.size() == 1 else None,
+    }
+    for sample, value in zip(samples, scored.log_probs, strict=True):
+        sample.old_log_probs = value
+    first = backward(policy, samples, GRPO)
+    found["accumulates"] = not torch.equal(first, backward(policy, samples, GRPO))
+    found["gradient"] = float(first.abs().max())
+    samples[0].ref_log_probs = samples[0].old_log_probs
+    policy.config.timers = Clock()
+    trained = train_mini_batch(policy, samples, GRPO, CUT, temperature=1.0)
+    found["calls"] = policy.config.timers.calls
+    policy.config.timers = None
+    found["carried"] = [(b.old_log_probs is not None, b.ref_log_probs is not None) for b in trained.batches.batches]
+    found["steps"] = [values_of(trained),
+                      values_of(train_mini_batch(policy, samples, GRPO, CUT, temperature=1.0))]  # fmt: skip
+    found["moved"] = not torch.equal(before[0], weights(policy))
+    found["summed"] = summed_metrics(shares(rank) if policy.groups.is_last_stage else [], policy)
+    return found
+
+
+def missing_old_log_probs(policy: Policy, samples: list[Sample]) -> str:
+    """The message for samples of which one lacks what the objective needs."""
+    for sample in samples[1:]:
+        sample.old_log_probs = np.zeros(sample.length - sample.prompt_length, dtype=np.float32)
+    try:
+        train_mini_batch(policy, samples, GRPO, CUT, temperature=1.0)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def shares(rank: int) -> list[dict[str, torch.Tensor]]:
+    values = ({"a": 1 + rank, "b_max": 2 - rank, "c_min": rank}, {"a": 10, "b_max": -1, "c_min": 5, "d": 7})
+    return [{name: torch.tensor(float(value)) for name, value in shared.items()} for shared in values]
+
+
+def in_every_layout(rank: int, world_size: int, path: str) -> dict[str, dict[str, Any]]:
+    return {name: both_passes(rank, world_size, path, layout) for name, layout in LAYOUTS.items()}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, dict[str, Any]]]]:
+    yield run_distributed(in_every_layout, 2, save_tiny_model(tmp_path_factory.mktemp("models") / "model"))
+
+
+def each(ranks: list[dict[str, dict[str, Any]]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for rank, found in enumerate(ranks):
+        for name, values in found.items():
+            yield f"{name}, rank {rank}", values
+
+
+def test_every_rank_has_the_values_of_every_response_token(ranks):
+    expected = ranks[0]["data"]
+    for name, found in each(ranks):
+        for key in ("log_probs", "entropy", "cooler"):
+            assert [len(value) for value in found[key]] == found["lengths"], name
+            assert {value.dtype for value in found[key]} == {np.dtype(np.float32)}, name
+            for ours, theirs in zip(found[key], expected[key], strict=True):
+                np.testing.assert_allclose(ours, theirs, atol=2e-5, err_msg=f"{name}, {key}")
+        assert (np.concatenate(found["log_probs"]) < 0).all() and (np.concatenate(found["entropy"]) > 0).all()
+        assert not np.allclose(np.concatenate(found["cooler"]), np.concatenate(found["log_probs"])), name
+
+
+def test_entropy_and_routes_are_returned_on_request_only(ranks):
+    for name, found in each(ranks):
+        assert found["without"] == (None, None), name
+        assert all(step["routing"] is None for step in found["steps"]), name
+
+
+def test_log_probs_leave_weights_and_gradients_unchanged_and_a_step_does_not(ranks):
+    for name, found in each(ranks):
+        assert found["unchanged"] and found["moved"], name
+
+
+def test_a_step_starts_from_zero_gradients(ranks):
+    for name, found in each(ranks):
+        assert found["gradient"] > 0 and not found["accumulates"], name
+
+
+def test_a_step_reports_the_log_probs_of_the_policy_before_it(ranks):
+    for name, found in each(ranks):
+        first, second = (np.concatenate(step["log_probs"]) for step in found["steps"])
+        np.testing.assert_allclose(first, np.concatenate(found["log_probs"]), atol=2e-5, err_msg=name)
+        assert np.abs(second - first).max() > 1e-3, name
+
+
+def test_metrics_are_the_same_on_every_rank_and_in_every_layout(ranks):
+    expected = [step["metrics"] for step in ranks[0]["data"]["steps"]]
+    for name, found in each(ranks):
+        for ours, theirs in zip((step["metrics"] for step in found["steps"]), expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5), name
+        for own, other in zip(ranks[0][name.partition(",")[0]]["steps"], found["steps"], strict=True):
+            assert own["metrics"] == other["metrics"], name
+
+
+def test_the_learning_rate_is_the_one_that_the_step_used(ranks):
+    for name, found in each(ranks):
+        rates = [step["metrics"]["lr"] for step in found["steps"]]
+        assert rates == pytest.approx([1e-2, 1e-2 - 9e-3 / 4]), name
+
+
+def test_a_field_that_one_sample_lacks_is_not_carried(ranks):
+    for name, found in each(ranks):
+        assert set(found["carried"]) == {(True, False)}, name
+
+
+def test_an_objective_with_a_ratio_needs_old_log_probs_of_every_sample(ranks):
+    for values in ranks:
+        assert "old_log_probs" in values["data"]["refused"]
+
+
+def test_the_optimizer_is_timed_by_the_clock_of_the_config(ranks):
+    for name, found in each(ranks):
+        assert found["calls"].count(("optimizer", "start")) == found["calls"].count(("optimizer", "stop")) == 1, name
+
+
+def test_shares_add_up_and_extremes_stay_extremes(ranks):
+    """Over micro-batches and data-parallel ranks; a micro-batch may lack a metric. Every pipeline stage has the sum."""
+    for found in ranks:
+        assert found["data"]["summed"] == {"a": 23.0, "b_max": 2.0, "c_min": 0.0, "d": 14.0}
+        assert found["pipeline"]["summed"] == {"a": 12.0, "b_max": 1.0, "c_min": 1.0, "d": 7.0}
