@@ -1,4 +1,4 @@
-"""The doctor's command line in real processes, a rank each, as torchrun would start them."""
+"""The doctor's command line in real processes, one per rank, as torchrun would start them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import torch
 from megatron_gspo.tools.doctor.__main__ import check
 from megatron_gspo.tools.doctor.arguments import Options
 from megatron_gspo.tools.doctor.diagnostics import LEVELS, quiet_output
-from megatron_gspo.tools.doctor.rank_checks import facts_of_this_rank
-from megatron_gspo.tools.doctor.rendezvous import Place, Rendezvous, open_store
+from megatron_gspo.tools.doctor.rank_checks import local_rank_info
+from megatron_gspo.tools.doctor.rendezvous import LaunchEnvironment, Rendezvous, open_store
 from megatron_gspo.tools.doctor.runner import CheckRunner
 from megatron_gspo.tools.doctor.version_checks import installed
 from tests.support.distributed import end_process, fork_server
@@ -56,7 +56,7 @@ def doctor(folder: Path, *arguments: str, world: int = 1, port: int = 0,
         for process in processes.values():
             process.start()
         for rank, process in processes.items():
-            if (others or {}).get(rank) in (arrive_and_hang, agree_and_hang):  # the ranks before it have ended
+            if (others or {}).get(rank) in (arrive_and_hang, ready_and_hang):  # the ranks before it have ended
                 end_process(process)
             process.join(LIMIT)
             assert process.exitcode is not None, f"rank {rank} still runs after {LIMIT:g} s"
@@ -82,38 +82,38 @@ def enter(host: Host) -> None:
 
 
 def arrive_and_leave() -> None:
-    """A rank that comes to the meeting and dies."""
-    meet()
+    """A rank that arrives and dies."""
+    join()
     os._exit(3)
 
 
 def arrive_and_hang() -> None:
-    """A rank that comes to the meeting and does nothing more."""
-    meet()
+    """A rank that arrives and does nothing more."""
+    join()
     time.sleep(2 * LIMIT)
 
 
-def agree_and_hang() -> None:
-    """A rank that says it is ready for the groups, and takes no part in them."""
-    meeting = meet()
-    word = {"worst": "ok", "config": hashlib.sha256(b"").hexdigest(), "ranks": False, "run_dir": None}
-    assert meeting.agree("groups", word, 10.0) is not None
+def ready_and_hang() -> None:
+    """A rank that is ready for the groups, and takes no part in them."""
+    rendezvous = join()
+    state = {"worst": "ok", "config": hashlib.sha256(b"").hexdigest(), "ranks": False, "run_dir": None}
+    assert rendezvous.all_gather("groups", state, 10.0) is not None
     time.sleep(2 * LIMIT)
 
 
 def impatient() -> None:
     """A doctor that waits a second where it usually waits a minute or ten."""
-    checkup = CheckRunner(Options(seconds=1.0, local_seconds=6.0, grace=0.5), sys.stdout)
+    runner = CheckRunner(Options(seconds=1.0, local_seconds=6.0, grace=0.5), sys.stdout)
     with quiet_output():
-        raise SystemExit(checkup.run())
+        raise SystemExit(runner.run())
 
 
-def meet() -> Rendezvous:
-    place = Place.of(os.environ)
-    meeting = Rendezvous(place, open_store(place, 10.0))
-    meeting.roll_call(facts_of_this_rank(place.rank, place.local_rank, installed()), 10.0)
-    meeting.clocks(10.0)
-    return meeting
+def join() -> Rendezvous:
+    launch = LaunchEnvironment.read(os.environ)
+    rendezvous = Rendezvous(launch, open_store(launch, 10.0))
+    rendezvous.gather_rank_info(local_rank_info(launch.rank, launch.local_rank, installed()), 10.0)
+    rendezvous.clocks(10.0)
+    return rendezvous
 
 
 def free_port() -> int:

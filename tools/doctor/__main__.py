@@ -13,7 +13,7 @@ from typing import NoReturn
 from megatron_gspo.tools.doctor.arguments import Options
 
 USAGE = "megatron-gspo doctor [CONFIG.yaml] [key=value ...] [--json] [--probe]"
-ABOUT = """Check this machine and, with a config, everything that the run needs: versions, known issues, the config,
+ABOUT = """Check this machine and, with a config, what the run needs: versions, known issues, the config,
 model, prompts, disk, ports, servers and, under torchrun, the ranks and their process groups. Writes nothing to run_dir.
 Exit code: 0 nothing worse than a note, 1 warnings, 2 errors."""
 EXAMPLE = """example: megatron-gspo doctor CONFIG.yaml --world-size 8
@@ -31,22 +31,20 @@ def parse(arguments: Sequence[str]) -> Options:
         help="build the run and compare the log-probs of trainer and engine; "
         "sends the model's weights to the SGLang servers",
     )
-    parser.add_argument(
-        "--allow-warnings", action="store_true", help="exit with 0 where nothing is worse than a warning"
-    )
+    parser.add_argument("--allow-warnings", action="store_true", help="exit with 0 if nothing is worse than a warning")
     parser.add_argument(
         "--timeout",
         type=float,
         default=60.0,
         metavar="SECONDS",
-        help="limit for the rendezvous, and for the exchanges on all groups (default: 60)",
+        help="limit of the rendezvous, and of the collectives on all groups (default: 60)",
     )
     parser.add_argument(
         "--world-size", type=int, metavar="N", help="check the config for N processes without starting them"
     )
     known, rest = parser.parse_known_args(arguments)
     if not 0 < known.timeout < math.inf or (known.world_size is not None and known.world_size < 1):
-        parser.error("--timeout and --world-size must be above 0, and finite")
+        parser.error("--timeout and --world-size must be positive and finite")
     config = rest[0] if rest and "=" not in rest[0] and not rest[0].startswith("-") else ""
     overrides = rest[1:] if config else rest
     if unknown := [word for word in overrides if word.startswith("-") and not word.startswith("--sglang.")]:
@@ -70,10 +68,10 @@ def check(arguments: Sequence[str] | None = None) -> int:
     try:
         from megatron_gspo.tools.doctor.diagnostics import quiet_output
         from megatron_gspo.tools.doctor.runner import CheckRunner
-    except ImportError as failure:  # a package that nothing works without
+    except ImportError as failure:  # a required package is missing
         print(
-            f"error    versions.packages  {failure}; the doctor needs it too; install this project with pip: "
-            "its requirements come with it",
+            f"error    versions.packages  {failure}; the doctor needs it too; install this project with pip, "
+            "which installs its requirements",
             file=sys.stderr,
         )
         return 2
@@ -87,8 +85,8 @@ def check(arguments: Sequence[str] | None = None) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """``check``, then end the process without waiting for threads: those of process groups whose peers are gone may
-    never end."""
+    """``check``, then end the process without joining threads: threads of process groups with lost peers may never
+    end."""
     code = check(arguments)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(BrokenPipeError):

@@ -13,8 +13,8 @@ from typing import Any, Literal
 from megatron_gspo.errors import UserError, first_line
 
 Level = Literal["ok", "note", "warning", "error"]
-LEVELS: tuple[Level, ...] = ("ok", "note", "warning", "error")  # each worse than the ones before it
-# In the order in which they are shown; a check is named `theme.what`.
+LEVELS: tuple[Level, ...] = ("ok", "note", "warning", "error")  # from best to worst
+# In the order of the report; a check is named `theme.name`.
 THEMES = (
     "versions",
     "known_issues",
@@ -29,14 +29,17 @@ THEMES = (
     "groups",
     "parity",
 )
-LATE, SILENT = ".late", ".silent"  # end the name of a check that a rank did not come to the end of
+LATE, SILENT = ".late", ".silent"  # suffixes of a check that a rank did not finish
 EXIT_CODES = {"ok": 0, "note": 0, "warning": 1, "error": 2}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line. check: `theme.what`, stable for scripts. what: the fact, with its figures. why: what follows from it.
-    fix: what to do; both empty where nothing is wrong. ranks: that found it, none where there is one process."""
+    """One line of the report.
+
+    check: `theme.name`, stable for scripts. what: the fact, with its figures. why: its consequence. fix: what to do.
+    Both are empty if nothing is wrong. ranks: the ranks that found it, () with one process.
+    """
 
     level: Level
     check: str
@@ -51,16 +54,16 @@ class Finding:
 
     @property
     def line(self) -> str:
-        """What, why and what to do."""
+        """What, why and fix in one line."""
         return "; ".join(" ".join(part.split()) for part in (self.what, self.why, self.fix) if part)
 
 
 @dataclass
 class Report:
-    """All that one rank has found so far; the watch may read it while a check hangs."""
+    """What one rank has found so far; the watchdog may read it while a check hangs."""
 
     findings: list[Finding] = field(default_factory=list)
-    measures: list[Any] = field(default_factory=list)  # JSON-able, judged by the first rank with those of the others
+    measures: list[Any] = field(default_factory=list)  # JSON-able; the reporting rank compares those of all ranks
 
     def add(self, *findings: Finding) -> None:
         self.findings.extend(findings)
@@ -85,8 +88,8 @@ def error(check: str, what: str, why: str, fix: str) -> Finding:
 def examine(
     check: str, action: Callable[[], Iterable[Finding]], *, why: str = "the run would stop there"
 ) -> list[Finding]:
-    """What a check finds. What the user can fix and the check raises is an error finding; so is a check that crashes,
-    under its own name: the doctor never ends in a traceback."""
+    """The findings of a check. A ``UserError`` that it raises is an error finding; so is any other exception, as a
+    crashed check: the doctor never ends in a traceback."""
     try:
         return list(action())
     except UserError as failure:
@@ -95,15 +98,15 @@ def examine(
         package = (getattr(failure, "name", None) or "").partition(".")[0]
         if isinstance(failure, ModuleNotFoundError) and package not in ("", "megatron_gspo"):
             what = f"this check needs {package}, which isn't installed"
-            return [error(check, what, "what it looks at is unknown", f"pip install {package}")]
+            return [error(check, what, "what it checks is unknown", f"pip install {package}")]
         frame = traceback.extract_tb(failure.__traceback__)[-1]
         where = f"{'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno}"
         what = f"this check crashed: {type(failure).__name__}: {first_line(failure)} ({where})"
-        return [error(check, what, "what it looks at is unknown", "please report this line")]
+        return [error(check, what, "what it checks is unknown", "please report this line")]
 
 
 def failed(check: str, failure: UserError, why: str) -> Finding:
-    """An error's one line, whose last part is the fix, as a finding."""
+    """A finding of an error, whose message ends with the fix after the last semicolon."""
     what, _, fix = str(failure).rpartition("; ")
     return error(check, what or fix, why, fix if what else "")
 
@@ -113,13 +116,13 @@ def worst(findings: Iterable[Finding]) -> Level:
 
 
 def exit_code(findings: Iterable[Finding], *, allow_warnings: bool = False) -> int:
-    """0: nothing worse than a note. 1: warnings, unless they are allowed. 2: errors."""
+    """0: nothing worse than a note. 1: warnings, unless allowed. 2: errors."""
     code = EXIT_CODES[worst(findings)]
     return 0 if code == 1 and allow_warnings else code
 
 
 def merge(by_rank: dict[int, Sequence[Finding]]) -> list[Finding]:
-    """The findings of all ranks, equal ones once with their ranks; see `in_order`."""
+    """The findings of all ranks, sorted by ``in_order``; equal findings are one, with all its ranks."""
     ranks: dict[Finding, list[int]] = {}
     for rank in sorted(by_rank):
         for finding in by_rank[rank]:
@@ -132,9 +135,9 @@ def merge(by_rank: dict[int, Sequence[Finding]]) -> list[Finding]:
 
 
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
-    """The worst last, next to the summary; then by theme and as they were found."""
-    places = {theme: place for place, theme in enumerate(THEMES)}
-    return sorted(findings, key=lambda finding: (LEVELS.index(finding.level), places.get(finding.theme, len(places))))
+    """Sorted by level, the worst last, next to the summary; then by theme. Stable."""
+    order = {theme: index for index, theme in enumerate(THEMES)}
+    return sorted(findings, key=lambda finding: (LEVELS.index(finding.level), order.get(finding.theme, len(order))))
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:
@@ -151,6 +154,6 @@ def describe_ranks(ranks: Sequence[int]) -> str:
 
 @contextlib.contextmanager
 def quiet_output() -> Iterator[None]:
-    """What packages print goes to the error stream, so that the report has the output stream to itself."""
+    """Redirect what packages print to stderr, so that only the report is on stdout."""
     with contextlib.redirect_stdout(sys.stderr):
         yield

@@ -1,4 +1,4 @@
-"""What one process can look at without the others."""
+"""The checks that one process does without the others."""
 
 from __future__ import annotations
 
@@ -19,25 +19,27 @@ from megatron_gspo.tools.doctor import input_checks, issue_checks, machine_check
 from megatron_gspo.tools.doctor.arguments import Options
 from megatron_gspo.tools.doctor.diagnostics import Finding, Report, examine, failed, ok
 from megatron_gspo.tools.doctor.gpu_memory import judge_gpu_memory, planned_memory
-from megatron_gspo.tools.doctor.rendezvous import Place
+from megatron_gspo.tools.doctor.rendezvous import LaunchEnvironment
 from megatron_gspo.tools.doctor.version_checks import judge_accelerator, judge_versions, numbers
 
 
 @dataclass
 class Local:
-    """One rank's checks of its own. The first rank of each host looks at what all of them share, the first of all at
-    what there is once. neighbours: ranks on this host. config: what was loaded, None without or where it can't be."""
+    """One rank's local checks. Local rank 0 checks what the ranks of a host share, rank 0 what exists once.
+
+    ranks_on_host: number of ranks on this host. config: the loaded config, None if there is none or it is invalid.
+    """
 
     options: Options
-    place: Place
+    launch: LaunchEnvironment
     report: Report
     versions: Mapping[str, str | None]
-    neighbours: int = 1
+    ranks_on_host: int = 1
     config: Config | None = None
     shape: ModelShape | None = None
 
     def run(self) -> None:
-        gpu, first_here = torch.cuda.is_available(), self.place.local_rank == 0
+        gpu, first_here = torch.cuda.is_available(), self.launch.local_rank == 0
         hf: dict[str, Any] = {}
         if self.options.config:
             self._run("config.load", self._load)
@@ -45,27 +47,27 @@ class Local:
             return
         self._run("versions.packages", lambda: judge_versions(self.versions, gpu=gpu))
         self._run("versions.cuda", _accelerator)
-        self._run("machine.limits", lambda: machine_checks.check_machine(self.neighbours, gpu=gpu))
+        self._run("machine.limits", lambda: machine_checks.check_machine(self.ranks_on_host, gpu=gpu))
         if self.config is not None:
             self._run("config.check", self._check)
-            hf = self._look_at_inputs(self.config)
+            hf = self._check_inputs(self.config)
             self._run("machine.gpu_memory", self._gpu_memory)
         self._run("ports.free", lambda: machine_checks.check_ports(self.config, os.environ))
         self._run("disk.space", lambda: self._disk(gpu))
-        told: dict[str, Any] = {}
+        servers: dict[str, Any] = {}
         config = self.config
-        if self.place.rank == 0 and config is not None and config.rollout.engine == "sglang":
-            self._run("servers.answer", lambda: _servers(config, told, with_ranks=bool(self.place.host)))
+        if self.launch.rank == 0 and config is not None and config.rollout.engine == "sglang":
+            self._run("servers.answer", lambda: _check_servers(config, servers, with_ranks=bool(self.launch.host)))
         self._run(
             "known_issues.all",
             lambda: issue_checks.check_issues(
-                issue_checks.situation(self.versions, self.config, hf, world_size=self._world_size, **told)
+                issue_checks.situation(self.versions, self.config, hf, world_size=self._world_size, **servers)
             ),
         )
 
     @property
     def _world_size(self) -> int:
-        return self.options.world_size or self.place.world_size
+        return self.options.world_size or self.launch.world_size
 
     def _run(self, check: str, action: Callable[[], Iterable[Finding]]) -> None:
         self.report.add(*examine(check, action))
@@ -81,22 +83,22 @@ class Local:
         try:
             self.config.check(size)
         except ConfigError as failure:
-            found = failed("config.check", failure, "a run would refuse it at its start")
-            return [replace(found, fix=found.fix + _start_as_the_run(failure, size))]
+            found = failed("config.check", failure, "a run would stop at its start")
+            return [replace(found, fix=found.fix + _launch_hint(failure, size))]
         processes = f"{size} process{'es' if size > 1 else ''}"
-        return [ok("config.check", f"{self.options.config}: nothing contradicts itself on {processes}")]
+        return [ok("config.check", f"{self.options.config}: valid on {processes}")]
 
-    def _look_at_inputs(self, config: Config) -> dict[str, Any]:
-        """The model, the prompts and the run's directory; returns the model's config.json, {} where there is none."""
+    def _check_inputs(self, config: Config) -> dict[str, Any]:
+        """The model, the prompts and the run's directory; returns the model's config.json, {} if it can't be read."""
         try:
             hf = read_hf_config(config.model.path)
         except ConfigError:
-            hf = {}  # _check has said it
+            hf = {}  # reported by _check
         if hf:
             self._run("model.weights", lambda: self._weights(config))
         if (shape := self.shape) is not None:
             self._run("run.prompts", lambda: input_checks.check_tokenizer_and_prompts(config, shape))
-        if self.place.rank == 0:
+        if self.launch.rank == 0:
             self._run("run.checkpoints", lambda: input_checks.check_checkpoints(config))
         return hf
 
@@ -105,7 +107,7 @@ class Local:
         return found
 
     def _gpu_memory(self) -> list[Finding]:
-        """Where there is a GPU, or one is only thought of (--world-size)."""
+        """On a GPU, or for the processes of --world-size."""
         gpu = torch.cuda.is_available()
         if self.config is None or self.shape is None or not (gpu or self.options.world_size):
             return []
@@ -113,14 +115,14 @@ class Local:
             check_layout(self.config.parallel, self._world_size)
             check_divisibility(self.config.parallel, read_hf_config(self.config.model.path))
         except ConfigError:
-            return []  # _check has said it
-        available = torch.cuda.get_device_properties(self.place.local_rank).total_memory if gpu else None
+            return []  # reported by _check
+        available = torch.cuda.get_device_properties(self.launch.local_rank).total_memory if gpu else None
         engine = not gpu or importlib.util.find_spec("transformer_engine") is not None
         memory = planned_memory(self.config, self.shape, self._world_size, transformer_engine=engine)
         return [judge_gpu_memory(memory, available)]
 
     def _disk(self, gpu: bool) -> list[Finding]:
-        found = storage_checks.check_shared_memory(self.neighbours, gpu=gpu)
+        found = storage_checks.check_shared_memory(self.ranks_on_host, gpu=gpu)
         if self.config is None or self.shape is None:
             return found + storage_checks.check_free_disk()
         return (
@@ -130,9 +132,9 @@ class Local:
         )
 
 
-def _start_as_the_run(failure: ConfigError, world_size: int) -> str:
+def _launch_hint(failure: ConfigError, world_size: int) -> str:
     if "processes" in failure.problem and world_size == 1:
-        return ", or start the doctor with torchrun as the run, or say --world-size N"
+        return ", or start the doctor with torchrun as the run, or pass --world-size N"
     return ""
 
 
@@ -143,15 +145,15 @@ def _accelerator() -> list[Finding]:
     return judge_accelerator(torch.version.cuda, names, nccl)
 
 
-def _servers(config: Config, told: dict[str, Any], *, with_ranks: bool) -> list[Finding]:
-    """`told` gets version and device of the servers, for the known issues. with_ranks: this is the run's rank 0."""
+def _check_servers(config: Config, versions: dict[str, Any], *, with_ranks: bool) -> list[Finding]:
+    """Adds version and device of the servers to ``versions``, for the known issues. with_ranks: under a launcher."""
     from megatron_gspo.tools.doctor import server_checks  # aiohttp may be missing
 
     if config.sglang.num_servers:
-        told["sglang"], told["servers_on_cpu"], found = server_checks.check_startable(config)
+        versions["sglang"], versions["servers_on_cpu"], found = server_checks.check_startable(config)
         return found
-    answers = server_checks.ask(config)
-    versions = [numbers(answer.version) for answer in answers.values() if not isinstance(answer, str)]
-    told["sglang"] = min(versions, default=())
+    answers = server_checks.query_servers(config)
+    found_versions = [numbers(answer.version) for answer in answers.values() if not isinstance(answer, str)]
+    versions["sglang"] = min(found_versions, default=())
     own = server_checks.judge_own_address(config) if with_ranks else []
     return server_checks.judge_servers(config, answers) + own

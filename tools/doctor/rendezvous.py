@@ -1,7 +1,7 @@
-"""How the ranks find each other before there is any process group, and how their reports come together.
+"""How the ranks find each other before any process group exists, and how the reports are gathered.
 
-Everything goes through the store of the rendezvous, key by key with a deadline: a rank that never arrives, or dies
-later, is a finding and not a hang.
+Everything goes through the key-value store of the launch, with a deadline for each key: a rank that never arrives, or
+dies later, is a finding and not a hang.
 """
 
 from __future__ import annotations
@@ -20,22 +20,25 @@ import torch.distributed as dist
 
 from megatron_gspo.errors import InputError, RunError, first_line
 from megatron_gspo.tools.doctor.diagnostics import SILENT, Finding, Report, error
-from megatron_gspo.tools.doctor.rank_checks import RankFacts
+from megatron_gspo.tools.doctor.rank_checks import RankInfo
 
-_FLASHES = 3
-_POLL = 0.02  # seconds between two looks for a key
-_LATE = 3.0  # seconds that the first rank may take beyond its limit to say who is here
-_LINGER = 5.0  # seconds that the store's host stays for the others to read the verdict
+_CLOCK_ROUNDS = 3
+_POLL = 0.02  # seconds between two checks for a key
+_EXTRA = 3.0  # seconds that rank 0 may take beyond its own limit to publish which ranks are present
+_LINGER = 5.0  # seconds that the store's host waits for the others to read the exit code
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class PortError(RunError):
-    """MASTER_PORT is taken on the first rank's host."""
+    """MASTER_PORT is in use on rank 0's host."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where this process stands: rank, world size, the store's address; agent: torchrun holds the store."""
+class LaunchEnvironment:
+    """The environment variables of a distributed launch: rank, sizes, address of the store.
+
+    agent: torchrun's agent serves the store, not rank 0. attempt: torchrun's restart count.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -47,13 +50,16 @@ class Place:
     attempt: str = "0"
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> Place:
-        """As torchrun says, or whoever sets its variables. Raises InputError where some are missing or no numbers."""
+    def read(cls, environment: Mapping[str, str]) -> LaunchEnvironment:
+        """From the variables that torchrun sets; a single process without them.
+
+        Raises InputError if some are missing or not numbers.
+        """
         if "WORLD_SIZE" not in environment:
             return cls()
         if absent := [name for name in _NEEDED if not environment.get(name)]:
             raise InputError(
-                f"{absent[0]} is not set beside WORLD_SIZE; start with torchrun, or set {', '.join(_NEEDED)}"
+                f"WORLD_SIZE is set and {absent[0]} is not; start with torchrun, or set {', '.join(_NEEDED)}"
             )
         try:
             rank, size, port = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
@@ -73,165 +79,169 @@ class Place:
         )
 
 
-def open_store(place: Place, seconds: float) -> dist.Store:
-    """The store of all ranks; the first one serves it unless torchrun does. Raises RunError after so many seconds."""
-    serves = place.rank == 0 and not place.agent
+def open_store(launch: LaunchEnvironment, seconds: float) -> dist.Store:
+    """The store of all ranks; rank 0 serves it unless torchrun does. Raises RunError after ``seconds``."""
+    serves = launch.rank == 0 and not launch.agent
     try:
         store = dist.TCPStore(
-            place.host,
-            place.port,
+            launch.host,
+            launch.port,
             is_master=serves,
             timeout=timedelta(seconds=seconds),
             wait_for_workers=False,
             multi_tenant=True,
         )
     except (RuntimeError, ValueError) as failure:
-        where = f"{place.host}:{place.port}"
+        where = f"{launch.host}:{launch.port}"
         if serves and "address already in use" in str(failure).lower():
             raise PortError(
-                f"MASTER_PORT = {place.port} is in use on the first rank's host; choose another, or end what "
+                f"MASTER_PORT = {launch.port} is in use on the first rank's host; choose another, or end what "
                 "listens there"
             ) from None
-        holder = "torchrun" if place.agent else "the first rank"
+        holder = "torchrun" if launch.agent else "the first rank"
         raise RunError(
             f"no store at {where}, where {holder} should serve it, within {seconds:g} s "
-            f"({first_line(failure)[:120]}); start it, and see that MASTER_ADDR and MASTER_PORT can be reached"
+            f"({first_line(failure)[:120]}); start it, and check that MASTER_ADDR and MASTER_PORT can be reached"
         ) from None
-    return dist.PrefixStore(f"doctor_{place.attempt}", store)
+    return dist.PrefixStore(f"doctor_{launch.attempt}", store)
 
 
 class Rendezvous:
-    """This rank's side of the exchange. Keys: here/<rank>, roll, flash/<n>, clock/<n>/<rank>, stage/<rank>,
-    report/<rank>, verdict, and the names of agreements."""
+    """One rank's connection to the others.
 
-    def __init__(self, place: Place, store: dist.Store) -> None:
-        self.place, self._store = place, store
-        self.here: list[int] = []
-        self._awaited = 0  # ranks that wait for the verdict
-        self.neighbours = 1  # ranks on this host, this one included
+    Keys of the store: info/<rank>, present, round/<n>, clock/<n>/<rank>, stage/<rank>, report/<rank>, exit_code, done,
+    and the names given to ``all_gather``.
+    """
 
-    def again(self) -> Rendezvous:
-        """A rendezvous over a connection of its own, for another thread: the first may wait for a key."""
-        other = Rendezvous(self.place, self._store.clone() if hasattr(self._store, "clone") else self._store)
-        other.here, other.neighbours = self.here, self.neighbours
+    def __init__(self, launch: LaunchEnvironment, store: dist.Store) -> None:
+        self.launch, self._store = launch, store
+        self.present: list[int] = []  # ranks that arrived
+        self.ranks_on_host = 1  # this one included
+        self._readers = 0  # ranks that wait for the exit code
+
+    def clone(self) -> Rendezvous:
+        """The same rendezvous with its own connection, for another thread: this one may be waiting for a key."""
+        other = Rendezvous(self.launch, self._store.clone() if hasattr(self._store, "clone") else self._store)
+        other.present, other.ranks_on_host = self.present, self.ranks_on_host
         return other
 
-    def roll_call(self, facts: RankFacts, seconds: float) -> list[RankFacts]:
-        """The facts of all ranks that arrive in time, on the speaker; [] on the others, who learn from it who is here.
+    def gather_rank_info(self, info: RankInfo, seconds: float) -> list[RankInfo]:
+        """The info of all ranks that arrive in time, on the reporting rank; [] on the others. Sets ``present``.
 
-        The first rank calls the roll. Where it doesn't, because it never arrived, every rank does for itself.
+        Rank 0 publishes the list of ranks. If it doesn't, because it never arrived, every rank collects it.
         """
-        own = self.place.rank
-        self._store.set(f"here/{own}", json.dumps(facts.as_dict()))
-        if own != 0 and self._arrives("roll", seconds + _LATE):
-            roll = json.loads(self._get("roll"))
-            self.here, self.neighbours = roll["here"], roll["hosts"].get(facts.host, 1)
+        own = self.launch.rank
+        self._store.set(f"info/{own}", json.dumps(info.as_dict()))
+        if own != 0 and self._poll("present", seconds + _EXTRA):
+            published = json.loads(self._get("present"))
+            self.present, self.ranks_on_host = published["ranks"], published["hosts"].get(info.host, 1)
             return []
         found = [
-            RankFacts.from_dict(each) for each in self._gather("here", range(self.place.world_size), seconds).values()
+            RankInfo.from_dict(each) for each in self._gather("info", range(self.launch.world_size), seconds).values()
         ]
-        self.here = sorted(fact.rank for fact in found)
-        hosts = Counter(fact.host for fact in found)
-        self.neighbours = hosts[facts.host]
+        self.present = sorted(each.rank for each in found)
+        hosts = Counter(each.host for each in found)
+        self.ranks_on_host = hosts[info.host]
         if own == 0:
-            self._store.set("roll", json.dumps({"here": self.here, "hosts": hosts}))
-        return found if own == self.speaker else []
+            self._store.set("present", json.dumps({"ranks": self.present, "hosts": hosts}))
+        return found if own == self.reporting_rank else []
 
     @property
-    def speaker(self) -> int:
-        """The rank that prints: the first one that is here."""
-        return min(self.here, default=self.place.rank)
+    def reporting_rank(self) -> int:
+        """The rank that prints the report: the lowest that is present."""
+        return min(self.present, default=self.launch.rank)
 
     def clocks(self, seconds: float) -> dict[int, float]:
-        """Seconds that each rank's clock is ahead of the speaker's, on the speaker.
+        """Seconds by which each rank's clock is ahead of the reporting rank's, on the reporting rank.
 
-        It gives signs at which all look at their clocks: the error is the time that a sign takes to arrive."""
+        It sets a key, and all ranks read their clocks when they see it: the error is the time that a key takes to
+        arrive. The median of several rounds.
+        """
         rounds = []
-        for number in range(_FLASHES):
-            if self.place.rank == self.speaker:
-                self._store.set(f"flash/{number}", "")
-            elif not self._signal(f"flash/{number}", seconds):
+        reports = self.launch.rank == self.reporting_rank
+        for number in range(_CLOCK_ROUNDS):
+            if reports:
+                self._store.set(f"round/{number}", "")
+            elif not self._wait(f"round/{number}", seconds):
                 return {}
-            self._store.set(f"clock/{number}/{self.place.rank}", json.dumps(time.time()))
-            if self.place.rank == self.speaker:
-                rounds.append(self._gather(f"clock/{number}", self.here, seconds))
-        complete = [seen for seen in rounds if len(seen) == len(self.here)]
-        return (
-            {rank: statistics.median(seen[rank] - seen[self.speaker] for seen in complete) for rank in self.here}
-            if complete
-            else {}
-        )
+            self._store.set(f"clock/{number}/{self.launch.rank}", json.dumps(time.time()))
+            if reports:
+                rounds.append(self._gather(f"clock/{number}", self.present, seconds))
+        complete = [seen for seen in rounds if len(seen) == len(self.present)]
+        if not complete:
+            return {}
+        own = self.reporting_rank
+        return {rank: statistics.median(seen[rank] - seen[own] for seen in complete) for rank in self.present}
 
-    def agree(self, name: str, value: Any, seconds: float) -> dict[int, Any] | None:
-        """What every rank says (JSON-able), on every rank, once all have come to this place; None where one doesn't in
-        time. No rank begins an exchange that another won't take part in."""
+    def all_gather(self, name: str, value: Any, seconds: float) -> dict[int, Any] | None:
+        """The JSON-able values of all present ranks, on every rank; None if a rank doesn't call it in time.
+
+        All ranks get the same result, so that no rank begins a collective in which another takes no part.
+        """
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"{name}/{self.place.rank}", json.dumps(value))
-            if self.place.rank == self.speaker:
-                said = self._gather(name, self.here, seconds)
-                self._store.set(name, json.dumps(said if len(said) == len(self.here) else None))
-        if not self._arrives(name, seconds + _LATE):
+            self._store.set(f"{name}/{self.launch.rank}", json.dumps(value))
+            if self.launch.rank == self.reporting_rank:
+                values = self._gather(name, self.present, seconds)
+                self._store.set(name, json.dumps(values if len(values) == len(self.present) else None))
+        if not self._poll(name, seconds + _EXTRA):
             return None
-        said = json.loads(self._get(name) or "null")
-        return None if said is None else {int(rank): value for rank, value in said.items()}
+        values = json.loads(self._get(name) or "null")
+        return None if values is None else {int(rank): each for rank, each in values.items()}
 
-    def begin(self, stage: str) -> None:
-        """Leave word of what this rank is doing, for the others should it not come back."""
+    def set_stage(self, stage: str) -> None:
+        """Record what this rank begins, for the report in case it dies or hangs."""
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"stage/{self.place.rank}", stage)
+            self._store.set(f"stage/{self.launch.rank}", stage)
 
-    def hand_in(self, report: Report) -> None:
+    def send_report(self, report: Report) -> None:
+        """Store this rank's report for ``collect_reports``."""
         findings = [asdict(finding) for finding in report.findings]
         with contextlib.suppress(RuntimeError):
             self._store.set(
-                f"report/{self.place.rank}", json.dumps({"findings": findings, "measures": report.measures})
+                f"report/{self.launch.rank}", json.dumps({"findings": findings, "measures": report.measures})
             )
 
-    def reports(self, seconds: float) -> dict[int, Report]:
-        """The reports of all ranks that are here; a finding in place of one that doesn't come."""
+    def collect_reports(self, seconds: float) -> dict[int, Report]:
+        """The reports of all present ranks, and an error finding for each rank that sent none in time."""
         found = {
             rank: Report(
                 [Finding(**{**entry, "ranks": tuple(entry["ranks"])}) for entry in content["findings"]],
                 content["measures"],
             )
-            for rank, content in self._gather("report", self.here, seconds).items()
+            for rank, content in self._gather("report", self.present, seconds).items()
         }
-        self._awaited = len(set(found) - {self.place.rank})
-        for rank in self.here:
+        self._readers = len(set(found) - {self.launch.rank})
+        for rank in self.present:
             if rank not in found:
                 stage = self._get(f"stage/{rank}") or "nothing"
-                found[rank] = Report(
-                    [
-                        error(
-                            f"ranks{SILENT}",
-                            f"said nothing more, the last that it began: {stage}",
-                            "it died or hangs, and so would a run",
-                            "look at its log",
-                        )
-                    ]
+                silent = error(
+                    f"ranks{SILENT}",
+                    f"sent no report, the last check that it began: {stage}",
+                    "it died or hangs, and so would a run",
+                    "check its log",
                 )
+                found[rank] = Report([silent])
         return found
 
-    def announce(self, code: int) -> None:
-        """The speaker has printed: let the others leave with this exit code, and stay until those that have handed in
-        a report have read it."""
+    def publish_exit_code(self, code: int) -> None:
+        """Called by the reporting rank after printing. Waits until the ranks that sent a report have read the code."""
         with contextlib.suppress(RuntimeError):
-            self._store.set("verdict", str(code))
+            self._store.set("exit_code", str(code))
             end = time.monotonic() + _LINGER
-            while self._store.add("left", 0) < self._awaited and time.monotonic() < end:
-                time.sleep(0.02)
+            while self._store.add("done", 0) < self._readers and time.monotonic() < end:
+                time.sleep(_POLL)
 
-    def verdict(self, seconds: float) -> int | None:
-        """The exit code that the speaker announced; None where it doesn't in time."""
-        if not self._arrives("verdict", seconds):
+    def wait_exit_code(self, seconds: float) -> int | None:
+        """The exit code that the reporting rank published; None if it doesn't in time."""
+        if not self._poll("exit_code", seconds):
             return None
-        code = int(self._get("verdict") or 2)
+        code = int(self._get("exit_code") or 2)
         with contextlib.suppress(RuntimeError):
-            self._store.add("left", 1)
+            self._store.add("done", 1)
         return code
 
-    def _signal(self, key: str, seconds: float) -> bool:
-        """As `_arrives`, without the delay of looking now and then; torch says so on the error stream if it fails."""
+    def _wait(self, key: str, seconds: float) -> bool:
+        """As ``_poll``, without the delay of polling; on a timeout torch writes to stderr."""
         try:
             self._store.wait([key], timedelta(seconds=seconds))
         except RuntimeError:
@@ -241,19 +251,19 @@ class Rendezvous:
     def _gather(self, name: str, ranks: Iterable[int], seconds: float) -> dict[int, Any]:
         end, found = time.monotonic() + seconds, {}
         for rank in ranks:
-            if self._arrives(f"{name}/{rank}", end - time.monotonic()):
+            if self._poll(f"{name}/{rank}", end - time.monotonic()):
                 found[rank] = json.loads(self._get(f"{name}/{rank}") or "null")
         return found
 
-    def _arrives(self, key: str, seconds: float) -> bool:
-        """Whether the key is there within so many seconds; at least one look."""
+    def _poll(self, key: str, seconds: float) -> bool:
+        """Whether the key is set within ``seconds``; checked at least once."""
         end = time.monotonic() + seconds
         try:
             while not self._store.check([key]):
                 if time.monotonic() > end:
                     return False
                 time.sleep(_POLL)
-        except RuntimeError:  # the store's host is gone
+        except RuntimeError:  # the store's host has ended
             return False
         return True
 

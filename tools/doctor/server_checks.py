@@ -1,4 +1,4 @@
-"""The SGLang servers of a config: what they are and can do, asked of each; or the one that the run would start."""
+"""Checks of the SGLang servers of a config: the info of running ones, the version of those that the run starts."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from megatron_gspo.tools.doctor.version_checks import SGLANG, judge_version, num
 from megatron_gspo.weight_transport.server_endpoints import ServerInfo
 from megatron_gspo.weight_transport.weight_update import make_transport
 
-_SECONDS = 10.0  # for each of the questions to a server
+_SECONDS = 10.0  # for each request to a server
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _ROUTES_ARE_RIGHT_ON_CPU = (0, 5, 23)  # patches/README.md, --disable-overlap-schedule
 
 
-def ask(config: Config) -> dict[str, ServerInfo | str]:
-    """By URL: what each server says of itself, or why it doesn't."""
-    return asyncio.run(_ask(config.sglang.urls, read_api_key(config.sglang)))
+def query_servers(config: Config) -> dict[str, ServerInfo | str]:
+    """By URL: the server's info, or the error of the request."""
+    return asyncio.run(_query(config.sglang.urls, read_api_key(config.sglang)))
 
 
-async def _ask(urls: Sequence[str], key: str | None) -> dict[str, ServerInfo | str]:
+async def _query(urls: Sequence[str], key: str | None) -> dict[str, ServerInfo | str]:
     session = await open_session()
 
     async def one(url: str) -> ServerInfo | str:
@@ -45,25 +45,26 @@ async def _ask(urls: Sequence[str], key: str | None) -> dict[str, ServerInfo | s
 
 
 def judge_servers(config: Config, found: dict[str, ServerInfo | str]) -> list[Finding]:
-    """A line for each server that is well, one for each fault of another."""
+    """One finding for each usable server, else one for each of its problems. found: as of ``query_servers``."""
     findings: list[Finding] = []
-    for what in found.values():
-        if isinstance(what, str):
+    for answer in found.values():
+        if isinstance(answer, str):
             findings.append(
                 error(
                     "servers.answer",
-                    what,
+                    answer,
                     "the run waits sglang.recovery_timeout for it, then stops if no other answers",
-                    "start it, or correct sglang.urls",
+                    "start it, or fix sglang.urls",
                 )
             )
         else:
-            findings += judge_server(config, what)
-    findings += _judge_together([what for what in found.values() if not isinstance(what, str)])
+            findings += judge_server(config, answer)
+    findings += _judge_together([answer for answer in found.values() if not isinstance(answer, str)])
     return findings + _judge_address(config)
 
 
 def judge_server(config: Config, server: ServerInfo) -> list[Finding]:
+    """Version, routed experts, lengths and weight transport of one server."""
     version = judge_version(SGLANG, server.version, gpu=True, where=f" at {server.url}")
     text = (
         f"{server.url}: {server.device}, TP {server.tp_size}, PP {server.pp_size}, DP {server.dp_size}, "
@@ -90,8 +91,8 @@ def _judge_routes(config: Config, server: ServerInfo) -> list[Finding]:
             warning(
                 "servers.routes",
                 f"{server.url}: sglang {server.version} on a CPU returns routed experts that its "
-                "next step has overwritten, unless it was started right",
-                "replay would train on wrong experts, silently",
+                "next step may have overwritten",
+                "replay would silently train on wrong experts",
                 "start it with --disable-overlap-schedule",
             )
         ]
@@ -104,18 +105,18 @@ def _judge_length(config: Config, server: ServerInfo) -> list[Finding]:
         return [
             error(
                 "servers.length",
-                f"{server.url} takes prompts of {limit} tokens, data.max_prompt_length = {prompt}",
+                f"{server.url} takes prompts of at most {limit} tokens, data.max_prompt_length = {prompt}",
                 "it refuses longer ones",
                 "start it with a larger --context-length, or lower data.max_prompt_length",
             )
         ]
-    longest, held = prompt + config.rollout.max_response_length, server.max_total_tokens
-    if held is not None and longest > held:
+    longest, capacity = prompt + config.rollout.max_response_length, server.max_total_tokens
+    if capacity is not None and longest > capacity:
         return [
             error(
                 "servers.length",
-                f"{server.url} has room for {held} tokens, a response with its prompt may take {longest}",
-                "it aborts the longest ones",
+                f"{server.url} has a KV cache of {capacity} tokens, prompt and response may take {longest}",
+                "it aborts the longest responses",
                 "start it with more --mem-fraction-static or --max-total-tokens, or lower rollout.max_response_length",
             )
         ]
@@ -144,52 +145,52 @@ def _judge_together(servers: list[ServerInfo]) -> list[Finding]:
                 "servers.versions",
                 f"the servers run different versions: {', '.join(versions)}",
                 "their log-probs of the same tokens may differ",
-                "install one version everywhere",
+                "install the same version on all servers",
             )
         ]
     return []
 
 
 def _judge_address(config: Config) -> list[Finding]:
-    """Servers on other machines reach the trainer by sglang.master_address."""
+    """Servers on other machines connect to the trainer at sglang.master_address."""
     elsewhere = [url for url in config.sglang.urls if urlsplit(url).hostname not in _LOOPBACK]
     address = config.sglang.master_address
     if config.sglang.weight_transport == "distributed" and address in _LOOPBACK and elsewhere:
         return [
             error(
                 "servers.address",
-                f"sglang.master_address = {address}, and {elsewhere[0]} is on another machine or may be",
-                "it would look for the trainer at itself when weights are sent",
-                "set the address of the first training node that the servers reach",
+                f"sglang.master_address = {address}, and {elsewhere[0]} may be on another machine",
+                "at a weight update it would connect to itself instead of the trainer",
+                "set an address of the first training node that the servers can reach",
             )
         ]
     return []
 
 
 def judge_own_address(config: Config) -> list[Finding]:
-    """Whether this machine, where rank 0 is, has sglang.master_address for its own: rank 0 listens there."""
+    """Whether rank 0, in this process, can listen at sglang.master_address."""
     address = config.sglang.master_address
     if config.sglang.weight_transport != "distributed":
         return []
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, endpoint = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as listener:
-            listener.bind(place)
+            listener.bind(endpoint)
     except OSError as failure:
         reason = (failure.strerror or str(failure)).lower()
         return [
             error(
                 "servers.address",
-                f"sglang.master_address = {address}: {platform.node()}, where rank 0 is, can't listen there ({reason})",
-                "the servers come there for the weights, and the run would stop",
-                "give an address of rank 0's node; static.sh keeps rank 0 on the node of your choice",
+                f"sglang.master_address = {address}: rank 0 on {platform.node()} can't listen there ({reason})",
+                "the servers connect there for the weights, and the run would stop",
+                "set an address of rank 0's node; static.sh keeps rank 0 on a given node",
             )
         ]
     return []
 
 
 def check_startable(config: Config) -> tuple[tuple[int, ...], bool, list[Finding]]:
-    """(version, whether on a CPU, findings) of the SGLang that `sglang.num_servers` would start. Raises InputError."""
+    """(version, whether on a CPU, findings) of the SGLang that ``sglang.num_servers`` starts. Raises InputError."""
     python = config.sglang.python or sys.executable
     version, cpu = sglang_version(python), on_cpu(config.sglang.server_args)
     return version, cpu, [judge_version(SGLANG, ".".join(map(str, version)), gpu=True, where=f" of {python}")]

@@ -1,4 +1,4 @@
-"""Disk and shared memory: what is free, against what a run writes."""
+"""Disk and shared memory: free space compared with what a run writes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megatron_gspo.tools.doctor.disk_space import DTYPE_BYTES, Needs, needs
 from megatron_gspo.tools.plan.parameters import total_parameters
 
 SHARED_MEMORY = Path("/dev/shm")
-# A container's default of 64 MiB is what NCCL and SGLang run out of; NVIDIA starts its own with 1 GiB a few GPUs.
+# Containers have 64 MiB by default, which is too little for NCCL and SGLang; NVIDIA starts its own with 1 GiB.
 _SHARED_MEMORY_OF_A_RANK = 256 << 20
-_LITTLE = 1 << 30  # on the disk of a machine without a config
+_LITTLE = 1 << 30  # bytes; below it is a warning, without a config
 
 
 def needs_of(config: Config, shape: ModelShape) -> Needs:
-    """What a run of this config writes below its run_dir, and to `sglang.weight_dir` where it is there."""
+    """What a run of this config writes to its run_dir; weights for servers only if ``sglang.weight_dir`` is inside."""
     inside = config.sglang.weight_dir is None or Path(config.sglang.weight_dir).is_relative_to(config.run_dir)
     copies = 2 if config.rollout.engine == "sglang" and config.sglang.weight_transport == "disk" and inside else 0
     return needs(
@@ -34,35 +34,35 @@ def needs_of(config: Config, shape: ModelShape) -> Needs:
 
 
 def check_run_disk(config: Config, shape: ModelShape) -> list[Finding]:
-    """The disk of run_dir, less what an earlier part of the same run has written there."""
+    """The disk of run_dir. What the same run has written there already counts as available."""
     folder = Path(config.run_dir)
-    held = sum(_size(path) for path in (folder / "checkpoints", folder / "hf", folder / "weights"))
-    return [judge_disk(config.run_dir, shutil.disk_usage(existing_part(folder)).free, held, needs_of(config, shape))]
+    used = sum(_size(path) for path in (folder / "checkpoints", folder / "hf", folder / "weights"))
+    return [judge_disk(config.run_dir, shutil.disk_usage(existing_part(folder)).free, used, needs_of(config, shape))]
 
 
 def check_weight_disk(config: Config, shape: ModelShape) -> list[Finding]:
-    """The disk of `sglang.weight_dir`, where it is elsewhere: room for two copies of the weights."""
-    place = config.sglang.weight_dir
-    if config.sglang.weight_transport != "disk" or place is None or Path(place).is_relative_to(config.run_dir):
+    """The disk of ``sglang.weight_dir`` outside of run_dir: space for two copies of the weights."""
+    folder = config.sglang.weight_dir
+    if config.sglang.weight_transport != "disk" or folder is None or Path(folder).is_relative_to(config.run_dir):
         return []
     wanted = 2 * total_parameters(shape) * DTYPE_BYTES[config.model.dtype]
-    free = shutil.disk_usage(existing_part(place)).free + _size(Path(place))
-    text = f"{place}: {show_bytes(free)} free, two copies of the weights take {show_bytes(wanted)}"
+    free = shutil.disk_usage(existing_part(folder)).free + _size(Path(folder))
+    text = f"{folder}: {show_bytes(free)} free, two copies of the weights take {show_bytes(wanted)}"
     if free < wanted:
         return [
             error(
                 "disk.weight_dir",
                 text,
-                "an update of the weights would fail",
+                "the weight updates would fail",
                 "free some space or set another sglang.weight_dir",
             )
         ]
     return [ok("disk.weight_dir", text)]
 
 
-def judge_disk(place: str, free: int, held: int, wanted: Needs) -> Finding:
-    """Bytes free and already held by the run, against what it writes."""
-    check, available = "disk.run_dir", free + held
+def judge_disk(folder: str, free: int, used: int, wanted: Needs) -> Finding:
+    """Compare free bytes and bytes already used by this run with what it writes in all."""
+    check, available = "disk.run_dir", free + used
     parts = []
     if wanted.checkpoints:
         parts.append(f"{wanted.checkpoints} checkpoints of {show_bytes(wanted.checkpoint)}")
@@ -70,12 +70,12 @@ def judge_disk(place: str, free: int, held: int, wanted: Needs) -> Finding:
         parts.append(f"an export of {show_bytes(wanted.export)}")
     if wanted.weights:
         parts.append(f"weights for servers of {show_bytes(wanted.weights)}")
-    text = f"{place}: {show_bytes(free)} free, the run writes {' and '.join(parts) or 'no more than its records'}"
+    text = f"{folder}: {show_bytes(free)} free, the run writes {' and '.join(parts) or 'metrics and samples only'}"
     if available < wanted.smallest:
         return error(
             check,
             text,
-            "it stops at the first that doesn't fit",
+            "it stops at the first file that doesn't fit",
             f"free {show_bytes(wanted.total - available)}, or choose another run_dir",
         )
     if available < wanted.total:
@@ -93,22 +93,22 @@ def check_free_disk() -> list[Finding]:
     import tempfile
 
     found = []
-    for name, place in (("working_directory", os.getcwd()), ("temporary", tempfile.gettempdir())):
-        free = shutil.disk_usage(place).free
-        text = f"{place}: {show_bytes(free)} free"
-        little = warning(f"disk.{name}", text, "checkpoints and logs need room", "free some space")
+    for name, folder in (("working_directory", os.getcwd()), ("temporary", tempfile.gettempdir())):
+        free = shutil.disk_usage(folder).free
+        text = f"{folder}: {show_bytes(free)} free"
+        little = warning(f"disk.{name}", text, "checkpoints and logs need space", "free some space")
         found.append(little if free < _LITTLE else ok(f"disk.{name}", text))
     return found
 
 
 def check_shared_memory(ranks: int, *, gpu: bool) -> list[Finding]:
-    """ranks: processes of this run on this machine, as far as known."""
+    """The shared memory of this machine. ranks: processes of this run on it, as far as known."""
     if not SHARED_MEMORY.is_dir():
         return [
             note(
                 "disk.shared_memory",
                 f"there is no {SHARED_MEMORY}",
-                "NCCL and SGLang use it between GPUs of a machine",
+                "NCCL and SGLang use it between the GPUs of a machine",
                 "mount a tmpfs there",
             )
         ]
@@ -117,7 +117,7 @@ def check_shared_memory(ranks: int, *, gpu: bool) -> list[Finding]:
 
 
 def judge_shared_memory(free: int, total: int, ranks: int, *, gpu: bool) -> Finding:
-    """NCCL exchanges through it where GPUs of a machine can't reach each other, SGLang between its processes."""
+    """NCCL uses shared memory between GPUs without peer-to-peer access, SGLang between its processes. In bytes."""
     check, wanted = "disk.shared_memory", ranks * _SHARED_MEMORY_OF_A_RANK
     text = f"{SHARED_MEMORY}: {show_bytes(free)} of {show_bytes(total)} free"
     if not gpu:
@@ -135,5 +135,5 @@ def judge_shared_memory(free: int, total: int, ranks: int, *, gpu: bool) -> Find
 def _size(folder: Path) -> int:
     try:
         return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    except OSError:  # a running run removes its old ones
+    except OSError:  # a running job removes old files
         return 0

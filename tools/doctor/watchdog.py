@@ -1,4 +1,4 @@
-"""A time limit on what may hang: a thread that looks at the clock and calls for the end."""
+"""Time limits for stages that may hang, checked by a thread."""
 
 from __future__ import annotations
 
@@ -10,20 +10,25 @@ from contextlib import contextmanager
 _POLL = 0.1  # seconds
 
 
-class Watch:
-    """Calls `late(stage, seconds)` in a thread of its own when a stage takes longer than it may, once."""
+class Watchdog:
+    """Calls ``on_timeout(stage, seconds)`` in its own thread, once, when a stage takes longer than its limit.
 
-    def __init__(self, late: Callable[[str, float], None], begin: Callable[[str], None] = lambda stage: None) -> None:
-        self._late, self._begin = late, begin
-        self._current: tuple[str, float, float] | None = None  # name, seconds, when it is late
+    on_stage: called with the name of each stage that begins.
+    """
+
+    def __init__(
+        self, on_timeout: Callable[[str, float], None], on_stage: Callable[[str], None] = lambda stage: None
+    ) -> None:
+        self._on_timeout, self._on_stage = on_timeout, on_stage
+        self._current: tuple[str, float, float] | None = None  # name, limit in seconds, deadline
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="doctor-watch", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="doctor-watchdog", daemon=True)
         self._thread.start()
 
     @contextmanager
     def stage(self, name: str, seconds: float) -> Iterator[None]:
-        """Within it, so many seconds are allowed. Stages don't nest."""
-        self._begin(name)
+        """A block that may take this many seconds. Stages don't nest."""
+        self._on_stage(name)
         self._current = (name, seconds, time.monotonic() + seconds)
         try:
             yield
@@ -34,9 +39,9 @@ class Watch:
         self._closed.set()
         self._thread.join()
 
-    def _look(self) -> None:
+    def _watch(self) -> None:
         while not self._closed.wait(_POLL):
             current = self._current
             if current is not None and time.monotonic() > current[2]:
-                self._late(current[0], current[1])
+                self._on_timeout(current[0], current[1])
                 return

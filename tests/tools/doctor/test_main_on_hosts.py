@@ -31,7 +31,7 @@ def on_two_hosts(folder: Path, *, misnamed: bool) -> tuple[list[int], dict[str, 
 def test_two_hosts(tmp_path):
     codes, found = on_two_hosts(tmp_path, misnamed=False)
     assert codes[0] == codes[1] < 2
-    assert "all 2 ranks are here, on 2 hosts" in found["ranks.all"]["what"]
+    assert "all 2 ranks are present, on 2 hosts" in found["ranks.all"]["what"]
     assert found["ranks.hostnames"]["level"] == found["ranks.clocks"]["level"] == "ok"
     assert "2 over gloo, exact" in found["groups.world"]["what"]
 

@@ -1,4 +1,4 @@
-"""What is wrong when the ranks' own words are put side by side."""
+"""Findings of comparing the ranks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_gspo.tools.doctor.rank_checks import RankFacts, judge_clocks, judge_missing, judge_ranks, judge_shared
+from megatron_gspo.tools.doctor.rank_checks import RankInfo, judge_clocks, judge_missing, judge_ranks, judge_shared
 
 
-def fact(rank: int, node: int = 0, **changes: object) -> RankFacts:
-    base = RankFacts(
+def fact(rank: int, node: int = 0, **changes: object) -> RankInfo:
+    base = RankInfo(
         rank, rank % 2, f"node{node} boot{node}", f"node{node}", (f"10.0.0.{node + 1}",),
         gpu=f"GPU-{node}-{rank % 2}", gpus=2, versions=(("torch", "2.13.0"), ("megatron-core", "0.16.1")),
     )  # fmt: skip
@@ -21,7 +21,7 @@ TWO_NODES = [fact(0), fact(1), fact(2, 1), fact(3, 1)]
 NO_SKEW = dict.fromkeys(range(4), 0.0)
 
 
-def faults(facts: list[RankFacts], offsets: dict[int, float] | None = None) -> list[tuple[str, str]]:
+def faults(facts: list[RankInfo], offsets: dict[int, float] | None = None) -> list[tuple[str, str]]:
     found = judge_ranks(facts, NO_SKEW if offsets is None else offsets)
     return [(f.level, f.check) for f in found if f.level != "ok"]
 
@@ -29,11 +29,11 @@ def faults(facts: list[RankFacts], offsets: dict[int, float] | None = None) -> l
 def test_a_sane_cluster_has_no_faults():
     assert faults(TWO_NODES) == []
     text = judge_ranks(TWO_NODES, NO_SKEW)[0].what
-    assert text == "all 4 ranks are here, on 2 hosts: node0 ranks 0-1, node1 ranks 2-3"
+    assert text == "all 4 ranks are present, on 2 hosts: node0 ranks 0-1, node1 ranks 2-3"
 
 
 def test_facts_travel():
-    assert [RankFacts.from_dict(f.as_dict()) for f in TWO_NODES] == TWO_NODES
+    assert [RankInfo.from_dict(f.as_dict()) for f in TWO_NODES] == TWO_NODES
 
 
 @pytest.mark.parametrize(

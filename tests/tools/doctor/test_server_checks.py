@@ -1,4 +1,4 @@
-"""SGLang servers: what each says of itself against what the run will ask of it."""
+"""SGLang servers: their info compared with what the run needs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from megatron_gspo.config import Config, load_config
-from megatron_gspo.tools.doctor.server_checks import ask, judge_own_address, judge_server, judge_servers
+from megatron_gspo.tools.doctor.server_checks import judge_own_address, judge_server, judge_servers, query_servers
 from megatron_gspo.weight_transport.server_endpoints import ServerInfo
 from tests.servers.web_server import WebServer
 from tests.support.doctor_processes import free_port
@@ -37,8 +37,8 @@ def test_a_server_that_is_well(config):
 @pytest.mark.parametrize(
     "changes, check, says",
     [
-        ({"max_input_tokens": 16}, "servers.length", "takes prompts of 16 tokens, data.max_prompt_length = 32"),
-        ({"max_total_tokens": 36}, "servers.length", "has room for 36 tokens, a response with its prompt may take 38"),
+        ({"max_input_tokens": 16}, "servers.length", "takes prompts of at most 16 tokens, data.max_prompt_length = 32"),
+        ({"max_total_tokens": 36}, "servers.length", "has a KV cache of 36 tokens, prompt and response may take 38"),
         ({"pp_size": 2}, "servers.weights", "has pp_size 2"),
         ({"dp_size": 4}, "servers.weights", "has dp_size 4"),
     ],
@@ -99,7 +99,7 @@ def test_servers_are_asked(config_file):
     with WebServer(answer) as server:
         silent = f"http://127.0.0.1:{free_port()}"
         config = load_config(config_file(rollout={"engine": "sglang"}, sglang={"urls": [server.url, silent]}))
-        found = judge_servers(config, ask(config))
+        found = judge_servers(config, query_servers(config))
     assert [(f.level, f.check) for f in found] == [
         ("warning", "versions.sglang"), ("ok", "servers.answer"), ("error", "servers.answer"),
     ]  # fmt: skip

@@ -1,9 +1,9 @@
-"""A stage that takes longer than it may is reported once."""
+"""A stage that exceeds its limit is reported once."""
 
 import threading
 import time
 
-from megatron_gspo.tools.doctor.watchdog import Watch
+from megatron_gspo.tools.doctor.watchdog import Watchdog
 
 
 def test_a_late_stage_is_reported_once_with_its_limit():
@@ -13,7 +13,7 @@ def test_a_late_stage_is_reported_once_with_its_limit():
         late.append((name, seconds))
         reported.set()
 
-    watch = Watch(on_late, begun.append)
+    watch = Watchdog(on_late, begun.append)
     with watch.stage("quick", 60.0):
         pass
     with watch.stage("slow", 0.05):
@@ -25,7 +25,7 @@ def test_a_late_stage_is_reported_once_with_its_limit():
 
 def test_a_stage_that_has_ended_is_never_late():
     late = []
-    watch = Watch(lambda name, seconds: late.append(name))
+    watch = Watchdog(lambda name, seconds: late.append(name))
     with watch.stage("over", 0.05):
         pass
     time.sleep(0.3)
