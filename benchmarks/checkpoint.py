@@ -37,12 +37,11 @@ class Contest:
     def __init__(self, folder: Path, args: argparse.Namespace) -> None:
         from megatron_gspo.config import ParallelConfig
         from megatron_gspo.mcore.process_groups import initialize
-        from megatron_gspo.tools.make_tiny_model import write_tiny_model
+        from megatron_gspo.tools.make_tiny_model import TinyModel, write_tiny_model
 
         self.folder, self.number, self.begun = folder, 0, 0.0
-        self.parameters = write_tiny_model(
-            folder / "model", hidden=args.hidden, layers=args.layers, experts=16, expert_width=args.hidden // 2
-        )
+        size = TinyModel(hidden=args.hidden, layers=args.layers, experts=16, expert_width=args.hidden // 2)
+        self.parameters = write_tiny_model(folder / "model", size)
         self.policy = tiny_policy(str(folder / "model"), ParallelConfig(), initialize(ParallelConfig(), seed=0))
         self.samples = make_samples(args.sequences, 16, 48, self.policy.shape.vocab_size)
 

@@ -71,11 +71,12 @@ def contestants(path: str, args: argparse.Namespace) -> tuple[dict[str, Callable
 
 def measure(args: argparse.Namespace) -> list[Row]:
     """The rows of the table."""
-    from megatron_gspo.tools.make_tiny_model import write_tiny_model
+    from megatron_gspo.tools.make_tiny_model import TinyModel, write_tiny_model
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        count = write_tiny_model(folder, layers=args.layers, experts=args.experts, experts_per_token=args.topk)
+        size = TinyModel(layers=args.layers, experts=args.experts, experts_per_token=args.topk)
+        count = write_tiny_model(folder, size)
         say(f"routing replay: {count:,} parameters, {args.repeats} repeats")
         runs, shape, samples = contestants(folder, args)
         taken = interleave(runs, repeats=args.repeats, warmup=3, seconds=args.seconds)

@@ -177,13 +177,13 @@ def fit_rows(folder: str, args: argparse.Namespace) -> list[Row]:
 
 def measure(args: argparse.Namespace) -> list[Row]:
     """All rows."""
-    from megatron_gspo.tools.make_tiny_model import write_tiny_model
+    from megatron_gspo.tools.make_tiny_model import TinyModel, write_tiny_model
 
     args.repeats = min(args.repeats, 3) if args.quick else args.repeats
     with tempfile.TemporaryDirectory() as folder:
-        write_tiny_model(f"{folder}/wide", layers=8, heads=8, key_value_heads=8)
+        write_tiny_model(f"{folder}/wide", TinyModel(layers=8, heads=8, key_value_heads=8))
         for experts in {point.experts for points in FITS.values() for point in points}:
-            write_tiny_model(f"{folder}/{experts}", experts=experts)
+            write_tiny_model(f"{folder}/{experts}", TinyModel(experts=experts))
         rows = []
         for dimension in DIMENSIONS:
             say(f"scaling: {dimension} parallel")

@@ -96,13 +96,14 @@ def rows_of(world: str, taken: dict[tuple[str, str], list[Seconds]], facts: dict
 
 def measure(args: argparse.Namespace) -> list[Row]:
     """The rows of the table."""
-    from megatron_gspo.tools.make_tiny_model import write_tiny_model
+    from megatron_gspo.tools.make_tiny_model import TinyModel, write_tiny_model
 
     hidden, layers = (256, 4) if args.quick else (args.hidden, args.layers)
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
-        count = write_tiny_model(folder / "model", hidden=hidden, layers=layers, experts=16,
-                                 expert_width=3 * hidden // 4, heads=hidden // 32, key_value_heads=4)  # fmt: skip
+        model = TinyModel(hidden, layers, experts=16, expert_width=3 * hidden // 4, heads=hidden // 32,
+                          key_value_heads=4)  # fmt: skip
+        count = write_tiny_model(folder / "model", model)
         say(f"weight export: {count:,} parameters, {4 * count / 1e6:.0f} MB")
         worlds = {
             world: stack.enter_context(

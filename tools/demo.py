@@ -56,13 +56,13 @@ def run_demo(folder: Path, processes: int, overrides: Sequence[str] = ()) -> Non
 
     from megatron_gspo.tools.compare.cold_start import INSTRUCTION, imitate, train, write_demonstrations
     from megatron_gspo.tools.compare.study_plan import ColdStartFiles
-    from megatron_gspo.tools.make_tiny_model import write_tiny_model
+    from megatron_gspo.tools.make_tiny_model import TinyModel, write_tiny_model
 
     disable_progress_bar()
     started = time.monotonic()
     files, gspo = ColdStartFiles(folder), folder / "gspo"
     shutil.rmtree(folder, ignore_errors=True)
-    count = write_tiny_model(files.model, words=[INSTRUCTION], expert_width=64)
+    count = write_tiny_model(files.model, TinyModel(expert_width=64), words=[INSTRUCTION])
     write_demonstrations(files, GSPO)
     print(f"1/3  random Qwen3-MoE, {count:,} parameters: {files.model}", flush=True)
     print("2/3  supervised start on demonstrations with mistakes", flush=True)

@@ -1,9 +1,8 @@
-"""Write a small random Qwen3-MoE with a character tokenizer: a start for the demo and for trying things on a CPU.
+"""Write a small random Qwen3-MoE with a character tokenizer, for the demo and for trials on a CPU.
 
     python -m megatron_gspo.tools.make_tiny_model DIR --word "Spell this word backward (example: sun -> nus):"
 
-Each ``--word`` is one token of its own, so that a constant instruction doesn't fill the prompt; the prompt's text stays
-what it is.
+Each ``--word`` is one token, so that a constant instruction takes little of the prompt; the prompt's text is unchanged.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import argparse
 import string
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -19,6 +19,19 @@ from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCau
 
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " \n"
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """Sizes of the model; the head dimension is 32."""
+
+    hidden: int = 128
+    layers: int = 4
+    experts: int = 8
+    experts_per_token: int = 2
+    expert_width: int = 96
+    heads: int = 4
+    key_value_heads: int = 2
 
 
 def character_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
@@ -38,31 +51,24 @@ def character_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
 
 
 def write_tiny_model(
-    folder: str | Path,
-    *,
-    words: Sequence[str] = (),
-    seed: int = 0,
-    hidden: int = 128,
-    layers: int = 4,
-    experts: int = 8,
-    experts_per_token: int = 2,
-    expert_width: int = 96,
-    heads: int = 4,
-    key_value_heads: int = 2,
+    folder: str | Path, size: TinyModel = TinyModel(), *, words: Sequence[str] = (), seed: int = 0  # noqa: B008 (frozen)
 ) -> int:
-    """Write config, random float32 weights and tokenizer to ``folder``; returns the number of parameters."""
+    """Write config, random float32 weights and tokenizer to ``folder``; returns the number of parameters.
+
+    words: texts that are one token each.
+    """
     tokenizer = character_tokenizer(words)
     config = Qwen3MoeConfig(  # type: ignore[call-arg] # head_dim and rope_theta reach the base class
         vocab_size=-(-len(tokenizer) // 8) * 8,
-        hidden_size=hidden,
-        intermediate_size=expert_width,
-        moe_intermediate_size=expert_width,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=key_value_heads,
+        hidden_size=size.hidden,
+        intermediate_size=size.expert_width,
+        moe_intermediate_size=size.expert_width,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.key_value_heads,
         head_dim=32,
-        num_experts=experts,
-        num_experts_per_tok=experts_per_token,
+        num_experts=size.experts,
+        num_experts_per_tok=size.experts_per_token,
         norm_topk_prob=True,
         decoder_sparse_step=1,
         mlp_only_layers=[],
@@ -85,16 +91,11 @@ def main() -> None:
     parser.add_argument("folder")
     parser.add_argument("--word", action="append", default=[], help="a text that is one token; may be repeated")
     parser.add_argument("--seed", type=int, default=0)
-    for name, default in (
-        ("hidden", 128),
-        ("layers", 4),
-        ("experts", 8),
-        ("experts-per-token", 2),
-        ("expert-width", 96),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    options = vars(parser.parse_args())
-    count = write_tiny_model(options.pop("folder"), words=options.pop("word"), **options)
+    for field in fields(TinyModel):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default)
+    options = parser.parse_args()
+    size = TinyModel(**{field.name: getattr(options, field.name) for field in fields(TinyModel)})
+    count = write_tiny_model(options.folder, size, words=options.word, seed=options.seed)
     print(f"{count:,} parameters")
 
 

@@ -34,7 +34,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from megatron_gspo.config import load_config
 from megatron_gspo.data.sample import Prompt
-from megatron_gspo.tools.make_tiny_model import write_tiny_model
+from megatron_gspo.tools.make_tiny_model import TinyModel, write_tiny_model
 from megatron_gspo.tracking import read_metrics
 from tests.fault_injection.bitwise_diff import first_difference
 from tests.fault_injection.kill_points import KINDS, Target
@@ -68,7 +68,7 @@ class Reference:
     def __init__(self, folder: Path, processes: int, overrides: list[str]) -> None:
         self.folder, self.processes, self.overrides = folder, processes, overrides
         model = folder / "model"
-        write_tiny_model(model, words=[WORD], hidden=32, layers=2, experts=4, expert_width=16)
+        write_tiny_model(model, TinyModel(hidden=32, layers=2, experts=4, expert_width=16), words=[WORD])
         draw = random.Random(0)
         rows = ["".join(draw.choices("abcdefgh", k=draw.randint(2, 6))) for _ in range(48)]
         for name, words in (("prompts", rows[:40]), ("held_out", rows[40:])):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 import megatron_gspo.mcore  # noqa: F401 (applies the patches)
 from megatron_gspo.patches.issue import Situation
-from megatron_gspo.patches.known_issues import KNOWN_ISSUES, applicable
+from megatron_gspo.patches.known_issues import GUARDS, KNOWN_ISSUES, PATCHES, applicable
 
 CPU = Situation(megatron=(0, 16, 1))
 GPU = Situation(megatron=(0, 19, 2), gpu=True, gloo=False, transformer_engine=True, has_config=True)
@@ -88,3 +89,17 @@ def test_every_issue_applies_somewhere():
 def test_the_patches_are_in_place_in_this_process():
     situation = replace(MOE, tensor=2, pipeline=2)
     assert {issue.handled_by: issue.unpatched() for issue in applicable(situation) if issue.unpatched()} == {}
+
+
+@pytest.mark.parametrize("issue", KNOWN_ISSUES, ids=lambda issue: issue.handled_by)
+def test_every_row_is_complete_and_its_version_range_is_readable(issue):
+    assert all((issue.handled_by, issue.versions, issue.problem, issue.upstream, issue.tests, issue.delete_when))
+    assert issue.range is not None or issue.all_versions or issue.versions.startswith("all")
+    assert issue.range is None or issue.range[1] <= issue.range[2]
+
+
+def test_patches_are_files_of_the_folder_and_rows_are_unique():
+    folder = Path(__file__).parents[2] / "patches"
+    for issue in PATCHES:
+        assert (folder / issue.handled_by.split("`")[1]).is_file(), issue.handled_by
+    assert len({issue.handled_by for issue in KNOWN_ISSUES}) == len(PATCHES) + len(GUARDS)

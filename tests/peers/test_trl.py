@@ -23,7 +23,7 @@ trl = pytest.importorskip("trl", reason="TRL is not installed: make test-peers b
 from datasets import Dataset  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
-from megatron_gspo.tools.make_tiny_model import write_tiny_model  # noqa: E402
+from megatron_gspo.tools.make_tiny_model import TinyModel, write_tiny_model  # noqa: E402
 
 LENGTH = 12  # max_completion_length; dr_grpo's constant
 REWARDS = [1.0, 0.0, 0.0, 2.0, 0.5, 0.5, -1.0, 0.25]
@@ -48,7 +48,7 @@ Make = Callable[..., trl.GRPOTrainer]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    write_tiny_model(folder, hidden=16, layers=1, experts=2, experts_per_token=1, expert_width=8)
+    write_tiny_model(folder, TinyModel(hidden=16, layers=1, experts=2, experts_per_token=1, expert_width=8))
     return folder
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_gspo.tools.make_tiny_model import write_tiny_model
+from megatron_gspo.tools.make_tiny_model import TinyModel, write_tiny_model
 from tests.launch.test_slurm import submit
 from tests.sglang.test_training import AGREEMENT
 from tests.support.network_hosts import hosts, why_not
@@ -19,7 +19,7 @@ def test_one_node_trains_and_one_serves(sglang_python, tmp_path):
     if reason := why_not():
         pytest.skip(f"a job with servers on a node of their own was not tested: {reason}")
     model, run_dir, file = tmp_path / "model", tmp_path / "run", tmp_path / "run.yaml"
-    write_tiny_model(model, words=[WORD], hidden=32, layers=2, experts=4, expert_width=16)
+    write_tiny_model(model, TinyModel(hidden=32, layers=2, experts=4, expert_width=16), words=[WORD])
     file.write_text(yaml.safe_dump(base_config(str(model), run_dir, training={"steps": 3})))
     servers = dict(SERVER_NODES=1, SERVERS_PER_NODE=1, SERVER_GPUS=1, MODEL=model, SGLANG_PYTHON=sglang_python,
                    SERVER_ARGS="--dtype float32")  # fmt: skip

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_gspo.tools.make_tiny_model import write_tiny_model
+from megatron_gspo.tools.make_tiny_model import TinyModel, write_tiny_model
 from tests.sglang.conftest import StartServers
 from tests.sglang.test_training import AGREEMENT, check_ledger, run
 from tests.sglang.ties import FLIPS
@@ -17,7 +17,7 @@ from tests.train.test_multi_turn import FAILING, ROLLOUT
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("episodes") / "model"
-    write_tiny_model(folder, words=[WORD], hidden=32, layers=2, experts=4, expert_width=16)
+    write_tiny_model(folder, TinyModel(hidden=32, layers=2, experts=4, expert_width=16), words=[WORD])
     return str(folder)
 
 

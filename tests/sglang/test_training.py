@@ -12,7 +12,7 @@ import pytest
 
 from megatron_gspo.config import Config
 from megatron_gspo.servers.server_processes import LocalServers
-from megatron_gspo.tools.make_tiny_model import write_tiny_model
+from megatron_gspo.tools.make_tiny_model import TinyModel, write_tiny_model
 from megatron_gspo.train import train
 from tests.sglang.conftest import StartServers
 from tests.sglang.ties import FLIPS
@@ -26,7 +26,7 @@ AGREEMENT = 2e-5  # nats
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Larger weights than the other tests' model, so that an update moves log-probs far beyond the tolerance."""
     folder = tmp_path_factory.mktemp("trained") / "model"
-    write_tiny_model(folder, words=[WORD], hidden=32, layers=2, experts=4, expert_width=16)
+    write_tiny_model(folder, TinyModel(hidden=32, layers=2, experts=4, expert_width=16), words=[WORD])
     return str(folder)
 
 

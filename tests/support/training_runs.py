@@ -17,7 +17,7 @@ from megatron_gspo.loop.checkpoints import CheckpointManager, LoopState
 from megatron_gspo.loop.setup import build_components
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
-from megatron_gspo.tools.make_tiny_model import write_tiny_model
+from megatron_gspo.tools.make_tiny_model import TinyModel, write_tiny_model
 from megatron_gspo.train import train_step
 
 WORD = "Spell this word backward (example: sun -> nus):"
@@ -25,7 +25,7 @@ WORD = "Spell this word backward (example: sun -> nus):"
 
 def tiny_model(folder: Path) -> str:
     """A random Qwen3-MoE of a few thousand parameters."""
-    write_tiny_model(folder, words=[WORD], hidden=32, layers=2, experts=4, expert_width=16)
+    write_tiny_model(folder, TinyModel(hidden=32, layers=2, experts=4, expert_width=16), words=[WORD])
     return str(folder)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_gspo.tools.make_tiny_model import character_tokenizer, write_tiny_model
+from megatron_gspo.tools.make_tiny_model import TinyModel, character_tokenizer, write_tiny_model
 
 WORD = "Spell this:"
 
@@ -17,8 +17,9 @@ def test_characters_and_words_are_tokens():
 
 
 def test_the_model_loads_and_the_seed_decides_its_weights(tmp_path: Path):
-    sizes = dict(words=[WORD], hidden=32, layers=2, experts=4, expert_width=16)
-    counts = [write_tiny_model(tmp_path / name, seed=seed, **sizes) for name, seed in (("a", 0), ("b", 0), ("c", 1))]
+    size = TinyModel(hidden=32, layers=2, experts=4, expert_width=16)
+    seeds = {"a": 0, "b": 0, "c": 1}
+    counts = [write_tiny_model(tmp_path / name, size, words=[WORD], seed=seed) for name, seed in seeds.items()]
     models = [AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in "abc"]
     assert counts == [sum(p.numel() for p in model.parameters()) for model in models]
     states = [model.state_dict() for model in models]

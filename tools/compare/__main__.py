@@ -78,23 +78,24 @@ def run_all(comparison: Comparison, *, slots: int, retry: bool = False) -> None:
 
 
 def prepare(comparison: Comparison) -> None:
-    """The cold start, where the comparison has one and it isn't there yet.
+    """Run the cold start if the comparison has one and it is not done yet.
 
-    Raises StaleRun where the one that is there was made with other settings.
+    Raises StaleRun if it was done with other settings.
     """
     start = comparison.config.cold_start
     if start is None:
         return
-    files, config = ColdStartFiles(comparison.folder), comparison.beside(start.config)
+    files, config = ColdStartFiles(comparison.folder), comparison.resolve_path(start.config)
     stamp, wanted = comparison.folder / "cold_start.json", json.loads(start.model_dump_json())
     if stamp.is_file():
         if json.loads(stamp.read_text()) != wanted:
             raise StaleRun(f"{stamp}: the cold start was made with other settings; choose another folder")
         return
-    from megatron_gspo.tools.make_tiny_model import write_tiny_model  # torch and Transformers, which a report needn't
+    # imports torch and Transformers, which a report does not need
+    from megatron_gspo.tools.make_tiny_model import TinyModel, write_tiny_model
 
     comparison.folder.mkdir(parents=True, exist_ok=True)
-    count = write_tiny_model(files.model, words=[INSTRUCTION], **start.model.model_dump())
+    count = write_tiny_model(files.model, TinyModel(**start.model.model_dump()), words=[INSTRUCTION])
     print(f"cold start: a random Qwen3-MoE of {count:,} parameters learns from demonstrations", file=sys.stderr)
     write_demonstrations(files, comparison.base_file)
     imitate(files, config, start.processes, [f"{key}={argument(value)}" for key, value in start.overrides.items()])

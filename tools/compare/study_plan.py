@@ -1,4 +1,4 @@
-"""The comparison file: what is compared, under which settings, with which seeds; and the runs that follow from it."""
+"""The comparison file: variants, settings and seeds; and the list of its runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_gspo.config.load import apply_overrides, parse_yaml, read_file
 BASE = "base"  # the setting without stress
 SEARCH = "search"
 _NAME = re.compile(r"[a-z0-9][a-z0-9_]*")
-# What every run of a comparison sets for itself.
+# Keys that the comparison sets for each run.
 RESERVED = ("run_dir", "seed", "model.path")
 
 Overrides = dict[str, Any]
@@ -60,7 +60,7 @@ class Search(Section):
 
 
 class ModelSize(Section):
-    """Of the random model that the cold start begins with (tools/make_tiny_model)."""
+    """Sizes of the random model of the cold start (tools/make_tiny_model)."""
 
     hidden: int = Field(128, ge=1)
     layers: int = Field(4, ge=1)
@@ -96,7 +96,7 @@ class ComparisonConfig(Section):
 
 @dataclass(frozen=True)
 class ColdStartFiles:
-    """Where a cold start's files lie."""
+    """Paths of a cold start's files."""
 
     folder: Path
 
@@ -145,7 +145,7 @@ class RunSpec:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison file together with where it lies."""
+    """A comparison file and its path."""
 
     config: ComparisonConfig
     file: Path
@@ -156,10 +156,10 @@ class Comparison:
 
     @property
     def base_file(self) -> Path:
-        return self.beside(self.config.base)
+        return self.resolve_path(self.config.base)
 
-    def beside(self, path: str) -> Path:
-        """A path of the file, which is relative to the file unless it is absolute."""
+    def resolve_path(self, path: str) -> Path:
+        """A path given in the comparison file: relative to that file unless it is absolute."""
         return self.file.parent / path
 
     def variant(self, name: str) -> Variant:

@@ -1,4 +1,4 @@
-"""From a Megatron distributed checkpoint to a Hugging Face one, streamed: no process holds more than a few tensors."""
+"""From a Megatron distributed checkpoint to a Hugging Face one. A process holds a few tensors at a time."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from megatron_gspo.tools.convert.torch_dcp_files import DistributedReader, open_
 from megatron_gspo.tools.convert.work_directory import Workspace, file_stamps
 from megatron_gspo.tools.convert.work_units import Unit, Workers, cut, run_units
 
-_KEPT_BYTES = 64 << 20  # of parameters kept for the next tensors: query, key and value are one, and not neighbours
-_OTHERS = ("optimizer", "rng_state", "rerun_state_machine_state")  # what a training checkpoint holds beside the model
+_KEPT_BYTES = 64 << 20  # cache of parameters: query, key and value are one parameter, but not consecutive tensors
+_OTHERS = ("optimizer", "rng_state", "rerun_state_machine_state")  # other content of a training checkpoint
 
 
 @dataclass(frozen=True)
 class _Work:
-    """names: consecutive tensors of one file. chunks: of the parts that they are in, by their first name."""
+    """names: consecutive tensors of one file. offsets: theirs in the file. chunks: of the parameters that hold them."""
 
     checkpoint: Path
     file: Path
@@ -50,11 +50,11 @@ def to_hugging_face(
 ) -> Path:
     """Convert the distributed checkpoint to the Hugging Face directory `out`; returns `out`.
 
-    chunks: what Megatron's checkpoint of the model holds, in one piece each (`checkpoint_metadata`). source: config,
-    tokenizer and, where it has an index, the division into files; else files are of `max_shard_bytes` at most. dtype:
-    of the result; None is the checkpoint's. Optimizer and random states are left out.
+    chunks: the content of Megatron's checkpoint of the model (``checkpoint_metadata`` of one rank). source: config,
+    tokenizer and, if it has an index, the assignment of tensors to files; otherwise files have at most
+    ``max_shard_bytes``. dtype: of the result; None is the checkpoint's. Optimizer and random states are left out.
 
-    An interrupted conversion continues when called again. Errors as in `to_megatron`.
+    An interrupted conversion continues when called again. Raises the errors of ``to_megatron``.
     """
     family, shape = family_of(read_config(source))
     reader = open_checkpoint(checkpoint)
@@ -81,9 +81,9 @@ def to_hugging_face(
 
 
 def as_stored(reader: DistributedReader, chunks: Sequence[CheckpointChunk]) -> list[CheckpointChunk]:
-    """The chunks under the keys that the checkpoint has them by.
+    """The chunks with the keys that the checkpoint uses.
 
-    Raises ``ModelError`` naming a weight that is missing, extra or of other sizes than the model's.
+    Raises ``ModelError`` that names a weight which is missing, extra or of the wrong shape.
     """
     found = reader.tensors
     chunks = [chunk if chunk.key in found else replace(chunk, key=_torch_key(chunk.key)) for chunk in chunks]
@@ -95,7 +95,7 @@ def as_stored(reader: DistributedReader, chunks: Sequence[CheckpointChunk]) -> l
         raise ModelError(f"{reader.path} has {extra[0]}, which the model does not use ({len(extra)} extra)")
     for key, chunk in wanted.items():
         same = found[key] == chunk.whole
-        if chunk.part.rule.is_vocabulary:  # padded to the layout that it was saved in
+        if chunk.part.rule.is_vocabulary:  # padded for the layout in which it was saved
             same = found[key][0] >= chunk.whole[0] and found[key][1:] == chunk.whole[1:]
         if not same:
             raise ModelError(f"{key} is {found[key]} in {reader.path}; config.json makes it {chunk.whole}")
@@ -103,12 +103,12 @@ def as_stored(reader: DistributedReader, chunks: Sequence[CheckpointChunk]) -> l
 
 
 def _torch_key(key: str) -> str:
-    """How Megatron's own torch layers name the norm before the experts; `mcore/layers.py` renames it."""
+    """The key of the norm before the experts in Megatron's own torch layers; ``mcore/layers.py`` renames it."""
     return key.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
 
 
 def read_part(reader: DistributedReader, chunks: Sequence[CheckpointChunk]) -> Tensor:
-    """The whole parameter that these chunks make up."""
+    """The parameter of which these are all chunks."""
     value = torch.empty(chunks[0].part.sizes, dtype=reader.dtype(chunks[0].key))
     for chunk in chunks:
         reader.read_into(value, chunk)
@@ -134,7 +134,7 @@ def _common_dtype(reader: DistributedReader, chunks: Sequence[CheckpointChunk]) 
 def _files(
     source: Path, sizes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, max_shard_bytes: int
 ) -> dict[str, list[str]]:
-    """File -> names of its tensors: as the source's index says where there is one for these names."""
+    """File -> names of its tensors, as in the source's index if that has all names."""
     if (source / INDEX).is_file():
         weight_map = read_index(source)
         files: dict[str, list[str]] = {}
@@ -152,7 +152,7 @@ def _units(
     first: _Work, layouts: Mapping[str, FileLayout], chunks: Sequence[CheckpointChunk],
     sizes: Mapping[str, tuple[int, ...]], unit_bytes: int,
 ) -> list[Unit]:
-    """Consecutive tensors of one file each, like `first`, whose file is their folder."""
+    """Units of consecutive tensors of one file; the other fields are those of ``first``, whose file is the folder."""
     parts = by_part(chunks)
     part_of = {name: key for key, of_part in parts.items() for name in of_part[0].part.names}
     units: list[Unit] = []

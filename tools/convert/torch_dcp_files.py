@@ -1,13 +1,15 @@
-"""Megatron's distributed checkpoints on disk, in torch.distributed.checkpoint's own format, chunk by chunk.
+"""Megatron's distributed checkpoints on disk, in the format of torch.distributed.checkpoint, chunk by chunk.
 
-Torch writes and reads every byte; what is added is that tensors are made when their turn comes, and that no pickled
-class other than the format's own is loaded.
+Torch's own writer and reader are used. In addition, tensors are created one at a time while a file is written, and
+only the format's own classes are unpickled.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import pickle
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -33,11 +35,10 @@ from megatron_gspo.models.model_shape import ModelError
 from megatron_gspo.models.parameter_slices import CheckpointChunk
 
 METADATA = ".metadata"
-# Where each chunk or object of a file lies: (key, offsets or None, file, start, length). Plain, so that it can be kept
-# as JSON.
+# Position of a chunk or an object: (key, offsets or None, file, start, length in bytes). JSON-able.
 Placement = tuple[str, list[int] | None, str, int, int]
 
-# What a `.metadata` file may name: torch's metadata classes, and the placeholders of Megatron's older ones.
+# Classes that a `.metadata` file may contain: torch's metadata classes, and those of older Megatron versions.
 _SAFE = {
     "torch": ("Size",),
     "torch.serialization": ("_get_layout",),
@@ -63,8 +64,11 @@ def write_file(
     dtype: torch.dtype,
     objects: dict[str, bytes] | None = None,
 ) -> list[Placement]:
-    """Write file `number` of a checkpoint with these chunks (each made when it is written) and objects; flushed to
-    the disk. Returns where everything lies. Raises ``DiskError`` where the disk doesn't take it."""
+    """Write file ``number`` of a checkpoint with these chunks and objects, and flush it to the disk.
+
+    make: called for each chunk when it is written; the result is cast to ``dtype``. Returns the positions. Raises
+    ``DiskError`` if the disk is full or fails.
+    """
     by_place = {(chunk.key, torch.Size(chunk.offsets)): chunk for chunk in chunks}
     items = [_item(chunk, dtype) for chunk in chunks]
     items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in objects or {}]
@@ -77,7 +81,7 @@ def write_file(
             assert index.offset is not None
             return make(by_place[index.fqn, index.offset]).to(dtype)
 
-    # no copying ahead: on a machine with a GPU that would start CUDA in a forked process
+    # no copying ahead: on a GPU machine it would initialise CUDA in a forked process
     writer = FileSystemWriter(folder, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0)
     plan = SavePlan(items, storage_data=_StoragePrefix(f"__{number}_"))
     results = _written(writer, plan, Planner(), folder / f"__{number}_0.distcp")
@@ -97,7 +101,7 @@ def _written(writer: FileSystemWriter, plan: SavePlan, planner: DefaultSavePlann
     try:
         with writing(file):
             return writer.write_data(plan, planner).wait()
-    except RuntimeError as error:  # torch's zip writer fails once more over the write that failed
+    except RuntimeError as error:  # torch's zip writer raises it while it handles the failed write
         if not isinstance(error.__context__, OSError):
             raise
         raise DiskError(describe_disk(file, error.__context__)) from error
@@ -110,10 +114,17 @@ def write_metadata(
     objects: Iterable[str],
     placements: Iterable[Placement],
 ) -> None:
-    """Complete a checkpoint of the files that `write_file` wrote.
+    """Complete a checkpoint of files written by ``write_file``.
 
-    Raises ``ValueError`` where the chunks leave a gap in a tensor, overlap, or one was never written.
+    Raises ``ValueError`` if the chunks of a tensor leave a gap or overlap, or if one was never written.
     """
+    chunks = list(chunks)
+    stored = Counter[str]()
+    for chunk in chunks:
+        stored[chunk.key] += chunk.numel
+    # torch checks for overlaps, and in some versions for gaps only with several plans
+    if incomplete := sorted(chunk.key for chunk in chunks if stored[chunk.key] != math.prod(chunk.whole)):
+        raise ValueError(f"the chunks of {incomplete[0]} leave a gap or overlap")
     items = [_item(chunk, dtype) for chunk in chunks]
     items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in objects]
     _, metadata = DefaultSavePlanner(flatten_state_dict=False).create_global_plan([SavePlan(items)])
@@ -133,15 +144,15 @@ def _item(chunk: CheckpointChunk, dtype: torch.dtype) -> WriteItem:
 
 
 class DistributedReader:
-    """Regions of the tensors of a distributed checkpoint; only what is asked for is read.
+    """Reads regions of the tensors of a distributed checkpoint.
 
-    Raises ``ModelError`` naming the file that is missing or damaged, or the tensor.
+    Raises ``ModelError`` that names the file or tensor which is missing or damaged.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not (self.path / METADATA).is_file():
-            raise ModelError(f"{path}: no {METADATA} there; give a distributed checkpoint, or a run with a whole one")
+            raise ModelError(f"{path}: no {METADATA} there; give a distributed checkpoint, or a run that has one")
         self._reader = FileSystemReader(self.path)
         metadata = read_metadata(self.path / METADATA)
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
@@ -157,12 +168,12 @@ class DistributedReader:
         return self._tensors[key].properties.dtype
 
     def check(self, keys: Collection[str]) -> None:
-        """Raise ``ModelError`` unless the files of these tensors are there, as long as the metadata say."""
+        """Raise ``ModelError`` unless the files of these tensors exist and have at least the size in the metadata."""
         needed: dict[str, int] = {}
-        for index, place in self._reader.storage_data.items():
+        for index, position in self._reader.storage_data.items():
             if index.fqn in keys:
-                part = str(place.relative_path)
-                needed[part] = max(needed.get(part, 0), place.offset + place.length)
+                part = str(position.relative_path)
+                needed[part] = max(needed.get(part, 0), position.offset + position.length)
         for name, size in sorted(needed.items()):
             file = self.path / name
             if not file.is_file():
@@ -171,7 +182,7 @@ class DistributedReader:
                 raise ModelError(f"{file}: cut short, {found} of {size} bytes or more; copy or save it again")
 
     def read_into(self, target: Tensor, chunk: CheckpointChunk) -> None:
-        """Copy the chunk's region, whatever the chunks that it was saved in, to its place in the part `target`."""
+        """Read the chunk's region into its elements of ``target``, a parameter. It may be saved in other chunks."""
         region = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
         items = create_read_items_for_chunk_list(chunk.key, self._tensors[chunk.key], [region])
         if sum(item.lengths.numel() for item in items) != chunk.numel:
@@ -193,7 +204,7 @@ class DistributedReader:
 
 
 def open_checkpoint(path: Path) -> DistributedReader:
-    """A reader of `path`, the same as last time while the checkpoint is: its metadata are long to read."""
+    """A reader of ``path``, cached until the checkpoint changes: reading the metadata is slow."""
     file = path / METADATA
     return _reader(path, file.stat().st_mtime_ns if file.is_file() else 0)
 
@@ -212,14 +223,14 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(file: Path) -> Metadata:
-    """A `.metadata` file, which is a pickle: only torch's metadata classes are made from it.
+    """Unpickle a ``.metadata`` file; only torch's metadata classes are allowed.
 
-    Raises ``ModelError`` for a file that is damaged, or names anything else.
+    Raises ``ModelError`` for a damaged file or any other class.
     """
     try:
         with file.open("rb") as stream:
             metadata = _MetadataUnpickler(stream).load()
-    except Exception as error:  # a damaged pickle raises nearly anything
+    except Exception as error:  # a damaged pickle can raise any exception
         raise ModelError(f"{file}: not readable as a checkpoint's metadata ({first_line(error)})") from None
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise ModelError(f"{file}: not a checkpoint's metadata, but a {type(metadata).__name__}")

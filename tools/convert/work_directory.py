@@ -1,7 +1,7 @@
-"""Where a conversion works: a directory beside its output that knows what is done, and becomes the output at the end.
+"""The work directory of a conversion: it records finished units and becomes the output at the end.
 
-`OUT.partial/` holds `job.json` (what is converted: another conversion can't go on in it), `journal.jsonl` (one line a
-finished unit) and `result/`, which is renamed to `OUT` when everything is there.
+`OUT.partial/` holds `job.json` (sources and settings; only the same conversion can resume in it), `journal.jsonl` (one
+line for each finished unit) and `result/`, which is renamed to `OUT` when it is complete.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from megatron_gspo.errors import DiskError, InputError, existing_part, show_byte
 
 
 class Workspace:
-    """See the module; a context manager that holds the directory for this process alone.
+    """A context manager that locks the work directory for this process.
 
-    job: JSON-able; names sources and settings, so that the same command goes on where a killed one stopped. Raises
-    ``InputError`` for an output that is there already, or a partial one of another job or of a running process.
+    job: JSON-able sources and settings; a work directory with the same job is resumed. Raises ``InputError`` if the
+    output exists, or if its work directory belongs to another job or is in use.
     """
 
     def __init__(self, out: str | Path, job: dict[str, Any]) -> None:
-        self.out = Path(os.path.abspath(out))  # "." has no name to put another beside
+        self.out = Path(os.path.abspath(out))  # "." has no name
         self.folder = self.out.parent / (self.out.name + ".partial")
         self.result = self.folder / "result"
         self._job: dict[str, Any] = json.loads(json.dumps(job))
@@ -35,7 +35,7 @@ class Workspace:
         if self.out.exists() and not (self.out.is_dir() and not any(self.out.iterdir())):
             raise InputError(f"{self.out} exists; remove it or choose another output")
         if not (above := existing_part(self.out)).is_dir():
-            raise InputError(f"{self.out}: {above} is no directory; choose another output")
+            raise InputError(f"{self.out}: {above} is not a directory; choose another output")
         with writing(self.folder):
             self.result.mkdir(parents=True, exist_ok=True)
             self._lock = (self.folder / "lock").open("w")
@@ -56,7 +56,7 @@ class Workspace:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._journal.close()
-        if error is not None and not self.done:  # it failed before anything was worth keeping
+        if error is not None and not self.done:  # nothing to resume
             shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()
 
@@ -75,14 +75,14 @@ class Workspace:
         for line in lines:
             try:
                 unit, result = json.loads(line)
-            except ValueError:  # the line that a killed process was writing
+            except ValueError:  # incomplete line of a killed process
                 continue
             self.done[unit] = result
         if lines:
             journal.write_text("".join(json.dumps([unit, result]) + "\n" for unit, result in self.done.items()))
 
     def record(self, unit: int, result: Any) -> None:
-        """Note a unit as done, with what is needed of it at the end. Its files must be on the disk already."""
+        """Record a finished unit and its JSON-able result. Its files must be flushed to the disk before."""
         with writing(self.folder / "journal.jsonl"):
             self._journal.write(json.dumps([unit, result]) + "\n")
             self._journal.flush()
@@ -90,14 +90,14 @@ class Workspace:
         self.done[unit] = result
 
     def check_room(self, needed: int) -> None:
-        """Raise ``DiskError`` unless the disk takes `needed` more bytes."""
+        """Raise ``DiskError`` unless ``needed`` bytes are free."""
         free = shutil.disk_usage(existing_part(self.folder)).free
         if needed > free:
             room = f"{show_bytes(needed)} needed, {show_bytes(free)} free"
             raise DiskError(f"{self.out}: {room}; free some space or choose another disk")
 
     def publish(self) -> Path:
-        """Rename the result to the output and remove the rest. Everything is flushed before."""
+        """Flush the result, rename it to the output and remove the work directory. Returns the output."""
         with writing(self.out):
             for file in (*(f for f in self.result.rglob("*") if f.is_file()), self.result):
                 descriptor = os.open(file, os.O_RDONLY)
@@ -111,7 +111,7 @@ class Workspace:
 
 
 def file_stamps(folder: Path) -> dict[str, list[int]]:
-    """Name -> [bytes, time of change] of a directory's files: what a job says of its source."""
+    """Name -> [bytes, modification time in ns] of a directory's files, to detect that a source has changed."""
     found = {}
     for file in sorted(folder.iterdir()):
         if file.is_file():

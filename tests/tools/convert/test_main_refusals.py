@@ -178,7 +178,7 @@ def test_an_output_that_cannot_be_made(out, whole, tmp_path, capsys, monkeypatch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").write_text("")
     line = refused(capsys, "to-hf", whole["to-hf"], out)
-    assert f"{tmp_path / 'there'} is no directory" in line if out != "." else f"{tmp_path} exists" in line
+    assert f"{tmp_path / 'there'} is not a directory" in line if out != "." else f"{tmp_path} exists" in line
 
 
 @pytest.mark.parametrize("option", [["--unit-mib", "nan"], ["--max-shard-gib", "0"], ["--unit-mib", "-1"]])

@@ -1,0 +1,79 @@
+"""The supervised start: its demonstrations, its command and its failure."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_gspo.data.sample import Prompt
+from megatron_gspo.tools.compare import cold_start
+from megatron_gspo.tools.compare.study_plan import ColdStartFiles
+from megatron_gspo.tools.copy_examples import EXAMPLE_RUNS
+from megatron_gspo.tools.make_tiny_model import TinyModel, write_tiny_model
+
+CONFIG = EXAMPLE_RUNS / "tiny_gspo.yaml"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> ColdStartFiles:
+    files = ColdStartFiles(tmp_path_factory.mktemp("cold_start"))
+    write_tiny_model(files.model, TinyModel(hidden=16, layers=1, experts=2, expert_width=8),
+                     words=[cold_start.INSTRUCTION])  # fmt: skip
+    cold_start.write_demonstrations(files, CONFIG)
+    return files
+
+
+def rows(file) -> list[dict[str, str]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def questions(prompts: list[Prompt]) -> list[str]:
+    return [prompt.text for prompt in prompts]
+
+
+def test_training_and_held_out_prompts_share_no_question(files):
+    held_out, training = cold_start.held_out_and_training(files.model, CONFIG)
+    assert held_out and training and not set(questions(held_out)) & set(questions(training))
+
+
+def test_held_out_answers_are_right_and_demonstrations_have_mistakes_in_some_letters(files):
+    held_out, training = cold_start.held_out_and_training(files.model, CONFIG)
+    assert rows(files.held_out) == [{"prompt": p.text, "answer": p.answer} for p in held_out]
+    demonstrated = rows(files.demonstrations)
+    assert [row["prompt"] for row in demonstrated] == questions(training)
+    pairs = [(a, b) for row, p in zip(demonstrated, training, strict=True)
+             for a, b in zip(row["answer"], p.answer or "", strict=True)]  # fmt: skip
+    wrong = sum(a != b for a, b in pairs) / len(pairs)
+    expected = cold_start.SLIPS * 25 / 26  # a random letter may be the right one
+    deviation = (expected * (1 - expected) / len(pairs)) ** 0.5
+    assert abs(wrong - expected) < 5 * deviation
+
+
+def test_demonstrations_are_the_same_at_every_call(files):
+    before = files.demonstrations.read_bytes()
+    cold_start.write_demonstrations(files, CONFIG)
+    assert files.demonstrations.read_bytes() == before
+
+
+def test_the_start_trains_on_the_demonstrations_and_returns_the_exported_weights(monkeypatch, tmp_path, capsys):
+    commands = []
+    monkeypatch.setattr(cold_start, "run_one", lambda command: commands.append(command) or 0)
+    files = ColdStartFiles(tmp_path)
+    assert cold_start.imitate(files, CONFIG, 2, ["training.steps=3", "run_dir=elsewhere"]) == files.weights
+    [command] = commands
+    assert str(CONFIG) in command and command[-5:] == [
+        "run_dir=elsewhere",
+        f"run_dir={files.run_dir}",  # later than the caller's, so it wins
+        f"data.prompts={files.demonstrations}",
+        f"data.eval_prompts={files.held_out}",
+        f"model.path={files.model}",
+    ]
+    assert capsys.readouterr().out.startswith("$ torchrun ")
+
+
+def test_a_failed_start_exits_with_its_code(monkeypatch, tmp_path):
+    monkeypatch.setattr(cold_start, "run_one", lambda command: 3)
+    with pytest.raises(SystemExit) as stopped:
+        cold_start.imitate(ColdStartFiles(tmp_path), CONFIG, 1)
+    assert stopped.value.code == 3

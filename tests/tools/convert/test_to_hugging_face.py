@@ -1,0 +1,90 @@
+"""Megatron to Hugging Face: names, files, type; checkpoints of another model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_gspo.models.hf_checkpoint import INDEX, SINGLE
+from megatron_gspo.models.model_shape import ModelError
+from megatron_gspo.tools.convert.to_hugging_face import as_stored, by_part, read_part, to_hugging_face
+from megatron_gspo.tools.convert.torch_dcp_files import DistributedReader
+
+
+@pytest.fixture(scope="module")
+def reader(converted) -> DistributedReader:
+    return DistributedReader(converted.megatron)
+
+
+def test_the_weights_come_back_in_the_sources_file(converted, tmp_path):
+    out = to_hugging_face(converted.megatron, tmp_path / "out", converted.metadata.chunks, converted.hugging_face)
+    assert out == tmp_path / "out" and not (out / INDEX).exists()
+    assert (out / SINGLE).read_bytes() == (converted.hugging_face / SINGLE).read_bytes()
+
+
+def test_without_a_single_file_in_the_source_shards_are_at_most_as_large_as_asked(converted, tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    shutil.copy(converted.hugging_face / "config.json", source)
+    limit = 15_000
+    out = to_hugging_face(converted.megatron, tmp_path / "out", converted.metadata.chunks, source,
+                          dtype=torch.bfloat16, max_shard_bytes=limit)  # fmt: skip
+    index = json.loads((out / INDEX).read_text())
+    expected = load_file(converted.hugging_face / SINGLE)
+    assert index["weight_map"].keys() == expected.keys()
+    assert index["metadata"]["total_size"] == sum(2 * tensor.numel() for tensor in expected.values())
+    files = {file.name: load_file(file) for file in out.glob("*.safetensors")}
+    assert set(index["weight_map"].values()) == files.keys() and len(files) > 1
+    for tensors in files.values():
+        assert sum(tensor.nbytes for tensor in tensors.values()) <= limit or len(tensors) == 1
+    found = {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
+    assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in expected.items())
+
+
+def test_a_parameter_is_read_whole_from_its_chunks(converted, reader):
+    parts = by_part(converted.metadata.chunks)
+    assert [len(chunks) for name, chunks in parts.items() if "gate_proj" in name] == [2]
+    expected = load_file(converted.hugging_face / SINGLE)
+    [(name, chunks)] = [(name, chunks) for name, chunks in parts.items() if "gate_proj" in name]
+    up = expected[name.replace("gate_proj", "up_proj")]
+    assert torch.equal(read_part(reader, chunks), torch.cat([expected[name], up]))
+
+
+def test_a_checkpoint_of_another_model_names_the_weight(converted, reader):
+    chunks = list(converted.metadata.chunks)
+    unknown = replace(chunks[0], key="decoder.unknown")
+    with pytest.raises(ModelError, match="lacks decoder.unknown .1 missing."):
+        as_stored(reader, [unknown, *chunks[1:]])
+    with pytest.raises(ModelError, match=f"has {chunks[0].key}, which the model does not use .1 extra."):
+        as_stored(reader, [chunk for chunk in chunks if chunk.key != chunks[0].key])
+    norm = next(i for i, chunk in enumerate(chunks) if chunk.key == "decoder.final_layernorm.weight")
+    other = replace(chunks[norm], whole=(48,))
+    with pytest.raises(ModelError, match=r"decoder.final_layernorm.weight is \(32,\) in .* makes it \(48,\)"):
+        as_stored(reader, [*chunks[:norm], other, *chunks[norm + 1 :]])
+
+
+def test_a_vocabulary_may_be_stored_with_more_padding_but_not_with_less(converted, reader):
+    chunks = list(converted.metadata.chunks)
+    at = next(i for i, chunk in enumerate(chunks) if chunk.part.rule.is_vocabulary)
+    rows, *rest = chunks[at].whole
+    fewer = replace(chunks[at], whole=(rows - 1, *rest))
+    assert as_stored(reader, [*chunks[:at], fewer, *chunks[at + 1 :]])[at] == fewer
+    more = replace(chunks[at], whole=(rows + 1, *rest))
+    with pytest.raises(ModelError, match=chunks[at].key):
+        as_stored(reader, [*chunks[:at], more, *chunks[at + 1 :]])
+
+
+def test_a_checkpoint_of_two_types_needs_a_choice(converted, monkeypatch, tmp_path: Path):
+    first = converted.metadata.chunks[0].key
+    true = DistributedReader.dtype
+    monkeypatch.setattr(DistributedReader, "dtype",
+                        lambda self, key: torch.bfloat16 if key == first else true(self, key))  # fmt: skip
+    with pytest.raises(ModelError, match="choose one with --dtype"):
+        to_hugging_face(converted.megatron, tmp_path / "out", converted.metadata.chunks, converted.hugging_face)
+    assert not list(tmp_path.iterdir())

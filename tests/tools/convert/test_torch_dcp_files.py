@@ -1,0 +1,119 @@
+"""Checkpoint files in torch.distributed.checkpoint's format: regions across chunks, gaps, unsafe pickles."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from megatron_gspo.models.families import FAMILIES
+from megatron_gspo.models.model_shape import ModelError
+from megatron_gspo.models.parameter_slices import CheckpointChunk, ParameterSlice
+from megatron_gspo.tools.convert.torch_dcp_files import (
+    METADATA,
+    DistributedReader,
+    open_checkpoint,
+    read_metadata,
+    write_file,
+    write_metadata,
+)
+
+VALUE = torch.arange(40.0).view(10, 4)
+PART = ParameterSlice(FAMILIES["qwen3"].outer[0], -1, 0, (10, 4))
+WHOLE = CheckpointChunk("weight", (10, 4), (0, 0), (10, 4), PART, (4, 1), 0)
+
+
+def write(folder: Path, objects: dict[str, bytes] | None = None) -> Path:
+    """VALUE in pieces of 3 rows, two pieces a file."""
+    folder.mkdir()
+    pieces = list(WHOLE.pieces(12))
+    placements = []
+    for number, run in enumerate((pieces[:2], pieces[2:])):
+        made = write_file(folder, number, run, lambda chunk: chunk.of(VALUE), torch.float32,
+                          {} if number else objects)  # fmt: skip
+        placements += made
+    write_metadata(folder, pieces, torch.float32, objects or {}, placements)
+    return folder
+
+
+def test_any_region_is_read_whatever_chunks_it_was_written_in(tmp_path):
+    reader = DistributedReader(write(tmp_path / "checkpoint"))
+    assert reader.tensors == {"weight": (10, 4)} and reader.dtype("weight") is torch.float32
+    target = torch.full((10, 4), -1.0)
+    region = CheckpointChunk("weight", (10, 4), (2, 0), (5, 4), PART, (4, 1), 8)
+    reader.read_into(target, region)
+    assert torch.equal(target[2:7], VALUE[2:7])
+    assert (target[:2] == -1).all() and (target[7:] == -1).all()
+
+
+def test_torchs_own_loader_reads_it(tmp_path):
+    folder = write(tmp_path / "checkpoint", {"step": pickle.dumps(7)})
+    state = {"weight": torch.zeros(10, 4)}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    assert torch.equal(state["weight"], VALUE)
+    assert read_metadata(folder / METADATA).state_dict_metadata.keys() == {"weight", "step"}
+
+
+def test_what_was_never_written_or_leaves_a_gap_is_an_error(tmp_path):
+    pieces = list(WHOLE.pieces(12))
+    placements = write_file(tmp_path, 0, pieces[:2], lambda chunk: chunk.of(VALUE), torch.float32)
+    with pytest.raises(ValueError, match="2 chunks were never written, weight first"):
+        write_metadata(tmp_path, pieces, torch.float32, {}, placements)
+    with pytest.raises(ValueError, match="the chunks of weight leave a gap or overlap"):
+        write_metadata(tmp_path, pieces[:2], torch.float32, {}, placements)
+
+
+def test_overlapping_chunks_are_an_error(tmp_path):
+    first, second, third, last = WHOLE.pieces(12)
+    twice = [first, replace(second, offsets=(2, 0), start=8), third, last]
+    placements = write_file(tmp_path, 0, twice, lambda chunk: chunk.of(VALUE), torch.float32)
+    with pytest.raises(ValueError):
+        write_metadata(tmp_path, twice, torch.float32, {}, placements)
+
+
+def test_a_file_that_is_missing_or_cut_short_is_named_for_the_tensors_that_need_it(tmp_path):
+    folder = write(tmp_path / "checkpoint")
+    reader = DistributedReader(folder)
+    reader.check({"weight"})
+    file = folder / "__1_0.distcp"
+    os.truncate(file, 10)
+    with pytest.raises(ModelError, match="__1_0.distcp: cut short, 10 of "):
+        reader.check({"weight"})
+    reader.check({"another"})
+    file.unlink()
+    with pytest.raises(ModelError, match="__1_0.distcp: this file of the checkpoint is missing"):
+        reader.check({"weight"})
+
+
+def test_a_chunk_outside_of_what_is_stored_is_a_gap(tmp_path):
+    reader = DistributedReader(write(tmp_path / "checkpoint"))
+    larger = replace(WHOLE, sizes=(11, 4), part=replace(PART, sizes=(11, 4)))
+    with pytest.raises(ModelError, match="the chunks of weight leave a gap"):
+        reader.read_into(torch.zeros(11, 4), larger)
+
+
+def test_metadata_that_name_other_classes_are_refused(tmp_path):
+    file = tmp_path / METADATA
+    file.write_bytes(b"cposix\nsystem\n(S'touch " + str(tmp_path / "owned").encode() + b"'\ntR.")
+    with pytest.raises(ModelError, match="posix.system"):
+        read_metadata(file)
+    assert not (tmp_path / "owned").exists()
+    file.write_bytes(pickle.dumps({"no": "metadata"}))
+    with pytest.raises(ModelError, match="not a checkpoint's metadata, but a dict"):
+        read_metadata(file)
+
+
+def test_a_reader_is_kept_until_the_checkpoint_changes(tmp_path):
+    folder = write(tmp_path / "checkpoint")
+    first = open_checkpoint(folder)
+    assert open_checkpoint(folder) is first
+    later = (folder / METADATA).stat().st_mtime_ns + 1_000_000
+    os.utime(folder / METADATA, ns=(later, later))
+    assert open_checkpoint(folder) is not first
+    with pytest.raises(ModelError, match="no .metadata there"):
+        open_checkpoint(tmp_path)

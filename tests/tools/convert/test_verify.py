@@ -1,0 +1,70 @@
+"""The comparison of two checkpoints, bit by bit, and checksums."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_gspo.models.hf_checkpoint import SINGLE
+from megatron_gspo.models.model_shape import ModelError
+from megatron_gspo.tools.convert.verify import CHECKSUMS, verify, write_checksums
+from megatron_gspo.tools.convert.work_units import Workers
+
+NORM = "model.norm.weight"
+
+
+def changed(converted, folder, value: float):
+    """A copy of the Hugging Face directory with another value in one element."""
+    shutil.copytree(converted.hugging_face, folder)
+    tensors = load_file(folder / SINGLE)
+    tensors[NORM][3] = value
+    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+    return folder
+
+
+def compare(converted, hugging_face=None, dtype=torch.float32, **options) -> int:
+    return verify(hugging_face or converted.hugging_face, converted.megatron, converted.metadata.chunks, dtype=dtype,
+                  **options)  # fmt: skip
+
+
+@pytest.mark.parametrize("unit_bytes", [1, 1 << 20])
+def test_equal_checkpoints_count_their_tensors(unit_bytes, converted):
+    assert compare(converted, workers=Workers(unit_bytes=unit_bytes)) == len(load_file(converted.hugging_face / SINGLE))
+
+
+def test_one_bit_is_a_difference_that_names_the_tensor(converted, tmp_path):
+    value = float(load_file(converted.hugging_face / SINGLE)[NORM][3])
+    nearest = float(torch.nextafter(torch.tensor(value), torch.tensor(torch.inf)))
+    other = changed(converted, tmp_path / "other", nearest)
+    with pytest.raises(ModelError, match=f"{NORM} differs between"):
+        compare(converted, other)
+    assert compare(converted, other, torch.bfloat16) > 0, "both are compared in the converted one's type"
+
+
+def test_nan_differs_from_a_number(converted, tmp_path):
+    with pytest.raises(ModelError, match=NORM):
+        compare(converted, changed(converted, tmp_path / "other", float("nan")))
+
+
+def test_a_tensor_that_belongs_to_no_parameter_is_an_error(converted):
+    chunks = converted.metadata.chunks
+    with pytest.raises(ModelError, match="decoder.final_layernorm.weight"):
+        verify(converted.hugging_face, converted.megatron,
+               [chunk for chunk in chunks if "final_layernorm" not in chunk.key], dtype=torch.float32)  # fmt: skip
+
+
+def test_checksums_are_sha256sums(tmp_path):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "a").write_text("a")
+    (tmp_path / "inner" / "b").write_bytes(bytes(1000))
+    file = write_checksums(tmp_path)
+    assert file == tmp_path / CHECKSUMS
+    assert [line.split()[1] for line in file.read_text().splitlines()] == ["a", "inner/b"]
+    check = ["sha256sum", "--check", "--quiet", CHECKSUMS]
+    assert subprocess.run(check, cwd=tmp_path, check=False).returncode == 0
+    (tmp_path / "a").write_text("b")
+    assert subprocess.run(check, cwd=tmp_path, check=False, capture_output=True).returncode == 1
