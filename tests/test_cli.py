@@ -62,6 +62,16 @@ def test_help_loads_nothing_heavy():
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["to-megatron", "--tp", "0"], ["unknown"]])
+def test_convert_parses_its_arguments_before_it_loads_torch(arguments):
+    code = (
+        "import sys\nfrom megatron_gspo.tools.convert.__main__ import main\n"
+        f"try:\n    main({arguments!r})\nexcept SystemExit:\n    pass\n"
+        "assert not {'torch', 'megatron.core', 'pydantic', 'rich'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
 # From here on: the wheel, installed without the checkout.
 
 

@@ -1,4 +1,4 @@
-"""Units of work in several processes (``concurrent.futures``), each recorded when it is done."""
+"""Units of work in several processes (``concurrent.futures``), each recorded when it is finished."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
-
 from megatron_gspo.errors import RunError
 
-UNIT_BYTES = 256 << 20  # of one unit: a process holds it twice at most, and an interruption loses it
+UNIT_BYTES = 256 << 20  # of one unit: a process holds it at most twice, and an interruption loses it
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Workers:
-    """How a conversion runs. processes: 1 is this one. unit_bytes: what a process works on at a time. report: called
-    with the bytes done, those of an interrupted conversion included, and the total."""
+    """How a conversion runs.
+
+    processes: 1 runs in this process. unit_bytes: size of a unit. report: called with the bytes done, including
+    those of an interrupted conversion, and the total.
+    """
 
     processes: int = 1
     unit_bytes: int = UNIT_BYTES
@@ -75,19 +76,25 @@ def run_units(
         workers.report(done, total)
 
 
+def _use_one_thread() -> None:
+    import torch  # not at the top: the command line reads UNIT_BYTES before anything heavy is imported
+
+    torch.set_num_threads(1)
+
+
 def _results(do: Callable[[Any], T], units: Sequence[Unit], processes: int) -> Iterator[tuple[Unit, T]]:
     """Each unit with its result, in the order of completion."""
     if processes == 1 or len(units) < 2:
         yield from ((unit, do(unit.work)) for unit in units)
         return
     context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(min(processes, len(units)), context, torch.set_num_threads, (1,)) as pool:
+    with ProcessPoolExecutor(min(processes, len(units)), context, _use_one_thread) as pool:
         futures = {pool.submit(do, unit.work): unit for unit in units}
         try:
             for future in as_completed(futures):
                 yield futures[future], future.result()
         except BrokenProcessPool:
-            fix = "run the same command again: it goes on; with fewer --processes it takes less memory"
+            fix = "run the same command again to continue; fewer --processes take less memory"
             raise RunError(f"a process of the conversion was killed (out of memory?); {fix}") from None
         finally:
             for future in futures:

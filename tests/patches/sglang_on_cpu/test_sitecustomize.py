@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -11,9 +12,21 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from megatron_gspo.patches.sglang_on_cpu import sitecustomize as hook
+from megatron_gspo.rollout.sglang.sglang_launch import patch_folder
 
-FOLDER = Path(hook.__file__).parent
+FOLDER = Path(patch_folder())
+
+
+def load_hook() -> ModuleType:
+    """The file as a module of another name; as ``sitecustomize`` it would install itself."""
+    spec = importlib.util.spec_from_file_location("sglang_hook", FOLDER / "sitecustomize.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+hook = load_hook()
 
 
 @pytest.fixture

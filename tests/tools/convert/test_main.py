@@ -28,6 +28,7 @@ from megatron_gspo.mcore.model import build_model
 from megatron_gspo.models import family_of, read_config
 from megatron_gspo.models.hf_checkpoint import INDEX, SINGLE, CheckpointReader, write_checkpoint
 from megatron_gspo.tools.convert import __main__ as convert
+from megatron_gspo.tools.convert.commands import chunks_of
 from megatron_gspo.tools.convert.to_hugging_face import to_hugging_face
 from megatron_gspo.tools.convert.torch_dcp_files import METADATA, DistributedReader, read_metadata
 from megatron_gspo.tools.convert.work_units import Workers
@@ -230,7 +231,7 @@ def test_a_file_without_its_header_is_written_again(models, tmp_path):
 
     def convert_back(report: Callable[[int, int], None]) -> None:
         workers = Workers(unit_bytes=20_000, report=report)
-        to_hugging_face(source, back, convert.chunks_of(source / "hf"), source / "hf", workers=workers)
+        to_hugging_face(source, back, chunks_of(source / "hf"), source / "hf", workers=workers)
 
     with pytest.raises(KeyboardInterrupt):
         convert_back(broken_off)

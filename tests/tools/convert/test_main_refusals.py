@@ -150,7 +150,7 @@ def test_a_layout_that_does_not_divide_the_model(whole, tmp_path, capsys):
     assert "num_experts = 4" in line
     with pytest.raises(SystemExit):
         convert.main(["to-megatron", str(whole["to-megatron"]), str(tmp_path / "out"), "--tp", "0"])
-    assert "argument --tp: '0' is no whole number above 0" in capsys.readouterr().err
+    assert "argument --tp: '0' is not a whole number above 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("way", ["to-megatron", "to-hf"])
@@ -185,7 +185,7 @@ def test_an_output_that_cannot_be_made(out, whole, tmp_path, capsys, monkeypatch
 def test_a_size_that_is_none(option, whole, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         convert.main(["to-hf", str(whole["to-hf"]), str(tmp_path / "out"), *option])
-    assert f"argument {option[0]}: '{option[1]}' is no number above 0" in capsys.readouterr().err
+    assert f"argument {option[0]}: '{option[1]}' is not a number above 0" in capsys.readouterr().err
 
 
 def test_a_difference_names_its_tensor(whole, tmp_path, capsys):
