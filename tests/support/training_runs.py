@@ -29,7 +29,7 @@ def tiny_model(folder: Path) -> str:
     return str(folder)
 
 
-def base_config(model: str, run_dir: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+def base_config(model: str, run_dir: Path, /, **sections: dict[str, Any]) -> dict[str, Any]:
     """A small GSPO run; ``sections`` update it."""
     config: dict[str, Any] = {
         "seed": 7,

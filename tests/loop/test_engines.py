@@ -1,0 +1,112 @@
+"""The source of groups that a config asks for, in one process; servers are in `tests/rollout` and `tests/sglang`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from megatron_gspo.config import Config, ConfigError
+from megatron_gspo.environments.episode_engine import EpisodeEngine
+from megatron_gspo.environments.episodes import EpisodeRules
+from megatron_gspo.loop.engines import build_sources, episode_rules, stop_ids
+from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
+from megatron_gspo.rollout.in_process_source import InProcessSource
+from megatron_gspo.rollout.sft_engine import DemonstrationEngine
+from tests.support.model_shapes import dense_shape
+from tests.support.samples import CharTokenizer, make_prompt
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.scripted_servers import scripted_response
+from tests.support.training_runs import base_config, tiny_model
+
+SFT = {"algorithm": {"name": "sft"}, "rollout": {"engine": "sft", "n_samples_per_prompt": 1},
+       "training": {"global_batch_size": 4}}  # fmt: skip
+SHAPE = dense_shape(vocab_size=1000)
+NO_ENVIRONMENTS: Any = None
+
+
+class Tokenizer(CharTokenizer):
+    eos_token_id = 2
+
+
+def config(model: str | Path = "model", /, **sections: Any) -> Config:
+    return Config.from_dict(base_config(str(model), Path("run"), **sections))
+
+
+def sources(made: Config, *, evaluates: bool, given: Any = None, environments: Any = NO_ENVIRONMENTS) -> Any:
+    return build_sources(made, SHAPE, Tokenizer(), environments, evaluates=evaluates, given=given)
+
+
+def engine_of(source: Any) -> Any:
+    assert isinstance(source, InProcessSource)
+    return source._engine
+
+
+def test_a_given_engine_replaces_the_configured_one() -> None:
+    given = ScriptedEngine(lambda prompt, number, seed: scripted_response(prompt, number, 0))
+    training, held_out = sources(config(), evaluates=True, given=given)
+    assert training is held_out and engine_of(training) is given
+    assert training.engine_name.endswith("ScriptedEngine")
+    assert sources(config(), evaluates=False, given=given)[1] is None
+    groups = training.generate([make_prompt(3)], config().rollout, seed=0)
+    assert [sample.prompt_index for sample in groups] == [3] * 4
+
+
+def test_supervised_training_has_a_source_of_its_own_for_held_out_samples() -> None:
+    given = ScriptedEngine({})
+    training, held_out = sources(config(**SFT), evaluates=True, given=given)
+    assert training is not held_out and engine_of(training) is engine_of(held_out) is given
+    training, held_out = sources(config(**SFT), evaluates=False)
+    assert isinstance(engine_of(training), DemonstrationEngine) and held_out is None
+
+
+def test_environments_play_on_the_engine() -> None:
+    given = ScriptedEngine({})
+    made = config(data={"verifier": None}, rollout={"environment": "mine.py:make"})
+    training, _ = sources(made, evaluates=False, given=given, environments=SimpleNamespace(close=lambda: None))
+    assert isinstance(engine_of(training), EpisodeEngine) and training.engine_name.endswith("ScriptedEngine")
+
+
+def test_the_limits_of_an_episode() -> None:
+    rollout = {"environment": "mine.py:make", "max_turns": 3, "max_turn_length": 5}
+    rules = episode_rules(config(data={"verifier": None}, rollout=rollout))
+    assert rules == EpisodeRules(max_turns=3, max_length=32 + 6, max_turn_length=5)
+
+
+def test_the_embedded_engine_is_both_sources(tmp_path: Path) -> None:
+    made = config(tiny_model(tmp_path / "model"), model={"init": "random"})
+    tokenizer = AutoTokenizer.from_pretrained(made.model.path, local_files_only=True)
+    training, held_out = build_sources(made, SHAPE, tokenizer, None, evaluates=True)
+    assert training is held_out and isinstance(engine_of(training), EmbeddedEngine)
+
+
+def test_a_model_that_the_engine_refuses_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError("no such layer\nmore")
+
+    monkeypatch.setattr("megatron_gspo.loop.engines.EmbeddedEngine", refuse)
+    with pytest.raises(ConfigError, match="^model.path = .*the embedded engine refuses it: no such layer; fix it"):
+        sources(config(), evaluates=False)
+
+
+def test_end_tokens_are_the_generation_configs_else_the_configs(tmp_path: Path) -> None:
+    def write(name: str, **content: Any) -> None:
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+
+    write("config", eos_token_id=7)
+    assert 7 in stop_ids(str(tmp_path), Tokenizer(), 1000)
+    write("generation_config", eos_token_id=[8, 9])
+    found = stop_ids(str(tmp_path), Tokenizer(), 1000)
+    assert {8, 9} <= set(found) and 7 not in found
+    write("generation_config", temperature=1.0)
+    assert 7 in stop_ids(str(tmp_path), Tokenizer(), 1000), "a file without the key"
+
+
+def test_a_model_without_an_end_token_is_a_config_error(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="set eos_token_id in its config.json"):
+        stop_ids(str(tmp_path), SimpleNamespace(eos_token_id=None), 1000)

@@ -1,0 +1,106 @@
+"""A run's inputs: what is loaded, and what is refused with the key that names it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_gspo.config import Config, ConfigError
+from megatron_gspo.data.prompts import PromptError
+from megatron_gspo.loop.inputs import check_prompts, check_weights, load_data, load_tokenizer, make_environments
+from tests.support.samples import make_prompt
+from tests.support.training_runs import WORD, base_config, tiny_model
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(tiny_model(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+@pytest.fixture
+def model(source: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(source, tmp_path / "model"))
+
+
+def config(model: Path, /, **sections: Any) -> Config:
+    return Config.from_dict(base_config(str(model), model.parent / "run", **sections))
+
+
+def test_a_batch_has_enough_prompts() -> None:
+    made = config(Path("model"))
+    check_prompts(made, [make_prompt(i) for i in range(4)], [], vocab_size=200)
+    with pytest.raises(PromptError, match="there are 3 training prompts and rollout.rollout_batch_size is 4; lower it"):
+        check_prompts(made, [make_prompt(i) for i in range(3)], [], vocab_size=200)
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_the_model_has_every_token_id(held_out: bool) -> None:
+    train, other = [make_prompt(i, text="ab") for i in range(4)], [make_prompt(9, text="az")]
+    largest = ord("z") if held_out else ord("b")
+    check_prompts(config(Path("model")), train, other if held_out else [], vocab_size=largest + 1)
+    with pytest.raises(PromptError, match=f"has the token id {largest}, .* vocabulary ends at {largest - 1};"):
+        check_prompts(config(Path("model")), train, other if held_out else [], vocab_size=largest)
+
+
+def test_the_checkpoint_is_complete(model: Path) -> None:
+    assert check_weights(config(model)).num_layers == 2
+    (file,) = model.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(ConfigError, match="^model.path = .*: cannot be trained: .*; give a complete safetensors"):
+        check_weights(config(model))
+    file.unlink()
+    assert check_weights(config(model, model={"init": "random"})).num_layers == 2, "then it needs no weights"
+
+
+def test_a_tensor_of_another_model_is_refused(model: Path) -> None:
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 3}))
+    with pytest.raises(ConfigError, match="cannot be trained"):
+        check_weights(config(model))
+
+
+def test_the_tokenizer(model: Path) -> None:
+    assert load_tokenizer(config(model)).eos_token_id is not None
+    for file in model.glob("token*"):
+        file.write_text("{")
+    with pytest.raises(ConfigError, match="its tokenizer can't be loaded"):
+        load_tokenizer(config(model))
+    for file in model.glob("token*"):
+        file.unlink()
+    with pytest.raises(ConfigError, match=r"has no tokenizer \(none of tokenizer.json"):
+        load_tokenizer(config(model))
+
+
+def test_supervised_training_needs_an_end_token(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    endless = SimpleNamespace(eos_token_id=None)
+    monkeypatch.setattr("megatron_gspo.loop.inputs.AutoTokenizer.from_pretrained", lambda *_, **__: endless)
+    assert load_tokenizer(config(model)) is endless
+    sft = config(model, algorithm={"name": "sft"}, rollout={"engine": "sft", "n_samples_per_prompt": 1},
+                 training={"global_batch_size": 4})  # fmt: skip
+    with pytest.raises(ConfigError, match="no end token"):
+        load_tokenizer(sft)
+
+
+def test_prompts_of_files_and_of_a_task(model: Path) -> None:
+    tokenizer = load_tokenizer(config(model))
+    for name, words in (("train", ("sun", "moon" * 12, "star")), ("held_out", ("sky", "sea"))):
+        rows = [{"prompt": f"{WORD} {word}", "answer": word[::-1]} for word in words]
+        (model / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = {"task": None, "prompts": str(model / "train.jsonl"), "eval_prompts": str(model / "held_out.jsonl")}
+    train, held_out, dropped = load_data(config(model, data=files), tokenizer)
+    assert [prompt.answer for prompt in train] == ["nus", "rats"] and dropped == 1, "the longest is dropped"
+    assert [prompt.answer for prompt in held_out] == ["yks", "aes"]
+    _, held_out, _ = load_data(config(model, data=files, evaluation={"max_prompts": 1}), tokenizer)
+    assert [prompt.answer for prompt in held_out] == ["yks"]
+    train, held_out, dropped = load_data(config(model), tokenizer)
+    assert 190 < len(train) + dropped <= 200 and len(held_out) == 8, "questions that are held out are not trained on"
+    assert not {prompt.text for prompt in train} & {prompt.text for prompt in held_out}
+
+
+def test_no_environments_without_the_key() -> None:
+    assert make_environments(config(Path("model"))) is None

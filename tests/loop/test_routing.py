@@ -1,0 +1,98 @@
+"""Routing replay in a step: the options of each pass, and what becomes of the samples' routes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_gspo.config import RoutingConfig
+from megatron_gspo.data.sample import Sample
+from megatron_gspo.loop.routing import RoutingReplay, stored_bytes, without_routes
+from megatron_gspo.loop.timers import Timers
+from megatron_gspo.routing_replay.routes import RouteError, RouteShape
+from tests.support.samples import make_routes, make_sample
+
+SHAPE = RouteShape(layers=2, k=2, num_experts=8)
+
+
+def replay(*, shape: RouteShape | None = SHAPE, has_ratio: bool = True, **config: Any) -> RoutingReplay:
+    return RoutingReplay(RoutingConfig(**config), shape, has_ratio)
+
+
+def sample_with_routes(missing: tuple[int, ...] = ()) -> Sample:
+    routes = make_routes(4, 2, 2, 8)
+    holes = np.isin(np.arange(4), missing) if missing else None
+    return make_sample(2, 3, routed_experts=routes, missing_routes=holes)
+
+
+@pytest.mark.parametrize(
+    ("config", "old", "update"),
+    [
+        ({}, dict(replay=False, record=True), dict(replay=False, compare=True)),
+        ({"replay": "r2"}, dict(replay=False, record=True), dict(replay=True, compare=True)),
+        ({"replay": "r2", "metrics": False}, dict(replay=False, record=True), dict(replay=True, compare=False)),
+        ({"replay": "r3"}, dict(replay=True, compare=True), dict(replay=True, compare=True)),
+        ({"replay": "r3", "replay_old_log_probs": False}, dict(replay=False, compare=True), dict(replay=True)),
+        ({"replay": "r3", "metrics": False}, dict(replay=True, record=False, compare=False), dict(compare=False)),
+        ({"compare_rollout": True}, dict(replay=False, compare=True), dict(replay=False)),
+    ],
+    ids=str,
+)
+def test_what_the_routers_do_in_each_pass(config: dict, old: dict, update: dict) -> None:
+    made = replay(storage="host", **config)
+    for options, expected in ((made.old_policy_options(), old), (made.update_options(), update)):
+        assert options.shape == SHAPE and options.storage == "host"
+        assert {name: getattr(options, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    "made",
+    [replay(shape=None, replay="r2"), replay(has_ratio=False, replay="none"), replay(metrics=False)],
+    ids=["no experts", "no ratio", "nothing asked for"],
+)
+def test_the_routers_are_left_alone(made: RoutingReplay) -> None:
+    assert made.old_policy_options() is None and made.update_options() is None
+
+
+def test_routes_of_the_rollout_are_checked_only_if_they_are_needed() -> None:
+    without = [make_sample(2, 3)]
+    replay().check_rollout_routes(without)
+    replay(replay="r3", shape=None).check_rollout_routes(without)
+    with pytest.raises(RouteError):
+        replay(replay="r3").check_rollout_routes(without)
+    with pytest.raises(RouteError):
+        replay(replay="r3").check_rollout_routes([sample_with_routes(missing=(1,))])
+
+
+@pytest.mark.parametrize("config", [{"replay": "r3", "missing_routes": "live"}, {"compare_rollout": True}], ids=str)
+def test_missing_routes_are_counted_where_they_are_allowed(config: dict) -> None:
+    made = replay(**config)
+    made.check_rollout_routes([sample_with_routes(missing=(1,)), sample_with_routes()])
+    assert made.measured.missing_routes == 1
+
+
+def test_metrics_alone_look_at_some_sequences_over_the_batch() -> None:
+    samples = [make_sample(1, 2, seed=i) for i in range(9)]
+    assert replay(metric_sequences=3).metric_sequences(samples) == [0, 4, 8]
+    assert replay(metric_sequences=20).metric_sequences(samples) == list(range(9))
+
+
+def test_a_missing_route_takes_no_memory() -> None:
+    sample = sample_with_routes()
+    assert stored_bytes(sample) == 4 * 2 * 2 and stored_bytes(make_sample(2, 3)) == 0
+    empty = without_routes(sample, SHAPE)
+    assert stored_bytes(empty) == 0 and empty.missing_routes.all()
+    assert empty.routed_experts.shape == sample.routed_experts.shape
+    assert empty.routed_experts.dtype == sample.routed_experts.dtype
+    empty.check()
+
+
+def test_without_a_pass_the_samples_keep_the_rollouts_routes() -> None:
+    made, samples = replay(replay="r3"), [sample_with_routes(), replace(sample_with_routes(), prompt_index=1)]
+    assert made.with_old_routes(samples, range(2), None, Timers()) == samples
+    assert made.measured.bytes_stored == 2 * 16 and made.measured.bytes_moved == 0
+    made.add_update(None, samples, Timers(), flips=True)
+    assert made.measured.updates == []
