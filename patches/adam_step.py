@@ -1,10 +1,10 @@
 """Carry the step count of torch's Adam through a distributed checkpoint.
 
 Upstream: megatron-core 0.16.1 to 0.19.2, ``optimizer/distrib_optimizer.py``, without Transformer Engine and Apex (with
-them Adam counts steps per parameter group). Four defects of ``DistributedOptimizer`` meet when a run is resumed:
-``state_dict`` fails on an optimizer that has not stepped yet; ``_set_main_param_and_optimizer_states`` asks the
-checkpoint for a ``step`` that the ``fully_reshardable`` format stores elsewhere, ``KeyError: 'step'``; and
-``load_state_dict`` gives all parameters one and the same ``step`` tensor, which torch then increments once for each of
+them Adam counts steps per parameter group). Four defects of ``DistributedOptimizer`` affect a resumed run:
+``state_dict`` fails on an optimizer that has not stepped yet; ``_set_main_param_and_optimizer_states`` reads a
+``step`` from the checkpoint that the ``fully_reshardable`` format stores elsewhere, ``KeyError: 'step'``; and
+``load_state_dict`` gives all parameters the same ``step`` tensor, which torch then increments once for each of
 them, so that Adam's bias correction is silently wrong from the next step on. And ``state_dict`` fails on a rank whose
 optimizer has no parameter at all, such as the experts' on a pipeline stage of dense layers: ``AssertionError``.
 Delete when: all four are corrected in the oldest supported megatron-core.

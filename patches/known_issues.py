@@ -56,8 +56,8 @@ PATCHES = (
         "by all parameters, so that every step counts once for each of them",
         "[`DistributedOptimizer.state_dict`](mcore:optimizer/distrib_optimizer.py#L628), "
         "[`load_state_dict`](mcore:optimizer/distrib_optimizer.py#L690), "
-        "[`_set_main_param_and_optimizer_states`](mcore:optimizer/distrib_optimizer.py#L911); the `KeyError` was met "
-        "in [AReaL#142](https://github.com/areal-project/AReaL/issues/142)",
+        "[`_set_main_param_and_optimizer_states`](mcore:optimizer/distrib_optimizer.py#L911); the `KeyError` is "
+        "reported in [AReaL#142](https://github.com/areal-project/AReaL/issues/142)",
         "`tests/patches/test_adam_step.py::test_adam_steps_once_for_each_step_after_a_resume`, "
         "`tests/mcore/checkpoint/test_save_load.py`",
         "upstream restores each parameter's own step",
@@ -137,7 +137,7 @@ PATCHES = (
         "CPUs is on no index: `ModuleNotFoundError`",
         "[`kernels/ops/kvcache/cache_move.py`](sglang-0.5.23:kernels/ops/kvcache/cache_move.py#L10)",
         "`tests/sglang/test_patches.py::test_upstream_works_with_the_hook_and_fails_without`",
-        "the wheel asks for a build for CPUs, or imports none",
+        "the wheel requires a build for CPUs, or imports none",
         lambda s: s.starts_servers and s.servers_on_cpu,
     ),
     KnownIssue(
@@ -252,7 +252,7 @@ GUARDS = (
     KnownIssue(
         "`mcore/routing_replay/router_hooks.py`: `RouterHook`, `refuse_bypasses`",
         _ANY,
-        "a fused router returns before it asks for routes, so replay is silently off",
+        "a fused router returns before it calls the hook, so replay is silently off",
         "[`topk_routing_with_score_function`](mcore:transformer/moe/moe_utils.py#L652)",
         "`tests/mcore/routing_replay/test_router_hooks.py`",
         "a fused router takes routes or refuses",
@@ -283,11 +283,11 @@ GUARDS = (
     KnownIssue(
         "`setup.py`: `psutil`",
         "megatron-core 0.19.2",
-        "checkpoints need `psutil`, which the wheel doesn't ask for",
+        "checkpoints need `psutil`, which the wheel does not require",
         "[`dist_checkpointing/strategies/filesystem_async.py`]"
         "(mcore:dist_checkpointing/strategies/filesystem_async.py#L42)",
         "`tests/mcore/checkpoint/test_save_load.py` on a fresh installation",
-        "the wheel asks for it",
+        "the wheel requires it",
         lambda s: True,
     ),
     KnownIssue(

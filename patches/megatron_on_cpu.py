@@ -23,7 +23,7 @@ _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "ran
 
 
 class _Stream:
-    """A stream that is always in order: every method returns the stream itself."""
+    """A stream that does nothing: every method returns the stream itself."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -72,8 +72,8 @@ def _cuda_type_name(original: Any) -> Any:
 
 def _patch_torch() -> None:
     cpu = torch.device("cpu")
-    # ``with torch.device("meta")`` knows the factories by identity, from a list that it makes once: let it make it of
-    # the originals, or whoever builds a model on the meta device later (Transformers does) gets uninitialised weights
+    # ``with torch.device("meta")`` knows the factories by identity, from a list that it makes once: build it from
+    # the originals, or a model built later on the meta device (by Transformers) gets uninitialised weights
     _device_constructors()
     for name in _FACTORIES:
         replace(torch, name, _on_cpu)

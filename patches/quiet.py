@@ -1,9 +1,9 @@
-"""Leave out what upstream says at every start, on every rank, and nobody can act on.
+"""Filter the messages that upstream logs at every start on every rank and that need no action.
 
 Upstream: megatron-core 0.16.1 to 0.19.2 (absent Transformer Engine and Apex, its own deprecations), torch (renamed
 collectives that Megatron still calls). A filter names one message, or torch's and Megatron's notes to each other about
-coming changes (``FutureWarning``): whatever else these packages say is shown.
-Delete when: a message is no longer said.
+coming changes (``FutureWarning``): all other messages are shown.
+Delete when: a message is no longer logged.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LOGGERS = (
 
 
 def apply() -> None:
-    """Add the filters; a second call adds them again to no effect."""
+    """Add the filters; a second call has no effect."""
     for message in _MESSAGES:
         warnings.filterwarnings("ignore", message=message)
     for module in ("torch", "megatron"):

@@ -1,4 +1,4 @@
-"""Define a name that Megatron-Core forgets when Transformer Engine is absent.
+"""Define a name that Megatron-Core leaves undefined when Transformer Engine is absent.
 
 Upstream: megatron-core 0.16.1, ``megatron/core/transformer/moe/moe_utils.py``: ``te_general_gemm`` is imported inside a
 ``try`` and used outside of it, so the router's first forward pass raises ``NameError``.

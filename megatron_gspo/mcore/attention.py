@@ -60,7 +60,7 @@ class _Slots:
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's packed-sequence parameters plus the index plan of this module, computed once a micro-batch.
+    """Megatron's packed-sequence parameters plus the index plan of this module, computed once per micro-batch.
 
     The plan is data of the micro-batch and shared by all its layers; it is built on the host, without a device
     synchronisation. ``positions`` [t] are those of the local tokens in their sequences. ``routes``: of the
@@ -100,7 +100,7 @@ def packed_sequences(cu_seqlens: Tensor, max_seqlen: int, cp_group: Any, device:
     batches = _batches(lengths.tolist())
     owned = [zigzag_indices(cu_seqlens, rank, cp_size) for rank in range(cp_size)]
     mine = owned[cp_rank]
-    # where the token at packed position p lies after the all-gather: ranks one behind the other
+    # index of the token at packed position p after the all-gather, which concatenates the ranks
     gathered = torch.empty(int(bounds[-1]), dtype=torch.long)
     gathered[torch.cat(owned)] = torch.arange(int(bounds[-1]))
     queries = _slots(batches, starts // cp_size, lengths // cp_size, None)
@@ -130,7 +130,7 @@ def _batches(lengths: list[int]) -> list[list[int]]:
 
 
 def _slots(batches: list[list[int]], starts: Tensor, lengths: Tensor, moved: Tensor | None) -> _Slots:
-    """The slots of sequences that lie at ``starts``; token i of theirs is token ``moved[i]`` (None: i) of the input."""
+    """The slots of sequences that begin at ``starts``; their token i is token ``moved[i]`` (None: i) of the input."""
     sources, first = [], 0
     row, column, length = torch.empty(3, int(lengths.sum()), dtype=torch.long)
     for rows in batches:

@@ -1,6 +1,6 @@
 """The forward step: from a packed micro-batch through Megatron's model to this rank's share of the loss.
 
-Scaling rule, stated once. Each rank's loss is its *share*: summed over micro-batches, context- and data-parallel ranks
+Scaling rule: each rank's loss is its *share*: summed over micro-batches, context- and data-parallel ranks
 the shares give the objective. Megatron's schedule multiplies a two-value loss by ``cp / num_microbatches`` and its
 DistributedDataParallel averages gradients over ``dp * cp`` ranks, so ``_undo_averaging`` multiplies by
 ``num_microbatches * dp``. The equivalence tests prove the rule in every layout.
@@ -38,7 +38,7 @@ def unwrap(model: Any) -> Any:
 
 @contextmanager
 def _without_output_layer(model: Any) -> Iterator[None]:
-    """Within the context the model's last stage returns hidden states: logits are never made by the model."""
+    """Within the context the model's last stage returns hidden states: the model computes no logits."""
     output_layer = getattr(model, "output_layer", None)
     if output_layer is None:
         yield
@@ -94,7 +94,7 @@ def _take(batches: Iterator[PackedBatch], model: Any, groups: ProcessGroups,
 def policy_forward_step(objective: Objective, *, num_microbatches: int, temperature: float = 1.0,
                         vocab_size: int | None = None, groups: ProcessGroups | None = None,
                         routing: Sequence[MicroBatchRoutes] | None = None) -> ForwardStep:
-    """A ``forward_step`` for Megatron's ``get_forward_backward_func()``: the whole plugin for a loop of your own.
+    """A ``forward_step`` for Megatron's ``get_forward_backward_func()``: all that a training loop of your own needs.
 
     The data iterator yields ``PackedBatch`` micro-batches of one mini-batch, ``num_microbatches`` of them on each
     data-parallel rank. ``temperature`` is the one the responses were sampled at. ``vocab_size`` is the true size where

@@ -17,8 +17,8 @@ from megatron_gspo.models.hf_checkpoint import CheckpointReader
 from megatron_gspo.models.parameter_slices import ParameterSlice
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-# Bytes of whole tensors per all-gather: enough to use the network's bandwidth, and small enough that glibc reuses the
-# memory. It returns larger blocks to the system, and each page would be mapped again.
+# Bytes of whole tensors per all-gather: large enough to use the network's bandwidth, small enough that glibc reuses the
+# memory: it returns larger blocks to the system, and every page would be mapped again.
 _PIECE = 16 * 2**20
 _EXPERT = re.compile(r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)")
 
@@ -38,7 +38,7 @@ class MappedParameter:
 
     @property
     def names(self) -> list[str]:
-        """The Hugging Face tensors that it is made of."""
+        """The names of the Hugging Face tensors that it consists of."""
         return self.rule.names_in(self.layer, self.expert)
 
     def local_slice(self, groups: ProcessGroups) -> ParameterSlice:
@@ -99,10 +99,10 @@ def export_weights(chunks: list[Any], family: Family, shape: ModelShape, groups:
                    piece: int = _PIECE) -> Iterator[tuple[str, Tensor]]:
     """Stream (Hugging Face name, whole tensor) to every rank, layer after layer; a collective of all ranks.
 
-    Memory above the model: at most three times ``piece`` bytes, or three times the largest parameter if that is more,
-    while the consumer keeps one tensor at a time; once more between pipeline stages. Unsharded tensors are views of the
-    parameters. Every rank must consume the stream to its end. ``value`` maps a parameter to the tensor of the same size
-    that is sent: the weight itself, or its gradient.
+    Memory above the model: at most three times ``piece`` bytes, or three times the largest parameter if larger,
+    if the consumer keeps one tensor at a time; one more such buffer with pipeline stages. Unsharded tensors are views
+    of the parameters. Every rank must consume the stream to its end. ``value`` maps a parameter to the tensor of the
+    same size that is sent: the weight itself, or its gradient.
     """
     layers: dict[int, list[MappedParameter]] = {}
     for chunk in chunks:

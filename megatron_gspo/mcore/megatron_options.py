@@ -121,7 +121,7 @@ def _fields(cls: Any) -> dict[str, Any]:
 
 
 def _converted(name: str, value: Any, annotation: Any) -> Any:
-    """The value as the annotation asks for it: names of dtypes and enum members are looked up.
+    """The value in the annotated type: names of dtypes and enum members are looked up.
 
     Raises ``ConfigError`` for another type. Annotations of other kinds are left to Megatron.
     """

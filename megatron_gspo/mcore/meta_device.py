@@ -1,7 +1,7 @@
 """One rank of any world, simulated: Megatron's process groups without other processes, its model without memory.
 
-Torch's fake process group completes every collective at once without data, and parameters are on the meta device, which
-stores sizes only. One process can so build what a rank of 1,024 would hold.
+Torch's fake process group completes every collective immediately without data, and parameters are on the meta device,
+which stores sizes only. So one process can build the model of any rank of a large world.
 """
 
 from __future__ import annotations

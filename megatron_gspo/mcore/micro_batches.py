@@ -1,4 +1,4 @@
-"""Cut a mini-batch into this rank's packed micro-batches, and bring per-token results back to the samples."""
+"""Split a mini-batch into this rank's packed micro-batches, and map per-token results back to the samples."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from megatron_gspo.routing_replay.routes import RouteShape
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """One rank's share of a mini-batch. Every data-parallel rank has equally many micro-batches.
+    """One rank's share of a mini-batch. Every data-parallel rank has the same number of micro-batches.
 
-    ``seq_length``: tokens of the longest micro-batch of any rank, what Megatron's pipeline expects.
+    ``seq_length``: tokens of the longest micro-batch of any rank, for Megatron's pipeline schedule.
     ``real_tokens`` and ``packed_tokens`` count the whole mini-batch over all ranks, without and with padding.
     """
 
@@ -36,7 +36,7 @@ class MicroBatches:
 def micro_batches(samples: Sequence[Sample], config: Any, groups: ProcessGroups, *, max_tokens: int,
                   micro_batch_size: int | None = None, optional: Sequence[str] | None = None,
                   routes: RouteShape | None = None) -> MicroBatches:
-    """Schedule and pack a global mini-batch; every rank calls it with the same samples and takes its own part.
+    """Schedule and pack a global mini-batch; every rank passes the same samples and gets its own part.
 
     ``config`` is the model's ``TransformerConfig``. ``max_tokens`` bounds a packed micro-batch, ``micro_batch_size``
     fixes the number of its sequences instead. ``optional``, ``routes``: as in ``pack``. Micro-batches are
@@ -67,7 +67,7 @@ def micro_batches(samples: Sequence[Sample], config: Any, groups: ProcessGroups,
 
 
 def _fixed(count: int, num_ranks: int, size: int, multiple_of: int) -> list[list[list[int]]]:
-    """``size`` sequences a micro-batch, dealt to the ranks in turn, empty ones at the end."""
+    """``size`` sequences per micro-batch, assigned to ranks round-robin; empty micro-batches come last."""
     rows = [list(range(start, min(start + size, count))) for start in range(0, count, size)]
     per_rank = padded_length(max(-(-len(rows) // num_ranks), 1), multiple_of)
     rows += [[] for _ in range(per_rank * num_ranks - len(rows))]
@@ -80,7 +80,7 @@ def _number(batch: PackedBatch, index: int, rows: Sequence[int]) -> PackedBatch:
 
 
 def response_positions(batch: PackedBatch, samples: Sequence[Sample], offsets: np.ndarray) -> Tensor:
-    """For each packed position the index of its label in all responses laid end to end, or -1; int64 ``[T]``.
+    """The index of each packed position's label in the concatenated responses, or -1; int64 ``[T]``.
 
     ``offsets[i]`` is where the response of sample ``i`` starts.
     """
@@ -94,10 +94,10 @@ def response_positions(batch: PackedBatch, samples: Sequence[Sample], offsets: n
 
 def collect_values(values: Sequence[Tensor], batches: Sequence[PackedBatch], samples: Sequence[Sample],
                    groups: ProcessGroups) -> list[np.ndarray]:
-    """Per-token results of this rank's micro-batch shards to one ``[R]`` float32 array per sample, on every rank.
+    """Map per-token results of this rank's shards to one ``[R]`` float32 array per sample, on every rank.
 
     ``values``: one ``[t]`` tensor per micro-batch on the last pipeline stage, empty elsewhere. One all-reduce over the
-    world: every token is filled in by exactly one rank, so the sum is exact.
+    world: exactly one rank sets each token, so the sum is exact.
     """
     offsets = np.concatenate([[0], np.cumsum([sample.response_length for sample in samples])]).astype(np.int64)
     flat = torch.zeros(int(offsets[-1]), device=compute_device())

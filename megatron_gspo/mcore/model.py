@@ -27,7 +27,7 @@ def _moe(shape: ModelShape, parallel: ParallelConfig, engine: bool) -> dict[str,
         moe_router_pre_softmax=not shape.normalize_topk,
         moe_router_score_function="softmax",
         moe_router_dtype="fp32",
-        moe_router_load_balancing_type="none",  # an auxiliary loss would be an objective that RL didn't ask for
+        moe_router_load_balancing_type="none",  # an auxiliary loss would add a term to the objective
         moe_aux_loss_coeff=0.0,
         moe_token_dispatcher_type=parallel.moe_token_dispatcher_type,
         moe_grouped_gemm=engine,
@@ -96,8 +96,8 @@ def _layout(parallel: ParallelConfig) -> dict[str, Any]:
         account_for_loss_in_pipeline_split=parallel.account_for_loss_in_pipeline_split,
         context_parallel_size=parallel.context_parallel_size,
         sequence_parallel=parallel.use_sequence_parallel,
-        # a sent tensor may not be freed before the send is done, which gloo, and before megatron-core 0.18 the
-        # interleaved schedule, don't wait for
+        # a tensor may be freed only after its send has completed; gloo, and the interleaved schedule before
+        # megatron-core 0.18, do not wait for that
         deallocate_pipeline_outputs=torch.cuda.is_available() and not is_interleaved,
         # a batched exchange mixes up the two directions when both neighbours are the same rank (2 interleaved stages)
         overlap_p2p_comm=is_interleaved,
@@ -111,7 +111,7 @@ def torch_dtype(model: ModelConfig) -> torch.dtype:
 
 
 def use_transformer_engine(model: ModelConfig) -> bool:
-    """Resolve ``model.implementation``; raises ``ValueError`` where Transformer Engine is asked for and absent."""
+    """Resolve ``model.implementation``; raises ``ValueError`` where Transformer Engine is required and absent."""
     if model.implementation == "transformer_engine" and not transformer_engine_available():
         raise ValueError("model.implementation=transformer_engine: not installed, or no CUDA device; use 'torch'")
     return model.implementation != "torch" and transformer_engine_available()

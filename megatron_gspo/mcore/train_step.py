@@ -39,7 +39,7 @@ class StepResult:
 
 
 def run_schedule(policy: Policy, forward_step: ForwardStep, batches: MicroBatches, *, forward_only: bool) -> list[Any]:
-    """Megatron's own forward-backward schedule over one rank's micro-batches; what the last stage returned for each."""
+    """Run Megatron's forward-backward schedule over this rank's micro-batches; returns the last stage's outputs."""
     iterators = [iter(batches.batches) for _ in policy.chunks]
     several = len(policy.chunks) > 1
     return get_forward_backward_func()(
@@ -67,7 +67,7 @@ def compute_log_probs(policy: Policy, samples: Sequence[Sample], training: Train
                       with_entropy: bool = False, routing: ReplayOptions | None = None) -> LogProbOutput:
     """Log-probs (and entropies) of every response token under the policy's weights, without a gradient.
 
-    The samples must be the same on every rank. ``routing``: what the routers are to record or replay meanwhile.
+    The samples must be the same on every rank. ``routing``: what the routers record or replay.
     """
     batches = pack_mini_batch(policy, samples, training, optional=(), routing=routing)
     routes = mini_batch_routes(policy, batches, routing)
@@ -123,7 +123,7 @@ def train_mini_batch(policy: Policy, samples: Sequence[Sample], objective: Objec
 
 @contextmanager
 def _timed(policy: Policy, name: str) -> Iterator[None]:
-    """By the clock that the model's config holds for Megatron's schedule, if it holds one."""
+    """Time a block with the timers of the model's config, if it has any."""
     clock = policy.config.timers
     if clock is not None:
         clock(name).start()
@@ -134,9 +134,9 @@ def _timed(policy: Policy, name: str) -> Iterator[None]:
 
 def forward_backward(policy: Policy, objective: Objective, batches: MicroBatches, *, temperature: float,
                      routing: Sequence[MicroBatchRoutes] | None = None) -> list[Any]:
-    """Zero the gradients, run the schedule and reduce the gradients; what the last stage returned per micro-batch.
+    """Zero the gradients, run the schedule and reduce the gradients; returns the last stage's output per micro-batch.
 
-    Raises ``RoutingError`` where a router didn't take its routes exactly once.
+    Raises ``RoutingError`` where a router did not use its routes exactly once.
     """
     for chunk in policy.chunks:
         chunk.zero_grad_buffer()
@@ -150,7 +150,7 @@ def forward_backward(policy: Policy, objective: Objective, batches: MicroBatches
 
 
 def summed_metrics(per_micro_batch: Sequence[dict[str, Any]], policy: Policy) -> dict[str, Any]:
-    """Add the shares of all micro-batches and ranks up and tell every pipeline stage."""
+    """Sum the metrics of all micro-batches and data-parallel ranks, and broadcast them to every pipeline stage."""
     groups = policy.groups
     summed: list[Any] = [None]
     if groups.is_last_stage:

@@ -23,7 +23,7 @@ from megatron_gspo.models.model_shape import ModelError, read_config, read_json
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-# what belongs to a model beside its weights, copied to an export as it is
+# files of a model other than its weights, copied to an export unchanged
 _COMPANIONS = (
     "config.json",
     "generation_config.json",
@@ -116,8 +116,11 @@ class CheckpointReader:
 
 
 def read_index(folder: Path) -> dict[str, str]:
-    """Tensor -> file, of a directory that has an index. ``ModelError`` where it names anything but files beside it: an
-    index is downloaded, and the way back writes files of these names."""
+    """Tensor -> file, of a directory that has an index.
+
+    Raises ``ModelError`` where it names anything but files in its directory: an index is downloaded, and a conversion
+    back writes files of these names.
+    """
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ModelError(f"{folder / INDEX}: has no weight_map of tensors to files; download it again")
@@ -138,8 +141,8 @@ def write_checkpoint(
 ) -> Path:
     """Write a Hugging Face checkpoint from a stream of (name, tensor); config and tokenizer come from ``source``.
 
-    Memory: one shard. Everything is written beside ``path`` and renamed at the end, so that a broken export never
-    looks finished; an existing ``path`` is replaced. Returns ``path``. Raises ``DiskError`` where it can't be written.
+    Memory: one shard. Atomic: everything is written to a temporary directory, which is renamed at the end; an existing
+    ``path`` is replaced. Returns ``path``. Raises ``DiskError`` where it cannot be written.
     """
     with writing(path):
         return _write(Path(path), tensors, source, dtype, max_shard_bytes)

@@ -68,7 +68,7 @@ class Batch:
 
 
 def random_batch(seed: int, *, drift: float, per_token: bool = False, poison: bool = True) -> Batch:
-    """Nine sequences of 1 to 40 positions: masks with holes, two sequences without a trained token, extreme
+    """Nine sequences of 1 to 40 positions: masks with gaps, two sequences without a trained token, extreme
     values at untrained positions. `drift` is the standard deviation of a sequence's mean log-ratio and of its
     tokens' own.
     """

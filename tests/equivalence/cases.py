@@ -102,7 +102,7 @@ OPTIMIZER = adam(
 def make_samples(
     seed: int = 0, count: int = 10, vocab_size: int = 96, per_token: bool = False, mean_advantage: float = 0.0
 ) -> list[Sample]:
-    """A mini-batch of unequal lengths, masks with holes, a response of one token and one without a trained token."""
+    """A mini-batch of unequal lengths, masks with gaps, a response of one token and one without a trained token."""
     g = np.random.default_rng(seed)
     samples = []
     for i in range(count):

@@ -11,7 +11,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     every, here = config.getoption("--every"), Path(__file__).parent
     names = ("test_moe[", "test_dense[")
     layouts = [item for item in items if here in item.path.parents and item.name.startswith(names)]
-    # a place further on in each group of N: a fixed one would always meet the same of three choices that go round
+    # another position in each group of N: a fixed one would always select the same of three rotating choices
     left_out = {id(item) for place, item in enumerate(layouts) if place % every != place // every % every}
     config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
     items[:] = [item for item in items if id(item) not in left_out]

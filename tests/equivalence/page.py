@@ -30,7 +30,7 @@ or two ranks each, up to 8 processes. On every rank:
 
 - objectives `gspo`, `gspo_token` (advantages per token, dual clip, KL) and `grpo` (temperature 0.8, dual clip, KL,
   entropy bonus); packed micro-batches, and one sequence per micro-batch; no, selective and full recomputation, in turn;
-- a mini-batch with unequal lengths, masks with holes, a response of one token, a sequence without a trained token and
+- a mini-batch with unequal lengths, masks with gaps, a response of one token, a sequence without a trained token and
   one beyond the clamp of the log-ratio;
 - log-probs, entropies, loss, the gradient of every parameter, and every metric of a training step;
 - over three optimizer steps, with and without the distributed optimizer: every weight, the gradient norm, the learning

@@ -1,4 +1,4 @@
-"""A rank on paper holds what the real rank holds."""
+"""A simulated rank on the meta device has the parameters of the real rank."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def real(rank: int, world_size: int, path: str, layout: ParallelConfig) -> list[
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_rank_on_paper_has_the_parameters_of_the_real_one(name, tmp_path):
+def test_a_simulated_rank_has_the_parameters_of_the_real_one(name, tmp_path):
     layout, world = LAYOUTS[name]
     path = save_tiny_model(tmp_path / "model")
     _, shape = family_of(read_config(path))
@@ -58,7 +58,7 @@ def test_the_smallest_world_holds_every_part():
     assert smallest_world(parallel(tensor=4, context=3, expert=2, expert_tensor=4)) == 24
 
 
-def test_a_world_of_1024_is_asked_rank_by_rank(tmp_path):
+def test_each_rank_of_a_world_of_1024_can_be_built(tmp_path):
     _, shape = family_of(read_config(save_tiny_model(tmp_path / "model")))
     layout = parallel(tensor=2, pipeline=2, expert=8)
     with simulated_rank(layout, 1024, 1023) as groups:

@@ -36,7 +36,7 @@ CASES: list[tuple[ParallelConfig, dict[str, Any]]] = [
 
 
 def numbered_samples(count: int) -> list[Sample]:
-    """Uneven samples whose tokens are all different numbers, so that a value tells where it belongs."""
+    """Uneven samples whose tokens are all different numbers, so that a value identifies its position."""
     g = np.random.default_rng(count)
     samples, start = [], 1
     for i in range(count):

@@ -1,4 +1,4 @@
-"""Checkpoint files: slices and their errors, and exports that are whole or not there."""
+"""Checkpoint files: slices and their errors, and atomic exports."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_broken_stream_leaves_the_old_export(source, tensors, tmp_path):
     with pytest.raises(RuntimeError, match="a rank died"):
         write_checkpoint(path, broken(), source=source, max_shard_bytes=5_000)
     assert not path.exists()
-    with pytest.raises(ModelError):  # what lies beside it never looks finished
+    with pytest.raises(ModelError):  # leftovers are never taken for an export
         CheckpointReader(path.with_name("export.partial"))
     write_checkpoint(path, tensors.items(), source=source)
     with pytest.raises(RuntimeError, match="a rank died"):

@@ -129,7 +129,7 @@ MEGATRON = (
     ),
     SeededBug(
         "router's auxiliary loss left on", "two converters; TRL's default", MODEL,
-        'moe_router_load_balancing_type="none",  # an auxiliary loss would be an objective that RL didn\'t ask for\n'
+        'moe_router_load_balancing_type="none",  # an auxiliary loss would add a term to the objective\n'
         "        moe_aux_loss_coeff=0.0,",
         'moe_router_load_balancing_type="aux_loss",\n        moe_aux_loss_coeff=0.001,',
         ("tests/mcore/test_model.py::test_reinforcement_learning_sets_the_router",),

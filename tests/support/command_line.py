@@ -51,7 +51,7 @@ class Outcome:
 
     @property
     def messages(self) -> list[str]:
-        """The lines that are for the user to mend."""
+        """The error messages for the user."""
         return [line for line in self.text.splitlines() if line.startswith(("error: ", "config error: "))]
 
 

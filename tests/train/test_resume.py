@@ -102,7 +102,7 @@ def test_a_broken_checkpoint_is_passed_over_and_rollouts_are_not_generated_again
     size = file.stat().st_size
     os.truncate(file, size // 2)
     life = resume(reference, run_dir)
-    fault = f"{broken} is not whole ({file.name}: {size // 2} of {size} bytes): resuming from step_000004"
+    fault = f"{broken} is incomplete ({file.name}: {size // 2} of {size} bytes): resuming from step_000004"
     assert life.log.count(fault) == 1  # one rank says it
     assert f"rollouts kept in {broken.parent}/step_000004: used" in life.log
     # of the steps 5 and 6 and the last evaluation, step 5 asks no engine and no verifier

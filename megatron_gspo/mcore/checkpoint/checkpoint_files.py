@@ -1,7 +1,7 @@
-"""The files of training checkpoints: which are whole, and how one is published, replaced and removed.
+"""The files of training checkpoints: which are complete, and how one is published, replaced and removed.
 
 A checkpoint ``step_NNNNNN`` is written as ``.partial_NNNNNN_...`` and renamed. ``state.json``, its last file, lists
-every other file but the kept rollouts with its size; a directory that doesn't match its list is not taken for a
+every other file but the kept rollouts with its size; a directory that does not match its list is not a
 checkpoint.
 """
 
@@ -18,22 +18,22 @@ from typing import Any
 from megatron_gspo.errors import RunError, existing_part, show_bytes
 
 STATE = "state.json"
-ROLLOUTS = "rollout.bin"  # comes when it comes, before or after the rest is whole: it isn't listed
+ROLLOUTS = "rollout.bin"  # written before or after the rest is complete, so it is not listed
 
 
 class CheckpointError(RunError):
-    """A checkpoint that can't be written or read: one line with its path, what is wrong and how to go on."""
+    """A checkpoint that can't be written or read: one line with the path, the problem and the fix."""
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint after ``step`` lies."""
+    """The directory of the checkpoint after ``step``."""
     return folder / f"step_{step:06d}"
 
 
 def begin_checkpoint(folder: Path, step: int) -> Path:
-    """An empty directory to write into, under a name of its own.
+    """An empty directory to write into, with a unique name.
 
-    The writers of a killed run may live a little longer than it; they must not meet those of this one.
+    The writers of a killed run may outlive it briefly; they must not write into this run's directory.
     """
     remove_leftovers(folder)
     partial = folder / f".partial_{step:06d}_{uuid.uuid4().hex[:8]}"
@@ -44,7 +44,7 @@ def begin_checkpoint(folder: Path, step: int) -> Path:
 def publish_checkpoint(partial: Path, final: Path, state: Mapping[str, Any], *, keep: int) -> None:
     """Complete ``partial`` with ``state`` (JSON-able), rename it to ``final`` and remove all but the newest ``keep``.
 
-    Everything is on the disk before the rename, so that a power failure leaves no hollow checkpoint either.
+    Everything is on the disk before the rename, so that a power failure leaves no incomplete checkpoint.
     """
     files = [file for file in partial.rglob("*") if file.is_file() and file.name != ROLLOUTS]
     sizes = {str(file.relative_to(partial)): file.stat().st_size for file in files}
@@ -58,36 +58,36 @@ def publish_checkpoint(partial: Path, final: Path, state: Mapping[str, Any], *, 
 
 
 def remove_old(folder: Path, *, keep: int) -> None:
-    """Delete all but the newest ``keep`` whole checkpoints."""
+    """Delete all but the newest ``keep`` complete checkpoints."""
     for old in complete_checkpoints(folder)[:-keep]:
         _remove(old)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete what a killed run was writing or removing. Only the run's one writer may call this."""
+    """Delete what a killed run was writing or removing. Only the rank that writes may call this."""
     for pattern in (".partial_*", ".removed_*"):
         for path in folder.glob(pattern):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """The whole checkpoints of a run, oldest first."""
+    """The complete checkpoints of a run, oldest first."""
     return [path for path in sorted(folder.glob("step_*")) if not fault_of(path)]
 
 
 def newest_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint, if there is one, and what is wrong with each newer directory."""
+    """The newest complete checkpoint, if any, and why each newer directory is not one."""
     faults: list[str] = []
     for path in sorted(folder.glob("step_*"), reverse=True):
         fault = fault_of(path)
         if not fault:
             return path, faults
-        faults.append(f"{path} is not whole ({fault})")
+        faults.append(f"{path} is incomplete ({fault})")
     return None, faults
 
 
 def room_left(folder: Path) -> str:
-    """Free space of a run's disk, and what its newest checkpoint takes: for the message of a save that failed."""
+    """Free disk space and the size of the newest checkpoint, for the message of a failed save."""
     room = f" ({show_bytes(shutil.disk_usage(existing_part(folder)).free)} free"
     newest, _ = newest_checkpoint(folder)
     if newest is not None:
@@ -97,7 +97,7 @@ def room_left(folder: Path) -> str:
 
 
 def fault_of(path: Path) -> str:
-    """Why a directory is not a whole checkpoint, in a few words; "" for a whole one."""
+    """Why a directory is not a complete checkpoint, in a few words; "" for a complete one."""
     try:
         content = json.loads((path / STATE).read_text(encoding="utf-8"))
     except OSError:
@@ -116,12 +116,12 @@ def fault_of(path: Path) -> str:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The ``state`` that a whole checkpoint was saved with."""
+    """The ``state`` of a complete checkpoint."""
     return dict(json.loads((path / STATE).read_text(encoding="utf-8"))["state"])
 
 
 def _remove(checkpoint: Path) -> None:
-    """Rename first: a half removed directory never has a checkpoint's name."""
+    """Rename first, so that a partly removed directory never has a checkpoint's name."""
     if not checkpoint.exists():
         return
     removed = checkpoint.with_name(f".removed_{checkpoint.name}_{uuid.uuid4().hex[:8]}")

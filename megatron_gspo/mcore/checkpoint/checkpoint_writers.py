@@ -52,7 +52,7 @@ class Writers:
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_work, args=(job, sender, os.getpid()), daemon=True)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside other threads: see above
+            warnings.simplefilter("ignore", DeprecationWarning)  # a fork while other threads run: see above
             process.start()
         sender.close()  # so that the child's end is the pipe's
         self._running[receiver] = number, process

@@ -145,7 +145,7 @@ class MicroBatchRoutes:
 
     @torch.no_grad()
     def _measure(self, layer: int, scores: Tensor, ids: Tensor, are_logits: bool) -> None:
-        """Keep what the options ask for of a live choice, without a device synchronisation."""
+        """Record what the options select of a live choice, without a device synchronization."""
         assert self.weight is not None
         ids = ids.to(self.options.shape.torch_dtype)
         if self.options.record:

@@ -1,4 +1,4 @@
-"""Which directories are checkpoints: whole ones, whatever a killed run or a broken disk has left beside them."""
+"""Which directories are complete checkpoints, whatever a killed run or a broken disk left in the folder."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, fault):
     path = write(tmp_path, 4)
     DAMAGES[fault](path)
     assert fault_of(path) == fault
-    assert newest_checkpoint(tmp_path) == (older, [f"{path} is not whole ({fault})"])
+    assert newest_checkpoint(tmp_path) == (older, [f"{path} is incomplete ({fault})"])
     assert complete_checkpoints(tmp_path) == [older]
 
 

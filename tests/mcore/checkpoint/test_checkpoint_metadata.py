@@ -1,4 +1,4 @@
-"""What Megatron's checkpoint holds, asked on paper: every element once, under the same keys in every layout."""
+"""The contents of Megatron's checkpoint from the meta device: each element once, the same keys in every layout."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_a_writer_that_is_killed_ends_the_save_on_every_rank(path, tmp_path):
 
 
 def fail_on_rank_0(rank: int, world_size: int, path: str, folder: str) -> list[str]:
-    """What rank 0 writes by itself: the first file before 0.19, and the metadata at the end. The others must hear."""
+    """What rank 0 alone writes: the first file before 0.19, and the metadata. A failure must end all ranks."""
     target, errors = Path(folder), []
     policy = policy_in(path, parallel(tensor=2))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

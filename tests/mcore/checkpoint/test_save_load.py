@@ -1,4 +1,4 @@
-"""Training checkpoints: exact in the layout that saved them, the same training in another one, whole or not there."""
+"""Training checkpoints: exact in the layout that saved them, the same training in another one, atomic."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def save_often(rank: int, world_size: int, path: str, folder: str) -> dict[str, 
     at = save_checkpoint(policy, target, 12, {"again": True}, keep=2)
     if rank == 0:
         metadata = at / ".metadata"
-        metadata.write_bytes(bytes(metadata.stat().st_size))  # its size doesn't tell
+        metadata.write_bytes(bytes(metadata.stat().st_size))  # the same size
     torch.distributed.barrier()
     with pytest.raises(CheckpointError) as caught:
         load_checkpoint(policy, at)

@@ -55,7 +55,7 @@ LAYOUTS = {
 
 
 def scattered(samples: list[Sample], recorded: list[np.ndarray], shape: RouteShape) -> list[Sample]:
-    """Routes of which a quarter of all (row, layer) were drawn anew; an eighth of the rows isn't known."""
+    """Routes of which a quarter of all (row, layer) were resampled; an eighth of the rows is unknown."""
     g, found = np.random.default_rng(8), []
     for sample, routes in zip(with_random_routes(samples, shape, seed=2), recorded, strict=True):
         changed = g.random(routes.shape[:2]) < 0.25
@@ -257,7 +257,7 @@ def test_expert_ids_of_one_and_of_two_bytes(experts, dtype, tmp_path):
 
 
 def shared_experts(rank: int, world_size: int) -> dict[str, Any]:
-    """A model with an expert that every token uses beside the routed ones, which no Qwen3 has: built by hand."""
+    """A model with a shared expert, which no Qwen3 has: built by hand."""
     groups = groups_of(parallel())
     config = transformer_config(model_shape(mlp_only_layers=[1]), parallel(), model_config())
     config.moe_shared_expert_intermediate_size = 16

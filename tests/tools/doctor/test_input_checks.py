@@ -96,7 +96,7 @@ def test_a_run_resumes_from_the_newest_whole_checkpoint(model, tmp_path):
     os.truncate(second / "weights", 10)
     faults = input_checks.check_checkpoints(config)
     assert [f.level for f in faults] == ["warning", "ok"]
-    assert faults[0].what == f"{second} is not whole (weights: 10 of 1000 bytes)"
+    assert faults[0].what == f"{second} is incomplete (weights: 10 of 1000 bytes)"
     assert faults[1].what == f"resumes from {first}, step 2 of 9"
 
 
