@@ -1,4 +1,4 @@
-"""Rows out of prompt files: JSON lines, Parquet, and what the Hugging Face `datasets` library saves."""
+"""Rows of prompt files: JSON lines, Parquet, and data sets saved by the Hugging Face `datasets` library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from megatron_gspo.errors import InputError, first_line
 
 Row = dict[str, Any]
-Place = str  # where a row came from, for error messages: "data.jsonl line 3"
+Location = str  # of a row, for error messages: "data.jsonl line 3"
 
 _JSON_LINES = (".jsonl", ".ndjson")
 _SUPPORTED = ".jsonl, .parquet, .arrow or a directory written by datasets' save_to_disk"
@@ -22,8 +22,8 @@ class PromptError(InputError):
     """Prompts that can't be used; one line naming the file, the row, the key and the fix."""
 
 
-def read_rows(path: str | Path, *, split: str = "train") -> list[tuple[Place, Row]]:
-    """All rows of a prompt file, each with its place.
+def read_rows(path: str | Path, *, split: str = "train") -> list[tuple[Location, Row]]:
+    """All rows of a prompt file, each with its location.
 
     path: .jsonl / .ndjson (blank lines are skipped), .parquet (needs pyarrow), .arrow or a directory saved by
         `datasets` (needs datasets).
@@ -56,25 +56,25 @@ def optional_module(name: str, package: str, extra: str, purpose: str) -> Module
         ) from error
 
 
-def _read_json_lines(path: Path) -> list[tuple[Place, Row]]:
+def _read_json_lines(path: Path) -> list[tuple[Location, Row]]:
     rows = []
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
-            place = f"{path} line {number}"
+            location = f"{path} line {number}"
             try:
                 row = json.loads(line)
             except ValueError as error:  # bad JSON or not UTF-8
                 reason = str(error).split("\n")[0]
-                raise PromptError(f"{place}: not JSON ({reason}); write one JSON object a line") from error
+                raise PromptError(f"{location}: not JSON ({reason}); write one JSON object a line") from error
             if not isinstance(row, dict):
-                raise PromptError(f"{place}: a JSON {type(row).__name__}; write one JSON object a line")
-            rows.append((place, row))
+                raise PromptError(f"{location}: a JSON {type(row).__name__}; write one JSON object a line")
+            rows.append((location, row))
     return rows
 
 
-def _read_parquet(path: Path) -> list[tuple[Place, Row]]:
+def _read_parquet(path: Path) -> list[tuple[Location, Row]]:
     parquet = optional_module("pyarrow.parquet", "pyarrow", "data", f"reading {path}")
     try:
         table = parquet.read_table(path)
@@ -83,7 +83,7 @@ def _read_parquet(path: Path) -> list[tuple[Place, Row]]:
     return _numbered(path, table.to_pylist())
 
 
-def _read_datasets(path: Path, split: str) -> list[tuple[Place, Row]]:
+def _read_datasets(path: Path, split: str) -> list[tuple[Location, Row]]:
     datasets = optional_module("datasets", "datasets", "data", f"reading {path}")
     try:
         if path.is_dir():
@@ -100,5 +100,5 @@ def _read_datasets(path: Path, split: str) -> list[tuple[Place, Row]]:
     return _numbered(path, loaded)
 
 
-def _numbered(path: Path, rows: Iterable[Row]) -> list[tuple[Place, Row]]:
+def _numbered(path: Path, rows: Iterable[Row]) -> list[tuple[Location, Row]]:
     return [(f"{path} row {number}", row) for number, row in enumerate(rows, start=1)]

@@ -1,4 +1,4 @@
-"""Prompts out of rows, and the order in which training draws them."""
+"""Prompts from rows, and their order in training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_gspo.config import DataConfig
 from megatron_gspo.config.data_checks import check_prompt_format
-from megatron_gspo.data.prompt_files import Place, PromptError, Row, read_rows
+from megatron_gspo.data.prompt_files import Location, PromptError, Row, read_rows
 from megatron_gspo.data.sample import Prompt, json_able
 
 __all__ = [
@@ -26,14 +26,14 @@ __all__ = [
 
 
 class Tokenizer(Protocol):
-    """What prompts need of a tokenizer; those of Transformers have it."""
+    """The part of a Transformers tokenizer that prompts need."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts with index 0 .. n-1, and how many were too long and left out."""
+    """Prompts with index 0 .. n-1. dropped: how many were longer than `max_prompt_length`."""
 
     prompts: list[Prompt]
     dropped: int = 0
@@ -53,7 +53,7 @@ def load_prompts(
 
 
 def build_prompts(
-    rows: Iterable[tuple[Place, Row]], tokenizer: Tokenizer, data: DataConfig, *, source: str
+    rows: Iterable[tuple[Location, Row]], tokenizer: Tokenizer, data: DataConfig, *, source: str
 ) -> PromptSet:
     """Tokenise rows. Every field besides prompt and answer goes to the prompt's metadata (as JSON values).
 
@@ -63,23 +63,23 @@ def build_prompts(
     prompts: list[Prompt] = []
     dropped = 0
     limit = data.max_prompt_length
-    for place, row in rows:
-        text = _prompt_text(place, row, tokenizer, data)
+    for location, row in rows:
+        text = _prompt_text(location, row, tokenizer, data)
         # a chat template writes its own special tokens
         ids = tokenizer.encode(text, add_special_tokens=not data.chat_template)
         if not ids:
-            raise PromptError(f"{place}: key {data.prompt_key!r} is empty; remove the row")
+            raise PromptError(f"{location}: key {data.prompt_key!r} is empty; remove the row")
         if len(ids) > limit:
             if data.overlong_prompts == "error":
                 raise PromptError(
-                    f"{place}: prompt has {len(ids)} tokens but max_prompt_length is {limit}; "
+                    f"{location}: prompt has {len(ids)} tokens but max_prompt_length is {limit}; "
                     "raise it or set overlong_prompts to drop"
                 )
             dropped += 1
             continue
         used = (data.prompt_key, data.answer_key)
         metadata = json_able({key: value for key, value in row.items() if key not in used})
-        answer = _answer(place, row, data.answer_key)
+        answer = _answer(location, row, data.answer_key)
         prompts.append(Prompt(len(prompts), np.array(ids, dtype=np.int64), text, answer, metadata))
     if not prompts:
         if dropped:
@@ -91,10 +91,10 @@ def build_prompts(
 
 
 class PromptSource:
-    """Prompts in a deterministic order, addressed by a cursor: how many were drawn or passed over so far.
+    """Prompts in a deterministic order, addressed by a cursor: the number of prompts drawn or skipped so far.
 
-    Epoch e covers cursors e * n .. e * n + n - 1. With shuffle its order depends on (seed, e) alone, so the
-    cursor is all the state that a resumed run needs.
+    Epoch e covers cursors e * n .. e * n + n - 1. Its shuffled order depends on (seed, e) alone, so a resumed run
+    needs only the cursor.
     """
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int = 0, shuffle: bool = True):
@@ -110,7 +110,7 @@ class PromptSource:
     def order(self, epoch: int) -> np.ndarray:
         """[n] int64: positions of the prompts in the order of that epoch.
 
-        Sorts raw generator output, the one thing whose stream numpy promises not to change between versions.
+        Sorts raw generator output, the only stream that numpy guarantees not to change between versions.
         """
         if not self._shuffle:
             return np.arange(len(self))
@@ -120,8 +120,8 @@ class PromptSource:
     def batch(self, cursor: int, size: int) -> tuple[list[Prompt], int]:
         """`size` different prompts from `cursor` on, and the cursor after them; a pure function.
 
-        A batch doesn't straddle epochs, because the same prompt twice would merge two groups into one: where
-        fewer than `size` are left, the rest of the epoch is passed over. Raises PromptError for size > n.
+        A batch does not span epochs: the same prompt twice would merge two groups into one. If fewer than `size`
+        prompts are left, the rest of the epoch is skipped. Raises PromptError for size > n.
         """
         total = len(self)
         if not 1 <= size <= total:
@@ -137,37 +137,37 @@ class PromptSource:
         return [self.prompts[i] for i in chosen.tolist()], epoch * total + offset + size
 
 
-def _field(place: Place, row: Row, key: str, setting: str) -> Any:
+def _field(location: Location, row: Row, key: str, setting: str) -> Any:
     if key not in row:
         found = ", ".join(sorted(map(str, row))) or "nothing"
-        raise PromptError(f"{place}: key {key!r} is missing (found: {found}); set {setting} to the right one")
+        raise PromptError(f"{location}: key {key!r} is missing (found: {found}); set {setting} to the right one")
     return row[key]
 
 
-def _prompt_text(place: Place, row: Row, tokenizer: Tokenizer, data: DataConfig) -> str:
+def _prompt_text(location: Location, row: Row, tokenizer: Tokenizer, data: DataConfig) -> str:
     key = data.prompt_key
-    question = _field(place, row, key, "prompt_key")
+    question = _field(location, row, key, "prompt_key")
     if isinstance(question, str):
         if not question.strip():
-            raise PromptError(f"{place}: key {key!r} is empty; remove the row")
+            raise PromptError(f"{location}: key {key!r} is empty; remove the row")
         question = data.prompt_template.replace("{question}", question)
         if not data.chat_template:
             return question
         question = [{"role": "user", "content": question}]
     elif not _is_chat(question):
         kind = type(question).__name__
-        raise PromptError(f"{place}: key {key!r} is a {kind}; it must be text or a list of chat messages")
+        raise PromptError(f"{location}: key {key!r} is a {kind}; it must be text or a list of chat messages")
     elif not data.chat_template:
-        raise PromptError(f"{place}: key {key!r} holds chat messages; set chat_template to true")
+        raise PromptError(f"{location}: key {key!r} holds chat messages; set chat_template to true")
     messages = list(question)
     if data.system_prompt is not None:
         if messages[0]["role"] == "system":
-            raise PromptError(f"{place}: has a system message and system_prompt is set; remove one of them")
+            raise PromptError(f"{location}: has a system message and system_prompt is set; remove one of them")
         messages.insert(0, {"role": "system", "content": data.system_prompt})
-    return _apply_chat_template(place, tokenizer, messages)
+    return _apply_chat_template(location, tokenizer, messages)
 
 
-def _apply_chat_template(place: Place, tokenizer: Any, messages: list[dict[str, str]]) -> str:
+def _apply_chat_template(location: Location, tokenizer: Any, messages: list[dict[str, str]]) -> str:
     if (
         not hasattr(tokenizer, "apply_chat_template")
         or getattr(tokenizer, "chat_template", "unknown") is None
@@ -177,10 +177,10 @@ def _apply_chat_template(place: Place, tokenizer: Any, messages: list[dict[str, 
         )
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # a template may raise anything
         reason = str(error).split("\n")[0]
         raise PromptError(
-            f"{place}: the chat template refuses the messages ({reason}); correct the row"
+            f"{location}: the chat template refuses the messages ({reason}); correct the row"
         ) from error
 
 
@@ -192,15 +192,15 @@ def _is_chat(value: Any) -> bool:
     )
 
 
-def _answer(place: Place, row: Row, key: str | None) -> str | None:
+def _answer(location: Location, row: Row, key: str | None) -> str | None:
     if key is None:
         return None
-    value = _field(place, row, key, "answer_key")
+    value = _field(location, row, key, "answer_key")
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, (bool, int, float)):
         return json.dumps(value) if isinstance(value, bool) else str(value)
     kind = type(value).__name__
     raise PromptError(
-        f"{place}: key {key!r} is a {kind}; it must be text or a number (other fields are metadata)"
+        f"{location}: key {key!r} is a {kind}; it must be text or a number (other fields are metadata)"
     )

@@ -1,4 +1,4 @@
-"""A question (`Prompt`) and one response to it (`Sample`): what travels through a training step."""
+"""A prompt (`Prompt`) and a response to it (`Sample`), the data of a training step."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _LOG_PROB_FIELDS = ("rollout_log_probs", "old_log_probs", "ref_log_probs")
 
 @dataclass
 class Prompt:
-    """One question, tokenised.
+    """A tokenised prompt.
 
     index: position in its source; the group id of its samples.
     token_ids: [P] int64, P >= 1.
-    text: what was tokenised (after the chat template).
-    answer: reference answer, where there is one.
+    text: the tokenised text, after the chat template.
+    answer: reference answer, or None.
     metadata: JSON-able; verifiers get it.
     """
 
@@ -55,14 +55,14 @@ class Sample:
     sample_index: 0 .. n-1 within the group.
     tokens: [L] int64, prompt then response, no padding.
     prompt_length: P >= 1.
-    loss_mask: [R] bool; True where the policy chose the token (end token included), False for tool text.
+    loss_mask: [R] bool; True if the policy generated the token (end token included), False for text of an environment.
     rollout_log_probs: [R] float32, log-probability of each response token as the engine scored it while
         sampling (after temperature); None where the engine has none. Ignored where loss_mask is False.
     finish_reason: "stop" (end token), "length" (cut off) or "abort".
     text: the decoded response.
-    weight_version: version of the weights that sampled it, of the oldest where there are several.
+    weight_version: version of the weights that sampled it; the oldest if there are several.
     token_versions: [R] int32, version of the weights that sampled each token (for text of an environment: of the
-        response before it); None: all are weight_version. An engine whose responses can span a weight update gives it.
+        response before it); None: all are weight_version. Set by engines whose responses can span a weight update.
     reward: NaN until scored.
     advantages, old_log_probs, ref_log_probs: [R] float32, filled in by the trainer.
     routed_experts: [L-1, layers, k] unsigned, the smallest type that holds the ids (`routes.expert_id_dtype`): the

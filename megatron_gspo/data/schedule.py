@@ -1,15 +1,15 @@
-"""The packing schedule: which sequences go into which micro-batch of which rank.
+"""The packing schedule: the micro-batch and the rank of each sequence.
 
 Invariants, for any valid input (tests/data/test_schedule.py):
 1. every index 0 .. N-1 appears exactly once;
 2. every rank has the same number K >= 1 of micro-batches, K % multiple_of == 0; some may be empty;
 3. no micro-batch holds more than max_tokens;
-4. K is the lower bound ceil(total / (num_ranks * max_tokens)) wherever largest-first placement reaches it, as
-   it does unless bins are almost full or hold few sequences each; else it is what best-fit-decreasing needs;
-5. micro-batch k has a similar load on every rank (ranks that exchange tokens wait there for each other), and
+4. K is the lower bound ceil(total / (num_ranks * max_tokens)) if largest-first placement reaches it, which
+   fails only if bins are almost full or hold few sequences each; else the number that best-fit-decreasing needs;
+5. micro-batch k has a similar load on every rank (ranks that exchange tokens wait for each other), and
    the sums over a rank's micro-batches are level; where no sequence is longer than the mean micro-batch, all
    micro-batches are (pipelines pad them to one length);
-6. the result depends on the arguments alone. The largest micro-batch comes first: memory runs out early.
+6. the result depends on the arguments alone. The largest micro-batch is first: running out of memory shows early.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ import numpy as np
 Bins = list[list[int]]
 Schedule = list[list[list[int]]]
 Sized = tuple[int, int]  # tokens and index of a sequence
-_MOST_PASSED = 64  # full bins that a sequence looks past before the attempt is given up; bounds the time
-_MOST_SWAPS = 4096  # exchanges between bins of one level; bounds the time, and is reached by large batches alone
+_MOST_PASSED = 64  # full bins that are skipped for one sequence before the attempt fails; bounds the time
+_MOST_SWAPS = 4096  # exchanges between bins of one level; bounds the time; only large batches reach it
 _MOST_TRIED = 4  # lightest bins that the heaviest tries
 _CLOSE = 2000  # bins whose loads differ by less than this part of the heavier one are level
 
 
 def schedule(lengths: Sequence[int], *, num_ranks: int, max_tokens: int, multiple_of: int = 1) -> Schedule:
-    """Spread sequences over ranks and micro-batches of level token load.
+    """Distribute sequences over ranks and micro-batches with balanced numbers of tokens.
 
     lengths: [N] tokens of every sequence, as packed (rounded up to the sequence multiple: `padded_length`).
     num_ranks: data-parallel ranks.
-    max_tokens: most tokens in one micro-batch; make it a multiple of the packed total's multiple.
+    max_tokens: maximum number of tokens of a micro-batch; make it a multiple of the packed total's multiple.
     multiple_of: the number of micro-batches of a rank is a multiple of this (for interleaved pipelines).
 
     Returns [rank][micro_batch] -> indices into `lengths`, ascending.
     Raises ValueError for a sequence longer than max_tokens (naming it) and for arguments below 1.
     Method: longest-processing-time-first (Graham 1969) with a target load per step, so that a sequence longer
-    than the mean micro-batch has its like on the other ranks; best-fit-decreasing where that overflows. Then the
-    heaviest and lightest bins of a level exchange sequences, which evens out what few sequences a bin leave uneven.
+    than the mean micro-batch meets similar ones on the other ranks; best-fit-decreasing if that overflows. Then the
+    heaviest and lightest bins of a level exchange sequences, which balances bins with few sequences.
     """
     for name, value in (("num_ranks", num_ranks), ("max_tokens", max_tokens), ("multiple_of", multiple_of)):
         if value < 1:
@@ -62,12 +62,12 @@ def schedule(lengths: Sequence[int], *, num_ranks: int, max_tokens: int, multipl
 
 @dataclass(frozen=True)
 class ScheduleReport:
-    """How good a schedule is.
+    """Quality of a schedule.
 
     num_microbatches: per rank.
-    padding_share: padding tokens / packed tokens, empty micro-batches left out.
+    padding_share: padding tokens / packed tokens, without empty micro-batches.
     rank_imbalance: heaviest rank's tokens / mean rank's tokens - 1.
-    step_imbalance: time lost where all ranks wait for each other after every micro-batch:
+    step_imbalance: share of time lost if all ranks wait for each other after every micro-batch:
         sum_k max_rank load / sum_k mean_rank load - 1.
     fill: mean tokens of a micro-batch / max_tokens (NaN without max_tokens).
     """
@@ -150,8 +150,8 @@ def _level(sizes: list[int], order: list[int], num_bins: int, num_ranks: int, ca
 
 
 def _exchange(bins: Bins, sizes: list[int]) -> Bins:
-    """The same bins, more level: the heaviest gives one of the lightest a sequence, for a shorter one or for none, as
-    long as that brings the two closer. No load grows beyond the heaviest."""
+    """The same bins, better balanced: the heaviest gives one of the lightest a sequence, for a shorter one or for none,
+    if that reduces their difference. No load exceeds the heaviest."""
     by_load = sorted((sum(map(sizes.__getitem__, members)), b) for b, members in enumerate(bins))
     opened: dict[int, list[Sized]] = {}  # the bins that have exchanged something or tried to, ascending
     for _ in range(_MOST_SWAPS):
@@ -174,8 +174,8 @@ def _exchange(bins: Bins, sizes: list[int]) -> Bins:
 def _next_swap(
     bins: Bins, sizes: list[int], by_load: list[tuple[int, int]], opened: dict[int, list[Sized]]
 ) -> tuple[int, Sized, Sized | None] | None:
-    """Which of the lightest bins the heaviest exchanges with (as a position in ``by_load``), and what for what; None
-    where they are level or no exchange helps. Opens the bins that it looks into."""
+    """Which of the lightest bins the heaviest exchanges with (as a position in ``by_load``), and which sequences; None
+    if they are balanced or no exchange helps. Adds the bins that it examines to `opened`."""
     heavy, giver = by_load[-1]
     for at, (light, taker) in enumerate(by_load[:_MOST_TRIED]):
         if heavy - light <= max(heavy // _CLOSE, 1):

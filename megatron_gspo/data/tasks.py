@@ -16,7 +16,7 @@ from megatron_gspo.data.prompts import PromptSet, Tokenizer, build_prompts
 # reasoning-gym draws item i of a dataset from Random(seed + i), so nearby seeds give mostly the same items
 HELD_OUT_SEED_OFFSET = 1_000_000_000
 METADATA_KEY = "reasoning_gym"
-_MOST_DRAWS = 8  # items drawn per held-out question asked for, where a task repeats itself
+_MOST_DRAWS = 8  # items drawn per held-out question asked for, because a task may repeat itself
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def load_task(task: TaskConfig, tokenizer: Tokenizer, data: DataConfig | None = 
     them is dropped. Verifiers find name, kwargs and entry in `Prompt.metadata["reasoning_gym"]`.
 
     data: format of the prompts; its prompt_key and answer_key are not used. Raises ConfigError for an invalid format,
-    PromptError for an unknown task, options that it refuses, or a task with too few distinct questions, ImportError
+    PromptError for an unknown task, invalid options, or a task with too few distinct questions, ImportError
     without reasoning-gym.
     """
     data = dataclasses.replace(data or DataConfig(), prompt_key="question", answer_key="answer")

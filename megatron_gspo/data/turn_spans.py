@@ -1,4 +1,4 @@
-"""Turns of a multi-turn sample: which response tokens are whose, and what each response was worth."""
+"""Turns of a multi-turn sample: the tokens and the reward of each response."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Span:
 
 
 def spans(sample: Sample) -> list[Span]:
-    """The turns of a sample, in order; [] for one that no episode made."""
+    """The turns of a sample, in order; [] for a single-turn sample."""
     return [Span(**turn) for turn in sample.metadata.get(TURNS, ())]
 
 
 def with_spans(turns: Sequence[Span]) -> dict[str, Any]:
-    """The entry of `Sample.metadata` that says so."""
+    """The entry of `Sample.metadata` for these turns."""
     return {TURNS: [asdict(span) for span in turns]}

@@ -20,7 +20,7 @@ from megatron_gspo.loop.routing import RoutingReplay
 from megatron_gspo.rewards.scorer import FAILURE
 from megatron_gspo.tracking.plots import draw_run
 from megatron_gspo.tracking.progress import Progress
-from megatron_gspo.tracking.run_directory import RunDirectory, spread
+from megatron_gspo.tracking.run_directory import RunDirectory, evenly_spaced
 from megatron_gspo.tracking.run_environment import describe_environment
 from megatron_gspo.tracking.trackers import RunInfo, make_trackers
 
@@ -135,7 +135,7 @@ class MetricsLogger:
                 "see verifier/* and data.verifier_failure_reward",
             )
         if self._config.tracking.samples_per_step:
-            chosen = spread(list(samples), self._config.tracking.samples_per_step)
+            chosen = evenly_spaced(list(samples), self._config.tracking.samples_per_step)
             with writing(self._directory.samples):
                 self._directory.write_samples(
                     step, [sample.to_record(self._prompts[sample.prompt_index]) for sample in chosen]

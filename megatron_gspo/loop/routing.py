@@ -21,7 +21,7 @@ from megatron_gspo.mcore.routing_replay.gather_results import gather_flips, gath
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes, ReplayOptions
 from megatron_gspo.routing_replay.routes import RouteShape, check_routes
 from megatron_gspo.routing_replay.step_metrics import StepRouting
-from megatron_gspo.tracking.run_directory import spread
+from megatron_gspo.tracking.run_directory import evenly_spaced
 
 
 @dataclass
@@ -75,7 +75,7 @@ class RoutingReplay:
 
     def metric_sequences(self, samples: Sequence[Sample]) -> list[int]:
         """Positions of the sequences whose routes are recorded for metrics alone."""
-        return spread(range(len(samples)), self.config.metric_sequences)
+        return evenly_spaced(range(len(samples)), self.config.metric_sequences)
 
     def with_old_routes(self, samples: Sequence[Sample], positions: Sequence[int],
                         done: Sequence[MicroBatchRoutes] | None, timers: Timers) -> list[Sample]:

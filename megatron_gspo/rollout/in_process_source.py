@@ -12,7 +12,7 @@ from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
 from megatron_gspo.rollout.group_source import GenerateOnCollect, Weights, engine_name
-from megatron_gspo.rollout.sample_exchange import generate_spread
+from megatron_gspo.rollout.sample_exchange import generate_on_ranks
 
 
 class InProcessSource(GenerateOnCollect):
@@ -31,7 +31,7 @@ class InProcessSource(GenerateOnCollect):
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> list[Sample]:
         """See `GroupSource.generate`."""
-        return generate_spread(self._engine, prompts, sampling, seed=seed, group=self._group, device=self._device,
+        return generate_on_ranks(self._engine, prompts, sampling, seed=seed, group=self._group, device=self._device,
                                vocab_size=self._vocab_size)  # fmt: skip
 
     def update_weights(self, weights: Weights, *, version: int) -> None:

@@ -1,7 +1,7 @@
-"""Rollouts over ranks: each rank generates its share of the prompts, or one rank all; every rank gets all samples.
+"""Generation over ranks: each rank generates a part of the prompts, or one rank all; every rank gets all samples.
 
-Samples travel as one flat byte buffer a rank: a table of numbers, then the tokens, masks and per-token numbers
-of all its samples end to end. Two collectives in all: the sizes, the bytes.
+The samples of a rank are sent as one byte buffer: a table of numbers, then the concatenated tokens, masks and
+per-token numbers. There are two collectives: sizes and bytes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ _PER_TOKEN = ("rollout_log_probs", "advantages", "old_log_probs", "ref_log_probs
 _COLUMNS = ("place", "prompt_index", "sample_index", "length", "prompt_length", "finish", "weight_version",
             "text_bytes", *_PER_TOKEN, "route_layers", "route_k", "route_bytes", "missing_routes",
             "token_versions")  # fmt: skip
-_FORMAT = int.from_bytes(b"samples3", "little")  # begins the bytes: those of another version of this file are refused
+_FORMAT = int.from_bytes(b"samples3", "little")  # at the start of the bytes; another version's are refused
 _COLUMN = {name: i for i, name in enumerate(_COLUMNS)}
 
 
 def split_prompts(prompts: Sequence[Prompt], num_ranks: int) -> list[list[int]]:
-    """[rank] -> positions in `prompts`, ascending. Every position once; counts differ by at most 1.
+    """[rank] -> positions in `prompts`, ascending. Each position occurs once; counts differ by at most 1.
 
-    Prompts are dealt in order of length, forth and back, so that ranks get equal lengths too. Deterministic.
+    Prompts are assigned in order of length, alternating the direction over the ranks, which balances the lengths.
+    Deterministic.
     """
     order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i].token_ids), i))
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
@@ -43,7 +44,7 @@ def split_prompts(prompts: Sequence[Prompt], num_ranks: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
-def generate_spread(
+def generate_on_ranks(
     engine: RolloutEngine,
     prompts: Sequence[Prompt],
     sampling: SamplingParams,
@@ -53,12 +54,12 @@ def generate_spread(
     device: str | torch.device = "cpu",
     vocab_size: int | None = None,
 ) -> list[Sample]:
-    """`engine.generate` with the prompts spread over `group`: the same samples on every rank, prompt-major.
+    """`engine.generate` with the prompts distributed over `group`: the same samples on every rank, prompt-major.
 
     Every rank passes the same prompts. group None: this process alone. device: where the group's backend
-    communicates ("cuda" for NCCL). vocab_size: bound of the token ids. What the engine gives is checked
-    (`check_samples`). An exception on one rank raises on all of them (EngineError naming the rank on the
-    others), so that no rank waits for a peer that has left.
+    communicates ("cuda" for NCCL). vocab_size: bound of the token ids. The samples are checked (`check_samples`). An
+    exception of one rank is raised on all; on the others it is an EngineError with the rank. So no rank waits for one
+    that failed.
     """
     if group is None or dist.get_world_size(group) == 1:
         return _generate(engine, prompts, sampling, seed, vocab_size)
@@ -80,7 +81,7 @@ def _generate(
     seed: int,
     vocab_size: int | None,
 ) -> list[Sample]:
-    """This process's part, checked. ValueError and OSError (a server that is gone) are an engine's own words."""
+    """This process's part, checked. ValueError and OSError of the engine become EngineError."""
     try:
         samples = engine.generate(prompts, sampling, seed=seed)
     except UserError:
@@ -95,7 +96,7 @@ def _generate(
 def gather_samples(
     samples: Sequence[Sample], places: Sequence[int], group: dist.ProcessGroup | None, device: str = "cpu"
 ) -> list[Sample]:
-    """All ranks' samples on every rank, in ascending order of `places` (one int a sample, distinct over
+    """All ranks' samples on every rank, in ascending order of `places` (one int per sample, distinct over
     ranks)."""
     if group is None or dist.get_world_size(group) == 1:
         return [samples[i] for i in np.argsort(np.asarray(places, dtype=np.int64), kind="stable")]
@@ -157,7 +158,7 @@ def _all_gather_bytes(
 
 
 def encode_samples(samples: Sequence[Sample], places: Sequence[int]) -> bytes:
-    """Samples and their places as bytes: a few numpy concatenations, whatever their number."""
+    """Samples and their places as bytes, by a constant number of numpy concatenations."""
     table = np.zeros((len(samples), len(_COLUMNS)), dtype=np.int64)
     texts = [sample.text.encode() for sample in samples]
     for row, sample, place, text in zip(table, samples, places, texts, strict=True):

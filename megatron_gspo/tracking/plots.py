@@ -1,4 +1,4 @@
-"""One picture of a run's curves, drawn from metrics.jsonl alone."""
+"""Plots of a run's metrics, from metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Panel:
     title: str
     curves: tuple[tuple[str, str], ...]
     scale: float = 1.0
-    sparse: bool = False  # few points, each one shown; no smoothing
+    sparse: bool = False  # few points, with markers; no smoothing
     from_zero: bool = False  # the axis starts at 0
-    unless: str = ""  # leave the panel out where this metric is there
+    unless: str = ""  # omit the panel if this metric exists
 
 
 PANELS = (
@@ -49,10 +49,10 @@ def draw_curves(runs: Mapping[str, Records], output: str | Path) -> Path:
     """Draw the panels that have data into a PNG.
 
     Args:
-        runs: records of each run by its label, as read_metrics gives them; one colour a run.
+        runs: records of each run by its label, from read_metrics; one colour per run.
         output: path of the PNG.
 
-    Raises ImportError where matplotlib is missing and ValueError where there is nothing to draw.
+    Raises ImportError without matplotlib and ValueError if there is nothing to draw.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -145,9 +145,7 @@ def _draw_curve(
     if sparse:
         axis.plot(steps, values, color=colour, ls=style, lw=1.8, marker="o", ms=4, label=label or None)
         text: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8, "color": colour}
-        below = (
-            len(values) > 1 and values[1] > values[0]
-        )  # beside the first point, on the side the curve leaves free
+        below = len(values) > 1 and values[1] > values[0]  # the label of the first point does not cover the curve
         axis.annotate(f"{values[0]:.1f}", (steps[0], values[0]), (7, -5 if below else 3), **text)
         if len(values) > 1:
             axis.annotate(f"{values[-1]:.1f}", (steps[-1], values[-1]), (0, 7), ha="center", **text)

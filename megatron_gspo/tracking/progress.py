@@ -1,4 +1,4 @@
-"""One line of progress: a bar in a terminal, a plain line per step elsewhere."""
+"""Progress of a run: a bar in a terminal, else a line per step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.progress import Progress as RichProgress
 
 
 def format_metrics(metrics: Mapping[str, float | None]) -> str:
-    """The figures worth a glance, as far as they are there: `reward 0.512  accuracy 61.2%  3,412 tok/s`."""
+    """The main metrics that exist: `reward 0.512  accuracy 61.2%  3,412 tok/s`."""
     parts = []
     for name, words in _SHOWN:
         value = metrics.get(name)

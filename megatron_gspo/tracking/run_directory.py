@@ -1,6 +1,6 @@
 """The directory of a run: metrics.jsonl, routing.jsonl, config.yaml, samples/, ratios/, checkpoints/, summary.json.
 
-Only rank 0 opens it. Everything that compares or draws runs reads these files and nothing else.
+Only rank 0 opens it. Tools that compare or plot runs read only these files.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class RunDirectory:
     """Writes one run's files.
 
     Args:
-        path: made with its parents.
-        resume_step: last step that the loaded checkpoint contains; None where the run starts from nothing.
-            Records and samples of later steps are removed, so that a step which is run again is not counted
+        path: created with its parents.
+        resume_step: last step that the loaded checkpoint contains; None for a new run.
+            Records and samples of later steps are removed, so that a repeated step is not counted
             twice. None removes all of them.
-        reuse: whether earlier records may be removed; False raises FileExistsError where there are some.
+        reuse: whether earlier records may be removed; False raises FileExistsError if there are any.
     """
 
     def __init__(self, path: str | Path, *, resume_step: int | None = None, reuse: bool = True) -> None:
@@ -46,10 +46,10 @@ class RunDirectory:
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         self.samples.mkdir(exist_ok=True)
         self._last_step = -1 if resume_step is None else resume_step
-        self._forget_after(self._last_step)
+        self._remove_after(self._last_step)
         self._file = self.metrics.open("a", encoding="utf-8")
 
-    def _forget_after(self, step: int) -> None:
+    def _remove_after(self, step: int) -> None:
         for records in (self.metrics, self.routing, self.rollouts):
             if records.exists():
                 kept = [record for record in read_metrics(records) if record["step"] <= step]
@@ -59,13 +59,13 @@ class RunDirectory:
                 file.unlink()
         for file in (*self.path.glob("*.tmp"), *self.samples.glob("*.tmp"), *self.ratios.glob("*.tmp")):
             file.unlink()
-        self.summary.unlink(missing_ok=True)  # it is written at the end, and the run isn't over
+        self.summary.unlink(missing_ok=True)  # written when the run ends
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float | None]:
-        """Append one step's record and write it through to the disk, so that no checkpoint is ahead of it.
+        """Append one step's record and sync it to disk, so that no checkpoint is ahead of it.
 
-        Values are numbers or one-element tensors; those that aren't finite become null. Returns the record
-        without its step. Raises ValueError where the step was logged before.
+        Values are numbers or one-element tensors; non-finite ones become null. Returns the record
+        without its step. Raises ValueError if the step was logged before.
         """
         if step <= self._last_step:
             raise ValueError(
@@ -79,7 +79,7 @@ class RunDirectory:
         return values
 
     def write_config(self, config: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
-        """config.yaml: the resolved config, then where and with what it ran. load_config reads it back."""
+        """config.yaml: the resolved config and the environment of the run. load_config reads it."""
         content = {**config, "environment": dict(environment)}
         text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
         write_atomically(self.path / "config.yaml", text)
@@ -96,12 +96,12 @@ class RunDirectory:
             file.write(json.dumps(_finite({"step": step, **record}), allow_nan=False) + "\n")
 
     def write_rollouts(self, step: int, record: Mapping[str, Any]) -> None:
-        """One line of rollouts.jsonl: which samples the step trained on, and which weights drew them."""
+        """One line of rollouts.jsonl: the samples that the step trained on, and their weight versions."""
         with self.rollouts.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **record}, allow_nan=False) + "\n")
 
     def write_ratios(self, step: int, arrays: Mapping[str, np.ndarray]) -> Path:
-        """ratios/step_000012.npz, whole or not at all; ``numpy.load`` reads it without unpickling."""
+        """ratios/step_000012.npz, written atomically; ``numpy.load`` reads it without unpickling."""
         self.ratios.mkdir(exist_ok=True)
         file = self.ratios / f"step_{step:06d}.npz"
         temporary = file.with_name(file.name + ".tmp")
@@ -111,11 +111,11 @@ class RunDirectory:
         return file
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """summary.json, whole or not at all."""
+        """summary.json, written atomically."""
         write_atomically(self.summary, json.dumps(_finite(dict(summary)), indent=2) + "\n")
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk: `log`, which writes through, has said so
+        with contextlib.suppress(OSError):  # a full disk: `log` has raised already
             self._file.close()
 
     def __enter__(self) -> RunDirectory:
@@ -128,7 +128,7 @@ class RunDirectory:
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """Records of a metrics.jsonl (or of the run directory that holds it), in order.
 
-    Reading stops at the first line that isn't a record: a killed process leaves half a line at the end.
+    Reading stops at the first invalid line: a killed process may leave an incomplete one at the end.
     """
     path = Path(path)
     file = path / "metrics.jsonl" if path.is_dir() else path
@@ -144,8 +144,8 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return records
 
 
-def spread(items: Sequence[Any], count: int) -> list[Any]:
-    """At most count items, evenly spread over the sequence, first and last included where count > 1."""
+def evenly_spaced(items: Sequence[Any], count: int) -> list[Any]:
+    """At most count items, evenly spaced over the sequence; the first and the last are included if count > 1."""
     if count >= len(items):
         return list(items)
     if count < 2:
@@ -154,7 +154,7 @@ def spread(items: Sequence[Any], count: int) -> list[Any]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old content or the new, never a part."""
+    """Write a file atomically: a reader sees the old content or the new one."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)

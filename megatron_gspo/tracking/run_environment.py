@@ -1,4 +1,4 @@
-"""Where and with what a run ran: versions, host, git revision."""
+"""The environment of a run: versions, host, git revision."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "num
 
 
 def describe_environment(*, world_size: int) -> dict[str, Any]:
-    """Plain data for config.yaml. Imports nothing heavy and asks nothing of the network."""
+    """Plain data for config.yaml. Imports no large package and does not use the network."""
     return {
         "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join(sys.argv),
@@ -34,7 +34,7 @@ def describe_environment(*, world_size: int) -> dict[str, Any]:
 def git_revision(folder: Path) -> str | None:
     """Commit of the checkout whose root is folder, "+changes" where tracked files differ from it; else None.
 
-    An environment inside somebody else's checkout must not report that one's commit.
+    For a package installed inside another checkout it is None.
     """
     if not (folder / ".git").exists():
         return None
@@ -47,7 +47,7 @@ def git_revision(folder: Path) -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    # without locks: a run that is killed meanwhile would leave one in the checkout, where git then refuses to work
+    # without locks: a run killed meanwhile would leave one in the checkout, and git would fail there
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 

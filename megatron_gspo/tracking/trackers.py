@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 
 class Tracker(Protocol):
-    """Where metrics go besides metrics.jsonl."""
+    """A destination of metrics in addition to metrics.jsonl."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -21,12 +21,12 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a tracker is told about the run.
+    """A run, for trackers.
 
     Attributes:
-        path: run directory; trackers keep their ids in it, so that a resumed run goes on as the same run.
+        path: run directory; trackers keep their ids in it, so that a resumed run continues the same tracked run.
         config: the resolved config as plain data.
-        resume_step: last step of the loaded checkpoint, None where the run starts from nothing.
+        resume_step: last step of the loaded checkpoint, None for a new run.
     """
 
     path: Path
@@ -96,7 +96,7 @@ class MLflow:
 
 
 class TrackerSet:
-    """Several trackers as one. A tracker that fails is reported once and left out; the run goes on."""
+    """Several trackers as one. A tracker that fails is reported once and removed; the run continues."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = list(trackers)
@@ -112,19 +112,19 @@ class TrackerSet:
         for tracker in list(self._trackers):
             try:
                 action(tracker)
-            except Exception as error:  # whatever a remote service throws must not end the training
+            except Exception as error:  # an error of a remote service must not end the training
                 self._trackers.remove(tracker)
                 name = type(tracker).__name__
-                print(f"{name} failed and is left out from here on: {error}", file=sys.stderr)
+                print(f"{name} failed and is not used any more: {error}", file=sys.stderr)
 
 
 def make_trackers(
     run: RunInfo, *, tensorboard: bool = False, wandb: bool | str = False, mlflow: bool | str = False
 ) -> TrackerSet:
-    """The trackers that are asked for.
+    """The enabled trackers.
 
-    A text is the name of the project (W&B) or experiment (MLflow); True takes "megatron-gspo". Raises
-    ImportError, one line, where a package is missing.
+    A string is the name of the project (W&B) or experiment (MLflow); True takes "megatron-gspo". Raises
+    ImportError, one line, if a package is missing.
     """
     trackers: list[Tracker] = []
     if tensorboard:
@@ -148,7 +148,7 @@ def _require(module: str, key: str) -> Any:
 
 
 def _stored_id(run: RunInfo, file_name: str, make: Callable[[], str]) -> str:
-    """The id that this run directory had, or a new one; a run from nothing is a new run to the tracker."""
+    """The id stored in the run directory when the run is resumed, else a new one."""
     file = run.path / file_name
     if run.resume_step is not None and file.exists():
         return file.read_text().strip()

@@ -11,7 +11,7 @@ from megatron_gspo.environments.episodes import (
     EpisodeRules,
 )
 from megatron_gspo.rollout.engine_protocol import RolloutEngine, SamplingParams
-from megatron_gspo.rollout.sample_exchange import generate_spread
+from megatron_gspo.rollout.sample_exchange import generate_on_ranks
 from tests.rollout.embedded.test_route_recorder import naive_routes
 from tests.rollout.test_sample_exchange import assert_same
 from tests.support.distributed import run_distributed
@@ -44,7 +44,7 @@ def over_ranks(rank, world_size):
     playing = EpisodeEngine(engine, Depends(), encode, EpisodeRules(3, 60, max_turn_length=8))
     questions, sampling = prompts(5), SamplingParams(2, 40)
     whole = playing.generate(questions, sampling, seed=1)
-    found = generate_spread(playing, questions, sampling, seed=1, group=dist.group.WORLD, vocab_size=40)
+    found = generate_on_ranks(playing, questions, sampling, seed=1, group=dist.group.WORLD, vocab_size=40)
     for a, b in zip(found, whole, strict=True):
         np.testing.assert_allclose(a.rollout_log_probs, b.rollout_log_probs, atol=1e-5)
         assert_same(replace(a, rollout_log_probs=b.rollout_log_probs), b)

@@ -13,7 +13,7 @@ from megatron_gspo.rollout.sample_exchange import (
     decode_samples,
     encode_samples,
     gather_samples,
-    generate_spread,
+    generate_on_ranks,
     split_prompts,
 )
 from tests.support.distributed import run_distributed
@@ -116,14 +116,14 @@ def spread_over_ranks(rank, world_size):
     engine = EmbeddedEngine(moe_config(), state=checkpoint(reference), return_routed_experts=True)
     questions, sampling = prompts(7), SamplingParams(3, 12)
     expected = engine.generate(questions, sampling, seed=3)
-    spread = generate_spread(engine, questions, sampling, seed=3, group=group)
+    spread = generate_on_ranks(engine, questions, sampling, seed=3, group=group)
     assert len(spread) == len(expected) == 21
     assert all(sample.routed_experts is not None for sample in spread)
     for a, b in zip(spread, expected, strict=True):
         np.testing.assert_allclose(a.rollout_log_probs, b.rollout_log_probs, atol=1e-5)
         a.rollout_log_probs = b.rollout_log_probs
         assert_same(a, b)
-    assert len(generate_spread(engine, questions[:1], sampling, seed=3, group=group)) == 3  # idle ranks
+    assert len(generate_on_ranks(engine, questions[:1], sampling, seed=3, group=group)) == 3  # idle ranks
 
     samples = [random_sample(np.random.default_rng(r), r) for r in range(10)]
     mine = [i for i in range(10) if i % 3 % world_size == rank]
@@ -139,7 +139,7 @@ def fail_on_one_rank(rank):
         return ScriptedResponse([1])
 
     try:
-        generate_spread(
+        generate_on_ranks(
             ScriptedEngine(script), prompts(4), SamplingParams(1, 2), seed=0, group=dist.group.WORLD
         )
     except (RuntimeError, ValueError) as error:
@@ -159,6 +159,6 @@ def test_every_rank_gets_what_one_engine_gives_and_hears_of_a_failure():
 
 def test_without_a_group_the_engine_works_alone():
     engine = ScriptedEngine(lambda prompt, i, seed: ScriptedResponse([i + 2, 1]))
-    samples = generate_spread(engine, prompts(2), SamplingParams(2, 2), seed=0)
+    samples = generate_on_ranks(engine, prompts(2), SamplingParams(2, 2), seed=0)
     assert [s.response_ids[0] for s in samples] == [2, 3, 2, 3]
     assert gather_samples(samples[::-1], [3, 2, 1, 0], None) == samples

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from megatron_gspo.tracking import RunDirectory, describe_environment, read_metrics, spread
+from megatron_gspo.tracking import RunDirectory, describe_environment, evenly_spaced, read_metrics
 from megatron_gspo.tracking.run_environment import git_revision
 
 
@@ -146,5 +146,5 @@ def test_git_revision(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "count, expected", [(0, []), (1, [0]), (2, [0, 9]), (4, [0, 3, 6, 9]), (10, list(range(10)))]
 )
-def test_spread(count: int, expected: list[int]) -> None:
-    assert spread(range(10), count) == expected
+def test_evenly_spaced(count: int, expected: list[int]) -> None:
+    assert evenly_spaced(range(10), count) == expected

@@ -90,4 +90,4 @@ def test_a_failing_tracker_is_left_out(capsys: pytest.CaptureFixture[str]) -> No
     trackers.log(2, {})
     trackers.close()
     assert broken.steps == [1] and sound.steps == [1, 2, -1]
-    assert capsys.readouterr().err == "Recorder failed and is left out from here on: no route\n"
+    assert capsys.readouterr().err == "Recorder failed and is not used any more: no route\n"

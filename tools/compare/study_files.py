@@ -17,7 +17,7 @@ from megatron_gspo.tools.compare.routing_plots import layers_of
 from megatron_gspo.tools.compare.run_records import Run, figures, mean_of, series
 from megatron_gspo.tools.compare.study import MEASURES, Study, differences, rows
 from megatron_gspo.tools.compare.study_plan import BASE
-from megatron_gspo.tracking.run_directory import spread, write_atomically
+from megatron_gspo.tracking.run_directory import evenly_spaced, write_atomically
 
 CSV_METRICS = (
     "clip_fraction/tokens",
@@ -107,7 +107,7 @@ def _run(run: Run) -> dict[str, Any]:
     for metric in SERIES:
         steps, values = series(run, metric)
         if steps:
-            places = spread(range(len(steps)), _POINTS)
+            places = evenly_spaced(range(len(steps)), _POINTS)
             curves[metric] = [[steps[i] for i in places], [values[i] for i in places]]
     return {
         "setting": run.setting, "variant": run.variant, "seed": run.seed, "status": run.status, "message": run.message,

@@ -1,4 +1,4 @@
-"""The decoding loop: prefill a prompt once, repeat its cache for its samples, drop rows that finish."""
+"""The decoding loop: prefill a prompt once, repeat its cache for its samples, drop finished rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_gspo.rollout.embedded.kv_cache import BufferCache
 from megatron_gspo.rollout.embedded.route_recorder import DecodedRoutes, RouteRecorder
 from megatron_gspo.rollout.embedded.token_sampling import choose_tokens
 
-_DROP_SHARE = 8  # finished rows leave when they are 1/8 of the batch: copying the cache costs 1/4 of a step
+_DROP_SHARE = 8  # finished rows are dropped when they are 1/8 of the batch: copying the cache costs 1/4 of a step
 _RESERVE = 128  # columns of cache allocated ahead of need
 
 
@@ -40,11 +40,11 @@ def decode(
     stop_ids: Tensor,
     recorder: RouteRecorder | None = None,
 ) -> Responses:
-    """Draw one response for each row.
+    """Generate one response per row.
 
     prompts: token ids [P_i] int64 of each distinct prompt; rows: [B] int64, the prompt of each row.
     uniforms: [B, R] float32, R = max_response_length (None when greedy); stop_ids: [E] int64 on the model's
-    device. recorder: on the model's hooks, where routes are to be returned.
+    device. recorder: on the model's hooks, to return routes; else None.
     """
     device, limit, batch = model.device, sampling.max_response_length, len(rows)
     logits, state = _prefill(model, prompts, torch.from_numpy(rows).to(device), limit)
@@ -78,7 +78,7 @@ def decode(
 
 @dataclass
 class _State:
-    """What a step needs: the cache, the next position of each row [B, 1], and which columns are real."""
+    """State of a decoding step: the cache, the next position of each row [B, 1], and the columns without padding."""
 
     cache: BufferCache
     positions: Tensor
@@ -108,7 +108,7 @@ class _State:
 def _prefill(
     model: PreTrainedModel, prompts: list[np.ndarray], rows: Tensor, limit: int
 ) -> tuple[Tensor, _State]:
-    """Logits [B, V] after the prompt of every row, and the state to go on from."""
+    """Logits [B, V] after the prompt of every row, and the state for the next step."""
     ids, mask = left_pad(prompts)
     ids, mask = ids.to(model.device), mask.to(model.device)
     padded = not bool(mask.all())
@@ -141,7 +141,7 @@ def left_pad(prompts: list[np.ndarray]) -> tuple[Tensor, Tensor]:
 
 
 def _collect(tokens: Tensor, log_probs: Tensor, stop_ids: Tensor) -> Responses:
-    """Cut every row after its first end token: rows that finished early went on until they were dropped."""
+    """Cut every row after its first end token: finished rows are decoded until they are dropped."""
     ends = torch.isin(tokens, stop_ids)
     stopped = ends.any(-1)
     lengths = torch.where(stopped, ends.int().argmax(-1) + 1, tokens.shape[1])

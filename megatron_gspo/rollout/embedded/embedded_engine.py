@@ -33,8 +33,8 @@ class Decoder(Protocol):
 class EmbeddedEngine:
     """`RolloutEngine` on a Transformers causal language model with full attention.
 
-    Samples are the same however prompts are batched or spread over engines, up to the rounding of matrix
-    products of different shapes (a draw within about 1e-7 of a boundary may fall on the other side of it).
+    Samples do not depend on how prompts are batched or distributed over engines, except for the rounding of matrix
+    products of different shapes: a draw within about 1e-7 of a boundary may select the other token.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class EmbeddedEngine:
 
         source: a local checkpoint folder, or a config, whose weights come from `state` (checkpoint names,
             full tensors) or from the first `update_weights`.
-        tokenizer: gives `Sample.text` and an end token; without it the text is "".
+        tokenizer: for `Sample.text` and an end token; without it the text is "".
         eos_token_ids: end tokens; default: those of the generation config, else the config, and the
             tokenizer's.
         max_batch: sequences decoded at once.
-        return_routed_experts: give `Sample.routed_experts`, for a model with MoE layers.
+        return_routed_experts: set `Sample.routed_experts`; for models with MoE layers.
 
         Raises ValueError (one line) for a missing folder, sliding-window attention, no end token, or routed experts
         of a dense model.
@@ -138,7 +138,7 @@ class EmbeddedEngine:
     def _decode_batch(
         self, prompts: list[Prompt], sample_index: np.ndarray, sampling: SamplingParams, seed: int
     ) -> list[Sample]:
-        """One sample for each (prompts[i], sample_index[i]); the samples of a prompt stand together."""
+        """One sample for each (prompts[i], sample_index[i]); the samples of a prompt are consecutive."""
         starts = [i for i, p in enumerate(prompts) if i == 0 or p is not prompts[i - 1]]
         rows = np.zeros(len(prompts), dtype=np.int64)
         rows[starts[1:]] = 1

@@ -1,4 +1,4 @@
-"""A key/value cache for decoding: written in place, so a step copies one column, not the whole cache."""
+"""A key/value cache for decoding. It is written in place: a step copies one column, not the whole cache."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _BufferLayer(DynamicLayer):
         return self.keys, self.values
 
     def select_rows(self, rows: Tensor, capacity: int) -> None:
-        """Batch row i becomes the old row rows[i]; room for `capacity` columns."""
+        """Batch row i becomes the old row rows[i]; allocates `capacity` columns."""
         keys, values = self.keys, self.values
         self._allocate(keys, max(capacity, self.length), batch=rows.shape[0])
         torch.index_select(keys, 0, rows, out=self._key_buffer[:, :, : self.length])
@@ -57,7 +57,7 @@ class _BufferLayer(DynamicLayer):
 
 
 class BufferCache(Cache):
-    """The library's cache interface over `_BufferLayer`s. Full attention only."""
+    """Transformers' cache interface over `_BufferLayer`s. Full attention only."""
 
     def __init__(self, num_layers: int, capacity: int) -> None:
         super().__init__(layers=[_BufferLayer(capacity) for _ in range(num_layers)])
@@ -65,7 +65,7 @@ class BufferCache(Cache):
     def select_rows(self, rows: Tensor, capacity: int = 0) -> None:
         """Reorder, repeat or drop batch rows: row i becomes the old row rows[i] ([B'] int64).
 
-        capacity: columns to keep room for; the cache doubles when it runs out.
+        capacity: columns to allocate; doubled when they are used up.
         """
         for layer in self.layers:
             layer.select_rows(rows, capacity)  # type: ignore[union-attr] # all are `_BufferLayer`s

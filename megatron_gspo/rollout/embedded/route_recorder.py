@@ -1,4 +1,4 @@
-"""The experts that a Transformers model uses while it decodes, noted by a hook on each MoE layer's experts."""
+"""The experts that a Transformers model uses while it decodes, recorded by a hook on each MoE layer's experts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from megatron_gspo.errors import EngineError
 from megatron_gspo.routing_replay.routes import expert_id_dtype
 
-_BLOCK = 128  # decoding steps for which room is made at once
+_BLOCK = 128  # decoding steps allocated at once
 
 
 class RouteRecorder:
-    """Notes the top-k experts of every forward pass of `model`, MoE layers only, in model order.
+    """Records the top-k experts of every forward pass of `model`, MoE layers only, in model order.
 
-    The hooks stand at the modules that compute experts, which the library (5.0 and later) calls with the chosen ids
-    whatever the family's router does: what is noted is what was used. `remove` takes them away.
+    The hooks are on the modules that compute experts. Transformers (5.0 and later) calls them with the chosen ids, so
+    the recorded ids are those that were used, for every family's router. `remove` removes the hooks.
 
     Raises ValueError (one line) for a model without such modules.
     """
@@ -30,9 +30,9 @@ class RouteRecorder:
             kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
             raise ValueError(f"model type {kind} has no MoE layer to return routed experts of: leave them off")
         self.dtype = expert_id_dtype(max(module.num_experts for module in experts))
-        # torch computes little on uint16: the same bits as int16
+        # torch supports few operations on uint16: the same bits as int16
         self._stored = torch.uint8 if self.dtype.itemsize == 1 else torch.int16
-        self._noted: list[Tensor | None] = [None] * len(experts)
+        self._recorded: list[Tensor | None] = [None] * len(experts)
         self._hooks = [
             module.register_forward_pre_hook(self._hook(layer), with_kwargs=True)
             for layer, module in enumerate(experts)
@@ -40,32 +40,32 @@ class RouteRecorder:
 
     def take(self) -> Tensor:
         """The experts of the last forward pass, [tokens, layers, k] uint8 (int16 above 256 experts, to be read as
-        `dtype`). Raises EngineError if a layer was passed by since the last call."""
-        silent = [layer for layer, ids in enumerate(self._noted) if ids is None]
+        `dtype`). Raises EngineError if a layer did not run since the last call."""
+        silent = [layer for layer, ids in enumerate(self._recorded) if ids is None]
         if silent:
             raise EngineError(f"MoE layer {silent[0]} chose no experts in a forward pass; its routes are unknown")
-        ids = torch.stack([ids for ids in self._noted if ids is not None], dim=1)
-        self._noted = [None] * len(self._noted)
+        ids = torch.stack([ids for ids in self._recorded if ids is not None], dim=1)
+        self._recorded = [None] * len(self._recorded)
         return ids
 
     def remove(self) -> None:
-        """Stop noting."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
     def _hook(self, layer: int) -> Any:
-        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             ids = args[1] if len(args) > 1 else kwargs["top_k_index"]
-            self._noted[layer] = ids.to(self._stored)
+            self._recorded[layer] = ids.to(self._stored)
 
-        return note
+        return record
 
 
 class DecodedRoutes:
-    """The routes of one decoded batch: those of the prompts, and then a row for each token that is fed.
+    """The routes of one decoded batch: those of the prompts, then a row for each decoded token.
 
-    prompts: token ids [P_i] of each distinct prompt; prefill: [N * P, layers, k], what the recorder took when they
-    were fed as one left-padded batch [N, P]; rows: [B] int64, the prompt of each row of the batch.
+    prompts: token ids [P_i] of each distinct prompt; prefill: [N * P, layers, k], recorded when they
+    were processed as one left-padded batch [N, P]; rows: [B] int64, the prompt of each row of the batch.
     """
 
     def __init__(self, recorder: RouteRecorder, prompts: Sequence[np.ndarray], rows: np.ndarray) -> None:
@@ -79,7 +79,7 @@ class DecodedRoutes:
         self._steps = 0
 
     def add(self, live: Tensor) -> None:
-        """Note the step that fed one token to each row in `live` [b] int64."""
+        """Record the step that processed one token of each row in `live` [b] int64."""
         ids = self._recorder.take()
         place = self._steps % _BLOCK
         if place == 0:
@@ -88,8 +88,8 @@ class DecodedRoutes:
         self._steps += 1
 
     def of_rows(self, lengths: Sequence[int]) -> list[np.ndarray]:
-        """[P + R - 1, layers, k] of `recorder.dtype` for each row, whose response has R = lengths[i] tokens: the last
-        one isn't fed."""
+        """[P + R - 1, layers, k] of `recorder.dtype` for each row, whose response has R = lengths[i] tokens; the
+        last one is not an input."""
         blocks = [self._numpy(block) for block in self._blocks]
         found = []
         for row, length in enumerate(lengths):
@@ -106,5 +106,5 @@ class DecodedRoutes:
 
 
 def _computes_experts(module: nn.Module) -> bool:
-    """Whether the library's experts interface made it: called with (hidden states, expert ids, weights)."""
+    """Whether it implements Transformers' experts interface: called with (hidden states, expert ids, weights)."""
     return hasattr(module, "is_transposed") and hasattr(module, "_apply_gate") and hasattr(module, "num_experts")

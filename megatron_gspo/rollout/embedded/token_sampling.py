@@ -1,4 +1,4 @@
-"""Choosing tokens: counter-based random numbers and inverse-CDF sampling, whatever the batch layout."""
+"""Sampling of tokens: counter-based random numbers and inverse-CDF sampling, independent of the batch layout."""
 
 from __future__ import annotations
 

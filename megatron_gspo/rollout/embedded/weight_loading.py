@@ -1,7 +1,7 @@
 """Writing a stream of Hugging Face checkpoint tensors into a live Transformers model, in place.
 
-Since 5.0 the library keeps the experts of a layer in two 3-d parameters, while checkpoints hold one tensor
-per expert and projection. `WeightTargets` maps every checkpoint name to the slice that it fills.
+Transformers 5.0 and later keep the experts of a layer in two 3-d parameters; checkpoints have one tensor per expert and
+projection. `WeightTargets` maps every checkpoint name to its slice.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 @dataclass(frozen=True)
 class WeightTargets:
-    """Where each checkpoint tensor of a model goes.
+    """The destination of each checkpoint tensor of a model.
 
     slices: checkpoint name -> view into the model's parameter or buffer.
     fused: the model's own name of a fused parameter -> (parameter, the checkpoint names that it covers).
@@ -60,7 +60,7 @@ class WeightTargets:
         error = ""
         for name, tensor in named_tensors:
             if error:
-                continue  # producing the stream may be collective: to stop reading would hang its peers
+                continue  # producing the stream may be collective: the other ranks would hang
             if name in self.tied:
                 extra.append((name, tensor))
                 continue

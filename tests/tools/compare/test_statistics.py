@@ -14,7 +14,7 @@ from megatron_gspo.tools.compare.statistics import (
     paired_t,
     sign_flip,
 )
-from megatron_gspo.tracking.run_directory import spread
+from megatron_gspo.tracking.run_directory import evenly_spaced
 
 
 @pytest.mark.parametrize(
@@ -129,5 +129,5 @@ def test_band_interpolates_where_x_differs():
 
 
 def test_thin_keeps_the_ends():
-    assert spread(range(5), 9) == [0, 1, 2, 3, 4]
-    assert spread(range(101), 3) == [0, 50, 100]
+    assert evenly_spaced(range(5), 9) == [0, 1, 2, 3, 4]
+    assert evenly_spaced(range(101), 3) == [0, 50, 100]
