@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +9,20 @@ from megatron_gspo.config.config_error import ConfigError, show
 from megatron_gspo.config.model_sections import ModelConfig
 from megatron_gspo.config.rollout_sections import RolloutConfig, RoutingConfig
 from megatron_gspo.models.families import FAMILIES
-from megatron_gspo.models.model_shape import ModelError, check_sizes
+from megatron_gspo.models.model_shape import ModelError, check_sizes, read_config
 
 
 def read_hf_config(path: str | Path) -> dict[str, Any]:
     """config.json of a Hugging Face model directory."""
-    file = Path(path) / "config.json"
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except OSError:
+    if not (Path(path) / "config.json").is_file():
         problem = "has no config.json" if Path(path).is_dir() else "is not a directory"
         fix = "give a local Hugging Face model directory (hf download MODEL --local-dir DIR)"
-        raise ConfigError("model.path", str(path), problem, fix) from None
-    except ValueError:
-        raise ConfigError("model.path", str(path), "its config.json is not JSON", "download it again") from None
-    if not isinstance(data, dict):
-        raise ConfigError("model.path", str(path), "its config.json is not a mapping", "download it again")
-    return data
+        raise ConfigError("model.path", str(path), problem, fix)
+    try:
+        return read_config(path)
+    except ModelError:
+        problem = "its config.json is not a JSON object"
+        raise ConfigError("model.path", str(path), problem, "download it again") from None
 
 
 def check_family(model: ModelConfig, hf: dict[str, Any]) -> None:

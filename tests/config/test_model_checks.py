@@ -43,4 +43,4 @@ def test_model_directories(plain: dict, tmp_path: Path) -> None:
     config_json.write_text('{"model_type": "gpt2"}')
     assert "use one of qwen3, qwen3_moe" in refused(plain, world_size=1)
     config_json.write_text("{")
-    assert "is not JSON" in refused(plain, world_size=1)
+    assert "is not a JSON object" in refused(plain, world_size=1)
