@@ -145,17 +145,17 @@ def test_good_routes_are_used_without_a_hole(model, tmp_path):
     ],
     ids=["two tokens", "one token of a server", "a whole sample"],
 )
-def test_holes_are_left_to_the_live_router_only_where_asked_and_counted(breaks, count, model, tmp_path):
-    done, row = run(breaks, model, tmp_path, holes="live")
+def test_missing_routes_use_the_live_router_only_where_asked_and_are_counted(breaks, count, model, tmp_path):
+    done, row = run(breaks, model, tmp_path, missing_routes="live")
     assert done.code == 0, done.text
     assert row["routing/missing_routes"] == count and row["updates"] == 1 and np.isfinite(row["loss"])
 
 
-def test_live_holes_forgive_nothing_else(model, tmp_path):
+def test_other_faults_are_errors_with_missing_routes_live(model, tmp_path):
     wrong = Case("expert that the model hasn't", "the model has experts 0 to", code=1)
-    check(wrong, run(experts(put((3, 1, 0), EXPERTS)), model, tmp_path, holes="live")[0])
+    check(wrong, run(experts(put((3, 1, 0), EXPERTS)), model, tmp_path, missing_routes="live")[0])
     missing = Case("no routes", "routed_experts is missing; let the engine return the experts of every token", code=1)
-    check(missing, run(every(text="x"), model, tmp_path, holes="live", storage="host")[0])
+    check(missing, run(every(text="x"), model, tmp_path, missing_routes="live", storage="host")[0])
 
 
 def test_replay_with_a_dense_model(model, tmp_path):

@@ -162,10 +162,11 @@ def test_the_last_nodes_serve_and_the_run_knows_them(tmp_path):
     words = serving[serving.index("serve") + 1 :]
     assert serving[serving.index("serve") - 2 : serving.index("serve")] == ["-m", "megatron_gspo"]
     ours, theirs = split_server_arguments(words)
-    tool = serve_sglang._settings(serve_sglang._parser().parse_args(ours), theirs)
-    assert (tool.model, tool.count, tool.base_port, tool.python) == ("/models/m", 2, 31000, "/s/python")
-    assert tool.start_timeout == load_config(SHIPPED).sglang.recovery_timeout  # a slow start is no failure to either
-    assert tool.routed_experts and tool.arguments == (
+    tool = serve_sglang._launch(serve_sglang._parser().parse_args(ours), theirs)
+    servers = tool.config
+    assert (tool.model, servers.num_servers, servers.port, servers.python) == ("/models/m", 2, 31000, "/s/python")
+    assert servers.start_timeout == load_config(SHIPPED).sglang.recovery_timeout  # a slow start is no failure to either
+    assert tool.routed_experts and servers.server_args == (
         *("--host", "0.0.0.0", "--tp-size", "4"),
         *("--mem-fraction-static", "0.9"),
     )
@@ -174,8 +175,8 @@ def test_the_last_nodes_serve_and_the_run_knows_them(tmp_path):
     assert training[8:10] == ["bash", "-c"] and "NODE_RANK=$SLURM_NODEID" in training[10]
     assert training[12].endswith("/examples/launch/static.sh") and training[13] == str(file)
     config = load_config(file, training[14:])
-    assert config.sglang.urls == ["http://node3:31000", "http://node3:31001"]
+    assert config.sglang.urls == ("http://node3:31000", "http://node3:31001")
     assert (config.sglang.master_address, config.model.path, config.seed) == ("node1", "/models/m", 3)
     key = Path(config.sglang.api_key_file)
-    assert key.stat().st_mode & 0o777 == 0o600 and key.read_text().strip() == tool.api_key
-    assert len(tool.api_key) == 48
+    assert key.stat().st_mode & 0o777 == 0o600 and len(key.read_text().strip()) == 48
+    assert servers.api_key_file == str(key)

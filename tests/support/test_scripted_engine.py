@@ -86,5 +86,5 @@ def test_demonstrations_need_one_answer():
     engine = DemonstrationEngine(encode, eos_token_id=1)
     with pytest.raises(ValueError, match="prompt 2 has no reference answer"):
         engine.generate([prompt(2)], SamplingParams(1, 3), seed=0)
-    with pytest.raises(ValueError, match="n=2: "):
+    with pytest.raises(ValueError, match="n_samples_per_prompt=2: "):
         engine.generate([prompt(2, "a")], SamplingParams(2, 3), seed=0)
