@@ -188,7 +188,7 @@ def _prepared(curve: tuple[list[float], list[float]], window: int) -> tuple[list
     """A curve to draw: trailing means over `window` points, at most _POINTS of them."""
     x, y = curve
     means = smooth(y, window)
-    places = run_directory.spread(range(len(x)), _POINTS)
+    places = run_directory.evenly_spaced(range(len(x)), _POINTS)
     return [x[i] for i in places], [means[i] for i in places]
 
 
