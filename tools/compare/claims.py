@@ -1,4 +1,4 @@
-"""What was and what was not reproduced of the published claims, decided by the numbers. Templates, no opinions."""
+"""Whether the published claims are reproduced, decided by fixed rules on the numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EQUAL = 0.05  # "as good as" must exclude a loss of more than 5 points
 
 @dataclass(frozen=True)
 class Claim:
-    """A published claim, the verdict and the numbers that it rests on, one sentence each."""
+    """A published claim, the verdict, and the numbers behind it, one sentence each."""
 
     claim: str
     verdict: str
@@ -27,7 +27,7 @@ class Claim:
 
 
 def claims(study: Study) -> list[Claim]:
-    """Every claim that the report takes up, in a fixed order."""
+    """All claims of the report, in a fixed order."""
     deciders: tuple[Callable[[Study], Claim], ...] = (
         _grpo_needs_replay,
         _gspo_needs_none,
@@ -205,7 +205,7 @@ def _engines_differ(study: Study) -> Claim:
             evidence.append(f"{place}: {percent(rate, 3)} of the decisions{share}.")
             found.append(rate)
     if not found:
-        return Claim(claim, UNTESTED, ["No run recorded the rollout engine's routes beside the training engine's."])
+        return Claim(claim, UNTESTED, ["No run recorded the routes of both engines."])
     high = max(found)
     return Claim(claim, REPRODUCED if high >= 0.05 else PARTLY if high >= 0.01 else NOT, evidence)
 

@@ -1,7 +1,4 @@
-"""Starting weights that can do a little: a small random Qwen3-MoE imitates demonstrations with slips.
-
-The demo and the comparison start from here, so that `make demo` and `make compare` work from nothing.
-"""
+"""Starting weights of the demo and the comparison: a small random Qwen3-MoE trained on demonstrations with mistakes."""
 
 from __future__ import annotations
 
@@ -18,13 +15,13 @@ from megatron_gspo.tools.compare.study_plan import ColdStartFiles
 from megatron_gspo.tools.compare.study_runner import run_one, torchrun
 
 INSTRUCTION = "Spell this word backward (example: sun -> nus):"  # of the task; one token of the model
-SLIPS = 0.12  # share of letters that the demonstrator mistypes
+SLIPS = 0.12  # share of letters replaced in the demonstrations
 
 
 def train(config: Path, processes: int, overrides: Sequence[str]) -> None:
-    """One `torchrun` of the training loop in the foreground.
+    """Run the training under ``torchrun`` in the foreground.
 
-    Raises SystemExit with its exit code if it fails, Interrupted where it is stopped.
+    Raises SystemExit with its exit code if it fails, Interrupted if it is interrupted.
     """
     command = torchrun(processes, config, overrides)
     print("$", " ".join(["torchrun", *command[3:]]), flush=True)
@@ -45,26 +42,26 @@ def held_out_and_training(model: Path, config: Path) -> tuple[list[Prompt], list
 
 
 def write_demonstrations(files: ColdStartFiles, config: Path) -> None:
-    """demonstrations.jsonl (the task's training questions, answers with slips) and held_out.jsonl (right answers).
+    """demonstrations.jsonl (the task's training questions, answers with mistakes) and held_out.jsonl (correct answers).
 
-    config: the training config whose `data.task` is learnt.
+    config: the training config with the task.
     """
     held_out, training = held_out_and_training(files.model, config)
     random = Random(0)
 
-    def careless(text: str) -> str:
+    def mistyped(text: str) -> str:
         return "".join(random.choice(string.ascii_lowercase) if random.random() < SLIPS else c for c in text)
 
-    for file, prompts, speak in (
-        (files.demonstrations, training, careless),
+    for file, prompts, answer in (
+        (files.demonstrations, training, mistyped),
         (files.held_out, held_out, str),
     ):
-        rows = [json.dumps({"prompt": prompt.text, "answer": speak(prompt.answer or "")}) for prompt in prompts]
+        rows = [json.dumps({"prompt": prompt.text, "answer": answer(prompt.answer or "")}) for prompt in prompts]
         file.write_text("\n".join(rows) + "\n")
 
 
 def imitate(files: ColdStartFiles, config: Path, processes: int, overrides: Sequence[str] = ()) -> Path:
-    """The supervised start itself; returns the directory of the trained weights."""
+    """Run the supervised training; returns the directory of the trained weights."""
     own = [
         f"run_dir={files.run_dir}",
         f"data.prompts={files.demonstrations}",

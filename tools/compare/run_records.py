@@ -1,4 +1,4 @@
-"""What a run directory says: its series, its end, and the figures that the report compares."""
+"""One run directory as data: its series, its status and the figures that the report compares."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_gspo.errors import InputError
 from megatron_gspo.tools.compare.old_metrics import with_present_names
 from megatron_gspo.tracking.run_directory import read_metrics
 
-FAILURE = "failure.json"  # written beside a run that ended with an error: exit_code, message
+FAILURE = "failure.json"  # in the run directory of a run that failed: exit_code, message
 COLLAPSE = 0.5  # a run whose last accuracy is below this part of its own best has collapsed
 TAIL = 0.1  # the last part of a run's steps that "at the end" means for training rewards
 AXES = ("samples", "tokens", "seconds")
@@ -29,7 +29,7 @@ class ReportError(InputError):
 
 @dataclass(frozen=True)
 class Run:
-    """One run as its directory tells it.
+    """One run, read from its directory.
 
     status: finished, failed (it ended with an error), partial (killed, or still running) or missing.
     config: resolved training config as plain data; environment: where and with what it ran.

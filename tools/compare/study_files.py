@@ -40,7 +40,7 @@ _POINTS = 120  # of a series in report.json; the run directories hold all
 
 
 def write_report(study: Study, folder: str | Path) -> list[Path]:
-    """The three files, each whole or not at all. Raises ImportError without matplotlib."""
+    """Write the three files, each atomically. Raises ImportError without matplotlib."""
     folder = Path(folder)
     page = render(study)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""One display of all runs: a bar and a line for each that runs in a terminal, a plain line an end elsewhere."""
+"""Progress of all runs: a bar for each running one in a terminal, otherwise one line for each that ends."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megatron_gspo.tools.compare.run_records import figures, read_run
 from megatron_gspo.tools.compare.study_plan import RunSpec
 from megatron_gspo.tracking.progress import format_time
 
-_REFRESH = 1.0  # seconds between two looks into the running runs' records
+_REFRESH = 1.0  # seconds between two reads of the running runs' metrics
 
 
 class Display:
-    """Told by `runner.execute`; a context manager.
+    """Called by ``study_runner.execute``; a context manager.
 
-    total: runs in all; slots: how many run at once, for the time that is left.
+    total: number of runs. slots: runs at a time, to estimate the remaining time.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Display:
         self._stream = stream or sys.stderr
         self._done = 0
         self._seconds: list[float] = []
-        self._looked = clock()
+        self._refreshed = clock()
         self._tasks: dict[str, TaskID] = {}
         self._bar: Progress | None = None
         if self._stream.isatty():
@@ -40,14 +40,15 @@ class Display:
             self._bar.start()
 
     def started(self, spec: RunSpec) -> None:
+        """Add a bar for this run."""
         if self._bar is not None:
             self._tasks[spec.name] = self._bar.add_task(spec.name, total=None, line="starting")
 
     def running(self, active: Sequence[RunSpec]) -> None:
-        """Show how far the running ones are, once a second."""
-        if self._bar is None or self._clock() - self._looked < _REFRESH:
+        """Update the bars of the running ones, once a second."""
+        if self._bar is None or self._clock() - self._refreshed < _REFRESH:
             return
-        self._looked = self._clock()
+        self._refreshed = self._clock()
         for spec in active:
             run = read_run(spec.run_dir, setting=spec.setting, variant=spec.variant, seed=spec.seed)
             total, found = run.config.get("training", {}).get("steps"), figures(run)
@@ -57,7 +58,7 @@ class Display:
                 self._bar.update(self._tasks[spec.name], total=total, completed=found.steps, line=line)
 
     def ended(self, spec: RunSpec, seconds: float | None) -> None:
-        """seconds: None for a run that was over before."""
+        """Print the result of a run. seconds: its duration, None for a run that was finished before."""
         self._done += 1
         if seconds is None:
             if self._bar is not None:

@@ -27,7 +27,7 @@ from megatron_gspo.tools.compare.run_records import FAILURE, read_run
 from megatron_gspo.tools.compare.study_plan import Comparison, RunSpec, as_arguments, resolve
 from megatron_gspo.tracking.run_directory import write_atomically
 
-_POLL = 0.2  # seconds between two looks at the processes
+_POLL = 0.2  # seconds between two checks of the processes
 _STOPPED = (130, 143, -2, -15, -9)  # ended from outside: no result, the run resumes next time
 _PATIENCE = 15.0  # seconds that a run has to leave after SIGTERM
 
@@ -39,13 +39,13 @@ class StaleRun(InputError):
 
 
 class Interrupted(RunError):
-    """The comparison was stopped; what is finished stays, the rest resumes."""
+    """The comparison was interrupted; finished runs are kept, the others resume at the next start."""
 
     exit_code = 130
 
 
 class Watcher(Protocol):
-    """What is told about the runs; `progress.Display` is one."""
+    """Callbacks for the runs' progress, as of ``study_progress.Display``."""
 
     def started(self, spec: RunSpec) -> None: ...
     def running(self, active: Sequence[RunSpec]) -> None: ...
@@ -138,7 +138,7 @@ def stoppable() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise Interrupted("stopped; the same command goes on from here") from None
+        raise Interrupted("interrupted; run the same command again to continue") from None
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -192,14 +192,14 @@ def _settle(job: _Job) -> None:
 
 
 def last_words(log: Path) -> str:
-    """The run's own line that says why it ended, else the log's last line that torchrun didn't write."""
+    """The run's line with the reason of its end, else the log's last line that torchrun didn't write."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     for line in reversed(lines):
         head, colon, rest = line.partition(": ")
         if colon and (head == "error" or head.endswith(" error")):
             return rest
     own = [line for line in lines if "torch.distributed" not in line and not line.startswith(("=", "-", "E1", "W1"))]
-    return own[-1] if own else "no word in log.txt"
+    return own[-1] if own else "log.txt is empty"
 
 
 def _check_same(comparison: Comparison, spec: RunSpec) -> None:

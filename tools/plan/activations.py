@@ -4,11 +4,11 @@ Two implementations. ``torch`` counts what the layers of ``mcore/layers.py``, ``
 ``mcore/operators.py`` save for the backward, from their code; on a CPU it is compared with measured peaks
 (benchmarks/plan_memory.py). ``transformer_engine`` counts what its modules save, from their documentation and
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198, section 4),
-with grouped queries, RMSNorm, SwiGLU, flash attention and experts in the place of that paper's layer; nothing here can
-run it, so it is an estimate.
+adapted to grouped queries, RMSNorm, SwiGLU, flash attention and experts; it is an estimate, not compared with a
+measurement.
 
-Letters as in that paper: h hidden, s the tokens of a rank's residual stream, t those of its attention (s TP with
-sequence parallelism), a bytes of an element.
+Symbols as in that paper: h hidden size, s tokens of a rank's residual stream, t tokens of its attention (s * TP with
+sequence parallelism), a bytes per element.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the formulas below read: this rank's part of everything."""
+    """Sizes of one rank, as used in the formulas below."""
 
     a: int
     h: int
@@ -83,7 +83,7 @@ def sizes_of(shape: ModelShape, parallel: ParallelConfig, batch: MicroBatch, set
     t = batch.tokens / cp
     s = t / tp if parallel.use_sequence_parallel else t
     k = shape.experts_per_token
-    even = s * k * etp  # EP ranks send and receive alike; the ETP ranks of an expert see one another's tokens
+    even = s * k * etp  # EP ranks send and receive equally; the ETP ranks of an expert get each other's tokens
     return Sizes(
         a=setting.dtype_bytes, h=shape.hidden_size, s=s, t=t, keys=float(batch.tokens) if cp > 1 else t,
         query=shape.num_attention_heads // tp, groups=shape.num_query_groups // tp, d=shape.head_dim,
@@ -96,8 +96,8 @@ def sizes_of(shape: ModelShape, parallel: ParallelConfig, batch: MicroBatch, set
 
 
 def _norm(z: Sizes, elements: float, setting: Setting) -> float:
-    """Saved by an RMSNorm beside its output: its input and one number a row (the row's length is taken as h or d by the
-    caller, who adds the rows). On a CPU torch composes the low-precision one of float32 steps and saves two of them."""
+    """Saved by an RMSNorm in addition to its output: its input. The caller adds one number per row. On a CPU torch
+    computes a low-precision norm in float32 steps and saves two of them."""
     composed = setting.implementation == "torch" and not setting.on_gpu and z.a < 4
     return elements * (8 if composed else z.a)
 
@@ -254,7 +254,7 @@ def peak_bytes(shape: ModelShape, parallel: ParallelConfig, stage: int, batch: M
     once = shared_bytes(z, setting) * chunks
     sends = stages > 1 and not (setting.on_gpu and chunks == 1)
     outputs = stream * chunks if sends and not (stage == stages - 1 and chunks == 1) else 0.0
-    held = flying * (kept + once + outputs) + (2 * stream if chunks > 1 else 0.0)  # gradients on their way
+    held = flying * (kept + once + outputs) + (2 * stream if chunks > 1 else 0.0)  # gradients in transit
     held += modules  # the dispatchers' own, of every layer, once
     held += z.a * z.t * z.h if parallel.use_sequence_parallel else 0.0  # Megatron's buffer for gathered tokens
     moments = {"layer": (0.0, working)}
@@ -267,7 +267,7 @@ def peak_bytes(shape: ModelShape, parallel: ParallelConfig, stage: int, batch: M
     worst = max(moments, key=lambda name: sum(moments[name]))
     found = {"saved": held, "head": moments[worst][0], "working": moments[worst][1]}
     table = z.a * z.h * embedding_rows(shape, parallel)
-    least = (2 if tied_here else 1) * table if stage == 0 else 0.0  # the embedding's gradient, when all else is gone
+    least = (2 if tied_here else 1) * table if stage == 0 else 0.0  # the embedding's gradient, after all else is freed
     if least > sum(found.values()):
         found = {"saved": 0.0, "head": 0.0, "working": least}
     return found | {"total": sum(found.values())}

@@ -163,7 +163,7 @@ def test_a_stop_ends_the_processes_and_leaves_no_failure(tmp_path):
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=30)
-    assert process.returncode == 130 and "the same command goes on from here" in said
+    assert process.returncode == 130 and "run the same command again to continue" in said
     assert not list(folder.glob("*/seed_1/failure.json"))
     left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert str(folder) not in left
@@ -194,4 +194,4 @@ def test_last_words_are_the_runs_own(tmp_path):
     log.write_text("Killed\n")
     assert last_words(log) == "Killed"
     log.write_text("")
-    assert last_words(log) == "no word in log.txt"
+    assert last_words(log) == "log.txt is empty"
