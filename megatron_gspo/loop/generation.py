@@ -159,7 +159,8 @@ def next_prompts(prompts: PromptSource, cursor: DataCursor, count: int, used: Se
     tries = 0
     while (missing := count - len(pending)) > 0 and tries < _TRIES:
         batch, drawn = prompts.batch(drawn, min(missing, len(prompts)))
-        new = [prompt.index for prompt in batch if prompt.index not in used and prompt.index not in pending]
+        known = used | set(pending)
+        new = [prompt.index for prompt in batch if prompt.index not in known]
         tries = 0 if new else tries + 1
         pending += new
     return DataCursor(drawn, tuple(pending))
