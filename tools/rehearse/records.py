@@ -1,0 +1,256 @@
+"""What one rank's rehearsal recorded: plain data, as JSON and back.
+
+Sizes are in bytes, times in seconds. Call sites are tuples of ``file:line function``, innermost first, of the
+project's and Megatron's code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+CallSite = tuple[str, ...]
+
+PHASES = ("build", "old_log_probs", "ref_log_probs", "forward_backward", "optimizer", "weight_export",
+          "checkpoint_plan")  # fmt: skip
+"""The phases of a rehearsal, in order. A rank without a reference policy skips ``ref_log_probs``."""
+
+KINDS = ("weights", "gradients", "optimizer", "buffers", "inputs", "activations")
+"""Kinds of device memory. ``optimizer`` includes the float32 main weights, ``buffers`` the modules' and
+communication buffers, ``inputs`` the micro-batches, ``activations`` all that a step allocates otherwise."""
+
+FINDINGS = {
+    "device_mix": "tensors of the CPU and of the GPU meet in one operation",
+    "dtype_mix": "two dtypes meet in one matrix product",
+    "collective_on_cpu": "a CPU tensor in a collective of the GPUs, which NCCL refuses",
+    "collective_device_mix": "tensors of two devices in one collective",
+    "collective_shape": "the sizes of a collective's tensors do not fit its group",
+    "slow_attention": "attention that no fused kernel takes",
+    "made_up_value": "a value that only a real GPU computes, replaced by a neutral one",
+}
+"""Kinds of `Finding`. All but ``made_up_value`` are defects."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective or point-to-point operation, in the order of calls.
+
+    op: torch's name without underscores at the ends, such as ``allreduce``, ``allgather_base``, ``alltoall_base``,
+    ``send``, ``recv``.
+    group: such as ``tp``, ``ep``, ``expert_dp``, ``dp_cp``; ``ranks``: its global ranks, in the group's order.
+    bytes: the larger of what the rank puts in and gets out.
+    peer: global rank of the other side of a send or receive. sent, received: bytes to and from each rank of an
+    all-to-all with uneven parts. reduction: such as ``sum``, where there is one.
+    """
+
+    op: str
+    group: str
+    ranks: tuple[int, ...]
+    dtype: str
+    bytes: int
+    where: CallSite
+    phase: str
+    device: str = "cuda"
+    reduction: str = ""
+    peer: int | None = None
+    sent: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class HostSync:
+    """A place where the host waits for the GPU: ``count`` times in the phase. kind: the operation."""
+
+    kind: str
+    where: CallSite
+    phase: str
+    count: int
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """Copies from host to device from one place; ``bytes`` is their sum. blocking: the host waits for them, as with
+    any unpinned source."""
+
+    bytes: int
+    pinned: bool
+    blocking: bool
+    where: CallSite
+    phase: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong or was made up, see `FINDINGS`; ``count`` times from one place in the phase."""
+
+    kind: str
+    message: str
+    where: CallSite
+    phase: str
+    count: int = 1
+
+    @property
+    def is_defect(self) -> bool:
+        return self.kind != "made_up_value"
+
+
+@dataclass(frozen=True)
+class MemoryPoint:
+    """Device memory at one operation, ``bytes`` by kind. op: the operation that allocated last; index: its position
+    among all operations of the rehearsal."""
+
+    phase: str
+    index: int
+    op: str
+    where: CallSite
+    bytes: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.bytes.values())
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Device memory of one kind, operation, shape and dtype: ``count`` tensors of together ``bytes``."""
+
+    kind: str
+    op: str
+    shape: tuple[int, ...]
+    dtype: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Device memory over the rehearsal: live tensors, without the allocator's rounding and fragmentation.
+
+    states: ``weights``, ``gradients`` and ``optimizer`` after the optimizer step. peak: the largest total.
+    peak_activations: the largest ``activations`` of forward_backward. peaks: the largest total of each phase.
+    timeline: thinned, in order. largest: what was alive at the peak, the largest first.
+    """
+
+    states: dict[str, int]
+    peak: MemoryPoint
+    peak_activations: MemoryPoint
+    peaks: dict[str, MemoryPoint]
+    timeline: tuple[MemoryPoint, ...]
+    largest: tuple[Allocation, ...]
+
+
+@dataclass(frozen=True)
+class Retained:
+    """A tensor of the step that was alive after it. ``where_allocated``: its operation's call site. owner: attribute
+    path or type of what holds it."""
+
+    bytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    where_allocated: CallSite
+    owner: str
+
+
+@dataclass(frozen=True)
+class CheckpointPlan:
+    """What this rank's part of a checkpoint has. written: bytes of the tensors that this rank is the one to write."""
+
+    tensors: int
+    bytes: int
+    written: int
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """The rehearsal of one rank.
+
+    coordinates: the rank's place in each dimension, such as ``{"pp": 0, "tp": 1}``, and ``groups``: global ranks of
+    each named group. roles: names of what the rank plays, such as ``stage 0``; stands_for: the ranks it was rehearsed
+    for, itself included. micro_batches: run, and tokens of each. flops: of one rank by phase and operation. seconds: of
+    the rehearsal, by phase. host_peak_bytes: of the rehearsal's process. notes: what is extrapolated or left out.
+    """
+
+    rank: int
+    world: int
+    coordinates: dict[str, int]
+    groups: dict[str, tuple[int, ...]]
+    phases: tuple[str, ...]
+    micro_batches: tuple[int, ...]
+    collectives: tuple[Collective, ...]
+    host_syncs: tuple[HostSync, ...]
+    host_copies: tuple[HostCopy, ...]
+    findings: tuple[Finding, ...]
+    memory: Memory
+    retained: tuple[Retained, ...]
+    checkpoint: CheckpointPlan | None
+    flops: dict[str, dict[str, int]]
+    seconds: dict[str, float]
+    host_peak_bytes: int
+    versions: dict[str, str]
+    notes: tuple[str, ...] = ()
+    roles: tuple[str, ...] = ()
+    stands_for: tuple[int, ...] = field(default=())
+
+
+T = TypeVar("T")
+
+
+def write_record(record: RankRecord, path: Path) -> None:
+    """Write a record as JSON."""
+    path.write_text(json.dumps(encode_record(record)), encoding="utf-8")
+
+
+def read_record(path: Path) -> RankRecord:
+    """Read what `write_record` wrote."""
+    return decode_record(json.loads(path.read_text(encoding="utf-8")))
+
+
+def encode_record(record: RankRecord) -> dict[str, Any]:
+    """A record as JSON-able data. Call sites and group members are many and few different ones: they are kept once, in
+    the table ``shared``, and named by their position."""
+    shared: dict[tuple[Any, ...], int] = {}
+
+    def encode(value: Any, name: str = "") -> Any:
+        if isinstance(value, tuple) and name in _SHARED:
+            return shared.setdefault(value, len(shared))
+        if dataclasses.is_dataclass(value):
+            return {item.name: encode(getattr(value, item.name), item.name) for item in dataclasses.fields(value)}
+        if isinstance(value, dict):
+            return {key: encode(item) for key, item in value.items()}
+        if isinstance(value, tuple):
+            return [encode(item) for item in value]
+        return value
+
+    return {"record": encode(record), "shared": [list(value) for value in shared]}
+
+
+def decode_record(data: dict[str, Any]) -> RankRecord:
+    """The inverse of `encode_record`."""
+    shared = [tuple(value) for value in data["shared"]]
+
+    def decode(kind: Any, value: Any, name: str = "") -> Any:
+        if name in _SHARED:
+            return shared[value]
+        origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+        if value is None or origin in (typing.Union, types.UnionType):
+            return None if value is None else decode(arguments[0], value)
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+            return kind(**{key: decode(_hints(kind)[key], item, key) for key, item in value.items()})
+        if origin is tuple:
+            return tuple(decode(arguments[0], item) for item in value)
+        if origin is dict:
+            return {key: decode(arguments[1], item) for key, item in value.items()}
+        return value
+
+    return decode(RankRecord, data["record"])
+
+
+_hints = functools.lru_cache(typing.get_type_hints)
+_SHARED = ("where", "where_allocated", "ranks")
