@@ -48,7 +48,9 @@ setup(
     package_data={
         "megatron_gspo": ["py.typed"],
         "megatron_gspo.patches": ["README.md", "sglang_on_cpu/*"],
+        "megatron_gspo.tools": ["page_style.css"],
         "megatron_gspo.tools.compare": ["report.html"],
+        "megatron_gspo.tools.rehearse": ["report.html"],
         "megatron_gspo.examples": [name for name in EXAMPLES if "__pycache__" not in name],
     },
     entry_points={"console_scripts": ["megatron-gspo = megatron_gspo.cli:main"]},

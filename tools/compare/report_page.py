@@ -16,22 +16,14 @@ from megatron_gspo.tools.compare.search import LEARNING_RATE, at_edge
 from megatron_gspo.tools.compare.statistics import Difference, Interval
 from megatron_gspo.tools.compare.study import MEASURES, Row, Study, differences, flat, rows
 from megatron_gspo.tools.compare.study_plan import BASE, argument
+from megatron_gspo.tools.html_page import render_page
 
-TEMPLATE = "report.html"
+TEMPLATE = "compare/report.html"
 
 
 def render(study: Study) -> str:
     """The whole page as text. Raises ImportError where matplotlib is missing."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("megatron_gspo.tools.compare", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template(TEMPLATE).render(**context(study))
+    return render_page(TEMPLATE, context(study))
 
 
 def context(study: Study) -> dict[str, Any]:
