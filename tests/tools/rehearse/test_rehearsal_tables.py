@@ -1,0 +1,64 @@
+"""Tables of one role: figures with units, the largest first, ranks that do the same together."""
+
+from __future__ import annotations
+
+from megatron_gspo.tools.plan.hardware import GIB
+from megatron_gspo.tools.rehearse.records import Collective, HostCopy, HostSync, Retained
+from megatron_gspo.tools.rehearse.rehearsal_tables import (
+    collective_rows,
+    copy_rows,
+    flop_rows,
+    memory_rows,
+    micro_batches,
+    overview,
+    retained_rows,
+    role_tables,
+    same_roles,
+    sync_rows,
+)  # fmt: skip
+from tests.tools.rehearse.handmade import memory, point, record
+
+SITE = ("layer.py:7 forward", "step.py:2 train")
+
+
+def test_memory_is_by_phase_and_kind():
+    points = [point(0, "build", weights=GIB), point(1, weights=GIB, activations=GIB // 2)]
+    assert memory_rows(record(memory=memory(*points))) == [
+        ["peak of", "weights", "activations", "total, GiB", "operation", "at"],
+        ["build", "1.00", "0.00", "1.00", "aten.mm", "layer.py:1 forward"],
+        ["forward_backward", "1.00", "0.50", "1.50", "aten.mm", "layer.py:1 forward"],
+    ]
+
+
+def test_events_are_rows():
+    one = record(
+        collectives=(Collective("allreduce", "tp", (0, 1), "float32", 2048, SITE, "optimizer"),) * 3,
+        host_syncs=(HostSync("item", SITE, "optimizer", 2), HostSync("nonzero", SITE, "build", 1200)),
+        host_copies=(HostCopy(2**20, False, True, SITE, "build", 1), HostCopy(8, True, False, SITE, "build", 4)),
+        retained=(Retained(1024, (2, 4), "float32", SITE, "a.b"), Retained(4096, (8,), "int64", (), "c")),
+        flops={"optimizer": {"mm": 10**12, "attention": 2 * 10**12, "none": 0}},
+    )
+    assert collective_rows(one)[1:] == [["optimizer", "tp", "allreduce", "float32", "3", "6.0 KiB"]]
+    assert sync_rows(one)[1:] == [["build", "1,200", "nonzero", SITE[0]], ["optimizer", "2", "item", SITE[0]]]
+    assert copy_rows(one)[1:] == [["build", "4", "8 bytes", "no", SITE[0]], ["build", "1", "1.0 MiB", "yes", SITE[0]]]
+    assert retained_rows(one)[1:] == [["4.0 KiB", "8", "int64", "c", ""], ["1.0 KiB", "2x4", "float32", "a.b", SITE[0]]]
+    assert flop_rows(one)[1:] == [["optimizer", "attention", "2.000"], ["optimizer", "mm", "1.000"]]
+    assert len(role_tables(one)) == 6
+    assert len(role_tables(record())) == 1  # memory
+
+
+def test_micro_batches():
+    assert micro_batches(record()) == "2 micro-batches of 16 tokens."
+    assert micro_batches(record(micro_batches=(8, 1600))) == "2 micro-batches of 8 to 1,600 tokens."
+
+
+def test_ranks_that_do_the_same_share_a_section():
+    syncs = (HostSync("item", SITE, "optimizer", 2),)
+    ranks = [record(0), record(1, host_syncs=syncs), record(2, seconds={"build": 9.0})]
+    assert [[one.rank for one in same] for same in same_roles(ranks)] == [[0, 2], [1]]
+
+
+def test_the_overview_has_a_row_a_rank():
+    rows = overview([record(0, roles=("first stage", "first data rank"), stands_for=(0, 2, 4, 6, 8)), record(1)])
+    assert rows[1][:3] == ["0", "first stage, first data rank", "0, 2 ... 8"] and len(rows) == 3
+    assert {len(row) for row in rows} == {len(rows[0])}

@@ -1,0 +1,40 @@
+"""The printed report says whether a run passes, what was compared and what cannot be known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_gspo.tools.rehearse.records import Collective, HostSync
+from megatron_gspo.tools.rehearse.summary import CANNOT_PROVE, FailedRank
+from megatron_gspo.tools.rehearse.text_report import whole_report
+from tests.tools.rehearse.handmade import record, rehearsal
+
+SUM = Collective("allreduce", "tp", (0, 1), "float32", 8, ("layer.py:1 forward",), "build")
+
+
+def test_a_passing_rehearsal():
+    report = whole_report(rehearsal(record(0, world=2, collectives=(SUM,), notes=("two of eight micro-batches",)),
+                                    record(1, world=2, collectives=(SUM,))))  # fmt: skip
+    assert report.startswith("config.yaml, world 2, TP2: rehearsed on a CPU.\n\nNothing was found that would")
+    assert "same sizes" not in report and "with the same dtypes and sizes: tp (2 calls)." in report
+    assert "- two of eight micro-batches" in report
+    assert all(line in report for line in CANNOT_PROVE)
+
+
+def test_a_failing_rehearsal_names_the_problems_first():
+    other = replace(SUM, bytes=4)
+    failing = rehearsal(record(0, world=2, collectives=(SUM,)), record(1, world=2, collectives=(other,)))
+    report = whole_report(replace(failing, failed=(FailedRank(7, "unknown operation aten.fft"),)))
+    assert "2 problems that would stop or corrupt a run:\n- rank 7: unknown operation aten.fft\n- bytes: gr" in report
+    assert "Nothing was found" not in report and "same order" not in report
+
+
+def test_long_tables_are_cut():
+    syncs = tuple(HostSync("item", (f"layer.py:{line} forward",), "build", 1) for line in range(20))
+    report = whole_report(rehearsal(record(host_syncs=syncs)))
+    assert "8 more rows are in the JSON document." in report and "layer.py:19" not in report
+
+
+def test_every_rank_may_fail():
+    alone = replace(rehearsal(record()), records=(), failed=(FailedRank(0, "no memory"),))
+    assert "1 problem that would stop or corrupt a run:\n- rank 0: no memory" in whole_report(alone)

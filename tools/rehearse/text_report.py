@@ -1,0 +1,71 @@
+"""A rehearsal as text: the verdict, one row a rank, and what each role does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megatron_gspo.errors import show_bytes
+from megatron_gspo.tools.plan.plan_report import table
+from megatron_gspo.tools.rehearse.rehearsal_tables import Rows, gib, micro_batches, overview, role_tables, same_roles
+from megatron_gspo.tools.rehearse.summary import CANNOT_PROVE, Rehearsal, problems
+
+_MOST_ROWS = 12  # of a table; the JSON document has all
+
+
+def whole_report(rehearsal: Rehearsal) -> str:
+    """The rehearsal as printed."""
+    found = problems(rehearsal)
+    parts = [described(rehearsal), failure_list(found) if found else verdict(rehearsal), agreement(rehearsal)]
+    if rehearsal.records:
+        parts.append(table(overview(rehearsal.records)))
+    for records in same_roles(rehearsal.records):
+        ranks = ", ".join(str(record.rank) for record in records)
+        parts.append(f"Rank{'s' if len(records) > 1 else ''} {ranks}: {micro_batches(records[0])}")
+        parts += [_cut(rows) for rows in role_tables(records[0])]
+        parts.append(_bullets(records[0].notes))
+    parts.append("A rehearsal cannot prove:\n" + _bullets(CANNOT_PROVE))
+    return "\n\n".join(part for part in parts if part)
+
+
+def described(rehearsal: Rehearsal) -> str:
+    """One line: what was rehearsed."""
+    return f"{rehearsal.config}, world {rehearsal.world:,}, {rehearsal.layout}: rehearsed on a CPU."
+
+
+def failure_list(found: list[str]) -> str:
+    """Each problem on a line."""
+    return f"{len(found)} problem{'s' if len(found) > 1 else ''} that would stop or corrupt a run:\n{_bullets(found)}"
+
+
+def verdict(rehearsal: Rehearsal) -> str:
+    """The sentence for a rehearsal without problems."""
+    fullest, gpu = rehearsal.fullest, rehearsal.gpu
+    return (
+        f"Nothing was found that would stop a run. Rank {fullest.rank} is the fullest: "
+        f"{gib(fullest.memory.peak.total)} GiB of live tensors at its peak. {gpu.name} has {gib(gpu.memory)} GiB, of "
+        f"which CUDA and NCCL take about {show_bytes(rehearsal.runtime_bytes)}."
+    )
+
+
+def agreement(rehearsal: Rehearsal) -> str:
+    """Which groups' collectives were compared, and which could not be."""
+    comparison = rehearsal.comparison
+    names = [f"{name} ({group.calls:,} calls)" for name, group in comparison.groups.items()]
+    sentences = []
+    if names and not comparison.disagreements:
+        sentences.append(
+            "The rehearsed members of each group make the same collectives in the same order, with the same dtypes and "
+            f"sizes: {', '.join(names)}."
+        )
+    if comparison.alone:
+        sentences.append(f"Not compared, since one member only was rehearsed: {', '.join(comparison.alone)}.")
+    return " ".join(sentences)
+
+
+def _bullets(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _cut(rows: Rows) -> str:
+    rest = len(rows) - 1 - _MOST_ROWS
+    return table(rows[: _MOST_ROWS + 1]) + (f"\n\n{rest} more rows are in the JSON document." if rest > 0 else "")
