@@ -138,13 +138,20 @@ def part_of(name: str) -> str:
 
 
 def words(root: Path) -> dict[str, int]:
-    """Words of README and docs together, of each page, and of the other Markdown files."""
+    """Words of README and docs together, of each page, and of the other Markdown files.
+
+    A word has a letter or a digit: the bars and rules of tables are none.
+    """
     pages = [root / "README.md", *sorted((root / "docs").glob("**/*.md"))]
     others = set(root.glob("*.md")).union(*((root / top).glob("**/*.md") for top in ("benchmarks", *MAPPED, ".github")))
-    counted = {file: len(file.read_text(encoding="utf-8").split()) for file in sorted({*pages, *others})}
+    counted = {file: count_words(file.read_text(encoding="utf-8")) for file in sorted({*pages, *others})}
     total = {"README and docs": sum(counted[file] for file in pages)}
     total["other Markdown"] = sum(counted.values()) - total["README and docs"]
     return {**total, **{file.relative_to(root).as_posix(): count for file, count in counted.items()}}
+
+
+def count_words(text: str) -> int:
+    return sum(any(map(str.isalnum, part)) for part in text.split())
 
 
 def repeated_names(modules: list[Module]) -> list[str]:

@@ -75,6 +75,11 @@ def test_a_module_s_test_has_its_name_in_the_mirrored_folder():
     assert measure.untested(modules, tests, mirrored=False) == []
 
 
+def test_the_bars_and_rules_of_a_table_are_no_words():
+    table = "# Title\n\n| key | meaning |\n| --- | --- |\n| `a_b` | 2 x 3, or more |\n"
+    assert measure.count_words(table) == 1 + 2 + 1 + 5
+
+
 def test_a_file_name_in_two_folders_is_found():
     modules = [module("a.one", ""), module("b.one", ""), module("a", "", package=True), module("b", "", package=True)]
     assert measure.repeated_names(modules) == ["one.py: megatron_gspo/a, megatron_gspo/b"]
