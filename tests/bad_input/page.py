@@ -1,8 +1,9 @@
-"""Write the messages in docs/troubleshooting.md from the cases of this folder:
+"""Write the messages that need an explanation into docs/troubleshooting.md, from the cases of this folder:
 
     python -m tests.bad_input.page
 
-The messages of a group stand between two comments, `<!-- messages: Config -->` and `<!-- /messages -->`.
+The messages of a group stand between two comments, `<!-- messages: Config -->` and `<!-- /messages -->`. A message
+that is not in FIXES names its fix itself.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ GROUPS: dict[str, tuple[Case, ...]] = {
     "Ranks": (*test_ranks.CASES,),
 }
 CASES = tuple(case for cases in GROUPS.values() for case in cases)
-# The cause or fix, by the name of a case, where the message does not say it.
+# The cause or fix, by the name of a case, where the message does not name it.
 FIXES = {
     "text for a number": "types are not converted: remove the quotes (`1e-6` is a number)",
     "token clip under GSPO": "use about 3e-4, or [measure](algorithms.md#choosing-the-clip-range)",
@@ -78,16 +79,14 @@ FIXES = {
 
 
 def messages(cases: tuple[Case, ...]) -> str:
-    """Markdown: a table of the messages with a fix, and a list of the others."""
+    """A Markdown table of the messages with a fix."""
     fixes: dict[str, str] = {}
     for case in cases:
-        phrase = f"{case.phrase}..." if case.phrase.endswith(" ") else case.phrase
-        fixes[phrase] = fixes.get(phrase) or FIXES.get(case.name, "")
-    rows = [f"| `{phrase}` | {fix} |" for phrase, fix in fixes.items() if fix]
-    plain = [phrase for phrase, fix in fixes.items() if not fix]
-    parts = [["| message contains | cause, fix |", "| --- | --- |", *rows]] if rows else []
-    parts += [["```text", *plain, "```"]] if plain else []
-    return "\n\n".join("\n".join(part) for part in parts)
+        if case.name in FIXES:
+            phrase = f"{case.phrase}..." if case.phrase.endswith(" ") else case.phrase
+            fixes.setdefault(phrase, FIXES[case.name])
+    rows = [f"| `{phrase}` | {fix} |" for phrase, fix in fixes.items()]
+    return "\n".join(["| message contains | cause, fix |", "| --- | --- |", *rows])
 
 
 def filled(text: str) -> str:

@@ -1,15 +1,12 @@
-"""The catalogue as a whole: how many bad inputs it has, and that docs/troubleshooting.md explains each message."""
+"""The catalogue as a whole: how many bad inputs it has, and what docs/troubleshooting.md says about them."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-import pytest
-
 from megatron_gspo.config import SGLangConfig
 from tests.bad_input.page import CASES, FIXES, PAGE, filled
-from tests.support.command_line import Case
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,12 +18,7 @@ def test_the_catalogue_is_large_and_each_case_has_a_name_of_its_own() -> None:
 
 def test_the_readme_says_how_large() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"in {len(CASES)} tested cases" in readme and f"[{len(CASES)} messages](docs/troubleshooting.md)" in readme
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_message_is_explained(case: Case) -> None:
-    assert case.phrase in PAGE.read_text(encoding="utf-8")
+    assert f"in {len(CASES)} tested cases" in readme and f"{len(CASES)} one-line messages" in readme
 
 
 def test_the_page_has_the_messages_of_today() -> None:

@@ -30,7 +30,7 @@ ROWS = [{"prompt": f"{WORD} {word}", "answer": word[::-1]} for word in ("dog", "
 class Case:
     """One bad input.
 
-    name: what is wrong. phrase: the message without its values, as docs/troubleshooting.md has it. overrides: of the
+    name: what is wrong. phrase: the message without its values. overrides: of the
     command line. breaks: changes the config and the files of the case, in its folder. shows: values, files and fixes
     that the message names as well. code: the exit code. world: check the config for so many processes, without a run.
     """
