@@ -59,45 +59,44 @@ class Objective:
     """A published algorithm (a key of IDENTITY), which the other fields must then match, or a name of your own."""
 
     importance_sampling_level: ImportanceSamplingLevel
-    """Tokens that share one importance ratio. `token`: one ratio per token. `sequence`: one length-normalised ratio
-    per response, with one advantage per response. `sequence_token`: the same ratio with an advantage per token
-    (GSPO-token). `none`: no ratio; the objective is advantage * log-prob."""
+    """Importance ratio. `token`: per token. `sequence`: length-normalised, per response, as the advantage.
+    `sequence_token`: the same ratio with an advantage per token (GSPO-token). `none`: the objective is
+    advantage * log-prob."""
 
     loss_agg_mode: LossAggMode
     """Aggregation of token losses. `seq-mean-token-mean`: mean over a response's trained tokens, then over responses.
-    `token-mean`: mean over all trained tokens. `seq-mean-token-sum-norm`: sum over tokens, divided by
-    responses * loss_scale_factor."""
+    `token-mean`: over all trained tokens. `seq-mean-token-sum-norm`: sum over tokens / (responses *
+    loss_scale_factor)."""
 
     loss_scale_factor: float | None = None
-    """Divisor in tokens of `seq-mean-token-sum-norm`, usually the longest response allowed. None in other modes."""
+    """Divisor of `seq-mean-token-sum-norm` in tokens, usually the longest response allowed."""
 
     epsilon_low: float | None = None
-    """Ratios are clipped below 1 - epsilon_low. None without a ratio."""
+    """Ratios are clipped below 1 - epsilon_low; None without a ratio."""
 
     epsilon_high: float | None = None
-    """Ratios are clipped above 1 + epsilon_high. None without a ratio."""
+    """Ratios are clipped above 1 + epsilon_high; None without a ratio."""
 
     dual_clip: float | None = None
-    """Bound c > 1 on the ratio where the advantage is negative: the objective is at least c * A (arXiv:1912.09729).
-    None: off."""
+    """c > 1: the objective is at least c * A where A < 0 (arXiv:1912.09729). None: off."""
 
     kl_loss_coef: float = 0.0
-    """Weight of the KL to the reference policy in the loss. Above 0 the loss needs ref_log_probs."""
+    """Weight of the KL to the reference policy in the loss."""
 
     kl_loss_type: KLLossType = "k3"
     """Estimator of that KL: k1, k2 or k3."""
 
     entropy_coef: float = 0.0
-    """Weight of the entropy bonus. Above 0 the loss needs entropy."""
+    """Weight of the entropy bonus."""
 
     max_log_ratio: float = 20.0
     """Log-ratios are clamped to +-this before exp, in nats."""
 
     advantage_std: AdvantageStd = "sample"
-    """Standard deviation that a group's rewards are divided by: `sample` (n - 1), `population` (n) or `none`."""
+    """Standard deviation that divides a group's rewards: `sample` (n - 1), `population` (n) or `none`."""
 
     advantage_baseline: AdvantageBaseline = "mean"
-    """Baseline subtracted from a reward: its group's `mean`, or the mean of the others (`leave_one_out`)."""
+    """Baseline of a reward: its group's `mean`, or the mean of the others (`leave_one_out`)."""
 
     allow_nonstandard: bool = False
     """Allow a combination that is another algorithm than its name, or a clip range of the other ratio level."""

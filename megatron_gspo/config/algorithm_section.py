@@ -21,36 +21,34 @@ class AlgorithmConfig(Objective):
     by_preset: ClassVar[frozenset[str]] = frozenset().union(*PRESETS.values(), ["loss_scale_factor"])
 
     name: Literal["gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "sft"] = "gspo"
-    """Published algorithm whose preset sets the default of the keys below; a key that is null keeps that default."""
+    """Algorithm whose preset sets the defaults of this section; null keeps the preset's value."""
     kl_reward_coef: Annotated[float, Ge(0)] = 0.0
-    """Coefficient of the KL divergence from the reference policy in the reward. The reference is the initial
-    weights."""
+    """Coefficient of the KL to the reference policy (the initial weights) in the reward."""
     old_log_probs: Literal["recompute", "rollout"] = "recompute"
-    """Log-probs of the old policy: recomputed by the training engine, or those of the rollout engine."""
+    """Old log-probs: recomputed by the training engine, or the rollout engine's."""
     rollout_is: Literal["none", "token", "sequence"] = "none"
-    """Importance-sampling weights old policy / rollout engine on the advantages, by token or by sequence
-    (length-normalised), truncated at `rollout_is_threshold`."""
+    """Importance weights old policy / rollout engine on the advantages, by token or by sequence
+    (length-normalised)."""
     rollout_is_threshold: Annotated[float, Ge(1)] = 2.0
-    """Maximum importance-sampling weight."""
+    """Maximum of these weights."""
     rollout_rs: Literal["none", "token", "sequence"] = "none"
-    """Rejection sampling: exclude from the loss the tokens, or the sequences by their length-normalised ratio, whose
-    ratio old policy / rollout engine is outside the thresholds."""
+    """Exclude tokens, or sequences by their length-normalised ratio, from the loss if the ratio old policy / rollout
+    engine is outside the thresholds."""
     rollout_rs_threshold: Annotated[float, Ge(1)] | None = None
-    """Upper threshold of that ratio; null is 2 by token, by sequence it must be set."""
+    """Upper threshold; null is 2 by token, by sequence it must be set."""
     rollout_rs_threshold_lower: Annotated[float, Gt(0), Le(1)] | None = None
-    """Lower threshold of that ratio; null is 1 / `rollout_rs_threshold`."""
+    """Lower threshold; null is 1 / `rollout_rs_threshold`."""
     turn_discount: Annotated[float, Ge(0), Le(1)] | None = None
-    """Discount per turn of the rewards to go, from which each turn of an episode gets its own advantage; null gives an
-    episode one advantage, of its summed rewards."""
+    """Discount of later turns' rewards in an advantage per turn; null is one advantage per episode, of its summed
+    rewards."""
     dynamic_sampling: bool = False
-    """Replace groups whose rewards are all equal by newly generated ones; false keeps them with advantage 0."""
+    """Replace groups with equal rewards by new ones; otherwise they have advantage 0."""
     max_num_gen_batches: Annotated[int, Ge(1)] = 4
-    """Maximum number of generations per step with `dynamic_sampling`, the first included. Groups of equal rewards that
-    remain are kept."""
+    """Maximum generations per step with `dynamic_sampling`, the first included; remaining groups are kept."""
     truncated: Literal["keep", "mask", "penalize"] = "keep"
-    """Responses cut at the length limit: keep them, exclude them from the loss, or apply DAPO's length penalty."""
+    """Responses cut at the length limit: keep, exclude from the loss, or apply DAPO's length penalty."""
     overlong_buffer_len: Annotated[int, Ge(0)] = 0
-    """With `truncated: penalize`, the number of last tokens over which the penalty increases."""
+    """With `truncated: penalize`, the last tokens over which the penalty increases."""
     overlong_penalty_factor: Annotated[float, Gt(0)] = 1.0
     """Penalty at the length limit, subtracted from the reward."""
 

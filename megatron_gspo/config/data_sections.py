@@ -19,7 +19,7 @@ class TaskConfig:
     size: Annotated[int, Ge(1)] = 10_000
     """Number of training prompts."""
     eval_size: Annotated[int, Ge(0)] = 256
-    """Number of held-out prompts. None of them is a training prompt."""
+    """Number of held-out prompts; none is a training prompt."""
     seed: Annotated[int, Ge(0)] = 0
     """Seed of the generator."""
 
@@ -33,36 +33,35 @@ class DataConfig:
     task: TaskConfig | None = None
     """A generated reasoning-gym task in place of `prompts`."""
     eval_prompts: str | None = None
-    """Held-out prompts, in the formats of `prompts`; null uses those of `task`, or none."""
+    """Held-out prompts, as `prompts`; null uses those of `task`, or none."""
     prompt_key: str = "prompt"
     """Field that holds the question: text, or a list of chat messages."""
     answer_key: str | None = "answer"
     """Field that holds the reference answer; null if the verifier needs none."""
     chat_template: bool = False
-    """Apply the tokenizer's chat template to prompts."""
+    """Apply the tokenizer's chat template."""
     system_prompt: str | None = None
-    """System message; needs `chat_template`. Null is none."""
+    """System message; needs `chat_template`."""
     prompt_template: str = "{question}"
     """Text of a prompt; {question} is replaced by the question."""
     max_prompt_length: Annotated[int, Ge(1)] = 1024
     """Maximum prompt length in tokens."""
     overlong_prompts: Literal["drop", "error"] = "drop"
-    """Longer prompts are dropped, or are an error."""
+    """Action on longer prompts."""
     verifier: str | None = None
     """Scores a response: exact_match, math_verify, reasoning_gym, path/to/file.py:function or
     package.module:function; null is reasoning_gym with a task and exact_match otherwise."""
     verifier_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the verifier, e.g. {style: boxed}."""
     verifier_timeout: Annotated[float, Gt(0)] | None = 10.0
-    """Timeout of one verification in seconds, after which it counts as failed; null runs the verifier in the
-    training process, which is faster and has no timeout."""
+    """Seconds until a verification fails; null runs the verifier in the training process, faster and without a
+    timeout."""
     verifier_failure_reward: float | None = None
-    """Reward of a response whose verification failed; null excludes it from the loss and from the statistics of
-    its group."""
+    """Reward of a response whose verification failed; null excludes it from the loss and its group's statistics."""
     verifier_workers: Annotated[int, Ge(1)] = 1
     """Verifier processes per rank."""
     shuffle: bool = True
-    """Shuffle the prompts, with `seed`, on each pass over them."""
+    """Shuffle the prompts on each pass."""
 
     @property
     def resolved_verifier(self) -> str:

@@ -16,7 +16,7 @@ import annotated_types
 
 from megatron_gspo.config.config_error import show
 
-_NAMES = {int: "whole number", float: "number", bool: "true or false", str: "text", Any: "anything"}
+_NAMES = {int: "integer", float: "number", bool: "true or false", str: "string", Any: "anything"}
 _SEQUENCES = (list, tuple)
 
 
@@ -73,11 +73,17 @@ def _own_docstrings(section: type) -> dict[str, str]:
 
 
 def section_of(annotation: Any) -> type | None:
-    """The section dataclass in an annotation (`X` or `X | None`), or None."""
-    for option in _options(annotation):
-        if isinstance(option, type) and dataclasses.is_dataclass(option):
-            return option
+    """The section dataclass in an annotation (`X`, `X | None` or `tuple[X, ...]`), or None."""
+    for option in _options(_bare(annotation)):
+        item = typing.get_args(option)[0] if is_list(option) else option
+        if isinstance(item, type) and dataclasses.is_dataclass(item):
+            return item
     return None
+
+
+def is_list(annotation: Any) -> bool:
+    """Whether an annotation is a list or tuple."""
+    return typing.get_origin(_bare(annotation)) in _SEQUENCES
 
 
 def required(section: type) -> list[str]:
@@ -94,7 +100,7 @@ def default_of(section: type, name: str) -> Any:
 
 
 def describe_type(annotation: Any) -> str:
-    """A type and its bounds in words, e.g. `whole number >= 1 or null`."""
+    """A type and its bounds in words, e.g. `integer >= 1 or null`."""
     options = _options(annotation)
     text = " or ".join(_name(option) for option in options if option is not type(None))
     return text + (" or null" if type(None) in options else "")
@@ -120,8 +126,8 @@ def _name(annotation: Any) -> str:
     if origin is typing.Literal:
         return "one of " + ", ".join(arguments)
     if origin in _SEQUENCES:
-        item = typing.get_args(arguments[0])[0] if typing.get_origin(arguments[0]) is typing.Annotated else arguments[0]
-        return f"list of {_name(item)}s"
+        kind = "list" if origin is list or arguments[-1] is ... else "pair"
+        return f"{kind} of {_plural(_name(_bare(arguments[0])))}"
     if origin is dict:
         return "mapping"
     if section_of(annotation) is not None:
@@ -129,8 +135,20 @@ def _name(annotation: Any) -> str:
     return _NAMES.get(annotation, str(annotation))
 
 
+def _bare(annotation: Any) -> Any:
+    """An annotation without the bounds of `Annotated`."""
+    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is typing.Annotated else annotation
+
+
+def _plural(name: str) -> str:
+    head, space, rest = name.partition(" ")
+    return f"{head}s{space}{rest}"
+
+
 def _bound(item: Any) -> str:
     match item:
+        case annotated_types.MinLen():
+            return f"with at least {item.min_length}"
         case annotated_types.Ge():
             return f">= {item.ge}"
         case annotated_types.Gt():

@@ -15,14 +15,13 @@ class ModelConfig:
     path: str
     """Hugging Face model directory with config.json, tokenizer and safetensors files."""
     init: Literal["pretrained", "random"] = "pretrained"
-    """Initial weights: `pretrained` loads them from `path`; `random` reads config.json only and draws them from
-    `seed`."""
+    """Initial weights: loaded from `path`, or drawn from `seed` (only config.json is read)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Type of parameters and activations. Log-probs are always computed in float32."""
+    """Type of parameters and activations; log-probs are always float32."""
     implementation: Literal["auto", "transformer_engine", "torch"] = "auto"
-    """Layer implementation; `auto` is Transformer Engine on a GPU where it is installed, otherwise torch."""
+    """Layer implementation; `auto` is Transformer Engine if installed and on a GPU, otherwise torch."""
     recompute_granularity: Literal["none", "selective", "full"] = "none"
-    """Activation recomputation: none, core attention only (`selective`), or whole layers (`full`)."""
+    """Activation recomputation: core attention (`selective`) or whole layers (`full`)."""
     recompute_num_layers: Annotated[int, Ge(1)] | None = None
     """Layers per recomputed unit, with `recompute_granularity: full`; null is 1."""
 
@@ -32,35 +31,35 @@ class ParallelConfig:
     """How the model and the batch are divided over the processes."""
 
     tensor_model_parallel_size: Annotated[int, Ge(1)] = 1
-    """Tensor-parallel ranks (TP), which split each attention and dense layer."""
+    """Tensor-parallel ranks (TP): split attention and dense layers."""
     pipeline_model_parallel_size: Annotated[int, Ge(1)] = 1
     """Pipeline stages (PP)."""
     virtual_pipeline_model_parallel_size: Annotated[int, Ge(2)] | None = None
-    """Model chunks per pipeline stage (interleaved schedule); null is one, the plain 1F1B schedule."""
+    """Model chunks per pipeline stage (interleaved schedule); null is 1 (1F1B)."""
     account_for_embedding_in_pipeline_split: bool = False
-    """Count the embedding as one layer when layers are divided over pipeline stages."""
+    """Count the embedding as a layer when dividing layers over stages."""
     account_for_loss_in_pipeline_split: bool = False
-    """Count the output layer and the loss as one layer when layers are divided over pipeline stages."""
+    """Count output layer and loss as a layer when dividing layers over stages."""
     context_parallel_size: Annotated[int, Ge(1)] = 1
-    """Context-parallel ranks (CP), which split the tokens of each sequence."""
+    """Context-parallel ranks (CP): split the tokens of a sequence."""
     expert_model_parallel_size: Annotated[int, Ge(1)] = 1
-    """Expert-parallel ranks (EP), which split the experts of each layer."""
+    """Expert-parallel ranks (EP): split the experts of a layer."""
     expert_tensor_parallel_size: Annotated[int, Ge(1)] | None = None
-    """Tensor-parallel ranks of each expert (ETP); null is 1, whatever the tensor-parallel size is."""
+    """Tensor-parallel ranks of each expert (ETP); null is 1, whatever TP is."""
     sequence_parallel: bool | None = None
-    """Split activations along the tokens between tensor-parallel regions; null enables it where TP > 1."""
+    """Split activations along tokens between tensor-parallel regions; null: if TP > 1."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
-    """Collective that sends tokens to the ranks of their experts."""
+    """Collective that sends tokens to their experts."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """torch.distributed backend; `auto` is nccl on a GPU and gloo otherwise."""
+    """torch.distributed backend; `auto` is nccl on a GPU, otherwise gloo."""
     distributed_timeout_minutes: Annotated[float, Gt(0)] = 30.0
-    """Timeout of collectives and of process-group initialization, in minutes."""
+    """Timeout of collectives and process-group initialization."""
     use_distributed_optimizer: bool = True
-    """Shard optimizer state and float32 master weights over the data-parallel ranks."""
+    """Shard optimizer state and master weights over data-parallel ranks."""
     overlap_grad_reduce: bool = False
     """Overlap gradient reduction with the backward pass."""
     overlap_param_gather: bool = False
-    """Overlap the gathering of updated parameters with the next forward pass; needs `overlap_grad_reduce`."""
+    """Overlap the parameter all-gather with the next forward pass; needs `overlap_grad_reduce`."""
 
     @property
     def use_sequence_parallel(self) -> bool:

@@ -23,12 +23,12 @@ def help_text(model: type, usage: str) -> str:
 
 _INTRO = """# Config reference
 
-Generated from `megatron_gspo/config/` by `make docs`; edit the fields there, not this page.
+For users who write a config: which keys are there, and what do they mean? Written by `make docs` from the fields in
+`megatron_gspo/config/`; edit them there.
 
-A config is one YAML file; `key.sub=value` on the command line overrides it, the value read as YAML
-(`1e-6` is a number, `null` is null, `'[1, 4]'` a list). Unknown keys, wrong types (`"8"` is not `8`) and
-choices that contradict each other stop the run before any allocation. Paths are relative to the working
-directory. The `config.yaml` of a finished run is a config too: its `environment` section is ignored.
+A config is one YAML file; `key.sub=value` on the command line overrides it, the value read as YAML (`1e-6` is a number,
+`null` is null, `'[1, 4]'` a list). Unknown keys, wrong types (`"8"` is not `8`) and contradictions stop the run before
+any allocation. Paths are relative to the working directory. The `config.yaml` of a finished run is a config too.
 """
 
 

@@ -17,17 +17,17 @@ class SamplingParams:
     """
 
     n_samples_per_prompt: Annotated[int, Ge(1)] = 8
-    """Responses per prompt. They form the group whose rewards the advantages compare."""
+    """Responses per prompt: the group of the advantages."""
     max_response_length: Annotated[int, Ge(1)] = 1024
-    """Maximum response length in tokens, the end token included."""
+    """Maximum response length in tokens, end token included."""
     temperature: Annotated[float, Ge(0)] = 1.0
-    """Logits are divided by it, also where training recomputes log-probs. Must be above 0 for training samples."""
+    """Sampling temperature, also applied where training recomputes log-probs; above 0 for training samples."""
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
-    """Sample from the smallest set of most likely tokens whose probabilities sum to this; 1 is off. Training samples
-    need 1, because their log-probs are over the whole vocabulary; see `evaluation.top_p`."""
+    """Nucleus sampling; 1 is off. Training samples need 1: their log-probs are over the whole vocabulary; see
+    `evaluation.top_p`."""
     top_k: Annotated[int, Ge(0)] = 0
-    """Sample from this many most likely tokens, before top_p; 0 is off. Training samples need 0, because their
-    log-probs are over the whole vocabulary; see `evaluation.top_k`."""
+    """Sample from this many most likely tokens, before top_p; 0 is off. Training samples need 0; see
+    `evaluation.top_k`."""
 
     def __post_init__(self) -> None:
         if self.n_samples_per_prompt < 1:
@@ -57,30 +57,29 @@ class RolloutConfig(SamplingParams):
     """Generation of the training samples. The section is the sampling parameters of the training samples."""
 
     engine: Literal["embedded", "sglang", "sft"] = "embedded"
-    """Source of responses: the policy in Transformers (`embedded`), SGLang servers (`sglang`), or the reference
-    answers (`sft`)."""
+    """Source of responses: the policy in Transformers (`embedded`), SGLang servers, or the reference answers
+    (`sft`)."""
     rollout_batch_size: Annotated[int, Ge(1)]
     """Prompts per rollout batch."""
     max_batch_size: Annotated[int, Ge(1)] = 256
-    """Sequences that the embedded engine decodes at once on each rank."""
+    """Sequences that a rank's embedded engine decodes at once."""
     max_staleness: Annotated[int, Ge(0)] = 0
-    """Maximum number of updates between the weights that generated a token and the weights that it trains; 0 is
-    on-policy."""
+    """Maximum number of weight updates between sampling and training of a token; 0 is on-policy."""
     overlap: bool = False
-    """Generate while training; with max_staleness 1 one step ahead, with n up to n steps ahead."""
+    """Generate while training, up to `max_staleness` steps ahead."""
     oversampling: Annotated[float, Ge(1)] = 1.0
-    """Groups started per group that a step needs. The step takes the first to finish and stops the others: they start
-    over or, with max_staleness, continue after the update; then at most 1 + max_staleness."""
+    """Groups started per group that a step needs. The step takes the first to finish; the others start over or, with
+    max_staleness, continue after the update (then at most 1 + max_staleness)."""
     environment: str | None = None
-    """Factory of a multi-turn environment, path/to/file.py:factory or package.module:factory, which also scores the
-    episodes in place of the verifier; null is single-turn."""
+    """Factory of a multi-turn environment, path/to/file.py:factory or package.module:factory. It replaces the verifier;
+    null is single-turn."""
     environment_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the factory, e.g. {partial_credit: true}."""
     max_turns: Annotated[int, Ge(1)] = 8
-    """Maximum number of responses per episode, with an environment."""
+    """Maximum responses per episode."""
     max_turn_length: Annotated[int, Ge(1)] | None = None
-    """Maximum length of one turn's response in tokens, with an environment; null is what remains of
-    max_response_length, which limits all responses and observations of an episode together."""
+    """Maximum tokens of one turn's response; null is what remains of max_response_length, which limits the whole
+    episode, observations included."""
 
     @property
     def streams(self) -> bool:
@@ -99,19 +98,19 @@ class RoutingConfig:
 
     replay: Literal["none", "r2", "r3"] = "none"
     """Experts that a training pass uses: the live router's (`none`), those of the old policy in the training engine
-    (`r2`), or those of the rollout engine (`r3`). The experts' weights always come from the live router."""
+    (`r2`), or the rollout engine's (`r3`)."""
     replay_old_log_probs: bool = True
-    """With r3, also compute the old policy's log-probs under the routes of the rollout engine."""
+    """With r3, compute old log-probs under the rollout engine's routes too."""
     missing_routes: Literal["error", "live"] = "error"
-    """With r3, tokens for which the engine returned no route: `error` stops the run, `live` uses the live router."""
+    """With r3, tokens without a route: stop the run, or use the live router."""
     storage: Literal["device", "host"] = "device"
-    """Where the routes of a mini-batch are kept: GPU memory, or pinned host memory."""
+    """Where a mini-batch's routes are kept: GPU memory, or pinned host memory."""
     metrics: bool = True
     """Log expert flips, router entropy and expert load (routing/*)."""
     metric_sequences: Annotated[int, Ge(1)] = 8
-    """Sequences per rollout batch on which expert flips are measured where nothing is replayed."""
+    """Sequences per rollout batch on which expert flips are measured without replay."""
     compare_rollout: bool = False
-    """Request routes from the rollout engine to measure routing/rollout_flip_rate. r3 always does."""
+    """Request the rollout engine's routes to measure routing/rollout_flip_rate; r3 always does."""
 
     @property
     def uses_routes(self) -> bool:

@@ -59,8 +59,7 @@ class Config:
     run_dir: str
     """Directory for all output of the run."""
     megatron: dict[str, Any] = field(default_factory=dict)
-    """Options of Megatron-Core's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig, e.g.
-    {moe_permute_fusion: true}; see docs/scaling.md."""
+    """Options of Megatron-Core's config classes, e.g. {moe_permute_fusion: true}; see docs/scaling.md."""
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig.preset)

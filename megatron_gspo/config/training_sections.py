@@ -19,7 +19,7 @@ class TrainingConfig:
     ppo_epochs: Annotated[int, Ge(1)] = 1
     """Passes over each rollout batch."""
     max_tokens_per_micro_batch: Annotated[int, Ge(1)] = 8192
-    """Tokens of a packed micro-batch, padding included, before context parallelism splits it."""
+    """Tokens of a packed micro-batch, padding included, before the context-parallel split."""
     micro_batch_size: Annotated[int, Ge(1)] | None = None
     """Sequences per micro-batch; null packs as many as `max_tokens_per_micro_batch` holds."""
 
@@ -33,11 +33,11 @@ class OptimizerConfig:
     min_lr: Annotated[float, Ge(0)] = 0.0
     """Learning rate at the end of a linear or cosine schedule."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the learning-rate schedule after the warm-up."""
+    """Schedule after the warm-up."""
     lr_warmup_steps: Annotated[int, Ge(0)] = 0
-    """Optimizer steps over which the learning rate increases linearly to `lr`."""
+    """Optimizer steps of linear warm-up."""
     weight_decay: Annotated[float, Ge(0)] = 0.01
-    """Decoupled weight decay. Norms and biases have none."""
+    """Decoupled weight decay, not applied to norms and biases."""
     adam_beta1: Annotated[float, Ge(0), Lt(1)] = 0.9
     """Decay rate of the first moment."""
     adam_beta2: Annotated[float, Ge(0), Lt(1)] = 0.999
@@ -45,7 +45,7 @@ class OptimizerConfig:
     adam_eps: Annotated[float, Gt(0)] = 1e-8
     """Term added to Adam's denominator."""
     clip_grad: Annotated[float, Ge(0)] = 1.0
-    """Maximum norm of the whole gradient; 0 disables clipping."""
+    """Maximum gradient norm; 0 disables clipping."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,23 +53,23 @@ class EvaluationConfig:
     """Accuracy on the held-out prompts."""
 
     eval_interval: Annotated[int, Ge(0)] = 0
-    """Steps between evaluations; 0 evaluates only before the first and after the last step."""
+    """Steps between evaluations; 0: only before the first and after the last."""
     at_start: bool = True
-    """Evaluate before the first step, if there are held-out prompts."""
+    """Evaluate before the first step."""
     at_end: bool = True
-    """Evaluate after the last step, if there are held-out prompts."""
+    """Evaluate after the last step."""
     n_samples: Annotated[int, Ge(1)] = 1
     """Responses per held-out prompt (the n of mean@n)."""
     temperature: Annotated[float, Ge(0)] = 1.0
     """Sampling temperature; 0 is greedy decoding."""
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
-    """Sample from the smallest set of most likely tokens whose probabilities sum to this; 1 is off."""
+    """Nucleus sampling: the smallest set of tokens with this total probability; 1 is off."""
     top_k: Annotated[int, Ge(0)] = 0
     """Sample from this many most likely tokens; 0 is off."""
     max_prompts: Annotated[int, Ge(1)] | None = None
-    """Use only the first so many held-out prompts; null uses all."""
+    """Maximum number of held-out prompts; null uses all."""
     pass_at_k: tuple[Annotated[int, Ge(1)], ...] = ()
-    """Values of k for which pass@k is reported, each at most `n_samples`."""
+    """Values of k of the reported pass@k, each at most `n_samples`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,13 +77,13 @@ class CheckpointConfig:
     """Checkpoints and the export at the end."""
 
     save_interval: Annotated[int, Ge(0)] = 0
-    """Steps between checkpoints, with one after the last step; 0 writes none."""
+    """Steps between checkpoints; one follows the last step. 0 writes none."""
     keep: Annotated[int, Ge(1)] = 2
-    """Number of newest checkpoints to keep; older ones are deleted."""
+    """Newest checkpoints to keep."""
     async_save: bool = True
-    """Write checkpoints in the background while training continues. Needs host memory for a copy of the state."""
+    """Write checkpoints in the background; needs host memory for a copy of the state."""
     resume: Literal["auto", "never"] = "auto"
-    """`auto` resumes from the newest checkpoint in `run_dir`; `never` refuses a `run_dir` that holds a run."""
+    """Resume from the newest checkpoint in `run_dir`, or refuse a `run_dir` that holds a run."""
     export_hf: bool = True
     """Write the trained model as a Hugging Face directory at the end."""
 
@@ -95,14 +95,14 @@ class TrackingConfig:
     tensorboard: bool = False
     """Write TensorBoard events to `run_dir`/tensorboard."""
     wandb: bool | str = False
-    """Log to Weights & Biases: true, or the name of the project."""
+    """Log to Weights & Biases; a string names the project."""
     mlflow: bool | str = False
-    """Log to MLflow: true, or the name of the experiment."""
+    """Log to MLflow; a string names the experiment."""
     samples_per_step: Annotated[int, Ge(0)] = 4
-    """Responses written to `run_dir`/samples after each step."""
+    """Responses written to `run_dir`/samples per step."""
     ratio_interval: Annotated[int, Ge(0)] = 0
     """Steps between files of importance ratios in `run_dir`/ratios; 0 writes none."""
     detailed_timers: bool = False
-    """Time forward, backward and optimizer separately. On a GPU each measurement synchronizes."""
+    """Time forward, backward and optimizer separately; synchronizes a GPU."""
     plot: bool = True
-    """Plot the curves to `run_dir`/curves.png at the end; skipped if matplotlib is not installed."""
+    """Plot `run_dir`/curves.png at the end, if matplotlib is installed."""

@@ -11,23 +11,26 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from megatron_gspo.config.config_error import MISSING, ConfigError
-from megatron_gspo.config.fields import choices, describe_type, field_types, keys, required, section_of
+from megatron_gspo.config.fields import choices, describe_type, field_types, is_list, keys, required, section_of
 
 T = TypeVar("T")
 
 # Set on the outermost dataclass, as `__pydantic_config__`; sections inherit it. Strict: no type is coerced, except a
-# whole number to a float.
+# integer to a float.
 STRICT = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 
 
-def validate(section: type[T], data: dict[str, Any]) -> T:
-    """An instance of a section dataclass. Raises ConfigError for the first fault: unknown keys, types and bounds."""
+def validate(section: type[T], data: dict[str, Any], *, page: str = "docs/config.md") -> T:
+    """An instance of a section dataclass. Raises ConfigError for the first fault: unknown keys, types and bounds.
+
+    page: documentation of the keys, for messages.
+    """
     try:  # as JSON, which strict validation builds dataclasses from
         adapter: TypeAdapter[T] = _adapter(section)  # type: ignore[arg-type]
         return adapter.validate_json(json.dumps(data, default=str))
     except ValidationError as error:
-        raise _first_fault(section, error) from None
+        raise _first_fault(section, error, page) from None
 
 
 @functools.cache
@@ -35,7 +38,7 @@ def _adapter(section: type) -> TypeAdapter[Any]:
     return TypeAdapter(section)
 
 
-def _first_fault(model: type, error: ValidationError) -> ConfigError:
+def _first_fault(model: type, error: ValidationError, page: str) -> ConfigError:
     """A pydantic error as ConfigError. Unknown keys come first: they often explain a missing one."""
     faults = sorted(error.errors(include_url=False), key=lambda fault: fault["type"] not in _UNKNOWN)
     fault = faults[0]
@@ -43,7 +46,8 @@ def _first_fault(model: type, error: ValidationError) -> ConfigError:
     value = fault["input"]
     if fault["type"] in _UNKNOWN:
         known = [row.name for row in keys(model)] + list(field_types(model))
-        return ConfigError(key, value, "is not a key", _suggest(key, known))
+        fix = _suggest(key, known) or f"remove it, or see {page} for the keys"
+        return ConfigError(key, value, "is not a key", fix)
     if fault["type"] == "missing":
         return ConfigError(key, MISSING, "is missing", f"set it: {_expected(annotation)}")
     if fault["type"] == "value_error":
@@ -77,7 +81,10 @@ def _locate(model: type, location: tuple[int | str, ...]) -> tuple[str, Any]:
         if current is None:
             break
         parts.append(str(part))
-        annotation = field_types(current).get(part) if isinstance(part, str) else None
+        if isinstance(part, int):  # an item of a list of sections
+            annotation = current
+            continue
+        annotation = field_types(current).get(part)
         if annotation is None:
             break
         current = section_of(annotation)
@@ -91,10 +98,12 @@ def _expected(annotation: Any) -> str:
     if section is None:
         return describe_type(annotation)
     names = required(section)
-    return "a section" + (f" with at least {', '.join(names)}" if names else "")
+    what = "a list of sections" if is_list(annotation) else "a section"
+    return what + (f" with at least {', '.join(names)}" if names else "")
 
 
 def _suggest(key: str, known: list[str]) -> str:
+    """The known key that was probably meant, as a question; empty if none is close."""
     leaf = key.rpartition(".")[2]
     same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
     siblings = [name for name in known if name.rpartition(".")[0] == key.rpartition(".")[0]]
@@ -104,4 +113,4 @@ def _suggest(key: str, known: list[str]) -> str:
         or difflib.get_close_matches(key, siblings, n=1, cutoff=0.7)
         or [leaves[name] for name in difflib.get_close_matches(leaf, list(leaves), n=1, cutoff=0.7)]
     )
-    return f"did you mean {close[0]}?" if close else "remove it, or see docs/config.md for the keys"
+    return f"did you mean {close[0]}?" if close else ""

@@ -175,5 +175,5 @@ def _describe(option: Any) -> str:
         return f"one of {', '.join(map(str, typing.get_args(option)))}"
     if _is_code(option):
         return "nothing: it is a function"
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    names = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
     return names.get(option, getattr(option, "__name__", str(option)))

@@ -92,11 +92,11 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def check_sizes(config: dict[str, Any]) -> None:
-    """Sizes in a ``config.json`` are whole numbers above 0, where they are there at all; else ``ModelError``."""
+    """Sizes in a ``config.json`` are integers above 0 where present; else ``ModelError``."""
     for key in _SIZES:
         value = config.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ModelError(f"{key}={value!r} in config.json is no size; give a whole number above 0")
+            raise ModelError(f"{key}={value!r} in config.json is not a size; give an integer above 0")
     chosen, experts = config.get("num_experts_per_tok"), config.get("num_experts") or config.get("num_local_experts")
     if chosen and experts and chosen > experts:
         raise ModelError(f"num_experts_per_tok={chosen} in config.json is more than the {experts} experts; lower it")

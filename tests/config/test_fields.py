@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Lt, MinLen
 
 from megatron_gspo.config import Config, RolloutConfig, SamplingParams
 from megatron_gspo.config.fields import (
@@ -29,11 +29,13 @@ PYDANTIC = "validate.py"
 @pytest.mark.parametrize(
     "annotation, text",
     [
-        (bool | str, "true or false or text"),
-        (Annotated[int, Ge(1)] | None, "whole number >= 1 or null"),
+        (bool | str, "true or false or string"),
+        (Annotated[int, Ge(1)] | None, "integer >= 1 or null"),
         (Annotated[float, Gt(0), Lt(1)], "number > 0, < 1"),
         (Literal["a", "b"] | None, "one of a, b or null"),
-        (tuple[Annotated[int, Ge(1)], ...], "list of whole numbers"),
+        (tuple[Annotated[int, Ge(1)], ...], "list of integers"),
+        (tuple[tuple[float, float], ...] | None, "list of pairs of numbers or null"),
+        (Annotated[tuple[int, ...], MinLen(1)], "list of integers with at least 1"),
         (dict[str, Any], "mapping"),
         (RolloutConfig | None, "section or null"),
     ],

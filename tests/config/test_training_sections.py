@@ -10,9 +10,9 @@ from tests.config.building import build, refused
 @pytest.mark.parametrize(
     ("override", "fix"),
     [
-        ("training.ppo_epochs=0", "whole number >= 1"),
-        ("training.max_tokens_per_micro_batch=0", "whole number >= 1"),
-        ("training.micro_batch_size=0", "whole number >= 1 or null"),
+        ("training.ppo_epochs=0", "integer >= 1"),
+        ("training.max_tokens_per_micro_batch=0", "integer >= 1"),
+        ("training.micro_batch_size=0", "integer >= 1 or null"),
         ("optimizer.lr=0", "number > 0"),
         ("optimizer.min_lr=-1e-9", "number >= 0"),
         ("optimizer.lr_decay_style=step", "one of constant, linear, cosine"),
@@ -22,10 +22,10 @@ from tests.config.building import build, refused
         ("optimizer.clip_grad=-1", "number >= 0"),
         ("evaluation.temperature=-1", "number >= 0"),
         ("evaluation.top_p=0", "number > 0, <= 1"),
-        ("evaluation.n_samples=0", "whole number >= 1"),
-        ("checkpoint.keep=0", "whole number >= 1"),
+        ("evaluation.n_samples=0", "integer >= 1"),
+        ("checkpoint.keep=0", "integer >= 1"),
         ("checkpoint.resume=always", "one of auto, never"),
-        ("tracking.samples_per_step=-1", "whole number >= 0"),
+        ("tracking.samples_per_step=-1", "integer >= 0"),
     ],
 )
 def test_values_out_of_bounds_are_refused(plain: dict, override: str, fix: str) -> None:

@@ -110,13 +110,13 @@ def test_options_without_a_harmless_value_are_refused(name):
     ("name", "value", "expected"),
     [
         ("moe_permute_fusion", 1, "set true or false"),
-        ("bucket_size", "4096", "set a whole number or null"),
-        ("bucket_size", True, "set a whole number or null"),
+        ("bucket_size", "4096", "set an integer or null"),
+        ("bucket_size", True, "set an integer or null"),
         ("init_method_std", "0.1", "set a number"),
         ("init_method", "normal", "set nothing: it is a function"),
         ("exp_avg_dtype", "int8", "set one of float32, bfloat16, float16"),
         ("attention_backend", "quick", "set one of flash"),
-        ("cp_comm_type", 3, "set text or "),
+        ("cp_comm_type", 3, "set a string or "),
     ],
 )
 def test_a_wrong_type_is_refused(name, value, expected):

@@ -11,6 +11,7 @@ example: megatron-gspo compare --runs runs/grpo runs/gspo --baseline grpo --outp
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import shlex
@@ -86,7 +87,7 @@ def prepare(comparison: Comparison) -> None:
     if start is None:
         return
     files, config = ColdStartFiles(comparison.folder), comparison.resolve_path(start.config)
-    stamp, wanted = comparison.folder / "cold_start.json", json.loads(start.model_dump_json())
+    stamp, wanted = comparison.folder / "cold_start.json", dataclasses.asdict(start)
     if stamp.is_file():
         if json.loads(stamp.read_text()) != wanted:
             raise StaleRun(f"{stamp}: the cold start was made with other settings; choose another folder")
@@ -95,7 +96,7 @@ def prepare(comparison: Comparison) -> None:
     from megatron_gspo.tools.make_tiny_model import TinyModel, write_tiny_model
 
     comparison.folder.mkdir(parents=True, exist_ok=True)
-    count = write_tiny_model(files.model, TinyModel(**start.model.model_dump()), words=[INSTRUCTION])
+    count = write_tiny_model(files.model, TinyModel(**dataclasses.asdict(start.model)), words=[INSTRUCTION])
     print(f"cold start: a random Qwen3-MoE of {count:,} parameters learns from demonstrations", file=sys.stderr)
     write_demonstrations(files, comparison.base_file)
     imitate(files, config, start.processes, [f"{key}={argument(value)}" for key, value in start.overrides.items()])

@@ -1,4 +1,4 @@
-"""The comparison file: variants, settings and seeds; and the list of its runs."""
+"""The comparison file (variants, settings, seeds), its checks, and the list of its runs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from annotated_types import Ge, MinLen
 
 from megatron_gspo.config import Config, ConfigError, load_config
 from megatron_gspo.config.config_error import MISSING, show
 from megatron_gspo.config.load import apply_overrides, parse_yaml, read_file
+from megatron_gspo.config.validate import STRICT, validate
 
 BASE = "base"  # the setting without stress
 SEARCH = "search"
@@ -25,73 +26,99 @@ RESERVED = ("run_dir", "seed", "model.path")
 Overrides = dict[str, Any]
 
 
-class Section(BaseModel):
-    """Refuses unknown keys, coerces no type and is frozen."""
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One algorithm or setting of the comparison."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class Variant(Section):
-    name: str = Field(description="Short name, used for folders: lower-case letters, digits, underscores.")
-    label: str = Field("", description="Name in the report; empty is name.")
-    overrides: Overrides = Field(default_factory=dict, description="Keys of the training config, dotted.")
-    clip: list[tuple[float, float]] = Field(
-        default_factory=list, description="Clip ranges (epsilon_low, epsilon_high) that the search tries."
-    )
-    tuned_as: str | None = Field(
-        None, description="Takes what the search chose for this other variant instead of a search of its own."
-    )
+    name: str
+    """Short name, used for folders: lower-case letters, digits, underscores."""
+    label: str = ""
+    """Name in the report; empty is `name`."""
+    overrides: Overrides = field(default_factory=dict)
+    """Keys of the training config, dotted."""
+    clip: tuple[tuple[float, float], ...] = ()
+    """Clip ranges (epsilon_low, epsilon_high) that the search tries."""
+    tuned_as: str | None = None
+    """Variant whose search result is used in place of an own search."""
 
 
-class Stress(Section):
-    name: str = Field(description="Short name, used for folders.")
-    about: str = Field("", description="One line for the report.")
-    overrides: Overrides = Field(description="Keys of the training config, dotted; on top of the variant's.")
-    variants: list[str] | None = Field(None, description="Only these variants; null is all.")
-    seeds: list[int] | None = Field(None, description="Only these seeds; null is all.")
+@dataclass(frozen=True, kw_only=True)
+class Stress:
+    """A setting in which the variants run again."""
+
+    name: str
+    """Short name, used for folders."""
+    about: str = ""
+    """One line for the report."""
+    overrides: Overrides
+    """Keys of the training config, dotted; they win over the variant's."""
+    variants: tuple[str, ...] | None = None
+    """Only these variants; null is all."""
+    seeds: tuple[int, ...] | None = None
+    """Only these seeds; null is all."""
 
 
-class Search(Section):
-    seeds: list[int] = Field(description="Seeds of the trials; none of them may be a seed of the report.")
-    lr: list[float] = Field(description="Learning rates that are tried with each clip range.")
-    overrides: Overrides = Field(
-        default_factory=dict, description="Keys for the trials only, e.g. fewer training.steps."
-    )
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """The search of clip range and learning rate."""
+
+    seeds: tuple[int, ...]
+    """Seeds of the trials; none may be a seed of the report."""
+    lr: tuple[float, ...]
+    """Learning rates that are tried with each clip range."""
+    overrides: Overrides = field(default_factory=dict)
+    """Keys of the training config for the trials only, e.g. fewer training.steps."""
 
 
-class ModelSize(Section):
+@dataclass(frozen=True, kw_only=True)
+class ModelSize:
     """Sizes of the random model of the cold start (tools/make_tiny_model)."""
 
-    hidden: int = Field(128, ge=1)
-    layers: int = Field(4, ge=1)
-    experts: int = Field(16, ge=1)
-    experts_per_token: int = Field(4, ge=1)
-    expert_width: int = Field(48, ge=1)
+    hidden: Annotated[int, Ge(1)] = 128
+    layers: Annotated[int, Ge(1)] = 4
+    experts: Annotated[int, Ge(1)] = 16
+    experts_per_token: Annotated[int, Ge(1)] = 4
+    expert_width: Annotated[int, Ge(1)] = 48
 
 
-class ColdStart(Section):
-    config: str = Field(description="Training config of the supervised start, relative to this file.")
-    overrides: Overrides = Field(default_factory=dict, description="Keys of that config, dotted.")
-    model: ModelSize = Field(default_factory=ModelSize)
-    processes: int = Field(1, ge=1, description="Processes of the supervised start.")
+@dataclass(frozen=True, kw_only=True)
+class ColdStart:
+    """Supervised training that makes the starting weights."""
+
+    config: str
+    """Training config of the supervised training, relative to the comparison file."""
+    overrides: Overrides = field(default_factory=dict)
+    """Keys of that config, dotted."""
+    model: ModelSize = field(default_factory=ModelSize)
+    processes: Annotated[int, Ge(1)] = 1
+    """Processes of the supervised training."""
 
 
-class ComparisonConfig(Section):
+@dataclass(frozen=True, kw_only=True)
+class ComparisonConfig:
     """A comparison file. Build it with load_comparison, which raises ConfigError."""
 
-    title: str = Field("Comparison", description="Heading of the report.")
-    folder: str = Field(description="Where runs and report are written.")
-    base: str = Field(description="Training config that every run starts from, relative to this file.")
-    overrides: Overrides = Field(default_factory=dict, description="Keys for every run, dotted.")
-    variants: list[Variant] = Field(min_length=1)
-    baseline: str = Field(description="Name of the variant that the others are compared with.")
-    seeds: list[int] = Field(min_length=1, description="Seeds of the report; the same for every variant.")
-    processes: int = Field(1, ge=1, description="Processes of each run.")
-    stress: list[Stress] = Field(default_factory=list)
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    title: str = "Comparison"
+    """Heading of the report."""
+    folder: str
+    """Directory of the runs and the report."""
+    base: str
+    """Training config of every run, relative to the comparison file."""
+    overrides: Overrides = field(default_factory=dict)
+    """Keys for every run, dotted."""
+    variants: Annotated[tuple[Variant, ...], MinLen(1)]
+    baseline: str
+    """Name of the variant that the others are compared with."""
+    seeds: Annotated[tuple[int, ...], MinLen(1)]
+    """Seeds of the report, the same for every variant."""
+    processes: Annotated[int, Ge(1)] = 1
+    """Processes of each run."""
+    stress: tuple[Stress, ...] = ()
     search: Search | None = None
-    cold_start: ColdStart | None = Field(
-        None, description="Make the starting weights first; null takes the base config's model.path."
-    )
+    cold_start: ColdStart | None = None
+    """Makes the starting weights first; null uses the base config's model.path."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +129,7 @@ class ColdStartFiles:
 
     @property
     def model(self) -> Path:
-        """The random model that it begins with."""
+        """The random model."""
         return self.folder / "model"
 
     @property
@@ -125,9 +152,9 @@ class ColdStartFiles:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """One run: where it belongs and what it overrides in the base config.
+    """One run: its place in the comparison and its overrides of the base config.
 
-    setting: `base`, a stress's name or `search`. trial: the search's values, empty elsewhere.
+    setting: `base`, the name of a stress, or `search`. trial: the values of the search, otherwise empty.
     """
 
     setting: str
@@ -167,17 +194,14 @@ class Comparison:
 
     @property
     def model_path(self) -> str | None:
-        """The cold start's weights, None where the base config names the model."""
+        """The cold start's weights; None if the base config names the model."""
         return str(ColdStartFiles(self.folder).weights) if self.config.cold_start else None
 
 
 def load_comparison(file: str | Path, overrides: Sequence[str] = ()) -> Comparison:
     """Read and check a comparison file; `key=value` overrides its top-level keys. Raises ConfigError."""
     data = apply_overrides(read_file(file), overrides)
-    try:
-        config = ComparisonConfig.model_validate(_with_tuples(data))
-    except ValidationError as error:
-        raise _fault(error) from None
+    config = validate(ComparisonConfig, data, page="docs/comparison.md")
     comparison = Comparison(config, Path(file))
     _check_names(config)
     _check_search(config)
@@ -193,8 +217,7 @@ def load_comparison(file: str | Path, overrides: Sequence[str] = ()) -> Comparis
 def report_runs(comparison: Comparison, chosen: Mapping[str, Overrides]) -> list[RunSpec]:
     """Every run of the report, seeds outermost so that all variants advance together.
 
-    chosen: what the search found for each variant; it comes after the variant's own overrides and before the
-    stress's.
+    chosen: result of the search for each variant; applied after the variant's overrides and before the stress's.
     """
     config, specs = comparison.config, []
     settings = [(BASE, {}, None, None), *((s.name, s.overrides, s.variants, s.seeds) for s in config.stress)]
@@ -224,7 +247,7 @@ def search_runs(comparison: Comparison) -> list[RunSpec]:
 
 
 def trials(config: ComparisonConfig, variant: Variant) -> list[Overrides]:
-    """The search's values for one variant, none where it isn't searched."""
+    """The values that the search tries for one variant."""
     if config.search is None or variant.tuned_as is not None:
         return []
     return [
@@ -247,7 +270,7 @@ def as_arguments(comparison: Comparison, spec: RunSpec) -> list[str]:
 
 
 def argument(value: Any) -> str:
-    """A value as an override spells it: YAML on one line; a text that YAML would take for something else is quoted."""
+    """A value as an override: YAML on one line; a string that YAML would read as another type is quoted."""
     if isinstance(value, str):
         try:
             return value if parse_yaml(value, "value") == value else json.dumps(value)
@@ -263,13 +286,13 @@ def _check_names(config: ComparisonConfig) -> None:
         for name in given:
             if not _NAME.fullmatch(name):
                 fix = "use lower-case letters, digits and underscores"
-                raise ConfigError(f"{key}.name", name, "is no name for a folder", fix)
+                raise ConfigError(f"{key}.name", name, "is not a folder name", fix)
             if given.count(name) > 1:
                 raise ConfigError(f"{key}.name", name, "appears twice", "give each its own name")
     for key, name in [("baseline", config.baseline), *_named_variants(config)]:
         if name not in names:
-            raise ConfigError(key, name, "is no variant", f"set one of {', '.join(names)}")
-    for seeds in (config.seeds, *(stress.seeds or [] for stress in config.stress)):
+            raise ConfigError(key, name, "is not a variant", f"set one of {', '.join(names)}")
+    for seeds in (config.seeds, *(stress.seeds or () for stress in config.stress)):
         for seed in seeds:
             if seeds.count(seed) > 1:
                 raise ConfigError("seeds", seed, "appears twice", "give each seed once")
@@ -288,7 +311,7 @@ def _named_variants(config: ComparisonConfig) -> list[tuple[str, str]]:
 
 
 def _check_search(config: ComparisonConfig) -> None:
-    """Equal trials for every algorithm, on seeds that the report doesn't use."""
+    """Equal numbers of trials for all searched variants, on seeds that the report does not use."""
     if config.search is None:
         for variant in config.variants:
             if variant.clip or variant.tuned_as:
@@ -298,8 +321,8 @@ def _check_search(config: ComparisonConfig) -> None:
     used = {seed for stress in config.stress for seed in stress.seeds or ()} | set(config.seeds)
     for seed in config.search.seeds:
         if seed in used:
-            problem = "is a seed of the report too: the choice would be judged on what it was made with"
-            raise ConfigError("search.seeds", seed, problem, "take another")
+            problem = "is also a seed of the report, so the choice would be evaluated on its own data"
+            raise ConfigError("search.seeds", seed, problem, "choose another")
     searched = [variant for variant in config.variants if variant.tuned_as is None]
     for variant in searched:
         if len(variant.clip) != len(searched[0].clip) or not variant.clip:
@@ -310,28 +333,3 @@ def _check_search(config: ComparisonConfig) -> None:
         if variant.tuned_as is not None and variant.tuned_as not in {v.name for v in searched}:
             key = f"variants.{variant.name}.tuned_as"
             raise ConfigError(key, variant.tuned_as, "is not searched itself", "name one that is")
-
-
-def _with_tuples(data: dict[str, Any]) -> dict[str, Any]:
-    """Clip ranges come from YAML as lists; strict validation wants the pairs as tuples."""
-    variants = data.get("variants")
-    if isinstance(variants, list):
-        for variant in variants:
-            if isinstance(variant, dict) and isinstance(variant.get("clip"), list):
-                variant["clip"] = [
-                    tuple(float(x) if isinstance(x, int) else x for x in pair) if isinstance(pair, list) else pair
-                    for pair in variant["clip"]
-                ]
-    return data
-
-
-def _fault(error: ValidationError) -> ConfigError:
-    """The first fault; unknown keys come first, because they often explain a missing one."""
-    faults = sorted(error.errors(include_url=False), key=lambda fault: fault["type"] != "extra_forbidden")
-    fault = faults[0]
-    key = ".".join(str(part) for part in fault["loc"])
-    if fault["type"] == "extra_forbidden":
-        return ConfigError(key, fault["input"], "is not a key", "remove it, or see docs/comparison.md")
-    if fault["type"] == "missing":
-        return ConfigError(key, MISSING, "is missing", "set it; docs/comparison.md has an example")
-    return ConfigError(key, fault["input"], "is not allowed", fault["msg"][0].lower() + fault["msg"][1:])

@@ -1,5 +1,7 @@
 """The front door: a real comparison of two real runs, and what the command line says to bad input."""
 
+import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -76,7 +78,7 @@ def test_a_report_of_a_comparison_that_has_not_run_says_so(tmp_path, capsys):
     file = write_comparison(tmp_path, seeds=(1,), names=("grpo", "gspo"))
     assert main([str(file), "--report-only"]) == 0
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "base grpo seed 1: not there" in page
+    assert "base grpo seed 1: missing" in page
     assert f"<pre>megatron-gspo compare {file}</pre>" in page  # which does run
 
 
@@ -88,7 +90,7 @@ def test_a_cold_start_of_other_settings_is_refused(tmp_path):
     file.write_text(yaml.safe_dump(data))
     comparison = load_comparison(file)
     comparison.folder.mkdir()
-    (comparison.folder / "cold_start.json").write_text(comparison.config.cold_start.model_dump_json())
+    (comparison.folder / "cold_start.json").write_text(json.dumps(dataclasses.asdict(comparison.config.cold_start)))
     prepare(comparison)  # the same settings: nothing to do
     data["cold_start"]["model"] = {"experts": 32}
     file.write_text(yaml.safe_dump(data))

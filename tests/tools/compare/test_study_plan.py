@@ -88,17 +88,17 @@ def test_arguments_are_what_the_command_line_reads(file):
     "change, message",
     [
         ({"variant": []}, "variant = []: is not a key"),
-        ({"baseline": "ppo"}, 'baseline = "ppo": is no variant; set one of grpo'),
+        ({"baseline": "ppo"}, 'baseline = "ppo": is not a variant; set one of grpo'),
         ({"seeds": [1, 1]}, "seeds = 1: appears twice"),
         ({"seeds": []}, "seeds = []: is not allowed"),
-        ({"seeds": [101]}, "search.seeds = 101: is a seed of the report too"),
+        ({"seeds": [101]}, "search.seeds = 101: is also a seed of the report"),
         ({"search": None}, "has no effect without search"),
         ({"overrides": {"seed": 3}}, "overrides.seed = 3: seed is set by the comparison; remove it"),
         ({"overrides": {"optimizer.learning_rate": 1e-3}}, "optimizer.learning_rate = 0.001: is not a key"),
         ({"stress": [{"name": "base", "overrides": {}}]}, 'stress.name = "base": appears twice'),
-        ({"stress": [{"name": "High LR", "overrides": {}}]}, "is no name for a folder"),
+        ({"stress": [{"name": "High LR", "overrides": {}}]}, "is not a folder name"),
         ({"stress": [{"name": "s", "overrides": {"training.global_batch_size": 7}}]}, "(in run s grpo seed 1)"),
-        ({"stress": [{"name": "s", "overrides": {}, "variants": ["x"]}]}, 'stress.s.variants = "x": is no variant'),
+        ({"stress": [{"name": "s", "overrides": {}, "variants": ["x"]}]}, 'stress.s.variants = "x": is not a variant'),
         ({"base": "nowhere.yaml"}, "cannot read the config"),
     ],
 )
@@ -117,7 +117,7 @@ def test_unequal_searches_are_refused(file):
 
 
 def test_tuned_as_needs_a_variant_that_is_searched(file):
-    with pytest.raises(ConfigError, match='tuned_as = "gspo": is no variant'):
+    with pytest.raises(ConfigError, match='tuned_as = "gspo": is not a variant'):
         load_comparison(changed(file, variants=without(file, "gspo")))
 
 

@@ -150,7 +150,7 @@ def test_a_layout_that_does_not_divide_the_model(whole, tmp_path, capsys):
     assert "num_experts = 4" in line
     with pytest.raises(SystemExit):
         convert.main(["to-megatron", str(whole["to-megatron"]), str(tmp_path / "out"), "--tp", "0"])
-    assert "argument --tp: '0' is not a whole number above 0" in capsys.readouterr().err
+    assert "argument --tp: '0' is not an integer above 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("way", ["to-megatron", "to-hf"])
