@@ -41,16 +41,16 @@ def parser() -> argparse.ArgumentParser:
         "--response-length 8192 --colocated",
     )
     made.add_argument("--model", required=True, help="Hugging Face model directory, or its config.json")
-    made.add_argument("--gpus", type=int, default=8, help="GPUs that train (default: %(default)s)")
+    made.add_argument("--gpus", type=int, default=8, help="training GPUs (default: %(default)s)")
     made.add_argument("--gpu", default="h100", help=f"one of {', '.join(GPUS)} (default: %(default)s)")
     made.add_argument("--response-length", type=int, required=True, help="longest response in tokens")
     for name, default, about in (
         ("prompt-length", 1024, "longest prompt in tokens"),
-        ("rollout-batch-size", 128, "prompts of a rollout batch"),
-        ("n-samples", 8, "responses of a prompt"),
-        ("global-batch-size", 256, "sequences of an optimizer step"),
-        ("engine-gpus", 0, "GPUs that only generate; 0 is as many as train"),
-        ("engine-tensor", 1, "GPUs of one SGLang server"),
+        ("rollout-batch-size", 128, "prompts per rollout batch"),
+        ("n-samples", 8, "responses per prompt"),
+        ("global-batch-size", 256, "sequences per optimizer step"),
+        ("engine-gpus", 0, "GPUs of the servers; 0 is as many as --gpus"),
+        ("engine-tensor", 1, "GPUs per SGLang server"),
         ("top", 10, "layouts to show"),
     ):
         made.add_argument(f"--{name}", type=int, default=default, help=f"{about} (default: %(default)s)")
@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def load_model(path: str) -> tuple[dict[str, Any], ModelShape]:
-    """config.json of a directory, or a file, with its sizes; ``InputError`` naming what is wrong with it."""
+    """config.json of a directory, or a file, with its sizes. Raises ``InputError``."""
     place = Path(path)
     if not place.exists():
         raise InputError(f"--model {path}: no such file; give a Hugging Face model directory or its config.json")
@@ -80,7 +80,7 @@ def load_model(path: str) -> tuple[dict[str, Any], ModelShape]:
 
 
 def inputs(args: argparse.Namespace) -> tuple[Workload, Cluster, Assumptions]:
-    """The options as values; the model isn't looked at."""
+    """Workload, cluster and assumptions of the options; does not read the model."""
     work = Workload(
         response_length=args.response_length, prompt_length=args.prompt_length,
         rollout_batch_size=args.rollout_batch_size, n_samples=args.n_samples, global_batch_size=args.global_batch_size,
@@ -93,7 +93,7 @@ def inputs(args: argparse.Namespace) -> tuple[Workload, Cluster, Assumptions]:
 
 
 def fixed_choice(args: argparse.Namespace, hf: dict[str, Any], work: Workload) -> Fixed:
-    """What the options leave no choice of."""
+    """The choices that the options fix."""
     layout = None if args.layout is None else parse_layout(args.layout, hf, args.gpus)
     if args.max_tokens is not None and args.max_tokens < work.longest:
         raise InputError(
@@ -104,7 +104,7 @@ def fixed_choice(args: argparse.Namespace, hf: dict[str, Any], work: Workload) -
 
 
 def check_scale(args: argparse.Namespace) -> None:
-    """``--scale`` chooses a layout at each size; ``InputError`` where one is asked for."""
+    """``InputError`` if ``--scale`` is combined with an option that fixes a choice."""
     for name in ("layout", "recompute", "max_tokens"):
         if (value := getattr(args, name)) is not None:
             flag = f"--{name.replace('_', '-')}"
@@ -113,7 +113,7 @@ def check_scale(args: argparse.Namespace) -> None:
 
 def scale(hf: dict[str, Any], shape: ModelShape, work: Workload, cluster: Cluster, assume: Assumptions, own: int
           ) -> list[tuple[int, Plan | None, Cluster, str]]:
-    """The fastest layout at each size of ``SCALE``, with the same rollout batch; None and why where none fits."""
+    """The fastest layout for each size of ``SCALE``, with the same rollout batch; None and the reason if none fits."""
     rows = []
     for gpus in SCALE:
         sized = dataclasses.replace(cluster, gpus=gpus, engine_gpus=own or gpus)

@@ -23,7 +23,7 @@ BUDGETS = (1, 2, 4, 8)  # token budgets that are tried, in longest sequences
 
 @dataclass(frozen=True)
 class Plan:
-    """One layout with what was chosen for it. ``activations``: peak bytes by recompute mode, at ``budget`` tokens."""
+    """One layout with its recomputation and token budget. ``activations``: peak bytes by recompute mode."""
 
     parallel: ParallelConfig
     recompute: str
@@ -37,7 +37,7 @@ class Plan:
     model_flops: float
 
     def utilisation(self, cluster: Cluster) -> float:
-        """Model FLOPs of training over what all training GPUs could do in the time of training and scoring."""
+        """Model FLOPs utilization of the training GPUs, over the time of updates and log-prob passes."""
         return self.model_flops / (self.time.training * cluster.gpus * cluster.gpu.flops)
 
     def to_json(self, cluster: Cluster) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Fixed:
-    """What isn't to be searched for: a layout, a recompute mode, the tokens of a micro-batch."""
+    """Choices that are given instead of searched: layout, recompute mode, tokens per micro-batch."""
 
     layout: ParallelConfig | None = None
     recompute: str | None = None
@@ -68,8 +68,8 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Search:
-    """``plans``: those that fit, the fastest first. refused: layouts that the config's rules exclude, by key. too_big:
-    of those that don't fit, the one that lacks least, as (name, bytes above)."""
+    """plans: those that fit, the fastest first. refused: number of layouts that the config's checks exclude, by key.
+    too_big: the layout that comes closest to fitting, as (name, missing bytes)."""
 
     plans: list[Plan]
     considered: int
@@ -78,14 +78,14 @@ class Search:
 
 
 def budget_of(parallel: ParallelConfig, work: Workload, factor: int) -> int:
-    """Tokens of a micro-batch: so many longest sequences, each padded as the packing pads it."""
+    """Tokens of ``factor`` sequences of the longest length, each padded as in packing."""
     multiple = parallel.total_multiple
     return factor * -(-work.longest // multiple) * multiple
 
 
 def search(hf: dict[str, Any], shape: ModelShape, work: Workload, cluster: Cluster, assume: Assumptions,
            fixed: Fixed = Fixed()) -> Search:  # noqa: B008 (frozen)
-    """Every layout that the rules allow, or the fixed one. Raises ``InputError`` if none divides model and GPUs."""
+    """Evaluate every valid layout, or the given one. Raises ``InputError`` if none divides model and GPUs."""
     layouts, refused = feasible(hf, cluster.gpus, cluster.gpu.node, work.global_batch_size)
     if fixed.layout is not None:
         layouts = [fixed.layout]
@@ -106,22 +106,22 @@ def search(hf: dict[str, Any], shape: ModelShape, work: Workload, cluster: Clust
 
 
 def no_fit(found: Search, work: Workload, cluster: Cluster, assume: Assumptions) -> InputError:
-    """What to say where nothing fits."""
+    """The error if no layout fits."""
     name, lacking = found.too_big or ("none", 0.0)
     return InputError(
         f"--gpus {cluster.gpus}: none of {found.considered} layouts fits into {cluster.gpus} x {cluster.gpu.name} "
         f"({show_bytes(cluster.gpu.memory)} each, {100 * assume.reserve:g} % left free); {name} comes closest and "
-        f"lacks {show_bytes(lacking)} a GPU with the most recomputation and the smallest micro-batch; take more or "
+        f"lacks {show_bytes(lacking)} per GPU with full recomputation and the smallest micro-batch; use more or "
         "larger GPUs"
-        + (", or engines of their own (--engine sglang)" if cluster.engine in ("colocated", "embedded") else "")
+        + (", or separate GPUs for the engines (--engine sglang)" if cluster.engine in ("colocated", "embedded") else "")
         + (", or a shorter --response-length" if work.longest > 4096 else "")
     )
 
 
 def best_of(shape: ModelShape, parallel: ParallelConfig, work: Workload, cluster: Cluster, assume: Assumptions,
             fixed: Fixed) -> tuple[Plan | None, float]:
-    """The fastest choice of recomputation and budget that fits and leaves the reserve free, else None and the bytes
-    that the smallest lacks."""
+    """The fastest recomputation and token budget that fit with the reserve free; otherwise None and the bytes that
+    the smallest choice lacks."""
     inputs = PlanInputs(shape, work, cluster, assume)
     room = cluster.gpu.memory * (1 - assume.reserve)
     states = stage_states(shape, parallel, cluster.gpus, work.dtype_bytes)
@@ -164,21 +164,21 @@ def _setting(work: Workload, recompute: str) -> Setting:
 
 
 def limits(plan: Plan, cluster: Cluster) -> list[str]:
-    """What holds this layout back, the worst first, as short texts."""
+    """The three largest parts of the step time with a remedy each, as short texts."""
     time = plan.time
     parts = {
         "generation": (time.generation, _why_generation(plan)),
-        "products": (time.products + time.attention, "the GPUs compute: more of them, or shorter responses"),
-        "recomputation": (time.recompute, f"recompute {plan.recompute}: memory is what lacks"),
-        "tensor parallelism": (time.tensor, "gathers and scatters of every layer: a smaller TP"),
+        "products": (time.products + time.attention, "compute-bound: more GPUs, or shorter responses"),
+        "recomputation": (time.recompute, f"recompute {plan.recompute}: more memory would avoid it"),
+        "tensor parallelism": (time.tensor, "gathers and scatters in every layer: a smaller TP"),
         "expert all-to-all": (time.expert, _why_experts(plan, cluster)),
         "context parallelism": (time.context, "keys and values of other ranks: a smaller CP"),
-        "pipeline bubble": (time.bubble + time.pipeline, f"{plan.micro_batches} micro-batches a stage: more, VP or a "
+        "pipeline bubble": (time.bubble + time.pipeline, f"{plan.micro_batches} micro-batches per stage: more, VP or a "
                             "smaller PP"),
-        "gradients": (time.data, "reduced once a mini-batch: a larger global batch, overlap_grad_reduce"),
-        "optimizer": (time.optimizer, "reads and writes Adam's state once a mini-batch"),
+        "gradients": (time.data, "reduced once per mini-batch: a larger global batch, overlap_grad_reduce"),
+        "optimizer": (time.optimizer, "reads and writes Adam's state once per mini-batch"),
         "new weights": (time.sync,
-                        "every engine gets all weights in turn: fewer, larger engines or a faster file system"),
+                        "each engine receives all weights: fewer, larger engines or a faster file system"),
         "fixed": (time.other, "rewards, packing, logging"),
     }  # fmt: skip
     ranked = sorted(parts.items(), key=lambda part: -part[1][0])
@@ -188,10 +188,10 @@ def limits(plan: Plan, cluster: Cluster) -> list[str]:
 def _why_generation(plan: Plan) -> str:
     tail = plan.rollouts.tail / max(plan.rollouts.seconds, 1e-9)
     if tail > 0.5:
-        return "the longest responses decode on alone: rollout.oversampling, or max_staleness"
-    return f"{plan.rollouts.concurrency:.0f} sequences an engine at once: more engines, or memory for more at once"
+        return "the longest responses decode alone: rollout.oversampling, or max_staleness"
+    return f"{plan.rollouts.concurrency:.0f} concurrent sequences per engine: more engines, or more memory"
 
 
 def _why_experts(plan: Plan, cluster: Cluster) -> str:
     span = plan.parallel.expert_model_parallel_size * plan.parallel.expert_tensor_size
-    return "EP crosses nodes: keep it within one" if span > cluster.gpu.node else "tokens to their experts and back"
+    return "EP crosses nodes: keep it within one" if span > cluster.gpu.node else "tokens travel to their experts and back"

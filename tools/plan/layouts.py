@@ -23,13 +23,13 @@ def divisors(number: int, most: int) -> list[int]:
 
 
 def candidates(hf: dict[str, Any], gpus: int, node: int) -> Iterator[dict[str, Any]]:
-    """Sizes worth asking about: TP within a node, EP over powers of two, as keys of the ``parallel`` section."""
+    """Sizes to try: TP within a node, EP over powers of two, as keys of the ``parallel`` section."""
     experts = hf.get("num_experts") or hf.get("num_local_experts") or 0
     powers = [2**i for i in range(13) if 2**i <= gpus]
     tensors = [d for d in powers if d <= node]
     contexts = [d for d in powers if d <= MOST_CONTEXT]
     count = hf.get("num_hidden_layers", 1)
-    # where stages don't divide the layers they may divide them with embedding and loss counted
+    # stages that do not divide the layers may divide them with embedding and loss counted
     pipelines = [(size, 0) for size in divisors(count, gpus)]
     pipelines += [(size, 2) for size in divisors(count + 2, gpus) if count % size]
     experts_over = [d for d in powers if experts and experts % d == 0] or [1]
@@ -53,7 +53,7 @@ def candidates(hf: dict[str, Any], gpus: int, node: int) -> Iterator[dict[str, A
 
 def feasible(hf: dict[str, Any], gpus: int, node: int, global_batch_size: int
              ) -> tuple[list[ParallelConfig], Counter[str]]:
-    """The layouts that a run would start with, and how many were refused by which key."""
+    """The valid layouts, and the number refused by each config key."""
     found, refused = [], Counter[str]()
     for sizes in candidates(hf, gpus, node):
         parallel = ParallelConfig(**sizes)
@@ -81,7 +81,7 @@ _KEYS = {
 
 
 def parse_layout(text: str, hf: dict[str, Any], gpus: int) -> ParallelConfig:
-    """The layout of a name such as ``TP4 EP8``; ``InputError`` where it is none, or none of this model and GPUs.
+    """The layout of a name such as ``TP4 EP8``; ``InputError`` if it is invalid or does not fit the model and the GPUs.
 
     ``PP8+2``: embedding and loss count as layers.
     """
@@ -89,7 +89,8 @@ def parse_layout(text: str, hf: dict[str, Any], gpus: int) -> ParallelConfig:
     for word in text.replace(",", " ").split():
         found = re.fullmatch(r"(TP|PP|VP|CP|EP|ETP)(\d+)(\+2)?", word.upper())
         if found is None or int(found[2]) < 1 or (found[3] and found[1] != "PP"):
-            raise InputError(f"--layout {text}: {word} is no size; write some of {', '.join(f'{k}2' for k in _KEYS)}")
+            known = ", ".join(f"{key}2" for key in _KEYS)
+            raise InputError(f"--layout {text}: {word} is not a size; write some of {known}")
         sizes[_KEYS[found[1]]] = int(found[2])
         if found[3]:
             sizes |= dict(account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True)
@@ -105,8 +106,8 @@ def parse_layout(text: str, hf: dict[str, Any], gpus: int) -> ParallelConfig:
 
 
 def name_of(parallel: ParallelConfig) -> str:
-    """Such as ``TP2 PP4 VP2 CP1 EP8 ETP1``; sizes of 1 are left out, ``DP only`` where all are; ``PP8+2`` where two
-    more are counted as layers."""
+    """A name such as ``TP2 PP4 EP8``: sizes above 1, or ``DP only``; ``PP8+2`` if embedding and loss count as
+    layers."""
     sizes = {name: getattr(parallel, key) or 1 for name, key in _KEYS.items()}
     extra = f"+{parallel.extra_pipeline_layers}" if parallel.extra_pipeline_layers else ""
     words = [f"{name}{size}{extra if name == 'PP' else ''}" for name, size in sizes.items() if size > 1]

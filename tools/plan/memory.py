@@ -1,4 +1,4 @@
-"""Everything that lies in a GPU's memory at the worst moment of training, and what is left to a colocated engine."""
+"""Estimated peak memory of a GPU in training."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ RECOMPUTE = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the fullest rank of a pipeline stage. ``activations``: peak of forward and backward, the log-prob head
-    (``head``, also given apart) in it. ``engine``: what a colocated or embedded engine holds meanwhile."""
+    """Bytes on the fullest rank of a pipeline stage.
+
+    activations: peak of forward and backward, including head. head: the log-prob head's part of it. engine: memory
+    that a colocated or embedded engine keeps during training. runtime: CUDA context, NCCL and similar.
+    """
 
     stage: int
     weights: float
@@ -34,7 +37,7 @@ class Memory:
 
     @property
     def held(self) -> float:
-        """Bytes that stay between passes, so also while a colocated engine generates."""
+        """Bytes that stay allocated between passes, also while a colocated engine generates."""
         return self.weights + self.gradients + self.optimizer + self.reference + self.runtime
 
     @property
@@ -46,7 +49,7 @@ class Memory:
 
 
 def expert_rows(shape: ModelShape, parallel: ParallelConfig, tokens: int, imbalance: float) -> float | None:
-    """Rows of the busiest rank's experts in a layer; None without experts."""
+    """Token rows that the busiest rank's experts of a layer process; None for a dense model."""
     if not shape.is_moe:
         return None
     z = sizes_of(shape, parallel, MicroBatch(tokens, tokens), Setting())
@@ -55,7 +58,7 @@ def expert_rows(shape: ModelShape, parallel: ParallelConfig, tokens: int, imbala
 
 def stage_memory(inputs: PlanInputs, parallel: ParallelConfig, stage: int, states: States, tokens: int,
                  micro_batches: int, setting: Setting) -> Memory:
-    """Memory of a pipeline stage, with ``micro_batches`` of ``tokens`` tokens."""
+    """Memory of a pipeline stage that trains on ``micro_batches`` micro-batches of ``tokens`` tokens."""
     shape, work, cluster, assume = inputs.shape, inputs.work, inputs.cluster, inputs.assume
     batch = MicroBatch(tokens, work.longest, expert_rows(shape, parallel, tokens, assume.expert_imbalance))
     peak = peak_bytes(shape, parallel, stage, batch, micro_batches, setting)
@@ -74,8 +77,11 @@ def stage_memory(inputs: PlanInputs, parallel: ParallelConfig, stage: int, state
 
 
 def stage_states(shape: ModelShape, parallel: ParallelConfig, gpus: int, dtype_bytes: int) -> dict[int, States]:
-    """Of the first stage, which has most micro-batches in flight, of the second, which has more layers where the
-    embedding counts as one, and of the last, which has the head."""
+    """States of the stages that can be the fullest, by stage.
+
+    The first has the most micro-batches in flight. The second has more layers if the embedding counts as a layer. The
+    last has the output layer.
+    """
     last = parallel.pipeline_model_parallel_size - 1
     stages = sorted({0, last} | ({min(1, last)} if parallel.extra_pipeline_layers else set()))
     return {stage: rank_states(shape, parallel, gpus, stage, dtype_bytes) for stage in stages}
@@ -91,8 +97,11 @@ def worst_memory(inputs: PlanInputs, parallel: ParallelConfig, states: dict[int,
 
 def route_bytes(shape: ModelShape, parallel: ParallelConfig, work: Workload, cluster: Cluster,
                 assume: Assumptions) -> float:
-    """Expert ids of a rank's mini-batch with ``routing.storage: device``: those of all layers as they came, and the
-    rows that this rank's routers see (``mcore/routing_replay``); 1 byte each up to 256 experts, else 2."""
+    """Bytes of the expert ids of a rank's mini-batch with ``routing.storage: device``.
+
+    Both the ids of all layers, as received, and this rank's rows of its own layers (``mcore/routing_replay``) are kept;
+    1 byte per id up to 256 experts, otherwise 2.
+    """
     if not shape.is_moe:
         return 0.0
     size = 1 if shape.num_experts <= 256 else 2

@@ -1,10 +1,10 @@
-"""Bytes of weights, gradients and optimizer state on a rank, as Megatron lays them out.
+"""Bytes of weights, gradients and optimizer state on a rank, in Megatron's memory layout.
 
-Sources (megatron-core 0.16 to 0.19): ``distributed/param_and_grad_buffer.py`` for the buffers and their padding,
-``optimizer/distrib_optimizer.py`` for the ranges that each data-parallel rank owns, ``optimizer/optimizer.py`` for
-float32 master weights; ``mcore/policy.py`` for ``grad_reduce_in_fp32`` and torch's AdamW, whose every state tensor has
-a 4-byte step count beside it. One bucket a buffer: with ``overlap_grad_reduce`` there are more, each of at least 40
-million elements and padded to a multiple of 128 and of the ranks, which is not counted.
+Sources (megatron-core 0.16 to 0.19): ``distributed/param_and_grad_buffer.py`` for buffers and padding,
+``optimizer/distrib_optimizer.py`` for the range of each data-parallel rank, ``optimizer/optimizer.py`` for float32
+master weights. ``mcore/policy.py`` sets ``grad_reduce_in_fp32`` and torch's AdamW, which has a 4-byte step count per
+parameter tensor. Each buffer is assumed to be one bucket. With ``overlap_grad_reduce`` there are several, each of at
+least 40 million elements and padded to a multiple of 128 and of the ranks; this padding is not counted.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from megatron_gspo.tools.plan.parameters import (
 )
 
 GRADIENT_BYTES = 4  # accumulated and reduced in float32
-MOMENT_BYTES = 8  # Adam's two, float32
-MASTER_BYTES = 4  # float32 weights beside bfloat16 ones
-STEP_BYTES = 4  # torch's Adam counts the steps of each tensor in a tensor
+MOMENT_BYTES = 8  # Adam's two moments, float32
+MASTER_BYTES = 4  # float32 copies of bfloat16 weights
+STEP_BYTES = 4  # torch's Adam stores the step of each parameter as a tensor
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def data_ranks(parallel: ParallelConfig, gpus: int) -> tuple[int, int]:
 
 
 def own_expert_buffer(parallel: ParallelConfig) -> bool:
-    """Whether experts have buffers of their own: with EP, or where ETP isn't TP (``patches/expert_gradients``)."""
+    """Whether experts have separate buffers: with EP, or if ETP differs from TP (``patches/expert_gradients``)."""
     return (
         parallel.expert_model_parallel_size > 1
         or parallel.expert_tensor_size != parallel.tensor_model_parallel_size
@@ -65,10 +65,10 @@ def own_expert_buffer(parallel: ParallelConfig) -> bool:
 
 
 def rank_states(shape: ModelShape, parallel: ParallelConfig, gpus: int, stage: int, dtype_bytes: int) -> States:
-    """What a rank of a pipeline stage holds, the largest data-parallel rank's optimizer state.
+    """States of a rank of a pipeline stage, with the optimizer state of the largest data-parallel shard.
 
-    Fast: sums by kind of layer. An optimizer shard is taken as a whole equal part of its buffer, padding and step
-    counts included, so it lies above the exact one by less than 256 elements a tensor and chunk.
+    Computed from sums per kind of layer. An optimizer shard is an equal part of its buffer with padding and step
+    counts, which exceeds the exact size by less than 256 elements per tensor and chunk.
     """
     total = States(0, 0, 0)
     for chunk in range(parallel.virtual_pipeline_model_parallel_size or 1):
@@ -79,7 +79,7 @@ def rank_states(shape: ModelShape, parallel: ParallelConfig, gpus: int, stage: i
 
 def chunk_states(shape: ModelShape, parallel: ParallelConfig, gpus: int, stage: int, chunk: int,
                  dtype_bytes: int) -> tuple[States, States]:
-    """Of one model chunk: dense parameters, experts."""
+    """States of one model chunk: (dense parameters, experts)."""
     kinds = layer_kinds(shape, chunk_layers(shape, parallel, stage, chunk))
     before, after = outer_parameters(shape, parallel, stage, chunk)
     counts = (Counter(part.count for part in (*before, *after)), Counter[int]())
@@ -108,9 +108,9 @@ def _summed(counts: Collection[tuple[int, int]], distributed: bool, ranks: int, 
 
 def exact_states(shape: ModelShape, parallel: ParallelConfig, gpus: int, stage: int, dtype_bytes: int,
                  data_rank: int, expert_data_rank: int) -> States:
-    """The same to the byte for one rank: its place among the ranks with the same dense, and the same expert, weights.
+    """Exact states of one rank, for comparison with measured bytes; visits every parameter.
 
-    Walks every parameter; for the comparison with measured bytes.
+    data_rank, expert_data_rank: its index among the ranks with the same dense, and with the same expert, weights.
     """
     total = States(0, 0, 0)
     ranks = data_ranks(parallel, gpus)
@@ -125,7 +125,7 @@ def exact_states(shape: ModelShape, parallel: ParallelConfig, gpus: int, stage: 
 
 
 def buffer_states(parts: Sequence[Parameter], distributed: bool, ranks: int, place: int, dtype_bytes: int) -> States:
-    """One buffer of Megatron's DistributedDataParallel, and what the rank at ``place`` of its group keeps for Adam."""
+    """One buffer of Megatron's DistributedDataParallel, with Adam's state of rank ``place`` of its ``ranks`` ranks."""
     if not distributed:
         return _summed([(part.count, 1) for part in parts], False, ranks, dtype_bytes)
     buckets, size = _buckets(parts, math.lcm(ranks, 128))
@@ -139,12 +139,15 @@ def buffer_states(parts: Sequence[Parameter], distributed: bool, ranks: int, pla
     return States(dtype_bytes * size, GRADIENT_BYTES * size, optimizer)
 
 
-Bucket = tuple[int, int, list[tuple[int, int]]]  # first element, end, and the tensors' spans
+Bucket = tuple[int, int, list[tuple[int, int]]]  # first element, end, (start, end) of each tensor
 
 
 def _buckets(parts: Iterable[Parameter], multiple: int) -> tuple[list[Bucket], int]:
-    """``_ParamAndGradBuffer`` with the distributed optimizer: tensors from the last to the first, each at a multiple of
-    64, a bucket's end at ``multiple``, a shared embedding in a bucket of its own."""
+    """Buckets of ``_ParamAndGradBuffer`` with the distributed optimizer, and their total size.
+
+    Tensors are placed from the last to the first, each at a multiple of 64 elements. A bucket ends at a multiple of
+    ``multiple``. A shared embedding has its own bucket.
+    """
     buckets: list[Bucket] = []
     start = position = 0
     spans: list[tuple[int, int]] = []

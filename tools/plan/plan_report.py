@@ -1,4 +1,4 @@
-"""A plan as text: tables of fixed width, what limits each layout, and what was assumed."""
+"""The text of a plan: Markdown tables, the limits of each layout, and the assumptions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_gspo.tools.plan.workload import Cluster, Workload
 
 
 def describe(shape: ModelShape, work: Workload, cluster: Cluster, *, sizes: bool = True) -> str:
-    """Two lines: the model, and what is trained on what; without ``sizes`` any number of GPUs."""
+    """Two lines: the model, and the workload with its hardware (``sizes=False``: without numbers of GPUs)."""
     gpu = cluster.gpu
     own = f"{cluster.engine_gpus} GPUs" if sizes else "GPUs"
     engine = {
@@ -25,7 +25,7 @@ def describe(shape: ModelShape, work: Workload, cluster: Cluster, *, sizes: bool
     }[cluster.engine]  # fmt: skip
     return (
         f"{shape.model_type}, {total_parameters(shape) / 1e9:.1f} billion parameters, "
-        f"{active_parameters(shape) / 1e9:.1f} used by a token; "
+        f"{active_parameters(shape) / 1e9:.1f} active per token; "
         f"{work.implementation} layers, {'bfloat16' if work.dtype_bytes == 2 else 'float32'}\n"
         f"{work.rollout_batch_size} prompts x {work.n_samples} responses of up to {work.prompt_length} + "
         f"{work.response_length} tokens, mini-batches of {work.global_batch_size}; "
@@ -35,7 +35,7 @@ def describe(shape: ModelShape, work: Workload, cluster: Cluster, *, sizes: bool
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Markdown, columns of equal width, the first row being the heading."""
+    """A Markdown table with padded columns; the first row is the heading."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     cells = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
     lines = ["| " + " | ".join(row) + " |" for row in cells]
@@ -43,7 +43,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def ranking(plans: Sequence[Plan], cluster: Cluster) -> str:
-    """One row a layout: memory of the fullest rank, and seconds of a rollout batch."""
+    """One row per layout: memory of the fullest rank, and seconds of a rollout batch."""
     rows = [["layout", "DP", "recompute", "tokens", "micro-batches", "GiB", "step s", "training", "bubble", "use"]]
     for plan in plans:
         rows.append([
@@ -55,7 +55,7 @@ def ranking(plans: Sequence[Plan], cluster: Cluster) -> str:
 
 
 def memory_table(plan: Plan) -> str:
-    """Where the memory of the fullest rank goes, GiB."""
+    """Memory of the fullest rank by content, in GiB."""
     memory = plan.memory
     parts = {
         "weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer,
@@ -69,7 +69,7 @@ def memory_table(plan: Plan) -> str:
 
 
 def time_table(plan: Plan) -> str:
-    """Where the seconds of a rollout batch go."""
+    """Seconds of a rollout batch by activity."""
     rows = [["seconds of a rollout batch", "", "share"]]
     for name, seconds in plan.time.to_json().items():
         if seconds:
@@ -78,7 +78,7 @@ def time_table(plan: Plan) -> str:
 
 
 def config_lines(plan: Plan, work: Workload) -> str:
-    """The keys of the config that make this layout."""
+    """The config keys of this layout."""
     parallel = plan.parallel
     sizes = [
         f"  {key}: {str(value).lower()}" for key, value in dataclasses.asdict(parallel).items()
@@ -94,7 +94,7 @@ def assumptions_table(assume: Assumptions) -> str:
     """Every assumption with its value and reason."""
     why, values = reasons(), dataclasses.asdict(assume)
     rows = [[name, f"{value:g}", why[name]] for name, value in values.items()]
-    return table([["assumption", "value", "because"], *rows])
+    return table([["assumption", "value", "reason"], *rows])
 
 
 def whole_page(found: Search, shape: ModelShape, work: Workload, cluster: Cluster, assume: Assumptions,
@@ -108,7 +108,7 @@ def whole_page(found: Search, shape: ModelShape, work: Workload, cluster: Cluste
         ranking(found.plans[:top], cluster),
         f"The fastest, {name_of(best.parallel)} with recompute {best.recompute}:",
         memory_table(best), time_table(best),
-        "It is held back by:\n" + "\n".join(f"- {text}" for text in limits(best, cluster)),
+        "Limited by:\n" + "\n".join(f"- {text}" for text in limits(best, cluster)),
         "In the config:\n\n" + config_lines(best, work),
         "Assumed, not measured (--assume name=value changes one):",
         assumptions_table(assume),
@@ -117,9 +117,9 @@ def whole_page(found: Search, shape: ModelShape, work: Workload, cluster: Cluste
 
 
 def scale_table(rows: Sequence[tuple[int, Plan | None, Cluster, str]]) -> str:
-    """Training GPUs against time and what takes it: one row a size. A size where nothing fits has the reason."""
+    """Step time and its parts, one row per number of training GPUs; the reason where no layout fits."""
     head = ["GPUs", "layout", "recompute", "GiB", "step s", "efficiency", "products", "again", "communication",
-            "bubble", "generation", "new weights", "held back by"]
+            "bubble", "generation", "new weights", "limited by"]
     lines = [head]
     base = next(((gpus * plan.time.total) for gpus, plan, _, _ in rows if plan is not None), 0.0)
     for gpus, plan, cluster, reason in rows:

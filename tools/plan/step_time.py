@@ -1,8 +1,9 @@
-"""Seconds of one rollout batch: scoring and training from products and communication, then all the rest.
+"""Estimated seconds of one rollout batch.
 
-Products a token: 2 for each weight it meets in the forward pass, twice that in the backward; attention 2 h_q L more,
-for causal sequences of L tokens (Narayanan et al., arXiv:2104.04473, appendix, with half of the scores masked). The
-head's backward computes the logits again. Pipeline: m micro-batches take (m + (PP - 1) / VP) times the slowest stage's.
+FLOPs per token: 2 per weight in the forward pass and twice that in the backward; attention adds 2 h_q L for causal
+sequences of L tokens (Narayanan et al., arXiv:2104.04473, appendix, with half of the scores masked). The backward of
+the output layer recomputes the logits. Pipeline: m micro-batches take (m + (PP - 1) / VP) times the time of the slowest
+stage for one.
 """
 
 from __future__ import annotations
@@ -31,8 +32,13 @@ from megatron_gspo.tools.plan.workload import Cluster, PlanInputs, Workload
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one rollout batch, each part exposed. ``products`` and ``attention`` include the forward passes that
-    score old and reference log-probs; ``bubble``: waiting for other stages, and for the slower last one."""
+    """Seconds of one rollout batch; parts do not overlap.
+
+    products, attention: matrix products and attention scores, including the passes for old and reference log-probs.
+    recompute: activation recomputation. tensor, expert, context, pipeline, data: exposed communication of that
+    dimension. bubble: idle time of the pipeline, including the wait for a slower last stage. sync: weights to the
+    engine.
+    """
 
     products: float
     attention: float
@@ -75,7 +81,7 @@ class Pass:
 
 def forward_pass(inputs: PlanInputs, parallel: ParallelConfig, stage: int, tokens: float, length: float,
                  setting: Setting) -> Pass:
-    """Of ``tokens`` tokens in sequences of ``length`` on a stage."""
+    """Forward pass of a micro-batch of ``tokens`` tokens, in sequences of ``length`` tokens, on a pipeline stage."""
     shape, cluster, assume = inputs.shape, inputs.cluster, inputs.assume
     rows = expert_rows(shape, parallel, int(tokens), assume.expert_imbalance)
     z = sizes_of(shape, parallel, MicroBatch(int(tokens), int(length), rows), setting)
@@ -99,7 +105,8 @@ def forward_pass(inputs: PlanInputs, parallel: ParallelConfig, stage: int, token
 
 def layer_seconds(z: Sizes, shape: ModelShape, parallel: ParallelConfig, speed: float, cluster: Cluster,
                   assume: Assumptions, is_moe: bool) -> float:
-    """Products of one layer, without the attention's scores; element-wise work is a share on top."""
+    """Matrix products of one layer in the forward pass, without attention scores; element-wise operations are a
+    constant share of them."""
     weights = sum(size * tensors for size, tensors in layer_counts(shape, parallel, is_moe=is_moe)[0].items())
     dense = 2 * z.t * weights / speed
     if not is_moe:
@@ -110,31 +117,32 @@ def layer_seconds(z: Sizes, shape: ModelShape, parallel: ParallelConfig, speed: 
 
 
 def micro_batches(tokens: float, budget: int, parallel: ParallelConfig) -> int:
-    """Micro-batches of a rank: as many as the budget asks for, a multiple of PP under the interleaved schedule."""
+    """Micro-batches of a rank with ``tokens`` tokens and a budget of ``budget`` each; a multiple of PP under the
+    interleaved schedule."""
     count = max(math.ceil(tokens / budget), 1)
     step = parallel.pipeline_model_parallel_size if parallel.virtual_pipeline_model_parallel_size else 1
     return -(-count // step) * step
 
 
 def computed_again(stage: Pass, recompute: str) -> float:
-    """Seconds of products and attention that a backward computes again."""
+    """Seconds of products and attention that the backward pass recomputes."""
     return {"none": 0.0, "selective": stage.attention, "full": stage.products + stage.attention}[recompute]
 
 
 def stage_seconds(stage: Pass, recompute: str) -> tuple[float, float]:
-    """Of a micro-batch on a stage without its head: forward and backward in training, a forward alone."""
-    talk = stage.tensor + stage.expert + stage.context
-    retalk = talk if recompute == "full" else 0.0
-    # forward and backward: a gather more for tensor parallelism's weight gradients, both directions for context's
-    trained_talk = 2.5 * stage.tensor + 2 * stage.expert + 3 * stage.context + retalk
+    """Seconds of a micro-batch on a stage, without the output layer: (forward and backward, forward only)."""
+    communication = stage.tensor + stage.expert + stage.context
+    repeated = communication if recompute == "full" else 0.0
+    # Weight gradients gather the input again under TP. CP gathers keys and values again and reduces their gradients.
+    trained = 2.5 * stage.tensor + 2 * stage.expert + 3 * stage.context + repeated
     computed = stage.products + stage.attention
-    train = 3 * computed + computed_again(stage, recompute) + trained_talk + 2 * stage.send
-    return train, computed + talk + stage.send
+    train = 3 * computed + computed_again(stage, recompute) + trained + 2 * stage.send
+    return train, computed + communication + stage.send
 
 
 def step_time(inputs: PlanInputs, parallel: ParallelConfig, budget: int, setting: Setting, rollouts: Generation
               ) -> StepTime:
-    """A rollout batch: scored once (twice with a reference), trained on in mini-batches, generated, sent."""
+    """Seconds of a rollout batch: generation, log-prob passes (two with a reference policy), updates, weight sync."""
     shape, work, cluster, assume = inputs.shape, inputs.work, inputs.cluster, inputs.assume
     dp, length = parallel.data_parallel_size(cluster.gpus), work.mean_length(assume.mean_response)
     stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
@@ -142,7 +150,7 @@ def step_time(inputs: PlanInputs, parallel: ParallelConfig, budget: int, setting
     updates = work.sequences // work.global_batch_size
     count = micro_batches(per_rank / updates, budget, parallel)
     tokens = per_rank / updates / count  # of a micro-batch
-    # a stage in the middle has as many layers as any; the last may have one less, and has the head
+    # A middle stage has the most layers; the last has the output layer and perhaps one layer less.
     usual, last = (forward_pass(inputs, parallel, stage, tokens, length, setting)
                    for stage in (stages // 2, stages - 1))  # fmt: skip
     train_stage, score_stage = stage_seconds(usual, setting.recompute)
@@ -150,7 +158,7 @@ def step_time(inputs: PlanInputs, parallel: ParallelConfig, budget: int, setting
     scores = 2 if work.reference else 1
     forwards = updates * count * scores  # micro-batches of the scoring passes
     trained = updates * count
-    # the last stage's head is computed 1 + 1 (again) + 2 times in training; stages wait for it
+    # In training the output layer is computed 4 times: forward, recomputation, and twice for the gradients.
     head = last.head / stages
     slowest = (max(train_stage, train_last + 4 * last.head), max(score_stage, score_last + last.head))
     train_all = (count + (stages - 1) / chunks) * slowest[0] * updates
@@ -182,13 +190,14 @@ def _split(shape: ModelShape, parallel: ParallelConfig, gpus: int, dtype_bytes: 
 
 
 def _optimizer_seconds(shape: ModelShape, parallel: ParallelConfig, cluster: Cluster, setting: Setting) -> float:
-    """Adam is bound by memory: its state is read and written, gradients are read for their norm, again, and zeroed."""
+    """Adam is limited by memory bandwidth: states are read and written; gradients are read for the norm and for the
+    update, and zeroed."""
     states = rank_states(shape, parallel, cluster.gpus, 0, setting.dtype_bytes)
     return (2 * states.optimizer + 3 * states.gradients + states.weights) / (0.8 * cluster.gpu.hbm)
 
 
 def model_flops(shape: ModelShape, work: Workload, assume: Assumptions) -> float:
-    """Products that training a rollout batch needs, without recomputation and scoring: 6 N a token, and attention."""
+    """FLOPs of training on a rollout batch without recomputation and log-prob passes: 6 N per token, and attention."""
     length = work.mean_length(assume.mean_response)
     weights = active_parameters(shape) - shape.vocab_size * shape.hidden_size * (0 if shape.tied_embeddings else 1)
     attention = 2 * shape.num_layers * shape.num_attention_heads * shape.head_dim * length

@@ -1,4 +1,4 @@
-"""The input of a plan, checked: the workload, the cluster, the model."""
+"""Workload and cluster of a plan, and their checks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ ENGINES = ("sglang", "colocated", "embedded", "none")
 
 @dataclass(frozen=True)
 class Workload:
-    """One rollout batch and its training. Lengths in tokens; ``global_batch_size`` in sequences an optimizer step.
+    """One rollout batch and its training. Lengths in tokens; ``global_batch_size`` in sequences per optimizer step.
 
-    ``reference``: a frozen policy for a KL term stands beside the trained one. ``routes``: expert ids are replayed.
+    reference: with a frozen reference policy. routes: expert ids are replayed.
     """
 
     response_length: int
@@ -45,9 +45,11 @@ class Workload:
 
 @dataclass(frozen=True)
 class Cluster:
-    """``gpus`` train; ``engine`` is where the rollouts come from: ``sglang`` on ``engine_gpus`` of its own,
-    ``colocated`` SGLang on the same GPUs, the ``embedded`` engine, or ``none``. ``engine_tensor``: GPUs of one
-    engine."""
+    """Training and generation hardware.
+
+    gpus: training GPUs. engine: ``sglang`` on ``engine_gpus`` further GPUs, ``colocated`` SGLang on the training GPUs,
+    the ``embedded`` engine, or ``none``. engine_tensor: GPUs per engine.
+    """
 
     gpu: Gpu
     gpus: int
@@ -72,10 +74,10 @@ class PlanInputs:
 
 
 def check_workload(work: Workload, longest_positions: int) -> None:
-    """Raise ``InputError`` where the sizes contradict each other or the model."""
+    """Raise ``InputError`` if the sizes contradict each other or the model."""
     for name in ("response_length", "prompt_length", "rollout_batch_size", "n_samples", "global_batch_size"):
         if (value := getattr(work, name)) < 1:
-            raise InputError(f"--{name.replace('_', '-')} {value}: must be at least 1; give a whole number above 0")
+            raise InputError(f"--{name.replace('_', '-')} {value}: must be at least 1; give an integer above 0")
     if work.sequences % work.global_batch_size:
         raise InputError(
             f"--global-batch-size {work.global_batch_size}: does not divide the {work.sequences} sequences of a "
@@ -89,7 +91,7 @@ def check_workload(work: Workload, longest_positions: int) -> None:
 
 
 def check_cluster(cluster: Cluster) -> None:
-    """Raise ``InputError`` for sizes that aren't whole nodes or engines."""
+    """Raise ``InputError`` for partial nodes or engines."""
     node = cluster.gpu.node
     if cluster.gpus < 1 or (cluster.gpus > node and cluster.gpus % node):
         fix = max(cluster.gpus - cluster.gpus % node, 1)

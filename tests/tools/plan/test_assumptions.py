@@ -17,12 +17,12 @@ def test_changes_by_name():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ("speed=1", "speed is no assumption; give one of matmul_efficiency"),
-        ("reserve=much", "'much' is no number"),
-        ("reserve=-1", "must be 0 or more"),
-        ("runtime_gib=inf", "must be 0 or more and finite"),
+        ("speed=1", "speed is not an assumption; give one of matmul_efficiency"),
+        ("reserve=much", "'much' is not a number"),
+        ("reserve=-1", "must be finite and at least 0"),
+        ("runtime_gib=inf", "must be finite and at least 0"),
         ("network_efficiency=0", "would make every time infinite"),
-        ("network_efficiency=1.5", "is a part of a whole"),
+        ("network_efficiency=1.5", "is a fraction"),
     ],
 )
 def test_bad_changes(change, message):

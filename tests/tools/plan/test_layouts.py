@@ -74,7 +74,7 @@ def test_a_named_layout() -> None:
     parallel = parse_layout("tp2 PP4,VP3 EP8", hf, 64)
     assert name_of(parallel) == "TP2 PP4 VP3 EP8"
     assert name_of(parse_layout("PP8+2 VP2", read_config(LARGE), 8)) == "PP8+2 VP2"
-    with pytest.raises(InputError, match=r"EP8\+2 is no size"):
+    with pytest.raises(InputError, match=r"EP8\+2 is not a size"):
         parse_layout("EP8+2", hf, 8)
     fixed = Fixed(parallel, "full", 20_000)
     work, cluster = Workload(4096, global_batch_size=1024), Cluster(find_gpu("h100"), 64, "none")
