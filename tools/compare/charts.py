@@ -46,15 +46,15 @@ _CLIPPING = (
 )
 _ROUTING = (
     ("routing/flip_rate", "Experts changed by the updates", True, None),
-    ("routing/flipped_tokens", "Tokens touched by a flip", True, None),
+    ("routing/flipped_tokens", "Tokens with a flipped expert", True, None),
     ("routing/rollout_flip_rate", "Experts that differ, rollout and training", True, None),
     ("routing/entropy", "Router entropy, nats", False, None),
     ("routing/load_imbalance", "Busiest expert / mean load", False, None),
 )
 _RATIOS = (
     ("effective_sample_size", "Effective sample size", True, None),
-    ("kl/old_policy", "KL(old, current), nats a token", False, None),
-    ("entropy", "Policy entropy, nats a token", False, None),
+    ("kl/old_policy", "KL(old, current), nats per token", False, None),
+    ("entropy", "Policy entropy, nats per token", False, None),
 )
 
 

@@ -103,10 +103,10 @@ def _grpo_needs_replay(study: Study) -> Claim:
         evidence.append(line + ".")
     if not evidence:
         return Claim(claim, UNTESTED, ["No setting has runs of GRPO with and without replay."])
-    evidence.append("Converged: finished, not collapsed, and above the accuracy that it began with.")
+    evidence.append("Converged: finished, not collapsed, and above its initial accuracy.")
     if helped and not needed:
         where = ", ".join(dict.fromkeys(name[0].lower() + name[1:] for name in helped))
-        evidence.append(f"Replay ended higher {where}, but that is not what the claim says: plain GRPO converged too.")
+        evidence.append(f"Replay ended higher {where}, but plain GRPO converged too, so the claim is not reproduced.")
     return Claim(claim, REPRODUCED if needed else NOT, evidence)
 
 
@@ -126,7 +126,7 @@ def _gspo_needs_none(study: Study) -> Claim:
         fall = max((item.largest_fall or 0.0 for item in row.by_seed.values()), default=0.0)
         evidence.append(
             f"{_setting(setting.name)}: {well} of {total} runs converged, {row.broken} failed or collapsed; the "
-            f"largest fall of the accuracy below a run's own best was {100 * fall:.1f} points."
+            f"largest drop of the accuracy below a run's best was {100 * fall:.1f} points."
         )
     verdict = UNTESTED if not whole else REPRODUCED if good == whole else PARTLY if good else NOT
     return Claim(claim, verdict, evidence)
@@ -137,7 +137,7 @@ def _gspo_learns_better(study: Study) -> Claim:
     gspo, grpo = find(study, name="gspo"), find(study, name="grpo", replay="r2") or find(study, name="grpo")
     plain = find(study, name="grpo")
     if gspo is None or grpo is None:
-        return Claim(claim, UNTESTED, ["There are no runs of both."])
+        return Claim(claim, UNTESTED, ["The report has no runs of both."])
     evidence, verdicts = [], []
     for reference in dict.fromkeys(name for name in (plain, grpo) if name):
         for measure, words in ((PRIMARY, "accuracy at the end"), ("mean_accuracy", "mean accuracy over the run")):
@@ -147,10 +147,10 @@ def _gspo_learns_better(study: Study) -> Claim:
             verdicts.append(_direction(difference))
             evidence.append(f"Without stress, {words}: GSPO {describe(difference)} against {study.label(reference)}.")
     if not verdicts:
-        return Claim(claim, UNTESTED, ["They share no seed."])
+        return Claim(claim, UNTESTED, ["They have no seed in common."])
     up, down = verdicts.count(1), verdicts.count(-1)
     if down:
-        evidence.append("At least one of these intervals lies wholly below 0: GSPO was worse there.")
+        evidence.append("At least one of these intervals is entirely below 0: GSPO was worse there.")
     verdict = REPRODUCED if up == len(verdicts) else NOT if not up else PARTLY
     return Claim(claim, verdict, evidence)
 
@@ -211,7 +211,7 @@ def _engines_differ(study: Study) -> Claim:
 
 
 def _no_recompute(study: Study) -> Claim:
-    claim = "GSPO can use the rollout engine's log-probs as they are, without recomputing them."
+    claim = "GSPO can use the rollout engine's log-probs without recomputing them."
     plain, without = find(study, name="gspo"), find(study, name="gspo", old="rollout")
     if plain is None or without is None:
         return Claim(claim, UNTESTED, ["There are no runs of GSPO with both kinds of old log-probs."])
@@ -238,13 +238,13 @@ def _token_variant_equal(study: Study) -> Claim:
     claim = "GSPO-token with equal advantages is GSPO."
     plain, token = find(study, name="gspo"), find(study, name="gspo_token")
     if plain is None or token is None:
-        return Claim(claim, UNTESTED, ["There are no runs of both."])
+        return Claim(claim, UNTESTED, ["The report has no runs of both."])
     difference = _compare(study, BASE, token, plain)
     if difference is None:
-        return Claim(claim, UNTESTED, ["They share no seed."])
+        return Claim(claim, UNTESTED, ["They have no seed in common."])
     evidence = [
         f"Without stress, accuracy at the end: {describe(difference)}. The two are equal in exact arithmetic; "
-        "rounding sets the runs apart after some steps."
+        "runs diverge by rounding after some steps."
     ]
     if difference.low is None or difference.high is None:
         return Claim(claim, UNDECIDED, evidence)
@@ -254,7 +254,7 @@ def _token_variant_equal(study: Study) -> Claim:
 
 
 def _too_wide(count: int) -> list[str]:
-    return [f"An interval that reaches beyond {100 * EQUAL:.0f} points decides nothing."] if count else []
+    return [f"An interval that exceeds {100 * EQUAL:.0f} points is not conclusive."] if count else []
 
 
 def _compare(study: Study, setting: str, variant: str, reference: str, measure: str = PRIMARY) -> Difference | None:

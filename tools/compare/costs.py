@@ -11,7 +11,7 @@ from typing import Any
 from megatron_gspo.tools.compare.run_records import Run, mean_of
 from megatron_gspo.tools.compare.statistics import Interval, interval
 
-# (metric, words) in the order of a step. `train` is what remains of it where its parts were timed.
+# (metric, words) in the order of a step. `train` is the remainder if its parts were timed.
 PHASES = (
     ("time/generate", "generation"),
     ("time/verify", "rewards"),
@@ -25,13 +25,13 @@ PHASES = (
     ("other", "everything else"),
 )
 INSIDE_TRAIN = ("time/forward", "time/backward", "time/optimizer")
-_AFTER_WARM_UP = 2  # the first step pays for first uses
-_FULL_BATCH = (512, 16_384)  # responses and tokens each, of the batch that the paper table is worked out for
+_AFTER_WARM_UP = 2  # the first step includes one-time costs
+_FULL_BATCH = (512, 16_384)  # responses and their tokens, for the table of storage
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Mean seconds a step of each phase over a variant's runs (means of means), without evaluation and checkpoints."""
+    """Mean seconds per step of each phase over a variant's runs (means of means), without evaluations and saves."""
 
     variant: str
     seconds: dict[str, float]
@@ -44,7 +44,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class PublishedModel:
-    """A model as far as the size of its routes is concerned. layers: those with experts."""
+    """The sizes of a model that determine its routes. layers: MoE layers."""
 
     name: str
     layers: int
@@ -63,7 +63,7 @@ class PublishedModel:
 
 @dataclass(frozen=True)
 class StorageRow:
-    """A model's routes for a rollout batch: bytes a token, bytes of the batch, and beside them its old log-probs."""
+    """A model's routes for a rollout batch: bytes per token and of the batch, and bytes of its old log-probs."""
 
     model: PublishedModel
     bytes_per_token: int
@@ -76,7 +76,7 @@ PUBLISHED = (PublishedModel("Qwen3-30B-A3B", 48, 128, 8), PublishedModel("Qwen3-
 
 
 def cost_of(variant: str, runs: Sequence[Run]) -> Cost | None:
-    """None where no run has a time."""
+    """The cost of a variant; None if no run has a time."""
     parts = [found for run in runs if (found := _seconds(run))]
     if not parts:
         return None

@@ -1,4 +1,4 @@
-"""From a study to the context of report.html. Numbers become text here; the template only places them."""
+"""The template context of report.html: all numbers as text."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def context(study: Study) -> dict[str, Any]:
         "response": _response(study),
         "costs": _cost_table(study),
         "cost_chart": charts.cost_chart(study),
-        "paper": _paper(study),
+        "storage": _storage(study),
         "stress": [_stress(study, setting, colours) for setting in study.settings if setting.name != BASE],
         "search": _search(study),
         "settings": _settings(study),
@@ -74,8 +74,8 @@ def interval_text(found: Interval | None, scale: float = 100.0, digits: int = 1)
 
 
 def runs_text(row: Row) -> str:
-    """`5 finished, 2 of them collapsed`, and whatever else there is."""
-    words = {"failed": "failed", "partial": "not over", "missing": "missing"}
+    """Such as `5 finished, 1 failed, 2 collapsed`."""
+    words = {"failed": "failed", "partial": "incomplete", "missing": "missing"}
     parts = [f"{row.counts['finished']} finished"]
     parts += [f"{row.counts[status]} {word}" for status, word in words.items() if row.counts[status]]
     if row.counts["collapsed"]:
@@ -113,7 +113,7 @@ def _tone(difference: Difference | None) -> str:
 
 
 def _overview(study: Study) -> str:
-    """One sentence: how much ran."""
+    """One sentence with the numbers of variants, seeds, runs and steps."""
     over = [run for run in (*study.runs, *study.trial_runs) if run.status in ("finished", "failed")]
     steps = {run.config.get("training", {}).get("steps") for run in study.runs if run.config}
     finished = sum(run.status == "finished" for run in over)
@@ -143,7 +143,7 @@ def _layer_table(study: Study) -> dict[str, Any]:
 
 
 def _response(study: Study) -> dict[str, Any] | None:
-    """The token strip: of the baseline's first run with ratios, under the clip ranges of the report's GRPO and GSPO."""
+    """The token strip: of the baseline's first run with ratios, with the clip ranges of GRPO and GSPO in the report."""
     ranges = charts.clip_ranges(study)
     for run in study.of(BASE, study.baseline) + [run for run in study.runs if run.setting == BASE]:
         found = pick_response(run, ranges.get("grpo", (0.2, 0.27)), ranges.get("gspo", (3e-4, 4e-4)))
@@ -157,7 +157,7 @@ def _of(study: Study, run: Run) -> str:
 
 
 def _token(token: Any, response: Response) -> dict[str, Any]:
-    """Text and colour: strength is how far the ratio is from 1, full at the largest of the response."""
+    """Text and colour; strength is the distance of the ratio from 1, relative to the largest of the response."""
     most = max(max(abs(t.ratio - 1) for t in response.tokens), 1e-9)
     return {
         "text": {" ": "\u2423", "\n": "\u21b5", "": "\u2205"}.get(token.text, token.text),
@@ -191,7 +191,7 @@ def _cost_table(study: Study) -> list[dict[str, Any]]:
     return found
 
 
-def _paper(study: Study) -> list[dict[str, Any]]:
+def _storage(study: Study) -> list[dict[str, Any]]:
     config: dict[str, Any] = next((run.config for run in study.runs if run.config), {})
     own = model_of(config, "the compared model")
     return [
@@ -218,7 +218,7 @@ def _stress(study: Study, setting: Any, colours: dict[str, int]) -> dict[str, An
 
 
 def _search(study: Study) -> dict[str, Any] | None:
-    """One grid a variant: clip ranges down, learning rates across."""
+    """One grid per variant: clip ranges as rows, learning rates as columns."""
     if not study.trials:
         return None
     grids = []
@@ -269,7 +269,7 @@ def _settings(study: Study) -> dict[str, Any]:
 
 
 def _in_force(study: Study, name: str) -> list[str]:
-    """Clip range and learning rate that a variant ran with, wherever they come from."""
+    """Clip range and learning rate that a variant ran with."""
     config = next((run.config for run in study.of(BASE, name) if run.config), None)
     if config is None:
         return ["-", "-"]
@@ -283,7 +283,7 @@ def _pairs(overrides: dict[str, Any]) -> list[str]:
 
 
 def _incidents(study: Study) -> list[str]:
-    """Every run that isn't simply finished, by name."""
+    """Failed, incomplete and missing runs, by name."""
     found = []
     for run in (*study.runs, *study.trial_runs):
         where = " ".join(f"{key.rpartition('.')[2]}={value:g}" for key, value in run.trial.items())
@@ -292,5 +292,5 @@ def _incidents(study: Study) -> list[str]:
             last = int(run.records[-1]["step"]) if run.records else 0
             found.append(f"{name}: failed after step {last}: {run.message}")
         elif run.status != "finished":
-            found.append(f"{name}: {'not over yet' if run.status == 'partial' else 'not there'}")
+            found.append(f"{name}: {'incomplete' if run.status == 'partial' else 'missing'}")
     return found

@@ -1,4 +1,4 @@
-"""report.html, runs.csv and report.json: the page, one line a run, and everything."""
+"""Write report.html (the page), runs.csv (one line per run) and report.json (all data)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def write_report(study: Study, folder: str | Path) -> list[Path]:
 
 
 def csv_text(study: Study) -> str:
-    """One line a run, the search's trials included. Metrics are means over the run's steps."""
+    """One line per run, including the trials of the search. Metrics are means over the run's steps."""
     output = io.StringIO()
     measured = [name for name, _ in MEASURES]
     heads = ["setting", "variant", "seed", "status", "collapsed", "steps", "start_accuracy", "best_accuracy", *measured,
@@ -70,7 +70,7 @@ def csv_text(study: Study) -> str:
 
 
 def json_text(study: Study) -> str:
-    """Everything that the page shows, and each run's series, thinned to 120 points."""
+    """All data of the page, and each run's series with at most 120 points."""
     names = [group.name for group in study.groups]
     content = {
         "title": study.title,
@@ -94,7 +94,7 @@ def json_text(study: Study) -> str:
         ],
         "costs": [asdict(cost) for group in names if (cost := cost_of(group, study.of(BASE, group)))],
         "layers": [asdict(found) for group in names if (found := layers_of(group, study.of(BASE, group)))],
-        "paper": [asdict(row) for row in estimated_storage(PUBLISHED)],
+        "route_storage": [asdict(row) for row in estimated_storage(PUBLISHED)],
         "search": {"trials": [asdict(trial) for trial in study.trials], "chosen": study.chosen},
         "runs": [_run(run) for run in (*study.runs, *study.trial_runs)],
         "environment": _environment(study),
@@ -116,7 +116,7 @@ def _run(run: Run) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers to six digits, what isn't finite as null, keys as text."""
+    """Numbers with six digits, non-finite values as null, keys as text."""
     if isinstance(value, dict):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -133,6 +133,6 @@ def _short(value: Any) -> Any:
 
 
 def _environment(study: Study) -> dict[str, Any]:
-    """Where the first run ran, without the paths and the name of its machine: the report is made to be passed on."""
+    """The environment of the first run without paths and host name, because reports are shared."""
     found = next((dict(run.environment) for run in study.runs if run.environment), {})
     return {key: value for key, value in found.items() if key not in ("command", "host")}

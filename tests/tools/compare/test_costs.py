@@ -28,7 +28,7 @@ def test_cost_of_a_step_by_hand():
     assert cost.memory_gib == 1.5
 
 
-def test_routes_on_paper_by_hand():
+def test_storage_of_routes_by_hand():
     small, large = estimated_storage(PUBLISHED)
     assert (small.bytes_per_token, large.bytes_per_token) == (48 * 8, 94 * 8)
     assert small.tokens == 512 * 16_384 == 2**23

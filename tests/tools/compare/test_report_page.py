@@ -28,7 +28,7 @@ def test_every_run_that_did_not_finish_is_named(report):
     page = (report[0] / "report.html").read_text()
     for seed in (1, 2):
         assert f"high_lr grpo seed {seed}: failed after step 7: step 8: the gradient is not finite" in page
-    assert "high_lr gspo_token seed 2: not there" in page
+    assert "high_lr gspo_token seed 2: missing" in page
 
 
 def test_the_table_shows_the_studys_numbers(report):
@@ -78,7 +78,7 @@ def test_few_and_bare_runs_make_a_report_too(tmp_path):
     (path / "summary.json").unlink()
     write_report(study_of([path], COMMAND), tmp_path / "out")
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "not over yet" in page and "No run recorded ratios" in page
+    assert "1 incomplete" in page and "No run recorded ratios" in page
 
 
 def test_text_from_runs_is_escaped(tmp_path):

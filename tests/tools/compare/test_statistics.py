@@ -125,7 +125,7 @@ def test_band_interpolates_where_x_differs():
     found = band([([0, 10], [0.0, 10.0]), ([2, 12], [2.0, 12.0])], points=11)
     assert found.x[0] == 2 and found.x[-1] == 12  # from where all have begun
     assert np.allclose(found.mean, found.x)
-    assert found.count == [2] * 9 + [1] * 2  # beyond 10 only the second goes on
+    assert found.count == [2] * 9 + [1] * 2  # beyond 10 only the second continues
 
 
 def test_thin_keeps_the_ends():
