@@ -1,7 +1,7 @@
 """Two programs that work alternately: each runs a segment of its work on request and waits in between.
 
 The protocol is lines: the worker prints ``@@ `` and a JSON object after each segment (the first is its warm-up); it
-goes on at a line on its standard input and ends when that is closed.
+continues at a line on its standard input and ends when that is closed.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ Warm-up rollouts are in no figure. Tokens: prompt and response of the trained se
 log-probs) are the rest. `cpu_seconds` well below `seconds` means that other work held the machine.
 
 With `--paced` it reports after the warm-up and then after every `--rollouts` rollouts, and each time waits for a
-line on standard input before it goes on; it ends when that is closed.
+line on standard input before it continues; it ends when that is closed.
 """
 
 import argparse

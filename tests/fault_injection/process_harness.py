@@ -69,7 +69,7 @@ def warm_up() -> None:
 def live(config: Path, folder: Path, processes: int, kill: RandomKill | Target | None, *, grace: float) -> Life:
     """Start the run of ``config`` on ``processes`` ranks, kill it as configured and return when no process is left.
 
-    grace: seconds that the other ranks of a killed one go on before they are killed too, as torchrun would.
+    grace: seconds that the other ranks of a killed one continue before they are killed too, as torchrun would.
     folder: for logs and process ids; created empty.
     """
     folder.mkdir(parents=True)

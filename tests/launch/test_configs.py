@@ -135,7 +135,7 @@ def test_the_header_has_the_memory_of_the_layout(file, tiny, tmp_path):
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
 def test_dry_run(file, tiny, tmp_path):
-    """Every stage's model is built on paper, in the config's full world; all stages together hold the whole model."""
+    """Every stage's model is built on the meta device in the full world; all stages together hold the whole model."""
     config = load(file, tiny, tmp_path)
     stages = dry_run(config, processes(file))
     _, shape = family_of(read_config(config.model.path))

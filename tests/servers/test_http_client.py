@@ -175,7 +175,7 @@ def test_the_deadline_is_of_the_whole_exchange(loop, server):
         error = fails(loop, server.post(path, timeout=0.2))
         assert time.monotonic() - began < 5.0
         assert "no answer within 0.2 s" in str(error) and error.retry and error.sent
-    error = fails(loop, server.get("/pour", timeout=0.2, max_bytes=2**40))  # it answers at once and goes on
+    error = fails(loop, server.get("/pour", timeout=0.2, max_bytes=2**40))  # it answers at once and continues
     assert "no answer within 0.2 s" in str(error)
 
 

@@ -123,7 +123,7 @@ def test_a_fault_that_passes_is_survived_and_told(engine, proxy, sglang_model, n
     assert all(sample.weight_version == 0 for sample in samples)
     counts = engine.counts()
     assert counts["rollout/retries"] == times or (waits and counts["rollout/retries"] > times), "a slow machine's own"
-    # an update interrupts the others, which then go on: these may have come in two parts
+    # an update interrupts the others, which then continue: these may have two parts
     assert counts["rollout/requests"] == 6 + counts["rollout/continued"]
     assert counts["rollout/continued"] == 0 or counted == "stale_responses"
     assert counts["rollout/refused"] == (counted == "refused")

@@ -105,7 +105,7 @@ class TrainingRun:
 
 @pytest.fixture(scope="module", autouse=True)
 def own_server(model: str, sglang_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future]:
-    """`strike_own_server` goes on beside the other tests: it mostly waits for a server to start."""
+    """`strike_own_server` runs beside the other tests: it mostly waits for a server to start."""
     folder = tmp_path_factory.mktemp("own")
     sglang = {"num_servers": 1, "python": sglang_python, "server_args": list(TELLS_BATCHES)}
     run = TrainingRun(model, folder / "run", steps=4, rollout={}, sglang=sglang)
@@ -116,7 +116,7 @@ def own_server(model: str, sglang_python: str, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture
 def train(model: str, tmp_path: Path) -> Iterator[Callable[..., TrainingRun]]:
-    """`train(steps=..., rollout=..., sglang=...)` begins a run in the test's directory, or goes on with it."""
+    """`train(steps=..., rollout=..., sglang=...)` starts or resumes a run in the test's directory."""
     begun: list[TrainingRun] = []
 
     def begin(**given: Any) -> TrainingRun:
@@ -169,7 +169,7 @@ def check_run(run: TrainingRun, steps: int, staleness: int = 0) -> list[dict[str
 
 
 def test_servers_that_fail_in_every_way_and_are_killed_come_back_with_old_weights(train, servers):
-    """Killed in a generation and in an update, and others' to restart. The run is one step ahead of itself and goes on
+    """Killed in a generation and in an update, and others' to restart. The run is one step ahead and continues
     with the one that is left."""
     servers.poll()
     with ExitStack() as stack:
@@ -249,7 +249,7 @@ def strike_own_server(run: TrainingRun) -> TrainingRun:
 
 
 def test_a_server_of_the_run_is_killed_and_another_time_hangs(own_server):
-    """It is its only one: the run waits until it is back, gives it the weights and goes on."""
+    """It is its only one: the run waits until it is back, gives it the weights and continues."""
     found = check_run(run := own_server.result(3 * SECONDS), 4)
     assert len((run.run_dir / "rollouts.jsonl").read_text().splitlines()) == 4
     assert total(found, "retries") >= 2, "requests were under way both times"

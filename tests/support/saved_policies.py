@@ -24,7 +24,7 @@ def policy_in(path: str, layout: ParallelConfig, *, distributed_optimizer: bool 
 
 
 def hold_writers() -> Callable[[AsyncSave], None]:
-    """Every process that this one forks from now on stops at once; the function lets a save's writers go on."""
+    """Every process that this one forks from now on stops at once; the function lets a save's writers continue."""
     rank = os.getpid()
     os.register_at_fork(after_in_child=lambda: os.getppid() == rank and os.kill(os.getpid(), signal.SIGSTOP))
 

@@ -1,4 +1,4 @@
-"""Whole runs with routing replay: what they log and write, and that a killed run goes on with the routes it had."""
+"""Whole runs with routing replay: what they log and write, and that a killed run resumes with its routes."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_replay_without_its_metrics(model, tmp_path):
     assert not (tmp_path / "run" / "routing.jsonl").exists()
 
 
-# --- going on -----------------------------------------------------------------------------------------------------
+# --- resuming ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

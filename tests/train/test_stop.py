@@ -1,4 +1,4 @@
-"""SIGUSR1 to one rank: all end after the step, with a checkpoint, and the run that goes on ends as one undisturbed."""
+"""SIGUSR1 to one rank: all end after the step, with a checkpoint, and the resumed run ends as an undisturbed one."""
 
 from __future__ import annotations
 

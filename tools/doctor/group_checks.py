@@ -42,7 +42,7 @@ class Measure:
 
 
 def pattern(rank: int, count: int, device: torch.device | str = "cpu") -> Tensor:
-    """What a rank puts into an all-reduce, [count] float32: whole numbers whose sum over 4,096 ranks is still exact."""
+    """What a rank puts into an all-reduce, [count] float32: integers whose sum over 4,096 ranks is still exact."""
     return ((torch.arange(count, device=device) % 8 + 1) * (rank % 128 + 1)).float()
 
 

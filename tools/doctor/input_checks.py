@@ -83,7 +83,7 @@ def check_checkpoints(config: Config) -> list[Finding]:
                     "run.start",
                     f"{newest} is at step {step} of {config.training.steps}",
                     "there is nothing left to do",
-                    "raise training.steps to go on, or choose another run_dir",
+                    "raise training.steps to continue, or choose another run_dir",
                 ),
             ]
         return [*found, ok("run.start", text)]

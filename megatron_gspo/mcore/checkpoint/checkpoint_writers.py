@@ -1,4 +1,4 @@
-"""The processes that write one rank's files of a checkpoint while the rank goes on training.
+"""The processes that write one rank's files of a checkpoint while the rank continues training.
 
 Megatron plans a save, brings tensors to host memory and writes a file; who runs its writer is left to the caller. Its
 own callers fork too, but before 0.19 their writers fork again and wait forever for a writer that was killed, none of
