@@ -113,7 +113,7 @@ def no_fit(found: Search, work: Workload, cluster: Cluster, assume: Assumptions)
         f"({show_bytes(cluster.gpu.memory)} each, {100 * assume.reserve:g} % left free); {name} comes closest and "
         f"lacks {show_bytes(lacking)} per GPU with full recomputation and the smallest micro-batch; use more or "
         "larger GPUs"
-        + (", or separate GPUs for the engines (--engine sglang)" if cluster.engine in ("colocated", "embedded") else "")
+        + (", or separate engine GPUs (--engine sglang)" if cluster.engine in ("colocated", "embedded") else "")
         + (", or a shorter --response-length" if work.longest > 4096 else "")
     )
 
@@ -194,4 +194,4 @@ def _why_generation(plan: Plan) -> str:
 
 def _why_experts(plan: Plan, cluster: Cluster) -> str:
     span = plan.parallel.expert_model_parallel_size * plan.parallel.expert_tensor_size
-    return "EP crosses nodes: keep it within one" if span > cluster.gpu.node else "tokens travel to their experts and back"
+    return "EP crosses nodes: keep it within one" if span > cluster.gpu.node else "tokens go to their experts and back"
