@@ -1,4 +1,4 @@
-"""Collectives of one rank whose peers are imagined: recorded in order, and completed as if all ranks held what it holds.
+"""Collectives of one rank whose peers are imagined: recorded in order, completed as if all ranks held what it holds.
 
 That is right for what decides shapes: counts of tokens per expert under balanced routing, and equal flags. Two kinds of
 tensors are treated otherwise. What is received from one other rank is unknown afterwards. And bytes that are summed
@@ -7,6 +7,7 @@ come from one rank at a time (the trainer exchanges routes like this), so that t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -224,8 +225,8 @@ def _shape_fault(name: str, sent: Rows, received: Rows, given: dict[str, Any], s
     if name.startswith("reduce_scatter") and inside != outside * size and name != "reduce_scatter":
         return f"{inside} elements give {outside} to each rank"
     if name == "alltoall_base":
-        for what, key, tensor in (("input", "input_split_sizes", sent[0]), ("output", "output_split_sizes", received[0])):
-            parts = given.get(key) or ()
+        for what, tensor in (("input", sent[0]), ("output", received[0])):
+            parts = given.get(f"{what}_split_sizes") or ()
             if parts and (sum(parts) != tensor.shape[0] or len(parts) != size):
                 return f"the {what} parts {list(parts)} do not divide {tensor.shape[0]} rows"
     return ""
@@ -245,4 +246,4 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def _row_bytes(tensor: Tensor) -> int:
-    return tensor[0].numel() * tensor.element_size() if tensor.shape[0] else _bytes([tensor.new_empty(tensor.shape[1:])])
+    return math.prod(tensor.shape[1:]) * tensor.element_size()

@@ -2,12 +2,13 @@
 
 Host tensors are real. Device tensors are fake: they have a shape, a dtype and a device, but no memory. What a kernel
 would have to compute on the GPU is unknown, except for the small integers that `known_values` follows; what the host
-reads of them it gets, and each such read is recorded. An operation whose result can't be told is an error that names it.
+reads of them it gets, and each such read is recorded. An operation whose result can't be told is an error.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +28,11 @@ from megatron_gspo.tools.rehearse.op_rules import PRODUCTS, RULES, uses_host_ind
 from megatron_gspo.tools.rehearse.rehearsal_error import RehearsalError
 
 DEVICE = torch.device("cuda", 0)
+_FACTORIES = frozenset({
+    torch.ops.aten.empty.memory_format, torch.ops.aten.zeros.default, torch.ops.aten.full.default,
+    torch.ops.aten.ones.default, torch.ops.aten.empty_like.default, torch.ops.aten.zeros_like.default,
+    torch.ops.aten.new_zeros.default, torch.ops.aten.new_empty.default,
+})  # fmt: skip
 _MISMATCH = ("same device", "two different devices", "Device Propagation")
 
 
@@ -122,6 +128,11 @@ class FakeGpu(TorchDispatchMode):
         return out
 
     def _on_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if self.fake_host_bytes is not None and func in _FACTORIES:
+            size = args[0] if isinstance(args[0], (list, tuple)) else args[0].shape
+            if math.prod(size) * 4 > self.fake_host_bytes:
+                with self.shapes:
+                    return func(*args, **kwargs)
         if kwargs.get("pin_memory"):
             return mark_pinned(func(*args, **{**kwargs, "pin_memory": False}))
         return func(*args, **kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,35 +17,46 @@ from megatron_gspo.tools.rehearse.routing import expert_ids
 class MiniBatchPlan:
     """Sizes of the rehearsed mini-batch.
 
-    samples: of all ranks. micro_batches: of each data-parallel rank, of ``of_all`` in the real one. sequences: of a
-    micro-batch.
+    samples: of all ranks. micro_batches: of each data-parallel rank; the real mini-batch has ``of_all``. sequences: of
+    a micro-batch. is_fixed: whether each micro-batch gets so many, and not what its token budget holds.
     """
 
     samples: int
     micro_batches: int
     of_all: int
     sequences: int
+    is_fixed: bool
 
 
 def plan_mini_batch(config: Config, world_size: int) -> MiniBatchPlan:
     """The fewest micro-batches with the schedule's steady state: two without pipeline stages, otherwise one more than
-    there are stages, and two rounds of the stages where they are interleaved; at most those of the config."""
+    there are stages, and two rounds of the stages where they are interleaved; at most those of the config, but two."""
     parallel, training = config.parallel, config.training
     ranks = parallel.data_parallel_size(world_size)
     length = config.data.max_prompt_length + config.rollout.max_response_length
     padded = -(-length // parallel.sequence_multiple) * parallel.sequence_multiple
     budget = training.max_tokens_per_micro_batch
     sequences = training.micro_batch_size or max((budget - budget % parallel.total_multiple) // padded, 1)
+    sequences = min(sequences, -(-training.global_batch_size // ranks))
     stages = parallel.pipeline_model_parallel_size
     is_interleaved = parallel.virtual_pipeline_model_parallel_size is not None
     of_all = max(-(-training.global_batch_size // (ranks * sequences)), 1)
     fewest = 2 * stages if is_interleaved else stages + 1
-    micro_batches = min(of_all, max(fewest, 2))
+    micro_batches = max(min(of_all, fewest), 2)
     if is_interleaved:  # whole rounds
         micro_batches = -(-micro_batches // stages) * stages
         of_all = -(-of_all // stages) * stages
-    samples = min(training.global_batch_size, micro_batches * ranks * sequences)
-    return MiniBatchPlan(samples, micro_batches, of_all, sequences)
+    is_fixed = training.micro_batch_size is not None or micro_batches > of_all
+    most = micro_batches * ranks * sequences
+    samples = most if is_fixed else min(training.global_batch_size, most)
+    return MiniBatchPlan(samples, micro_batches, of_all, sequences, is_fixed)
+
+
+def with_plan(config: Config, plan: MiniBatchPlan) -> Config:
+    """The config with which the trainer makes the plan's micro-batches of its samples."""
+    if not plan.is_fixed:
+        return config
+    return replace(config, training=replace(config.training, micro_batch_size=plan.sequences))
 
 
 def synthetic_samples(config: Config, plan: MiniBatchPlan, shape: ModelShape, *, imbalance: float = 1.0

@@ -11,7 +11,7 @@ import importlib.metadata
 import resource
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from megatron_gspo.tools.rehearse.checkpoint_plan import plan_checkpoint
 from megatron_gspo.tools.rehearse.fake_device.fused_functions import fused_functions
 from megatron_gspo.tools.rehearse.fake_gpu import FakeGpu
 from megatron_gspo.tools.rehearse.fake_world import fake_world
-from megatron_gspo.tools.rehearse.mini_batch import MiniBatchPlan, plan_mini_batch, synthetic_samples
+from megatron_gspo.tools.rehearse.mini_batch import MiniBatchPlan, plan_mini_batch, synthetic_samples, with_plan
 from megatron_gspo.tools.rehearse.records import CheckpointPlan, RankRecord, Retained
 from megatron_gspo.tools.rehearse.retained import find_retained
 
@@ -66,8 +66,8 @@ def rehearse_rank(config: Config, rank: int, world: int, gpu: FakeGpu) -> RankRe
     Raises ``RehearsalError`` where a value or an operation can't be told, and what the program itself raises.
     """
     shape = family_of(read_config(config.model.path))[1]
-    run = _Run(config, shape, gpu)
     plan = plan_mini_batch(config, world)
+    run = _Run(with_plan(config, plan), shape, gpu)
     objects = _objects_of_others
     with fused_functions(gpu.host), fake_world(rank, world, gpu.collectives, objects=objects), \
             torch.autograd.set_multithreading_enabled(False), gpu:  # fmt: skip
@@ -96,7 +96,7 @@ def _build(run: _Run) -> tuple[Policy, Policy | None]:
     options = check_megatron_options(
         config.megatron, run.shape, config.parallel, config.model, config.optimizer, config.routing
     )
-    model = _without_weights(config)
+    model = replace(config.model, init="random")
     reference = None
     with run.phase("build", "buffers"):
         groups = initialize(config.parallel, seed=config.seed)
@@ -112,14 +112,8 @@ def _build(run: _Run) -> tuple[Policy, Policy | None]:
     sizes["optimizer"] = gpu.memory.bytes["optimizer"]
     if reference is not None:
         sizes["reference"] = gpu.memory.relabel("weights", _weights(reference))
-    gpu.memory.states = {kind: sizes[kind] for kind in ("weights", "gradients", "optimizer", "reference") if kind in sizes}
+    gpu.memory.states = sizes
     return policy, reference
-
-
-def _without_weights(config: Config) -> Any:
-    import dataclasses
-
-    return dataclasses.replace(config.model, init="random")
 
 
 def _start_adam(policy: Policy) -> None:
@@ -223,7 +217,7 @@ def _record(run: _Run, groups: ProcessGroups, rank: int, world: int, plan: MiniB
 
 def _notes(run: _Run, plan: MiniBatchPlan) -> tuple[str, ...]:
     notes = ["torch layers: Transformer Engine's kernels are not rehearsed"]
-    if plan.of_all > plan.micro_batches:
-        notes.append(f"{plan.micro_batches} of {plan.of_all} micro-batches of a mini-batch were run; the others repeat the last")
+    if plan.of_all != plan.micro_batches:
+        notes.append(f"{plan.micro_batches} micro-batches were run; a mini-batch has {plan.of_all}")
     notes.append(f"routing: imbalance {run.gpu.imbalance:g}")
     return tuple(notes)

@@ -79,6 +79,8 @@ def _saved(node: Any) -> Iterator[Tensor]:
             continue
         seen.add(node)
         todo += [parent for parent, _ in node.next_functions]
+        if hasattr(node, "variable"):  # a leaf: the detached input of recomputed layers, and its gradient
+            yield from (tensor for tensor in (node.variable, node.variable.grad) if tensor is not None)
         for name in dir(node):
             if name == "saved_tensors" or (name.startswith("_saved_") and not name.startswith("_saved_self_sym")):
                 try:

@@ -37,9 +37,24 @@ def _rms_norm(original: Any, host: HostLog) -> Any:
     def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
         if x.device.type != "cuda" or (weight is not None and weight.dtype != x.dtype):
             return original(x, shape, weight, eps)
-        return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
+        return _FusedRMSNorm.apply(x, weight)
 
     return rms_norm
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """What torch's CUDA kernel saves and returns; its CPU build composes the function even of fake CUDA tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+        inverse = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+        ctx.save_for_backward(x, inverse, *(() if weight is None else (weight,)))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, _, *weight = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight[0]) if weight else None
 
 
 def _attention(original: Any, host: HostLog) -> Any:
