@@ -3,149 +3,234 @@
 Megatron-Core's own torch attention supports neither packed sequences nor context parallelism; Transformer Engine's
 needs CUDA. This module replaces it in the layer spec. Sequences are concatenated (``thd`` format). The keys and values
 of a sequence are gathered over the context-parallel group; its queries stay on their rank (Megatron's zigzag split).
+
+A rank's work is a list of segments: consecutive queries with the keys up to the last of them. Torch's
+variable-length kernel takes the segments as they are. Where it does not exist (CPU, float32 and float64, older torch)
+segments of similar length are padded to a batch for ``scaled_dot_product_attention``.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from megatron_gspo.mcore.operators import pad_rows, rotate, unpad_rows
+from megatron_gspo.mcore.operators import Permutation, pad_rows, permute, rotate, unpad_rows
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes
-from megatron_gspo.parallel.context_parallel import all_gather_tokens, zigzag_indices
+from megatron_gspo.parallel.context_parallel import (
+    all_gather_tokens,
+    chunk_lengths,
+    concatenated_ranges,
+    zigzag_indices,
+)
 
-# Longest over shortest sequence of a padded batch, at most: bounds padding without one kernel per sequence.
+try:
+    from torch.nn.attention import varlen
+except ImportError:  # torch < 2.10
+    varlen = None
+
+# Longest over shortest segment of a padded batch, at most: bounds padding without one kernel per segment.
 _BUCKET_RATIO = 1.25
+# Elements of one attention mask, at most (rows * queries * keys).
+_MASK_ELEMENTS = 2**23
+# torch < 2.12 lacks some of these options.
+_HAS_VARLEN = varlen is not None and (
+    {"scale", "window_size", "enable_gqa"} <= inspect.signature(varlen.varlen_attn).parameters.keys()
+)
+# Flash attention's largest head, and what its head sizes are multiples of.
+_VARLEN_HEAD_SIZE, _VARLEN_HEAD_MULTIPLE = 256, 8
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The queries of a rank in their order, cut into runs, each with the keys that it attends; on the host.
+
+    The queries of a segment are at the positions of its last keys, and attend the keys up to their own position.
+    ``query_lengths``, ``key_lengths``: int32 [m]. ``key_source``: int32 [sum of key_lengths], each key as a row of the
+    all-gathered keys; None where the segments' keys are the local ones in their order.
+    """
+
+    query_lengths: Tensor
+    key_lengths: Tensor
+    key_source: Tensor | None
+
+
+def segments_of(cu_seqlens: Tensor, cp_rank: int, cp_size: int) -> Segments:
+    """The segments of a rank: its sequences, or under context parallelism its two chunks of each sequence.
+
+    ``cu_seqlens`` [n + 1] int32 on the host, bounds before context parallelism. Two chunks of a sequence share keys,
+    which are listed for both: ``1 / (2 * cp_size)`` more keys than tokens. Raises ValueError for a length that
+    2 * cp_size does not divide.
+    """
+    lengths = cu_seqlens.diff()
+    if cp_size == 1:
+        return Segments(lengths, lengths, None)
+    chunk = torch.arange(2 * cp_size, dtype=torch.int32)
+    owner = torch.minimum(chunk, 2 * cp_size - 1 - chunk)
+    width, local_start = chunk_lengths(lengths, cp_size), cu_seqlens[:-1] // cp_size
+    # first row of each chunk, [n, 2 * cp_size], in the all-gathered keys: the ranks one after the other
+    rows = owner * (cu_seqlens[-1] // cp_size) + local_start[:, None] + (chunk >= cp_size) * width[:, None]
+    own = torch.tensor([cp_rank, 2 * cp_size - 1 - cp_rank], dtype=torch.int32)
+    attended = torch.cat([chunk[: last + 1] for last in own.tolist()])
+    key_source = concatenated_ranges(rows[:, attended].flatten(), width.repeat_interleave(len(attended)))
+    return Segments(width.repeat_interleave(2), (width[:, None] * (own + 1)).flatten(), key_source)
+
+
+@dataclass(frozen=True)
+class _Varlen:
+    """Arguments of the variable-length kernel: bounds of the segments, int32 [m + 1], and their largest lengths."""
+
+    cu_seq_q: Tensor
+    cu_seq_k: Tensor
+    max_q: int
+    max_k: int
 
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Sequences of similar length as one padded batch: ``rows`` sequences, ``length`` tokens each.
+    """Segments of similar length as one padded batch of ``rows`` rows.
 
-    ``mask`` [rows, 1, queries, length] is None where plain causal attention is the same.
+    ``before`` [rows]: how many keys of a row come before its first query; None where these are none.
     """
 
     rows: int
-    length: int
-    mask: Tensor | None
+    queries: int
+    keys: int
+    before: Tensor | None
 
 
 @dataclass(frozen=True)
-class _Slots:
-    """The slots of tokens in the padded batches, bucket after bucket, each [rows, length]; for one head.
+class _Padded:
+    """The padded batches, and the arguments of ``pad_rows`` that lay out queries and keys, bucket after bucket."""
 
-    ``source`` [slots]: the token in each slot; padding repeats the last token of its row. For each token [tokens]:
-    ``row``, the first slot of its row; ``column``, its position in the row; ``length``, the row's length.
-    """
-
-    source: tuple[Tensor, ...]  # [rows, length] of each bucket
-    row: Tensor
-    column: Tensor
-    length: Tensor
-
-    def of_heads(self, heads: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(source [slots * heads], slot [tokens * heads]) for tokens laid out [token, head] and slots
-        [bucket][row, head, column]: the arguments of ``pad_rows``."""
-        head = torch.arange(heads)
-        sources = [(slots[:, None] * heads + head[:, None]).flatten() for slots in self.source]
-        slot = (self.row * heads + self.column)[:, None] + self.length[:, None] * head
-        return torch.cat(sources).to(device), slot.flatten().to(device)
+    buckets: tuple[_Bucket, ...]
+    queries: tuple[Tensor, Tensor]
+    keys: tuple[Tensor, Tensor]
 
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's packed-sequence parameters plus the index plan of this module, computed once per micro-batch.
+    """Megatron's packed-sequence parameters plus the index plans of this module, shared by the layers.
 
-    The plan is data of the micro-batch and shared by all its layers; it is built on the host, without a device
-    synchronisation. ``positions`` [t] are those of the local tokens in their sequences. ``routes``: of the
-    micro-batch; the routers read them here.
+    A plan is computed by the first layer that asks for it, so Transformer Engine's layers do not pay for one. It is
+    built on the host in time and memory linear in tokens, and copied to the device without waiting for it.
+    ``cu_seqlens``: int32 [n + 1] on the host. ``routes``: of the micro-batch; the routers read them here.
     """
 
-    buckets: tuple[_Bucket, ...] = ()
-    queries: _Slots | None = None  # local tokens
-    keys: _Slots | None = None  # gathered tokens
-    positions: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    cp_rank: int = 0
+    cp_size: int = 1
     routes: MicroBatchRoutes | None = None
-    cached: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    rotations: dict[tuple[float, int, torch.dtype], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def slots(self, which: str, heads: int) -> tuple[Tensor, Tensor]:
-        """``_Slots.of_heads`` of ``queries`` or ``keys``, computed once per micro-batch."""
-        if (which, heads) not in self.cached:
-            self.cached[which, heads] = getattr(self, which).of_heads(heads, self.cu_seqlens_q.device)
-        return self.cached[which, heads]
+    @cached_property
+    def segments(self) -> Segments:
+        """The segments of this rank."""
+        return segments_of(self.cu_seqlens, self.cp_rank, self.cp_size)
+
+    @cached_property
+    def key_copies(self) -> Permutation:
+        """The segments' keys as copies of the all-gathered ones; only under context parallelism."""
+        source = self.segments.key_source
+        count = source.bincount(minlength=int(self.cu_seqlens[-1])).int()
+        return Permutation.of(self.on_device(source), self.on_device(count))
+
+    @cached_property
+    def varlen(self) -> _Varlen:
+        """The plan of the variable-length kernel."""
+        queries, keys = self.segments.query_lengths, self.segments.key_lengths
+        cu_seq_q, cu_seq_k = (
+            self.on_device(F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))) for lengths in (queries, keys)
+        )
+        return _Varlen(cu_seq_q, cu_seq_k, int(queries.max()), int(keys.max()))
+
+    @cached_property
+    def padded(self) -> _Padded:
+        """The plan of padded batches."""
+        queries, keys = self.segments.query_lengths, self.segments.key_lengths
+        batches = _batches(queries.tolist(), keys.tolist())
+        buckets = []
+        for rows in batches:
+            before = self.on_device((keys - queries)[rows]) if self.cp_size > 1 else None
+            buckets.append(_Bucket(len(rows), int(queries[rows].max()), int(keys[rows].max()), before))
+        layout = self._padding(batches, queries)
+        return _Padded(tuple(buckets), layout, layout if keys is queries else self._padding(batches, keys))
+
+    def _padding(self, batches: list[list[int]], lengths: Tensor) -> tuple[Tensor, Tensor]:
+        source, slot = _padding(batches, lengths)
+        return self.on_device(source), self.on_device(slot)
 
     def rotation(self, base: float, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines of every local token, [t, 1, dim]: what ``rotate`` takes."""
         key = base, dim, dtype
-        if key not in self.cached:
+        if key not in self.rotations:
             frequencies = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-            angles = (self.positions[:, None].float() * frequencies)[:, None].to(self.cu_seqlens_q.device)
+            angles = (self.positions[:, None].float() * self.on_device(frequencies))[:, None]
             cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-            self.cached[key] = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-        return self.cached[key]
+            self.rotations[key] = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        return self.rotations[key]
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Positions [t] int32 of the local tokens in their sequences, on the device."""
+        starts, lengths = self.cu_seqlens[:-1], self.cu_seqlens.diff()
+        mine = zigzag_indices(self.cu_seqlens, self.cp_rank, self.cp_size).int()
+        positions = mine - starts.repeat_interleave(lengths // self.cp_size)
+        return self.on_device(positions)
+
+    def on_device(self, x: Tensor) -> Tensor:
+        """A copy of a host tensor on the device of the sequences; the host does not wait for a GPU."""
+        device = self.cu_seqlens_q.device
+        return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def packed_sequences(cu_seqlens: Tensor, max_seqlen: int, cp_group: Any, device: torch.device) -> PackedSequences:
     """The parameters of one micro-batch. ``cu_seqlens`` [n + 1] int32 on the host, before context parallelism."""
-    cp_rank, cp_size = cp_group.rank(), cp_group.size()
-    on_device = cu_seqlens.to(device)
-    bounds = cu_seqlens.long()
-    starts, lengths = bounds[:-1], bounds.diff()
-    batches = _batches(lengths.tolist())
-    owned = [zigzag_indices(cu_seqlens, rank, cp_size) for rank in range(cp_size)]
-    mine = owned[cp_rank]
-    # index of the token at packed position p after the all-gather, which concatenates the ranks
-    gathered = torch.empty(int(bounds[-1]), dtype=torch.long)
-    gathered[torch.cat(owned)] = torch.arange(int(bounds[-1]))
-    queries = _slots(batches, starts // cp_size, lengths // cp_size, None)
-    positions = mine - starts.repeat_interleave(lengths // cp_size)
-    buckets = []
-    for rows, slots in zip(batches, queries.source, strict=True):
-        longest = int(lengths[rows].max())
-        visible = torch.arange(longest) <= positions[slots][:, :, None]
-        buckets.append(_Bucket(len(rows), longest, visible[:, None].to(device) if cp_size > 1 else None))
+    on_device = cu_seqlens.to(device, non_blocking=True)
     return PackedSequences(
-        qkv_format="thd", cu_seqlens_q=on_device, cu_seqlens_kv=on_device,
-        max_seqlen_q=max_seqlen, max_seqlen_kv=max_seqlen, buckets=tuple(buckets), queries=queries,
-        keys=queries if cp_size == 1 else _slots(batches, starts, lengths, gathered), positions=positions,
+        qkv_format="thd", cu_seqlens_q=on_device, cu_seqlens_kv=on_device, max_seqlen_q=max_seqlen,
+        max_seqlen_kv=max_seqlen, cu_seqlens=cu_seqlens, cp_rank=cp_group.rank(), cp_size=cp_group.size(),
     )
 
 
-def _batches(lengths: list[int]) -> list[list[int]]:
-    """Sequences of similar length together, by length."""
-    by_length = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
-    batches = []
-    while by_length:
-        limit = lengths[by_length[0]] * _BUCKET_RATIO
-        count = next((k for k, i in enumerate(by_length) if lengths[i] > limit), len(by_length))
-        batches.append(by_length[:count])
-        by_length = by_length[count:]
+def _batches(queries: list[int], keys: list[int]) -> list[list[int]]:
+    """Segments of similar length together, by length; all of a batch have the same ratio of keys to queries."""
+    ratio = [k // q for q, k in zip(queries, keys, strict=True)]
+    batches: list[list[int]] = []
+    for i in sorted(range(len(queries)), key=lambda i: (ratio[i], queries[i], i)):
+        first = batches[-1][0] if batches else i
+        if not batches or ratio[i] != ratio[first] or queries[i] > queries[first] * _BUCKET_RATIO:
+            batches.append([])
+        batches[-1].append(i)
     return batches
 
 
-def _slots(batches: list[list[int]], starts: Tensor, lengths: Tensor, moved: Tensor | None) -> _Slots:
-    """The slots of sequences that begin at ``starts``; their token i is token ``moved[i]`` (None: i) of the input."""
-    sources, first = [], 0
-    row, column, length = torch.empty(3, int(lengths.sum()), dtype=torch.long)
-    for rows in batches:
-        own = lengths[rows][:, None]
-        columns = torch.arange(int(own.max()))
-        real = columns < own
-        tokens = starts[rows][:, None] + torch.minimum(columns, own - 1)
-        tokens = tokens if moved is None else moved[tokens]
-        begins = first + len(columns) * torch.arange(len(rows))
-        row[tokens[real]] = begins[:, None].expand_as(tokens)[real]
-        column[tokens[real]] = columns.expand_as(tokens)[real]
-        length[tokens[real]] = len(columns)
-        first += tokens.numel()
-        sources.append(tokens)
-    return _Slots(tuple(sources), row, column, length)
+def _padding(batches: list[list[int]], lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """``source`` and ``slot`` of ``pad_rows`` for rows of ``lengths`` tokens in the padded ``batches``."""
+    order = torch.tensor([row for rows in batches for row in rows])
+    widths = torch.cat([lengths[rows].max().expand(len(rows)) for rows in batches])
+    starts = lengths.cumsum(0, dtype=torch.int32) - lengths
+    last = (starts + lengths - 1)[order].repeat_interleave(widths)
+    source = torch.minimum(concatenated_ranges(starts[order], widths), last)
+    row_starts = torch.empty_like(lengths)
+    row_starts[order] = widths.cumsum(0, dtype=torch.int32) - widths
+    return source, concatenated_ranges(row_starts, lengths).long()  # torch copies to int64 indices only
+
+
+def takes_varlen(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    """Whether torch's variable-length kernel, a flash attention, takes queries, keys and values of these kinds."""
+    return (
+        _HAS_VARLEN and device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+        and head_size <= _VARLEN_HEAD_SIZE and torch.cuda.get_device_capability(device) >= (8, 0)
+    )  # fmt: skip
 
 
 class PackedAttention(torch.nn.Module):
@@ -166,36 +251,82 @@ class PackedAttention(torch.nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, *args: Any,
                 packed_seq_params: PackedSequences | None = None, **kwargs: Any) -> Tensor:
-        """``query`` [t, heads, d], ``key`` and ``value`` [t, groups, d], local tokens; returns [t, heads * d]."""
+        """``query`` [t, heads, d], ``key`` [t, groups, d], ``value`` [t, groups, e], local tokens; returns
+        [t, heads * e]."""
         if not isinstance(packed_seq_params, PackedSequences):
             raise TypeError("PackedAttention needs packed_seq_params of mcore.attention.packed_sequences()")
-        plan, (tokens, heads, dim), groups = packed_seq_params, query.shape, key.shape[1]
+        plan, sizes = packed_seq_params, (key.shape[-1], value.shape[-1])
         if self.rotary_base is not None:
-            cos, sin = plan.rotation(self.rotary_base, dim, query.dtype)
+            cos, sin = plan.rotation(self.rotary_base, query.shape[-1], query.dtype)
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         if self.cp_group.size() > 1:
-            key, value = all_gather_tokens(torch.stack((key, value), dim=1), self.cp_group).unbind(dim=1)
-        query_source, query_slot = plan.slots("queries", heads)
-        key_slots = plan.slots("keys", groups)
-        query = pad_rows(query.reshape(-1, dim), query_source, query_slot)
-        key, value = pad_rows(key.reshape(-1, dim), *key_slots), pad_rows(value.reshape(-1, dim), *key_slots)
-        out = unpad_rows(self._attend(plan.buckets, query, key, value, heads), query_slot)
-        return out.view(tokens, heads * dim)
+            gathered = all_gather_tokens(torch.cat((key, value), dim=-1), self.cp_group)
+            copies = permute(gathered.flatten(1), plan.key_copies)
+            key, value = copies.unflatten(1, gathered.shape[1:]).split(sizes, dim=-1)
+        width, attend = max(sizes), self._padded
+        if takes_varlen(query.device, query.dtype, width):
+            width, attend = -(-width // _VARLEN_HEAD_MULTIPLE) * _VARLEN_HEAD_MULTIPLE, self._varlen
+        out = attend(plan, *(_widened(x, width) for x in (query, key, value)))
+        return (out if width == sizes[1] else out[..., : sizes[1]]).flatten(1)
 
-    def _attend(self, buckets: tuple[_Bucket, ...], query: Tensor, key: Tensor, value: Tensor, heads: int) -> Tensor:
-        """Attention within each row of each padded batch; all tensors are [slots * heads, d]."""
-        dim, cp_size = query.shape[1], self.cp_group.size()
-        groups = heads * key.shape[0] // (query.shape[0] * cp_size)
-        query_sizes = [bucket.rows * heads * bucket.length // cp_size for bucket in buckets]
-        key_sizes = [bucket.rows * groups * bucket.length for bucket in buckets]
+    def _varlen(self, plan: PackedSequences, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The variable-length kernel. It aligns queries and keys at the ends of their segments, as we do."""
+        bounds = plan.varlen
+        out = varlen.varlen_attn(
+            query, key, value, bounds.cu_seq_q, bounds.cu_seq_k, bounds.max_q, bounds.max_k, scale=self.softmax_scale,
+            window_size=(-1, 0), enable_gqa=query.shape[1] != key.shape[1],
+        )
+        assert isinstance(out, Tensor)  # a pair only where the log-sums are asked for
+        return out
+
+    def _padded(self, plan: PackedSequences, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention of padded batches."""
+        layout = plan.padded
+        if query.device.type == "cuda" and query.shape[1] != key.shape[1]:  # no grouped queries in most CUDA kernels
+            key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
+        slots = [bucket.rows * bucket.queries for bucket in layout.buckets]
+        key_slots = [bucket.rows * bucket.keys for bucket in layout.buckets]
+        padded = zip(
+            layout.buckets, pad_rows(query, *layout.queries).split(slots), pad_rows(key, *layout.keys).split(key_slots),
+            pad_rows(value, *layout.keys).split(key_slots), strict=True,
+        )  # fmt: skip
         parts = []
-        for bucket, q, k, v in zip(buckets, query.split(query_sizes), key.split(key_sizes), value.split(key_sizes),
-                                   strict=True):
-            q = q.view(bucket.rows, heads, -1, dim)
-            k, v = k.view(bucket.rows, groups, -1, dim), v.view(bucket.rows, groups, -1, dim)
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=bucket.mask, is_causal=bucket.mask is None, scale=self.softmax_scale,
-                enable_gqa=groups != heads,
-            )
-            parts.append(out.reshape(-1, dim))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        for bucket, *rows in padded:
+            # [rows, heads, queries or keys, d]
+            q, k, v = (x.view(bucket.rows, -1, *x.shape[1:]).transpose(1, 2) for x in rows)
+            out = self._one_batch(bucket, q, k, v)
+            parts.append(out.transpose(1, 2).flatten(0, 1))
+        return unpad_rows(parts[0] if len(parts) == 1 else torch.cat(parts), layout.queries[1])
+
+    def _one_batch(self, bucket: _Bucket, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention of one padded batch. Masks are of bounded size: they are computed for a block of queries at a time
+        and, if there are several blocks, again in the backward."""
+        if bucket.before is None:
+            return self._sdpa(query, key, value, None)
+        length = max(1, _MASK_ELEMENTS // (bucket.rows * bucket.keys))
+        if length >= bucket.queries:
+            return self._sdpa(query, key, value, bucket.before)
+        parts = []
+        for first in range(0, bucket.queries, length):
+            seen = min(bucket.keys - bucket.queries + first + length, bucket.keys)
+            parts.append(checkpoint(
+                self._sdpa, query[:, :, first : first + length], key[:, :, :seen], value[:, :, :seen],
+                bucket.before + first, use_reentrant=False, preserve_rng_state=False,
+            ))  # fmt: skip
+        return torch.cat(parts, dim=2)
+
+    def _sdpa(self, query: Tensor, key: Tensor, value: Tensor, before: Tensor | None) -> Tensor:
+        """Query i of a row attends its first ``before + i + 1`` keys; ``before`` [rows], None: 0."""
+        mask = None
+        if before is not None:
+            positions, columns = (torch.arange(x.shape[2], device=x.device) for x in (query, key))
+            mask = (columns <= before[:, None, None] + positions[:, None])[:, None]
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    """``x`` with its last dimension padded with zeros, which change no score and add no value."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))

@@ -72,7 +72,7 @@ def _swapped(x: Tensor) -> Tensor:
 
 
 def pad_rows(x: Tensor, source: Tensor, slot: Tensor) -> Tensor:
-    """Rows of ``x`` [n, d] laid out in padded slots, [slots, d]: slot s holds row ``source[s]``.
+    """Rows of ``x`` [n, ...] laid out in padded slots, [slots, ...]: slot s holds row ``source[s]``.
 
     Row i is in slot ``slot[i]``. All other slots are padding; their gradient must be zero and is not read.
     """
@@ -83,17 +83,20 @@ class _PadRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, source: Tensor, slot: Tensor) -> Tensor:
         ctx.save_for_backward(slot)
-        return x.index_select(0, source)
+        return x.contiguous().index_select(0, source)  # torch selects row by row from a strided tensor
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (slot,) = ctx.saved_tensors
-        return grad.index_select(0, slot), None, None
+        return grad.contiguous().index_select(0, slot), None, None
 
 
 def unpad_rows(x: Tensor, slot: Tensor) -> Tensor:
-    """The inverse of ``pad_rows``: row i of the result is slot ``slot[i]`` of ``x`` [slots, d]; slots are distinct."""
+    """The inverse of ``pad_rows``: row i of the result is slot ``slot[i]`` of ``x`` [slots, ...]; slots are distinct.
+
+    ``slot`` is int64.
+    """
     return _UnpadRows.apply(x, slot)
 
 
@@ -108,7 +111,7 @@ class _UnpadRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (slot,) = ctx.saved_tensors
-        return grad.new_zeros(ctx.slots, grad.shape[1]).index_copy_(0, slot, grad), None
+        return grad.new_zeros(ctx.slots, *grad.shape[1:]).index_copy_(0, slot, grad), None
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,16 @@ def zigzag_indices(cu_seqlens: Tensor | Sequence[int], cp_rank: int, cp_size: in
     starts, lengths = bounds[:-1], bounds.diff()
     if cp_size == 1:
         return torch.arange(int(bounds[0]), int(bounds[-1]))
+    widths = chunk_lengths(lengths, cp_size)
+    first = starts + cp_rank * widths
+    second = starts + (2 * cp_size - 1 - cp_rank) * widths
+    chunk_starts = torch.stack([first, second], dim=1).flatten()
+    return concatenated_ranges(chunk_starts, widths.repeat_interleave(2))
+
+
+def chunk_lengths(lengths: Tensor, cp_size: int) -> Tensor:
+    """Length of the 2 * cp_size chunks of each sequence. Raises ValueError for a length that 2 * cp_size does not
+    divide."""
     uneven = (lengths % (2 * cp_size)).nonzero()
     if len(uneven):
         i = int(uneven[0])
@@ -35,14 +45,16 @@ def zigzag_indices(cu_seqlens: Tensor | Sequence[int], cp_rank: int, cp_size: in
             f"sequence {i} has {int(lengths[i])} positions, not a multiple of 2 * cp_size = {2 * cp_size}; "
             f"pad every sequence to one (pack with sequence_multiple={2 * cp_size})"
         )
-    widths = lengths // (2 * cp_size)
-    first = starts + cp_rank * widths
-    second = starts + (2 * cp_size - 1 - cp_rank) * widths
-    chunk_starts = torch.stack([first, second], dim=1).flatten()
-    chunk_widths = widths.repeat_interleave(2)
-    ends = chunk_widths.cumsum(0)
+    return lengths // (2 * cp_size)
+
+
+def concatenated_ranges(starts: Tensor, lengths: Tensor) -> Tensor:
+    """``starts[i], starts[i] + 1, ...``, ``lengths[i]`` numbers for each i, concatenated; on the CPU, of the dtype of
+    ``starts``."""
+    ends = lengths.cumsum(0, dtype=starts.dtype)
     total = int(ends[-1]) if len(ends) else 0
-    return torch.arange(total) + (chunk_starts - (ends - chunk_widths)).repeat_interleave(chunk_widths)
+    offsets = (starts - (ends - lengths)).repeat_interleave(lengths, output_size=total)
+    return torch.arange(total, dtype=starts.dtype).add_(offsets)
 
 
 class _AllGatherTokens(torch.autograd.Function):

@@ -1,4 +1,8 @@
-"""Packed attention against one sequence at a time in float64: values and gradients, alone and context-parallel."""
+"""Packed attention against one sequence at a time in float64: values and gradients, alone and context-parallel.
+
+Each way to compute it is tried: padded batches, masks in blocks, and the variable-length kernel, which is emulated by
+loops here (``tests/gpu`` has the real one).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import math
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,9 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import megatron_gspo.mcore.train_step  # noqa: F401  the fork server of the tests imports it once
-from megatron_gspo.mcore.attention import PackedAttention, packed_sequences
+from benchmarks.live_storages import LiveStorages
+from megatron_gspo.mcore import attention as module
+from megatron_gspo.mcore.attention import PackedAttention, packed_sequences, segments_of, takes_varlen
 from megatron_gspo.parallel.context_parallel import zigzag_indices
 from tests.support.distributed import run_distributed
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -24,17 +33,21 @@ class Case:
     heads: int
     groups: int
     dim: int = 8
+    value_dim: int = 8
     scale: float | None = None
+    rotary_base: float | None = None
 
 
 # lengths that are multiples of 4 = 2 * cp; the single-rank cases also take any
 EVEN = [
     Case((8,), 4, 2),
-    Case((4, 20, 8, 8, 12, 4, 36), 4, 2),
+    Case((4, 20, 8, 8, 12, 4, 36), 4, 2, rotary_base=100.0),
     Case((40, 4), 6, 1, scale=0.3),
-    Case((12, 16, 12), 2, 2),
+    Case((12, 16, 12), 2, 2, dim=12, value_dim=5),
+    Case((16, 4), 2, 1, dim=4, value_dim=10, rotary_base=10.0),
 ]
-UNEVEN = [Case((1, 3, 7, 2, 5, 5, 1, 30), 4, 2), Case((9,), 3, 3), Case((1,), 2, 1)]
+UNEVEN = [Case((1, 3, 7, 2, 5, 5, 1, 30), 4, 2, rotary_base=100.0), Case((9,), 3, 3), Case((1,), 2, 1)]
+PATHS = ("padded", "blocks", "varlen")
 
 
 def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -45,25 +58,68 @@ def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     def draw(*sizes: int) -> Tensor:
         return torch.randn(*sizes, generator=g, dtype=torch.float64)
 
-    bounds = torch.tensor([0, *case.lengths]).cumsum(0).int()
-    return (draw(total, case.heads, case.dim), draw(total, case.groups, case.dim), draw(total, case.groups, case.dim),
-            draw(total, case.heads * case.dim), bounds)
+    return (draw(total, case.heads, case.dim), draw(total, case.groups, case.dim),
+            draw(total, case.groups, case.value_dim), draw(total, case.heads * case.value_dim), bounds_of(case.lengths))
+
+
+def bounds_of(lengths: tuple[int, ...]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def turned(x: Tensor, position: int, base: float | None) -> Tensor:
+    """``x`` [..., d] as pairs (i, i + d / 2), each turned by ``position / base ** (2 i / d)``."""
+    if base is None:
+        return x
+    half = x.shape[-1] // 2
+    angles = torch.tensor([position / base ** (2 * i / x.shape[-1]) for i in range(half)], dtype=torch.float64)
+    cos, sin = angles.cos(), angles.sin()
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
 def naive(case: Case, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor) -> Tensor:
-    """Causal attention as loops over sequences, heads and positions; ``[T, heads * dim]``."""
+    """Causal attention as loops over sequences, heads and positions; ``[T, heads * value_dim]``."""
     scale = case.scale or 1 / math.sqrt(case.dim)
     rows = []
     for start, end in zip(bounds.tolist(), bounds.tolist()[1:], strict=False):
-        for position in range(start, end):
+        q, k = (torch.stack([turned(x[t], t - start, case.rotary_base) for t in range(start, end)])
+                for x in (query, key))
+        for position in range(end - start):
             heads = []
             for head in range(case.heads):
                 group = head // (case.heads // case.groups)
-                keys, values = key[start : position + 1, group], value[start : position + 1, group]
-                weights = torch.softmax(scale * (keys @ query[position, head]), dim=0)
+                keys, values = k[: position + 1, group], value[start : start + position + 1, group]
+                weights = torch.softmax(scale * (keys @ q[position, head]), dim=0)
                 heads.append(weights @ values)
             rows.append(torch.cat(heads))
     return torch.stack(rows)
+
+
+def naive_varlen(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
+                 *, scale: float, window_size: tuple[int, int], enable_gqa: bool) -> Tensor:
+    """``torch.nn.attention.varlen.varlen_attn`` as loops. Its causal mask ends at the last query and the last key."""
+    assert (cu_seq_q.dtype, cu_seq_k.dtype, window_size) == (torch.int32, torch.int32, (-1, 0))
+    assert query.shape[2] == key.shape[2] == value.shape[2] and query.shape[2] % 8 == 0
+    assert (int(cu_seq_q.diff().max()), int(cu_seq_k.diff().max())) == (max_q, max_k)
+    assert (int(cu_seq_q[-1]), int(cu_seq_k[-1])) == (len(query), len(key))
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
+    parts = []
+    for i in range(len(cu_seq_q) - 1):
+        rows, columns = slice(cu_seq_q[i], cu_seq_q[i + 1]), slice(cu_seq_k[i], cu_seq_k[i + 1])
+        scores = scale * torch.einsum("qhd,khd->hqk", query[rows], key[columns])
+        hidden = torch.ones_like(scores, dtype=torch.bool).triu(1 + scores.shape[2] - scores.shape[1])
+        weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+        parts.append(torch.einsum("hqk,khd->qhd", weights, value[columns]))
+    return torch.cat(parts)
+
+
+def attention_of(case: Case, group: Any) -> PackedAttention:
+    config = SimpleNamespace(attention_dropout=0.0, kv_channels=case.dim)
+    attention = PackedAttention(config, 1, None, "self", softmax_scale=case.scale,
+                                pg_collection=SimpleNamespace(cp=group))  # fmt: skip
+    attention.rotary_base = case.rotary_base
+    return attention
 
 
 def run(case: Case, group: Any) -> dict[str, float]:
@@ -75,11 +131,8 @@ def run(case: Case, group: Any) -> dict[str, float]:
 
     mine = zigzag_indices(bounds, group.rank(), group.size())
     local = [tensor[mine].clone().requires_grad_() for tensor in tensors]
-    config = SimpleNamespace(attention_dropout=0.0, kv_channels=case.dim)
-    groups = SimpleNamespace(cp=group)
-    attention = PackedAttention(config, 1, None, "self", softmax_scale=case.scale, pg_collection=groups)
-    sequences = packed_sequences(bounds, max(case.lengths), group, torch.device("cpu"))
-    found = attention(*local, packed_seq_params=sequences)
+    sequences = packed_sequences(bounds, max(case.lengths), group, CPU)
+    found = attention_of(case, group)(*local, packed_seq_params=sequences)
     (found * weight[mine]).sum().backward()
     errors = {"output": found - expected[mine]}
     for name, ours, theirs in zip(("query", "key", "value"), local, whole, strict=True):
@@ -87,18 +140,118 @@ def run(case: Case, group: Any) -> dict[str, float]:
     return {name: float(error.abs().max()) for name, error in errors.items()}
 
 
-def run_all(rank: int, world_size: int) -> dict[tuple[Case, int], dict[str, float]]:
+def run_path(path: str, case: Case, group: Any) -> dict[str, float]:
+    kernel = mock.Mock(side_effect=naive_varlen)
+    with (
+        mock.patch.object(module, "takes_varlen", lambda *kinds: path == "varlen"),
+        mock.patch.object(module, "_MASK_ELEMENTS", 64 if path == "blocks" else module._MASK_ELEMENTS),
+        mock.patch.object(module, "varlen", SimpleNamespace(varlen_attn=kernel)),
+    ):
+        errors = run(case, group)
+    assert kernel.call_count == (path == "varlen")
+    return errors
+
+
+def run_all(rank: int, world_size: int) -> dict[tuple[str, Case, int], dict[str, float]]:
     alone = [dist.new_group([r]) for r in range(world_size)][rank]
-    found = {(case, 2): run(case, dist.group.WORLD) for case in EVEN}
-    return found | {(case, 1): run(case, alone) for case in EVEN + UNEVEN}
+    found = {(path, case, 2): run_path(path, case, dist.group.WORLD) for path in PATHS for case in EVEN}
+    return found | {(path, case, 1): run_path(path, case, alone) for path in PATHS for case in EVEN + UNEVEN}
 
 
 def test_equals_attention_of_each_sequence_alone():
     for found in run_distributed(run_all, 2, timeout=60):
-        assert len(found) == 2 * len(EVEN) + len(UNEVEN)
-        for (case, cp), errors in found.items():
+        assert len(found) == len(PATHS) * (2 * len(EVEN) + len(UNEVEN))
+        for (path, case, cp), errors in found.items():
             for name, error in errors.items():
-                assert error < 1e-12, f"{name} of {case}, context parallelism {cp}: off by {error:.1e}"
+                # rotary angles are float32
+                bound = 1e-12 if case.rotary_base is None else 1e-5
+                assert error < bound, f"{name} of {case}, {path}, context parallelism {cp}: off by {error:.1e}"
+
+
+@pytest.mark.parametrize("cp_size", [2, 3, 4])
+def test_a_segment_is_a_chunk_of_queries_with_the_keys_up_to_its_end(cp_size):
+    bounds = bounds_of((24, 48, 24 * 5))
+    starts = bounds[:-1].long().repeat_interleave(2)
+    owned = [zigzag_indices(bounds, rank, cp_size) for rank in range(cp_size)]
+    gathered = torch.cat(owned)
+    for rank in range(cp_size):
+        segments = segments_of(bounds, rank, cp_size)
+        queries = owned[rank].split(segments.query_lengths.tolist())
+        keys = gathered[segments.key_source].split(segments.key_lengths.tolist())
+        assert len(queries) == len(keys) == 6
+        for start, own, attended in zip(starts, queries, keys, strict=True):
+            assert torch.equal(own, torch.arange(own[0], own[-1] + 1)), "consecutive"
+            assert torch.equal(attended, torch.arange(start, own[-1] + 1))
+
+
+def test_a_length_that_the_context_ranks_do_not_divide_is_refused():
+    with pytest.raises(ValueError, match="not a multiple of 2 \\* cp_size = 4"):
+        segments_of(bounds_of((8, 6)), 0, 2)
+
+
+@pytest.mark.parametrize("device, dtype, head_size, capability, expected", [
+    ("cuda", torch.bfloat16, 128, (8, 0), True),
+    ("cuda", torch.float16, 256, (9, 0), True),
+    ("cuda", torch.bfloat16, 264, (9, 0), False),
+    ("cuda", torch.float32, 128, (9, 0), False),
+    ("cuda", torch.float64, 128, (9, 0), False),
+    ("cuda", torch.float16, 128, (7, 5), False),
+    ("cpu", torch.bfloat16, 128, None, False),
+])  # fmt: skip
+def test_the_variable_length_kernel_is_chosen_where_it_exists(device, dtype, head_size, capability, expected):
+    with mock.patch("torch.cuda.get_device_capability", return_value=capability):
+        with mock.patch.object(module, "_HAS_VARLEN", True):
+            assert takes_varlen(torch.device(device), dtype, head_size) == expected
+        with mock.patch.object(module, "_HAS_VARLEN", False):
+            assert not takes_varlen(torch.device(device), dtype, head_size)
+
+
+def plan_bytes(lengths: tuple[int, ...], cp_size: int, plans: tuple[str, ...]) -> int:
+    """Most bytes held while the plans of the first context rank are made."""
+    group = SimpleNamespace(rank=lambda: 0, size=lambda: cp_size)
+    bounds = bounds_of(lengths)
+    with LiveStorages() as watch:
+        sequences = packed_sequences(bounds, max(lengths), group, CPU)
+        for name in plans:
+            getattr(sequences, name)
+    return watch.peak
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 8])
+@pytest.mark.parametrize("plan", ["varlen", "padded"])
+def test_plans_are_linear_in_tokens(cp_size, plan):
+    """A mask of 32k by 32k would be 1 GiB."""
+    plans = ("positions", plan) + (("key_copies",) if cp_size > 1 else ())
+    one = plan_bytes((2**15,), cp_size, plans)
+    assert one <= 4 * 2**20
+    assert plan_bytes((2**16,), cp_size, plans) <= 2 * one
+    assert plan_bytes((2**13,) * 4, cp_size, plans) <= one + 2**10
+
+
+def test_layers_that_need_no_plan_do_not_pay_for_one():
+    """Transformer Engine takes ``cu_seqlens_q`` and ``cu_seqlens_kv``."""
+    assert plan_bytes((2**15,), 2, ()) == 0
+    sequences = packed_sequences(bounds_of((2**15,)), 2**15, SimpleNamespace(rank=lambda: 0, size=lambda: 2), CPU)
+    assert sequences.cu_seqlens_q.tolist() == sequences.cu_seqlens_kv.tolist() == [0, 2**15]
+
+
+def peak_of_blocks(length: int) -> int:
+    """Most bytes held in forward and backward of a context rank's padded attention."""
+    group = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
+    sequences = packed_sequences(bounds_of((length,)), length, group, CPU)
+    attention = attention_of(Case((length,), 2, 1), group)
+    query = torch.randn(length // 2, 2, 8, requires_grad=True)
+    key, value = (torch.randn(len(sequences.segments.key_source), 1, 8, requires_grad=True) for _ in range(2))
+    with mock.patch.object(module, "_MASK_ELEMENTS", 2**14), LiveStorages() as watch:
+        attention._padded(sequences, query, key, value).sum().backward()
+    return watch.peak
+
+
+def test_memory_of_context_parallel_attention_is_linear_in_tokens():
+    """Masks have a bounded size, and the backward computes them again."""
+    peak = peak_of_blocks(1024)
+    assert peak < 512 * 1024, "one mask of all queries, with a byte per element"
+    assert peak_of_blocks(2048) < 2 * peak
 
 
 def test_wrong_use_is_refused():
