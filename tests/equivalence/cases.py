@@ -100,13 +100,17 @@ OPTIMIZER = adam(
 
 
 def make_samples(
-    seed: int = 0, count: int = 10, vocab_size: int = 96, per_token: bool = False, mean_advantage: float = 0.0
+    seed: int = 0, count: int = 10, vocab_size: int = 96, per_token: bool = False, mean_advantage: float = 0.0,
+    scale: int = 1,
 ) -> list[Sample]:
-    """A mini-batch of unequal lengths, masks with gaps, a response of one token and one without a trained token."""
+    """A mini-batch of unequal lengths, masks with gaps, a response of one token and one without a trained token.
+
+    ``scale``: on the lengths, which are 2 to 8 tokens of a prompt and 2 to 13 of a response.
+    """
     g = np.random.default_rng(seed)
     samples = []
     for i in range(count):
-        prompt, response = int(g.integers(2, 9)), int(g.integers(2, 14)) if i else 1
+        prompt, response = scale * int(g.integers(2, 9)), scale * int(g.integers(2, 14)) if i else 1
         mask = g.random(response) < 0.8
         mask[0] = True
         if i == 1:

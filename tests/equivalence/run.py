@@ -6,11 +6,14 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_gspo.algorithms import finish_metrics
+from megatron_gspo.config import TrainingConfig
 from megatron_gspo.data.packing import OPTIONAL_FIELDS
+from megatron_gspo.data.sample import Sample
 from megatron_gspo.mcore.forward_step import unwrap
 from megatron_gspo.mcore.hf_weights import export_weights
 from megatron_gspo.mcore.micro_batches import collect_values
@@ -25,7 +28,17 @@ from megatron_gspo.mcore.train_step import (
     summed_metrics,
     train_mini_batch,
 )
-from tests.equivalence.cases import ALL, CUTS, OPTIMIZER, OPTIMIZER_STEPS, OTHER_CUTS, TRAINING, Case, stack
+from tests.equivalence.cases import (
+    ALL,
+    CUTS,
+    OPTIMIZER,
+    OPTIMIZER_STEPS,
+    OTHER_CUTS,
+    TRAINING,
+    Case,
+    Scenario,
+    stack,
+)
 from tests.equivalence.replay import compare_recorded, route_shape
 from tests.equivalence.truth import Expected, Truth
 from tests.support.configs import model_config
@@ -82,7 +95,7 @@ def _build(path: str, case: Case, groups: Any, *, distributed_optimizer: bool) -
         overlap_param_gather=case.overlap and distributed_optimizer,
         **{name: value for name, value in case.model.items() if name != "recompute"},
     )  # fmt: skip
-    model = model_config(path, recompute_granularity=case.model.get("recompute", "none"))
+    model = model_config(path, recompute_granularity=case.model.get("recompute", "none"), implementation="torch")
     return build_policy(model, layout, groups, optimizer=OPTIMIZER, total_steps=OPTIMIZER_STEPS)
 
 
@@ -101,26 +114,39 @@ def _distance(found: Any, expected: Tensor) -> float:
 
 def compare_gradients(policy: Policy, name: str, cut: str, expected: Expected, errors: Errors) -> None:
     """Loss, log-probs, metrics and every gradient of the mini-batch."""
-    scenario, batching, where = ALL[name], (CUTS | OTHER_CUTS)[cut], f"{name}, {cut}"
-    samples = expected.samples
+    where = f"{name}, {cut}"
+    found = run_pass(policy, ALL[name], (CUTS | OTHER_CUTS)[cut], expected.samples)
+    errors.add("log-prob", _distance(found.log_probs, expected.batch.log_probs), where)
+    errors.add_metrics(found.metrics, expected.metrics, where, "metric")
+    parameter, error = worst_error(found.gradients, expected.gradients)
+    errors.add("gradient", error, f"{where}: {parameter}")
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A training pass without an optimizer step; ``gradients`` by Hugging Face name, on the CPU."""
+
+    log_probs: list[np.ndarray]
+    metrics: dict[str, float]
+    gradients: dict[str, Tensor]
+
+
+def run_pass(policy: Policy, scenario: Scenario, batching: TrainingConfig, samples: list[Sample]) -> Pass:
+    """Forward and backward of a mini-batch."""
     options = ReplayOptions(route_shape(policy), replay=True) if scenario.replay else None
     batches = pack_mini_batch(policy, samples, batching, optional=_carried(samples), routing=options)
     routing = mini_batch_routes(policy, batches, options)
     outputs = forward_backward(policy, scenario.objective, batches, temperature=scenario.temperature, routing=routing)
     log_probs = collect_values([output["log_probs"] for output in outputs], batches.batches, samples, policy.groups)
-    trained = expected.batch.log_probs * (expected.batch.loss_mask > 0)
-    errors.add("log-prob", _distance(log_probs, trained), where)
     metrics = finish_metrics(summed_metrics([output["metrics"] for output in outputs], policy))
-    errors.add_metrics(metrics, expected.metrics, where, "metric")
     chunks = [unwrap(chunk) for chunk in policy.chunks]
     gradients = {
-        name: value.clone()
+        name: value.clone().cpu()
         for name, value in export_weights(
             chunks, policy.family, policy.shape, policy.groups, value=lambda p: p.main_grad
         )
     }
-    parameter, error = worst_error(gradients, expected.gradients)
-    errors.add("gradient", error, f"{where}: {parameter}")
+    return Pass(log_probs, metrics, gradients)
 
 
 def _carried(samples: list[Any]) -> list[str]:
@@ -133,6 +159,6 @@ def compare_training(policy: Policy, truth: Truth, errors: Errors, where: str) -
         result = train_mini_batch(policy, samples, TRAINING.objective, CUTS["packed"], temperature=1.0)
         errors.add_metrics(result.metrics, truth.training.steps[index], f"{where}, step {index}", "step metric")
     before = truth.training.before
-    update = {name: value.double() - before[name] for name, value in policy.weights()}
+    update = {name: value.double().cpu() - before[name] for name, value in policy.weights()}
     parameter, error = worst_error(update, truth.training.update)
     errors.add("update", error, f"{where}: {parameter}")

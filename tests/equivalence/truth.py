@@ -60,9 +60,9 @@ class Truth:
     routers: Routers | None = None
 
 
-def scenario_samples(model: torch.nn.Module, scenario: Scenario, seed: int = SEED) -> list[Sample]:
+def scenario_samples(model: torch.nn.Module, scenario: Scenario, seed: int = SEED, scale: int = 1) -> list[Sample]:
     samples = make_samples(seed, 8, vocab_size=model.config.vocab_size, per_token=scenario.per_token,
-                           mean_advantage=MEAN_ADVANTAGE)  # fmt: skip
+                           mean_advantage=MEAN_ADVANTAGE, scale=scale)  # fmt: skip
     if scenario.replay:
         give_random_routes(model, samples, seed)
     with torch.no_grad():
@@ -70,9 +70,9 @@ def scenario_samples(model: torch.nn.Module, scenario: Scenario, seed: int = SEE
     return with_old_log_probs(samples, log_probs, scenario.spread, seed + 1, outlier=3)
 
 
-def expect(model: torch.nn.Module, scenario: Scenario) -> Expected:
-    """The truth of one scenario."""
-    samples = scenario_samples(model, scenario)
+def expect(model: torch.nn.Module, scenario: Scenario, scale: int = 1) -> Expected:
+    """The truth of one scenario; ``scale``: of `make_samples`."""
+    samples = scenario_samples(model, scenario, scale=scale)
     model.zero_grad()
     batch = whole_batch(model, samples, scenario.temperature)
     loops.naive_loss(scenario.objective, batch, batch.log_probs, batch.entropy).backward()
