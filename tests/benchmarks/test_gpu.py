@@ -1,0 +1,93 @@
+"""The GPU benchmark: its rows at tiny sizes on a CPU, its operations by hand, its config, the names of GPUs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.common import Spread
+from benchmarks.gpu import (
+    REAL,
+    TINY,
+    Row,
+    head_flops,
+    layer_flops,
+    main,
+    make_samples,
+    measure,
+    peak_tflops,
+    table,
+    write_config,
+)
+from megatron_gspo.config import load_config
+from megatron_gspo.models import family_of, read_config
+
+
+def test_every_row_is_measured():
+    rows = measure(TINY, peak=0.5, rehearsed=123)
+    assert [(row.name, row.implementation) for row in rows] == [
+        ("matrix product", "torch"), ("head", "torch"), ("layer", "torch"), ("training step", "torch"),
+    ]  # fmt: skip
+    assert [row.tokens for row in rows] == [64, 32, 32, 64]
+    assert all(row.milliseconds.count == TINY.repeats and row.milliseconds.median > 0 for row in rows)
+    assert all(row.share_of_peak == pytest.approx(row.tflops / 0.5) and row.peak_bytes is None for row in rows)
+    assert [row.rehearsed_bytes for row in rows] == [None, None, None, 123]
+
+
+def test_operations_by_hand(tmp_path):
+    """Hidden 32, 4 heads and 2 groups of 16, 8 experts of 16 of which 2, 96 words."""
+    write_config(tmp_path, TINY)
+    _, shape = family_of(read_config(tmp_path / "model"))
+    products = 32 * 16 * 4 + 2 * 32 * 16 * 2 + 16 * 4 * 32 + 32 * 8 + 2 * 3 * 32 * 16
+    # a causal sequence of 10 tokens has 50 scores a head (half of the square), of 16 products, and as many for values
+    assert layer_flops(shape, [10, 6]) == 2 * 16 * products + 4 * 4 * 16 * (50 + 18)
+    assert head_flops(shape, 5) == 2 * 5 * 32 * 96
+
+
+def test_the_real_sizes_are_those_of_the_model(tmp_path):
+    config = load_config(write_config(tmp_path, REAL))
+    _, shape = family_of(read_config(config.model.path))
+    assert (shape.num_layers, shape.hidden_size, shape.vocab_size) == (1, 2048, 151_936)
+    assert (shape.num_attention_heads, shape.num_query_groups, shape.head_dim) == (32, 4, 128)
+    assert (shape.num_experts, shape.experts_per_token, shape.moe_ffn_hidden_size) == (128, 8, 768)
+    assert config.model.init == "random" and config.model.dtype == "bfloat16"
+    assert config.training.max_tokens_per_micro_batch == REAL.tokens == 16_384
+    sizes = replace(TINY, prompt=3, response=5)
+    [sample, _] = make_samples(sizes, 96, 2)
+    assert (sample.prompt_length, sample.response_length, len(sample.advantages)) == (3, 5, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("NVIDIA H100 80GB HBM3", 989.4), ("NVIDIA H200", 989.4), ("NVIDIA H20", 148), ("NVIDIA A100-SXM4-80GB", 312),
+     ("NVIDIA B200", 2250), ("NVIDIA GeForce RTX 4090", None), (None, None)],
+)  # fmt: skip
+def test_peak_by_the_drivers_name(name, expected):
+    assert peak_tflops(name) == expected
+
+
+def test_table():
+    row = Row("head", "torch", 16_384, Spread.exactly(12.5), 812.3, 0.821, 3 * 2**30, None)
+    unknown = replace(row, name="layer", share_of_peak=None, peak_bytes=None, rehearsed_bytes=2**30)
+    assert table([row, unknown]).splitlines()[2:] == [
+        "| head, 16,384 tokens | torch | 12.5 | 812 | 82 % | 3.00 GiB |  |",
+        "| layer, 16,384 tokens | torch | 12.5 | 812 |  |  | 1.00 GiB |",
+    ]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_is_skipped(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--results", str(tmp_path / "results")])
+    main()
+    assert "skipped: no CUDA GPU" in capsys.readouterr().out and not list(tmp_path.iterdir())
+
+
+def test_the_steps_config_is_written_to_be_rehearsed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--config", str(tmp_path)])
+    main()
+    assert capsys.readouterr().out.strip() == str(tmp_path / "config.yaml")
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["num_hidden_layers"] == 1
