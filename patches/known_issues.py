@@ -27,8 +27,7 @@ PATCHES = (
     KnownIssue(
         "`expert_gradients.py` (1)",
         "megatron-core 0.16.1 - 0.18.2",
-        "TP > 1, EP = 1, expert-TP = 1: the gradients of the experts' replicas are never added up; silently wrong, by "
-        "more than 10 %",
+        "TP > 1, EP = 1, expert-TP = 1: gradients of expert replicas are not reduced; silently wrong by more than 10 %",
         "[`tensor_parallel/layers.py`](mcore:tensor_parallel/layers.py#L886), "
         "[`RowParallelLinear`](mcore:tensor_parallel/layers.py#L1209); corrected by [#5916](mcore-pull:5916)",
         "`tests/patches/test_expert_gradients.py::test_expert_gradients_are_added_up_over_tensor_parallel_replicas`, "
@@ -52,8 +51,8 @@ PATCHES = (
     KnownIssue(
         "`adam_step.py` (1)",
         "megatron-core 0.16.1 - 0.19.2 without Transformer Engine and Apex",
-        "resuming torch's Adam: a fresh optimizer has no state dict, `KeyError: 'step'`, and one step tensor shared "
-        "by all parameters, so that every step counts once for each of them",
+        "resuming with torch's Adam: `KeyError: 'step'` on a fresh optimizer; all parameters share one step tensor, "
+        "which each of them increments",
         "[`DistributedOptimizer.state_dict`](mcore:optimizer/distrib_optimizer.py#L628), "
         "[`load_state_dict`](mcore:optimizer/distrib_optimizer.py#L690), "
         "[`_set_main_param_and_optimizer_states`](mcore:optimizer/distrib_optimizer.py#L911); the `KeyError` is "
@@ -71,7 +70,7 @@ PATCHES = (
         "layers: no checkpoint can be written, `AssertionError`",
         "[`DistributedOptimizer.state_dict`](mcore:optimizer/distrib_optimizer.py#L642)",
         "`tests/patches/test_empty_optimizer.py::test_a_stage_without_experts_is_saved_and_resumed`",
-        "upstream takes an optimizer without state",
+        "upstream accepts an optimizer without state",
         lambda s: _no_fused_adam(s) and s.has_experts and s.has_dense_layers and s.pipeline > 1 and s.expert > 1,
         marked=(_OPTIMIZER + "state_dict",),
     ),
@@ -103,7 +102,7 @@ PATCHES = (
     KnownIssue(
         "`moe_uneven_collectives.py`",
         _ON_CPU + "; torch's gloo",
-        "split sizes stay tensors, which `all_to_all_single` refuses; gloo refuses `all_gather` and `reduce_scatter` "
+        "`all_to_all_single` refuses split sizes that are tensors; gloo refuses `all_gather` and `reduce_scatter` "
         "of parts of unequal size, which expert-tensor parallelism needs",
         "[`tensor_parallel/mappings.py`](mcore:tensor_parallel/mappings.py#L444), "
         "[`all_gather`](mcore:tensor_parallel/mappings.py#L150), "
@@ -111,7 +110,7 @@ PATCHES = (
         "[pytorch#156627](https://github.com/pytorch/pytorch/issues/156627)",
         "`tests/patches/test_moe_uneven_collectives.py::test_unequal_parts_are_exchanged`, "
         "`tests/patches/test_moe_uneven_collectives.py::test_gloo_refuses_unequal_parts_without_the_patch`",
-        "the dispatcher converts the sizes and gloo takes unequal parts",
+        "the dispatcher converts the sizes and gloo supports unequal parts",
         lambda s: not s.gpu and s.has_experts and s.world_size > 1,
         marked=(
             "torch.distributed:all_to_all_single",
@@ -122,8 +121,7 @@ PATCHES = (
     KnownIssue(
         "`quiet.py`",
         _ANY,
-        "no issue: every rank logs at every start that Transformer Engine and Apex are missing, and what upstream is "
-        "going to deprecate",
+        "not an error: every rank logs at start that Transformer Engine and Apex are missing, and future deprecations",
         "[`optimizer/clip_grads.py`](mcore:optimizer/clip_grads.py#L29)",
         "`tests/patches/test_quiet.py::test_only_the_named_messages_are_left_out`",
         "a message is no longer logged",
@@ -133,17 +131,17 @@ PATCHES = (
     KnownIssue(
         "`sglang_on_cpu/sitecustomize.py` (1)",
         "sglang 0.5.23 on a machine without a GPU",
-        "names of `sgl_kernel` are imported, though none is called without its CPU kernels; that package's build for "
-        "CPUs is on no index: `ModuleNotFoundError`",
+        "imports `sgl_kernel`, whose build for CPUs is on no index: `ModuleNotFoundError`; its names are not called "
+        "without CPU kernels",
         "[`kernels/ops/kvcache/cache_move.py`](sglang-0.5.23:kernels/ops/kvcache/cache_move.py#L10)",
         "`tests/sglang/test_patches.py::test_upstream_works_with_the_hook_and_fails_without`",
-        "the wheel requires a build for CPUs, or imports none",
+        "the wheel requires a build for CPUs, or does not import it",
         lambda s: s.starts_servers and s.servers_on_cpu,
     ),
     KnownIssue(
         "`sglang_on_cpu/sitecustomize.py` (2)",
         "sglang 0.5.15.post1 - 0.5.23 on a machine without a GPU",
-        "the buffer of routed experts is pinned through CUDA whatever the device: the server ends at its start",
+        "the buffer of routed experts is pinned through CUDA on any device: the server fails at start",
         "[`BaseHostCache`](sglang-0.5.23:srt/state_capturer/base.py#L67), through torch until "
         "[#37285](sglang-pull:37285)",
         "`tests/sglang/test_patches.py::test_upstream_works_with_the_hook_and_fails_without`",
@@ -153,12 +151,12 @@ PATCHES = (
     KnownIssue(
         "`sglang_on_cpu/sitecustomize.py` (3)",
         "sglang 0.5.15.post1 - 0.5.23 with torch's build for CPUs",
-        "torchvision, which sglang imports, describes operators of a library that didn't load since it was built for "
-        "CUDA: `operator torchvision::nms does not exist`",
+        "torchvision, which sglang imports, registers operators of a CUDA library that failed to load: `operator "
+        "torchvision::nms does not exist`",
         "[`srt/utils/common.py`](sglang-0.5.15.post1:srt/utils/common.py#L94) imports it; "
         "[vision#9085](https://github.com/pytorch/vision/issues/9085)",
         "`tests/sglang/test_patches.py::test_upstream_works_with_the_hook_and_fails_without`",
-        "torchvision describes its operators only where it has them, or has a build for CPUs on the index",
+        "torchvision registers only operators that it has, or has a build for CPUs on the index",
         lambda s: s.starts_servers and s.servers_on_cpu,
     ),
 )
@@ -168,8 +166,8 @@ GUARDS = (
     KnownIssue(
         "`mcore/model.py`: `overlap_p2p_comm` on, `batch_p2p_comm` off under interleaving",
         _ANY,
-        "with two interleaved stages both neighbours are the same rank and a batched exchange mixes up activations "
-        "and gradients: silently wrong",
+        "with two interleaved stages both neighbours are one rank, and a batched exchange confuses activations and "
+        "gradients: silently wrong",
         "[`pipeline_parallel/p2p_communication.py`](mcore:pipeline_parallel/p2p_communication.py#L16); "
         "[#750](mcore-issue:750)",
         "`tests/patches/test_patches.py::test_two_interleaved_stages_exchange_unbatched`",
@@ -204,7 +202,7 @@ GUARDS = (
         "[`transformer/dot_product_attention.py`](mcore:transformer/dot_product_attention.py#L57), "
         "[`forward`](mcore:transformer/dot_product_attention.py#L153)",
         "`tests/mcore/test_attention.py`",
-        "the torch attention takes both",
+        "the torch attention supports both",
         lambda s: not s.transformer_engine and s.has_config,
     ),
     KnownIssue(
@@ -213,15 +211,14 @@ GUARDS = (
         "the schedule would divide a loss that is already normalised by the global batch",
         "[`pipeline_parallel/schedules.py`](mcore:pipeline_parallel/schedules.py#L259)",
         "`tests/mcore/test_forward_step.py::test_per_token_loss_is_refused_and_the_share_is_scaled_once`",
-        "never: it is a choice",
+        "never",
         lambda s: True,
         is_issue=False,
     ),
     KnownIssue(
         "`mcore/checkpoint/save_load.py`: results in process",
         _ANY,
-        "a save, synchronous or not, spawns a server process on every rank, which imports the program again and "
-        "outlives a rank that is killed",
+        "every save spawns a server process per rank, which imports the program again and outlives a killed rank",
         "[`dist_checkpointing/strategies/filesystem_async.py`]"
         "(mcore:dist_checkpointing/strategies/filesystem_async.py#L54)",
         "`tests/mcore/checkpoint/test_save_load.py`",
@@ -231,8 +228,8 @@ GUARDS = (
     KnownIssue(
         "`mcore/checkpoint/save_load.py`: files of rank 0",
         _ANY,
-        "a file that rank 0 alone writes (common part, metadata, format) and can't: it raises, the other ranks wait "
-        "in the next collective until their time limit",
+        "rank 0 fails to write its own files (common part, metadata, format): the other ranks wait in the next "
+        "collective until the timeout",
         "[`TorchCommonSaveStrategy.save_common`](mcore:dist_checkpointing/strategies/common.py#L40), "
         "[`save_state_dict_async_finalize`](mcore:dist_checkpointing/strategies/state_dict_saver.py#L213)",
         "`tests/mcore/checkpoint/test_checkpoint_writers.py::test_a_file_of_rank_0_alone_ends_the_save_on_every_rank`",
@@ -242,8 +239,7 @@ GUARDS = (
     KnownIssue(
         "`mcore/checkpoint/save_load.py`: optimizer state without its common part",
         _ANY,
-        "the number of chained optimizers and their groups depend on the layout, so the common part of a checkpoint "
-        "fits its own layout only",
+        "chained optimizers and their groups depend on the layout, so a checkpoint's common part fits its layout only",
         "[`ChainedOptimizer.sharded_state_dict`](mcore:optimizer/optimizer.py#L1184)",
         "`tests/mcore/checkpoint/test_save_load.py::test_resumes_exactly_and_in_other_layouts`",
         "the common part is stored by parameter",
@@ -255,15 +251,14 @@ GUARDS = (
         "a fused router returns before it calls the hook, so replay is silently off",
         "[`topk_routing_with_score_function`](mcore:transformer/moe/moe_utils.py#L652)",
         "`tests/mcore/routing_replay/test_router_hooks.py`",
-        "a fused router takes routes or refuses",
+        "a fused router supports routes or refuses them",
         lambda s: s.replay,
     ),
     KnownIssue(
         "`mcore/routing_replay/router_hooks.py`: routes with the micro-batch",
         _ANY,
-        "`RouterReplay` pops the routes of recomputations from a queue for each layer in the order in which they were "
-        "set: right only for a schedule that goes backward in that order, and never emptied by a pass that fails; all "
-        "models of the process share one list of routers",
+        "`RouterReplay` keeps the routes of recomputations in a queue per layer: wrong if the backward has another "
+        "order, and not emptied by a pass that fails; all models of a process share one list of routers",
         "[`RouterReplay.get_replay_topk`](mcore:transformer/moe/router_replay.py#L150)",
         "`tests/equivalence/test_layouts.py::test_moe` (recomputation in pipelines)",
         "upstream keys routes by micro-batch",
@@ -272,12 +267,12 @@ GUARDS = (
     KnownIssue(
         "`mcore/layers.py`: `_name_as_transformer_engine`",
         _NO_ENGINE,
-        "the torch spec stores the norm before the experts as the one that Transformer Engine fuses into a dense "
-        "layer's MLP: neither kind of layers loads the other's checkpoints",
+        "the torch spec stores the norm before the experts under the name of a norm fused into a dense MLP: neither "
+        "implementation loads the other's checkpoints",
         "[`get_gpt_layer_local_spec`](mcore:models/gpt/gpt_layer_specs.py#L306)",
         "`tests/mcore/checkpoint/test_checkpoint_metadata.py::"
         "test_the_norm_before_the_experts_has_transformer_engines_key`",
-        "the torch spec names it as Transformer Engine's does",
+        "both specs use one name",
         lambda s: s.has_experts and not s.transformer_engine,
     ),
     KnownIssue(
@@ -293,8 +288,8 @@ GUARDS = (
     KnownIssue(
         "`rollout/sglang/sglang_launch.py`: `--disable-overlap-schedule`",
         "sglang 0.5.15.post1 on a machine without a GPU (chosen below 0.5.23)",
-        "the overlapped copy of routed experts reads buffers that the next step has overwritten, since on a CPU a "
-        "copy to the CPU is no copy: more than half of the rows are silently wrong",
+        "the overlapped copy of routed experts is a view on a CPU, which the next step overwrites: more than half of "
+        "the rows are silently wrong",
         "[`TopkCaptureOutput`](sglang-0.5.15.post1:srt/state_capturer/base.py#L179)",
         "`tests/rollout/sglang/test_sglang_launch.py::test_a_cpu_gets_what_it_needs`",
         "the oldest supported version copies it",
@@ -304,12 +299,12 @@ GUARDS = (
     KnownIssue(
         "`servers/server_launch.py`: `server_environment`",
         "all",
-        "torch takes `TORCHELASTIC_USE_AGENT_STORE` from torchrun's worker for its own: a server that inherits it "
-        "waits without a message for a store that nobody serves",
+        "a server that inherits `TORCHELASTIC_USE_AGENT_STORE` from torchrun's worker waits without a message for a "
+        "store that does not exist",
         "[`init_distributed_environment`](sglang-0.5.23:srt/distributed/parallel_state.py#L2468) calls "
         "`torch.distributed.init_process_group`",
         "`tests/sglang/test_servers.py::test_servers_start_from_a_worker_of_torchrun`",
-        "never: a server isn't a worker",
+        "never",
         lambda s: s.starts_servers,
     ),
 )
