@@ -59,7 +59,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
         raise ConfigError(str(path), MISSING, "is not UTF-8 text", "give the path of a YAML file") from None
     data = parse_yaml(text, str(path))
     if not isinstance(data, dict):
-        raise ConfigError(str(path), MISSING, "holds no mapping of keys", "start from a file in examples/")
+        raise ConfigError(str(path), MISSING, "is not a mapping of keys", "start from a file in examples/")
     return data
 
 

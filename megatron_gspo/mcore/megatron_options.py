@@ -110,7 +110,7 @@ def _unknown(name: str, value: Any) -> ConfigError:
     close = difflib.get_close_matches(name, known, n=1)
     names = ", ".join(cls.__name__ for cls in CLASSES)
     fix = f"did you mean {close[0]}?" if close else "remove it"
-    return ConfigError(f"megatron.{name}", value, f"is no option of {names} of megatron-core {version()}", fix)
+    return ConfigError(f"megatron.{name}", value, f"is not an option of {names} of megatron-core {version()}", fix)
 
 
 @functools.cache

@@ -40,8 +40,8 @@ def test_overrides_that_are_none(file: Path, override: str, expected: str) -> No
     [
         ("seed: 1\nseed: 2\n", "seed: appears twice (line 2); keep one of them"),
         ("seed: [1\n", "is not YAML (line 2, column 1)"),
-        ("- 1\n", "holds no mapping of keys"),
-        ("", "holds no mapping of keys"),
+        ("- 1\n", "is not a mapping of keys"),
+        ("", "is not a mapping of keys"),
     ],
 )
 def test_faulty_files(file: Path, content: str, expected: str) -> None:

@@ -49,7 +49,7 @@ def test_an_option_goes_to_every_class_that_has_it():
 def test_an_unknown_option_names_the_classes_and_the_version():
     error = refused("moe_permute_fusoin", True)
     classes = "TransformerConfig, OptimizerConfig, DistributedDataParallelConfig"
-    assert error.problem == f"is no option of {classes} of megatron-core {version()}"
+    assert error.problem == f"is not an option of {classes} of megatron-core {version()}"
     assert error.fix == "did you mean moe_permute_fusion?"
     assert refused("qqq", 1).fix == "remove it"
 

@@ -177,7 +177,7 @@ def _config(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         reason = str(error).splitlines()[0]
         raise ReportError(f"{file}: cannot be read ({reason}); remove the directory or run it again") from None
     if not isinstance(content, dict):
-        raise ReportError(f"{file}: holds no mapping of keys; remove the directory or run it again")
+        raise ReportError(f"{file}: is not a mapping of keys; remove the directory or run it again")
     environment = content.pop("environment", None) or {}
     return upgrade_old_keys(content), environment
 

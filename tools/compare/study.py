@@ -125,7 +125,7 @@ def study_of(run_dirs: Sequence[str | Path], command: str, *, baseline: str | No
     for path in run_dirs:
         run = read_run(path, setting=BASE, variant="")
         if run.status == "missing":
-            raise ReportError(f"{path}: holds no run (no config.yaml, no metrics.jsonl); name a run directory")
+            raise ReportError(f"{path}: is not a run directory (no config.yaml or metrics.jsonl); correct the path")
         found.append((_without_identity(run.config), run))
     kinds: list[dict[str, Any]] = []
     for settings, _ in found:
@@ -140,7 +140,7 @@ def study_of(run_dirs: Sequence[str | Path], command: str, *, baseline: str | No
             raise ReportError(f"{run.run_dir}: same settings and seed {run.seed} as {earlier}; name one of them")
     chosen = baseline or ("grpo" if "grpo" in names else names[0])
     if chosen not in names:
-        raise ReportError(f"baseline = {chosen}: is no variant here; set one of {', '.join(names)}")
+        raise ReportError(f"baseline = {chosen}: is not a variant; set one of {', '.join(names)}")
     varying = _varying(kinds)
     groups = [
         Group(name, name, {key: _at(kind, key) for key in varying}) for name, kind in zip(names, kinds, strict=True)

@@ -121,7 +121,7 @@ def find_checkpoint(path: Path) -> Path:
     newest, faults = newest_checkpoint(path / "checkpoints")
     if newest is None:
         why = f" ({faults[0]})" if faults else ""
-        raise InputError(f"{path} is no distributed checkpoint and no run directory with one{why}; give one of them")
+        raise InputError(f"{path} is neither a distributed checkpoint nor a run directory with one{why}; give either")
     return newest
 
 

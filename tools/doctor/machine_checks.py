@@ -36,7 +36,7 @@ def judge_threads(setting: str | None, cores: int, ranks: int, *, gpu: bool) -> 
     check = "machine.threads"
     if setting is not None and not setting.isdecimal():
         return warning(
-            check, f"OMP_NUM_THREADS={setting} is no number", "threads may be as many as cores", "set it to 1"
+            check, f"OMP_NUM_THREADS={setting} is not a number", "threads may be as many as cores", "set it to 1"
         )
     threads = int(setting) if setting else cores
     words = f"OMP_NUM_THREADS={setting}" if setting else f"OMP_NUM_THREADS is not set: {cores} threads a process"

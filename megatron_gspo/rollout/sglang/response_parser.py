@@ -47,7 +47,7 @@ def parse_response(response: Any, context: RequestContext) -> ResponsePart:
         raise ResponseError(f"{context.name}: cut off for its length after {count} of {limit} tokens")
     if reason == "stop" and (not count or (stop_ids and int(tokens[-1]) not in stop_ids)):
         last = int(tokens[-1]) if count else "nothing"
-        raise ResponseError(f"{context.name}: stopped on {last}, which is no end token ({sorted(stop_ids)})")
+        raise ResponseError(f"{context.name}: stopped on {last}, which is not an end token ({sorted(stop_ids)})")
     routes = _routes(meta.get("routed_experts"), count, context) if context.model.return_routes else None
     cached = meta.get("cached_tokens")
     if not _are_integers([cached]) or not 0 <= cached <= context.context_length:  # only a statistic
@@ -143,7 +143,7 @@ def _pairs(rows: list[Any], context: RequestContext) -> tuple[np.ndarray, np.nda
     except OverflowError:
         raise ResponseError(f"{context.name}: the log-probs are not rows of [number, token id]") from None
     if not _are_integers(ids) or any(not -1 < token < 2**31 for token in ids):
-        raise ResponseError(f"{context.name}: a token id is no integer of the vocabulary")
+        raise ResponseError(f"{context.name}: a token id is not an integer of the vocabulary")
     if not np.isfinite(log_probs).all() or (log_probs > 0).any():
         wrong = log_probs[~np.isfinite(log_probs) | (log_probs > 0)][0]
         raise ResponseError(f"{context.name}: the log-prob {wrong} came back; it must be finite and at most 0")

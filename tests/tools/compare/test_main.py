@@ -65,7 +65,7 @@ FILES = ("report.html", "runs.csv", "report.json")
     [
         ([], "megatron-gspo compare: give a comparison file"),
         (["nowhere.yaml"], "config error: nowhere.yaml: cannot read the config"),
-        (["--runs", "nowhere"], "report error: nowhere: holds no run"),
+        (["--runs", "nowhere"], "report error: nowhere: is not a run directory"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, message, capsys):

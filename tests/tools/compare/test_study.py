@@ -28,9 +28,9 @@ def test_directories_that_cannot_be_compared(tmp_path):
     first = write_run(tmp_path / "a", 1, Course(), steps=5)
     with pytest.raises(ReportError, match="same settings and seed 1 as"):
         study_of([first, write_run(tmp_path / "b", 1, Course(), steps=5)], "")
-    with pytest.raises(ReportError, match="holds no run"):
+    with pytest.raises(ReportError, match="is not a run directory"):
         study_of([tmp_path / "nowhere"], "")
-    with pytest.raises(ReportError, match="baseline = gspo: is no variant here; set one of grpo"):
+    with pytest.raises(ReportError, match="baseline = gspo: is not a variant; set one of grpo"):
         study_of([first], "", baseline="gspo")
 
 

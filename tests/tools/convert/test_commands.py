@@ -21,7 +21,7 @@ def test_a_distributed_checkpoint_is_taken_as_given(converted):
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
     (tmp_path / "checkpoints" / "step_000001").mkdir(parents=True)
-    with pytest.raises(InputError, match="is no distributed checkpoint and no run directory with one"):
+    with pytest.raises(InputError, match="is neither a distributed checkpoint nor a run directory with one"):
         find_checkpoint(tmp_path)
 
 
