@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import megatron_gspo.train as training
 from megatron_gspo.config import Config, SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
+from megatron_gspo.loop import training_loop
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 
@@ -144,7 +144,7 @@ def main() -> None:
     args = parse_arguments()
     torch.set_num_threads(1)
     clock = Clock()
-    training.Timers = lambda: clock
+    training_loop.Timers = lambda: clock
     with tempfile.TemporaryDirectory() as run_dir:
         checked = config(args, run_dir)
         from transformers import AutoTokenizer
@@ -153,7 +153,7 @@ def main() -> None:
         if args.fixed_length:
             engine.eos_token_ids = (NEVER,)
         try:
-            training.train(checked, engine=PacedEngine(engine, clock, args))
+            training_loop.train(checked, engine=PacedEngine(engine, clock, args))
         except Finished:
             pass
 

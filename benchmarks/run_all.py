@@ -29,8 +29,8 @@ from benchmarks.common import RESULTS, ROOT, SCHEMA, Row, hardware, say, version
 from benchmarks.report import as_text
 from benchmarks.result_files import read_latest, write_result
 
-BENCHMARKS = ("loop_vs_trl", "step_vs_megatron", "log_probs", "sequence_ratio", "policy_loss", "packing",
-              "routing_replay", "weight_export", "checkpoint", "scaling")  # fmt: skip
+BENCHMARKS = ("loop_vs_trl", "step_vs_megatron", "log_probs", "scored_positions", "sequence_ratio",
+              "policy_loss", "packing", "routing_replay", "weight_export", "checkpoint", "scaling")  # fmt: skip
 WITH_PEERS = ("loop_vs_trl", "packing", "log_probs", "policy_loss")  # these take --peers-python
 LIMIT = 900  # seconds a benchmark may take
 BUSY = 0.5  # load average at the start above which figures suffer

@@ -1,44 +1,19 @@
-"""The training loop: ``torchrun --nproc-per-node N -m megatron_gspo.train CONFIG.yaml [key=value ...]``."""
+"""The training command: ``torchrun --nproc-per-node N -m megatron_gspo.train CONFIG.yaml [key=value ...]``.
+
+Megatron is imported once the config is read, so that ``--help`` and a wrong key are answered without it.
+"""
 
 from __future__ import annotations
 
-import os
 import sys
-import time
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from megatron_gspo.config import Config, ConfigError, from_command_line
 from megatron_gspo.config.cli import refuse
-from megatron_gspo.data.sample import Sample
-from megatron_gspo.errors import EngineError
-from megatron_gspo.loop.advantages import with_advantages
-from megatron_gspo.loop.checkpoints import CheckpointManager, LoopState, resume
-from megatron_gspo.loop.dry_run import describe, dry_run
-from megatron_gspo.loop.evaluation import evaluate, is_evaluation_due
-from megatron_gspo.loop.failures import exit_together
-from megatron_gspo.loop.generation import DataCursor, RolloutGenerator
-from megatron_gspo.loop.log_prob_check import check_log_probs
-from megatron_gspo.loop.log_probs import with_log_probs
-from megatron_gspo.loop.loss_masking import mask_samples
-from megatron_gspo.loop.metrics_logging import MetricsLogger
-from megatron_gspo.loop.optimizer_steps import Update, run_optimizer_steps
-from megatron_gspo.loop.rollout_cache import RolloutCache
-from megatron_gspo.loop.rollout_correction import correct_mismatch
-from megatron_gspo.loop.routing import RoutingReplay
-from megatron_gspo.loop.run_lock import sole_writer
-from megatron_gspo.loop.sample_metrics import sample_metrics, throughput
-from megatron_gspo.loop.setup import Components, build_components
-from megatron_gspo.loop.stop_signal import stop_on_signal
-from megatron_gspo.loop.timers import Timers
-from megatron_gspo.mcore.process_groups import shutdown
-from megatron_gspo.mcore.seeding import EVALUATION, ROLLOUT, UPDATE, seed_generators
-from megatron_gspo.models.hf_checkpoint import write_checkpoint
-from megatron_gspo.rollout.engine_protocol import RolloutEngine
-from megatron_gspo.routing_replay.routes import RouteShape
+
+if TYPE_CHECKING:
+    from megatron_gspo.loop.checkpoints import LoopState
+    from megatron_gspo.rollout.engine_protocol import RolloutEngine
 
 USAGE = """torchrun --nproc-per-node N -m megatron_gspo.train CONFIG.yaml [key=value ...]
 Trains a Hugging Face model with GSPO or another objective on Megatron-Core; all output goes to run_dir.
@@ -57,127 +32,9 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
     Raises ``UserError``, one line, for errors that the user can fix; ``ConfigError`` for an invalid config, before any
     allocation.
     """
-    keep_distributed = dist.is_initialized()
-    config.check(int(os.environ.get("WORLD_SIZE", 1)))
-    with ExitStack() as stack:
-        stop_requested = stack.enter_context(stop_on_signal())
-        run = build_components(config, engine=engine)
-        stack.callback(shutdown, keep_distributed=keep_distributed)
-        stack.enter_context(run)
-        stack.enter_context(sole_writer(config.run_dir))
-        state, found = resume(run.policy, config.checkpoint, config.run_dir)
-        logger = stack.enter_context(MetricsLogger(config, run.prompts.prompts, run.tokenizer, resume_step=state.step))
-        logger.note_dropped_prompts(run.dropped_prompts)
-        checkpoints = stack.enter_context(CheckpointManager(run.policy, config.checkpoint, config.run_dir, found))
-        timers, started = Timers(), time.monotonic() - state.wall_seconds
-        state = _prepare_start(run, state, logger, timers)
-        while state.step < config.training.steps:
-            trained = train_step(run, state, checkpoints, timers)
-            state = state.after_step(trained.cursor, trained.samples)
-            metrics, failure = _prepare_next(run, state.step, timers)
-            accuracy = metrics.get("eval/accuracy", state.accuracy_after)
-            state = replace(state, wall_seconds=time.monotonic() - started, accuracy_after=accuracy)
-            metrics |= trained.metrics
-            logger.log(state.step, metrics | throughput(trained.samples, timers.take(), metrics))
-            logger.write_step(state.step, trained.samples, trained.routing, trained.update, trained.cursor)
-            with checkpoints.saved_on_engine_failure(state):
-                if failure is not None:  # raised after the step is logged
-                    raise failure
-            stops = stop_requested()
-            if stops or checkpoints.is_due(state.step, config.training.steps):
-                with timers("checkpoint"):  # logged with the next step: a step is logged before it is saved
-                    checkpoints.begin(state)
-            if stops and state.step < config.training.steps:
-                checkpoints.finish()
-                resumes = f"start again to resume from {checkpoints.current}"
-                logger.say(f"stopped by SIGUSR1 after step {state.step}; {resumes}")
-                return state
-        checkpoints.finish()
-        state = replace(state, wall_seconds=time.monotonic() - started)
-        exported = export(run, Path(config.run_dir) / "hf") if config.checkpoint.export_hf else None
-        logger.finish(asdict(state) | {"exported": exported and str(exported)})
-    return state
+    from megatron_gspo.loop import training_loop
 
-
-@dataclass(frozen=True)
-class TrainedStep:
-    """A rollout batch after its optimizer steps, the same on every rank, and the position in the prompts after it."""
-
-    samples: list[Sample]
-    cursor: DataCursor
-    routing: RoutingReplay
-    update: Update
-    metrics: dict[str, float]
-
-
-def train_step(run: Components, state: LoopState, checkpoints: CheckpointManager, timers: Timers) -> TrainedStep:
-    """One rollout batch: groups with rewards, log-probs, advantages, optimizer steps."""
-    config, step = run.config, state.step
-    generator = RolloutGenerator(run.groups, run.prompts, run.rewards, config)
-    cache = RolloutCache(config, run.prompts.prompts, run.groups.engine_name)
-    routing = RoutingReplay(config.routing, RouteShape.of_model(run.policy.shape), config.algorithm.has_ratio)
-    seed_generators(config.seed, step, ROLLOUT)
-    with checkpoints.saved_on_engine_failure(state):
-        rollout = cache.read_or_draw(checkpoints.current, lambda: generator.draw(step, state.data_cursor, timers))
-        cursor = generator.prepare_for_training(step, rollout.cursor)
-    seed_generators(config.seed, step, UPDATE)
-    routing.check_rollout_routes(rollout.samples)
-    samples, score_metrics = with_log_probs(rollout.samples, run.policy, run.reference, config, routing, timers)
-    samples, mask_metrics = mask_samples(samples, step=step, truncated=config.algorithm.truncated == "mask")
-    samples = with_advantages(samples, config.algorithm, max_response_length=config.rollout.max_response_length)
-    samples, correction_metrics = correct_mismatch(samples, config.algorithm)
-    metrics = rollout.metrics | score_metrics | mask_metrics | correction_metrics
-    metrics |= sample_metrics(samples, version=step, supervised=config.algorithm.is_supervised)
-    checkpoints.poll(timers)  # most of a step's time has passed
-    checkpoints.weights_change()
-    update = run_optimizer_steps(run.policy, samples, config, step, routing, timers)
-    return TrainedStep(samples, cursor, routing, update, metrics | update.metrics | routing.measured.metrics())
-
-
-def _prepare_start(run: Components, state: LoopState, logger: MetricsLogger, timers: Timers) -> LoopState:
-    """Send the weights to the engine, and evaluate them at the start of a new run."""
-    if run.trains_on_rollouts:
-        run.groups.update_weights(run.policy.weights, version=state.step)
-    if state.step or not run.eval_prompts or not run.config.evaluation.at_start:
-        return state
-    metrics = _evaluate(run, 0, timers)
-    logger.log(0, metrics | timers.take())
-    return replace(state, accuracy_before=metrics["eval/accuracy"], accuracy_after=metrics["eval/accuracy"])
-
-
-def _prepare_next(run: Components, step: int, timers: Timers) -> tuple[dict[str, float], EngineError | None]:
-    """Send the new weights to the engine, and evaluate them if that is due: the metrics, or the engine's error."""
-    metrics: dict[str, float] = {}
-    try:
-        if run.trains_on_rollouts:
-            with timers("weight_sync"):
-                run.groups.update_weights(run.policy.weights, version=step)
-            metrics |= check_log_probs(run.groups, run.policy, run.prompts.prompts, run.config, step, timers)
-            metrics |= run.groups.metrics()
-        if run.eval_prompts and is_evaluation_due(run.config, step):
-            metrics |= _evaluate(run, step, timers)
-    except EngineError as error:
-        return {}, error
-    return metrics, None
-
-
-def _evaluate(run: Components, version: int, timers: Timers) -> dict[str, float]:
-    assert run.eval_groups is not None
-    seed_generators(run.config.seed, version, EVALUATION)
-    if not run.trains_on_rollouts:  # the held-out samples are the engine's only ones
-        with timers("weight_sync"):
-            run.eval_groups.update_weights(run.policy.weights, version=version)
-    return evaluate(run.eval_groups, run.rewards, run.eval_prompts, run.config, timers)
-
-
-def export(run: Components, folder: Path) -> Path | None:
-    """Write the trained model as a Hugging Face directory; all ranks stream, rank 0 writes."""
-    stream = run.policy.weights()
-    if dist.get_rank() == 0:
-        return write_checkpoint(folder, stream, source=run.config.model.path)
-    for _ in stream:
-        pass
-    return None
+    return training_loop.train(config, engine=engine)
 
 
 def _split_dry_run(arguments: list[str]) -> tuple[list[str], str | None]:
@@ -190,6 +47,8 @@ def _split_dry_run(arguments: list[str]) -> tuple[list[str], str | None]:
 
 def _try_out(config: Config, processes: str) -> int:
     """Dry run for so many processes; the exit code."""
+    from megatron_gspo.loop.dry_run import describe, dry_run
+
     try:
         if not processes.isdecimal() or int(processes) < 1:
             raise ConfigError("--dry-run", processes, "is not a number of processes", "write --dry-run 8 or another")
@@ -205,11 +64,14 @@ def main(arguments: list[str] | None = None) -> None:
     config = from_command_line(arguments, USAGE)
     if processes is not None:
         raise SystemExit(_try_out(config, processes))
+    from megatron_gspo.loop import training_loop
+    from megatron_gspo.loop.failures import exit_together
+
     parallel = config.parallel
     with exit_together(
         run_dir=config.run_dir, backend=parallel.backend, timeout_minutes=parallel.distributed_timeout_minutes
     ):
-        train(config)
+        training_loop.train(config)
 
 
 if __name__ == "__main__":  # dist_checkpointing spawns helpers that import this module again

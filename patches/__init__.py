@@ -14,7 +14,21 @@ def apply_patches() -> None:
     Must run before the first ``import megatron.core``: Megatron reads device names and stream types while it is
     being imported. Raises ``ImportError`` naming the missing upstream symbol when an upstream's shape is unknown.
     """
-    from megatron_gspo.patches import adam_step, megatron_on_cpu, moe_uneven_collectives, quiet, te_general_gemm
+    from megatron_gspo.patches import (
+        adam_step,
+        megatron_on_cpu,
+        moe_retained_activations,
+        moe_uneven_collectives,
+        quiet,
+        te_general_gemm,
+    )
 
-    for patch in (quiet, megatron_on_cpu, te_general_gemm, moe_uneven_collectives, adam_step):
+    for patch in (
+        quiet,
+        megatron_on_cpu,
+        te_general_gemm,
+        moe_uneven_collectives,
+        moe_retained_activations,
+        adam_step,
+    ):
         patch.apply()

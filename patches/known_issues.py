@@ -6,6 +6,7 @@ After a change: ``python -m megatron_gspo.patches.readme`` writes the tables.
 from __future__ import annotations
 
 from megatron_gspo.patches.issue import KnownIssue, Situation
+from megatron_gspo.patches.moe_retained_activations import DISPATCHERS
 
 
 def applicable(situation: Situation) -> list[KnownIssue]:
@@ -18,6 +19,7 @@ def _no_fused_adam(situation: Situation) -> bool:
 
 
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer."
+_DISPATCHERS = "megatron.core.transformer.moe.token_dispatcher:"
 _ON_CPU = "megatron-core 0.16.1 - 0.19.2 on a machine without CUDA"
 _NO_ENGINE = "megatron-core 0.16.1 - 0.19.2 without Transformer Engine"
 _ANY = "megatron-core 0.16.1 - 0.19.2"
@@ -117,6 +119,18 @@ PATCHES = (
             "torch.distributed:all_gather",
             "torch.distributed:reduce_scatter",
         ),
+    ),
+    KnownIssue(
+        "`moe_retained_activations.py`",
+        _ANY,
+        "MoE dispatchers keep the routing probabilities of the last pass: under full recomputation each layer's input "
+        "and its gradient stay in memory after the backward pass, so the peak grows by two residual streams per layer",
+        "[`transformer/moe/token_dispatcher.py`](mcore:transformer/moe/token_dispatcher.py#L610); reported in "
+        "[#3221](mcore-issue:3221); [#5227](mcore-pull:5227) corrects it for DeepEP",
+        "`tests/patches/test_moe_retained_activations.py::test_no_recomputed_layer_keeps_its_input_and_gradient`",
+        "upstream releases them after combining",
+        lambda s: s.has_experts,
+        marked=tuple(_DISPATCHERS + f"{name}.combine_postprocess" for name in DISPATCHERS),
     ),
     KnownIssue(
         "`quiet.py`",

@@ -1,225 +1,35 @@
-"""The order of a run's phases, with scripted parts; whole runs are in `tests/train`."""
+"""The training command: what it answers before Megatron is imported, and that `train` is the loop's."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-from collections.abc import Callable
-from pathlib import Path
+import subprocess
+import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch.distributed as dist
 
-from megatron_gspo import train as train_module
-from megatron_gspo.config import Config
-from megatron_gspo.data.prompts import PromptSource
-from megatron_gspo.errors import SharedEngineError
-from megatron_gspo.loop.checkpoints import LoopState
-from megatron_gspo.loop.generation import DataCursor
-from megatron_gspo.loop.setup import Components
-from megatron_gspo.train import TrainedStep, train
-from tests.support.samples import make_prompt, make_sample
-from tests.support.training_runs import base_config
+from megatron_gspo.loop import training_loop
+from megatron_gspo.train import train
+
+HEAVY = ("megatron", "transformers", "datasets", "matplotlib")
 
 
-class Groups:
-    """A source of groups that notes its weight updates. fails_at: version whose update raises."""
-
-    engine_name = "scripted"
-
-    def __init__(self, events: list[str], fails_at: int | None) -> None:
-        self.events, self.fails_at = events, fails_at
-
-    def update_weights(self, stream: Any, *, version: int) -> None:
-        self.events.append(f"weights {version}")
-        if version == self.fails_at:
-            raise SharedEngineError("no server")
-
-    def metrics(self) -> dict[str, float]:
-        return {"servers/up": 1.0}
-
-    def close(self) -> None:
-        self.events.append("closed")
+@pytest.mark.parametrize("arguments, code, says", [(["--help"], 0, "training.steps"), (["gone.yaml"], 2, "gone.yaml")])
+def test_help_and_a_wrong_config_are_answered_without_megatron(arguments, code, says):
+    script = (
+        "import sys\n"
+        "from megatron_gspo.train import main\n"
+        "try:\n"
+        f"    main({arguments})\n"
+        "finally:\n"
+        f"    assert not set({HEAVY}) & set(sys.modules), set({HEAVY}) & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == code and says in done.stdout + done.stderr, done.stderr
 
 
-class Logger:
-    def __init__(self, events: list[str]) -> None:
-        self.events = events
-        self.logged: dict[int, dict[str, float]] = {}
-        self.said: list[str] = []
-        self.summary: dict[str, Any] | None = None
-
-    def __enter__(self) -> Logger:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def note_dropped_prompts(self, count: int) -> None: ...
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        self.events.append(f"log {step}")
-        self.logged[step] = dict(metrics)
-
-    def write_step(self, step: int, *_: object) -> None: ...
-
-    def say(self, line: str) -> None:
-        self.said.append(line)
-
-    def finish(self, summary: dict[str, Any]) -> None:
-        self.events.append("summary")
-        self.summary = summary
-
-
-class Checkpoints:
-    """Every second step is due."""
-
-    def __init__(self, events: list[str]) -> None:
-        self.events = events
-        self.current = Path("at")
-
-    def __enter__(self) -> Checkpoints:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def is_due(self, step: int, last: int) -> bool:
-        return step % 2 == 0
-
-    def begin(self, state: LoopState) -> None:
-        self.events.append(f"save {state.step}")
-
-    def finish(self) -> None:
-        self.events.append("saved")
-
-    @contextlib.contextmanager
-    def saved_on_engine_failure(self, state: LoopState) -> Any:
-        try:
-            yield
-        except SharedEngineError:
-            self.events.append(f"save {state.step} on failure")
-            raise
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
-    """`train` with scripted parts: (its state or exception, what happened in order, its logger)."""
-
-    def start(
-        *, steps: int = 3, resumed: int = 0, fails_at: int | None = None, stop_after: int | None = None, **sections: Any
-    ) -> tuple[Any, list[str], Logger]:
-        sections = {"checkpoint": {"export_hf": True}, "evaluation": {"eval_interval": 2}, **sections}
-        config = Config.from_dict(base_config("model", tmp_path / "run", training={"steps": steps}, **sections))
-        events: list[str] = []
-        logger, checkpoints = Logger(events), Checkpoints(events)
-        prompts = [make_prompt(i) for i in range(4)]
-        policy = SimpleNamespace(weights=lambda: iter(()))
-        closes = SimpleNamespace(close=lambda: None)
-        groups: Any = Groups(events, fails_at)
-        parts = Components(
-            config=config, policy=policy, reference=None, groups=groups, eval_groups=groups, rewards=closes,
-            prompts=PromptSource(prompts), eval_prompts=prompts[:1], dropped_prompts=0, tokenizer=None,
-        )  # fmt: skip
-
-        def train_step(run: Components, state: LoopState, *_: object) -> TrainedStep:
-            events.append(f"step {state.step}")
-            update, samples = SimpleNamespace(metrics={}), [make_sample(2, 3)]
-            return TrainedStep(samples, DataCursor(state.cursor + 4), SimpleNamespace(), update, {"entropy": 0.5})
-
-        def evaluate(*_: object) -> dict[str, float]:
-            events.append("evaluate")
-            return {"eval/accuracy": 0.25 * events.count("evaluate")}
-
-        def requested() -> bool:
-            return stop_after is not None and f"step {stop_after - 1}" in events
-
-        for name, part in {
-            "build_components": lambda config, engine: parts,
-            "resume": lambda *_: (LoopState(step=resumed), None),
-            "MetricsLogger": lambda *_, **__: logger,
-            "CheckpointManager": lambda *_: checkpoints,
-            "train_step": train_step,
-            "evaluate": evaluate,
-            "check_log_probs": lambda *_: {"log_prob_check/abs_diff": 0.0},
-            "sole_writer": lambda _: contextlib.nullcontext(),
-            "stop_on_signal": lambda: contextlib.nullcontext(requested),
-            "shutdown": lambda **_: None,
-            "seed_generators": lambda seed, step, phase: events.append(f"seed {step}"),
-            "export": lambda run, folder: events.append("export") or folder,
-        }.items():
-            monkeypatch.setattr(train_module, name, part)
-        monkeypatch.setattr(Config, "check", lambda self, world_size: events.append(f"check {world_size}"))
-        try:
-            return train(config), events, logger
-        except SharedEngineError as error:
-            return error, events, logger
-
-    return start
-
-
-def test_the_phases_of_a_run_in_order(run: Callable[..., Any]) -> None:
-    state, events, logger = run(steps=3)
-    assert events == [
-        *("check 1", "weights 0", "seed 0", "evaluate", "log 0"),
-        *("step 0", "weights 1", "log 1"),
-        *("step 1", "weights 2", "seed 2", "evaluate", "log 2", "save 2"),  # logged before it is saved
-        *("step 2", "weights 3", "seed 3", "evaluate", "log 3"),
-        *("saved", "export", "summary", "closed"),
-    ]
-    assert (state.step, state.cursor, state.samples, state.tokens) == (3, 12, 3, 15)
-    assert (state.accuracy_before, state.accuracy_after) == (0.25, 0.75)
-    assert logger.summary["step"] == 3 and logger.summary["exported"].endswith("run/hf")
-    assert logger.logged[1].items() >= {"entropy": 0.5, "servers/up": 1.0, "log_prob_check/abs_diff": 0.0}.items()
-    assert logger.logged[1].keys() >= {"time/step", "time/weight_sync", "perf/tokens"}
-    assert json.dumps(logger.summary)
-
-
-def test_a_resumed_run_sends_its_weights_and_does_not_evaluate_again(run: Callable[..., Any]) -> None:
-    state, events, _ = run(steps=3, resumed=2)
-    assert events[:4] == ["check 1", "weights 2", "step 2", "weights 3"] and state.step == 3
-    _, events, logger = run(steps=3, resumed=3)
-    assert events == ["check 1", "weights 3", "saved", "export", "summary", "closed"] and logger.logged == {}
-
-
-def test_a_step_whose_engine_fails_afterwards_is_logged_and_saved(run: Callable[..., Any]) -> None:
-    error, events, logger = run(steps=3, fails_at=2)
-    assert isinstance(error, SharedEngineError) and logger.summary is None
-    assert events[-4:] == ["weights 2", "log 2", "save 2 on failure", "closed"]
-
-
-def test_a_signal_stops_the_run_after_the_step_with_a_checkpoint(run: Callable[..., Any]) -> None:
-    state, events, logger = run(steps=3, stop_after=1)
-    assert state.step == 1 and events[-4:] == ["log 1", "save 1", "saved", "closed"] and logger.summary is None
-    assert logger.said == ["stopped by SIGUSR1 after step 1; start again to resume from at"]
-    state, events, logger = run(steps=1, stop_after=1)
-    assert state.step == 1 and events[-5:] == ["save 1", "saved", "export", "summary", "closed"]
-
-
-def test_supervised_training_sends_weights_for_evaluation_only(run: Callable[..., Any]) -> None:
-    rollout = {"engine": "sft", "n_samples_per_prompt": 1, "rollout_batch_size": 8}
-    _, events, _ = run(steps=2, algorithm={"name": "sft"}, rollout=rollout, evaluation={"at_start": False},
-                       checkpoint={"export_hf": False})  # fmt: skip
-    assert events == ["check 1", "step 0", "log 1", "step 1", "seed 2", "weights 2", "evaluate", "log 2", "save 2",
-                      "saved", "summary", "closed"]  # fmt: skip
-
-
-def test_every_rank_streams_the_export_and_rank_0_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[int] = []
-
-    def weights() -> Any:
-        for i in range(3):
-            read.append(i)
-            yield f"t{i}", None
-
-    def write(folder: Path, stream: Any, *, source: str) -> Path:
-        assert source == "model" and len(list(stream)) == 3
-        return folder
-
-    monkeypatch.setattr(train_module, "write_checkpoint", write)
-    run: Any = SimpleNamespace(policy=SimpleNamespace(weights=weights), config=Config.from_dict(
-        base_config("model", Path("run"))))  # fmt: skip
-    for rank, expected in ((0, Path("hf")), (1, None)):
-        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        assert train_module.export(run, Path("hf")) == expected
-    assert read == [0, 1, 2] * 2
+def test_train_is_the_loop(monkeypatch):
+    calls = []
+    monkeypatch.setattr(training_loop, "train", lambda config, engine: calls.append((config, engine)) or "state")
+    config, engine = SimpleNamespace(), SimpleNamespace()
+    assert train(config, engine=engine) == "state" and calls == [(config, engine)]

@@ -1,1 +1,1 @@
-"""The phases of a training run, one file each; ``megatron_gspo.train`` is the loop that calls them."""
+"""The phases of a training run, one file each; ``training_loop`` calls them."""

@@ -69,10 +69,11 @@ def build_sources(
         episodes = EpisodeServerSource(servers, environments, encode, episode_rules(config))
         return episodes, episodes
     if config.rollout.engine == "embedded":
-        embedded = in_process(_embedded(config, tokenizer))
+        embedded = in_process(_embedded(config, shape, tokenizer))
         return embedded, embedded
     demonstrations = DemonstrationEngine(encode, tokenizer.eos_token_id)
-    return in_process(demonstrations, shared=False), in_process(_embedded(config, tokenizer)) if evaluates else None
+    held_out = in_process(_embedded(config, shape, tokenizer)) if evaluates else None
+    return in_process(demonstrations, shared=False), held_out
 
 
 def episode_rules(config: Config) -> EpisodeRules:
@@ -98,13 +99,14 @@ def log_servers(line: str) -> None:
     print(f"servers: {line}", file=sys.stderr, flush=True)
 
 
-def _embedded(config: Config, tokenizer: Any) -> EmbeddedEngine:
-    random = config.model.init == "random"  # the weights come with the first update
-    source = AutoConfig.from_pretrained(config.model.path, local_files_only=True) if random else config.model.path
+def _embedded(config: Config, shape: ModelShape, tokenizer: Any) -> EmbeddedEngine:
+    """An engine without weights, which come with the first update."""
+    source = AutoConfig.from_pretrained(config.model.path, local_files_only=True)
     try:
         return EmbeddedEngine(
             source,
             tokenizer=tokenizer,
+            eos_token_ids=stop_ids(config.model.path, tokenizer, shape.vocab_size),
             dtype=getattr(torch, config.model.dtype),
             device=compute_device(),
             max_batch=config.rollout.max_batch_size,
@@ -156,7 +158,7 @@ def _start_servers(config: Config) -> LocalServers:
 
 
 def stop_ids(path: str, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
-    """The end tokens of the model in a directory, as servers find them; ``ConfigError`` if there are none."""
+    """The end tokens of the model in a directory, as engines find them; ``ConfigError`` if there are none."""
     file = Path(path) / "generation_config.json"
     configured = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
     configured = read_config(path).get("eos_token_id") if configured is None else configured

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRout
 from megatron_gspo.mcore.routing_replay.router_hooks import router_hooks
 from megatron_gspo.parallel.context_parallel import sum_over
 from megatron_gspo.parallel.log_probs import LogProbOptions, log_probs_from_hidden
+from megatron_gspo.parallel.scored_rows import ScoredRows
 
 LossFunction = Callable[..., Any]
 ForwardStep = Callable[[Iterator[PackedBatch], Any], tuple[Tensor, LossFunction]]
@@ -67,28 +68,40 @@ def hidden_states(model: Any, batch: PackedBatch, groups: ProcessGroups,
         )
 
 
-def token_log_probs(model: Any, hidden: Tensor, batch: PackedBatch, groups: ProcessGroups, *, temperature: float,
-                    vocab_size: int | None, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-    """Log-probs (and entropy) of a shard's labels from the last stage's hidden states; float32 ``[t]`` each."""
+def token_log_probs(model: Any, hidden: Tensor, batch: PackedBatch, groups: ProcessGroups, options: LogProbOptions,
+                    scored: ScoredRows | None) -> tuple[Tensor, Tensor | None]:
+    """Log-probs (and entropy) of a shard's labels from the last stage's hidden states; float32 ``[t]`` each, 0 where
+    ``scored`` leaves a position out."""
     inner = unwrap(model)
     tied = inner.share_embeddings_and_output_weights
     weight = inner.shared_embedding_or_output_weight() if tied else inner.output_layer.weight
     return log_probs_from_hidden(
-        hidden.squeeze(0), weight, batch.labels, LogProbOptions(temperature, vocab_size, with_entropy),
-        tp_group=groups.tp, sequence_parallel=inner.config.sequence_parallel,
+        hidden.squeeze(0), weight, batch.labels, options,
+        tp_group=groups.tp, sequence_parallel=inner.config.sequence_parallel, scored=scored,
     )
 
 
+@dataclass(frozen=True)
+class _Inputs:
+    """A micro-batch's shard on the device, its routes, and the positions that the log-prob head works on."""
+
+    batch: PackedBatch
+    routes: MicroBatchRoutes | None
+    scored: ScoredRows
+
+
 def _take(batches: Iterator[PackedBatch], model: Any, groups: ProcessGroups,
-          routing: Sequence[MicroBatchRoutes] | None) -> tuple[PackedBatch, MicroBatchRoutes | None]:
-    """The next micro-batch's shard on the device, and its routes. The bounds of its sequences stay on the host, where
-    they are used: reading them back would synchronise the device."""
+          routing: Sequence[MicroBatchRoutes] | None, scored: str) -> _Inputs:
+    """The next micro-batch; ``scored``: the mask of the positions that the log-prob head works on. The bounds of the
+    sequences stay on the host, where they are used: reading them back would synchronise the device."""
     shard = context_parallel_shard(next(batches), groups.cp.rank(), groups.cp.size())
     routes = routing[shard.micro_batch] if routing is not None else None
     if routes is not None:
         routes.begin_chunk(shard, [hook.layer for hook in router_hooks(unwrap(model))])
+    place = (groups.tp.rank(), groups.tp.size()) if unwrap(model).config.sequence_parallel else (0, 1)
+    rows = ScoredRows.of(getattr(shard, scored), *place).to(compute_device())
     moved = replace(shard, routed_experts=None, missing_routes=None).to(compute_device())
-    return replace(moved, cu_seqlens=shard.cu_seqlens), routes
+    return _Inputs(replace(moved, cu_seqlens=shard.cu_seqlens), routes, rows)
 
 
 def policy_forward_step(objective: Objective, *, num_microbatches: int, temperature: float = 1.0,
@@ -100,25 +113,24 @@ def policy_forward_step(objective: Objective, *, num_microbatches: int, temperat
     data-parallel rank. ``temperature`` is the one the responses were sampled at. ``vocab_size`` is the true size where
     the model's is padded. ``groups`` defaults to Megatron's parallel state. ``routing``: ``routes_of_mini_batch``
     of this mini-batch; call ``check_uses`` of each after the schedule. The schedule returns, on the last stage and for
-    each micro-batch, ``{"metrics": shares that add up, "log_probs": [t] of this shard}``.
+    each micro-batch, ``{"metrics": shares that add up, "log_probs": [t] of this shard, 0 where not trained}``.
 
     Raises ``ValueError`` for batches without ``old_log_probs`` where the objective has a ratio, and if the
     model's config asks for ``calculate_per_token_loss``: the objective is already normalised by the global batch.
     """
     groups = groups or current_groups()
+    options = LogProbOptions(temperature, vocab_size, with_entropy=objective.entropy_coef != 0.0)
 
     def forward_step(batches: Iterator[PackedBatch], model: Any) -> tuple[Tensor, LossFunction]:
         if unwrap(model).config.calculate_per_token_loss:
             raise ValueError("calculate_per_token_loss=True would divide the objective again; set it to False")
-        batch, routes = _take(batches, model, groups, routing)
-        output = hidden_states(model, batch, groups, routes)
-        return output, partial(loss_function, batch, model)
+        inputs = _take(batches, model, groups, routing, "loss_mask")
+        output = hidden_states(model, inputs.batch, groups, inputs.routes)
+        return output, partial(loss_function, inputs, model)
 
-    def loss_function(batch: PackedBatch, model: Any, hidden: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        log_probs, entropy = token_log_probs(
-            model, hidden, batch, groups, temperature=temperature, vocab_size=vocab_size,
-            with_entropy=objective.entropy_coef != 0.0,
-        )
+    def loss_function(inputs: _Inputs, model: Any, hidden: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        batch = inputs.batch
+        log_probs, entropy = token_log_probs(model, hidden, batch, groups, options, inputs.scored)
         extras = LossExtras(
             batch.num_segments, batch.ref_log_probs, entropy, sum_over_context=sum_over(groups.cp),
         )  # fmt: skip
@@ -141,16 +153,17 @@ def log_prob_forward_step(groups: ProcessGroups, *, temperature: float, vocab_si
                           with_entropy: bool, routing: Sequence[MicroBatchRoutes] | None = None) -> ForwardStep:
     """A loss-free step for a ``forward_only`` schedule with ``collect_non_loss_data``: old and reference policy.
 
-    On the last stage the schedule returns ``(log_probs, entropy or None)`` of each micro-batch's shard.
+    On the last stage the schedule returns ``(log_probs, entropy or None)`` of each micro-batch's shard: of every
+    response token, trained or not, and 0 elsewhere.
     """
+    options = LogProbOptions(temperature, vocab_size, with_entropy)
 
     def forward_step(batches: Iterator[PackedBatch], model: Any) -> tuple[Tensor, LossFunction]:
-        batch, routes = _take(batches, model, groups, routing)
-        output = hidden_states(model, batch, groups, routes)
-        return output, partial(collect, batch, model)
+        inputs = _take(batches, model, groups, routing, "response_mask")
+        output = hidden_states(model, inputs.batch, groups, inputs.routes)
+        return output, partial(collect, inputs, model)
 
-    def collect(batch: PackedBatch, model: Any, hidden: Tensor, non_loss_data: bool = True) -> Any:
-        return token_log_probs(model, hidden, batch, groups, temperature=temperature, vocab_size=vocab_size,
-                               with_entropy=with_entropy)
+    def collect(inputs: _Inputs, model: Any, hidden: Tensor, non_loss_data: bool = True) -> Any:
+        return token_log_probs(model, hidden, inputs.batch, groups, options, inputs.scored)
 
     return forward_step

@@ -26,7 +26,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_gspo.config import ConfigError
 from megatron_gspo.errors import RunError, first_line
-from megatron_gspo.mcore.megatron_refusals import bypasses_router_hooks, key_that_sets, reason_to_refuse
+from megatron_gspo.mcore.megatron_refusals import (
+    bypasses_router_hooks,
+    key_that_sets,
+    needs_transformer_engine,
+    reason_to_refuse,
+)
 
 CLASSES: tuple[type, ...] = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -43,10 +48,11 @@ class MegatronOptions:
     ddp: dict[str, Any] = field(default_factory=dict)
 
 
-def resolve_options(options: Mapping[str, Any], *, uses_routes: bool = True) -> MegatronOptions:
+def resolve_options(options: Mapping[str, Any], *, uses_routes: bool = True, fused: bool = True) -> MegatronOptions:
     """The options of the ``megatron`` section, each for the classes of the installed Megatron that have it.
 
     uses_routes: whether the run replays or measures routes, so that options that bypass the router hooks are refused.
+    fused: whether Transformer Engine's kernels can be used.
     Raises ``ConfigError`` for an unknown option, one that another key sets, one that is refused, and a wrong type.
     """
     found: tuple[dict[str, Any], ...] = ({}, {}, {})
@@ -62,6 +68,9 @@ def resolve_options(options: Mapping[str, Any], *, uses_routes: bool = True) -> 
             problem = "bypasses the router hooks of routing replay and routing metrics"
             fix = "remove it, or set routing.replay: none and routing.metrics: false"
             raise ConfigError(f"megatron.{name}", value, problem, fix)
+        if not fused and needs_transformer_engine(name, value):
+            problem = "uses kernels of Transformer Engine, which is not installed here or finds no CUDA device"
+            raise ConfigError(f"megatron.{name}", value, problem, "install Transformer Engine, or remove it")
         for cls, values in owners:
             values[name] = _converted(name, value, _fields(cls)[name])
     return MegatronOptions(*found)

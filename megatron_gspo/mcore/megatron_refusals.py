@@ -157,6 +157,10 @@ _BYPASSES_HOOKS: dict[str, Callable[[Any], bool]] = {
 }
 
 
+# options whose kernels Transformer Engine has; without it Megatron fails at the first use, or with a text of its own
+_NEEDS_TRANSFORMER_ENGINE = ("moe_permute_fusion", "moe_router_fusion")
+
+
 def key_that_sets(name: str) -> str | None:
     """The config key that sets a Megatron option, or None."""
     return _SET_BY.get(name)
@@ -175,6 +179,11 @@ def bypasses_router_hooks(name: str, value: Any) -> bool:
     return name in _BYPASSES_HOOKS and _BYPASSES_HOOKS[name](value)
 
 
+def needs_transformer_engine(name: str, value: Any) -> bool:
+    """Whether an option with this value uses kernels of Transformer Engine."""
+    return name in _NEEDS_TRANSFORMER_ENGINE and bool(value)
+
+
 def refused_names() -> set[str]:
     """Every option that is named in a table."""
-    return set(_SET_BY) | set(_REFUSED) | set(_BYPASSES_HOOKS)
+    return set(_SET_BY) | set(_REFUSED) | set(_BYPASSES_HOOKS) | set(_NEEDS_TRANSFORMER_ENGINE)

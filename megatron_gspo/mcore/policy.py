@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_gspo.config import ModelConfig, OptimizerConfig, ParallelConfig, RoutingConfig
 from megatron_gspo.mcore.forward_step import unwrap
 from megatron_gspo.mcore.hf_weights import export_weights, load_weights
+from megatron_gspo.mcore.layers import transformer_engine_available
 from megatron_gspo.mcore.megatron_options import MegatronOptions, construct, resolve_options
 from megatron_gspo.mcore.model import build_model, torch_dtype, transformer_config
 from megatron_gspo.mcore.process_groups import ProcessGroups
@@ -91,7 +92,9 @@ def check_megatron_options(given: Mapping[str, Any], shape: ModelShape, parallel
 
     Raises ``ConfigError`` naming the option, or with Megatron's message.
     """
-    options = resolve_options(given, uses_routes=shape.is_moe and routing.uses_routes)
+    options = resolve_options(
+        given, uses_routes=shape.is_moe and routing.uses_routes, fused=transformer_engine_available()
+    )
     if given:
         transformer_config(shape, parallel, model, options)
         optimizer_config(optimizer, model, parallel, options)

@@ -29,8 +29,8 @@ from megatron_gspo.parallel.metric_reduction import reduce_metrics
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step: final ``metrics``, the same on every rank, the ``log_probs`` per sample of the policy before
-    it, and what the routers did."""
+    """One optimizer step: final ``metrics``, the same on every rank, the ``log_probs`` of the policy before it, one
+    ``[R]`` per sample with 0 at untrained tokens, and what the routers did."""
 
     metrics: dict[str, float]
     log_probs: list[np.ndarray]

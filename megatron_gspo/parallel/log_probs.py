@@ -9,6 +9,8 @@ No [tokens, vocabulary] tensor is allocated. The forward collects, tile by tile,
 rank's rows. One all-gather per call combines the tensor-parallel ranks, and every rank does the same arithmetic on the
 same numbers, so that results are bitwise equal. The backward recomputes the logits of each tile. The entropy is summed
 relative to the maximum: logsumexp(x) - sum p x would lose its digits for large logits.
+
+With ``ScoredRows`` all of this, communication included, is done for the scored positions alone.
 """
 
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from megatron_gspo.parallel.collectives import (
     scatter_summed_rows,
     sum_in_place,
 )
+from megatron_gspo.parallel.scored_rows import ScoredRows
 from megatron_gspo.parallel.vocabulary_tiles import (
     TILE,
     RowFactors,
@@ -70,6 +73,7 @@ def log_probs_from_hidden(
     *,
     tp_group: ProcessGroup | None = None,
     sequence_parallel: bool = False,
+    scored: ScoredRows | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of ``labels`` and, on request, the entropy of each position's distribution, in nats.
 
@@ -77,8 +81,10 @@ def log_probs_from_hidden(
         hidden: [T, h]; with ``sequence_parallel`` this rank's rows [T / tp, h], gathered in the forward and again in
             the backward.
         weight: [V / tp, h], this tensor-parallel rank's rows.
-        labels: [T] int64, global ids in [0, vocab_size), equal on all ranks. Untrained positions have any valid id.
+        labels: [T] integers, global ids in [0, vocab_size), equal on all ranks.
         options: temperature, true vocabulary size, entropy, memory budget.
+        scored: the positions to work on, on hidden's device and for the rank's place in tp_group. At all others the
+            results are 0, and hidden and labels are not read. None: all positions.
 
     Returns:
         (log_probs [T], entropy [T] | None), float32 (float64 for float64 inputs), equal on all ranks of tp_group.
@@ -91,11 +97,22 @@ def log_probs_from_hidden(
             labels outside the vocabulary (checked on a CPU only, because the check would synchronise a GPU).
     """
     call = _resolve(options or LogProbOptions(), hidden, weight, tp_group, sequence_parallel)
-    _check(hidden, weight, labels, call)
+    _check_shapes(hidden, weight, labels, call)
+    chosen = (labels if scored is None else labels.index_select(0, scored.positions)).long()
+    _check_labels(chosen, call.vocab_size)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return _LogProbs.apply(hidden, weight, labels, call)
-    with torch.no_grad():
-        return _forward(hidden, weight, labels, call, differentiable=False)[:2]
+        log_probs, entropy = _LogProbs.apply(hidden, weight, chosen, scored, call)
+    else:
+        with torch.no_grad():
+            log_probs, entropy, _ = _forward(_own_rows(hidden, scored), weight, chosen, scored, call, False)
+    return _at_positions(log_probs, scored, len(labels)), _at_positions(entropy, scored, len(labels))
+
+
+def _at_positions(values: Tensor | None, scored: ScoredRows | None, count: int) -> Tensor | None:
+    """``values`` of the scored positions among all ``count``, 0 elsewhere; differentiable."""
+    if values is None or scored is None:
+        return values
+    return values.new_zeros(count).index_copy(0, scored.positions, values)
 
 
 @dataclass(frozen=True)
@@ -139,7 +156,7 @@ def _default(by_device: dict[str, T], device: torch.device) -> T:
     return by_device.get(device.type, by_device["cuda"])
 
 
-def _check(hidden: Tensor, weight: Tensor, labels: Tensor, options: _Resolved) -> None:
+def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, options: _Resolved) -> None:
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not match; "
@@ -154,12 +171,14 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, options: _Resolved) -
     rows = weight.shape[0] * tp_size
     if not 0 < options.vocab_size <= rows:
         raise ValueError(f"vocab_size={options.vocab_size} is not in [1, {rows}]: the rows of all ranks")
-    if labels.device.type == "cpu" and tokens:
+
+
+def _check_labels(labels: Tensor, vocab_size: int) -> None:
+    if labels.device.type == "cpu" and len(labels):
         low, high = int(labels.min()), int(labels.max())
-        if low < 0 or high >= options.vocab_size:
+        if low < 0 or high >= vocab_size:
             raise ValueError(
-                f"labels reach from {low} to {high}, outside vocab_size={options.vocab_size}; "
-                "give masked positions label 0"
+                f"labels reach from {low} to {high}, outside vocab_size={vocab_size}; give masked positions label 0"
             )
 
 
@@ -181,10 +200,16 @@ def _tiling(hidden: Tensor, weight: Tensor, tokens: int, options: _Resolved, dif
 
 
 def _forward(
-    hidden: Tensor, weight: Tensor, labels: Tensor, options: _Resolved, differentiable: bool
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    scored: ScoredRows | None,
+    options: _Resolved,
+    differentiable: bool,
 ) -> tuple[Tensor, Tensor | None, _Saved | None]:
+    """hidden: `_own_rows`; labels: of the scored positions."""
     tiling = _tiling(hidden, weight, labels.shape[0], options, differentiable)
-    all_hidden = _all_hidden(hidden, weight, tiling, options)
+    all_hidden = _all_hidden(hidden, weight, scored, tiling, options)
     local = local_statistics(all_hidden, weight, labels, tiling, options.with_entropy)
     parts = gather_rows(local.packed()[None], options.tp_group)  # [tp, 3 or 4, T]
     maximum = parts[:, 0].amax(0)
@@ -202,41 +227,62 @@ def _forward(
     return log_probs, entropy, _Saved(maximum, log_total, tile_probabilities, local.kept)
 
 
-def _all_hidden(hidden: Tensor, weight: Tensor, tiling: Tiling, options: _Resolved) -> Tensor:
+def _own_rows(hidden: Tensor, scored: ScoredRows | None) -> Tensor:
+    """The rows of this rank's hidden states that are worked on or gathered."""
+    return hidden if scored is None else scored.select_own(hidden)
+
+
+def _all_hidden(
+    hidden: Tensor, weight: Tensor, scored: ScoredRows | None, tiling: Tiling, options: _Resolved
+) -> Tensor:
+    """The rows of all labels, from every rank's `_own_rows`."""
     if options.sequence_parallel:
         hidden = gather_rows(hidden, options.tp_group)
+    if scored is not None:
+        hidden = scored.select_gathered(hidden)
     return operand(hidden, weight, tiling.dtype)
+
+
+def _joined_gradient(grad: Tensor, scored: ScoredRows | None, options: _Resolved) -> Tensor:
+    """The gradient of `_own_rows` from every rank's part of the gradient of all labels' rows."""
+    if not options.sequence_parallel:
+        return sum_in_place(grad, options.tp_group)
+    if scored is not None:
+        grad = scored.spread_gathered(grad, group_size(options.tp_group))
+    return scatter_summed_rows(grad, options.tp_group)
 
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, options: _Resolved
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, scored: ScoredRows | None, options: _Resolved
     ) -> tuple[Tensor, Tensor | None]:
-        log_probs, entropy, saved = _forward(hidden, weight, labels, options, differentiable=True)
+        own = _own_rows(hidden, scored)
+        log_probs, entropy, saved = _forward(own, weight, labels, scored, options, differentiable=True)
         assert saved is not None
-        ctx.options = options
+        ctx.scored, ctx.options, ctx.rows = scored, options, len(hidden)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, labels, entropy, *vars(saved).values())
+        ctx.save_for_backward(own, weight, labels, entropy, *vars(saved).values())
         return log_probs, entropy
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, weight, labels, entropy, *saved = ctx.saved_tensors
-        saved, options = _Saved(*saved), ctx.options
+        saved, scored, options = _Saved(*saved), ctx.scored, ctx.options
         tiling = _tiling(hidden, weight, labels.shape[0], options, differentiable=True)
         factors = _row_factors(grad_log_probs, grad_entropy, entropy, saved, tiling.scale)
-        all_hidden = _all_hidden(hidden, weight, tiling, options)
+        all_hidden = _all_hidden(hidden, weight, scored, tiling, options)
         grad_hidden, grad_weight = local_gradients(
             all_hidden, weight, labels, saved.kept, factors, tiling, ctx.needs_input_grad[:2]
         )
         if grad_hidden is not None:
-            join = scatter_summed_rows if options.sequence_parallel else sum_in_place
-            grad_hidden = join(grad_hidden, options.tp_group).to(hidden.dtype)
-        return grad_hidden, grad_weight, None, None
+            grad_hidden = _joined_gradient(grad_hidden, scored, options).to(hidden.dtype)
+            if scored is not None:
+                grad_hidden = scored.spread_own(grad_hidden, ctx.rows)
+        return grad_hidden, grad_weight, None, None, None
 
 
 def _row_factors(

@@ -86,7 +86,7 @@ class WeightEndpoints(Protocol):
     async def load_payloads(
         self, server: ServerClient, payloads: Sequence[Iterable[bytes | memoryview]], *, timeout: float
     ) -> None:
-        """Load a bucket (`tensor_payload`), one payload for each tensor-parallel rank of the server."""
+        """Load a bucket, encoded (`sglang_payload`), one payload for each tensor-parallel rank of the server."""
         ...
 
     async def init_group(self, server: ServerClient, group: UpdateGroup, *, timeout: float) -> None:

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from megatron_gspo.servers.http_client import ServerClient
 from megatron_gspo.weight_transport.buckets import Bucket
 from megatron_gspo.weight_transport.server_endpoints import ServerInfo, WeightEndpoints
-from megatron_gspo.weight_transport.tensor_payload import by_handle, by_value, is_this_machine, shared_buffer
+from megatron_gspo.weight_transport.sglang_payload import by_handle, by_value, is_this_machine, shared_buffer
 from megatron_gspo.weight_transport.transport import WeightTransport
 
 

@@ -9,7 +9,8 @@ from megatron_gspo.parallel.context_parallel import zigzag_indices
 from megatron_gspo.routing_replay.routes import RouteShape
 from tests.support.samples import make_routes, make_sample
 
-PER_TOKEN = ("tokens", "labels", "position_ids", "segment_ids", "loss_mask", "advantages", *OPTIONAL_FIELDS)
+PER_TOKEN = ("tokens", "labels", "position_ids", "segment_ids", "loss_mask", "response_mask",
+             "advantages", *OPTIONAL_FIELDS)  # fmt: skip
 shapes = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 7)), min_size=1, max_size=6)
 
 
@@ -29,6 +30,7 @@ def test_by_hand():
     assert batch.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7]
     assert batch.segment_ids.tolist() == [0] * 4 + [1] * 8
     assert batch.loss_mask.tolist() == [0, 1, 1, 0, 1, 0, 0, 0, 0, 0, 0, 0]
+    assert batch.response_mask.tolist() == [False, True, True, False, True, True] + [False] * 6
     assert batch.advantages.tolist() == [0, 1, 2, 0, 3, 0, 0, 0, 0, 0, 0, 0]  # the masked NaN is gone
     assert batch.cu_seqlens.tolist() == [0, 4, 12] and batch.max_seqlen == 8
     assert (batch.num_segments, batch.num_sequences, batch.num_tokens) == (2, 5, 9)
@@ -70,6 +72,7 @@ def test_every_position_against_a_naive_loop(shapes, sequence_multiple, total_mu
             assert batch.labels[at] == (sample.tokens[t + 1] if t + 1 < sample.length else 0)
             assert (batch.position_ids[at], batch.segment_ids[at]) == (t, s)
             assert batch.loss_mask[at] == float(trained)
+            assert batch.response_mask[at] == (0 <= j < sample.response_length)
             for name in ("advantages", *OPTIONAL_FIELDS):
                 assert getattr(batch, name)[at] == (getattr(sample, name)[j] if trained else 0)
 
@@ -124,7 +127,7 @@ def test_shard_refuses_uneven_sequences_and_shards():
 def test_dummy_batch_of_no_samples():
     batch = pack([], sequence_multiple=4, total_multiple=6, num_sequences=3, num_tokens=7)
     assert batch.tokens.tolist() == [0] * 12 and batch.cu_seqlens.tolist() == [0, 12]
-    assert batch.loss_mask.sum() == 0 and batch.advantages.sum() == 0
+    assert not batch.loss_mask.any() and not batch.response_mask.any() and not batch.advantages.any()
     assert (batch.num_segments, batch.max_seqlen, batch.sample_ids) == (1, 12, ())
     assert (batch.num_sequences, batch.num_tokens) == (3, 7)
     assert all(torch.equal(getattr(batch, name), torch.zeros(12)) for name in OPTIONAL_FIELDS)

@@ -27,7 +27,7 @@ import psutil
 
 from tests.fault_injection.kill_points import Target, Tripwire
 
-_PRELOADED = ("megatron_gspo.train", "tests.fault_injection.kill_points")
+_PRELOADED = ("megatron_gspo.loop.training_loop", "tests.fault_injection.kill_points")
 _LIMIT = 300.0  # seconds after which a life counts as hung
 _AFTERLIFE = 10.0  # seconds that forked writers of a killed rank have to end by themselves
 

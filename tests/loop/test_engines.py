@@ -84,13 +84,24 @@ def test_the_embedded_engine_is_both_sources(tmp_path: Path) -> None:
     assert training is held_out and isinstance(engine_of(training), EmbeddedEngine)
 
 
-def test_a_model_that_the_engine_refuses_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_embedded_engine_reads_no_weights_and_ends_at_the_end_tokens_of_the_model(tmp_path: Path) -> None:
+    """Its weights come with the first update, so that they are not read twice."""
+    made = config(tiny_model(tmp_path / "model"))
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
+    for file in (tmp_path / "model").glob("*.safetensors"):
+        file.unlink()
+    tokenizer = SimpleNamespace(eos_token_id=4)
+    engine = engine_of(build_sources(made, SHAPE, tokenizer, None, evaluates=False)[0])
+    assert engine.weight_version is None and engine.eos_token_ids == (3, 4, 5)
+
+
+def test_a_model_that_the_engine_refuses_is_a_config_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise ValueError("no such layer\nmore")
 
     monkeypatch.setattr("megatron_gspo.loop.engines.EmbeddedEngine", refuse)
     with pytest.raises(ConfigError, match="^model.path = .*the embedded engine refuses it: no such layer; fix it"):
-        sources(config(), evaluates=False)
+        sources(config(tiny_model(tmp_path / "model")), evaluates=False)
 
 
 def test_end_tokens_are_the_generation_configs_else_the_configs(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from megatron_gspo.mcore.hf_weights import load_weights
 from megatron_gspo.mcore.model import build_model
 from megatron_gspo.mcore.process_groups import ProcessGroups
 from megatron_gspo.models import family_of, read_config
+from megatron_gspo.parallel.log_probs import LogProbOptions
 from tests.equivalence.cases import make_samples
 from tests.support.configs import model_config, parallel
 from tests.support.distributed import run_distributed
@@ -59,7 +60,7 @@ def around_the_model(rank: int, world_size: int, path: str) -> dict[str, Any]:
     batch = batch_of(2)
     whole = logits_of(model, batch, groups)
     hidden = hidden_states(model, batch, groups)
-    log_probs, _ = token_log_probs(model, hidden, batch, groups, temperature=1.0, vocab_size=95, with_entropy=False)
+    log_probs, _ = token_log_probs(model, hidden, batch, groups, LogProbOptions(vocab_size=95), None)
     restored = "forward" not in vars(model.output_layer)
     hook = model.decoder.register_forward_pre_hook(fail)
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -68,7 +69,7 @@ def around_the_model(rank: int, world_size: int, path: str) -> dict[str, Any]:
     restored_after_error = "forward" not in vars(model.output_layer)
     same = torch.equal(logits_of(model, batch, groups), whole)
 
-    messages = []
+    messages, trained = [], []
     model.config.calculate_per_token_loss = True
     with pytest.raises(ValueError) as caught:
         policy_forward_step(preset("gspo"), num_microbatches=1, groups=groups)(iter([batch]), model)
@@ -79,12 +80,13 @@ def around_the_model(rank: int, world_size: int, path: str) -> dict[str, Any]:
         output, loss_function = step(iter([batch]), model)
         scaled, reported = loss_function(output)
         messages.append(float(scaled / reported["metrics"]["loss"]))
+        trained.append(reported["log_probs"])
     step = log_prob_forward_step(groups, temperature=1.0, vocab_size=95, with_entropy=True)
     output, collect = step(iter([batch]), model)
     found, entropy = collect(output)
     return {"unmarked": unmarked, "hidden": hidden.shape, "logits": whole, "log_probs": log_probs,
-            "labels": batch.labels, "restored": (restored, restored_after_error, same),
-            "messages": messages, "collected": (found, entropy)}
+            "batch": batch, "restored": (restored, restored_after_error, same),
+            "messages": messages, "collected": (found, entropy), "trained": trained}
 
 
 def outside_of_sequence_parallelism(rank: int, world_size: int, path: str) -> list[str]:
@@ -118,14 +120,20 @@ def test_log_probs_from_hidden_states_are_those_of_the_logits(ranks):
     """The padded 96th row of the vocabulary is left out of the softmax."""
     logits = torch.cat([found["logits"] for found, _ in ranks], dim=-1).double()[0, :, :95]
     expected = torch.log_softmax(logits, dim=-1)
+    entropies = -(expected.exp() * expected).sum(-1)
     for found, _ in ranks:
-        tokens = expected.shape[0]
+        tokens, batch = expected.shape[0], found["batch"]
         assert found["hidden"] == (1, tokens // 2, 32), "split over the ranks by sequence parallelism"
-        chosen = expected[torch.arange(tokens), found["labels"]]
-        assert torch.allclose(found["log_probs"].double(), chosen, atol=1e-5, rtol=0)
+        chosen = expected[torch.arange(tokens), batch.labels]
+        responses, trained = batch.response_mask.double(), batch.loss_mask.double()
+        assert trained.sum() < responses.sum() < tokens
         collected, entropy = found["collected"]
-        assert torch.equal(collected, found["log_probs"])
-        assert torch.allclose(entropy.double(), -(expected.exp() * expected).sum(-1), atol=1e-5, rtol=0)
+        first, second = found["trained"]
+        pairs = [(found["log_probs"], chosen), (collected, chosen * responses), (entropy, entropies * responses),
+                 (first, chosen * trained), (second, chosen * trained)]  # fmt: skip
+        for value, wanted in pairs:
+            assert torch.allclose(value.double(), wanted, atol=1e-5, rtol=0)
+            assert not value[wanted == 0].any()
 
 
 def test_per_token_loss_is_refused_and_the_share_is_scaled_once(ranks):

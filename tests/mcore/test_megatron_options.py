@@ -141,6 +141,15 @@ def test_an_option_that_bypasses_router_hooks_is_refused_where_they_are_used(nam
         assert resolve_options({name: value}, uses_routes=False).transformer == {name: value}
 
 
+@pytest.mark.parametrize("name", ["moe_permute_fusion", "moe_router_fusion"])
+def test_kernels_of_transformer_engine_are_refused_where_it_cannot_be_used(name):
+    sections = shape_of(), parallel(), model_config(), adam(1e-3), RoutingConfig(metrics=False)
+    with pytest.raises(ConfigError, match=f"megatron.{name} = true: uses kernels of Transformer Engine.*; install"):
+        check_megatron_options({name: True}, *sections)
+    assert check_megatron_options({name: False}, *sections).transformer == {name: False}
+    assert resolve_options({name: True}, uses_routes=False, fused=True).transformer == {name: True}
+
+
 @pytest.mark.parametrize(
     ("routing", "experts", "is_refused"),
     [

@@ -32,7 +32,7 @@ READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_
 # How many tokens an expert gets is known on the device only; Megatron's own dispatchers read it too.
 SHAPED_BY_DATA = "mcore/layers.py"
 # Labels are checked on a CPU only; the branch asks for the device first.
-ON_A_CPU_ONLY = "_check"
+ON_A_CPU_ONLY = "_check_labels"
 
 
 class Device(TorchDispatchMode):

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_gspo.parallel import LogProbOptions, log_probs_from_hidden
+from megatron_gspo.parallel.scored_rows import ScoredRows
 
 
 def call_log_probs(
@@ -17,9 +18,10 @@ def call_log_probs(
     *,
     tp_group: ProcessGroup | None = None,
     sequence_parallel: bool = False,
+    scored: ScoredRows | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     chosen = LogProbOptions(**options) if options else None
     return log_probs_from_hidden(
-        hidden, weight, labels, chosen, tp_group=tp_group, sequence_parallel=sequence_parallel
+        hidden, weight, labels, chosen, tp_group=tp_group, sequence_parallel=sequence_parallel, scored=scored
     )

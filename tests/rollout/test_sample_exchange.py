@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
-from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from megatron_gspo.rollout.sample_exchange import (
     decode_samples,
     encode_samples,
@@ -17,7 +16,7 @@ from megatron_gspo.rollout.sample_exchange import (
     split_prompts,
 )
 from tests.support.distributed import run_distributed
-from tests.support.reference_models import checkpoint, moe_config, prompts, reference_model
+from tests.support.reference_models import checkpoint, loaded_engine, moe_config, prompts, reference_model
 from tests.support.scripted_engine import ScriptedEngine, ScriptedResponse
 
 
@@ -113,7 +112,7 @@ def spread_over_ranks(rank, world_size):
     """Embedded engines on every rank against one engine over all prompts; arbitrary samples; a failure."""
     group = dist.group.WORLD
     reference = reference_model(moe_config())
-    engine = EmbeddedEngine(moe_config(), state=checkpoint(reference), return_routed_experts=True)
+    engine = loaded_engine(moe_config(), checkpoint(reference), return_routed_experts=True)
     questions, sampling = prompts(7), SamplingParams(3, 12)
     expected = engine.generate(questions, sampling, seed=3)
     spread = generate_on_ranks(engine, questions, sampling, seed=3, group=group)

@@ -47,8 +47,7 @@ PARALLEL = (
     ),
     SeededBug(
         "log-probs: hidden gradient not summed over tensor ranks", "one Megatron trainer", LOG_PROBS,
-        "join = scatter_summed_rows if options.sequence_parallel else sum_in_place",
-        "join = scatter_summed_rows if options.sequence_parallel else (lambda x, group: x)", (SPLIT_SOFTMAX,),
+        "return sum_in_place(grad, options.tp_group)", "return grad", (SPLIT_SOFTMAX,),
     ),
     SeededBug(
         "log-probs in bfloat16", "one trainer", LOG_PROBS,
@@ -181,8 +180,8 @@ LAYOUT = (
     ),
     SeededBug(
         "temperature left out of the trained log-probs", "several trainers", FORWARD,
-        "batch.labels, LogProbOptions(temperature, vocab_size, with_entropy),",
-        "batch.labels, LogProbOptions(1.0, vocab_size, with_entropy),", (ALONE,),
+        "options = LogProbOptions(temperature, vocab_size, with_entropy=objective.entropy_coef != 0.0)",
+        "options = LogProbOptions(1.0, vocab_size, with_entropy=objective.entropy_coef != 0.0)", (ALONE,),
     ),
     SeededBug(
         "tied embedding: the output's gradient is lost", "design", FORWARD,

@@ -1,10 +1,14 @@
 """Small models and prompts, made on the spot from a seed."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from megatron_gspo.data.sample import Prompt, Sample
+from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from tests.support.tiny_models import tiny_config
 
 VOCABULARY = 40
@@ -48,6 +52,13 @@ def checkpoint(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         if kind not in ("gate_up_proj", "down_proj"):
             tensors[name] = tensor.clone()
     return tensors
+
+
+def loaded_engine(config: PretrainedConfig, weights: Mapping[str, torch.Tensor], **settings: Any) -> EmbeddedEngine:
+    """An engine that serves the weights (checkpoint names) as version 0."""
+    engine = EmbeddedEngine(config, **settings)
+    engine.update_weights(weights.items(), version=0)
+    return engine
 
 
 def prompts(count: int, seed: int = 0, shortest: int = 2, longest: int = 11) -> list[Prompt]:

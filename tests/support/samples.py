@@ -38,6 +38,11 @@ def make_sample(prompt_length, response_length, *, seed=0, mask=None, log_probs=
     return Sample(**(values | extra))
 
 
+def trained_only(values, samples):
+    """What a training pass reports of per-token ``values``, [R] of each sample: 0 at untrained tokens."""
+    return [np.where(sample.loss_mask, value, 0) for value, sample in zip(values, samples, strict=True)]
+
+
 def make_routes(rows, layers, k, num_experts, *, seed=0):
     """[rows, layers, k] in the smallest unsigned type: k different experts in every row, in any order."""
     rng = np.random.default_rng(seed)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
-from tests.support.reference_models import checkpoint, moe_config, reference_model
+from tests.support.reference_models import checkpoint, loaded_engine, moe_config, reference_model
 
 
 def encode(text: str) -> list[int]:
@@ -34,4 +34,4 @@ def engine_and_reference(**settings) -> tuple[EmbeddedEngine, object]:
     reference = reference_model(moe_config())
     state = checkpoint(reference)
     ends = {"eos_token_ids": range(1, 6), "return_routed_experts": True}
-    return EmbeddedEngine(moe_config(), state=state, **ends, **settings), reference
+    return loaded_engine(moe_config(), state, **ends, **settings), reference

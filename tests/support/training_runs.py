@@ -16,9 +16,9 @@ from megatron_gspo.data.sample import Sample
 from megatron_gspo.loop.checkpoints import CheckpointManager, LoopState
 from megatron_gspo.loop.setup import build_components
 from megatron_gspo.loop.timers import Timers
+from megatron_gspo.loop.training_loop import train_step
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
 from megatron_gspo.tools.make_tiny_model import TinyModel, write_tiny_model
-from megatron_gspo.train import train_step
 
 WORD = "Spell this word backward (example: sun -> nus):"
 

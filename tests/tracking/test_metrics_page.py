@@ -104,8 +104,7 @@ def computed_names() -> set[str]:
 def produced() -> set[str]:
     sources = [file.read_text(encoding="utf-8") for file in SOURCES]
     written = set().union(*map(written_names, sources)) - NOT_METRICS - set(_PARTS)
-    train = (PACKAGE / "train.py").read_text(encoding="utf-8")
-    timed = set().union(*map(timer_names, [*sources, train]))
+    timed = set().union(*map(timer_names, sources))
     return {"step"} | written | timed | {f"time/{part}" for part in _PARTS.values()} | computed_names()
 
 

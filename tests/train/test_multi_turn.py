@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import megatron_gspo.train as training
 from megatron_gspo.algorithms import policy_loss, preset
 from megatron_gspo.config import Config, ConfigError
 from megatron_gspo.data.packing import pack
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.turn_spans import spans
+from megatron_gspo.loop import training_loop
 from tests.support.distributed import run_distributed
 from tests.support.training_runs import base_config, first_step, launch, records, tiny_model
 
@@ -91,8 +91,8 @@ def test_a_resumed_run_ends_the_same(finished, tmp_path):
 def one_step(rank: int, world: int, plain: dict[str, Any], disturb: bool) -> tuple[list[Sample], dict[str, float]]:
     """The samples as they are trained on and the metrics of a step; disturb: nonsense at every observation token."""
     if disturb:
-        optimizer_steps = training.run_optimizer_steps
-        training.run_optimizer_steps = lambda policy, samples, *rest: optimizer_steps(
+        optimizer_steps = training_loop.run_optimizer_steps
+        training_loop.run_optimizer_steps = lambda policy, samples, *rest: optimizer_steps(
             policy, list(map(disturbed, samples)), *rest
         )
     return first_step(Config.from_dict(plain))

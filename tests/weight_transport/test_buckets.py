@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_gspo.weight_transport.buckets import buckets, describe
-from megatron_gspo.weight_transport.tensor_payload import shared_buffer
+from megatron_gspo.weight_transport.sglang_payload import shared_buffer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
 

@@ -36,19 +36,17 @@ def _experts_are_standard(model: PreTrainedModel) -> bool:
 
 
 def decode_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    dropout: float = 0.0, scaling: float | None = None, **kwargs: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attention of one query per row as two batched products over key/value heads; longer queries: SDPA.
 
-    query: [B, heads, 1, dim]; key, value: [B, kv_heads, S, dim]; attention_mask: [B, 1, 1, S] bool or None.
+    query: [B, heads, 1, dim]; key, value: [B, kv_heads, S, dim]; attention_mask: [B, 1, 1, S] bool or None. options:
+    Transformers' own; `scaling` is read.
     """
     batch, heads, queries, dim = query.shape
     if queries > 1:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-    kv_heads = key.shape[1]
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    kv_heads, scaling = key.shape[1], options.get("scaling")
     scale = dim**-0.5 if scaling is None else scaling
     scores = torch.matmul(query.reshape(batch, kv_heads, heads // kv_heads, dim) * scale, key.transpose(2, 3))
     if attention_mask is not None:

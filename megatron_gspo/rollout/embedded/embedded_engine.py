@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
@@ -41,7 +42,6 @@ class EmbeddedEngine:
         self,
         source: str | Path | PretrainedConfig,
         *,
-        state: Mapping[str, Tensor] | None = None,
         tokenizer: Decoder | None = None,
         eos_token_ids: Sequence[int] | None = None,
         dtype: torch.dtype = torch.float32,
@@ -51,8 +51,7 @@ class EmbeddedEngine:
     ) -> None:
         """Build the model.
 
-        source: a local checkpoint folder, or a config, whose weights come from `state` (checkpoint names,
-            full tensors) or from the first `update_weights`.
+        source: a local checkpoint folder, or a config: its weights come with the first `update_weights`.
         tokenizer: for `Sample.text` and an end token; without it the text is "".
         eos_token_ids: end tokens; default: those of the generation config, else the config, and the
             tokenizer's.
@@ -74,8 +73,6 @@ class EmbeddedEngine:
         self._targets = WeightTargets.of(self.model)
         self.weight_version: int | None = None if isinstance(source, PretrainedConfig) else 0
         self._paused = False
-        if state is not None:
-            self.update_weights(state.items(), version=0)
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> list[Sample]:
         """See `RolloutEngine.generate`. Prompts of similar length are decoded together."""
@@ -185,7 +182,9 @@ def _build(
 ) -> PreTrainedModel:
     if isinstance(source, PretrainedConfig):
         _refuse_windows(source)
-        model = AutoModelForCausalLM.from_config(source, dtype=dtype)
+        with no_init_weights():
+            model = AutoModelForCausalLM.from_config(source, dtype=dtype)
+        model.tie_weights()  # part of the initialization
     else:
         if not (Path(source) / "config.json").is_file():
             raise ValueError(

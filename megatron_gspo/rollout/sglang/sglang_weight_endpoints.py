@@ -11,7 +11,7 @@ from megatron_gspo.errors import first_line
 from megatron_gspo.servers.http_client import ServerClient, ServerError
 from megatron_gspo.weight_transport.buckets import Entry
 from megatron_gspo.weight_transport.server_endpoints import ServerInfo
-from megatron_gspo.weight_transport.tensor_payload import FORMAT, json_with_base64
+from megatron_gspo.weight_transport.sglang_payload import FORMAT, json_with_base64
 from megatron_gspo.weight_transport.update_group import UpdateGroup
 
 _FLUSH_POLL_SECONDS = 0.05  # between two flushes of a server whose requests are still ending

@@ -40,6 +40,7 @@ from tests.support.routing_cases import (
     train_pass,
     with_random_routes,
 )
+from tests.support.samples import trained_only
 from tests.support.tiny_models import save_tiny_model
 from tests.support.transformers_reference import (
     gates_of,
@@ -227,7 +228,7 @@ def moved_routers(rank: int, world_size: int, path: str) -> dict[str, float]:
             sample.old_log_probs = value
         shift_halves(policy)
         result = train_mini_batch(policy, samples, GRPO, BATCHING, temperature=1.0, routing=options)
-        found[name] = distance(result.log_probs, old)
+        found[name] = distance(result.log_probs, trained_only(old, samples))
         found[f"{name}, clipped"] = result.metrics["clip_fraction/tokens"]
         found[f"{name}, ratio"] = result.metrics["ratio_max"] - 1.0
     return found
@@ -250,8 +251,8 @@ def two_experts(rank: int, world_size: int, path: str) -> dict[str, float]:
     before = compute_log_probs(policy, samples, BATCHING, temperature=1.0, routing=options).log_probs
     perturb(policy, model, size=0.5)
     log_probs, _ = train_pass(policy, samples, options)
-    expected = [response_log_probs(model, sample)[0].detach() for sample in samples]
-    found = {"moved": distance(log_probs, before), "error": distance(log_probs, expected)}
+    expected = trained_log_probs(model, samples)
+    found = {"moved": distance(log_probs, trained_only(before, samples)), "error": distance(log_probs, expected)}
     gradients = torch.stack([router.weight.main_grad for router in routers(policy)])
     found["used"], found["unused"] = float(gradients[:, :4].abs().amax(-1).min()), float(gradients[:, 4:].abs().max())
     fill_in_unused_fields(samples)
@@ -259,6 +260,11 @@ def two_experts(rank: int, world_size: int, path: str) -> dict[str, float]:
     wanted = {str(i): gate.weight.grad for i, gate in enumerate(gates_of(model))}
     found["gradient error"] = worst_error({str(i): g for i, g in enumerate(gradients)}, wanted)[1]
     return found
+
+
+def trained_log_probs(model: torch.nn.Module, samples: list[Any]) -> list[np.ndarray]:
+    """Of the reference, 0 at untrained tokens."""
+    return trained_only([response_log_probs(model, sample)[0].detach().numpy() for sample in samples], samples)
 
 
 def fill_in_unused_fields(samples: list[Any]) -> None:
@@ -281,9 +287,8 @@ def replay_with_missing_routes(rank: int, world_size: int, path: str) -> dict[st
     samples = with_random_routes(scored_samples(), shape, missing=0.3)
     samples[2].missing_routes[:] = True
     log_probs, done = train_pass(policy, samples, ReplayOptions(shape, replay=True, compare=True))
-    expected = [response_log_probs(model, sample)[0].detach() for sample in samples]
-    everywhere = [replace(sample, missing_routes=None) for sample in samples]
-    replayed = [response_log_probs(model, sample)[0].detach() for sample in everywhere]
+    expected = trained_log_probs(model, samples)
+    replayed = trained_log_probs(model, [replace(sample, missing_routes=None) for sample in samples])
     missing = sum(int(routes.missing.sum()) for routes in done)
     return {"error": distance(log_probs, expected), "ignored": distance(log_probs, replayed),
             "missing": missing - sum(int(sample.missing_routes.sum()) for sample in samples)}
@@ -307,7 +312,7 @@ def replay_again_and_again(rank: int, world_size: int, path: str) -> dict[str, A
         shuffled = [samples[j] for j in order]
         result = train_mini_batch(policy, shuffled, GRPO, micro_batches_of(40 + 20 * i), temperature=1.0,
                                   routing=options)  # fmt: skip
-        errors.append(distance(result.log_probs, [expected[j] for j in order]))
+        errors.append(distance(result.log_probs, trained_only([expected[j] for j in order], shuffled)))
         moved, last = (0.0 if last is None else distance(expected, last)), expected
     same = all(np.array_equal(sample.routed_experts, ids) for sample, ids in zip(samples, kept, strict=True))
     return {"errors": errors, "moved": moved, "same": same}

@@ -12,6 +12,7 @@ from tests.support.reference_models import (
     VOCABULARY,
     checkpoint,
     dense_config,
+    loaded_engine,
     moe_config,
     prompts,
     reference_model,
@@ -23,7 +24,7 @@ CONFIGS = {"moe": moe_config, "dense": dense_config}
 
 def build(kind="moe", **settings):
     reference = reference_model(CONFIGS[kind]())
-    return reference, EmbeddedEngine(CONFIGS[kind](), state=checkpoint(reference), **settings)
+    return reference, loaded_engine(CONFIGS[kind](), checkpoint(reference), **settings)
 
 
 def key(samples):
@@ -109,8 +110,8 @@ def test_first_tokens_follow_the_models_distribution():
 
 def test_long_responses_outgrow_the_reserved_cache():
     reference = reference_model(moe_config(max_position_embeddings=400))
-    engine = EmbeddedEngine(
-        moe_config(max_position_embeddings=400), state=checkpoint(reference), eos_token_ids=[VOCABULARY - 1]
+    engine = loaded_engine(
+        moe_config(max_position_embeddings=400), checkpoint(reference), eos_token_ids=[VOCABULARY - 1]
     )
     samples = engine.generate(prompts(3), SamplingParams(2, 300, temperature=0.5), seed=4)
     assert max(s.response_length for s in samples) > 200
@@ -141,6 +142,28 @@ def test_several_end_tokens_and_where_they_come_from(tmp_path):
     sample = engine.generate(prompts(1), SamplingParams(1, 5), seed=0)[0]
     assert sample.text == "-".join(map(str, sample.response_ids))
     assert EmbeddedEngine(tmp_path, eos_token_ids=[7]).eos_token_ids == (7,)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_of_a_config_is_filled_by_the_first_update_alone(tmp_path, kind, dtype):
+    """No random weights are drawn, and nothing but the weights differs from a model read from its folder."""
+    reference_model(CONFIGS[kind]()).save_pretrained(tmp_path)
+    from_folder = EmbeddedEngine(tmp_path, dtype=dtype)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    engine = EmbeddedEngine(CONFIGS[kind](), dtype=dtype)
+    assert torch.equal(torch.get_rng_state(), before)
+    engine.update_weights(checkpoint(from_folder.model).items(), version=0)
+    tensors = [dict((*e.model.named_parameters(), *e.model.named_buffers())) for e in (from_folder, engine)]
+    assert tensors[0].keys() == tensors[1].keys()
+    for name, tensor in tensors[0].items():
+        assert tensor.dtype == tensors[1][name].dtype and torch.equal(tensor, tensors[1][name]), name
+    samples = [e.generate(prompts(5), SamplingParams(2, 10), seed=3) for e in (from_folder, engine)]
+    assert key(samples[0]) == key(samples[1])
+    for one, other in zip(*samples, strict=True):
+        # weights mapped from a file lie at other addresses, and products of unaligned rows round differently
+        np.testing.assert_allclose(one.rollout_log_probs, other.rollout_log_probs, rtol=0, atol=2e-6)
 
 
 def test_an_engine_without_weights_or_closed_or_paused_refuses():

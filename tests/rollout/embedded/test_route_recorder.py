@@ -10,7 +10,7 @@ from megatron_gspo.errors import EngineError
 from megatron_gspo.rollout.embedded import route_recorder
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from megatron_gspo.routing_replay.routes import RouteShape, check_routes
-from tests.support.reference_models import checkpoint, dense_config, moe_config, prompts, reference_model
+from tests.support.reference_models import checkpoint, dense_config, loaded_engine, moe_config, prompts, reference_model
 
 CONFIGS = {
     "8 experts, 2 active": dict(),
@@ -27,7 +27,7 @@ GREEDY = SamplingParams(2, 15, temperature=0.0)
 def build(changes, **settings):
     config = moe_config(**changes)
     reference = reference_model(config)
-    return reference, EmbeddedEngine(config, state=checkpoint(reference), **settings)
+    return reference, loaded_engine(config, checkpoint(reference), **settings)
 
 
 def naive_routes(model, tokens):

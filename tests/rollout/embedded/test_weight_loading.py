@@ -3,8 +3,7 @@ import torch
 from transformers.core_model_loading import revert_weight_conversion
 
 from megatron_gspo.config import SamplingParams
-from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
-from tests.support.reference_models import checkpoint, dense_config, moe_config, prompts, reference_model
+from tests.support.reference_models import checkpoint, dense_config, loaded_engine, moe_config, prompts, reference_model
 
 EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
 
@@ -27,7 +26,7 @@ def logits(model):
     ids=["moe", "moe_tied", "moe_dense_layer", "dense_tied", "dense"],
 )
 def test_an_update_gives_the_reference_model(config):
-    engine = EmbeddedEngine(config, state=checkpoint(reference_model(config, seed=1)))
+    engine = loaded_engine(config, checkpoint(reference_model(config, seed=1)))
     reference = reference_model(config, seed=2)
     tensors = checkpoint(reference)
     tied = config.tie_word_embeddings
@@ -51,7 +50,7 @@ def test_names_and_slices_are_those_the_library_saves():
 
 def test_other_dtypes_are_converted_and_the_models_own_names_accepted():
     model = reference_model(moe_config(), seed=3)
-    engine = EmbeddedEngine(moe_config(), state={k: v.double() for k, v in model.state_dict().items()})
+    engine = loaded_engine(moe_config(), {k: v.double() for k, v in model.state_dict().items()})
     for name, value in model.state_dict().items():
         assert torch.equal(engine.model.state_dict()[name], value), name
 
@@ -59,7 +58,7 @@ def test_other_dtypes_are_converted_and_the_models_own_names_accepted():
 def test_a_tied_tensor_may_come_if_it_is_equal():
     config = dense_config()
     tensors = checkpoint(reference_model(config))
-    engine = EmbeddedEngine(config, state=dict(reversed(tensors.items())))  # the output weight first
+    engine = loaded_engine(config, dict(reversed(tensors.items())))  # the output weight first
     assert engine.weight_version == 0
     tensors["lm_head.weight"][0, 0] += 1
     with pytest.raises(ValueError, match="lm_head.weight differs from model.embed_tokens.weight"):
@@ -93,7 +92,7 @@ def broken(kind):
     ],
 )
 def test_a_wrong_stream_is_read_to_its_end_and_named_in_one_line(kind, message):
-    engine = EmbeddedEngine(moe_config(), state=checkpoint(reference_model(moe_config())))
+    engine = loaded_engine(moe_config(), checkpoint(reference_model(moe_config())))
     read = []
 
     def stream():

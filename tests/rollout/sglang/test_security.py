@@ -51,7 +51,7 @@ def test_the_search_finds_what_it_looks_for(text):
 
 def test_the_sources_are_there():
     names = {source.name for source in SOURCES}
-    assert {"http_client.py", "response_parser.py", "generation_client.py", "tensor_payload.py"} <= names
+    assert {"http_client.py", "response_parser.py", "generation_client.py", "sglang_payload.py"} <= names
 
 
 def test_servers_listen_here_alone():

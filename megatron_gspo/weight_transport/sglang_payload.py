@@ -1,4 +1,4 @@
-"""A bucket as /update_weights_from_tensor takes it: a pickle in SGLang's "flattened_bucket" format, without its code.
+"""A bucket in SGLang's "flattened_bucket" format, as /update_weights_from_tensor takes it; SGLang's code is not used.
 
 The server unpickles a dictionary of one flat byte tensor and, for each tensor in it, an object with name, sizes, dtype
 and place; it reads attributes only, so `types.SimpleNamespace` serves, which its list of allowed names holds in every

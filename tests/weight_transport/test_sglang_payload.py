@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_gspo.weight_transport.buckets import Bucket, buckets
-from megatron_gspo.weight_transport.tensor_payload import (
+from megatron_gspo.weight_transport.sglang_payload import (
     base64_pieces,
     by_handle,
     by_value,
@@ -91,7 +91,7 @@ def test_by_handle_in_another_process(tmp_path: Path) -> None:
     (tmp_path / "payload").write_bytes(payload)
     script = (
         "import io, sys, torch; sys.path.insert(0, sys.argv[2])\n"
-        "from tests.weight_transport.test_tensor_payload import Unpickler, reconstruct\n"
+        "from tests.weight_transport.test_sglang_payload import Unpickler, reconstruct\n"
         "found = reconstruct(Unpickler(open(sys.argv[1], 'rb')).load())\n"
         "torch.save({name: tensor.clone() for name, tensor in found}, sys.argv[1] + '.seen')\n"
         "found[0][1].fill_(7.0)\n"

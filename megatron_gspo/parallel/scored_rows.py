@@ -1,0 +1,77 @@
+"""The rows of hidden states whose labels are scored, and how tensor-parallel ranks exchange only these.
+
+Under sequence parallelism a rank holds the hidden states of consecutive tokens. Every rank knows which tokens all ranks
+score, so each gathers its own scored rows, padded to the largest number of any rank, without asking the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ScoredRows:
+    """Which of t positions are scored. All tensors are int64 and ascending.
+
+    positions: [n], the scored positions.
+    own: [c], the rows of this rank's hidden states that are scored; ``positions`` without sequence parallelism.
+    padded: rows that each rank passes to the all-gather: its own and padding.
+    gathered: [n], the scored rows among the gathered ones, ``padded`` of each rank; None without sequence parallelism.
+    """
+
+    positions: Tensor
+    own: Tensor
+    padded: int
+    gathered: Tensor | None = None
+
+    @classmethod
+    def of(cls, mask: Tensor, rank: int = 0, size: int = 1) -> ScoredRows:
+        """Those of ``mask`` [t], nonzero where a position is scored, on the host.
+
+        rank, size: in the tensor-parallel group under sequence parallelism, where each rank holds t / size rows.
+        """
+        positions = np.flatnonzero(mask.numpy())
+        if size == 1:
+            rows = torch.from_numpy(positions)
+            return cls(rows, rows, len(positions))
+        share = len(mask) // size
+        owner = positions // share
+        counts = np.bincount(owner, minlength=size)
+        padded = int(counts.max())
+        column = np.arange(len(positions)) - (np.cumsum(counts) - counts)[owner]
+        return cls(
+            positions=torch.from_numpy(positions),
+            own=torch.from_numpy(positions[owner == rank] - rank * share),
+            padded=padded,
+            gathered=torch.from_numpy(owner * padded + column),
+        )
+
+    def to(self, device: torch.device | str) -> ScoredRows:
+        """The same rows with every tensor on ``device``."""
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **moved)
+
+    def select_own(self, hidden: Tensor) -> Tensor:
+        """This rank's scored rows of ``hidden`` [t / size, h], with rows of zeros up to [padded, h]."""
+        rows, missing = hidden.index_select(0, self.own), self.padded - len(self.own)
+        return torch.cat([rows, rows.new_zeros(missing, rows.shape[1])]) if missing else rows
+
+    def spread_own(self, rows: Tensor, count: int) -> Tensor:
+        """The reverse of ``select_own``: ``rows`` [padded, h] in their places among ``count`` rows, zeros elsewhere."""
+        return _spread(rows[: len(self.own)], self.own, count)
+
+    def select_gathered(self, rows: Tensor) -> Tensor:
+        """The scored rows [n, h] of the gathered ones [size * padded, h]."""
+        return rows if self.gathered is None else rows.index_select(0, self.gathered)
+
+    def spread_gathered(self, rows: Tensor, size: int) -> Tensor:
+        """The reverse of ``select_gathered``: ``rows`` [n, h] among those of ``size`` ranks, zeros elsewhere."""
+        return rows if self.gathered is None else _spread(rows, self.gathered, size * self.padded)
+
+
+def _spread(rows: Tensor, places: Tensor, count: int) -> Tensor:
+    return rows.new_zeros((count, *rows.shape[1:])).index_copy_(0, places, rows)

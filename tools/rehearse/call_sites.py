@@ -1,0 +1,53 @@
+"""Where an operation was called: the frames of the project, of Megatron and of the user's code."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from pathlib import Path
+from types import CodeType
+
+from megatron_gspo.tools.rehearse.records import CallSite
+
+Frames = tuple[tuple[CodeType, int], ...]
+
+_DEPTH = 5
+_TOOL = str(Path(__file__).resolve().parent)
+_LIBRARY = sysconfig.get_paths()["stdlib"]
+_PACKAGES = "/site-packages/"
+_SKIPPED_PACKAGES = ("torch/", "numpy/", "_pytest/", "pluggy/")
+_ROOT = str(Path(__file__).resolve().parents[2])
+_labels: dict[CodeType, str] = {}  # "" for code that is no call site of its own
+
+
+def frames_above(level: int = 1) -> Frames:
+    """Code and line of the innermost frames that are call sites, innermost first; cheaper than `call_site`."""
+    frame = sys._getframe(level)
+    found: list[tuple[CodeType, int]] = []
+    while frame is not None and len(found) < _DEPTH:
+        code = frame.f_code
+        label = _labels.get(code)
+        if label is None:
+            label = _labels[code] = _label(code)
+        if label:
+            found.append((code, frame.f_lineno))
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(found)
+
+
+def call_site(frames: Frames) -> CallSite:
+    """Frames as ``file:line function``."""
+    return tuple(f"{_labels[code]}:{line} {code.co_name}" for code, line in frames)
+
+
+def _label(code: CodeType) -> str:
+    """The file of a call site as it is shown; empty for torch's, Python's and this tool's code."""
+    name = code.co_filename
+    if name.startswith(("<", _TOOL)):
+        return ""
+    if _PACKAGES in name:
+        short = name.split(_PACKAGES, 1)[1]
+        return "" if short.startswith(_SKIPPED_PACKAGES) else short
+    if name.startswith(_LIBRARY):
+        return ""
+    return name.removeprefix(_ROOT + "/")

@@ -1,0 +1,1 @@
+"""A GPU that torch believes in, without kernels: what fake CUDA tensors need to run on a machine without one."""

@@ -1,0 +1,94 @@
+"""Functions that run one fused kernel on a GPU, whose saved tensors differ from those of their parts.
+
+Torch chooses the kernel by asking the GPU, or composes the function from smaller operations where it finds none. Here
+the kernel's own operation is called, so that what it saves for the backward is what a GPU would hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_gspo.tools.rehearse.host_log import HostLog
+
+_HALF = (torch.bfloat16, torch.float16)
+_LARGEST_HEAD = 256  # of the flash kernel
+
+
+@contextlib.contextmanager
+def fused_functions(host: HostLog) -> Iterator[None]:
+    """Within the context the functions of ``_FUNCTIONS`` call their GPU kernel for device tensors."""
+    before = {name: getattr(F, name) for name in _FUNCTIONS}
+    for name, make in _FUNCTIONS.items():
+        setattr(F, name, make(before[name], host))
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(F, name, function)
+
+
+def _rms_norm(original: Any, host: HostLog) -> Any:
+    def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+        if x.device.type != "cuda" or (weight is not None and weight.dtype != x.dtype):
+            return original(x, shape, weight, eps)
+        return _FusedRMSNorm.apply(x, weight)
+
+    return rms_norm
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """What torch's CUDA kernel saves and returns; its CPU build composes the function even of fake CUDA tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+        inverse = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+        ctx.save_for_backward(x, inverse, *(() if weight is None else (weight,)))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, _, *weight = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight[0]) if weight else None
+
+
+def _attention(original: Any, host: HostLog) -> Any:
+    def scaled_dot_product_attention(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        if query.device.type != "cuda":
+            return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        if attn_mask is None and query.dtype in _HALF and query.shape[-1] <= _LARGEST_HEAD:
+            return torch.ops.aten._scaled_dot_product_flash_attention(
+                query, key, value, dropout_p, is_causal, False, scale=scale
+            )[0]
+        if attn_mask is not None and enable_gqa and query.shape[1] != key.shape[1]:
+            host.find("slow_attention", "a mask with grouped queries: torch multiplies whole score matrices")
+        if enable_gqa:
+            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        bias = None if attn_mask is None else _bias(attn_mask, query, key)
+        return torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
+        )[0]
+
+    return scaled_dot_product_attention
+
+
+def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """The mask as the efficient kernel takes it: what is added to the scores."""
+    bias = mask
+    if mask.dtype is torch.bool:
+        bias = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(~mask, float("-inf"))
+    return bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+
+_FUNCTIONS: dict[str, Callable[[Any, HostLog], Any]] = {
+    "rms_norm": _rms_norm,
+    "scaled_dot_product_attention": _attention,
+}

@@ -1,0 +1,148 @@
+"""One rank's GPU, imagined: every operation on device tensors is computed in shapes only, and recorded.
+
+Host tensors are real. Device tensors are fake: they have a shape, a dtype and a device, but no memory. What a kernel
+would have to compute on the GPU is unknown, except for the small integers that `known_values` follows; what the host
+reads of them it gets, and each such read is recorded. An operation whose result can't be told is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from megatron_gspo.tools.rehearse.collective_log import CollectiveLog
+from megatron_gspo.tools.rehearse.fake_device.cuda_api import mark_pinned
+from megatron_gspo.tools.rehearse.flops import FlopLog
+from megatron_gspo.tools.rehearse.host_log import HostLog
+from megatron_gspo.tools.rehearse.known_values import KnownValues
+from megatron_gspo.tools.rehearse.memory_log import MemoryLog
+from megatron_gspo.tools.rehearse.op_rules import PRODUCTS, RULES, uses_host_indices
+from megatron_gspo.tools.rehearse.rehearsal_error import RehearsalError
+
+DEVICE = torch.device("cuda", 0)
+_FACTORIES = frozenset({
+    torch.ops.aten.empty.memory_format, torch.ops.aten.zeros.default, torch.ops.aten.full.default,
+    torch.ops.aten.ones.default, torch.ops.aten.empty_like.default, torch.ops.aten.zeros_like.default,
+    torch.ops.aten.new_zeros.default, torch.ops.aten.new_empty.default,
+})  # fmt: skip
+_MISMATCH = ("same device", "two different devices", "Device Propagation")
+
+
+class _Shapes(FakeTensorMode):
+    """Torch's fake tensors beside real host tensors; nothing is computed on made-up data."""
+
+    avoid_device_init = True
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+
+
+class FakeGpu(TorchDispatchMode):
+    """The mode in which a rank is rehearsed, with its logs.
+
+    expert_parallel, imbalance: of the made-up routes, see `routing.expert_ids`. fake_host_bytes: host tensors of
+    unknown device values above this size are fake too; None is never.
+    """
+
+    def __init__(self, *, expert_parallel: int = 1, imbalance: float = 1.0) -> None:
+        super().__init__()
+        self.shapes = _Shapes()
+        self.values = KnownValues()
+        self.host = HostLog()
+        self.memory = MemoryLog()
+        self.flops = FlopLog(self.values)
+        self.collectives = CollectiveLog(self.host, self.values)
+        self.expert_parallel = expert_parallel
+        self.imbalance = imbalance
+        self.fake_host_bytes: int | None = None
+
+    @contextlib.contextmanager
+    def phase(self, name: str, kind: str) -> Iterator[None]:
+        """Within the context everything is recorded under this phase; new device memory is of ``kind``."""
+        before = self.host.phase, self.memory.kind
+        self.host.phase = self.memory.phase = self.flops.phase = name
+        self.memory.kind = kind
+        try:
+            yield
+        finally:
+            self.host.phase = self.memory.phase = self.flops.phase = before[0]
+            self.memory.kind = before[1]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.memory.index += 1
+        if func.namespace == "c10d":
+            return self.collectives.call(func, args, kwargs)
+        if func.namespace.startswith("_c10d_functional"):
+            raise RehearsalError(f"the rehearsal does not know the functional collective {func}")
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        device = kwargs.get("device")
+        on_gpu = device is not None and torch.device(device).type == "cuda"
+        if not on_gpu and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            return self._on_host(func, args, kwargs)
+        if on_gpu and torch.device(device).index is None:
+            kwargs = {**kwargs, "device": DEVICE}
+        if func in PRODUCTS:
+            self._check_dtypes(func, tensors)
+        rule = RULES.get(func)
+        out = NotImplemented if rule is None else rule(self, func, args, kwargs)
+        if out is NotImplemented:
+            out = self.run(func, args, kwargs)
+            if lost := self.values.follow(func, args, kwargs, out):
+                self.host.find("made_up_value", f"lost in {lost}")
+        self.flops.count(func, args, kwargs, out)
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, FakeTensor) and leaf.device.type == "cuda":
+                self.memory.add(leaf, str(func))
+        return out
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The shapes of an operation's results. Host tensors that a GPU would refuse are recorded and moved."""
+        uses_host_indices(self, func, args)
+        try:
+            with self.shapes:
+                return func(*args, **kwargs)
+        except RuntimeError as error:
+            text = str(error)
+            if any(part in text for part in _MISMATCH):
+                self.host.find("device_mix", f"{func} on tensors of cuda and cpu")
+                return self.run(func, *tree_map(self._moved, (args, kwargs)))
+            name = type(error).__name__
+            if name in ("UnsupportedOperatorException", "DynamicOutputShapeException", "DataDependentOutputException"):
+                raise RehearsalError(f"{func} has a result that the rehearsal can't tell ({name})") from error
+            raise
+
+    def upload(self, value: Tensor, **kwargs: Any) -> Tensor:
+        """A new device tensor with known values."""
+        with self.shapes:
+            out = torch.empty(value.shape, dtype=value.dtype, device=DEVICE)
+        self.values.set(out, value)
+        return out
+
+    def _on_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if self.fake_host_bytes is not None and func in _FACTORIES:
+            size = args[0] if isinstance(args[0], (list, tuple)) else args[0].shape
+            if math.prod(size) * 4 > self.fake_host_bytes:
+                with self.shapes:
+                    return func(*args, **kwargs)
+        if kwargs.get("pin_memory"):
+            return mark_pinned(func(*args, **{**kwargs, "pin_memory": False}))
+        return func(*args, **kwargs)
+
+    def _moved(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.dim():
+            return self.upload(leaf.detach())
+        return leaf
+
+    def _check_dtypes(self, func: Any, tensors: list[Tensor]) -> None:
+        found = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors if tensor.dtype.is_floating_point}
+        if len(found) > 1:
+            self.host.find("dtype_mix", f"{func} of {' and '.join(sorted(found))}")

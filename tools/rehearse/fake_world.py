@@ -1,0 +1,87 @@
+"""The process groups of one rank of a world that doesn't exist."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_gspo.tools.rehearse.call_sites import call_site, frames_above
+from megatron_gspo.tools.rehearse.collective_log import CollectiveLog
+from megatron_gspo.tools.rehearse.rehearsal_error import RehearsalError
+
+ObjectsOf = Callable[[Any, Any], list[Any] | None]
+
+
+@contextlib.contextmanager
+def fake_world(rank: int, size: int, log: CollectiveLog, *, backend: str = "nccl",
+               objects: ObjectsOf = lambda obj, group: None) -> Iterator[None]:  # fmt: skip
+    """Within the context this process is ``rank`` of ``size``, and its groups report ``backend`` as theirs.
+
+    objects: what the ranks of a group gather, from this rank's object and the group; None where all have the same.
+    """
+    new_group = dist.new_group
+    excepthook = sys.excepthook  # torch's own prints the rank before each line of a traceback
+
+    def fake_new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if ranks is not None and rank not in ranks:
+            return dist.GroupMember.NON_GROUP_MEMBER  # at once: a large world has thousands of them
+        made = new_group(ranks, *args, **{**kwargs, "backend": None, "pg_options": None})
+        if kwargs.get("backend") == "gloo":
+            log.gloo_groups.add(made.group_name)
+        return made
+
+    def fake_backend(group: Any = None) -> str:
+        return "gloo" if group is not None and group.group_name in log.gloo_groups else backend
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    with contextlib.ExitStack() as stack:
+        for name, value in {
+            "new_group": fake_new_group,
+            "get_backend": fake_backend,
+            **_object_collectives(log, objects),
+        }.items():
+            stack.callback(setattr, dist, name, getattr(dist, name))
+            setattr(dist, name, value)
+        try:
+            yield
+        finally:
+            sys.excepthook = excepthook
+            dist.destroy_process_group()
+
+
+def _object_collectives(log: CollectiveLog, objects: ObjectsOf) -> dict[str, Any]:
+    """Torch sends pickled objects as tensors, whose sizes the receivers read; here there are no senders."""
+
+    def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+        group = group or dist.group.WORLD
+        log.call_with_objects("all_gather_object", group)
+        object_list[:] = objects(obj, group) or [obj] * group.size()
+
+    def gather_object(obj: Any, object_gather_list: list[Any] | None = None, dst: int | None = None,
+                      group: Any = None, group_dst: int | None = None) -> None:  # fmt: skip
+        log.call_with_objects("gather_object", group or dist.group.WORLD)
+        if object_gather_list is not None:
+            object_gather_list[:] = [obj] * len(object_gather_list)
+
+    def broadcast_object_list(object_list: list[Any], src: int | None = None, group: Any = None, device: Any = None,
+                              group_src: int | None = None) -> None:  # fmt: skip
+        group = group or dist.group.WORLD
+        log.call_with_objects("broadcast_object_list", group)
+        source = dist.get_group_rank(group, src) if group_src is None else group_src
+        if source != group.rank():
+            received = objects(object_list, group)
+            if received is None:
+                here = " <- ".join(call_site(frames_above(1))[:3])
+                raise RehearsalError(f"an object that another rank sends is unknown, at {here}")
+            object_list[:] = received
+
+    return {
+        "all_gather_object": all_gather_object,
+        "gather_object": gather_object,
+        "broadcast_object_list": broadcast_object_list,
+    }

@@ -1,0 +1,88 @@
+"""The mini-batch of a rehearsal: the fewest synthetic samples that exercise the schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_gspo.config import Config
+from megatron_gspo.data.sample import Sample
+from megatron_gspo.models import ModelShape
+from megatron_gspo.routing_replay.routes import RouteShape
+from megatron_gspo.tools.rehearse.routing import expert_ids
+
+
+@dataclass(frozen=True)
+class MiniBatchPlan:
+    """Sizes of the rehearsed mini-batch.
+
+    samples: of all ranks. micro_batches: of each data-parallel rank; the real mini-batch has ``of_all``. sequences: of
+    a micro-batch. is_fixed: whether each micro-batch gets so many, and not what its token budget holds.
+    """
+
+    samples: int
+    micro_batches: int
+    of_all: int
+    sequences: int
+    is_fixed: bool
+
+
+def plan_mini_batch(config: Config, world_size: int) -> MiniBatchPlan:
+    """The fewest micro-batches with the schedule's steady state: two without pipeline stages, otherwise one more than
+    there are stages, and two rounds of the stages where they are interleaved; at most those of the config, but two."""
+    parallel, training = config.parallel, config.training
+    ranks = parallel.data_parallel_size(world_size)
+    length = config.data.max_prompt_length + config.rollout.max_response_length
+    padded = -(-length // parallel.sequence_multiple) * parallel.sequence_multiple
+    budget = training.max_tokens_per_micro_batch
+    sequences = training.micro_batch_size or max((budget - budget % parallel.total_multiple) // padded, 1)
+    sequences = min(sequences, -(-training.global_batch_size // ranks))
+    stages = parallel.pipeline_model_parallel_size
+    is_interleaved = parallel.virtual_pipeline_model_parallel_size is not None
+    of_all = max(-(-training.global_batch_size // (ranks * sequences)), 1)
+    fewest = 2 * stages if is_interleaved else stages + 1
+    micro_batches = max(min(of_all, fewest), 2)
+    if is_interleaved:  # whole rounds
+        micro_batches = -(-micro_batches // stages) * stages
+        of_all = -(-of_all // stages) * stages
+    is_fixed = training.micro_batch_size is not None or micro_batches > of_all
+    most = micro_batches * ranks * sequences
+    samples = most if is_fixed else min(training.global_batch_size, most)
+    return MiniBatchPlan(samples, micro_batches, of_all, sequences, is_fixed)
+
+
+def with_plan(config: Config, plan: MiniBatchPlan) -> Config:
+    """The config with which the trainer makes the plan's micro-batches of its samples."""
+    if not plan.is_fixed:
+        return config
+    return replace(config, training=replace(config.training, micro_batch_size=plan.sequences))
+
+
+def synthetic_samples(config: Config, plan: MiniBatchPlan, shape: ModelShape, *, imbalance: float = 1.0
+                      ) -> list[Sample]:  # fmt: skip
+    """Samples of the longest prompts and responses of the config, all alike; with routes where the trainer takes those
+    of the rollout. They share their arrays."""
+    prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
+    tokens = np.arange(prompt + response, dtype=np.int64) % min(shape.vocab_size, 1000)
+    log_probs = np.full(response, -2.0, dtype=np.float32)
+    routes = None
+    if config.routing.needs_rollout_routes and (sizes := RouteShape.of_model(shape)) is not None:
+        routes = _routes(len(tokens) - 1, sizes, config.parallel.expert_model_parallel_size, imbalance)
+    return [
+        Sample(
+            prompt_index=i // config.rollout.n_samples_per_prompt,
+            sample_index=i % config.rollout.n_samples_per_prompt,
+            tokens=tokens, prompt_length=prompt, loss_mask=np.ones(response, dtype=np.bool_),
+            rollout_log_probs=log_probs, finish_reason="length", reward=float(i % 2),
+            advantages=np.full(response, 1.0 - 2.0 * (i % 2), dtype=np.float32), routed_experts=routes,
+        )
+        for i in range(plan.samples)
+    ]  # fmt: skip
+
+
+def _routes(rows: int, sizes: RouteShape, expert_parallel: int, imbalance: float) -> np.ndarray:
+    """Routes ``[rows, layers, k]``, the same in each layer."""
+    ids = expert_ids(rows, sizes.num_experts, sizes.k, expert_parallel=expert_parallel, imbalance=imbalance)
+    layer = ids.numpy().astype(sizes.dtype)[:, None, :]
+    return np.broadcast_to(layer, (rows, sizes.layers, sizes.k))

@@ -1,0 +1,7 @@
+"""The error of a rehearsal that can't go on."""
+
+from megatron_gspo.errors import RunError
+
+
+class RehearsalError(RunError):
+    """The program does what the rehearsal can't follow; names the operation and the line."""

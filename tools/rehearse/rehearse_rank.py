@@ -1,0 +1,223 @@
+"""One rank's training step, played on a fake GPU: the program's own code from the model to the plan of a checkpoint.
+
+Import within ``fake_cuda``: Megatron looks for a GPU while it is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.metadata
+import resource
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_gspo.config import Config
+from megatron_gspo.data.sample import Sample
+from megatron_gspo.loop.log_probs import with_log_probs
+from megatron_gspo.loop.routing import RoutingReplay
+from megatron_gspo.loop.timers import Timers
+from megatron_gspo.mcore.policy import Policy, build_policy, check_megatron_options
+from megatron_gspo.mcore.process_groups import ProcessGroups, every_group, initialize, shutdown
+from megatron_gspo.mcore.train_step import StepResult, train_mini_batch
+from megatron_gspo.models import ModelShape, family_of, read_config
+from megatron_gspo.routing_replay.routes import RouteShape
+from megatron_gspo.tools.rehearse.checkpoint_plan import plan_checkpoint
+from megatron_gspo.tools.rehearse.fake_device.fused_functions import fused_functions
+from megatron_gspo.tools.rehearse.fake_gpu import FakeGpu
+from megatron_gspo.tools.rehearse.fake_world import fake_world
+from megatron_gspo.tools.rehearse.mini_batch import MiniBatchPlan, plan_mini_batch, synthetic_samples, with_plan
+from megatron_gspo.tools.rehearse.records import CheckpointPlan, RankRecord, Retained
+from megatron_gspo.tools.rehearse.retained import find_retained
+
+_HOST_BYTES = 2**20  # larger host tensors of a checkpoint's plan are fake
+
+
+@dataclass
+class _Run:
+    """What a rehearsal has so far."""
+
+    config: Config
+    shape: ModelShape
+    gpu: FakeGpu
+    seconds: dict[str, float] = field(default_factory=dict)
+    retained: tuple[Retained, ...] = ()
+    checkpoint: CheckpointPlan | None = None
+
+    @contextlib.contextmanager
+    def phase(self, name: str, kind: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            with self.gpu.phase(name, kind):
+                yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def rehearse_rank(config: Config, rank: int, world: int, gpu: FakeGpu) -> RankRecord:
+    """Play ``rank`` of ``world``: build the policy, score and train one mini-batch, export the weights, plan a
+    checkpoint. The weights are never loaded.
+
+    Raises ``RehearsalError`` where a value or an operation can't be told, and what the program itself raises.
+    """
+    shape = family_of(read_config(config.model.path))[1]
+    plan = plan_mini_batch(config, world)
+    run = _Run(with_plan(config, plan), shape, gpu)
+    objects = _objects_of_others
+    with fused_functions(gpu.host), fake_world(rank, world, gpu.collectives, objects=objects), \
+            torch.autograd.set_multithreading_enabled(False), gpu:  # fmt: skip
+        policy, reference = _build(run)
+        gc.collect()
+        gc.freeze()  # the collector need not look at the model again
+        try:
+            result = _train(run, policy, reference, plan)
+            _export(run, policy)
+            with run.phase("checkpoint_plan", "buffers"):
+                gpu.fake_host_bytes = _HOST_BYTES
+                run.checkpoint = plan_checkpoint(policy)
+            return _record(run, policy.groups, rank, world, plan, result)
+        finally:
+            gc.unfreeze()
+            shutdown(keep_distributed=True)
+
+
+def _objects_of_others(obj: Any, group: Any) -> list[Any] | None:
+    """Metrics are sent by the last pipeline stage as a dict in a list; the values don't matter."""
+    return [{}] if obj == [None] else None
+
+
+def _build(run: _Run) -> tuple[Policy, Policy | None]:
+    config, gpu = run.config, run.gpu
+    options = check_megatron_options(
+        config.megatron, run.shape, config.parallel, config.model, config.optimizer, config.routing
+    )
+    model = replace(config.model, init="random")
+    reference = None
+    with run.phase("build", "buffers"):
+        groups = initialize(config.parallel, seed=config.seed)
+        policy = build_policy(model, config.parallel, groups, optimizer=config.optimizer,
+                              total_steps=config.optimizer_steps, options=options)  # fmt: skip
+        if config.algorithm.needs_reference:
+            reference = build_policy(model, config.parallel, groups, optimizer=None, options=options)
+        _start_adam(policy)
+    sizes = {"optimizer": gpu.memory.relabel("optimizer", _optimizer_tensors(policy))}
+    sizes["gradients"] = gpu.memory.relabel("gradients", [buffer.grad_data for buffer in _grad_buffers(policy)])
+    sizes["weights"] = gpu.memory.relabel("weights", _weights(policy))
+    # a main weight that is the weight itself counts once, as a weight
+    sizes["optimizer"] = gpu.memory.bytes["optimizer"]
+    if reference is not None:
+        sizes["reference"] = gpu.memory.relabel("weights", _weights(reference))
+    gpu.memory.states = sizes
+    return policy, reference
+
+
+def _start_adam(policy: Policy) -> None:
+    """Create Adam's state as the first step does, so that the rehearsed step is like any later one."""
+    for part in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
+        parameters = [p for group in part.optimizer.param_groups for p in group["params"]]
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        part.optimizer.step()
+        for parameter in parameters:
+            parameter.grad = None
+
+
+def _weights(policy: Policy) -> list[Tensor]:
+    return [parameter.data for chunk in policy.chunks for parameter in chunk.parameters()]
+
+
+def _grad_buffers(policy: Policy) -> list[Any]:
+    return [buffer for chunk in policy.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+
+def _optimizer_tensors(policy: Policy) -> list[Tensor]:
+    found = []
+    for part in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
+        found += [p.data for group in part.optimizer.param_groups for p in group["params"]]
+        found += [value for state in part.optimizer.state.values() for value in state.values()
+                  if isinstance(value, Tensor) and value.device.type == "cuda"]  # fmt: skip
+    return found
+
+
+def _train(run: _Run, policy: Policy, reference: Policy | None, plan: MiniBatchPlan) -> tuple[int, ...]:
+    """Log-probs, forward-backward and optimizer step; tokens of each micro-batch."""
+    config = run.config
+    samples: list[Sample] = synthetic_samples(config, plan, run.shape, imbalance=run.gpu.imbalance)
+    routing = RoutingReplay(config.routing, RouteShape.of_model(run.shape), config.algorithm.has_ratio)
+    with run.phase("old_log_probs", "activations"):
+        samples = with_log_probs(samples, policy, reference, config, routing, Timers())[0]
+    with _optimizer_phase(run, policy), run.phase("forward_backward", "activations"):
+        result: StepResult = train_mini_batch(
+            policy, samples, config.algorithm, config.training, temperature=config.rollout.temperature,
+            routing=routing.update_options(),
+        )  # fmt: skip
+    tokens = tuple(int(batch.tokens.shape[0]) for batch in result.batches.batches)
+    del result
+    gc.collect()
+    run.retained = find_retained(run.gpu.memory, policy.chunks, "forward_backward")
+    return tokens
+
+
+@contextlib.contextmanager
+def _optimizer_phase(run: _Run, policy: Policy) -> Iterator[None]:
+    """Within the context the optimizer's steps are a phase of their own."""
+    original = policy.optimizer.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        with run.phase("optimizer", "optimizer"):
+            result = original(*args, **kwargs)
+        run.seconds["forward_backward"] = run.seconds.get("forward_backward", 0.0) - (time.perf_counter() - start)
+        return result
+
+    policy.optimizer.step = step
+    try:
+        yield
+    finally:
+        del policy.optimizer.step
+
+
+def _export(run: _Run, policy: Policy) -> None:
+    with run.phase("weight_export", "buffers"), torch.no_grad():
+        for _ in policy.weights():
+            pass
+
+
+def _record(run: _Run, groups: ProcessGroups, rank: int, world: int, plan: MiniBatchPlan,
+            tokens: tuple[int, ...]) -> RankRecord:  # fmt: skip
+    gpu = run.gpu
+    names = ("pp", "tp", "cp", "dp", "ep", "expert_tp")
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "megatron-core")}
+    return RankRecord(
+        rank=rank,
+        world=world,
+        coordinates={name: getattr(groups, name).rank() for name in names},
+        groups={name: gpu.collectives.ranks_of(group) for name, group in every_group().items() if name != "world"},
+        phases=tuple(run.seconds),
+        micro_batches=tokens,
+        collectives=gpu.collectives.collectives,
+        host_syncs=gpu.host.syncs,
+        host_copies=gpu.host.copies,
+        findings=gpu.host.findings,
+        memory=gpu.memory.result(),
+        retained=run.retained,
+        checkpoint=run.checkpoint,
+        flops=gpu.flops.counts,
+        seconds=run.seconds,
+        host_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        versions=versions,
+        notes=_notes(run, plan),
+    )
+
+
+def _notes(run: _Run, plan: MiniBatchPlan) -> tuple[str, ...]:
+    notes = ["torch layers: Transformer Engine's kernels are not rehearsed"]
+    if plan.of_all != plan.micro_batches:
+        notes.append(f"{plan.micro_batches} micro-batches were run; a mini-batch has {plan.of_all}")
+    notes.append(f"routing: imbalance {run.gpu.imbalance:g}")
+    return tuple(notes)
