@@ -104,7 +104,7 @@ class RoutingConfig:
     missing_routes: Literal["error", "live"] = "error"
     """With r3, tokens without a route: stop the run, or use the live router."""
     storage: Literal["device", "host"] = "device"
-    """Where a mini-batch's routes are kept: GPU memory, or pinned host memory."""
+    """Where a pass keeps the routes that it records: GPU memory, or pinned host memory."""
     metrics: bool = True
     """Log expert flips, router entropy and expert load (routing/*)."""
     metric_sequences: Annotated[int, Ge(1)] = 8

@@ -10,18 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from megatron_gspo.algorithms import LossExtras, Objective, policy_loss
-from megatron_gspo.data.packing import PackedBatch, context_parallel_shard
+from megatron_gspo.data.packing import PackedBatch
 from megatron_gspo.mcore.attention import packed_sequences
+from megatron_gspo.mcore.micro_batch_inputs import InputReader, MicroBatchInputs
 from megatron_gspo.mcore.process_groups import ProcessGroups, compute_device, current_groups
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes
-from megatron_gspo.mcore.routing_replay.router_hooks import router_hooks
 from megatron_gspo.parallel.context_parallel import sum_over
 from megatron_gspo.parallel.log_probs import LogProbOptions, log_probs_from_hidden
 from megatron_gspo.parallel.scored_rows import ScoredRows
@@ -81,54 +80,33 @@ def token_log_probs(model: Any, hidden: Tensor, batch: PackedBatch, groups: Proc
     )
 
 
-@dataclass(frozen=True)
-class _Inputs:
-    """A micro-batch's shard on the device, its routes, and the positions that the log-prob head works on."""
-
-    batch: PackedBatch
-    routes: MicroBatchRoutes | None
-    scored: ScoredRows
-
-
-def _take(batches: Iterator[PackedBatch], model: Any, groups: ProcessGroups,
-          routing: Sequence[MicroBatchRoutes] | None, scored: str) -> _Inputs:
-    """The next micro-batch; ``scored``: the mask of the positions that the log-prob head works on. The bounds of the
-    sequences stay on the host, where they are used: reading them back would synchronise the device."""
-    shard = context_parallel_shard(next(batches), groups.cp.rank(), groups.cp.size())
-    routes = routing[shard.micro_batch] if routing is not None else None
-    if routes is not None:
-        routes.begin_chunk(shard, [hook.layer for hook in router_hooks(unwrap(model))])
-    place = (groups.tp.rank(), groups.tp.size()) if unwrap(model).config.sequence_parallel else (0, 1)
-    rows = ScoredRows.of(getattr(shard, scored), *place).to(compute_device())
-    moved = replace(shard, routed_experts=None, missing_routes=None).to(compute_device())
-    return _Inputs(replace(moved, cu_seqlens=shard.cu_seqlens), routes, rows)
-
-
 def policy_forward_step(objective: Objective, *, num_microbatches: int, temperature: float = 1.0,
                         vocab_size: int | None = None, groups: ProcessGroups | None = None,
                         routing: Sequence[MicroBatchRoutes] | None = None) -> ForwardStep:
     """A ``forward_step`` for Megatron's ``get_forward_backward_func()``: all that a training loop of your own needs.
 
-    The data iterator yields ``PackedBatch`` micro-batches of one mini-batch, ``num_microbatches`` of them on each
-    data-parallel rank. ``temperature`` is the one the responses were sampled at. ``vocab_size`` is the true size where
-    the model's is padded. ``groups`` defaults to Megatron's parallel state. ``routing``: ``routes_of_mini_batch``
-    of this mini-batch; call ``check_uses`` of each after the schedule. The schedule returns, on the last stage and for
-    each micro-batch, ``{"metrics": shares that add up, "log_probs": [t] of this shard, 0 where not trained}``.
+    The data iterator yields ``PackedBatch`` micro-batches of one mini-batch, on the host, ``num_microbatches`` of them
+    on each data-parallel rank. ``temperature`` is the one the responses were sampled at. ``vocab_size`` is the true
+    size where the model's is padded. ``groups`` defaults to Megatron's parallel state. ``routing``:
+    ``routes_of_mini_batch`` of this mini-batch; call ``check_uses`` of each after the schedule. The schedule returns,
+    on the last stage and for each micro-batch, ``{"metrics": shares that add up, "log_probs": [t] of this shard, 0
+    where not trained}``.
 
     Raises ``ValueError`` for batches without ``old_log_probs`` where the objective has a ratio, and if the
     model's config asks for ``calculate_per_token_loss``: the objective is already normalised by the global batch.
     """
     groups = groups or current_groups()
     options = LogProbOptions(temperature, vocab_size, with_entropy=objective.entropy_coef != 0.0)
+    reader = InputReader(groups, num_microbatches=num_microbatches, trains=True, routing=routing)
 
     def forward_step(batches: Iterator[PackedBatch], model: Any) -> tuple[Tensor, LossFunction]:
         if unwrap(model).config.calculate_per_token_loss:
             raise ValueError("calculate_per_token_loss=True would divide the objective again; set it to False")
-        inputs = _take(batches, model, groups, routing, "loss_mask")
+        inputs = reader.take(batches, unwrap(model))
         output = hidden_states(model, inputs.batch, groups, inputs.routes)
         return output, partial(loss_function, inputs, model)
 
-    def loss_function(inputs: _Inputs, model: Any, hidden: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    def loss_function(inputs: MicroBatchInputs, model: Any, hidden: Tensor) -> tuple[Tensor, dict[str, Any]]:
         batch = inputs.batch
         log_probs, entropy = token_log_probs(model, hidden, batch, groups, options, inputs.scored)
         extras = LossExtras(
@@ -149,7 +127,7 @@ def _undo_averaging(loss: Tensor, num_microbatches: int, groups: ProcessGroups) 
     return loss * (num_microbatches * groups.dp.size())
 
 
-def log_prob_forward_step(groups: ProcessGroups, *, temperature: float, vocab_size: int | None,
+def log_prob_forward_step(groups: ProcessGroups, *, num_microbatches: int, temperature: float, vocab_size: int | None,
                           with_entropy: bool, routing: Sequence[MicroBatchRoutes] | None = None) -> ForwardStep:
     """A loss-free step for a ``forward_only`` schedule with ``collect_non_loss_data``: old and reference policy.
 
@@ -157,13 +135,14 @@ def log_prob_forward_step(groups: ProcessGroups, *, temperature: float, vocab_si
     response token, trained or not, and 0 elsewhere.
     """
     options = LogProbOptions(temperature, vocab_size, with_entropy)
+    reader = InputReader(groups, num_microbatches=num_microbatches, trains=False, routing=routing)
 
     def forward_step(batches: Iterator[PackedBatch], model: Any) -> tuple[Tensor, LossFunction]:
-        inputs = _take(batches, model, groups, routing, "response_mask")
+        inputs = reader.take(batches, unwrap(model))
         output = hidden_states(model, inputs.batch, groups, inputs.routes)
         return output, partial(collect, inputs, model)
 
-    def collect(inputs: _Inputs, model: Any, hidden: Tensor, non_loss_data: bool = True) -> Any:
+    def collect(inputs: MicroBatchInputs, model: Any, hidden: Tensor, non_loss_data: bool = True) -> Any:
         return token_log_probs(model, hidden, inputs.batch, groups, options, inputs.scored)
 
     return forward_step

@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_gspo.data.packing import PackedBatch, count_trained, pack
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.schedule import padded_length, schedule
+from megatron_gspo.mcore.device_copies import copy_to_device
 from megatron_gspo.mcore.process_groups import ProcessGroups, compute_device
 from megatron_gspo.parallel.context_parallel import zigzag_indices
 from megatron_gspo.routing_replay.routes import RouteShape
@@ -102,10 +103,12 @@ def collect_values(values: Sequence[Tensor], batches: Sequence[PackedBatch], sam
     offsets = np.concatenate([[0], np.cumsum([sample.response_length for sample in samples])]).astype(np.int64)
     flat = torch.zeros(int(offsets[-1]), device=compute_device())
     if values and groups.tp.rank() == 0:
-        for value, batch in zip(values, batches, strict=True):
-            mine = zigzag_indices(batch.cu_seqlens, groups.cp.rank(), groups.cp.size())
-            positions = response_positions(batch, samples, offsets)[mine]
-            kept = (positions >= 0).nonzero().squeeze(1)
-            flat[positions[kept].to(flat.device)] = value[kept.to(value.device)].float()
+        place = groups.cp.rank(), groups.cp.size()
+        targets = torch.cat([
+            response_positions(batch, samples, offsets)[zigzag_indices(batch.cu_seqlens, *place)] for batch in batches
+        ])  # fmt: skip
+        kept = (targets >= 0).nonzero().squeeze(1)
+        moved = copy_to_device({"kept": kept, "targets": targets[kept]}, flat.device)
+        flat[moved["targets"].long()] = torch.cat(list(values)).index_select(0, moved["kept"]).float()
     dist.all_reduce(flat)
     return [part.copy() for part in np.split(flat.cpu().numpy(), offsets[1:-1])]

@@ -71,8 +71,8 @@ def compute_log_probs(policy: Policy, samples: Sequence[Sample], training: Train
     """
     batches = pack_mini_batch(policy, samples, training, optional=(), routing=routing)
     routes = mini_batch_routes(policy, batches, routing)
-    step = log_prob_forward_step(policy.groups, temperature=temperature, vocab_size=policy.shape.vocab_size,
-                                 with_entropy=with_entropy, routing=routes)
+    step = log_prob_forward_step(policy.groups, num_microbatches=len(batches.batches), temperature=temperature,
+                                 vocab_size=policy.shape.vocab_size, with_entropy=with_entropy, routing=routes)
     with torch.no_grad():
         outputs = run_schedule(policy, step, batches, forward_only=True)
     for micro_batch in routes or ():
@@ -158,7 +158,9 @@ def summed_metrics(per_micro_batch: Sequence[dict[str, Any]], policy: Policy) ->
         for metrics in per_micro_batch:
             for name, value in metrics.items():
                 total[name] = _combine(name, total[name], value) if name in total else value
-        summed = [{name: float(value) for name, value in reduce_metrics(total, groups.dp_cp).items()}]
+        reduced = reduce_metrics(total, groups.dp_cp)
+        values = torch.stack(list(reduced.values())).tolist() if reduced else []  # one transfer
+        summed = [dict(zip(reduced, values, strict=True))]
     if groups.pp.size() > 1:
         dist.broadcast_object_list(summed, src=groups.last_stage_rank, group=groups.pp)
     return summed[0]

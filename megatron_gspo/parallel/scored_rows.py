@@ -6,6 +6,7 @@ score, so each gathers its own scored rows, padded to the largest number of any 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -50,10 +51,17 @@ class ScoredRows:
             gathered=torch.from_numpy(owner * padded + column),
         )
 
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name, to be copied to a device."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> ScoredRows:
+        """The same rows with those of ``tensors``, of any integer type, that ``self.tensors`` names."""
+        return replace(self, **{name: tensors[name].long() for name in self.tensors()})
+
     def to(self, device: torch.device | str) -> ScoredRows:
         """The same rows with every tensor on ``device``."""
-        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **moved)
+        return self.with_tensors({name: value.to(device) for name, value in self.tensors().items()})
 
     def select_own(self, hidden: Tensor) -> Tensor:
         """This rank's scored rows of ``hidden`` [t / size, h], with rows of zeros up to [padded, h]."""

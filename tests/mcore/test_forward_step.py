@@ -81,7 +81,7 @@ def around_the_model(rank: int, world_size: int, path: str) -> dict[str, Any]:
         scaled, reported = loss_function(output)
         messages.append(float(scaled / reported["metrics"]["loss"]))
         trained.append(reported["log_probs"])
-    step = log_prob_forward_step(groups, temperature=1.0, vocab_size=95, with_entropy=True)
+    step = log_prob_forward_step(groups, num_microbatches=1, temperature=1.0, vocab_size=95, with_entropy=True)
     output, collect = step(iter([batch]), model)
     found, entropy = collect(output)
     return {"unmarked": unmarked, "hidden": hidden.shape, "logits": whole, "log_probs": log_probs,

@@ -6,7 +6,7 @@ from tests.seeded_bugs.seeded_bug import SeededBug
 
 ROUTES = "megatron_gspo/mcore/routing_replay/micro_batch_routes.py"
 HOOKS = "megatron_gspo/mcore/routing_replay/router_hooks.py"
-FORWARD = "megatron_gspo/mcore/forward_step.py"
+INPUTS = "megatron_gspo/mcore/micro_batch_inputs.py"
 RESULTS, STEP = "megatron_gspo/mcore/routing_replay/gather_results.py", "megatron_gspo/mcore/train_step.py"
 AT_ROUTERS = "tests/mcore/routing_replay/test_router_hooks.py::"
 FIGURES = "tests/mcore/routing_replay/test_gather_results.py::"
@@ -17,8 +17,8 @@ REFERENCE = AT_ROUTERS + "test_with_two_experts_ratios_move_through_the_weights_
 ROUTING = (
     SeededBug(
         "first rank's routes on every rank under sequence parallelism", "design", ROUTES,
-        "self._to_device(given[self.rows][:, layers[0] : layers[-1] + 1])",
-        "self._to_device(given[: self.rows.stop - self.rows.start][:, layers[0] : layers[-1] + 1])",
+        'wanted["given"] = given[self.rows][:, layers[0] : layers[-1] + 1]',
+        'wanted["given"] = given[: self.rows.stop - self.rows.start][:, layers[0] : layers[-1] + 1]',
         (COUNTED,),
     ),
     SeededBug(
@@ -31,8 +31,8 @@ ROUTING = (
     ),
     SeededBug(
         "later pipeline stages replay the routes of the first layers", "design", ROUTES,
-        "self._to_device(given[self.rows][:, layers[0] : layers[-1] + 1])",
-        "self._to_device(given[self.rows][:, 0 : len(layers)])",
+        'wanted["given"] = given[self.rows][:, layers[0] : layers[-1] + 1]',
+        'wanted["given"] = given[self.rows][:, 0 : len(layers)]',
         (COUNTED,),
     ),
     SeededBug(
@@ -41,11 +41,11 @@ ROUTING = (
         (REFERENCE,),
     ),
     SeededBug(
-        "routes of the first micro-batch for all", "several trainers", FORWARD,
-        "routes = routing[shard.micro_batch] if routing is not None else None\n",
-        "routes = routing[shard.micro_batch] if routing is not None else None\n"
-        "    if routes is not None and (first := routing[0].batch.routed_experts) is not None:\n"
-        "        shard = replace(shard, routed_experts=first[: len(shard.tokens)])\n",
+        "routes of the first micro-batch for all", "several trainers", INPUTS,
+        "routes = self._routing[shard.micro_batch] if self._routing is not None else None\n",
+        "routes = self._routing[shard.micro_batch] if self._routing is not None else None\n"
+        "        if routes is not None and (first := self._routing[0].batch.routed_experts) is not None:\n"
+        "            shard = replace(shard, routed_experts=first[: len(shard.tokens)])\n",
         (AT_ROUTERS + "test_several_epochs_over_the_same_samples_use_the_same_routes",),
     ),
     SeededBug(
@@ -78,8 +78,8 @@ ROUTING = (
     ),
     SeededBug(
         "flips counted over untrained tokens too", "design", ROUTES,
-        "self.weight = shard.loss_mask[self.rows].to(compute_device(), non_blocking=True)",
-        "self.weight = torch.ones_like(shard.loss_mask[self.rows], device=compute_device())", (COUNTED,),
+        'wanted["weight"] = shard.loss_mask[self.rows]',
+        'wanted["weight"] = torch.ones_like(shard.loss_mask[self.rows])', (COUNTED,),
     ),
     SeededBug(
         "a token that flips on two pipeline stages counted twice", "design", RESULTS,

@@ -39,9 +39,9 @@ def gather_routes(micro_batches: Sequence[MicroBatchRoutes], samples: Sequence[S
     for routes in micro_batches:
         if routes.is_counted:
             targets, rows = _row_indices(routes, starts, lengths)
-            for layer in routes.layers:
-                ids = routes.chosen[layer].cpu().contiguous()
-                flat[targets, layer] = ids.view(torch.uint8).view(-1, width)[rows]
+            if routes.layers:
+                ids = torch.stack([routes.chosen[layer] for layer in routes.layers], 1).cpu()  # [t, layers, k]
+                flat[targets[:, None], torch.tensor(routes.layers)] = ids.view(torch.uint8)[rows]
     moved = _sum_bytes(flat)
     everything = flat.numpy().view(shape.dtype)
     return [everything[starts[i] : starts[i] + lengths[i]] for i in wanted], moved

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_gspo.data.packing import PackedBatch
 from megatron_gspo.errors import RunError
+from megatron_gspo.mcore.device_copies import copy_to_device
 from megatron_gspo.mcore.process_groups import ProcessGroups, compute_device
 from megatron_gspo.routing_replay.routes import RouteShape
 from megatron_gspo.routing_replay.statistics import expert_overlap, router_entropy
@@ -35,7 +36,7 @@ class ReplayOptions:
 
     shape: sizes of the routes. replay: use the ``routed_experts`` of the batches. record: keep the live choices.
     compare: count where a live choice differs from the batches' routes. entropy: measure the routers' entropy.
-    storage: where ids are kept, ``device`` or ``host`` (pinned memory, copied asynchronously).
+    storage: where recorded ids are kept, ``device`` or ``host`` (pinned memory, copied asynchronously).
     """
 
     shape: RouteShape
@@ -85,14 +86,6 @@ class MicroBatchRoutes:
         self.flipped: Tensor | None = None
         self.uses: Counter[tuple[int, bool]] = Counter()
         self.bytes_moved = 0
-        self._store_batch()
-
-    def _store_batch(self) -> None:
-        """Move the batch's ids to the GPU or into pinned memory; nothing on a CPU."""
-        for name in ("routed_experts", "missing_routes") if torch.cuda.is_available() else ():
-            if (ids := getattr(self.batch, name)) is not None:
-                on_device = self.options.storage == "device"
-                setattr(self.batch, name, self._to_device(ids) if on_device else ids.pin_memory())
 
     def begin_chunk(self, shard: PackedBatch, layers: Sequence[int]) -> None:
         """Take the routes of a model chunk's MoE layers, contiguous, from the context-parallel shard of this batch.
@@ -107,13 +100,18 @@ class MicroBatchRoutes:
         given, missing = shard.routed_experts, shard.missing_routes
         if given is None and self.options.needs_routes:
             raise RoutingError(f"micro-batch {number} carries no routes; pack it with routes")
+        wanted = {}
         if self.weight is None:
-            self.weight = shard.loss_mask[self.rows].to(compute_device(), non_blocking=True)
-            self.missing = None if missing is None else self._to_device(missing[self.rows])
+            wanted["weight"] = shard.loss_mask[self.rows]
+            if missing is not None:
+                wanted["missing"] = missing[self.rows]
+        if given is not None:
+            wanted["given"] = given[self.rows][:, layers[0] : layers[-1] + 1]
+        moved = self._to_device(wanted)
+        self.weight, self.missing = moved.get("weight", self.weight), moved.get("missing", self.missing)
         self.layers += layers
         if given is not None:
-            ids = self._to_device(given[self.rows][:, layers[0] : layers[-1] + 1])
-            self.given.update(zip(layers, ids.unbind(1), strict=True))
+            self.given.update(zip(layers, moved["given"].unbind(1), strict=True))
 
     @property
     def known_weight(self) -> Tensor:
@@ -172,10 +170,10 @@ class MicroBatchRoutes:
                     f"{with_gradient} times with and {without} times without a gradient; expected once"
                 )
 
-    def _to_device(self, ids: Tensor) -> Tensor:
-        moved = ids.to(compute_device(), non_blocking=True)
-        self.bytes_moved += 0 if moved is ids else ids.numel() * ids.element_size()
-        return moved
+    def _to_device(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        device = compute_device()
+        self.bytes_moved += 0 if device.type == "cpu" else sum(value.nbytes for value in tensors.values())
+        return copy_to_device(tensors, device)
 
 
 def routes_of_mini_batch(options: ReplayOptions | None, batches: Sequence[PackedBatch], groups: ProcessGroups, *,

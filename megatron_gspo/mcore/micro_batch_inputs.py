@@ -1,0 +1,88 @@
+"""The inputs of the forward step: each micro-batch's shard, copied to the device one micro-batch ahead.
+
+A pipeline stage gets what it reads: the first one tokens, the last one labels and what the loss needs. The bounds of
+the sequences stay on the host, where they are used: reading them back would synchronise the device.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from megatron_gspo.data.packing import PackedBatch, context_parallel_shard
+from megatron_gspo.mcore.device_copies import copy_to_device
+from megatron_gspo.mcore.process_groups import ProcessGroups, compute_device
+from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes
+from megatron_gspo.mcore.routing_replay.router_hooks import router_hooks
+from megatron_gspo.parallel.scored_rows import ScoredRows
+
+_FIRST_STAGE = ("tokens", "position_ids")
+_LAST_STAGE = ("labels",)
+_LOSS = ("segment_ids", "loss_mask", "advantages", "old_log_probs", "ref_log_probs")
+
+
+@dataclass(frozen=True)
+class MicroBatchInputs:
+    """A micro-batch as one model chunk takes it.
+
+    batch: the context-parallel shard; what the chunk's stage reads is on the device, with int32 in place of int64.
+    routes: of the micro-batch, or None. scored: on the last stage, the positions that the log-prob head works on.
+    """
+
+    batch: PackedBatch
+    routes: MicroBatchRoutes | None
+    scored: ScoredRows | None
+
+
+class InputReader:
+    """Reads the micro-batches of passes over ``num_microbatches`` each, for every model chunk from its own iterator.
+
+    trains: score the trained positions and copy what the loss needs; else score all response tokens.
+    routing: of the pass; None without routes.
+    """
+
+    def __init__(self, groups: ProcessGroups, *, num_microbatches: int, trains: bool,
+                 routing: Sequence[MicroBatchRoutes] | None) -> None:  # fmt: skip
+        self._groups, self._count, self._trains, self._routing = groups, num_microbatches, trains, routing
+        self._ready: dict[int, MicroBatchInputs] = {}
+        self._taken: Counter[int] = Counter()
+
+    def take(self, batches: Iterator[PackedBatch], model: Any) -> MicroBatchInputs:
+        """The next micro-batch of ``model``, an unwrapped chunk. The copy of the one after it has been started too,
+        unless that belongs to another pass."""
+        chunk = id(model)
+        inputs = self._ready.pop(chunk, None)
+        if inputs is None:
+            inputs = self._start(next(batches), model)
+        self._taken[chunk] += 1
+        if self._taken[chunk] % self._count and (following := next(batches, None)) is not None:
+            self._ready[chunk] = self._start(following, model)
+        return inputs
+
+    def _start(self, batch: PackedBatch, model: Any) -> MicroBatchInputs:
+        groups = self._groups
+        shard = context_parallel_shard(batch, groups.cp.rank(), groups.cp.size())
+        routes = self._routing[shard.micro_batch] if self._routing is not None else None
+        if routes is not None:
+            routes.begin_chunk(shard, [hook.layer for hook in router_hooks(model)])
+        rows = self._scored_rows(shard, model)
+        read = [*(_FIRST_STAGE if model.pre_process else ()), *(_LAST_STAGE if model.post_process else ())]
+        read += _LOSS if model.post_process and self._trains else ()
+        tensors: dict[str, Tensor] = {name: value for name in read if (value := getattr(shard, name)) is not None}
+        moved = copy_to_device(tensors | (rows.tensors() if rows is not None else {}), compute_device())
+        return MicroBatchInputs(
+            batch=replace(shard, routed_experts=None, missing_routes=None, **{name: moved[name] for name in tensors}),
+            routes=routes,
+            scored=None if rows is None else rows.with_tensors(moved),
+        )
+
+    def _scored_rows(self, shard: PackedBatch, model: Any) -> ScoredRows | None:
+        if not model.post_process:
+            return None
+        tp = self._groups.tp
+        place = (tp.rank(), tp.size()) if model.config.sequence_parallel else (0, 1)
+        return ScoredRows.of(shard.loss_mask if self._trains else shard.response_mask, *place)

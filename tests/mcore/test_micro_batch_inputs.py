@@ -1,0 +1,120 @@
+"""The inputs of the forward step: what each stage gets, which positions are scored, and how far ahead is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_gspo.data.packing import PackedBatch, context_parallel_shard, pack
+from megatron_gspo.mcore import micro_batch_inputs
+from megatron_gspo.mcore.micro_batch_inputs import InputReader
+from tests.support.samples import make_sample
+
+COPIED = ("tokens", "position_ids", "labels", "segment_ids", "loss_mask", "advantages", "old_log_probs",
+          "ref_log_probs", "rollout_log_probs", "response_mask")  # fmt: skip
+
+
+def group(rank: int = 0, size: int = 1) -> Any:
+    return SimpleNamespace(rank=lambda: rank, size=lambda: size)
+
+
+def groups(**given: Any) -> Any:
+    return SimpleNamespace(**({"cp": group(), "tp": group()} | given))
+
+
+def chunk(first: bool = True, last: bool = True, sequence_parallel: bool = False) -> Any:
+    """Stands for a model chunk."""
+    return SimpleNamespace(pre_process=first, post_process=last,
+                           config=SimpleNamespace(sequence_parallel=sequence_parallel))  # fmt: skip
+
+
+def batch(number: int = 0) -> PackedBatch:
+    samples = [make_sample(3, 4, seed=number, mask=[True, False, True, True]), make_sample(2, 3, seed=number + 10)]
+    packed = pack(samples, num_sequences=2, num_tokens=6, sequence_multiple=4)
+    return replace(packed, micro_batch=number)
+
+
+def reader(count: int = 1, trains: bool = True, **given: Any) -> InputReader:
+    return InputReader(groups(**given), num_microbatches=count, trains=trains, routing=None)
+
+
+def counted(batches: list[PackedBatch], read: list[int]) -> Iterator[PackedBatch]:
+    for one in batches:
+        read.append(one.micro_batch)
+        yield one
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "trains", "expected"),
+    [
+        (True, True, True, {*COPIED} - {"rollout_log_probs", "response_mask"}),
+        (True, True, False, {"tokens", "position_ids", "labels"}),
+        (True, False, True, {"tokens", "position_ids"}),
+        (False, False, True, set()),
+        (False, True, True, {"labels", "segment_ids", "loss_mask", "advantages", "old_log_probs", "ref_log_probs"}),
+        (False, True, False, {"labels"}),
+    ],
+)
+def test_a_stage_gets_what_it_reads(first, last, trains, expected, monkeypatch):
+    monkeypatch.setattr(micro_batch_inputs, "compute_device", lambda: torch.device("meta"))  # stands for the GPU
+    given = batch()
+    inputs = reader(trains=trains).take(iter([given]), chunk(first, last))
+    there = {name for name in COPIED if getattr(inputs.batch, name).device.type == "meta"}
+    assert there == expected
+    assert inputs.batch.cu_seqlens.device.type == "cpu"
+    assert not [name for name in there if getattr(inputs.batch, name).dtype == torch.int64]
+    assert (inputs.scored is not None) == last
+    if inputs.scored is not None:
+        assert inputs.scored.positions.device.type == "meta" and inputs.scored.positions.dtype == torch.int64
+
+
+def test_values_are_those_of_the_shard():
+    for rank in (0, 1):
+        given = batch()
+        inputs = reader(cp=group(rank, 2)).take(iter([given]), chunk())
+        shard = context_parallel_shard(given, rank, 2)
+        for name in COPIED:
+            assert torch.equal(getattr(inputs.batch, name), getattr(shard, name)), name
+        assert inputs.scored.positions.tolist() == shard.loss_mask.nonzero().flatten().tolist()
+
+
+def test_training_scores_trained_positions_and_a_pass_without_loss_all_responses():
+    given = batch()
+    trained = reader().take(iter([given]), chunk()).scored
+    responses = reader(trains=False).take(iter([given]), chunk()).scored
+    assert trained.positions.tolist() == given.loss_mask.nonzero().flatten().tolist()
+    assert responses.positions.tolist() == given.response_mask.nonzero().flatten().tolist()
+    assert len(trained.positions) == 6 and len(responses.positions) == 7
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_rows_are_split_under_sequence_parallelism_alone(sequence_parallel):
+    given = batch()
+    rows = reader(tp=group(1, 2)).take(iter([given]), chunk(sequence_parallel=sequence_parallel)).scored
+    half = len(given.tokens) // 2
+    own = given.loss_mask[half:] if sequence_parallel else given.loss_mask
+    assert rows.own.tolist() == own.nonzero().flatten().tolist()
+    assert (rows.gathered is not None) == sequence_parallel
+
+
+def test_the_next_micro_batch_is_read_ahead_but_not_that_of_the_next_pass():
+    read: list[int] = []
+    batches, model, inputs = counted([batch(i) for i in range(7)], read), chunk(), reader(count=3)
+    for i in range(6):
+        assert inputs.take(batches, model).batch.micro_batch == i
+        assert read == list(range(min(i + 2, 3 if i < 3 else 6)))
+
+
+def test_every_chunk_reads_from_its_own_iterator():
+    inputs, chunks = reader(count=2), [chunk(last=False), chunk(first=False)]
+    iterators = [iter([batch(0), batch(1)]) for _ in chunks]
+    order = [(0, 0), (1, 0), (1, 1), (0, 1)]
+    for which, number in order:
+        assert inputs.take(iterators[which], chunks[which]).batch.micro_batch == number
+    with pytest.raises(StopIteration):
+        inputs.take(iterators[0], chunks[0])
