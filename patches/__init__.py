@@ -16,6 +16,7 @@ def apply_patches() -> None:
     """
     from megatron_gspo.patches import (
         adam_step,
+        gradient_norm,
         megatron_on_cpu,
         moe_retained_activations,
         moe_uneven_collectives,
@@ -30,5 +31,6 @@ def apply_patches() -> None:
         moe_uneven_collectives,
         moe_retained_activations,
         adam_step,
+        gradient_norm,
     ):
         patch.apply()

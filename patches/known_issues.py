@@ -77,6 +77,17 @@ PATCHES = (
         marked=(_OPTIMIZER + "state_dict",),
     ),
     KnownIssue(
+        "`gradient_norm.py`",
+        "megatron-core 0.16.1 - 0.19.2 without Transformer Engine and Apex",
+        "the gradient norm reads the norm of each parameter's gradient back to the host: one synchronisation each in "
+        "every optimizer step",
+        "[`local_multi_tensor_l2_norm`](mcore:utils.py#L1200)",
+        "`tests/patches/test_gradient_norm.py::test_the_norm_stays_on_the_device_and_upstreams_does_not`",
+        "upstream keeps the norms on the device",
+        _no_fused_adam,
+        marked=("megatron.core.optimizer.clip_grads:l2_norm_impl",),
+    ),
+    KnownIssue(
         "`te_general_gemm.py`",
         "megatron-core 0.16.1 without Transformer Engine",
         "a name is imported inside a `try` and used outside of it: `NameError` in the router's first forward pass",

@@ -117,7 +117,6 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "hierarchical_context_parallel_sizes": ((None,), "needs process groups that are not created"),
     "num_distributed_optimizer_instances": ((1,), "needs process groups that are not created"),
     "max_seqlen_per_dp_cp_rank": ((None,), "divides sequences otherwise than packing does"),
-    "check_for_nan_in_grad": ((True,), "lets a gradient that is not finite into the weights"),
     "optimizer": (("adam",), "is not supported; checkpoints and resuming are implemented for Adam"),
     **dict.fromkeys(
         ("moe_use_legacy_grouped_gemm", "moe_single_grouped_weight", "moe_single_grouped_bias"), ((False,), _NAMES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -82,6 +83,7 @@ def build_policy(model: ModelConfig, parallel: ParallelConfig, groups: ProcessGr
     _connect(config, wrapped, parallel)
     adam = get_megatron_optimizer(optimizer_config(optimizer, model, parallel, options), wrapped)
     _fuse(adam)
+    _check_gradient_norm(adam)
     config.grad_scale_func = adam.scale_loss
     return Policy(wrapped, groups, family, shape, path, adam, _schedule(adam, optimizer, total_steps))
 
@@ -110,7 +112,7 @@ def ddp_config(parallel: ParallelConfig, options: MegatronOptions = MegatronOpti
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
         grad_reduce_in_fp32=True,
-        check_for_nan_in_grad=True,  # stop, rather than step into NaN weights
+        check_for_nan_in_grad=False,  # two host synchronisations a bucket; the gradient norm is checked instead
     )
     return construct(DistributedDataParallelConfig, keywords, options.ddp)
 
@@ -149,6 +151,19 @@ def _fuse(adam: Any) -> None:
         if isinstance(part.optimizer, torch.optim.Adam):  # AdamW is one of it
             for group in part.optimizer.param_groups:
                 group.update(fused=True, foreach=False)
+
+
+def _check_gradient_norm(adam: Any) -> None:
+    """Stop before a step into NaN weights: once a step and, because the norm is that of all ranks, on every rank."""
+    gradient_norm = adam.get_grad_norm
+
+    def checked() -> Any:
+        norm = gradient_norm()
+        if not math.isfinite(norm):
+            raise RuntimeError(f"the grad norm is {float(norm)}")
+        return norm
+
+    adam.get_grad_norm = checked
 
 
 def _schedule(adam: Any, optimizer: OptimizerConfig, total_steps: int) -> OptimizerParamScheduler:

@@ -89,7 +89,6 @@ def test_an_option_that_another_key_sets_is_refused_with_that_key(name, key):
         ("delay_wgrad_compute", True, False, "schedule plan"),
         ("fp8", "hybrid", None, "scales tensors by earlier batches"),
         ("softmax_type", "learnable", "vanilla", "changes the model"),
-        ("check_for_nan_in_grad", False, True, "not finite"),
         ("use_megatron_fsdp", True, False, "needs FSDP"),
         ("optimizer", "sgd", "adam", "implemented for Adam"),
     ],

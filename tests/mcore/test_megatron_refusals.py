@@ -28,7 +28,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
 # Defaults of ours that a user may override.
 DEFAULTS = {
     "bias_activation_fusion", "bias_dropout_fusion", "apply_rope_fusion", "gradient_accumulation_fusion",
-    "grad_reduce_in_fp32",
+    "grad_reduce_in_fp32", "check_for_nan_in_grad",
 }  # fmt: skip
 
 

@@ -1,9 +1,11 @@
-"""A policy on one process: its optimizer and schedule, and the frozen reference."""
+"""A policy: its optimizer and schedule, the frozen reference, and a gradient that is not finite."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -44,3 +46,28 @@ def test_a_policy_and_its_reference(tmp_path):
     assert found["fused"] and all(found["fused"])
     assert found["frozen"] and found["reference optimizer"] is None
     assert found["random"] == (True, False), "the seed decides on random weights"
+
+
+def step_on(rank: int, world_size: int, path: str, value: float, clip_grad: float) -> tuple[str, bool]:
+    """What a step raises of which the data of the second rank has an advantage ``value``; whether the weights moved."""
+    policy = build_policy(model_config(path), parallel(), groups_of(parallel()),
+                          optimizer=replace(adam(1e-2), clip_grad=clip_grad))  # fmt: skip
+    before = [parameter.clone() for parameter in policy.chunks[0].parameters()]
+    samples = make_samples(count=4)
+    for sample in samples:
+        sample.old_log_probs = np.full(sample.response_length, -3.0, dtype=np.float32)
+    samples[0].advantages = np.full(samples[0].response_length, value, dtype=np.float32)
+    message = ""
+    try:
+        train_mini_batch(policy, samples, preset("grpo"), micro_batches_of(64, micro_batch_size=1), temperature=1.0)
+    except RuntimeError as error:
+        message = str(error)
+    return message, not all(map(torch.equal, before, policy.chunks[0].parameters()))
+
+
+@pytest.mark.parametrize("clip_grad", [1.0, 0.0])
+def test_a_gradient_that_is_not_finite_stops_every_rank_before_the_step(tmp_path, clip_grad):
+    """The sample is on one data-parallel rank alone: the other must not wait for it, nor step."""
+    path = save_tiny_model(tmp_path / "model")
+    assert run_distributed(step_on, 2, path, 1.0, clip_grad) == [("", True)] * 2
+    assert run_distributed(step_on, 2, path, float("nan"), clip_grad) == [("the grad norm is nan", False)] * 2

@@ -1,0 +1,95 @@
+"""The gradient norm of an optimizer step: its value, and how often the host waits for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.optimizer import clip_grads
+from megatron.core.utils import local_multi_tensor_l2_norm
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import megatron_gspo.mcore.train_step  # noqa: F401  applies the patches; the fork server of the tests imports it once
+from megatron_gspo.algorithms import preset
+from megatron_gspo.mcore.policy import Policy
+from megatron_gspo.mcore.train_step import forward_backward, pack_mini_batch
+from megatron_gspo.patches import gradient_norm
+from megatron_gspo.patches.gradient_norm import foreach_l2_norm
+from megatron_gspo.patches.mark import MARK
+from tests.equivalence.cases import make_samples
+from tests.support.configs import micro_batches_of, parallel
+from tests.support.distributed import run_distributed
+from tests.support.patched_policies import policy_in
+
+
+class Reads(TorchDispatchMode):
+    """Counts the values that are read from a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def with_gradients(path: str) -> Policy:
+    policy = policy_in(path, parallel(), distributed_optimizer=True)
+    batches = pack_mini_batch(policy, make_samples(count=4), micro_batches_of(64), optional=(), routing=None)
+    forward_backward(policy, preset("sft"), batches, temperature=1.0)
+    return policy
+
+
+def steps(rank: int, world_size: int, path: str) -> dict[str, Any]:
+    """A step with the patch and with upstream's function in its place: (norm, values read)."""
+    found: dict[str, Any] = {}
+    patched = clip_grads.l2_norm_impl
+    for name, function in (("patched", patched), ("upstream", getattr(patched, MARK))):
+        policy = with_gradients(path)
+        clip_grads.l2_norm_impl = function
+        with Reads() as reads:
+            _, norm, _ = policy.optimizer.step()
+        found[name] = float(norm), reads.count
+    return found
+
+
+@pytest.mark.skipif(
+    clip_grads.l2_norm_impl is not foreach_l2_norm, reason="Transformer Engine or Apex computes the norm"
+)
+def test_an_optimizer_step_reads_one_norm(path):
+    found = run_distributed(steps, 1, path)[0]
+    (norm, reads), (upstream_norm, _) = found["patched"], found["upstream"]
+    assert norm == pytest.approx(upstream_norm, rel=1e-6) and norm > 0
+    assert reads == 1
+
+
+def test_the_norm_stays_on_the_device_and_upstreams_does_not():
+    """On the meta device nothing can be read. Upstream reads within ``torch.tensor``, which no mode sees."""
+    arguments = 65536, torch.zeros(1, device="meta"), [[torch.empty(3, device="meta"), torch.empty(2, device="meta")]]
+    assert foreach_l2_norm(*arguments, False)[0].device.type == "meta"
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        local_multi_tensor_l2_norm(*arguments, False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_is_that_of_all_tensors_in_float32(dtype):
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in ((3, 5), (7,), ())]
+    norm, per_tensor = foreach_l2_norm(65536, torch.zeros(1), [tensors], False)
+    expected = torch.cat([tensor.double().flatten() for tensor in tensors]).norm()
+    assert norm.shape == (1,) and norm.dtype == torch.float32 and per_tensor is None
+    torch.testing.assert_close(norm[0].double(), expected, rtol=1e-6, atol=0)
+
+
+def test_a_kernel_of_another_library_is_left_alone(monkeypatch):
+    def kernel() -> None:
+        pass
+
+    monkeypatch.setattr(clip_grads, "l2_norm_impl", kernel)
+    gradient_norm.apply()
+    assert clip_grads.l2_norm_impl is kernel
+    monkeypatch.delattr(clip_grads, "l2_norm_impl")
+    with pytest.raises(ImportError, match="l2_norm_impl"):
+        gradient_norm.apply()
