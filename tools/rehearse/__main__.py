@@ -80,7 +80,7 @@ def rehearse(args: argparse.Namespace) -> Rehearsal:
     check_arguments(args)
     gpu = find_gpu(args.gpu)
     config: Config = load_config(args.config, args.overrides)
-    config.check(args.world)
+    config.check_sizes(args.world)
     played = choose_ranks(config.parallel, args.world, args.ranks)
     job = RankJob(args.config, tuple(args.overrides), args.world, args.layers, args.imbalance)
     with RankProgress(len(played)) as progress:
