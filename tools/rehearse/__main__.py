@@ -56,6 +56,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--gpu", default="h100",
                       help=f"the GPU whose memory must suffice: {', '.join(GPUS)} (default: %(default)s)")  # fmt: skip
     made.add_argument("--jobs", type=int, metavar="J", help="ranks at a time (default: by cores and memory)")
+    made.add_argument("--build-only", action="store_true",
+                      help="only check the config, and the files it names, and build the model of each stage")  # fmt: skip
     made.add_argument("--json", type=Path, metavar="FILE", help="write all that was recorded")
     made.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts of the memory")
     made.add_argument("--png", type=Path, metavar="FILE", help="write the charts alone")
@@ -73,6 +75,15 @@ def check_arguments(args: argparse.Namespace) -> None:
         for package in packages if getattr(args, option[2:]) else ():
             if importlib.util.find_spec(package) is None:
                 raise InputError(f"{option} needs {package}: pip install 'megatron-gspo[plot]'")
+
+
+def build(args: argparse.Namespace) -> str:
+    """``--build-only``: what each pipeline stage holds. Raises ``UserError``."""
+    from megatron_gspo.tools.rehearse.build_only import build_stages, describe_stages
+
+    check_arguments(args)
+    config = load_config(args.config, args.overrides)
+    return describe_stages(config, args.world, build_stages(config, args.world))
 
 
 def rehearse(args: argparse.Namespace) -> Rehearsal:
@@ -142,6 +153,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report; 0, 1 where a run would stop or go wrong, 2 with one line for invalid input."""
     try:
         args = parser().parse_intermixed_args(arguments)
+        if args.build_only:
+            print(build(args))
+            return 0
         rehearsal = rehearse(args)
         print(whole_report(rehearsal))
         write_files(rehearsal, args)
