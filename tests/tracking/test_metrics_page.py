@@ -36,8 +36,8 @@ SOURCES = (
     PACKAGE / "rollout" / "server_engine" / "server_engine.py",
     PACKAGE / "routing_replay" / "step_metrics.py",
 )
-# what a forward step returns; a key of summary.json; of a request
-NOT_METRICS = {"metrics", "log_probs", "exit", "tags"}
+# what a forward step returns; keys of summary.json; of a request
+NOT_METRICS = {"metrics", "log_probs", "exit", "exported", "tags"}
 # functions that make a line of routing.jsonl or of rollouts.jsonl, and the arrays of ratios/
 OTHER_RECORDS = {"by_layer", "rollout_record", "ratio_arrays"}
 

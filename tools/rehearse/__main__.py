@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
                       help=f"the GPU whose memory must suffice: {', '.join(GPUS)} (default: %(default)s)")  # fmt: skip
     made.add_argument("--jobs", type=int, metavar="J", help="ranks at a time (default: by cores and memory)")
     made.add_argument("--build-only", action="store_true",
-                      help="only check the config, and the files it names, and build the model of each stage")  # fmt: skip
+                      help="only check the config and its files, and build the model of each stage")  # fmt: skip
     made.add_argument("--json", type=Path, metavar="FILE", help="write all that was recorded")
     made.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts of the memory")
     made.add_argument("--png", type=Path, metavar="FILE", help="write the charts alone")

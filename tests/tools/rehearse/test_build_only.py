@@ -50,7 +50,8 @@ def test_the_command_line(model, tmp_path, capsys):
 def test_the_option_of_train_names_the_command(capsys):
     with pytest.raises(SystemExit) as stopped:
         train.main(["config.yaml", "--dry-run", "4"])
-    assert stopped.value.code == 2 and "megatron-gspo rehearse CONFIG.yaml --world N --build-only" in capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert "use megatron-gspo rehearse CONFIG.yaml --world N --build-only" in capsys.readouterr().err
 
 
 def test_a_layout_that_does_not_fit_is_a_config_error(model, tmp_path):
