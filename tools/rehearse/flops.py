@@ -22,14 +22,14 @@ class FlopLog:
 
     def count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         packet = func._overloadpacket
-        formula = flop_registry.get(packet)
-        if formula is not None:
+        name = packet._qualified_op_name
+        if name in _FORMULAS:  # torch's own, where it has one, takes each sequence to be as long as the longest
+            flops = _FORMULAS[name](self._values, *args)
+        elif (formula := flop_registry.get(packet)) is not None:
             flops = formula(*args, **kwargs, out_val=out)
-        elif packet._qualified_op_name in _FORMULAS:
-            flops = _FORMULAS[packet._qualified_op_name](self._values, *args)
         else:
             return
-        self._counts.setdefault(self.phase, Counter())[packet._qualified_op_name] += int(flops)
+        self._counts.setdefault(self.phase, Counter())[name] += int(flops)
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:

@@ -22,6 +22,7 @@ from megatron_gspo.data.sample import Sample
 from megatron_gspo.loop.log_probs import with_log_probs
 from megatron_gspo.loop.routing import RoutingReplay
 from megatron_gspo.loop.timers import Timers
+from megatron_gspo.mcore.megatron_options import MegatronOptions
 from megatron_gspo.mcore.policy import Policy, build_policy, check_megatron_options
 from megatron_gspo.mcore.process_groups import ProcessGroups, every_group, initialize, shutdown
 from megatron_gspo.mcore.train_step import StepResult, train_mini_batch
@@ -34,6 +35,7 @@ from megatron_gspo.tools.rehearse.fake_world import fake_world
 from megatron_gspo.tools.rehearse.mini_batch import MiniBatchPlan, plan_mini_batch, synthetic_samples, with_plan
 from megatron_gspo.tools.rehearse.records import CheckpointPlan, RankRecord, Retained
 from megatron_gspo.tools.rehearse.retained import find_retained
+from megatron_gspo.tools.rehearse.stage_exports import exports_of_stages
 
 _HOST_BYTES = 2**20  # larger host tensors of a checkpoint's plan are fake
 
@@ -68,10 +70,19 @@ def rehearse_rank(config: Config, rank: int, world: int, gpu: FakeGpu) -> RankRe
     shape = family_of(read_config(config.model.path))[1]
     plan = plan_mini_batch(config, world)
     run = _Run(with_plan(config, plan), shape, gpu)
-    objects = _objects_of_others
+    options = check_megatron_options(
+        config.megatron, shape, config.parallel, config.model, config.optimizer, config.routing
+    )
+    exports = exports_of_stages(config, options, rank, world)
+
+    def objects(obj: Any, group: Any) -> list[Any] | None:
+        """What others send. Metrics come from the last pipeline stage, as a dict in a list; their values don't
+        matter."""
+        return exports if exports and obj == exports[group.rank() % len(exports)] else [{}] if obj == [None] else None
+
     with fused_functions(gpu.host), fake_world(rank, world, gpu.collectives, objects=objects), \
             torch.autograd.set_multithreading_enabled(False), gpu:  # fmt: skip
-        policy, reference = _build(run)
+        policy, reference = _build(run, options)
         gc.collect()
         gc.freeze()  # the collector need not look at the model again
         try:
@@ -86,16 +97,8 @@ def rehearse_rank(config: Config, rank: int, world: int, gpu: FakeGpu) -> RankRe
             shutdown(keep_distributed=True)
 
 
-def _objects_of_others(obj: Any, group: Any) -> list[Any] | None:
-    """Metrics are sent by the last pipeline stage as a dict in a list; the values don't matter."""
-    return [{}] if obj == [None] else None
-
-
-def _build(run: _Run) -> tuple[Policy, Policy | None]:
+def _build(run: _Run, options: MegatronOptions) -> tuple[Policy, Policy | None]:
     config, gpu = run.config, run.gpu
-    options = check_megatron_options(
-        config.megatron, run.shape, config.parallel, config.model, config.optimizer, config.routing
-    )
     model = replace(config.model, init="random")
     reference = None
     with run.phase("build", "buffers"):

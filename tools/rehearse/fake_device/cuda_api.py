@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch._dynamo  # before there is a GPU: it would import the driver's functions
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_map
 
 from megatron_gspo.tools.rehearse.host_log import HostLog
@@ -24,6 +26,7 @@ _PINNED = "_rehearsal_pinned"
 @contextlib.contextmanager
 def fake_cuda(host: HostLog) -> Iterator[None]:
     """Within the context there is one CUDA device, whose tensors are fake. Waiting for it is recorded in ``host``."""
+    _device_constructors()  # ``with torch.device(...)`` knows the originals only, from a list that it makes once
     with contextlib.ExitStack() as stack:
 
         def replace(owner: Any, name: str, value: Any) -> None:
@@ -40,8 +43,11 @@ def fake_cuda(host: HostLog) -> Iterator[None]:
         for name in ("range_push", "range_pop", "mark"):
             replace(torch.cuda.nvtx, name, lambda *args, **kwargs: None)
         for name, make in _TENSOR_METHODS.items():
-            replace(Tensor, name, make(getattr(Tensor, name)))
+            made = make(getattr(Tensor, name))
+            for owner in (Tensor, FakeTensor) if name in vars(FakeTensor) else (Tensor,):
+                replace(owner, name, made)
         replace(torch, "tensor", _tensor(torch.tensor))
+        replace(torch._dynamo.config, "disable", True)
         replace(torch.nn.Module, "_apply", _apply)
         # torch.tensor(..., device="cuda") makes a host tensor and copies it, so that the copy is seen
         torch._C._set_only_lift_cpu_tensors(True)

@@ -1,0 +1,144 @@
+"""Operations on fake device tensors, and what is recorded of them."""
+
+import pytest
+import torch
+
+from megatron_gspo.tools.rehearse.fake_gpu import FakeGpu
+from megatron_gspo.tools.rehearse.rehearsal_error import RehearsalError
+
+from .on_fake_gpu import on_fake_gpu
+
+
+def kinds(gpu: FakeGpu) -> list[str]:
+    return [finding.kind for finding in gpu.host.findings if finding.is_defect]
+
+
+@on_fake_gpu
+def test_forward_and_backward_run_without_findings() -> None:
+    with FakeGpu() as gpu:
+        weight = torch.randn(8, 4, device="cuda", requires_grad=True)
+        loss = (torch.randn(2, 8, device="cuda") @ weight).relu().sum()
+        with torch.autograd.set_multithreading_enabled(False):
+            loss.backward()
+        assert weight.grad is not None and weight.grad.shape == (8, 4) and weight.grad.is_cuda
+    assert not kinds(gpu)
+    assert not gpu.host.syncs
+    assert gpu.flops.counts == {"build": {"aten::mm": 2 * 2 * 2 * 8 * 4}}
+
+
+@on_fake_gpu
+def test_a_host_tensor_in_a_device_operation_is_found_with_its_line() -> None:
+    with FakeGpu() as gpu:
+        out = torch.ones(4, device="cuda") + torch.ones(4)
+    assert out.is_cuda
+    assert kinds(gpu) == ["device_mix"]
+    assert "test_fake_gpu.py" in gpu.host.findings[0].where[0]
+
+
+@on_fake_gpu
+def test_two_dtypes_in_a_product_are_found() -> None:
+    with FakeGpu() as gpu:
+        torch.ones(4, 4, device="cuda", dtype=torch.bfloat16) @ torch.ones(4, 4, device="cuda")
+    assert kinds(gpu) == ["dtype_mix"]
+
+
+@on_fake_gpu
+def test_reads_of_the_host_are_counted() -> None:
+    with FakeGpu() as gpu:
+        known = torch.arange(4, device="cuda")
+        assert known.sum().item() == 6
+        assert (known * 2).tolist() == [0, 2, 4, 6]
+        assert int(known[1]) == 1
+    assert [sync.kind for sync in gpu.host.syncs] == ["item", "copy to host", "item"], gpu.host.syncs
+
+
+@on_fake_gpu
+def test_an_unknown_integer_is_an_error_that_names_the_line() -> None:
+    with FakeGpu(), pytest.raises(RehearsalError, match="test_fake_gpu.py"):
+        torch.randn(4, device="cuda").argmax().item()
+
+
+@on_fake_gpu
+def test_a_size_that_depends_on_unknown_values_is_an_error() -> None:
+    with FakeGpu(), pytest.raises(RehearsalError, match="nonzero"):
+        (torch.randn(4, device="cuda") > 0).nonzero()
+
+
+@on_fake_gpu
+def test_device_memory_follows_live_tensors() -> None:
+    with FakeGpu() as gpu, gpu.phase("forward_backward", "activations"):
+        kept = torch.zeros(256, device="cuda")
+        temporary = torch.zeros(1024, device="cuda")
+        del temporary
+        assert gpu.memory.bytes["activations"] == kept.numel() * 4
+    assert gpu.memory.result().peak.bytes["activations"] == 5120
+
+
+@on_fake_gpu
+def test_copies_to_the_device_are_pinned_or_block() -> None:
+    with FakeGpu() as gpu:
+        host = torch.ones(8)
+        host.to("cuda", non_blocking=True)
+        host.pin_memory().to("cuda", non_blocking=True)
+        torch.empty(8, pin_memory=True).cuda()
+        torch.ones(8, device="cuda").copy_(host)
+        torch.tensor([1, 2], device="cuda")
+    found = [(copy.bytes, copy.pinned, copy.blocking) for copy in gpu.host.copies]
+    assert found == [(32, False, True), (32, True, False), (32, True, True), (32, False, True), (16, False, True)]
+
+
+@on_fake_gpu
+def test_parts_of_known_lengths_are_computed() -> None:
+    with FakeGpu() as gpu:
+        mask = torch.tensor([True, False, True], device="cuda")
+        rows = torch.randn(3, 5, device="cuda")
+        assert rows[mask].shape == (2, 5)
+        assert rows.masked_select(mask[:, None]).shape == (10,)
+        assert rows.split(mask.long().add(0)[:2].tolist() + [2])[2].shape == (2, 5)
+    assert len(gpu.host.syncs) == 3
+
+
+@on_fake_gpu
+def test_indices_of_the_host_are_copied() -> None:
+    with FakeGpu() as gpu:
+        torch.randn(3, 5, device="cuda")[torch.tensor([0, 2])]
+    assert [(copy.bytes, copy.blocking) for copy in gpu.host.copies] == [(16, True)]
+
+
+@on_fake_gpu
+def test_a_router_chooses_every_expert_alike() -> None:
+    with FakeGpu() as gpu:
+        _, ids = torch.randn(32, 8, device="cuda").topk(2, dim=1)
+        counts = torch.zeros(32, 8, device="cuda").int().scatter(1, ids, 1).sum(0)
+        assert counts.tolist() == [8] * 8
+    assert not kinds(gpu)
+
+
+@on_fake_gpu
+def test_grouped_products_are_counted() -> None:
+    with FakeGpu() as gpu, torch.autograd.set_multithreading_enabled(False):
+        rows = torch.randn(16, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        experts = torch.randn(4, 32, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        ends = torch.tensor([4, 8, 12, 16], dtype=torch.int32, device="cuda")
+        out = torch._grouped_mm(rows, experts, offs=ends)
+        out.backward(torch.ones_like(out))
+        assert experts.grad.shape == experts.shape
+        assert gpu.flops.counts["build"]["aten::_grouped_mm"] == 3 * 2 * 16 * 32 * 64
+    assert not kinds(gpu)
+
+
+@on_fake_gpu
+def test_varlen_attention_is_counted_by_its_sequences() -> None:
+    from torch.nn.attention.varlen import varlen_attn
+
+    with FakeGpu() as gpu, torch.autograd.set_multithreading_enabled(False):
+        query, key, value = (
+            torch.randn(16, 2, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+        )
+        bounds = torch.tensor([0, 4, 16], dtype=torch.int32, device="cuda")
+        varlen_attn(query, key, value, bounds, bounds, 12, 12, window_size=(-1, 0)).sum().backward()
+        assert query.grad.shape == query.shape
+    flops = 4 * 2 * 32 * (4 * 4 + 12 * 12)
+    assert gpu.flops.counts["build"] == {
+        "torch_attn::_varlen_attn": flops, "torch_attn::_varlen_attn_backward": flops * 5 // 2
+    }, gpu.flops.counts  # fmt: skip
