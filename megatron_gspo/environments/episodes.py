@@ -156,14 +156,14 @@ class Episode:
         versions = np.concatenate([part.versions for part in parts])
         mixed = any(part.has_versions for part in parts) or len(np.unique(versions)) > 1
         routes, missing = _join_routes(parts)
-        scores = [part.log_probs for part in parts]
+        scores = [part.log_probs for part in parts if part.log_probs is not None]
         return Sample(
             prompt_index=self.prompt.index,
             sample_index=self.sample_index,
             tokens=np.concatenate([self.prompt.token_ids, *(part.tokens for part in parts)]),
             prompt_length=self.prompt.length,
             loss_mask=np.concatenate([part.mask for part in parts]),
-            rollout_log_probs=None if any(score is None for score in scores) else np.concatenate(scores),
+            rollout_log_probs=np.concatenate(scores) if len(scores) == len(parts) else None,
             finish_reason=self._finish,
             text="".join(part.text for part in parts),
             weight_version=int(versions.min()) if len(versions) else parts[0].version,
@@ -227,13 +227,17 @@ class _Part:
 
 def _join_routes(parts: Sequence[_Part]) -> tuple[np.ndarray | None, np.ndarray | None]:
     responses = [part for part in parts if not part.observed_only]
-    if any(part.routes is None for part in responses):
+    routes = [part.routes for part in responses if part.routes is not None]
+    if len(routes) < len(responses):
         return None, None
-    routes = np.concatenate([part.routes for part in responses])
+    joined = np.concatenate(routes)
     if all(part.missing is None for part in responses):
-        return routes, None
-    no = [np.zeros(len(part.routes), dtype=bool) if part.missing is None else part.missing for part in responses]
-    return routes, np.concatenate(no)
+        return joined, None
+    missing = [
+        np.zeros(len(rows), dtype=np.bool_) if part.missing is None else part.missing
+        for part, rows in zip(responses, routes, strict=True)
+    ]
+    return joined, np.concatenate(missing)
 
 
 def run_in_rounds(episodes: Sequence[Episode], engine: RolloutEngine, environments: Environments,
@@ -241,7 +245,8 @@ def run_in_rounds(episodes: Sequence[Episode], engine: RolloutEngine, environmen
     """Run all episodes to their end. Each round generates a response and steps the environment of every unfinished
     one."""
     while unfinished := [episode for episode in episodes if not episode.over]:
-        requests = [episode.next_request() for episode in unfinished]
+        requests = [request for episode in unfinished if (request := episode.next_request()) is not None]
+        assert len(requests) == len(unfinished)  # none awaits a step between rounds
         for indices, limit in batches(requests, max_length):
             prompts = [requests[i].prompt for i in indices]
             one_response = replace(sampling, n_samples_per_prompt=1, max_response_length=limit)

@@ -78,6 +78,7 @@ def with_turn_advantages(
             episodes += [i] * len(own)
     of_episodes = torch.tensor(episodes, dtype=torch.int64)
     prompts = torch.tensor([sample.prompt_index for sample in samples], dtype=torch.int64)
+    assert algorithm.turn_discount is not None
     values = turn_advantages(
         torch.tensor(rewards, dtype=torch.float64),
         of_episodes,

@@ -51,6 +51,7 @@ def _with_old_log_probs(
             routing=routing.old_policy_options(),
         )  # fmt: skip
     samples = routing.with_old_routes(samples, range(len(samples)), scores.routing, timers)
+    assert scores.entropy is not None
     metrics = mismatch(samples, scores.log_probs) | {"entropy": _mean_of_trained(scores.entropy, samples)}
     return [replace(s, old_log_probs=value) for s, value in zip(samples, scores.log_probs, strict=True)], metrics
 

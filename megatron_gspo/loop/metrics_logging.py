@@ -32,11 +32,12 @@ def ratio_arrays(update: Update, tokenizer: Any) -> dict[str, np.ndarray]:
     masks = [sample.loss_mask for sample in update.samples]
     chosen = list(zip(update.samples, update.log_probs, masks, strict=True))
     ids = np.concatenate([sample.response_ids[mask] for sample, _, mask in chosen]).astype(np.int32)
+    advantages = [sample.advantages[mask] for sample, _, mask in chosen if sample.advantages is not None]
     texts = {int(i): tokenizer.decode([int(i)]) for i in np.unique(ids)}
     arrays = {
         "log_ratio": np.concatenate([(new - sample.old_log_probs)[mask] for sample, new, mask in chosen]),
         "sequence": np.repeat(np.arange(len(masks)), [int(mask.sum()) for mask in masks]).astype(np.int32),
-        "advantage": np.concatenate([sample.advantages[mask] for sample, _, mask in chosen]),
+        "advantage": np.concatenate(advantages),
         "token_ids": ids,
         "token_text": np.array([texts[i] for i in ids.tolist()], dtype=np.str_),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,13 +31,14 @@ class StepRouting:
     def metrics(self) -> dict[str, float]:
         """The scalars of ``metrics.jsonl``; see docs/metrics.md."""
         found: dict[str, float] = {}
-        updates = [stats for stats in self.updates if stats.compared]
-        if updates:
-            found["routing/flip_rate"] = float(np.mean([stats.flip_rate for stats in updates]))
-            found["routing/flipped_tokens"] = float(np.mean([stats.flipped_tokens for stats in updates]))
+        rates = _flip_rates(self.updates)
+        if rates:
+            found["routing/flip_rate"] = float(np.mean(rates))
+            flipped = [stats.flipped_tokens for stats in self.updates if stats.compared]
+            found["routing/flipped_tokens"] = float(np.mean(flipped))
         if self.old is not None:
-            if self.old.compared:
-                found["routing/rollout_flip_rate"] = float(np.mean(self.old.flip_rate))
+            for rate in _flip_rates([self.old]):
+                found["routing/rollout_flip_rate"] = float(np.mean(rate))
                 found["routing/rollout_flipped_tokens"] = self.old.flipped_tokens
             if self.old.entropy is not None:
                 found["routing/entropy"] = float(self.old.entropy.mean())
@@ -51,11 +53,16 @@ class StepRouting:
 
     def by_layer(self) -> dict[str, Any]:
         """The record of ``routing.jsonl``: lists by MoE layer, null where nothing was measured."""
-        updates = [stats.flip_rate for stats in self.updates if stats.compared]
-        old = self.old
+        updates, old = _flip_rates(self.updates), self.old
+        rollout = _flip_rates([old]) if old is not None else []
         return {
             "flip_rate": np.mean(updates, axis=0).tolist() if updates else None,
-            "rollout_flip_rate": old.flip_rate.tolist() if old is not None and old.compared else None,
+            "rollout_flip_rate": rollout[0].tolist() if rollout else None,
             "entropy": old.entropy.tolist() if old is not None and old.entropy is not None else None,
             "load": old.load.tolist() if old is not None and old.load is not None else None,
         }
+
+
+def _flip_rates(passes: Sequence[RoutingStats]) -> list[np.ndarray]:
+    """The flip rates by layer of the passes that compared tokens."""
+    return [stats.flip_rate for stats in passes if stats.compared and stats.flip_rate is not None]

@@ -102,7 +102,7 @@ class _Packer:
 
     def take(self) -> Iterator[Bucket]:
         """What is packed, if anything; the buffer is free again afterwards."""
-        if self._entries:
+        if self._entries and self._buffer is not None:
             yield Bucket(tuple(self._entries), self._buffer[: self._used])
         self._entries, self._used = [], 0
 

@@ -76,8 +76,8 @@ class DiskTransport(WeightTransport):
         whole = self._directory / self._unfinished.name.replace(_UNFINISHED, _PREFIX, 1)
         with writing(whole):
             (self._unfinished / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-            for pattern in _COMPANIONS if self._source else ():
-                for file in self._source.glob(pattern):
+            if self._source is not None:
+                for file in (file for pattern in _COMPANIONS for file in self._source.glob(pattern)):
                     shutil.copyfile(file, self._unfinished / file.name)
             if whole.exists():
                 shutil.rmtree(whole)

@@ -106,10 +106,11 @@ async def _run_both(server: ServerClient, path: str, request: Coroutine[Any, Any
         if tasks[1].done() and tasks[1].exception() is not None and not tasks[0].done():
             await asyncio.wait(tasks[:1], timeout=1.0)  # a server's own error says more than a broken connection
         for task in tasks:
-            if task.done() and isinstance(task.exception(), ServerError):
-                raise task.exception()
-            if task.done() and isinstance(task.exception(), GroupError):
-                raise ServerError(f"server {server.url}{path}: {first_line(task.exception())}", retry=True)
+            error = task.exception() if task.done() else None
+            if isinstance(error, ServerError):
+                raise error
+            if isinstance(error, GroupError):
+                raise ServerError(f"server {server.url}{path}: {first_line(error)}", retry=True)
             if task.done():
                 task.result()
         if not all(task.done() for task in tasks):

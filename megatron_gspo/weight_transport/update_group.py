@@ -9,6 +9,7 @@ registry, gives it deadlines of its own, and lets it be dropped when its server 
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
 import threading
 import time
@@ -52,7 +53,7 @@ class UpdateGroup:
             raise GroupError(f"master_address={address}: cannot listen there ({error.strerror or error}); "
                              "give an address of this machine") from None  # fmt: skip
         self.port = listener.getsockname()[1]
-        self._store = dist.TCPStore(
+        self._store: dist.TCPStore | None = dist.TCPStore(
             address, self.port, size, True, self._timeout, wait_for_workers=False, master_listen_fd=listener.detach()
         )
 
@@ -64,6 +65,7 @@ class UpdateGroup:
             raise GroupError(f"no process group with it: {_short(error)}") from None
 
     def _connect(self) -> Any:
+        assert self._store is not None
         store = dist.PrefixStore(self.name, self._store)
         store = dist.PrefixStore(f"{self.name}/", store)
         store = dist.PrefixStore(f"{_DEVICES[self.backend]}/", store)
@@ -114,18 +116,17 @@ async def _in_thread(function: Callable[[], T]) -> T:
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
-    def settle(result: T | None, error: Exception | None) -> None:
+    def settle(finish: Callable[[], None]) -> None:
         if not future.done():
-            future.set_exception(error) if error is not None else future.set_result(result)
+            finish()
 
     def run() -> None:
-        result, failure = None, None
         try:
-            result = function()
+            finish = functools.partial(future.set_result, function())
         except Exception as error:
-            failure = error
+            finish = functools.partial(future.set_exception, error)
         if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, failure)
+            loop.call_soon_threadsafe(settle, finish)
 
     threading.Thread(target=run, daemon=True).start()
     return await future

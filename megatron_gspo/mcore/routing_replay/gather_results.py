@@ -107,6 +107,7 @@ def routing_stats(micro_batches: Sequence[MicroBatchRoutes]) -> RoutingStats:
     for routes in micro_batches:
         if not routes.is_counted:
             continue
+        assert routes.weight is not None
         for layer in routes.layers:
             flips[layer] += routes.flips.get(layer, 0.0)
             entropy[layer] += routes.entropy.get(layer, 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -65,12 +65,12 @@ class EmbeddedEngine:
             raise ValueError(f"max_batch={max_batch}: decode at least 1 sequence at once")
         self.max_batch = max_batch
         self.tokenizer = tokenizer
-        self.model = _build(source, dtype, torch.device(device))
+        self.model: Any = _build(source, dtype, torch.device(device))
         configured = getattr(self.model.generation_config, "eos_token_id", None)
         configured = self.model.config.eos_token_id if configured is None else configured
         self.eos_token_ids = end_tokens(configured, tokenizer, self.model.config.vocab_size, given=eos_token_ids)
         self._recorder = RouteRecorder(self.model) if return_routed_experts else None
-        self._targets = WeightTargets.of(self.model)
+        self._targets: WeightTargets | None = WeightTargets.of(self.model)
         self.weight_version: int | None = None if isinstance(source, PretrainedConfig) else 0
         self._paused = False
 
@@ -83,18 +83,20 @@ class EmbeddedEngine:
         order = np.repeat(np.asarray(by_length), sampling.n_samples_per_prompt)
         sample_index = np.tile(np.arange(sampling.n_samples_per_prompt), len(prompts))
         batches = -(-len(order) // self.max_batch)
-        samples: list[Sample | None] = [None] * len(order)
+        samples: dict[int, Sample] = {}
         for places, indices in zip(
             np.array_split(order, batches), np.array_split(sample_index, batches), strict=True
         ):
             chosen = [prompts[i] for i in places]
             decoded = self._decode_batch(chosen, indices, sampling, seed)
             for place, sample in zip(places * sampling.n_samples_per_prompt + indices, decoded, strict=True):
-                samples[place] = sample
-        return samples
+                samples[int(place)] = sample
+        return [samples[place] for place in range(len(order))]
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """See `RolloutEngine.update_weights`. After an error `generate` refuses until one succeeds."""
+        if self._targets is None:
+            raise RuntimeError("update_weights after close: build a new EmbeddedEngine")
         self.weight_version = None
         self._targets.write(named_tensors)
         self.weight_version = version
@@ -149,6 +151,7 @@ class EmbeddedEngine:
         return self._samples(prompts, sample_index, responses)
 
     def _samples(self, prompts: list[Prompt], sample_index: np.ndarray, responses: Responses) -> list[Sample]:
+        assert self.weight_version is not None
         lengths = responses.lengths.tolist()
         ids = [row[:length] for row, length in zip(responses.tokens, lengths, strict=True)]
         texts = [""] * len(ids)

@@ -24,23 +24,23 @@ class _BufferLayer(DynamicLayer):
             self._allocate(key_states, max(end, self.capacity))
             self.is_initialized = True
         elif end > self.capacity:
-            old_keys, old_values = self.keys, self.values
+            old_keys, old_values = self._views()
             self._allocate(key_states, max(end, 2 * self.capacity))
             self._key_buffer[:, :, : self.length] = old_keys
             self._value_buffer[:, :, : self.length] = old_values
         self._key_buffer[:, :, self.length : end] = key_states
         self._value_buffer[:, :, self.length : end] = value_states
         self.length = end
-        self._set_views()
+        self.keys, self.values = self._views()
         return self.keys, self.values
 
     def select_rows(self, rows: Tensor, capacity: int) -> None:
         """Batch row i becomes the old row rows[i]; allocates `capacity` columns."""
-        keys, values = self.keys, self.values
+        keys, values = self._views()
         self._allocate(keys, max(capacity, self.length), batch=rows.shape[0])
         torch.index_select(keys, 0, rows, out=self._key_buffer[:, :, : self.length])
         torch.index_select(values, 0, rows, out=self._value_buffer[:, :, : self.length])
-        self._set_views()
+        self.keys, self.values = self._views()
 
     def get_seq_length(self) -> int:
         return self.length
@@ -51,9 +51,8 @@ class _BufferLayer(DynamicLayer):
         self._key_buffer = like.new_empty(batch or rows, heads, capacity, dim)
         self._value_buffer = torch.empty_like(self._key_buffer)
 
-    def _set_views(self) -> None:
-        self.keys = self._key_buffer[:, :, : self.length]
-        self.values = self._value_buffer[:, :, : self.length]
+    def _views(self) -> tuple[Tensor, Tensor]:
+        return self._key_buffer[:, :, : self.length], self._value_buffer[:, :, : self.length]
 
 
 class BufferCache(Cache):

@@ -64,6 +64,7 @@ def choose_tokens(logits: Tensor, uniforms: Tensor | None, sampling: SamplingPar
     if sampling.greedy:
         tokens = scores.argmax(-1, keepdim=True)
     else:
+        assert uniforms is not None
         tokens = _inverse_cdf((scores - total).exp_(), uniforms, sampling)
     return tokens[:, 0], (scores.gather(1, tokens) - total)[:, 0]
 

@@ -66,7 +66,7 @@ class WeightTargets:
                 continue
             target, covers = self.fused.get(name) or (self.slices.get(name), (name,))
             error = _fault(name, tensor, target, written.intersection(covers))
-            if not error:
+            if not error and target is not None:
                 target.copy_(tensor)
                 written.update(covers)
         error = error or self._missing(written) or self._tie_fault(extra)

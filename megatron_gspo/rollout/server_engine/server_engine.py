@@ -174,8 +174,9 @@ class ServerEngine:
         """
         servers = [server for server in self._pool.servers if server.alive]
         faults = await asyncio.gather(*(self._pool.ping(server) for server in servers))
-        if servers and all(fault is not None and not fault.retry for fault in faults):
-            raise faults[0]
+        final = [fault for fault in faults if fault is not None and not fault.retry]
+        if servers and len(final) == len(servers):
+            raise final[0]
         return [server for server, fault in zip(servers, faults, strict=True) if fault is None]
 
     async def _apply_update(self, targets: Sequence[PooledServer], failures: dict[str, str], version: str) -> None:

@@ -49,7 +49,7 @@ def parse_response(response: Any, context: RequestContext) -> ResponsePart:
         last = int(tokens[-1]) if count else "nothing"
         raise ResponseError(f"{context.name}: stopped on {last}, which is not an end token ({sorted(stop_ids)})")
     routes = _routes(meta.get("routed_experts"), count, context) if context.model.return_routes else None
-    cached = meta.get("cached_tokens")
+    cached: Any = meta.get("cached_tokens")
     if not _are_integers([cached]) or not 0 <= cached <= context.context_length:  # only a statistic
         cached = 0
     return ResponsePart(tokens, log_probs, reason, routes, cached)
