@@ -147,11 +147,11 @@ def test_installed_plan(workplace, installed):
     assert "EP8" in done.stdout
 
 
-def test_installed_dry_run(workplace, installed):
+def test_installed_rehearse(workplace, installed):
     done = run_installed(
-        installed, workplace, "train", "examples/qwen3_moe/qwen3_30b_a3b_1x8_141gb_gspo.yaml", "model.init=random",
+        installed, workplace, "rehearse", "examples/qwen3_moe/qwen3_30b_a3b_1x8_141gb_gspo.yaml", "model.init=random",
         "model.path=examples/qwen3_moe/models/Qwen3-30B-A3B", f"sglang.python={sys.executable}",
-        "data.prompts=/dev/null", "data.eval_prompts=/dev/null", "--dry-run", "8",
+        "data.prompts=/dev/null", "data.eval_prompts=/dev/null", "--world", "8", "--build-only",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "stage" in done.stdout

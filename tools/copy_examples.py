@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="megatron-gspo examples",
         description="Copy the example configs, environments and launch scripts to a folder.",
-        epilog="example: megatron-gspo examples && megatron-gspo train examples/qwen3_moe/tiny_gspo.yaml --dry-run 4",
+        epilog="example: megatron-gspo examples && megatron-gspo train examples/qwen3_moe/tiny_gspo.yaml --help",
     )
     parser.add_argument("folder", nargs="?", type=Path, default=Path("examples"), help="default: %(default)s")
     options = parser.parse_args(arguments)

@@ -89,6 +89,15 @@ class Config:
 
         Raises ConfigError.
         """
+        self.check_sizes(world_size)
+        check_run_dir(self.run_dir, self.checkpoint.resume)
+        check_server_files(self.sglang)
+        check_environment_file(self.rollout)
+        check_data_files(self.data)
+        check_weight_files(self.model)
+
+    def check_sizes(self, world_size: int) -> None:
+        """The part of `check` that needs no file of the run but the model's config.json. Raises ConfigError."""
         longest = self.data.max_prompt_length + self.rollout.max_response_length
         check_layout(self.parallel, world_size)
         check_batches(self.training, self.parallel, longest, world_size)
@@ -97,11 +106,6 @@ class Config:
         check_divisibility(self.parallel, hf)
         check_experts(self.routing, hf)
         check_positions(self.rollout, self.data.max_prompt_length, hf)
-        check_run_dir(self.run_dir, self.checkpoint.resume)
-        check_server_files(self.sglang)
-        check_environment_file(self.rollout)
-        check_data_files(self.data)
-        check_weight_files(self.model)
 
     def _check_choices(self) -> None:
         """Refuse choices that contradict each other on any machine. Raises ConfigError."""

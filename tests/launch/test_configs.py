@@ -14,13 +14,13 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_gspo.config import Config, load_config
-from megatron_gspo.loop.dry_run import dry_run
 from megatron_gspo.models import family_of, read_config
 from megatron_gspo.tools.plan.activations import Setting
 from megatron_gspo.tools.plan.assumptions import Assumptions
 from megatron_gspo.tools.plan.hardware import GPUS
 from megatron_gspo.tools.plan.memory import Memory, stage_states, worst_memory
 from megatron_gspo.tools.plan.workload import Cluster, PlanInputs, Workload
+from megatron_gspo.tools.rehearse.build_only import build_stages
 from tests.support.training_runs import tiny_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -134,10 +134,10 @@ def test_the_header_has_the_memory_of_the_layout(file, tiny, tmp_path):
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
-def test_dry_run(file, tiny, tmp_path):
+def test_every_stage_is_built(file, tiny, tmp_path):
     """Every stage's model is built on the meta device in the full world; all stages together hold the whole model."""
     config = load(file, tiny, tmp_path)
-    stages = dry_run(config, processes(file))
+    stages = build_stages(config, processes(file))
     _, shape = family_of(read_config(config.model.path))
     assert sum(stage.layers for stage in stages) == shape.num_layers
     experts = sum(stage.expert_parameters for stage in stages) * config.parallel.expert_model_parallel_size

@@ -29,15 +29,15 @@ from tests.algorithms.reference import call_policy_loss, complete_preset
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "metrics.md"
 PACKAGE = ROOT / "megatron_gspo"
-KEEPS_OTHER_RECORDS = {"rollout_cache", "dry_run"}  # their dicts are the head of a file, and sizes to print
+KEEPS_OTHER_RECORDS = {"rollout_cache"}  # its dict is the head of a file
 SOURCES = (
     *(file for file in sorted((PACKAGE / "loop").glob("*.py")) if file.stem not in KEEPS_OTHER_RECORDS),
     *(PACKAGE / "mcore" / f"{name}.py" for name in ("train_step", "forward_step")),
     PACKAGE / "rollout" / "server_engine" / "server_engine.py",
     PACKAGE / "routing_replay" / "step_metrics.py",
 )
-# what a forward step returns; a key of summary.json; of a request
-NOT_METRICS = {"metrics", "log_probs", "exit", "tags"}
+# what a forward step returns; keys of summary.json; of a request
+NOT_METRICS = {"metrics", "log_probs", "exit", "exported", "tags"}
 # functions that make a line of routing.jsonl or of rollouts.jsonl, and the arrays of ratios/
 OTHER_RECORDS = {"by_layer", "rollout_record", "ratio_arrays"}
 

@@ -9,6 +9,7 @@ bus and clock, a little below the data sheet's 8 TB/s (pytorch/ao pull request 4
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass
 
 from megatron_gspo.errors import InputError
@@ -49,7 +50,7 @@ GPUS = {
 
 def find_gpu(name: str) -> Gpu:
     """The GPU of that name; ``InputError`` naming the known ones."""
-    key = name.lower().replace("_", "-").removesuffix("-80gb").removesuffix("-sxm").removesuffix("-141gb")
+    key = re.sub(r"(-sxm)?(-(80|141)(gb)?)?(-sxm)?$", "", name.lower().replace("_", "-"))
     if key in GPUS:
         return GPUS[key]
     close = difflib.get_close_matches(key, GPUS, n=1)

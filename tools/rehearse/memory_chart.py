@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron_gspo.tools.plan.hardware import GIB
 from megatron_gspo.tools.rehearse.records import KINDS, MemoryPoint, RankRecord
-from megatron_gspo.tools.svg_panel import FAINT, TEXT, panel, phase_colour
+from megatron_gspo.tools.svg_panel import FAINT, TEXT, panel, phase_colour, short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,7 +59,7 @@ def draw_png(records: Sequence[RankRecord], output: Path) -> Path:
     for axis in axes[len(records) :]:
         axis.axis("off")
     handles, names = axes[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside upper center", ncols=len(names), frameon=False)
+    figure.legend(handles, names, loc="outside upper center", ncols=3 * columns, frameon=False)
     figure.savefig(output)
     return output
 
@@ -69,7 +69,8 @@ def draw_memory(axis: Axes, record: RankRecord, colours: Sequence[str], ink: tup
 
     colours: of `KINDS`; ink: of the peak and of the phases.
     """
-    points, (text, faint) = record.memory.timeline, ink
+    (text, faint), peak = ink, record.memory.peak
+    points = sorted([*record.memory.timeline, peak], key=lambda point: point.index)
     x = [point.index for point in points]
     areas = [[point.bytes.get(kind, 0) / GIB for point in points] for kind in KINDS]
     axis.stackplot(x, *areas, colors=colours, labels=KINDS, step="post", lw=0)
@@ -82,11 +83,11 @@ def draw_memory(axis: Axes, record: RankRecord, colours: Sequence[str], ink: tup
         if end - start >= _LEAST_LABEL * (x[-1] - x[0]):
             name = _PHASE_NAMES.get(phase, phase)
             axis.text((start + end) / 2, 1.2 * top, name, ha="center", va="top", fontsize=8, color=faint, wrap=True)
-    peak = record.memory.peak
     axis.plot([peak.index], [peak.total / GIB], "o", color=text, ms=3.5)
     late = peak.index > (x[0] + x[-1]) / 2
     axis.annotate(f"{peak.total / GIB:.2f} GiB", (peak.index, peak.total / GIB), (-5 if late else 5, 4),
                   textcoords="offset points", ha="right" if late else "left", fontsize=8.5, color=text)  # fmt: skip
+    axis.xaxis.set_major_formatter(short)
     axis.set_xlabel("operations", fontsize=8.5)
     axis.set_ylabel("GiB", fontsize=8.5)
 

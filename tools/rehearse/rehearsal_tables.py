@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from megatron_gspo.errors import show_bytes
 from megatron_gspo.tools.plan.hardware import GIB
 from megatron_gspo.tools.rehearse.records import KINDS, RankRecord
 from megatron_gspo.tools.rehearse.roles import ranges
-from megatron_gspo.tools.rehearse.summary import by_count, collective_totals
+from megatron_gspo.tools.rehearse.summary import collective_totals
 
 Rows = list[list[str]]
 STATES = ("weights", "gradients", "optimizer")
+_ONCE = ("build", "weight_export", "checkpoint_plan")  # not in each optimizer step
 
 
 def overview(records: Sequence[RankRecord]) -> Rows:
@@ -21,13 +23,22 @@ def overview(records: Sequence[RankRecord]) -> Rows:
     for record in records:
         memory = record.memory
         rows.append([
-            str(record.rank), ", ".join(record.roles), ranges(record.stands_for),
+            str(record.rank), short_roles(record.roles), ranges(record.stands_for),
             *(gib(memory.states.get(kind, 0)) for kind in STATES),
             gib(memory.peak_activations.bytes.get("activations", 0)), gib(memory.peak.total), memory.peak.phase,
             f"{len(record.collectives):,}", f"{sum(sync.count for sync in record.host_syncs):,}",
             f"{sum(record.seconds.values()):.0f}",
         ])  # fmt: skip
     return rows
+
+
+def short_roles(roles: Sequence[str]) -> str:
+    """Roles with equal words joined: ``first stage; last tensor rank`` as ``first stage, last tensor``."""
+    words: dict[str, list[str]] = {}
+    for role in roles:
+        end, _, name = role.partition(" ")
+        words.setdefault(end, []).append(name.removesuffix(" rank"))
+    return "; ".join(f"{end} {', '.join(names)}" for end, names in words.items())
 
 
 def role_tables(record: RankRecord) -> list[Rows]:
@@ -71,18 +82,27 @@ def collective_rows(record: RankRecord) -> Rows:
 
 
 def sync_rows(record: RankRecord) -> Rows:
-    """Where the host waits for the GPU, the most frequent first."""
+    """Where the host waits for the GPU, of the step first, the most frequent first."""
+    counts = Counter[tuple[str, str, str]]()
+    for one in record.host_syncs:
+        counts[one.phase, one.kind, innermost(one.where)] += one.count
     rows = [["host syncs in", "count", "by", "at"]]
-    rows += [[one.phase, f"{one.count:,}", one.kind, innermost(one.where)] for one in by_count(record.host_syncs)]
+    for (phase, kind, place), count in sorted(counts.items(), key=lambda item: (item[0][0] in _ONCE, -item[1])):
+        rows.append([phase, f"{count:,}", kind, place])
     return rows
 
 
 def copy_rows(record: RankRecord) -> Rows:
-    """Copies from host to device, the most frequent first."""
+    """Copies from host to device, of the step first, the most frequent first."""
+    counts, sizes = Counter[tuple[str, bool, str]](), Counter[tuple[str, bool, str]]()
+    for one in record.host_copies:
+        key = (one.phase, one.blocking, innermost(one.where))
+        counts[key] += one.count
+        sizes[key] += one.bytes
     rows = [["copies to the device in", "count", "bytes", "blocking", "at"]]
-    for copy in by_count(record.host_copies):
-        blocks = "yes" if copy.blocking else "no"
-        rows.append([copy.phase, f"{copy.count:,}", show_bytes(copy.bytes), blocks, innermost(copy.where)])
+    for key in sorted(counts, key=lambda key: (key[0] in _ONCE, -counts[key])):
+        phase, blocking, place = key
+        rows.append([phase, f"{counts[key]:,}", show_bytes(sizes[key]), "yes" if blocking else "no", place])
     return rows
 
 

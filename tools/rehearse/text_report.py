@@ -9,7 +9,7 @@ from megatron_gspo.tools.plan.plan_report import table
 from megatron_gspo.tools.rehearse.rehearsal_tables import Rows, gib, micro_batches, overview, role_tables, same_roles
 from megatron_gspo.tools.rehearse.summary import CANNOT_PROVE, Rehearsal, problems
 
-_MOST_ROWS = 12  # of a table; the JSON document has all
+_MOST_ROWS = 40  # of a table; the JSON document has all
 
 
 def whole_report(rehearsal: Rehearsal) -> str:

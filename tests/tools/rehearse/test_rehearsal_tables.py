@@ -39,7 +39,7 @@ def test_events_are_rows():
         flops={"optimizer": {"mm": 10**12, "attention": 2 * 10**12, "none": 0}},
     )
     assert collective_rows(one)[1:] == [["optimizer", "tp", "allreduce", "float32", "3", "6.0 KiB"]]
-    assert sync_rows(one)[1:] == [["build", "1,200", "nonzero", SITE[0]], ["optimizer", "2", "item", SITE[0]]]
+    assert sync_rows(one)[1:] == [["optimizer", "2", "item", SITE[0]], ["build", "1,200", "nonzero", SITE[0]]]
     assert copy_rows(one)[1:] == [["build", "4", "8 bytes", "no", SITE[0]], ["build", "1", "1.0 MiB", "yes", SITE[0]]]
     assert retained_rows(one)[1:] == [["4.0 KiB", "8", "int64", "c", ""], ["1.0 KiB", "2x4", "float32", "a.b", SITE[0]]]
     assert flop_rows(one)[1:] == [["optimizer", "attention", "2.000"], ["optimizer", "mm", "1.000"]]
@@ -58,7 +58,13 @@ def test_ranks_that_do_the_same_share_a_section():
     assert [[one.rank for one in same] for same in same_roles(ranks)] == [[0, 2], [1]]
 
 
+def test_syncs_of_one_line_are_one_row():
+    twice = (HostSync("item", (SITE[0], "a.py:1 f"), "optimizer", 2), HostSync("item", (SITE[0],), "optimizer", 3))
+    assert sync_rows(record(host_syncs=twice))[1:] == [["optimizer", "5", "item", SITE[0]]]
+
+
 def test_the_overview_has_a_row_a_rank():
-    rows = overview([record(0, roles=("first stage", "first data rank"), stands_for=(0, 2, 4, 6, 8)), record(1)])
-    assert rows[1][:3] == ["0", "first stage, first data rank", "0, 2 ... 8"] and len(rows) == 3
+    roles = ("first stage", "last tensor rank", "first data rank")
+    rows = overview([record(0, roles=roles, stands_for=(0, 2, 4, 6, 8)), record(1)])
+    assert rows[1][:3] == ["0", "first stage, data; last tensor", "0, 2 ... 8"] and len(rows) == 3
     assert {len(row) for row in rows} == {len(rows[0])}

@@ -1,6 +1,6 @@
-"""``--dry-run``: every check of a run's start, and Megatron's model of each pipeline stage on the meta device.
+"""``--build-only``: every check of a run's start, and Megatron's model of each pipeline stage on the meta device.
 
-One process on any machine checks a world of any size, without allocating model memory.
+In seconds, in this process, for a world of any size; no step is rehearsed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Stage:
     expert_parameters: int
 
 
-def dry_run(config: Config, world_size: int) -> list[Stage]:
-    """Check all that `train` checks before it allocates, and build each pipeline stage's model without memory.
+def build_stages(config: Config, world_size: int) -> list[Stage]:
+    """Check all that training checks before it allocates, and build each pipeline stage's model without memory.
 
     Raises ``ConfigError``, also for what only Megatron refuses.
     """
@@ -55,8 +55,8 @@ def dry_run(config: Config, world_size: int) -> list[Stage]:
     return stages
 
 
-def describe(config: Config, world_size: int, stages: list[Stage]) -> str:
-    """What the dry run found, for a terminal."""
+def describe_stages(config: Config, world_size: int, stages: list[Stage]) -> str:
+    """What each stage holds, for a terminal."""
     parallel = config.parallel
     sizes = {
         "TP": parallel.tensor_model_parallel_size,

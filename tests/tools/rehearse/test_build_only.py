@@ -1,4 +1,4 @@
-"""--dry-run: what a start would refuse is refused, and what it would build is counted, without a world."""
+"""--build-only: what a start would refuse is refused, and what it would build is counted, without a world."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import torch.distributed as dist
 
 from megatron_gspo import train
 from megatron_gspo.config import Config, ConfigError
-from megatron_gspo.loop.dry_run import dry_run
 from megatron_gspo.models import family_of, read_config
+from megatron_gspo.tools.rehearse.__main__ import main
+from megatron_gspo.tools.rehearse.build_only import build_stages
 from tests.support.tiny_models import save_tiny_model
 from tests.support.training_runs import base_config
 
@@ -24,7 +25,7 @@ def make(model: str, folder, **sections) -> Config:
 
 def test_counts_what_each_stage_holds(model, tmp_path):
     config = make(model, tmp_path, parallel={"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2})
-    stages = dry_run(config, 8)
+    stages = build_stages(config, 8)
     assert [(stage.stage, stage.rank, stage.layers) for stage in stages] == [(0, 0, 2), (1, 4, 2)]
     _, shape = family_of(read_config(model))
     expert = 3 * shape.hidden_size * shape.moe_ffn_hidden_size
@@ -35,21 +36,25 @@ def test_counts_what_each_stage_holds(model, tmp_path):
 def test_the_command_line(model, tmp_path, capsys):
     config = tmp_path / "config.yaml"
     config.write_text(make(model, tmp_path).to_yaml())
-    with pytest.raises(SystemExit) as stopped:
-        train.main([str(config), "--dry-run", "4", "parallel.expert_model_parallel_size=4"])
-    assert stopped.value.code == 0 and "EP 4" in (out := capsys.readouterr().out) and "can start" in out
+    assert main([str(config), "--world", "4", "--build-only", "parallel.expert_model_parallel_size=4"]) == 0
+    assert "EP 4" in (out := capsys.readouterr().out) and "can start" in out
     assert not (tmp_path / "run").exists()
     for arguments, says in (
-        (["--dry-run", "3", "parallel.expert_model_parallel_size=4"], "does not divide 3 processes"),
-        (["--dry-run"], "is not a number of processes"),
-        (["--dry-run", "2", "model.path=/nowhere"], '"/nowhere": is not a directory'),
+        (["--world", "3", "parallel.expert_model_parallel_size=4"], "does not divide 3 processes"),
+        (["--world", "2", "model.path=/nowhere"], '"/nowhere": is not a directory'),
     ):
-        with pytest.raises(SystemExit) as stopped:
-            train.main([str(config), *arguments])
-        assert stopped.value.code == 2 and says in capsys.readouterr().err
+        assert main([str(config), "--build-only", *arguments]) == 2
+        assert says in capsys.readouterr().err
+
+
+def test_the_option_of_train_names_the_command(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        train.main(["config.yaml", "--dry-run", "4"])
+    assert stopped.value.code == 2
+    assert "use megatron-gspo rehearse CONFIG.yaml --world N --build-only" in capsys.readouterr().err
 
 
 def test_a_layout_that_does_not_fit_is_a_config_error(model, tmp_path):
     config = make(model, tmp_path, parallel={"pipeline_model_parallel_size": 3})
     with pytest.raises(ConfigError, match="num_hidden_layers = 4"):
-        dry_run(config, 3)
+        build_stages(config, 3)
