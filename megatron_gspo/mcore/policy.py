@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,13 +20,17 @@ from megatron_gspo.mcore.hf_weights import export_weights, load_weights
 from megatron_gspo.mcore.layers import transformer_engine_available
 from megatron_gspo.mcore.megatron_options import MegatronOptions, construct, resolve_options
 from megatron_gspo.mcore.model import build_model, torch_dtype, transformer_config
+from megatron_gspo.mcore.offload import PolicyMemory
 from megatron_gspo.mcore.process_groups import ProcessGroups
 from megatron_gspo.models import Family, ModelShape, family_of, read_config
 
 
 @dataclass
 class Policy:
-    """``chunks`` are wrapped by DistributedDataParallel; ``path`` is the Hugging Face directory that it came from."""
+    """``chunks`` are wrapped by DistributedDataParallel; ``path`` is the Hugging Face directory that it came from.
+
+    ``memory`` moves what the policy holds between steps to host memory and back.
+    """
 
     chunks: list[Any]
     groups: ProcessGroups
@@ -35,6 +39,10 @@ class Policy:
     path: str
     optimizer: Any = None
     scheduler: Any = None
+    memory: PolicyMemory = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.memory = PolicyMemory(self.chunks, self.optimizer)
 
     @property
     def config(self) -> Any:
@@ -52,6 +60,7 @@ class Policy:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Stream the weights under their Hugging Face names; a collective of all ranks."""
+        self.memory.restore_weights()
         self.gather_weights()
         return export_weights([unwrap(chunk) for chunk in self.chunks], self.family, self.shape, self.groups)
 

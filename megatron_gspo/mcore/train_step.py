@@ -73,6 +73,7 @@ def compute_log_probs(policy: Policy, samples: Sequence[Sample], training: Train
     routes = mini_batch_routes(policy, batches, routing)
     step = log_prob_forward_step(policy.groups, num_microbatches=len(batches.batches), temperature=temperature,
                                  vocab_size=policy.shape.vocab_size, with_entropy=with_entropy, routing=routes)
+    policy.memory.restore_weights()
     with torch.no_grad():
         outputs = run_schedule(policy, step, batches, forward_only=True)
     for micro_batch in routes or ():
@@ -138,6 +139,7 @@ def forward_backward(policy: Policy, objective: Objective, batches: MicroBatches
 
     Raises ``RoutingError`` where a router did not use its routes exactly once.
     """
+    policy.memory.restore()
     for chunk in policy.chunks:
         chunk.zero_grad_buffer()
     policy.optimizer.zero_grad()

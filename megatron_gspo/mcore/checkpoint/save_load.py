@@ -150,6 +150,7 @@ def begin_save(policy: Policy, folder: Path, step: int, state: Mapping[str, Any]
         lambda: (_encode({"step": step, **state}), begin_checkpoint(folder, step)),
         error=CheckpointError, what=_NOT_WRITTEN,
     )
+    policy.memory.restore()
     policy.gather_weights()
     save, results = None, queue.Queue[Any]()
     with _collected_failures() as failures:
@@ -275,6 +276,7 @@ def load_checkpoint(policy: Policy, path: Path) -> dict[str, Any]:
 
 
 def _load(policy: Policy, path: Path) -> dict[str, Any]:
+    policy.memory.restore()
     content, rest = _content(policy, is_loading=True)
     loaded = dist_checkpointing.load(content, str(path))
     for i, chunk in enumerate(policy.chunks):

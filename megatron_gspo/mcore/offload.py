@@ -1,0 +1,179 @@
+"""Moves what a policy keeps on its device between steps to host memory, and back, bit for bit.
+
+Memory is released by storage: a storage is resized to 0 bytes and later back, so that parameters, their views into
+Megatron's buffers, main parameters and Adam's moments stay the objects that they are. Gradients are not copied: the
+next forward-backward pass zeroes them. On a CPU the same code copies to other host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
+
+_BLOCK = 1 << 26  # bytes; torch rounds pinned allocations up to a power of two
+
+
+class HostBlocks:
+    """Host memory in blocks of one size, allocated once and used again. Pinned if there is CUDA."""
+
+    def __init__(self, block_bytes: int = _BLOCK) -> None:
+        self._block_bytes = block_bytes
+        self._blocks: list[Tensor] = []
+        self._used = 0  # bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return len(self._blocks) * self._block_bytes
+
+    def take(self, size: int) -> list[Tensor]:
+        """Views of the next `size` bytes: [n] uint8 each."""
+        pieces = []
+        while size:
+            block, start = divmod(self._used, self._block_bytes)
+            if block == len(self._blocks):
+                pinned = torch.cuda.is_available()
+                self._blocks.append(torch.empty(self._block_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned))
+            piece = self._blocks[block][start : start + size]
+            self._used += piece.numel()
+            size -= piece.numel()
+            pieces.append(piece)
+        return pieces
+
+    def reset(self) -> None:
+        """All of it is free again."""
+        self._used = 0
+
+
+class DeviceMemory:
+    """The device memory of some tensors. While it is released the tensors must not be used."""
+
+    def __init__(self, tensors: Callable[[], Iterable[Tensor]], *, keeps: bool) -> None:
+        """tensors: those of now, on one device. keeps: whether `restore` brings their values back, or zeros."""
+        self._tensors, self._keeps = tensors, keeps
+        self._host = HostBlocks()
+        self._moved: list[tuple[torch.UntypedStorage, int, list[Tensor]]] = []
+        self.released = False
+
+    def release(self) -> None:
+        """Copy to host memory, and free. Does nothing if that is done."""
+        if self.released:
+            return
+        self.released = True
+        for storage in distinct_storages(self._tensors()):
+            pieces = self._host.take(storage.nbytes()) if self._keeps else []
+            for piece, there in zip(pieces, _split(storage, pieces), strict=True):
+                piece.copy_(there, non_blocking=True)
+            self._moved.append((storage, storage.nbytes(), pieces))
+        _synchronize()
+        for storage, *_ in self._moved:
+            storage.resize_(0)
+
+    def restore(self) -> None:
+        """Undo `release`, at new addresses. Does nothing if nothing is released."""
+        for storage, size, pieces in self._moved:
+            storage.resize_(size)
+            if not self._keeps:
+                _as_bytes(storage).zero_()
+            for piece, there in zip(pieces, _split(storage, pieces), strict=True):
+                there.copy_(piece, non_blocking=True)
+        self._moved.clear()
+        self._host.reset()
+        self.released = False
+
+
+class PolicyMemory:
+    """What a policy holds on its device between steps: weights, gradients and optimizer state.
+
+    The passes of `mcore/train_step.py`, the weight export and checkpoints take back what they need. make_room: called
+    before gradients and optimizer state come back, to free what an engine holds on the same device.
+    """
+
+    def __init__(self, chunks: Sequence[Any], optimizer: Any) -> None:
+        """chunks: of the model, wrapped or not. optimizer: Megatron's, or None."""
+        self.make_room: Callable[[], None] = _nothing
+        self._optimizer = optimizer
+        self._weights = DeviceMemory(lambda: _parameters(chunks), keeps=True)
+        self._gradients = DeviceMemory(lambda: _gradients(chunks), keeps=False)
+        self._states = DeviceMemory(lambda: _optimizer_states(chunks, optimizer), keeps=True)
+
+    @property
+    def released(self) -> bool:
+        """Whether any of it is released."""
+        return self._weights.released or self._states.released
+
+    def release(self, *, keep_weights: bool = False) -> None:
+        """Move it to host memory; does nothing for what is released already. Gradients are dropped."""
+        if self._optimizer is not None:
+            self._optimizer.zero_grad()  # main parameters may have gradients of their own
+        for memory in (self._gradients, self._states, *(() if keep_weights else (self._weights,))):
+            memory.release()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # other processes can have it
+
+    def restore(self) -> None:
+        """Take everything back. Gradients are zero."""
+        if self._states.released:
+            self.make_room()
+        for memory in (self._weights, self._states, self._gradients):
+            memory.restore()
+
+    def restore_weights(self) -> None:
+        """Take the weights back, for a forward pass or an export."""
+        self._weights.restore()
+
+
+def distinct_storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+    """The storages of some tensors, each once, in their order; empty ones left out."""
+    found = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+    return [storage for storage in found.values() if storage.nbytes()]
+
+
+def _parameters(chunks: Sequence[Any]) -> Iterator[Tensor]:
+    for chunk in chunks:
+        yield from chunk.parameters()
+
+
+def _gradients(chunks: Sequence[Any]) -> Iterator[Tensor]:
+    for chunk in chunks:
+        if isinstance(chunk, DistributedDataParallel):
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                yield from (buffer.grad_data, *getattr(buffer, "extra_main_grads", ()))
+
+
+def _optimizer_states(chunks: Sequence[Any], optimizer: Any) -> Iterator[Tensor]:
+    """Main parameters and moments on the parameters' device; without those that are views of the parameters."""
+    weights = {parameter.untyped_storage()._cdata for parameter in _parameters(chunks)}
+    device = next(_parameters(chunks)).device
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = getattr(part, "optimizer", None)
+        if inner is None:  # this rank has no parameter of the part
+            continue
+        tensors = [parameter for group in inner.param_groups for parameter in group["params"]]
+        tensors += [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
+        for tensor in tensors:
+            if tensor.device == device and tensor.untyped_storage()._cdata not in weights:
+                yield tensor
+
+
+def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
+    """[n] uint8, the storage itself."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _split(storage: torch.UntypedStorage, pieces: Sequence[Tensor]) -> list[Tensor]:
+    """The storage's bytes in pieces of the same sizes."""
+    return list(_as_bytes(storage).split([piece.numel() for piece in pieces])) if pieces else []
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _nothing() -> None:
+    """The device is the trainer's alone."""
