@@ -46,6 +46,21 @@ def check_staleness(rollout: RolloutConfig, colocated: bool) -> None:
         raise ConfigError("rollout.max_staleness", rollout.max_staleness, problem, fix)
 
 
+def check_offloading(rollout: RolloutConfig, colocated: bool) -> None:
+    """The engine generates on the trainer's GPUs, and not while it trains. colocated: sglang.colocated."""
+    if not rollout.offload_trainer:
+        return
+    if rollout.engine == "sft":
+        problem, fix = "trains on reference answers (rollout.engine: sft)", "remove it"
+    elif rollout.overlap:
+        problem, fix = "the trainer works meanwhile (rollout.overlap)", "set one of the two to false"
+    elif rollout.engine == "sglang" and not colocated:
+        problem, fix = "the servers have GPUs of their own", "set sglang.colocated: true, or remove it"
+    else:
+        return
+    raise ConfigError("rollout.offload_trainer", True, problem, fix)
+
+
 def check_environment(rollout: RolloutConfig, algorithm: AlgorithmConfig, data: DataConfig) -> None:
     """The environment's name is valid, the other sections support episodes, and its keys have an effect."""
     name = rollout.environment

@@ -70,6 +70,9 @@ class RolloutConfig(SamplingParams):
     oversampling: Annotated[float, Ge(1)] = 1.0
     """Groups started per group that a step needs. The step takes the first to finish; the others start over or, with
     max_staleness, continue after the update (then at most 1 + max_staleness)."""
+    offload_trainer: bool | None = None
+    """Keep the trainer's weights, gradients and optimizer state in host memory while an engine on the same GPUs
+    generates; null is true with `sglang.colocated`."""
     environment: str | None = None
     """Factory of a multi-turn environment, path/to/file.py:factory or package.module:factory. It replaces the verifier;
     null is single-turn."""

@@ -26,7 +26,12 @@ from megatron_gspo.config.model_checks import (
 from megatron_gspo.config.model_sections import ModelConfig, ParallelConfig
 from megatron_gspo.config.parallel_checks import check_divisibility, check_layout, check_parallel
 from megatron_gspo.config.renamed_keys import refuse_old_keys
-from megatron_gspo.config.rollout_checks import check_environment, check_environment_file, check_sampling
+from megatron_gspo.config.rollout_checks import (
+    check_environment,
+    check_environment_file,
+    check_offloading,
+    check_sampling,
+)
 from megatron_gspo.config.rollout_sections import RolloutConfig, RoutingConfig
 from megatron_gspo.config.server_checks import check_server_files, check_servers
 from megatron_gspo.config.server_sections import SGLangConfig
@@ -121,6 +126,7 @@ class Config:
         check_routing(self.routing, self.algorithm)
         check_evaluation(self.evaluation, self.data.has_eval_prompts)
         check_servers(self.rollout, self.sglang)
+        check_offloading(self.rollout, self.sglang.colocated)
 
     def dump(self) -> dict[str, Any]:
         """Plain data with every default written out; from_dict(dump()) is the same config."""
@@ -129,6 +135,12 @@ class Config:
     def to_yaml(self) -> str:
         """`dump` as YAML text."""
         return yaml.safe_dump(self.dump(), sort_keys=False, allow_unicode=True)
+
+    @property
+    def offloads_trainer(self) -> bool:
+        """`rollout.offload_trainer`, null resolved."""
+        given = self.rollout.offload_trainer
+        return self.sglang.colocated if given is None else given
 
     @property
     def optimizer_steps(self) -> int:

@@ -61,7 +61,8 @@ class ServerConfig:
     log_prob_check_action: Literal["warn", "stop"] = "stop"
     """Action when a check exceeds the tolerance."""
     colocated: bool = False
-    """The servers share the trainer's GPUs and release their memory while it trains; needs --enable-memory-saver."""
+    """The servers share the trainer's GPUs and release their memory while it trains; running ones (`urls`) need
+    --enable-memory-saver."""
 
     @property
     def resolved_response_timeout(self) -> float:

@@ -41,6 +41,7 @@ class EpisodeServerSource(GenerateOnCollect):
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> list[Sample]:
         """See `GroupSource.generate`; a sample is an episode."""
+        self._servers.restore_memory()
         episodes = make_episodes(prompts, sampling, self._rules, self._encode, seed=seed)
         run = _EpisodeRun(episodes, self._environments, sampling, seed)
         self._servers.on_rank_zero(lambda: run.begin(self._servers.client.stream()))

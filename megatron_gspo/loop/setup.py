@@ -13,6 +13,7 @@ from megatron_gspo.data.sample import Prompt
 from megatron_gspo.environments.environment_pool import EnvironmentPool
 from megatron_gspo.loop.engines import build_sources
 from megatron_gspo.loop.inputs import check_prompts, check_weights, load_data, load_tokenizer, make_environments
+from megatron_gspo.loop.offloading_source import OffloadingSource
 from megatron_gspo.loop.reward_scoring import EpisodeRewards, Rewards, VerifierRewards
 from megatron_gspo.loop.timers import UpdateClock
 from megatron_gspo.mcore.megatron_options import MegatronOptions
@@ -91,6 +92,10 @@ def build_components(config: Config, *, engine: RolloutEngine | None = None) -> 
     source, eval_source = build_sources(
         config, shape, tokenizer, environments, evaluates=bool(held_out), given=engine
     )
+    if config.offloads_trainer:
+        held_out_too = eval_source is source
+        source = OffloadingSource(source, policy, reference)
+        eval_source = source if held_out_too else eval_source
     return Components(
         config=config,
         policy=policy,

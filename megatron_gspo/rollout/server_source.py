@@ -46,13 +46,16 @@ class ServerSource:
         self._training = _Requests(self)
         self._weights: Weights | None = None
         self._version = 0
+        self._memory_released = False  # with the weights in it
 
     def submit(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> None:
         """See `GroupSource.submit`."""
+        self.restore_memory()
         self._training.submit(prompts, sampling, seed)
 
     def collect(self, count: int, *, oldest_version: int | None = None) -> list[Group]:
         """See `GroupSource.collect`."""
+        self.restore_memory()
         return self._training.collect(count, oldest_version)
 
     def pending(self) -> list[int]:
@@ -61,6 +64,7 @@ class ServerSource:
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> list[Sample]:
         """See `GroupSource.generate`."""
+        self.restore_memory()
         requests = _Requests(self)
         requests.submit(prompts, sampling, seed)
         return [sample for group in requests.collect(len(prompts), None) for sample in group]
@@ -78,9 +82,11 @@ class ServerSource:
             self._training.pending.clear()
         if self._config.colocated:
             self.on_rank_zero(lambda: self.client.pause())
+            self._memory_released = True
 
     def score(self, sequences: Sequence[np.ndarray]) -> dict[str, list[np.ndarray]]:
         """See `GroupSource.score`."""
+        self.restore_memory()
         return self.on_rank_zero(lambda: self.client.score(sequences))
 
     def metrics(self) -> dict[str, float]:
@@ -97,6 +103,11 @@ class ServerSource:
         """The engine; on rank 0 only."""
         assert self._engine is not None, "only rank 0 is the servers' client"
         return self._engine
+
+    def restore_memory(self) -> None:
+        """Send the weights again if `pause` released the servers' memory and no update followed."""
+        if self._memory_released:
+            self._send_weights()
 
     def on_rank_zero(self, action: Callable[[], T]) -> T:
         """`run_on_rank_zero`; its `EngineError` becomes a `SharedEngineError`."""
@@ -148,6 +159,7 @@ class ServerSource:
             failure = self._send_once(self._weights)
             refusal = str(failure or "")
             if not self.on_rank_zero(lambda f=failure, new=refusal != reported: self._must_retry(f, deadline, new)):
+                self._memory_released = False
                 return
             reported = refusal
             while not self.on_rank_zero(lambda r=refusal: self._server_is_back(r, deadline)):

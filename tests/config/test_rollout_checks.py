@@ -8,6 +8,8 @@ from megatron_gspo.config import ConfigError
 from megatron_gspo.config.rollout_checks import check_environment_file
 from tests.config.building import ENVIRONMENT, SFT, assert_refused, build
 
+SERVERS = ["rollout.engine=sglang", "sglang.num_servers=1"]
+
 
 @pytest.mark.parametrize(
     ("overrides", "key", "fix"),
@@ -17,6 +19,11 @@ from tests.config.building import ENVIRONMENT, SFT, assert_refused, build
         (["rollout.temperature=0"], "rollout.temperature = 0.0: greedy responses", "set it above 0"),
         (["evaluation.temperature=0", "evaluation.top_k=3"], "evaluation.top_k = 3: has no effect", "remove it"),
         (["evaluation.temperature=0", "evaluation.top_p=0.5"], "evaluation.top_p = 0.5: has no effect", "remove it"),
+        (["rollout.offload_trainer=true", *SFT], "rollout.offload_trainer = true: trains on reference", "remove it"),
+        (["rollout.offload_trainer=true", *SERVERS], "rollout.offload_trainer = true: the servers have GPUs of their",
+         "set sglang.colocated: true"),
+        (["rollout.offload_trainer=true", *SERVERS, "rollout.overlap=true", "rollout.max_staleness=1"],
+         "rollout.offload_trainer = true: the trainer works meanwhile", "set one of the two to false"),
         (["rollout.max_turns=2"], "rollout.max_turns = 2: has no effect without rollout.environment", "set that"),
         (["rollout.max_turn_length=9"], "rollout.max_turn_length = 9: has no effect without", "remove this"),
         (["rollout.environment_options={a: 1}"], "rollout.environment_options = ", "remove this"),
@@ -38,6 +45,13 @@ from tests.config.building import ENVIRONMENT, SFT, assert_refused, build
 )  # fmt: skip
 def test_contradictions_are_refused_at_load(plain: dict, overrides: list[str], key: str, fix: str) -> None:
     assert_refused(plain, overrides, key, fix)
+
+
+def test_the_trainer_is_offloaded_for_servers_on_its_gpus_unless_that_is_off(plain: dict) -> None:
+    shared = [*SERVERS, "sglang.colocated=true"]
+    assert [build(plain, *overrides).offloads_trainer for overrides in (
+        [], ["rollout.offload_trainer=true"], SERVERS, shared, [*shared, "rollout.offload_trainer=false"]
+    )] == [False, True, False, True, False]  # fmt: skip
 
 
 def test_evaluation_samples_from_the_likeliest_tokens(plain: dict) -> None:

@@ -93,12 +93,20 @@ def test_an_error_of_rank_0_is_raised_on_every_rank(where, message):
 def colocated(rank: int, world: int) -> list[str]:
     servers = ScriptedServers(scripted_response)
     source = server_source(servers, colocated=True)
+    source.update_weights(collective_weights, version=1)
     source.pause(keep=False)
+    source.update_weights(collective_weights, version=2)
     source.submit(PROMPTS[:1], SAMPLING, seed=1)
     source.pause(keep=True)
+    for request in (lambda: source.collect(1), lambda: source.generate(PROMPTS[:1], SAMPLING, seed=1),
+                    lambda: source.score([np.arange(4)])):  # fmt: skip
+        request()  # sends the weights again, which the servers have released
+        source.pause(keep=True)
     source.close()
-    return servers.calls
+    return [*servers.calls, *(f"version {version}" for version, _ in servers.updates)]
 
 
-def test_servers_on_the_trainers_gpus_release_their_memory():
-    assert run_distributed(colocated, 1) == [["pause", "stop keep=True", "pause", "close"]]
+def test_servers_on_the_trainers_gpus_release_their_memory_with_the_weights():
+    assert run_distributed(colocated, 1) == [
+        ["pause", "stop keep=True", *["pause"] * 4, "close", "version 1", *["version 2"] * 4]
+    ]

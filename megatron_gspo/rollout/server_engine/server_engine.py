@@ -82,7 +82,7 @@ class ServerEngine:
         update fails gets no requests until an update succeeds. Raises `NoServerError` if all fail.
         """
         pool, wire_version = self._pool, f"{self._run_id}:{version}"
-        repeated = pool.version == wire_version and bool(pool.serving)
+        repeated = pool.version == wire_version and bool(pool.serving) and not self._memory_released
         if not repeated:
             self._loop.run(self._client.interrupt())
             self._loop.run(pool.set_version(wire_version, ()))

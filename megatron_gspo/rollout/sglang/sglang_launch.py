@@ -163,6 +163,8 @@ def server_command(launch: SGLangLaunch, index: int, port: int, *, cpu: bool, ve
         command += ["--sleep-on-idle", "--skip-server-warmup"]
         if version < _CPU_OVERLAP_VERSION:
             command.append("--disable-overlap-schedule")
+    elif launch.config.colocated:
+        command.append("--enable-memory-saver")  # without it a server keeps its memory
     if config_file:
         command += ["--config", config_file]
     command += launch.args

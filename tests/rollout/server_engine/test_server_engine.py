@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
 from aiohttp import web
 
 from megatron_gspo.config import ServerConfig
@@ -38,8 +39,8 @@ class Launcher:
         self.stopped += 1
 
 
-def engine_on(*urls: str, **given) -> ServerEngine:
-    config = ServerConfig(urls=urls, weight_transport="tensor")
+def engine_on(*urls: str, colocated: bool = False, **given) -> ServerEngine:
+    config = ServerConfig(urls=urls, weight_transport="tensor", colocated=colocated)
     transport = make_transport(config, SGLangWeightEndpoints())
     return ServerEngine(config, MODEL, transport, str, api=SGLangAPI(), **given)
 
@@ -86,6 +87,32 @@ def test_an_update_without_servers_reads_the_stream_to_its_end():
         engine.update_weights(stream(), version=0)
     engine.close()
     assert read == [0, 1, 2]
+
+
+def test_released_memory_comes_back_with_the_weights_also_of_the_same_version():
+    """What a server had in it is lost."""
+    version, calls = "", []
+
+    async def accept(request: web.Request) -> web.Response:
+        nonlocal version
+        body = await request.json() if request.method == "POST" else {}
+        version = body.get("new_version", version)
+        if "memory" in request.path or "weights_from" in request.path:
+            calls.append(" ".join((request.path, *body.get("tags", ()))))
+        return web.json_response({"success": True, "weight_version": version})
+
+    with WebServer(accept) as server:
+        engine = engine_on(server.url, colocated=True, log=lambda line: None)
+        for _ in range(2):
+            engine.update_weights(iter([("a", torch.ones(2))]), version=0)
+            engine.pause()
+            engine.pause()
+        engine.update_weights(iter([("a", torch.ones(2))]), version=0)
+        engine.update_weights(iter([("a", torch.ones(2))]), version=0)  # it has them
+        engine.close()
+    again = ["/release_memory_occupation kv_cache weights", "/resume_memory_occupation weights",
+             "/update_weights_from_tensor", "/resume_memory_occupation kv_cache"]  # fmt: skip
+    assert calls == ["/update_weights_from_tensor", *again, *again]
 
 
 async def forbid(request: web.Request) -> web.Response:

@@ -43,6 +43,13 @@ def test_the_command_on_a_gpu():
     ]  # fmt: skip
 
 
+def test_servers_on_the_trainers_gpus_can_release_their_memory():
+    config = ServerConfig(num_servers=1, python="/env/python", colocated=True)
+    for cpu, expected in ((False, 1), (True, 0)):
+        found = server_command(SGLangLaunch(config, "hub/model"), 0, 31_000, cpu=cpu, version=NEW)
+        assert found.count("--enable-memory-saver") == expected
+
+
 @pytest.mark.parametrize(
     "arguments, first",
     [
