@@ -71,12 +71,14 @@ def _extremes(
     """A minimum is sent as the maximum of the negative, a NaN as a flag because backends differ in its maximum."""
     if not names:
         return {}
-    signs = torch.tensor([-1.0 if name.endswith("_min") else 1.0 for name in names], device=device)
-    missing = torch.tensor([name not in local for name in names], device=device)
-    absent = torch.zeros((), device=device)
-    values = torch.stack([local.get(name, absent) for name in names]) * signs
+    absent = torch.full((), -torch.inf, device=device)
+    values = torch.stack([_as_maximum(name, local[name]) if name in local else absent for name in names])
     is_nan = values.isnan()
-    packed = torch.stack([values.masked_fill(missing | is_nan, -torch.inf), is_nan.float()])
+    packed = torch.stack([values.masked_fill(is_nan, -torch.inf), is_nan.float()])
     dist.all_reduce(packed, op=dist.ReduceOp.MAX, group=group)
-    values = (packed[0] * signs).masked_fill(packed[1] > 0, torch.nan)
-    return dict(zip(names, values.unbind(), strict=True))
+    values = packed[0].masked_fill(packed[1] > 0, torch.nan)
+    return {name: _as_maximum(name, value) for name, value in zip(names, values.unbind(), strict=True)}
+
+
+def _as_maximum(name: str, value: Tensor) -> Tensor:
+    return -value if name.endswith("_min") else value
