@@ -23,6 +23,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megatron_gspo.mcore.device_copies import copy_to_device
 from megatron_gspo.mcore.operators import Permutation, pad_rows, permute, rotate, unpad_rows
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes
 from megatron_gspo.parallel.context_parallel import (
@@ -140,61 +141,63 @@ class PackedSequences(PackedSeqParams):
     def key_copies(self) -> Permutation:
         """The segments' keys as copies of the all-gathered ones; only under context parallelism."""
         source = self.segments.key_source
-        count = source.bincount(minlength=int(self.cu_seqlens[-1])).int()
-        return Permutation.of(self.on_device(source), self.on_device(count))
+        count = source.bincount(minlength=int(self.cu_seqlens[-1]))
+        moved = self._on_device(source=source, count=count)
+        return Permutation.of(moved["source"], moved["count"])
 
     @cached_property
     def varlen(self) -> _Varlen:
         """The plan of the variable-length kernel."""
         queries, keys = self.segments.query_lengths, self.segments.key_lengths
-        cu_seq_q, cu_seq_k = (
-            self.on_device(F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))) for lengths in (queries, keys)
-        )
-        return _Varlen(cu_seq_q, cu_seq_k, int(queries.max()), int(keys.max()))
+        bounds = (F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)) for lengths in (queries, keys))
+        moved = self._on_device(**dict(zip(("cu_seq_q", "cu_seq_k"), bounds, strict=True)))
+        return _Varlen(**moved, max_q=int(queries.max()), max_k=int(keys.max()))
 
     @cached_property
     def padded(self) -> _Padded:
         """The plan of padded batches."""
         queries, keys = self.segments.query_lengths, self.segments.key_lengths
         batches = _batches(queries.tolist(), keys.tolist())
-        buckets = []
-        for rows in batches:
-            before = self.on_device((keys - queries)[rows]) if self.cp_size > 1 else None
-            buckets.append(_Bucket(len(rows), int(queries[rows].max()), int(keys[rows].max()), before))
-        layout = self._padding(batches, queries)
-        return _Padded(tuple(buckets), layout, layout if keys is queries else self._padding(batches, keys))
-
-    def _padding(self, batches: list[list[int]], lengths: Tensor) -> tuple[Tensor, Tensor]:
-        source, slot = _padding(batches, lengths)
-        return self.on_device(source), self.on_device(slot)
+        source, slot = _padding(batches, queries)
+        tensors = {"source": source, "slot": slot}
+        if keys is not queries:
+            tensors["key_source"], tensors["key_slot"] = _padding(batches, keys)
+            tensors |= {str(i): (keys - queries)[rows] for i, rows in enumerate(batches)}
+        moved = self._on_device(**tensors)
+        buckets = tuple(
+            _Bucket(len(rows), int(queries[rows].max()), int(keys[rows].max()), moved.get(str(i)))
+            for i, rows in enumerate(batches)
+        )
+        layout = moved["source"], moved["slot"].long()  # torch copies to int64 indices only
+        other = (moved["key_source"], moved["key_slot"].long()) if keys is not queries else layout
+        return _Padded(buckets, layout, other)
 
     def rotation(self, base: float, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines of every local token, [t, 1, dim]: what ``rotate`` takes."""
         key = base, dim, dtype
         if key not in self.rotations:
             frequencies = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-            angles = (self.positions[:, None].float() * self.on_device(frequencies))[:, None]
+            moved = self._on_device(positions=self.positions, frequencies=frequencies)
+            angles = (moved["positions"][:, None].float() * moved["frequencies"])[:, None]
             cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
             self.rotations[key] = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
         return self.rotations[key]
 
-    @cached_property
+    @property
     def positions(self) -> Tensor:
-        """Positions [t] int32 of the local tokens in their sequences, on the device."""
+        """Positions [t] int32 of the local tokens in their sequences, on the host."""
         starts, lengths = self.cu_seqlens[:-1], self.cu_seqlens.diff()
         mine = zigzag_indices(self.cu_seqlens, self.cp_rank, self.cp_size).int()
         positions = mine - starts.repeat_interleave(lengths // self.cp_size)
-        return self.on_device(positions)
+        return positions
 
-    def on_device(self, x: Tensor) -> Tensor:
-        """A copy of a host tensor on the device of the sequences; the host does not wait for a GPU."""
-        device = self.cu_seqlens_q.device
-        return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+    def _on_device(self, **tensors: Tensor) -> dict[str, Tensor]:
+        return copy_to_device(tensors, self.cu_seqlens_q.device)
 
 
 def packed_sequences(cu_seqlens: Tensor, max_seqlen: int, cp_group: Any, device: torch.device) -> PackedSequences:
     """The parameters of one micro-batch. ``cu_seqlens`` [n + 1] int32 on the host, before context parallelism."""
-    on_device = cu_seqlens.to(device, non_blocking=True)
+    on_device = copy_to_device({"cu_seqlens": cu_seqlens}, device)["cu_seqlens"]
     return PackedSequences(
         qkv_format="thd", cu_seqlens_q=on_device, cu_seqlens_kv=on_device, max_seqlen_q=max_seqlen,
         max_seqlen_kv=max_seqlen, cu_seqlens=cu_seqlens, cp_rank=cp_group.rank(), cp_size=cp_group.size(),
@@ -222,7 +225,7 @@ def _padding(batches: list[list[int]], lengths: Tensor) -> tuple[Tensor, Tensor]
     source = torch.minimum(concatenated_ranges(starts[order], widths), last)
     row_starts = torch.empty_like(lengths)
     row_starts[order] = widths.cumsum(0, dtype=torch.int32) - widths
-    return source, concatenated_ranges(row_starts, lengths).long()  # torch copies to int64 indices only
+    return source, concatenated_ranges(row_starts, lengths)
 
 
 def takes_varlen(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:

@@ -31,7 +31,7 @@ INDEX = 8  # int64
 @dataclass(frozen=True)
 class Setting:
     """How a pass is computed. ``implementation``: ``torch`` or ``transformer_engine``; ``recompute`` as in the config;
-    ``on_gpu``: fused norms, attention without a mask where it can, outputs sent on are freed."""
+    ``on_gpu``: fused norms, the variable-length attention kernel (of 2-byte types), outputs sent on are freed."""
 
     dtype_bytes: int = 2
     implementation: str = "transformer_engine"
@@ -83,15 +83,17 @@ def sizes_of(shape: ModelShape, parallel: ParallelConfig, batch: MicroBatch, set
     t = batch.tokens / cp
     s = t / tp if parallel.use_sequence_parallel else t
     k = shape.experts_per_token
+    copies = 1 + 1 / (2 * cp) if cp > 1 else 1 / cp  # a rank's two chunks of a sequence share keys
+    masked = cp > 1 and not setting.on_gpu
     even = s * k * etp  # EP ranks send and receive equally; the ETP ranks of an expert get each other's tokens
     return Sizes(
-        a=setting.dtype_bytes, h=shape.hidden_size, s=s, t=t, keys=float(batch.tokens) if cp > 1 else t,
+        a=setting.dtype_bytes, h=shape.hidden_size, s=s, t=t, keys=batch.tokens * copies,
         query=shape.num_attention_heads // tp, groups=shape.num_query_groups // tp, d=shape.head_dim,
         ffn=shape.ffn_hidden_size // tp, moe=shape.moe_ffn_hidden_size // etp, experts=shape.num_experts,
         local=local_experts(shape, parallel) if shape.is_moe else 0, k=k,
         rows=even if batch.expert_rows is None else batch.expert_rows,
         shared=shape.shared_expert_size // tp, sent=ep * etp > 1,
-        mask=t * batch.longest if cp > 1 else 0.0, qk_norm=shape.query_key_norms,
+        mask=t * batch.longest * (2 * cp + 1) / (4 * cp) if masked else 0.0, qk_norm=shape.query_key_norms,
     )
 
 
@@ -116,16 +118,18 @@ def attention_bytes(z: Sizes, setting: Setting) -> dict[str, float]:
         else:
             kept = z.a * (query + 2 * key + (query if z.groups > 1 else 0.0) + (0.0 if torch_layers else key))
         saved["q and k norms"] = kept + per_row * z.t * (z.query + z.groups)
-    elif not torch_layers:
+    elif not torch_layers or (not cpu and z.keys == z.t):  # the values are a part of this product
         saved["qkv"] = z.a * (query + 2 * key)
     core = z.a * 2 * query + 4 * z.t * z.query  # queries, output, log-sum of a row
-    if torch_layers:  # keys, values and mask; the output is gathered into a tensor that the projection saves
+    if torch_layers and not cpu and z.keys > z.t:  # gathered keys and values
+        core += z.a * 2 * z.keys * z.groups * z.d
+    elif torch_layers and cpu:  # keys, values and mask; the output is gathered into a tensor that the projection saves
         core += z.a * (2 * z.keys * z.groups * z.d + query + z.mask)
     else:  # rotated keys; the values lie in the product above; context parallelism passes them on, block by block
         core += z.a * key
     if setting.recompute == "selective":  # the inputs, normalised or as they come; and the projection's
         core = z.a * (2 * query + (key if z.qk_norm else 0.0))
-        if torch_layers and (not z.qk_norm or (cpu and z.a < 4)):
+        if torch_layers and "qkv" not in saved and (not z.qk_norm or (cpu and z.a < 4)):
             core += z.a * (query + 2 * key)  # the values keep the product of qkv alive, which nothing else does
     return saved | {"attention": core}
 
@@ -174,12 +178,14 @@ def backward_bytes(z: Sizes, setting: Setting, *, is_moe: bool) -> float:
 
 
 def shared_bytes(z: Sizes, setting: Setting) -> float:
-    """Once a micro-batch, for all its layers: the rotary angles and in torch the places of tokens in padded batches."""
+    """Once a micro-batch, for all its layers: the rotary angles and in torch the indices of gathered keys and of padded
+    batches."""
     if setting.implementation != "torch":
         return 4 * z.t * z.d
     both_ways = 1 if setting.recompute == "none" else 2  # a layer that runs again needs them as the forward did
-    places = both_ways * INDEX * (z.t * z.query + z.keys * z.groups)
-    return 2 * z.a * z.t * z.d + places + z.mask
+    gathered = z.keys if z.keys > z.t else 0.0
+    padded = 0.0 if setting.on_gpu else both_ways * INDEX * (z.t + gathered)
+    return 2 * z.a * z.t * z.d + padded + 3 * INDEX * gathered
 
 
 def embedding_rows(shape: ModelShape, parallel: ParallelConfig) -> int:

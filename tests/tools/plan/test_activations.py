@@ -52,7 +52,7 @@ def test_parallel_dimensions_cut_what_they_should() -> None:
     assert (tensor.s, tensor.t, tensor.query, tensor.groups) == (2048, 8192, 8, 1)
     assert tensor.rows == one.rows / 4 == 2048 * 8
     context = sizes_of(shape, ParallelConfig(context_parallel_size=4), batch, Setting())
-    assert (context.s, context.t, context.keys) == (2048, 2048, 8192)
+    assert (context.s, context.t, context.keys) == (2048, 2048, 8192 * 9 / 8)
     experts = sizes_of(shape, ParallelConfig(expert_model_parallel_size=8), batch, Setting())
     assert (experts.rows, experts.local) == (one.rows, 16)  # eight ranks send to each other alike
     both = ParallelConfig(expert_model_parallel_size=4, expert_tensor_parallel_size=2)
