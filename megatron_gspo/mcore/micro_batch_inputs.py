@@ -74,8 +74,9 @@ class InputReader:
         read += _LOSS if model.post_process and self._trains else ()
         tensors: dict[str, Tensor] = {name: value for name in read if (value := getattr(shard, name)) is not None}
         moved = copy_to_device(tensors | (rows.tensors() if rows is not None else {}), compute_device())
+        changed: dict[str, Any] = {name: moved[name] for name in tensors}
         return MicroBatchInputs(
-            batch=replace(shard, routed_experts=None, missing_routes=None, **{name: moved[name] for name in tensors}),
+            batch=replace(shard, routed_experts=None, missing_routes=None, **changed),
             routes=routes,
             scored=None if rows is None else rows.with_tensors(moved),
         )

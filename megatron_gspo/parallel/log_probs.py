@@ -14,6 +14,7 @@ With ``ScoredRows`` all of this, communication included, is done for the scored 
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -105,14 +106,15 @@ def log_probs_from_hidden(
     else:
         with torch.no_grad():
             log_probs, entropy, _ = _forward(_own_rows(hidden, scored), weight, chosen, scored, call, False)
-    return _at_positions(log_probs, scored, len(labels)), _at_positions(entropy, scored, len(labels))
+    if scored is None:
+        return log_probs, entropy
+    at_positions = partial(_at_positions, scored.positions, len(labels))
+    return at_positions(log_probs), None if entropy is None else at_positions(entropy)
 
 
-def _at_positions(values: Tensor | None, scored: ScoredRows | None, count: int) -> Tensor | None:
-    """``values`` of the scored positions among all ``count``, 0 elsewhere; differentiable."""
-    if values is None or scored is None:
-        return values
-    return values.new_zeros(count).index_copy(0, scored.positions, values)
+def _at_positions(positions: Tensor, count: int, values: Tensor) -> Tensor:
+    """``values`` at ``positions`` among ``count``, 0 elsewhere; differentiable."""
+    return values.new_zeros(count).index_copy(0, positions, values)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,7 +58,8 @@ class ScoredRows:
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> ScoredRows:
         """The same rows with those of ``tensors``, of any integer type, that ``self.tensors`` names."""
-        return replace(self, **{name: tensors[name].long() for name in self.tensors()})
+        changed: dict[str, Any] = {name: tensors[name].long() for name in self.tensors()}
+        return replace(self, **changed)
 
     def to(self, device: torch.device | str) -> ScoredRows:
         """The same rows with every tensor on ``device``."""
