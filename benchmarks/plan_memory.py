@@ -190,7 +190,15 @@ def _measure(case: Case, path: str, groups: Any) -> dict[str, Any]:
         optimizer=sum(size for address, size in state.items() if address not in weights),
         activations=max(first.peak, second.peak), at=first.at, expert_rows=mean_rows,
         tokens=max(int(batch.tokens.shape[0]) for batch in batches.batches), micro_batches=len(batches.batches),
+        scored=max(_scored(batch, groups) for batch in batches.batches),
     )  # fmt: skip
+
+
+def _scored(batch: Any, groups: Any) -> int:
+    """Trained positions of this context-parallel rank."""
+    from megatron_gspo.data.packing import context_parallel_shard
+
+    return int(context_parallel_shard(batch, groups.cp.rank(), groups.cp.size()).loss_mask.count_nonzero())
 
 
 def _optimizer_tensors(optimizers: Sequence[Any]) -> list[torch.Tensor]:
@@ -239,7 +247,8 @@ def planned(case: Case, measured: dict[str, Any], *, even: bool = False) -> dict
     states = exact_states(
         shape, case.parallel, case.world, measured["stage"], width, measured["data_rank"], measured["expert_data_rank"]
     )
-    batch = MicroBatch(measured["tokens"], max(case.lengths), None if even else measured["expert_rows"])
+    batch = MicroBatch(measured["tokens"], max(case.lengths), None if even else measured["expert_rows"],
+                       measured["scored"])  # fmt: skip
     setting = Setting(width, "torch", case.recompute, on_gpu=False)
     peak = peak_bytes(shape, case.parallel, measured["stage"], batch, measured["micro_batches"], setting)
     return dict(asdict(states), activations=peak["total"])

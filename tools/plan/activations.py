@@ -44,12 +44,14 @@ class Setting:
 class MicroBatch:
     """``tokens``: of the whole micro-batch, before context parallelism; ``longest``: of its longest sequence.
 
-    ``expert_rows``: rows that the experts of a rank get in one layer, None for an even share of the tokens.
+    ``expert_rows``: rows that the experts of a rank get in one layer, None for an even share of the tokens. ``scored``:
+    positions of a rank that the log-prob head works on, None for all.
     """
 
     tokens: int
     longest: int
     expert_rows: float | None = None
+    scored: int | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class Sizes:
     sent: bool
     mask: float
     qk_norm: bool
+    scored: float
 
 
 def sizes_of(shape: ModelShape, parallel: ParallelConfig, batch: MicroBatch, setting: Setting) -> Sizes:
@@ -94,6 +97,7 @@ def sizes_of(shape: ModelShape, parallel: ParallelConfig, batch: MicroBatch, set
         rows=even if batch.expert_rows is None else batch.expert_rows,
         shared=shape.shared_expert_size // tp, sent=ep * etp > 1,
         mask=t * batch.longest * (2 * cp + 1) / (4 * cp) if masked else 0.0, qk_norm=shape.query_key_norms,
+        scored=t if batch.scored is None else batch.scored,
     )
 
 
@@ -219,20 +223,20 @@ class Head:
 def head_bytes(z: Sizes, shape: ModelShape, parallel: ParallelConfig, setting: Setting) -> Head:
     """Tiles are cut as ``parallel/vocabulary_tiles.py`` cuts them, for entropy-free training."""
     kind = "cuda" if setting.on_gpu else "cpu"
-    rows, tokens = embedding_rows(shape, parallel), int(z.t)
+    rows, tokens = embedding_rows(shape, parallel), int(z.scored)
     budget = CHUNK_BYTES[kind] // 4
     tile = tile_shape(tokens, rows, z.h, budget, TILE[kind])
     keeps = tokens * rows + tile_elements(*tile, z.h) <= budget
     converts = z.a < 4 and not setting.on_gpu  # a GPU multiplies bfloat16 into float32 itself
     norm = _norm(z, z.s * z.h, setting) + 4 * z.s
     shares = 4 * tokens * -(-rows // tile[1])  # of every tile of the vocabulary, per token
-    saved = norm + z.a * z.s * z.h + z.t * (INDEX + 40) + shares + (4 * tokens * rows if keeps else 0)
-    everyone = 4 * z.t * z.h if converts else z.a * z.t * z.h if parallel.use_sequence_parallel else 0
+    saved = norm + z.a * z.s * z.h + z.scored * (INDEX + 40) + shares + (4 * tokens * rows if keeps else 0)
+    everyone = 4 * z.scored * z.h if converts else z.a * z.scored * z.h if parallel.use_sequence_parallel else 0
     tiles = 4 * tile[0] * tile[1] + (8 * tile[1] * z.h if z.a < 4 else 0)
     if z.a < 4 and setting.on_gpu:
         tiles += 2 * tile[0] * tile[1] + 4 * tile[1] * z.h  # low-precision copy; one tile's product before it is added
     gradient = z.a * rows * z.h
-    return Head(saved, everyone + tiles + 4 * z.t * z.h + gradient, gradient)
+    return Head(saved, everyone + tiles + 4 * z.scored * z.h + gradient, gradient)
 
 
 def peak_bytes(shape: ModelShape, parallel: ParallelConfig, stage: int, batch: MicroBatch, micro_batches: int,
