@@ -7,7 +7,7 @@ something and the shapes are to be told as for any other operation.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,14 +18,12 @@ from megatron_gspo.tools.rehearse.fake_device.cuda_api import is_pinned
 from megatron_gspo.tools.rehearse.rehearsal_error import RehearsalError
 from megatron_gspo.tools.rehearse.routing import expert_ids
 
-if TYPE_CHECKING:
-    from megatron_gspo.tools.rehearse.fake_gpu import FakeGpu
-
 aten = torch.ops.aten
-Rule = Callable[["FakeGpu", Any, Any, dict[str, Any]], Any]
+Gpu = Any  # a FakeGpu, which has its rules from here
+Rule = Callable[[Gpu, Any, Any, dict[str, Any]], Any]
 
 
-def _read_scalar(gpu: FakeGpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _read_scalar(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """The host waits for one number."""
     tensor = args[0]
     gpu.host.sync("item")
@@ -33,7 +31,7 @@ def _read_scalar(gpu: FakeGpu, func: Any, args: Any, kwargs: dict[str, Any]) -> 
     return value.item() if value is not None else _neutral(gpu, tensor, "reads").item()
 
 
-def _compare(gpu: FakeGpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _compare(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     gpu.host.sync(str(func))
     first, second = (gpu.values.get(tensor) for tensor in args[:2])
     if first is None or second is None:
@@ -41,7 +39,7 @@ def _compare(gpu: FakeGpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return func(first, second)
 
 
-def _convert(gpu: FakeGpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _convert(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """``tensor.to``: between host and device it is a copy."""
     tensor, device = args[0], kwargs.get("device")
     if device is None or torch.device(device).type == tensor.device.type:
@@ -58,11 +56,11 @@ def _convert(gpu: FakeGpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return _to_host(gpu, tensor, kwargs.get("dtype"))
 
 
-def _kind_of_copy(gpu: FakeGpu) -> str:
+def _kind_of_copy(gpu: Gpu) -> str:
     return "inputs" if gpu.memory.kind == "activations" else gpu.memory.kind
 
 
-def _copy_into(gpu: FakeGpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _copy_into(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     target, source = args[:2]
     non_blocking = (args[2:] or (kwargs.get("non_blocking", False),))[0]
     if target.device.type == "cpu" and source.device.type == "cuda":
@@ -81,12 +79,12 @@ def _copy_into(gpu: FakeGpu, func: Any, args: Any, kwargs: dict[str, Any]) -> An
     return NotImplemented
 
 
-def _record_copy(gpu: FakeGpu, source: Tensor, non_blocking: bool) -> None:
+def _record_copy(gpu: Gpu, source: Tensor, non_blocking: bool) -> None:
     pinned = is_pinned(source)
     gpu.host.copy(source.numel() * source.element_size(), pinned=pinned, blocking=not (pinned and non_blocking))
 
 
-def _to_host(gpu: FakeGpu, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+def _to_host(gpu: Gpu, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     value = gpu.values.get(tensor)
     limit = gpu.fake_host_bytes
     if value is None and limit is not None and tensor.numel() * tensor.element_size() > limit:
@@ -97,7 +95,7 @@ def _to_host(gpu: FakeGpu, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return value.to(dtype or tensor.dtype, copy=True)
 
 
-def _neutral(gpu: FakeGpu, tensor: Tensor, verb: str) -> Tensor:
+def _neutral(gpu: Gpu, tensor: Tensor, verb: str) -> Tensor:
     """In place of what only a GPU computes: ones for floating point, false for flags; integers decide shapes, so that
     none can be made up."""
     kind = str(tensor.dtype).removeprefix("torch.")
@@ -113,11 +111,11 @@ def _neutral(gpu: FakeGpu, tensor: Tensor, verb: str) -> Tensor:
     return value
 
 
-def _nonzero(gpu: FakeGpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _nonzero(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return gpu.upload(_needed(gpu, func, args[0]).nonzero())
 
 
-def _masked_select(gpu: FakeGpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _masked_select(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensor, mask = args
     known = _needed(gpu, func, mask)
     value = gpu.values.get(tensor)
@@ -128,7 +126,7 @@ def _masked_select(gpu: FakeGpu, func: Any, args: Any, kwargs: dict[str, Any]) -
         return torch.empty(count, dtype=tensor.dtype, device=tensor.device)
 
 
-def _repeat_interleave(gpu: FakeGpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _repeat_interleave(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if kwargs.get("output_size") is not None:
         with gpu.shapes:
             out = torch.empty(kwargs["output_size"], dtype=args[0].dtype, device=args[0].device)
@@ -139,7 +137,7 @@ def _repeat_interleave(gpu: FakeGpu, func: Any, args: Any, kwargs: dict[str, Any
     return gpu.upload(torch.repeat_interleave(_needed(gpu, func, args[0])))
 
 
-def _index(gpu: FakeGpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _index(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Indexing by a mask: torch counts its ones on the host."""
     indices = args[1]
     if not any(_is_mask(index) for index in indices):
@@ -155,7 +153,7 @@ def _index(gpu: FakeGpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return out
 
 
-def _index_put(gpu: FakeGpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _index_put(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """A mask and one value are a masked fill; a mask and several values are counted on the host."""
     if args[2].numel() > 1 and any(_is_mask(index) and index.device.type == "cuda" for index in args[1]):
         gpu.host.sync(str(func))
@@ -166,7 +164,7 @@ def _is_mask(index: Any) -> bool:
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
-def _needed(gpu: FakeGpu, func: Any, tensor: Tensor) -> Tensor:
+def _needed(gpu: Gpu, func: Any, tensor: Tensor) -> Tensor:
     """The values that decide the shape of the result; the host reads their number."""
     value = gpu.values.get(tensor)
     if value is None:
@@ -175,7 +173,7 @@ def _needed(gpu: FakeGpu, func: Any, tensor: Tensor) -> Tensor:
     return value
 
 
-def _top_k(gpu: FakeGpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _top_k(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """A router's choice, made up where the scores are unknown."""
     scores, k = args[:2]
     if scores.dim() != 2 or gpu.values.get(scores) is not None:
@@ -186,11 +184,11 @@ def _top_k(gpu: FakeGpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return values, ids
 
 
-def _bincount(gpu: FakeGpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _bincount(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return gpu.upload(func(_needed(gpu, func, args[0]), *args[1:], **kwargs))
 
 
-def _unique(gpu: FakeGpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _unique(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     found = func(_needed(gpu, func, args[0]), *args[1:], **kwargs)
     return tuple(gpu.upload(value) for value in found)
 
@@ -223,7 +221,7 @@ PRODUCTS = frozenset({
 """Products whose kernels take one dtype."""
 
 
-def uses_host_indices(gpu: FakeGpu, func: Any, args: Any) -> None:
+def uses_host_indices(gpu: Gpu, func: Any, args: Any) -> None:
     """Record the copies that indexing a device tensor by host tensors makes."""
     if func not in _INDEXING or args[0].device.type != "cuda":
         return

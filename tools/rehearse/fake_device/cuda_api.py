@@ -50,8 +50,8 @@ def fake_cuda(host: HostLog) -> Iterator[None]:
         replace(torch._dynamo.config, "disable", True)
         replace(torch.nn.Module, "_apply", _apply)
         # torch.tensor(..., device="cuda") makes a host tensor and copies it, so that the copy is seen
+        stack.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
         torch._C._set_only_lift_cpu_tensors(True)
-        stack.callback(torch._C._set_only_lift_cpu_tensors, False)
         yield
 
 

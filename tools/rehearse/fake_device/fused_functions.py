@@ -60,10 +60,11 @@ class _FusedRMSNorm(torch.autograd.Function):
 def _attention(original: Any, host: HostLog) -> Any:
     def scaled_dot_product_attention(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+        is_causal: bool = False, **options: Any,
     ) -> Tensor:  # fmt: skip
         if query.device.type != "cuda":
-            return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            return original(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        scale, enable_gqa = options.get("scale"), options.get("enable_gqa", False)
         if attn_mask is None and query.dtype in _HALF and query.shape[-1] <= _LARGEST_HEAD:
             return torch.ops.aten._scaled_dot_product_flash_attention(
                 query, key, value, dropout_p, is_causal, False, scale=scale

@@ -1,0 +1,52 @@
+"""torch.cuda without a GPU."""
+
+import pytest
+import torch
+
+from megatron_gspo.tools.rehearse.fake_device.cuda_api import fake_cuda, is_pinned
+from megatron_gspo.tools.rehearse.host_log import HostLog
+
+
+def test_everything_is_restored() -> None:
+    before = torch.cuda.is_available(), torch.cuda.Stream, torch.Tensor.tolist, torch.nn.Module._apply, torch.tensor
+    with fake_cuda(HostLog()):
+        assert torch.cuda.is_available()
+        assert torch.cuda.get_device_capability() == (9, 0)
+    after = torch.cuda.is_available(), torch.cuda.Stream, torch.Tensor.tolist, torch.nn.Module._apply, torch.tensor
+    assert after == before
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda: torch.cuda.synchronize(),
+        lambda: torch.cuda.current_stream().synchronize(),
+        lambda: torch.cuda.Event().synchronize(),
+        lambda: torch.cuda.Stream().record_event().synchronize(),
+    ],
+)
+def test_waiting_for_the_device_is_recorded(wait) -> None:
+    log = HostLog()
+    with fake_cuda(log):
+        wait()
+    assert [sync.count for sync in log.syncs] == [1]
+
+
+def test_pinned_memory_is_known_by_its_views() -> None:
+    with fake_cuda(HostLog()):
+        pinned = torch.ones(4).pin_memory()
+        assert pinned.is_pinned() and is_pinned(pinned[1:]) and not torch.ones(4).is_pinned()
+
+
+def test_converted_parameters_keep_their_attributes() -> None:
+    module = torch.nn.Linear(2, 2)
+    module.weight.sequence_parallel = True
+    with fake_cuda(HostLog()):
+        module.to(torch.float64)
+    assert module.weight.dtype is torch.float64 and module.weight.sequence_parallel
+    assert module.weight.requires_grad
+
+
+def test_the_meta_device_is_the_default_within_its_context() -> None:
+    with fake_cuda(HostLog()), torch.device("meta"):
+        assert torch.get_default_device().type == "meta"

@@ -1,0 +1,58 @@
+"""The rehearsed mini-batch."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_gspo.config import Config, load_config
+from megatron_gspo.models import family_of, read_config
+from megatron_gspo.tools.rehearse.mini_batch import plan_mini_batch, synthetic_samples, with_plan
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "qwen3_moe"
+
+
+def config(name: str = "qwen3_30b_a3b_4x8_gspo", *overrides: str) -> Config:
+    path = f"model.path={EXAMPLES / 'models' / 'Qwen3-30B-A3B'}"
+    return load_config(str(EXAMPLES / f"{name}.yaml"), [path, *overrides])
+
+
+def parallel(loaded: Config, **changes: Any) -> Config:
+    return dataclasses.replace(loaded, parallel=dataclasses.replace(loaded.parallel, **changes))
+
+
+def test_two_micro_batches_of_as_many_sequences_as_fit() -> None:
+    plan = plan_mini_batch(config(), 16)
+    assert (plan.micro_batches, plan.of_all, plan.sequences, plan.samples) == (2, 16, 4, 2 * 8 * 4)
+    assert with_plan(config(), plan) == config()
+
+
+@pytest.mark.parametrize(("virtual", "expected"), [(None, 5), (2, 8)])
+def test_pipelines_reach_their_steady_state(virtual: int | None, expected: int) -> None:
+    changed = parallel(config(), pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=virtual)
+    assert plan_mini_batch(changed, 64).micro_batches == expected
+
+
+def test_a_mini_batch_of_one_micro_batch_is_run_twice() -> None:
+    small = config("qwen3_30b_a3b_4x8_gspo", "training.global_batch_size=16")
+    plan = plan_mini_batch(small, 16)
+    assert (plan.micro_batches, plan.of_all, plan.sequences, plan.samples) == (2, 1, 2, 32)
+    assert with_plan(small, plan).training.micro_batch_size == 2
+
+
+def test_samples_are_the_longest_of_the_config_and_valid() -> None:
+    loaded = config()
+    shape = family_of(read_config(loaded.model.path))[1]
+    samples = synthetic_samples(loaded, plan_mini_batch(loaded, 16), shape)
+    assert len(samples) == 64
+    assert {(sample.prompt_length, sample.length) for sample in samples} == {(1024, 1024 + 8192)}
+    samples[0].check()
+
+
+def test_routes_of_the_rollout_are_made_up_where_they_are_replayed() -> None:
+    loaded = config("qwen3_30b_a3b_4x8_gspo", "routing.replay=r3")
+    shape = family_of(read_config(loaded.model.path))[1]
+    sample = synthetic_samples(loaded, plan_mini_batch(loaded, 16), shape)[0]
+    assert sample.routed_experts is not None and sample.routed_experts.shape == (9215, 48, 8)
+    sample.check()

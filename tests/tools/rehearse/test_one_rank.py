@@ -1,0 +1,20 @@
+"""The command of one rank."""
+
+import json
+from pathlib import Path
+
+from megatron_gspo.tools.rehearse.one_rank import parser, shortened_model
+
+
+def test_a_model_is_shortened_in_its_config_alone(tmp_path: Path) -> None:
+    given, made = tmp_path / "given", tmp_path / "made"
+    given.mkdir(), made.mkdir()
+    config = {"num_hidden_layers": 48, "max_window_layers": 48, "hidden_size": 8}
+    (given / "config.json").write_text(json.dumps(config))
+    assert shortened_model(str(given), 4, made) == made
+    assert json.loads((made / "config.json").read_text()) == {**config, "num_hidden_layers": 4, "max_window_layers": 4}
+
+
+def test_overrides_follow_the_config() -> None:
+    args = parser().parse_args(["a.yaml", "x.y=1", "--world", "4", "--rank", "3", "--output", "o.json"])
+    assert (args.config, args.overrides, args.rank, args.layers, args.imbalance) == ("a.yaml", ["x.y=1"], 3, None, 1.0)

@@ -1,0 +1,67 @@
+"""Operations whose result depends on values."""
+
+import pytest
+import torch
+
+from megatron_gspo.tools.rehearse.fake_gpu import FakeGpu
+from megatron_gspo.tools.rehearse.rehearsal_error import RehearsalError
+
+from .on_fake_gpu import on_fake_gpu
+
+
+@on_fake_gpu
+def test_known_values_decide_sizes() -> None:
+    with FakeGpu() as gpu:
+        counts = torch.tensor([2, 0, 3], device="cuda")
+        assert torch.repeat_interleave(counts).tolist() == [0, 0, 2, 2, 2]
+        assert counts.nonzero().flatten().tolist() == [0, 2]
+        assert torch.bincount(counts).tolist() == [1, 0, 1, 1]
+        assert counts.unique().tolist() == [0, 2, 3]
+        assert torch.equal(counts, counts.clone())
+    assert not [finding for finding in gpu.host.findings if finding.is_defect]
+
+
+@on_fake_gpu
+def test_a_given_output_size_needs_no_read() -> None:
+    with FakeGpu() as gpu:
+        counts = torch.tensor([2, 3], device="cuda")
+        assert torch.arange(2, device="cuda").repeat_interleave(counts, output_size=5).tolist() == [0, 0, 1, 1, 1]
+    assert len(gpu.host.syncs) == 1
+
+
+@on_fake_gpu
+def test_floats_and_flags_that_are_unknown_are_made_up_and_listed() -> None:
+    with FakeGpu() as gpu:
+        norm = torch.randn(4, device="cuda").norm()
+        assert norm.item() == 1.0
+        assert not bool(norm.isnan())
+        assert torch.randn(3, device="cuda").cpu().tolist() == [1.0] * 3
+    assert [finding.kind for finding in gpu.host.findings] == ["made_up_value"] * 3
+
+
+@on_fake_gpu
+def test_an_operation_without_shapes_is_an_error_that_names_it() -> None:
+    with FakeGpu(), pytest.raises(RehearsalError, match="unique"):
+        torch.randn(4, device="cuda").unique()
+
+
+@on_fake_gpu
+def test_filling_by_a_mask_does_not_wait_but_putting_several_values_does() -> None:
+    with FakeGpu() as gpu:
+        values, mask = torch.randn(4, device="cuda"), torch.tensor([True, False, True, True], device="cuda")
+        values[mask] = 0.0
+        assert not gpu.host.syncs
+        values[mask] = torch.randn(3, device="cuda")
+    assert len(gpu.host.syncs) == 1
+
+
+@on_fake_gpu
+def test_an_asynchronous_copy_into_pinned_memory_does_not_wait() -> None:
+    with FakeGpu() as gpu:
+        device = torch.arange(3, device="cuda")
+        pinned = torch.empty(3, dtype=torch.long, pin_memory=True)
+        pinned.copy_(device, non_blocking=True)
+        assert not gpu.host.syncs
+        assert pinned.tolist() == [0, 1, 2]
+        torch.empty(3, dtype=torch.long).copy_(device, non_blocking=True)
+    assert len(gpu.host.syncs) == 1
