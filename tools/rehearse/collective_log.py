@@ -212,8 +212,8 @@ def _tensors(given: dict[str, Any]) -> tuple[Rows, Rows]:
     if both is not None:
         rows = tree_leaves(both)
         return rows, rows
-    sent = next((given[name] for name in _INPUTS if name in given), [])
-    received = next((given[name] for name in _OUTPUTS if name in given), [])
+    sent: Any = next((given[name] for name in _INPUTS if name in given), [])
+    received: Any = next((given[name] for name in _OUTPUTS if name in given), [])
     return tree_leaves(sent), tree_leaves(received)
 
 
@@ -233,7 +233,7 @@ def _shape_fault(name: str, sent: Rows, received: Rows, given: dict[str, Any], s
 
 
 def _reduction(given: dict[str, Any]) -> str:
-    op = given.get("reduce_op")
+    op: Any = given.get("reduce_op")
     if op is None:
         return ""
     kind = op.op() if isinstance(op, torch.ScriptObject) else op

@@ -72,7 +72,7 @@ def _object_collectives(log: CollectiveLog, objects: ObjectsOf) -> dict[str, Any
                               group_src: int | None = None) -> None:  # fmt: skip
         group = group or dist.group.WORLD
         log.call_with_objects("broadcast_object_list", group)
-        source = dist.get_group_rank(group, src) if group_src is None else group_src
+        source = dist.get_group_rank(group, src or 0) if group_src is None else group_src
         if source != group.rank():
             received = objects(object_list, group)
             if received is None:

@@ -44,8 +44,8 @@ def fake_cuda(host: HostLog) -> Iterator[None]:
             replace(torch.cuda.nvtx, name, lambda *args, **kwargs: None)
         for name, make in _TENSOR_METHODS.items():
             made = make(getattr(Tensor, name))
-            for owner in (Tensor, FakeTensor) if name in vars(FakeTensor) else (Tensor,):
-                replace(owner, name, made)
+            for kind in (Tensor, FakeTensor) if name in vars(FakeTensor) else (Tensor,):
+                replace(kind, name, made)
         replace(torch, "tensor", _tensor(torch.tensor))
         replace(torch._dynamo.config, "disable", True)
         replace(torch.nn.Module, "_apply", _apply)
