@@ -56,7 +56,7 @@ class DeviceMemory:
         """tensors: those of now, on one device. keeps: whether `restore` brings their values back, or zeros."""
         self._tensors, self._keeps = tensors, keeps
         self._host = HostBlocks()
-        self._moved: list[tuple[torch.UntypedStorage, int, list[Tensor]]] = []
+        self._moved: list[tuple[Tensor, list[Tensor]]] = []
         self.released = False
 
     def release(self) -> None:
@@ -64,22 +64,22 @@ class DeviceMemory:
         if self.released:
             return
         self.released = True
-        for storage in distinct_storages(self._tensors()):
-            pieces = self._host.take(storage.nbytes()) if self._keeps else []
-            for piece, there in zip(pieces, _split(storage, pieces), strict=True):
+        for whole in whole_storages(self._tensors()):
+            pieces = self._host.take(whole.numel()) if self._keeps else []
+            for piece, there in zip(pieces, _split(whole, pieces), strict=True):
                 piece.copy_(there, non_blocking=True)
-            self._moved.append((storage, storage.nbytes(), pieces))
+            self._moved.append((whole, pieces))
         _synchronize()
-        for storage, *_ in self._moved:
-            storage.resize_(0)
+        for whole, _ in self._moved:
+            whole.untyped_storage().resize_(0)
 
     def restore(self) -> None:
         """Undo `release`, at new addresses. Does nothing if nothing is released."""
-        for storage, size, pieces in self._moved:
-            storage.resize_(size)
+        for whole, pieces in self._moved:
+            whole.untyped_storage().resize_(whole.numel())
             if not self._keeps:
-                _as_bytes(storage).zero_()
-            for piece, there in zip(pieces, _split(storage, pieces), strict=True):
+                whole.zero_()
+            for piece, there in zip(pieces, _split(whole, pieces), strict=True):
                 there.copy_(piece, non_blocking=True)
         self._moved.clear()
         self._host.reset()
@@ -127,10 +127,12 @@ class PolicyMemory:
         self._weights.restore()
 
 
-def distinct_storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """The storages of some tensors, each once, in their order; empty ones left out."""
-    found = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
-    return [storage for storage in found.values() if storage.nbytes()]
+def whole_storages(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The storages of some tensors, each once, in their order, as [bytes] uint8; empty ones left out."""
+    found = {tensor.untyped_storage()._cdata: tensor.detach() for tensor in tensors}
+    with torch.no_grad():
+        return [tensor.new_empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+                for tensor in found.values() if tensor.untyped_storage().nbytes()]  # fmt: skip
 
 
 def _parameters(chunks: Sequence[Any]) -> Iterator[Tensor]:
@@ -160,14 +162,9 @@ def _optimizer_states(chunks: Sequence[Any], optimizer: Any) -> Iterator[Tensor]
                 yield tensor
 
 
-def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
-    """[n] uint8, the storage itself."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _split(storage: torch.UntypedStorage, pieces: Sequence[Tensor]) -> list[Tensor]:
-    """The storage's bytes in pieces of the same sizes."""
-    return list(_as_bytes(storage).split([piece.numel() for piece in pieces])) if pieces else []
+def _split(whole: Tensor, pieces: Sequence[Tensor]) -> list[Tensor]:
+    """A storage's bytes in pieces of the same sizes."""
+    return list(whole.split([piece.numel() for piece in pieces])) if pieces else []
 
 
 def _synchronize() -> None:

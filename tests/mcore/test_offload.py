@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_gspo.algorithms import preset
 from megatron_gspo.config import ParallelConfig
 from megatron_gspo.mcore.checkpoint.save_load import load_checkpoint, save_checkpoint
-from megatron_gspo.mcore.offload import DeviceMemory, HostBlocks, PolicyMemory, distinct_storages
+from megatron_gspo.mcore.offload import DeviceMemory, HostBlocks, PolicyMemory, whole_storages
 from megatron_gspo.mcore.policy import Policy, build_policy
 from megatron_gspo.mcore.train_step import compute_log_probs, train_mini_batch
 from tests.equivalence.cases import make_samples
@@ -68,7 +68,7 @@ def test_dropped_values_come_back_as_zeros() -> None:
 
 def held(tensors: Any) -> int:
     """Bytes of the storages of some tensors."""
-    return sum(storage.nbytes() for storage in distinct_storages(tensors))
+    return sum(whole.numel() for whole in whole_storages(tensors))
 
 
 def bits(tensor: Tensor) -> Tensor:

@@ -128,13 +128,13 @@ class FakeGpu(TorchDispatchMode):
         return out
 
     def _on_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("pin_memory"):
+            return mark_pinned(self._on_host(func, args, {**kwargs, "pin_memory": False}))
         if self.fake_host_bytes is not None and func in _FACTORIES:
             size = args[0] if isinstance(args[0], (list, tuple)) else args[0].shape
             if math.prod(size) * 4 > self.fake_host_bytes:
                 with self.shapes:
                     return func(*args, **kwargs)
-        if kwargs.get("pin_memory"):
-            return mark_pinned(func(*args, **{**kwargs, "pin_memory": False}))
         return func(*args, **kwargs)
 
     def _moved(self, leaf: Any) -> Any:
