@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron_gspo.tools.plan.hardware import GIB
 from megatron_gspo.tools.rehearse.records import KINDS, MemoryPoint, RankRecord
+from megatron_gspo.tools.rehearse.rehearsal_tables import short_roles
 from megatron_gspo.tools.svg_panel import FAINT, TEXT, panel, phase_colour, short
 
 if TYPE_CHECKING:
@@ -23,8 +24,8 @@ _SIZE = (6.4, 3.3)  # inches
 
 
 def title_of(record: RankRecord) -> str:
-    """Rank and first role."""
-    return f"Rank {record.rank}" + (f", {record.roles[0]}" if record.roles else "")
+    """Rank and roles."""
+    return f"Rank {record.rank}" + (f": {short_roles(record.roles)}" if record.roles else "")
 
 
 def memory_svg(record: RankRecord) -> str:

@@ -1,0 +1,51 @@
+"""Every config of a published model can be rehearsed: with the fewest layers that its pipeline allows, and in full."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_gspo.config import load_config
+from megatron_gspo.tools.rehearse.__main__ import main
+from tests.launch.test_configs import CONFIGS, MODELS, processes
+
+READY = [file for file in CONFIGS if file.stem.startswith("qwen3_")]
+# the code of a step does not depend on the number of tokens, its time on a CPU does
+SHORT = ("data.max_prompt_length=512", "rollout.max_response_length=1536", "training.max_tokens_per_micro_batch=4096")
+
+
+def fewest_layers(file: Path) -> int:
+    """Two layers a stage, of which embedding and loss may each count as one; without stages two."""
+    parallel = load_config(file).parallel
+    return 2 * parallel.pipeline_model_parallel_size - parallel.extra_pipeline_layers
+
+
+def rehearse(file: Path, output: Path, *arguments: str) -> dict:
+    """The rehearsal's JSON document; it must find no problem."""
+    model = MODELS / Path(load_config(file).model.path).name
+    world = str(processes(file))
+    code = main([str(file), f"model.path={model}", "--world", world, "--json", str(output), *arguments])
+    document = json.loads(output.read_text())
+    assert document["problems"] == [] and code == 0
+    return document
+
+
+@pytest.mark.parametrize("file", READY, ids=lambda file: file.stem)
+def test_with_the_fewest_layers(file, tmp_path):
+    layers = fewest_layers(file)
+    assert layers == (14 if "235b" in file.stem else 2)
+    ranks = "0" if layers == 2 else f"0,{processes(file) - 1}"  # of the first stage, and of the last
+    document = rehearse(file, tmp_path / "found.json", "--layers", str(layers), "--ranks", ranks, *SHORT)
+    for role in document["roles"]:
+        assert 0 < role["peak_activation_bytes"] < role["peak_bytes"]
+        assert {one["group"] for one in role["collectives"]} >= {"tp", "ep"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", READY, ids=lambda file: file.stem)
+def test_in_full(file, tmp_path):
+    document = rehearse(file, tmp_path / "found.json")
+    assert sorted(rank for role in document["roles"] for rank in role["stands_for"]) == list(range(processes(file)))
+    assert {"tp", "ep", "world"} <= set(document["compared_groups"])
