@@ -10,7 +10,7 @@ from tests.structure.source_tree import cycles, import_graph, read_modules
 
 MODULES = read_modules(measure.ROOT)
 TESTS = read_modules(measure.ROOT, ("tests",))
-WIDE_FUNCTIONS = 1  # more than 7 parameters
+WIDE_FUNCTIONS = 3  # more than 7 parameters
 UNTESTED_MODULES = 0  # of 30 lines or more without a test of their name
 LAUNCH_TO_LOSS = 8  # functions
 
