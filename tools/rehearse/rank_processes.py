@@ -55,13 +55,17 @@ def rehearse_ranks(job: RankJob, played: Sequence[PlayedRank], jobs: int, done: 
 
     Returns the records and the failures, both by rank. Raises ``InputError`` where a process finds the input invalid.
     """
-    records, failed = [], []
+    records: list[RankRecord] = []
+    failed: list[FailedRank] = []
     with tempfile.TemporaryDirectory(prefix="rehearsal_") as folder, ThreadPoolExecutor(jobs) as pool:
         running = {pool.submit(_rehearse_one, job, one, Path(folder)): one for one in played}
         try:
             for future in as_completed(running):
                 result = future.result()
-                (records if isinstance(result, RankRecord) else failed).append(result)
+                if isinstance(result, RankRecord):
+                    records.append(result)
+                else:
+                    failed.append(result)
                 done(running[future], result)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)

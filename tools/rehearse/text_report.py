@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 
 from megatron_gspo.errors import show_bytes
@@ -9,6 +10,7 @@ from megatron_gspo.tools.plan.plan_report import table
 from megatron_gspo.tools.rehearse.rehearsal_tables import Rows, gib, micro_batches, overview, role_tables, same_roles
 from megatron_gspo.tools.rehearse.summary import CANNOT_PROVE, Rehearsal, problems
 
+_LAST_LINES = 12  # of a failed rank's output
 _MOST_ROWS = 40  # of a table; the JSON document has all
 
 
@@ -16,6 +18,8 @@ def whole_report(rehearsal: Rehearsal) -> str:
     """The rehearsal as printed."""
     found = problems(rehearsal)
     parts = [described(rehearsal), failure_list(found) if found else verdict(rehearsal), agreement(rehearsal)]
+    for failed in rehearsal.failed:
+        parts.append(f"Rank {failed.rank} ended with:\n\n{_indented_end(failed.output)}" if failed.output else "")
     if rehearsal.records:
         parts.append(table(overview(rehearsal.records)))
     for records in same_roles(rehearsal.records):
@@ -60,6 +64,10 @@ def agreement(rehearsal: Rehearsal) -> str:
     if comparison.alone:
         sentences.append(f"Not compared, since one member only was rehearsed: {', '.join(comparison.alone)}.")
     return " ".join(sentences)
+
+
+def _indented_end(output: str) -> str:
+    return textwrap.indent("\n".join(output.rstrip().splitlines()[-_LAST_LINES:]), "    ")
 
 
 def _bullets(lines: Iterable[str]) -> str:

@@ -36,5 +36,7 @@ def test_long_tables_are_cut():
 
 
 def test_every_rank_may_fail():
-    alone = replace(rehearsal(record()), records=(), failed=(FailedRank(0, "no memory"),))
+    output = "\n".join(f"line {i}" for i in range(30))
+    alone = replace(rehearsal(record()), records=(), failed=(FailedRank(0, "no memory", output),))
     assert "1 problem that would stop or corrupt a run:\n- rank 0: no memory" in whole_report(alone)
+    assert "Rank 0 ended with:\n\n    line 18\n" in whole_report(alone)
