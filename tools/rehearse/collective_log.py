@@ -236,7 +236,7 @@ def _reduction(given: dict[str, Any]) -> str:
     op: Any = given.get("reduce_op")
     if op is None:
         return ""
-    kind = op.op() if isinstance(op, torch.ScriptObject) else op
+    kind = op.op() if hasattr(op, "op") else op
     return next((name.lower() for name in ("SUM", "AVG", "MAX", "MIN", "PRODUCT") if kind == getattr(ReduceOp, name)),
                 "other")  # fmt: skip
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from megatron_gspo.tools.rehearse.collective_log import CollectiveLog
 from megatron_gspo.tools.rehearse.fake_device.cuda_api import mark_pinned
 from megatron_gspo.tools.rehearse.flops import FlopLog
 from megatron_gspo.tools.rehearse.host_log import HostLog
-from megatron_gspo.tools.rehearse.known_values import KnownValues
+from megatron_gspo.tools.rehearse.known_values import KnownValues, tensors_in
 from megatron_gspo.tools.rehearse.memory_log import MemoryLog
 from megatron_gspo.tools.rehearse.op_rules import PRODUCTS, RULES, uses_host_indices
 from megatron_gspo.tools.rehearse.rehearsal_error import RehearsalError
@@ -83,7 +83,7 @@ class FakeGpu(TorchDispatchMode):
             return self.collectives.call(func, args, kwargs)
         if func.namespace.startswith("_c10d_functional"):
             raise RehearsalError(f"the rehearsal does not know the functional collective {func}")
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = tensors_in((*args, *kwargs.values()))
         device = kwargs.get("device")
         on_gpu = device is not None and torch.device(device).type == "cuda"
         if not on_gpu and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
@@ -99,7 +99,7 @@ class FakeGpu(TorchDispatchMode):
             if lost := self.values.follow(func, args, kwargs, out):
                 self.host.find("made_up_value", f"lost in {lost}")
         self.flops.count(func, args, kwargs, out)
-        for leaf in tree_leaves(out):
+        for leaf in tensors_in((out,)):
             if isinstance(leaf, FakeTensor) and leaf.device.type == "cuda":
                 self.memory.add(leaf, str(func))
         return out

@@ -8,12 +8,13 @@ depend on weights are unknown.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 _MOST_INTEGERS = 2**27
 _MOST_FLOATS = 2**22
@@ -26,6 +27,17 @@ _CONSTANTS = {
 _EMPTY = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default,
           aten.new_empty_strided.default}  # fmt: skip
 _OVERWRITES = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, aten.copy_.default}
+
+
+def tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors of an operation's arguments or results: `tree_leaves` for the few kinds that operations have."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_in(value)
+    return found
 
 
 class _Known:
@@ -79,7 +91,7 @@ class KnownValues:
 
     def follow(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> str:
         """Repeat on the host what an operation did on the device. Returns why a known value was lost, or nothing."""
-        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor)]
+        outputs = [leaf for leaf in tensors_in((out,)) if isinstance(leaf, FakeTensor)]
         if func in _CONSTANTS or func in _EMPTY:
             for leaf in outputs:
                 if _is_small(leaf) and (func in _CONSTANTS or not leaf.dtype.is_floating_point):
@@ -90,7 +102,7 @@ class KnownValues:
             return ""
         if func in _OVERWRITES and args[0].is_contiguous() and self.get(args[0]) is None:
             self._revive(args[0])
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = tensors_in((*args, *kwargs.values()))
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         if is_random or any(self.get(leaf) is None for leaf in inputs):
             self._forget_written(func, args, kwargs)
@@ -110,8 +122,8 @@ class KnownValues:
             leaf._rehearsal_known.value.untyped_storage()._cdata: leaf._rehearsal_known.alive  # type: ignore[attr-defined]
             for leaf in inputs if isinstance(leaf, FakeTensor)
         }  # fmt: skip
-        for fake, value in zip(tree_leaves(out), tree_leaves(real), strict=False):
-            if isinstance(fake, FakeTensor) and isinstance(value, Tensor) and _is_small(fake):
+        for fake, value in zip(tensors_in((out,)), tensors_in((real,)), strict=True):
+            if isinstance(fake, FakeTensor) and _is_small(fake):
                 fake._rehearsal_known = _Known(  # type: ignore[attr-defined]
                     value, alive.get(value.untyped_storage()._cdata)
                 )
@@ -133,7 +145,7 @@ class KnownValues:
         for i, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 written = args[i] if i < len(args) else kwargs.get(argument.name)
-                for leaf in tree_leaves(written):
+                for leaf in tensors_in((written,)):
                     self.forget(leaf)
 
 
