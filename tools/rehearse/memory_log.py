@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,8 +91,23 @@ class MemoryLog:
                 total += entry.bytes
         return total
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage got another size, such as 0 to free it early."""
+    @contextlib.contextmanager
+    def watch_resizes(self) -> Iterator[None]:
+        """Within the context storages that get another size are seen, such as 0 to free them early."""
+        original = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = original(storage, size)
+            self._resized(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
         entry = self.live.get(storage._cdata)
         if entry is not None:
             self._change(entry.kind, storage.nbytes() - entry.bytes)

@@ -81,7 +81,7 @@ def rehearse_rank(config: Config, rank: int, world: int, gpu: FakeGpu) -> RankRe
         return exports if exports and obj == exports[group.rank() % len(exports)] else [{}] if obj == [None] else None
 
     with fused_functions(gpu.host), fake_world(rank, world, gpu.collectives, objects=objects), \
-            torch.autograd.set_multithreading_enabled(False), gpu:  # fmt: skip
+            torch.autograd.set_multithreading_enabled(False), gpu.memory.watch_resizes(), gpu:  # fmt: skip
         policy, reference = _build(run, options)
         gc.collect()
         gc.freeze()  # the collector need not look at the model again
