@@ -12,14 +12,20 @@ from megatron_gspo.tools.rehearse.__main__ import main
 from tests.launch.test_configs import CONFIGS, MODELS, processes
 
 READY = [file for file in CONFIGS if file.stem.startswith("qwen3_")]
-# the code of a step does not depend on the number of tokens, its time on a CPU does
-SHORT = ("data.max_prompt_length=512", "rollout.max_response_length=1536", "training.max_tokens_per_micro_batch=4096")
+LENGTHS = {"data.max_prompt_length": 512, "rollout.max_response_length": 1536}
 
 
 def fewest_layers(file: Path) -> int:
     """Two layers a stage, of which embedding and loss may each count as one; without stages two."""
     parallel = load_config(file).parallel
     return 2 * parallel.pipeline_model_parallel_size - parallel.extra_pipeline_layers
+
+
+def short(file: Path) -> list[str]:
+    """Two micro-batches of two short sequences: the code of a step does not depend on their number, its time does."""
+    batch = 4 * load_config(file).parallel.data_parallel_size(processes(file))
+    sizes = LENGTHS | {"training.max_tokens_per_micro_batch": 4096, "training.global_batch_size": batch}
+    return [f"{key}={value}" for key, value in sizes.items()]
 
 
 def rehearse(file: Path, output: Path, *arguments: str) -> dict:
@@ -37,7 +43,7 @@ def test_with_the_fewest_layers(file, tmp_path):
     layers = fewest_layers(file)
     assert layers == (14 if "235b" in file.stem else 2)
     ranks = "0" if layers == 2 else f"0,{processes(file) - 1}"  # of the first stage, and of the last
-    document = rehearse(file, tmp_path / "found.json", "--layers", str(layers), "--ranks", ranks, *SHORT)
+    document = rehearse(file, tmp_path / "found.json", "--layers", str(layers), "--ranks", ranks, *short(file))
     for role in document["roles"]:
         assert 0 < role["peak_activation_bytes"] < role["peak_bytes"]
         assert {one["group"] for one in role["collectives"]} >= {"tp", "ep"}
