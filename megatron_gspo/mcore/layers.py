@@ -15,7 +15,14 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron_gspo.mcore.attention import PackedAttention
-from megatron_gspo.mcore.operators import Permutation, gated_experts, permute, rms_norm, unpermute
+from megatron_gspo.mcore.operators import (
+    Permutation,
+    gated_experts,
+    masked_entries,
+    permute,
+    rms_norm,
+    unpermute,
+)
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -33,7 +40,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class FusedSequentialMLP(SequentialMLP):
-    """Megatron's ``SequentialMLP`` as one autograd node: only the matrix products run expert by expert."""
+    """Megatron's ``SequentialMLP`` as one autograd node; see ``gated_experts``."""
 
     def forward(self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor,
                 permuted_probs: Tensor) -> tuple[Tensor, None]:
@@ -42,7 +49,7 @@ class FusedSequentialMLP(SequentialMLP):
             _run_pre_hooks(expert.linear_fc1)
             _run_pre_hooks(expert.linear_fc2)
         return gated_experts(
-            permuted_local_hidden_states, permuted_probs, tokens_per_expert.tolist(),
+            permuted_local_hidden_states, permuted_probs, tokens_per_expert,
             [expert.linear_fc1.weight for expert in experts], [expert.linear_fc2.weight for expert in experts],
         ), None
 
@@ -54,17 +61,37 @@ def _run_pre_hooks(module: torch.nn.Module) -> None:
         hook(module, ())
 
 
-class MoELocalTokenDispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's dispatcher for experts that are all on this rank: sorts tokens by expert, without communication."""
+class MoEStaticTokenDispatcher(MoEAlltoAllTokenDispatcher):
+    """Megatron's dispatcher with a permutation whose size the host knows: each token has ``moe_router_topk`` experts.
+
+    Megatron's own selects by a mask, for which the host waits twice per pass, and adds up a token's experts in the
+    dtype of the activations.
+    """
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        self.hidden_shape, self.routing_map = hidden_states.shape, routing_map
-        by_expert = routing_map.t().contiguous()
-        token = torch.arange(by_expert.shape[1], device=by_expert.device).expand_as(by_expert)
-        self.permutation = Permutation.of(token.masked_select(by_expert), routing_map.sum(1))
-        self.tokens_per_expert = by_expert.sum(1)
+        counts = self.preprocess(routing_map)
+        self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", counts)
+        self.probs = probs.detach()  # combine_preprocess reads its dtype
+        self.hidden_shape = hidden_states.shape
+        token, expert = masked_entries(routing_map, self.config.moe_router_topk)
+        self.permutation = Permutation.of(token, routing_map.sum(1))
         rows = permute(hidden_states.reshape(-1, hidden_states.shape[-1]), self.permutation)
-        return rows, probs.t().masked_select(by_expert)
+        return rows, probs.reshape(-1).index_select(0, token * probs.shape[1] + expert)
+
+    def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
+        output = unpermute(permutated_local_input_tokens, self.permutation).view(self.hidden_shape)
+        self.permutation = self.probs = self.tokens_per_expert = None  # nothing of a finished pass stays
+        return output
+
+
+class MoELocalTokenDispatcher(MoEStaticTokenDispatcher):
+    """Megatron's dispatcher for experts that are all on this rank: sorts tokens by expert, without communication."""
+
+    def preprocess(self, routing_map: Tensor) -> Tensor:
+        return routing_map.sum(0)
+
+    def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
+        return tokens_per_expert  # no collective needs sizes on the host
 
     def token_dispatch(self, permutated_local_input_tokens: Tensor, permuted_probs: Tensor) -> tuple[Tensor, Tensor]:
         return permutated_local_input_tokens, permuted_probs
@@ -78,20 +105,17 @@ class MoELocalTokenDispatcher(MoEAlltoAllTokenDispatcher):
     def token_combine(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states
 
-    def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
-        return unpermute(permutated_local_input_tokens, self.permutation).view(self.hidden_shape)
 
-
-def _is_local(dispatcher: Any) -> bool:
-    """Whether a dispatcher needs no communication, drops no token and overlaps no shared expert."""
+def _is_static(dispatcher: Any) -> bool:
+    """Whether each token has as many experts as any other, and no shared expert runs meanwhile."""
     config = dispatcher.config
     return (
         type(dispatcher) is MoEAlltoAllTokenDispatcher
-        and dispatcher.tp_size == dispatcher.ep_size == 1
         and dispatcher.shared_experts is None
         and config.moe_expert_capacity_factor is None
         and not config.moe_permute_fusion
         and not getattr(config, "moe_router_padding_for_quantization", False)
+        and getattr(config, "cuda_graph_impl", "none") in (None, "none")  # a graph reads upstream's attributes
     )
 
 
@@ -107,8 +131,10 @@ def use_own_operators(model: torch.nn.Module, rotary_base: float) -> None:
             module.rotary_base = rotary_base
         elif type(module) is SequentialMLP and _is_plain(module.config):
             module.__class__ = FusedSequentialMLP
-        elif isinstance(module, MoELayer) and _is_local(module.token_dispatcher):
-            module.token_dispatcher.__class__ = MoELocalTokenDispatcher
+        elif isinstance(module, MoELayer) and _is_static(module.token_dispatcher):
+            dispatcher = module.token_dispatcher
+            is_local = dispatcher.tp_size == dispatcher.ep_size == 1
+            dispatcher.__class__ = MoELocalTokenDispatcher if is_local else MoEStaticTokenDispatcher
         elif isinstance(module, TransformerLayer) and isinstance(module.mlp, MoELayer):
             _name_as_transformer_engine(module)
 

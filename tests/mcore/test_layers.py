@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-from megatron_gspo.mcore.layers import FusedSequentialMLP, MoELocalTokenDispatcher, RMSNorm
+import megatron_gspo.mcore.train_step  # noqa: F401  the fork server of the tests imports it once
+from megatron_gspo.mcore.layers import (
+    FusedSequentialMLP,
+    MoELocalTokenDispatcher,
+    MoEStaticTokenDispatcher,
+    RMSNorm,
+)
 from megatron_gspo.mcore.model import build_model
 from tests.mcore.test_model import shape_of
 from tests.support.configs import model_config, parallel
@@ -23,13 +30,20 @@ def test_norms_carry_the_mark_of_sequence_parallelism():
         assert norm.weight.sequence_parallel is marked
 
 
-def experts_both_ways(rank: int, world_size: int) -> dict[str, float]:
+LAYOUTS = {
+    "one": (parallel(), MoELocalTokenDispatcher),
+    "expert": (parallel(expert=2), MoEStaticTokenDispatcher),
+    "expert tensor": (parallel(tensor=2, expert_tensor=2), MoEStaticTokenDispatcher),
+}
+
+
+def experts_both_ways(rank: int, world_size: int, name: str) -> dict[str, float]:
     """Outputs and gradients of one MoE layer with our experts and dispatcher, and with Megatron's."""
-    groups = groups_of(parallel())
-    [chunk] = build_model(shape_of(), parallel(), model_config(), groups)
+    layout, dispatcher = LAYOUTS[name]
+    [chunk] = build_model(shape_of(), layout, model_config(), groups_of(layout))
     layer = chunk.decoder.layers[0].mlp
-    assert type(layer.experts) is FusedSequentialMLP and type(layer.token_dispatcher) is MoELocalTokenDispatcher
-    x = torch.randn(7, 1, 32, generator=torch.Generator().manual_seed(1))
+    assert type(layer.experts) is FusedSequentialMLP and type(layer.token_dispatcher) is dispatcher
+    x = torch.randn(7, 1, 32, generator=torch.Generator().manual_seed(1 + rank))
     found = []
     for own in (True, False):
         if not own:
@@ -43,6 +57,7 @@ def experts_both_ways(rank: int, world_size: int) -> dict[str, float]:
     return {"errors": max(float((a - b).abs().max()) for a, b in zip(*found, strict=True)), "tensors": len(found[0])}
 
 
-def test_experts_and_dispatcher_equal_megatrons():
-    found = run_distributed(experts_both_ways, 1)[0]
-    assert found["errors"] < 1e-5 and found["tensors"] > 10
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_experts_and_dispatcher_equal_megatrons(name):
+    for found in run_distributed(experts_both_ways, 1 if name == "one" else 2, name):
+        assert found["errors"] < 1e-5 and found["tensors"] > 6

@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_gspo.algorithms import Objective, preset
+from megatron_gspo.mcore import operators
 from megatron_gspo.mcore.forward_step import policy_forward_step
 from megatron_gspo.mcore.micro_batches import MicroBatches, micro_batches
 from megatron_gspo.mcore.policy import Policy, build_policy
@@ -29,17 +31,19 @@ from tests.support.parallel_groups import groups_of
 from tests.support.tiny_models import save_tiny_model
 
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal", "is_nonzero"}
-# How many tokens an expert gets is known on the device only; Megatron's own dispatchers read it too.
-SHAPED_BY_DATA = "mcore/layers.py"
+PYTHON_READS = {Tensor.tolist, Tensor.numpy}  # of a CPU tensor: no operator is called
+# How many tokens an expert gets is known on the device only. A loop over experts needs it; a grouped product doesn't.
+LOOPS_OVER_EXPERTS = "gated_experts"
 # Labels are checked on a CPU only; the branch asks for the device first.
 ON_A_CPU_ONLY = "_check_labels"
 
 
 class Device(TorchDispatchMode):
-    """Holds the storages that would be on a GPU and counts what our code reads of them."""
+    """Holds the storages that would be on a GPU and counts what our code, but for a function ``allowed``, reads."""
 
-    def __init__(self, tensors: list[Tensor]) -> None:
+    def __init__(self, tensors: list[Tensor], allowed: str = "") -> None:
         super().__init__()
+        self.allowed = allowed
         self.held = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}  # kept: no address comes twice
         self.reads: list[str] = []
         self.calls = 0
@@ -67,22 +71,35 @@ class Device(TorchDispatchMode):
         """Record it, unless Megatron reads or the reading is one of the two that are known."""
         frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and f.filename != __file__]
         caller = frames[-1]
-        if "megatron/core" in caller.filename or caller.filename.endswith(SHAPED_BY_DATA):
-            return
-        if caller.name != ON_A_CPU_ONLY:
+        if "megatron/core" not in caller.filename and caller.name not in (ON_A_CPU_ONLY, self.allowed):
             self.reads.append(f"{func} in {caller.filename}:{caller.lineno}")
+
+
+class Conversions(TorchFunctionMode):
+    """Shows a watch the conversions to Python values that call no operator."""
+
+    def __init__(self, watch: Device) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in PYTHON_READS and args[0].untyped_storage()._cdata in self.watch.held:
+            self.watch.note(func.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 def run_step(policy: Policy, objective: Objective, batches: MicroBatches, watch: Device) -> None:
     for chunk in policy.chunks:
         chunk.zero_grad_buffer()
     step = policy_forward_step(objective, num_microbatches=len(batches.batches), groups=policy.groups)
-    with watch:
+    with watch, Conversions(watch):
         run_schedule(policy, step, batches, forward_only=False)
 
 
-def watched(rank: int, world_size: int, path: str, name: str) -> tuple[list[str], int]:
-    policy = build_policy(model_config(path), parallel(), groups_of(parallel()), optimizer=adam(lr=1e-3))
+def watched(rank: int, world_size: int, path: str, name: str, dtype: str) -> tuple[list[str], int]:
+    if dtype == "bfloat16":  # as on a GPU
+        operators.grouped_products_apply = lambda x, ffn_size: True
+    policy = build_policy(model_config(path, dtype=dtype), parallel(), groups_of(parallel()), optimizer=adam(lr=1e-3))
     objective = replace(preset(name), entropy_coef=0.01)
     samples = [replace(sample, old_log_probs=np.full(len(sample.loss_mask), -3.0, dtype=np.float32))
                for sample in make_samples(count=6)]  # fmt: skip
@@ -91,25 +108,29 @@ def watched(rank: int, world_size: int, path: str, name: str) -> tuple[list[str]
     there = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
     for batch in batches.batches:
         there += [x for x in vars(batch).values() if isinstance(x, Tensor) and x is not batch.cu_seqlens]
-    watch = Device([tensor.detach() for tensor in there])
+    allowed = LOOPS_OVER_EXPERTS if dtype == "float32" else ""
+    watch = Device([tensor.detach() for tensor in there], allowed)
     run_step(policy, objective, batches, watch)
     return watch.reads, watch.calls
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_a_step_reads_nothing_from_the_device(tmp_path, kind):
+@pytest.mark.parametrize("kind, dtype", [("dense", "float32"), ("moe", "float32"), ("moe", "bfloat16")])
+def test_a_step_reads_nothing_from_the_device(tmp_path, kind, dtype):
     path = save_tiny_model(tmp_path / "model", kind)
-    ((reads, calls),) = run_distributed(watched, 1, path, "gspo", timeout=90)
+    ((reads, calls),) = run_distributed(watched, 1, path, "gspo", dtype, timeout=90)
     assert calls > 1000, "the step was not followed: this test shows nothing"
     assert reads == []
 
 
 def test_the_watch_sees_a_value_that_is_read_back():
     weight = torch.ones(3, requires_grad=True)
-    with Device([weight.detach()]) as watch:
+    watch = Device([weight.detach()])
+    with watch, Conversions(watch):
         total = (weight * 2).sum()
         assert float(torch.ones(2).sum()) == 2  # of the host
         assert watch.reads == []
         total.detach().item()
         weight.detach()[weight.detach() > 0]
-    assert [read.split()[0] for read in watch.reads] == ["aten._local_scalar_dense.default", "aten.index.Tensor"]
+        weight.detach().tolist()
+    reads = [read.split()[0] for read in watch.reads]
+    assert reads == ["aten._local_scalar_dense.default", "aten.index.Tensor", "tolist"]
