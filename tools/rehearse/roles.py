@@ -141,7 +141,7 @@ def _covering_offsets(grid: RankGrid) -> tuple[int, ...]:
     Found by adding to rank 0, one after the other, ranks that complete a dimension, in all ways.
     """
     wanted = frozenset(dimension for dimension, size in enumerate(grid.sizes) if size > 1)
-    reached = {(0,): frozenset[int]()}
+    reached: dict[tuple[int, ...], frozenset[int]] = {(0,): frozenset()}
     while not (found := [offsets for offsets, complete in reached.items() if complete == wanted]):
         grown: dict[tuple[int, ...], frozenset[int]] = {}
         for offsets, complete in reached.items():
