@@ -68,6 +68,10 @@ class MoEStaticTokenDispatcher(MoEAlltoAllTokenDispatcher):
     dtype of the activations.
     """
 
+    permutation: Permutation | None = None  # between dispatch and combine
+    probs: Tensor | None = None
+    tokens_per_expert: Tensor | None = None
+
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         counts = self.preprocess(routing_map)
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", counts)
@@ -79,6 +83,7 @@ class MoEStaticTokenDispatcher(MoEAlltoAllTokenDispatcher):
         return rows, probs.reshape(-1).index_select(0, token * probs.shape[1] + expert)
 
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
+        assert self.permutation is not None, "dispatch_preprocess comes first"
         output = unpermute(permutated_local_input_tokens, self.permutation).view(self.hidden_shape)
         self.permutation = self.probs = self.tokens_per_expert = None  # nothing of a finished pass stays
         return output
@@ -96,7 +101,8 @@ class MoELocalTokenDispatcher(MoEStaticTokenDispatcher):
     def token_dispatch(self, permutated_local_input_tokens: Tensor, permuted_probs: Tensor) -> tuple[Tensor, Tensor]:
         return permutated_local_input_tokens, permuted_probs
 
-    def dispatch_postprocess(self, global_input_tokens: Tensor, global_probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def dispatch_postprocess(self, global_input_tokens: Tensor,
+                             global_probs: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         return global_input_tokens, self.tokens_per_expert, global_probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
