@@ -11,6 +11,8 @@ from megatron_gspo.config import load_config
 from megatron_gspo.tools.rehearse.__main__ import main
 from tests.launch.test_configs import CONFIGS, MODELS, processes
 
+pytestmark = pytest.mark.slow  # minutes; .ci/run runs those with the fewest layers
+
 READY = [file for file in CONFIGS if file.stem.startswith("qwen3_")]
 LENGTHS = {"data.max_prompt_length": 512, "rollout.max_response_length": 1536}
 
@@ -49,7 +51,6 @@ def test_with_the_fewest_layers(file, tmp_path):
         assert {one["group"] for one in role["collectives"]} >= {"tp", "ep"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("file", READY, ids=lambda file: file.stem)
 def test_in_full(file, tmp_path):
     document = rehearse(file, tmp_path / "found.json")
