@@ -15,7 +15,7 @@ _DEPTH = 5
 _TOOL = str(Path(__file__).resolve().parent)
 _LIBRARY = sysconfig.get_paths()["stdlib"]
 _PACKAGES = "/site-packages/"
-_SKIPPED_PACKAGES = ("torch/", "numpy/", "_pytest/", "pluggy/")
+_SKIPPED_PACKAGES = ("torch/", "typing_extensions.py", "numpy/", "_pytest/", "pluggy/")
 _ROOT = str(Path(__file__).resolve().parents[2])
 _labels: dict[CodeType, str] = {}  # "" for code that is no call site of its own
 

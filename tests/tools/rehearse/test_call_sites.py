@@ -1,6 +1,7 @@
 """Call sites."""
 
 import torch
+import typing_extensions
 
 from megatron_gspo.tools.rehearse.call_sites import call_site, frames_above
 
@@ -22,3 +23,11 @@ def test_torch_is_left_out() -> None:
             return call_site(frames_above(1))
 
     assert not any(site.startswith("torch/") for site in Module()())
+
+
+def test_the_wrapper_of_a_deprecated_function_is_left_out() -> None:
+    @typing_extensions.deprecated("as torch marks its own", category=DeprecationWarning)
+    def function() -> tuple[str, ...]:
+        return inner()
+
+    assert not any("typing_extensions" in site for site in function())
