@@ -172,12 +172,14 @@ def layer_bytes(z: Sizes, setting: Setting, *, is_moe: bool) -> dict[str, float]
 
 def backward_bytes(z: Sizes, setting: Setting, *, is_moe: bool) -> float:
     """The most that a layer's backward holds above what it has saved: gradients of its widest part, in the torch
-    experts the gradients of all their weights, with Transformer Engine those of one product."""
+    experts the gradients of all their weights and on a GPU, where one kernel computes a product of all experts, a copy
+    of its weights; with Transformer Engine the gradients of one product."""
     if not is_moe:
         return z.a * (z.s * z.h + (3 if setting.recompute == "full" else 2) * z.t * z.ffn)
     weights = 3 * z.local * z.moe * z.h
     if setting.implementation == "torch":
-        return z.a * (z.s * z.h + z.rows * (2 * z.h + 6 * z.moe) + weights)
+        copied = weights * 2 / 3 if setting.on_gpu and z.a == 2 else 0.0
+        return z.a * (z.s * z.h + z.rows * (2 * z.h + 6 * z.moe) + weights + copied)
     return z.a * (z.s * z.h + z.rows * (2 * z.h + 3 * z.moe) + weights * 2 / 3)
 
 

@@ -13,7 +13,7 @@ from megatron_gspo.config import ParallelConfig
 from megatron_gspo.tools.plan.activations import Sizes
 from megatron_gspo.tools.plan.assumptions import Assumptions
 from megatron_gspo.tools.plan.hardware import Gpu
-from megatron_gspo.tools.plan.model_states import States, data_ranks
+from megatron_gspo.tools.plan.model_states import States, data_ranks, own_expert_buffer
 
 
 @dataclass(frozen=True)
@@ -33,22 +33,31 @@ class Links:
         return self.near if span <= self.node else self.far
 
 
+def tensor_bytes(z: Sizes, *, is_moe: bool) -> float:
+    """One layer's forward, gathered size: a gather before and a scatter after the attention, and the same around a
+    dense MLP; an expert layer takes the tokens as they lie."""
+    return (2 if is_moe else 4) * z.a * z.t * z.h
+
+
 def tensor_seconds(z: Sizes, parallel: ParallelConfig, links: Links, *, is_moe: bool) -> float:
-    """One layer's forward: a gather before and a scatter after the attention, and the same around a dense MLP; an
-    expert layer takes the tokens as they lie."""
+    """Of `tensor_bytes`."""
     tp = parallel.tensor_model_parallel_size
-    count = 2 if is_moe else 4
-    return count * z.a * z.t * z.h * (tp - 1) / tp / links.rate(tp)
+    return tensor_bytes(z, is_moe=is_moe) * (tp - 1) / tp / links.rate(tp)
+
+
+def expert_bytes(z: Sizes) -> float:
+    """One layer's forward: tokens that a rank sends to their experts, and what it gets back."""
+    return 2 * z.a * z.s * z.k * z.h
 
 
 def expert_seconds(z: Sizes, parallel: ParallelConfig, links: Links, assume: Assumptions) -> float:
     """One layer's forward: tokens to their experts and back, over NVLink within the node and the network beyond it;
     with ETP a gather and a scatter of the rows too."""
     ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_size
-    sent = z.a * z.s * z.k * z.h * assume.expert_imbalance
+    sent = expert_bytes(z) * assume.expert_imbalance
     far = max(0.0, 1 - links.node / (ep * etp))
     near = max(0.0, (ep - 1) / ep - far)
-    seconds = 2 * sent * (near / links.near + far / links.far) / assume.all_to_all_efficiency
+    seconds = sent * (near / links.near + far / links.far) / assume.all_to_all_efficiency
     return seconds + 2 * z.a * z.rows * z.h * (etp - 1) / etp / links.rate(etp)
 
 
@@ -68,14 +77,28 @@ def send_seconds(z: Sizes, parallel: ParallelConfig, links: Links, gpus: int) ->
     return (parallel.virtual_pipeline_model_parallel_size or 1) * z.a * z.s * z.h / links.rate(span)
 
 
+def data_bytes(states: States, parallel: ParallelConfig, gathers: int) -> tuple[int, int]:
+    """Once an optimizer step, whole buffers: (gradients reduced in float32, weights gathered ``gathers`` times).
+    Without the distributed optimizer no weights are gathered."""
+    return states.gradients, gathers * states.weights if parallel.use_distributed_optimizer else 0
+
+
+def weight_gathers(parallel: ParallelConfig, *, has_experts: bool) -> int:
+    """How often an optimizer step gathers a weight. Megatron has an optimizer for the dense and one for the expert
+    buffers, and each gathers both, unless ``overlap_param_gather`` leaves that to the next forward pass."""
+    return 2 if has_experts and own_expert_buffer(parallel) and not parallel.overlap_param_gather else 1
+
+
 def data_seconds(dense: States, expert: States, parallel: ParallelConfig, gpus: int, links: Links,
                  assume: Assumptions) -> float:
-    """Once an optimizer step: gradients scattered in float32 and new weights gathered (or, without the distributed
-    optimizer, gradients summed), for dense and expert parameters over their own ranks."""
+    """Of `data_bytes`, for dense and expert parameters over their own ranks. Without the distributed optimizer
+    gradients are summed, which moves them twice."""
     seconds = 0.0
     stage = gpus // parallel.pipeline_model_parallel_size
+    gathers = weight_gathers(parallel, has_experts=expert.weights > 0)
     for states, ranks in zip((dense, expert), data_ranks(parallel, gpus), strict=True):
-        moved = states.gradients + (states.weights if parallel.use_distributed_optimizer else states.gradients)
+        reduced, gathered = data_bytes(states, parallel, gathers)
+        moved = reduced + (gathered if parallel.use_distributed_optimizer else reduced)
         if ranks > 1:
             seconds += moved * (ranks - 1) / ranks / links.rate(stage)
     return seconds * (1 - assume.gradient_overlap)

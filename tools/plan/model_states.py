@@ -3,8 +3,8 @@
 Sources (megatron-core 0.16 to 0.19): ``distributed/param_and_grad_buffer.py`` for buffers and padding,
 ``optimizer/distrib_optimizer.py`` for the range of each data-parallel rank, ``optimizer/optimizer.py`` for float32
 master weights. ``mcore/policy.py`` sets ``grad_reduce_in_fp32`` and torch's AdamW, which has a 4-byte step count per
-parameter tensor. Each buffer is assumed to be one bucket. With ``overlap_grad_reduce`` there are several, each of at
-least 40 million elements and padded to a multiple of 128 and of the ranks; this padding is not counted.
+parameter tensor. With ``overlap_grad_reduce`` the first chunk of the first stage has several buckets, each padded to a
+multiple of 128 and of the ranks; `exact_states` counts this padding, `rank_states` does not.
 """
 
 from __future__ import annotations
@@ -116,19 +116,27 @@ def exact_states(shape: ModelShape, parallel: ParallelConfig, gpus: int, stage: 
     ranks = data_ranks(parallel, gpus)
     apart = own_expert_buffer(parallel)
     for chunk in range(parallel.virtual_pipeline_model_parallel_size or 1):
+        bucket = _bucket_size(parallel, gpus) if stage == 0 and chunk == 0 else None
         parts = list(chunk_parameters(shape, parallel, stage, chunk))
         dense = [part for part in parts if not (part.expert and apart)]
         expert = [part for part in parts if part.expert and apart]
         for group, size, place in ((dense, ranks[0], data_rank), (expert, ranks[1], expert_data_rank)):
-            total += buffer_states(group, parallel.use_distributed_optimizer, size, place, dtype_bytes)
+            total += buffer_states(group, parallel.use_distributed_optimizer, size, place, dtype_bytes, bucket)
     return total
 
 
-def buffer_states(parts: Sequence[Parameter], distributed: bool, ranks: int, place: int, dtype_bytes: int) -> States:
-    """One buffer of Megatron's DistributedDataParallel, with Adam's state of rank ``place`` of its ``ranks`` ranks."""
+def _bucket_size(parallel: ParallelConfig, gpus: int) -> int | None:
+    """Elements at which ``DistributedDataParallel`` ends a bucket, None for one bucket."""
+    return max(40_000_000, 1_000_000 * parallel.data_parallel_size(gpus)) if parallel.overlap_grad_reduce else None
+
+
+def buffer_states(parts: Sequence[Parameter], distributed: bool, ranks: int, place: int, dtype_bytes: int,
+                  bucket_size: int | None = None) -> States:
+    """One buffer of Megatron's DistributedDataParallel, with Adam's state of rank ``place`` of its ``ranks`` ranks. A
+    bucket ends with the tensor that brings it to ``bucket_size`` elements, if that is given."""
     if not distributed:
         return _summed([(part.count, 1) for part in parts], False, ranks, dtype_bytes)
-    buckets, size = _buckets(parts, math.lcm(ranks, 128))
+    buckets, size = _buckets(parts, math.lcm(ranks, 128), bucket_size)
     per_element = MOMENT_BYTES + (MASTER_BYTES if dtype_bytes < 4 else 0)
     optimizer = 0
     for start, end, spans in buckets:
@@ -142,11 +150,11 @@ def buffer_states(parts: Sequence[Parameter], distributed: bool, ranks: int, pla
 Bucket = tuple[int, int, list[tuple[int, int]]]  # first element, end, (start, end) of each tensor
 
 
-def _buckets(parts: Iterable[Parameter], multiple: int) -> tuple[list[Bucket], int]:
+def _buckets(parts: Iterable[Parameter], multiple: int, bucket_size: int | None) -> tuple[list[Bucket], int]:
     """Buckets of ``_ParamAndGradBuffer`` with the distributed optimizer, and their total size.
 
     Tensors are placed from the last to the first, each at a multiple of 64 elements. A bucket ends at a multiple of
-    ``multiple``. A shared embedding has its own bucket.
+    ``multiple``. A shared embedding has its own bucket. Others end where they have ``bucket_size`` elements.
     """
     buckets: list[Bucket] = []
     start = position = 0
@@ -159,7 +167,7 @@ def _buckets(parts: Iterable[Parameter], multiple: int) -> tuple[list[Bucket], i
             start, position, spans = end, end, []
         spans.append((position, position + part.count))
         position += part.count
-        if part.shared:
+        if part.shared or (bucket_size is not None and position - start >= bucket_size):
             end = _round_up(position, multiple)
             buckets.append((start, end, spans))
             start, position, spans = end, end, []

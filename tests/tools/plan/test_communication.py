@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from megatron_gspo.config import ParallelConfig
@@ -46,8 +48,13 @@ def test_collectives_by_hand() -> None:
 def test_gradients_by_hand() -> None:
     dense, expert = States(200, 400, 0), States(1000, 2000, 0)
     parallel = ParallelConfig(expert_model_parallel_size=8)
-    # 16 GPUs: dense over 16 ranks, experts over 2, both across nodes; float32 out, bfloat16 back
-    expected = (600 * 15 / 16 + 3000 / 2) / 1e10
+    # 16 GPUs: dense over 16 ranks, experts over 2, both across nodes; float32 out, bfloat16 back for each optimizer
+    expected = (800 * 15 / 16 + 4000 / 2) / 1e10
     assert data_seconds(dense, expert, parallel, 16, LINKS, IDEAL) == pytest.approx(expected)
+    once = dataclasses.replace(parallel, overlap_grad_reduce=True, overlap_param_gather=True)
+    expected = (600 * 15 / 16 + 3000 / 2) / 1e10
+    assert data_seconds(dense, expert, once, 16, LINKS, IDEAL) == pytest.approx(expected)
+    one_optimizer = data_seconds(dense, States(0, 0, 0), ParallelConfig(), 16, LINKS, IDEAL)
+    assert one_optimizer == pytest.approx(600 * 15 / 16 / 1e10)
     whole = ParallelConfig(expert_model_parallel_size=8, use_distributed_optimizer=False)
     assert data_seconds(dense, expert, whole, 16, LINKS, IDEAL) == pytest.approx((800 * 15 / 16 + 4000 / 2) / 1e10)

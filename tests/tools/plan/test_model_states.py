@@ -52,6 +52,15 @@ def test_a_shared_embedding_has_a_bucket_of_its_own() -> None:
     assert first.optimizer == 8 * (10 + 64) + 8 and second.optimizer == 8 * (10 + 6) + 8
 
 
+def test_a_bucket_ends_where_it_is_full() -> None:
+    parts = [Parameter("a", 200), Parameter("b", 10), Parameter("c", 100)]
+    # c at 0..100 and b at 128..138 have 138 elements: padded to 256; a at 256..456: padded to 512
+    first, second = (buffer_states(parts, True, 2, place, 2, 101) for place in range(2))
+    assert first.weights == 2 * 512
+    # shares of 128 of each bucket: c and 128 of a; b and 72 of a
+    assert (first.optimizer, second.optimizer) == (12 * 228 + 8, 12 * 82 + 8)
+
+
 @pytest.mark.parametrize("gpus, tp, pp, ep", [(32, 2, 4, 8), (64, 1, 1, 16), (16, 4, 2, 2)])
 def test_the_fast_states_bound_the_exact_ones(gpus: int, tp: int, pp: int, ep: int) -> None:
     shape = shape_of(SMALL)

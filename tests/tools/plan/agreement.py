@@ -1,0 +1,264 @@
+"""The plan's figures against those of rehearsals, rank by rank: ``python -m tests.tools.plan.agreement [NAME ...]``.
+
+Each layout is rehearsed with few layers and short sequences, for one rank of its first and one of its last pipeline
+stage. NAME selects layouts by a part of their names. ``--records FOLDER`` keeps the records and reads those it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_gspo.config import Config, load_config
+from megatron_gspo.models import family_of, read_config
+from megatron_gspo.models.model_shape import ModelShape
+from megatron_gspo.tools.plan.activations import MicroBatch, Setting, Sizes, peak_bytes, sizes_of
+from megatron_gspo.tools.plan.communication import data_bytes, expert_bytes, tensor_bytes, weight_gathers
+from megatron_gspo.tools.plan.model_states import States, chunk_states, exact_states
+from megatron_gspo.tools.plan.parameters import stage_layers
+from megatron_gspo.tools.plan.plan_report import table
+from megatron_gspo.tools.rehearse.rank_processes import RankJob, rehearse_ranks
+from megatron_gspo.tools.rehearse.records import RankRecord, read_record, write_record
+from megatron_gspo.tools.rehearse.roles import choose_ranks
+from megatron_gspo.tools.rehearse.summary import FailedRank
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "qwen3_moe"
+MODELS = {"30b": "Qwen3-30B-A3B", "235b": "Qwen3-235B-A22B"}
+STATES = ("weights", "gradients", "optimizer")
+PROMPT, RESPONSE = 512, 1536  # tokens
+KEYS = dict(
+    tp="parallel.tensor_model_parallel_size", pp="parallel.pipeline_model_parallel_size",
+    vp="parallel.virtual_pipeline_model_parallel_size", cp="parallel.context_parallel_size",
+    ep="parallel.expert_model_parallel_size", etp="parallel.expert_tensor_parallel_size",
+    recompute="model.recompute_granularity", overlap="parallel.overlap_grad_reduce",
+    gather="parallel.overlap_param_gather",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A ready config, or a variant of it by ``changes`` of `KEYS`, on ``world`` GPUs with ``layers`` layers."""
+
+    name: str
+    file: str
+    world: int
+    layers: int
+    changes: tuple[tuple[str, object], ...] = ()
+
+    @property
+    def path(self) -> str:
+        return str(EXAMPLES / f"{self.file}.yaml")
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """Two sequences a micro-batch, and more micro-batches than a rehearsal runs."""
+        model = EXAMPLES / "models" / MODELS[self.file.split("_")[1]]
+        found = [f"model.path={model}", *(f"{KEYS[key]}={value}" for key, value in self.changes)]
+        parallel = load_config(self.path, found).parallel
+        batch = 2 * parallel.data_parallel_size(self.world) * 2 * max(parallel.pipeline_model_parallel_size, 1)
+        return (*found, f"data.max_prompt_length={PROMPT}", f"rollout.max_response_length={RESPONSE}",
+                f"training.max_tokens_per_micro_batch={2 * (PROMPT + RESPONSE)}",
+                f"training.global_batch_size={batch}")  # fmt: skip
+
+    @property
+    def config(self) -> Config:
+        return load_config(self.path, self.overrides)
+
+    @property
+    def shape(self) -> ModelShape:
+        data = read_config(self.config.model.path) | {"num_hidden_layers": self.layers}
+        return family_of(data)[1]
+
+    @property
+    def ranks(self) -> str:
+        stages = self.config.parallel.pipeline_model_parallel_size
+        return "0" if stages == 1 else f"0,{self.world - 1}"
+
+
+def variant(file: str, world: int, layers: int, **changes: object) -> Layout:
+    """A layout named by its model and changes."""
+    words = [f"{key}={value}" for key, value in changes.items()]
+    return Layout(" ".join([file.split("_")[1], *words]), file, world, layers, tuple(changes.items()))
+
+
+SMALL, LARGE = "qwen3_30b_a3b_4x8_gspo", "qwen3_235b_a22b_24x8_gspo"
+LAYOUTS = (
+    Layout("30b_4x8_gspo", SMALL, 16, 2),
+    Layout("30b_1x8_80gb_gspo", "qwen3_30b_a3b_1x8_80gb_gspo", 8, 2),
+    Layout("30b_1x8_141gb_gspo", "qwen3_30b_a3b_1x8_141gb_gspo", 8, 2),
+    Layout("30b_4x8_grpo_r2", "qwen3_30b_a3b_4x8_grpo_r2", 16, 2),
+    variant(SMALL, 8, 2, tp=1, ep=8, recompute="none"),
+    variant(SMALL, 16, 2, tp=2, ep=8, recompute="selective", overlap="false"),
+    variant(SMALL, 8, 4, tp=1, pp=2, ep=4, recompute="none"),
+    variant(SMALL, 8, 4, tp=1, pp=2, vp=2, ep=4),
+    variant(SMALL, 16, 2, tp=1, cp=2, ep=8),
+    variant(SMALL, 16, 2, tp=2, cp=2, ep=4, recompute="none"),
+    variant(SMALL, 16, 2, tp=2, ep=4, etp=2),
+    variant(SMALL, 16, 2, tp=2, ep=8, gather="true"),
+    Layout("235b_24x8_gspo", LARGE, 128, 14),
+    variant(LARGE, 64, 6, tp=4, pp=4, vp="null", ep=16),
+    variant("qwen3_30b_a3b_4x8_gspo", 16, 4, tp=2, pp=4, ep=2),
+)
+
+
+def records(layout: Layout, folder: Path | None = None) -> list[RankRecord]:
+    """The rehearsals of a layout's ranks. Raises ``RuntimeError`` if one fails."""
+    played = choose_ranks(layout.config.parallel, layout.world, layout.ranks)
+    kept = {one: folder / f"{layout.name.replace(' ', ',')}_{one.rank}.json" for one in played} if folder else {}
+    missing = [one for one in played if one not in kept or not kept[one].exists()]
+    job = RankJob(layout.path, layout.overrides, layout.world, layout.layers)
+    found, failed = rehearse_ranks(job, missing, 1, lambda *_: None)
+    for failure in failed:
+        raise RuntimeError(f"{layout.name}: {_failure(failure)}")
+    for record in found if kept else ():
+        write_record(record, next(path for one, path in kept.items() if one.rank == record.rank))
+    found += [read_record(path) for one, path in kept.items() if one not in missing]
+    return sorted(found, key=lambda record: record.rank)
+
+
+def _failure(failure: FailedRank) -> str:
+    return f"rank {failure.rank}: {failure.message}"
+
+
+def scored_positions(config: Config, record: RankRecord) -> int:
+    """Positions of a micro-batch on which the record's rank computes log-probs.
+
+    The context-parallel rank has the chunks i and 2 CP - 1 - i of each sequence. With sequence parallelism every
+    tensor-parallel rank sends as many of its part as the one that has most.
+    """
+    ranks, place = config.parallel.context_parallel_size, record.coordinates["cp"]
+    prompt, length = config.data.max_prompt_length, config.data.max_prompt_length + config.rollout.max_response_length
+    chunk = length // (2 * ranks)
+    own = [start + i for start in (place * chunk, (2 * ranks - 1 - place) * chunk) for i in range(chunk)]
+    trained = [prompt - 1 <= position < length - 1 for position in own] * (max(record.micro_batches) // length)
+    parts = config.parallel.tensor_model_parallel_size if config.parallel.use_sequence_parallel else 1
+    size = len(trained) // parts
+    return parts * max(sum(trained[i * size : (i + 1) * size]) for i in range(parts))
+
+
+def planned(layout: Layout, record: RankRecord) -> dict[str, int]:
+    """Bytes of states and the peak of activations, of the record's rank."""
+    config, shape = layout.config, layout.shape
+    parallel, stage = config.parallel, record.coordinates["pp"]
+    places = [record.groups[name].index(record.rank) for name in ("dp_cp", "expert_dp")]
+    states = exact_states(shape, parallel, record.world, stage, 2, *places)
+    length = config.data.max_prompt_length + config.rollout.max_response_length
+    batch = MicroBatch(max(record.micro_batches), length, scored=scored_positions(config, record))
+    setting = Setting(2, "torch", config.model.recompute_granularity)
+    peak = peak_bytes(shape, parallel, stage, batch, len(record.micro_batches), setting)
+    return {name: getattr(states, name) for name in STATES} | {"activations": round(peak["total"])}
+
+
+def rehearsed(record: RankRecord) -> dict[str, int]:
+    """The same of the rehearsal; the micro-batches' inputs are apart."""
+    return dict(record.memory.states) | {"activations": record.memory.peak_activations.bytes["activations"]}
+
+
+def planned_traffic(layout: Layout, record: RankRecord) -> dict[str, int]:
+    """Bytes of a step's collectives: within layers over TP and EP, of gradients and of new weights."""
+    config, shape = layout.config, layout.shape
+    parallel, stage, full = config.parallel, record.coordinates["pp"], config.model.recompute_granularity == "full"
+    z = sizes_of(shape, parallel, MicroBatch(max(record.micro_batches), 0), Setting(2, "torch"))
+    layers = len(record.micro_batches) * len(stage_layers(shape, parallel, stage))
+    found = {}
+    if parallel.tensor_model_parallel_size > 1:
+        found["tp"] = round(layers * (2.5 + full) * tensor_bytes(z, is_moe=True)) + _outside_layers(layout, record, z)
+    if parallel.expert_model_parallel_size > 1:
+        found["ep"] = round(layers * (2 + full) * expert_bytes(z))
+    chunks = range(parallel.virtual_pipeline_model_parallel_size or 1)
+    both = [chunk_states(shape, parallel, record.world, stage, chunk, 2) for chunk in chunks]
+    gathers = weight_gathers(parallel, has_experts=True)
+    for name, group in (("dp_cp", 0), ("expert_dp", 1)):
+        if len(record.groups[name]) > 1:
+            states = sum((chunk[group] for chunk in both), States(0, 0, 0))
+            found[f"{name} gradients"], found[f"{name} weights"] = data_bytes(states, parallel, gathers)
+    return found
+
+
+def _outside_layers(layout: Layout, record: RankRecord, z: Sizes) -> int:
+    """Traffic over TP that the plan leaves out: of the embedding and of the log-prob head's hidden states, forward and
+    backward, in bfloat16; the gradient of the latter is float32."""
+    stage, last = record.coordinates["pp"], layout.config.parallel.pipeline_model_parallel_size - 1
+    embedding = 2 * z.a * z.t * z.h if stage == 0 else 0
+    head = (2 * z.a + 4) * scored_positions(layout.config, record) * z.h if stage == last else 0
+    return round(len(record.micro_batches) * (embedding + head))
+
+
+def rehearsed_traffic(layout: Layout, record: RankRecord) -> dict[str, int]:
+    """The same of the rehearsal. Left out: expert probabilities, counts of rows, statistics of the head and gradients
+    of the norms and routers, all in float32 or integers."""
+    found: Counter[str] = Counter()
+    for one in record.collectives:
+        if one.phase not in ("forward_backward", "optimizer") or len(one.ranks) == 1:
+            continue
+        hidden = one.dtype == "bfloat16" or one.op.startswith("reduce_scatter")
+        if one.group in ("tp", "ep") and hidden:
+            found[one.group] += one.bytes
+        elif one.group in ("dp_cp", "expert_dp") and hidden:
+            found[f"{one.group} {'weights' if one.dtype == 'bfloat16' else 'gradients'}"] += one.bytes
+    return dict(found)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Of one rank: figures by name, planned and rehearsed."""
+
+    name: str
+    planned: dict[str, int]
+    rehearsed: dict[str, int]
+    planned_traffic: dict[str, int]
+    rehearsed_traffic: dict[str, int]
+
+    @property
+    def states_agree(self) -> bool:
+        return all(self.planned[name] == self.rehearsed[name] for name in STATES)
+
+    @property
+    def activations_off(self) -> float:
+        return self.planned["activations"] / self.rehearsed["activations"] - 1
+
+    @property
+    def unequal_traffic(self) -> list[str]:
+        """Groups whose bytes differ, with planned over rehearsed."""
+        names = sorted(self.planned_traffic.keys() | self.rehearsed_traffic.keys())
+        both = {name: (self.planned_traffic.get(name, 0), self.rehearsed_traffic.get(name, 0)) for name in names}
+        return [f"{name} {own:,}/{other:,}" for name, (own, other) in both.items() if own != other]
+
+
+def compare(layout: Layout, record: RankRecord) -> Comparison:
+    return Comparison(
+        f"{layout.name} rank {record.rank}", planned(layout, record), rehearsed(record),
+        planned_traffic(layout, record), rehearsed_traffic(layout, record),
+    )  # fmt: skip
+
+
+def comparison_table(found: Sequence[Comparison]) -> str:
+    rows = [["layout", *STATES, "activations planned", "rehearsed", "off by", "collectives"]]
+    for one in found:
+        states = [f"{one.planned[name] - one.rehearsed[name]:+,}".replace("+0", "equal") for name in STATES]
+        peaks = [f"{side['activations'] / 2**20:,.0f} MiB" for side in (one.planned, one.rehearsed)]
+        traffic = "; ".join(one.unequal_traffic) or f"equal: {', '.join(one.planned_traffic)}"
+        rows.append([one.name, *states, *peaks, f"{100 * one.activations_off:+.1f} %", traffic])
+    return table(rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="part of a layout's name (default: all)")
+    parser.add_argument("--records", type=Path, metavar="FOLDER", help="keep the records here")
+    args = parser.parse_args()
+    if args.records:
+        args.records.mkdir(parents=True, exist_ok=True)
+    found = []
+    for layout in LAYOUTS:
+        if not args.names or any(name in layout.name for name in args.names):
+            found += [compare(layout, record) for record in records(layout, args.records)]
+    print(comparison_table(found))
+    return 0 if all(one.states_agree and abs(one.activations_off) < 0.05 for one in found) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
