@@ -234,9 +234,11 @@ def head_bytes(z: Sizes, shape: ModelShape, parallel: ParallelConfig, setting: S
     shares = 4 * tokens * -(-rows // tile[1])  # of every tile of the vocabulary, per token
     saved = norm + z.a * z.s * z.h + z.scored * (INDEX + 40) + shares + (4 * tokens * rows if keeps else 0)
     everyone = 4 * z.scored * z.h if converts else z.a * z.scored * z.h if parallel.use_sequence_parallel else 0
-    tiles = 4 * tile[0] * tile[1] + (8 * tile[1] * z.h if z.a < 4 else 0)
-    if z.a < 4 and setting.on_gpu:
-        tiles += 2 * tile[0] * tile[1] + 4 * tile[1] * z.h  # low-precision copy; one tile's product before it is added
+    tiles = 4 * tile[0] * tile[1]
+    if z.a < 4:  # the float32 gradient of a tile of the weight; a CPU converts that tile too
+        tiles += (8 if converts else 4) * tile[1] * z.h
+    if z.a < 4 and setting.on_gpu:  # low-precision copy; one tile's product before it is added
+        tiles += 2 * tile[0] * tile[1] + 4 * max(tile[0], tile[1] if tokens > tile[0] else 0) * z.h
     gradient = z.a * rows * z.h
     return Head(saved, everyone + tiles + 4 * z.scored * z.h + gradient, gradient)
 
