@@ -1,0 +1,52 @@
+"""The plan's states, activations and collectives are those of rehearsals; ``agreement`` compares many more layouts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tests.tools.plan.agreement import LAYOUTS, Comparison, Layout, compare, comparison_table, records
+
+SAME = Comparison(
+    "a rank", dict(weights=1, gradients=2, optimizer=3, activations=104),
+    dict(weights=1, gradients=2, optimizer=3, activations=100), dict(tp=5), dict(tp=5),
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["30b_4x8_gspo", "30b tp=1 cp=2 ep=8"])
+def test_a_plan_agrees_with_its_rehearsal(name: str) -> None:
+    layout = next(one for one in LAYOUTS if one.name == name)
+    for record in records(layout):
+        found = compare(layout, record)
+        assert found.states_agree, found
+        assert abs(found.activations_off) < 0.05, found
+        assert not found.unequal_traffic, found
+        # another plan's figures would be seen
+        other = dataclasses.replace(layout, changes=(*layout.changes, ("recompute", "none")))
+        assert abs(compare(other, record).activations_off) > 0.05
+        assert compare(other, record).unequal_traffic
+
+
+def test_disagreement_is_shown() -> None:
+    assert SAME.states_agree and not SAME.unequal_traffic and SAME.activations_off == pytest.approx(0.04)
+    other = dataclasses.replace(SAME, planned=SAME.planned | dict(optimizer=7), planned_traffic={}, name="another")
+    assert not other.states_agree and other.unequal_traffic == ["tp 0/5"]
+    lines = comparison_table([SAME, other]).splitlines()
+    assert "| equal: tp" in lines[-2] and "+4 " in lines[-1] and "tp 0/5" in lines[-1]
+
+
+def test_layouts_use_every_dimension() -> None:
+    assert len(LAYOUTS) >= 12 and len({layout.name for layout in LAYOUTS}) == len(LAYOUTS)
+    parallel = [layout.config.parallel for layout in LAYOUTS]
+    for key in ("tensor_model", "pipeline_model", "context", "expert_model"):
+        assert any(getattr(one, f"{key}_parallel_size") > 1 for one in parallel), key
+    assert any(one.virtual_pipeline_model_parallel_size for one in parallel)
+    assert {layout.shape.num_experts for layout in LAYOUTS} == {128}
+    assert {layout.shape.hidden_size for layout in LAYOUTS} == {2048, 4096}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_layouts_are_valid(layout: Layout) -> None:
+    layout.config.check_sizes(layout.world)
