@@ -36,6 +36,8 @@ PYTHON_READS = {Tensor.tolist, Tensor.numpy}  # of a CPU tensor: no operator is 
 LOOPS_OVER_EXPERTS = "gated_experts"
 # Labels are checked on a CPU only; the branch asks for the device first.
 ON_A_CPU_ONLY = "_check_labels"
+# It finds the positions to be scored in the masks of a batch before they are copied to the device.
+BEFORE_THE_COPY = "parallel/scored_rows.py"
 
 
 class Device(TorchDispatchMode):
@@ -71,6 +73,8 @@ class Device(TorchDispatchMode):
         """Record it, unless Megatron reads or the reading is one of the two that are known."""
         frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and f.filename != __file__]
         caller = frames[-1]
+        if caller.filename.endswith(BEFORE_THE_COPY):
+            return
         if "megatron/core" not in caller.filename and caller.name not in (ON_A_CPU_ONLY, self.allowed):
             self.reads.append(f"{func} in {caller.filename}:{caller.lineno}")
 

@@ -97,7 +97,7 @@ CASES = [
     ("to-hf", escaped, [INDEX, QUERY, "'../mine.safetensors'", "download it again"]),
     ("to-hf", lambda f: (f / "__0_0.distcp").unlink(), ["__0_0.distcp", "missing", "copy or save it again"]),
     ("to-hf", truncated("*.distcp"), ["__0_0.distcp", "cut short", "bytes or more; copy or save it again"]),
-    ("to-hf", lambda f: (f / METADATA).unlink(), ["no distributed checkpoint"]),
+    ("to-hf", lambda f: (f / METADATA).unlink(), ["neither a distributed checkpoint"]),
     ("to-hf", truncated(METADATA), [METADATA, "not readable"]),
     ("to-hf", lambda f: (f / METADATA).write_bytes(b"cposix\nsystem\n(S'true'\ntR."), ["posix.system", "no checkp"]),
     ("to-hf", edit_config(num_hidden_layers=3), ["lacks decoder.layers.2", "config.json's model"]),
