@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_gspo.mcore.device_copies import copy_to_device
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x ** 2) + eps) * weight`` over the last dimension; ``x`` [..., h], ``weight`` [h].
@@ -193,7 +195,8 @@ def gated_experts(x: Tensor, probs: Tensor, counts: Tensor, up: Sequence[Tensor]
     ``down[e]`` [h, f]. On a GPU in bfloat16 the host doesn't read ``counts``.
     """
     if grouped_products_apply(x, down[0].shape[1]):
-        counts = counts.to(x.device, non_blocking=True)
+        if counts.device != x.device:  # expert parallelism has them on the host
+            counts = copy_to_device({"counts": counts}, x.device)["counts"]
         products: ExpertProducts = GroupedProducts(counts.cumsum(0, dtype=torch.int32), counts == 0)
     else:
         products = LoopedProducts(counts.tolist())

@@ -90,6 +90,7 @@ def test_a_copy_that_blocks() -> None:
     assert all(any("micro_batch_inputs.py" in site for site in copy.where) for copy in found), found
     inputs = [copy for copy in clean().host_copies if any("micro_batch_inputs.py" in site for site in copy.where)]
     assert inputs and not any(copy.blocking for copy in inputs)
+    assert not [copy for copy in clean().host_copies if copy.phase == "forward_backward" and copy.blocking]
 
 
 @on_fake_gpu
