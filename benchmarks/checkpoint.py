@@ -107,9 +107,10 @@ class Contest:
         self.policy.optimizer.load_state_dict(loaded["optimizer"])
 
     def _tensors(self) -> dict[str, Any]:
-        state = {id(p): s for part in getattr(self.policy.optimizer, "chained_optimizers", [self.policy.optimizer])
-                 for p, s in part.optimizer.state.items()}  # fmt: skip
-        return {"model": dict(self.policy.chunks[0].named_parameters()), "moments": list(state.values())}
+        from megatron_gspo.mcore.policy_tensors import torch_optimizers
+
+        moments = [state for inner in torch_optimizers(self.policy.optimizer) for state in inner.state.values()]
+        return {"model": dict(self.policy.chunks[0].named_parameters()), "moments": moments}
 
     def torch_save(self) -> None:
         with open(self.folder / "torch.pt", "wb") as file:

@@ -161,6 +161,7 @@ def _measure(case: Case, path: str, groups: Any) -> dict[str, Any]:
     from megatron_gspo.algorithms import preset
     from megatron_gspo.config import ModelConfig, OptimizerConfig, TrainingConfig
     from megatron_gspo.mcore.policy import build_policy
+    from megatron_gspo.mcore.policy_tensors import gradients, optimizer_states, weights
     from megatron_gspo.mcore.train_step import forward_backward, pack_mini_batch, train_mini_batch
 
     model = ModelConfig(path=path, init="random", dtype=case.dtype, implementation="torch",
@@ -181,13 +182,10 @@ def _measure(case: Case, path: str, groups: Any) -> dict[str, Any]:
     policy.optimizer.step()
     with LiveStorages() as second:
         train_mini_batch(policy, samples, objective, training, temperature=1.0)
-    weights = storage_bytes(p for chunk in policy.chunks for p in chunk.parameters())
-    buffers = [buffer for chunk in policy.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    optimizers = getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])
-    state = storage_bytes(_optimizer_tensors(optimizers))
+    states = optimizer_states(policy.chunks, policy.optimizer)
     return dict(
-        weights=sum(weights.values()), gradients=sum(storage_bytes(b.grad_data for b in buffers).values()),
-        optimizer=sum(size for address, size in state.items() if address not in weights),
+        weights=sum(storage_bytes(weights(policy.chunks)).values()),
+        gradients=sum(storage_bytes(gradients(policy.chunks)).values()), optimizer=sum(storage_bytes(states).values()),
         activations=max(first.peak, second.peak), at=first.at, expert_rows=mean_rows,
         tokens=max(int(batch.tokens.shape[0]) for batch in batches.batches), micro_batches=len(batches.batches),
         scored=max(_scored(batch, groups) for batch in batches.batches),
@@ -199,17 +197,6 @@ def _scored(batch: Any, groups: Any) -> int:
     from megatron_gspo.data.packing import context_parallel_shard
 
     return int(context_parallel_shard(batch, groups.cp.rank(), groups.cp.size()).loss_mask.count_nonzero())
-
-
-def _optimizer_tensors(optimizers: Sequence[Any]) -> list[torch.Tensor]:
-    """Moments, step counts, and the parameters that the optimizer holds: views of the weights, or float32 copies."""
-    found = []
-    for part in optimizers:
-        for group in part.optimizer.param_groups:
-            found += group["params"]
-        for state in part.optimizer.state.values():
-            found += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    return found
 
 
 def _count_expert_rows(policy: Any) -> list[int]:

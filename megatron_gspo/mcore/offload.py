@@ -7,12 +7,13 @@ next forward-backward pass zeroes them. On a CPU the same code copies to other h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
+
+from megatron_gspo.mcore.policy_tensors import gradients, optimizer_states, weights
 
 _BLOCK = 1 << 26  # bytes; torch rounds pinned allocations up to a power of two
 
@@ -97,9 +98,9 @@ class PolicyMemory:
         """chunks: of the model, wrapped or not. optimizer: Megatron's, or None."""
         self.make_room: Callable[[], None] = _nothing
         self._optimizer = optimizer
-        self._weights = DeviceMemory(lambda: _parameters(chunks), keeps=True)
-        self._gradients = DeviceMemory(lambda: _gradients(chunks), keeps=False)
-        self._states = DeviceMemory(lambda: _optimizer_states(chunks, optimizer), keeps=True)
+        self._weights = DeviceMemory(lambda: weights(chunks), keeps=True)
+        self._gradients = DeviceMemory(lambda: gradients(chunks), keeps=False)
+        self._states = DeviceMemory(lambda: optimizer_states(chunks, optimizer), keeps=True)
 
     @property
     def released(self) -> bool:
@@ -133,33 +134,6 @@ def whole_storages(tensors: Iterable[Tensor]) -> list[Tensor]:
     with torch.no_grad():
         return [tensor.new_empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
                 for tensor in found.values() if tensor.untyped_storage().nbytes()]  # fmt: skip
-
-
-def _parameters(chunks: Sequence[Any]) -> Iterator[Tensor]:
-    for chunk in chunks:
-        yield from chunk.parameters()
-
-
-def _gradients(chunks: Sequence[Any]) -> Iterator[Tensor]:
-    for chunk in chunks:
-        if isinstance(chunk, DistributedDataParallel):
-            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-                yield from (buffer.grad_data, *getattr(buffer, "extra_main_grads", ()))
-
-
-def _optimizer_states(chunks: Sequence[Any], optimizer: Any) -> Iterator[Tensor]:
-    """Main parameters and moments on the parameters' device; without those that are views of the parameters."""
-    weights = {parameter.untyped_storage()._cdata for parameter in _parameters(chunks)}
-    device = next(_parameters(chunks)).device
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        inner = getattr(part, "optimizer", None)
-        if inner is None:  # this rank has no parameter of the part
-            continue
-        tensors = [parameter for group in inner.param_groups for parameter in group["params"]]
-        tensors += [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
-        for tensor in tensors:
-            if tensor.device == device and tensor.untyped_storage()._cdata not in weights:
-                yield tensor
 
 
 def _split(whole: Tensor, pieces: Sequence[Tensor]) -> list[Tensor]:

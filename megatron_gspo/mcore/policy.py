@@ -21,6 +21,7 @@ from megatron_gspo.mcore.layers import transformer_engine_available
 from megatron_gspo.mcore.megatron_options import MegatronOptions, construct, resolve_options
 from megatron_gspo.mcore.model import build_model, torch_dtype, transformer_config
 from megatron_gspo.mcore.offload import PolicyMemory
+from megatron_gspo.mcore.policy_tensors import torch_optimizers
 from megatron_gspo.mcore.process_groups import ProcessGroups
 from megatron_gspo.models import Family, ModelShape, family_of, read_config
 
@@ -156,9 +157,9 @@ def optimizer_config(optimizer: OptimizerConfig, model: ModelConfig, parallel: P
 
 def _fuse(adam: Any) -> None:
     """Let torch's Adam, Megatron's choice without Transformer Engine and Apex, run as one kernel a group."""
-    for part in getattr(adam, "chained_optimizers", [adam]):
-        if isinstance(part.optimizer, torch.optim.Adam):  # AdamW is one of it
-            for group in part.optimizer.param_groups:
+    for inner in torch_optimizers(adam):
+        if isinstance(inner, torch.optim.Adam):  # AdamW is one of it
+            for group in inner.param_groups:
                 group.update(fused=True, foreach=False)
 
 

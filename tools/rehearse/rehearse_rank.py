@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_gspo.config import Config
 from megatron_gspo.data.sample import Sample
@@ -24,6 +23,7 @@ from megatron_gspo.loop.routing import RoutingReplay
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.megatron_options import MegatronOptions
 from megatron_gspo.mcore.policy import Policy, build_policy, check_megatron_options
+from megatron_gspo.mcore.policy_tensors import gradients, optimizer_states, torch_optimizers, weights
 from megatron_gspo.mcore.process_groups import ProcessGroups, every_group, initialize, shutdown
 from megatron_gspo.mcore.train_step import StepResult, train_mini_batch
 from megatron_gspo.models import ModelShape, family_of, read_config
@@ -108,43 +108,26 @@ def _build(run: _Run, options: MegatronOptions) -> tuple[Policy, Policy | None]:
         if config.algorithm.needs_reference:
             reference = build_policy(model, config.parallel, groups, optimizer=None, options=options)
         _start_adam(policy)
-    sizes = {"optimizer": gpu.memory.relabel("optimizer", _optimizer_tensors(policy))}
-    sizes["gradients"] = gpu.memory.relabel("gradients", [buffer.grad_data for buffer in _grad_buffers(policy)])
-    sizes["weights"] = gpu.memory.relabel("weights", _weights(policy))
-    # a main weight that is the weight itself counts once, as a weight
-    sizes["optimizer"] = gpu.memory.bytes["optimizer"]
+    sizes = {
+        "optimizer": gpu.memory.relabel("optimizer", optimizer_states(policy.chunks, policy.optimizer)),
+        "gradients": gpu.memory.relabel("gradients", gradients(policy.chunks)),
+        "weights": gpu.memory.relabel("weights", weights(policy.chunks)),
+    }
     if reference is not None:
-        sizes["reference"] = gpu.memory.relabel("weights", _weights(reference))
+        sizes["reference"] = gpu.memory.relabel("weights", weights(reference.chunks))
     gpu.memory.states = sizes
     return policy, reference
 
 
 def _start_adam(policy: Policy) -> None:
     """Create Adam's state as the first step does, so that the rehearsed step is like any later one."""
-    for part in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
-        parameters = [p for group in part.optimizer.param_groups for p in group["params"]]
+    for inner in torch_optimizers(policy.optimizer):
+        parameters = [p for group in inner.param_groups for p in group["params"]]
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-        part.optimizer.step()
+        inner.step()
         for parameter in parameters:
             parameter.grad = None
-
-
-def _weights(policy: Policy) -> list[Tensor]:
-    return [parameter.data for chunk in policy.chunks for parameter in chunk.parameters()]
-
-
-def _grad_buffers(policy: Policy) -> list[Any]:
-    return [buffer for chunk in policy.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-
-
-def _optimizer_tensors(policy: Policy) -> list[Tensor]:
-    found = []
-    for part in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
-        found += [p.data for group in part.optimizer.param_groups for p in group["params"]]
-        found += [value for state in part.optimizer.state.values() for value in state.values()
-                  if isinstance(value, Tensor) and value.device.type == "cuda"]  # fmt: skip
-    return found
 
 
 def _train(run: _Run, policy: Policy, reference: Policy | None, plan: MiniBatchPlan) -> tuple[int, ...]:

@@ -1,0 +1,47 @@
+"""The tensors that a policy holds between steps: weights, gradients and optimizer state.
+
+``chunks``: of the model, wrapped by DistributedDataParallel or not; ``optimizer``: Megatron's, or None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
+
+
+def weights(chunks: Sequence[Any]) -> Iterator[Tensor]:
+    """All parameters; several may share a storage."""
+    for chunk in chunks:
+        yield from chunk.parameters()
+
+
+def gradients(chunks: Sequence[Any]) -> Iterator[Tensor]:
+    """The gradient buffers; none without DistributedDataParallel."""
+    for chunk in chunks:
+        if isinstance(chunk, DistributedDataParallel):
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                yield from (buffer.grad_data, *getattr(buffer, "extra_main_grads", ()))
+
+
+def torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+    """The torch optimizers within Megatron's, without those of parts of which this rank has no parameter."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = getattr(part, "optimizer", None)
+        if inner is not None:
+            yield inner
+
+
+def optimizer_states(chunks: Sequence[Any], optimizer: Any) -> Iterator[Tensor]:
+    """Main parameters and moments on the parameters' device; without those that are views of the parameters."""
+    owned = {parameter.untyped_storage()._cdata for parameter in weights(chunks)}
+    device = next(weights(chunks)).device
+    for inner in torch_optimizers(optimizer):
+        tensors = [parameter for group in inner.param_groups for parameter in group["params"]]
+        tensors += [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
+        for tensor in tensors:
+            if tensor.device == device and tensor.untyped_storage()._cdata not in owned:
+                yield tensor
