@@ -21,13 +21,13 @@ def find_retained(memory: MemoryLog, chunks: Sequence[Any], phase: str) -> tuple
     left = {key: entry for key, entry in memory.live.items() if entry.phase == phase and entry.kind == "activations"}
     if not left:
         return ()
-    owners = _owners(set(left), chunks)
-    found = [
+    largest = sorted(left.items(), key=lambda item: -item[1].bytes)[:_MOST]
+    owners = _owners({key for key, _ in largest}, chunks)
+    return tuple(
         Retained(entry.bytes, entry.shape, str(entry.dtype).removeprefix("torch."), call_site(entry.frames),
-                 owners.get(key, "unknown"))
-        for key, entry in left.items()
-    ]  # fmt: skip
-    return tuple(sorted(found, key=lambda item: -item.bytes)[:_MOST])
+                 owners[key])
+        for key, entry in largest
+    )  # fmt: skip
 
 
 def _owners(wanted: set[int], chunks: Sequence[Any]) -> dict[int, str]:
@@ -44,9 +44,7 @@ def _owners(wanted: set[int], chunks: Sequence[Any]) -> dict[int, str]:
         for tensor in _saved(node):
             if (key := _key(tensor)) in wanted:
                 found.setdefault(key, f"graph of {name}")
-    for key in wanted - set(found):
-        found[key] = _holder(key)
-    return found
+    return found | _holders(wanted - set(found))
 
 
 def _attributes(chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
@@ -96,15 +94,20 @@ def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _holder(key: int) -> str:
-    """Types of what refers to a storage's tensors, where no attribute of the model does."""
-    tensors = [item for item in gc.get_objects() if isinstance(item, Tensor) and _key(item) == key]
-    names = set()
-    for tensor in tensors:
-        for referrer in gc.get_referrers(tensor):
-            if referrer is not tensors and type(referrer).__name__ not in ("frame", "list_iterator"):
-                names.add(_describe(referrer, tensor))
-    return "; ".join(sorted(names)[:3]) or "an autograd graph"
+def _holders(wanted: set[int]) -> dict[int, str]:
+    """By storage: types of what refers to its tensors, where no attribute of the model does. The garbage collector's
+    objects are walked twice, whatever the number of storages."""
+    if not wanted:
+        return {}
+    tensors = [item for item in gc.get_objects() if isinstance(item, Tensor) and _key(item) in wanted]
+    ids = {id(tensor) for tensor in tensors}
+    names: dict[int, set[str]] = {key: set() for key in wanted}
+    for referrer in gc.get_referrers(*tensors):
+        if referrer is not tensors and type(referrer).__name__ not in ("frame", "list_iterator"):
+            for held in gc.get_referents(referrer):
+                if id(held) in ids:
+                    names[_key(held)].add(_describe(referrer, held))
+    return {key: "; ".join(sorted(found)[:3]) or "an autograd graph" for key, found in names.items()}
 
 
 def _describe(referrer: Any, tensor: Tensor) -> str:
