@@ -31,20 +31,34 @@ def smallest_world(parallel: ParallelConfig) -> int:
 
 
 @contextmanager
+def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
+    """Within the context ``torch.distributed`` runs as ``rank`` of ``world_size``, without other processes.
+
+    Raises ``RuntimeError`` where it is initialised already.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("a simulated rank needs a process without torch.distributed")
+    excepthook = sys.excepthook  # torch's own prints the rank before each line of a traceback
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        sys.excepthook = excepthook
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@contextmanager
 def simulated_rank(parallel: ParallelConfig, world_size: int, rank: int) -> Iterator[ProcessGroups]:
     """Within the context this process is rank `rank` of `world_size`. Data from other ranks is undefined.
 
     Raises ``RuntimeError`` where ``torch.distributed`` is initialised already.
     """
-    if dist.is_initialized():
-        raise RuntimeError("simulated_rank needs a process without torch.distributed")
-    excepthook = sys.excepthook  # torch's own prints the rank before each line of a traceback
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        yield initialize(parallel, seed=0, gloo_groups=False)
-    finally:
-        shutdown()
-        sys.excepthook = excepthook
+    with fake_process_group(rank, world_size):
+        try:
+            yield initialize(parallel, seed=0, gloo_groups=False)
+        finally:
+            shutdown(keep_distributed=True)
 
 
 def meta_model(shape: ModelShape, parallel: ParallelConfig, model: ModelConfig, groups: ProcessGroups,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron_gspo.mcore.meta_device import fake_process_group
 from megatron_gspo.tools.rehearse.call_sites import call_site, frames_above
 from megatron_gspo.tools.rehearse.collective_log import CollectiveLog
 from megatron_gspo.tools.rehearse.rehearsal_error import RehearsalError
@@ -25,7 +24,6 @@ def fake_world(rank: int, size: int, log: CollectiveLog, *, backend: str = "nccl
     objects: what the ranks of a group gather, from this rank's object and the group; None where all have the same.
     """
     new_group = dist.new_group
-    excepthook = sys.excepthook  # torch's own prints the rank before each line of a traceback
 
     def fake_new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
         if ranks is not None and rank not in ranks:
@@ -38,8 +36,7 @@ def fake_world(rank: int, size: int, log: CollectiveLog, *, backend: str = "nccl
     def fake_backend(group: Any = None) -> str:
         return "gloo" if group is not None and group.group_name in log.gloo_groups else backend
 
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    with contextlib.ExitStack() as stack:
+    with fake_process_group(rank, size), contextlib.ExitStack() as stack:
         for name, value in {
             "new_group": fake_new_group,
             "get_backend": fake_backend,
@@ -47,11 +44,7 @@ def fake_world(rank: int, size: int, log: CollectiveLog, *, backend: str = "nccl
         }.items():
             stack.callback(setattr, dist, name, getattr(dist, name))
             setattr(dist, name, value)
-        try:
-            yield
-        finally:
-            sys.excepthook = excepthook
-            dist.destroy_process_group()
+        yield
 
 
 def _object_collectives(log: CollectiveLog, objects: ObjectsOf) -> dict[str, Any]:
