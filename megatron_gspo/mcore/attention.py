@@ -188,8 +188,7 @@ class PackedSequences(PackedSeqParams):
         """Positions [t] int32 of the local tokens in their sequences, on the host."""
         starts, lengths = self.cu_seqlens[:-1], self.cu_seqlens.diff()
         mine = zigzag_indices(self.cu_seqlens, self.cp_rank, self.cp_size).int()
-        positions = mine - starts.repeat_interleave(lengths // self.cp_size)
-        return positions
+        return mine - starts.repeat_interleave(lengths // self.cp_size)
 
     def _on_device(self, **tensors: Tensor) -> dict[str, Tensor]:
         return copy_to_device(tensors, self.cu_seqlens_q.device)

@@ -152,8 +152,8 @@ MEGATRON = (
     SeededBug(
         "positions under context parallelism counted by the rank", "several trainers",
         "megatron_gspo/mcore/attention.py",
-        "positions = mine - starts.repeat_interleave(lengths // self.cp_size)",
-        "positions = torch.cat([torch.arange(int(n)) for n in lengths // self.cp_size])",
+        "return mine - starts.repeat_interleave(lengths // self.cp_size)",
+        "return torch.cat([torch.arange(int(n)) for n in lengths // self.cp_size])",
         ("tests/mcore/test_attention.py::test_equals_attention_of_each_sequence_alone",),
     ),
 )  # fmt: skip

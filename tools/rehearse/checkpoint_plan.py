@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_gspo.mcore.checkpoint import save_load
+from megatron_gspo.mcore.checkpoint.save_load import checkpoint_content
 from megatron_gspo.mcore.policy import Policy
 from megatron_gspo.tools.rehearse.records import CheckpointPlan
 
 
 def plan_checkpoint(policy: Policy) -> CheckpointPlan:
     """The tensors of this rank's state, and those that it is the one of all replicas to write."""
-    content = save_load._content(policy, is_loading=False)[0]
+    content = checkpoint_content(policy, is_loading=False)[0]
     tensors = list(_sharded(content))
     return CheckpointPlan(
         tensors=len(tensors),

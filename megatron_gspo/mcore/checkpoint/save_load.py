@@ -156,7 +156,7 @@ def begin_save(policy: Policy, folder: Path, step: int, state: Mapping[str, Any]
     with _collected_failures() as failures:
         try:
             with _results_in(results), _frozen_garbage():
-                request = _plan(_content(policy, is_loading=False)[0], partial, check, writers)
+                request = _plan(checkpoint_content(policy, is_loading=False)[0], partial, check, writers)
             publish = functools.partial(publish_checkpoint, partial, final, json.loads(text), keep=keep)
             save = AsyncSave(request, results, publish)
         except (CheckpointException, Exception) as error:  # the first is a BaseException
@@ -277,7 +277,7 @@ def load_checkpoint(policy: Policy, path: Path) -> dict[str, Any]:
 
 def _load(policy: Policy, path: Path) -> dict[str, Any]:
     policy.memory.restore()
-    content, rest = _content(policy, is_loading=True)
+    content, rest = checkpoint_content(policy, is_loading=True)
     loaded = dist_checkpointing.load(content, str(path))
     for i, chunk in enumerate(policy.chunks):
         unwrap(chunk).load_state_dict(loaded[f"model{i}"])
@@ -293,7 +293,7 @@ def _load(policy: Policy, path: Path) -> dict[str, Any]:
     return read_state(path)
 
 
-def _content(policy: Policy, *, is_loading: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+def checkpoint_content(policy: Policy, *, is_loading: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """The content of a checkpoint, and the rest of the optimizer's state.
 
     The rest depends on the layout: how many optimizers Megatron chains, and which parameter groups each has.
