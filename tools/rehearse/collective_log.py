@@ -65,20 +65,26 @@ class CollectiveLog:
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record one of torch's ``c10d`` operations and imagine its result."""
-        schema = func._schema
-        given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
+        name, *operands = self.record(func, args, kwargs)
+        _EFFECTS[name](self, *operands)
+        work = FakeWork().boxed()
+        if len(func._schema.returns) == 1:
+            return work
+        return args[0], work
+
+    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+               ) -> tuple[str, Rows, Rows, dict[str, Any], Any]:  # fmt: skip
+        """Record one of torch's ``c10d`` operations; its name, what goes in and comes out, all arguments by name, and
+        the group."""
+        given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
         group = ProcessGroup.unbox(given["process_group"])
-        name = schema.name.split("::")[1].strip("_")
+        name = func._schema.name.split("::")[1].strip("_")
         if name not in _EFFECTS:
-            raise NotImplementedError(f"the rehearsal does not know the collective {schema.name}")
+            raise NotImplementedError(f"the rehearsal does not know the collective {func._schema.name}")
         sent, received = _tensors(given)
         self._check(name, sent, received, given, group)
         self._record(name, sent, received, given, group)
-        _EFFECTS[name](self, sent, received, given, group)
-        work = FakeWork().boxed()
-        if len(schema.returns) == 1:
-            return work
-        return args[0], work
+        return name, sent, received, given, group
 
     def call_with_objects(self, name: str, group: Any) -> None:
         """Record a collective of pickled objects; their size is that of the largest of any rank, which isn't known."""

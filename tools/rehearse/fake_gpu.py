@@ -7,25 +7,20 @@ reads of them it gets, and each such read is recorded. An operation whose result
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from megatron_gspo.tools.rehearse.collective_log import CollectiveLog
 from megatron_gspo.tools.rehearse.fake_device.cuda_api import mark_pinned
-from megatron_gspo.tools.rehearse.flops import FlopLog
-from megatron_gspo.tools.rehearse.host_log import HostLog
-from megatron_gspo.tools.rehearse.known_values import KnownValues, tensors_in
-from megatron_gspo.tools.rehearse.memory_log import MemoryLog
+from megatron_gspo.tools.rehearse.known_values import tensors_in
 from megatron_gspo.tools.rehearse.op_rules import PRODUCTS, RULES, uses_host_indices
+from megatron_gspo.tools.rehearse.recorder import Recorder
 from megatron_gspo.tools.rehearse.rehearsal_error import RehearsalError
+from megatron_gspo.tools.rehearse.shape_cache import ShapeCache
 
 DEVICE = torch.device("cuda", 0)
 _FACTORIES = frozenset({
@@ -45,38 +40,17 @@ class _Shapes(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 
 
-class FakeGpu(TorchDispatchMode):
-    """The mode in which a rank is rehearsed, with its logs.
-
-    expert_parallel, imbalance: of the made-up routes, see `routing.expert_ids`. fake_host_bytes: host tensors of
-    unknown device values above this size are fake too; None is never.
-    """
+class FakeGpu(Recorder):
+    """The mode in which a rank is rehearsed: results have shapes, and values where `known_values` follows them."""
 
     def __init__(self, *, expert_parallel: int = 1, imbalance: float = 1.0) -> None:
-        super().__init__()
+        super().__init__(expert_parallel=expert_parallel, imbalance=imbalance)
         self.shapes = _Shapes()
-        self.values = KnownValues()
-        self.host = HostLog()
-        self.memory = MemoryLog()
-        self.flops = FlopLog(self.values)
-        self.collectives = CollectiveLog(self.host, self.values)
-        self.expert_parallel = expert_parallel
-        self.imbalance = imbalance
-        self.fake_host_bytes: int | None = None
-
-    @contextlib.contextmanager
-    def phase(self, name: str, kind: str) -> Iterator[None]:
-        """Within the context everything is recorded under this phase; new device memory is of ``kind``."""
-        before = self.host.phase, self.memory.kind
-        self.host.phase = self.memory.phase = self.flops.phase = name
-        self.memory.kind = kind
-        try:
-            yield
-        finally:
-            self.host.phase = self.memory.phase = self.flops.phase = before[0]
-            self.memory.kind = before[1]
+        self._cache = ShapeCache(self.shapes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device
         kwargs = kwargs or {}
         self.memory.index += 1
         if func.namespace == "c10d":
@@ -100,7 +74,7 @@ class FakeGpu(TorchDispatchMode):
                 self.host.find("made_up_value", f"lost in {lost}")
         self.flops.count(func, args, kwargs, out)
         for leaf in tensors_in((out,)):
-            if isinstance(leaf, FakeTensor) and leaf.device.type == "cuda":
+            if isinstance(leaf, FakeTensor) and leaf.fake_device.type == "cuda":
                 self.memory.add(leaf, str(func))
         return out
 
@@ -108,8 +82,7 @@ class FakeGpu(TorchDispatchMode):
         """The shapes of an operation's results. Host tensors that a GPU would refuse are recorded and moved."""
         uses_host_indices(self, func, args)
         try:
-            with self.shapes:
-                return func(*args, **kwargs)
+            return self._cache.run(func, args, kwargs)
         except RuntimeError as error:
             text = str(error)
             if any(part in text for part in _MISMATCH):

@@ -35,22 +35,22 @@ def run(args: argparse.Namespace) -> None:
     import torch
 
     torch.set_num_threads(1)
+    from megatron_gspo.config import load_config
     from megatron_gspo.tools.rehearse.fake_device.cuda_api import fake_cuda
     from megatron_gspo.tools.rehearse.fake_gpu import FakeGpu
     from megatron_gspo.tools.rehearse.records import write_record
 
-    gpu = FakeGpu(imbalance=args.imbalance)
-    with fake_cuda(gpu.host), tempfile.TemporaryDirectory() as folder:
-        from megatron_gspo.config import load_config
-        from megatron_gspo.tools.rehearse.rehearse_rank import rehearse_rank
-
+    with tempfile.TemporaryDirectory() as folder:
         overrides = list(args.overrides)
         if args.layers is not None:
             given = load_config(args.config, overrides).model.path
             overrides.append(f"model.path={shortened_model(given, args.layers, Path(folder))}")
         config = load_config(args.config, overrides)
-        gpu.expert_parallel = config.parallel.expert_model_parallel_size
-        write_record(rehearse_rank(config, args.rank, args.world, gpu), args.output)
+        gpu = FakeGpu(expert_parallel=config.parallel.expert_model_parallel_size, imbalance=args.imbalance)
+        with fake_cuda(gpu.host):
+            from megatron_gspo.tools.rehearse.rehearse_rank import rehearse_rank
+
+            write_record(rehearse_rank(config, args.rank, args.world, gpu), args.output)
 
 
 def shortened_model(path: str, layers: int, folder: Path) -> Path:

@@ -33,6 +33,7 @@ from megatron_gspo.tools.rehearse.fake_device.fused_functions import fused_funct
 from megatron_gspo.tools.rehearse.fake_gpu import FakeGpu
 from megatron_gspo.tools.rehearse.fake_world import fake_world
 from megatron_gspo.tools.rehearse.mini_batch import MiniBatchPlan, plan_mini_batch, synthetic_samples, with_plan
+from megatron_gspo.tools.rehearse.recorder import Recorder
 from megatron_gspo.tools.rehearse.records import CheckpointPlan, RankRecord, Retained
 from megatron_gspo.tools.rehearse.retained import find_retained
 from megatron_gspo.tools.rehearse.stage_exports import exports_of_stages
@@ -46,7 +47,7 @@ class _Run:
 
     config: Config
     shape: ModelShape
-    gpu: FakeGpu
+    recorder: Recorder
     seconds: dict[str, float] = field(default_factory=dict)
     retained: tuple[Retained, ...] = ()
     checkpoint: CheckpointPlan | None = None
@@ -55,7 +56,7 @@ class _Run:
     def phase(self, name: str, kind: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
-            with self.gpu.phase(name, kind):
+            with self.recorder.phase(name, kind):
                 yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
@@ -67,12 +68,7 @@ def rehearse_rank(config: Config, rank: int, world: int, gpu: FakeGpu) -> RankRe
 
     Raises ``RehearsalError`` where a value or an operation can't be told, and what the program itself raises.
     """
-    shape = family_of(read_config(config.model.path))[1]
-    plan = plan_mini_batch(config, world)
-    run = _Run(with_plan(config, plan), shape, gpu)
-    options = check_megatron_options(
-        config.megatron, shape, config.parallel, config.model, config.optimizer, config.routing
-    )
+    options = _megatron_options(config)
     exports = exports_of_stages(config, options, rank, world)
 
     def objects(obj: Any, group: Any) -> list[Any] | None:
@@ -80,16 +76,23 @@ def rehearse_rank(config: Config, rank: int, world: int, gpu: FakeGpu) -> RankRe
         matter."""
         return exports if exports and obj == exports[group.rank() % len(exports)] else [{}] if obj == [None] else None
 
-    with fused_functions(gpu.host), fake_world(rank, world, gpu.collectives, objects=objects), \
-            torch.autograd.set_multithreading_enabled(False), gpu.memory.watch_resizes(), gpu:  # fmt: skip
-        policy, reference = _build(run, options)
+    with fused_functions(gpu.host), fake_world(rank, world, gpu.collectives, objects=objects):
+        return play_rank(config, rank, world, gpu)
+
+
+def play_rank(config: Config, rank: int, world: int, recorder: Recorder) -> RankRecord:
+    """The step of `rehearse_rank` as the rank that this process is in torch's process group, within ``recorder``."""
+    plan = plan_mini_batch(config, world)
+    run = _Run(with_plan(config, plan), family_of(read_config(config.model.path))[1], recorder)
+    with torch.autograd.set_multithreading_enabled(False), recorder.memory.watch_resizes(), recorder:
+        policy, reference = _build(run, _megatron_options(config))
         gc.collect()
         gc.freeze()  # the collector need not look at the model again
         try:
             result = _train(run, policy, reference, plan)
             _export(run, policy)
             with run.phase("checkpoint_plan", "buffers"):
-                gpu.fake_host_bytes = _HOST_BYTES
+                recorder.fake_host_bytes = _HOST_BYTES
                 run.checkpoint = plan_checkpoint(policy)
             return _record(run, policy.groups, rank, world, plan, result)
         finally:
@@ -97,8 +100,15 @@ def rehearse_rank(config: Config, rank: int, world: int, gpu: FakeGpu) -> RankRe
             shutdown(keep_distributed=True)
 
 
+def _megatron_options(config: Config) -> MegatronOptions:
+    shape = family_of(read_config(config.model.path))[1]
+    return check_megatron_options(
+        config.megatron, shape, config.parallel, config.model, config.optimizer, config.routing
+    )
+
+
 def _build(run: _Run, options: MegatronOptions) -> tuple[Policy, Policy | None]:
-    config, gpu = run.config, run.gpu
+    config, memory = run.config, run.recorder.memory
     model = replace(config.model, init="random")
     reference = None
     with run.phase("build", "buffers"):
@@ -109,13 +119,13 @@ def _build(run: _Run, options: MegatronOptions) -> tuple[Policy, Policy | None]:
             reference = build_policy(model, config.parallel, groups, optimizer=None, options=options)
         _start_adam(policy)
     sizes = {
-        "optimizer": gpu.memory.relabel("optimizer", optimizer_states(policy.chunks, policy.optimizer)),
-        "gradients": gpu.memory.relabel("gradients", gradients(policy.chunks)),
-        "weights": gpu.memory.relabel("weights", weights(policy.chunks)),
+        "optimizer": memory.relabel("optimizer", optimizer_states(policy.chunks, policy.optimizer)),
+        "gradients": memory.relabel("gradients", gradients(policy.chunks)),
+        "weights": memory.relabel("weights", weights(policy.chunks)),
     }
     if reference is not None:
-        sizes["reference"] = gpu.memory.relabel("weights", weights(reference.chunks))
-    gpu.memory.states = sizes
+        sizes["reference"] = memory.relabel("weights", weights(reference.chunks))
+    memory.states = sizes
     return policy, reference
 
 
@@ -133,7 +143,7 @@ def _start_adam(policy: Policy) -> None:
 def _train(run: _Run, policy: Policy, reference: Policy | None, plan: MiniBatchPlan) -> tuple[int, ...]:
     """Log-probs, forward-backward and optimizer step; tokens of each micro-batch."""
     config = run.config
-    samples: list[Sample] = synthetic_samples(config, plan, run.shape, imbalance=run.gpu.imbalance)
+    samples: list[Sample] = synthetic_samples(config, plan, run.shape, imbalance=run.recorder.imbalance)
     routing = RoutingReplay(config.routing, RouteShape.of_model(run.shape), config.algorithm.has_ratio)
     with run.phase("old_log_probs", "activations"):
         samples = with_log_probs(samples, policy, reference, config, routing, Timers())[0]
@@ -145,7 +155,7 @@ def _train(run: _Run, policy: Policy, reference: Policy | None, plan: MiniBatchP
     tokens = tuple(int(batch.tokens.shape[0]) for batch in result.batches.batches)
     del result
     gc.collect()
-    run.retained = find_retained(run.gpu.memory, policy.chunks, "forward_backward")
+    run.retained = find_retained(run.recorder.memory, policy.chunks, "forward_backward")
     return tokens
 
 
@@ -176,24 +186,24 @@ def _export(run: _Run, policy: Policy) -> None:
 
 def _record(run: _Run, groups: ProcessGroups, rank: int, world: int, plan: MiniBatchPlan,
             tokens: tuple[int, ...]) -> RankRecord:  # fmt: skip
-    gpu = run.gpu
+    recorder = run.recorder
     names = ("pp", "tp", "cp", "dp", "ep", "expert_tp")
     versions = {name: importlib.metadata.version(name) for name in ("torch", "megatron-core")}
     return RankRecord(
         rank=rank,
         world=world,
         coordinates={name: getattr(groups, name).rank() for name in names},
-        groups={name: gpu.collectives.ranks_of(group) for name, group in every_group().items() if name != "world"},
+        groups={name: recorder.collectives.ranks_of(group) for name, group in every_group().items() if name != "world"},
         phases=tuple(run.seconds),
         micro_batches=tokens,
-        collectives=gpu.collectives.collectives,
-        host_syncs=gpu.host.syncs,
-        host_copies=gpu.host.copies,
-        findings=gpu.host.findings,
-        memory=gpu.memory.result(),
+        collectives=recorder.collectives.collectives,
+        host_syncs=recorder.host.syncs,
+        host_copies=recorder.host.copies,
+        findings=recorder.host.findings,
+        memory=recorder.memory.result(),
         retained=run.retained,
         checkpoint=run.checkpoint,
-        flops=gpu.flops.counts,
+        flops=recorder.flops.counts,
         seconds=run.seconds,
         host_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         versions=versions,
@@ -205,5 +215,5 @@ def _notes(run: _Run, plan: MiniBatchPlan) -> tuple[str, ...]:
     notes = ["torch layers: Transformer Engine's kernels are not rehearsed"]
     if plan.of_all != plan.micro_batches:
         notes.append(f"{plan.micro_batches} micro-batches were run; a mini-batch has {plan.of_all}")
-    notes.append(f"routing: imbalance {run.gpu.imbalance:g}")
+    notes.append(f"routing: imbalance {run.recorder.imbalance:g}")
     return tuple(notes)

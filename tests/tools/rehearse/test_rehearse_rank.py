@@ -21,14 +21,14 @@ MODEL = dict(
 )  # fmt: skip
 
 
-def config(**parallel: Any) -> Any:
-    """The example's config with this layout, in bfloat16."""
+def config(dtype: str = "bfloat16", num_key_value_heads: int = 2, **parallel: Any) -> Any:
+    """The example's config with this layout, dtype and heads."""
     from megatron_gspo.config import load_config
 
     folder = Path(tempfile.mkdtemp())
-    (folder / "config.json").write_text(json.dumps(MODEL))
+    (folder / "config.json").write_text(json.dumps(MODEL | {"num_key_value_heads": num_key_value_heads}))
     example = Path(__file__).parents[3] / "examples" / "qwen3_moe" / "tiny_gspo.yaml"
-    loaded = load_config(str(example), [f"model.path={folder}", "model.dtype=bfloat16"])
+    loaded = load_config(str(example), [f"model.path={folder}", f"model.dtype={dtype}"])
     plain = {"tensor_model_parallel_size": 1, "expert_model_parallel_size": 1}
     return dataclasses.replace(loaded, parallel=dataclasses.replace(loaded.parallel, **plain | parallel))
 
