@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -180,7 +179,9 @@ class Sample:
 
 def version_spans(versions: np.ndarray) -> list[list[int]]:
     """`token_versions` [R] as [version, number of tokens] of each stretch of equal ones, in order."""
-    return [[version, len(list(tokens))] for version, tokens in groupby(versions.tolist())]
+    starts = np.flatnonzero(np.diff(versions, prepend=versions[:1] - 1))
+    lengths = np.diff(starts, append=len(versions))
+    return [[version, length] for version, length in zip(versions[starts].tolist(), lengths.tolist(), strict=True)]
 
 
 def json_able(value: Any) -> Any:

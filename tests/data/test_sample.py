@@ -112,6 +112,7 @@ def test_versions_of_tokens():
     assert sample.trained_versions.tolist() == [4, 3, 3, 5] and sample.trained_versions.dtype == np.int32
     assert sample.to_record()["token_versions"] == [[4, 1], [3, 3], [5, 1]]
     assert version_spans(np.zeros(0, np.int32)) == []
+    assert version_spans(np.array([2, 2, 1, 2], np.int32)) == [[2, 2], [1, 1], [2, 1]]
     make_sample(1, 0, weight_version=7, token_versions=np.zeros(0, np.int32)).check()
 
 
