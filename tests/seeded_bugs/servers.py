@@ -13,16 +13,16 @@ REFUSED = "tests/rollout/sglang/test_response_parser.py::test_what_is_wrong_is_r
 OF_THE_SERVERS = (
     SeededBug(
         "log-probs that are text or bools are taken for numbers", "this project", PARSER,
-        " and type(row[0]) in (float, int) for row", " for row", (REFUSED,),
+        "    log_prob: float\n", "    log_prob: Any\n", (REFUSED,),
     ),
     SeededBug(
         "token ids that come back are not held against the vocabulary", "several trainers", PARSER,
-        "if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):", "if False:", (REFUSED,),
+        "if len(ids) and ids.max() >= vocab_size:", "if False:", (REFUSED,),
     ),
     SeededBug(
         "an answer with too few routes is stretched over the response", "one trainer", PARSER,
-        "    if ids.size != rows * num_layers * k:",
-        "    rows = ids.size // (num_layers * k)\n    if ids.size != rows * num_layers * k:",
+        "    if len(text) != _base64_length(4 * rows * num_layers * k):",
+        "    rows = len(text) * 3 // (16 * num_layers * k)\n    if False:",
         (REFUSED,),
     ),
     SeededBug(

@@ -40,6 +40,12 @@ async def handle(request: web.Request) -> web.StreamResponse:
         return web.json_response({"success": False, "message": f"no:\n{dict(request.headers)}"})
     if path == "/redirect":
         raise web.HTTPTemporaryRedirect("/echo")
+    if path == "/parts":
+        response = web.StreamResponse(headers={"content-type": "application/json"})  # without a content length
+        await response.prepare(request)
+        for part in (b"[1, ", b"2" * 10**5, b"]"):
+            await response.write(part)
+        return response
     if path == "/text":
         return web.Response(text="fine")
     if path == "/broken":
@@ -121,6 +127,14 @@ def test_json_both_ways(loop, server, upstream):
     assert loop.run(server.get("/echo", timeout=5))["method"] == "GET"
     assert loop.run(server.get("/text", timeout=5)) == "fine"
     assert upstream.requests[-1][1]["Authorization"] == f"Bearer {KEY}"
+
+
+@pytest.mark.parametrize("path, words", [("/text", b"fine"), ("/parts", b"[1, " + b"2" * 10**5 + b"]")])
+def test_a_body_as_it_came(loop, server, path, words):
+    """Of a length that the server declares, and of one that it doesn't."""
+    assert loop.run(server.post_for_bytes(path, {}, timeout=5, max_bytes=len(words))) == words
+    with pytest.raises(ServerError, match="at most|more than"):
+        loop.run(server.post_for_bytes(path, {}, timeout=5, max_bytes=len(words) - 1))
 
 
 def test_a_body_in_pieces(loop, server):

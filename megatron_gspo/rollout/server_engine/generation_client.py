@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -113,10 +112,10 @@ class GenerationClient:
         """[len(tokens) - 1] float32: a server's log-probs (temperature 1) of tokens[1:]."""
         context = RequestContext(f"log-prob check at {server.url}", len(tokens), 1, self._text_only)
         request = self.api.score_request(list(tokens), context)
-        response = await server.post(
+        body = await server.post_for_bytes(
             request.path, request.body, timeout=self._config.request_timeout, max_bytes=request.max_bytes
         )
-        return self.api.parse_scores(response, context, tokens)
+        return self.api.parse_scores(body, context, tokens)
 
     async def interrupt(self) -> None:
         """Have all servers return what they have generated; no request starts until `pool.resume()`."""
@@ -147,8 +146,9 @@ class GenerationClient:
         context = self._context(response, version or "")
         request_seed = _request_seed(seed, response)
         request = self.api.generate_request(response.tokens, context, sampling, request_seed)
-        answer = await self._post(server, request, context.name, min(self._config.request_timeout, time_left))
+        body = await self._post(server, request, context.name, min(self._config.request_timeout, time_left))
         try:
+            answer = self.api.decode_response(body, context)
             if self.api.is_empty(answer, context):
                 return
             found = self.api.response_version(answer, context)
@@ -171,9 +171,9 @@ class GenerationClient:
         self.counts["cached_tokens"] += part.cached
         self.counts["continued"] += bool(response.parts)
 
-    async def _post(self, server: PooledServer, request: Request, name: str, timeout: float) -> Any:
-        """The server's answer. A server that is marked down meanwhile is a `ServerError` too."""
-        posted = server.client.post(request.path, request.body, timeout=timeout, max_bytes=request.max_bytes)
+    async def _post(self, server: PooledServer, request: Request, name: str, timeout: float) -> bytearray:
+        """The body of the server's answer. A server that is marked down meanwhile is a `ServerError` too."""
+        posted = server.client.post_for_bytes(request.path, request.body, timeout=timeout, max_bytes=request.max_bytes)
         task = asyncio.ensure_future(posted)
         server.tasks.add(task)
         try:

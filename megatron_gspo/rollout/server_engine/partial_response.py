@@ -74,7 +74,8 @@ class PartialResponse:
         reason = self.parts[-1].finish_reason
         routes = missing = None
         if model.return_routes:
-            rows = np.concatenate([part.routes for part in self.parts if part.routes is not None])
+            parts = [part.routes for part in self.parts if part.routes is not None]
+            rows = parts[0] if len(parts) == 1 else np.concatenate(parts)  # one part is kept as it was decoded
             routes, missing = as_routes(rows, model.shape.num_experts, where=self.name)
         return Sample(
             prompt_index=self.prompt.index,

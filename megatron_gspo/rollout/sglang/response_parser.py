@@ -1,23 +1,80 @@
 """Parses and validates SGLang's responses to /generate.
 
 A server is another program, perhaps of another version, perhaps behind a proxy: lengths, types, ranges and versions are
-validated here, and nothing that it sends is unpickled.
+validated here, and nothing that it sends is unpickled. A response of 32,768 tokens with routes of 48 layers x 8 has 65
+MiB, nearly all of it routes: they are decoded from the body that was received, in pieces, into an array of the smallest
+type, so that no second copy of them exists.
 """
 
 from __future__ import annotations
 
-import base64
 import binascii
 from collections.abc import Sequence
-from typing import Any
+from operator import attrgetter
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 import numpy as np
+import pybase64
 
 from megatron_gspo.data.sample import FINISH_REASONS
 from megatron_gspo.rollout.server_engine.server_api import RequestContext, ResponseError, ResponsePart
+from megatron_gspo.routing_replay.routes import expert_id_dtype
 
 _TOKEN_BYTES = 512  # of one output token in a response: id, log-prob and its text, up to 128 characters in a vocabulary
 _FIXED_BYTES = 64 * 1024
+_PIECE_IDS = 1 << 16  # expert ids that are decoded at a time: they stay in the processor's cache
+
+T = TypeVar("T")
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+class TokenLogProb(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """SGLang's [log-prob, id, text]. The text is not read."""
+
+    log_prob: float
+    token: TokenId
+
+
+class InputTokenLogProb(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """The same of an input token. The first has no log-prob."""
+
+    log_prob: float | None
+    token: TokenId
+
+
+class MetaInfo(msgspec.Struct, frozen=True):
+    """`meta_info` of a response. Fields of type Any are checked where they are read."""
+
+    finish_reason: Any = None
+    weight_version: Any = None
+    weight_versions: Any = None
+    cached_tokens: Any = None
+    output_token_logprobs: list[TokenLogProb] | None = None
+    routed_experts: msgspec.Raw = msgspec.Raw()  # a view of the body
+
+
+class GenerateResponse(msgspec.Struct, frozen=True):
+    """A response to /generate, as far as it is read."""
+
+    meta_info: MetaInfo
+    output_ids: list[TokenId] | None = None
+
+
+class ScoreMetaInfo(msgspec.Struct, frozen=True):
+    """`meta_info` of a response to logprob_start_len=0."""
+
+    input_token_logprobs: list[InputTokenLogProb]
+
+
+class ScoreResponse(msgspec.Struct, frozen=True):
+    """A response to logprob_start_len=0, as far as it is read."""
+
+    meta_info: ScoreMetaInfo
+
+
+_GENERATE, _SCORE = msgspec.json.Decoder(GenerateResponse), msgspec.json.Decoder(ScoreResponse)
 
 
 def max_response_bytes(context: RequestContext) -> int:
@@ -29,16 +86,23 @@ def max_response_bytes(context: RequestContext) -> int:
     return _FIXED_BYTES + context.max_new_tokens * _TOKEN_BYTES + routes
 
 
-def parse_response(response: Any, context: RequestContext) -> ResponsePart:
+def decode_response(body: bytes | bytearray, context: RequestContext) -> GenerateResponse:
+    """The body of a response to /generate; its routes stay a view of `body`.
+
+    Raises `ResponseError` for what is not JSON and for values of other types.
+    """
+    return _decoded(_GENERATE, body, context)
+
+
+def parse_response(response: GenerateResponse, context: RequestContext) -> ResponsePart:
     """The validated response to a /generate request. Raises `ResponseError`.
 
     The weight version is not compared: see `response_version`, which the caller checks first.
     """
-    meta = _meta(response, context)
+    meta = response.meta_info
     reason = _finish_reason(meta, context)
-    tokens, log_probs = _tokens(meta.get("output_token_logprobs"), context)
-    ids = response.get("output_ids")
-    if ids is not None and (not _are_integers(ids) or ids != tokens.tolist()):
+    tokens, log_probs = _tokens(meta.output_token_logprobs, context)
+    if response.output_ids is not None and response.output_ids != tokens.tolist():
         raise ResponseError(f"{context.name}: output_ids and output_token_logprobs disagree about the tokens")
     count, limit, stop_ids = len(tokens), context.max_new_tokens, context.model.stop_ids
     if count > limit:
@@ -48,28 +112,26 @@ def parse_response(response: Any, context: RequestContext) -> ResponsePart:
     if reason == "stop" and (not count or (stop_ids and int(tokens[-1]) not in stop_ids)):
         last = int(tokens[-1]) if count else "nothing"
         raise ResponseError(f"{context.name}: stopped on {last}, which is not an end token ({sorted(stop_ids)})")
-    routes = _routes(meta.get("routed_experts"), count, context) if context.model.return_routes else None
-    cached: Any = meta.get("cached_tokens")
-    if not _are_integers([cached]) or not 0 <= cached <= context.context_length:  # only a statistic
+    routes = _routes(meta.routed_experts, count, context) if context.model.return_routes else None
+    cached = meta.cached_tokens
+    if type(cached) is not int or not 0 <= cached <= context.context_length:  # only a statistic
         cached = 0
     return ResponsePart(tokens, log_probs, reason, routes, cached)
 
 
-def is_empty(response: Any, context: RequestContext) -> bool:
+def is_empty(response: GenerateResponse, context: RequestContext) -> bool:
     """Whether a request was aborted before its first token, as in a server's queue. Such a response has nothing else.
 
     Raises `ResponseError`.
     """
-    return _finish_reason(_meta(response, context), context) == "abort" and not response.get("output_ids")
+    return _finish_reason(response.meta_info, context) == "abort" and not response.output_ids
 
 
-def response_version(response: Any, context: RequestContext) -> str:
+def response_version(response: GenerateResponse, context: RequestContext) -> str:
     """The weight version of a response. Raises `ResponseError` for none or several."""
-    meta = _meta(response, context)
-    version = meta.get("weight_version")
+    version, spans = response.meta_info.weight_version, response.meta_info.weight_versions or []
     if not isinstance(version, str):
         raise ResponseError(f"{context.name}: the response has no weight_version")
-    spans = meta.get("weight_versions") or []
     if not isinstance(spans, list) or not all(isinstance(span, dict) for span in spans):
         raise ResponseError(f"{context.name}: weight_versions is {_shown(spans)}, not a list of spans")
     for span in spans:
@@ -79,30 +141,34 @@ def response_version(response: Any, context: RequestContext) -> str:
     return version
 
 
-def parse_input_log_probs(response: Any, context: RequestContext, tokens: Sequence[int]) -> np.ndarray:
-    """[len(tokens) - 1] float32: the server's log-probs of tokens[1:], from a response to logprob_start_len=0.
+def parse_input_log_probs(body: bytes | bytearray, context: RequestContext, tokens: Sequence[int]) -> np.ndarray:
+    """[len(tokens) - 1] float32: the server's log-probs of tokens[1:], from the body of a response to
+    logprob_start_len=0.
 
     Raises `ResponseError`.
     """
-    rows = _meta(response, context).get("input_token_logprobs")
-    if not isinstance(rows, list) or len(rows) != len(tokens):
-        found = len(rows) if isinstance(rows, list) else type(rows).__name__
-        raise ResponseError(f"{context.name}: input_token_logprobs has {found} entries for {len(tokens)} tokens")
+    rows = _decoded(_SCORE, body, context).meta_info.input_token_logprobs
+    if len(rows) != len(tokens):
+        raise ResponseError(f"{context.name}: input_token_logprobs has {len(rows)} entries for {len(tokens)} tokens")
+    if any(row.log_prob is None for row in rows[1:]):
+        raise ResponseError(f"{context.name}: a log-prob of input_token_logprobs is missing")
     ids, log_probs = _pairs(rows[1:], context)
     if ids.tolist() != list(tokens[1:]):
         raise ResponseError(f"{context.name}: input_token_logprobs is of other tokens than were sent")
     return log_probs
 
 
-def _meta(response: Any, context: RequestContext) -> dict[str, Any]:
-    meta = response.get("meta_info") if isinstance(response, dict) else None
-    if not isinstance(meta, dict):
-        raise ResponseError(f"{context.name}: the response has no meta_info")
-    return meta
+def _decoded(decoder: msgspec.json.Decoder[T], body: bytes | bytearray, context: RequestContext) -> T:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise ResponseError(f"{context.name}: the response has another form: {error}") from None
+    except (msgspec.DecodeError, ValueError, RecursionError):  # ValueError: not UTF-8
+        raise ResponseError(f"{context.name}: the response is not JSON ({len(body)} bytes)") from None
 
 
-def _finish_reason(meta: dict[str, Any], context: RequestContext) -> str:
-    reason = meta.get("finish_reason")
+def _finish_reason(meta: MetaInfo, context: RequestContext) -> str:
+    reason = meta.finish_reason
     kind = reason.get("type") if isinstance(reason, dict) else None
     if kind not in FINISH_REASONS:
         raise ResponseError(f"{context.name}: finish_reason is {_shown(reason)}; expected one of {FINISH_REASONS}")
@@ -117,58 +183,79 @@ def _shown(value: Any) -> str:
         return f"a deep {type(value).__name__}"
 
 
-def _are_integers(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int for value in values)  # bool is a subclass of int
-
-
-def _tokens(rows: Any, context: RequestContext) -> tuple[np.ndarray, np.ndarray]:
-    if not isinstance(rows, list):
-        raise ResponseError(f"{context.name}: output_token_logprobs is a {type(rows).__name__}, not a list")
+def _tokens(rows: list[TokenLogProb] | None, context: RequestContext) -> tuple[np.ndarray, np.ndarray]:
+    if rows is None:
+        raise ResponseError(f"{context.name}: no output_token_logprobs came back")
     ids, log_probs = _pairs(rows, context)
     vocab_size = context.model.vocab_size
-    if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
-        wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
+    if len(ids) and ids.max() >= vocab_size:
+        wrong = ids[ids >= vocab_size][0]
         raise ResponseError(f"{context.name}: token id {wrong} came back; the vocabulary has {vocab_size}")
     return ids, log_probs
 
 
-def _pairs(rows: list[Any], context: RequestContext) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids [n] int64 and log-probs [n] float32 of SGLang's [[log-prob, id, text], ...]."""
-    if not all(isinstance(row, list) and len(row) > 1 and type(row[0]) in (float, int) for row in rows):
-        raise ResponseError(f"{context.name}: the log-probs are not rows of [number, token id]")
-    ids = [row[1] for row in rows]
-    try:
-        with np.errstate(over="ignore"):  # found below, as an infinity
-            log_probs = np.array([row[0] for row in rows], dtype=np.float32)
-    except OverflowError:
-        raise ResponseError(f"{context.name}: the log-probs are not rows of [number, token id]") from None
-    if not _are_integers(ids) or any(not -1 < token < 2**31 for token in ids):
-        raise ResponseError(f"{context.name}: a token id is not an integer of the vocabulary")
+def _pairs(
+    rows: Sequence[TokenLogProb] | Sequence[InputTokenLogProb], context: RequestContext
+) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids [n] int64 and log-probs [n] float32."""
+    ids = np.fromiter(map(attrgetter("token"), rows), np.int64, len(rows))
+    with np.errstate(over="ignore"):  # found below, as an infinity
+        log_probs = np.fromiter(map(attrgetter("log_prob"), rows), np.float64, len(rows)).astype(np.float32)
     if not np.isfinite(log_probs).all() or (log_probs > 0).any():
         wrong = log_probs[~np.isfinite(log_probs) | (log_probs > 0)][0]
         raise ResponseError(f"{context.name}: the log-prob {wrong} came back; it must be finite and at most 0")
-    return np.array(ids, dtype=np.int64), log_probs
+    return ids, log_probs
 
 
-def _routes(encoded: Any, count: int, context: RequestContext) -> np.ndarray:
-    """[rows, MoE layers, k] int32. SGLang sends [rows, num_layers, k] int32 in base64, dense layers included."""
+def _routes(raw: msgspec.Raw, count: int, context: RequestContext) -> np.ndarray:
+    """[rows, MoE layers, k] of `expert_id_dtype`. SGLang sends [rows, num_layers, k] int32 in base64, dense layers
+    included."""
     shape = context.model.shape
     num_layers, k = len(shape.moe_layers), shape.experts_per_token
-    if not isinstance(encoded, str):
+    text = memoryview(raw)
+    if bytes(text[:1]) != b'"':
         hint = "start the server with --enable-return-routed-experts; a router in front may drop them"
         raise ResponseError(f"{context.name}: no routed_experts came back; {hint}")
-    try:
-        ids = np.frombuffer(base64.b64decode(encoded, validate=True), dtype="<i4")
-    except (binascii.Error, ValueError):
-        raise ResponseError(f"{context.name}: routed_experts is not base64 of int32") from None
+    text = text[1:-1]
     rows = max(context.context_length + count - 1 - context.routes_start, 0)
-    if ids.size != rows * num_layers * k:
+    if len(text) != _base64_length(4 * rows * num_layers * k):
+        found = _base64_ids(text, context).size
         wanted = f"{rows} rows x {num_layers} layers x {k}"
-        raise ResponseError(f"{context.name}: routed_experts holds {ids.size} ids, not {wanted}")
-    ids = ids.reshape(rows, num_layers, k)[:, [layer for layer, is_moe in enumerate(shape.moe_layers) if is_moe]]
-    if ids.size and (ids.min() < 0 or ids.max() >= shape.num_experts):
-        wrong = ids.min() if ids.min() < 0 else ids.max()
-        raise ResponseError(
-            f"{context.name}: routed_experts has expert {wrong}; the model has 0 to {shape.num_experts - 1}"
-        )
+        raise ResponseError(f"{context.name}: routed_experts holds {found} ids, not {wanted}")
+    moe = [layer for layer, is_moe in enumerate(shape.moe_layers) if is_moe]
+    routes = np.empty((rows, len(moe), k), dtype=expert_id_dtype(shape.num_experts))
+    step = 3 * max(_PIECE_IDS // (3 * num_layers * k), 1)  # three rows are a whole number of base64's 3 bytes
+    for start in range(0, rows, step):
+        piece = routes[start : start + step]
+        first, last = (_base64_length(4 * row * num_layers * k) for row in (start, start + len(piece)))
+        ids = _base64_ids(text[first:last], context)
+        if ids.size != len(piece) * num_layers * k:  # padding inside the text
+            raise _not_base64(context)
+        ids = ids.reshape(-1, num_layers, k)
+        piece[...] = _in_range(ids if len(moe) == num_layers else ids[:, moe], context)
+    return routes
+
+
+def _in_range(ids: np.ndarray, context: RequestContext) -> np.ndarray:
+    num_experts = context.model.shape.num_experts
+    if ids.size and ids.max() >= num_experts:
+        signed = ids.view(np.int32)
+        wrong = signed.min() if signed.min() < 0 else signed.max()
+        raise ResponseError(f"{context.name}: routed_experts has expert {wrong}; the model has 0 to {num_experts - 1}")
     return ids
+
+
+def _base64_ids(text: memoryview, context: RequestContext) -> np.ndarray:
+    """Integers of 32 bits, read as unsigned: a negative one is above every expert."""
+    try:
+        return np.frombuffer(pybase64.b64decode(text, validate=True), dtype="<u4")
+    except (binascii.Error, ValueError):
+        raise _not_base64(context) from None
+
+
+def _base64_length(num_bytes: int) -> int:
+    return -(-num_bytes // 3) * 4
+
+
+def _not_base64(context: RequestContext) -> ResponseError:
+    return ResponseError(f"{context.name}: routed_experts is not base64 of int32")

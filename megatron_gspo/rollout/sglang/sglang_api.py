@@ -48,6 +48,10 @@ class SGLangAPI:
         max_bytes = response_parser.max_response_bytes(context) + _SCORE_BYTES_PER_TOKEN * len(tokens)
         return Request(_PATH, body, max_bytes)
 
+    def decode_response(self, body: bytes | bytearray, context: RequestContext) -> Any:
+        """See `ServerAPI.decode_response`."""
+        return response_parser.decode_response(body, context)
+
     def is_empty(self, response: Any, context: RequestContext) -> bool:
         """See `ServerAPI.is_empty`."""
         return response_parser.is_empty(response, context)
@@ -60,9 +64,9 @@ class SGLangAPI:
         """See `ServerAPI.parse_response`."""
         return response_parser.parse_response(response, context)
 
-    def parse_scores(self, response: Any, context: RequestContext, tokens: Sequence[int]) -> np.ndarray:
+    def parse_scores(self, body: bytes | bytearray, context: RequestContext, tokens: Sequence[int]) -> np.ndarray:
         """See `ServerAPI.parse_scores`."""
-        return response_parser.parse_input_log_probs(response, context, tokens)
+        return response_parser.parse_input_log_probs(body, context, tokens)
 
     async def weight_version(self, server: ServerClient, *, timeout: float) -> str | None:
         """See `ServerAPI.weight_version`."""

@@ -47,7 +47,7 @@ async def _late(answer: dict[str, Any]) -> dict[str, Any]:
 PASSING = {
     "error 500": (status(500), "retries"),
     "busy": (status(503), "retries"),
-    "half": (half, "retries"),
+    "half": (half, "refused"),
     "late": (_late, "retries"),
     "text": (lambda answer: web.Response(text="ok"), "refused"),
     "NaN": (change_meta(output_token_logprobs=[[float("nan"), 15, None]] * 4), "refused"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -50,6 +52,14 @@ def test_parts_are_joined():
     assert sample.loss_mask.tolist() == [True] * 5
     assert sample.routed_experts.shape == (7, 2, 2)
     assert sample.routed_experts[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5, 6]  # each position once, by its first feeding
+
+
+def test_the_routes_of_one_part_are_not_copied():
+    made = partial()
+    whole = part([4, 1], rows=4, reason="stop")
+    routes = whole.routes.astype(np.uint8)
+    made.add(replace(whole, routes=routes), 1)
+    assert made.to_sample(MODEL, str).routed_experts is routes
 
 
 def test_a_part_without_a_token_counts_for_nothing():

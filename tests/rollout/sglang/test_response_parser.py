@@ -14,17 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_gspo.rollout.server_engine.server_api import ResponseError
-from megatron_gspo.rollout.sglang.response_parser import (
-    is_empty,
-    max_response_bytes,
-    parse_input_log_probs,
-    parse_response,
-    response_version,
-)
+from megatron_gspo.rollout.server_engine.server_api import RequestContext, ResponseError
+from megatron_gspo.rollout.sglang import response_parser
+from megatron_gspo.rollout.sglang.response_parser import decode_response, max_response_bytes
 from tests.support.served_models import served_model
 from tests.support.sglang_responses import MODEL, VERSION, answer, asked, encoded, route_ids
 
+ROWS = "`$.meta_info.output_token_logprobs"
 GOOD = answer([9, 8, 1], [-0.5, -1.25, 0.0])
 
 
@@ -33,6 +29,27 @@ def changed(change: Callable[[dict[str, Any], dict[str, Any]], object]) -> dict[
     found = copy.deepcopy(GOOD)
     change(found, found["meta_info"])
     return found
+
+
+def parse_response(found: Any, request: RequestContext) -> Any:
+    return response_parser.parse_response(decode_response(body(found), request), request)
+
+
+def is_empty(found: Any, request: RequestContext) -> bool:
+    return response_parser.is_empty(decode_response(body(found), request), request)
+
+
+def response_version(found: Any, request: RequestContext) -> str:
+    return response_parser.response_version(decode_response(body(found), request), request)
+
+
+def parse_input_log_probs(found: Any, request: RequestContext, tokens: Any) -> np.ndarray:
+    return response_parser.parse_input_log_probs(body(found), request, tokens)
+
+
+def body(found: Any) -> bytes:
+    """As it travels. Not ASCII alone: a server writes UTF-8."""
+    return found if isinstance(found, bytes) else json.dumps(found, ensure_ascii=False).encode(errors="surrogatepass")
 
 
 def refusal(found: Any, parse: Callable[..., Any] = parse_response, **request: Any) -> str:
@@ -56,7 +73,7 @@ def test_a_good_answer_is_taken_as_it_is():
     assert part.tokens.dtype == np.int64 and part.tokens.tolist() == [9, 8, 1]
     assert part.log_probs.dtype == np.float32 and part.log_probs.tolist() == [-0.5, -1.25, 0.0]
     assert (part.finish_reason, part.cached) == ("stop", 2)
-    assert part.routes.dtype == np.int32
+    assert part.routes.dtype == np.uint8 and part.routes.base is None  # an array of its own, not a view of the body
     np.testing.assert_array_equal(part.routes, route_ids(7)[:, [0, 2]])  # 5 + 3 - 1 fed tokens, without the dense layer
 
 
@@ -73,29 +90,29 @@ WRONG = {
     "short log-probs": (lambda a, m: m["output_token_logprobs"].pop(), "output_ids and output_token_logprobs disagree"),
     "short ids": (lambda a, m: a["output_ids"].pop(), "disagree"),
     "other ids": (lambda a, m: a["output_ids"].__setitem__(0, 10), "disagree"),
-    "ids of bools": (lambda a, m: a.update(output_ids=[9, 8, True]), "disagree"),
-    "ids of floats": (lambda a, m: a.update(output_ids=[9.0, 8.0, 1.0]), "disagree"),
-    "ids no list": (lambda a, m: a.update(output_ids="981"), "disagree"),
-    "no log-probs": (set_meta(output_token_logprobs=None), "is a NoneType, not a list"),
-    "log-probs a dict": (set_meta(output_token_logprobs={"0": 1}), "is a dict, not a list"),
-    "NaN": (set_row(1, [float("nan"), 8, None]), "the log-prob nan came back"),
-    "minus infinity": (set_row(1, [float("-inf"), 8, None]), "the log-prob -inf came back"),
+    "ids of bools": (lambda a, m: a.update(output_ids=[9, 8, True]), "got `bool` - at `$.output_ids[2]`"),
+    "ids of floats": (lambda a, m: a.update(output_ids=[9.5, 8.0, 1.0]), "got `float` - at `$.output_ids[0]`"),
+    "ids no list": (lambda a, m: a.update(output_ids="981"), "Expected `array | null`, got `str` - at `$.output_ids`"),
+    "no log-probs": (set_meta(output_token_logprobs=None), "no output_token_logprobs came back"),
+    "log-probs a dict": (set_meta(output_token_logprobs={"0": 1}), f"got `object` - at {ROWS}`"),
+    "NaN": (set_row(1, [float("nan"), 8, None]), "the response is not JSON"),
+    "minus infinity": (set_row(1, [float("-inf"), 8, None]), "the response is not JSON"),
     "beyond float32": (set_row(1, [-1e300, 8, None]), "the log-prob -inf came back"),
     "positive": (set_row(1, [0.5, 8, None]), "the log-prob 0.5 came back"),
-    "null": (set_row(1, [None, 8, None]), "not rows of [number, token id]"),
-    "a bool": (set_row(1, [False, 8, None]), "not rows of [number, token id]"),
-    "text": (set_row(1, ["-0.5", 8, None]), "not rows of [number, token id]"),
-    "a list": (set_meta(output_token_logprobs=[[[-1.0], 9], [[-1.0], 8], [[-1.0], 1]]), "not rows of [number"),
-    "empty lists": (set_meta(output_token_logprobs=[[[], 9], [[], 8], [[], 1]]), "not rows of [number"),
-    "huge number": (set_row(1, [-(10**400), 8, None]), "not rows of [number, token id]"),
-    "no row": (set_row(1, None), "not rows of [number, token id]"),
-    "a short row": (set_row(1, [-0.5]), "not rows of [number, token id]"),
-    "a dict row": (set_row(1, {"logprob": -0.5}), "not rows of [number, token id]"),
-    "id a bool": (set_row(2, [-0.5, True, None]), "a token id is not an integer"),
-    "id a float": (set_row(2, [-0.5, 1.0, None]), "a token id is not an integer"),
-    "id a string": (set_row(2, [-0.5, "1", None]), "a token id is not an integer"),
-    "id negative": (set_row(2, [-0.5, -1, None]), "a token id is not an integer"),
-    "id huge": (set_row(2, [-0.5, 10**30, None]), "a token id is not an integer"),
+    "null": (set_row(1, [None, 8, None]), f"Expected `float`, got `null` - at {ROWS}[1][0]`"),
+    "a bool": (set_row(1, [False, 8, None]), f"Expected `float`, got `bool` - at {ROWS}[1][0]`"),
+    "text": (set_row(1, ["-0.5", 8, None]), f"Expected `float`, got `str` - at {ROWS}[1][0]`"),
+    "a list": (set_meta(output_token_logprobs=[[[-1.0], 9]]), "Expected `float`, got `array`"),
+    "empty lists": (set_meta(output_token_logprobs=[[[], 9], [[], 8], [[], 1]]), "Expected `float`, got `array`"),
+    "huge number": (set_row(1, [-(10**400), 8, None]), f"Number out of range - at {ROWS}[1][0]`"),
+    "no row": (set_row(1, None), f"Expected `array`, got `null` - at {ROWS}[1]`"),
+    "a short row": (set_row(1, [-0.5]), "Expected `array` of at least length 2, got 1"),
+    "a dict row": (set_row(1, {"logprob": -0.5}), "Expected `array`, got `object`"),
+    "id a bool": (set_row(2, [-0.5, True, None]), f"Expected `int`, got `bool` - at {ROWS}[2][1]`"),
+    "id a float": (set_row(2, [-0.5, 1.5, None]), "Expected `int`, got `float`"),
+    "id a string": (set_row(2, [-0.5, "1", None]), "Expected `int`, got `str`"),
+    "id negative": (set_row(2, [-0.5, -1, None]), "Expected `int` >= 0"),
+    "id huge": (set_row(2, [-0.5, 10**30, None]), "Expected `int` <= 2147483647"),
     "id of no vocabulary": (set_row(2, [-0.5, 96, None]), "token id 96 came back; the vocabulary has 96"),
     "unknown reason": (set_meta(finish_reason={"type": "tired"}), "expected one of ('stop', 'length', 'abort')"),
     "reason a string": (set_meta(finish_reason="stop\nand more"), "expected one of"),
@@ -109,6 +126,10 @@ WRONG = {
     "routes no base64": (set_meta(routed_experts="(=)" * 40), "not base64 of int32"),
     "routes not ASCII": (set_meta(routed_experts="é" * 40), "not base64 of int32"),
     "routes of 3 bytes": (set_meta(routed_experts="AAAA"), "not base64 of int32"),
+    "routes with an escape": (set_meta(routed_experts=encoded(route_ids(7))[:-2] + "\n="), "not base64 of int32"),
+    "routes of another alphabet": (set_meta(routed_experts="_" * 224), "not base64 of int32"),
+    "routes with padding inside": (set_meta(routed_experts="AA==" + encoded(route_ids(7))[4:]), "not base64 of int32"),
+    "routes a list": (set_meta(routed_experts=[[0, 1]]), "no routed_experts came back"),
     "routes too few": (set_meta(routed_experts=encoded(route_ids(6))), "holds 36 ids, not 7 rows x 3 layers x 2"),
     "routes too many": (set_meta(routed_experts=encoded(route_ids(8))), "holds 48 ids, not 7 rows x 3 layers x 2"),
     "no routes at all": (set_meta(routed_experts=""), "holds 0 ids"),
@@ -146,7 +167,18 @@ def test_any_end_is_right_where_no_end_token_is_known():
                                    {"error": {"message": "no"}}])
 def test_what_is_no_answer(found):
     for parse in (parse_response, response_version, is_empty):
-        assert "the response has no meta_info" in refusal(found, parse)
+        assert "the response has another form: " in refusal(found, parse)
+    assert "the response has another form: " in refusal(found, lambda a, q: parse_input_log_probs(a, q, [4]))
+
+
+@pytest.mark.parametrize(
+    "found", [b"", b"{", b"Internal Server Error", b'{"meta_info": {"weight_version": "\xff\xfe"}}',
+              b'{"meta_info": {"id": ' + b"[" * 10**5 + b"]" * 10**5 + b"}}"],
+    ids=["nothing", "half", "text", "not UTF-8", "deep"],
+)  # fmt: skip
+def test_what_is_no_json(found):
+    for parse in (parse_response, response_version, is_empty):
+        assert f"({len(found)} bytes)" in refusal(found, parse)
 
 
 @pytest.mark.parametrize("cached", [None, "3", True, -1, 6, 10**400, 2.5])
@@ -186,7 +218,8 @@ def test_log_probs_of_the_input():
 
     found = parse(rows)
     assert found.dtype == np.float32 and found.tolist() == [-0.5, -2.0]
-    for wrong, words in ((rows[:2], "has 2 entries for 3 tokens"), (None, "has NoneType entries"),
+    for wrong, words in ((rows[:2], "has 2 entries for 3 tokens"), (None, "Expected `array`, got `null`"),
+                         ([rows[0], rows[0], rows[2]], "a log-prob of input_token_logprobs is missing"),
                          ([rows[0], rows[1], [-2.0, 7, None]], "of other tokens than were sent"),
                          ([rows[0], rows[1], [0.5, 6, None]], "the log-prob 0.5")):
         with pytest.raises(ResponseError, match=re.escape(words)):
@@ -236,17 +269,14 @@ def test_no_rows_raise_anything_else(rows):
 
 @pytest.mark.parametrize("key", FIELDS)
 def test_deep_nesting_raises_nothing_else(key):
-    deep: Any = []
-    for _ in range(900):  # about what the JSON parser takes
-        deep = [deep]
-    only_answer_errors(changed(set_meta(**{key: deep})))
-    only_answer_errors(changed(set_meta(**{key: {"type": deep, "version": deep, "start": 0, "end": 1}})))
-    only_answer_errors(changed(set_meta(**{key: [{"version": deep, "start": 0, "end": 1}]})))
+    deep = b"[" * 900 + b"]" * 900  # about what the parser takes
+    for shape in ("deep", {"type": "deep", "version": "deep", "start": 0, "end": 1},
+                  [{"version": "deep", "start": 0, "end": 1}]):
+        only_answer_errors(body(changed(set_meta(**{key: shape}))).replace(b'"deep"', deep))
 
 
 @given(st.data())
 def test_what_a_server_says_is_what_comes_out(data):
-    """Also through JSON, as it travels."""
     count = data.draw(st.integers(1, 6))
     start, context = data.draw(st.integers(0, 3)), data.draw(st.integers(4, 9))
     layers = data.draw(st.integers(1, 4))
@@ -261,14 +291,29 @@ def test_what_a_server_says_is_what_comes_out(data):
     rows = context + count - 1 - start
     seed = data.draw(st.integers(0, 99))
     ids = np.random.default_rng(seed).integers(num_experts, size=(rows, layers, k), dtype=np.int32)
-    found = json.loads(json.dumps(answer(tokens, log_probs, reason, context, start, routed_experts=encoded(ids))))
+    found = answer(tokens, log_probs, reason, context, start, routed_experts=encoded(ids))
     request = asked(context_length=context, routes_start=start, model=model,
                     max_new_tokens=count if reason == "length" else count + data.draw(st.integers(0, 2)))
     part = parse_response(found, request)
     assert part.tokens.tolist() == tokens and part.finish_reason == reason
     np.testing.assert_array_equal(part.log_probs, np.array(log_probs, dtype=np.float32))
     np.testing.assert_array_equal(part.routes, ids[:, list(moe)])
+    assert part.routes.dtype == (np.uint8 if num_experts == 4 else np.uint16)
     assert len(json.dumps(found)) <= max_response_bytes(request)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 11, 12, 13])
+@pytest.mark.parametrize("layers, k", [(1, 1), (2, 1), (5, 1), (2, 2)])
+def test_routes_that_are_decoded_in_pieces(monkeypatch, rows, layers, k):
+    """Pieces of three or six rows; the last may be shorter and end in padding."""
+    monkeypatch.setattr(response_parser, "_PIECE_IDS", 6 * layers * k)
+    model = served_model(moe_layers=(True,) * layers, k=k, num_experts=90)
+    ids = np.arange(rows * layers * k, dtype=np.int32).reshape(rows, layers, k)
+    found = answer([1], [-1.0], context=rows, routed_experts=encoded(ids))
+    np.testing.assert_array_equal(parse_response(found, asked(context_length=rows, model=model)).routes, ids)
+    ids[-1, -1, -1] = 90
+    found["meta_info"]["routed_experts"] = encoded(ids)
+    assert "has expert 90; the model has 0 to 89" in refusal(found, context_length=rows, model=model)
 
 
 def test_the_bound_of_an_answer_grows_with_what_is_asked_for_and_no_further():
