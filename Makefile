@@ -11,7 +11,7 @@ COMPARISON ?= examples/qwen3_moe/compare_small.yaml
 RUN = OMP_NUM_THREADS=1 $(VENV)/bin/python
 STAMP = $(VENV)/.installed
 
-.PHONY: install demo compare test test-all test-peers test-sglang seeded-bugs teeth proof bench bench-check gpu gpu-wheels kill mutate lint format docs clean
+.PHONY: install demo compare test test-all test-peers test-sglang seeded-bugs teeth proof bench bench-check bench-real-size gpu gpu-wheels kill mutate lint format docs clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -67,6 +67,10 @@ bench: install
 bench-check: install
 	$(RUN) benchmarks/run_all.py --results build/benchmarks $(ARGS)
 	$(RUN) benchmarks/check_regression.py
+
+# Costs at the size of real runs, each with a target; a minute.
+bench-real-size: install
+	$(RUN) benchmarks/real_size.py $(ARGS)
 
 # On a machine with CUDA GPUs and without a network: tests/gpu and benchmarks/gpu.py. GPU_PYTHON has a CUDA build of
 # torch; WHEELS names a folder of what else it lacks, which gpu-wheels downloads on another machine.
