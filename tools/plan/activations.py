@@ -14,16 +14,18 @@ sequence parallelism), a bytes per element.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import mul
 
 from megatron_gspo.config import ParallelConfig
 from megatron_gspo.models.model_shape import ModelShape, padded_vocab_size
 from megatron_gspo.parallel.log_probs import CHUNK_BYTES
 from megatron_gspo.parallel.vocabulary_tiles import TILE, tile_elements, tile_shape
 from megatron_gspo.tools.plan.parameters import (
+    chunk_layers,
     layer_kinds,
     local_experts,
-    stage_layers,
 )
+from megatron_gspo.tools.plan.pipeline_schedule import in_flight
 
 INDEX = 8  # int64
 
@@ -71,6 +73,7 @@ class Sizes:
     experts: int
     local: int
     k: int
+    etp: int
     rows: float
     shared: int
     sent: bool
@@ -93,7 +96,7 @@ def sizes_of(shape: ModelShape, parallel: ParallelConfig, batch: MicroBatch, set
         a=setting.dtype_bytes, h=shape.hidden_size, s=s, t=t, keys=batch.tokens * copies,
         query=shape.num_attention_heads // tp, groups=shape.num_query_groups // tp, d=shape.head_dim,
         ffn=shape.ffn_hidden_size // tp, moe=shape.moe_ffn_hidden_size // etp, experts=shape.num_experts,
-        local=local_experts(shape, parallel) if shape.is_moe else 0, k=k,
+        local=local_experts(shape, parallel) if shape.is_moe else 0, k=k, etp=etp,
         rows=even if batch.expert_rows is None else batch.expert_rows,
         shared=shape.shared_expert_size // tp, sent=ep * etp > 1,
         mask=t * batch.longest * (2 * cp + 1) / (4 * cp) if masked else 0.0, qk_norm=shape.query_key_norms,
@@ -152,17 +155,18 @@ def mlp_bytes(z: Sizes, setting: Setting) -> dict[str, float]:
 def moe_bytes(z: Sizes, setting: Setting) -> dict[str, float]:
     """Saved by an expert layer with its norm: router, permutation and experts."""
     per_row = 4 if z.a < 4 or setting.on_gpu else z.a
-    router = z.s * (z.k * (INDEX + 4) + z.experts * (1 + 4))
-    saved = {"mlp norm": _norm(z, z.s * z.h, setting) + per_row * z.s, "router": z.a * z.s * z.h + router}
-    width = 2 if setting.implementation == "torch" else 3  # Transformer Engine saves the product of the second too
+    torch_layers = setting.implementation == "torch"
+    saved = {"mlp norm": _norm(z, z.s * z.h, setting) + per_row * z.s}
+    saved["router"] = z.s * (z.a * z.h + z.k * (INDEX + 4))  # input, ids and weights
+    width = 2 if torch_layers else 3  # Transformer Engine saves the product of the second too
     saved["experts"] = z.rows * (z.a * (z.h + width * z.moe) + 4)
     if z.shared:
-        copies = 5 if setting.implementation == "torch" else 3
+        copies = 5 if torch_layers else 3
         saved["shared expert"] = z.a * (z.s * z.h + copies * z.t * z.shared)
-    kept = z.s * z.k * INDEX + z.s * z.experts * (1 + 4)  # what the dispatcher keeps till its next micro-batch
-    if not z.sent:
-        kept = z.s * (2 * z.k * INDEX + 2 * z.experts)
-    return saved | {"dispatcher": kept}
+    # of a copy its token and expert, its place in the probabilities and among its token's copies; Megatron's own
+    # permutation has the order, a mask and all probabilities
+    permutation = (4 * z.k + 1) * INDEX if torch_layers else z.k * INDEX + z.experts * (1 + 4)
+    return saved | {"permutation": z.s * permutation}
 
 
 def layer_bytes(z: Sizes, setting: Setting, *, is_moe: bool) -> dict[str, float]:
@@ -183,6 +187,13 @@ def backward_bytes(z: Sizes, setting: Setting, *, is_moe: bool) -> float:
     return z.a * (z.s * z.h + z.rows * (2 * z.h + 3 * z.moe) + weights * 2 / 3)
 
 
+def dispatch_bytes(z: Sizes) -> float:
+    """The most that an expert layer's forward holds above what it saves: the rows as sent and as received, and the
+    experts' outputs by expert and by rank. With ETP these are widened to float32, and summed over the ETP ranks."""
+    widened, summed = (4 if z.a < 4 else 0, 4) if z.etp > 1 else (0, 0)
+    return z.h * z.rows * (2 * z.a + widened + (2 * z.a + summed) / z.etp)
+
+
 def shared_bytes(z: Sizes, setting: Setting) -> float:
     """Once a micro-batch, for all its layers: the rotary angles and in torch the indices of gathered keys and of padded
     batches."""
@@ -200,16 +211,12 @@ def embedding_rows(shape: ModelShape, parallel: ParallelConfig) -> int:
     return padded_vocab_size(shape, tp) // tp
 
 
-def in_flight(parallel: ParallelConfig, stage: int, micro_batches: int) -> int:
-    """Micro-batches (of one chunk) whose activations a stage holds at once.
-
-    Megatron's 1F1B schedule: PP - stage; interleaved: 2 (PP - stage - 1) + (VP - 1) PP + 1, but no more than there are
-    (``get_pp_rank_microbatches``).
-    """
-    stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
-    if chunks is None:
-        return min(stages - stage, micro_batches)
-    return min(2 * (stages - stage - 1) + (chunks - 1) * stages + 1, micro_batches * chunks)
+def passing(parallel: ParallelConfig, stage: int) -> int:
+    """Hidden states and gradients that a stage holds between its passes: the gradient that it sent last; interleaved
+    also an input that came early and, on the last stage, the last chunk's last two inputs with their gradients."""
+    if parallel.virtual_pipeline_model_parallel_size is None:
+        return 1 if stage > 0 else 0
+    return 6 if stage == parallel.pipeline_model_parallel_size - 1 else 2
 
 
 @dataclass(frozen=True)
@@ -252,24 +259,24 @@ def peak_bytes(shape: ModelShape, parallel: ParallelConfig, stage: int, batch: M
     """
     z = sizes_of(shape, parallel, batch, setting)
     stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
-    layers = stage_layers(shape, parallel, stage)
-    kinds = layer_kinds(shape, layers)
+    layers = [chunk_layers(shape, parallel, stage, chunk) for chunk in range(chunks)]
+    kinds = layer_kinds(shape, [layer for chunk in layers for layer in chunk])
+    stream, unit = z.a * z.s * z.h, max(min(setting.recompute_num_layers, max(map(len, layers))), 1)
     saved = {kind: sum(layer_bytes(z, setting, is_moe=kind).values()) for kind in kinds}
-    flying, stream = in_flight(parallel, stage, micro_batches) / chunks, z.a * z.s * z.h
     working = max((backward_bytes(z, setting, is_moe=kind) for kind in kinds), default=0.0)
-    if setting.recompute == "full":
-        unit = max(min(setting.recompute_num_layers, len(layers) // chunks), 1)
-        kept = stream * len(layers) / unit
-        modules = sum(moe_bytes(z, setting)["dispatcher"] * count for kind, count in kinds.items() if kind)
-        working += unit * (max(saved.values()) - stream) if saved else 0.0
-    else:
-        kept = sum(saved[kind] * count for kind, count in kinds.items())
-        modules = 0.0
-    once = shared_bytes(z, setting) * chunks
-    sends = stages > 1 and not (setting.on_gpu and chunks == 1)
-    outputs = stream * chunks if sends and not (stage == stages - 1 and chunks == 1) else 0.0
-    held = flying * (kept + once + outputs) + (2 * stream if chunks > 1 else 0.0)  # gradients in transit
-    held += modules  # the dispatchers' own, of every layer, once
+    if kinds[True] and z.sent:
+        working = max(working, dispatch_bytes(z))
+    if setting.recompute == "full" and saved:
+        working += unit * (max(saved.values()) - stream) + stream  # what runs again, and its output once more
+        saved = dict.fromkeys(saved, stream / unit)
+    kept = []
+    for chunk, own in enumerate(layers):
+        of_layers = sum(saved[kind] * count for kind, count in layer_kinds(shape, own).items())
+        is_sent = stages > 1 and not (stage == stages - 1 and chunk == chunks - 1)
+        freed = setting.on_gpu and chunks == 1  # outputs, as soon as they are sent
+        kept.append(of_layers + (shared_bytes(z, setting) if own else 0.0) + (stream if is_sent and not freed else 0.0))
+    held = max(sum(map(mul, counts, kept)) for counts in in_flight(parallel, stage, micro_batches))
+    held += stream * passing(parallel, stage)
     held += z.a * z.t * z.h if parallel.use_sequence_parallel else 0.0  # Megatron's buffer for gathered tokens
     moments = {"layer": (0.0, working)}
     tied_here = shape.tied_embeddings and stages == 1

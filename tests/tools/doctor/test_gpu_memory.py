@@ -27,7 +27,7 @@ def test_the_states_are_those_of_the_launch_page(memory):
     assert f"| {states / GIB:.1f} GiB |" in line
 
 
-@pytest.mark.parametrize("gibibytes, level", [(140, "ok"), (79, "warning"), (40, "error"), (None, "note")])
+@pytest.mark.parametrize("gibibytes, level", [(140, "ok"), (78, "warning"), (40, "error"), (None, "note")])
 def test_a_gpu(memory, gibibytes, level):
     found = judge_gpu_memory(memory, gibibytes and gibibytes * GIB)
     assert (found.level, found.check) == (level, "machine.gpu_memory")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from megatron_gspo.config import ParallelConfig
 from megatron_gspo.tools.plan.activations import (
     MicroBatch,
     Setting,
+    dispatch_bytes,
     head_bytes,
-    in_flight,
     layer_bytes,
     peak_bytes,
     sizes_of,
@@ -38,10 +40,10 @@ def test_an_expert_layer_by_hand() -> None:
     shape = dense_shape(moe_layers=(True, True), num_experts=4, experts_per_token=2, moe_ffn_hidden_size=3)
     z = sizes_of(shape, ParallelConfig(), MicroBatch(32, 32), CPU)
     attention = 4 * (17 + 19 + 26 + 8)
-    router = 2 * 8 + 2 * 4 + 4 + 4 * 4  # ids, their weights; per expert a flag and a weight
+    router = 2 * 8 + 2 * 4  # ids and their weights
     experts = 2 * (4 * 8 + 4 * 6 + 4)  # per copy: input, gate over up, weight
-    kept = 2 * (2 * 8) + 2 * 4  # which token a copy is of and back; flags
-    whole = attention + 4 * 17 + router + experts + kept
+    permutation = 2 * 4 * 8 + 8  # a copy's token, expert, place in the probabilities and order; a token's first copy
+    whole = attention + 4 * 17 + router + experts + permutation
     assert sum(layer_bytes(z, CPU, is_moe=True).values()) == 32 * whole
 
 
@@ -59,31 +61,34 @@ def test_parallel_dimensions_cut_what_they_should() -> None:
     assert sizes_of(shape, both, batch, Setting()).rows == 2 * one.rows
 
 
-def naive_in_flight(stages: int, chunks: int | None, stage: int, micro_batches: int) -> int:
-    """Walk the order of one stage's forwards (+1) and backwards (-1), as Megatron's schedules run them."""
-    total = micro_batches * (chunks or 1)
-    warm_up = stages - stage - 1 if chunks is None else 2 * (stages - stage - 1) + (chunks - 1) * stages
-    alive = peak = 0
-    forwards = backwards = 0
-    for _ in range(min(warm_up, total)):
-        alive, forwards = alive + 1, forwards + 1
-        peak = max(peak, alive)
-    while backwards < total:
-        if forwards < total:
-            alive, forwards = alive + 1, forwards + 1
-            peak = max(peak, alive)
-        alive, backwards = alive - 1, backwards + 1
-    assert alive == 0
-    return peak
+def test_rows_between_ranks_by_hand() -> None:
+    """Of 8192 tokens a rank sends 65,536 rows of 2048; with ETP 2 it works on those of two ranks."""
+    shape, batch, sent = shape_of(SMALL), MicroBatch(8192, 8192), 8192 * 8 * 2048
+    z = sizes_of(shape, ParallelConfig(expert_model_parallel_size=8), batch, Setting())
+    assert dispatch_bytes(z) == 2 * sent * (1 + 1 + 1 + 1)  # sent, received, outputs by expert, by rank
+    parallel = ParallelConfig(expert_model_parallel_size=4, expert_tensor_parallel_size=2)
+    z = sizes_of(shape, parallel, batch, Setting(2, "torch"))
+    widened = 2 * sent * (1 + 1 + 2 + 2) + 4 * sent * (2 + 1)  # outputs in float32, and their sum
+    assert dispatch_bytes(z) == widened
+    assert peak_bytes(shape, parallel, 0, batch, 1, Setting(2, "torch"))["working"] == widened
+    z = sizes_of(shape, parallel, batch, Setting(4, "torch"))
+    assert dispatch_bytes(z) == 4 * sent * (1 + 1 + 2 + 2 + 1)  # they are float32 already
 
 
-@pytest.mark.parametrize("stages, chunks", [(1, None), (2, None), (4, None), (2, 2), (4, 3)])
-def test_in_flight(stages: int, chunks: int | None) -> None:
-    sizes = dict(pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=chunks)
-    for stage in range(stages):
-        for micro_batches in (stages, 2 * stages, 8 * stages):
-            found = in_flight(ParallelConfig(**sizes), stage, micro_batches)
-            assert found == naive_in_flight(stages, chunks, stage, micro_batches), (stage, micro_batches)
+def test_what_passes_between_stages_by_hand() -> None:
+    """Four layers of 2048 on two stages, 8192 tokens, recomputed: a layer keeps its input."""
+    shape, batch, setting = shape_of(SMALL), MicroBatch(8192, 8192), Setting(2, "torch", "full")
+    shape = dataclasses.replace(shape, num_layers=4, moe_layers=(True,) * 4)
+    stream, angles = 2 * 8192 * 2048, 2 * 2 * 8192 * 128
+    plain = ParallelConfig(pipeline_model_parallel_size=2)
+    saved = [peak_bytes(shape, plain, stage, batch, 8, setting)["saved"] for stage in range(2)]
+    # two micro-batches of two layers on the first stage; one on the last, and the gradient that it sent
+    assert saved == [2 * (2 * stream + angles), 2 * stream + angles + stream]
+    both = ParallelConfig(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+    saved = [peak_bytes(shape, both, stage, batch, 8, setting)["saved"] for stage in range(2)]
+    # five passes of one layer with their outputs, and the early input and the last gradient sent; three on the last
+    # stage, and the last chunk's last two inputs with their gradients
+    assert saved == [5 * (2 * stream + angles) + 2 * stream, 3 * (2 * stream + angles) + 6 * stream]
 
 
 def test_the_head_stays_within_its_budget() -> None:
