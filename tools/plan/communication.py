@@ -1,5 +1,6 @@
-"""Seconds that a rank spends in communication that nothing hides, from bytes and bandwidths.
+"""Bytes of a rank's collectives, and the seconds that it spends in those that nothing hides, from bandwidths.
 
+Bytes are the larger of what a rank puts into a collective and gets out, as rehearsals record them.
 Ring collectives move (n - 1) / n of the gathered bytes past each rank (Thakur et al. 2005). Ranks are laid out as
 Megatron lays them, TP innermost, then CP, DP, PP, and experts ETP, EP within a stage: a group that fits into a node's
 GPUs uses NVLink, any other the network.
@@ -10,10 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_gspo.config import ParallelConfig
-from megatron_gspo.tools.plan.activations import Sizes
+from megatron_gspo.models.model_shape import ModelShape
+from megatron_gspo.tools.plan.activations import MicroBatch, Setting, Sizes, sizes_of
 from megatron_gspo.tools.plan.assumptions import Assumptions
 from megatron_gspo.tools.plan.hardware import Gpu
-from megatron_gspo.tools.plan.model_states import States, data_ranks, own_expert_buffer
+from megatron_gspo.tools.plan.model_states import States, data_ranks, own_expert_buffer, split_states
+from megatron_gspo.tools.plan.parameters import layer_kinds, stage_layers
 
 
 @dataclass(frozen=True)
@@ -50,22 +53,82 @@ def expert_bytes(z: Sizes) -> float:
     return 2 * z.a * z.s * z.k * z.h
 
 
+def expert_tensor_bytes(z: Sizes) -> float:
+    """One layer's forward with ETP: rows gathered, and outputs scattered, which Megatron widens to float32."""
+    return (z.a + 4) * z.rows * z.h
+
+
 def expert_seconds(z: Sizes, parallel: ParallelConfig, links: Links, assume: Assumptions) -> float:
     """One layer's forward: tokens to their experts and back, over NVLink within the node and the network beyond it;
-    with ETP a gather and a scatter of the rows too."""
+    with ETP `expert_tensor_bytes` too."""
     ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_size
     sent = expert_bytes(z) * assume.expert_imbalance
     far = max(0.0, 1 - links.node / (ep * etp))
     near = max(0.0, (ep - 1) / ep - far)
     seconds = sent * (near / links.near + far / links.far) / assume.all_to_all_efficiency
-    return seconds + 2 * z.a * z.rows * z.h * (etp - 1) / etp / links.rate(etp)
+    return seconds + expert_tensor_bytes(z) * (etp - 1) / etp / links.rate(etp)
+
+
+def context_bytes(z: Sizes, parallel: ParallelConfig) -> float:
+    """One layer's forward: keys and values of all ranks."""
+    return parallel.context_parallel_size * z.a * z.t * 2 * z.groups * z.d
 
 
 def context_seconds(z: Sizes, parallel: ParallelConfig, links: Links, assume: Assumptions) -> float:
     """One layer's forward: the other ranks' keys and values, the part that attention doesn't hide."""
     cp = parallel.context_parallel_size
-    received = (cp - 1) * z.a * z.t * 2 * z.groups * z.d
+    received = context_bytes(z, parallel) * (cp - 1) / cp
     return assume.context_exposed * received / links.rate(cp * parallel.tensor_model_parallel_size)
+
+
+def layer_passes(setting: Setting) -> dict[str, float]:
+    """Communication of a layer's forward and backward, by dimension, over that of its forward.
+
+    Weight gradients gather the input again under TP. Transformer Engine passes keys and values on again under CP, where
+    the torch layers have kept them.
+    """
+    full, context = setting.recompute == "full", 2 if setting.implementation == "torch" else 3
+    return {"tensor": 2.5 + full, "expert": 2.0 + full, "context": context + (setting.recompute != "none")}
+
+
+def pipeline_bytes(z: Sizes, parallel: ParallelConfig, stage: int) -> float:
+    """One micro-batch: hidden states that a stage sends and receives, and their gradients, for each of its chunks."""
+    stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
+    parts = range(stage, stages * chunks, stages)
+    neighbours = sum((part > 0) + (part < stages * chunks - 1) for part in parts)
+    return 2 * neighbours * z.a * z.s * z.h
+
+
+def outer_bytes(z: Sizes, parallel: ParallelConfig, stage: int) -> float:
+    """One micro-batch over TP outside of layers, forward and backward: of the embedding, and of the rows that the
+    log-prob head scores, whose gradient is float32."""
+    embedding = 2 * z.a * z.t if stage == 0 else 0.0
+    head = (2 * z.a + 4) * z.scored if stage == parallel.pipeline_model_parallel_size - 1 else 0.0
+    return (embedding + head) * z.h
+
+
+def mini_batch_bytes(shape: ModelShape, parallel: ParallelConfig, gpus: int, stage: int, batch: MicroBatch,
+                     micro_batches: int, setting: Setting) -> dict[str, int]:
+    """Of a rank's collectives in the forward and backward passes and the optimizer step of a mini-batch, by purpose;
+    hidden states, gradients and weights without the few bytes of counts, probabilities and statistics."""
+    z, passes = sizes_of(shape, parallel, batch, setting), layer_passes(setting)
+    kinds = layer_kinds(shape, stage_layers(shape, parallel, stage))
+    layers = sum(count * tensor_bytes(z, is_moe=kind) for kind, count in kinds.items())
+    parts = {
+        "tensor": (parallel.tensor_model_parallel_size, passes["tensor"] * layers + outer_bytes(z, parallel, stage)),
+        "context": (parallel.context_parallel_size,
+                    passes["context"] * kinds.total() * context_bytes(z, parallel)),
+        "expert": (parallel.expert_model_parallel_size, passes["expert"] * kinds[True] * expert_bytes(z)),
+        "expert tensor": (parallel.expert_tensor_size, passes["expert"] * kinds[True] * expert_tensor_bytes(z)),
+        "pipeline": (parallel.pipeline_model_parallel_size, pipeline_bytes(z, parallel, stage)),
+    }  # fmt: skip
+    found = {name: round(micro_batches * size) for name, (ranks, size) in parts.items() if ranks > 1}
+    both = split_states(shape, parallel, gpus, stage, setting.dtype_bytes)
+    gathers = weight_gathers(parallel, has_experts=both[1].weights > 0)
+    for kind, states, ranks in zip(("", "expert "), both, data_ranks(parallel, gpus), strict=True):
+        if ranks > 1:
+            found[f"{kind}gradients"], found[f"{kind}weights"] = data_bytes(states, parallel, gathers)
+    return found
 
 
 def send_seconds(z: Sizes, parallel: ParallelConfig, links: Links, gpus: int) -> float:

@@ -70,11 +70,18 @@ def rank_states(shape: ModelShape, parallel: ParallelConfig, gpus: int, stage: i
     Computed from sums per kind of layer. An optimizer shard is an equal part of its buffer with padding and step
     counts, which exceeds the exact size by less than 256 elements per tensor and chunk.
     """
-    total = States(0, 0, 0)
+    dense, expert = split_states(shape, parallel, gpus, stage, dtype_bytes)
+    return dense + expert
+
+
+def split_states(shape: ModelShape, parallel: ParallelConfig, gpus: int, stage: int, dtype_bytes: int
+                 ) -> tuple[States, States]:
+    """`rank_states` of all chunks of a stage: (dense parameters, experts)."""
+    dense = expert = States(0, 0, 0)
     for chunk in range(parallel.virtual_pipeline_model_parallel_size or 1):
-        for part in chunk_states(shape, parallel, gpus, stage, chunk, dtype_bytes):
-            total += part
-    return total
+        added = chunk_states(shape, parallel, gpus, stage, chunk, dtype_bytes)
+        dense, expert = dense + added[0], expert + added[1]
+    return dense, expert
 
 
 def chunk_states(shape: ModelShape, parallel: ParallelConfig, gpus: int, stage: int, chunk: int,

@@ -20,12 +20,14 @@ from megatron_gspo.tools.plan.communication import (
     context_seconds,
     data_seconds,
     expert_seconds,
+    layer_passes,
     send_seconds,
     tensor_seconds,
 )
 from megatron_gspo.tools.plan.engine_memory import Generation
+from megatron_gspo.tools.plan.hardware import Gpu
 from megatron_gspo.tools.plan.memory import expert_rows
-from megatron_gspo.tools.plan.model_states import States, chunk_states, rank_states
+from megatron_gspo.tools.plan.model_states import States, split_states
 from megatron_gspo.tools.plan.parameters import active_parameters, layer_counts, layer_kinds, stage_layers
 from megatron_gspo.tools.plan.workload import Cluster, PlanInputs, Workload
 
@@ -129,14 +131,12 @@ def computed_again(stage: Pass, recompute: str) -> float:
     return {"none": 0.0, "selective": stage.attention, "full": stage.products + stage.attention}[recompute]
 
 
-def stage_seconds(stage: Pass, recompute: str) -> tuple[float, float]:
+def stage_seconds(stage: Pass, setting: Setting) -> tuple[float, float]:
     """Seconds of a micro-batch on a stage, without the output layer: (forward and backward, forward only)."""
     communication = stage.tensor + stage.expert + stage.context
-    repeated = communication if recompute == "full" else 0.0
-    # Weight gradients gather the input again under TP. CP gathers keys and values again and reduces their gradients.
-    trained = 2.5 * stage.tensor + 2 * stage.expert + 3 * stage.context + repeated
+    trained = sum(times * getattr(stage, name) for name, times in layer_passes(setting).items())
     computed = stage.products + stage.attention
-    train = 3 * computed + computed_again(stage, recompute) + trained + 2 * stage.send
+    train = 3 * computed + computed_again(stage, setting.recompute) + trained + 2 * stage.send
     return train, computed + communication + stage.send
 
 
@@ -153,8 +153,8 @@ def step_time(inputs: PlanInputs, parallel: ParallelConfig, budget: int, setting
     # A middle stage has the most layers; the last has the output layer and perhaps one layer less.
     usual, last = (forward_pass(inputs, parallel, stage, tokens, length, setting)
                    for stage in (stages // 2, stages - 1))  # fmt: skip
-    train_stage, score_stage = stage_seconds(usual, setting.recompute)
-    train_last, score_last = stage_seconds(last, setting.recompute)
+    train_stage, score_stage = stage_seconds(usual, setting)
+    train_last, score_last = stage_seconds(last, setting)
     scores = 2 if work.reference else 1
     forwards = updates * count * scores  # micro-batches of the scoring passes
     trained = updates * count
@@ -165,35 +165,27 @@ def step_time(inputs: PlanInputs, parallel: ParallelConfig, budget: int, setting
     score_all = (forwards + (stages - 1) / chunks * scores) * slowest[1]
     busy_head = (4 * trained + forwards) * head
     busy = trained * train_stage + forwards * score_stage + busy_head
-    dense, expert = _split(shape, parallel, cluster.gpus, setting.dtype_bytes)
+    dense, expert = split_states(shape, parallel, cluster.gpus, 0, setting.dtype_bytes)
     data = updates * data_seconds(dense, expert, parallel, cluster.gpus, Links.of(cluster.gpu, assume), assume)
-    again_talk = trained if setting.recompute == "full" else 0
+    passes = {name: times * trained + forwards for name, times in layer_passes(setting).items()}
     return StepTime(
         products=(3 * trained + forwards) * usual.products + busy_head,
         attention=(3 * trained + forwards) * usual.attention,
         recompute=trained * computed_again(usual, setting.recompute),
-        tensor=(2.5 * trained + forwards + again_talk) * usual.tensor,
-        expert=(2 * trained + forwards + again_talk) * usual.expert,
-        context=(3 * trained + forwards + again_talk) * usual.context,
+        tensor=passes["tensor"] * usual.tensor, expert=passes["expert"] * usual.expert,
+        context=passes["context"] * usual.context,
         pipeline=(2 * trained + forwards) * usual.send,
         data=data,
         bubble=max(0.0, train_all + score_all - busy),
-        optimizer=updates * _optimizer_seconds(shape, parallel, cluster, setting),
+        optimizer=updates * _optimizer_seconds(dense + expert, cluster.gpu),
         generation=rollouts.seconds, sync=rollouts.sync_seconds, other=assume.other_seconds,
     )  # fmt: skip
 
 
-def _split(shape: ModelShape, parallel: ParallelConfig, gpus: int, dtype_bytes: int) -> tuple[States, States]:
-    chunks = range(parallel.virtual_pipeline_model_parallel_size or 1)
-    both = [chunk_states(shape, parallel, gpus, 0, chunk, dtype_bytes) for chunk in chunks]
-    return sum((d for d, _ in both), States(0, 0, 0)), sum((e for _, e in both), States(0, 0, 0))
-
-
-def _optimizer_seconds(shape: ModelShape, parallel: ParallelConfig, cluster: Cluster, setting: Setting) -> float:
+def _optimizer_seconds(states: States, gpu: Gpu) -> float:
     """Adam is limited by memory bandwidth: states are read and written; gradients are read for the norm and for the
     update, and zeroed."""
-    states = rank_states(shape, parallel, cluster.gpus, 0, setting.dtype_bytes)
-    return (2 * states.optimizer + 3 * states.gradients + states.weights) / (0.8 * cluster.gpu.hbm)
+    return (2 * states.optimizer + 3 * states.gradients + states.weights) / (0.8 * gpu.hbm)
 
 
 def model_flops(shape: ModelShape, work: Workload, assume: Assumptions) -> float:

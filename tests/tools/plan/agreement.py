@@ -1,7 +1,7 @@
 """The plan's figures against those of rehearsals, rank by rank: ``python -m tests.tools.plan.agreement [NAME ...]``.
 
-Each layout is rehearsed with few layers and short sequences, for one rank of its first and one of its last pipeline
-stage. NAME selects layouts by a part of their names. ``--records FOLDER`` keeps the records and reads those it has.
+Each layout is rehearsed with few layers and short sequences, for a rank of its first, second and last pipeline stage.
+NAME selects layouts by a part of their names. ``--records FOLDER`` keeps the records and reads those it has.
 """
 
 from __future__ import annotations
@@ -15,19 +15,22 @@ from pathlib import Path
 from megatron_gspo.config import Config, load_config
 from megatron_gspo.models import family_of, read_config
 from megatron_gspo.models.model_shape import ModelShape
-from megatron_gspo.tools.plan.activations import MicroBatch, Setting, Sizes, peak_bytes, sizes_of
-from megatron_gspo.tools.plan.communication import data_bytes, expert_bytes, tensor_bytes, weight_gathers
-from megatron_gspo.tools.plan.model_states import States, chunk_states, exact_states
-from megatron_gspo.tools.plan.parameters import stage_layers
+from megatron_gspo.tools.plan.activations import MicroBatch, Setting, peak_bytes
+from megatron_gspo.tools.plan.communication import mini_batch_bytes
+from megatron_gspo.tools.plan.model_states import exact_states
 from megatron_gspo.tools.plan.plan_report import table
 from megatron_gspo.tools.rehearse.rank_processes import RankJob, rehearse_ranks
-from megatron_gspo.tools.rehearse.records import RankRecord, read_record, write_record
+from megatron_gspo.tools.rehearse.records import Collective, RankRecord, read_record, write_record
 from megatron_gspo.tools.rehearse.roles import choose_ranks
 from megatron_gspo.tools.rehearse.summary import FailedRank
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "qwen3_moe"
 MODELS = {"30b": "Qwen3-30B-A3B", "235b": "Qwen3-235B-A22B"}
 STATES = ("weights", "gradients", "optimizer")
+GROUPS = {"tp": "tensor", "cp": "context", "ep": "expert", "expert_tp": "expert tensor"}
+DATA_GROUPS = {"dp_cp": "", "expert_dp": "expert "}
+STEP = ("forward_backward", "optimizer")
+LEAST = 2**20  # bytes of a tensor
 PROMPT, RESPONSE = 512, 1536  # tokens
 KEYS = dict(
     tp="parallel.tensor_model_parallel_size", pp="parallel.pipeline_model_parallel_size",
@@ -74,8 +77,10 @@ class Layout:
 
     @property
     def ranks(self) -> str:
+        """The first of each of the first two pipeline stages, and the last of the last."""
         stages = self.config.parallel.pipeline_model_parallel_size
-        return "0" if stages == 1 else f"0,{self.world - 1}"
+        first = [str(stage * self.world // stages) for stage in range(max(min(stages - 1, 2), 1))]
+        return ",".join([*first, *([str(self.world - 1)] if stages > 1 else [])])
 
 
 def variant(file: str, world: int, layers: int, **changes: object) -> Layout:
@@ -139,17 +144,18 @@ def scored_positions(config: Config, record: RankRecord) -> int:
     return parts * max(sum(trained[i * size : (i + 1) * size]) for i in range(parts))
 
 
-def planned(layout: Layout, record: RankRecord) -> dict[str, int]:
-    """Bytes of states and the peak of activations, of the record's rank."""
+def planned(layout: Layout, record: RankRecord) -> tuple[dict[str, int], dict[str, int]]:
+    """Of the record's rank: bytes of states and the peak of activations; bytes of collectives."""
     config, shape = layout.config, layout.shape
-    parallel, stage = config.parallel, record.coordinates["pp"]
+    parallel, stage, count = config.parallel, record.coordinates["pp"], len(record.micro_batches)
     places = [record.groups[name].index(record.rank) for name in ("dp_cp", "expert_dp")]
     states = exact_states(shape, parallel, record.world, stage, 2, *places)
     length = config.data.max_prompt_length + config.rollout.max_response_length
     batch = MicroBatch(max(record.micro_batches), length, scored=scored_positions(config, record))
     setting = Setting(2, "torch", config.model.recompute_granularity)
-    peak = peak_bytes(shape, parallel, stage, batch, len(record.micro_batches), setting)
-    return {name: getattr(states, name) for name in STATES} | {"activations": round(peak["total"])}
+    peak = peak_bytes(shape, parallel, stage, batch, count, setting)
+    memory = {name: getattr(states, name) for name in STATES} | {"activations": round(peak["total"])}
+    return memory, mini_batch_bytes(shape, parallel, record.world, stage, batch, count, setting)
 
 
 def rehearsed(record: RankRecord) -> dict[str, int]:
@@ -157,49 +163,24 @@ def rehearsed(record: RankRecord) -> dict[str, int]:
     return dict(record.memory.states) | {"activations": record.memory.peak_activations.bytes["activations"]}
 
 
-def planned_traffic(layout: Layout, record: RankRecord) -> dict[str, int]:
-    """Bytes of a step's collectives: within layers over TP and EP, of gradients and of new weights."""
-    config, shape = layout.config, layout.shape
-    parallel, stage, full = config.parallel, record.coordinates["pp"], config.model.recompute_granularity == "full"
-    z = sizes_of(shape, parallel, MicroBatch(max(record.micro_batches), 0), Setting(2, "torch"))
-    layers = len(record.micro_batches) * len(stage_layers(shape, parallel, stage))
-    found = {}
-    if parallel.tensor_model_parallel_size > 1:
-        found["tp"] = round(layers * (2.5 + full) * tensor_bytes(z, is_moe=True)) + _outside_layers(layout, record, z)
-    if parallel.expert_model_parallel_size > 1:
-        found["ep"] = round(layers * (2 + full) * expert_bytes(z))
-    chunks = range(parallel.virtual_pipeline_model_parallel_size or 1)
-    both = [chunk_states(shape, parallel, record.world, stage, chunk, 2) for chunk in chunks]
-    gathers = weight_gathers(parallel, has_experts=True)
-    for name, group in (("dp_cp", 0), ("expert_dp", 1)):
-        if len(record.groups[name]) > 1:
-            states = sum((chunk[group] for chunk in both), States(0, 0, 0))
-            found[f"{name} gradients"], found[f"{name} weights"] = data_bytes(states, parallel, gathers)
-    return found
-
-
-def _outside_layers(layout: Layout, record: RankRecord, z: Sizes) -> int:
-    """Traffic over TP that the plan leaves out: of the embedding and of the log-prob head's hidden states, forward and
-    backward, in bfloat16; the gradient of the latter is float32."""
-    stage, last = record.coordinates["pp"], layout.config.parallel.pipeline_model_parallel_size - 1
-    embedding = 2 * z.a * z.t * z.h if stage == 0 else 0
-    head = (2 * z.a + 4) * scored_positions(layout.config, record) * z.h if stage == last else 0
-    return round(len(record.micro_batches) * (embedding + head))
-
-
-def rehearsed_traffic(layout: Layout, record: RankRecord) -> dict[str, int]:
-    """The same of the rehearsal. Left out: expert probabilities, counts of rows, statistics of the head and gradients
-    of the norms and routers, all in float32 or integers."""
+def rehearsed_traffic(record: RankRecord) -> dict[str, int]:
+    """The same of the rehearsal. Left out: sums over ranks, of the norms' and routers' gradients, and tensors below
+    `LEAST` bytes, such as counts, experts' probabilities and the head's statistics."""
     found: Counter[str] = Counter()
     for one in record.collectives:
-        if one.phase not in ("forward_backward", "optimizer") or len(one.ranks) == 1:
-            continue
-        hidden = one.dtype == "bfloat16" or one.op.startswith("reduce_scatter")
-        if one.group in ("tp", "ep") and hidden:
-            found[one.group] += one.bytes
-        elif one.group in ("dp_cp", "expert_dp") and hidden:
-            found[f"{one.group} {'weights' if one.dtype == 'bfloat16' else 'gradients'}"] += one.bytes
+        # overlap_param_gather leaves the weights to the next forward pass: here the log-prob pass
+        phases = ("old_log_probs", *STEP) if one.group in DATA_GROUPS else STEP
+        if one.phase in phases and len(one.ranks) > 1 and one.bytes >= LEAST and one.op != "allreduce":
+            found[_purpose(one)] += one.bytes
     return dict(found)
+
+
+def _purpose(one: Collective) -> str:
+    if one.op in ("send", "recv"):  # two stages use the group of all ranks too
+        return "pipeline"
+    if one.group in DATA_GROUPS:
+        return f"{DATA_GROUPS[one.group]}{'weights' if one.dtype == 'bfloat16' else 'gradients'}"
+    return GROUPS.get(one.group, one.group)
 
 
 @dataclass(frozen=True)
@@ -229,10 +210,9 @@ class Comparison:
 
 
 def compare(layout: Layout, record: RankRecord) -> Comparison:
-    return Comparison(
-        f"{layout.name} rank {record.rank}", planned(layout, record), rehearsed(record),
-        planned_traffic(layout, record), rehearsed_traffic(layout, record),
-    )  # fmt: skip
+    memory, traffic = planned(layout, record)
+    return Comparison(f"{layout.name} rank {record.rank}", memory, rehearsed(record), traffic,
+                      rehearsed_traffic(record))  # fmt: skip
 
 
 def comparison_table(found: Sequence[Comparison]) -> str:

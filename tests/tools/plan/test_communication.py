@@ -13,6 +13,10 @@ from megatron_gspo.tools.plan.communication import (
     context_seconds,
     data_seconds,
     expert_seconds,
+    layer_passes,
+    mini_batch_bytes,
+    outer_bytes,
+    pipeline_bytes,
     send_seconds,
     tensor_seconds,
 )
@@ -39,10 +43,59 @@ def test_collectives_by_hand() -> None:
     z, parallel = z_of(ep=16)  # half of the ranks are on the other node, seven sixteenths on this one
     far, near = 8 / 16 / 1e10, 7 / 16 / 1e11
     assert expert_seconds(z, parallel, LINKS, IDEAL) == pytest.approx(2 * 8 * 8000 * 2048 * 2 * (far + near))
+    z, parallel = z_of(ep=4, etp=2)  # ETP: 16 copies of each token are gathered and, in float32, scattered; half is own
+    of_etp = 0.5 * 16 * 8000 * 2048 * (2 + 4) / 1e11
+    assert expert_seconds(z, parallel, LINKS, IDEAL) == pytest.approx(2 * 3 / 4 * 8 * 8000 * 2048 * 2 / 1e11 + of_etp)
     z, parallel = z_of(cp=2)  # the other 4000 tokens' keys and values, 4 heads of 128 each
     assert context_seconds(z, parallel, LINKS, IDEAL) == pytest.approx(4000 * 2 * 4 * 128 * 2 / 1e11)
     z, parallel = z_of(pp=4)  # neighbours of a stage of 8 GPUs are on another node
     assert send_seconds(z, parallel, LINKS, 32) == pytest.approx(8000 * 2048 * 2 / 1e10)
+
+
+@pytest.mark.parametrize(("implementation", "recompute", "expected"), [
+    ("torch", "none", (2.5, 2, 2)), ("torch", "selective", (2.5, 2, 3)), ("torch", "full", (3.5, 3, 3)),
+    ("transformer_engine", "none", (2.5, 2, 3)), ("transformer_engine", "full", (3.5, 3, 4)),
+])  # fmt: skip
+def test_passes_of_a_layer(implementation: str, recompute: str, expected: tuple[float, ...]) -> None:
+    found = layer_passes(Setting(2, implementation, recompute))
+    assert (found["tensor"], found["expert"], found["context"]) == expected
+
+
+def test_neighbours_in_a_pipeline() -> None:
+    """Each part of the model but the first gets hidden states and returns gradients; each but the last the reverse."""
+    for chunks in (None, 2):
+        parallel = ParallelConfig(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=chunks)
+        z = sizes_of(shape_of(SMALL), parallel, MicroBatch(8000, 8000), Setting())
+        found = [pipeline_bytes(z, parallel, stage) / (8000 * 2048 * 2) for stage in range(4)]
+        assert found == ([2, 4, 4, 2] if chunks is None else [6, 8, 8, 6])
+
+
+def test_a_mini_batch_by_hand() -> None:
+    """Qwen3-30B-A3B on 32 GPUs, the last of two stages with 24 layers; three micro-batches of 8,000 tokens."""
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=2, pipeline_model_parallel_size=2, context_parallel_size=2,
+        expert_model_parallel_size=4, expert_tensor_parallel_size=2,
+    )  # fmt: skip
+    batch = MicroBatch(8000, 8000, scored=3000)
+    found = mini_batch_bytes(shape_of(SMALL), parallel, 32, 1, batch, 3, Setting(2, "torch", "full"))
+    layers, tokens = 3 * 24, 4000  # of a context-parallel rank; half of them of a tensor-parallel rank
+    assert found["tensor"] == layers * 3.5 * 2 * tokens * 2048 * 2 + 3 * 3000 * 2048 * (2 + 2 + 4)
+    assert found["context"] == layers * 3 * 8000 * 2 * 2 * 128 * 2  # keys and values, 2 heads of 128
+    assert found["expert"] == layers * 3 * 2 * 2000 * 8 * 2048 * 2
+    assert found["expert tensor"] == layers * 3 * 2 * 2000 * 8 * 2048 * (2 + 4)
+    assert found["pipeline"] == 3 * 2 * 2000 * 2048 * 2
+    experts = 24 * 32 * 3 * 384 * 2048
+    assert found["expert gradients"] == found["expert weights"] == 4 * experts  # each optimizer gathers in 2 bytes
+    assert found["gradients"] == found["weights"] > 4 * (151936 // 2 * 2048 + 24 * 2048 * 128)
+    one = mini_batch_bytes(shape_of(SMALL), ParallelConfig(), 1, 0, batch, 3, Setting())
+    assert one == {}
+
+
+def test_the_ends_of_the_model_over_tensor_ranks() -> None:
+    z, parallel = z_of(tp=2)
+    whole = 8000 * 2048 * (2 * 2 + 2 * 2 + 4)  # the log-prob head has all positions where it isn't told which
+    assert outer_bytes(z, parallel, 0) == whole
+    assert outer_bytes(z, dataclasses.replace(parallel, pipeline_model_parallel_size=2), 0) == 8000 * 2048 * 4
 
 
 def test_gradients_by_hand() -> None:
