@@ -37,12 +37,14 @@ class Memory:
 
     @property
     def held(self) -> float:
-        """Bytes that stay allocated between passes, also while a colocated engine generates."""
-        return self.weights + self.gradients + self.optimizer + self.reference + self.runtime
+        """Bytes that a colocated engine must leave to the trainer: ``rollout.offload_trainer`` moves everything to host
+        memory but the weights, which an update and a log-prob check need beside the engine's."""
+        return self.weights + self.runtime
 
     @property
     def total(self) -> float:
-        return self.held + self.activations + self.routes + self.engine
+        states = self.weights + self.gradients + self.optimizer + self.reference
+        return states + self.activations + self.routes + self.engine + self.runtime
 
     def to_json(self) -> dict[str, float]:
         return asdict(self) | {"total": self.total}

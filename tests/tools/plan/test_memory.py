@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from benchmarks.plan_memory import CASES, TARGET, Case, planned, run
+from megatron_gspo.tools.plan.memory import Memory
 
 CHECKED = (
     Case("dense", tied=True, sizes=dict(do=False)),
@@ -28,6 +29,13 @@ def test_planned_memory_is_the_measured() -> None:
         # what is compared isn't decided by the states alone: another recompute mode's figure would be seen
         other = dataclasses.replace(result.case, recompute="full" if result.case.recompute != "full" else "none")
         assert abs(planned(other, result.measured[0])["activations"] / result.measured[0]["activations"] - 1) > TARGET
+
+
+def test_a_colocated_engine_leaves_room_for_weights_only() -> None:
+    memory = Memory(0, weights=1, gradients=2, optimizer=4, reference=8, activations=16, head=32, routes=64, engine=128,
+                    runtime=256)  # fmt: skip
+    assert memory.held == 1 + 256
+    assert memory.total == 1 + 2 + 4 + 8 + 16 + 64 + 128 + 256  # the head is a part of the activations
 
 
 def _key(case: Case) -> str:
