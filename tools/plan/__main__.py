@@ -17,6 +17,7 @@ from megatron_gspo.models import ModelShape, family_of, read_config
 from megatron_gspo.models.model_shape import read_json
 from megatron_gspo.tools.plan import plan_report
 from megatron_gspo.tools.plan.assumptions import Assumptions, parse_assumptions
+from megatron_gspo.tools.plan.basis import basis_of
 from megatron_gspo.tools.plan.hardware import GPUS, find_gpu
 from megatron_gspo.tools.plan.layout_search import Fixed, Plan, no_fit, search
 from megatron_gspo.tools.plan.layouts import name_of, parse_layout
@@ -136,11 +137,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hf, shape = load_model(args.model)
         work, cluster, assume = inputs(args)
         check_workload(work, shape.max_position_embeddings)
+        basis = basis_of(shape, work)
         if args.scale:
             check_scale(args)
             rows = scale(hf, shape, work, cluster, assume, args.engine_gpus)
             if args.json:
-                print(json.dumps([{"gpus": gpus, "reason": reason, "plan": plan and plan.to_json(sized)}
+                print(json.dumps([{"gpus": gpus, "reason": reason, "plan": plan and plan.to_json(sized, basis)}
                                   for gpus, plan, sized, reason in rows], indent=2))  # fmt: skip
             else:
                 described = plan_report.describe(shape, work, cluster, sizes=False)
@@ -152,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise no_fit(found, work, cluster, assume)
         if args.json:
             print(json.dumps({
-                "plans": [plan.to_json(cluster) for plan in found.plans[: max(args.top, 1)]],
+                "plans": [plan.to_json(cluster, basis) for plan in found.plans[: max(args.top, 1)]],
                 "considered": found.considered, "fit": len(found.plans), "refused": dict(found.refused),
                 "assumptions": dataclasses.asdict(assume), "fastest": name_of(found.plans[0].parallel),
             }, indent=2))  # fmt: skip

@@ -9,8 +9,9 @@ from typing import Any
 from megatron_gspo.config import ParallelConfig
 from megatron_gspo.errors import InputError, show_bytes
 from megatron_gspo.models.model_shape import ModelShape
-from megatron_gspo.tools.plan.activations import Setting
+from megatron_gspo.tools.plan.activations import MicroBatch, Setting
 from megatron_gspo.tools.plan.assumptions import Assumptions
+from megatron_gspo.tools.plan.communication import mini_batch_bytes
 from megatron_gspo.tools.plan.engine_memory import Generation, generation
 from megatron_gspo.tools.plan.hardware import GIB
 from megatron_gspo.tools.plan.layouts import feasible, name_of
@@ -23,7 +24,8 @@ BUDGETS = (1, 2, 4, 8)  # token budgets that are tried, in longest sequences
 
 @dataclass(frozen=True)
 class Plan:
-    """One layout with its recomputation and token budget. ``activations``: peak bytes by recompute mode."""
+    """One layout with its recomputation and token budget. ``activations``: peak bytes by recompute mode;
+    ``collectives``: bytes of a mini-batch on the fullest stage, by purpose."""
 
     parallel: ParallelConfig
     recompute: str
@@ -31,6 +33,7 @@ class Plan:
     micro_batches: int
     memory: Memory
     activations: dict[str, float]
+    collectives: dict[str, int]
     time: StepTime
     rollouts: Generation
     data_parallel: int
@@ -40,7 +43,8 @@ class Plan:
         """Model FLOPs utilization of the training GPUs, over the time of updates and log-prob passes."""
         return self.model_flops / (self.time.training * cluster.gpus * cluster.gpu.flops)
 
-    def to_json(self, cluster: Cluster) -> dict[str, Any]:
+    def to_json(self, cluster: Cluster, basis: dict[str, Any]) -> dict[str, Any]:
+        """basis: of its figures, see ``basis_of``."""
         return {
             "name": name_of(self.parallel),
             "parallel": {key: value for key, value in asdict(self.parallel).items() if key.endswith("_size")},
@@ -50,10 +54,12 @@ class Plan:
             "micro_batches": self.micro_batches,
             "memory_bytes": self.memory.to_json(),
             "activations_bytes": self.activations,
+            "collective_bytes": self.collectives,
             "seconds": self.time.to_json(),
             "utilisation": self.utilisation(cluster),
             "engine_concurrency": self.rollouts.concurrency,
             "limits": limits(self, cluster),
+            "basis": basis,
         }
 
 
@@ -142,7 +148,7 @@ def best_of(shape: ModelShape, parallel: ParallelConfig, work: Workload, cluster
             time = step_time(inputs, parallel, budget, _setting(work, mode), rollouts)
             if best is None or time.total < best.time.total:
                 best = Plan(
-                    parallel, mode, budget, count, memory, {}, time, rollouts,
+                    parallel, mode, budget, count, memory, {}, {}, time, rollouts,
                     parallel.data_parallel_size(cluster.gpus), model_flops(shape, work, assume),
                 )  # fmt: skip
             break  # a mode that recomputes more takes longer
@@ -156,7 +162,10 @@ def best_of(shape: ModelShape, parallel: ParallelConfig, work: Workload, cluster
         ).activations
         for mode in RECOMPUTE
     }
-    return replace(best, activations=modes), lacking
+    usual = MicroBatch(int(per_rank / best.micro_batches), work.longest)
+    sent = mini_batch_bytes(shape, parallel, cluster.gpus, best.memory.stage, usual, best.micro_batches,
+                            _setting(work, best.recompute))  # fmt: skip
+    return replace(best, activations=modes, collectives=sent), lacking
 
 
 def _setting(work: Workload, recompute: str) -> Setting:

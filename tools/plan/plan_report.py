@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from megatron_gspo.models.model_shape import ModelShape
 from megatron_gspo.tools.plan.assumptions import Assumptions, reasons
+from megatron_gspo.tools.plan.basis import ESTIMATED, EXPLAINED, basis_of
 from megatron_gspo.tools.plan.hardware import GIB
 from megatron_gspo.tools.plan.layout_search import Plan, Search, limits
 from megatron_gspo.tools.plan.layouts import name_of
@@ -54,26 +56,31 @@ def ranking(plans: Sequence[Plan], cluster: Cluster) -> str:
     return table(rows)
 
 
-def memory_table(plan: Plan) -> str:
+def memory_table(plan: Plan, basis: dict[str, Any]) -> str:
     """Memory of the fullest rank by content, in GiB."""
-    memory = plan.memory
-    parts = {
-        "weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer,
-        "reference policy": memory.reference, "activations (peak)": memory.activations,
-        "of these log-prob head": memory.head, "routing replay": memory.routes, "engine": memory.engine,
-        "runtime": memory.runtime, "total": memory.total,
-    }  # fmt: skip
-    modes = ", ".join(f"{mode} {held / GIB:.1f}" for mode, held in plan.activations.items())
-    rows = [["memory, GiB", f"stage {memory.stage}"], *([name, f"{held / GIB:.2f}"] for name, held in parts.items())]
-    return table(rows) + f"\n\nActivations by recompute mode, GiB: {modes}."
+    held, rests_on = plan.memory.to_json(), basis["memory_bytes"]
+    names = {"activations": "activations (peak)", "head": "of these log-prob head", "reference": "reference policy",
+             "routes": "routing replay"}  # fmt: skip
+    rows = [["memory, GiB", f"stage {plan.memory.stage}", "basis"]]
+    rows += [[names.get(name, name), f"{held[name] / GIB:.2f}", rests_on[name]] for name in rests_on]
+    modes = ", ".join(f"{mode} {peak / GIB:.1f}" for mode, peak in plan.activations.items())
+    return table(rows) + f"\n\nActivations by recompute mode, GiB, {rests_on['activations']}: {modes}."
 
 
-def time_table(plan: Plan) -> str:
+def collectives_table(plan: Plan, basis: dict[str, Any]) -> str:
+    """Bytes of a mini-batch, in GiB."""
+    rests_on = basis["collective_bytes"]
+    rows = [["collectives of a mini-batch, GiB", f"stage {plan.memory.stage}", "basis"]]
+    return table(rows + [[name, f"{size / GIB:.2f}", rests_on[name]] for name, size in plan.collectives.items()])
+
+
+def time_table(plan: Plan, basis: dict[str, Any]) -> str:
     """Seconds of a rollout batch by activity."""
-    rows = [["seconds of a rollout batch", "", "share"]]
+    rows = [["seconds of a rollout batch", "", "share", "basis"]]
     for name, seconds in plan.time.to_json().items():
         if seconds:
-            rows.append([name, f"{seconds:.1f}", f"{100 * seconds / plan.time.total:.0f} %"])
+            share = f"{100 * seconds / plan.time.total:.0f} %"
+            rows.append([name, f"{seconds:.1f}", share, basis["seconds"][name]])
     return table(rows)
 
 
@@ -100,15 +107,15 @@ def assumptions_table(assume: Assumptions) -> str:
 def whole_page(found: Search, shape: ModelShape, work: Workload, cluster: Cluster, assume: Assumptions,
                top: int) -> str:
     """The plan as printed."""
-    best = found.plans[0]
+    best, basis = found.plans[0], basis_of(shape, work)
     parts = [
         describe(shape, work, cluster),
         f"{len(found.plans)} of {found.considered} layouts fit with {100 * assume.reserve:g} % left free; "
-        f"the {min(top, len(found.plans))} fastest, estimated:",
+        f"the {min(top, len(found.plans))} fastest, all figures {ESTIMATED}:",
         ranking(found.plans[:top], cluster),
         f"The fastest, {name_of(best.parallel)} with recompute {best.recompute}:",
-        memory_table(best), time_table(best),
-        "Limited by:\n" + "\n".join(f"- {text}" for text in limits(best, cluster)),
+        memory_table(best, basis), collectives_table(best, basis), time_table(best, basis), EXPLAINED,
+        f"Limited by, {ESTIMATED}:\n" + "\n".join(f"- {text}" for text in limits(best, cluster)),
         "In the config:\n\n" + config_lines(best, work),
         "Assumed, not measured (--assume name=value changes one):",
         assumptions_table(assume),
@@ -134,4 +141,4 @@ def scale_table(rows: Sequence[tuple[int, Plan | None, Cluster, str]]) -> str:
             f"{100 * base / (gpus * time.total):.0f} %", *(f"{100 * part / time.total:.0f} %" for part in shares),
             limits(plan, cluster)[0].partition(":")[0],
         ])  # fmt: skip
-    return table(lines)
+    return f"{table(lines)}\n\nAll figures are {ESTIMATED}."

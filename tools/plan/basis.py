@@ -1,0 +1,40 @@
+"""What each figure of a plan rests on: a formula that agrees with rehearsals, or an estimate."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from megatron_gspo.models.model_shape import ModelShape
+from megatron_gspo.tools.plan.memory import RECOMPUTE, Memory
+from megatron_gspo.tools.plan.step_time import StepTime
+from megatron_gspo.tools.plan.workload import Workload
+
+REHEARSED, ESTIMATED = "rehearsed", "estimated"
+EXPLAINED = (
+    f"{REHEARSED}: the formula agrees with rehearsals of Qwen3-30B-A3B and Qwen3-235B-A22B; the assumptions "
+    f"expert_imbalance and fragmentation come on top. {ESTIMATED}: no rehearsal has this figure."
+)
+_COLLECTIVES = ("tensor", "context", "expert", "expert tensor", "pipeline", "gradients", "weights", "expert gradients",
+                "expert weights")  # fmt: skip
+
+
+def basis_of(shape: ModelShape, work: Workload) -> dict[str, Any]:
+    """`REHEARSED` or `ESTIMATED` for each figure, under its keys in ``Plan.to_json``.
+
+    Rehearsals have torch layers in bfloat16, all of them with experts and none with a shared one. Transformer Engine
+    exchanges as many bytes, except over context-parallel ranks.
+    """
+    torch_layers = work.implementation == "torch"
+    same_layers = torch_layers and work.dtype_bytes == 2 and all(shape.moe_layers) and not shape.shared_expert_size
+    activations = REHEARSED if same_layers else ESTIMATED
+    states = dict.fromkeys(("weights", "gradients", "optimizer", "reference"), REHEARSED)
+    memory = {field.name: ESTIMATED for field in fields(Memory) if field.name != "stage"} | {"total": ESTIMATED}
+    return {
+        "memory_bytes": memory | states | {"activations": activations, "head": activations},
+        "activations_bytes": dict.fromkeys(RECOMPUTE, activations),
+        "collective_bytes": dict.fromkeys(_COLLECTIVES, REHEARSED)
+        | {"context": REHEARSED if torch_layers else ESTIMATED},
+        "seconds": {field.name: ESTIMATED for field in fields(StepTime)} | {"total": ESTIMATED},
+        **dict.fromkeys(("utilisation", "engine_concurrency", "limits"), ESTIMATED),
+    }
