@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import islice
 
 import numpy as np
 import torch.distributed as dist
@@ -32,7 +33,7 @@ def check_log_probs(
     if not sglang.log_prob_check_interval or version % sglang.log_prob_check_interval:
         return {}
     with timers("log_prob_check"):
-        samples = [as_sample(prompt) for prompt in prompts if prompt.length > 1][:_PROMPTS]
+        samples = [as_sample(prompt) for prompt in islice((p for p in prompts if p.length > 1), _PROMPTS)]
         theirs = groups.score([sample.tokens for sample in samples])
         if not theirs:  # no servers, or none that answered, which is reported elsewhere
             return {}
