@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,28 +22,24 @@ class PromptError(InputError):
     """Prompts that can't be used; one line naming the file, the row, the key and the fix."""
 
 
-def read_rows(path: str | Path, *, split: str = "train") -> list[tuple[Location, Row]]:
-    """All rows of a prompt file, each with its location.
+def read_rows(path: str | Path, *, split: str = "train") -> Iterator[tuple[Location, Row]]:
+    """All rows of a prompt file, each with its location, one after another.
 
     path: .jsonl / .ndjson (blank lines are skipped), .parquet (needs pyarrow), .arrow or a directory saved by
         `datasets` (needs datasets).
     split: which split of a saved DatasetDict.
-    Raises PromptError for a missing, empty, unreadable or unknown file.
+    Raises PromptError for a missing, unreadable or unknown file; for an invalid line when it is reached.
     """
     path = Path(path)
     if not path.exists():
         raise PromptError(f"{path}: no such file; check the path (relative to {Path.cwd()})")
     if path.is_dir() or path.suffix == ".arrow":
-        rows = _read_datasets(path, split)
-    elif path.suffix in _JSON_LINES:
-        rows = _read_json_lines(path)
-    elif path.suffix == ".parquet":
-        rows = _read_parquet(path)
-    else:
-        raise PromptError(f"{path}: unknown kind {path.suffix or '(no suffix)'!r}; use {_SUPPORTED}")
-    if not rows:
-        raise PromptError(f"{path}: holds no prompts; give it at least one row")
-    return rows
+        return _read_datasets(path, split)
+    if path.suffix in _JSON_LINES:
+        return _read_json_lines(path)
+    if path.suffix == ".parquet":
+        return _read_parquet(path)
+    raise PromptError(f"{path}: unknown kind {path.suffix or '(no suffix)'!r}; use {_SUPPORTED}")
 
 
 def optional_module(name: str, package: str, extra: str, purpose: str) -> ModuleType:
@@ -56,8 +52,7 @@ def optional_module(name: str, package: str, extra: str, purpose: str) -> Module
         ) from error
 
 
-def _read_json_lines(path: Path) -> list[tuple[Location, Row]]:
-    rows = []
+def _read_json_lines(path: Path) -> Iterator[tuple[Location, Row]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -70,20 +65,19 @@ def _read_json_lines(path: Path) -> list[tuple[Location, Row]]:
                 raise PromptError(f"{location}: not JSON ({reason}); write one JSON object a line") from error
             if not isinstance(row, dict):
                 raise PromptError(f"{location}: a JSON {type(row).__name__}; write one JSON object a line")
-            rows.append((location, row))
-    return rows
+            yield location, row
 
 
-def _read_parquet(path: Path) -> list[tuple[Location, Row]]:
+def _read_parquet(path: Path) -> Iterator[tuple[Location, Row]]:
     parquet = optional_module("pyarrow.parquet", "pyarrow", "data", f"reading {path}")
     try:
         table = parquet.read_table(path)
     except (ValueError, OSError) as error:  # pyarrow's errors derive from these two
         raise PromptError(f"{path}: not Parquet ({first_line(error)}); write the file again") from error
-    return _numbered(path, table.to_pylist())
+    return _numbered(path, (row for batch in table.to_batches() for row in batch.to_pylist()))
 
 
-def _read_datasets(path: Path, split: str) -> list[tuple[Location, Row]]:
+def _read_datasets(path: Path, split: str) -> Iterator[tuple[Location, Row]]:
     datasets = optional_module("datasets", "datasets", "data", f"reading {path}")
     try:
         if path.is_dir():
@@ -100,5 +94,5 @@ def _read_datasets(path: Path, split: str) -> list[tuple[Location, Row]]:
     return _numbered(path, loaded)
 
 
-def _numbered(path: Path, rows: Iterable[Row]) -> list[tuple[Location, Row]]:
-    return [(f"{path} row {number}", row) for number, row in enumerate(rows, start=1)]
+def _numbered(path: Path, rows: Iterable[Row]) -> Iterator[tuple[Location, Row]]:
+    return ((f"{path} row {number}", row) for number, row in enumerate(rows, start=1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,7 +35,7 @@ class Tokenizer(Protocol):
 class PromptSet:
     """Prompts with index 0 .. n-1. dropped: how many were longer than `max_prompt_length`."""
 
-    prompts: list[Prompt]
+    prompts: Sequence[Prompt]
     dropped: int = 0
 
 
@@ -55,14 +55,24 @@ def load_prompts(
 def build_prompts(
     rows: Iterable[tuple[Location, Row]], tokenizer: Tokenizer, data: DataConfig, *, source: str
 ) -> PromptSet:
-    """Tokenise rows. Every field besides prompt and answer goes to the prompt's metadata (as JSON values).
+    """All prompts of `iterate_prompts`; PromptError where none is left."""
+    found = list(iterate_prompts(rows, tokenizer, data))
+    prompts = [prompt for prompt in found if prompt is not None]
+    dropped = len(found) - len(prompts)
+    check_any_left(len(prompts), dropped, source=source, limit=data.max_prompt_length)
+    return PromptSet(prompts, dropped)
+
+
+def iterate_prompts(
+    rows: Iterable[tuple[Location, Row]], tokenizer: Tokenizer, data: DataConfig
+) -> Iterator[Prompt | None]:
+    """Tokenise rows; None for a prompt that is dropped for its length. Every field besides prompt and answer goes to
+    the prompt's metadata (as JSON values).
 
     `Prompt.index` counts the prompts that are kept. Raises PromptError naming the row for a missing key, a
-    wrong type, an empty prompt, or one that is too long where overlong_prompts is "error"; and where none is left.
+    wrong type, an empty prompt, or one that is too long where overlong_prompts is "error".
     """
-    prompts: list[Prompt] = []
-    dropped = 0
-    limit = data.max_prompt_length
+    kept, limit = 0, data.max_prompt_length
     for location, row in rows:
         text = _prompt_text(location, row, tokenizer, data)
         # a chat template writes its own special tokens
@@ -75,19 +85,21 @@ def build_prompts(
                     f"{location}: prompt has {len(ids)} tokens but max_prompt_length is {limit}; "
                     "raise it or set overlong_prompts to drop"
                 )
-            dropped += 1
+            yield None
             continue
         used = (data.prompt_key, data.answer_key)
         metadata = json_able({key: value for key, value in row.items() if key not in used})
         answer = _answer(location, row, data.answer_key)
-        prompts.append(Prompt(len(prompts), np.array(ids, dtype=np.int64), text, answer, metadata))
-    if not prompts:
-        if dropped:
-            raise PromptError(
-                f"{source}: all {dropped} prompts are longer than max_prompt_length {limit}; raise it"
-            )
+        yield Prompt(kept, np.array(ids, dtype=np.int64), text, answer, metadata)
+        kept += 1
+
+
+def check_any_left(kept: int, dropped: int, *, source: str, limit: int) -> None:
+    """PromptError unless there is a prompt."""
+    if not kept and dropped:
+        raise PromptError(f"{source}: all {dropped} prompts are longer than max_prompt_length {limit}; raise it")
+    if not kept:
         raise PromptError(f"{source}: holds no prompts; give it at least one row")
-    return PromptSet(prompts, dropped)
 
 
 class PromptSource:
@@ -100,7 +112,7 @@ class PromptSource:
     def __init__(self, prompts: Sequence[Prompt], *, seed: int = 0, shuffle: bool = True):
         if not prompts:
             raise PromptError("a prompt source needs at least one prompt")
-        self.prompts = list(prompts)
+        self.prompts = prompts
         self._seed = seed
         self._shuffle = shuffle
 
