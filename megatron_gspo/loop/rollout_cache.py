@@ -119,6 +119,7 @@ class RolloutCache:
             ("algorithm", ("name", "dynamic_sampling", "max_num_gen_batches")),
         ):
             found |= {f"{section}.{key}": config[section][key] for key in keys}
+        del found["data.cache_dir"]
         found["the engine's routes"] = self.config.routing.needs_rollout_routes
         found["the verifier's file"] = _digest_of_file(self.config.data.resolved_verifier)
         found["the environment's file"] = _digest_of_file(self.config.rollout.environment or "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +13,14 @@ from megatron_gspo.data.prompts import PromptError, PromptSource
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.environments.environment_pool import EnvironmentPool
 from megatron_gspo.loop.engines import build_sources
-from megatron_gspo.loop.inputs import check_prompts, check_weights, load_data, load_tokenizer, make_environments
+from megatron_gspo.loop.inputs import (
+    check_prompts,
+    check_weights,
+    load_data,
+    load_tokenizer,
+    make_environments,
+    prompt_cache,
+)
 from megatron_gspo.loop.offloading_source import OffloadingSource
 from megatron_gspo.loop.reward_scoring import EpisodeRewards, Rewards, VerifierRewards
 from megatron_gspo.loop.timers import UpdateClock
@@ -39,7 +47,7 @@ class Components:
     eval_groups: GroupSource | None
     rewards: Rewards
     prompts: PromptSource
-    eval_prompts: list[Prompt]
+    eval_prompts: Sequence[Prompt]
     dropped_prompts: int
     tokenizer: Any
 
@@ -72,7 +80,7 @@ def build_components(config: Config, *, engine: RolloutEngine | None = None) -> 
     disable_progress_bar()  # Transformers' own, one line for each rank
     tokenizer = load_tokenizer(config)
     try:
-        train, held_out, dropped = load_data(config, tokenizer)
+        train, held_out, dropped = load_data(config, tokenizer, prompt_cache(config))
     except ImportError as error:  # an optional package; the message names it
         raise PromptError(str(error)) from None
     check_prompts(config, train, held_out, shape.vocab_size)

@@ -12,7 +12,15 @@ import pytest
 
 from megatron_gspo.config import Config, ConfigError
 from megatron_gspo.data.prompts import PromptError
-from megatron_gspo.loop.inputs import check_prompts, check_weights, load_data, load_tokenizer, make_environments
+from megatron_gspo.loop.inputs import (
+    check_prompts,
+    check_weights,
+    load_data,
+    load_tokenizer,
+    make_environments,
+    prompt_cache,
+)
+from tests.support.prompt_rows import write_jsonl
 from tests.support.samples import make_prompt
 from tests.support.training_runs import WORD, base_config, tiny_model
 
@@ -100,6 +108,36 @@ def test_prompts_of_files_and_of_a_task(model: Path) -> None:
     train, held_out, dropped = load_data(config(model), tokenizer)
     assert 190 < len(train) + dropped <= 200 and len(held_out) == 8, "questions that are held out are not trained on"
     assert not {prompt.text for prompt in train} & {prompt.text for prompt in held_out}
+
+
+def test_prompts_of_a_cache(model: Path, tmp_path: Path) -> None:
+    files = {"task": None, "prompts": str(model / "a.jsonl"), "eval_prompts": str(model / "b.jsonl")}
+    for name, count in (("a", 5), ("b", 3)):
+        write_jsonl(model / f"{name}.jsonl", [{"prompt": f"{WORD} {i}", "answer": str(i)} for i in range(count)])
+    made = config(model, data=files, evaluation={"max_prompts": 2})
+    tokenizer = load_tokenizer(made)
+    plain = load_data(made, tokenizer)
+    for _ in range(2):
+        train, held_out, dropped = load_data(made, tokenizer, prompt_cache(made))
+        for found, wanted in ((train, plain[0]), (held_out, plain[1])):
+            assert [prompt.token_ids.tolist() for prompt in found] == [prompt.token_ids.tolist() for prompt in wanted]
+            assert [prompt.answer for prompt in found] == [prompt.answer for prompt in wanted]
+        assert (len(train), len(held_out), dropped) == (5, 2, 0)
+    assert len(list((tmp_path / "run" / "prompts").glob("*/manifest.json"))) == 2
+    largest = max(int(prompt.token_ids.max()) for prompt in train)
+    check_prompts(made, train, held_out, vocab_size=largest + 1)
+    with pytest.raises(PromptError, match=f"has the token id {largest}, .* vocabulary ends at {largest - 1};"):
+        check_prompts(made, train, held_out, vocab_size=largest)
+    other = config(model, data=files | {"cache_dir": str(tmp_path / "shared")})
+    load_data(other, tokenizer, prompt_cache(other))
+    assert len(list((tmp_path / "shared").glob("*/manifest.json"))) == 2
+
+
+def test_a_cache_that_cannot_be_written_is_reported_once_a_node(model: Path, capsys, monkeypatch) -> None:
+    for rank, count in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        prompt_cache(config(model)).warn("data.cache_dir = here: no space")
+        assert capsys.readouterr().err.count("warning: data.cache_dir = here: no space\n") == count
 
 
 def test_no_environments_without_the_key() -> None:
