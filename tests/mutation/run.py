@@ -26,6 +26,7 @@ import time
 import traceback
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("megatron_gspo", "tests", "patches", "tools", "pyproject.toml", "setup.py")
@@ -170,10 +171,11 @@ def _stage(folder: Path, job: Job) -> int:
     import tests.support.distributed
 
     # Ranks are forks of this process, not of a server that starts with an import of torch.
-    tests.support.distributed._fork_server = lambda: multiprocessing.get_context("fork")
+    forks = mock.patch.object(tests.support.distributed, "fork_server", lambda: multiprocessing.get_context("fork"))
     options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "_hypothesis_pytestplugin"]
     paths = stages(job.file, folder)[job.stage]
-    code = int(pytest.main([*options, "--hypothesis-profile=mutation", *paths]))
+    with forks:
+        code = int(pytest.main([*options, "--hypothesis-profile=mutation", *paths]))
     with (folder / "modules.txt").open("a") as out:
         out.writelines(f"{name}\n" for name in sys.modules)
     return code
