@@ -93,7 +93,7 @@ SMALL, LARGE = "qwen3_30b_a3b_4x8_gspo", "qwen3_235b_a22b_24x8_gspo"
 LAYOUTS = (
     Layout("30b_4x8_gspo", SMALL, 16, 2),
     Layout("30b_1x8_80gb_gspo", "qwen3_30b_a3b_1x8_80gb_gspo", 8, 2),
-    Layout("30b_1x8_141gb_gspo", "qwen3_30b_a3b_1x8_141gb_gspo", 8, 2),
+    Layout("30b_1x8_141gb_gspo", "qwen3_30b_a3b_1x8_141gb_gspo", 8, 8),
     Layout("30b_4x8_grpo_r2", "qwen3_30b_a3b_4x8_grpo_r2", 16, 2),
     variant(SMALL, 8, 2, tp=1, ep=8, recompute="none"),
     variant(SMALL, 16, 2, tp=2, ep=8, recompute="selective", overlap="false"),
