@@ -49,7 +49,7 @@ class DataConfig:
     overlong_prompts: Literal["drop", "error"] = "drop"
     """Action on longer prompts."""
     cache_dir: str | None = None
-    """Folder of tokenised prompts, which the first process writes and all map; null: `prompts/` in `run_dir`."""
+    """Folder of tokenised prompts, mapped by all processes; null: `prompts/` in `run_dir`."""
     verifier: str | None = None
     """Scores a response: exact_match, math_verify, reasoning_gym, path/to/file.py:function or
     package.module:function; null is reasoning_gym with a task and exact_match otherwise."""

@@ -35,6 +35,8 @@ SUPPORTED = (
     Support("numpy", ">=1.26"),
     Support("psutil", ">=5.9"),
     Support("aiohttp", ">=3.9"),
+    Support("msgspec", ">=0.19,<1"),
+    Support("pybase64", ">=1.4,<2"),
     Support("transformer-engine", ">=2.4", "", True, "fused layers, grouped experts"),
     Support("apex", "", "", True, "fused Adam"),
 )

@@ -21,7 +21,7 @@ BY_NAME = {support.name: support for support in SUPPORTED}
 
 
 def test_ranges_are_those_of_the_installation():
-    asked = dict(re.findall(r'"([a-z-]+)(?:\[\w+\])?([<>=][^"]*)"', SETUP))
+    asked = dict(re.findall(r'"([a-z0-9-]+)(?:\[\w+\])?([<>=][^"]*)"', SETUP))
     for support in (*SUPPORTED[1:], SGLANG):
         if support.needs:
             assert asked[support.name] == support.needs, support.name
