@@ -30,7 +30,7 @@ def train(config: Path, processes: int, overrides: Sequence[str]) -> None:
         raise SystemExit(code)
 
 
-def held_out_and_training(model: Path, config: Path) -> tuple[list[Prompt], list[Prompt]]:
+def held_out_and_training(model: Path, config: Path) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
     """The held-out and the training prompts of a config's task; they share no question."""
     from transformers import AutoTokenizer
 
