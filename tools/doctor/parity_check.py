@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
 
 import numpy as np
@@ -31,12 +32,14 @@ def check_parity(config: Config) -> list[Finding]:
                 "rollout.engine = sft generates no samples whose log-probs could be compared",
             )
         ]
-    run = build_components(_probing(config))
-    try:
-        return _compare(run)
-    finally:
-        run.close()
-        shutdown(keep_distributed=True)
+    with tempfile.TemporaryDirectory() as folder:
+        data = replace(config.data, cache_dir=config.data.cache_dir or folder)  # its default is in run_dir
+        run = build_components(_probing(replace(config, data=data)))
+        try:
+            return _compare(run)
+        finally:
+            run.close()
+            shutdown(keep_distributed=True)
 
 
 def _probing(config: Config) -> Config:
