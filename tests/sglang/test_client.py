@@ -194,8 +194,7 @@ def test_an_interrupted_response_goes_on_under_new_weights(engine, sglang_model)
         bounds.append(interrupt_midway(stream))
         engine.update_weights(checkpoint(models[version].float()).items(), version=version)
     samples = everything(stream, len(prompts), lambda: pytest.fail("the server has the weights"))
-    counts = engine.counts()
-    assert counts["rollout/continued"] > 0 and counts["rollout/cached_share"] > 0
+    assert engine.counts()["rollout/continued"] > 0
     check_samples(samples, prompts, sampling, vocab_size=engine._client.model.vocab_size)
     models = {version: model.double() for version, model in models.items()}
     checked = 0
