@@ -17,6 +17,7 @@ from megatron_gspo.loop.advantages import with_advantages
 from megatron_gspo.loop.checkpoints import CheckpointManager, LoopState, resume
 from megatron_gspo.loop.evaluation import evaluate, is_evaluation_due
 from megatron_gspo.loop.generation import DataCursor, RolloutGenerator
+from megatron_gspo.loop.hf_export import export
 from megatron_gspo.loop.log_prob_check import check_log_probs
 from megatron_gspo.loop.log_probs import with_log_probs
 from megatron_gspo.loop.loss_masking import mask_samples
@@ -32,7 +33,6 @@ from megatron_gspo.loop.stop_signal import stop_on_signal
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.process_groups import shutdown
 from megatron_gspo.mcore.seeding import EVALUATION, ROLLOUT, UPDATE, seed_generators
-from megatron_gspo.models.hf_checkpoint import write_checkpoint
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
 from megatron_gspo.routing_replay.routes import RouteShape
 
@@ -76,7 +76,7 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
                 return state
         checkpoints.finish()
         state = replace(state, wall_seconds=time.monotonic() - started)
-        exported = export(run, Path(config.run_dir) / "hf") if config.checkpoint.export_hf else None
+        exported = export(run.policy, Path(config.run_dir) / "hf") if config.checkpoint.export_hf else None
         logger.finish(asdict(state) | {"exported": exported and str(exported)})
     return state
 
@@ -150,13 +150,3 @@ def _evaluate(run: Components, version: int, timers: Timers) -> dict[str, float]
         with timers("weight_sync"):
             run.eval_groups.update_weights(run.policy.weights, version=version)
     return evaluate(run.eval_groups, run.rewards, run.eval_prompts, run.config, timers)
-
-
-def export(run: Components, folder: Path) -> Path | None:
-    """Write the trained model as a Hugging Face directory; all ranks stream, rank 0 writes."""
-    stream = run.policy.weights()
-    if dist.get_rank() == 0:
-        return write_checkpoint(folder, stream, source=run.config.model.path)
-    for _ in stream:
-        pass
-    return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from megatron_gspo.models.parameter_slices import ParameterSlice
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 # Bytes of whole tensors per all-gather: large enough to use the network's bandwidth, small enough that glibc reuses the
 # memory: it returns larger blocks to the system, and every page would be mapped again.
-_PIECE = 16 * 2**20
+PIECE = 16 * 2**20
 _EXPERT = re.compile(r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)")
 
 Section = tuple[int, int]  # layer, piece of it
@@ -96,7 +96,7 @@ def _is_finite(value: Tensor) -> bool:
 
 def export_weights(chunks: list[Any], family: Family, shape: ModelShape, groups: ProcessGroups, *,
                    value: Callable[[Tensor], Tensor] = torch.Tensor.detach,
-                   piece: int = _PIECE) -> Iterator[tuple[str, Tensor]]:
+                   piece: int = PIECE) -> Iterator[tuple[str, Tensor]]:
     """Stream (Hugging Face name, whole tensor) to every rank, layer after layer; a collective of all ranks.
 
     Memory above the model: at most three times ``piece`` bytes, or three times the largest parameter if larger,
@@ -104,11 +104,7 @@ def export_weights(chunks: list[Any], family: Family, shape: ModelShape, groups:
     of the parameters. Every rank must consume the stream to its end. ``value`` maps a parameter to the tensor of the
     same size that is sent: the weight itself, or its gradient.
     """
-    layers: dict[int, list[MappedParameter]] = {}
-    for chunk in chunks:
-        for mapped in map_parameters(chunk, family, shape, groups):
-            layers.setdefault(mapped.layer, []).append(replace(mapped, parameter=value(mapped.parameter)))
-    sections = _sections(layers, shape, groups, piece)
+    sections = _sections(mapped_layers(chunks, family, shape, groups, value), groups, piece)
     owners, metadata = _owners(sections, shape, groups)
     for section in sorted(owners):
         stage = owners[section]
@@ -121,28 +117,49 @@ def export_weights(chunks: list[Any], family: Family, shape: ModelShape, groups:
         del tensors  # before the next are gathered
 
 
-def _sections(layers: dict[int, list[MappedParameter]], shape: ModelShape, groups: ProcessGroups,
-              piece: int) -> dict[Section, list[MappedParameter]]:
-    """Sections of a layer's parameters that are sent at once: at most ``piece`` bytes of whole tensors, or one
-    parameter. The same on all ranks of a stage, whose parameters have the same sizes.
+def mapped_layers(chunks: list[Any], family: Family, shape: ModelShape, groups: ProcessGroups,
+                  value: Callable[[Tensor], Tensor]) -> dict[int, list[MappedParameter]]:
+    """The parameters of each layer of this stage that are exported, with ``value`` of the parameter in its place.
 
-    Parameters outside of the layers have the layer -1 - stage. The first stage sends a tied embedding.
+    Parameters outside of the layers have the layer -1 - stage. The first stage exports a tied embedding.
     """
-    outer = -1 - groups.pp.rank()
-    if -1 in layers:
-        layers[outer] = layers.pop(-1)
-        if shape.tied_embeddings and groups.pp.rank() > 0:
-            layers[outer] = [mapped for mapped in layers[outer] if not mapped.rule.is_vocabulary]
-    sections: dict[Section, list[MappedParameter]] = {}
-    for layer, mapped_list in layers.items():
-        number, size = 0, 0
-        for mapped in sorted(mapped_list, key=_kind):
-            whole = mapped.parameter.nbytes * _holders(mapped, groups)
-            if size + whole > piece and size:
-                number, size = number + 1, 0
-            size += whole
-            sections.setdefault((layer, number), []).append(mapped)
-    return sections
+    layers: dict[int, list[MappedParameter]] = {}
+    for chunk in chunks:
+        for mapped in map_parameters(chunk, family, shape, groups):
+            if mapped.layer >= 0 or not (shape.tied_embeddings and groups.pp.rank() and mapped.rule.is_vocabulary):
+                layer = mapped.layer if mapped.layer >= 0 else -1 - groups.pp.rank()
+                layers.setdefault(layer, []).append(replace(mapped, parameter=value(mapped.parameter)))
+    return layers
+
+
+def _sections(layers: dict[int, list[MappedParameter]], groups: ProcessGroups,
+              piece: int) -> dict[Section, list[MappedParameter]]:
+    """Sections of a layer's parameters that are sent at once. The same on all ranks of a stage, whose parameters have
+    the same sizes."""
+    return {
+        (layer, number): section
+        for layer, mapped_list in layers.items()
+        for number, section in enumerate(pieces_of(sorted(mapped_list, key=_kind), groups, piece))
+    }
+
+
+def pieces_of(mapped_list: list[MappedParameter], groups: ProcessGroups, piece: int, *,
+              of_one_source: bool = False) -> Iterator[list[MappedParameter]]:
+    """Parameters that are gathered at once: at most ``piece`` bytes of whole tensors, or one parameter.
+
+    of_one_source: without the other expert-parallel ranks' experts.
+    """
+    section: list[MappedParameter] = []
+    size = 0
+    for mapped in mapped_list:
+        whole = mapped.parameter.nbytes * _holders(mapped, groups, of_one_source)
+        if size + whole > piece and size:
+            yield section
+            section, size = [], 0
+        size += whole
+        section.append(mapped)
+    if section:
+        yield section
 
 
 def _kind(mapped: MappedParameter) -> int:
@@ -151,10 +168,10 @@ def _kind(mapped: MappedParameter) -> int:
     return 0 if mapped.rule.is_expert else 1 if mapped.rule.shard is not Shard.NONE else 2
 
 
-def _holders(mapped: MappedParameter, groups: ProcessGroups) -> int:
+def _holders(mapped: MappedParameter, groups: ProcessGroups, of_one_source: bool) -> int:
     """The ranks whose parameters are gathered with this one."""
     if mapped.rule.is_expert:
-        return groups.expert_tp_ep.size()
+        return (groups.expert_tp if of_one_source else groups.expert_tp_ep).size()
     return 1 if mapped.rule.shard is Shard.NONE else groups.tp.size()
 
 
@@ -188,10 +205,13 @@ def _whole(mapped_list: list[MappedParameter], shape: ModelShape, groups: Proces
     experts = [mapped for mapped in mapped_list if mapped.rule.is_expert]
     sharded = [mapped for mapped in mapped_list if not mapped.rule.is_expert and mapped.rule.shard is not Shard.NONE]
     tensors: dict[str, Tensor] = {}
-    if experts:
-        tensors |= _join(experts, _gather(experts, groups.expert_tp_ep), shape, shards=groups.expert_tp.size(),
-                         experts_per_rank=shape.num_experts // groups.ep.size())
-    tensors |= _join(sharded, _gather(sharded, groups.tp), shape, shards=groups.tp.size(), experts_per_rank=0)
+    shards, step = groups.expert_tp.size(), shape.num_experts // groups.ep.size()
+    # the expert-tensor rank is the fastest of the group: blocks of `shards` ranks, one for each expert-parallel rank
+    everyone = _gather(experts, groups.expert_tp_ep) if experts else []
+    for first in range(0, len(everyone), shards):
+        placed = [replace(mapped, expert=mapped.expert % step + first // shards * step) for mapped in experts]
+        tensors |= join_shards(placed, everyone[first : first + shards], shape)
+    tensors |= join_shards(sharded, _gather(sharded, groups.tp), shape)
     own = (mapped for mapped in mapped_list if not mapped.rule.is_expert and mapped.rule.shard is Shard.NONE)
     return tensors | {mapped.names[0]: mapped.parameter for mapped in own}
 
@@ -201,14 +221,16 @@ def _gather(mapped_list: list[MappedParameter], group: Any) -> list[list[Tensor]
     parameters = [mapped.parameter for mapped in mapped_list]
     if group.size() == 1 or not parameters:
         return [parameters] * group.size()
-    sizes = [parameter.numel() for parameter in parameters]
-    everyone = parameters[0].new_empty(group.size(), sum(sizes))
+    everyone = parameters[0].new_empty(group.size(), sum(parameter.numel() for parameter in parameters))
     torch.cat([parameter.flatten() for parameter in parameters], out=everyone[group.rank()])
     _exchange_rows(everyone, group)
-    return [
-        [part.view_as(parameter) for part, parameter in zip(row.split(sizes), parameters, strict=True)]
-        for row in everyone
-    ]
+    return [split_row(row, parameters) for row in everyone]
+
+
+def split_row(row: Tensor, parameters: list[Tensor]) -> list[Tensor]:
+    """Views of a flat row of elements with the sizes of ``parameters``."""
+    parts = row.split([parameter.numel() for parameter in parameters])
+    return [part.view_as(parameter) for part, parameter in zip(parts, parameters, strict=True)]
 
 
 def _exchange_rows(everyone: Tensor, group: Any) -> None:
@@ -227,21 +249,16 @@ def _exchange_rows(everyone: Tensor, group: Any) -> None:
         work.wait()
 
 
-def _join(mapped_list: list[MappedParameter], gathered: list[list[Tensor]], shape: ModelShape, *, shards: int,
-          experts_per_rank: int) -> dict[str, Tensor]:
-    """Concatenate the ranks' parts. The ranks of ``gathered`` are blocks of ``shards`` tensor-parallel ranks, one block
-    for each expert-parallel rank (Megatron's order: expert-tensor rank fastest)."""
+def join_shards(mapped_list: list[MappedParameter], ranks: Sequence[list[Tensor]],
+                shape: ModelShape) -> dict[str, Tensor]:
+    """The whole Hugging Face tensors of parameters that all tensor-parallel ``ranks`` hold shards of."""
     tensors: dict[str, Tensor] = {}
-    for block in range(len(gathered) // shards):
-        ranks = gathered[block * shards : (block + 1) * shards]
-        for i, mapped in enumerate(mapped_list):
-            rule = mapped.rule
-            expert = mapped.expert % experts_per_rank + block * experts_per_rank if experts_per_rank else 0
-            names = rule.names_in(mapped.layer, expert)
-            parts = zip(*(rule.split(rank[i], shape) for rank in ranks), strict=True)
-            for name, pieces in zip(names, parts, strict=True):
-                whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=rule.shard.value or 0)
-                tensors[name] = whole[: shape.vocab_size] if rule.is_vocabulary else whole
+    for i, mapped in enumerate(mapped_list):
+        rule = mapped.rule
+        parts = zip(*(rule.split(rank[i], shape) for rank in ranks), strict=True)
+        for name, shards in zip(mapped.names, parts, strict=True):
+            whole = shards[0] if len(shards) == 1 else torch.cat(shards, dim=rule.shard.value or 0)
+            tensors[name] = whole[: shape.vocab_size] if rule.is_vocabulary else whole
     return tensors
 
 

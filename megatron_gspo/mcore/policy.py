@@ -23,6 +23,7 @@ from megatron_gspo.mcore.model import build_model, torch_dtype, transformer_conf
 from megatron_gspo.mcore.offload import PolicyMemory
 from megatron_gspo.mcore.policy_tensors import torch_optimizers
 from megatron_gspo.mcore.process_groups import ProcessGroups
+from megatron_gspo.mcore.weight_sources import export_source, source_ranks
 from megatron_gspo.models import Family, ModelShape, family_of, read_config
 
 
@@ -49,6 +50,11 @@ class Policy:
     def config(self) -> Any:
         return unwrap(self.chunks[0]).config
 
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """The ranks that send weights; see `mcore/weight_sources.py`."""
+        return source_ranks(self.groups)
+
     def gather_weights(self) -> None:
         """Gather the updated weights on every rank, to read them without a forward pass.
 
@@ -59,11 +65,17 @@ class Policy:
             if getattr(chunk, "use_forward_hook", False):
                 chunk.start_param_sync(force_sync=True)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Stream the weights under their Hugging Face names; a collective of all ranks."""
+    def weights(self, source: int | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Stream the weights under their Hugging Face names; a collective of all ranks.
+
+        ``source``: only what this rank sends (`mcore/weight_sources.py`), to it alone; None: all, to every rank.
+        """
         self.memory.restore_weights()
         self.gather_weights()
-        return export_weights([unwrap(chunk) for chunk in self.chunks], self.family, self.shape, self.groups)
+        chunks = [unwrap(chunk) for chunk in self.chunks]
+        if source is None:
+            return export_weights(chunks, self.family, self.shape, self.groups)
+        return export_source(source, chunks, self.family, self.shape, self.groups)
 
 
 def build_policy(model: ModelConfig, parallel: ParallelConfig, groups: ProcessGroups, *,

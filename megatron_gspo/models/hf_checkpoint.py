@@ -23,6 +23,7 @@ from megatron_gspo.models.model_shape import ModelError, read_config, read_json
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+MAX_SHARD_BYTES = 4 << 30
 # files of a model other than its weights, copied to an export unchanged
 _COMPANIONS = (
     "config.json",
@@ -137,50 +138,101 @@ def write_checkpoint(
     *,
     source: str | Path,
     dtype: torch.dtype | None = None,
-    max_shard_bytes: int = 4 << 30,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
     """Write a Hugging Face checkpoint from a stream of (name, tensor); config and tokenizer come from ``source``.
 
     Memory: one shard. Atomic: everything is written to a temporary directory, which is renamed at the end; an existing
     ``path`` is replaced. Returns ``path``. Raises ``DiskError`` where it cannot be written.
     """
+    begin_checkpoint(path)
+    write_part(path, tensors, dtype=dtype, max_shard_bytes=max_shard_bytes)
+    return publish_checkpoint(path, source=source)
+
+
+def begin_checkpoint(path: str | Path) -> None:
+    """Make the temporary directory of `write_part`; what an interrupted writer has left there is removed."""
     with writing(path):
-        return _write(Path(path), tensors, source, dtype, max_shard_bytes)
+        shutil.rmtree(_partial(path), ignore_errors=True)
+        _partial(path).mkdir(parents=True)
 
 
-def _write(
-    final: Path,
+def write_part(
+    path: str | Path,
     tensors: Iterable[tuple[str, Tensor]],
-    source: str | Path,
-    dtype: torch.dtype | None,
-    max_shard_bytes: int,
-) -> Path:
-    partial = final.with_name(final.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    *,
+    part: int = 0,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write one process's tensors of a checkpoint. Parts are written at the same time, after `begin_checkpoint`.
+
+    part: its number. Memory: one shard. Raises ``DiskError``.
+    """
+    folder = _partial(path)
     shards: list[list[str]] = []
     pending: dict[str, Tensor] = {}
-    total = size = 0
-    written = dtype
-    for name, tensor in tensors:
-        value = tensor.detach().to("cpu", dtype).contiguous().clone()
-        written = value.dtype
-        if pending and size + value.nbytes > max_shard_bytes:
-            shards.append(_write_shard(partial, len(shards), pending))
-            pending, size = {}, 0
-        pending[name] = value
-        size += value.nbytes
-        total += value.nbytes
-    shards.append(_write_shard(partial, len(shards), pending))
-    _finish_names(partial, shards, total)
-    copy_companions(source, partial, written)
-    old = final.with_name(final.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if final.exists():
-        os.replace(final, old)
-    os.replace(partial, final)
-    shutil.rmtree(old, ignore_errors=True)
+    total, size, written = 0, 0, dtype
+
+    def take() -> None:
+        if pending:
+            _write_shard(folder / _shard_name(part, len(shards)), pending)
+            shards.append(list(pending))
+            pending.clear()
+
+    with writing(path):
+        for name, tensor in tensors:
+            value = tensor.detach().to("cpu", dtype).contiguous().clone()
+            written = value.dtype
+            if size + value.nbytes > max_shard_bytes:
+                take()
+                size = 0
+            pending[name] = value
+            size += value.nbytes
+            total += value.nbytes
+        take()
+        found = {"shards": shards, "bytes": total, "dtype": written and str(written).removeprefix("torch.")}
+        (folder / _part_name(part)).write_text(json.dumps(found))
+
+
+def publish_checkpoint(path: str | Path, *, source: str | Path, parts: int = 1) -> Path:
+    """Complete a checkpoint of so many parts, all of which are written, and rename it. Returns ``path``.
+
+    Raises ``DiskError`` where it cannot be written, or for a part that is not there.
+    """
+    final, partial = Path(path), _partial(path)
+    with writing(path):
+        found = []
+        for part in range(parts):
+            if not (partial / _part_name(part)).is_file():
+                raise DiskError(f"{path}: part {part + 1} of {parts} is not there; ranks on all nodes write to it: "
+                                "choose a run_dir on a shared file system")  # fmt: skip
+            found.append(json.loads((partial / _part_name(part)).read_text()))
+            (partial / _part_name(part)).unlink()
+        shards = [(_shard_name(part, number), names) for part, each in enumerate(found)
+                  for number, names in enumerate(each["shards"])]  # fmt: skip
+        _finish_names(partial, shards, sum(each["bytes"] for each in found))
+        written = next((each["dtype"] for each in found if each["dtype"]), None)
+        copy_companions(source, partial, written and getattr(torch, written))
+        old = final.with_name(final.name + ".old")
+        shutil.rmtree(old, ignore_errors=True)
+        if final.exists():
+            os.replace(final, old)
+        os.replace(partial, final)
+        shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def _partial(path: str | Path) -> Path:
+    return Path(path).with_name(Path(path).name + ".partial")
+
+
+def _part_name(part: int) -> str:
+    return f"part-{part:05d}.json"
+
+
+def _shard_name(part: int, number: int) -> str:
+    return f"shard-{part:05d}-{number:05d}"
 
 
 def copy_companions(source: str | Path, target: str | Path, dtype: torch.dtype | None = None) -> None:
@@ -197,8 +249,7 @@ def copy_companions(source: str | Path, target: str | Path, dtype: torch.dtype |
         (Path(target) / "config.json").write_text(json.dumps(config | {key: wanted}, indent=2) + "\n")
 
 
-def _write_shard(folder: Path, number: int, tensors: dict[str, Tensor]) -> list[str]:
-    file = folder / f"shard-{number:05d}"
+def _write_shard(file: Path, tensors: dict[str, Tensor]) -> None:
     needed = sum(tensor.nbytes for tensor in tensors.values())
     try:
         with writing(file, needed=needed):
@@ -207,16 +258,16 @@ def _write_shard(folder: Path, number: int, tensors: dict[str, Tensor]) -> list[
         number_of = re.search(r"os error (\d+)", str(error))
         code = int(number_of[1]) if number_of else errno.EIO
         raise DiskError(describe_disk(file, OSError(code, os.strerror(code)), needed=needed)) from error
-    return list(tensors)
 
 
-def _finish_names(folder: Path, shards: list[list[str]], total: int) -> None:
+def _finish_names(folder: Path, shards: list[tuple[str, list[str]]], total: int) -> None:
+    """Give the shards, (file, its tensors), their names, and write the index."""
     if len(shards) == 1:
-        os.replace(folder / "shard-00000", folder / SINGLE)
+        os.replace(folder / shards[0][0], folder / SINGLE)
         return
     weight_map: dict[str, str] = {}
-    for number, names in enumerate(shards):
-        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        os.replace(folder / f"shard-{number:05d}", folder / file)
+    for number, (shard, names) in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        os.replace(folder / shard, folder / file)
         weight_map |= dict.fromkeys(names, file)
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))

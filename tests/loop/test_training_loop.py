@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from megatron_gspo.config import Config
 from megatron_gspo.data.prompts import PromptSource
@@ -146,7 +145,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
             "stop_on_signal": lambda: contextlib.nullcontext(requested),
             "shutdown": lambda **_: None,
             "seed_generators": lambda seed, step, phase: events.append(f"seed {step}"),
-            "export": lambda run, folder: events.append("export") or folder,
+            "export": lambda policy, folder: events.append("export") or folder,
         }.items():
             monkeypatch.setattr(training_loop, name, part)
         monkeypatch.setattr(Config, "check", lambda self, world_size: events.append(f"check {world_size}"))
@@ -202,24 +201,3 @@ def test_supervised_training_sends_weights_for_evaluation_only(run: Callable[...
                        checkpoint={"export_hf": False})  # fmt: skip
     assert events == ["check 1", "step 0", "log 1", "step 1", "seed 2", "weights 2", "evaluate", "log 2", "save 2",
                       "saved", "summary", "closed"]  # fmt: skip
-
-
-def test_every_rank_streams_the_export_and_rank_0_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[int] = []
-
-    def weights() -> Any:
-        for i in range(3):
-            read.append(i)
-            yield f"t{i}", None
-
-    def write(folder: Path, stream: Any, *, source: str) -> Path:
-        assert source == "model" and len(list(stream)) == 3
-        return folder
-
-    monkeypatch.setattr(training_loop, "write_checkpoint", write)
-    run: Any = SimpleNamespace(policy=SimpleNamespace(weights=weights), config=Config.from_dict(
-        base_config("model", Path("run"))))  # fmt: skip
-    for rank, expected in ((0, Path("hf")), (1, None)):
-        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        assert training_loop.export(run, Path("hf")) == expected
-    assert read == [0, 1, 2] * 2

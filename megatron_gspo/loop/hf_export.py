@@ -1,0 +1,32 @@
+"""The trained model as a Hugging Face directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_gspo.errors import DiskError
+from megatron_gspo.mcore.policy import Policy
+from megatron_gspo.models.hf_checkpoint import begin_checkpoint, publish_checkpoint, write_part
+from megatron_gspo.parallel.rank_zero import raise_on_every_rank, run_on_rank_zero
+
+
+def export(policy: Policy, folder: Path) -> Path:
+    """Write the model to ``folder``: each source writes its own tensors at the same time, rank 0 publishes them.
+
+    A collective of all ranks. Raises ``DiskError`` on every rank where one cannot write.
+    """
+    run_on_rank_zero(lambda: begin_checkpoint(folder))
+    failure = ""
+    for part, source in enumerate(policy.sources):
+        stream = policy.weights(source)
+        if source == dist.get_rank():
+            try:
+                write_part(folder, stream, part=part)
+            except DiskError as error:
+                failure = str(error)
+        for _ in stream:  # other ranks take part in it
+            pass
+    raise_on_every_rank(failure, DiskError)
+    return run_on_rank_zero(lambda: publish_checkpoint(folder, source=policy.path, parts=len(policy.sources)))

@@ -1,0 +1,89 @@
+"""The ranks that send weights to servers and files, and what each of them sends.
+
+Every pipeline stage and every expert-parallel rank of one data-parallel replica is a source of its own tensors. Only
+the tensor-parallel ranks of a source take part in its stream, and only the source receives their shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_gspo.mcore.hf_weights import (
+    PIECE,
+    MappedParameter,
+    join_shards,
+    mapped_layers,
+    pieces_of,
+    split_row,
+)
+from megatron_gspo.mcore.process_groups import ProcessGroups
+from megatron_gspo.models import Family, ModelShape, Shard
+
+
+def source_ranks(groups: ProcessGroups) -> tuple[int, ...]:
+    """Global ranks of the sources, ascending. The first one of a stage also sends what is not an expert's.
+
+    Megatron's order: expert-tensor rank fastest, then the expert-parallel rank, the replicas, the stages.
+    """
+    experts = range(groups.ep.size())
+    return tuple(
+        first + number * groups.expert_tp.size()
+        for first in range(0, dist.get_world_size(), _ranks_per_stage(groups))
+        for number in experts
+    )
+
+
+def export_source(source: int, chunks: list[Any], family: Family, shape: ModelShape, groups: ProcessGroups, *,
+                  value: Callable[[Tensor], Tensor] = torch.Tensor.detach,
+                  piece: int = PIECE) -> Iterator[tuple[str, Tensor]]:
+    """Stream (Hugging Face name, whole tensor) of what the rank ``source`` sends to it; nothing to the other ranks.
+
+    Every rank may call it, and must consume the stream to its end; the source's tensor-parallel ranks have to. The
+    streams of all sources together are `export_weights`. Ranks take part in several of them in the order of
+    `source_ranks`. Memory above the model and ``value``: as `export_weights`.
+    """
+    layers = mapped_layers(chunks, family, shape, groups, value)
+    parameters = [mapped for layer in sorted(layers) for mapped in layers[layer]]
+    first_of_stage = groups.pp.rank() * _ranks_per_stage(groups)
+    if dist.get_global_rank(groups.tp, 0) == source == first_of_stage:
+        yield from _export([mapped for mapped in parameters if not mapped.rule.is_expert], groups.tp, shape, groups,
+                           piece)  # fmt: skip
+    if dist.get_global_rank(groups.expert_tp, 0) == source:
+        yield from _export([mapped for mapped in parameters if mapped.rule.is_expert], groups.expert_tp, shape, groups,
+                           piece)  # fmt: skip
+
+
+def _ranks_per_stage(groups: ProcessGroups) -> int:
+    return dist.get_world_size() // groups.pp.size()
+
+
+def _export(parameters: list[MappedParameter], group: Any, shape: ModelShape, groups: ProcessGroups,
+            piece: int) -> Iterator[tuple[str, Tensor]]:
+    """Stream the parameters, whole, on the first rank of ``group``, whose ranks hold their shards."""
+    for section in pieces_of(parameters, groups, piece, of_one_source=True):
+        sharded = [mapped for mapped in section if mapped.rule.shard is not Shard.NONE]
+        ranks = _gather_on_first([mapped.parameter for mapped in sharded], group)
+        if group.rank() == 0:
+            yield from join_shards(sharded, ranks, shape).items()
+            del ranks  # before the next are gathered
+            for mapped in section:
+                if mapped.rule.shard is Shard.NONE:
+                    yield mapped.names[0], mapped.parameter
+
+
+def _gather_on_first(parameters: list[Tensor], group: Any) -> list[list[Tensor]]:
+    """Every rank's parameters on the first rank of ``group``; an empty list on the others."""
+    if group.size() == 1 or not parameters:
+        return [parameters] * group.size()
+    flat, first = torch.cat([parameter.flatten() for parameter in parameters]), dist.get_global_rank(group, 0)
+    if group.rank():
+        dist.gather(flat, dst=first, group=group)
+        return []
+    everyone = flat.new_empty(group.size(), flat.numel())
+    dist.gather(flat, list(everyone), dst=first, group=group)
+    return [split_row(row, parameters) for row in everyone]

@@ -1,0 +1,119 @@
+"""What each rank sends: together the model, every tensor once; a rank receives only what it sends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+import megatron_gspo.mcore.train_step  # noqa: F401  the fork server of the tests imports it once
+from benchmarks.live_storages import LiveStorages
+from megatron_gspo.config import ParallelConfig
+from megatron_gspo.mcore import weight_sources
+from megatron_gspo.mcore.hf_weights import load_weights
+from megatron_gspo.mcore.model import build_model
+from megatron_gspo.mcore.weight_sources import export_source, source_ranks
+from megatron_gspo.models import family_of, read_config
+from tests.support.configs import model_config, parallel
+from tests.support.distributed import run_distributed
+from tests.support.parallel_groups import groups_of
+from tests.support.tiny_models import save_tiny_model
+
+CASES = [  # of 4 ranks, and the sources
+    ("moe", parallel(), (0,)),
+    ("moe", parallel(tensor=2, pipeline=2), (0, 2)),
+    ("moe", parallel(pipeline=2, expert=2), (0, 1, 2, 3)),
+    ("moe", parallel(pipeline=2, virtual_pipeline=2, expert=2), (0, 1, 2, 3)),
+    ("moe", parallel(expert=2), (0, 1)),
+    ("moe", parallel(tensor=2, expert=2, expert_tensor=2), (0, 2)),
+    ("moe", parallel(tensor=2, expert=2), (0, 1)),
+    ("shared", parallel(tensor=2, expert=4), (0, 1, 2, 3)),
+    ("tied", parallel(tensor=2, pipeline=2), (0, 2)),
+    ("dense", parallel(tensor=2, context=2), (0,)),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, str]:
+    """95 tokens: an odd vocabulary, which tensor-parallel ranks pad."""
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "moe": save_tiny_model(folder / "moe", vocab_size=95),
+        "shared": save_tiny_model(folder / "shared", "shared"),
+        "dense": save_tiny_model(folder / "dense", "dense"),
+        "tied": save_tiny_model(folder / "tied", "dense", vocab_size=95, tie_word_embeddings=True),
+    }
+
+
+class OnlyGathers:
+    """`torch.distributed` as the module sees it, with the bytes that this rank received from others."""
+
+    def __init__(self) -> None:
+        self.received = 0
+
+    get_global_rank = staticmethod(dist.get_global_rank)
+    get_world_size = staticmethod(dist.get_world_size)
+
+    def gather(self, tensor: torch.Tensor, gather_list: Any = None, **given: Any) -> None:
+        dist.gather(tensor, gather_list, **given)
+        self.received += sum(part.nbytes for part in gather_list or []) - (tensor.nbytes if gather_list else 0)
+
+
+def sent(rank: int, world_size: int, models: dict[str, str]) -> list[Any]:
+    """Of each case: the sources, what this rank sends, and the bytes that it received."""
+    found = []
+    for kind, layout, _ in CASES:
+        groups = groups_of(layout)
+        family, shape = family_of(read_config(models[kind]))
+        chunks = build_model(shape, layout, model_config(), groups)
+        load_weights(chunks, models[kind], family, shape, groups)
+        for piece in (16 * 2**20, 3000):
+            weight_sources.dist = spy = OnlyGathers()
+            mine: list[tuple[str, torch.Tensor]] = []
+            for source in source_ranks(groups):
+                stream = export_source(source, chunks, family, shape, groups, piece=piece)
+                tensors = [(name, tensor.clone()) for name, tensor in stream]
+                assert not tensors or source == rank
+                mine += tensors
+            found.append((source_ranks(groups), mine, spy.received))
+            weight_sources.dist = dist
+    return found
+
+
+def test_the_sources_send_every_tensor_once_and_receive_no_other(models):
+    by_rank = run_distributed(sent, 4, models, timeout=120)
+    for number, cases in enumerate(zip(*by_rank, strict=True)):
+        kind, layout, sources = CASES[number // 2]
+        truth = load_file(Path(models[kind]) / "model.safetensors")
+        pairs = [pair for _, mine, _ in cases for pair in mine]
+        assert sorted(name for name, _ in pairs) == sorted(truth), layout
+        assert all(torch.equal(tensor, truth[name]) for name, tensor in pairs), layout
+        for rank, (found, mine, received) in enumerate(cases):
+            assert found == sources and bool(mine) == (rank in sources), layout
+            whole = sum(tensor.nbytes for _, tensor in mine)
+            padding = 2 * 4 * 64 * 64  # of a vocabulary
+            assert received <= whole * (1 - 1 / layout.tensor_model_parallel_size) + padding, (layout, rank)
+
+
+def memory_of_a_stream(rank: int, world_size: int, path: str, layout: ParallelConfig) -> tuple[int, int, int]:
+    """Bytes: the most that a source's stream holds at once, the largest parameter's whole ones, all that it sends."""
+    groups = groups_of(layout)
+    family, shape = family_of(read_config(path))
+    chunks = build_model(shape, layout, model_config(), groups)
+    total, largest = 0, 2 * max(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())
+    with LiveStorages() as live:
+        for source in source_ranks(groups):
+            for _, tensor in export_source(source, chunks, family, shape, groups, piece=8192):
+                total += tensor.nbytes
+    return live.peak, largest, total
+
+
+def test_a_stream_holds_little(models):
+    found = run_distributed(memory_of_a_stream, 2, models["moe"], parallel(tensor=2, expert_tensor=2))
+    peak, largest, total = found[0]
+    assert 0 < peak <= 3 * max(8192, largest) < total / 2
+    assert found[1][2] == 0
