@@ -27,7 +27,8 @@ from .metrics import finish_metrics
 from .objective import Objective
 from .policy_loss import LossExtras, policy_loss
 from .presets import PRESETS, preset
-from .ratio_statistics import effective_sample_size, quantiles, ratio_quantiles
+from .ratio_histogram import RatioHistogram
+from .ratio_statistics import effective_sample_size, ratio_histograms, ratio_quantiles
 from .segments import Segments
 from .turn_advantages import turn_advantages, turn_returns
 
@@ -36,6 +37,7 @@ __all__ = [
     "Filtered",
     "LossExtras",
     "Objective",
+    "RatioHistogram",
     "Segments",
     "complete_responses",
     "effective_sample_size",
@@ -48,7 +50,7 @@ __all__ = [
     "overlong_penalty",
     "policy_loss",
     "preset",
-    "quantiles",
+    "ratio_histograms",
     "ratio_quantiles",
     "sequence_importance_weights",
     "sequence_rejection_mask",

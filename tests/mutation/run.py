@@ -47,6 +47,7 @@ FIRST = {
     "presets": ["test_presets", "test_messages"],
     "ratio": ["test_ratio", "test_worked_cases", "test_device"],
     "ratio_levels": ["test_ratio_levels", "test_worked_cases", "test_device"],
+    "ratio_histogram": ["test_ratio_histogram"],
     "ratio_statistics": ["test_ratio_statistics"],
     "regularizers": ["test_regularizers", "test_worked_cases"],
     "segments": ["test_segments", "test_device"],

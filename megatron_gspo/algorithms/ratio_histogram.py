@@ -1,0 +1,100 @@
+"""Quantiles of importance ratios from histograms, which add up over micro-batches, updates and ranks.
+
+A bin holds an interval of the log-ratio d = log(ratio). Between 1e-8 and 0.1 nats bins grow with |d|, as in DDSketch
+(Masson et al. 2019), so that d itself is known within 1 %: a clip range of 3e-4 can be read from it. Above, up to 32
+nats, bins have one width. Everywhere a ratio is known within `RELATIVE_ERROR` of itself. Minimum, maximum and counts
+are exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+RELATIVE_ERROR = 1e-3
+QUANTILES: dict[str, float] = {"min": 0.0, "p01": 0.01, "p50": 0.5, "p99": 0.99, "max": 1.0}
+
+_SMALLEST, _LARGEST = 1e-8, 32.0  # nats; smaller log-ratios count as 0, larger ones as this
+_OF_THE_LOG = 0.0099  # relative half-width of the growing bins
+_GROWTH = math.log((1 + _OF_THE_LOG) / (1 - _OF_THE_LOG))
+_HALF = 0.99 * math.log1p(RELATIVE_ERROR)  # half-width of the equal bins, nats
+_BORDER = _HALF / _OF_THE_LOG
+_GROWING = math.ceil(math.log(_BORDER / _SMALLEST) / _GROWTH)
+_EQUAL = math.ceil((_LARGEST - _BORDER) / (2 * _HALF))
+_ONE_SIGN = _GROWING + _EQUAL  # bins of positive log-ratios; as many are negative, and one is 0
+_PART = 128  # bins that are summed before ranks exchange them
+_PARTS = -(-(2 * _ONE_SIGN + 1) // _PART)
+_BINS = _PARTS * _PART
+
+Reduce = Callable[[Tensor], Tensor]
+"""Combines a tensor over ranks."""
+
+
+@dataclass(frozen=True)
+class RatioHistogram:
+    """Log-ratios of this rank. counts: [bins] int64. extremes: [2] float64, the largest of -d and of d."""
+
+    counts: Tensor
+    extremes: Tensor
+
+    @classmethod
+    def of(cls, log_ratio: Tensor) -> RatioHistogram:
+        """Of log-ratios [m], m >= 0. NaN counts as the largest."""
+        d = log_ratio.detach().double().cpu()
+        counts = torch.bincount(_bins_of(d), minlength=_BINS)
+        if not d.numel():
+            return cls(counts, torch.full((2,), -math.inf, dtype=torch.float64))
+        return cls(counts, torch.stack([-d.min(), d.max()]))
+
+    def __add__(self, other: RatioHistogram) -> RatioHistogram:
+        return RatioHistogram(self.counts + other.counts, torch.maximum(self.extremes, other.extremes))
+
+    def quantiles(self, sum_ranks: Reduce = lambda x: x, max_ranks: Reduce = lambda x: x) -> dict[str, float]:
+        """`QUANTILES` of the ratios of all ranks, the same on each, linearly interpolated; {} where there are none.
+
+        sum_ranks, max_ranks: add int64 tensors, and take the largest of float64 ones, over the ranks: three calls with
+        9 KB in all, first of parts of the histogram and then of the bins that quantiles lie in.
+        """
+        parts = sum_ranks(self.counts.view(_PARTS, _PART).sum(1)).cumsum(0)
+        total = int(parts[-1])
+        largest = max_ranks(self.extremes)
+        if not total:
+            return {}
+        below = {name: int(q * (total - 1)) for name, q in QUANTILES.items()}
+        inner = [name for name in QUANTILES if name not in ("min", "max")]
+        wanted = torch.tensor([min(below[name] + i, total - 1) for name in inner for i in (0, 1)])
+        at = torch.searchsorted(parts, wanted, right=True)
+        fine = sum_ranks(self.counts.view(_PARTS, _PART)[at]).cumsum(1)
+        before = torch.where(at > 0, parts[at - 1], 0)
+        bins = at * _PART + torch.searchsorted(fine, (wanted - before)[:, None], right=True).squeeze(1)
+        smallest, greatest = -float(largest[0]), float(largest[1])
+        limits = (-math.inf, math.inf) if math.isnan(smallest) else (smallest, greatest)
+        ratios = _centres(bins).clamp(*limits).exp().view(-1, 2)
+        found = {"min": math.exp(min(smallest, 700.0)), "max": math.exp(min(greatest, 700.0))}
+        for name, (a, b) in zip(inner, ratios.tolist(), strict=True):
+            found[name] = a + (b - a) * (QUANTILES[name] * (total - 1) - below[name])
+        return {name: found[name] for name in QUANTILES}
+
+
+def _bins_of(d: Tensor) -> Tensor:
+    """The bin of each log-ratio, ascending with it; int64."""
+    size = d.nan_to_num(nan=_LARGEST, posinf=_LARGEST).abs().clamp(max=_LARGEST)
+    growing = (size / _SMALLEST).clamp(min=1).log().div(_GROWTH).floor().clamp(max=_GROWING - 1)
+    equal = _GROWING + (size - _BORDER).div(2 * _HALF).floor().clamp(max=_EQUAL - 1)
+    step = torch.where(size < _BORDER, growing, equal).long() + 1
+    step = torch.where(size < _SMALLEST, 0, step)
+    return _ONE_SIGN + torch.where(d < 0, -step, step)
+
+
+def _centres(bins: Tensor) -> Tensor:
+    """The log-ratio that stands for each bin, float64: within half a bin of any other."""
+    step = bins - _ONE_SIGN
+    index = step.abs().double() - 1
+    growing = _SMALLEST * (index * _GROWTH).exp() * (1 + _OF_THE_LOG)  # bin (a, a * growth): a (1 + alpha)
+    equal = _BORDER + (index - _GROWING + 0.5) * 2 * _HALF
+    size = torch.where(index < _GROWING, growing, equal)
+    return torch.where(step == 0, 0.0, size * step.sign())

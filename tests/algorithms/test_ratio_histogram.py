@@ -1,0 +1,109 @@
+"""Quantiles from histograms: against sorted values, split over ranks in any way."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_gspo.algorithms.ratio_histogram import (
+    _BINS,
+    _LARGEST,
+    QUANTILES,
+    RELATIVE_ERROR,
+    RatioHistogram,
+    _bins_of,
+    _centres,
+)
+from tests.support.distributed import run_distributed
+
+
+def exact(log_ratio: torch.Tensor) -> dict[str, float]:
+    """Sorted and interpolated in float64."""
+    ratios = log_ratio.double().exp()
+    found = torch.quantile(ratios, torch.tensor(list(QUANTILES.values()), dtype=torch.float64)).tolist()
+    return dict(zip(QUANTILES, found, strict=True))
+
+
+def check(found: dict[str, float], expected: dict[str, float]) -> None:
+    assert list(found) == list(expected)
+    for name in ("min", "max"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-12)
+    for name in expected:
+        assert abs(found[name] - expected[name]) <= RELATIVE_ERROR * expected[name], name
+
+
+LOG_RATIOS = st.one_of(
+    st.floats(-30, 30), st.floats(-1e-3, 1e-3), st.floats(-1e-9, 1e-9), st.sampled_from([0.0, 0.1, -0.1, 1e-8, 32.0])
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(LOG_RATIOS, min_size=1, max_size=60), st.integers(1, 4))
+def test_against_sorted_values_however_they_are_split(values, parts):
+    d = torch.tensor(values, dtype=torch.float64)
+    total = sum((RatioHistogram.of(d[i::parts]) for i in range(1, parts)), RatioHistogram.of(d[::parts]))
+    assert int(total.counts.sum()) == len(values)
+    check(total.quantiles(), exact(d))
+
+
+@pytest.mark.parametrize("scale", [2e-4, 3e-2, 0.7, 8.0])
+def test_the_log_of_a_ratio_near_1_is_known_within_1_percent(scale):
+    d = scale * torch.randn(200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found, expected = RatioHistogram.of(d).quantiles(), exact(d)
+    check(found, expected)
+    for name in ("p01", "p99"):
+        allowed = min(0.01 * abs(math.log(expected[name])), 1e-3) + 1e-12
+        assert abs(math.log(found[name] / expected[name])) <= allowed
+
+
+def test_every_bin_by_its_borders():
+    """Bins ascend, the centre of a bin is in it, and neighbours meet within the stated error."""
+    d = torch.logspace(-8, 1.5, 400_000, dtype=torch.float64)
+    d = torch.cat([d, d.new_tensor([_LARGEST])])
+    for sign in (1, -1):
+        bins = _bins_of(sign * d)
+        assert (sign * bins.diff() >= 0).all() and 0 <= bins.min() and bins.max() < _BINS
+        error = (_centres(bins) - sign * d).abs()
+        assert (error <= math.log1p(RELATIVE_ERROR)).all()
+        assert (error / d)[d < 0.09].max() <= 0.01
+        centres = _centres(bins.unique())
+        assert torch.equal(_bins_of(centres), bins.unique())
+    assert _bins_of(torch.tensor([0.0, 1e-9, -1e-9])).unique().numel() == 1
+
+
+def test_extremes_beyond_the_range_are_exact():
+    found = RatioHistogram.of(torch.tensor([-50.0, 0.0, 0.0, 40.0])).quantiles()
+    assert found["min"] == pytest.approx(math.exp(-50)) and found["max"] == pytest.approx(math.exp(40))
+    assert found["p50"] == 1.0
+    assert RatioHistogram.of(torch.zeros(0)).quantiles() == {}
+    broken = RatioHistogram.of(torch.tensor([0.0, 0.0, math.nan])).quantiles()
+    assert math.isnan(broken["max"]) and broken["p50"] == 1.0
+
+
+def of_ranks(rank: int, world: int, values: torch.Tensor) -> tuple[dict[str, float], int]:
+    sent = 0
+
+    def reduce(op):
+        def apply(x):
+            nonlocal sent
+            sent += x.nbytes
+            x = x.clone()
+            torch.distributed.all_reduce(x, op=op)
+            return x
+
+        return apply
+
+    mine = values[rank::world] if rank else values[:0]  # the first rank has none
+    ops = torch.distributed.ReduceOp
+    return RatioHistogram.of(mine).quantiles(reduce(ops.SUM), reduce(ops.MAX)), sent
+
+
+def test_ranks_exchange_a_few_kilobytes():
+    d = 0.05 * torch.randn(30_000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    results = run_distributed(of_ranks, 3, d)
+    expected = exact(torch.cat([d[1::3], d[2::3]]))
+    for found, sent in results:
+        check(found, expected)
+        assert found == results[0][0] and sent < 9 * 1024
