@@ -6,7 +6,7 @@ from megatron_gspo.config.algorithm_section import AlgorithmConfig
 from megatron_gspo.config.config_error import ConfigError, show
 from megatron_gspo.config.fields import default_of
 from megatron_gspo.config.model_sections import ModelConfig
-from megatron_gspo.config.rollout_sections import RolloutConfig, RoutingConfig
+from megatron_gspo.config.rollout_sections import RolloutConfig, RouterNoiseConfig, RoutingConfig
 
 
 def check_algorithm(algorithm: AlgorithmConfig, rollout: RolloutConfig, model: ModelConfig) -> None:
@@ -86,3 +86,22 @@ def check_routing(routing: RoutingConfig, algorithm: AlgorithmConfig) -> None:
     if routing.compare_rollout and not (routing.metrics and algorithm.has_ratio):
         key = "routing.metrics = false" if algorithm.has_ratio else f"algorithm.name = {algorithm.name}"
         raise ConfigError("routing.compare_rollout", True, f"has no effect with {key}", "remove it")
+
+
+def check_router_noise(noise: RouterNoiseConfig, rollout: RolloutConfig) -> None:
+    """Noise is asked for, of some strength, and the engine can be perturbed."""
+    if noise.engines == "none":
+        for key in ("stress_test", "strength", "perturb_weights", "seed"):
+            if (value := getattr(noise, key)) != default_of(RouterNoiseConfig, key):
+                problem = "has no effect with router_noise.engines = none"
+                raise ConfigError(f"router_noise.{key}", value, problem, "set that to rollout, trainer or both")
+        return
+    if not noise.stress_test:
+        problem = "makes training worse on purpose"
+        fix = "set router_noise.stress_test: true if that is what you want, or remove the section"
+        raise ConfigError("router_noise.engines", noise.engines, problem, fix)
+    if noise.strength is None:
+        raise ConfigError("router_noise.strength", None, "is the size of the noise", "set it, 0.5 is strong")
+    if noise.in_rollout and rollout.engine != "embedded":
+        problem = f"a server's routers cannot be perturbed (rollout.engine = {rollout.engine})"
+        raise ConfigError("router_noise.engines", noise.engines, problem, "set it to trainer, or use embedded")

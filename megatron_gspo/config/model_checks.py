@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_gspo.config.config_error import ConfigError, show
+from megatron_gspo.config.fields import default_of
 from megatron_gspo.config.model_sections import ModelConfig
-from megatron_gspo.config.rollout_sections import RolloutConfig, RoutingConfig
+from megatron_gspo.config.rollout_sections import RolloutConfig, RouterNoiseConfig, RoutingConfig
 from megatron_gspo.models.families import FAMILIES
 from megatron_gspo.models.model_shape import ModelError, check_sizes, read_config
 
@@ -37,12 +38,18 @@ def check_family(model: ModelConfig, hf: dict[str, Any]) -> None:
         raise ConfigError("model.path", model.path, str(error), "download it again") from None
 
 
-def check_experts(routing: RoutingConfig, hf: dict[str, Any]) -> None:
+def check_experts(routing: RoutingConfig, noise: RouterNoiseConfig, hf: dict[str, Any]) -> None:
     """A model without experts has no routes. hf: its config.json."""
-    for key, off in (("replay", "none"), ("compare_rollout", False)):
-        if getattr(routing, key) != off and not (hf.get("num_experts") or hf.get("num_local_experts")):
-            value, fix = getattr(routing, key), f"set it to {str(off).lower()}"
-            raise ConfigError(f"routing.{key}", value, "the model has no experts", fix)
+    if hf.get("num_experts") or hf.get("num_local_experts"):
+        return
+    for section, values, key in (
+        ("routing", routing, "replay"),
+        ("routing", routing, "compare_rollout"),
+        ("router_noise", noise, "engines"),
+    ):
+        off = default_of(type(values), key)
+        if (value := getattr(values, key)) != off:
+            raise ConfigError(f"{section}.{key}", value, "the model has no experts", f"set it to {str(off).lower()}")
 
 
 def check_positions(rollout: RolloutConfig, max_prompt_length: int, hf: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Sections `rollout` and `routing`, and the sampling parameters that `rollout` extends."""
+"""Sections `rollout`, `routing` and `router_noise`, and the sampling parameters that `rollout` extends."""
 
 from __future__ import annotations
 
@@ -124,3 +124,30 @@ class RoutingConfig:
     def needs_rollout_routes(self) -> bool:
         """Whether the rollout engine must return its routes."""
         return self.replay == "r3" or self.compare_rollout
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterNoiseConfig:
+    """A stress test: experts are chosen by logits + strength x their standard deviation x gaussian noise, which
+    emulates engines with other kernels and routers that move. The noise is new in every pass."""
+
+    engines: Literal["none", "rollout", "trainer", "both"] = "none"
+    """Whose routers are perturbed. The rollout engine's needs `rollout.engine: embedded`."""
+    stress_test: bool = False
+    """Must be true with noise: it makes training worse on purpose."""
+    strength: Annotated[float, Gt(0)] | None = None
+    """Standard deviation of the noise, in units of the standard deviation of a token's router logits."""
+    perturb_weights: bool = False
+    """Weigh the experts by the perturbed logits too; otherwise noise changes only which experts are chosen."""
+    seed: Annotated[int, Ge(0)] = 0
+    """Seed of the noise; the samples' is `seed`."""
+
+    @property
+    def in_rollout(self) -> bool:
+        """Whether the rollout engine's routers are perturbed."""
+        return self.engines in ("rollout", "both")
+
+    @property
+    def in_trainer(self) -> bool:
+        """Whether the trainer's routers are perturbed."""
+        return self.engines in ("trainer", "both")

@@ -11,7 +11,12 @@ from typing import Annotated, Any, ClassVar
 import yaml
 from annotated_types import Ge
 
-from megatron_gspo.config.algorithm_checks import check_algorithm, check_rollout_correction, check_routing
+from megatron_gspo.config.algorithm_checks import (
+    check_algorithm,
+    check_rollout_correction,
+    check_router_noise,
+    check_routing,
+)
 from megatron_gspo.config.algorithm_section import AlgorithmConfig, with_preset
 from megatron_gspo.config.data_checks import check_data, check_data_files
 from megatron_gspo.config.data_sections import DataConfig
@@ -32,7 +37,7 @@ from megatron_gspo.config.rollout_checks import (
     check_offloading,
     check_sampling,
 )
-from megatron_gspo.config.rollout_sections import RolloutConfig, RoutingConfig
+from megatron_gspo.config.rollout_sections import RolloutConfig, RouterNoiseConfig, RoutingConfig
 from megatron_gspo.config.server_checks import check_server_files, check_servers
 from megatron_gspo.config.server_sections import SGLangConfig
 from megatron_gspo.config.training_checks import (
@@ -73,6 +78,7 @@ class Config:
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
     training: TrainingConfig
     routing: RoutingConfig = field(default_factory=RoutingConfig)
+    router_noise: RouterNoiseConfig = field(default_factory=RouterNoiseConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -109,7 +115,7 @@ class Config:
         hf = read_hf_config(self.model.path)
         check_family(self.model, hf)
         check_divisibility(self.parallel, hf)
-        check_experts(self.routing, hf)
+        check_experts(self.routing, self.router_noise, hf)
         check_positions(self.rollout, self.data.max_prompt_length, hf)
 
     def _check_choices(self) -> None:
@@ -124,6 +130,7 @@ class Config:
         check_recompute(self.model)
         check_schedule(self.optimizer, self.optimizer_steps)
         check_routing(self.routing, self.algorithm)
+        check_router_noise(self.router_noise, self.rollout)
         check_evaluation(self.evaluation, self.data.has_eval_prompts)
         check_servers(self.rollout, self.sglang)
         check_offloading(self.rollout, self.sglang.colocated)

@@ -53,6 +53,7 @@ class PackedBatch:
     num_segments: n.
     num_sequences, num_tokens: sequences with a trained token, and trained tokens, in the GLOBAL mini-batch.
     sample_ids: sample_ids[s] is the position of segment s in the list of samples that was packed.
+    sequences: (prompt_index, sample_index) of each segment's sample.
     micro_batch: index among the micro-batches of its rank; set by the caller.
     """
 
@@ -72,6 +73,7 @@ class PackedBatch:
     num_sequences: int
     num_tokens: int
     sample_ids: tuple[int, ...]
+    sequences: tuple[tuple[int, int], ...]
     routed_experts: Tensor | None = None
     missing_routes: Tensor | None = None
     micro_batch: int = 0
@@ -150,6 +152,7 @@ def pack(
         num_sequences=num_sequences,
         num_tokens=num_tokens,
         sample_ids=tuple(range(len(samples))),
+        sequences=tuple((sample.prompt_index, sample.sample_index) for sample in samples),
         routed_experts=routed_experts,
         missing_routes=missing_routes,
     )
@@ -292,5 +295,6 @@ def _dummy(
         num_sequences=num_sequences,
         num_tokens=num_tokens,
         sample_ids=(),
+        sequences=((-1, -1),),
         routed_experts=_routes([], np.arange(length), [], routes)[0],
     )

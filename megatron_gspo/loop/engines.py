@@ -32,6 +32,7 @@ from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
 from megatron_gspo.rollout.sglang.sglang_args import first_server_gpu
 from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch, on_cpu
 from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
+from megatron_gspo.routing_replay.router_noise import RouterNoise, pass_seed
 from megatron_gspo.servers.server_processes import LocalServers
 from megatron_gspo.weight_transport.weight_update import make_transport
 
@@ -103,7 +104,7 @@ def _embedded(config: Config, shape: ModelShape, tokenizer: Any) -> EmbeddedEngi
     """An engine without weights, which come with the first update."""
     source = AutoConfig.from_pretrained(config.model.path, local_files_only=True)
     try:
-        return EmbeddedEngine(
+        engine = EmbeddedEngine(
             source,
             tokenizer=tokenizer,
             eos_token_ids=stop_ids(config.model.path, tokenizer, shape.vocab_size),
@@ -112,9 +113,19 @@ def _embedded(config: Config, shape: ModelShape, tokenizer: Any) -> EmbeddedEngi
             max_batch=config.rollout.max_batch_size,
             return_routed_experts=config.routing.needs_rollout_routes,
         )
+        if config.router_noise.in_rollout:
+            engine.perturb_routers(rollout_noise(config))
+        return engine
     except ValueError as error:
         problem, fix = f"the embedded engine refuses it: {first_line(error)}", "fix it or use another model"
         raise ConfigError("model.path", config.model.path, problem, fix) from error
+
+
+def rollout_noise(config: Config) -> RouterNoise:
+    """The noise of the rollout engine's routers, of which each generation makes its own by its seed."""
+    noise = config.router_noise
+    assert noise.strength is not None
+    return RouterNoise(noise.strength, pass_seed(noise.seed, "rollout"), perturb_weights=noise.perturb_weights)
 
 
 def _on_servers(config: Config, shape: ModelShape, tokenizer: Any) -> ServerEngine:

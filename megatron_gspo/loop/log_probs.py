@@ -35,8 +35,9 @@ def with_log_probs(
     if reference is not None:
         with timers("log_probs"):
             scores = compute_log_probs(
-                reference, samples, config.training, temperature=config.rollout.temperature
-            )
+                reference, samples, config.training, temperature=config.rollout.temperature,
+                routing=routing.reference_options(),
+            )  # fmt: skip
         samples = [replace(s, ref_log_probs=value) for s, value in zip(samples, scores.log_probs, strict=True)]
     return samples, metrics
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,9 @@ class MetricsLogger:
             mlflow=tracking.mlflow,
         )
         self._progress = self._stack.enter_context(Progress(config.training.steps, start=resume_step))
+        if config.router_noise.stress_test:
+            noise = config.router_noise
+            self._progress.say(f"stress test: router_noise perturbs {noise.engines}, strength {noise.strength}")
 
     def __enter__(self) -> MetricsLogger:
         return self
@@ -147,7 +151,9 @@ class MetricsLogger:
         if not self._active:
             return
         with writing(self._directory.summary):
-            self._directory.write_summary({**summary, "exit": "finished"})
+            noise = self._config.router_noise
+            stressed = {"router_noise": asdict(noise)} if noise.stress_test else {}
+            self._directory.write_summary({**summary, **stressed, "exit": "finished"})
         if self._config.tracking.plot:
             try:
                 draw_run(self._config.run_dir)

@@ -71,7 +71,7 @@ def run_optimizer_steps(
             with timers("train"), _explained(step):
                 result = train_mini_batch(
                     policy, batch, config.algorithm, config.training,
-                    temperature=config.rollout.temperature, routing=routing.update_options(),
+                    temperature=config.rollout.temperature, routing=routing.update_options(len(results) + skipped),
                 )  # fmt: skip
             routing.add_update(result.routing, batch, timers, flips=writes_ratios(config, step + 1))
             results.append(replace(result, routing=None))  # frees the mini-batch's routes

@@ -14,14 +14,25 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from megatron_gspo.config import RoutingConfig
+from megatron_gspo.config import Config, RoutingConfig
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.routing_replay.gather_results import gather_flips, gather_routes, routing_stats
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes, ReplayOptions
+from megatron_gspo.routing_replay.router_noise import RouterNoise, pass_seed
 from megatron_gspo.routing_replay.routes import RouteShape, check_routes
 from megatron_gspo.routing_replay.step_metrics import StepRouting
 from megatron_gspo.tracking.run_directory import evenly_spaced
+
+
+def trainer_noise(config: Config, step: int) -> RouterNoise | None:
+    """The noise of the trainer's routers in a step; None without."""
+    noise = config.router_noise
+    if not noise.in_trainer:
+        return None
+    assert noise.strength is not None
+    seed = pass_seed(noise.seed, config.seed, step)
+    return RouterNoise(noise.strength, seed, perturb_weights=noise.perturb_weights)
 
 
 @dataclass
@@ -29,12 +40,14 @@ class RoutingReplay:
     """Routing replay in one step.
 
     config: section ``routing``. shape: of a token's routes, None for a model without experts. has_ratio: whether the
-    objective uses an importance ratio. measured: what the step measured so far.
+    objective uses an importance ratio. noise: of the trainer's routers in this step, with other random numbers in each
+    pass; None without. measured: what the step measured so far.
     """
 
     config: RoutingConfig
     shape: RouteShape | None
     has_ratio: bool
+    noise: RouterNoise | None = None
     measured: StepRouting = field(default_factory=StepRouting)
 
     def check_rollout_routes(self, samples: Sequence[Sample]) -> None:
@@ -50,7 +63,7 @@ class RoutingReplay:
         """What the routers do while the old policy's log-probs are computed."""
         config = self.config
         if self.shape is None or not self._is_used:
-            return None
+            return self._noise_alone("old policy")
         return ReplayOptions(
             self.shape,
             replay=config.replay == "r3" and config.replay_old_log_probs,
@@ -58,16 +71,30 @@ class RoutingReplay:
             compare=config.metrics and config.needs_rollout_routes,
             entropy=config.metrics,
             storage=config.storage,
+            noise=self._noise_of("old policy"),
         )
 
-    def update_options(self) -> ReplayOptions | None:
-        """What the routers do in an update."""
-        config = self.config
+    def reference_options(self) -> ReplayOptions | None:
+        """What the reference policy's routers do."""
+        return self._noise_alone("reference policy")
+
+    def update_options(self, number: int) -> ReplayOptions | None:
+        """What the routers do in the step's update ``number``."""
+        config, name = self.config, f"update {number}"
         if self.shape is None or not self._is_used:
-            return None
+            return self._noise_alone(name)
         return ReplayOptions(
-            self.shape, replay=config.replay != "none", compare=config.metrics, storage=config.storage
-        )
+            self.shape, replay=config.replay != "none", compare=config.metrics, storage=config.storage,
+            noise=self._noise_of(name),
+        )  # fmt: skip
+
+    def _noise_of(self, name: str) -> RouterNoise | None:
+        return None if self.noise is None else replace(self.noise, seed=pass_seed(self.noise.seed, name))
+
+    def _noise_alone(self, name: str) -> ReplayOptions | None:
+        if self.shape is None or self.noise is None:
+            return None
+        return ReplayOptions(self.shape, storage=self.config.storage, noise=self._noise_of(name))
 
     @property
     def _is_used(self) -> bool:
@@ -84,7 +111,7 @@ class RoutingReplay:
         Keeps the statistics of the pass. done: its routes; None if there was no pass.
         """
         found = list(samples)
-        if done is not None:
+        if done is not None and self._is_used:
             with timers("routing"):
                 scored = [samples[i] for i in positions]
                 if self.config.metrics:
@@ -103,7 +130,7 @@ class RoutingReplay:
     def add_update(self, done: Sequence[MicroBatchRoutes] | None, batch: Sequence[Sample], timers: Timers, *,
                    flips: bool) -> None:
         """Add what the routers did in an update with ``batch``; ``flips``: for each token too. A collective."""
-        if done is not None:
+        if done is not None and self._is_used:
             with timers("routing"):
                 self.measured.updates.append(routing_stats(done))
                 self.measured.flips = gather_flips(done, batch) if flips and done[0].options.compare else None

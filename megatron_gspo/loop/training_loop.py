@@ -25,7 +25,7 @@ from megatron_gspo.loop.metrics_logging import MetricsLogger
 from megatron_gspo.loop.optimizer_steps import Update, run_optimizer_steps
 from megatron_gspo.loop.rollout_cache import RolloutCache
 from megatron_gspo.loop.rollout_correction import correct_mismatch
-from megatron_gspo.loop.routing import RoutingReplay
+from megatron_gspo.loop.routing import RoutingReplay, trainer_noise
 from megatron_gspo.loop.run_lock import sole_writer
 from megatron_gspo.loop.sample_metrics import sample_metrics, throughput
 from megatron_gspo.loop.setup import Components, build_components
@@ -97,7 +97,8 @@ def train_step(run: Components, state: LoopState, checkpoints: CheckpointManager
     config, step = run.config, state.step
     generator = RolloutGenerator(run.groups, run.prompts, run.rewards, config)
     cache = RolloutCache(config, run.prompts.prompts, run.groups.engine_name)
-    routing = RoutingReplay(config.routing, RouteShape.of_model(run.policy.shape), config.algorithm.has_ratio)
+    shape, noise = RouteShape.of_model(run.policy.shape), trainer_noise(config, step)
+    routing = RoutingReplay(config.routing, shape, config.algorithm.has_ratio, noise)
     seed_generators(config.seed, step, ROLLOUT)
     with checkpoints.saved_on_engine_failure(state):
         rollout = cache.read_or_draw(checkpoints.current, lambda: generator.draw(step, state.data_cursor, timers))

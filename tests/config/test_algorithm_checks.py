@@ -6,6 +6,8 @@ import pytest
 
 from tests.config.building import SFT, assert_refused, build
 
+NOISE = ["router_noise={engines: both, strength: 0.5, stress_test: true}"]
+
 
 @pytest.mark.parametrize(
     ("overrides", "key", "fix"),
@@ -63,6 +65,14 @@ from tests.config.building import SFT, assert_refused, build
             "routing.compare_rollout = true: has no effect with routing.metrics = false", "remove it"
         ),
         ([*SFT, "routing.compare_rollout=true"], "routing.compare_rollout = true: has no effect", "remove it"),
+        (["router_noise.strength=0.5"], "router_noise.strength = 0.5: has no effect with router_noise.engines = none",
+         "set that to rollout, trainer or both"),
+        (["router_noise.engines=both", "router_noise.strength=0.5"],
+         'router_noise.engines = "both": makes training worse on purpose', "router_noise.stress_test: true"),
+        ([*NOISE, "router_noise.strength=null"], "router_noise.strength = null: is the size of the noise", "0.5"),
+        ([*NOISE, "rollout.engine=sglang", "sglang.num_servers=1"],
+         'router_noise.engines = "both": a server\'s routers cannot be perturbed (rollout.engine = sglang)',
+         "set it to trainer"),
     ],
 )  # fmt: skip
 def test_contradictions_are_refused_at_load(plain: dict, overrides: list[str], key: str, fix: str) -> None:
@@ -74,5 +84,7 @@ def test_routing_that_goes_together(plain: dict) -> None:
         ["routing.replay=r3", "algorithm.old_log_probs=rollout", "routing.missing_routes=live", "routing.storage=host"],
         ["routing.replay=r2", "routing.compare_rollout=true", "algorithm.name=grpo"],
         ["routing.replay=r2", "routing.metrics=false"],
+        [*NOISE, "routing.replay=r3"],
+        [*NOISE, "router_noise.engines=trainer", "rollout.engine=sglang", "sglang.num_servers=1"],
     ):
         build(plain, *overrides).check(1)

@@ -19,6 +19,10 @@ from tests.config.building import build, refused
             "routing.compare_rollout=true",
             "routing.compare_rollout = true: the model has no experts; set it to false",
         ),
+        (
+            "router_noise={engines: both, strength: 0.5, stress_test: true}",
+            'router_noise.engines = "both": the model has no experts; set it to none',
+        ),
     ],
 )
 def test_a_dense_model_has_no_routes(plain: dict, tmp_path: Path, override: str, message: str) -> None:

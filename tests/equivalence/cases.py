@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_gspo.algorithms import Objective, preset
 from megatron_gspo.data.sample import Sample
+from megatron_gspo.routing_replay.router_noise import RouterNoise
 from tests.equivalence.layouts import Arrangement, turn_of
 from tests.support.configs import adam, micro_batches_of
 
@@ -55,6 +56,7 @@ OTHERS = {
     "sft": Scenario(preset("sft"), 0.2),
 }
 ALL = SCENARIOS | REPLAYED | OTHERS
+NOISE = RouterNoise(0.5, seed=6)  # while routes are recorded: each token's choice must not depend on the layout
 CUTS = {"packed": micro_batches_of(80), "one by one": micro_batches_of(80, micro_batch_size=1)}
 OTHER_CUTS = {"all in one": micro_batches_of(400), "threes": micro_batches_of(80, micro_batch_size=3)}
 

@@ -21,7 +21,7 @@ from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRout
 from megatron_gspo.mcore.routing_replay.router_hooks import RouterHook, moe_layers
 from megatron_gspo.mcore.train_step import compute_log_probs, forward_backward, mini_batch_routes, pack_mini_batch
 from megatron_gspo.routing_replay.routes import RouteShape
-from tests.equivalence.cases import CUTS, OTHER_CUTS, SCENARIOS, stack
+from tests.equivalence.cases import CUTS, NOISE, OTHER_CUTS, SCENARIOS, stack
 from tests.support.samples import trained_only
 from tests.support.transformers_reference import Routers
 
@@ -33,12 +33,12 @@ def route_shape(policy: Policy) -> RouteShape:
 
 
 def compare_recorded(policy: Policy, cut_name: str, samples: list[Sample], truth: Routers, errors: Any) -> None:
-    """Record the routes of a pass, replay them in a training pass, and take both passes' stats.
+    """Record the routes of a pass under noise, replay them in a training pass, and take both passes' stats.
 
     ``route``: tokens whose routes differ from those of the reference, or from those that were to be replayed.
     """
     scenario, batching, shape = SCENARIOS["gspo"], (CUTS | OTHER_CUTS)[cut_name], route_shape(policy)
-    options = ReplayOptions(shape, record=True, entropy=True)
+    options = ReplayOptions(shape, record=True, entropy=True, noise=NOISE)
     scores = compute_log_probs(policy, samples, batching, temperature=scenario.temperature, routing=options)
     assert scores.routing is not None
     routes, _ = gather_routes(scores.routing, samples, range(len(samples)))
@@ -48,7 +48,7 @@ def compare_recorded(policy: Policy, cut_name: str, samples: list[Sample], truth
     errors.add("router figure", float(np.abs(stats.entropy - truth.entropy).max()), "entropy")
     errors.add("router figure", float(np.abs(stats.load - truth.load).max()), "load")
     replayed = [replace(sample, routed_experts=ids) for sample, ids in zip(samples, routes, strict=True)]
-    options = ReplayOptions(shape, replay=True, compare=True, storage="host")
+    options = ReplayOptions(shape, replay=True, compare=True, storage="host", noise=NOISE)
     log_probs, done = train_pass(policy, replayed, scenario, batching, options, errors)
     expected = stack(trained_only(scores.log_probs, samples))
     errors.add("replayed log-prob", float((stack(log_probs) - expected).abs().max()), "gspo")

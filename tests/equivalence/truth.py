@@ -13,6 +13,7 @@ from megatron_gspo.data.sample import Sample
 from tests.algorithms import reference as loops
 from tests.equivalence.cases import (
     ALL,
+    NOISE,
     OPTIMIZER,
     OPTIMIZER_STEPS,
     SCENARIOS,
@@ -52,7 +53,8 @@ class Expected:
 
 @dataclass(frozen=True)
 class Truth:
-    """All that a model's launches are compared with; ``routers``: what they do with the samples of ``gspo``."""
+    """All that a model's launches are compared with. ``routers``: what they do with the samples of ``gspo`` under
+    ``NOISE``."""
 
     scenarios: dict[str, Expected]
     mini_batches: list[list[Sample]]
@@ -84,7 +86,7 @@ def find_truth(path: str, names: Sequence[str] = tuple(SCENARIOS)) -> Truth:
     """Everything that is expected of the model at ``path``."""
     model = load_reference(path)
     scenarios = {name: expect(model, ALL[name]) for name in names}
-    routers = observe_routers(model, scenarios["gspo"].samples) if gates_of(model) else None
+    routers = observe_routers(model, scenarios["gspo"].samples, NOISE) if gates_of(model) else None
     mini_batches = [scenario_samples(model, TRAINING, seed) for seed in (10, 11, 12)]
     model.zero_grad()
     training = naive_training(model, TRAINING.objective, mini_batches, OPTIMIZER, OPTIMIZER_STEPS)

@@ -67,6 +67,14 @@ def test_a_run_directory(rank: Any, tmp_path: Path) -> None:
     assert not (run / "rollouts.jsonl").exists() and not (run / "routing.jsonl").exists()
 
 
+def test_a_stress_test_says_so(rank: Any, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    noise = {"engines": "both", "strength": 0.5, "stress_test": True}
+    with logger(tmp_path / "run", router_noise=noise) as made:
+        made.finish({"step": 2})
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["router_noise"].items() >= noise.items()
+    assert "stress test: router_noise perturbs both, strength 0.5" in capsys.readouterr().err
+
+
 def test_servers_samples_are_in_the_rollout_log(rank: Any, tmp_path: Path) -> None:
     sections = {"rollout": {"engine": "sglang"}, "sglang": {"urls": ["http://a:1"]}}
     with logger(tmp_path / "run", tracking={"samples_per_step": 0}, **sections) as made:

@@ -12,6 +12,7 @@ from megatron_gspo.config import RoutingConfig
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.loop.routing import RoutingReplay, stored_bytes, without_routes
 from megatron_gspo.loop.timers import Timers
+from megatron_gspo.routing_replay.router_noise import RouterNoise
 from megatron_gspo.routing_replay.routes import RouteError, RouteShape
 from tests.support.samples import make_routes, make_sample
 
@@ -43,7 +44,7 @@ def sample_with_routes(missing: tuple[int, ...] = ()) -> Sample:
 )
 def test_what_the_routers_do_in_each_pass(config: dict, old: dict, update: dict) -> None:
     made = replay(storage="host", **config)
-    for options, expected in ((made.old_policy_options(), old), (made.update_options(), update)):
+    for options, expected in ((made.old_policy_options(), old), (made.update_options(0), update)):
         assert options.shape == SHAPE and options.storage == "host"
         assert {name: getattr(options, name) for name in expected} == expected
 
@@ -54,7 +55,19 @@ def test_what_the_routers_do_in_each_pass(config: dict, old: dict, update: dict)
     ids=["no experts", "no ratio", "nothing asked for"],
 )
 def test_the_routers_are_left_alone(made: RoutingReplay) -> None:
-    assert made.old_policy_options() is None and made.update_options() is None
+    assert made.old_policy_options() is None and made.update_options(0) is None
+
+
+def test_each_pass_has_noise_of_its_own() -> None:
+    noise = RouterNoise(0.5, seed=7, perturb_weights=True)
+    for made in (replay(), replay(replay="r3"), replay(metrics=False), replay(has_ratio=False)):
+        assert made.update_options(0) is None or made.update_options(0).noise is None
+        made.noise = noise
+        passes = [made.old_policy_options(), made.reference_options(), made.update_options(0), made.update_options(1)]
+        assert all(options.noise.strength == 0.5 and options.noise.perturb_weights for options in passes)
+        assert len({options.noise.seed for options in passes}) == 4
+        assert passes[0] == made.old_policy_options(), "the same when a resumed run repeats the step"
+    assert replay(shape=None).reference_options() is None
 
 
 def test_routes_of_the_rollout_are_checked_only_if_they_are_needed() -> None:

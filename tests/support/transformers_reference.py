@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM
 from megatron_gspo.algorithms import Objective
 from megatron_gspo.config import OptimizerConfig
 from megatron_gspo.data.sample import Sample
+from megatron_gspo.rollout.embedded.noisy_routers import NoisyRouters
+from megatron_gspo.routing_replay.router_noise import RouterNoise
 from megatron_gspo.routing_replay.routes import expert_id_dtype
 from tests.algorithms import reference as loops
 
@@ -108,14 +110,21 @@ class Routers:
     load: np.ndarray
 
 
-def observe_routers(model: torch.nn.Module, samples: Sequence[Sample]) -> Routers:
-    """Run the model on each sample and count, token by token."""
+def observe_routers(
+    model: torch.nn.Module, samples: Sequence[Sample], noise: RouterNoise | None = None
+) -> Routers:
+    """Run the model on each sample and count, token by token; with noise in its routers, if given."""
+    noisy = None if noise is None else NoisyRouters(model)
     gates, experts = gates_of(model), model.config.num_experts
     routes, entropy, load, trained = [], np.zeros(len(gates)), np.zeros((len(gates), experts)), 0
     seen: list[tuple[Tensor, ...]] = []
     hooks = [gate.register_forward_hook(lambda gate, args, output: seen.append(output)) for gate in gates]
     for sample in samples:
         seen.clear()
+        if noisy is not None and noise is not None:
+            noisy.start(noise)
+            name, positions = (sample.prompt_index, sample.sample_index), torch.arange(sample.length)
+            noisy.set_tokens(torch.tensor([name]), torch.zeros_like(positions), positions)
         with torch.no_grad():
             model(input_ids=torch.from_numpy(sample.tokens)[None], use_cache=False)
         routes.append(np.stack([ids.numpy()[:-1] for _, _, ids in seen], axis=1).astype(expert_id_dtype(experts)))
@@ -126,7 +135,7 @@ def observe_routers(model: torch.nn.Module, samples: Sequence[Sample]) -> Router
                 entropy[layer] -= float((p * p.log()).sum())
                 for expert in ids[place].tolist():
                     load[layer, expert] += 1
-    for hook in hooks:
+    for hook in [*hooks, *([] if noisy is None else [noisy])]:
         hook.remove()
     return Routers(routes, entropy / trained, load / load.sum(1, keepdims=True))
 

@@ -19,7 +19,7 @@ import torch
 from megatron_gspo.config import Config
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.loop.log_probs import with_log_probs
-from megatron_gspo.loop.routing import RoutingReplay
+from megatron_gspo.loop.routing import RoutingReplay, trainer_noise
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.megatron_options import MegatronOptions
 from megatron_gspo.mcore.policy import Policy, build_policy, check_megatron_options
@@ -144,13 +144,14 @@ def _train(run: _Run, policy: Policy, reference: Policy | None, plan: MiniBatchP
     """Log-probs, forward-backward and optimizer step; tokens of each micro-batch."""
     config = run.config
     samples: list[Sample] = synthetic_samples(config, plan, run.shape, imbalance=run.recorder.imbalance)
-    routing = RoutingReplay(config.routing, RouteShape.of_model(run.shape), config.algorithm.has_ratio)
+    shape, noise = RouteShape.of_model(run.shape), trainer_noise(config, step=0)
+    routing = RoutingReplay(config.routing, shape, config.algorithm.has_ratio, noise)
     with run.phase("old_log_probs", "activations"):
         samples = with_log_probs(samples, policy, reference, config, routing, Timers())[0]
     with _optimizer_phase(run, policy), run.phase("forward_backward", "activations"):
         result: StepResult = train_mini_batch(
             policy, samples, config.algorithm, config.training, temperature=config.rollout.temperature,
-            routing=routing.update_options(),
+            routing=routing.update_options(0),
         )  # fmt: skip
     tokens = tuple(int(batch.tokens.shape[0]) for batch in result.batches.batches)
     del result

@@ -20,6 +20,7 @@ from megatron_gspo.data.packing import PackedBatch
 from megatron_gspo.errors import RunError
 from megatron_gspo.mcore.device_copies import copy_to_device
 from megatron_gspo.mcore.process_groups import ProcessGroups, compute_device
+from megatron_gspo.routing_replay.router_noise import RouterNoise, perturb, token_seeds
 from megatron_gspo.routing_replay.routes import RouteShape
 from megatron_gspo.routing_replay.statistics import expert_overlap, router_entropy
 
@@ -37,6 +38,7 @@ class ReplayOptions:
     shape: sizes of the routes. replay: use the ``routed_experts`` of the batches. record: keep the live choices.
     compare: count where a live choice differs from the batches' routes. entropy: measure the routers' entropy.
     storage: where recorded ids are kept, ``device`` or ``host`` (pinned memory, copied asynchronously).
+    noise: random changes of the live choices, None without.
     """
 
     shape: RouteShape
@@ -45,6 +47,7 @@ class ReplayOptions:
     compare: bool = False
     entropy: bool = False
     storage: str = "device"
+    noise: RouterNoise | None = None
 
     @property
     def needs_routes(self) -> bool:
@@ -60,7 +63,7 @@ class MicroBatchRoutes:
     batch: the whole micro-batch. rows: this rank's part of its context-parallel shard. layers: those that have been
     given their routes. weight: ``[t]`` float32, 1 for a trained token and 0 for any other. given: by layer,
     ``[t, k]`` expert ids to replay or compare with. missing: ``[t]`` bool, rows of ``given`` that are unknown and left
-    to the live router, or None.
+    to the live router, or None. seeds: ``[t]`` of the tokens' noise, or None.
     compare: whether choices are compared, that is whether any trained token's route is known.
     chosen: by layer, recorded ids ``[t, k]``. flips, entropy: by layer, sums over ``weight``. flipped: ``[t]`` int16,
     layers in which the token's choice differs from ``given``. uses: how often (layer, with gradient) was routed.
@@ -79,6 +82,7 @@ class MicroBatchRoutes:
         self.layers: list[int] = []
         self.weight: Tensor | None = None
         self.missing: Tensor | None = None
+        self.seeds: Tensor | None = None
         self.given: dict[int, Tensor] = {}
         self.chosen: dict[int, Tensor] = {}
         self.flips: dict[int, Tensor] = {}
@@ -105,10 +109,16 @@ class MicroBatchRoutes:
             wanted["weight"] = shard.loss_mask[self.rows]
             if missing is not None:
                 wanted["missing"] = missing[self.rows]
+            if self.options.noise is not None:
+                wanted["seeds"] = token_seeds(
+                    self.options.noise.seed, self.batch.sequences, shard.segment_ids[self.rows],
+                    shard.position_ids[self.rows],
+                )  # fmt: skip
         if given is not None:
             wanted["given"] = given[self.rows][:, layers[0] : layers[-1] + 1]
         moved = self._to_device(wanted)
         self.weight, self.missing = moved.get("weight", self.weight), moved.get("missing", self.missing)
+        self.seeds = moved.get("seeds", self.seeds)
         self.layers += layers
         if given is not None:
             self.given.update(zip(layers, moved["given"].unbind(1), strict=True))
@@ -125,11 +135,14 @@ class MicroBatchRoutes:
         scores: ``[t, experts]``, logits or probabilities. top_k: the live router's choice among scores.
         """
         options = self.options
+        choose, weights = self._perturbed(layer, scores, are_logits)
         first = not any(self.uses[layer, grad] for grad in (False, True))
         self.uses[layer, torch.is_grad_enabled()] += 1
         values, ids = None, None
         if not options.replay or self.missing is not None or (first and (options.record or self.compare)):
-            values, ids = top_k(scores)
+            values, ids = top_k(choose)
+            if choose is not weights:
+                values = weights.gather(1, ids)
         if first and ids is not None:
             self._measure(layer, scores, ids, are_logits)
         if not options.replay:
@@ -139,7 +152,18 @@ class MicroBatchRoutes:
         if self.missing is not None:
             assert ids is not None
             replayed = torch.where(self.missing[:, None], ids, replayed)
-        return scores.gather(1, replayed), replayed
+        return weights.gather(1, replayed), replayed
+
+    def _perturbed(self, layer: int, scores: Tensor, are_logits: bool) -> tuple[Tensor, Tensor]:
+        """The scores that experts are chosen by and those that they are weighed by; ``scores`` without noise."""
+        noise = self.options.noise
+        if noise is None:
+            return scores, scores
+        assert self.seeds is not None
+        logits = scores if are_logits else scores.log()
+        perturbed = perturb(logits, self.seeds, layer, noise.strength).to(scores.dtype)
+        choose = perturbed if are_logits else perturbed.softmax(-1)
+        return choose, choose if noise.perturb_weights else scores
 
     @torch.no_grad()
     def _measure(self, layer: int, scores: Tensor, ids: Tensor, are_logits: bool) -> None:

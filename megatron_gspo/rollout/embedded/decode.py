@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.rollout.embedded.kv_cache import BufferCache
+from megatron_gspo.rollout.embedded.noisy_routers import NoisyRouters, prompt_tokens
 from megatron_gspo.rollout.embedded.route_recorder import DecodedRoutes, RouteRecorder
 from megatron_gspo.rollout.embedded.token_sampling import choose_tokens
 
@@ -30,25 +31,40 @@ class Responses:
     routes: list[np.ndarray] | None = None
 
 
+@dataclass(frozen=True)
+class DecodeBatch:
+    """B responses to decode together.
+
+    prompts: token ids [P_i] int64 of each of N distinct prompts; rows: [B] int64, the prompt of each response.
+    prompt_index: [N] int64; sample_index: [B] int64 within its prompt. uniforms: [B, R] float32,
+    R = max_response_length (None when greedy).
+    """
+
+    prompts: list[np.ndarray]
+    rows: np.ndarray
+    prompt_index: np.ndarray
+    sample_index: np.ndarray
+    uniforms: np.ndarray | None = None
+
+
 @torch.no_grad()
 def decode(
     model: PreTrainedModel,
-    prompts: list[np.ndarray],
-    rows: np.ndarray,
-    uniforms: np.ndarray | None,
+    requests: DecodeBatch,
     sampling: SamplingParams,
     stop_ids: Tensor,
     recorder: RouteRecorder | None = None,
+    noise: NoisyRouters | None = None,
 ) -> Responses:
     """Generate one response per row.
 
-    prompts: token ids [P_i] int64 of each distinct prompt; rows: [B] int64, the prompt of each row.
-    uniforms: [B, R] float32, R = max_response_length (None when greedy); stop_ids: [E] int64 on the model's
-    device. recorder: on the model's hooks, to return routes; else None.
+    stop_ids: [E] int64 on the model's device. recorder: on the model's hooks, to return routes; else None. noise: of
+    the model's routers, or None.
     """
-    device, limit, batch = model.device, sampling.max_response_length, len(rows)
-    logits, state = _prefill(model, prompts, torch.from_numpy(rows).to(device), limit)
-    routes = None if recorder is None else DecodedRoutes(recorder, prompts, rows)
+    device, limit, batch = model.device, sampling.max_response_length, len(requests.rows)
+    logits, state = _prefill(model, requests, limit, noise)
+    routes = None if recorder is None else DecodedRoutes(recorder, requests.prompts, requests.rows)
+    uniforms = requests.uniforms
     draws = None if uniforms is None else torch.from_numpy(uniforms).to(device).t().contiguous()
     tokens = torch.full((limit, batch), -1, dtype=torch.int64, device=device)
     log_probs = torch.zeros(limit, batch, device=device)
@@ -78,14 +94,20 @@ def decode(
 
 @dataclass
 class _State:
-    """State of a decoding step: the cache, the next position of each row [B, 1], and the columns without padding."""
+    """State of a decoding step: the cache, the next position of each row [B, 1], the columns without padding, and the
+    rows' names [B, 2] for the routers' noise."""
 
     cache: BufferCache
     positions: Tensor
     key_mask: Tensor | None  # [B, 1, 1, P + R] bool; None when no row is padded
+    sequences: Tensor
+    noise: NoisyRouters | None
 
     def step(self, model: PreTrainedModel, tokens: Tensor) -> Tensor:
         """Feed one token [B] per row; logits [B, V] of the next."""
+        if self.noise is not None:
+            rows = torch.arange(len(tokens), device=tokens.device)
+            self.noise.set_tokens(self.sequences, rows, self.positions[:, 0])
         columns = self.cache.get_seq_length() + 1
         mask = None if self.key_mask is None else self.key_mask[..., :columns]
         out = model(
@@ -100,24 +122,28 @@ class _State:
 
     def select_rows(self, rows: Tensor) -> None:
         self.cache.select_rows(rows, self.cache.get_seq_length() + _RESERVE)
-        self.positions = self.positions[rows]
+        self.positions, self.sequences = self.positions[rows], self.sequences[rows]
         if self.key_mask is not None:
             self.key_mask = self.key_mask[rows]
 
 
 def _prefill(
-    model: PreTrainedModel, prompts: list[np.ndarray], rows: Tensor, limit: int
+    model: PreTrainedModel, requests: DecodeBatch, limit: int, noise: NoisyRouters | None
 ) -> tuple[Tensor, _State]:
     """Logits [B, V] after the prompt of every row, and the state for the next step."""
-    ids, mask = left_pad(prompts)
+    rows = torch.from_numpy(requests.rows).to(model.device)
+    ids, mask = left_pad(requests.prompts)
     ids, mask = ids.to(model.device), mask.to(model.device)
     padded = not bool(mask.all())
     columns = ids.shape[1]
+    positions = (mask.cumsum(-1) - 1).clamp_(min=0)
     cache = BufferCache(model.config.num_hidden_layers, columns)
+    if noise is not None:
+        noise.set_tokens(_prompt_names(requests), *prompt_tokens(mask, positions))
     out = model(
         input_ids=ids,
         attention_mask=mask if padded else None,
-        position_ids=(mask.cumsum(-1) - 1).clamp_(min=0),
+        position_ids=positions,
         past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,
@@ -126,7 +152,14 @@ def _prefill(
     if padded:
         key_mask = torch.nn.functional.pad(mask.bool(), (0, limit), value=True)[rows, None, None]
     cache.select_rows(rows, columns + min(limit, _RESERVE))
-    return out.logits[:, -1].index_select(0, rows), _State(cache, mask.sum(-1, keepdim=True)[rows], key_mask)
+    names = np.stack([requests.prompt_index[requests.rows], requests.sample_index], axis=1)
+    state = _State(cache, mask.sum(-1, keepdim=True)[rows], key_mask, torch.from_numpy(names).to(model.device), noise)
+    return out.logits[:, -1].index_select(0, rows), state
+
+
+def _prompt_names(requests: DecodeBatch) -> Tensor:
+    """[N, 2]: a prompt belongs to no sample, all of which read it."""
+    return torch.from_numpy(np.stack([requests.prompt_index, np.full(len(requests.prompts), -1)], axis=1))
 
 
 def left_pad(prompts: list[np.ndarray]) -> tuple[Tensor, Tensor]:

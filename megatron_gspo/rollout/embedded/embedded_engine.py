@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,11 +17,13 @@ from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.errors import EngineError
 from megatron_gspo.rollout.embedded.cpu_kernels import use_cpu_kernels
-from megatron_gspo.rollout.embedded.decode import Responses, decode
+from megatron_gspo.rollout.embedded.decode import DecodeBatch, Responses, decode
+from megatron_gspo.rollout.embedded.noisy_routers import NoisyRouters
 from megatron_gspo.rollout.embedded.route_recorder import RouteRecorder
 from megatron_gspo.rollout.embedded.token_sampling import sequence_uniforms
 from megatron_gspo.rollout.embedded.weight_loading import WeightTargets
 from megatron_gspo.rollout.engine_protocol import end_tokens
+from megatron_gspo.routing_replay.router_noise import RouterNoise, pass_seed
 
 
 class Decoder(Protocol):
@@ -70,15 +73,26 @@ class EmbeddedEngine:
         configured = self.model.config.eos_token_id if configured is None else configured
         self.eos_token_ids = end_tokens(configured, tokenizer, self.model.config.vocab_size, given=eos_token_ids)
         self._recorder = RouteRecorder(self.model) if return_routed_experts else None
+        self._routers: NoisyRouters | None = None
+        self._noise: RouterNoise | None = None
         self._targets: WeightTargets | None = WeightTargets.of(self.model)
         self.weight_version: int | None = None if isinstance(source, PretrainedConfig) else 0
         self._paused = False
+
+    def perturb_routers(self, noise: RouterNoise) -> None:
+        """Choose experts by perturbed logits from now on, for a stress test; other noise for each seed of `generate`.
+
+        Raises ValueError for a model without softmax routers.
+        """
+        self._routers, self._noise = NoisyRouters(self.model), noise
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> list[Sample]:
         """See `RolloutEngine.generate`. Prompts of similar length are decoded together."""
         self._check(prompts, sampling)
         if not prompts:
             return []
+        if self._routers is not None and self._noise is not None:
+            self._routers.start(replace(self._noise, seed=pass_seed(self._noise.seed, seed)))
         by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i].token_ids))
         order = np.repeat(np.asarray(by_length), sampling.n_samples_per_prompt)
         sample_index = np.tile(np.arange(sampling.n_samples_per_prompt), len(prompts))
@@ -109,7 +123,7 @@ class EmbeddedEngine:
 
     def close(self) -> None:
         """Drop the model and its memory."""
-        self.model = self._targets = self._recorder = self.weight_version = None
+        self.model = self._targets = self._recorder = self._routers = self.weight_version = None
 
     def _check(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:
         if self.model is None:
@@ -146,8 +160,12 @@ class EmbeddedEngine:
             prompt_index = np.array([p.index for p in prompts])
             uniforms = sequence_uniforms(seed, prompt_index, sample_index, sampling.max_response_length)
         stop_ids = torch.tensor(self.eos_token_ids, device=self.model.device)
-        distinct = [prompts[i].token_ids for i in starts]
-        responses = decode(self.model, distinct, rows.cumsum(), uniforms, sampling, stop_ids, self._recorder)
+        distinct = [prompts[i] for i in starts]
+        requests = DecodeBatch(
+            [prompt.token_ids for prompt in distinct], rows.cumsum(), np.array([prompt.index for prompt in distinct]),
+            sample_index, uniforms,
+        )  # fmt: skip
+        responses = decode(self.model, requests, sampling, stop_ids, self._recorder, self._routers)
         return self._samples(prompts, sample_index, responses)
 
     def _samples(self, prompts: list[Prompt], sample_index: np.ndarray, responses: Responses) -> list[Sample]:

@@ -17,6 +17,7 @@ from megatron_gspo.mcore.routing_replay.micro_batch_routes import (
     RoutingError,
     routes_of_mini_batch,
 )
+from megatron_gspo.routing_replay.router_noise import RouterNoise, perturb, token_seeds
 from megatron_gspo.routing_replay.routes import RouteShape
 from tests.support.routing_cases import scored_samples, with_random_routes
 
@@ -117,3 +118,46 @@ def test_a_batch_without_routes_is_refused_where_they_are_needed():
     with pytest.raises(RoutingError, match="carries no routes"):
         begun(ReplayOptions(SHAPE, replay=True), bare)
     assert routes_of_mini_batch(None, [bare], groups(), sequence_parallel=False) is None
+
+
+def noisy(batch: PackedBatch, strength: float = 1.0, *, replay: bool = False, **noise: Any) -> MicroBatchRoutes:
+    return begun(ReplayOptions(SHAPE, replay=replay, noise=RouterNoise(strength, seed=3, **noise)), batch)
+
+
+def test_noise_changes_the_choice_and_not_the_weights():
+    batch = batch_of()
+    scores = scores_for(batch)
+    values, ids = noisy(batch).route(1, scores, top_2, are_logits=True)
+    seeds = token_seeds(3, batch.sequences, batch.segment_ids, batch.position_ids)
+    assert torch.equal(ids, top_2(perturb(scores, seeds, 1, 1.0))[1])
+    assert (ids != top_2(scores)[1]).any() and torch.equal(values, scores.gather(1, ids)) and values.requires_grad
+    probabilities = scores.detach().softmax(-1)
+    assert torch.equal(noisy(batch).route(1, probabilities, top_2, are_logits=False)[1], ids)
+
+
+def test_noise_changes_the_weights_where_asked():
+    batch = batch_of()
+    scores = scores_for(batch)
+    values, ids = noisy(batch, perturb_weights=True).route(0, scores, top_2, are_logits=True)
+    seeds = token_seeds(3, batch.sequences, batch.segment_ids, batch.position_ids)
+    changed = perturb(scores, seeds, 0, 1.0).to(scores.dtype)
+    assert torch.equal(values, changed.gather(1, ids)) and values.requires_grad
+    values, _ = noisy(batch, perturb_weights=True, replay=True).route(0, scores, top_2, are_logits=True)
+    assert torch.equal(values, changed.gather(1, batch.routed_experts[:, 0].long()))
+
+
+def test_a_replayed_choice_wins_over_noise():
+    batch = batch_of(missing=0.5)
+    scores = scores_for(batch)
+    _, ids = noisy(batch, replay=True).route(1, scores, top_2, are_logits=True)
+    live = noisy(batch).route(1, scores, top_2, are_logits=True)[1]
+    given = batch.routed_experts[:, 1].long()
+    assert torch.equal(ids, torch.where(batch.missing_routes[:, None], live, given))
+
+
+def test_noise_is_the_same_when_a_layer_runs_again():
+    batch = batch_of()
+    routes, scores = noisy(batch), scores_for(batch)
+    with torch.no_grad():
+        first = routes.route(0, scores, top_2, are_logits=True)[1]
+    assert torch.equal(first, routes.route(0, scores, top_2, are_logits=True)[1])

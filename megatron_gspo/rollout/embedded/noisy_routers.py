@@ -1,0 +1,66 @@
+"""Noise in the routers of a Transformers model, for stress tests (`routing_replay.router_noise`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_gspo.routing_replay.router_noise import RouterNoise, perturb, token_seeds
+
+
+class NoisyRouters:
+    """Makes the softmax routers of `model` choose experts by perturbed logits. `remove` undoes it.
+
+    Raises ValueError (one line) for a model without such routers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        routers: list[Any] = [module for module in model.modules() if _is_softmax_router(module)]
+        if not routers:
+            kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+            raise ValueError(f"model type {kind} has no softmax router that chooses experts: leave router_noise off")
+        self._noise: RouterNoise | None = None
+        self._seeds: Tensor | None = None
+        self._hooks = [router.register_forward_hook(self._hook(layer)) for layer, router in enumerate(routers)]
+
+    def start(self, noise: RouterNoise) -> None:
+        """Begin a pass with other noise."""
+        self._noise, self._seeds = noise, None
+
+    def set_tokens(self, sequences: Tensor, segments: Tensor, positions: Tensor) -> None:
+        """The tokens [t] of the next forward pass: int64 [n, 2] (prompt_index, sample_index) of the sequences, and
+        int64 [t] the sequence of each token and its position."""
+        assert self._noise is not None
+        self._seeds = token_seeds(self._noise.seed, sequences, segments, positions)
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _hook(self, layer: int) -> Any:
+        def reroute(router: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> Any:
+            assert self._noise is not None and self._seeds is not None
+            logits, weights, _ = output
+            perturbed = perturb(logits, self._seeds, layer, self._noise.strength)
+            ids = perturbed.topk(router.top_k, dim=-1).indices
+            values = perturbed if self._noise.perturb_weights else logits.to(perturbed.dtype)
+            chosen = values.softmax(-1).gather(1, ids)
+            if router.norm_topk_prob:
+                chosen = chosen / chosen.sum(-1, keepdim=True)
+            return logits, chosen.to(weights.dtype), ids
+
+        return reroute
+
+
+def _is_softmax_router(module: Any) -> bool:
+    """Whether it returns (logits, weights, ids) of a softmax over all experts, as in the Qwen families."""
+    return type(module).__name__.endswith("MoeTopKRouter") and hasattr(module, "norm_topk_prob")
+
+
+def prompt_tokens(mask: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Segments and positions, int64 [N * P] each, of a padded batch of prompts with `positions` [N, P]."""
+    rows = torch.arange(len(mask), device=mask.device)
+    return rows.repeat_interleave(mask.shape[1]), positions.reshape(-1)

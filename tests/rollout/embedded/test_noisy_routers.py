@@ -1,0 +1,76 @@
+"""Noise in the embedded engine's routers: the log-probs and routes are those of a plain pass with the same noise."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_gspo.config import SamplingParams
+from megatron_gspo.rollout.embedded.noisy_routers import NoisyRouters
+from megatron_gspo.rollout.embedded.route_recorder import RouteRecorder
+from megatron_gspo.routing_replay.router_noise import RouterNoise, pass_seed
+from tests.support.reference_models import checkpoint, dense_config, loaded_engine, moe_config, prompts, reference_model
+
+SAMPLING = SamplingParams(3, 12)
+CONFIG = dict(num_experts=16, num_experts_per_tok=4)
+
+
+def generate(noise, *, max_batch=256, seed=1, **changes):
+    config = moe_config(**CONFIG | changes)
+    reference = reference_model(config)
+    engine = loaded_engine(config, checkpoint(reference), return_routed_experts=True, max_batch=max_batch)
+    if noise is not None:
+        engine.perturb_routers(noise)
+    return reference, engine.generate(prompts(6), SAMPLING, seed=seed)
+
+
+@pytest.mark.parametrize("perturb_weights", [False, True])
+@pytest.mark.parametrize("norm_topk_prob", [False, True])
+def test_samples_are_those_of_a_plain_pass_with_the_same_noise(perturb_weights, norm_topk_prob):
+    noise = RouterNoise(1.0, seed=4, perturb_weights=perturb_weights)
+    reference, samples = generate(noise, norm_topk_prob=norm_topk_prob)
+    routers = NoisyRouters(reference)
+    recorder = RouteRecorder(reference)
+    for sample in samples:
+        routers.start(replace(noise, seed=pass_seed(noise.seed, 1)))
+        # the prompt is read once for all samples
+        names = torch.tensor([(sample.prompt_index, -1), (sample.prompt_index, sample.sample_index)])
+        positions = torch.arange(sample.length - 1)
+        routers.set_tokens(names, (positions >= sample.prompt_length).long(), positions)
+        with torch.no_grad():
+            logits = reference(torch.from_numpy(sample.tokens[:-1])[None]).logits[0]
+        scores = logits.log_softmax(-1)[positions, torch.from_numpy(sample.tokens[1:])]
+        np.testing.assert_allclose(sample.rollout_log_probs, scores[sample.prompt_length - 1 :].numpy(), atol=2e-5)
+        np.testing.assert_array_equal(np.sort(sample.routed_experts, -1), np.sort(recorder.take().numpy(), -1))
+
+
+def test_noise_changes_choices_as_its_strength_says():
+    _, clean = generate(None)
+    rates = []
+    for strength in (1e-9, 0.1, 0.5):
+        _, samples = generate(RouterNoise(strength, seed=4))
+        rates.append(np.mean([flip_rate(a, b) for a, b in zip(clean, samples, strict=True)]))
+    assert rates[0] == 0 < rates[1] < rates[2] < 0.8
+
+
+def flip_rate(a, b):
+    """Of the prompt's rows, which read the same tokens."""
+    rows = slice(0, a.prompt_length)
+    same = (a.routed_experts[rows][..., :, None] == b.routed_experts[rows][..., None, :]).any(-1)
+    return 1 - same.mean()
+
+
+def test_noise_depends_on_the_seed_and_not_on_batches():
+    noise = RouterNoise(0.5, seed=4)
+    _, whole = generate(noise)
+    _, split = generate(noise, max_batch=5)
+    _, other = generate(RouterNoise(0.5, seed=5))
+    routes = [[sample.routed_experts for sample in found] for found in (whole, split, other)]
+    assert all(np.array_equal(a, b) for a, b in zip(routes[0], routes[1], strict=True))
+    assert any(not np.array_equal(a[:3], b[:3]) for a, b in zip(routes[0], routes[2], strict=True))
+
+
+def test_a_model_without_softmax_routers_is_refused():
+    with pytest.raises(ValueError, match="model type qwen3 has no softmax router"):
+        NoisyRouters(reference_model(dense_config()))
