@@ -31,6 +31,15 @@ def message(failure: Exception, **options) -> tuple[str, str]:
     return type(caught.value).__name__, str(caught.value)
 
 
+def cause(failure: Exception) -> str:
+    """The class of the cause of what this rank raises where the action raises ``failure`` on rank 0."""
+    try:
+        run_on_rank_zero(raising(failure))
+    except UserError as error:
+        return type(error.__cause__).__name__
+    raise AssertionError("nothing was raised")
+
+
 def every_case(rank: int, world_size: int) -> dict:
     ran = []
     return {
@@ -41,6 +50,7 @@ def every_case(rank: int, world_size: int) -> dict:
         "unpicklable": message(Unpicklable("lr", "is negative"), error=EngineError),
         "disk": message(OSError("disk full"), error=RunError, what="not saved"),
         "bug": message(TypeError("a bug\nof two lines"), error=EngineError),
+        "causes": [cause(OSError("disk full")), cause(EngineError("no answer"))],
     }
 
 
@@ -53,6 +63,8 @@ def test_every_rank_gets_rank_zeros_value_or_its_error():
         assert found["user error"] == ("EngineError", "server 3: no answer")
         assert found["unpicklable"][1] == "lr: is negative"
         assert found["disk"] == ("RunError", "not saved: OSError: disk full")
+    assert first["causes"] == ["OSError", "NoneType"], "no error is its own cause"
+    assert second["causes"] == third["causes"] == ["NoneType", "NoneType"]
     assert first["bug"] == ("TypeError", "a bug\nof two lines"), "rank 0 keeps the traceback of a bug"
     assert second["bug"] == third["bug"] == ("EngineError", "rank 0 failed: TypeError: a bug")
 
