@@ -117,7 +117,7 @@ class Contest:
         from megatron_gspo.weight_transport.weight_update import update_servers
 
         failures = update_servers(
-            self.loop, [self.server], self.weights.items(), self.transports[name],
+            self.loop, [self.server], self.weights.items, self.transports[name],
             version=f"bench:{self.count}", bucket_bytes=self.bucket_bytes, timeout=300.0,
         )  # fmt: skip
         if failures:

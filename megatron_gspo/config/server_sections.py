@@ -35,8 +35,9 @@ class ServerConfig:
     """Weights sent at once, in MiB."""
     weight_dir: str | None = None
     """Directory of `weight_transport: disk`, the same path on all servers; null is `run_dir`/weights."""
-    master_address: str = "127.0.0.1"
-    """Address of the first node as the servers reach it, with `weight_transport: distributed`."""
+    master_address: str | None = None
+    """Address of the first node as the servers reach it, with `weight_transport: distributed`; null is that of the
+    route to them."""
     max_concurrent_requests: Annotated[int, Ge(1)] = 256
     """Maximum concurrent requests per server."""
     request_timeout: Annotated[float, Gt(0)] = 600.0

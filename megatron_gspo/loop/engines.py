@@ -18,7 +18,8 @@ from megatron_gspo.environments.episode_engine import EpisodeEngine
 from megatron_gspo.environments.episode_source import EpisodeServerSource
 from megatron_gspo.environments.episodes import EpisodeRules
 from megatron_gspo.errors import first_line
-from megatron_gspo.mcore.process_groups import compute_device
+from megatron_gspo.mcore.process_groups import compute_device, current_groups
+from megatron_gspo.mcore.weight_sources import source_ranks
 from megatron_gspo.models import ModelShape, read_config
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from megatron_gspo.rollout.engine_protocol import RolloutEngine, end_tokens
@@ -32,8 +33,11 @@ from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
 from megatron_gspo.rollout.sglang.sglang_args import first_server_gpu
 from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch, on_cpu
 from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
+from megatron_gspo.rollout.weight_distribution import WHOLE, WeightDistribution
 from megatron_gspo.routing_replay.router_noise import RouterNoise, pass_seed
 from megatron_gspo.servers.server_processes import LocalServers
+from megatron_gspo.weight_transport.transport import WeightTransport
+from megatron_gspo.weight_transport.weight_sender import WeightSender
 from megatron_gspo.weight_transport.weight_update import make_transport
 
 
@@ -85,14 +89,39 @@ def episode_rules(config: Config) -> EpisodeRules:
 
 
 def _server_source(config: Config, shape: ModelShape, tokenizer: Any) -> ServerSource:
+    rank, sources = dist.get_rank(), weight_sources(config)
+    engine = _on_servers(config, shape, tokenizer) if rank == 0 else None
+    sender = engine.sender if engine is not None else None
+    if engine is None and rank in sources:
+        sender = WeightSender(config.sglang, _transport(config))
     return ServerSource(
-        _on_servers(config, shape, tokenizer) if dist.get_rank() == 0 else None,
+        engine,
         config.sglang,
         vocab_size=shape.vocab_size,
         groups_per_step=config.rollout.rollout_batch_size,
         device=compute_device(),
         log=log_servers,
+        distribution=WeightDistribution(engine, sender, sources),
     )
+
+
+def weight_sources(config: Config) -> tuple[int | None, ...]:
+    """The ranks that send weights to the servers; rank 0 alone where the servers listen on its node only and ranks of
+    other nodes would be sources."""
+    sources = source_ranks(current_groups())
+    one_node = sources[-1] < _ranks_of_the_first_node()
+    reached = bool(config.sglang.urls) and config.sglang.weight_transport != "ipc"
+    return sources if one_node or reached or config.sglang.weight_transport == "disk" else WHOLE
+
+
+def _ranks_of_the_first_node() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+
+
+def _transport(config: Config) -> WeightTransport:
+    first_node = dist.get_rank() < _ranks_of_the_first_node()
+    return make_transport(config.sglang, SGLangWeightEndpoints(), run_dir=config.run_dir, source=config.model.path,
+                          first_node=first_node)  # fmt: skip
 
 
 def log_servers(line: str) -> None:
@@ -135,7 +164,7 @@ def _on_servers(config: Config, shape: ModelShape, tokenizer: Any) -> ServerEngi
         stop_ids=stop_ids(config.model.path, tokenizer, shape.vocab_size),
         return_routes=config.routing.needs_rollout_routes,
     )
-    transport = make_transport(sglang, SGLangWeightEndpoints(), run_dir=config.run_dir, source=config.model.path)
+    transport = _transport(config)
     processes = _start_servers(config) if sglang.num_servers else None
     try:
         return ServerEngine(

@@ -52,9 +52,10 @@ class OffloadingSource:
     def update_weights(self, weights: Weights, *, version: int) -> None:
         """See `GroupSource.update_weights`. A tensor of the stream is valid until the next one is asked for."""
 
-        def released_at_the_end() -> Iterator[tuple[str, Tensor]]:
-            yield from weights()
-            self._release()
+        def released_at_the_end(source: int | None = None, /) -> Iterator[tuple[str, Tensor]]:
+            yield from weights(source)
+            if source is None or source == self._policy.sources[-1]:  # they send in this order
+                self._release()
 
         self._release(keep_weights=True)
         self._source.update_weights(released_at_the_end, version=version)

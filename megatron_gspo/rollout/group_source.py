@@ -7,7 +7,7 @@ both (`environments.episode_source`) follow the same protocol, and the loop does
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
@@ -19,8 +19,14 @@ from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
 
 Group = list[Sample]
-Weights = Callable[[], Iterator[tuple[str, Tensor]]]
-"""Starts a stream of (Hugging Face name, full tensor); producing it is a collective of all ranks."""
+
+
+class Weights(Protocol):
+    """Starts a stream of (Hugging Face name, full tensor); producing it is a collective of all ranks."""
+
+    def __call__(self, source: int | None = None, /) -> Iterator[tuple[str, Tensor]]:
+        """source: a rank that sends weights; only it gets its tensors. None: every rank gets all."""
+        ...
 
 
 class GroupSource(Protocol):

@@ -24,6 +24,7 @@ from megatron_gspo.rollout.sample_exchange import broadcast_samples
 from megatron_gspo.rollout.server_engine.request_stream import RequestStream, WeightsNeeded
 from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.rollout.server_engine.server_pool import NoServerError
+from megatron_gspo.rollout.weight_distribution import WeightDistribution
 
 T = TypeVar("T")
 
@@ -35,13 +36,15 @@ class ServerSource:
     """`GroupSource` on servers. Requests are in flight from `submit` on, over weight updates too."""
 
     def __init__(self, engine: ServerEngine | None, config: ServerConfig, *, vocab_size: int, groups_per_step: int,
-                 device: str | torch.device = "cpu", log: Callable[[str], None] = print) -> None:  # fmt: skip
+                 device: str | torch.device = "cpu", log: Callable[[str], None] = print,
+                 distribution: WeightDistribution | None = None) -> None:  # fmt: skip
         """engine: on rank 0, None on the others. groups_per_step: groups that a step trains on, from which `collect`
         computes which groups become too old. device: where the world's backend communicates. log: takes lines about
-        the servers, on rank 0.
+        the servers, on rank 0. distribution: of the weights; None: rank 0 sends all.
         """
         self.engine_name = engine_name(ServerEngine)
         self._engine, self._vocab_size, self._device = engine, vocab_size, device
+        self._distribution = distribution or WeightDistribution(engine, engine and engine.sender)
         self._groups_per_step, self._config, self._log = groups_per_step, config, log
         self._training = _Requests(self)
         self._weights: Weights | None = None
@@ -97,6 +100,8 @@ class ServerSource:
         """Close the engine."""
         if self._engine is not None:
             self._engine.close()
+        else:
+            self._distribution.close()
 
     @property
     def client(self) -> ServerEngine:
@@ -156,7 +161,7 @@ class ServerSource:
         assert self._weights is not None, "update_weights comes before collect"
         deadline, reported = time.monotonic() + self._config.recovery_timeout, ""
         while True:
-            failure = self._send_once(self._weights)
+            failure = self._distribution.run(self._weights, self._version)
             refusal = str(failure or "")
             if not self.on_rank_zero(lambda f=failure, new=refusal != reported: self._must_retry(f, deadline, new)):
                 self._memory_released = False
@@ -164,19 +169,6 @@ class ServerSource:
             reported = refusal
             while not self.on_rank_zero(lambda r=refusal: self._server_is_back(r, deadline)):
                 pass
-
-    def _send_once(self, weights: Weights) -> Exception | None:
-        """Stream the weights to the servers; rank 0's failure, for `_must_retry`."""
-        stream = weights()
-        failure: Exception | None = None
-        if self._engine is not None:
-            try:
-                self._engine.update_weights(stream, version=self._version)
-            except Exception as error:
-                failure = error
-        for _ in stream:  # producing it is a collective: every rank reads it to its end
-            pass
-        return failure
 
     def _must_retry(self, failure: Exception | None, deadline: float, is_new: bool) -> bool:
         if failure is None:

@@ -25,7 +25,7 @@ class Bucket:
     """Tensors that travel together.
 
     entries: in the order of the stream, without gaps; every one begins at a multiple of its element size.
-    data: [bytes] uint8, contiguous; valid until the next bucket is asked for.
+    data: [bytes] uint8, contiguous; how long it is valid: see `buckets`.
     """
 
     entries: tuple[Entry, ...]
@@ -47,12 +47,13 @@ def buckets(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     allocate: Callable[[int, torch.device], Tensor] | None = None,
+    in_flight: int = 1,
 ) -> Iterator[Bucket]:
-    """Pack a stream into buckets of at most `bucket_bytes` bytes.
+    """Pack a stream into buckets of at most `bucket_bytes // in_flight` bytes.
 
-    One buffer of that size serves all buckets, so a bucket is valid until the next one is asked for, and this buffer
-    is the memory that the packing costs. A tensor larger than it travels alone: as it lies, without a copy, or in a
-    buffer of its own size where `allocate` is given. The order of the stream is kept.
+    `in_flight` buffers of that size serve all buckets in turn, so a bucket is valid until so many more are asked for,
+    and these buffers are the memory that the packing costs. A tensor larger than one travels alone: as it lies, without
+    a copy, or in a buffer of its own size where `allocate` is given. The order of the stream is kept.
 
     dtype: cast floating-point tensors to it; None leaves each as it is. allocate: (bytes, device of the stream's
     first tensor) -> uint8 tensor on the device that the bytes are wanted on; None: the stream's own device.
@@ -61,7 +62,7 @@ def buckets(
     """
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes={bucket_bytes}: give at least 1")
-    packer = _Packer(bucket_bytes, device, allocate)
+    packer = _Packer(max(bucket_bytes // in_flight, 1), in_flight, device, allocate)
     seen: set[str] = set()
     for name, tensor in named_tensors:
         if name in seen:
@@ -76,11 +77,12 @@ def buckets(
 
 
 class _Packer:
-    """The buffer and what has been packed into it since it was last taken."""
+    """The buffers, and what has been packed into the last of them since it was taken."""
 
-    def __init__(self, size: int, device: torch.device | None,
+    def __init__(self, size: int, count: int, device: torch.device | None,
                  allocate: Callable[[int, torch.device], Tensor] | None) -> None:  # fmt: skip
         self._size, self._device, self._allocate = size, device, allocate
+        self._buffers: list[Tensor | None] = [None] * count  # the first is the next to be packed into
         self._buffer: Tensor | None = None
         self._entries: list[Entry] = []
         self._used = 0
@@ -93,7 +95,9 @@ class _Packer:
             yield self._alone(name, value, size)
             return
         if self._buffer is None:
-            self._buffer = self._new(self._size, value.device)
+            free = self._buffers.pop(0)
+            self._buffer = self._new(self._size, value.device) if free is None else free
+            self._buffers.append(self._buffer)
         entry = Entry(name, value.dtype, tuple(value.shape), self._used, self._used + size)
         if size:
             self._buffer[entry.start : entry.stop].view(value.dtype).view(value.shape).copy_(value)
@@ -101,9 +105,10 @@ class _Packer:
         self._used += size
 
     def take(self) -> Iterator[Bucket]:
-        """What is packed, if anything; the buffer is free again afterwards."""
+        """What is packed, if anything."""
         if self._entries and self._buffer is not None:
             yield Bucket(tuple(self._entries), self._buffer[: self._used])
+            self._buffer = None
         self._entries, self._used = [], 0
 
     def _alone(self, name: str, value: Tensor, size: int) -> Bucket:

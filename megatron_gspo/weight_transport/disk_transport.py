@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from megatron_gspo.errors import writing
+from megatron_gspo.errors import DiskError, writing
 from megatron_gspo.servers.http_client import ServerClient
 from megatron_gspo.weight_transport.buckets import Bucket
 from megatron_gspo.weight_transport.server_endpoints import ServerInfo, WeightEndpoints
-from megatron_gspo.weight_transport.transport import WeightTransport
+from megatron_gspo.weight_transport.transport import Sent, WeightTransport
 
 INDEX = "model.safetensors.index.json"
 _PREFIX, _UNFINISHED = "weights-", ".unfinished-"
@@ -30,9 +30,10 @@ _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", to
 class DiskTransport(WeightTransport):
     """Every bucket becomes a safetensors file of a checkpoint in `directory`, which the servers load when it is whole.
 
-    Servers generate while it is written and pause only to load it. A checkpoint is renamed to its name when it is
-    complete, with its index and the other files of `source`, and is kept until the next one is complete: a server that
-    returns can be started from `checkpoint`, and the disk needs space for two. Memory: the buffer.
+    All sources write at the same time. Servers generate meanwhile and pause only to load. A checkpoint is renamed to
+    its name when it is complete, with its index and the other files of `source`, and is kept until the next one is
+    complete: a server that returns can be started from `checkpoint`, and the disk needs space for two. Memory: the
+    buffer.
     """
 
     stores = True
@@ -41,56 +42,89 @@ class DiskTransport(WeightTransport):
     def __init__(self, endpoints: WeightEndpoints, directory: Path, *, source: Path | None = None) -> None:
         super().__init__(endpoints)
         self._directory, self._source = directory.absolute(), source  # a server has another working directory
-        self.checkpoint: Path | None = None  # the newest complete one
+        self.checkpoint: Path | None = None  # the newest complete one, where it was published
         self._unfinished = self._directory
         self._weight_map: dict[str, str] = {}
-        self._total, self._files = 0, 0
+        self._part, self._total, self._files = 0, 0, 0
 
     def unsupported(self, info: ServerInfo) -> str:
         """Every server can load a checkpoint."""
         return ""
 
-    def begin(self, version: str) -> None:
+    def prepare(self, version: str) -> None:
         """Remove what an interrupted update has left."""
-        name = re.sub(r"[^0-9A-Za-z._-]", "-", version)
-        self._weight_map, self._total, self._files = {}, 0, 0
-        self._unfinished = self._directory / (_UNFINISHED + name)
+        self._unfinished = self._place(version)
         with writing(self._directory):
             self._directory.mkdir(parents=True, exist_ok=True)
             for left in self._directory.glob(_UNFINISHED + "*"):
                 shutil.rmtree(left)
             self._unfinished.mkdir()
 
+    def begin(self, version: str, part: int) -> None:
+        """See `WeightTransport.begin`."""
+        self._unfinished = self._place(version)
+        self._part, self._weight_map, self._total, self._files = part, {}, 0, 0
+
     def take(self, bucket: Bucket) -> None:
         """Write a file."""
         self._files += 1
-        name = f"model-{self._files:05d}.safetensors"
+        name = f"model-{self._part:05d}-{self._files:05d}.safetensors"
         with writing(self._unfinished / name, needed=bucket.nbytes):
             _write(self._unfinished / name, bucket)
         self._weight_map |= {entry.name: name for entry in bucket.entries}
         self._total += bucket.nbytes
 
-    def end(self) -> None:
-        """Write the index, rename the checkpoint, remove the one before."""
-        index = {"metadata": {"total_size": self._total}, "weight_map": self._weight_map}
+    async def finish(self, timeout: float) -> Sent:
+        """Write the part of the index."""
+        part = self._unfinished / _part_name(self._part)
+        with writing(part):
+            part.write_text(json.dumps(_index(self._weight_map, self._total)))
+        return Sent()
+
+    def publish(self, parts: int) -> None:
+        """Write the index, rename the checkpoint, remove the one before. Raises DiskError for a part that lacks."""
+        weight_map: dict[str, str] = {}
+        total = 0
         whole = self._directory / self._unfinished.name.replace(_UNFINISHED, _PREFIX, 1)
         with writing(whole):
-            (self._unfinished / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-            if self._source is not None:
-                for file in (file for pattern in _COMPANIONS for file in self._source.glob(pattern)):
-                    shutil.copyfile(file, self._unfinished / file.name)
-            if whole.exists():
-                shutil.rmtree(whole)
-            os.rename(self._unfinished, whole)
-            for old in self._directory.glob(_PREFIX + "*"):
-                if old != whole:
-                    shutil.rmtree(old)
+            for part in (self._unfinished / _part_name(number) for number in range(parts)):
+                if not part.is_file():
+                    raise DiskError(f"{part}: not there; ranks on all nodes write to this directory: set "
+                                    "sglang.weight_dir to one that all nodes share")  # fmt: skip
+                found = json.loads(part.read_text())
+                weight_map |= found["weight_map"]
+                total += found["metadata"]["total_size"]
+                part.unlink()
+            (self._unfinished / INDEX).write_text(json.dumps(_index(weight_map, total), indent=2) + "\n")
+            self._rename(whole)
         self.checkpoint = whole
 
-    async def finish(self, server: ServerClient, timeout: float) -> None:
-        """See `WeightTransport.finish`."""
+    def _rename(self, whole: Path) -> None:
+        if self._source is not None:
+            for file in (file for pattern in _COMPANIONS for file in self._source.glob(pattern)):
+                shutil.copyfile(file, self._unfinished / file.name)
+        if whole.exists():
+            shutil.rmtree(whole)
+        os.rename(self._unfinished, whole)
+        for old in self._directory.glob(_PREFIX + "*"):
+            if old != whole:
+                shutil.rmtree(old)
+
+    async def load(self, server: ServerClient, timeout: float) -> None:
+        """See `WeightTransport.load`."""
         assert self.checkpoint is not None
         await self.endpoints.load_checkpoint(server, self.checkpoint, timeout=timeout)
+
+    def _place(self, version: str) -> Path:
+        return self._directory / (_UNFINISHED + re.sub(r"[^0-9A-Za-z._-]", "-", version))
+
+
+def _part_name(part: int) -> str:
+    return f"part-{part:05d}.json"
+
+
+def _index(weight_map: dict[str, str], total: int) -> dict[str, Any]:
+    return {"metadata": {"total_size": total}, "weight_map": weight_map}
 
 
 def _write(file: Path, bucket: Bucket) -> None:

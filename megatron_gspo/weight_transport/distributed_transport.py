@@ -1,42 +1,52 @@
-"""Weights by broadcast in a process group with each server."""
+"""Weights by broadcast in a process group of one source and all servers."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import uuid
-from collections.abc import Coroutine
+from collections import deque
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 import torch
 
-from megatron_gspo.errors import first_line
-from megatron_gspo.servers.http_client import ServerClient, ServerError
-from megatron_gspo.weight_transport.buckets import Bucket
+from megatron_gspo.servers.http_client import ServerError
+from megatron_gspo.weight_transport.buckets import Bucket, Entry
 from megatron_gspo.weight_transport.server_endpoints import ServerInfo, WeightEndpoints
-from megatron_gspo.weight_transport.transport import WeightTransport
-from megatron_gspo.weight_transport.update_group import GroupError, UpdateGroup, default_backend
+from megatron_gspo.weight_transport.transport import Sent, Target, WeightTransport
+from megatron_gspo.weight_transport.update_group import GroupError, UpdateGroup, default_backend, local_address
+
+_PROBE_SECONDS = 10.0  # a server whose group broke may take to leave it; one that does not has failed
+_IN_FLIGHT = 4
 
 
 class DistributedTransport(WeightTransport):
-    """A process group with every server, kept between updates; a bucket is one broadcast of bytes.
+    """One process group with all servers, kept between updates; a bucket is one broadcast whatever their number.
 
-    There is one group per server instead of one for all. A server that dies or hangs during a broadcast then affects no
-    other; in a common group the others would wait for it until their own timeout of half an hour, and NCCL's watchdog
-    would end them. The cost: this process sends the weights once per server.
+    Several buckets are in flight, so that a server passes one on while the next is sent: gloo's broadcast is a tree. A
+    server gets the requests of its buckets one after the other. One that answers with an error goes on receiving, so
+    that the others finish. One that dies or hangs breaks the group: the source leaves it, the servers that answer then
+    are `Sent.again`, and their next group is without it.
 
-    Memory: the buffer; the server allocates a bucket of its own. NCCL if both sides have GPUs, else gloo over TCP.
+    Memory: the buffers; a server allocates a bucket of its own. NCCL if both sides have GPUs, else gloo over TCP.
     """
 
-    def __init__(
-        self, endpoints: WeightEndpoints, *, address: str = "127.0.0.1", backend: str | None = None
-    ) -> None:
+    in_flight = _IN_FLIGHT
+
+    def __init__(self, endpoints: WeightEndpoints, *, address: str | None = None, backend: str | None = None) -> None:
+        """address: this machine's, as the servers reach it; None: that of the route to the first server."""
         super().__init__(endpoints)
         self._address, self._backend = address, backend
         self._run_id, self._group_numbers = uuid.uuid4().hex[:8], itertools.count()
-        self._groups: dict[str, UpdateGroup] = {}
-        self._infos: dict[str, ServerInfo] = {}
-        self._completed: dict[str, tuple[str, str]] = {}  # (start_id, version) of each updated server
+        self._group: UpdateGroup | None = None
+        self._members: dict[str, str] = {}  # start_id of each server of the group
+        self._version = self._completed = ""  # of this transfer, and of the last one that all of its servers took
+        self._requests: dict[str, asyncio.Task[None]] = {}  # the last one of each server
+        self._broadcasts: deque[asyncio.Task[None]] = deque()
+        self._joined = False
+        self._broken = ""  # why the group is
+        self._stop = asyncio.Event()  # set where it is
 
     def unsupported(self, info: ServerInfo) -> str:
         """See `WeightTransport.unsupported`: pipeline-parallel servers."""
@@ -45,77 +55,171 @@ class DistributedTransport(WeightTransport):
                     "start it without, or use another weight_transport")  # fmt: skip
         return super().unsupported(info)
 
-    async def open(self, server: ServerClient, info: ServerInfo, timeout: float) -> None:
-        """Keep the group if the server is unchanged since the last update; else make a new one."""
-        group = self._groups.get(server.url)
-        self._infos[server.url] = info
-        if group is not None and (info.start_id, info.weight_version) == self._completed.pop(server.url, None):
+    def begin(self, version: str, part: int) -> None:
+        """See `WeightTransport.begin`."""
+        self._version = version
+
+    async def open(self, targets: Mapping[str, Target], timeout: float) -> None:
+        """Keep the group if its servers are unchanged since the last update; else make a new one."""
+        await super().open(targets, timeout)
+        self._requests, self._broadcasts, self._broken, self._stop = {}, deque(), "", asyncio.Event()
+        members = {url: target.info.start_id for url, target in targets.items()}
+        same = members == self._members and self._group is not None
+        if not targets or same and all(t.info.weight_version == self._completed for t in targets.values()):
             return
-        if group is not None:
-            await self.abandon(server, timeout)
-        backend = self._backend or default_backend(info.device)
+        await self._leave(_PROBE_SECONDS)
+        try:
+            await self._join(timeout)
+        except GroupError as error:
+            path = self.endpoints.init_group_path
+            self.failures = {url: ServerError(f"server {url}{path}: {error}", retry=False) for url in targets}
+            self.targets = {}
+
+    async def _join(self, timeout: float) -> None:
+        """Make the group; a server that does not join breaks it."""
+        infos = [target.info for target in self.targets.values()]
+        backend = self._backend or default_backend(infos[0].device)
         if backend == "nccl":
             self.device = torch.device("cuda", torch.cuda.current_device())
-        name, path = f"weights-{self._run_id}-{next(self._group_numbers)}", self.endpoints.init_group_path
-        try:
-            group = UpdateGroup(name, 1 + info.tp_size, address=self._address, backend=backend, timeout=timeout)
-        except GroupError as error:
-            raise ServerError(f"server {server.url}{path}: {error}", retry=False) from None
-        self._groups[server.url] = group
-        request = self.endpoints.init_group(server, group, timeout=timeout)
-        await _run_both(server, path, request, group.join(), timeout)
+        name = f"weights-{self._run_id}-{next(self._group_numbers)}"
+        address = self._address or local_address(infos[0].url)
+        size = 1 + sum(info.tp_size for info in infos)
+        group = UpdateGroup(name, size, address=address, backend=backend, timeout=timeout, in_flight=self.in_flight)
+        self._group = group
+        self._members = {info.url: info.start_id for info in infos}
+        first = 1
+        for url, target in self.targets.items():
+            request = self.endpoints.init_group(target.client, group, first, timeout=timeout)
+            self._requests[url] = asyncio.create_task(self._guarded(url, request))
+            first += target.info.tp_size
+        self._broadcasts.append(asyncio.create_task(group.join()))
+        await self._settle(timeout)
+        self._joined = not self._broken
 
-    async def send(self, server: ServerClient, bucket: Bucket, timeout: float) -> None:
+    @property
+    def is_over(self) -> bool:
+        """See `WeightTransport.is_over`."""
+        return bool(self._broken) or not self.targets
+
+    async def send(self, bucket: Bucket, timeout: float) -> None:
         """See `WeightTransport.send`."""
-        group = self._groups[server.url]
-        request = self.endpoints.load_broadcast(server, group.name, bucket.entries, timeout=timeout)
-        await _run_both(server, self.endpoints.broadcast_path, request, group.broadcast(bucket.data), timeout)
-
-    def completed(self, server: ServerClient, version: str) -> None:
-        """See `WeightTransport.completed`."""
-        self._completed[server.url] = (self._infos[server.url].start_id, version)
-
-    async def abandon(self, server: ServerClient, timeout: float) -> None:
-        """Drop the group: the server may have died, or wait in a broadcast that this side has left."""
-        group = self._groups.pop(server.url, None)
-        self._completed.pop(server.url, None)
-        if group is None:
+        if self.is_over or self._group is None:
             return
-        group.drop()
-        try:
-            await self.endpoints.destroy_group(server, group.name, timeout=timeout)
-        except ServerError:
-            pass
+        for url, target in self.targets.items():
+            before = self._requests.get(url)
+            load = self._load(target, self._group.name, bucket.entries, before, timeout)
+            self._requests[url] = asyncio.create_task(load)
+        self._broadcasts.append(asyncio.create_task(self._group.broadcast(bucket.data)))
+        await self._wait(timeout, self.in_flight - 1)
+
+    async def flush(self, timeout: float) -> None:
+        """See `WeightTransport.flush`."""
+        await self._wait(timeout, 0)
+
+    async def finish(self, timeout: float) -> Sent:
+        """See `WeightTransport.finish`."""
+        if not self._broken:
+            await self._settle(timeout)
+        if not self._broken:
+            self._completed = "" if self.failures else self._version
+            return Sent(self.failures)
+        return await self._break_up()
+
+    async def abort(self) -> None:
+        """See `WeightTransport.abort`."""
+        await self._cancel()
+        await self._leave(_PROBE_SECONDS)
 
     def close(self) -> None:
-        """Drop all groups; the servers notice the closed connections."""
-        for group in self._groups.values():
-            group.drop()
-        self._groups.clear()
+        """Drop the group; the servers notice the closed connections."""
+        if self._group is not None:
+            self._group.drop()
+        self._group = None
 
-
-async def _run_both(server: ServerClient, path: str, request: Coroutine[Any, Any, Any], ours: Coroutine[Any, Any, None],
+    async def _load(self, target: Target, group: str, entries: tuple[Entry, ...], before: asyncio.Task[None] | None,
                     timeout: float) -> None:  # fmt: skip
-    """Run the server's part and ours, which wait for each other; when one fails the other is cancelled.
+        """A server's request for one bucket, after the one before."""
+        if before is not None:
+            await asyncio.wait([before])
+        if not self._broken:
+            request = self.endpoints.load_broadcast(target.client, group, entries, timeout=timeout)
+            await self._guarded(target.info.url, request)
 
-    Raises `ServerError`: the server's error if it reported one, else ours.
-    """
-    tasks = [asyncio.create_task(request), asyncio.create_task(ours)]
-    try:
-        await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
-        if tasks[1].done() and tasks[1].exception() is not None and not tasks[0].done():
-            await asyncio.wait(tasks[:1], timeout=1.0)  # a server's own error says more than a broken connection
-        for task in tasks:
-            error = task.exception() if task.done() else None
-            if isinstance(error, ServerError):
+    async def _guarded(self, url: str, request: Coroutine[Any, Any, None]) -> None:
+        """A request; its failure is the server's, and without an answer the group's."""
+        try:
+            await request
+        except ServerError as error:
+            if not self._broken:
+                self.failures[url] = error
+            if error.status is None or not self._joined:
+                self._break(f"server {url} has failed")
+
+    def _break(self, reason: str) -> None:
+        self._broken = self._broken or reason
+        self._stop.set()
+
+    async def _wait(self, timeout: float, most: int) -> None:
+        """Wait until at most so many broadcasts are in flight, or the group is broken."""
+        while len(self._broadcasts) > most and not self._broken:
+            await self._until(self._broadcasts[0], timeout)
+            if self._broadcasts[0].done():
+                self._broadcasts.popleft()
+
+    async def _until(self, task: asyncio.Task[None], timeout: float) -> None:
+        """Wait for a task, until the group is broken; longer than the timeout breaks it."""
+        stop = asyncio.create_task(self._stop.wait())
+        await asyncio.wait([task, stop], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if not task.done():
+            self._break(f"no answer within {timeout:.0f} s")
+        elif error := task.exception():
+            if not isinstance(error, GroupError):
                 raise error
-            if isinstance(error, GroupError):
-                raise ServerError(f"server {server.url}{path}: {first_line(error)}", retry=True)
-            if task.done():
-                task.result()
-        if not all(task.done() for task in tasks):
-            raise ServerError(f"server {server.url}{path}: no answer within {timeout:.0f} s", retry=True)
-    finally:
+            self._break(str(error))
+
+    async def _settle(self, timeout: float) -> None:
+        """Wait for all broadcasts and requests, or until the group is broken."""
+        await self._wait(timeout, 0)
+        for request in self._requests.values():
+            if not self._broken:
+                await self._until(request, _IN_FLIGHT * timeout)  # each request has a timeout of its own
+
+    async def _break_up(self) -> Sent:
+        """Leave the broken group. The servers that leave it too can be updated again; the others have failed."""
+        path = self.endpoints.broadcast_path if self._joined else self.endpoints.init_group_path
+        refused = {} if self._joined else {url: e for url, e in self.failures.items() if e.status is not None}
+        await self._cancel()
+        left = await self._leave(_PROBE_SECONDS)
+        failures = {
+            url: self.failures.get(url) or ServerError(f"server {url}{path}: {self._broken}", retry=True)
+            for url in self.targets
+            if url not in left or url in refused
+        }
+        return Sent(failures, tuple(url for url in self.targets if url not in failures))
+
+    async def _cancel(self) -> None:
+        """End what is under way."""
+        tasks = [*self._requests.values(), *self._broadcasts]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _leave(self, timeout: float) -> set[str]:
+        """Drop the group, here and at its servers. URLs of those that answer."""
+        group, members = self._group, self._members
+        self._group, self._members, self._completed, self._joined = None, {}, "", False
+        if group is None:
+            return set()
+        group.drop()
+
+        async def leave(target: Target) -> bool:
+            try:
+                await self.endpoints.destroy_group(target.client, group.name, timeout=timeout)
+            except ServerError as error:
+                return error.status is not None  # it had not joined
+            return True
+
+        urls = [url for url in self.targets if url in members]
+        answered = await asyncio.gather(*(leave(self.targets[url]) for url in urls))
+        return {url for url, answer in zip(urls, answered, strict=True) if answer}

@@ -89,8 +89,8 @@ class WeightEndpoints(Protocol):
         """Load a bucket, encoded (`sglang_payload`), one payload for each tensor-parallel rank of the server."""
         ...
 
-    async def init_group(self, server: ServerClient, group: UpdateGroup, *, timeout: float) -> None:
-        """Join a process group."""
+    async def init_group(self, server: ServerClient, group: UpdateGroup, first_rank: int, *, timeout: float) -> None:
+        """Join a process group, with consecutive ranks from `first_rank` on."""
         ...
 
     async def load_broadcast(

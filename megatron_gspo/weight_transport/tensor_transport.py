@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-from megatron_gspo.servers.http_client import ServerClient
 from megatron_gspo.weight_transport.buckets import Bucket
-from megatron_gspo.weight_transport.server_endpoints import ServerInfo, WeightEndpoints
+from megatron_gspo.weight_transport.server_endpoints import ServerInfo
 from megatron_gspo.weight_transport.sglang_payload import by_handle, by_value, is_this_machine, shared_buffer
-from megatron_gspo.weight_transport.transport import WeightTransport
+from megatron_gspo.weight_transport.transport import Target, WeightTransport
 
 
 class TensorTransport(WeightTransport):
@@ -19,18 +18,12 @@ class TensorTransport(WeightTransport):
     ranks: tp_size times the bytes.
     """
 
-    def __init__(self, endpoints: WeightEndpoints) -> None:
-        super().__init__(endpoints)
-        self._num_ranks: dict[str, int] = {}
-
-    async def open(self, server: ServerClient, info: ServerInfo, timeout: float) -> None:
-        """Note the number of ranks."""
-        self._num_ranks[server.url] = info.tp_size
-
-    async def send(self, server: ServerClient, bucket: Bucket, timeout: float) -> None:
+    async def send(self, bucket: Bucket, timeout: float) -> None:
         """See `WeightTransport.send`."""
-        payloads = [by_value(bucket)] * self._num_ranks[server.url]
-        await self.endpoints.load_payloads(server, payloads, timeout=timeout)
+        payload = by_value(bucket)
+        await self.on_each(
+            lambda target: self.endpoints.load_payloads(target.client, [payload] * target.info.tp_size, timeout=timeout)
+        )
 
 
 class SharedMemoryTransport(WeightTransport):
@@ -46,10 +39,6 @@ class SharedMemoryTransport(WeightTransport):
     device = None
     allocate = staticmethod(shared_buffer)
 
-    def __init__(self, endpoints: WeightEndpoints) -> None:
-        super().__init__(endpoints)
-        self._num_ranks: dict[str, int] = {}
-
     def unsupported(self, info: ServerInfo) -> str:
         """See `WeightTransport.unsupported`: a server on another machine."""
         host = urlsplit(info.url).hostname or ""
@@ -57,11 +46,11 @@ class SharedMemoryTransport(WeightTransport):
             return f"{host} is another machine, and memory handles work on this one only; use another weight_transport"
         return super().unsupported(info)
 
-    async def open(self, server: ServerClient, info: ServerInfo, timeout: float) -> None:
-        """Note the number of ranks."""
-        self._num_ranks[server.url] = info.tp_size
-
-    async def send(self, server: ServerClient, bucket: Bucket, timeout: float) -> None:
+    async def send(self, bucket: Bucket, timeout: float) -> None:
         """See `WeightTransport.send`."""
-        payloads = [[by_handle(bucket)] for _ in range(self._num_ranks[server.url])]
-        await self.endpoints.load_payloads(server, payloads, timeout=timeout)
+
+        async def hand_over(target: Target) -> None:
+            payloads = [[by_handle(bucket)] for _ in range(target.info.tp_size)]
+            await self.endpoints.load_payloads(target.client, payloads, timeout=timeout)
+
+        await self.on_each(hand_over)

@@ -1,33 +1,59 @@
-"""`WeightTransport`: how weights reach the servers. `update_servers` calls it."""
+"""`WeightTransport`: how a source's weights reach the servers. `weight_update.py` calls it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_gspo.servers.http_client import ServerClient
+from megatron_gspo.servers.http_client import ServerClient, ServerError
 from megatron_gspo.weight_transport.buckets import Bucket
 from megatron_gspo.weight_transport.server_endpoints import ServerInfo, WeightEndpoints
 
 
-class WeightTransport:
-    """Base class; its methods do nothing. Those with a server run in the event loop, concurrently for all servers, and
-    raise `ServerError`; the others run in the caller's thread.
+@dataclass(frozen=True)
+class Target:
+    """A server that takes part in an update."""
 
-    stores: the whole stream is taken before any server is paused; else servers are paused first and get each bucket.
+    client: ServerClient
+    info: ServerInfo
+
+
+@dataclass(frozen=True)
+class Sent:
+    """The result of a transfer. failures: of servers, by URL. again: URLs of servers that work and lack tensors of this
+    source, because another server's failure broke the group with them."""
+
+    failures: dict[str, ServerError] = field(default_factory=dict)
+    again: tuple[str, ...] = ()
+
+
+class WeightTransport:
+    """Base class. Each source has one, kept between updates; in a transfer it sends its own tensors to all servers.
+
+    The first source's `prepare`, `publish` and `load` enclose the transfers of all sources. Coroutines run in the event
+    loop, the other methods in the caller's thread.
+
+    stores: the weights of all sources are taken before any server is paused; else servers are paused first.
     needs_session: servers with `ServerInfo.update_session` need it around this transport's requests.
-    device, allocate: of the buffer, as `buckets` takes them; read when all servers have been opened.
+    device, allocate: of the buffers, as `buckets` takes them; read when the servers have been opened.
+    in_flight: buckets that are sent at the same time.
     """
 
     stores = False
     needs_session = True
+    in_flight = 1
     device: torch.device | None = torch.device("cpu")
     allocate: Callable[[int, torch.device], Tensor] | None = None
 
     def __init__(self, endpoints: WeightEndpoints) -> None:
         self.endpoints = endpoints
+        self.targets: dict[str, Target] = {}
+        self.failures: dict[str, ServerError] = {}
 
     def unsupported(self, info: ServerInfo) -> str:
         """Why this server can't be updated this way, with the fix; "" if it can."""
@@ -36,29 +62,58 @@ class WeightTransport:
                     "server for each, or use weight_transport=disk")  # fmt: skip
         return ""
 
-    def begin(self, version: str) -> None:
-        """Before the first bucket."""
+    def takes_all_sources(self, infos: list[ServerInfo]) -> bool:
+        """Whether these servers take all sources at the same time; else one after the other."""
+        return self.stores
+
+    def prepare(self, version: str) -> None:
+        """Before the transfers of all sources."""
+
+    def publish(self, parts: int) -> None:
+        """After the transfers of all sources; parts: their number."""
+
+    async def load(self, server: ServerClient, timeout: float) -> None:
+        """Load what was published."""
+
+    def begin(self, version: str, part: int) -> None:
+        """Before a transfer; part: number of this source."""
+
+    async def open(self, targets: Mapping[str, Target], timeout: float) -> None:
+        """Begin a transfer to these servers, which are paused."""
+        self.targets, self.failures = dict(targets), {}
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no server can get further buckets of this transfer."""
+        return not self.stores and not self.targets
 
     def take(self, bucket: Bucket) -> None:
-        """A bucket, once for all servers."""
+        """A bucket, before it is sent."""
 
-    def end(self) -> None:
-        """After the last bucket."""
+    async def send(self, bucket: Bucket, timeout: float) -> None:
+        """Send a bucket to the servers. Its memory is free for reuse `in_flight` buckets later."""
 
-    async def open(self, server: ServerClient, info: ServerInfo, timeout: float) -> None:
-        """Before the first bucket of this server, which is paused."""
+    async def flush(self, timeout: float) -> None:
+        """Wait until the memory of all buckets is free."""
 
-    async def send(self, server: ServerClient, bucket: Bucket, timeout: float) -> None:
-        """Send a bucket to this server; returns when the server has loaded it."""
+    async def finish(self, timeout: float) -> Sent:
+        """End the transfer: every bucket is loaded, or its server has failed."""
+        return Sent(self.failures)
 
-    async def finish(self, server: ServerClient, timeout: float) -> None:
-        """After the last bucket of this server."""
-
-    def completed(self, server: ServerClient, version: str) -> None:
-        """The server serves this version."""
-
-    async def abandon(self, server: ServerClient, timeout: float) -> None:
-        """The server has failed: free what it holds for this update. Raises nothing."""
+    async def abort(self) -> None:
+        """End a transfer that cannot be completed. Raises nothing."""
 
     def close(self) -> None:
         """Free what is kept between updates. May be called again."""
+
+    async def on_each(self, step: Callable[[Target], Awaitable[Any]]) -> None:
+        """A step with all servers concurrently; those that fail get no further buckets."""
+
+        async def guarded(url: str, target: Target) -> None:
+            try:
+                await step(target)
+            except ServerError as error:
+                self.failures[url] = error
+                del self.targets[url]
+
+        await asyncio.gather(*(guarded(url, target) for url, target in list(self.targets.items())))

@@ -1,4 +1,4 @@
-"""A process group of this process and one server's ranks, outside of torch.distributed's registry.
+"""A process group of this process and the ranks of servers, outside of torch.distributed's registry.
 
 The other side is SGLang's /init_weights_update_group, which joins with `init_custom_process_group`: a TCPStore at an
 address and port, prefixed with the group's name; then `_new_process_group_helper`, which prefixes it once more with
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -32,18 +33,20 @@ class GroupError(RuntimeError):
 
 
 class UpdateGroup:
-    """Rank 0 is this process, the server's tensor-parallel ranks follow. Made in two steps, since both sides connect
-    at the same time: the constructor listens, so that `port` is known; `join` connects."""
+    """Rank 0 is this process, the tensor-parallel ranks of the servers follow. Made in two steps, since all connect at
+    the same time: the constructor listens, so that `port` is known; `join` connects."""
 
-    def __init__(self, name: str, size: int, *, address: str, backend: str, timeout: float) -> None:
-        """address: this machine's, as the server reaches it; the store listens there and nowhere else.
+    def __init__(self, name: str, size: int, *, address: str, backend: str, timeout: float, in_flight: int = 1) -> None:
+        """address: this machine's, as the servers reach it; the store listens there and nowhere else. in_flight:
+        broadcasts at the same time.
 
         Raises GroupError if it can't listen there.
         """
         self.name, self.size, self.address, self.backend = name, size, address, backend
         self._timeout = timedelta(seconds=timeout + _SLACK)
+        self._in_flight = in_flight
         self._group: Any = None
-        self._work: Any = None
+        self._works: list[Any] = []
         try:
             family, kind, protocol, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
             listener = socket.socket(family, kind, protocol)
@@ -58,57 +61,72 @@ class UpdateGroup:
         )
 
     async def join(self) -> None:
-        """Connect to the server's ranks, which must be joining. Raises GroupError."""
+        """Connect to the servers' ranks, which must be joining. Raises GroupError."""
         try:
             self._group = await _in_thread(self._connect)
         except (RuntimeError, ValueError) as error:
             raise GroupError(f"no process group with it: {_short(error)}") from None
 
     def _connect(self) -> Any:
-        assert self._store is not None
-        store = dist.PrefixStore(self.name, self._store)
+        # a client, so that this ends when `drop` ends the store
+        client = dist.TCPStore(self.address, self.port, None, False, self._timeout, wait_for_workers=False)
+        store = dist.PrefixStore(self.name, client)
         store = dist.PrefixStore(f"{self.name}/", store)
         store = dist.PrefixStore(f"{_DEVICES[self.backend]}/", store)
         if self.backend == "gloo":
-            return dist.ProcessGroupGloo(store, 0, self.size, self._timeout)
+            gloo = dist.ProcessGroupGloo._Options()
+            gloo._timeout, gloo._threads = self._timeout, max(self._in_flight, 2)
+            gloo._devices = [dist.ProcessGroupGloo.create_default_device()]
+            return dist.ProcessGroupGloo(store, 0, self.size, gloo)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
         return dist.ProcessGroupNCCL(store, 0, self.size, options)
 
     async def broadcast(self, data: Tensor) -> None:
-        """Send [bytes] uint8 to the server's ranks. If it is cancelled, the group must be dropped.
+        """Send [bytes] uint8 to the servers' ranks. If it is cancelled, the group must be dropped.
 
         Raises GroupError.
         """
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout, options.asyncOp = 0, 0, self._timeout, True
         try:
-            self._work = self._group.broadcast([data], options)
-            while not self._work.is_completed():
+            work = self._group.broadcast([data], options)
+            self._works.append(work)
+            while not work.is_completed():
                 await asyncio.sleep(_POLL)
-            self._work.wait()
+            self._works.remove(work)
+            work.wait()
         except RuntimeError as error:
             raise GroupError(f"the broadcast broke: {_short(error)}") from None
-        self._work = None
 
     def drop(self) -> None:
-        """Drop the group without waiting for the server; in the background if an operation is running."""
-        group, work, store = self._group, self._work, self._store
-        self._group = self._work = self._store = None
+        """Drop the group without waiting for the servers; in the background if an operation is running."""
+        group, works = self._group, self._works
+        self._group, self._works, self._store = None, [], None
         if group is not None:
-            threading.Thread(target=_release, args=([group, work, store],), daemon=True).start()
+            threading.Thread(target=_release, args=([group], works), daemon=True).start()
 
 
-def _release(held: list[Any]) -> None:
+def _release(held: list[Any], works: list[Any]) -> None:
     """End a group: torch waits in its destructor for what is under way, so that has to have ended before."""
-    group, work = held[0], held[1]
-    nccl: Any = getattr(dist, "ProcessGroupNCCL", ())
-    if work is not None and hasattr(group, "abort") and isinstance(group, nccl):
-        group.abort()
-    while work is not None and not work.is_completed():
+    if works:
+        held[0].abort()
+    while any(not work.is_completed() for work in works):
         time.sleep(0.05)
-    del group, work
+    works.clear()
     held.clear()
+
+
+def local_address(url: str) -> str:
+    """This machine's address on the route to a server."""
+    parts = urlsplit(url)
+    try:
+        family, _, _, _, place = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise GroupError(f"no route to it ({error.strerror or error})") from None
 
 
 async def _in_thread(function: Callable[[], T]) -> T:

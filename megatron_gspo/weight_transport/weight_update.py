@@ -5,8 +5,8 @@ new version or serves nothing:
 
 1. the server stops generating (running requests return what they have, "abort") and gets a weight version that no
    client accepts;
-2. the weights arrive;
-3. its prefix cache is flushed, it gets the new version, reports it when asked, and generates again.
+2. every source sends its tensors (`send_weights`), all at once or one after the other;
+3. the server's prefix cache is flushed, it gets the new version, reports it when asked, and generates again.
 
 A server that fails keeps the version that no client accepts until an update succeeds. It is resumed if it responds: a
 paused server does not answer health checks either and would be taken for one that hangs.
@@ -15,7 +15,8 @@ paused server does not answer health checks either and would be taken for one th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,115 +31,190 @@ from megatron_gspo.weight_transport.disk_transport import DiskTransport
 from megatron_gspo.weight_transport.distributed_transport import DistributedTransport
 from megatron_gspo.weight_transport.server_endpoints import ServerInfo, WeightEndpoints
 from megatron_gspo.weight_transport.tensor_transport import SharedMemoryTransport, TensorTransport
-from megatron_gspo.weight_transport.transport import WeightTransport
+from megatron_gspo.weight_transport.transport import Sent, Target, WeightTransport
 
 TRANSPORTS = ("disk", "tensor", "distributed", "ipc")
+Stream = Iterable[tuple[str, Tensor]]
+_ATTEMPTS = 3  # of one source's transfer, whose group may break with each server that fails
 _ABANDON_SECONDS = 2.0  # timeout of further requests to a server that did not respond
 
 
 def update_servers(
     loop: EventLoop,
     servers: Sequence[ServerClient],
-    named_tensors: Iterable[tuple[str, Tensor]],
+    weights: Callable[[], Stream],
     transport: WeightTransport,
     *,
     version: str,
     bucket_bytes: int,
     timeout: float,
 ) -> dict[str, str]:
-    """Update all `servers` from a stream of (Hugging Face name, full tensor) to weight version `version`.
+    """Update all `servers` from one source to weight version `version`.
 
-    Called on one rank, from any thread but the loop's. The stream is always read to its end, since producing it may be
-    collective. Memory: one buffer of `bucket_bytes` bytes and what the transport adds. timeout: seconds of each step
-    of a server: to pause, to load one bucket, to load from disk.
+    weights: starts a stream of (Hugging Face name, full tensor); called again where a group of servers broke. The other
+    arguments: see `ServerUpdate` and `send_weights`.
 
-    Returns url -> one line, naming server and endpoint, for each server that failed. It may be half updated, and what
-    it generates has no valid version until an update succeeds. The others have the new weights. Raises ValueError for a
-    repeated name, DiskError if weights can't be written.
+    Returns url -> one line, naming server and endpoint, for each server that failed. Raises ValueError for a repeated
+    name, DiskError if weights can't be written.
     """
-    stream = iter(named_tensors)
-    update = _Update(loop, servers, transport, version, timeout)
+    update = ServerUpdate(loop, servers, transport, version=version, timeout=timeout)
     try:
-        update.run(stream, bucket_bytes)
+        update.begin()
+        while update.next_transfer() is not None:
+            transport.begin(version, 0)
+            sent = send_weights(loop, transport, update.pending, weights(), bucket_bytes=bucket_bytes, timeout=timeout)
+            update.record([sent])
+        update.finish(parts=1)
     except Exception:
         update.abandon()
         raise
-    finally:
-        for _ in stream:
-            pass
-    return update.failures
+    return {url: first_line(error) for url, error in update.failures.items()}
 
 
-class _Update:
-    """One update. `active`: servers that have not failed; `failures`: url -> reason."""
+def send_weights(loop: EventLoop, transport: WeightTransport, targets: Mapping[str, Target], stream: Stream, *,
+                 bucket_bytes: int, timeout: float) -> Sent:  # fmt: skip
+    """Send one source's tensors to the servers; called on the source, from any thread but the loop's.
 
-    def __init__(self, loop: EventLoop, servers: Sequence[ServerClient], transport: WeightTransport, version: str,
-                 timeout: float) -> None:  # fmt: skip
-        self._loop, self._transport, self._version, self._timeout = loop, transport, version, timeout
-        self._endpoints = transport.endpoints
-        self.active = {server.url: server for server in servers}
-        self.infos: dict[str, ServerInfo] = {}
-        self.failures: dict[str, str] = {}
-
-    def run(self, stream: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> None:
-        """All steps. If the transport stores the weights, servers are paused when all are stored."""
-        transport = self._transport
-        if not transport.stores:
-            self._on_each(self._begin)
-        if not self.active:
-            return
-        transport.begin(self._version)
-        for bucket in buckets(stream, bucket_bytes, device=transport.device, allocate=transport.allocate):
+    The stream is always read to its end, since producing it may be collective. Memory: `bucket_bytes` bytes and what
+    the transport adds. timeout: seconds of a server to load one bucket. Raises ValueError for a repeated name,
+    DiskError if weights can't be written.
+    """
+    tensors = iter(stream)
+    try:
+        loop.run(transport.open(targets, timeout))
+        for bucket in buckets(tensors, bucket_bytes, device=transport.device, allocate=transport.allocate,
+                              in_flight=transport.in_flight):  # fmt: skip
+            if transport.is_over:
+                break
             if bucket.data.is_cuda:
                 torch.cuda.current_stream(bucket.data.device).synchronize()  # other threads and processes read it
             transport.take(bucket)
-            if not transport.stores:
-                self._on_each(lambda server, bucket=bucket: transport.send(server, bucket, self._timeout))
-            if not self.active:
-                return
-        transport.end()
-        if transport.stores:
-            self._on_each(self._begin)
-        self._on_each(self._finish)
+            loop.run(transport.send(bucket, timeout))
+            if bucket.nbytes > bucket_bytes // transport.in_flight:  # it is the stream's own memory
+                loop.run(transport.flush(timeout))
+        return loop.run(transport.finish(timeout))
+    except Exception:
+        loop.run(transport.abort())
+        raise
+    finally:
+        for _ in tensors:
+            pass
+
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """What the sources of an update need to know. all_sources_at_once: else they send one after the other."""
+
+    version: str
+    all_sources_at_once: bool
+
+
+class ServerUpdate:
+    """The steps of an update around the transfers of its sources, on one rank.
+
+    pending: servers of the current transfer, by URL. failures: url -> reason; such a server may be half updated, and
+    what it generates has no valid version until an update succeeds.
+    """
+
+    def __init__(self, loop: EventLoop, servers: Sequence[ServerClient], transport: WeightTransport, *, version: str,
+                 timeout: float) -> None:  # fmt: skip
+        """timeout: seconds of each step of a server: to pause, to load from disk."""
+        self._loop, self._transport, self._version, self._timeout = loop, transport, version, timeout
+        self._servers, self._endpoints = servers, transport.endpoints
+        self._active = {server.url: server for server in servers}
+        self._infos: dict[str, ServerInfo] = {}
+        self._attempts = 0
+        self.pending: dict[str, Target] = {}
+        self.failures: dict[str, ServerError] = {}
+
+    def begin(self) -> None:
+        """Pause the servers; if the transport stores the weights, they are paused when all are stored."""
+        if not self._active:
+            return
+        self._transport.prepare(self._version)
+        if not self._transport.stores:
+            self._on_each(self._pause)
+
+    @property
+    def takes_all_sources(self) -> bool:
+        """Whether all sources send at the same time; else one after the other."""
+        return self._transport.takes_all_sources([self._infos[url] for url in self._active if url in self._infos])
+
+    def next_transfer(self) -> list[ServerInfo] | None:
+        """The servers that a transfer is to send to, which are then `pending`; None when it is complete.
+
+        Called before each attempt; the first call after a complete transfer begins the next.
+        """
+        if self._attempts and not self.pending or not self._active:
+            self._attempts = 0
+            return None
+        if not self._attempts:
+            self.pending = {url: Target(self._active[url], info) for url, info in self._infos.items()
+                            if url in self._active}  # fmt: skip
+        self._attempts += 1
+        return [target.info for target in self.pending.values()]
+
+    def record(self, results: Sequence[Sent]) -> None:
+        """What the sources of an attempt report. Servers that lack tensors of one are `pending` again."""
+        failures = {url: error for sent in results for url, error in sent.failures.items()}
+        again = {url for sent in results for url in sent.again} - failures.keys()
+        if self._attempts >= _ATTEMPTS:
+            failures |= {url: ServerError(f"server {url}: its process group broke {_ATTEMPTS} times", retry=True)
+                         for url in again}  # fmt: skip
+            again = set()
+        self.pending = {url: target for url, target in self.pending.items() if url in again}
+        self._fail(failures)
+
+    def finish(self, *, parts: int) -> None:
+        """Make the servers serve their new weights. parts: number of sources."""
+        if not self._active:
+            return
+        self._transport.publish(parts)
+        if self._transport.stores:
+            self._on_each(self._pause)
+        self._on_each(self._serve)
 
     def abandon(self) -> None:
         """Fail every active server; it keeps the version that no client accepts."""
-        for url in self.active:
-            self.failures[url] = f"server {url}: the weight update was cancelled"
-        self.active, left = {}, self.active
-        self._loop.run(_run_all(self._abandon(server) for server in left.values()))
+        self._fail({url: ServerError(f"server {url}: the weight update was cancelled", retry=True)
+                    for url in self._active})  # fmt: skip
 
     def _on_each(self, step: Callable[[ServerClient], Awaitable[Any]]) -> None:
         """One step of all active servers concurrently; those that fail are no longer active."""
-        self._loop.run(_run_all(self._guarded(step, server) for server in self.active.values()))
-        self.active = {url: server for url, server in self.active.items() if url not in self.failures}
+        failures: dict[str, ServerError] = {}
 
-    async def _guarded(self, step: Callable[[ServerClient], Awaitable[Any]], server: ServerClient) -> None:
-        try:
-            await step(server)
-        except ServerError as error:
-            self.failures[server.url] = first_line(error)
-            await self._abandon(server, _ABANDON_SECONDS if error.status is None else self._timeout)
+        async def guarded(server: ServerClient) -> None:
+            try:
+                await step(server)
+            except ServerError as error:
+                failures[server.url] = error
 
-    async def _begin(self, server: ServerClient) -> None:
-        """Pause the server and open the transport."""
+        self._loop.run(_run_all(guarded(server) for server in self._active.values()))
+        self._fail(failures)
+
+    def _fail(self, failures: Mapping[str, ServerError]) -> None:
+        failed = [self._active.pop(url) for url in failures if url in self._active]
+        self.failures |= failures
+        self._loop.run(_run_all(self._abandon(server, failures[server.url]) for server in failed))
+
+    async def _pause(self, server: ServerClient) -> None:
+        """Pause the server, whose weights are about to change."""
         timeout, endpoints = self._timeout, self._endpoints
         info = await endpoints.server_info(server, timeout=timeout)
         reason = self._transport.unsupported(info)
         if reason:
             raise ServerError(f"server {server.url}: {reason}", retry=False)
-        self.infos[server.url] = info
+        self._infos[server.url] = info
         await endpoints.pause(server, timeout=timeout)
         await endpoints.set_version(server, f"{self._version}:incomplete", timeout=timeout)
         if self._has_session(info):
             await endpoints.begin_update(server, timeout=timeout)
-        await self._transport.open(server, info, timeout)
 
-    async def _finish(self, server: ServerClient) -> None:
+    async def _serve(self, server: ServerClient) -> None:
         """Make the server serve its new weights."""
         timeout, endpoints = self._timeout, self._endpoints
-        await self._transport.finish(server, timeout)
-        if self._has_session(self.infos[server.url]):
+        await self._transport.load(server, timeout)
+        if self._has_session(self._infos[server.url]):
             await endpoints.end_update(server, timeout=timeout)
         await endpoints.flush_cache(server, timeout=timeout)
         await endpoints.set_version(server, self._version, timeout=timeout)
@@ -147,21 +223,19 @@ class _Update:
             raise ServerError(f"server {server.url}: weight version {reported[:80]!r} after the update to "
                               f"{self._version!r}; does another process update it?", retry=False)  # fmt: skip
         await endpoints.resume(server, timeout=timeout)
-        self._transport.completed(server, self._version)
 
-    async def _abandon(self, server: ServerClient, timeout: float = _ABANDON_SECONDS) -> None:
+    async def _abandon(self, server: ServerClient, error: ServerError) -> None:
         """Free what a failed server holds for this update, as far as it still responds."""
-        timeout = min(timeout, self._timeout)
-        info = self.infos.get(server.url)
-        await self._transport.abandon(server, timeout)
+        timeout = min(self._timeout, _ABANDON_SECONDS if error.status is None else self._timeout)
+        info = self._infos.get(server.url)
         if info is None:
             return  # it was not changed
         steps = [self._endpoints.end_update] if self._has_session(info) else []
         for step in (*steps, self._endpoints.resume):
             try:
                 await step(server, timeout=timeout)
-            except ServerError as error:
-                if error.status is None:
+            except ServerError as failure:
+                if failure.status is None:
                     return  # it died or hangs: no further requests
 
     def _has_session(self, info: ServerInfo) -> bool:
@@ -175,12 +249,13 @@ def make_transport(
     run_dir: str | Path | None = None,
     source: str | Path | None = None,
     backend: str | None = None,
+    first_node: bool = True,
 ) -> WeightTransport:
-    """The transport of `config.weight_transport`.
+    """The transport of `config.weight_transport`, for one source.
 
     run_dir: "disk" writes to `run_dir`/weights if `config.weight_dir` is not set. Servers must read the directory under
     the same path, and no other run may use it. source: the Hugging Face directory whose config and tokenizer are
-    copied. backend: "gloo" or "nccl"; None: by the server's device.
+    copied. backend: "gloo" or "nccl"; None: by the server's device. first_node: whether this process runs there.
 
     Raises ValueError for an unknown name or a missing directory.
     """
@@ -194,7 +269,8 @@ def make_transport(
     if name == "tensor":
         return TensorTransport(endpoints)
     if name == "distributed":
-        return DistributedTransport(endpoints, address=config.master_address, backend=backend)
+        address = config.master_address if first_node else None
+        return DistributedTransport(endpoints, address=address, backend=backend)
     if name == "ipc":
         return SharedMemoryTransport(endpoints)
     raise ValueError(f"{section}.weight_transport={name}: choose one of {', '.join(TRANSPORTS)}")

@@ -61,13 +61,13 @@ class Source:
 
 def build() -> tuple[OffloadingSource, Source, Any, list[str]]:
     events: list[str] = []
-    policy: Any = SimpleNamespace(memory=Memory(events, "policy"))
+    policy: Any = SimpleNamespace(memory=Memory(events, "policy"), sources=(0, 2))
     reference: Any = SimpleNamespace(memory=Memory(events, "reference"))
     inner = Source(events)
     return OffloadingSource(inner, policy, reference), inner, policy, events
 
 
-def stream() -> Any:
+def stream(source: int | None = None, /) -> Any:
     yield from (("a", None), ("b", None))
 
 
@@ -87,6 +87,11 @@ def test_the_devices_are_the_engines_from_a_weight_update_to_a_pause() -> None:
     assert events == ["pause keep=True", "policy restored"]  # the reference's weights come back with its next pass
     events.clear()
     list(inner.weights())  # for a server that has lost them
+    assert events == both
+    events.clear()
+    list(inner.weights(0))  # one source after the other
+    assert events == []
+    list(inner.weights(2))
     assert events == both
     for call in (source.pending, source.metrics, source.close):
         call()

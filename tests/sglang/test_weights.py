@@ -78,10 +78,10 @@ class Client:
         self.post(url, "/generate", body)
         assert self.post(url, "/generate", body)["meta_info"]["cached_tokens"] >= len(PROMPT) - 1
 
-    def update(self, urls: list[str], weights: Iterator[tuple[str, Tensor]], transport: WeightTransport,
-               version: str, *, timeout: float = 30.0) -> dict[str, str]:  # fmt: skip
+    def update(self, urls: list[str], weights: Callable[[], Iterator[tuple[str, Tensor]]],
+               transport: WeightTransport, version: str, *, timeout: float = 30.0) -> dict[str, str]:  # fmt: skip
         return update_servers(self.loop, [self.server(url) for url in urls], weights, transport, version=version,
-                              bucket_bytes=BUCKET, timeout=timeout)  # fmt: skip
+                              bucket_bytes=BUCKET * transport.in_flight, timeout=timeout)  # fmt: skip
 
     def version(self, url: str) -> str:
         return self.loop.run(SGLangWeightEndpoints().weight_version(self.server(url), timeout=10))
@@ -152,7 +152,7 @@ def test_two_updates_in_a_row(
     for number in (0, 1, 0):
         client.cache(sglang_url)
         version = f"00c0ffee:{number}"
-        assert client.update([sglang_url], weights[number].stream(), transport, version) == {}
+        assert client.update([sglang_url], weights[number].stream, transport, version) == {}
         assert_serves(client, sglang_url, weights[number], version)
 
 
@@ -162,24 +162,31 @@ def test_a_server_that_hangs_is_named_and_the_other_served(
 ) -> None:
     """It stops in mid-stream; the stream is still read to its end. Running again, it takes the next update."""
     url = victims.urls[0]
-    assert client.update([sglang_url, url], weights[0].stream(), transport, "a:1") == {}
+    assert client.update([sglang_url, url], weights[0].stream, transport, "a:1") == {}
+
+    streams: list[Iterator[tuple[str, Tensor]]] = []
 
     def stream() -> Iterator[tuple[str, Tensor]]:
-        for number, pair in enumerate(weights[1].stream()):
-            if number == 60:
-                signal_all(url, signal.SIGSTOP)
-            yield pair
+        first = not streams  # of a transfer; another follows where the group broke
 
-    given = stream()
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            for number, pair in enumerate(weights[1].stream()):
+                if first and number == 60:
+                    signal_all(url, signal.SIGSTOP)
+                yield pair
+
+        streams.append(tensors())
+        return streams[-1]
+
     try:
-        failures = client.update([sglang_url, url], given, transport, "a:2", timeout=2.0)
+        failures = client.update([sglang_url, url], stream, transport, "a:2", timeout=2.0)
     finally:
         signal_all(url, signal.SIGCONT)
     assert list(failures) == [url] and f"server {url}/" in failures[url] and "2 s" in failures[url]
-    assert next(given, None) is None
+    assert all(next(each, None) is None for each in streams)
     assert_serves(client, sglang_url, weights[1], "a:2")
     client.cache(sglang_url)
-    assert client.update([sglang_url, url], weights[1].stream(), transport, "a:3") == {}
+    assert client.update([sglang_url, url], weights[1].stream, transport, "a:3") == {}
     for place in (sglang_url, url):
         assert_serves(client, place, weights[1], "a:3")
 
@@ -187,15 +194,15 @@ def test_a_server_that_hangs_is_named_and_the_other_served(
 def test_a_checkpoint_that_is_not_there(client: Client, weights: list[Weights], sglang_url: str,
                                         tmp_path: Path) -> None:  # fmt: skip
     class Vanishing(DiskTransport):
-        def end(self) -> None:
-            super().end()
+        def publish(self, parts: int) -> None:
+            super().publish(parts)
             shutil.rmtree(self.checkpoint)
 
-    failures = client.update([sglang_url], weights[0].stream(), Vanishing(SGLangWeightEndpoints(), tmp_path), "b:1")
+    failures = client.update([sglang_url], weights[0].stream, Vanishing(SGLangWeightEndpoints(), tmp_path), "b:1")
     assert f"server {sglang_url}/update_weights_from_disk: answered 400" in failures[sglang_url]
     assert client.version(sglang_url) == "b:1:incomplete"
     disk = transport_of("disk", folder=tmp_path)
-    assert client.update([sglang_url], weights[0].stream(), disk, "b:2") == {}
+    assert client.update([sglang_url], weights[0].stream, disk, "b:2") == {}
     assert_serves(client, sglang_url, weights[0], "b:2")
 
 
@@ -203,12 +210,12 @@ def test_half_updated_by_a_wrong_shape(client: Client, weights: list[Weights], s
     """A whole update mends it. (In a request by value or handle, upstream dies of a wrong shape.)"""
     wrong = weights[1].named | {"model.layers.2.self_attn.q_proj.weight": torch.zeros(3, 5)}
     transport = transport_of("distributed")
-    failures = client.update([sglang_url], iter(wrong.items()), transport, "c:1")
+    failures = client.update([sglang_url], lambda: iter(wrong.items()), transport, "c:1")
     assert "/update_weights_from_distributed: answered 400" in failures[sglang_url]
     assert "[3, 5]" in failures[sglang_url]
     meta = client.score(sglang_url)  # it answers, and says that this is of no version
     assert meta["weight_version"] == "c:1:incomplete"
-    assert client.update([sglang_url], weights[1].stream(), transport, "c:2") == {}
+    assert client.update([sglang_url], weights[1].stream, transport, "c:2") == {}
     assert_serves(client, sglang_url, weights[1], "c:2")
     transport.close()
 
@@ -217,10 +224,10 @@ def test_a_stream_that_breaks_is_read_to_its_end(client: Client, weights: list[W
     first = next(iter(weights[0].named.items()))
     given = iter([*weights[0].named.items(), first, *weights[0].named.items()])
     with pytest.raises(ValueError, match=f"^{first[0]} comes twice"):
-        client.update([sglang_url], given, transport_of("tensor"), "d:1")
+        client.update([sglang_url], lambda: given, transport_of("tensor"), "d:1")
     assert next(given, None) is None
     assert client.version(sglang_url) == "d:1:incomplete"
-    assert client.update([sglang_url], weights[0].stream(), transport_of("tensor"), "d:2") == {}
+    assert client.update([sglang_url], weights[0].stream, transport_of("tensor"), "d:2") == {}
     assert_serves(client, sglang_url, weights[0], "d:2")
 
 
@@ -232,7 +239,7 @@ def test_a_client_that_died_in_its_update(client: Client, weights: list[Weights]
     client.post(sglang_url, "/pause_generation", {"mode": "abort"})
     if found.update_session:
         client.post(sglang_url, "/begin_weight_update", {})
-    assert client.update([sglang_url], weights[1].stream(), transport_of("tensor"), "e:1") == {}
+    assert client.update([sglang_url], weights[1].stream, transport_of("tensor"), "e:1") == {}
     assert_serves(client, sglang_url, weights[1], "e:1")
 
 
@@ -252,9 +259,9 @@ def test_a_request_under_way_is_answered_with_what_it_has(client: Client, weight
         return await task
 
     for number in range(1, 16, 2):
-        assert client.update([sglang_url], weights[0].stream(), transport_of("tensor"), f"f:{number}") == {}
+        assert client.update([sglang_url], weights[0].stream, transport_of("tensor"), f"f:{number}") == {}
         task = client.loop.run(begin())
-        assert client.update([sglang_url], weights[1].stream(), transport_of("tensor"), f"f:{number + 1}") == {}
+        assert client.update([sglang_url], weights[1].stream, transport_of("tensor"), f"f:{number + 1}") == {}
         answer = client.loop.run(end(task))
         meta, drawn = answer["meta_info"], len(answer["output_ids"])
         assert drawn == len(meta["output_token_logprobs"])
@@ -270,18 +277,25 @@ def test_a_request_under_way_is_answered_with_what_it_has(client: Client, weight
 def test_killed_in_mid_update(client: Client, weights: list[Weights], sglang_url: str, victims: LocalServers) -> None:
     """By broadcast, where both sides wait for each other: named at once, and the other server has it all."""
     url, transport = victims.urls[0], transport_of("distributed")
-    assert client.update([sglang_url, url], weights[0].stream(), transport, "g:1") == {}
+    assert client.update([sglang_url, url], weights[0].stream, transport, "g:1") == {}
+
+    streams: list[Iterator[tuple[str, Tensor]]] = []
 
     def stream() -> Iterator[tuple[str, Tensor]]:
-        for number, pair in enumerate(weights[1].stream()):
-            if number == 60:
-                signal_all(url, signal.SIGKILL)
-            yield pair
+        first = not streams  # of a transfer; another follows where the group broke
 
-    given = stream()
-    failures = client.update([url, sglang_url], given, transport, "g:2", timeout=20.0)
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            for number, pair in enumerate(weights[1].stream()):
+                if first and number == 60:
+                    signal_all(url, signal.SIGKILL)
+                yield pair
+
+        streams.append(tensors())
+        return streams[-1]
+
+    failures = client.update([url, sglang_url], stream, transport, "g:2", timeout=20.0)
     assert list(failures) == [url] and f"server {url}/update_weights_from_distributed" in failures[url]
     assert len(failures[url].splitlines()) == 1
-    assert next(given, None) is None
+    assert all(next(each, None) is None for each in streams)
     assert_serves(client, sglang_url, weights[1], "g:2")
     transport.close()

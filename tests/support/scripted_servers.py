@@ -13,6 +13,8 @@ from megatron_gspo.config import SamplingParams, ServerConfig
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.rollout.server_engine.request_stream import WeightsNeeded
 from megatron_gspo.rollout.server_source import ServerSource
+from megatron_gspo.weight_transport.transport import Sent
+from megatron_gspo.weight_transport.weight_update import UpdatePlan
 from tests.support.samples import make_prompt
 from tests.support.scripted_engine import ScriptedEngine, ScriptedResponse
 
@@ -33,10 +35,28 @@ class ScriptedServers(ScriptedEngine):
     def stream(self) -> ScriptedStream:
         return ScriptedStream(self)
 
-    def update_weights(self, named_tensors, *, version: int) -> None:
+    @property
+    def sender(self) -> ScriptedServers:
+        return self
+
+    def begin_update(self, version: int) -> UpdatePlan:
         if self.failures:
             raise self.failures.pop(0)
-        super().update_weights(named_tensors, version=version)
+        self.transfers: list[list] = [[]]
+        return UpdatePlan(str(version), all_sources_at_once=False)
+
+    def next_transfer(self) -> list | None:
+        return self.transfers.pop() if self.transfers else None
+
+    def send(self, infos, stream, *, version: str, part: int) -> Sent:
+        super().update_weights(stream, version=int(version))
+        return Sent()
+
+    def record_transfer(self, results: Sequence[Sent]) -> None:
+        assert results == [Sent()]
+
+    def finish_update(self, *, parts: int) -> None:
+        assert parts == 1
 
     def wait_for_server(self, seconds: float) -> bool:
         self.calls.append("wait")
@@ -89,7 +109,7 @@ SAMPLING = SamplingParams(n_samples_per_prompt=2, max_response_length=8)
 PROMPTS = [make_prompt(i, text="ab" * (i + 1)) for i in range(5)]
 
 
-def collective_weights() -> Iterator[tuple[str, torch.Tensor]]:
+def collective_weights(source: int | None = None, /) -> Iterator[tuple[str, torch.Tensor]]:
     """A stream that is a collective, as the policy's."""
     for name in ("a", "b"):
         value = torch.ones(2)

@@ -104,3 +104,14 @@ def test_a_large_tensor_is_not_copied() -> None:
     large = torch.arange(100.0)
     (bucket,) = buckets([("a", large)], 16)
     assert bucket.data.data_ptr() == large.data_ptr()
+
+
+def test_buckets_in_flight_keep_their_bytes() -> None:
+    stream = [(str(number), torch.full((2,), float(number))) for number in range(7)]  # 8 bytes each
+    window: list = []
+    for bucket in buckets(stream, 24, in_flight=3):  # three buffers of one tensor
+        window = [*window[-2:], bucket]
+        assert [tensor[0].item() for one in window for _, tensor in one.tensors()] == [
+            float(one.entries[0].name) for one in window
+        ]
+    assert len({bucket.data.data_ptr() for bucket in window}) == 3

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,11 +19,15 @@ from megatron_gspo.weight_transport.disk_transport import INDEX, DiskTransport
 STREAM = [("a", torch.randn(3, 5)), ("b", torch.randn(60).bfloat16()), ("c", torch.arange(4)), ("d", torch.randn(()))]
 
 
-def write(transport: DiskTransport, version: str) -> None:
-    transport.begin(version)
-    for bucket in buckets(STREAM, 64):
-        transport.take(bucket)
-    transport.end()
+def write(transport: DiskTransport, version: str, parts: Sequence[list] = (STREAM,)) -> None:
+    transport.prepare(version)
+    for part, stream in enumerate(parts):
+        source = DiskTransport(SGLangWeightEndpoints(), transport._directory)
+        source.begin(version, part)
+        for bucket in buckets(stream, 64):
+            source.take(bucket)
+        asyncio.run(source.finish(1.0))
+    transport.publish(len(parts))
 
 
 def test_files_are_what_safetensors_reads(tmp_path: Path) -> None:
@@ -42,7 +48,7 @@ def test_only_the_newest_stays(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_text("not copied")
     transport = DiskTransport(SGLangWeightEndpoints(), tmp_path / "weights", source=tmp_path)
     write(transport, "x:1")
-    transport.begin("x:2")
+    transport.prepare("x:2")
     transport.take(next(buckets(STREAM, 64)))  # breaks off here
     assert (tmp_path / "weights" / "weights-x-1").is_dir()
     write(transport, "x:3")
@@ -56,4 +62,27 @@ def test_only_the_newest_stays(tmp_path: Path) -> None:
 def test_a_disk_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "weights").write_text("a file in its place")
     with pytest.raises(DiskError, match=str(tmp_path / "weights")):
-        DiskTransport(SGLangWeightEndpoints(), tmp_path / "weights").begin("x:1")
+        DiskTransport(SGLangWeightEndpoints(), tmp_path / "weights").prepare("x:1")
+
+
+def test_sources_write_parts_of_one_checkpoint(tmp_path: Path) -> None:
+    transport = DiskTransport(SGLangWeightEndpoints(), tmp_path / "weights")
+    write(transport, "x:1", [STREAM[:2], [], STREAM[2:]])
+    index = json.loads((transport.checkpoint / INDEX).read_text())
+    assert index["weight_map"].keys() == {"a", "b", "c", "d"} and index["metadata"]["total_size"] == 60 + 120 + 32 + 4
+    assert sorted(file.name for file in transport.checkpoint.iterdir()) == [
+        "model-00000-00001.safetensors", "model-00000-00002.safetensors", "model-00002-00001.safetensors", INDEX
+    ]  # fmt: skip
+    for name, wanted in STREAM:
+        with safe_open(transport.checkpoint / index["weight_map"][name], framework="pt") as file:
+            assert torch.equal(file.get_tensor(name), wanted)
+
+
+def test_a_source_that_wrote_elsewhere_is_an_error(tmp_path: Path) -> None:
+    transport = DiskTransport(SGLangWeightEndpoints(), tmp_path / "weights")
+    transport.prepare("x:1")
+    transport.begin("x:1", 1)
+    asyncio.run(transport.finish(1.0))
+    with pytest.raises(DiskError, match="part-00000.json: not there.*set sglang.weight_dir to one that all"):
+        transport.publish(2)
+    assert transport.checkpoint is None

@@ -1,112 +1,157 @@
-"""Process groups of a broadcast: one per server, kept while the server is unchanged."""
+"""One broadcast for all servers, kept groups, and servers that fail. The servers speak SGLang's protocol."""
 
 from __future__ import annotations
 
-import asyncio
-from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import chain
 
 import pytest
 import torch
+from torch import Tensor
 
-from megatron_gspo.servers.http_client import ServerError
+from benchmarks.weight_server import checksum, weight_servers
+from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
+from megatron_gspo.servers.http_client import EventLoop, ServerClient, open_session
 from megatron_gspo.weight_transport import distributed_transport
-from megatron_gspo.weight_transport.buckets import buckets
 from megatron_gspo.weight_transport.distributed_transport import DistributedTransport
-from megatron_gspo.weight_transport.update_group import GroupError
-from tests.weight_transport.test_weight_update import INFO
+from megatron_gspo.weight_transport.update_group import UpdateGroup
+from megatron_gspo.weight_transport.weight_update import update_servers
 
-SERVER: Any = SimpleNamespace(url=INFO.url)
-
-
-class Group:
-    """In the place of `UpdateGroup`."""
-
-    made: list[Group] = []
-
-    def __init__(self, name: str, size: int, *, address: str, backend: str, timeout: float) -> None:
-        if address == "192.0.2.1":
-            raise GroupError("cannot listen there")
-        self.name, self.size, self.dropped, self.broadcasts = name, size, False, 0
-        self.failure: GroupError | None = None
-        Group.made.append(self)
-
-    async def join(self) -> None: ...
-
-    async def broadcast(self, data: torch.Tensor) -> None:
-        if self.failure:
-            raise self.failure
-        self.broadcasts += 1
-
-    def drop(self) -> None:
-        self.dropped = True
+SIZE = 40_000  # bytes of a tensor, and of a bucket
+COUNT = 12
 
 
-class Endpoints:
-    init_group_path, broadcast_path = "/init", "/broadcast"
+class Client:
+    """A source and its servers, as (URL, process id)."""
 
-    def __init__(self) -> None:
-        self.destroyed: list[str] = []
+    def __init__(self, servers: list[tuple[str, int]]) -> None:
+        self.loop = EventLoop()
+        self.session = self.loop.run(open_session())
+        self.servers = dict(servers)
+        self.urls = list(self.servers)
+        self.transport = DistributedTransport(SGLangWeightEndpoints(), address="127.0.0.1")
+        self.read = 0
 
-    async def init_group(self, server: Any, group: Any, *, timeout: float) -> None: ...
+    def close(self) -> None:
+        self.transport.close()
+        self.loop.run(self.session.close())
+        self.loop.close()
 
-    async def load_broadcast(self, server: Any, name: str, entries: Any, *, timeout: float) -> None: ...
+    def weights(self, version: int, at: Callable[[int], None] = lambda number: None) -> Iterator[tuple[str, Tensor]]:
+        """at: called with the number of each tensor before it is read."""
+        self.read += 1
+        for number in range(COUNT):
+            at(number)
+            yield f"t{number}", torch.full((SIZE // 4,), float(version * 100 + number))
 
-    async def destroy_group(self, server: Any, name: str, *, timeout: float) -> None:
-        self.destroyed.append(name)
-        raise ServerError("gone", retry=True)
+    def update(self, version: int, at: Callable[[int], None] = lambda number: None, timeout: float = 20.0,
+               more: tuple[tuple[str, Tensor], ...] = ()) -> dict[str, str]:  # fmt: skip
+        servers = [ServerClient(url, self.session) for url in self.urls]
+        return update_servers(self.loop, servers, lambda: chain(more, self.weights(version, at)), self.transport,
+                              version=f"v:{version}", bucket_bytes=SIZE * self.transport.in_flight,
+                              timeout=timeout)  # fmt: skip
 
+    def get(self, url: str, path: str) -> dict:
+        return self.loop.run(ServerClient(url, self.session).get(path, timeout=20.0))
 
-@pytest.fixture(autouse=True)
-def groups(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
-    monkeypatch.setattr(distributed_transport, "UpdateGroup", Group)
-    Group.made = []
-    return Group.made
-
-
-def update(transport: DistributedTransport, **info: Any) -> None:
-    """An update that succeeds, of a server that reports `info`."""
-    [bucket] = buckets([("a", torch.ones(3))], 64)
-
-    async def run() -> None:
-        await transport.open(SERVER, replace(INFO, **info), 5.0)
-        await transport.send(SERVER, bucket, 5.0)
-
-    asyncio.run(run())
-    transport.completed(SERVER, "r:1")
-
-
-def test_a_group_is_kept_while_the_server_is_unchanged(groups: list[Group]) -> None:
-    transport = DistributedTransport(Endpoints())  # type: ignore[arg-type]
-    update(transport, tp_size=4)
-    update(transport, weight_version="r:1")
-    [group] = groups
-    assert group.size == 5 and group.broadcasts == 2 and not group.dropped
-    transport.close()
-    assert group.dropped
+    def assert_holds(self, url: str, version: int) -> int:
+        """The server has these weights and this version; the number of buckets that it has received."""
+        found = self.get(url, "/held")
+        truth = {name: checksum(tensor) for name, tensor in self.weights(version)}
+        assert {name: found["held"].get(name) for name in truth} == truth
+        assert self.get(url, "/model_info")["weight_version"] == f"v:{version}"
+        return found["buckets"]
 
 
-@pytest.mark.parametrize("changed", [{"start_id": "2", "weight_version": "r:1"}, {"weight_version": "r:0"}])
-def test_a_server_that_restarted_or_missed_an_update_gets_a_new_group(groups: list[Group], changed: Any) -> None:
-    endpoints = Endpoints()
-    transport = DistributedTransport(endpoints)  # type: ignore[arg-type]
-    update(transport)
-    update(transport, **changed)
-    assert len(groups) == 2 and groups[0].dropped and endpoints.destroyed == [groups[0].name]
-    assert groups[0].name != groups[1].name
+@pytest.fixture
+def client() -> Iterator[Client]:
+    with weight_servers(*[(None, "127.0.0.1")] * 4) as servers:
+        client = Client(servers)
+        yield client
+        for pid in client.servers.values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        client.close()
 
 
-def test_a_broadcast_that_fails_names_server_and_path(groups: list[Group]) -> None:
-    transport = DistributedTransport(Endpoints())  # type: ignore[arg-type]
-    update(transport)
-    groups[0].failure = GroupError("the broadcast broke: reset")
-    with pytest.raises(ServerError, match=f"^server {INFO.url}/broadcast: the broadcast broke: reset$"):
-        update(transport, weight_version="r:1")
+def test_one_broadcast_of_a_bucket_in_one_group(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: list[UpdateGroup] = []
+    sent: list[int] = []
+
+    class Counted(UpdateGroup):
+        def __init__(self, name: str, size: int, **given) -> None:
+            super().__init__(name, size, **given)
+            groups.append(self)
+
+        async def broadcast(self, data: Tensor) -> None:
+            sent.append(data.numel())
+            await super().broadcast(data)
+
+    monkeypatch.setattr(distributed_transport, "UpdateGroup", Counted)
+    assert client.update(1) == {} and client.update(2) == {}
+    assert [client.assert_holds(url, 2) for url in client.urls] == [2 * COUNT] * 4
+    assert sent == [SIZE] * 2 * COUNT and [group.size for group in groups] == [5]
+    # another client has changed a server's weights: it may have left the group
+    client.loop.run(SGLangWeightEndpoints().set_version(ServerClient(client.urls[2], client.session), "x", timeout=9.0))
+    assert client.update(3) == {} and len(groups) == 2
+    client.urls = client.urls[:2]
+    assert client.update(4) == {} and [group.size for group in groups] == [5, 5, 3]
+    assert [client.assert_holds(url, 4) for url in client.urls] == [4 * COUNT] * 2
 
 
-def test_an_address_of_another_machine() -> None:
-    transport = DistributedTransport(Endpoints(), address="192.0.2.1")  # type: ignore[arg-type]
-    with pytest.raises(ServerError, match=f"^server {INFO.url}/init: cannot listen there$") as caught:
-        update(transport)
-    assert not caught.value.retry
+def test_a_server_that_dies_is_dropped_and_the_others_are_updated_again(client: Client) -> None:
+    assert client.update(1) == {}
+    dead = client.urls[1]
+
+    def kill(number: int) -> None:
+        if number == 5 and client.read == 2:
+            os.kill(client.servers[dead], signal.SIGKILL)
+
+    began = time.monotonic()
+    failures = client.update(2, kill)
+    assert list(failures) == [dead] and failures[dead].startswith(f"server {dead}/")
+    assert time.monotonic() - began < 20.0 and client.read == 3
+    client.urls.remove(dead)
+    for url in client.urls:
+        client.assert_holds(url, 2)
+    assert client.update(3) == {}
+
+
+def test_a_server_that_hangs_is_dropped_within_the_deadline(client: Client) -> None:
+    """The last one: no other server is behind it in the tree of a broadcast."""
+    hung = client.urls[3]
+
+    def stop(number: int) -> None:
+        if number == 5 and client.read == 1:
+            os.kill(client.servers[hung], signal.SIGSTOP)
+
+    began = time.monotonic()
+    failures = client.update(1, stop, timeout=3.0)
+    assert time.monotonic() - began < 60.0
+    assert list(failures) == [hung] and "3 s" in failures[hung]
+    for url in client.urls[:3]:
+        client.assert_holds(url, 1)
+    os.kill(client.servers[hung], signal.SIGCONT)
+    time.sleep(1.0)
+    assert client.update(2) == {}  # it left the group that broke, and takes the next update
+    client.assert_holds(hung, 2)
+
+
+def test_a_server_that_refuses_a_tensor_goes_on_receiving(client: Client) -> None:
+    failures = client.update(1, more=(("refused", torch.zeros(SIZE // 4)),))
+    assert sorted(failures) == sorted(client.urls) and client.read == 1
+    assert all("/update_weights_from_distributed: answered 400" in line and "wrong shape" in line
+               for line in failures.values())  # fmt: skip
+    assert client.update(2) == {}
+
+
+def test_an_address_of_another_machine(client: Client) -> None:
+    client.transport = DistributedTransport(SGLangWeightEndpoints(), address="192.0.2.1")
+    failures = client.update(1)
+    assert len(failures) == 4
+    for url, line in failures.items():
+        assert line.startswith(f"server {url}/init_weights_update_group: master_address=192.0.2.1: cannot listen there")

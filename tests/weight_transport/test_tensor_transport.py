@@ -12,7 +12,7 @@ import torch
 
 from megatron_gspo.weight_transport.buckets import Bucket, buckets
 from megatron_gspo.weight_transport.tensor_transport import SharedMemoryTransport, TensorTransport
-from megatron_gspo.weight_transport.transport import WeightTransport
+from megatron_gspo.weight_transport.transport import Sent, Target, WeightTransport
 from tests.weight_transport.test_weight_update import INFO
 
 
@@ -33,8 +33,9 @@ def send(transport: WeightTransport, tp_size: int) -> Bucket:
     [bucket] = buckets(stream, 64, device=transport.device, allocate=transport.allocate)
 
     async def run() -> None:
-        await transport.open(server, replace(INFO, tp_size=tp_size), 5.0)
-        await transport.send(server, bucket, 5.0)
+        await transport.open({INFO.url: Target(server, replace(INFO, tp_size=tp_size))}, 5.0)
+        await transport.send(bucket, 5.0)
+        assert await transport.finish(5.0) == Sent()
 
     asyncio.run(run())
     return bucket

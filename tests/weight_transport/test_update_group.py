@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import sys
 import time
@@ -12,9 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_gspo.servers.http_client import ServerError
-from megatron_gspo.weight_transport.distributed_transport import _run_both
-from megatron_gspo.weight_transport.update_group import GroupError, UpdateGroup, default_backend
+from megatron_gspo.weight_transport.update_group import GroupError, UpdateGroup, default_backend, local_address
 
 # Ranks 1 .. n - 1, each with a default group of its own; prints what each broadcast brings.
 OTHER_SIDE = """
@@ -79,20 +78,27 @@ def test_every_rank_gets_every_broadcast_and_a_dead_one_is_an_error() -> None:
 
 
 def test_nobody_joins() -> None:
-    """The request is never answered, the group never made: given up at the deadline, though torch would wait on."""
+    """Dropped, it no longer waits, and its store is gone: whoever would join gets an error at once."""
     group = UpdateGroup("weights-alone", 2, address="127.0.0.1", backend="gloo", timeout=30.0)
 
-    class Silent:
-        url = "http://silent"
-
     async def run() -> None:
-        await _run_both(Silent(), "/init", asyncio.sleep(100.0), group.join(), 0.5)
+        joining = asyncio.create_task(group.join())
+        await asyncio.sleep(0.5)
+        group.drop()
+        with pytest.raises(GroupError, match="^no process group with it"):
+            await joining
 
     began = time.monotonic()
-    with pytest.raises(ServerError, match="^server http://silent/init: no answer within 0 s$|within 1 s$"):
-        within(20.0, run())
+    within(20.0, run())
     assert time.monotonic() - began < 10.0
-    group.drop()
+    with pytest.raises(OSError), socket.socket() as late:
+        late.connect(("127.0.0.1", group.port))
+
+
+def test_the_address_on_the_route_to_a_server() -> None:
+    assert local_address("http://127.0.0.1:30000") == "127.0.0.1"
+    with pytest.raises(GroupError, match="^no route to it"):
+        local_address("http://no-such-host.invalid:1")
 
 
 def test_it_listens_on_the_given_address_alone() -> None:

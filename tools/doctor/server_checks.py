@@ -170,7 +170,7 @@ def _judge_address(config: Config) -> list[Finding]:
 def judge_own_address(config: Config) -> list[Finding]:
     """Whether rank 0, in this process, can listen at sglang.master_address."""
     address = config.sglang.master_address
-    if config.sglang.weight_transport != "distributed":
+    if config.sglang.weight_transport != "distributed" or address is None:
         return []
     try:
         family, kind, protocol, _, endpoint = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]

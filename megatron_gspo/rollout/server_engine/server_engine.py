@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from megatron_gspo.config import SamplingParams, ServerConfig
 from megatron_gspo.data.sample import Prompt, Sample
-from megatron_gspo.errors import EngineError, first_line
+from megatron_gspo.errors import EngineError, UserError, first_line
 from megatron_gspo.rollout.server_engine.generation_client import GenerationClient
 from megatron_gspo.rollout.server_engine.request_stream import RequestStream
 from megatron_gspo.rollout.server_engine.server_api import ServedModel, ServerAPI
@@ -21,8 +22,10 @@ from megatron_gspo.rollout.server_engine.server_pool import NoServerError, Poole
 from megatron_gspo.servers.http_client import EventLoop, ServerClient, ServerError, open_session
 from megatron_gspo.servers.server_launch import read_api_key
 from megatron_gspo.servers.server_processes import LocalServers
-from megatron_gspo.weight_transport.transport import WeightTransport
-from megatron_gspo.weight_transport.weight_update import update_servers
+from megatron_gspo.weight_transport.server_endpoints import ServerInfo
+from megatron_gspo.weight_transport.transport import Sent, WeightTransport
+from megatron_gspo.weight_transport.weight_sender import WeightSender
+from megatron_gspo.weight_transport.weight_update import ServerUpdate, UpdatePlan
 
 _PROCESS_POLL_SECONDS = 0.5
 _MEMORY_SECONDS = 120.0  # a server may take to release or restore its memory
@@ -54,7 +57,11 @@ class ServerEngine:
         self._pool = ServerPool([ServerClient(url, self._session, api_key=key) for url in urls], config, api, log=log)
         self._client = GenerationClient(self._pool, model, config, api)
         self._run_id = secrets.token_hex(4)  # tells this run's weights from those of other runs and restarted servers
+        self.sender = WeightSender(config, transport)
         self._memory_released = False
+        self._update: ServerUpdate | None = None
+        self._targets: list[PooledServer] = []  # of the update
+        self._updating = 0  # its version
         self._closed = False
         self._monitors = [self._loop.spawn(self._pool.monitor())]
         if processes is not None:
@@ -76,10 +83,32 @@ class ServerEngine:
         return [sample for ticket in tickets for sample in groups[ticket]]
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """See `RolloutEngine.update_weights`. Requests are interrupted and continue under the new weights.
+        """See `RolloutEngine.update_weights`: an update from this process alone. See `begin_update`.
 
-        With the current version, only servers that lack it are updated, and nothing is interrupted. A server whose
-        update fails gets no requests until an update succeeds. Raises `NoServerError` if all fail.
+        An iterator can't be sent again to servers whose process group another one broke: they fail too.
+        """
+        once = iter(named_tensors) is named_tensors
+        try:
+            plan = self.begin_update(version)
+            attempts = 0
+            while (infos := self.next_transfer()) is not None:
+                attempts += 1
+                if once and attempts > 1:
+                    lost = ServerError("its process group broke, and the weights can't be read again", retry=True)
+                    self.record_transfer([Sent({info.url: lost for info in infos})])
+                else:
+                    self.record_transfer([self.sender.send(infos, named_tensors, version=plan.version)])
+            self.finish_update(parts=1)
+        finally:
+            for _ in named_tensors if once else ():  # producing it may be collective
+                pass
+
+    def begin_update(self, version: int) -> UpdatePlan:
+        """Pause the servers for new weights. Requests are interrupted and continue under the new weights.
+
+        Followed by `next_transfer` and `record_transfer` for each source (or for all at once), then by `finish_update`.
+        An exception of one of them ends the update. With the current version, only servers that lack it are updated,
+        and nothing is interrupted.
         """
         pool, wire_version = self._pool, f"{self._run_id}:{version}"
         repeated = pool.version == wire_version and bool(pool.serving) and not self._memory_released
@@ -88,22 +117,60 @@ class ServerEngine:
             self._loop.run(pool.set_version(wire_version, ()))
             self._client.current_version = version
         targets = pool.stale if repeated else self._loop.run(self._responding())
-        if self._memory_released:
-            self._restore_memory("weights")
-        try:
-            failures = update_servers(
-                self._loop, [server.client for server in targets], named_tensors, self._transport, version=wire_version,
-                bucket_bytes=int(self._config.weight_bucket_mb * 2**20), timeout=self._config.update_timeout,
-            )  # fmt: skip
+        update = ServerUpdate(self._loop, [server.client for server in targets], self._transport, version=wire_version,
+                              timeout=self._config.update_timeout)  # fmt: skip
+        self._update, self._targets, self._updating = update, targets, version
+        with self._abandoned_on_error():
+            if self._memory_released:
+                self._restore_memory("weights")
+            update.begin()
+            return UpdatePlan(wire_version, update.takes_all_sources)
+
+    def next_transfer(self) -> list[ServerInfo] | None:
+        """See `ServerUpdate.next_transfer`."""
+        with self._abandoned_on_error():
+            return self._running_update.next_transfer()
+
+    def record_transfer(self, results: Sequence[Sent | UserError]) -> None:
+        """See `ServerUpdate.record`. Raises the error of a source."""
+        with self._abandoned_on_error():
+            if errors := [result for result in results if isinstance(result, UserError)]:
+                raise errors[0]
+            self._running_update.record([result for result in results if isinstance(result, Sent)])
+
+    def finish_update(self, *, parts: int) -> None:
+        """Serve the new weights. A server whose update failed gets no requests until an update succeeds.
+
+        parts: number of sources. Raises `NoServerError` if no server serves.
+        """
+        with self._abandoned_on_error():
+            self._running_update.finish(parts=parts)
             if self._memory_released:
                 self._restore_memory("kv_cache")
                 self._memory_released = False
-            self._loop.run(self._apply_update(targets, failures, wire_version))
-        finally:
-            self._loop.run(pool.resume())
-        self.weight_version = version
-        if not pool.serving:
-            raise NoServerError(f"no server took weights {version}: {pool.describe()}")
+        update, self._update = self._running_update, None
+        self._loop.run(self._apply_update(self._targets, update.failures))
+        self._loop.run(self._pool.resume())
+        self.weight_version = self._updating
+        if not self._pool.serving:
+            raise NoServerError(f"no server took weights {self._updating}: {self._pool.describe()}")
+
+    @property
+    def _running_update(self) -> ServerUpdate:
+        assert self._update is not None, "begin_update comes first"
+        return self._update
+
+    @contextlib.contextmanager
+    def _abandoned_on_error(self) -> Iterator[None]:
+        """End the update where the block raises."""
+        try:
+            yield
+        except BaseException:
+            update, self._update = self._update, None
+            if update is not None:
+                update.abandon()
+            self._loop.run(self._pool.resume())
+            raise
 
     def wait_for_server(self, seconds: float) -> bool:
         """Whether a server responds within `seconds`."""
@@ -161,7 +228,7 @@ class ServerEngine:
         self._closed = True
         for monitor in self._monitors:
             monitor.cancel()
-        self._transport.close()
+        self.sender.close()
         self._loop.run(self._session.close())
         self._loop.close()
         if self._processes is not None:
@@ -179,9 +246,12 @@ class ServerEngine:
             raise final[0]
         return [server for server, fault in zip(servers, faults, strict=True) if fault is None]
 
-    async def _apply_update(self, targets: Sequence[PooledServer], failures: dict[str, str], version: str) -> None:
+    async def _apply_update(self, targets: Sequence[PooledServer], failures: Mapping[str, ServerError]) -> None:
+        version = self._pool.version
+        assert version is not None
         for server in targets:
-            if (reason := failures.get(server.url)) is not None:
+            if (error := failures.get(server.url)) is not None:
+                reason = first_line(error)
                 await self._pool.mark_stale(server, reason)
                 self._log(f"weights {version.partition(':')[2]}: {reason}")
                 await self._pool.ping(server)

@@ -104,9 +104,9 @@ class SGLangWeightEndpoints:
         """See `WeightEndpoints.load_payloads`. The cache is flushed at the end: with ending requests, 0.5.15 fails."""
         await _post_checked(server, "/update_weights_from_tensor", _tensor_body(payloads), timeout)
 
-    async def init_group(self, server: ServerClient, group: UpdateGroup, *, timeout: float) -> None:
+    async def init_group(self, server: ServerClient, group: UpdateGroup, first_rank: int, *, timeout: float) -> None:
         """See `WeightEndpoints.init_group`."""
-        body = {"master_address": group.address, "master_port": group.port, "rank_offset": 1,
+        body = {"master_address": group.address, "master_port": group.port, "rank_offset": first_rank,
                 "world_size": group.size, "group_name": group.name, "backend": group.backend}  # fmt: skip
         await _post_checked(server, self.init_group_path, body, timeout)
 

@@ -66,7 +66,8 @@ def test_servers_of_different_versions(config):
 
 
 def test_an_address_that_only_this_machine_knows(config_file):
-    far = load_config(config_file(rollout={"engine": "sglang"}, sglang={"urls": ["http://node7:30000"]}))
+    servers = {"urls": ["http://node7:30000"]}
+    far = load_config(config_file(rollout={"engine": "sglang"}, sglang={**servers, "master_address": "127.0.0.1"}))
     found = judge_servers(far, {"http://node7:30000": SERVER})
     assert [f.check for f in found if f.level == "error"] == ["servers.address"]
     told = load_config(

@@ -1,0 +1,94 @@
+"""The weights of all sources to the servers: rank 0 is the servers' client, every source sends its own tensors."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from megatron_gspo.errors import UserError
+from megatron_gspo.parallel.rank_zero import run_on_rank_zero
+from megatron_gspo.rollout.group_source import Weights
+from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
+from megatron_gspo.weight_transport.server_endpoints import ServerInfo
+from megatron_gspo.weight_transport.transport import Sent
+from megatron_gspo.weight_transport.weight_sender import WeightSender
+from megatron_gspo.weight_transport.weight_update import UpdatePlan
+
+T = TypeVar("T")
+WHOLE = (None,)  # the sources, where rank 0 sends all tensors
+
+
+class _FailedError(Exception):
+    """Rank 0 has failed; `WeightDistribution.run` returns its error there."""
+
+
+class WeightDistribution:
+    """Updates the servers from `sources`, in one turn or one after the other; a collective of all ranks."""
+
+    def __init__(self, engine: ServerEngine | None, sender: WeightSender | None,
+                 sources: Sequence[int | None] = WHOLE) -> None:  # fmt: skip
+        """engine: on rank 0. sender: on each source. sources: see `mcore/weight_sources.py`."""
+        self._engine, self._sender, self._sources = engine, sender, tuple(sources)
+        self._attempts = itertools.count()
+        self._failure: Exception | None = None
+
+    def run(self, weights: Weights, version: int) -> Exception | None:
+        """One update. On rank 0, why no server has the weights."""
+        self._failure = None
+        try:
+            plan = self._on_rank_zero(lambda engine: engine.begin_update(version))
+            turns = [self._sources] if plan.all_sources_at_once else [(source,) for source in self._sources]
+            for turn in turns:
+                while (infos := self._on_rank_zero(lambda engine: engine.next_transfer())) is not None:
+                    self._transfer(turn, weights, plan, infos)
+            self._on_rank_zero(lambda engine: engine.finish_update(parts=len(self._sources)))
+        except _FailedError:
+            return self._failure
+        return None
+
+    def close(self) -> None:
+        """Close this rank's connections."""
+        if self._sender is not None:
+            self._sender.close()
+
+    def _transfer(self, turn: Sequence[int | None], weights: Weights, plan: UpdatePlan,
+                  infos: Sequence[ServerInfo]) -> None:  # fmt: skip
+        """The sources of a turn send at the same time; rank 0 gets their reports through the store of all ranks."""
+        store, attempt = dist.distributed_c10d._get_default_store(), next(self._attempts)
+        keys = {source: f"weights/{attempt}/{source}" for source in turn}
+        for source in turn:
+            stream = weights(source)
+            if dist.get_rank() == (source or 0):
+                assert self._sender is not None, "every source has a sender"
+                part = self._sources.index(source)
+                result = self._sender.send(infos, stream, version=plan.version, part=part)
+                store.set(keys[source], pickle.dumps(result))
+            for _ in stream:  # producing it is a collective
+                pass
+
+        def collect(engine: ServerEngine) -> None:
+            results: list[Sent | UserError] = [pickle.loads(store.get(key)) for key in keys.values()]
+            for key in keys.values():
+                store.delete_key(key)
+            engine.record_transfer(results)
+
+        self._on_rank_zero(collect)
+
+    def _on_rank_zero(self, action: Callable[[Any], T]) -> T:
+        """`action` with the engine on rank 0, its value on every rank; `_FailedError` on every rank if it raises."""
+
+        def guarded() -> tuple[bool, T | None]:
+            try:
+                return True, action(self._engine)
+            except Exception as error:
+                self._failure = error
+                return False, None
+
+        succeeded, value = run_on_rank_zero(guarded)
+        if not succeeded:
+            raise _FailedError
+        return value  # type: ignore[return-value]

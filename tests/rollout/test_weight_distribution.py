@@ -1,0 +1,153 @@
+"""Several ranks send their own tensors to the same servers, which speak SGLang's protocol."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+
+from benchmarks.weight_server import checksum, weight_servers
+from megatron_gspo.config import ServerConfig
+from megatron_gspo.errors import DiskError
+from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
+from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
+from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
+from megatron_gspo.rollout.weight_distribution import WHOLE, WeightDistribution
+from megatron_gspo.servers.http_client import ServerClient
+from megatron_gspo.weight_transport.weight_sender import WeightSender
+from megatron_gspo.weight_transport.weight_update import make_transport
+from tests.support.distributed import run_distributed
+from tests.support.sglang_generator import MODEL
+
+SOURCES = (0, 1, 3)  # of 4 ranks
+COUNT = 6  # tensors of each
+
+
+def tensor(source: int, number: int, version: int) -> torch.Tensor:
+    return torch.full((250,), float(version * 1000 + source * 100 + number))
+
+
+class Rank:
+    """What a rank of a run has for weight updates; the engine on rank 0."""
+
+    def __init__(self, urls: list[str], transport: str, folder: str, sources: Any = SOURCES) -> None:
+        config = ServerConfig(urls=tuple(urls), weight_transport=transport, weight_dir=folder or None,  # type: ignore[arg-type]
+                              weight_bucket_mb=0.004, update_timeout=20.0, health_interval=60.0)  # fmt: skip
+        made = make_transport(config, SGLangWeightEndpoints())
+        self.rank, self.version = dist.get_rank(), 0
+        self.engine = None
+        sender = WeightSender(config, made) if self.rank in sources else None
+        if self.rank == 0:
+            self.engine = ServerEngine(config, MODEL, made, str, api=SGLangAPI(), log=lambda line: None)
+            sender = self.engine.sender
+        self.distribution = WeightDistribution(self.engine, sender, sources)
+        self.at: Any = lambda number: None
+        self.streams = 0
+
+    def weights(self, source: int | None = None, /) -> Iterator[tuple[str, torch.Tensor]]:
+        """A collective of the source and the next rank, as of tensor-parallel ranks; None: of all."""
+        mine = source is None or source == self.rank
+        self.streams += mine
+        for each in SOURCES if source is None else (source,):
+            for number in range(COUNT):
+                if mine:
+                    self.at(number)
+                    yield f"{each}.{number}", tensor(each, number, self.version)
+
+    def update(self, version: int) -> Exception | None:
+        self.version = version
+        failure = self.distribution.run(self.weights, version)
+        dist.all_reduce(torch.ones(1))  # the ranks can communicate
+        return failure
+
+    def close(self) -> None:
+        (self.engine or self.distribution).close()
+
+
+def held(rank: Rank, url: str) -> dict[str, Any]:
+    assert rank.engine is not None
+    client = ServerClient(url, rank.engine._session)
+    return rank.engine._loop.run(client.get("/held", timeout=20.0))
+
+
+def truth(version: int) -> dict[str, int]:
+    return {f"{s}.{n}": checksum(tensor(s, n, version)) for s in SOURCES for n in range(COUNT)}
+
+
+def two_updates(number: int, world: int, servers: list[tuple[str, int]], sources: Any) -> Any:
+    urls = [url for url, _ in servers]
+    rank = Rank(urls, "distributed", "", sources)
+    assert rank.update(1) is None and rank.update(2) is None
+    found = [held(rank, url) for url in urls] if number == 0 else []
+    versions = [rank.engine._pool.serving] if number == 0 else []
+    rank.close()
+    return found, [len(each) for each in versions], rank.streams
+
+
+@pytest.mark.parametrize("sources", [SOURCES, WHOLE], ids=["sources", "rank 0 alone"])
+def test_every_source_sends_its_own_tensors_once_to_all_servers(sources: Any) -> None:
+    with weight_servers(*[(None, "127.0.0.1")] * 2) as servers:
+        found = run_distributed(two_updates, 4, servers, sources)
+    for server in found[0][0]:
+        assert server["held"] == truth(2)
+        assert server["buckets"] == 2 * len(SOURCES) * COUNT
+    assert found[0][1] == [2]
+    assert [streams for _, _, streams in found] == ([2, 2, 0, 2] if sources == SOURCES else [2, 2, 2, 2])
+
+
+def a_server_dies(number: int, world: int, servers: list[tuple[str, int]]) -> Any:
+    rank = Rank([url for url, _ in servers], "distributed", "")
+    assert rank.update(1) is None
+
+    def kill(at: int) -> None:
+        if at == 3 and rank.version == 2 and rank.streams == 2:
+            os.kill(servers[1][1], signal.SIGKILL)
+
+    if number == 1:
+        rank.at = kill
+    failures = [rank.update(2), rank.update(3)]
+    found = (held(rank, servers[0][0]), [str(e) for e in failures if e]) if number == 0 else ()
+    rank.close()
+    return found, rank.streams
+
+
+def test_a_server_that_dies_costs_one_source_a_repetition() -> None:
+    with weight_servers(*[(None, "127.0.0.1")] * 2) as servers:
+        found = run_distributed(a_server_dies, 4, servers)
+    server, failures = found[0][0]
+    assert server["held"] == truth(3) and failures == []
+    assert [streams for _, streams in found] == [3, 4, 0, 3]
+
+
+def to_disk(number: int, world: int, url: str, folder: str) -> Any:
+    rank = Rank([url], "disk", folder)
+    first = rank.update(1)  # the server takes no checkpoints: it fails when all is written
+    if number == 3:
+        os.chmod(folder, 0o700)
+        rank.distribution._sender.transport._directory = Path(folder) / "elsewhere"  # type: ignore[union-attr]
+        (Path(folder) / "elsewhere").mkdir()
+    second = rank.update(2)
+    rank.close()
+    return type(first).__name__, str(second), isinstance(second, DiskError)
+
+
+def test_sources_write_one_checkpoint_and_a_source_that_cannot_is_an_error(tmp_path: Path) -> None:
+    with weight_servers((None, "127.0.0.1")) as [(url, _)]:
+        found = run_distributed(to_disk, 4, url, str(tmp_path))
+    assert found[0][0] == "NoServerError" and found[0][2] and "elsewhere" in found[0][1]
+    assert all(each == ("NoneType", "None", False) for each in found[1:])
+    [checkpoint] = tmp_path.glob("weights-*")
+    names = set()
+    for file in checkpoint.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                names.add(name)
+                assert checksum(opened.get_tensor(name)) == truth(1)[name]
+    assert names == set(truth(1))
