@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from safetensors.torch import load_file
+from torch import Tensor
 
 from megatron_gspo.config import Config
 from megatron_gspo.data.sample import Sample
@@ -81,6 +83,12 @@ def first_step(config: Config, *, engine: RolloutEngine | None = None) -> tuple[
         checkpoints = CheckpointManager(run.policy, config.checkpoint, config.run_dir, None)
         trained = train_step(run, LoopState(), checkpoints, Timers())
     return trained.samples, trained.metrics
+
+
+def exported(run_dir: str | Path) -> dict[str, Tensor]:
+    """The weights that a run exported, whatever the number of its files."""
+    files = sorted((Path(run_dir) / "hf").glob("*.safetensors"))
+    return {name: value for file in files for name, value in load_file(file).items()}
 
 
 def records(run_dir: str | Path) -> list[dict[str, Any]]:

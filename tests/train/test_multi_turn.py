@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from megatron_gspo.algorithms import policy_loss, preset
 from megatron_gspo.config import Config, ConfigError
@@ -19,7 +18,7 @@ from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.turn_spans import spans
 from megatron_gspo.loop import training_loop
 from tests.support.distributed import run_distributed
-from tests.support.training_runs import base_config, first_step, launch, records, tiny_model
+from tests.support.training_runs import base_config, exported, first_step, launch, records, tiny_model
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = f"{ROOT}/examples/environments/spell_backward.py:spell_backward"
@@ -84,7 +83,7 @@ def test_a_resumed_run_ends_the_same(finished, tmp_path):
     launch(again, 2, "training.steps=2")
     launch(again, 2)
     assert records(again["run_dir"]) == records(finished["run_dir"])
-    ours, theirs = (load_file(Path(c["run_dir"]) / "hf" / "model.safetensors") for c in (again, finished))
+    ours, theirs = (exported(config["run_dir"]) for config in (again, finished))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
