@@ -117,10 +117,13 @@ def _on_shards(rank, world_size):
             place = (rank, world_size) if sequence_parallel else (0, 1)
             hidden = hidden.chunk(world_size)[rank] if sequence_parallel else hidden
             before = collectives_so_far()
-            actual = ours(hidden, weight.chunk(world_size)[rank], labels, *gradients, tp_group=group, temperature=0.8,
-                          vocab_size=85, sequence_parallel=sequence_parallel, chunk_bytes=MANY_TILES,
-                          scored=ScoredRows.of(mask, *place))  # fmt: skip
-            assert collectives_so_far() - before == (4 if sequence_parallel else 2), f"{name}: ranks would wait"
+            shard = weight.chunk(world_size)[rank]
+            options = dict(tp_group=group, temperature=0.8, vocab_size=85, sequence_parallel=sequence_parallel,
+                           chunk_bytes=MANY_TILES, scored=ScoredRows.of(mask, *place))  # fmt: skip
+            actual = ours(hidden, shard, labels, *gradients, **options)
+            with torch.no_grad():
+                assert torch.equal(call_log_probs(hidden, shard, labels, **options)[0].double(), actual[0].double())
+            assert collectives_so_far() - before == (6 if sequence_parallel else 3), f"{name}: ranks would wait"
             log_probs, entropy, grad_hidden, grad_weight = expected_of(case, mask, temperature=0.8, vocab_size=85)
             grad_hidden = grad_hidden.chunk(world_size)[rank] if sequence_parallel else grad_hidden
             for found, wanted, scale in zip(
