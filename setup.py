@@ -66,7 +66,7 @@ setup(
         "pyyaml>=6.0",
         "rich>=13.7",
         "packaging>=23",
-        "psutil>=5.9",  # megatron-core needs it to write checkpoints and does not ask for it
+        "psutil>=5.9",
         "aiohttp>=3.9",  # requests to SGLang servers
         "msgspec>=0.19,<1",  # their answers, checked while they are parsed
         "pybase64>=1.4,<2",  # routes in them

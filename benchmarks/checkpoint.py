@@ -40,6 +40,7 @@ class Contest:
         from megatron_gspo.tools.make_tiny_model import TinyModel, write_tiny_model
 
         self.folder, self.number, self.begun = folder, 0, 0.0
+        self.image: Any = None
         size = TinyModel(hidden=args.hidden, layers=args.layers, experts=16, expert_width=args.hidden // 2)
         self.parameters = write_tiny_model(folder / "model", size)
         self.policy = tiny_policy(str(folder / "model"), ParallelConfig(), initialize(ParallelConfig(), seed=0))
@@ -60,10 +61,11 @@ class Contest:
 
     def begin(self) -> Any:
         """The first wait of the loop."""
-        from megatron_gspo.mcore.checkpoint.save_load import begin_save
+        from megatron_gspo.mcore.checkpoint.save_load import begin_save, make_image
 
         self.begun = time.time()
-        return begin_save(self.policy, self.folder / "ours", self._next(), {}, keep=KEEP, check=self.number == 1)
+        self.image = self.image or make_image(self.policy)
+        return begin_save(self.policy, self.folder / "ours", self._next(), {}, keep=KEEP, image=self.image)
 
     def written_after(self) -> float:
         """Seconds from the beginning of the newest save to its last tensor."""
@@ -103,6 +105,8 @@ class Contest:
         from megatron_gspo.mcore.forward_step import unwrap
 
         loaded = dist_checkpointing.load(self._sharded(True), str(self.folder / "megatron"))
+        for tensors in loaded["optimizer"]["param_state"].values():  # upstream reads it there and stores it elsewhere
+            tensors["step"] = torch.zeros(())
         unwrap(self.policy.chunks[0]).load_state_dict(loaded["model"])
         self.policy.optimizer.load_state_dict(loaded["optimizer"])
 

@@ -15,7 +15,6 @@ def apply_patches() -> None:
     being imported. Raises ``ImportError`` naming the missing upstream symbol when an upstream's shape is unknown.
     """
     from megatron_gspo.patches import (
-        adam_step,
         gradient_norm,
         megatron_on_cpu,
         moe_retained_activations,
@@ -30,7 +29,6 @@ def apply_patches() -> None:
         te_general_gemm,
         moe_uneven_collectives,
         moe_retained_activations,
-        adam_step,
         gradient_norm,
     ):
         patch.apply()

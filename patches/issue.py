@@ -33,7 +33,6 @@ class Situation:
     expert_tensor: int = 1
     world_size: int = 1
     has_experts: bool = False
-    has_dense_layers: bool = True
     replay: bool = False
     has_config: bool = False
     starts_servers: bool = False

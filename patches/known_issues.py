@@ -17,8 +17,6 @@ def applicable(situation: Situation) -> list[KnownIssue]:
 def _no_fused_adam(situation: Situation) -> bool:
     return not (situation.transformer_engine or situation.apex)
 
-
-_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer."
 _DISPATCHERS = "megatron.core.transformer.moe.token_dispatcher:"
 _ON_CPU = "megatron-core 0.16.1 - 0.19.2 on a machine without CUDA"
 _NO_ENGINE = "megatron-core 0.16.1 - 0.19.2 without Transformer Engine"
@@ -49,32 +47,6 @@ PATCHES = (
         "set by hand: Transformer Engine needs a GPU)",
         "as above",
         lambda s: s.has_experts and s.transformer_engine and s.tensor > 1 and s.expert > 1 and s.expert_tensor == 1,
-    ),
-    KnownIssue(
-        "`adam_step.py` (1)",
-        "megatron-core 0.16.1 - 0.19.2 without Transformer Engine and Apex",
-        "resuming with torch's Adam: `KeyError: 'step'` on a fresh optimizer; all parameters share one step tensor, "
-        "which each of them increments",
-        "[`DistributedOptimizer.state_dict`](mcore:optimizer/distrib_optimizer.py#L628), "
-        "[`load_state_dict`](mcore:optimizer/distrib_optimizer.py#L690), "
-        "[`_set_main_param_and_optimizer_states`](mcore:optimizer/distrib_optimizer.py#L911); the `KeyError` is "
-        "reported in [AReaL#142](https://github.com/areal-project/AReaL/issues/142)",
-        "`tests/patches/test_adam_step.py::test_adam_steps_once_for_each_step_after_a_resume`, "
-        "`tests/mcore/checkpoint/test_save_load.py`",
-        "upstream restores each parameter's own step",
-        _no_fused_adam,
-        marked=(_OPTIMIZER + "state_dict", _OPTIMIZER + "_set_main_param_and_optimizer_states"),
-    ),
-    KnownIssue(
-        "`adam_step.py` (2)",
-        "megatron-core 0.16.1 - 0.19.2 without Transformer Engine and Apex",
-        "a rank whose optimizer holds no parameter, such as the experts' (EP > 1) on a pipeline stage of dense "
-        "layers: no checkpoint can be written, `AssertionError`",
-        "[`DistributedOptimizer.state_dict`](mcore:optimizer/distrib_optimizer.py#L642)",
-        "`tests/patches/test_empty_optimizer.py::test_a_stage_without_experts_is_saved_and_resumed`",
-        "upstream accepts an optimizer without state",
-        lambda s: _no_fused_adam(s) and s.has_experts and s.has_dense_layers and s.pipeline > 1 and s.expert > 1,
-        marked=(_OPTIMIZER + "state_dict",),
     ),
     KnownIssue(
         "`gradient_norm.py`",
@@ -241,36 +213,6 @@ GUARDS = (
         is_issue=False,
     ),
     KnownIssue(
-        "`mcore/checkpoint/save_load.py`: results in process",
-        _ANY,
-        "every save spawns a server process per rank, which imports the program again and outlives a killed rank",
-        "[`dist_checkpointing/strategies/filesystem_async.py`]"
-        "(mcore:dist_checkpointing/strategies/filesystem_async.py#L54)",
-        "`tests/mcore/checkpoint/test_save_load.py`",
-        "a synchronous save needs no server",
-        lambda s: s.has_config,
-    ),
-    KnownIssue(
-        "`mcore/checkpoint/save_load.py`: files of rank 0",
-        _ANY,
-        "rank 0 fails to write its own files (common part, metadata, format): the other ranks wait in the next "
-        "collective until the timeout",
-        "[`TorchCommonSaveStrategy.save_common`](mcore:dist_checkpointing/strategies/common.py#L40), "
-        "[`save_state_dict_async_finalize`](mcore:dist_checkpointing/strategies/state_dict_saver.py#L213)",
-        "`tests/mcore/checkpoint/test_checkpoint_writers.py::test_a_file_of_rank_0_alone_ends_the_save_on_every_rank`",
-        "upstream informs the other ranks",
-        lambda s: s.has_config and s.world_size > 1,
-    ),
-    KnownIssue(
-        "`mcore/checkpoint/save_load.py`: optimizer state without its common part",
-        _ANY,
-        "chained optimizers and their groups depend on the layout, so a checkpoint's common part fits its layout only",
-        "[`ChainedOptimizer.sharded_state_dict`](mcore:optimizer/optimizer.py#L1184)",
-        "`tests/mcore/checkpoint/test_save_load.py::test_resumes_exactly_and_in_other_layouts`",
-        "the common part is stored by parameter",
-        lambda s: s.has_config,
-    ),
-    KnownIssue(
         "`mcore/routing_replay/router_hooks.py`: `RouterHook`, `refuse_bypasses`",
         _ANY,
         "a fused router returns before it calls the hook, so replay is silently off",
@@ -299,16 +241,6 @@ GUARDS = (
         "test_the_norm_before_the_experts_has_transformer_engines_key`",
         "both specs use one name",
         lambda s: s.has_experts and not s.transformer_engine,
-    ),
-    KnownIssue(
-        "`setup.py`: `psutil`",
-        "megatron-core 0.19.2",
-        "checkpoints need `psutil`, which the wheel does not require",
-        "[`dist_checkpointing/strategies/filesystem_async.py`]"
-        "(mcore:dist_checkpointing/strategies/filesystem_async.py#L42)",
-        "`tests/mcore/checkpoint/test_save_load.py` on a fresh installation",
-        "the wheel requires it",
-        lambda s: True,
     ),
     KnownIssue(
         "`rollout/sglang/sglang_launch.py`: `--disable-overlap-schedule`",

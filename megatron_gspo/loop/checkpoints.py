@@ -23,7 +23,8 @@ from megatron_gspo.mcore.checkpoint.checkpoint_files import (
     remove_leftovers,
     remove_old,
 )
-from megatron_gspo.mcore.checkpoint.save_load import WAITING_WRITERS, AsyncSave, begin_save, load_checkpoint
+from megatron_gspo.mcore.checkpoint.file_image import FileImage
+from megatron_gspo.mcore.checkpoint.save_load import AsyncSave, begin_save, load_checkpoint
 from megatron_gspo.mcore.policy import Policy
 from megatron_gspo.parallel.rank_zero import run_on_rank_zero
 
@@ -84,7 +85,7 @@ class CheckpointManager:
     """Begins, polls and finishes the saves of a run, one at a time.
 
     Each method but ``weights_change`` is a collective of all ranks and raises ``CheckpointError`` on all of them if one
-    can't write. As a context manager it ends its writers when the context is left: an unfinished save is discarded.
+    can't write. As a context manager it ends a save when the context is left: an unfinished save is discarded.
     """
 
     def __init__(self, policy: Policy, config: CheckpointConfig, run_dir: str | Path, current: Path | None) -> None:
@@ -92,7 +93,7 @@ class CheckpointManager:
         self._policy, self._config, self._folder = policy, config, checkpoint_folder(run_dir)
         self._current = current
         self._save: AsyncSave | None = None
-        self._checked = False
+        self._image: FileImage | None = None
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -121,8 +122,8 @@ class CheckpointManager:
         self.finish()
         config = self._config
         self._save = begin_save(self._policy, self._folder, state.step, asdict(state), keep=config.keep,
-                                check=not self._checked, writers=1 if config.async_save else WAITING_WRITERS)
-        self._checked = True
+                                image=self._image)  # fmt: skip
+        self._image = self._save.image
         self._current = self._save.path
         if not config.async_save:
             self.finish()

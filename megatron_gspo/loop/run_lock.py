@@ -37,7 +37,7 @@ def sole_writer(run_dir: str | Path) -> Iterator[None]:
 def lock_directory(run_dir: Path, *, patience: float = _PATIENCE) -> int:
     """A descriptor with the record lock of ``run_dir/.lock``; ``CheckpointError`` after ``patience`` seconds.
 
-    Unlike flock's it is not inherited by the forked writers of a checkpoint.
+    Unlike flock's it is not inherited by forked processes.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)

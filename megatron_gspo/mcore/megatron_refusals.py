@@ -117,6 +117,9 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "hierarchical_context_parallel_sizes": ((None,), "needs process groups that are not created"),
     "num_distributed_optimizer_instances": ((1,), "needs process groups that are not created"),
     "max_seqlen_per_dp_cp_rank": ((None,), "divides sequences otherwise than packing does"),
+    **dict.fromkeys(
+        ("use_precision_aware_optimizer", "optimizer_cpu_offload"), ((False,), "keeps state that checkpoints lack")
+    ),
     "optimizer": (("adam",), "is not supported; checkpoints and resuming are implemented for Adam"),
     **dict.fromkeys(
         ("moe_use_legacy_grouped_gemm", "moe_single_grouped_weight", "moe_single_grouped_bias"), ((False,), _NAMES)

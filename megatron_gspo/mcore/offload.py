@@ -15,11 +15,13 @@ from torch import Tensor
 
 from megatron_gspo.mcore.policy_tensors import gradients, optimizer_states, weights
 
+PAGE = 4096  # bytes
 _BLOCK = 1 << 26  # bytes; torch rounds pinned allocations up to a power of two
 
 
 class HostBlocks:
-    """Host memory in blocks of one size, allocated once and used again. Pinned if there is CUDA."""
+    """Host memory in blocks of one size that begin with a page, allocated once and used again. Pinned if there is
+    CUDA."""
 
     def __init__(self, block_bytes: int = _BLOCK) -> None:
         self._block_bytes = block_bytes
@@ -37,13 +39,17 @@ class HostBlocks:
         while size:
             block, start = divmod(self._used, self._block_bytes)
             if block == len(self._blocks):
-                pinned = torch.cuda.is_available()
-                self._blocks.append(torch.empty(self._block_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned))
+                self._blocks.append(_allocate(self._block_bytes))
             piece = self._blocks[block][start : start + size]
             self._used += piece.numel()
             size -= piece.numel()
             pieces.append(piece)
         return pieces
+
+    def used(self) -> list[Tensor]:
+        """What was taken, block by block: [n] uint8 each."""
+        size = self._block_bytes
+        return [block[: self._used - at * size] for at, block in enumerate(self._blocks) if at * size < self._used]
 
     def reset(self) -> None:
         """All of it is free again."""
@@ -126,6 +132,14 @@ class PolicyMemory:
     def restore_weights(self) -> None:
         """Take the weights back, for a forward pass or an export."""
         self._weights.restore()
+
+
+def _allocate(size: int) -> Tensor:
+    """[size] uint8 from the beginning of a page on."""
+    pinned = torch.cuda.is_available()
+    block = torch.empty(size if pinned else size + PAGE, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+    start = -block.data_ptr() % PAGE
+    return block[start : start + size]
 
 
 def whole_storages(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -55,14 +55,15 @@ class Policy:
         """The ranks that send weights; see `mcore/weight_sources.py`."""
         return source_ranks(self.groups)
 
-    def gather_weights(self) -> None:
+    def gather_weights(self, *, always: bool = False) -> None:
         """Gather the updated weights on every rank, to read them without a forward pass.
 
-        Needed only with ``overlap_param_gather``: the optimizer step then leaves each rank with its own part of the new
-        weights, and the next forward pass gathers the rest. A collective of all ranks.
+        Needed with ``overlap_param_gather``: the optimizer step then leaves each rank with its own part of the new
+        weights, and the next forward pass gathers the rest. always: also without it, where each rank has new values of
+        its own part. A collective of all ranks.
         """
         for chunk in self.chunks:
-            if getattr(chunk, "use_forward_hook", False):
+            if getattr(chunk, "use_forward_hook", False) or (always and chunk.ddp_config.use_distributed_optimizer):
                 chunk.start_param_sync(force_sync=True)
 
     def weights(self, source: int | None = None) -> Iterator[tuple[str, Tensor]]:

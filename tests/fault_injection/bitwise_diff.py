@@ -19,8 +19,6 @@ _CLOCK = ("time/", "perf/")  # metrics that differ between any two runs
 _OWN = ("wall_seconds", "exported")  # and entries of summary and state
 _LEFT = ("*.tmp", "*.partial", "*.old", ".partial_*", ".removed_*")  # names of what is being written or removed
 
-COMMON = "common.pt"
-
 
 def first_difference(run: Path, other: Path) -> str:
     """The first thing in which two finished run directories differ, with its file; "" where nothing does."""
@@ -42,9 +40,9 @@ def _differences(run: Path, other: Path) -> Iterator[str]:
     for path in sorted((other / "checkpoints").iterdir()):
         mine = run / "checkpoints" / path.name
         yield from _tensors(f"checkpoints/{path.name}", read_checkpoint(mine), read_checkpoint(path))
-        if _common(mine) != _common(path):
-            yield f"checkpoints/{path.name}/{COMMON}"
-        yield from _entries(f"checkpoints/{path.name}/state.json", _state(mine), _state(path))
+        for part in ("state", "steps"):
+            mine_of, other_of = (dict(_json(at / "state.json")[part]) for at in (mine, path))
+            yield from _entries(f"checkpoints/{path.name}/state.json", mine_of, other_of)
     yield from _entries("summary.json", _json(run / "summary.json"), _json(other / "summary.json"))
 
 
@@ -96,15 +94,5 @@ def _bits(value: Any) -> tuple[str, bytes]:
     return type(value).__name__, repr(value).encode()
 
 
-def _common(checkpoint: Path) -> bytes:
-    """Counts of optimizer and schedule; newer versions of Megatron keep them with the tensors."""
-    file = checkpoint / COMMON
-    return file.read_bytes() if file.is_file() else b""
-
-
 def _json(file: Path) -> dict[str, Any]:
     return dict(json.loads(file.read_text()))
-
-
-def _state(checkpoint: Path) -> dict[str, Any]:
-    return dict(_json(checkpoint / "state.json")["state"])

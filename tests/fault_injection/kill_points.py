@@ -7,7 +7,6 @@ killed at: each file opened to be written, each rename, each removal. Calls are 
 from __future__ import annotations
 
 import importlib
-import multiprocessing
 import os
 import signal
 import sys
@@ -55,7 +54,7 @@ class Target:
 
 
 class Tripwire:
-    """Counts the events of this process and the writers that it forks; kills at the target.
+    """Counts the events of this process; kills at the target.
 
     victims: process ids to kill along with this one, read when it comes to it.
     """
@@ -63,7 +62,7 @@ class Tripwire:
     def __init__(self, run_dir: Path, target: Target | None, victims: Callable[[], list[int]]) -> None:
         self._root = str(run_dir.resolve()) + os.sep
         self._target, self._victims = target, victims
-        self._counts = multiprocessing.get_context("fork").RawArray("l", len(KINDS))  # forked writers count too
+        self._counts = [0] * len(KINDS)
 
     def install(self) -> None:
         """Begin to count. It can't be taken out again: for processes that do nothing else."""

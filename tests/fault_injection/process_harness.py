@@ -29,7 +29,7 @@ from tests.fault_injection.kill_points import Target, Tripwire
 
 _PRELOADED = ("megatron_gspo.loop.training_loop", "tests.fault_injection.kill_points")
 _LIMIT = 300.0  # seconds after which a life counts as hung
-_AFTERLIFE = 10.0  # seconds that forked writers of a killed rank have to end by themselves
+_AFTERLIFE = 10.0  # seconds that what a killed rank forked has to end by itself
 
 
 @dataclass(frozen=True)

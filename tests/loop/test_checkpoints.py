@@ -24,6 +24,7 @@ class Save:
 
     def __init__(self, folder: Path, step: int, events: list[str]) -> None:
         self.path, self._final, self.step, self.events = folder / f".partial_{step}", folder / f"{step}", step, events
+        self.image = "its memory"
         self.written = False
 
     def poll(self) -> bool:
@@ -42,9 +43,9 @@ def made(monkeypatch, tmp_path):
     """A manager without a checkpoint, and what its saves did."""
     events: list[str] = []
 
-    def begin_save(policy, folder, step, state, *, keep, check, writers):
+    def begin_save(policy, folder, step, state, *, keep, image):
         assert state["step"] == step and keep == 2
-        events.append(f"began {step}{' checked' if check else ''} with {writers > 1 and 'several' or 'one'}")
+        events.append(f"began {step} with {image}")
         return Save(folder, step, events)
 
     monkeypatch.setattr(checkpoints, "begin_save", begin_save)
@@ -61,7 +62,7 @@ def test_one_save_at_a_time(made):
     manager.begin(LoopState(step=2))
     assert manager.current == made.folder / ".partial_2"
     manager.poll(timers)
-    assert made.events == ["began 2 checked with one"]
+    assert made.events == ["began 2 with None"]
     manager._save.written = True
     manager.poll(timers)
     assert made.events[1:] == ["finished 2"] and manager.current == made.folder / "2"
@@ -69,7 +70,7 @@ def test_one_save_at_a_time(made):
     assert manager.current is None
     manager.begin(LoopState(step=4))
     manager.begin(LoopState(step=6))
-    assert made.events[2:] == ["began 4 with one", "finished 4", "began 6 with one"]
+    assert made.events[2:] == ["began 4 with its memory", "finished 4", "began 6 with its memory"]
     assert set(timers.take()) == {"time/checkpoint", "time/step"}
 
 
@@ -84,7 +85,7 @@ def test_a_save_that_outlives_its_weights_is_not_the_current_one(made):
 def test_without_async_save_it_is_complete_on_return(made):
     manager = made.make(async_save=False)
     manager.begin(LoopState(step=2))
-    assert made.events == ["began 2 checked with several", "finished 2"] and manager.current == made.folder / "2"
+    assert made.events == ["began 2 with None", "finished 2"] and manager.current == made.folder / "2"
 
 
 def test_an_unfinished_save_is_discarded_at_the_end(made):
@@ -107,7 +108,7 @@ def test_failing_servers_leave_a_checkpoint(made, begun, saved):
     with pytest.raises(SharedEngineError, match=f"^no server; {saved}start again to resume from {made.folder}/2$"):
         with manager.saved_on_engine_failure(LoopState(step=2)):
             raise SharedEngineError("no server")
-    assert made.events == ["began 2 checked with one", "finished 2"]
+    assert made.events == ["began 2 with None", "finished 2"]
 
 
 @pytest.mark.parametrize(("step", "error"), [(0, SharedEngineError("no server")), (2, EngineError("one rank's"))])

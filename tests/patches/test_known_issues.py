@@ -13,7 +13,7 @@ from megatron_gspo.patches.known_issues import GUARDS, KNOWN_ISSUES, PATCHES, ap
 
 CPU = Situation(megatron=(0, 16, 1))
 GPU = Situation(megatron=(0, 19, 2), gpu=True, gloo=False, transformer_engine=True, has_config=True)
-MOE = replace(CPU, has_experts=True, has_dense_layers=False, has_config=True, world_size=8)
+MOE = replace(CPU, has_experts=True, has_config=True, world_size=8)
 
 
 def places(situation: Situation) -> set[str]:
@@ -33,7 +33,6 @@ def test_ranges_are_read_from_the_table():
     [
         (dict(tensor=2), "expert_gradients.py (1)"),
         (dict(tensor=2, expert=2, transformer_engine=True), "expert_gradients.py (2)"),
-        (dict(pipeline=2, expert=2, has_dense_layers=True), "adam_step.py (2)"),
         (dict(virtual_pipeline=2, pipeline=2),
          "mcore/model.py: overlap_p2p_comm on, batch_p2p_comm off under interleaving"),
         (dict(pipeline=2),
@@ -54,7 +53,6 @@ def test_versions_limit_an_issue():
     assert "expert_gradients.py (1)" in places(replace(broken, megatron=(0, 18, 2)))
     assert "expert_gradients.py (1)" not in places(replace(broken, megatron=(0, 19, 0)))
     assert "te_general_gemm.py" not in places(replace(CPU, megatron=(0, 17, 0)))
-    assert "setup.py: psutil" in places(GPU) and "setup.py: psutil" not in places(CPU)
     interleaved = replace(GPU, pipeline=2, virtual_pipeline=2)
     freed = "mcore/model.py: deallocate_pipeline_outputs off under interleaving and on gloo"
     assert freed in places(replace(interleaved, megatron=(0, 17, 1)))
@@ -68,16 +66,12 @@ def test_versions_limit_an_issue():
 
 
 def test_a_gpu_with_transformer_engine_has_no_issue_of_cpus():
-    assert places(GPU) == {
-        "mcore/checkpoint/save_load.py: results in process",
-        "mcore/checkpoint/save_load.py: optimizer state without its common part",
-        "setup.py: psutil",
-    }
+    assert places(GPU) == set()
 
 
 def test_every_issue_applies_somewhere():
     wide = replace(MOE, tensor=2, pipeline=2, virtual_pipeline=2, expert=2, replay=True, starts_servers=True,
-                   servers_on_cpu=True, sglang=(0, 5, 23), has_dense_layers=True)
+                   servers_on_cpu=True, sglang=(0, 5, 23))
     situations = [
         wide, replace(wide, expert=1), replace(wide, transformer_engine=True), replace(wide, sglang=(0, 5, 15)),
         replace(wide, megatron=(0, 19, 2)),

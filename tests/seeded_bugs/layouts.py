@@ -7,6 +7,8 @@ from tests.seeded_bugs.seeded_bug import SeededBug
 LOG_PROBS, CONTEXT = "megatron_gspo/parallel/log_probs.py", "megatron_gspo/parallel/context_parallel.py"
 MODEL, FORWARD = "megatron_gspo/mcore/model.py", "megatron_gspo/mcore/forward_step.py"
 FILES = "megatron_gspo/mcore/checkpoint/checkpoint_files.py"
+OWNED = "megatron_gspo/mcore/checkpoint/owned_state.py"
+SAVE_LOAD = "tests/mcore/checkpoint/test_save_load.py::"
 SOFTMAX = "tests/parallel/test_log_probs.py::test_matches_log_softmax"
 LAYOUTS = "tests/equivalence/test_layouts.py::"
 ALONE, CP2, DP2 = (LAYOUTS + f"test_dense[tp1-pp1-{rest}]" for rest in ("cp1-dp1", "cp2-dp1", "cp1-dp2"))
@@ -234,14 +236,43 @@ RESUME = (
         ("tests/loop/test_stop_signal.py::test_all_ranks_give_the_same_answer",),
     ),
     SeededBug(
-        "a resumed run loses Adam's state", "design", "megatron_gspo/mcore/checkpoint/save_load.py",
-        "    policy.optimizer.load_state_dict(optimizer)\n", "",
-        ("tests/mcore/checkpoint/test_save_load.py::test_resumes_without_the_distributed_optimizer",),
+        "a resumed run loses Adam's state", "design", OWNED,
+        '{f"optimizer.state.{name}.{part.key}": (values, state.start) for name, values in state.tensors.items()}',
+        "{}", (SAVE_LOAD + "test_resumes_without_the_distributed_optimizer",),
     ),
     SeededBug(
-        "Adam's step is one tensor for all parameters", "megatron-core 0.16.1 - 0.19.2", "patches/adam_step.py",
-        'state["step"] = state["step"].clone()', "pass",
-        ("tests/patches/test_adam_step.py::test_adam_steps_once_for_each_step_after_a_resume",),
+        "a resumed run counts Adam's steps from 0", "megatron-core 0.16.1 - 0.19.2",
+        "megatron_gspo/mcore/checkpoint/save_load.py", '    set_optimizer_step(policy, steps["optimizer"])\n', "",
+        (SAVE_LOAD + "test_resumes_without_the_distributed_optimizer",),
+    ),
+    SeededBug(
+        "a checkpoint holds what the previous one did", "design", "megatron_gspo/mcore/checkpoint/save_load.py",
+        "        image.copy()\n", "", (SAVE_LOAD + "test_resumes_without_the_distributed_optimizer",),
+    ),
+    SeededBug(
+        "a loaded rank keeps its old copy of what others read", "design", "megatron_gspo/mcore/checkpoint/save_load.py",
+        "    policy.gather_weights(always=True)\n", "",
+        ("tests/mcore/checkpoint/test_megatron_format.py::test_earlier_checkpoints_are_loaded[sharded]",),
+    ),
+    SeededBug(
+        "every tensor-parallel rank writes a norm", "design", OWNED,
+        "        if any(replica):\n            continue\n", "",
+        ("tests/mcore/checkpoint/test_owned_state.py::test_the_ranks_divide_everything",),
+    ),
+    SeededBug(
+        "a data-parallel rank writes another one's share", "design", OWNED,
+        "for number in (copy, copy + 1))", "for number in (copies - 1, copies))",
+        ("tests/mcore/checkpoint/test_owned_state.py::test_the_ranks_divide_everything",),
+    ),
+    SeededBug(
+        "a rank's values are stored one place too early", "design", OWNED,
+        "            at = begin - base\n", "            at = max(0, begin - base - 1)\n",
+        ("tests/mcore/checkpoint/test_megatron_format.py::test_megatron_loads_ours",),
+    ),
+    SeededBug(
+        "a shard that nobody wrote is not missed", "design", "megatron_gspo/mcore/checkpoint/metadata_file.py",
+        "if len(wholes) > 1 or stored != math.prod(found[0].whole):", "if len(wholes) > 1:",
+        ("tests/mcore/checkpoint/test_metadata_file.py::test_a_shard_that_is_missing_or_written_twice_is_refused",),
     ),
     SeededBug(
         "a half-written checkpoint is taken for a whole one", "several trainers", FILES,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import signal
+import sys
+import threading
 from collections.abc import Callable
+from typing import Any
 
 from megatron_gspo.config import ParallelConfig
-from megatron_gspo.mcore.checkpoint.save_load import AsyncSave
+from megatron_gspo.mcore.checkpoint.checkpoint_files import RANK_FILE
 from megatron_gspo.mcore.policy import Policy, build_policy
 from tests.support.configs import adam, model_config
 from tests.support.parallel_groups import groups_of
@@ -23,13 +25,14 @@ def policy_in(path: str, layout: ParallelConfig, *, distributed_optimizer: bool 
     return build_policy(model_config(path), layout, groups_of(layout), optimizer=OPTIMIZER, total_steps=6)
 
 
-def hold_writers() -> Callable[[AsyncSave], None]:
-    """Every process that this one forks from now on stops at once; the function lets a save's writers continue."""
-    rank = os.getpid()
-    os.register_at_fork(after_in_child=lambda: os.getppid() == rank and os.kill(os.getpid(), signal.SIGSTOP))
+def hold_writers() -> Callable[[], None]:
+    """Whoever opens a rank's file of a checkpoint to write it waits, until the function that this returns is called."""
+    released = threading.Event()
+    writing = os.O_WRONLY | os.O_RDWR
 
-    def release(save: AsyncSave) -> None:
-        for pid in save.writers:
-            os.kill(pid, signal.SIGCONT)
+    def hold(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and arguments[2] & writing and str(arguments[0]).endswith(RANK_FILE):
+            released.wait()
 
-    return release
+    sys.addaudithook(hold)  # it can't be removed
+    return released.set

@@ -19,12 +19,13 @@ from megatron_gspo.config.parallel_checks import check_divisibility
 from megatron_gspo.errors import InputError
 from megatron_gspo.mcore.checkpoint.checkpoint_files import newest_checkpoint
 from megatron_gspo.mcore.checkpoint.checkpoint_metadata import checkpoint_metadata, write_metadata_files
+from megatron_gspo.mcore.checkpoint.metadata_file import METADATA
 from megatron_gspo.models import family_of, read_config
 from megatron_gspo.models.hf_checkpoint import CheckpointReader
 from megatron_gspo.models.parameter_slices import CheckpointChunk
 from megatron_gspo.tools.convert.to_hugging_face import to_hugging_face
 from megatron_gspo.tools.convert.to_megatron import COMPANIONS, to_megatron
-from megatron_gspo.tools.convert.torch_dcp_files import METADATA, DistributedReader
+from megatron_gspo.tools.convert.torch_dcp_files import DistributedReader
 from megatron_gspo.tools.convert.verify import verify, write_checksums
 from megatron_gspo.tools.convert.work_units import Workers
 

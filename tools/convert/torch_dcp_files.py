@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,6 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner,
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
@@ -31,29 +29,12 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_gspo.errors import DiskError, describe_disk, first_line, writing
+from megatron_gspo.mcore.checkpoint.metadata_file import METADATA, read_metadata
 from megatron_gspo.models.model_shape import ModelError
 from megatron_gspo.models.parameter_slices import CheckpointChunk
 
-METADATA = ".metadata"
 # Position of a chunk or an object: (key, offsets or None, file, start, length in bytes). JSON-able.
 Placement = tuple[str, list[int] | None, str, int, int]
-
-# Classes that a `.metadata` file may contain: torch's metadata classes, and those of older Megatron versions.
-_SAFE = {
-    "torch": ("Size",),
-    "torch.serialization": ("_get_layout",),
-    "torch.distributed.checkpoint.metadata": (
-        "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata", "BytesStorageMetadata",
-        "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING",
-    ),
-    "torch.distributed.checkpoint.planner": (
-        "SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData",
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
-    "pathlib": ("PosixPath",),
-    "pathlib._local": ("PosixPath",),
-    "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata", "MCoreSavePlan"),
-}  # fmt: skip
 
 
 def write_file(
@@ -212,26 +193,3 @@ def open_checkpoint(path: Path) -> DistributedReader:
 @lru_cache(maxsize=1)
 def _reader(path: Path, changed: int) -> DistributedReader:
     return DistributedReader(path)
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_type or name in _SAFE.get(module, ()):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
-
-
-def read_metadata(file: Path) -> Metadata:
-    """Unpickle a ``.metadata`` file; only torch's metadata classes are allowed.
-
-    Raises ``ModelError`` for a damaged file or any other class.
-    """
-    try:
-        with file.open("rb") as stream:
-            metadata = _MetadataUnpickler(stream).load()
-    except Exception as error:  # a damaged pickle can raise any exception
-        raise ModelError(f"{file}: not readable as a checkpoint's metadata ({first_line(error)})") from None
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise ModelError(f"{file}: not a checkpoint's metadata, but a {type(metadata).__name__}")
-    return metadata

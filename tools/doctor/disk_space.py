@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_MASTER_AND_MOMENTS = 12  # bytes a parameter: float32 weights and Adam's two moments, as a checkpoint holds them
+_MAIN = 4  # bytes a parameter of the float32 weights, which are the model's own if it is in float32
+_MOMENTS = 8  # of Adam's two moments
 
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}  # of a parameter, by model.dtype
@@ -37,7 +38,7 @@ def needs(
     """weight_bytes: of a parameter in the model's dtype. keep: checkpoints that stay. weight_copies: for servers."""
     model = parameters * weight_bytes
     return Needs(
-        checkpoint=model + parameters * _MASTER_AND_MOMENTS if saves else 0,
+        checkpoint=parameters * (_MOMENTS + _MAIN + weight_bytes % _MAIN) if saves else 0,
         checkpoints=keep + 1 if saves else 0,
         export=model if exports else 0,
         weights=model * weight_copies,

@@ -51,7 +51,6 @@ def situation(
         expert=parallel.expert_model_parallel_size,
         expert_tensor=parallel.expert_tensor_size,
         has_experts=has_experts,
-        has_dense_layers=bool(hf.get("mlp_only_layers")) or hf.get("decoder_sparse_step", 1) != 1 or not has_experts,
         replay=config.routing.replay != "none",
         has_config=True,
         starts_servers=bool(config.sglang.num_servers),

@@ -160,7 +160,8 @@ class Retained:
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """What this rank's part of a checkpoint has. written: bytes of the tensors that this rank is the one to write."""
+    """This rank's part of a checkpoint. tensors: that it writes, or parts of them; written: their bytes. bytes: that it
+    reads."""
 
     tensors: int
     bytes: int

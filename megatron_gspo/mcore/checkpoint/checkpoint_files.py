@@ -18,6 +18,7 @@ from typing import Any
 from megatron_gspo.errors import RunError, existing_part, show_bytes
 
 STATE = "state.json"
+RANK_FILE = ".distcp"  # suffix of what a rank writes and flushes
 ROLLOUTS = "rollout.bin"  # written before or after the rest is complete, so it is not listed
 
 
@@ -33,7 +34,7 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 def begin_checkpoint(folder: Path, step: int) -> Path:
     """An empty directory to write into, with a unique name.
 
-    The writers of a killed run may outlive it briefly; they must not write into this run's directory.
+    Ranks of a killed run may outlive it briefly; they must not write into this run's directory.
     """
     remove_leftovers(folder)
     partial = folder / f".partial_{step:06d}_{uuid.uuid4().hex[:8]}"
@@ -41,16 +42,20 @@ def begin_checkpoint(folder: Path, step: int) -> Path:
     return partial
 
 
-def publish_checkpoint(partial: Path, final: Path, state: Mapping[str, Any], *, keep: int) -> None:
-    """Complete ``partial`` with ``state`` (JSON-able), rename it to ``final`` and remove all but the newest ``keep``.
+def publish_checkpoint(partial: Path, final: Path, state: Mapping[str, Any], *, keep: int,
+                       steps: Mapping[str, int] | None = None) -> None:
+    """Complete ``partial`` with ``state`` (JSON-able) and the step counts of optimizer and schedule, rename it to
+    ``final`` and remove all but the newest ``keep``.
 
-    Everything is on the disk before the rename, so that a power failure leaves no incomplete checkpoint.
+    Everything is on the disk before the rename, so that a power failure leaves no incomplete checkpoint; the ranks
+    have flushed their own files.
     """
     files = [file for file in partial.rglob("*") if file.is_file() and file.name != ROLLOUTS]
     sizes = {str(file.relative_to(partial)): file.stat().st_size for file in files}
-    (partial / STATE).write_text(json.dumps({"state": dict(state), "files": sizes}))
+    (partial / STATE).write_text(json.dumps({"state": dict(state), "steps": dict(steps or {}), "files": sizes}))
     for file in (*files, partial / STATE, partial):
-        _flush(file)
+        if file.suffix != RANK_FILE:
+            _flush(file)
     _remove(final)
     os.replace(partial, final)
     _flush(final.parent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -182,23 +183,71 @@ def train_while_saving(rank: int, world_size: int, path: str, folder: str,
     found = {"weights": saved, "schedule": policy.scheduler.state_dict(), "next": train_step(policy, seed=1)}
     last = train_step(policy, seed=2)
     whole = save.poll()
-    meanwhile = (whole, complete_checkpoints(Path(folder)), save.path.is_dir(), len(save.writers) > 0)
-    release(save)
+    meanwhile = (whole, complete_checkpoints(Path(folder)), save.path.is_dir())
+    release()
     at = save.finish()
     loaded = policy_in(path, parallel(tensor=2), distributed_optimizer=distributed_optimizer)
     found["resumed"] = resume(loaded, at, spoil=False)
     found["later"] = max_difference(train_step(loaded, seed=2)[0], last[0])
-    return found | {"meanwhile": meanwhile, "again": save.poll(), "at": at, "writers": save.writers}
+    return found | {"meanwhile": meanwhile, "again": save.poll(), "at": at}
 
 
 @pytest.mark.parametrize("distributed_optimizer", [True, False], ids=["sharded", "whole"])
 def test_a_save_holds_what_was_there_when_it_began(path, tmp_path, distributed_optimizer):
     """Also of tensors that Megatron doesn't stage: without the distributed optimizer Adam's moments are their own."""
     for found in run_distributed(train_while_saving, 2, path, str(tmp_path), distributed_optimizer, timeout=120):
-        assert found["meanwhile"] == (False, [], True, True)
-        assert found["at"] == tmp_path / "step_000001" and found["again"] and found["writers"] == []
+        assert found["meanwhile"] == (False, [], True)
+        assert found["at"] == tmp_path / "step_000001" and found["again"]
         resumed = found["resumed"]
         assert resumed["state"] == {"step": 1, "list": [1]}
         assert resumed["schedule"] == found["schedule"]
         assert max_difference(resumed["weights"], found["weights"]) == 0
         assert max_difference(resumed["next"][0], found["next"][0]) == 0 == found["later"]
+
+
+def fail_on_one_rank(rank: int, world_size: int, path: str, folder: str) -> list[str]:
+    """A rank that can't write, then what rank 0 alone writes; the next save succeeds."""
+    target, errors = Path(folder), []
+    policy = policy_in(path, parallel(tensor=2))
+    save_checkpoint(policy, target, 2, {}, keep=1)
+    save = begin_save(policy, target, 3, {}, keep=1)
+    save.finish()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    with pytest.raises(CheckpointError) as caught:
+        save_checkpoint(policy, target, 4, {}, keep=1)
+    errors.append(str(caught.value))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    save = begin_save(policy, target, 5, {}, keep=1)
+    for name in (".metadata", ".metadata.tmp"):
+        (save.path / name).mkdir(exist_ok=True)
+    with pytest.raises(CheckpointError) as caught:
+        save.finish()
+    errors.append(str(caught.value))
+    complete = [file.name for file in complete_checkpoints(target)]
+    return [*errors, str(complete), save_checkpoint(policy, target, 6, {}, keep=1).name]
+
+
+def test_a_failure_of_one_rank_ends_the_save_on_every_rank(path, tmp_path):
+    for first, second, complete, name in run_distributed(fail_on_one_rank, 2, path, str(tmp_path), timeout=120):
+        assert first.startswith("checkpoint not written; the last one is untouched: OSError: [Errno 27] File too large")
+        assert " free, the last one takes " in first and "\n" not in first + second
+        assert "Is a directory" in second
+        assert complete == "['step_000003']" and name == "step_000006"
+
+
+def abandon(rank: int, world_size: int, path: str, folder: str) -> list[str]:
+    """A save that is ended while its writer is held up, and one after it."""
+    policy = policy_in(path, parallel(tensor=2))
+    release = hold_writers()
+    save = begin_save(policy, Path(folder), 1, {}, keep=1)
+    threading.Timer(0.2, release).start()
+    save.end()
+    torch.distributed.barrier()
+    save_checkpoint(policy, Path(folder), 2, {}, keep=1)
+    return sorted(file.name for file in Path(folder).iterdir())
+
+
+def test_an_abandoned_save_leaves_nothing(path, tmp_path):
+    assert run_distributed(abandon, 2, path, str(tmp_path), timeout=120) == [["step_000002"]] * 2

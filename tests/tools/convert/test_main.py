@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from safetensors.torch import load_file
 
 from megatron_gspo.config import ParallelConfig
+from megatron_gspo.mcore.checkpoint.metadata_file import METADATA, read_metadata
 from megatron_gspo.mcore.hf_weights import export_weights
 from megatron_gspo.mcore.meta_device import smallest_world
 from megatron_gspo.mcore.model import build_model
@@ -30,7 +31,7 @@ from megatron_gspo.models.hf_checkpoint import INDEX, SINGLE, CheckpointReader, 
 from megatron_gspo.tools.convert import __main__ as convert
 from megatron_gspo.tools.convert.commands import chunks_of
 from megatron_gspo.tools.convert.to_hugging_face import to_hugging_face
-from megatron_gspo.tools.convert.torch_dcp_files import METADATA, DistributedReader, read_metadata
+from megatron_gspo.tools.convert.torch_dcp_files import DistributedReader
 from megatron_gspo.tools.convert.work_units import Workers
 from megatron_gspo.tools.make_tiny_model import character_tokenizer
 from tests.support.configs import adam, model_config, parallel

@@ -1,0 +1,221 @@
+"""Which values of weights and optimizer this rank owns, as regions of the checkpoint's tensors.
+
+With the distributed optimizer a rank owns a range of each flattened parameter: of the main weights and Adam's moments,
+and by the same range of the model's weights. What all data-parallel ranks hold alike is divided among them evenly. A
+range is a few boxes of the parameter's tensor (`tensor_boxes`), so that it is stored under the tensor's own key and
+sizes, without gathering, and read in any parallel layout.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, is_main_replica
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+from megatron_gspo.mcore.checkpoint.tensor_boxes import Box, boxes_of_range
+from megatron_gspo.mcore.forward_step import unwrap
+from megatron_gspo.mcore.policy import Policy
+from megatron_gspo.mcore.policy_tensors import torch_optimizers
+
+_MAX_BYTES = 256 << 20  # of a piece
+
+
+@dataclass(frozen=True)
+class Piece:
+    """``values`` [n] of a ``box`` of the tensor ``key`` of the sizes ``whole``. is_padded: other layouts pad it to
+    another size."""
+
+    key: str
+    whole: tuple[int, ...]
+    box: Box
+    values: Tensor
+    is_padded: bool
+
+    @property
+    def memory(self) -> tuple[object, ...]:
+        """The same for pieces with the same values: main weights in float32 are a view of the model's."""
+        values = self.values
+        return values.untyped_storage()._cdata, values.storage_offset(), values.dtype, self.box.sizes
+
+
+def bytes_of(pieces: Iterable[Piece]) -> int:
+    """Bytes of the values, each once."""
+    return sum({piece.memory: piece.values.nbytes for piece in pieces}.values())
+
+
+@dataclass(frozen=True)
+class _State:
+    """The elements ``start`` to ``stop`` of a flattened parameter: main weights and moments by name, [stop - start]."""
+
+    start: int
+    stop: int
+    tensors: Mapping[str, Tensor]
+
+
+def pieces_to_write(policy: Policy) -> list[Piece]:
+    """What this rank owns; all ranks together own each element once."""
+    states, shared = _optimizer_states(policy)
+    found: list[Piece] = []
+    for parameter, part in _sharded_tensors(policy):
+        *replica, copy = part.replica_id if isinstance(part.replica_id, tuple) else (part.replica_id, 0)
+        if any(replica):
+            continue
+        state = _state_of(parameter, states, shared)
+        start, stop = state.start, state.stop
+        if id(parameter) not in shared:
+            copies = _copies(parameter)
+            start, stop = (parameter.numel() * number // copies for number in (copy, copy + 1))
+        found += _pieces(parameter, part, state, start, stop)
+    return found
+
+
+def pieces_to_read(policy: Policy) -> list[Piece]:
+    """What this rank holds, without the weights that `Policy.gather_weights` brings from their owners."""
+    states, shared = _optimizer_states(policy)
+    found: list[Piece] = []
+    for parameter, part in _sharded_tensors(policy):
+        state = _state_of(parameter, states, shared)
+        found += _pieces(parameter, part, state, state.start, state.stop)
+    return found
+
+
+def stored_objects(policy: Policy) -> dict[str, bytes]:
+    """Key -> what Megatron stores of a layer besides tensors, as its ``torch_dist`` format does."""
+    found = {}
+    for chunk in policy.chunks:
+        for value in unwrap(chunk).sharded_state_dict().values():
+            if isinstance(value, ShardedObject) and is_main_replica(value.replica_id):
+                stream = io.BytesIO()
+                torch.save([value.data], stream)
+                found[value.unique_key] = stream.getvalue()
+    return found
+
+
+def start_optimizer(policy: Policy) -> None:
+    """Give every parameter the state from which Adam starts, unless it has stepped."""
+    for part in _parts(policy):
+        inner = getattr(part, "optimizer", None)
+        if inner is None:
+            continue
+        if not isinstance(inner, torch.optim.Adam):
+            part.init_state_fn(inner, part.config)
+            continue
+        for group in inner.param_groups:
+            device = None if group["fused"] or group["capturable"] else torch.device("cpu")
+            for parameter in group["params"]:
+                if not inner.state[parameter]:
+                    step = torch.zeros((), dtype=torch.float32, device=device or parameter.device)
+                    zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                    inner.state[parameter].update(step=step, **zeros)
+
+
+def optimizer_step(policy: Policy) -> int:
+    """Adam's step count. Transformer Engine keeps it in the parameter group, torch by parameter."""
+    steps = [0]
+    for inner in torch_optimizers(policy.optimizer):
+        steps += [int(group["step"]) for group in inner.param_groups if "step" in group]
+        steps += [int(state["step"]) for state in inner.state.values() if "step" in state]
+    return max(steps)
+
+
+def set_optimizer_step(policy: Policy, step: int) -> None:
+    """See `optimizer_step`."""
+    for inner in torch_optimizers(policy.optimizer):
+        if isinstance(inner, torch.optim.Adam):
+            for state in inner.state.values():
+                state["step"].fill_(step)
+        else:
+            for group in inner.param_groups:
+                group["step"] = step
+
+
+def _sharded_tensors(policy: Policy) -> Iterator[tuple[Tensor, ShardedTensor]]:
+    """Each parameter (or buffer) with Megatron's description of it: two of a gated ``linear_fc1``."""
+    for chunk in policy.chunks:
+        for value in unwrap(chunk).sharded_state_dict().values():
+            if isinstance(value, ShardedTensorFactory):
+                for part in nested_values(value.build()):
+                    yield value.data, part
+            elif isinstance(value, ShardedTensor):
+                yield value.data, value
+
+
+def _pieces(parameter: Tensor, part: ShardedTensor, state: _State, start: int, stop: int) -> Iterator[Piece]:
+    """The elements ``start`` to ``stop`` of ``parameter`` that are in ``part``, of the weights and of the state."""
+    assert part.data.is_contiguous(), f"{part.key} is not contiguous"
+    first = part.data.storage_offset() - parameter.storage_offset()
+    start, stop = max(start, first), min(stop, first + part.data.numel())
+    sources = {part.key: (parameter.detach().view(-1), 0)}
+    sources |= {f"optimizer.state.{name}.{part.key}": (values, state.start) for name, values in state.tensors.items()}
+    for key, (values, base) in sources.items():
+        limit = _MAX_BYTES // values.element_size()
+        for begin in range(start, stop, limit):
+            at = begin - base
+            for box in boxes_of_range(part.local_shape, begin - first, min(begin + limit, stop) - first):
+                there = Box((0,) * part.prepend_axis_num + box.offsets, (1,) * part.prepend_axis_num + box.sizes)
+                yield Piece(key, tuple(part.global_shape), there.moved(part.global_offset),
+                            values[at : at + box.numel], part.allow_shape_mismatch)  # fmt: skip
+                at += box.numel
+
+
+def _optimizer_states(policy: Policy) -> tuple[dict[int, _State], set[int]]:
+    """Parameter id -> its state on this rank; and the ids of the parameters whose state the ranks divide."""
+    states: dict[int, _State] = {}
+    shared: set[int] = set()
+    for part in _parts(policy):
+        if isinstance(part, DistributedOptimizer):
+            shared |= {id(parameter) for buffer in part.buffers for parameter in buffer.params}
+            for parameter, held in _ranges(part):
+                tensors = part._get_main_param_and_optimizer_states(parameter)
+                states[id(parameter)] = _State(held.start, held.end, _flat(tensors))
+        elif getattr(part, "optimizer", None) is not None:
+            for parameter in _trained(policy):
+                main = getattr(parameter, "main_param", parameter)
+                if main in part.optimizer.state:
+                    tensors = {"param": main, **part.optimizer.state[main]}
+                    states[id(parameter)] = _State(0, parameter.numel(), _flat(tensors))
+    return states, shared
+
+
+def _ranges(part: DistributedOptimizer) -> Iterator[tuple[Tensor, Any]]:
+    """This rank's parameters and its range of each, in elements of the flattened parameter."""
+    for buffer in part.gbuf_ranges:
+        for buckets in buffer.values():
+            for bucket in buckets:
+                for parameter, ranges in bucket["param_map"].items():
+                    yield parameter, ranges["param"]
+
+
+def _flat(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Without the step count."""
+    return {name: values.detach().view(-1) for name, values in tensors.items() if name != "step"}
+
+
+def _state_of(parameter: Tensor, states: Mapping[int, _State], shared: set[int]) -> _State:
+    whole = _State(0, 0 if id(parameter) in shared else parameter.numel(), {})
+    return states.get(id(parameter), whole)
+
+
+def _copies(parameter: Tensor) -> int:
+    """Data-parallel ranks that hold the same values."""
+    if getattr(parameter, "allreduce", True):
+        return int(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
+    return int(parallel_state.get_expert_data_parallel_world_size())
+
+
+def _trained(policy: Policy) -> Iterator[Tensor]:
+    for chunk in policy.chunks:
+        yield from (parameter for parameter in chunk.parameters() if parameter.requires_grad)
+
+
+def _parts(policy: Policy) -> list[Any]:
+    """The optimizers that Megatron chains."""
+    return list(getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]))

@@ -1,0 +1,59 @@
+"""What each rank owns: all ranks together everything once, in even shares, and no more than that in host memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_gspo.algorithms import preset
+from megatron_gspo.config import ParallelConfig
+from megatron_gspo.mcore.checkpoint.checkpoint_files import CheckpointError
+from megatron_gspo.mcore.checkpoint.owned_state import bytes_of, pieces_to_read, pieces_to_write
+from megatron_gspo.mcore.checkpoint.save_load import make_image, save_checkpoint
+from megatron_gspo.mcore.train_step import train_mini_batch
+from tests.equivalence.cases import make_samples
+from tests.support.configs import micro_batches_of, parallel
+from tests.support.distributed import run_distributed
+from tests.support.saved_policies import policy_in
+from tests.support.tiny_models import save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Large enough that norms and routers, which the first tensor-parallel rank stores, are few."""
+    folder = tmp_path_factory.mktemp("models")
+    return save_tiny_model(folder / "moe", num_experts=4, vocab_size=2048, hidden_size=64)
+
+
+def owned(rank: int, world_size: int, path: str, folder: str, layout: ParallelConfig, sharded: bool) -> dict[str, Any]:
+    policy = policy_in(path, layout, distributed_optimizer=sharded)
+    train_mini_batch(policy, make_samples(0, count=4), preset("sft"), micro_batches_of(64), temperature=1.0)
+    image = make_image(policy)
+    pieces = pieces_to_write(policy)
+    found: dict[str, Any] = {
+        "written": bytes_of(pieces), "read": bytes_of(pieces_to_read(policy)), "memory": image.nbytes,
+        "frames": 1024 * (len(pieces) + 4), "refused": "",
+    }  # fmt: skip
+    try:
+        at = save_checkpoint(policy, Path(folder), 1, {}, keep=1)
+    except CheckpointError as error:  # a part is missing or there twice
+        return found | {"refused": str(error)}
+    return found | {"file": (at / f"__{rank}_0.distcp").stat().st_size}
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "whole"])
+@pytest.mark.parametrize(
+    "layout", [parallel(), parallel(tensor=2), parallel(expert=2), parallel(context=2), parallel(pipeline=2)], ids=str
+)
+def test_the_ranks_divide_everything(model, tmp_path, layout, sharded):
+    ranks = run_distributed(owned, 4, model, str(tmp_path), layout, sharded, timeout=120)
+    whole = sum(found["written"] for found in ranks)
+    stages = 2 if layout.pipeline_model_parallel_size == 2 else 1
+    for found in ranks:
+        assert found["refused"] == ""
+        assert found["written"] == pytest.approx(whole / 4, rel=0.1 if stages == 1 else 0.3)
+        assert found["written"] <= found["memory"] == found["file"] <= found["written"] + found["frames"]
+        if sharded:
+            assert found["read"] == pytest.approx(found["written"], rel=0.1)
