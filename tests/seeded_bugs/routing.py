@@ -50,12 +50,12 @@ ROUTING = (
     ),
     SeededBug(
         "expert weights without a gradient", "design", ROUTES,
-        "return scores.gather(1, replayed), replayed", "return scores.detach().gather(1, replayed), replayed",
+        "return weights.gather(1, replayed), replayed", "return weights.detach().gather(1, replayed), replayed",
         (REFERENCE,),
     ),
     SeededBug(
         "weights of the live choice for the replayed experts", "design", ROUTES,
-        "return scores.gather(1, replayed), replayed", "return top_k(scores)[0], replayed",
+        "return weights.gather(1, replayed), replayed", "return top_k(scores)[0], replayed",
         (REFERENCE,),
     ),
     SeededBug(
@@ -64,6 +64,16 @@ ROUTING = (
         "        if not options.replay or not first:\n            values, ids = top_k(scores)\n"
         "            assert values",
         (AT_ROUTERS + "test_recomputation_takes_the_same_routes_once_more",),
+    ),
+    SeededBug(
+        "noise of the routers by row in place of position", "design", "megatron_gspo/routing_replay/router_noise.py",
+        "_mix(starts[segments] ^ positions)", "_mix(starts[segments] ^ torch.arange(len(positions)))",
+        ("tests/routing_replay/test_router_noise.py::test_a_token_has_the_same_noise_in_any_packing",),
+    ),
+    SeededBug(
+        "experts weighed by the perturbed logits unasked", "design", ROUTES,
+        "return choose, choose if noise.perturb_weights else scores", "return choose, choose",
+        ("tests/mcore/routing_replay/test_micro_batch_routes.py::test_noise_changes_the_choice_and_not_the_weights",),
     ),
     SeededBug(
         "missing routes replayed as if they were known", "design", ROUTES,
