@@ -98,7 +98,7 @@ def prepare(comparison: Comparison) -> None:
     comparison.folder.mkdir(parents=True, exist_ok=True)
     count = write_tiny_model(files.model, TinyModel(**dataclasses.asdict(start.model)), words=[INSTRUCTION])
     print(f"cold start: a random Qwen3-MoE of {count:,} parameters learns from demonstrations", file=sys.stderr)
-    write_demonstrations(files, comparison.base_file)
+    write_demonstrations(files, comparison.base_file, mistakes=start.mistakes, copies=start.copies)
     imitate(files, config, start.processes, [f"{key}={argument(value)}" for key, value in start.overrides.items()])
     write_atomically(stamp, json.dumps(wanted, indent=2) + "\n")
 

@@ -25,6 +25,8 @@ _WINDOW = 5  # steps that a point of a noisy curve is the mean of
 _AXES = (("samples", "samples (responses)"), ("tokens", "tokens"), ("seconds", "training time, s"))
 _FLOOR = 1e-4  # of the log scales: 0.01 %
 
+_SMALLEST_NORM = 1e-2
+
 Chart = str  # an SVG
 
 
@@ -44,23 +46,28 @@ _CLIPPING = (
     ("clip_fraction/tokens", "Clipped tokens", True, _FLOOR),
     ("clip_fraction/sequences", "Clipped sequences", True, _FLOOR),
 )
+_FLIPS = ("routing/flip_rate", "Experts changed by the updates", True, None)
+_SAMPLE_SIZE = ("effective_sample_size", "Effective sample size", True, None)
+_GRADIENT = ("grad_norm", "Gradient norm", False, _SMALLEST_NORM)
 _ROUTING = (
-    ("routing/flip_rate", "Experts changed by the updates", True, None),
+    _FLIPS,
     ("routing/flipped_tokens", "Tokens with a flipped expert", True, None),
     ("routing/rollout_flip_rate", "Experts that differ, rollout and training", True, None),
     ("routing/entropy", "Router entropy, nats", False, None),
     ("routing/load_imbalance", "Busiest expert / mean load", False, None),
 )
 _RATIOS = (
-    ("effective_sample_size", "Effective sample size", True, None),
+    _SAMPLE_SIZE,
     ("kl/old_policy", "KL(old, current), nats per token", False, None),
     ("entropy", "Policy entropy, nats per token", False, None),
+    _GRADIENT,
 )
 
 
 def base_charts(study: Study, colours: Mapping[str, int]) -> dict[str, list[Chart]]:
     """By section of the page; a section without data has an empty list."""
     return {
+        "glance": glance(study, BASE, colours),
         "intervals": _interval_charts(study, colours),
         "accuracy": [_curve(study, BASE, colours, _ACCURACY, axis) for axis in _AXES],
         "reward": [_curve(study, BASE, colours, _REWARD, axis) for axis in _AXES],
@@ -71,12 +78,16 @@ def base_charts(study: Study, colours: Mapping[str, int]) -> dict[str, list[Char
     }  # fmt: skip
 
 
-def stress_charts(study: Study, setting: str, colours: Mapping[str, int]) -> list[Chart]:
+def glance(study: Study, setting: str, colours: Mapping[str, int]) -> list[Chart]:
+    """Whether a setting's runs learn or collapse, in four pictures."""
     accuracy = _curve(study, setting, colours, _ACCURACY, _AXES[0])
+    return [accuracy] * bool(accuracy) + _by_step(study, setting, colours, (_SAMPLE_SIZE, _FLIPS, _GRADIENT))
+
+
+def stress_charts(study: Study, setting: str, colours: Mapping[str, int]) -> list[Chart]:
     reward = _curve(study, setting, colours, _REWARD, _AXES[0])
-    return [chart for chart in (accuracy, reward) if chart] + _by_step(
-        study, setting, colours, (_CLIPPING[0], _ROUTING[1])
-    )
+    clipping = _by_step(study, setting, colours, (_CLIPPING[0], _ROUTING[1]))
+    return glance(study, setting, colours) + [reward] * bool(reward) + clipping
 
 
 def cost_chart(study: Study) -> dict[str, Any] | None:

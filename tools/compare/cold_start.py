@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import string
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
-from megatron_gspo.config import DataConfig, load_config
+from megatron_gspo.config import load_config
 from megatron_gspo.data.sample import Prompt
-from megatron_gspo.data.tasks import load_task
+from megatron_gspo.loop.inputs import load_data
 from megatron_gspo.tools.compare.study_plan import ColdStartFiles
 from megatron_gspo.tools.compare.study_runner import run_one, torchrun
 
 INSTRUCTION = "Spell this word backward (example: sun -> nus):"  # of the task; one token of the model
-SLIPS = 0.12  # share of letters replaced in the demonstrations
+MISTAKES = 0.12  # share of the demonstrations' characters
 
 
 def train(config: Path, processes: int, overrides: Sequence[str]) -> None:
@@ -31,29 +30,28 @@ def train(config: Path, processes: int, overrides: Sequence[str]) -> None:
 
 
 def held_out_and_training(model: Path, config: Path) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
-    """The held-out and the training prompts of a config's task; they share no question."""
+    """The held-out and the training prompts of a config's data."""
     from transformers import AutoTokenizer
 
-    task = load_config(config).data.task
-    assert task is not None
-    found = load_task(task, AutoTokenizer.from_pretrained(model), DataConfig())
-    assert found.evaluation is not None
-    return found.evaluation.prompts, found.train.prompts
+    training, held_out, _ = load_data(load_config(config), AutoTokenizer.from_pretrained(model))
+    return held_out, training
 
 
-def write_demonstrations(files: ColdStartFiles, config: Path) -> None:
-    """demonstrations.jsonl (the task's training questions, answers with mistakes) and held_out.jsonl (correct answers).
+def write_demonstrations(files: ColdStartFiles, config: Path, *, mistakes: float = MISTAKES, copies: int = 1) -> None:
+    """demonstrations.jsonl (the training questions, answers with mistakes) and held_out.jsonl (correct answers).
 
-    config: the training config with the task.
+    config: the training config with the prompts. mistakes: share of characters replaced by another of the answers'
+    characters. copies: demonstrations per question, each with mistakes of its own.
     """
     held_out, training = held_out_and_training(files.model, config)
     random = Random(0)
+    characters = sorted({c for prompt in training for c in prompt.answer or ""})
 
     def mistyped(text: str) -> str:
-        return "".join(random.choice(string.ascii_lowercase) if random.random() < SLIPS else c for c in text)
+        return "".join(random.choice(characters) if random.random() < mistakes else c for c in text)
 
     for file, prompts, answer in (
-        (files.demonstrations, training, mistyped),
+        (files.demonstrations, [*training] * copies, mistyped),
         (files.held_out, held_out, str),
     ):
         rows = [json.dumps({"prompt": prompt.text, "answer": answer(prompt.answer or "")}) for prompt in prompts]

@@ -35,6 +35,7 @@ def context(study: Study) -> dict[str, Any]:
         "phases": PHASES,
         "claims": claims(study),
         "overview": _overview(study),
+        "stressed": _router_noise(study),
         "headline": _setting_table(study, BASE),
         "charts": charts.base_charts(study, colours),
         "layers": _layer_table(study),
@@ -126,6 +127,14 @@ def _overview(study: Study) -> str:
     if known:
         text += f", {'-'.join(str(step) for step in sorted({known[0], known[-1]}))} rollout batches each"
     return text + "."
+
+
+def _router_noise(study: Study) -> list[str]:
+    """The perturbations of routers that any run was made under, in words."""
+    sections = [run.config.get("router_noise") or {} for run in (*study.runs, *study.trial_runs) if run.config]
+    words = {"rollout": "the rollout engine", "trainer": "the trainer", "both": "both engines"}
+    found = {(words[noise["engines"]], noise["strength"]) for noise in sections if noise.get("engines") in words}
+    return [f"routers of {engines}, strength {strength:g}" for engines, strength in sorted(found)]
 
 
 def _layer_table(study: Study) -> dict[str, Any]:

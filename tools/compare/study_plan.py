@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from annotated_types import Ge, MinLen
+from annotated_types import Ge, Lt, MinLen
 
 from megatron_gspo.config import Config, ConfigError, load_config
 from megatron_gspo.config.config_error import MISSING, show
@@ -79,6 +79,7 @@ class ModelSize:
     experts: Annotated[int, Ge(1)] = 16
     experts_per_token: Annotated[int, Ge(1)] = 4
     expert_width: Annotated[int, Ge(1)] = 48
+    heads: Annotated[int, Ge(1)] = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +91,10 @@ class ColdStart:
     overrides: Overrides = field(default_factory=dict)
     """Keys of that config, dotted."""
     model: ModelSize = field(default_factory=ModelSize)
+    mistakes: Annotated[float, Ge(0), Lt(1)] = 0.12
+    """Share of the demonstrations' characters that are replaced."""
+    copies: Annotated[int, Ge(1)] = 1
+    """Demonstrations per training prompt, each with mistakes of its own."""
     processes: Annotated[int, Ge(1)] = 1
     """Processes of the supervised training."""
 

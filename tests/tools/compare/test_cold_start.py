@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 
 import pytest
+import yaml
 
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.tools.compare import cold_start
 from megatron_gspo.tools.compare.study_plan import ColdStartFiles
 from megatron_gspo.tools.copy_examples import EXAMPLE_RUNS
 from megatron_gspo.tools.make_tiny_model import TinyModel, write_tiny_model
+from tests.support.prompt_rows import write_jsonl
+from tests.support.training_runs import base_config
 
 CONFIG = EXAMPLE_RUNS / "tiny_gspo.yaml"
 
@@ -45,7 +48,7 @@ def test_held_out_answers_are_right_and_demonstrations_have_mistakes_in_some_let
     pairs = [(a, b) for row, p in zip(demonstrated, training, strict=True)
              for a, b in zip(row["answer"], p.answer or "", strict=True)]  # fmt: skip
     wrong = sum(a != b for a, b in pairs) / len(pairs)
-    expected = cold_start.SLIPS * 25 / 26  # a random letter may be the right one
+    expected = cold_start.MISTAKES * 25 / 26  # a random letter may be the right one
     deviation = (expected * (1 - expected) / len(pairs)) ** 0.5
     assert abs(wrong - expected) < 5 * deviation
 
@@ -54,6 +57,23 @@ def test_demonstrations_are_the_same_at_every_call(files):
     before = files.demonstrations.read_bytes()
     cold_start.write_demonstrations(files, CONFIG)
     assert files.demonstrations.read_bytes() == before
+
+
+def test_several_demonstrations_of_each_prompt_of_a_file(tmp_path):
+    files = ColdStartFiles(tmp_path)
+    write_tiny_model(files.model, TinyModel(hidden=16, layers=1, experts=2, expert_width=8))
+    plain = base_config("model", tmp_path / "run")
+    plain["data"] = {"verifier": "exact_match"}
+    for key, prompts in (("prompts", ["1+1:", "2+1:"]), ("eval_prompts", ["3+1:"])):
+        plain["data"][key] = str(tmp_path / f"{key}.jsonl")
+        write_jsonl(tmp_path / f"{key}.jsonl", [{"prompt": prompt, "answer": "1234" * 25} for prompt in prompts])
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(plain))
+    cold_start.write_demonstrations(files, tmp_path / "config.yaml", mistakes=0.5, copies=3)
+    found = rows(files.demonstrations)
+    assert [row["prompt"] for row in found] == ["1+1:", "2+1:"] * 3
+    assert len({row["answer"] for row in found}) == 6
+    assert set("".join(row["answer"] for row in found)) == set("1234"), "characters of the answers"
+    assert rows(files.held_out) == [{"prompt": "3+1:", "answer": "1234" * 25}]
 
 
 def test_the_start_trains_on_the_demonstrations_and_returns_the_exported_weights(monkeypatch, tmp_path, capsys):

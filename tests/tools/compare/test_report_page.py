@@ -44,7 +44,7 @@ def test_every_section_has_something(report):
     page = (report[0] / "report.html").read_text()
     assert "No run recorded" not in page
     sections = re.findall(r'<section id="(\w+)">(.*?)</section>', page, flags=re.DOTALL)
-    expected = "claims table curves clipping experts ratios response cost stress search settings"
+    expected = "glance table curves clipping experts ratios response claims cost stress search settings"
     assert [name for name, _ in sections] == expected.split()
     for name, content in sections:
         if name in ("table", "curves", "clipping", "experts", "ratios", "cost", "stress"):
