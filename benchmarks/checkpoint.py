@@ -49,11 +49,12 @@ class Contest:
     def step(self) -> None:
         from megatron_gspo.algorithms import preset
         from megatron_gspo.config import TrainingConfig
+        from megatron_gspo.data.sample_batch import SampleBatch
         from megatron_gspo.mcore.train_step import compute_log_probs, train_mini_batch
 
         training = TrainingConfig(steps=1, global_batch_size=1, max_tokens_per_micro_batch=4096)
-        compute_log_probs(self.policy, self.samples, training, temperature=1.0, with_entropy=True)
-        train_mini_batch(self.policy, self.samples, preset("gspo"), training, temperature=1.0)
+        compute_log_probs(self.policy, SampleBatch.of(self.samples), training, temperature=1.0, with_entropy=True)
+        train_mini_batch(self.policy, SampleBatch.of(self.samples), preset("gspo"), training, temperature=1.0)
 
     def _next(self) -> int:
         self.number += 1

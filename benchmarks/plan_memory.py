@@ -27,6 +27,7 @@ import torch
 from benchmarks.common import SCHEMA, hardware, versions
 from benchmarks.result_files import save
 from megatron_gspo.config import ParallelConfig
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.models import family_of
 from megatron_gspo.tools.plan.activations import MicroBatch, Setting, peak_bytes
 from megatron_gspo.tools.plan.layouts import name_of
@@ -174,14 +175,16 @@ def _measure(case: Case, path: str, groups: Any) -> dict[str, Any]:
         steps=1, global_batch_size=1, max_tokens_per_micro_batch=case.packed or sum(case.lengths),
         micro_batch_size=None if case.packed else 1,
     )  # fmt: skip
-    batches = pack_mini_batch(policy, samples, training, optional=["old_log_probs", "advantages"], routing=None)
+    batches = pack_mini_batch(
+        policy, SampleBatch.of(samples), training, optional=["old_log_probs", "advantages"], routing=None
+    )
     rows = _count_expert_rows(policy)
     with LiveStorages() as first:
         forward_backward(policy, objective, batches, temperature=1.0)
     mean_rows = float(np.mean(rows)) if rows else None
     policy.optimizer.step()
     with LiveStorages() as second:
-        train_mini_batch(policy, samples, objective, training, temperature=1.0)
+        train_mini_batch(policy, SampleBatch.of(samples), objective, training, temperature=1.0)
     states = optimizer_states(policy.chunks, policy.optimizer)
     return dict(
         weights=sum(storage_bytes(weights(policy.chunks)).values()),

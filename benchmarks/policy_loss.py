@@ -62,14 +62,15 @@ def loss_and_step(folder: Path, size: Size, groups: Any) -> dict[str, Callable[[
     """The loss alone, from log-probs as leaves, over the micro-batches of a mini-batch; the whole step on it."""
     from megatron_gspo.algorithms import LossExtras, policy_loss, preset
     from megatron_gspo.config import ParallelConfig, TrainingConfig
-    from megatron_gspo.mcore.micro_batches import micro_batches
-    from megatron_gspo.mcore.train_step import train_mini_batch
+    from megatron_gspo.data.sample_batch import SampleBatch
+    from megatron_gspo.mcore.train_step import pack_mini_batch, train_mini_batch
 
     policy = tiny_policy(str(folder), ParallelConfig(), groups)
     samples = make_samples(size.sequences, size.prompt, size.response, policy.shape.vocab_size)
-    batches = micro_batches(samples, policy.config, groups, max_tokens=MAX_TOKENS, optional=("old_log_probs",)).batches
     objective = preset("gspo")
     training = TrainingConfig(steps=1, global_batch_size=1, max_tokens_per_micro_batch=MAX_TOKENS)
+    batch = SampleBatch.of(samples)
+    batches = list(pack_mini_batch(policy, batch, training, optional=("old_log_probs",), routing=None).batches)
     say(f"{sum(len(batch.tokens) for batch in batches)} tokens in {len(batches)} micro-batches")
 
     def loss() -> None:
@@ -83,7 +84,7 @@ def loss_and_step(folder: Path, size: Size, groups: Any) -> dict[str, Callable[[
             found.backward()
 
     def step() -> None:
-        train_mini_batch(policy, samples, objective, training, temperature=1.0)
+        train_mini_batch(policy, batch, objective, training, temperature=1.0)
 
     return {"loss": loss, "step": step}
 

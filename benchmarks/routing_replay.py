@@ -28,8 +28,9 @@ def contestants(path: str, args: argparse.Namespace) -> tuple[dict[str, Callable
     """The phases with and without routes, on one policy and the same samples; the routes' shape and the samples."""
     from megatron_gspo.algorithms import preset
     from megatron_gspo.config import ParallelConfig, TrainingConfig
+    from megatron_gspo.data.sample_batch import SampleBatch
     from megatron_gspo.mcore.process_groups import initialize
-    from megatron_gspo.mcore.routing_replay.gather_results import gather_routes, routing_stats
+    from megatron_gspo.mcore.routing_replay.gather_results import routes_of_replica, routing_stats
     from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
     from megatron_gspo.mcore.train_step import compute_log_probs, train_mini_batch
     from megatron_gspo.routing_replay.routes import RouteShape
@@ -42,17 +43,21 @@ def contestants(path: str, args: argparse.Namespace) -> tuple[dict[str, Callable
     objective = preset("grpo")
 
     def record(options: ReplayOptions | None) -> None:
-        done = compute_log_probs(policy, samples, training, temperature=1.0, with_entropy=True, routing=options).routing
+        done = compute_log_probs(
+            policy, SampleBatch.of(samples), training, temperature=1.0, with_entropy=True, routing=options
+        ).routing
         if done is not None:
             if options is not None and options.entropy:
                 routing_stats(done)
-            routes, _ = gather_routes(done, samples, range(len(samples)))
-            for sample, ids in zip(samples, routes, strict=True):
-                sample.routed_experts = ids
+            routes, _ = routes_of_replica(done, SampleBatch.of(samples), range(len(samples)))
+            for i, ids in routes.items():
+                samples[i].routed_experts = ids
         synchronize()
 
     def update(options: ReplayOptions | None) -> None:
-        done = train_mini_batch(policy, samples, objective, training, temperature=1.0, routing=options).routing
+        done = train_mini_batch(
+            policy, SampleBatch.of(samples), objective, training, temperature=1.0, routing=options
+        ).routing
         if done is not None and options is not None and options.compare:
             routing_stats(done)
         synchronize()

@@ -14,7 +14,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +92,13 @@ def tiny_policy(path: str, parallel: Any, groups: Any, lr: float = 1e-6) -> Any:
 def steps_of(policy: Any, samples: list[Any], max_tokens: int, *, peer: str) -> dict[str, Callable[[], None]]:
     """Forward and backward of a mini-batch on one policy: ``ours``, and bare Megatron's under the name ``peer``."""
     from megatron_gspo.algorithms import preset
-    from megatron_gspo.mcore.micro_batches import micro_batches
-    from megatron_gspo.mcore.train_step import forward_backward, run_schedule
+    from megatron_gspo.config import TrainingConfig
+    from megatron_gspo.data.sample_batch import SampleBatch
+    from megatron_gspo.mcore.train_step import forward_backward, pack_mini_batch, run_schedule
 
-    batches = micro_batches(samples, policy.config, policy.groups, max_tokens=max_tokens, optional=("old_log_probs",))
+    training = TrainingConfig(steps=1, global_batch_size=1, max_tokens_per_micro_batch=max_tokens)
+    batches = pack_mini_batch(policy, SampleBatch.of(samples), training, optional=("old_log_probs",), routing=None)
+    batches = replace(batches, batches=list(batches.batches))
     objective, bare_step = preset("gspo"), bare_forward_step(policy.groups)
 
     def ours() -> None:

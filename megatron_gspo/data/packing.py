@@ -91,6 +91,15 @@ class PackedBatch:
         return [(item.name, getattr(self, item.name)) for item in fields(self)]
 
 
+@dataclass(frozen=True)
+class PackLayout:
+    """Where a micro-batch's sequences are, without their values. Fields as in `PackedBatch`."""
+
+    cu_seqlens: Tensor
+    sample_ids: tuple[int, ...]
+    micro_batch: int
+
+
 def count_trained(samples: Sequence[Sample]) -> tuple[int, int]:
     """(sequences with at least one trained token, trained tokens): sum over ranks for `pack`'s two counts."""
     trained = [int(sample.loss_mask.sum()) for sample in samples]
@@ -121,13 +130,11 @@ def pack(
     has any (a log-prob pass). Raises ValueError if only some samples have a field or a requested one is absent, and
     for routes of other sizes.
     """
-    multiple = math.lcm(sequence_multiple, total_multiple)
     if not samples:
         wanted = OPTIONAL_FIELDS if optional is None else optional
-        return _dummy(multiple, num_sequences, num_tokens, wanted, routes)
-    padded = [padded_length(sample.length, sequence_multiple) for sample in samples]
-    padded[-1] += padded_length(sum(padded), multiple) - sum(padded)
-    bounds = np.concatenate([[0], np.cumsum(padded)])
+        return _dummy(math.lcm(sequence_multiple, total_multiple), num_sequences, num_tokens, wanted, routes)
+    bounds = packed_bounds([sample.length for sample in samples], sequence_multiple, total_multiple)
+    padded = np.diff(bounds)
     tokens, labels = _tokens_and_labels(samples, bounds)
     advantages = _field("advantages", samples, bounds, wanted=None)
     loss_mask = _lay_out([sample.loss_mask for sample in samples], samples, bounds)
@@ -147,7 +154,7 @@ def pack(
         advantages=torch.zeros(len(tokens)) if advantages is None else advantages,
         **carried,
         cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
-        max_seqlen=max(padded),
+        max_seqlen=int(padded.max()),
         num_segments=len(padded),
         num_sequences=num_sequences,
         num_tokens=num_tokens,
@@ -156,6 +163,14 @@ def pack(
         routed_experts=routed_experts,
         missing_routes=missing_routes,
     )
+
+
+def packed_bounds(lengths: Sequence[int], sequence_multiple: int, total_multiple: int) -> np.ndarray:
+    """[n + 1] int64: where `pack` puts sequences of these lengths; without any, where it puts the dummy."""
+    multiple = math.lcm(sequence_multiple, total_multiple)
+    padded = [padded_length(length, sequence_multiple) for length in lengths] or [multiple]
+    padded[-1] += padded_length(sum(padded), multiple) - sum(padded)
+    return np.concatenate([[0], np.cumsum(padded)])
 
 
 def context_parallel_shard(batch: PackedBatch, cp_rank: int, cp_size: int) -> PackedBatch:

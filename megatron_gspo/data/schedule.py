@@ -30,13 +30,16 @@ _MOST_TRIED = 4  # lightest bins that the heaviest tries
 _CLOSE = 2000  # bins whose loads differ by less than this part of the heavier one are level
 
 
-def schedule(lengths: Sequence[int], *, num_ranks: int, max_tokens: int, multiple_of: int = 1) -> Schedule:
+def schedule(
+    lengths: Sequence[int], *, num_ranks: int, max_tokens: int, multiple_of: int = 1, at_least: int = 1
+) -> Schedule:
     """Distribute sequences over ranks and micro-batches with balanced numbers of tokens.
 
     lengths: [N] tokens of every sequence, as packed (rounded up to the sequence multiple: `padded_length`).
     num_ranks: data-parallel ranks.
     max_tokens: maximum number of tokens of a micro-batch; make it a multiple of the packed total's multiple.
     multiple_of: the number of micro-batches of a rank is a multiple of this (for interleaved pipelines).
+    at_least: micro-batches of a rank.
 
     Returns [rank][micro_batch] -> indices into `lengths`, ascending.
     Raises ValueError for a sequence longer than max_tokens (naming it) and for arguments below 1.
@@ -49,7 +52,7 @@ def schedule(lengths: Sequence[int], *, num_ranks: int, max_tokens: int, multipl
             raise ValueError(f"{name} is {value}; it must be at least 1")
     sizes, order = _checked_order(lengths, max_tokens)
     step = num_ranks * multiple_of
-    fewest = max(_ceil_to(-(-sum(sizes) // max_tokens), step), step)
+    fewest = max(_ceil_to(-(-sum(sizes) // max_tokens), step), _ceil_to(at_least * num_ranks, step), step)
     bins = _level(sizes, order, fewest, num_ranks, max_tokens)
     if bins is None:
         packed = _best_fit(sizes, order, max_tokens)

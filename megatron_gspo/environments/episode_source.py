@@ -10,6 +10,7 @@ import numpy as np
 
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.environments.episodes import (
     ConcurrentEpisodes,
     Encode,
@@ -39,7 +40,7 @@ class EpisodeServerSource(GenerateOnCollect):
         self.engine_name = servers.engine_name
         self._servers, self._environments, self._encode, self._rules = servers, environments, encode, rules
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> list[Sample]:
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> SampleBatch:
         """See `GroupSource.generate`; a sample is an episode."""
         self._servers.restore_memory()
         episodes = make_episodes(prompts, sampling, self._rules, self._encode, seed=seed)
@@ -47,7 +48,7 @@ class EpisodeServerSource(GenerateOnCollect):
         self._servers.on_rank_zero(lambda: run.begin(self._servers.client.stream()))
         while not self._servers.poll(run.advance):
             pass
-        return self._servers.broadcast(run.samples, prompts, sampling)
+        return self._servers.announce(run.samples, prompts, sampling)
 
     def update_weights(self, weights: Weights, *, version: int) -> None:
         """See `GroupSource.update_weights`."""

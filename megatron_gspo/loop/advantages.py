@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,87 +10,93 @@ import torch
 from megatron_gspo.algorithms import group_advantages, kl_penalty, overlong_penalty, turn_advantages
 from megatron_gspo.config import AlgorithmConfig
 from megatron_gspo.data.sample import Sample
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.data.turn_spans import spans
 from megatron_gspo.loop.reward_scoring import counts_in_group
+from megatron_gspo.parallel.host_exchange import sum_over_ranks
 
 
-def with_advantages(
-    samples: Sequence[Sample], algorithm: AlgorithmConfig, *, max_response_length: int
-) -> list[Sample]:
+def with_advantages(batch: SampleBatch, algorithm: AlgorithmConfig, *, max_response_length: int) -> SampleBatch:
     """The samples with ``advantages`` [R] float32 at every response token.
 
     One value for a response, or with ``turn_discount`` one for each turn; 1 for supervised training, 0 where the
-    reward doesn't count.
+    reward doesn't count. A collective of the batch's group where penalties or turns are known to one rank each.
     """
     if algorithm.is_supervised:
-        return [_with_value(sample, 1.0) for sample in samples]
-    shaped = shaped_rewards(samples, algorithm, max_response_length=max_response_length)
+        return batch.map(lambda i, sample: _with_value(sample, 1.0))
+    shaped = shaped_rewards(batch, algorithm, max_response_length=max_response_length)
     if algorithm.turn_discount is not None:
-        return with_turn_advantages(samples, shaped, algorithm)
-    counted = torch.tensor([counts_in_group(sample) for sample in samples])
-    values = torch.zeros(len(samples))
+        return with_turn_advantages(batch, shaped, algorithm)
+    counted = torch.from_numpy(counts_in_group(batch.table))
+    values = torch.zeros(len(batch))
     values[counted] = group_advantages(
         torch.from_numpy(shaped)[counted],
-        torch.tensor([sample.prompt_index for sample in samples])[counted],
+        torch.from_numpy(np.array(batch.table["prompt_index"]))[counted],
         std=algorithm.advantage_std,
         baseline=algorithm.advantage_baseline,
     )
-    return [_with_value(sample, value) for sample, value in zip(samples, values.tolist(), strict=True)]
+    numbers = values.tolist()
+    return batch.map(lambda i, sample: _with_value(sample, numbers[i]))
 
 
 def shaped_rewards(
-    samples: Sequence[Sample], algorithm: AlgorithmConfig, *, max_response_length: int
+    batch: SampleBatch, algorithm: AlgorithmConfig, *, max_response_length: int
 ) -> np.ndarray:
     """[N] float64: rewards less the overlong penalty (DAPO) and the KL to the reference, summed over the response."""
-    rewards = np.array([sample.reward for sample in samples], dtype=np.float64)
+    rewards = np.array(batch.table["reward"])
     if algorithm.truncated == "penalize":
-        lengths = torch.tensor([sample.response_length for sample in samples])
         rewards += overlong_penalty(
-            lengths,
+            torch.from_numpy(np.array(batch.table["response_length"])),
             max_length=max_response_length,
             buffer=algorithm.overlong_buffer_len,
             factor=algorithm.overlong_penalty_factor,
         ).numpy()
     if algorithm.kl_reward_coef:
-        for i, sample in enumerate(samples):
-            old, reference = torch.from_numpy(sample.old_log_probs), torch.from_numpy(sample.ref_log_probs)
-            kl = kl_penalty(old, reference, algorithm.kl_loss_type)
-            rewards[i] -= algorithm.kl_reward_coef * float(kl[torch.from_numpy(sample.loss_mask)].sum())
+        rewards -= algorithm.kl_reward_coef * batch.shared({i: _kl(s, algorithm) for i, s in batch.held.items()})
     return rewards
 
 
-def with_turn_advantages(
-    samples: Sequence[Sample], shaped: np.ndarray, algorithm: AlgorithmConfig
-) -> list[Sample]:
+def _kl(sample: Sample, algorithm: AlgorithmConfig) -> float:
+    assert sample.old_log_probs is not None and sample.ref_log_probs is not None
+    old, reference = torch.from_numpy(sample.old_log_probs), torch.from_numpy(sample.ref_log_probs)
+    kl = kl_penalty(old, reference, algorithm.kl_loss_type)
+    return float(kl[torch.from_numpy(sample.loss_mask)].sum())
+
+
+def with_turn_advantages(batch: SampleBatch, shaped: np.ndarray, algorithm: AlgorithmConfig) -> SampleBatch:
     """The samples with the advantage of each turn at its tokens, 0 at observations (``algorithm.turn_discount``).
 
     shaped: [N] rewards of the episodes less penalties (length, KL), which are charged to the last turn. Episodes whose
     reward doesn't count get 0.
     """
-    rewards: list[float] = []
-    episodes: list[int] = []
-    for i, sample in enumerate(samples):
-        if counts_in_group(sample):
+    table = batch.table
+    counts = np.where(counts_in_group(table), table["turns"], 0)
+    ends = np.cumsum(counts)
+    rewards = np.zeros(int(ends[-1]) if len(ends) else 0)  # of the turns of counted episodes, end to end
+    for i, sample in batch.held.items():
+        if counts[i]:
             own = [span.reward for span in spans(sample)]
             own[-1] += float(shaped[i]) - sample.reward
-            rewards += own
-            episodes += [i] * len(own)
-    of_episodes = torch.tensor(episodes, dtype=torch.int64)
-    prompts = torch.tensor([sample.prompt_index for sample in samples], dtype=torch.int64)
+            rewards[ends[i] - counts[i] : ends[i]] = own
+    of_episodes = torch.from_numpy(np.repeat(np.arange(len(batch)), counts))
     assert algorithm.turn_discount is not None
     values = turn_advantages(
-        torch.tensor(rewards, dtype=torch.float64),
+        torch.from_numpy(sum_over_ranks(rewards, batch.group)),
         of_episodes,
-        prompts[of_episodes],
+        torch.from_numpy(np.array(table["prompt_index"]))[of_episodes],
         discount=algorithm.turn_discount,
         std=algorithm.advantage_std,
         baseline=algorithm.advantage_baseline,
     ).tolist()
-    advantages = [np.zeros(sample.response_length, dtype=np.float32) for sample in samples]
-    turns = [(i, span) for i in dict.fromkeys(episodes) for span in spans(samples[i])]
-    for (i, span), value in zip(turns, values, strict=True):
-        advantages[i][span.start : span.end] = value
-    return [replace(sample, advantages=own) for sample, own in zip(samples, advantages, strict=True)]
+
+    def change(i: int, sample: Sample) -> Sample:
+        advantages = np.zeros(sample.response_length, dtype=np.float32)
+        if counts[i]:
+            for span, value in zip(spans(sample), values[ends[i] - counts[i] : ends[i]], strict=True):
+                advantages[span.start : span.end] = value
+        return replace(sample, advantages=advantages)
+
+    return batch.map(change)
 
 
 def _with_value(sample: Sample, value: float) -> Sample:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -12,7 +12,6 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_gspo.config import CheckpointConfig
-from megatron_gspo.data.sample import Sample
 from megatron_gspo.errors import SharedEngineError
 from megatron_gspo.loop.generation import DataCursor
 from megatron_gspo.loop.timers import Timers
@@ -47,15 +46,15 @@ class LoopState:
         """Position in the training prompts."""
         return DataCursor(self.cursor, tuple(self.pending))
 
-    def after_step(self, cursor: DataCursor, samples: Sequence[Sample]) -> LoopState:
-        """The state after one more step on these samples."""
+    def after_step(self, cursor: DataCursor, samples: int, tokens: int) -> LoopState:
+        """The state after one more step on so many samples and tokens."""
         return replace(
             self,
             step=self.step + 1,
             cursor=cursor.drawn,
             pending=cursor.pending,
-            samples=self.samples + len(samples),
-            tokens=self.tokens + sum(sample.length for sample in samples),
+            samples=self.samples + samples,
+            tokens=self.tokens + tokens,
         )
 
 

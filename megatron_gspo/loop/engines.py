@@ -50,20 +50,19 @@ def build_sources(
     given: an engine that replaces the configured one. evaluates: whether there are held-out prompts.
     """  # fmt: skip
 
-    def in_process(engine: RolloutEngine, *, shared: bool = True) -> GroupSource:
-        """shared: each rank generates a share of the prompts; otherwise each generates all."""
+    def in_process(engine: RolloutEngine, *, plays: bool = True) -> GroupSource:
+        """plays: its samples are episodes, if there are environments."""
         name = engine_name(type(engine))
-        if environments is not None and shared:
+        if environments is not None and plays:
             engine = EpisodeEngine(engine, environments, encode, episode_rules(config))
-        group = dist.group.WORLD if shared else None
-        return InProcessSource(engine, vocab_size=shape.vocab_size, group=group, device=compute_device(), name=name)
+        return InProcessSource(engine, vocab_size=shape.vocab_size, group=dist.group.WORLD, name=name)
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
 
     supervised = config.algorithm.is_supervised
     if given is not None:
-        training = in_process(given, shared=not supervised)
+        training = in_process(given, plays=not supervised)
         if not evaluates:
             return training, None
         return training, in_process(given) if supervised else training
@@ -78,7 +77,7 @@ def build_sources(
         return embedded, embedded
     demonstrations = DemonstrationEngine(encode, tokenizer.eos_token_id)
     held_out = in_process(_embedded(config, shape, tokenizer)) if evaluates else None
-    return in_process(demonstrations, shared=False), held_out
+    return in_process(demonstrations, plays=False), held_out
 
 
 def episode_rules(config: Config) -> EpisodeRules:
@@ -99,7 +98,6 @@ def _server_source(config: Config, shape: ModelShape, tokenizer: Any) -> ServerS
         config.sglang,
         vocab_size=shape.vocab_size,
         groups_per_step=config.rollout.rollout_batch_size,
-        device=compute_device(),
         log=log_servers,
         distribution=WeightDistribution(engine, sender, sources),
     )

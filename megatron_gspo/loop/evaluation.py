@@ -26,14 +26,14 @@ def evaluate(
     evaluation = config.evaluation
     with timers("evaluate"):
         seed = rollout_seed(config.seed, _EVALUATION_STREAM)
-        samples = groups.generate(prompts, evaluation_sampling(config), seed=seed)
-        samples, failures = rewards(samples, prompts, Timers())  # timed as part of the evaluation
-    require_scores(samples, rewards.name)
+        batch = groups.generate(prompts, evaluation_sampling(config), seed=seed)
+        batch, failures = rewards(batch, prompts, Timers())  # timed as part of the evaluation
+    require_scores(batch, rewards.name)
     # a response that could not be scored counts as not solved
-    scores = np.nan_to_num([sample.reward for sample in samples], nan=0.0).reshape(-1, evaluation.n_samples)
+    scores = np.nan_to_num(batch.table["reward"], nan=0.0).reshape(-1, evaluation.n_samples)
     found = {
         "eval/accuracy": mean_at_k(scores),
-        "eval/response_length": float(np.mean([sample.response_length for sample in samples])),
+        "eval/response_length": float(np.mean(batch.table["response_length"])),
         "eval/verifier_failures": float(sum(failures.values())),
     }
     return found | {f"eval/pass@{k}": pass_at_k(scores, k) for k in evaluation.pass_at_k}

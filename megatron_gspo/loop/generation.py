@@ -23,7 +23,7 @@ import numpy as np
 
 from megatron_gspo.config import Config
 from megatron_gspo.data.prompts import PromptSource
-from megatron_gspo.data.sample import Sample
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.loop.reward_scoring import Rewards, in_varied_group, require_scores
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.rollout.group_source import GroupSource
@@ -45,9 +45,9 @@ class DataCursor:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One scored rollout batch, the same on every rank, and the position in the prompts after it."""
+    """One scored rollout batch, on the ranks that generated it, and the position in the prompts after it."""
 
-    samples: list[Sample]
+    batch: SampleBatch
     cursor: DataCursor
     metrics: dict[str, float]
 
@@ -77,28 +77,28 @@ class RolloutGenerator:
             return self._reference_answers(cursor, timers)
         size, n = config.rollout.rollout_batch_size, config.rollout.n_samples_per_prompt
         generations = config.algorithm.max_num_gen_batches if config.algorithm.dynamic_sampling else 1
-        varied: list[Sample] = []
-        equal: list[Sample] = []
+        varied = equal = SampleBatch.of([])
         failures: Counter[str] = Counter()
         generated = 0
         for attempt in range(generations):
-            used = {sample.prompt_index for sample in varied + equal}
+            used = set(np.concatenate([varied.table, equal.table])["prompt_index"].tolist())
             cursor = self._submit(cursor, size - len(varied) // n, step * generations + attempt, used)
             ready = min(size - len(varied) // n, len(cursor.pending))
             if not ready:  # all prompts of a small data set are used
                 continue
-            samples, counts, cursor = self._collect(ready, step, cursor, timers)
+            batch, counts, cursor = self._collect(ready, step, cursor, timers)
             failures.update(counts)
-            generated += len(samples) // n
-            keep = in_varied_group(samples) if generations > 1 else [True] * len(samples)
-            varied += [sample for sample, kept in zip(samples, keep, strict=True) if kept]
-            equal += [sample for sample, kept in zip(samples, keep, strict=True) if not kept]
+            generated += len(batch) // n
+            keep = in_varied_group(batch.table) if generations > 1 else np.ones(len(batch), dtype=bool)
+            varied = varied.joined(batch.select(np.flatnonzero(keep)))
+            equal = equal.joined(batch.select(np.flatnonzero(~keep)))
             if len(varied) >= size * n:
                 break
-        require_scores(varied + equal, self.rewards.name)
+        require_scores(varied.joined(equal), self.rewards.name)
         metrics = {f"verifier/{name}": float(count) for name, count in failures.items()}
         metrics["groups/generated"] = float(generated)
-        return Rollout(varied + equal[: size * n - len(varied)], cursor, metrics)
+        filled = equal.select(range(min(len(equal), size * n - len(varied))))
+        return Rollout(varied.joined(filled), cursor, metrics)
 
     def prepare_for_training(self, step: int, cursor: DataCursor) -> DataCursor:
         """Submit the groups that are generated while the step trains (``rollout.overlap``), or pause generation."""
@@ -132,25 +132,24 @@ class RolloutGenerator:
             self.groups.submit(prompts, self.config.rollout, seed=seed)
 
     def _collect(self, count: int, step: int, cursor: DataCursor,
-                 timers: Timers) -> tuple[list[Sample], Counter[str], DataCursor]:
+                 timers: Timers) -> tuple[SampleBatch, Counter[str], DataCursor]:
         """``count`` groups with their rewards, failures by kind, and the cursor without their prompts."""
         staleness = self.config.rollout.max_staleness
         with timers("generate"):
-            groups = self.groups.collect(count, oldest_version=step - staleness if staleness else None)
-        samples = [sample for group in groups for sample in group]
-        taken = {sample.prompt_index for sample in samples}
+            batch = self.groups.collect(count, oldest_version=step - staleness if staleness else None)
+        taken = set(batch.table["prompt_index"].tolist())
         cursor = DataCursor(cursor.drawn, tuple(index for index in cursor.pending if index not in taken))
         prompts = [self.prompts.prompts[index] for index in sorted(taken)]
-        samples, failures = self.rewards(samples, prompts, timers)
-        return samples, failures, cursor
+        batch, failures = self.rewards(batch, prompts, timers)
+        return batch, failures, cursor
 
     def _reference_answers(self, cursor: DataCursor, timers: Timers) -> Rollout:
         """Supervised training: the prompts' answers, without rewards."""
         prompts, position = self.prompts.batch(cursor.drawn, self.config.rollout.rollout_batch_size)
         with timers("generate"):
             self.groups.submit(prompts, self.config.rollout, seed=0)
-            groups = self.groups.collect(len(prompts))
-        return Rollout([sample for group in groups for sample in group], DataCursor(position), {})
+            batch = self.groups.collect(len(prompts))
+        return Rollout(batch, DataCursor(position), {})
 
 
 def next_prompts(prompts: PromptSource, cursor: DataCursor, count: int, used: Set[int]) -> DataCursor:

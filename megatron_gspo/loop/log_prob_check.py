@@ -11,9 +11,11 @@ import torch.distributed as dist
 
 from megatron_gspo.config import Config
 from megatron_gspo.data.sample import Prompt, Sample
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.errors import SharedEngineError
 from megatron_gspo.loop.engines import log_servers
 from megatron_gspo.loop.timers import Timers
+from megatron_gspo.mcore.micro_batches import values_everywhere
 from megatron_gspo.mcore.policy import Policy
 from megatron_gspo.mcore.train_step import compute_log_probs
 from megatron_gspo.rollout.group_source import GroupSource
@@ -37,7 +39,9 @@ def check_log_probs(
         theirs = groups.score([sample.tokens for sample in samples])
         if not theirs:  # no servers, or none that answered, which is reported elsewhere
             return {}
-        ours = compute_log_probs(policy, samples, config.training, temperature=1.0).log_probs
+        batch = SampleBatch.of(samples)
+        found = compute_log_probs(policy, batch, config.training, temperature=1.0).log_probs
+        ours = values_everywhere(found, batch, policy.groups)
         mean, largest, server = compare(ours, theirs)
     if not largest <= sglang.log_prob_check_tolerance:  # NaN too
         line = (f"weights {version}: the log-prob of a token differs by {largest:.3g} nats between the trainer and "

@@ -2,81 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from megatron_gspo.config import Config, ConfigError
-from megatron_gspo.data.sample import Sample
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.loop.rollout_correction import mismatch
 from megatron_gspo.loop.routing import RoutingReplay
+from megatron_gspo.loop.step_plan import StepPlan
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.policy import Policy
 from megatron_gspo.mcore.train_step import compute_log_probs
 
 
 def with_log_probs(
-    samples: Sequence[Sample], policy: Policy, reference: Policy | None, config: Config, routing: RoutingReplay,
+    batch: SampleBatch, policies: tuple[Policy, Policy | None], config: Config, plan: StepPlan, routing: RoutingReplay,
     timers: Timers,
-) -> tuple[list[Sample], dict[str, float]]:
+) -> tuple[SampleBatch, dict[str, float]]:
     """The samples with ``old_log_probs`` [R] of the training engine (or the rollout's own), ``ref_log_probs`` [R] if
     there is a reference policy, and the routes that the updates need; ``mismatch/*`` and ``entropy``.
 
-    Without an importance ratio and a reference the samples are returned unchanged.
+    policies: the policy and the reference. Without an importance ratio and a reference the batch is returned unchanged.
     """  # fmt: skip
+    policy, reference = policies
     if not routing.has_ratio and reference is None:
-        return list(samples), {}
+        return batch, {}
     metrics: dict[str, float] = {}
     if config.algorithm.old_log_probs == "rollout":
-        samples = _with_rollout_log_probs(samples, policy, config, routing, timers)
+        batch = _with_rollout_log_probs(batch, policy, config, plan, routing, timers)
     else:
-        samples, metrics = _with_old_log_probs(samples, policy, config, routing, timers)
+        batch, metrics = _with_old_log_probs(batch, policy, config, plan, routing, timers)
     if reference is not None:
         with timers("log_probs"):
-            scores = compute_log_probs(
-                reference, samples, config.training, temperature=config.rollout.temperature,
-                routing=routing.reference_options(),
-            )  # fmt: skip
-        samples = [replace(s, ref_log_probs=value) for s, value in zip(samples, scores.log_probs, strict=True)]
-    return samples, metrics
+            found = compute_log_probs(
+                reference, batch, config.training, temperature=config.rollout.temperature,
+                routing=routing.reference_options(), plan=plan.whole,
+            ).log_probs  # fmt: skip
+        batch = batch.map(lambda i, sample: replace(sample, ref_log_probs=found[i]))
+    return batch, metrics
 
 
 def _with_old_log_probs(
-    samples: Sequence[Sample], policy: Policy, config: Config, routing: RoutingReplay, timers: Timers
-) -> tuple[list[Sample], dict[str, float]]:
+    batch: SampleBatch, policy: Policy, config: Config, plan: StepPlan, routing: RoutingReplay, timers: Timers
+) -> tuple[SampleBatch, dict[str, float]]:
     """Recomputed by the training engine."""
     with timers("log_probs"):
         scores = compute_log_probs(
-            policy, samples, config.training, temperature=config.rollout.temperature, with_entropy=True,
-            routing=routing.old_policy_options(),
+            policy, batch, config.training, temperature=config.rollout.temperature, with_entropy=True,
+            routing=routing.old_policy_options(), plan=plan.whole,
         )  # fmt: skip
-    samples = routing.with_old_routes(samples, range(len(samples)), scores.routing, timers)
+    batch = routing.with_old_routes(batch, range(len(batch)), scores.routing, timers)
     assert scores.entropy is not None
-    metrics = mismatch(samples, scores.log_probs) | {"entropy": _mean_of_trained(scores.entropy, samples)}
-    return [replace(s, old_log_probs=value) for s, value in zip(samples, scores.log_probs, strict=True)], metrics
+    metrics = mismatch(batch, scores.log_probs) | {"entropy": _mean_of_trained(scores.entropy, batch)}
+    return batch.map(lambda i, sample: replace(sample, old_log_probs=scores.log_probs[i])), metrics
 
 
 def _with_rollout_log_probs(
-    samples: Sequence[Sample], policy: Policy, config: Config, routing: RoutingReplay, timers: Timers
-) -> list[Sample]:
+    batch: SampleBatch, policy: Policy, config: Config, plan: StepPlan, routing: RoutingReplay, timers: Timers
+) -> SampleBatch:
     """The rollout engine's own. A pass over some sequences measures their routes, if metrics need them."""
-    if any(sample.rollout_log_probs is None for sample in samples):
+    if batch.lacks("rollout_log_probs"):
         problem = "the engine gives no log-probs"
         raise ConfigError("algorithm.old_log_probs", "rollout", problem, "set it to recompute")
     options = routing.old_policy_options() if config.routing.metrics else None
-    positions = routing.metric_sequences(samples)
+    positions = routing.metric_sequences(len(batch))
     done = None
     if options is not None:
         with timers("routing"):
             done = compute_log_probs(
-                policy, [samples[i] for i in positions], config.training,
-                temperature=config.rollout.temperature, routing=options,
+                policy, batch.select(positions), config.training, temperature=config.rollout.temperature,
+                routing=options, plan=plan.part(batch.lengths, positions),
             ).routing  # fmt: skip
-    samples = routing.with_old_routes(samples, positions, done, timers)
-    return [replace(sample, old_log_probs=sample.rollout_log_probs) for sample in samples]
+    batch = routing.with_old_routes(batch, positions, done, timers)
+    return batch.map(lambda i, sample: replace(sample, old_log_probs=sample.rollout_log_probs))
 
 
-def _mean_of_trained(values: Sequence[np.ndarray], samples: Sequence[Sample]) -> float:
-    trained = np.concatenate([sample.loss_mask for sample in samples])
-    return float(np.concatenate(values)[trained].mean()) if trained.any() else float("nan")
+def _mean_of_trained(values: Mapping[int, np.ndarray], batch: SampleBatch) -> float:
+    found = [values[i][sample.loss_mask] for i, sample in batch.held.items()]
+    total, count = batch.sum(sum(float(v.sum(dtype=np.float64)) for v in found), sum(map(len, found)))
+    return total / count if count else float("nan")

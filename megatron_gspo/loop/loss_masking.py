@@ -16,46 +16,47 @@ group's baseline. The other responses are draws of the policy with a known rewar
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from megatron_gspo.data.sample import Sample
+from megatron_gspo.data.sample import FINISH_REASONS, Sample
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.errors import RunError
 
 
-def mask_samples(samples: Sequence[Sample], *, step: int, truncated: bool) -> tuple[list[Sample], dict[str, float]]:
+def mask_samples(batch: SampleBatch, *, step: int, truncated: bool) -> tuple[SampleBatch, dict[str, float]]:
     """The samples with an empty ``loss_mask`` where they don't count, which reduces N too, and ``masked/*`` counts by
     the first reason that applies.
 
     truncated: mask responses that were cut off. step: steps done, for the message. Raises RunError if no response has
-    finite log-probs.
+    finite log-probs. A collective of the batch's group.
     """
-    counts: Counter[str] = Counter(empty=0, truncated=0, unscored=0, non_finite=0)
-    masked = []
-    for sample in samples:
-        if reason := _reason_to_mask(sample, truncated=truncated):
-            counts[reason] += 1
-            sample = replace(sample, loss_mask=np.zeros_like(sample.loss_mask))
-        masked.append(sample)
-    if counts["non_finite"] and not any(sample.loss_mask.any() for sample in masked):
+    table = batch.table
+    finish = {reason: table["finish"] == i for i, reason in enumerate(FINISH_REASONS)}
+    broken = batch.shared({i: not _has_finite_log_probs(sample) for i, sample in batch.held.items()})
+    empty = table["trained"] == 0
+    reasons = (
+        ("empty", empty),
+        ("truncated", finish["abort"] | (finish["length"] & truncated)),
+        ("unscored", ~np.isfinite(table["reward"])),
+        ("non_finite", broken > 0),
+    )
+    counts: dict[str, float] = {}
+    masked = np.zeros(len(batch), dtype=bool)
+    for name, applies in reasons:
+        counts[f"masked/{name}"] = float(np.count_nonzero(applies & ~masked))
+        masked |= applies
+    if counts["masked/non_finite"] and masked.all():
         raise RunError(
             f"step {step + 1}: no response has finite log-probs under the training engine, so its weights are broken; "
             "look at grad_norm before, lower optimizer.lr, and resume from an earlier checkpoint"
         )
-    return masked, {f"masked/{name}": float(count) for name, count in counts.items()}
+    changed = masked & ~empty
+    found = batch.map(lambda i, s: replace(s, loss_mask=np.zeros_like(s.loss_mask)) if changed[i] else s)
+    return found.with_columns(trained=np.where(masked, 0, table["trained"])), counts
 
 
-def _reason_to_mask(sample: Sample, *, truncated: bool) -> str:
-    if not sample.loss_mask.any():
-        return "empty"
-    if sample.finish_reason == "abort" or (truncated and sample.finish_reason == "length"):
-        return "truncated"
-    if not math.isfinite(sample.reward):
-        return "unscored"
+def _has_finite_log_probs(sample: Sample) -> bool:
     values = (sample.old_log_probs, sample.ref_log_probs)
-    finite = all(value is None or bool(np.isfinite(value[sample.loss_mask]).all()) for value in values)
-    return "" if finite else "non_finite"
+    return all(value is None or bool(np.isfinite(value[sample.loss_mask]).all()) for value in values)

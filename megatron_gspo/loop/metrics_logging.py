@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,12 +14,14 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_gspo.config import Config
-from megatron_gspo.data.sample import Prompt, Sample
+from megatron_gspo.data.sample import Prompt
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.errors import writing
 from megatron_gspo.loop.generation import DataCursor
 from megatron_gspo.loop.optimizer_steps import Update, writes_ratios
 from megatron_gspo.loop.rollout_log import rollout_record
 from megatron_gspo.loop.routing import RoutingReplay
+from megatron_gspo.parallel.host_exchange import gather_bytes
 from megatron_gspo.rewards.scorer import FAILURE
 from megatron_gspo.tracking.plots import draw_run
 from megatron_gspo.tracking.progress import Progress
@@ -26,25 +30,35 @@ from megatron_gspo.tracking.run_environment import describe_environment
 from megatron_gspo.tracking.trackers import RunInfo, make_trackers
 
 
-def ratio_arrays(update: Update, tokenizer: Any) -> dict[str, np.ndarray]:
+def ratio_arrays(update: Update, tokenizer: Any) -> dict[str, np.ndarray] | None:
     """By trained token of an update: ``log_ratio`` f32 (current less old policy, before the update), ``sequence`` i32
     (its position in the mini-batch), ``advantage`` f32, ``token_ids`` i32, ``token_text``, and if measured ``flipped``
-    i8 (1: another expert in at least one layer, 0: none, -1: not compared)."""
-    masks = [sample.loss_mask for sample in update.samples]
-    chosen = list(zip(update.samples, update.log_probs, masks, strict=True))
-    ids = np.concatenate([sample.response_ids[mask] for sample, _, mask in chosen]).astype(np.int32)
-    advantages = [sample.advantages[mask] for sample, _, mask in chosen if sample.advantages is not None]
-    texts = {int(i): tokenizer.decode([int(i)]) for i in np.unique(ids)}
-    arrays = {
-        "log_ratio": np.concatenate([(new - sample.old_log_probs)[mask] for sample, new, mask in chosen]),
-        "sequence": np.repeat(np.arange(len(masks)), [int(mask.sum()) for mask in masks]).astype(np.int32),
-        "advantage": np.concatenate(advantages),
-        "token_ids": ids,
-        "token_text": np.array([texts[i] for i in ids.tolist()], dtype=np.str_),
-    }
+    i8 (1: another expert in at least one layer, 0: none, -1: not compared).
+
+    On rank 0, None elsewhere. A collective of the batch's group.
+    """
+    columns: dict[str, list[np.ndarray]] = {"log_ratio": [], "sequence": [], "advantage": [], "token_ids": []}
     if update.flips is not None:
-        arrays["flipped"] = np.concatenate([flips[mask] for flips, mask in zip(update.flips, masks, strict=True)])
-    return arrays
+        columns["flipped"] = []
+    for i, sample in update.batch.held.items():
+        mask = sample.loss_mask
+        columns["log_ratio"].append((update.log_probs[i] - sample.old_log_probs)[mask])
+        columns["sequence"].append(np.full(int(mask.sum()), i, dtype=np.int32))
+        columns["advantage"].append(sample.advantages[mask])
+        columns["token_ids"].append(sample.response_ids[mask].astype(np.int32))
+        if update.flips is not None:
+            columns["flipped"].append(update.flips[i][mask])
+    own = io.BytesIO()
+    np.savez(own, **{name: np.concatenate(parts) for name, parts in columns.items() if parts})
+    gathered = gather_bytes(own.getbuffer(), update.batch.group)
+    if gathered is None:
+        return None
+    files = [np.load(io.BytesIO(part.tobytes())) for part in gathered]
+    arrays = {name: np.concatenate([file[name] for file in files if file.files]) for name in columns}
+    order = np.argsort(arrays["sequence"], kind="stable")
+    arrays = {name: values[order] for name, values in arrays.items()}
+    texts = {int(i): tokenizer.decode([int(i)]) for i in np.unique(arrays["token_ids"])}
+    return arrays | {"token_text": np.array([texts[i] for i in arrays["token_ids"].tolist()], dtype=np.str_)}
 
 
 class MetricsLogger:
@@ -114,37 +128,48 @@ class MetricsLogger:
             self._warned.add(about)
             self._progress.say(line)
 
-    def write_step(self, step: int, samples: Sequence[Sample], routing: RoutingReplay, update: Update,
+    def write_step(self, step: int, batch: SampleBatch, routing: RoutingReplay, update: Update,
                    cursor: DataCursor) -> None:
-        """What a step writes besides its metrics: samples, figures by MoE layer, importance ratios, rollout log."""
+        """What a step writes besides its metrics: samples, figures by MoE layer, importance ratios, rollout log. A
+        collective of the batch's group: rank 0 gets the samples and ratios that it writes."""
+        self._write_samples(step, batch)
+        ratios = None
+        if writes_ratios(self._config, step) and routing.has_ratio and len(update.batch):
+            ratios = ratio_arrays(update, self._tokenizer)
         if not self._active:
             return
-        self._write_samples(step, samples)
         by_layer = routing.measured.by_layer()
         if any(value is not None for value in by_layer.values()):
             with writing(self._directory.routing):
                 self._directory.write_routing(step, by_layer)
-        if writes_ratios(self._config, step) and routing.has_ratio and update.samples:
+        if ratios is not None:
             with writing(self._directory.ratios):
-                self._directory.write_ratios(step, ratio_arrays(update, self._tokenizer))
+                self._directory.write_ratios(step, ratios)
         if self._config.rollout.engine == "sglang":  # samples may be older than their step
             with writing(self._directory.rollouts):
-                self._directory.write_rollouts(step, rollout_record(samples, cursor))
+                self._directory.write_rollouts(step, rollout_record(batch.table, cursor))
 
-    def _write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def _write_samples(self, step: int, batch: SampleBatch) -> None:
         """Some responses of the step, evenly picked; and one line for the run if some could not be scored."""
-        if reasons := [s.metadata[FAILURE] for s in samples if FAILURE in s.metadata]:
+        count = self._config.tracking.samples_per_step
+        chosen = evenly_spaced(range(len(batch)), count) if count else []
+        own = {i: s.to_record(self._prompts[s.prompt_index]) for i in chosen if (s := batch.held.get(i)) is not None}
+        reasons = [sample.metadata[FAILURE] for sample in batch.samples if FAILURE in sample.metadata]
+        gathered = gather_bytes(json.dumps([own, len(reasons), reasons[:1]]).encode(), batch.group)
+        if not self._active or gathered is None:
+            return
+        parts = [json.loads(part.tobytes()) for part in gathered]
+        if failed := sum(count for _, count, _ in parts):
+            reason = next(first[0] for _, _, first in parts if first)
             self._warn_once(
                 "unscored",
-                f"step {step}: {len(reasons)} of {len(samples)} responses could not be scored ({reasons[0]}); "
+                f"step {step}: {failed} of {len(batch)} responses could not be scored ({reason}); "
                 "see verifier/* and data.verifier_failure_reward",
             )
-        if self._config.tracking.samples_per_step:
-            chosen = evenly_spaced(list(samples), self._config.tracking.samples_per_step)
+        if count:
+            records = {int(i): record for found, _, _ in parts for i, record in found.items()}
             with writing(self._directory.samples):
-                self._directory.write_samples(
-                    step, [sample.to_record(self._prompts[sample.prompt_index]) for sample in chosen]
-                )
+                self._directory.write_samples(step, [records[i] for i in chosen])
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json and plot the curves; without matplotlib it prints a line instead."""

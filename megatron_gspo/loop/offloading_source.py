@@ -9,10 +9,11 @@ import numpy as np
 from torch import Tensor
 
 from megatron_gspo.config import SamplingParams
-from megatron_gspo.data.sample import Prompt, Sample
+from megatron_gspo.data.sample import Prompt
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.errors import SharedEngineError
 from megatron_gspo.mcore.policy import Policy
-from megatron_gspo.rollout.group_source import Group, GroupSource, Weights
+from megatron_gspo.rollout.group_source import GroupSource, Weights
 
 
 class OffloadingSource:
@@ -35,7 +36,7 @@ class OffloadingSource:
         self._release()
         self._source.submit(prompts, sampling, seed=seed)
 
-    def collect(self, count: int, *, oldest_version: int | None = None) -> list[Group]:
+    def collect(self, count: int, *, oldest_version: int | None = None) -> SampleBatch:
         """See `GroupSource.collect`."""
         self._release()
         return self._source.collect(count, oldest_version=oldest_version)
@@ -44,7 +45,7 @@ class OffloadingSource:
         """See `GroupSource.pending`."""
         return self._source.pending()
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> list[Sample]:
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> SampleBatch:
         """See `GroupSource.generate`."""
         self._release()
         return self._source.generate(prompts, sampling, seed=seed)

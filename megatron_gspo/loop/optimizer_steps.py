@@ -4,41 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from megatron_gspo.algorithms import ratio_quantiles
+from megatron_gspo.algorithms import RatioHistogram, ratio_histograms
 from megatron_gspo.config import Config
-from megatron_gspo.data.sample import Sample
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.errors import RunError, first_line
+from megatron_gspo.loop.ratio_quantiles import quantiles_over_ranks
 from megatron_gspo.loop.rollout_correction import mismatch
 from megatron_gspo.loop.routing import RoutingReplay
+from megatron_gspo.loop.step_plan import StepPlan
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.policy import Policy
 from megatron_gspo.mcore.train_step import StepResult, train_mini_batch
-
-
-def mini_batches(count: int, size: int, *, seed: int, step: int, epoch: int) -> list[list[int]]:
-    """Positions of the samples of each mini-batch: a permutation that depends on (seed, step, epoch) alone."""
-    order = np.random.default_rng([seed, step, epoch]).permutation(count)
-    return [order[start : start + size].tolist() for start in range(0, count, size)]
 
 
 @dataclass(frozen=True)
 class Update:
     """The metrics of a step's updates, and the ratios of the last one, whose policy differs most from the old one.
 
-    samples, log_probs: the last mini-batch and ``[R]`` log-probs of each of its samples before that update. flips:
-    ``[R]`` of each, see ``gather_flips``; None if not measured.
+    batch: the last mini-batch. log_probs: ``[R]`` of each of this replica's samples of it, before that update. flips:
+    ``[R]`` of each, see ``flips_of_replica``; None if not measured.
     """
 
     metrics: dict[str, float]
-    samples: list[Sample]
-    log_probs: list[np.ndarray]
-    flips: list[np.ndarray] | None = None
+    batch: SampleBatch = field(default_factory=lambda: SampleBatch.of([]))
+    log_probs: dict[int, np.ndarray] = field(default_factory=dict)
+    flips: dict[int, np.ndarray] | None = None
 
 
 def writes_ratios(config: Config, step: int) -> bool:
@@ -48,40 +43,44 @@ def writes_ratios(config: Config, step: int) -> bool:
 
 
 def run_optimizer_steps(
-    policy: Policy, samples: Sequence[Sample], config: Config, step: int, routing: RoutingReplay, timers: Timers
+    policy: Policy, batch: SampleBatch, config: Config, step: int, plan: StepPlan, routing: RoutingReplay,
+    timers: Timers,
 ) -> Update:
     """Train on a rollout batch: ``ppo_epochs`` passes, one optimizer step for each mini-batch.
 
     A mini-batch without a trained token is skipped and counted. Metrics are means over optimizer steps.
-    """
+    """  # fmt: skip
     results: list[StepResult] = []
-    trained: list[list[Sample]] = []
+    update = Update({})
+    ratios: dict[str, RatioHistogram] = {}
     skipped = 0
     clock = policy.config.timers
     if clock is not None:
         clock.take()  # it also timed the old policy's pass
-    for epoch in range(config.training.ppo_epochs):
-        for rows in mini_batches(
-            len(samples), config.training.global_batch_size, seed=config.seed, step=step, epoch=epoch
-        ):
-            batch = [samples[i] for i in rows]
-            if not any(sample.loss_mask.any() for sample in batch):
-                skipped += 1
-                continue
-            with timers("train"), _explained(step):
-                result = train_mini_batch(
-                    policy, batch, config.algorithm, config.training,
-                    temperature=config.rollout.temperature, routing=routing.update_options(len(results) + skipped),
-                )  # fmt: skip
-            routing.add_update(result.routing, batch, timers, flips=writes_ratios(config, step + 1))
-            results.append(replace(result, routing=None))  # frees the mini-batch's routes
-            trained.append(batch)
-    if not results:
-        return Update({"updates": 0.0, "updates/skipped": float(skipped)}, [], [])
+    for number, (rows, packing) in enumerate(plan.updates):
+        part = batch.select(rows)
+        if not part.has_trained_tokens:
+            skipped += 1
+            continue
+        with timers("train"), _explained(step):
+            result = train_mini_batch(
+                policy, part, config.algorithm, config.training, temperature=config.rollout.temperature,
+                routing=routing.update_options(number), plan=packing,
+            )  # fmt: skip
+        routing.add_update(result.routing, part, timers, flips=writes_ratios(config, step + 1))
+        if not results and config.algorithm.old_log_probs == "rollout":  # before it the policy is the old one
+            update.metrics.update(mismatch(part, result.log_probs))
+        if config.algorithm.has_ratio:
+            ratios = _added(ratios, part, result)
+        update = Update(update.metrics, part, result.log_probs, routing.measured.flips)
+        results.append(replace(result, routing=None, log_probs={}))  # frees the mini-batch's routes
     metrics = {"updates": float(len(results)), "updates/skipped": float(skipped)}
-    metrics |= update_metrics(results, trained, config) | packing_metrics(policy, results)
+    if not results:
+        return Update(metrics)
+    metrics |= update.metrics | averaged_metrics([result.metrics for result in results])
+    metrics |= quantiles_over_ranks(ratios, batch.group) | packing_metrics(policy, results)
     metrics |= clock.take() if clock is not None else {}
-    return Update(metrics, trained[-1], results[-1].log_probs, routing.measured.flips)
+    return replace(update, metrics=metrics)
 
 
 @contextmanager
@@ -98,32 +97,15 @@ def _explained(step: int) -> Iterator[None]:
         ) from error
 
 
-def update_metrics(
-    results: Sequence[StepResult], trained: Sequence[Sequence[Sample]], config: Config
-) -> dict[str, float]:
-    """Averages over the updates, the mismatch in the first of them if the old log-probs are the rollout's, and on rank
-    0 the quantiles of the importance ratios. trained: the mini-batch of each result."""
-    averaged = _averaged([result.metrics for result in results])
-    if "entropy" in averaged:  # of the policies in between; "entropy" is the old policy's
-        averaged["entropy/updates"] = averaged.pop("entropy")
-    metrics = {}
-    if config.algorithm.old_log_probs == "rollout":  # before the first update the policy is the old one
-        metrics = mismatch(trained[0], results[0].log_probs)
-    metrics |= averaged
-    if dist.get_rank() == 0 and config.algorithm.has_ratio:
-        metrics |= _quantiles(
-            [sample for batch in trained for sample in batch],
-            [value for result in results for value in result.log_probs],
-        )
-    return metrics
-
-
-def _averaged(records: Sequence[dict[str, float]]) -> dict[str, float]:
+def averaged_metrics(records: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Means over the updates; of names ending in ``_max`` or ``_min`` the extreme."""
     combined: dict[str, float] = {}
     for name in dict.fromkeys(name for record in records for name in record):
         values = [record[name] for record in records if name in record]
         reduce = max if name.endswith("_max") else min if name.endswith("_min") else np.mean
         combined[name] = float(reduce(values))
+    if "entropy" in combined:  # of the policies in between; "entropy" is the old policy's
+        combined["entropy/updates"] = combined.pop("entropy")
     return combined
 
 
@@ -141,11 +123,13 @@ def packing_metrics(policy: Policy, results: Sequence[StepResult]) -> dict[str, 
     }
 
 
-def _quantiles(samples: Sequence[Sample], log_probs: Sequence[np.ndarray]) -> dict[str, float]:
-    lengths = [sample.response_length for sample in samples]
-    return ratio_quantiles(
-        torch.from_numpy(np.concatenate(log_probs)),
-        torch.from_numpy(np.concatenate([sample.old_log_probs for sample in samples])),
-        torch.from_numpy(np.concatenate([sample.loss_mask for sample in samples])),
-        torch.from_numpy(np.repeat(np.arange(len(samples)), lengths)),
+def _added(ratios: dict[str, RatioHistogram], batch: SampleBatch, result: StepResult) -> dict[str, RatioHistogram]:
+    """The histograms with the ratios of this replica's samples in an update."""
+    samples, none = batch.samples, [np.zeros(0, dtype=np.float32)]
+    found = ratio_histograms(
+        torch.from_numpy(np.concatenate([result.log_probs[i] for i in batch.held] or none)),
+        torch.from_numpy(np.concatenate([sample.old_log_probs for sample in samples] or none)),
+        torch.from_numpy(np.concatenate([sample.loss_mask for sample in samples] or none)),
+        torch.from_numpy(np.repeat(np.arange(len(samples)), [sample.response_length for sample in samples])),
     )
+    return {level: ratios[level] + one if level in ratios else one for level, one in found.items()}

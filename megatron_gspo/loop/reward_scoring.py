@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import math
+import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from megatron_gspo.algorithms import zero_variance_groups
-from megatron_gspo.data.sample import Prompt, Sample
+from megatron_gspo.data.sample import FINISH_REASONS, Prompt, Sample
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.data.turn_spans import spans, with_spans
 from megatron_gspo.environments.environment_pool import EnvironmentPool
 from megatron_gspo.loop.timers import Timers
-from megatron_gspo.mcore.process_groups import compute_device
-from megatron_gspo.rewards.scorer import FAILURE, RewardScorer
+from megatron_gspo.parallel.collectives import group_rank, group_size
+from megatron_gspo.parallel.host_exchange import exchange_bytes
+from megatron_gspo.parallel.rank_zero import first_failure
+from megatron_gspo.rewards.scorer import FAILURE, FAILURES, RewardScorer
 from megatron_gspo.rewards.verifiers import VerifierError
+
+_ABORTED = FINISH_REASONS.index("abort")
 
 
 class Rewards(Protocol):
@@ -28,11 +34,11 @@ class Rewards(Protocol):
     def name(self) -> str: ...
 
     def __call__(
-        self, samples: Sequence[Sample], prompts: Sequence[Prompt], timers: Timers
-    ) -> tuple[list[Sample], Counter[str]]:
-        """The samples with their rewards, the same on every rank, and failures by kind.
+        self, batch: SampleBatch, prompts: Sequence[Prompt], timers: Timers
+    ) -> tuple[SampleBatch, Counter[str]]:
+        """The samples with their rewards, known to every rank, and failures by kind.
 
-        The reward of a failure is ``data.verifier_failure_reward`` or NaN; its reason is in the metadata.
+        The reward of a failure is ``data.verifier_failure_reward`` or NaN; its reason is in the sample's metadata.
         """
         ...
 
@@ -43,29 +49,29 @@ class Rewards(Protocol):
 
 @dataclass(frozen=True)
 class VerifierRewards:
-    """Rewards of a verifier. Each rank scores every N-th sample of N ranks; one all-reduce distributes the rewards."""
+    """Rewards of a verifier. Each rank scores every N-th response of N ranks, whose texts are sent to it."""
 
     scorer: RewardScorer
     name: str
 
     def __call__(
-        self, samples: Sequence[Sample], prompts: Sequence[Prompt], timers: Timers
-    ) -> tuple[list[Sample], Counter[str]]:
+        self, batch: SampleBatch, prompts: Sequence[Prompt], timers: Timers
+    ) -> tuple[SampleBatch, Counter[str]]:
         """See `Rewards`."""
         with timers("verify"):
-            rank, size = dist.get_rank(), dist.get_world_size()
-            scores = self.scorer.score(samples[rank::size], prompts)
-            rewards = torch.zeros(len(samples), dtype=torch.float64)
-            rewards[rank::size] = torch.from_numpy(scores.rewards).double()
-            names = sorted(scores.counts)
-            counts = torch.tensor([float(scores.counts[name]) for name in names], dtype=torch.float64)
-            both = torch.cat([rewards, counts]).to(compute_device())
-            dist.all_reduce(both)
-            values = both.tolist()
-            scored = [replace(s, reward=reward) for s, reward in zip(samples, values[: len(samples)], strict=True)]
-            failures = Counter(dict(zip(names, map(int, values[len(samples) :]), strict=True)))
+            size = group_size(batch.group)
+            scorers = np.arange(len(batch)) % size
+            texts = _sent({i: sample.text for i, sample in batch.held.items()}, scorers, batch.group)
+            by_index, table = {prompt.index: prompt for prompt in prompts}, batch.table
+            scores = self.scorer.score_texts([(text, by_index[table["prompt_index"][i]]) for i, text in texts.items()])
+            rewards = batch.shared(dict(zip(texts, scores.rewards.tolist(), strict=True)))
+            counts = batch.sum(*(scores.counts[name] for name in FAILURES))
+            scored = batch.with_columns(reward=rewards)
+            failures = Counter(dict(zip(FAILURES, map(int, counts), strict=True)))
             if failures.total():
-                scored = _with_reasons(scored, scores.statuses, scores.messages)
+                given = zip(texts, scores.statuses, scores.messages, strict=True)
+                own = {i: f"{status}: {message}" for i, status, message in given if status != "ok"}
+                scored = _with_reasons(scored, own)
         return scored, failures
 
     def close(self) -> None:
@@ -82,10 +88,14 @@ class EpisodeRewards:
     failure_reward: float | None
 
     def __call__(
-        self, samples: Sequence[Sample], prompts: Sequence[Prompt], timers: Timers
-    ) -> tuple[list[Sample], Counter[str]]:
+        self, batch: SampleBatch, prompts: Sequence[Prompt], timers: Timers
+    ) -> tuple[SampleBatch, Counter[str]]:
         """See `Rewards`."""
-        return score_episodes(samples, self.failure_reward)
+        own, failures = score_episodes(batch.samples, self.failure_reward)
+        held = dict(zip(batch.held, own, strict=True))
+        scored = replace(batch, held=held).with_columns(reward=batch.shared({i: s.reward for i, s in held.items()}))
+        kinds = dict(zip(FAILURES, map(int, batch.sum(*(failures[name] for name in FAILURES))), strict=True))
+        return scored, Counter({name: count for name, count in kinds.items() if count})
 
     def close(self) -> None:
         """End the worker processes."""
@@ -112,40 +122,43 @@ def score_episodes(samples: Sequence[Sample], failure_reward: float | None) -> t
     return scored, failures
 
 
-def _with_reasons(samples: Sequence[Sample], statuses: Sequence[str], messages: Sequence[str]) -> list[Sample]:
-    """The samples with the reasons of all ranks' failures in their metadata; a collective."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    own = {
-        rank + i * size: f"{status}: {message}"
-        for i, (status, message) in enumerate(zip(statuses, messages, strict=True))
-        if status != "ok"
-    }
-    gathered: list[Any] = [None] * size
-    dist.all_gather_object(gathered, own)
-    reasons = {position: reason for found in gathered for position, reason in found.items()}
-    return [
-        replace(sample, metadata={**sample.metadata, FAILURE: reasons[i]}) if i in reasons else sample
-        for i, sample in enumerate(samples)
-    ]
+def _sent(values: Mapping[int, str], target: np.ndarray, group: dist.ProcessGroup | None) -> dict[int, str]:
+    """Texts by position: each from the rank that has it to rank ``target[position]``, ascending. A collective."""
+    parts: list[dict[int, str]] = [{} for _ in range(group_size(group))]
+    for i, text in values.items():
+        parts[target[i]][i] = text
+    kept, parts[group_rank(group)] = parts[group_rank(group)], {}
+    received = exchange_bytes([json.dumps(part).encode() if part else b"" for part in parts], group)
+    for part in received:
+        kept |= {int(i): text for i, text in json.loads(part.tobytes() or b"{}").items()}
+    return dict(sorted(kept.items()))
 
 
-def require_scores(samples: Sequence[Sample], name: str) -> None:
+def _with_reasons(batch: SampleBatch, own: Mapping[int, str]) -> SampleBatch:
+    """The samples with the reasons of failures in their metadata. own: those of this rank's scores. A collective."""
+    reasons = _sent(own, batch.table["holder"], batch.group)
+    return batch.map(
+        lambda i, sample: replace(sample, metadata={**sample.metadata, FAILURE: reasons[i]}) if i in reasons else sample
+    )
+
+
+def require_scores(batch: SampleBatch, name: str) -> None:
     """Raise ``VerifierError`` if no response has a score: then the verifier is broken, not the responses."""
-    if all(math.isnan(sample.reward) for sample in samples):
-        reason = next((sample.metadata[FAILURE] for sample in samples if FAILURE in sample.metadata), "no reason given")
-        raise VerifierError(f"{name} failed on all {len(samples)} responses of a batch (the first: {reason}); fix it")
+    if np.isnan(batch.table["reward"]).all():
+        own = next((sample.metadata[FAILURE] for sample in batch.samples if FAILURE in sample.metadata), "")
+        found = first_failure(own, batch.group)
+        reason = "no reason given" if found is None else found[1]
+        raise VerifierError(f"{name} failed on all {len(batch)} responses of a batch (the first: {reason}); fix it")
 
 
-def counts_in_group(sample: Sample) -> bool:
-    """Whether a response's reward counts in its group's mean and standard deviation; see ``loss_masking``."""
-    return math.isfinite(sample.reward) and sample.finish_reason != "abort"
+def counts_in_group(table: np.ndarray) -> np.ndarray:
+    """[N] bool: whether a response's reward counts in its group's mean and standard deviation; see ``loss_masking``."""
+    return np.isfinite(table["reward"]) & (table["finish"] != _ABORTED)
 
 
-def in_varied_group(samples: Sequence[Sample]) -> list[bool]:
-    """For each sample, whether the rewards of its group that count differ."""
-    counted = [sample for sample in samples if counts_in_group(sample)]
-    rewards = torch.tensor([sample.reward for sample in counted], dtype=torch.float64)
-    groups = torch.tensor([sample.prompt_index for sample in counted], dtype=torch.int64)
-    keep = zero_variance_groups(rewards, groups).keep.tolist()
-    varied = {sample.prompt_index for sample, kept in zip(counted, keep, strict=True) if kept}
-    return [sample.prompt_index in varied for sample in samples]
+def in_varied_group(table: np.ndarray) -> np.ndarray:
+    """[N] bool: whether the rewards of a sample's group that count differ."""
+    counted = table[counts_in_group(table)]
+    groups = np.array(counted["prompt_index"])
+    keep = zero_variance_groups(torch.from_numpy(np.array(counted["reward"])), torch.from_numpy(groups)).keep.numpy()
+    return np.isin(table["prompt_index"], groups[keep])

@@ -1,7 +1,8 @@
 """The scored rollouts of the step after a checkpoint, kept inside it: a run killed in its updates generates only once.
 
 Generation is most of a step's cost. The file is stored in the checkpoint whose weights sampled the rollouts and is
-deleted with it. It is written atomically, and used only if everything that the samples depend on is unchanged.
+deleted with it. It is written atomically, by every rank that has samples its own part, and used only if everything
+that the samples depend on is unchanged.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,16 @@ import torch.distributed as dist
 
 from megatron_gspo.config import Config
 from megatron_gspo.data.sample import Prompt, Sample
+from megatron_gspo.data.sample_batch import ROW, SampleBatch
 from megatron_gspo.loop.generation import DataCursor, Rollout
 from megatron_gspo.mcore.checkpoint.checkpoint_files import ROLLOUTS
-from megatron_gspo.parallel.rank_zero import run_on_rank_zero
-from megatron_gspo.rollout.sample_exchange import decode_samples, encode_samples
+from megatron_gspo.parallel.host_exchange import gather_rows_of_ranks
+from megatron_gspo.parallel.rank_zero import first_failure, run_on_rank_zero
+from megatron_gspo.rollout.sample_codec import decode_samples, encode_samples
 
-_FILE = ROLLOUTS  # a line of JSON, then the samples as they are sent between ranks
+_FILE = ROLLOUTS  # a line of JSON, the table, then a part of each rank: its samples as they are sent between ranks
+_CHUNK = 64 << 20  # bytes that are encoded at once, about
+_PART = np.dtype([("bytes", np.int64), ("crc32", np.int64)])
 
 
 @dataclass(frozen=True)
@@ -51,64 +56,102 @@ class RolloutCache:
         return rollout
 
     def write(self, checkpoint: Path, rollout: Rollout) -> None:
-        """Keep ``rollout`` in the checkpoint; rank 0 writes. A failure is reported and has no other effect."""
+        """Keep ``rollout`` in the checkpoint. A failure of any rank is reported and has no other effect. A collective
+        of the batch's group."""
+        temporary, batch = checkpoint / (_FILE + ".tmp"), rollout.batch
+        failed = ""
+        own = np.zeros(1, dtype=_PART)
+        try:
+            for chunk in _chunks(batch):
+                own["bytes"] += len(chunk)
+                own["crc32"] = zlib.crc32(chunk, int(own["crc32"][0]))
+        except (TypeError, ValueError) as error:  # metadata that JSON can't represent
+            failed = f"{type(error).__name__}: {error}"
+        parts = np.concatenate(gather_rows_of_ranks(own, batch.group))
+        head = self._head(rollout, parts)
+        offset = len(head) + batch.table.nbytes + int(parts["bytes"][: dist.get_rank()].sum())
+        if dist.get_rank() == 0 and not failed:
+            failed = _attempt(lambda: _write(temporary, "wb", 0, [head, batch.table.tobytes()]))
+        problem = first_failure(failed, batch.group)
+        if problem is None and own["bytes"][0]:
+            failed = _attempt(lambda: _write(temporary, "r+b", offset, _chunks(batch)))
+        problem = problem or first_failure(failed, batch.group)
         if dist.get_rank() != 0:
             return
-        temporary = checkpoint / (_FILE + ".tmp")
-        try:
-            payload = encode_samples(rollout.samples, range(len(rollout.samples)))
-            head = {
-                "made with": self.conditions(rollout.samples),
-                "cursor": rollout.cursor.drawn,
-                "pending": rollout.cursor.pending,
-                "metrics": rollout.metrics,
-                "bytes": len(payload),
-                "crc32": zlib.crc32(payload),
-            }
-            with temporary.open("wb") as file:
-                file.write(json.dumps(head).encode() + b"\n" + payload)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, checkpoint / _FILE)
-        except (OSError, TypeError, ValueError) as error:  # no space, or metadata that JSON can't represent
-            temporary.unlink(missing_ok=True)
-            print(f"rollouts not kept in {checkpoint}: {type(error).__name__}: {error}", file=sys.stderr)
+        if problem is None and not (failed := _attempt(lambda: os.replace(temporary, checkpoint / _FILE))):
+            return
+        temporary.unlink(missing_ok=True)
+        print(f"rollouts not kept in {checkpoint}: {problem[1] if problem else failed}", file=sys.stderr)
+
+    def _head(self, rollout: Rollout, parts: np.ndarray) -> bytes:
+        table = rollout.batch.table
+        head = {
+            "made with": self.conditions(table),
+            "cursor": rollout.cursor.drawn,
+            "pending": rollout.cursor.pending,
+            "metrics": rollout.metrics,
+            "rows": [len(table), ROW.itemsize, zlib.crc32(table.tobytes())],
+            "parts": [list(map(int, part)) for part in parts],
+        }
+        return json.dumps(head).encode() + b"\n"
 
     def read(self, checkpoint: Path) -> Rollout | None:
-        """The rollouts kept in the checkpoint, on every rank; None if there are none or this run would draw others.
+        """The rollouts kept in the checkpoint, each part on a rank; None if there are none or this run would draw
+        others.
 
-        Rank 0 decides for all ranks and reports what it found.
+        Rank 0 decides for all ranks and reports what it found. A collective of the world.
         """
         file = checkpoint / _FILE
-        found: list[Rollout] = []
-
-        def decide() -> bool:
-            rollout, problem = self._read_valid(file)
-            if rollout or problem:
-                result = f"not used: {problem}" if problem else "used; they are not generated again"
-                print(f"rollouts kept in {checkpoint}: {result}", file=sys.stderr)
-            found.extend([rollout] if rollout else [])
-            return rollout is not None
-
-        if not run_on_rank_zero(decide):
+        size, rank = dist.get_world_size(), dist.get_rank()
+        head, problem = run_on_rank_zero(lambda: self._read_head(file))
+        samples: dict[int, Sample] = {}
+        if head is not None:
+            damage = ""
+            for number in range(rank, len(head["parts"]), size):
+                try:
+                    samples |= _read_part(file, head, number)
+                except _Damaged as error:
+                    damage = str(error)
+                except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+                    damage = f"the file is damaged ({type(error).__name__})"
+            found = first_failure(damage, dist.group.WORLD)
+            problem = found[1] if found else ""
+        if rank == 0 and (head is not None or problem):
+            result = f"not used: {problem}" if problem else "used; they are not generated again"
+            print(f"rollouts kept in {checkpoint}: {result}", file=sys.stderr)
+        if head is None or problem:
             return None
-        return found[0] if found else _decode(file)[1]
+        batch = SampleBatch.gathered(list(samples.values()), list(samples), dist.group.WORLD)
+        cursor = DataCursor(int(head["cursor"]), tuple(map(int, head["pending"])))
+        return Rollout(batch, cursor, dict(head["metrics"]))
 
-    def _read_valid(self, file: Path) -> tuple[Rollout | None, str]:
-        """The rollouts of a file, or why they can't be used; neither if there is no file."""
+    def _read_head(self, file: Path) -> tuple[dict[str, Any] | None, str]:
+        """The first line of a file with its length as ``head``, or why it can't be used; neither if there is no
+        file."""
         if not file.is_file():
             return None, ""
         try:
-            made_with, rollout = _decode(file)
-            now = self.conditions(rollout.samples)
-            changed = next((key for key, value in now.items() if made_with.get(key) != value), None)
+            with file.open("rb") as stream:
+                line = stream.readline()
+                head = json.loads(line)
+                rows, width, crc32 = head["rows"]
+                table = stream.read(rows * width)
+            head["start"] = len(line) + len(table)
+            if file.stat().st_size != head["start"] + sum(part for part, _ in head["parts"]):
+                raise _Damaged("the file is damaged")
+            if width != ROW.itemsize:
+                return None, "samples were encoded by another version"
+            if zlib.crc32(table) != crc32:
+                raise _Damaged("the file is damaged")
+            now = self.conditions(np.frombuffer(table, dtype=ROW))
+            changed = next((key for key, value in now.items() if head["made with"].get(key) != value), None)
         except _Damaged as error:
             return None, str(error)
         except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             return None, f"the file is damaged ({type(error).__name__})"
-        return (None, f"{changed} has changed") if changed else (rollout, "")
+        return (None, f"{changed} has changed") if changed else (head, "")
 
-    def conditions(self, samples: Sequence[Sample]) -> dict[str, Any]:
+    def conditions(self, table: np.ndarray) -> dict[str, Any]:
         """All that scored rollouts depend on besides the weights, as plain JSON values by config key."""
         config = self.config.dump()
         found = {"seed": config["seed"], "engine": self.engine_name}
@@ -123,7 +166,7 @@ class RolloutCache:
         found["the engine's routes"] = self.config.routing.needs_rollout_routes
         found["the verifier's file"] = _digest_of_file(self.config.data.resolved_verifier)
         found["the environment's file"] = _digest_of_file(self.config.rollout.environment or "")
-        drawn = sorted({sample.prompt_index for sample in samples})
+        drawn = np.unique(table["prompt_index"]).tolist()
         found["the set of prompts"] = _digest(self.prompts, drawn)
         return json.loads(json.dumps(found, default=str))
 
@@ -132,15 +175,52 @@ class _Damaged(Exception):
     """A file that was not written by `RolloutCache.write`, or was changed since."""
 
 
-def _decode(file: Path) -> tuple[dict[str, Any], Rollout]:
-    """(conditions, rollouts) of a file. Raises _Damaged, or whatever a damaged file causes."""
-    first, _, payload = file.read_bytes().partition(b"\n")
-    head = json.loads(first)
-    if len(payload) != head["bytes"] or zlib.crc32(payload) != head["crc32"]:
+def _chunks(batch: SampleBatch) -> Iterator[bytes]:
+    """This rank's samples as bytes, each chunk after its length in 8 bytes."""
+    positions = list(batch.held)
+    while positions:
+        taken, size = 0, 0
+        while taken < len(positions) and size < _CHUNK:
+            sample = batch.held[positions[taken]]
+            size += 32 * sample.length + (0 if sample.routed_experts is None else sample.routed_experts.nbytes)
+            taken += 1
+        rows, positions = positions[:taken], positions[taken:]
+        payload = encode_samples([batch.held[i] for i in rows], rows)
+        yield len(payload).to_bytes(8, "little") + payload
+
+
+def _read_part(file: Path, head: dict[str, Any], number: int) -> dict[int, Sample]:
+    """The samples of a part by position. Raises _Damaged, or whatever a damaged file causes."""
+    size, crc32 = head["parts"][number]
+    start = head["start"] + sum(part for part, _ in head["parts"][:number])
+    payload = np.fromfile(file, dtype=np.uint8, count=size, offset=start)
+    if len(payload) != size or zlib.crc32(payload) != crc32:
         raise _Damaged("the file is damaged")
-    pairs = decode_samples(np.frombuffer(bytearray(payload), dtype=np.uint8))
-    cursor = DataCursor(int(head["cursor"]), tuple(map(int, head["pending"])))
-    return head["made with"], Rollout([sample for _, sample in pairs], cursor, dict(head["metrics"]))
+    samples: dict[int, Sample] = {}
+    at = 0
+    while at < size:
+        length = int.from_bytes(payload[at : at + 8].tobytes(), "little")
+        samples |= dict(decode_samples(payload[at + 8 : at + 8 + length]))
+        at += 8 + length
+    return samples
+
+
+def _write(file: Path, mode: str, offset: int, chunks: Iterator[bytes] | Sequence[bytes]) -> None:
+    with file.open(mode) as stream:
+        stream.seek(offset)
+        for chunk in chunks:
+            stream.write(chunk)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _attempt(action: Callable[[], None]) -> str:
+    """Why an action on files failed; empty where it didn't."""
+    try:
+        action()
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _digest(prompts: Sequence[Prompt], drawn: Sequence[int]) -> str:

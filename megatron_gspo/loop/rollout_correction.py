@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,21 +11,21 @@ from torch import Tensor
 
 from megatron_gspo.algorithms import (
     Segments,
-    effective_sample_size,
     mismatch_metrics,
-    ratio_quantiles,
+    ratio_histograms,
     sequence_importance_weights,
     sequence_rejection_mask,
     token_importance_weights,
     token_rejection_mask,
 )
 from megatron_gspo.config import AlgorithmConfig, ConfigError
-from megatron_gspo.data.sample import Sample
+from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.loop.ratio_quantiles import quantiles_over_ranks
 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Response tokens of whole samples, concatenated, [T] each; ids: which sample, 0 .. count-1."""
+    """Response tokens of the samples that this rank holds, concatenated, [T] each; ids: which of them, 0 .. count-1."""
 
     log_probs: Tensor
     rollout: Tensor
@@ -34,12 +34,14 @@ class _Tokens:
     count: int
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], log_probs: Sequence[np.ndarray]) -> _Tokens:
+    def of(cls, batch: SampleBatch, log_probs: Mapping[int, np.ndarray]) -> _Tokens:
+        samples = batch.samples
         lengths = [sample.response_length for sample in samples]
+        none = [np.zeros(0, dtype=np.float32)]
         return cls(
-            torch.from_numpy(np.concatenate(log_probs)),
-            torch.from_numpy(np.concatenate([sample.rollout_log_probs for sample in samples])),
-            torch.from_numpy(np.concatenate([sample.loss_mask for sample in samples])),
+            torch.from_numpy(np.concatenate([log_probs[i] for i in batch.held] or none)),
+            torch.from_numpy(np.concatenate([sample.rollout_log_probs for sample in samples] or none)),
+            torch.from_numpy(np.concatenate([sample.loss_mask for sample in samples] or [np.zeros(0, dtype=bool)])),
             torch.from_numpy(np.repeat(np.arange(len(samples)), lengths)),
             len(samples),
         )
@@ -48,69 +50,71 @@ class _Tokens:
     def segments(self) -> Segments:
         return Segments(self.mask, self.ids, self.count)
 
-    def split(self, values: Tensor) -> list[np.ndarray]:
-        """[T] as one array for each sample."""
-        return np.split(values.numpy(), np.cumsum(np.bincount(self.ids.numpy(), minlength=self.count))[:-1])
+    def split(self, values: Tensor, batch: SampleBatch) -> dict[int, np.ndarray]:
+        """[T] as one array for each held sample, by position."""
+        parts = np.split(values.numpy(), np.cumsum(np.bincount(self.ids.numpy(), minlength=self.count))[:-1])
+        return dict(zip(batch.held, parts, strict=False))
 
 
-def mismatch(samples: Sequence[Sample], log_probs: Sequence[np.ndarray]) -> dict[str, float]:
-    """``mismatch/*``: differences between the rollout engine's log-probs and ``log_probs`` [R] of the training engine.
-
-    Empty if the engine gives none.
+def mismatch(batch: SampleBatch, log_probs: Mapping[int, np.ndarray]) -> dict[str, float]:
+    """``mismatch/*``: differences between the rollout engine's log-probs and ``log_probs`` [R] of the training engine,
+    by position. Empty if the engine gives none. A collective of the batch's group.
     """
-    if any(sample.rollout_log_probs is None for sample in samples):
+    if batch.lacks("rollout_log_probs"):
         return {}
-    tokens = _Tokens.of(samples, log_probs)
-    found = mismatch_metrics(
-        tokens.log_probs, tokens.rollout, tokens.mask, num_tokens=max(int(tokens.mask.sum()), 1)
-    )
-    ratios = ratio_quantiles(tokens.log_probs, tokens.rollout, tokens.mask, tokens.ids)
-    return {name: float(value) for name, value in found.items()} | {f"mismatch/{n}": v for n, v in ratios.items()}
+    tokens = _Tokens.of(batch, log_probs)
+    both = tokens.log_probs, tokens.rollout
+    count = batch.sum(int(tokens.mask.sum()))[0]
+    shares = mismatch_metrics(both[0].double(), both[1].double(), tokens.mask, num_tokens=max(count, 1))
+    found = {name: float(value) for name, value in shares.items()}
+    largest = batch.max(found.pop("mismatch/abs_diff_max"))[0]
+    found = dict(zip(found, batch.sum(*found.values()), strict=True)) | {"mismatch/abs_diff_max": largest}
+    histograms = ratio_histograms(*both, tokens.mask, tokens.ids)
+    return found | {f"mismatch/{name}": v for name, v in quantiles_over_ranks(histograms, batch.group).items()}
 
 
-def correct_mismatch(
-    samples: Sequence[Sample], algorithm: AlgorithmConfig
-) -> tuple[list[Sample], dict[str, float]]:
+def correct_mismatch(batch: SampleBatch, algorithm: AlgorithmConfig) -> tuple[SampleBatch, dict[str, float]]:
     """Apply ``algorithm.rollout_rs`` and ``rollout_is`` to samples with old log-probs and advantages.
 
     Rejected tokens leave ``loss_mask`` first, so that ``|y_i|``, N and M decrease with them; the importance weights are
     those of the remaining tokens. A response without a trained token still counts in its group's mean and std: its
     reward is known. Whole samples are compared, before they are cut into batches, so the result doesn't depend on the
-    cut.
+    cut. A collective of the batch's group.
     """
-    corrected = list(samples)
     metrics: dict[str, float] = {}
     for key, apply in (("rollout_rs", _reject), ("rollout_is", _weight)):
         if (level := getattr(algorithm, key)) == "none":
             continue
-        if any(sample.rollout_log_probs is None for sample in corrected):
+        if batch.lacks("rollout_log_probs"):
             raise ConfigError(f"algorithm.{key}", level, "the engine gives no log-probs", "set it to none")
-        tokens = _Tokens.of(corrected, [sample.old_log_probs for sample in corrected])
-        corrected, found = apply(algorithm, corrected, tokens)
+        tokens = _Tokens.of(batch, {i: sample.old_log_probs for i, sample in batch.held.items()})
+        batch, found = apply(algorithm, batch, tokens)
         metrics |= found
-    return corrected, metrics
+    return batch, metrics
 
 
 def _reject(
-    algorithm: AlgorithmConfig, samples: Sequence[Sample], tokens: _Tokens
-) -> tuple[list[Sample], dict[str, float]]:
+    algorithm: AlgorithmConfig, batch: SampleBatch, tokens: _Tokens
+) -> tuple[SampleBatch, dict[str, float]]:
     low, high = algorithm.rollout_rs_band
     both = tokens.log_probs, tokens.rollout
     if algorithm.rollout_rs == "token":
         kept = token_rejection_mask(*both, tokens.mask, lower=low, upper=high)
     else:
         kept = sequence_rejection_mask(*both, tokens.segments, lower=low, upper=high)
-    masked = [replace(sample, loss_mask=part) for sample, part in zip(samples, tokens.split(kept), strict=True)]
-    had, has = (sum(bool(sample.loss_mask.any()) for sample in either) for either in (samples, masked))
+    parts = tokens.split(kept, batch)
+    masked = batch.map(lambda i, sample: replace(sample, loss_mask=parts[i])).with_trained()
+    before, after = batch.table["trained"], masked.table["trained"]
+    had, has = np.count_nonzero(before), np.count_nonzero(after)
     return masked, {
-        "rollout_rs/tokens": 1.0 - float(kept.sum()) / max(int(tokens.mask.sum()), 1) if had else 0.0,
-        "rollout_rs/sequences": (had - has) / max(had, 1),
+        "rollout_rs/tokens": 1.0 - float(after.sum()) / max(int(before.sum()), 1) if had else 0.0,
+        "rollout_rs/sequences": float(had - has) / max(had, 1),
     }
 
 
 def _weight(
-    algorithm: AlgorithmConfig, samples: Sequence[Sample], tokens: _Tokens
-) -> tuple[list[Sample], dict[str, float]]:
+    algorithm: AlgorithmConfig, batch: SampleBatch, tokens: _Tokens
+) -> tuple[SampleBatch, dict[str, float]]:
     """Multiply the advantages by the importance weights. The metrics are over what has a weight of its own: trained
     tokens, or sequences with a trained token."""
     cap = algorithm.rollout_is_threshold
@@ -122,14 +126,17 @@ def _weight(
         weights = sequence_importance_weights(*both, tokens.segments, threshold=cap)
         last = torch.zeros(tokens.count).index_copy(0, tokens.ids, weights)  # any token's: they are equal
         units = last[tokens.ids[tokens.mask].unique()]
-    parts = zip(samples, tokens.split(weights), strict=True)
-    weighted = [replace(sample, advantages=sample.advantages * part) for sample, part in parts]
-    if not units.numel():
+    parts = tokens.split(weights, batch)
+    weighted = batch.map(lambda i, sample: replace(sample, advantages=sample.advantages * parts[i]))
+    w = units.double()
+    count, total, squares, cut = batch.sum(len(w), float(w.sum()), float(w.square().sum()), float((units >= cap).sum()))
+    low, high = batch.max(*(-float(w.min()), float(w.max())) if len(w) else (-np.inf, -np.inf))
+    if not count:
         return weighted, {}
     return weighted, {
-        "rollout_is/weight_mean": float(units.mean()),
-        "rollout_is/weight_min": float(units.min()),
-        "rollout_is/weight_max": float(units.max()),
-        "rollout_is/effective_sample_size": effective_sample_size(units),
-        "rollout_is/truncated": float((units >= cap).float().mean()),
+        "rollout_is/weight_mean": total / count,
+        "rollout_is/weight_min": -low,
+        "rollout_is/weight_max": high,
+        "rollout_is/effective_sample_size": total**2 / squares / count,
+        "rollout_is/truncated": cut / count,
     }

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from megatron_gspo.data.sample import Sample
+import numpy as np
+
 from megatron_gspo.loop.generation import DataCursor
 
 
-def rollout_record(samples: Sequence[Sample], cursor: DataCursor) -> dict[str, Any]:
+def rollout_record(table: np.ndarray, cursor: DataCursor) -> dict[str, Any]:
     """A step's record: [prompt, sample, oldest version, newest version] of each sample, and the cursor after it."""
-    rows = []
-    for sample in samples:
-        versions = [sample.weight_version] if sample.token_versions is None else sample.token_versions
-        rows.append([sample.prompt_index, sample.sample_index, int(min(versions)), int(max(versions))])
+    columns = ("prompt_index", "sample_index", "oldest_version", "newest_version")
+    rows = [list(row) for row in zip(*(table[name].tolist() for name in columns), strict=True)]
     return {"samples": rows, "cursor": cursor.drawn, "pending": list(cursor.pending)}

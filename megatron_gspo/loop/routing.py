@@ -16,11 +16,13 @@ import numpy as np
 
 from megatron_gspo.config import Config, RoutingConfig
 from megatron_gspo.data.sample import Sample
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.loop.timers import Timers
-from megatron_gspo.mcore.routing_replay.gather_results import gather_flips, gather_routes, routing_stats
+from megatron_gspo.mcore.routing_replay.gather_results import flips_of_replica, routes_of_replica, routing_stats
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes, ReplayOptions
+from megatron_gspo.parallel.rank_zero import first_failure
 from megatron_gspo.routing_replay.router_noise import RouterNoise, pass_seed
-from megatron_gspo.routing_replay.routes import RouteShape, check_routes
+from megatron_gspo.routing_replay.routes import RouteError, RouteShape, check_routes
 from megatron_gspo.routing_replay.step_metrics import StepRouting
 from megatron_gspo.tracking.run_directory import evenly_spaced
 
@@ -50,14 +52,22 @@ class RoutingReplay:
     noise: RouterNoise | None = None
     measured: StepRouting = field(default_factory=StepRouting)
 
-    def check_rollout_routes(self, samples: Sequence[Sample]) -> None:
+    def check_rollout_routes(self, batch: SampleBatch) -> None:
         """Check the routes that the rollout engine gave; ``RouteError`` naming the sample if they can't be used.
 
-        Missing routes are allowed where routes are only compared.
+        Missing routes are allowed where routes are only compared. A collective of the batch's group.
         """
-        if self.config.needs_rollout_routes and self.shape is not None:
-            missing = self.config.missing_routes if self.config.replay == "r3" else "live"
-            self.measured.missing_routes = check_routes(samples, self.shape, missing=missing)
+        if not self.config.needs_rollout_routes or self.shape is None:
+            return
+        missing = self.config.missing_routes if self.config.replay == "r3" else "live"
+        count, failure = 0, ""
+        try:
+            count = check_routes(batch.samples, self.shape, missing=missing)
+        except RouteError as error:
+            failure = str(error)
+        if (failed := first_failure(failure, batch.group)) is not None:
+            raise RouteError(failed[1])
+        self.measured.missing_routes = int(batch.sum(count)[0])
 
     def old_policy_options(self) -> ReplayOptions | None:
         """What the routers do while the old policy's log-probs are computed."""
@@ -100,40 +110,50 @@ class RoutingReplay:
     def _is_used(self) -> bool:
         return self.has_ratio and self.config.uses_routes
 
-    def metric_sequences(self, samples: Sequence[Sample]) -> list[int]:
-        """Positions of the sequences whose routes are recorded for metrics alone."""
-        return evenly_spaced(range(len(samples)), self.config.metric_sequences)
+    def metric_sequences(self, count: int) -> list[int]:
+        """Positions of the sequences whose routes are recorded for metrics alone, among ``count``."""
+        return evenly_spaced(range(count), self.config.metric_sequences)
 
-    def with_old_routes(self, samples: Sequence[Sample], positions: Sequence[int],
-                        done: Sequence[MicroBatchRoutes] | None, timers: Timers) -> list[Sample]:
+    def with_old_routes(self, batch: SampleBatch, positions: Sequence[int],
+                        done: Sequence[MicroBatchRoutes] | None, timers: Timers) -> SampleBatch:
         """The samples with the routes that a pass over those at ``positions`` recorded, where the updates need them.
 
         Keeps the statistics of the pass. done: its routes; None if there was no pass.
         """
-        found = list(samples)
         if done is not None and self._is_used:
             with timers("routing"):
-                scored = [samples[i] for i in positions]
                 if self.config.metrics:
                     self.measured.old = routing_stats(done)
                 if self.config.replay != "r3":
-                    wanted = list(range(len(scored))) if self.config.replay == "r2" else self.metric_sequences(scored)
-                    recorded, exchanged = gather_routes(done, scored, wanted)
-                    found = [without_routes(sample, done[0].options.shape) for sample in samples]
-                    for i, routes in zip(wanted, recorded, strict=True):
-                        found[positions[i]] = replace(scored[i], routed_experts=routes, missing_routes=None)
-                    self.measured.bytes_moved += exchanged
+                    batch = self._with_recorded(batch, positions, done)
                 self.measured.bytes_moved += sum(routes.bytes_moved for routes in done)
-        self.measured.bytes_stored = sum(stored_bytes(sample) for sample in found)
-        return found
+        self.measured.bytes_stored = int(batch.sum(sum(map(stored_bytes, batch.samples)))[0])
+        return batch
 
-    def add_update(self, done: Sequence[MicroBatchRoutes] | None, batch: Sequence[Sample], timers: Timers, *,
+    def _with_recorded(self, batch: SampleBatch, positions: Sequence[int],
+                       done: Sequence[MicroBatchRoutes]) -> SampleBatch:  # fmt: skip
+        """The samples with recorded routes: all of those at ``positions``, or some for metrics."""
+        scored = batch.select(positions)
+        wanted = range(len(scored)) if self.config.replay == "r2" else self.metric_sequences(len(scored))
+        found, exchanged = routes_of_replica(done, scored, wanted)
+        self.measured.bytes_moved += exchanged
+        recorded = {positions[i]: routes for i, routes in found.items()}
+        shape = done[0].options.shape
+
+        def change(i: int, sample: Sample) -> Sample:
+            if i not in recorded:
+                return without_routes(sample, shape)
+            return replace(sample, routed_experts=recorded[i], missing_routes=None)
+
+        return batch.map(change)
+
+    def add_update(self, done: Sequence[MicroBatchRoutes] | None, batch: SampleBatch, timers: Timers, *,
                    flips: bool) -> None:
         """Add what the routers did in an update with ``batch``; ``flips``: for each token too. A collective."""
         if done is not None and self._is_used:
             with timers("routing"):
                 self.measured.updates.append(routing_stats(done))
-                self.measured.flips = gather_flips(done, batch) if flips and done[0].options.compare else None
+                self.measured.flips = flips_of_replica(done, batch) if flips and done[0].options.compare else None
                 self.measured.bytes_moved += sum(routes.bytes_moved for routes in done)
 
 

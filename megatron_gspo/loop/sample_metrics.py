@@ -2,76 +2,72 @@
 
 from __future__ import annotations
 
-import math
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 
-from megatron_gspo.data.sample import Sample
-from megatron_gspo.data.turn_spans import spans
+from megatron_gspo.data.sample import FINISH_REASONS
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.loop.reward_scoring import in_varied_group
 
 
-def sample_metrics(samples: Sequence[Sample], *, version: int, supervised: bool) -> dict[str, float]:
+def sample_metrics(batch: SampleBatch, *, version: int, supervised: bool) -> dict[str, float]:
     """``response_length/*``, ``staleness/*``, ``turns/*``, and unless supervised ``reward/*`` and ``groups/*``.
 
     version: of the weights before the batch's first update, which is the number of steps done.
     """
-    lengths = np.array([sample.response_length for sample in samples], dtype=np.float64)
-    found = staleness(samples, version) | turn_metrics(samples)
+    table = batch.table
+    lengths = table["response_length"].astype(np.float64)
+    found = staleness(batch, version) | turn_metrics(table)
     found |= {
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
-        "response_length/truncated": float(np.mean([sample.finish_reason == "length" for sample in samples])),
+        "response_length/truncated": float(np.mean(table["finish"] == FINISH_REASONS.index("length"))),
     }
     if supervised:
         return found
-    rewards = np.array([sample.reward for sample in samples if not math.isnan(sample.reward)])
+    rewards = table["reward"][~np.isnan(table["reward"])]
     return found | {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
-        "groups/zero_variance": 1.0 - float(np.mean(in_varied_group(samples))),
+        "groups/zero_variance": 1.0 - float(np.mean(in_varied_group(table))),
     }
 
 
-def staleness(samples: Sequence[Sample], version: int) -> dict[str, float]:
-    """``staleness/*`` of the trained tokens, in weight versions; 0 is on-policy.
+def staleness(batch: SampleBatch, version: int) -> dict[str, float]:
+    """``staleness/*`` of the trained tokens, in weight versions; 0 is on-policy. A collective of the batch's group.
 
     Empty if no sample has ``token_versions``: then the engine can only sample on-policy.
     """
-    if all(sample.token_versions is None for sample in samples):
+    if not batch.table["has_versions"].any():
         return {}
-    behind = version - np.concatenate([sample.trained_versions for sample in samples])
-    if not behind.size:
-        return {}
-    return {"staleness/mean": float(behind.mean()), "staleness/max": float(behind.max())}
+    behind = [version - sample.trained_versions for sample in batch.samples if sample.loss_mask.any()]
+    total, count = batch.sum(sum(float(b.sum()) for b in behind), sum(map(len, behind)))
+    largest = batch.max(max((float(b.max()) for b in behind), default=-np.inf))[0]
+    return {"staleness/mean": total / count, "staleness/max": largest} if count else {}
 
 
-def turn_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+def turn_metrics(table: np.ndarray) -> dict[str, float]:
     """``turns/*`` of episodes; empty for single-turn samples."""
-    counts = [len(spans(sample)) for sample in samples]
-    if not any(counts):
+    counts = table["turns"]
+    if not counts.any():
         return {}
-    observed = [sample.response_length - sum(s.end - s.start for s in spans(sample)) for sample in samples]
     return {
         "turns/mean": float(np.mean(counts)),
         "turns/max": float(np.max(counts)),
-        "turns/observation_tokens": float(np.mean(observed)),
+        "turns/observation_tokens": float(np.mean(table["response_length"] - table["turn_tokens"])),
     }
 
 
-def throughput(
-    samples: Sequence[Sample], times: Mapping[str, float], metrics: Mapping[str, float]
-) -> dict[str, float]:
+def throughput(tokens: int, times: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
     """The step's times, tokens per second (prompts and responses) and peak memory in GiB.
 
-    ``perf/tokens_per_second`` counts the rollout batch once over the whole step, ``perf/train_tokens_per_second`` every
-    pass over it in the time of the updates. metrics: of the updates.
+    tokens: of the rollout batch. ``perf/tokens_per_second`` counts it once over the whole step,
+    ``perf/train_tokens_per_second`` every pass over it in the time of the updates. metrics: of the updates.
     """
-    tokens = sum(sample.length for sample in samples)
     found = {
         **times,
         "perf/tokens": float(tokens),

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_gspo.config import Config
-from megatron_gspo.data.sample import Sample
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.errors import EngineError
 from megatron_gspo.loop.advantages import with_advantages
 from megatron_gspo.loop.checkpoints import CheckpointManager, LoopState, resume
@@ -29,11 +29,14 @@ from megatron_gspo.loop.routing import RoutingReplay, trainer_noise
 from megatron_gspo.loop.run_lock import sole_writer
 from megatron_gspo.loop.sample_metrics import sample_metrics, throughput
 from megatron_gspo.loop.setup import Components, build_components
+from megatron_gspo.loop.step_plan import plan_step
 from megatron_gspo.loop.stop_signal import stop_on_signal
 from megatron_gspo.loop.timers import Timers
+from megatron_gspo.mcore.micro_batches import packing_rules
 from megatron_gspo.mcore.process_groups import shutdown
 from megatron_gspo.mcore.seeding import EVALUATION, ROLLOUT, UPDATE, seed_generators
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
+from megatron_gspo.rollout.sample_exchange import move_samples
 from megatron_gspo.routing_replay.routes import RouteShape
 
 
@@ -55,13 +58,13 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
         state = _prepare_start(run, state, logger, timers)
         while state.step < config.training.steps:
             trained = train_step(run, state, checkpoints, timers)
-            state = state.after_step(trained.cursor, trained.samples)
+            state = state.after_step(trained.cursor, len(trained.batch), trained.tokens)
             metrics, failure = _prepare_next(run, state.step, timers)
             accuracy = metrics.get("eval/accuracy", state.accuracy_after)
             state = replace(state, wall_seconds=time.monotonic() - started, accuracy_after=accuracy)
             metrics |= trained.metrics
-            logger.log(state.step, metrics | throughput(trained.samples, timers.take(), metrics))
-            logger.write_step(state.step, trained.samples, trained.routing, trained.update, trained.cursor)
+            logger.log(state.step, metrics | throughput(trained.tokens, timers.take(), metrics))
+            logger.write_step(state.step, trained.batch, trained.routing, trained.update, trained.cursor)
             with checkpoints.saved_on_engine_failure(state):
                 if failure is not None:  # raised after the step is logged
                     raise failure
@@ -83,13 +86,18 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """A rollout batch after its optimizer steps, the same on every rank, and the position in the prompts after it."""
+    """A rollout batch after its optimizer steps, on the replicas, and the position in the prompts after it."""
 
-    samples: list[Sample]
+    batch: SampleBatch
     cursor: DataCursor
     routing: RoutingReplay
     update: Update
     metrics: dict[str, float]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the rollout batch, prompts and responses."""
+        return int(self.batch.lengths.sum())
 
 
 def train_step(run: Components, state: LoopState, checkpoints: CheckpointManager, timers: Timers) -> TrainedStep:
@@ -104,17 +112,21 @@ def train_step(run: Components, state: LoopState, checkpoints: CheckpointManager
         rollout = cache.read_or_draw(checkpoints.current, lambda: generator.draw(step, state.data_cursor, timers))
         cursor = generator.prepare_for_training(step, rollout.cursor)
     seed_generators(config.seed, step, UPDATE)
-    routing.check_rollout_routes(rollout.samples)
-    samples, score_metrics = with_log_probs(rollout.samples, run.policy, run.reference, config, routing, timers)
-    samples, mask_metrics = mask_samples(samples, step=step, truncated=config.algorithm.truncated == "mask")
-    samples = with_advantages(samples, config.algorithm, max_response_length=config.rollout.max_response_length)
-    samples, correction_metrics = correct_mismatch(samples, config.algorithm)
+    groups = run.policy.groups
+    plan = plan_step(rollout.batch.lengths, config, packing_rules(config.training, run.policy.config, groups), step)
+    with timers("exchange"):
+        batch = move_samples(rollout.batch, plan.replica, groups.dp, (groups.pp, groups.cp, groups.tp))
+    routing.check_rollout_routes(batch)
+    batch, score_metrics = with_log_probs(batch, (run.policy, run.reference), config, plan, routing, timers)
+    batch, mask_metrics = mask_samples(batch, step=step, truncated=config.algorithm.truncated == "mask")
+    batch = with_advantages(batch, config.algorithm, max_response_length=config.rollout.max_response_length)
+    batch, correction_metrics = correct_mismatch(batch, config.algorithm)
     metrics = rollout.metrics | score_metrics | mask_metrics | correction_metrics
-    metrics |= sample_metrics(samples, version=step, supervised=config.algorithm.is_supervised)
+    metrics |= sample_metrics(batch, version=step, supervised=config.algorithm.is_supervised)
     checkpoints.poll(timers)  # most of a step's time has passed
     checkpoints.weights_change()
-    update = run_optimizer_steps(run.policy, samples, config, step, routing, timers)
-    return TrainedStep(samples, cursor, routing, update, metrics | update.metrics | routing.measured.metrics())
+    update = run_optimizer_steps(run.policy, batch, config, step, plan, routing, timers)
+    return TrainedStep(batch, cursor, routing, update, metrics | update.metrics | routing.measured.metrics())
 
 
 def _prepare_start(run: Components, state: LoopState, logger: MetricsLogger, timers: Timers) -> LoopState:

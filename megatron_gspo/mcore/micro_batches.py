@@ -1,114 +1,179 @@
-"""Split a mini-batch into this rank's packed micro-batches, and map per-token results back to the samples."""
+"""This rank's packed micro-batches of a mini-batch, and per-token results back to the samples of its replica.
+
+A replica is the ranks of one model: those that differ in tensor, context and pipeline rank alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_gspo.data.packing import PackedBatch, count_trained, pack
+from megatron_gspo.config import TrainingConfig
+from megatron_gspo.data.micro_batch_plan import MicroBatchPlan, PackingRules, plan_micro_batches
+from megatron_gspo.data.packing import PackedBatch, PackLayout, pack, packed_bounds
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.data.schedule import padded_length, schedule
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.mcore.device_copies import copy_to_device
 from megatron_gspo.mcore.process_groups import ProcessGroups, compute_device
 from megatron_gspo.parallel.context_parallel import zigzag_indices
 from megatron_gspo.routing_replay.routes import RouteShape
 
 
+def packing_rules(training: TrainingConfig, config: Any, groups: ProcessGroups) -> PackingRules:
+    """How a model with the ``TransformerConfig`` ``config`` packs.
+
+    Micro-batches have one length where their sizes must agree between ranks: pipeline stages and the allgather
+    dispatcher.
+    """
+    cp = groups.cp.size()
+    sequence_multiple = 2 * cp if cp > 1 else 1
+    return PackingRules(
+        replicas=groups.dp.size(),
+        max_tokens=training.max_tokens_per_micro_batch,
+        micro_batch_size=training.micro_batch_size,
+        sequence_multiple=sequence_multiple,
+        total_multiple=sequence_multiple * (groups.tp.size() if config.sequence_parallel else 1),
+        count_multiple=groups.pp.size() if config.virtual_pipeline_model_parallel_size else 1,
+        same_length=groups.pp.size() > 1 or config.moe_token_dispatcher_type == "allgather",
+    )
+
+
+class PackedBatches(Sequence[PackedBatch]):
+    """Micro-batches that are packed when they are asked for, so that routes are held once and not packed too."""
+
+    def __init__(self, batch: SampleBatch, plan: MicroBatchPlan, replica: int, optional: Sequence[str] | None,
+                 routes: RouteShape | None) -> None:  # fmt: skip
+        self._batch, self._plan, self._rows = batch, plan, plan.rows[replica]
+        self._optional, self._routes = optional, routes
+        trained = batch.table["trained"]
+        self._counts = max(int(np.count_nonzero(trained)), 1), max(int(trained.sum(dtype=np.int64)), 1)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        return (self[i] for i in range(len(self)))
+
+    @overload
+    def __getitem__(self, index: int) -> PackedBatch: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[PackedBatch]: ...
+
+    def __getitem__(self, index: int | slice) -> PackedBatch | Sequence[PackedBatch]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        packed = pack(
+            [self._batch.held[i] for i in self._rows[index]], num_sequences=self._counts[0],
+            num_tokens=self._counts[1], sequence_multiple=self._plan.sequence_multiple,
+            total_multiple=self._plan.total_multiple, optional=self._optional, routes=self._routes,
+        )  # fmt: skip
+        packed.micro_batch, packed.sample_ids = index, tuple(self._rows[index])
+        return packed
+
+
 @dataclass(frozen=True)
 class MicroBatches:
     """One rank's share of a mini-batch. Every data-parallel rank has the same number of micro-batches.
 
-    ``seq_length``: tokens of the longest micro-batch of any rank, for Megatron's pipeline schedule.
-    ``real_tokens`` and ``packed_tokens`` count the whole mini-batch over all ranks, without and with padding.
+    ``seq_length``: tokens of the longest micro-batch of any rank, for Megatron's pipeline
+    schedule. ``real_tokens`` and ``packed_tokens`` count the whole mini-batch over all ranks, without and with padding.
+    ``layouts``: of ``batches``.
     """
 
-    batches: list[PackedBatch]
+    batches: Sequence[PackedBatch]
     seq_length: int
     real_tokens: int
     packed_tokens: int
+    layouts: Sequence[PackLayout] = ()
+
+
+def planned_micro_batches(batch: SampleBatch, plan: MicroBatchPlan, groups: ProcessGroups, *,
+                          optional: Sequence[str] | None = None, routes: RouteShape | None = None) -> MicroBatches:
+    """This rank's micro-batches of a global mini-batch. ``optional``, ``routes``: as in ``pack``."""
+    replica, lengths = groups.dp.rank(), batch.lengths
+    layouts = []
+    for number, rows in enumerate(plan.rows[replica]):
+        bounds = packed_bounds(lengths[rows].tolist(), plan.sequence_multiple, plan.total_multiple)
+        layouts.append(PackLayout(torch.from_numpy(bounds.astype(np.int32)), tuple(rows), number))
+    packed = PackedBatches(batch, plan, replica, optional, routes)
+    return MicroBatches(packed, plan.seq_length, plan.real_tokens, plan.packed_tokens, layouts)
 
 
 def micro_batches(samples: Sequence[Sample], config: Any, groups: ProcessGroups, *, max_tokens: int,
                   micro_batch_size: int | None = None, optional: Sequence[str] | None = None,
                   routes: RouteShape | None = None) -> MicroBatches:
-    """Schedule and pack a global mini-batch; every rank passes the same samples and gets its own part.
+    """This rank's micro-batches of a global mini-batch that every rank passes: for loops of your own.
 
     ``config`` is the model's ``TransformerConfig``. ``max_tokens`` bounds a packed micro-batch, ``micro_batch_size``
-    fixes the number of its sequences instead. ``optional``, ``routes``: as in ``pack``. Micro-batches are
-    padded to one length where their sizes must agree between ranks: pipeline stages and the allgather dispatcher.
+    fixes the number of its sequences instead. ``optional``, ``routes``: as in ``pack``.
     """
-    cp = groups.cp.size()
-    sequence_multiple = 2 * cp if cp > 1 else 1
-    multiple = sequence_multiple * (groups.tp.size() if config.sequence_parallel else 1)
-    lengths = [padded_length(sample.length, sequence_multiple) for sample in samples]
-    step = groups.pp.size() if config.virtual_pipeline_model_parallel_size else 1
-    if micro_batch_size is None:
-        budget = max_tokens - max_tokens % multiple
-        plan = schedule(lengths, num_ranks=groups.dp.size(), max_tokens=budget, multiple_of=step)
-    else:
-        plan = _fixed(len(samples), groups.dp.size(), micro_batch_size, step)
-    totals = [[max(padded_length(sum(lengths[i] for i in rows), multiple), multiple) for rows in rank] for rank in plan]
-    longest = max(max(row) for row in totals)
-    same_length = groups.pp.size() > 1 or config.moe_token_dispatcher_type == "allgather"
-    sequences, tokens = count_trained(samples)
-    batches = [
-        _number(pack([samples[i] for i in rows], num_sequences=max(sequences, 1), num_tokens=max(tokens, 1),
-                     sequence_multiple=sequence_multiple, total_multiple=longest if same_length else multiple,
-                     optional=optional, routes=routes), index, rows)
-        for index, rows in enumerate(plan[groups.dp.rank()])
-    ]
-    packed = longest * sum(map(len, totals)) if same_length else sum(map(sum, totals))
-    return MicroBatches(batches, longest, sum(sample.length for sample in samples), packed)
+    training = TrainingConfig(steps=1, global_batch_size=1, max_tokens_per_micro_batch=max_tokens,
+                              micro_batch_size=micro_batch_size)  # fmt: skip
+    batch = SampleBatch.of(samples)
+    plan = plan_of(batch, training, config, groups)
+    return planned_micro_batches(batch, plan, groups, optional=optional, routes=routes)
 
 
-def _fixed(count: int, num_ranks: int, size: int, multiple_of: int) -> list[list[list[int]]]:
-    """``size`` sequences per micro-batch, assigned to ranks round-robin; empty micro-batches come last."""
-    rows = [list(range(start, min(start + size, count))) for start in range(0, count, size)]
-    per_rank = padded_length(max(-(-len(rows) // num_ranks), 1), multiple_of)
-    rows += [[] for _ in range(per_rank * num_ranks - len(rows))]
-    return [rows[rank::num_ranks] for rank in range(num_ranks)]
+def plan_of(batch: SampleBatch, training: TrainingConfig, config: Any, groups: ProcessGroups) -> MicroBatchPlan:
+    """The plan of samples that every rank holds."""
+    return plan_micro_batches(batch.lengths, packing_rules(training, config, groups))
 
 
-def _number(batch: PackedBatch, index: int, rows: Sequence[int]) -> PackedBatch:
-    batch.micro_batch, batch.sample_ids = index, tuple(rows)
-    return batch
-
-
-def response_positions(batch: PackedBatch, samples: Sequence[Sample], offsets: np.ndarray) -> Tensor:
+def response_positions(layout: PackLayout, table: np.ndarray, starts: Mapping[int, int]) -> Tensor:
     """The index of each packed position's label in the concatenated responses, or -1; int64 ``[T]``.
 
-    ``offsets[i]`` is where the response of sample ``i`` starts.
+    ``starts[i]`` is where the response of sample ``i`` starts.
     """
-    positions = torch.full((int(batch.cu_seqlens[-1]),), -1, dtype=torch.long)
-    for index, start in zip(batch.sample_ids, batch.cu_seqlens.tolist(), strict=False):
-        first = start + samples[index].prompt_length - 1
-        size = samples[index].response_length
-        positions[first : first + size] = torch.arange(offsets[index], offsets[index] + size)
+    positions = torch.full((int(layout.cu_seqlens[-1]),), -1, dtype=torch.long)
+    for index, start in zip(layout.sample_ids, layout.cu_seqlens.tolist(), strict=False):
+        first = start + int(table["prompt_length"][index]) - 1
+        size = int(table["response_length"][index])
+        positions[first : first + size] = torch.arange(starts[index], starts[index] + size)
     return positions
 
 
-def collect_values(values: Sequence[Tensor], batches: Sequence[PackedBatch], samples: Sequence[Sample],
-                   groups: ProcessGroups) -> list[np.ndarray]:
-    """Map per-token results of this rank's shards to one ``[R]`` float32 array per sample, on every rank.
+def values_of_replica(values: Sequence[Tensor], layouts: Sequence[PackLayout], batch: SampleBatch,
+                      groups: ProcessGroups) -> dict[int, np.ndarray]:
+    """Per-token results of this replica: by position in the batch ``[R]`` float32, on each of the replica's ranks.
 
-    ``values``: one ``[t]`` tensor per micro-batch on the last pipeline stage, empty elsewhere. One all-reduce over the
-    world: exactly one rank sets each token, so the sum is exact.
+    ``values``: one ``[t]`` tensor per micro-batch, of this rank's shards, on the last pipeline stage; empty elsewhere.
+    One sum over the context ranks, each token being set by exactly one, and one broadcast to the other stages.
     """
-    offsets = np.concatenate([[0], np.cumsum([sample.response_length for sample in samples])]).astype(np.int64)
-    flat = torch.zeros(int(offsets[-1]), device=compute_device())
-    if values and groups.tp.rank() == 0:
+    own = [index for layout in layouts for index in layout.sample_ids]
+    sizes = [int(batch.table["response_length"][index]) for index in own]
+    ends = np.cumsum([0, *sizes])
+    starts = dict(zip(own, ends.tolist(), strict=False))
+    flat = torch.zeros(int(ends[-1]), device=compute_device())
+    if values:
         place = groups.cp.rank(), groups.cp.size()
         targets = torch.cat([
-            response_positions(batch, samples, offsets)[zigzag_indices(batch.cu_seqlens, *place)] for batch in batches
+            response_positions(layout, batch.table, starts)[zigzag_indices(layout.cu_seqlens, *place)]
+            for layout in layouts
         ])  # fmt: skip
         kept = (targets >= 0).nonzero().squeeze(1)
         moved = copy_to_device({"kept": kept, "targets": targets[kept]}, flat.device)
         flat[moved["targets"].long()] = torch.cat(list(values)).index_select(0, moved["kept"]).float()
-    dist.all_reduce(flat)
-    return [part.copy() for part in np.split(flat.cpu().numpy(), offsets[1:-1])]
+        if groups.cp.size() > 1 and len(flat):
+            dist.all_reduce(flat, group=groups.cp)
+    if groups.pp.size() > 1 and len(flat):
+        dist.broadcast(flat, src=groups.last_stage_rank, group=groups.pp)
+    everything = flat.cpu().numpy()
+    return {index: everything[starts[index] : starts[index] + size] for index, size in zip(own, sizes, strict=True)}
+
+
+def values_everywhere(found: Mapping[int, np.ndarray], batch: SampleBatch, groups: ProcessGroups) -> list[np.ndarray]:
+    """`values_of_replica` of every sample, on every rank: one sum over the replicas. For few samples."""
+    ends = np.cumsum([0, *batch.table["response_length"].tolist()])
+    flat = torch.zeros(int(ends[-1]), device=compute_device())
+    for index, values in found.items():
+        flat[int(ends[index]) : int(ends[index + 1])] = torch.from_numpy(values).to(flat.device)
+    dist.all_reduce(flat, group=groups.dp)
+    return [part.copy() for part in np.split(flat.cpu().numpy(), ends[1:-1])]

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_gspo.config import ModelConfig, ParallelConfig, TrainingConfig
 from megatron_gspo.data.sample import Sample
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.errors import InputError, first_line
 from megatron_gspo.mcore.model import build_model
 from megatron_gspo.mcore.policy import Policy
@@ -57,7 +58,7 @@ def _by_megatron(hugging_face: Path, checkpoint: Path, tokens: np.ndarray) -> np
         policy = Policy([chunk], groups, family, shape, str(hugging_face))
         sample = Sample(0, 0, tokens, 1, np.ones(len(tokens) - 1, dtype=bool), None, "stop")
         training = TrainingConfig(steps=1, global_batch_size=1, max_tokens_per_micro_batch=len(tokens))
-        return compute_log_probs(policy, [sample], training, temperature=1.0).log_probs[0]
+        return compute_log_probs(policy, SampleBatch.of([sample]), training, temperature=1.0).log_probs[0]
     finally:
         shutdown()
 

@@ -14,10 +14,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_gspo.algorithms import Objective, finish_metrics
 from megatron_gspo.config import TrainingConfig
+from megatron_gspo.data.micro_batch_plan import MicroBatchPlan
 from megatron_gspo.data.packing import OPTIONAL_FIELDS
-from megatron_gspo.data.sample import Sample
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.mcore.forward_step import ForwardStep, log_prob_forward_step, policy_forward_step
-from megatron_gspo.mcore.micro_batches import MicroBatches, collect_values, micro_batches
+from megatron_gspo.mcore.micro_batches import MicroBatches, plan_of, planned_micro_batches, values_of_replica
 from megatron_gspo.mcore.policy import Policy
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import (
     MicroBatchRoutes,
@@ -29,11 +30,11 @@ from megatron_gspo.parallel.metric_reduction import reduce_metrics
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step: final ``metrics``, the same on every rank, the ``log_probs`` of the policy before it, one
-    ``[R]`` per sample with 0 at untrained tokens, and what the routers did."""
+    """One optimizer step: final ``metrics``, the same on every rank, the ``log_probs`` of the policy before it, ``[R]``
+    of each sample of this replica with 0 at untrained tokens, and what the routers did."""
 
     metrics: dict[str, float]
-    log_probs: list[np.ndarray]
+    log_probs: dict[int, np.ndarray]
     batches: MicroBatches
     routing: list[MicroBatchRoutes] | None = None
 
@@ -56,20 +57,22 @@ def run_schedule(policy: Policy, forward_step: ForwardStep, batches: MicroBatche
 
 @dataclass(frozen=True)
 class LogProbOutput:
-    """Of every response token, one ``[R]`` float32 array per sample, on every rank. ``routing``: this rank's routes."""
+    """Of every response token of this replica's samples, ``[R]`` float32 by position in the batch. ``routing``: this
+    rank's routes."""
 
-    log_probs: list[np.ndarray]
-    entropy: list[np.ndarray] | None
+    log_probs: dict[int, np.ndarray]
+    entropy: dict[int, np.ndarray] | None
     routing: list[MicroBatchRoutes] | None
 
 
-def compute_log_probs(policy: Policy, samples: Sequence[Sample], training: TrainingConfig, *, temperature: float,
-                      with_entropy: bool = False, routing: ReplayOptions | None = None) -> LogProbOutput:
+def compute_log_probs(policy: Policy, batch: SampleBatch, training: TrainingConfig, *, temperature: float,
+                      with_entropy: bool = False, routing: ReplayOptions | None = None,
+                      plan: MicroBatchPlan | None = None) -> LogProbOutput:
     """Log-probs (and entropies) of every response token under the policy's weights, without a gradient.
 
-    The samples must be the same on every rank. ``routing``: what the routers record or replay.
+    ``routing``: what the routers record or replay. ``plan``: of the batch; None if every rank holds all its samples.
     """
-    batches = pack_mini_batch(policy, samples, training, optional=(), routing=routing)
+    batches = pack_mini_batch(policy, batch, training, optional=(), routing=routing, plan=plan)
     routes = mini_batch_routes(policy, batches, routing)
     step = log_prob_forward_step(policy.groups, num_microbatches=len(batches.batches), temperature=temperature,
                                  vocab_size=policy.shape.vocab_size, with_entropy=with_entropy, routing=routes)
@@ -78,22 +81,21 @@ def compute_log_probs(policy: Policy, samples: Sequence[Sample], training: Train
         outputs = run_schedule(policy, step, batches, forward_only=True)
     for micro_batch in routes or ():
         micro_batch.check_uses(forward_only=True)
-    log_probs = collect_values([output[0] for output in outputs], batches.batches, samples, policy.groups)
+    log_probs = values_of_replica([output[0] for output in outputs], batches.layouts, batch, policy.groups)
     if not with_entropy:
         return LogProbOutput(log_probs, None, routes)
-    entropy = collect_values([output[1] for output in outputs], batches.batches, samples, policy.groups)
+    entropy = values_of_replica([output[1] for output in outputs], batches.layouts, batch, policy.groups)
     return LogProbOutput(log_probs, entropy, routes)
 
 
-def pack_mini_batch(policy: Policy, samples: Sequence[Sample], training: TrainingConfig, *, optional: Sequence[str],
-                    routing: ReplayOptions | None) -> MicroBatches:
+def pack_mini_batch(policy: Policy, batch: SampleBatch, training: TrainingConfig, *, optional: Sequence[str],
+                    routing: ReplayOptions | None, plan: MicroBatchPlan | None = None) -> MicroBatches:
     """This rank's packed micro-batches of a mini-batch, with routes where the options need them.
 
-    optional: which of ``OPTIONAL_FIELDS`` the batches carry.
+    optional: which of ``OPTIONAL_FIELDS`` the batches carry. plan: as in ``compute_log_probs``.
     """
-    return micro_batches(
-        samples, policy.config, policy.groups, max_tokens=training.max_tokens_per_micro_batch,
-        micro_batch_size=training.micro_batch_size, optional=optional,
+    return planned_micro_batches(
+        batch, plan or plan_of(batch, training, policy.config, policy.groups), policy.groups, optional=optional,
         routes=routing.shape if routing is not None and routing.needs_routes else None,
     )  # fmt: skip
 
@@ -102,15 +104,19 @@ def mini_batch_routes(policy: Policy, batches: MicroBatches,
                       options: ReplayOptions | None) -> list[MicroBatchRoutes] | None:
     """The routes of this rank's micro-batches, new for each pass; None without options."""
     return routes_of_mini_batch(
-        options, batches.batches, policy.groups, sequence_parallel=policy.config.sequence_parallel
+        options, batches.layouts, policy.groups, sequence_parallel=policy.config.sequence_parallel
     )
 
 
-def train_mini_batch(policy: Policy, samples: Sequence[Sample], objective: Objective, training: TrainingConfig, *,
-                     temperature: float, routing: ReplayOptions | None = None) -> StepResult:
-    """One optimizer step on a global mini-batch: forward, backward, gradient reduction, clipping, Adam, schedule."""
-    carried = [name for name in OPTIONAL_FIELDS if all(getattr(sample, name) is not None for sample in samples)]
-    batches = pack_mini_batch(policy, samples, training, optional=carried, routing=routing)
+def train_mini_batch(policy: Policy, batch: SampleBatch, objective: Objective, training: TrainingConfig, *,
+                     temperature: float, routing: ReplayOptions | None = None,
+                     plan: MicroBatchPlan | None = None) -> StepResult:
+    """One optimizer step on a global mini-batch: forward, backward, gradient reduction, clipping, Adam, schedule.
+
+    ``plan``: as in ``compute_log_probs``.
+    """
+    carried = [name for name in OPTIONAL_FIELDS if all(getattr(sample, name) is not None for sample in batch.samples)]
+    batches = pack_mini_batch(policy, batch, training, optional=carried, routing=routing, plan=plan)
     routes = mini_batch_routes(policy, batches, routing)
     outputs = forward_backward(policy, objective, batches, temperature=temperature, routing=routes)
     with _timed(policy, "optimizer"):
@@ -118,7 +124,9 @@ def train_mini_batch(policy: Policy, samples: Sequence[Sample], objective: Objec
     metrics = {"grad_norm": float(grad_norm), "lr": float(policy.optimizer.param_groups[0]["lr"])}
     policy.scheduler.step(1)
     metrics |= finish_metrics(summed_metrics([output["metrics"] for output in outputs], policy))
-    log_probs = collect_values([output["log_probs"] for output in outputs], batches.batches, samples, policy.groups)
+    log_probs = values_of_replica(
+        [output["log_probs"] for output in outputs], batches.layouts, batch, policy.groups
+    )  # fmt: skip
     return StepResult(metrics, log_probs, batches, routes)
 
 

@@ -9,9 +9,12 @@ import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import numpy as np
 import torch.distributed as dist
 
 from megatron_gspo.errors import RunError, UserError, first_line
+from megatron_gspo.parallel.collectives import group_rank, group_size
+from megatron_gspo.parallel.host_exchange import broadcast_bytes, max_over_ranks
 
 T = TypeVar("T")
 
@@ -49,10 +52,19 @@ def raise_on_every_rank(failure: str, error: type[UserError]) -> None:
 
     A collective of the world.
     """
-    failures: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, failure)
-    if first := next(filter(None, failures), None):
-        raise error(first)
+    if (first := first_failure(failure, dist.group.WORLD)) is not None:
+        raise error(first[1])
+
+
+def first_failure(failure: str, group: dist.ProcessGroup | None) -> tuple[int, str] | None:
+    """The lowest rank of the group whose ``failure`` isn't empty, and its failure, on every rank; None without one."""
+    size = group_size(group)
+    mine = np.array([-group_rank(group) if failure else -size], dtype=np.int64)
+    rank = -int(max_over_ranks(mine, group)[0])
+    if rank == size:
+        return None
+    message = broadcast_bytes(failure.encode() if group_rank(group) == rank else None, group, rank)
+    return rank, message.tobytes().decode()
 
 
 def _as_user_error(caught: Exception, error: type[UserError], what: str) -> UserError:

@@ -78,7 +78,10 @@ class RewardScorer:
                 raise ValueError(
                     f"sample {sample.prompt_index}/{sample.sample_index}: its prompt was not given"
                 )
-        requests = [(sample.text, by_index[sample.prompt_index]) for sample in samples]
+        return self.score_texts([(sample.text, by_index[sample.prompt_index]) for sample in samples])
+
+    def score_texts(self, requests: Sequence[tuple[str, Prompt]]) -> Scores:
+        """Rewards of responses, each with its prompt."""
         if self._pool is not None:
             replies = self._pool.run(requests)
         else:

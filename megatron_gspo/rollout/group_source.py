@@ -1,5 +1,8 @@
 """The seam between the training loop and generation: a source of groups. A group is the n samples of one prompt.
 
+The samples of a group are consecutive in a batch. They are on the rank that generated or received them; every rank has
+their rows (`SampleBatch`).
+
 Engines in the trainer's processes (`InProcessSource`), inference servers (`ServerSource`) and multi-turn episodes over
 both (`environments.episode_source`) follow the same protocol, and the loop does not know which of them it has.
 """
@@ -9,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import groupby
 from typing import Protocol
 
@@ -16,9 +20,8 @@ import numpy as np
 from torch import Tensor
 
 from megatron_gspo.config import SamplingParams
-from megatron_gspo.data.sample import Prompt, Sample
-
-Group = list[Sample]
+from megatron_gspo.data.sample import Prompt
+from megatron_gspo.data.sample_batch import SampleBatch
 
 
 class Weights(Protocol):
@@ -32,7 +35,7 @@ class Weights(Protocol):
 class GroupSource(Protocol):
     """Groups of samples for the loop. Every method is a collective: all ranks call it with the same arguments.
 
-    Every rank gets all samples. An error of one rank is raised on all of them as an `EngineError`; one that is a
+    An error of one rank is raised on all of them as an `EngineError`; one that is a
     `SharedEngineError` leaves the ranks able to communicate.
     """
 
@@ -46,8 +49,8 @@ class GroupSource(Protocol):
         """
         ...
 
-    def collect(self, count: int, *, oldest_version: int | None = None) -> list[Group]:
-        """Wait for `count` finished groups and return them in the order of `submit`.
+    def collect(self, count: int, *, oldest_version: int | None = None) -> SampleBatch:
+        """Wait for `count` > 0 finished groups and return them in the order of `submit`.
 
         oldest_version: groups with a token of this weight version or an older one are returned first. None: no limit.
         Raises ValueError if fewer than `count` groups are pending.
@@ -58,7 +61,7 @@ class GroupSource(Protocol):
         """Prompt indices of the groups that were submitted and not collected, in the order of `submit`."""
         ...
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> list[Sample]:
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> SampleBatch:
         """Samples of exactly these prompts, prompt-major, whatever else is pending. Used for evaluation."""
         ...
 
@@ -104,22 +107,22 @@ class GenerateOnCollect(ABC):
         self._requests: list[_Request] = []
 
     @abstractmethod
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> list[Sample]:
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> SampleBatch:
         """See `GroupSource.generate`."""
 
     def submit(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> None:
         """See `GroupSource.submit`."""
         self._requests += [_Request(prompt, sampling, seed) for prompt in prompts]
 
-    def collect(self, count: int, *, oldest_version: int | None = None) -> list[Group]:
+    def collect(self, count: int, *, oldest_version: int | None = None) -> SampleBatch:
         """See `GroupSource.collect`; all samples have the current weights."""
         check_count(count, len(self._requests))
-        groups: list[Group] = []
         taken, self._requests = self._requests[:count], self._requests[count:]
-        for (sampling, seed), requests in groupby(taken, key=lambda request: (request.sampling, request.seed)):
-            samples = self.generate([request.prompt for request in requests], sampling, seed=seed)
-            groups += split_groups(samples, sampling.n_samples_per_prompt)
-        return groups
+        return reduce(
+            SampleBatch.joined,
+            (self.generate([request.prompt for request in requests], sampling, seed=seed)
+             for (sampling, seed), requests in groupby(taken, key=lambda request: (request.sampling, request.seed))),
+        )  # fmt: skip
 
     def pending(self) -> list[int]:
         """See `GroupSource.pending`."""
@@ -127,14 +130,9 @@ class GenerateOnCollect(ABC):
 
 
 def check_count(count: int, pending: int) -> None:
-    """Raise ValueError unless so many groups are pending."""
-    if count > pending:
-        raise ValueError(f"collect({count}): only {pending} groups were submitted")
-
-
-def split_groups(samples: Sequence[Sample], n: int) -> list[Group]:
-    """Prompt-major samples as groups of `n`."""
-    return [list(samples[i : i + n]) for i in range(0, len(samples), n)]
+    """Raise ValueError unless so many groups, at least one, are pending."""
+    if not 1 <= count <= pending:
+        raise ValueError(f"collect({count}): {pending} groups were submitted; collect 1 to {pending}")
 
 
 def engine_name(engine: type) -> str:

@@ -1,15 +1,15 @@
-"""Groups from an engine in the trainer's processes: each rank generates a share, every rank gets all samples."""
+"""Groups from an engine in the trainer's processes: each rank generates a share and holds it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from megatron_gspo.config import SamplingParams
-from megatron_gspo.data.sample import Prompt, Sample
+from megatron_gspo.data.sample import Prompt
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
 from megatron_gspo.rollout.group_source import GenerateOnCollect, Weights, engine_name
 from megatron_gspo.rollout.sample_exchange import generate_on_ranks
@@ -19,19 +19,18 @@ class InProcessSource(GenerateOnCollect):
     """`GroupSource` over any `RolloutEngine`; generates in `collect`."""
 
     def __init__(self, engine: RolloutEngine, *, vocab_size: int, group: dist.ProcessGroup | None = None,
-                 device: str | torch.device = "cpu", name: str | None = None) -> None:
-        """group: ranks that share the prompts; None: every rank generates all of them, without communication.
-        device: where the group's backend communicates. vocab_size: bound of the token ids. name: of an engine that
-        `engine` wraps.
+                 name: str | None = None) -> None:  # fmt: skip
+        """group: ranks that share the prompts; None: this process alone. vocab_size: bound of the token ids. name: of
+        an engine that `engine` wraps.
         """
         super().__init__()
         self.engine_name = name or engine_name(type(engine))
         self._engine, self._vocab_size = engine, vocab_size
-        self._group, self._device = group, device
+        self._group = group
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> list[Sample]:
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> SampleBatch:
         """See `GroupSource.generate`."""
-        return generate_on_ranks(self._engine, prompts, sampling, seed=seed, group=self._group, device=self._device,
+        return generate_on_ranks(self._engine, prompts, sampling, seed=seed, group=self._group,
                                vocab_size=self._vocab_size)  # fmt: skip
 
     def update_weights(self, weights: Weights, *, version: int) -> None:

@@ -1,31 +1,25 @@
-"""Generation over ranks: each rank generates a part of the prompts, or one rank all; every rank gets all samples.
-
-The samples of a rank are sent as one byte buffer: a table of numbers, then the concatenated tokens, masks and
-per-token numbers. There are two collectives: sizes and bytes.
-"""
+"""Samples between ranks: generation of a share on each rank, and each sample to the replica that trains it."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import MutableMapping, Sequence
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from megatron_gspo.config import SamplingParams
-from megatron_gspo.data.sample import FINISH_REASONS, Prompt, Sample
+from megatron_gspo.data.sample import Prompt, Sample
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.errors import EngineError, UserError, first_line
+from megatron_gspo.parallel.collectives import group_rank, group_size
+from megatron_gspo.parallel.host_exchange import broadcast_bytes, exchange_bytes, sum_over_ranks
+from megatron_gspo.parallel.rank_zero import first_failure
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
 from megatron_gspo.rollout.sample_checks import check_samples
+from megatron_gspo.rollout.sample_codec import decode_samples, encode_samples
 
-_PER_TOKEN = ("rollout_log_probs", "advantages", "old_log_probs", "ref_log_probs")
-_COLUMNS = ("place", "prompt_index", "sample_index", "length", "prompt_length", "finish", "weight_version",
-            "text_bytes", *_PER_TOKEN, "route_layers", "route_k", "route_bytes", "missing_routes",
-            "token_versions")  # fmt: skip
-_FORMAT = int.from_bytes(b"samples3", "little")  # at the start of the bytes; another version's are refused
-_COLUMN = {name: i for i, name in enumerate(_COLUMNS)}
+BUCKET_BYTES = 64 << 20  # that a rank sends, or receives, in one round; a longer sample is a round of its own
+_TOKEN_BYTES = 32  # of a token without routes, about: id, mask, log-probs, versions, text
 
 
 def split_prompts(prompts: Sequence[Prompt], num_ranks: int) -> list[list[int]]:
@@ -51,27 +45,31 @@ def generate_on_ranks(
     *,
     seed: int,
     group: dist.ProcessGroup | None = None,
-    device: str | torch.device = "cpu",
     vocab_size: int | None = None,
-) -> list[Sample]:
-    """`engine.generate` with the prompts distributed over `group`: the same samples on every rank, prompt-major.
+) -> SampleBatch:
+    """`engine.generate` with the prompts distributed over `group`: each rank holds its own, prompt-major positions.
 
-    Every rank passes the same prompts. group None: this process alone. device: where the group's backend
-    communicates ("cuda" for NCCL). vocab_size: bound of the token ids. The samples are checked (`check_samples`). An
-    exception of one rank is raised on all; on the others it is an EngineError with the rank. So no rank waits for one
-    that failed.
+    Every rank passes the same prompts. group None: this process alone. vocab_size: bound of the token ids. The samples
+    are checked (`check_samples`). An exception of one rank is raised on all; on the others it is an EngineError with
+    the rank. So no rank waits for one that failed.
     """
-    if group is None or dist.get_world_size(group) == 1:
-        return _generate(engine, prompts, sampling, seed, vocab_size)
-    share = split_prompts(prompts, dist.get_world_size(group))[dist.get_rank(group)]
+    size = group_size(group)
+    share = split_prompts(prompts, size)[group_rank(group)]
     failure: Exception | None = None
     samples: list[Sample] = []
     try:
         samples = _generate(engine, [prompts[i] for i in share], sampling, seed, vocab_size)
     except Exception as error:
+        if size == 1:
+            raise
         failure = error
-    places = [i * sampling.n_samples_per_prompt + j for i in share for j in range(sampling.n_samples_per_prompt)]
-    return _gather(samples, places, group, torch.device(device), failure)
+    failed = first_failure(first_line(failure) if failure is not None else "", group)
+    if failure is not None:
+        raise failure
+    if failed is not None:
+        raise EngineError(f"generation failed on rank {failed[0]} of the group: {failed[1]}")
+    n = sampling.n_samples_per_prompt
+    return SampleBatch.gathered(samples, [i * n + j for i in share for j in range(n)], group)
 
 
 def _generate(
@@ -93,180 +91,93 @@ def _generate(
     return samples
 
 
-def gather_samples(
-    samples: Sequence[Sample], places: Sequence[int], group: dist.ProcessGroup | None, device: str = "cpu"
-) -> list[Sample]:
-    """All ranks' samples on every rank, in ascending order of `places` (one int per sample, distinct over
-    ranks)."""
-    if group is None or dist.get_world_size(group) == 1:
-        return [samples[i] for i in np.argsort(np.asarray(places, dtype=np.int64), kind="stable")]
-    return _gather(samples, places, group, torch.device(device), None)
+def move_samples(
+    batch: SampleBatch, replica: np.ndarray, dp: dist.ProcessGroup, shared: Sequence[dist.ProcessGroup]
+) -> SampleBatch:
+    """Each sample to the replica that trains it, on every rank of it; returns the batch with `group` dp.
+
+    replica: [N] rank in `dp`, the group of this rank's counterparts in the replicas. shared: groups whose product is a
+    replica: its first rank receives the samples and passes them on. Samples go in rounds of `BUCKET_BYTES`, from the
+    ranks of `batch.group` that hold them, and `batch.held` is emptied as they leave. What a replica of one rank has
+    generated and trains is not sent. A collective of the world.
+    """
+    table, me = batch.table.copy(), group_rank(dp)
+    table["holder"] = replica
+    alone = all(group_size(group) == 1 for group in shared)
+    if batch.group is None or (alone and group_size(dp) == 1):  # all are here
+        return SampleBatch(table, {i: s for i, s in batch.held.items() if replica[i] == me}, dp)
+    target = _first_ranks(dp, shared, batch.group)[replica]
+    stays = (batch.table["holder"] == target) & alone
+    rounds = np.full(len(batch), -1)
+    rounds[~stays] = exchange_rounds(_sizes(batch)[~stays], batch.table["holder"][~stays], target[~stays], BUCKET_BYTES)
+    leaving = dict(batch.held)
+    batch.held.clear()  # so that a sample's memory is free once it has left
+    held = {i: leaving.pop(i) for i in np.flatnonzero(stays).tolist() if i in leaving}
+    for number in range(int(rounds.max(initial=-1)) + 1):
+        moving = rounds == number
+        received = _send_round(leaving, np.flatnonzero(moving), target, batch.group)
+        senders = len(np.unique(batch.table["holder"][moving & (replica == me)]))
+        parts = [part for part in received if len(part)] or [None] * senders
+        for part in parts:
+            held |= dict(decode_samples(_passed_on(part, shared)))
+    expected = np.flatnonzero(replica == me).tolist()
+    assert sorted(held) == expected, f"{len(held)} of {len(expected)} samples arrived"
+    return SampleBatch(table, {i: held[i] for i in expected}, dp)
 
 
-def broadcast_samples(
-    samples: Sequence[Sample] | None, group: dist.ProcessGroup | None, device: str | torch.device = "cpu"
-) -> list[Sample]:
-    """The first rank's samples on every rank, in their order. The others pass None."""
-    if group is None or dist.get_world_size(group) == 1:
-        return list(samples or ())
-    payload = bytearray(encode_samples(samples, range(len(samples)))) if samples is not None else bytearray()
-    source = dist.get_global_rank(group, 0)
-    size = torch.tensor([len(payload)], dtype=torch.int64, device=device)
-    dist.broadcast(size, src=source, group=group)
-    buffer = torch.frombuffer(payload, dtype=torch.uint8) if payload else torch.empty(int(size), dtype=torch.uint8)
-    buffer = buffer.to(device)
-    dist.broadcast(buffer, src=source, group=group)
-    return [sample for _, sample in decode_samples(buffer.cpu().numpy())]
+def exchange_rounds(sizes: np.ndarray, source: np.ndarray, target: np.ndarray, bucket: int) -> np.ndarray:
+    """[N] int64: the round in which each sample moves, such that no rank sends or receives more than about `bucket`
+    bytes in one.
+
+    sizes: [N] bytes. source, target: [N] ranks.
+    """
+    sent: dict[int, int] = {}
+    received: dict[int, int] = {}
+    rounds = np.empty(len(sizes), dtype=np.int64)
+    for i, (size, a, b) in enumerate(zip(sizes.tolist(), source.tolist(), target.tolist(), strict=True)):
+        start = max(sent.get(a, 0), received.get(b, 0))
+        if start % bucket and start % bucket + size > bucket:  # not in what is left of the round
+            start += bucket - start % bucket
+        rounds[i] = start // bucket
+        sent[a] = received[b] = start + size
+    return np.unique(rounds, return_inverse=True)[1].reshape(-1)  # without rounds in which nothing moves
 
 
-def _gather(
-    samples: Sequence[Sample],
-    places: Sequence[int],
-    group: dist.ProcessGroup,
-    device: torch.device,
-    failure: Exception | None,
-) -> list[Sample]:
-    payload = encode_samples(samples, places) if failure is None else first_line(failure).encode()
-    buffers, failed = _all_gather_bytes(payload, failure is not None, group, device)
-    if failure is not None:
-        raise failure
-    for rank, buffer in enumerate(buffers):
-        if failed[rank]:
-            raise EngineError(f"generation failed on rank {rank} of the group: {buffer.tobytes().decode()}")
-    found = [pair for buffer in buffers for pair in decode_samples(buffer)]
-    found.sort(key=lambda pair: pair[0])
-    return [sample for _, sample in found]
+def _sizes(batch: SampleBatch) -> np.ndarray:
+    """[N] int64: bytes of each sample, about, the same on every rank."""
+    routed = [s.routed_experts for s in batch.samples if s.routed_experts is not None]
+    of_route = batch.max(float(np.prod(routed[0].shape[1:]) * routed[0].itemsize) if routed else 0.0)[0]
+    return (batch.lengths * (_TOKEN_BYTES + of_route * batch.table["has_routes"])).astype(np.int64)
 
 
-def _all_gather_bytes(
-    payload: bytes | bytearray, failed: bool, group: dist.ProcessGroup, device: torch.device
-) -> tuple[list[np.ndarray], list[bool]]:
-    """Every rank's payload as a uint8 array, and its flag."""
-    head = torch.tensor([len(payload), int(failed)], dtype=torch.int64, device=device)
-    heads = [torch.empty_like(head) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(heads, head, group=group)
-    sizes, flags = zip(*(h.tolist() for h in heads), strict=True)
-    width = max(*sizes, 1)
-    mine = torch.zeros(width, dtype=torch.uint8)
-    if payload:
-        mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    mine = mine.to(device)
-    everyone = [torch.empty_like(mine) for _ in heads]
-    dist.all_gather(everyone, mine, group=group)
-    arrays = [buffer.cpu().numpy()[:size] for buffer, size in zip(everyone, sizes, strict=True)]
-    return arrays, [bool(flag) for flag in flags]
+def _first_ranks(
+    dp: dist.ProcessGroup, shared: Sequence[dist.ProcessGroup], group: dist.ProcessGroup
+) -> np.ndarray:
+    """[replicas] the rank in `group` of each replica's first rank; a collective of it."""
+    found = np.zeros(group_size(dp), dtype=np.int64)
+    if all(group_rank(one) == 0 for one in shared):
+        found[group_rank(dp)] = group_rank(group)
+    return sum_over_ranks(found, group)
 
 
-def encode_samples(samples: Sequence[Sample], places: Sequence[int]) -> bytes:
-    """Samples and their places as bytes, by a constant number of numpy concatenations."""
-    table = np.zeros((len(samples), len(_COLUMNS)), dtype=np.int64)
-    texts = [sample.text.encode() for sample in samples]
-    for row, sample, place, text in zip(table, samples, places, texts, strict=True):
-        routes = sample.routed_experts
-        present = [getattr(sample, name) is not None for name in _PER_TOKEN]
-        shape = (0, 0, 0) if routes is None else (*routes.shape[1:], routes.dtype.itemsize)
-        missing = sample.missing_routes is not None
-        versions = sample.token_versions is not None
-        finish = FINISH_REASONS.index(sample.finish_reason)
-        ids = (place, sample.prompt_index, sample.sample_index)
-        sizes = (sample.length, sample.prompt_length)
-        row[:] = (*ids, *sizes, finish, sample.weight_version, len(text), *present, *shape, missing, versions)
-    metadata = (
-        b"" if not any(s.metadata for s in samples) else json.dumps([s.metadata for s in samples]).encode()
-    )
-    floats = [getattr(s, name) for s in samples for name in _PER_TOKEN if getattr(s, name) is not None]
-    all_routes = [np.ascontiguousarray(s.routed_experts) for s in samples if s.routed_experts is not None]
-    all_missing = [s.missing_routes for s in samples if s.missing_routes is not None]
-    parts = [
-        np.array([_FORMAT, len(samples), len(metadata)], dtype=np.int64),
-        table,
-        np.array([sample.reward for sample in samples], dtype=np.float64),
-        _joined([s.tokens for s in samples], np.int64),
-        _joined(floats, np.float32),
-        _joined([s.token_versions for s in samples if s.token_versions is not None], np.int32),
-        *all_routes,
-        _joined(all_missing, np.uint8),
-        _joined([s.loss_mask for s in samples], np.uint8),
-    ]
-    return b"".join([*(part.data for part in parts), *texts, metadata])
+def _send_round(
+    leaving: MutableMapping[int, Sample], positions: np.ndarray, target: np.ndarray, group: dist.ProcessGroup | None
+) -> list[np.ndarray]:
+    """This rank's samples of a round to their targets; what came here. Sent samples are dropped."""
+    parts: list[bytes] = []
+    own = [i for i in positions.tolist() if i in leaving]
+    for rank in range(group_size(group)):
+        mine = [i for i in own if target[i] == rank]
+        parts.append(encode_samples([leaving[i] for i in mine], mine) if mine else b"")
+    for i in own:
+        del leaving[i]
+    return exchange_bytes(parts, group)
 
 
-def decode_samples(buffer: np.ndarray) -> list[tuple[int, Sample]]:
-    """The inverse of `encode_samples` over a writable uint8 array: (place, sample), arrays being views into
-    it. Raises ValueError for bytes of another version."""
-    reader = _Reader(buffer)
-    version, count, metadata_bytes = reader.take(np.int64, 3).tolist()
-    if version != _FORMAT:
-        raise ValueError("samples were encoded by another version")
-    table = reader.take(np.int64, count * len(_COLUMNS)).reshape(count, len(_COLUMNS))
-    rewards = reader.take(np.float64, count).tolist()
-    lengths, prompt_lengths = table[:, _COLUMN["length"]], table[:, _COLUMN["prompt_length"]]
-    responses = lengths - prompt_lengths
-    tokens = np.split(reader.take(np.int64, int(lengths.sum())), np.cumsum(lengths)[:-1])
-    present = table[:, _COLUMN[_PER_TOKEN[0]] : _COLUMN[_PER_TOKEN[-1]] + 1]
-    floats = _Reader(reader.take(np.uint8, 4 * int((present.sum(1) * responses).sum())))
-    known = table[:, _COLUMN["token_versions"]] != 0
-    versions = _Reader(reader.take(np.uint8, 4 * int(responses[known].sum())))
-    routes = _read_routes(reader, table)
-    masks = np.split(reader.take(np.uint8, int(responses.sum())).view(bool), np.cumsum(responses)[:-1])
-    samples = []
-    for i, row in enumerate(table.tolist()):
-        record = dict(zip(_COLUMNS, row, strict=True))
-        response = record["length"] - record["prompt_length"]
-        arrays: dict[str, Any] = {n: floats.take(np.float32, response) if record[n] else None for n in _PER_TOKEN}
-        sample = Sample(
-            prompt_index=record["prompt_index"],
-            sample_index=record["sample_index"],
-            tokens=tokens[i],
-            prompt_length=record["prompt_length"],
-            loss_mask=masks[i],
-            finish_reason=FINISH_REASONS[record["finish"]],
-            weight_version=record["weight_version"],
-            reward=rewards[i],
-            routed_experts=routes[i][0],
-            missing_routes=routes[i][1],
-            token_versions=versions.take(np.int32, response) if record["token_versions"] else None,
-            **arrays,
-        )
-        samples.append((record["place"], sample))
-    for (_, sample), size in zip(samples, table[:, _COLUMN["text_bytes"]].tolist(), strict=True):
-        sample.text = reader.take(np.uint8, size).tobytes().decode()
-    if metadata_bytes:
-        for (_, sample), metadata in zip(
-            samples, json.loads(reader.take(np.uint8, metadata_bytes).tobytes()), strict=True
-        ):
-            sample.metadata = metadata
-    return samples
-
-
-def _read_routes(reader: _Reader, table: np.ndarray) -> list[tuple[np.ndarray | None, np.ndarray | None]]:
-    """(routed_experts, missing_routes) of every sample."""
-    columns = [_COLUMN[name] for name in ("length", "route_layers", "route_k", "route_bytes", "missing_routes")]
-    sizes = table[:, columns].tolist()
-    routes: list[np.ndarray | None] = []
-    for length, layers, k, itemsize, _ in sizes:
-        ids = None
-        if itemsize:
-            ids = reader.take(np.dtype(f"u{itemsize}"), (length - 1) * layers * k).reshape(length - 1, layers, k)
-            ids = np.require(ids, requirements="A")
-        routes.append(ids)
-    missing = [reader.take(np.bool_, length - 1) if known else None for length, *_, known in sizes]
-    return list(zip(routes, missing, strict=True))
-
-
-def _joined(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.zeros(0, dtype=dtype)
-
-
-class _Reader:
-    """Consecutive typed views into a uint8 array."""
-
-    def __init__(self, buffer: np.ndarray) -> None:
-        self.buffer = buffer
-        self.offset = 0
-
-    def take(self, dtype: type | np.dtype, count: int) -> np.ndarray:
-        size = count * np.dtype(dtype).itemsize
-        part = self.buffer[self.offset : self.offset + size]
-        self.offset += size
-        return part.view(dtype)
+def _passed_on(part: np.ndarray | None, shared: Sequence[dist.ProcessGroup]) -> np.ndarray:
+    """What a replica's first rank received, on all of its ranks: along one group after the other."""
+    for i, group in enumerate(shared):
+        if all(group_rank(later) == 0 for later in shared[i + 1 :]):
+            part = broadcast_bytes(part, group)
+    assert part is not None
+    return part

@@ -1,4 +1,4 @@
-"""Groups from inference servers: rank 0 is their client, the other ranks get its samples, or its error, by broadcast.
+"""Groups from inference servers: rank 0 is their client and holds the samples; the others get their rows, or its error.
 
 Rank 0 broadcasts at least every `_POLL_SECONDS`, so that the other ranks' collectives do not time out during a long
 response.
@@ -11,22 +11,22 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from megatron_gspo.config import SamplingParams, ServerConfig
 from megatron_gspo.data.sample import Prompt, Sample
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.errors import EngineError, SharedEngineError
 from megatron_gspo.parallel.rank_zero import run_on_rank_zero
-from megatron_gspo.rollout.group_source import Group, Weights, check_count, engine_name, split_groups
+from megatron_gspo.rollout.group_source import Weights, check_count, engine_name
 from megatron_gspo.rollout.sample_checks import check_samples
-from megatron_gspo.rollout.sample_exchange import broadcast_samples
 from megatron_gspo.rollout.server_engine.request_stream import RequestStream, WeightsNeeded
 from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.rollout.server_engine.server_pool import NoServerError
 from megatron_gspo.rollout.weight_distribution import WeightDistribution
 
 T = TypeVar("T")
+Group = list[Sample]
 
 _POLL_SECONDS = 20.0  # longest time between two broadcasts of rank 0
 _RETRY_SECONDS = 1.0  # before an update that no server took is tried again
@@ -36,14 +36,14 @@ class ServerSource:
     """`GroupSource` on servers. Requests are in flight from `submit` on, over weight updates too."""
 
     def __init__(self, engine: ServerEngine | None, config: ServerConfig, *, vocab_size: int, groups_per_step: int,
-                 device: str | torch.device = "cpu", log: Callable[[str], None] = print,
+                 log: Callable[[str], None] = print,
                  distribution: WeightDistribution | None = None) -> None:  # fmt: skip
         """engine: on rank 0, None on the others. groups_per_step: groups that a step trains on, from which `collect`
-        computes which groups become too old. device: where the world's backend communicates. log: takes lines about
-        the servers, on rank 0. distribution: of the weights; None: rank 0 sends all.
+        computes which groups become too old. log: takes lines about the servers, on rank 0. distribution: of the
+        weights; None: rank 0 sends all.
         """
         self.engine_name = engine_name(ServerEngine)
-        self._engine, self._vocab_size, self._device = engine, vocab_size, device
+        self._engine, self._vocab_size = engine, vocab_size
         self._distribution = distribution or WeightDistribution(engine, engine and engine.sender)
         self._groups_per_step, self._config, self._log = groups_per_step, config, log
         self._training = _Requests(self)
@@ -56,7 +56,7 @@ class ServerSource:
         self.restore_memory()
         self._training.submit(prompts, sampling, seed)
 
-    def collect(self, count: int, *, oldest_version: int | None = None) -> list[Group]:
+    def collect(self, count: int, *, oldest_version: int | None = None) -> SampleBatch:
         """See `GroupSource.collect`."""
         self.restore_memory()
         return self._training.collect(count, oldest_version)
@@ -65,12 +65,12 @@ class ServerSource:
         """See `GroupSource.pending`."""
         return [prompt.index for prompt, _ in self._training.pending.values()]
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> list[Sample]:
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> SampleBatch:
         """See `GroupSource.generate`."""
         self.restore_memory()
         requests = _Requests(self)
         requests.submit(prompts, sampling, seed)
-        return [sample for group in requests.collect(len(prompts), None) for sample in group]
+        return requests.collect(len(prompts), None)
 
     def update_weights(self, weights: Weights, *, version: int) -> None:
         """See `GroupSource.update_weights`. Retries until a server has the weights, `recovery_timeout` at most."""
@@ -138,11 +138,12 @@ class ServerSource:
             self._send_weights()
         return value
 
-    def broadcast(self, samples: list[Sample] | None, prompts: Sequence[Prompt],
-                  sampling: SamplingParams) -> list[Sample]:
-        """Rank 0's samples on every rank, once they are checked."""
+    def announce(self, samples: list[Sample] | None, prompts: Sequence[Prompt],
+                 sampling: SamplingParams) -> SampleBatch:  # fmt: skip
+        """Rank 0's samples, once they are checked, with their rows on every rank."""
         self.on_rank_zero(lambda: check_samples(samples, prompts, sampling, vocab_size=self._vocab_size))
-        return broadcast_samples(samples, dist.group.WORLD, self._device)
+        own = samples or []
+        return SampleBatch.gathered(own, range(len(own)), dist.group.WORLD)
 
     def take(self, stream: RequestStream | None, count: int, oldest: int | None) -> dict[int, Group]:
         """Up to `count` finished groups of rank 0's stream by ticket; empty lists on the other ranks."""
@@ -208,19 +209,15 @@ class _Requests:
         self.pending |= {self._next_ticket + i: (prompt, sampling) for i, prompt in enumerate(prompts)}
         self._next_ticket += len(prompts)
 
-    def collect(self, count: int, oldest: int | None) -> list[Group]:
+    def collect(self, count: int, oldest: int | None) -> SampleBatch:
         check_count(count, len(self.pending))
-        if not count:
-            return []
         groups: dict[int, Group] = {}
         while len(groups) < count:
             groups |= self._source.take(self._stream, count - len(groups), oldest)
         tickets = sorted(groups)
         taken = [self.pending.pop(ticket) for ticket in tickets]
         samples = [sample for ticket in tickets for sample in groups[ticket]] if dist.get_rank() == 0 else None
-        sampling = taken[0][1]
-        drawn = self._source.broadcast(samples, [prompt for prompt, _ in taken], sampling)
-        return split_groups(drawn, sampling.n_samples_per_prompt)
+        return self._source.announce(samples, [prompt for prompt, _ in taken], taken[0][1])
 
     def stop(self, *, keep: bool) -> None:
         if self._stream is not None:

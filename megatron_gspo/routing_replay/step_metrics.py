@@ -13,17 +13,17 @@ from megatron_gspo.routing_replay.statistics import RoutingStats
 
 @dataclass
 class StepRouting:
-    """What a step measured about routes; the same on every rank except for ``bytes_moved``.
+    """What a step measured about routes; the same on every rank except for ``bytes_moved`` and ``flips``.
 
     old: statistics of the old policy's pass, in which choices are compared with the rollout engine's. updates: of each
-    update, compared with the routes that the samples carry. flips: of the last update, by sample and response token,
-    where measured. missing_routes: tokens whose route the rollout engine doesn't know. bytes_stored: size of the
-    samples' routes. bytes_moved: sent or copied by this rank.
+    update, compared with the routes that the samples carry. flips: of the last update, of this replica's samples by
+    response token, where measured. missing_routes: tokens whose route the rollout engine doesn't know. bytes_stored:
+    size of the samples' routes. bytes_moved: sent or copied by this rank.
     """
 
     old: RoutingStats | None = None
     updates: list[RoutingStats] = field(default_factory=list)
-    flips: list[np.ndarray] | None = None
+    flips: dict[int, np.ndarray] | None = None
     missing_routes: int = 0
     bytes_stored: int = 0
     bytes_moved: int = 0

@@ -13,8 +13,8 @@ from megatron_gspo.environments.episodes import (
 from megatron_gspo.rollout.engine_protocol import RolloutEngine, SamplingParams
 from megatron_gspo.rollout.sample_exchange import generate_on_ranks
 from tests.rollout.embedded.test_route_recorder import naive_routes
-from tests.rollout.test_sample_exchange import assert_same
 from tests.support.distributed import run_distributed
+from tests.support.random_samples import all_samples, assert_same
 from tests.support.reference_models import prompts, teacher_forced
 from tests.support.scripted_episodes import Depends, encode, engine_and_reference
 
@@ -45,7 +45,7 @@ def over_ranks(rank, world_size):
     questions, sampling = prompts(5), SamplingParams(2, 40)
     whole = playing.generate(questions, sampling, seed=1)
     found = generate_on_ranks(playing, questions, sampling, seed=1, group=dist.group.WORLD, vocab_size=40)
-    for a, b in zip(found, whole, strict=True):
+    for a, b in zip(all_samples(found), whole, strict=True):
         np.testing.assert_allclose(a.rollout_log_probs, b.rollout_log_probs, atol=1e-5)
         assert_same(replace(a, rollout_log_probs=b.rollout_log_probs), b)
     return len(found)

@@ -10,8 +10,8 @@ from megatron_gspo.environments.episode_engine import EpisodeEngine
 from megatron_gspo.environments.episode_source import EpisodeServerSource
 from megatron_gspo.environments.episodes import EpisodeRules
 from megatron_gspo.errors import SharedEngineError
-from tests.rollout.test_sample_exchange import assert_same
 from tests.support.distributed import run_distributed
+from tests.support.random_samples import all_samples, assert_same
 from tests.support.scripted_engine import ScriptedEngine, ScriptedResponse
 from tests.support.scripted_episodes import Depends, encode
 from tests.support.scripted_servers import PROMPTS, ScriptedServers, collective_weights, server_source
@@ -41,8 +41,7 @@ def collected(rank: int, world: int, lost: bool) -> tuple[list, list[int]]:
     if servers is not None:
         servers.lost_weights = lost
     source.submit(PROMPTS[:3], SAMPLING, seed=4)
-    samples = [sample for group in source.collect(3) for sample in group]
-    return samples, [version for version, _ in servers.updates] if servers else []
+    return all_samples(source.collect(3)), [version for version, _ in servers.updates] if servers else []
 
 
 @pytest.mark.parametrize("lost", [False, True])

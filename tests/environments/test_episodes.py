@@ -21,7 +21,7 @@ from megatron_gspo.environments.episodes import (
 )
 from megatron_gspo.errors import EngineError
 from megatron_gspo.rewards.scorer import FAILURE
-from tests.rollout.test_sample_exchange import assert_same
+from tests.support.random_samples import assert_same
 from tests.support.reference_models import prompts
 from tests.support.scripted_episodes import Depends, encode, engine_and_reference, ok
 

@@ -13,15 +13,16 @@ from torch import Tensor
 
 from megatron_gspo.data.packing import OPTIONAL_FIELDS
 from megatron_gspo.data.sample import Sample
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.mcore.forward_step import unwrap
-from megatron_gspo.mcore.micro_batches import collect_values
 from megatron_gspo.mcore.policy import Policy
-from megatron_gspo.mcore.routing_replay.gather_results import gather_routes, routing_stats
+from megatron_gspo.mcore.routing_replay.gather_results import routing_stats
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes, ReplayOptions
 from megatron_gspo.mcore.routing_replay.router_hooks import RouterHook, moe_layers
 from megatron_gspo.mcore.train_step import compute_log_probs, forward_backward, mini_batch_routes, pack_mini_batch
 from megatron_gspo.routing_replay.routes import RouteShape
 from tests.equivalence.cases import CUTS, NOISE, OTHER_CUTS, SCENARIOS, stack
+from tests.support.gathered import all_routes, everywhere, values_of
 from tests.support.samples import trained_only
 from tests.support.transformers_reference import Routers
 
@@ -39,9 +40,11 @@ def compare_recorded(policy: Policy, cut_name: str, samples: list[Sample], truth
     """
     scenario, batching, shape = SCENARIOS["gspo"], (CUTS | OTHER_CUTS)[cut_name], route_shape(policy)
     options = ReplayOptions(shape, record=True, entropy=True, noise=NOISE)
-    scores = compute_log_probs(policy, samples, batching, temperature=scenario.temperature, routing=options)
+    scores = compute_log_probs(
+        policy, SampleBatch.of(samples), batching, temperature=scenario.temperature, routing=options
+    )
     assert scores.routing is not None
-    routes, _ = gather_routes(scores.routing, samples, range(len(samples)))
+    routes, _ = all_routes(scores.routing, samples, range(len(samples)))
     wrong = sum(different_rows(a, b) for a, b in zip(routes, truth.routes, strict=True))
     errors.add("route", wrong, "recorded")
     stats = routing_stats(scores.routing)
@@ -50,7 +53,7 @@ def compare_recorded(policy: Policy, cut_name: str, samples: list[Sample], truth
     replayed = [replace(sample, routed_experts=ids) for sample, ids in zip(samples, routes, strict=True)]
     options = ReplayOptions(shape, replay=True, compare=True, storage="host", noise=NOISE)
     log_probs, done = train_pass(policy, replayed, scenario, batching, options, errors)
-    expected = stack(trained_only(scores.log_probs, samples))
+    expected = stack(trained_only(everywhere(scores.log_probs, samples, policy.groups), samples))
     errors.add("replayed log-prob", float((stack(log_probs) - expected).abs().max()), "gspo")
     stats = routing_stats(done)
     trained = sum(int(sample.loss_mask.sum()) for sample in samples)
@@ -62,11 +65,11 @@ def train_pass(policy: Policy, samples: list[Sample], scenario: Any, batching: A
                errors: Any) -> tuple[list[np.ndarray], list[MicroBatchRoutes]]:
     """Forward and backward with the samples' routes; the log-probs, and a check of every router's choice."""
     carried = [name for name in OPTIONAL_FIELDS if all(getattr(sample, name) is not None for sample in samples)]
-    batches = pack_mini_batch(policy, samples, batching, optional=carried, routing=options)
+    batches = pack_mini_batch(policy, SampleBatch.of(samples), batching, optional=carried, routing=options)
     done = mini_batch_routes(policy, batches, options)
     with watched(policy, errors):
         outputs = forward_backward(policy, scenario.objective, batches, temperature=scenario.temperature, routing=done)
-    log_probs = collect_values([output["log_probs"] for output in outputs], batches.batches, samples, policy.groups)
+    log_probs = values_of([output["log_probs"] for output in outputs], batches, samples, policy.groups)
     return log_probs, done
 
 

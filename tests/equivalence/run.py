@@ -14,9 +14,9 @@ from megatron_gspo.algorithms import finish_metrics
 from megatron_gspo.config import TrainingConfig
 from megatron_gspo.data.packing import OPTIONAL_FIELDS
 from megatron_gspo.data.sample import Sample
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.mcore.forward_step import unwrap
 from megatron_gspo.mcore.hf_weights import export_weights
-from megatron_gspo.mcore.micro_batches import collect_values
 from megatron_gspo.mcore.policy import Policy, build_policy
 from megatron_gspo.mcore.process_groups import initialize
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
@@ -42,6 +42,7 @@ from tests.equivalence.cases import (
 from tests.equivalence.replay import compare_recorded, route_shape
 from tests.equivalence.truth import Expected, Truth
 from tests.support.configs import model_config
+from tests.support.gathered import everywhere, values_of
 from tests.support.transformers_reference import worst_error
 
 
@@ -102,10 +103,16 @@ def _build(path: str, case: Case, groups: Any, *, distributed_optimizer: bool) -
 def compare_scores(policy: Policy, name: str, cut: str, expected: Expected, errors: Errors) -> None:
     """Log-probs and entropies without a loss, as the old and the reference policy's are computed."""
     scores = compute_log_probs(
-        policy, expected.samples, (CUTS | OTHER_CUTS)[cut], temperature=ALL[name].temperature, with_entropy=True
+        policy,
+        SampleBatch.of(expected.samples),
+        (CUTS | OTHER_CUTS)[cut],
+        temperature=ALL[name].temperature,
+        with_entropy=True,
     )
-    errors.add("log-prob", _distance(scores.log_probs, expected.batch.log_probs), f"{name}, {cut}, without a loss")
-    errors.add("entropy", _distance(scores.entropy, expected.batch.entropy), f"{name}, {cut}")
+    for kind, found, wanted in (("log-prob", scores.log_probs, expected.batch.log_probs),
+                                ("entropy", scores.entropy, expected.batch.entropy)):  # fmt: skip
+        every = everywhere(found, expected.samples, policy.groups)
+        errors.add(kind, _distance(every, wanted), f"{name}, {cut}, without a loss")
 
 
 def _distance(found: Any, expected: Tensor) -> float:
@@ -135,10 +142,10 @@ class Pass:
 def run_pass(policy: Policy, scenario: Scenario, batching: TrainingConfig, samples: list[Sample]) -> Pass:
     """Forward and backward of a mini-batch."""
     options = ReplayOptions(route_shape(policy), replay=True) if scenario.replay else None
-    batches = pack_mini_batch(policy, samples, batching, optional=_carried(samples), routing=options)
+    batches = pack_mini_batch(policy, SampleBatch.of(samples), batching, optional=_carried(samples), routing=options)
     routing = mini_batch_routes(policy, batches, options)
     outputs = forward_backward(policy, scenario.objective, batches, temperature=scenario.temperature, routing=routing)
-    log_probs = collect_values([output["log_probs"] for output in outputs], batches.batches, samples, policy.groups)
+    log_probs = values_of([output["log_probs"] for output in outputs], batches, samples, policy.groups)
     metrics = finish_metrics(summed_metrics([output["metrics"] for output in outputs], policy))
     chunks = [unwrap(chunk) for chunk in policy.chunks]
     gradients = {
@@ -157,7 +164,7 @@ def _carried(samples: list[Any]) -> list[str]:
 def compare_training(policy: Policy, truth: Truth, errors: Errors, where: str) -> None:
     """An optimizer step on each of the mini-batches, then what has become of the weights."""
     for index, samples in enumerate(truth.mini_batches):
-        result = train_mini_batch(policy, samples, TRAINING.objective, CUTS["packed"], temperature=1.0)
+        result = train_mini_batch(policy, SampleBatch.of(samples), TRAINING.objective, CUTS["packed"], temperature=1.0)
         errors.add_metrics(result.metrics, truth.training.steps[index], f"{where}, step {index}", "step metric")
     before = truth.training.before
     update = {name: value.double().cpu() - before[name] for name, value in policy.weights()}

@@ -14,15 +14,17 @@ from torch import Tensor
 
 from megatron_gspo.algorithms import preset
 from megatron_gspo.data.sample import Sample
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.mcore.checkpoint.save_load import load_checkpoint, save_checkpoint
 from megatron_gspo.mcore.policy import Policy, build_policy
-from megatron_gspo.mcore.routing_replay.gather_results import gather_flips, gather_routes
+from megatron_gspo.mcore.routing_replay.gather_results import flips_of_replica, routes_of_replica
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
 from megatron_gspo.mcore.train_step import compute_log_probs, forward_backward, pack_mini_batch, train_mini_batch
 from tests.equivalence.cases import make_samples
 from tests.equivalence.replay import route_shape
 from tests.gpu.tolerances import BITS
 from tests.support.configs import adam, micro_batches_of, model_config, parallel
+from tests.support.gathered import in_order
 from tests.support.tiny_models import save_tiny_model
 
 GRPO = preset("grpo", entropy_coef=0.01)
@@ -49,26 +51,29 @@ def weights(policy: Policy) -> dict[str, Tensor]:
 def samples_of(policy: Policy, scale: int, seed: int) -> list[Sample]:
     """With old log-probs that are the policy's own."""
     samples = make_samples(seed, 8, policy.shape.vocab_size, scale=scale)
-    scores = compute_log_probs(policy, samples, micro_batches_of(80 * scale), temperature=1.0)
-    return [replace(s, old_log_probs=value) for s, value in zip(samples, scores.log_probs, strict=True)]
+    scores = compute_log_probs(policy, SampleBatch.of(samples), micro_batches_of(80 * scale), temperature=1.0)
+    return [replace(s, old_log_probs=value) for s, value in zip(samples, in_order(scores.log_probs), strict=True)]
 
 
 def test_a_step_raises_the_objective_and_a_resumed_run_takes_the_same(new_policy, sizes, tmp_path):
     policy, batching = new_policy(), micro_batches_of(80 * sizes.scale)
     samples = samples_of(policy, sizes.scale, seed=0)
-    losses = [train_mini_batch(policy, samples, GRPO, batching, temperature=1.0).metrics["loss"] for _ in range(3)]
+    losses = [
+        train_mini_batch(policy, SampleBatch.of(samples), GRPO, batching, temperature=1.0).metrics["loss"]
+        for _ in range(3)
+    ]
     assert losses[2] < losses[1] < losses[0]
     state = {"position": 7}
     at = save_checkpoint(policy, Path(tmp_path), 3, state, keep=1)
     before = weights(policy)
-    result = train_mini_batch(policy, samples, GRPO, batching, temperature=1.0)
+    result = train_mini_batch(policy, SampleBatch.of(samples), GRPO, batching, temperature=1.0)
     after = weights(policy)
 
     resumed = new_policy()
     assert load_checkpoint(resumed, at) == {"step": 3, **state}
     loaded = weights(resumed)
     assert loaded.keys() == before.keys() and all(torch.equal(loaded[name], before[name]) for name in before)
-    again = train_mini_batch(resumed, samples, GRPO, batching, temperature=1.0)
+    again = train_mini_batch(resumed, SampleBatch.of(samples), GRPO, batching, temperature=1.0)
     assert again.metrics["lr"] == result.metrics["lr"]
     # Some GPU kernels add in an order of their own; a gradient's sign may differ where it is rounding noise.
     for name in ("loss", "grad_norm"):
@@ -88,20 +93,22 @@ def test_recorded_routes_are_replayed(new_policy, sizes, storage):
     policy, batching = new_policy(), micro_batches_of(80 * sizes.scale)
     shape, samples = route_shape(policy), make_samples(1, 8, policy.shape.vocab_size, scale=sizes.scale)
     record = ReplayOptions(shape, record=True, entropy=True, storage=storage)
-    recorded = compute_log_probs(policy, samples, batching, temperature=1.0, routing=record)
-    routes, _ = gather_routes(recorded.routing, samples, range(len(samples)))
+    recorded = compute_log_probs(policy, SampleBatch.of(samples), batching, temperature=1.0, routing=record)
+    routes, _ = routes_of_replica(recorded.routing, SampleBatch.of(samples), range(len(samples)))
     replay = ReplayOptions(shape, replay=True, compare=True, storage=storage)
 
     def scores(given: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         batch = [replace(sample, routed_experts=ids) for sample, ids in zip(samples, given, strict=True)]
-        found = compute_log_probs(policy, batch, batching, temperature=1.0, routing=replay)
-        return np.concatenate(found.log_probs), np.concatenate(gather_flips(found.routing, batch))
+        found = compute_log_probs(policy, SampleBatch.of(batch), batching, temperature=1.0, routing=replay)
+        return np.concatenate(in_order(found.log_probs)), np.concatenate(
+            in_order(flips_of_replica(found.routing, SampleBatch.of(batch)))
+        )
 
     own, flips = scores(routes)
-    spread = np.concatenate(recorded.log_probs).std()
+    spread = np.concatenate(in_order(recorded.log_probs)).std()
     # A few tokens whose best experts are equally good may choose the other one in the second pass: they are replayed.
     assert (flips > 0).mean() < 0.01
-    assert np.abs(own - np.concatenate(recorded.log_probs)).max() < ROUNDOFF * spread
+    assert np.abs(own - np.concatenate(in_order(recorded.log_probs))).max() < ROUNDOFF * spread
     other, flips = scores([(ids + 1) % shape.num_experts for ids in routes])
     assert np.abs(other - own).max() > 10 * ROUNDOFF * spread and (flips[flips >= 0] == 1).all()
 
@@ -112,7 +119,7 @@ def test_our_code_does_not_wait_for_the_gpu(device, new_policy, sizes):
         pytest.skip("needs a GPU; tests/mcore/test_no_synchronisation.py has the CPU's test")
     policy, batching = new_policy(), micro_batches_of(40 * sizes.scale)
     samples = samples_of(policy, sizes.scale, seed=2)
-    batches = pack_mini_batch(policy, samples, batching, optional=("old_log_probs",), routing=None)
+    batches = pack_mini_batch(policy, SampleBatch.of(samples), batching, optional=("old_log_probs",), routing=None)
     forward_backward(policy, GRPO, batches, temperature=1.0)  # kernels are compiled and buffers allocated
     torch.cuda.set_sync_debug_mode("warn")
     try:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_gspo.config import AlgorithmConfig
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.loop.advantages import shaped_rewards, with_advantages, with_turn_advantages
 from tests.loop.episodes import episode
 from tests.support.samples import make_sample
 
 
 def test_penalties_are_charged_to_the_last_turn():
-    samples = [episode(0.0, 1.0), episode(1.0, 0.0), episode(0.5, 0.0, reward=float("nan"))]
+    batch = SampleBatch.of([episode(0.0, 1.0), episode(1.0, 0.0), episode(0.5, 0.0, reward=float("nan"))])
     shaped = np.array([1.0, 0.0, np.nan])  # one off the second
     algorithm = AlgorithmConfig.preset(name="gspo_token", turn_discount=0.5, advantage_std="none")
-    samples = with_turn_advantages(samples, shaped, algorithm)
+    samples = with_turn_advantages(batch, shaped, algorithm).samples
     # returns 1/2, 1 and 1 - 1/2, -1
     np.testing.assert_allclose(samples[0].advantages, [0, 0, 0, 1, 1])
     np.testing.assert_allclose(samples[1].advantages, [0, 0, 0, -1, -1])
@@ -28,7 +29,9 @@ def scored(*rewards: float, **fields) -> list:
 
 def test_a_response_has_one_advantage():
     samples = scored(1.0, 0.0, 0.0, 1.0)
-    found = with_advantages(samples, AlgorithmConfig.preset(advantage_std="none"), max_response_length=9)
+    found = with_advantages(
+        SampleBatch.of(samples), AlgorithmConfig.preset(advantage_std="none"), max_response_length=9
+    ).samples
     assert [sample.advantages.tolist() for sample in found] == [[v] * 3 for v in (0.5, -0.5, -0.5, 0.5)]
     assert all(sample.advantages.dtype == np.float32 for sample in found)
     assert samples[0].advantages.tolist() != found[0].advantages.tolist(), "the given samples do not change"
@@ -37,12 +40,16 @@ def test_a_response_has_one_advantage():
 def test_a_reward_that_is_not_known_moves_no_baseline():
     samples = scored(1.0, 0.0, float("nan"), 7.0)
     samples[3].finish_reason = "abort"
-    found = with_advantages(samples, AlgorithmConfig.preset(advantage_std="none"), max_response_length=9)
+    found = with_advantages(
+        SampleBatch.of(samples), AlgorithmConfig.preset(advantage_std="none"), max_response_length=9
+    ).samples
     assert [sample.advantages[0] for sample in found] == [0.5, -0.5, 0.0, 0.0]
 
 
 def test_supervised_training_weights_every_token_by_one():
-    found = with_advantages(scored(float("nan")), AlgorithmConfig.preset("sft"), max_response_length=9)
+    found = with_advantages(
+        SampleBatch.of(scored(float("nan"))), AlgorithmConfig.preset("sft"), max_response_length=9
+    ).samples
     assert found[0].advantages.tolist() == [1.0] * 3
 
 
@@ -50,9 +57,11 @@ def test_the_reward_is_reduced_by_length_and_kl():
     samples = scored(1.0, 1.0)
     samples[1] = make_sample(1, 8, seed=1, prompt_index=0, reward=1.0, mask=[True] * 4 + [False] * 4)
     algorithm = AlgorithmConfig.preset(truncated="penalize", overlong_buffer_len=4, overlong_penalty_factor=2.0)
-    np.testing.assert_allclose(shaped_rewards(samples, algorithm, max_response_length=8), [1.0, -1.0])
+    np.testing.assert_allclose(shaped_rewards(SampleBatch.of(samples), algorithm, max_response_length=8), [1.0, -1.0])
     algorithm = AlgorithmConfig.preset(kl_reward_coef=0.5, kl_loss_type="k1")
     kl = [float((s.old_log_probs - s.ref_log_probs)[s.loss_mask].sum()) for s in samples]
     np.testing.assert_allclose(
-        shaped_rewards(samples, algorithm, max_response_length=8), [1 - 0.5 * kl[0], 1 - 0.5 * kl[1]], rtol=1e-5
+        shaped_rewards(SampleBatch.of(samples), algorithm, max_response_length=8),
+        [1 - 0.5 * kl[0], 1 - 0.5 * kl[1]],
+        rtol=1e-5,
     )

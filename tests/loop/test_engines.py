@@ -52,8 +52,8 @@ def test_a_given_engine_replaces_the_configured_one() -> None:
     assert training is held_out and engine_of(training) is given
     assert training.engine_name.endswith("ScriptedEngine")
     assert sources(config(), evaluates=False, given=given)[1] is None
-    groups = training.generate([make_prompt(3)], config().rollout, seed=0)
-    assert [sample.prompt_index for sample in groups] == [3] * 4
+    batch = training.generate([make_prompt(3)], config().rollout, seed=0)
+    assert [sample.prompt_index for sample in batch.samples] == [3] * 4
 
 
 def test_supervised_training_has_a_source_of_its_own_for_held_out_samples() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from megatron_gspo.config import Config
@@ -33,8 +33,9 @@ class Rewards:
 
     def __call__(self, samples, prompts, timers):
         with timers("verify"):
-            scored = [replace(s, reward=self.values[s.prompt_index, s.sample_index]) for s in samples]
-        return scored, Counter(timeout=1)
+            keys = zip(samples.table["prompt_index"].tolist(), samples.table["sample_index"].tolist(), strict=True)
+            rewards = np.array([self.values[key] for key in keys])
+        return samples.with_columns(reward=rewards), Counter(timeout=1)
 
 
 def config(**evaluation) -> Config:

@@ -13,6 +13,7 @@ import pytest
 from megatron_gspo.config import Config
 from megatron_gspo.data.prompts import PromptSource
 from megatron_gspo.data.sample import Prompt, Sample
+from megatron_gspo.data.sample_batch import SampleBatch, rows_of
 from megatron_gspo.loop.generation import DataCursor, RolloutGenerator, next_prompts, rollout_seed
 from megatron_gspo.loop.rollout_log import rollout_record
 from megatron_gspo.loop.timers import Timers
@@ -39,7 +40,7 @@ class Source(InProcessSource):
         self.submitted.append(([prompt.index for prompt in prompts], seed))
         super().submit(prompts, sampling, seed=0)
 
-    def collect(self, count: int, *, oldest_version: int | None = None) -> list[list[Sample]]:
+    def collect(self, count: int, *, oldest_version: int | None = None) -> SampleBatch:
         self.oldest.append(oldest_version)
         return super().collect(count, oldest_version=oldest_version)
 
@@ -56,11 +57,11 @@ class Rewards:
     fails: bool = False
     name: str = "verifier 'mine'"
 
-    def __call__(self, samples: Sequence[Sample], prompts: Sequence[Prompt], timers: Timers) -> Any:
+    def __call__(self, batch: SampleBatch, prompts: Sequence[Prompt], timers: Timers) -> Any:
+        samples = batch.samples
         assert {sample.prompt_index for sample in samples} == {prompt.index for prompt in prompts}
         rewards = [float("nan") if self.fails else float(self._solved(sample)) for sample in samples]
-        scored = [replace(sample, reward=reward) for sample, reward in zip(samples, rewards, strict=True)]
-        return scored, Counter(error=len(samples) if self.fails else 0)
+        return batch.with_columns(reward=np.array(rewards)), Counter(error=len(samples) if self.fails else 0)
 
     def _solved(self, sample: Sample) -> bool:
         return sample.prompt_index in self.equal or sample.sample_index == 0
@@ -74,8 +75,10 @@ def generator(rewards: Rewards | None = None, *, prompts: PromptSource = PROMPTS
     return RolloutGenerator(Source(), prompts, rewards or Rewards(), Config.from_dict(config))
 
 
-def indices(samples: Sequence[Sample]) -> list[int]:
-    return [sample.prompt_index for sample in samples]
+def indices(batch: SampleBatch) -> list[int]:
+    found = [sample.prompt_index for sample in batch.samples]
+    assert found == batch.table["prompt_index"].tolist()
+    return found
 
 
 def test_every_step_of_every_run_has_a_sampling_seed_of_its_own():
@@ -87,7 +90,7 @@ def test_every_step_of_every_run_has_a_sampling_seed_of_its_own():
 def test_a_step_draws_the_next_prompts():
     made = generator()
     rollout = made.draw(4, DataCursor(2), Timers())
-    assert indices(rollout.samples) == [2, 2, 3, 3, 4, 4] and rollout.cursor == DataCursor(5)
+    assert indices(rollout.batch) == [2, 2, 3, 3, 4, 4] and rollout.cursor == DataCursor(5)
     assert made.groups.submitted == [([2, 3, 4], rollout_seed(7, 4))] and made.groups.oldest == [None]
     assert rollout.metrics == {"verifier/error": 0.0, "groups/generated": 3.0}
     assert made.prepare_for_training(4, rollout.cursor) == DataCursor(5) and made.groups.paused == [False]
@@ -98,16 +101,16 @@ def test_dynamic_sampling_replaces_groups_of_equal_rewards():
     rollout = made.draw(5, DataCursor(), Timers())
     assert [taken for taken, _ in made.groups.submitted] == [[0, 1, 2], [3, 4], [5]]
     assert [seed for _, seed in made.groups.submitted] == [rollout_seed(7, 15 + attempt) for attempt in range(3)]
-    assert indices(rollout.samples) == [1, 1, 4, 4, 5, 5] and rollout.cursor == DataCursor(6)
+    assert indices(rollout.batch) == [1, 1, 4, 4, 5, 5] and rollout.cursor == DataCursor(6)
     assert rollout.metrics["groups/generated"] == 6.0
 
 
 def test_groups_of_equal_rewards_stay_after_the_last_generation():
     made = generator(Rewards(equal={0, 2, 3}), algorithm={"dynamic_sampling": True, "max_num_gen_batches": 1})
-    assert indices(made.draw(0, DataCursor(), Timers()).samples) == [0, 0, 1, 1, 2, 2]
+    assert indices(made.draw(0, DataCursor(), Timers()).batch) == [0, 0, 1, 1, 2, 2]
     made = generator(Rewards(equal=set(range(10))), algorithm={"dynamic_sampling": True, "max_num_gen_batches": 2})
     rollout = made.draw(0, DataCursor(), Timers())
-    assert indices(rollout.samples) == [0, 0, 1, 1, 2, 2] and rollout.metrics["groups/generated"] == 6.0
+    assert indices(rollout.batch) == [0, 0, 1, 1, 2, 2] and rollout.metrics["groups/generated"] == 6.0
 
 
 def test_a_small_data_set_is_not_used_twice_in_a_step():
@@ -116,7 +119,7 @@ def test_a_small_data_set_is_not_used_twice_in_a_step():
     made = generator(Rewards(equal=set(range(4))), prompts=few, algorithm=algorithm)
     rollout = made.draw(0, DataCursor(), Timers())
     taken = [index for submitted, _ in made.groups.submitted for index in submitted]
-    assert len(taken) == len(set(taken)) and len(rollout.samples) == 6
+    assert len(taken) == len(set(taken)) and len(rollout.batch) == 6
 
 
 def test_no_score_at_all_ends_the_run():
@@ -132,7 +135,7 @@ def test_oversampled_groups_are_discarded_and_their_prompts_come_first():
     made = generator(rollout={**SERVERS, "oversampling": 1.5}, sglang=SGLANG)
     rollout = made.draw(0, DataCursor(), Timers())
     assert made.groups.submitted == [([0, 1, 2, 3, 4], rollout_seed(7, 0))]
-    assert indices(rollout.samples) == [0, 0, 1, 1, 2, 2] and rollout.cursor == DataCursor(5, (3, 4))
+    assert indices(rollout.batch) == [0, 0, 1, 1, 2, 2] and rollout.cursor == DataCursor(5, (3, 4))
     assert made.prepare_for_training(0, rollout.cursor) == rollout.cursor
     assert made.groups.paused == [False] and made.groups.pending() == []
     rollout = made.draw(1, rollout.cursor, Timers())
@@ -165,7 +168,7 @@ def test_supervised_training_has_no_rewards():
     made = generator(Rewards(fails=True), algorithm={"name": "sft"},
                      rollout={"engine": "sft", "rollout_batch_size": 6, "n_samples_per_prompt": 1})  # fmt: skip
     rollout = made.draw(3, DataCursor(1), Timers())
-    assert rollout.metrics == {} and len(rollout.samples) == 6 and rollout.cursor.pending == ()
+    assert rollout.metrics == {} and len(rollout.batch) == 6 and rollout.cursor.pending == ()
 
 
 def test_the_cursor_is_filled_with_prompts_that_are_not_used():
@@ -177,5 +180,5 @@ def test_the_cursor_is_filled_with_prompts_that_are_not_used():
 
 def test_the_rollout_log_has_the_versions_of_every_sample():
     mixed = make_sample(1, 3, seed=4, sample_index=1, weight_version=2, token_versions=np.array([2, 5, 3], np.int32))
-    record = rollout_record([make_sample(1, 2, seed=7, weight_version=6), mixed], DataCursor(9, (8, 5)))
+    record = rollout_record(rows_of([make_sample(1, 2, seed=7, weight_version=6), mixed]), DataCursor(9, (8, 5)))
     assert record == {"samples": [[7, 0, 6, 6], [4, 1, 2, 5]], "cursor": 9, "pending": [8, 5]}

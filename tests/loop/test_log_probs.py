@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_gspo.config import Config, ConfigError
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.loop import log_probs
 from megatron_gspo.loop.log_probs import with_log_probs
 from megatron_gspo.loop.routing import RoutingReplay
@@ -23,15 +24,19 @@ def scored(monkeypatch, samples=SAMPLES, *, reference=None, has_ratio=True, **al
     """(samples, metrics, policies that made a pass); the log-probs of policy p are all -p."""
     passes = []
 
-    def compute(policy, samples, *args, **options):
+    def compute(policy, batch, *args, **options):
+        assert options["plan"] == "the whole batch"
         passes.append(policy)
-        values = [np.full(s.response_length, -policy, np.float32) for s in samples]
-        return SimpleNamespace(log_probs=values, entropy=[np.full(3, 2.0, np.float32) for _ in samples], routing=None)
+        values = {i: np.full(s.response_length, -policy, np.float32) for i, s in batch.held.items()}
+        entropy = {i: np.full(3, 2.0, np.float32) for i in batch.held}
+        return SimpleNamespace(log_probs=values, entropy=entropy, routing=None)
 
     monkeypatch.setattr(log_probs, "compute_log_probs", compute)
     config = Config.from_dict(base_config("model", "run", algorithm=algorithm))
     routing = RoutingReplay(config.routing, None, has_ratio)
-    return *with_log_probs(samples, 1, reference, config, routing, Timers()), passes
+    plan: Any = SimpleNamespace(whole="the whole batch")
+    batch, metrics = with_log_probs(SampleBatch.of(samples), (1, reference), config, plan, routing, Timers())
+    return batch.samples, metrics, passes
 
 
 def test_recomputed_by_the_policy(monkeypatch):
@@ -60,6 +65,6 @@ def test_nothing_without_a_ratio_and_a_reference(monkeypatch):
 
 
 def test_the_entropy_is_that_of_trained_tokens():
-    values = [np.array([1.0, 3.0, 100.0]), np.array([5.0, 7.0, 100.0])]
-    assert log_probs._mean_of_trained(values, SAMPLES) == 4.0
-    assert np.isnan(log_probs._mean_of_trained(values[:1], [make_sample(1, 3, mask=[False] * 3)]))
+    values = {0: np.array([1.0, 3.0, 100.0]), 1: np.array([5.0, 7.0, 100.0])}
+    assert log_probs._mean_of_trained(values, SampleBatch.of(SAMPLES)) == 4.0
+    assert np.isnan(log_probs._mean_of_trained(values, SampleBatch.of([make_sample(1, 3, mask=[False] * 3)])))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.errors import RunError
 from megatron_gspo.loop.loss_masking import mask_samples
 from tests.support.samples import make_sample
@@ -34,7 +35,9 @@ def non_finite(value: float, **fields):
     ],
 )
 def test_the_first_reason_counts(made, reason):
-    samples, counts = mask_samples([made, sample(1)], step=0, truncated=False)
+    batch, counts = mask_samples(SampleBatch.of([made, sample(1)]), step=0, truncated=False)
+    samples = batch.samples
+    assert batch.table["trained"].tolist() == [int(s.loss_mask.sum()) for s in samples]
     assert counts == {f"masked/{name}": float(name == reason) for name in
                       ("empty", "truncated", "unscored", "non_finite")}  # fmt: skip
     assert samples[1] is not made and samples[1].loss_mask.all()
@@ -47,12 +50,13 @@ def test_the_first_reason_counts(made, reason):
 
 def test_cut_off_responses_are_masked_on_request():
     cut = sample(0, finish_reason="length")
-    assert mask_samples([cut], step=0, truncated=False)[1]["masked/truncated"] == 0.0
-    [masked], counts = mask_samples([cut], step=0, truncated=True)
+    assert mask_samples(SampleBatch.of([cut]), step=0, truncated=False)[1]["masked/truncated"] == 0.0
+    batch, counts = mask_samples(SampleBatch.of([cut]), step=0, truncated=True)
+    [masked] = batch.samples
     assert counts["masked/truncated"] == 1.0 and not masked.loss_mask.any()
 
 
 def test_no_finite_log_prob_at_all_ends_the_run():
     with pytest.raises(RunError, match="step 3: no response has finite log-probs"):
-        mask_samples([non_finite(NAN), sample(1, reward=NAN)], step=2, truncated=False)
-    mask_samples([non_finite(NAN), sample(1)], step=2, truncated=False)
+        mask_samples(SampleBatch.of([non_finite(NAN), sample(1, reward=NAN)]), step=2, truncated=False)
+    mask_samples(SampleBatch.of([non_finite(NAN), sample(1)]), step=2, truncated=False)

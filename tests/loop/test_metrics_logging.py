@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_gspo.config import Config, RoutingConfig, load_config
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.errors import DiskError
 from megatron_gspo.loop.generation import DataCursor
 from megatron_gspo.loop.metrics_logging import MetricsLogger, ratio_arrays
@@ -47,14 +48,15 @@ def samples(count: int = 6) -> list[Any]:
 
 
 def update_of(batch: list[Any]) -> Update:
-    return Update({}, batch, [sample.old_log_probs + np.float32(0.5) for sample in batch])
+    log_probs = {i: sample.old_log_probs + np.float32(0.5) for i, sample in enumerate(batch)}
+    return Update({}, SampleBatch.of(batch), log_probs)
 
 
 def test_a_run_directory(rank: Any, tmp_path: Path) -> None:
     with logger(tmp_path / "run", tracking={"samples_per_step": 3, "ratio_interval": 2}) as made:
         for step in (1, 2):
             made.log(step, {"reward/mean": step / 4})
-            made.write_step(step, samples(), ROUTING, update_of(samples(2)), DataCursor(6))
+            made.write_step(step, SampleBatch.of(samples()), ROUTING, update_of(samples(2)), DataCursor(6))
         made.finish({"step": 2})
     run = tmp_path / "run"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -78,7 +80,7 @@ def test_a_stress_test_says_so(rank: Any, tmp_path: Path, capsys: pytest.Capture
 def test_servers_samples_are_in_the_rollout_log(rank: Any, tmp_path: Path) -> None:
     sections = {"rollout": {"engine": "sglang"}, "sglang": {"urls": ["http://a:1"]}}
     with logger(tmp_path / "run", tracking={"samples_per_step": 0}, **sections) as made:
-        made.write_step(1, samples(2), ROUTING, update_of([]), DataCursor(6, (3, 5)))
+        made.write_step(1, SampleBatch.of(samples(2)), ROUTING, update_of([]), DataCursor(6, (3, 5)))
     (row,) = map(json.loads, (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines())
     assert row["step"] == 1 and row["pending"] == [3, 5] and len(row["samples"]) == 2
     assert list((tmp_path / "run" / "samples").iterdir()) == []
@@ -89,7 +91,7 @@ def test_another_rank_writes_nothing(rank: Any, tmp_path: Path, capsys: pytest.C
     with logger(tmp_path / "run") as made:
         made.note_dropped_prompts(3)
         made.log(1, {"updates": 0.0})
-        made.write_step(1, samples(), ROUTING, update_of(samples()), DataCursor(6))
+        made.write_step(1, SampleBatch.of(samples()), ROUTING, update_of(samples()), DataCursor(6))
         made.finish({})
     assert not (tmp_path / "run").exists() and capsys.readouterr() == ("", "")
 
@@ -101,7 +103,7 @@ def test_each_warning_is_printed_once(rank: Any, tmp_path: Path, capsys: pytest.
         made.note_dropped_prompts(3)
         for step in (1, 2):
             made.log(step, {"groups/zero_variance": 1.0, "updates": 0.0})
-            made.write_step(step, unscored, ROUTING, update_of([]), DataCursor(6))
+            made.write_step(step, SampleBatch.of(unscored), ROUTING, update_of([]), DataCursor(6))
     text = "".join(capsys.readouterr())
     for line in (
         "3 prompts are longer than data.max_prompt_length and were dropped",
@@ -127,12 +129,12 @@ def test_a_file_that_cannot_be_written_is_a_disk_error(rank: Any, tmp_path: Path
     with logger(tmp_path / "run") as made:
         (tmp_path / "run" / "samples").rmdir()
         with pytest.raises(DiskError, match="samples.*cannot be written: .*don't remove a run's directory"):
-            made.write_step(1, samples(), ROUTING, update_of([]), DataCursor(6))
+            made.write_step(1, SampleBatch.of(samples()), ROUTING, update_of([]), DataCursor(6))
 
 
 def test_ratios_are_of_the_trained_tokens_in_order() -> None:
     batch = [make_sample(1, 3, seed=1, mask=[True, False, True]), make_sample(2, 2, seed=2)]
-    flips = [np.array([1, 0, -1], dtype=np.int8), np.array([0, 1], dtype=np.int8)]
+    flips = {0: np.array([1, 0, -1], dtype=np.int8), 1: np.array([0, 1], dtype=np.int8)}
     found = ratio_arrays(replace(update_of(batch), flips=flips), TOKENIZER)
     np.testing.assert_allclose(found["log_ratio"], 0.5, atol=1e-6)
     assert found["sequence"].tolist() == [0, 0, 1, 1] and found["flipped"].tolist() == [1, -1, 0, 1]

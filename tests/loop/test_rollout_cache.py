@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from megatron_gspo.config import Config
+from megatron_gspo.data.sample_batch import SampleBatch, rows_of
 from megatron_gspo.loop.generation import DataCursor, Rollout
 from megatron_gspo.loop.rollout_cache import _FILE, RolloutCache
 from tests.support.distributed import run_distributed
@@ -27,13 +29,19 @@ def cache(engine: str = "mine.Engine", prompts=PROMPTS, **sections: Any) -> Roll
 
 def drawn() -> Rollout:
     samples = [make_sample(2, 3, seed=i, prompt_index=i, reward=float(i), text=f"{i}") for i in range(3)]
-    return Rollout(samples, DataCursor(5, (3, 4)), {"groups/generated": 3.0})
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mine = range(rank, len(samples), world)
+    batch = SampleBatch.gathered([samples[i] for i in mine], mine, dist.group.WORLD)
+    return Rollout(batch, DataCursor(5, (3, 4)), {"groups/generated": 3.0})
 
 
 def same(a: Rollout, b: Rollout) -> bool:
-    samples = zip(a.samples, b.samples, strict=True)
-    return (a.cursor, a.metrics) == (b.cursor, b.metrics) and all(
-        np.array_equal(x.tokens, y.tokens) and (x.reward, x.text) == (y.reward, y.text) for x, y in samples
+    samples = zip(a.batch.samples, b.batch.samples, strict=True)
+    return (
+        (a.cursor, a.metrics) == (b.cursor, b.metrics)
+        and np.array_equal(a.batch.table, b.batch.table)
+        and list(a.batch.held) == list(b.batch.held)
+        and all(np.array_equal(x.tokens, y.tokens) and (x.reward, x.text) == (y.reward, y.text) for x, y in samples)
     )
 
 
@@ -65,7 +73,7 @@ def damaged(rank: int, world: int, folder: str) -> list[bool]:
     cache().write(at, drawn())
     whole = (at / _FILE).read_bytes()
     found = []
-    changed = whole.replace(b'"bytes": ', b'"bytes": 1')
+    changed = whole.replace(b'"parts": [[', b'"parts": [[1')
     for content in (whole[:-3], bytes([*whole[:-9], whole[-9] ^ 1, *whole[-8:]]), changed, b"", b"{}\n", b"\xff\n"):
         (at / _FILE).write_bytes(content)
         found.append(cache().read(at) is None)
@@ -83,7 +91,7 @@ def without_a_checkpoint(rank: int, world: int, folder: str) -> None:
     rollout = {"engine": "sft", "rollout_batch_size": 8, "n_samples_per_prompt": 1}
     sft = cache(algorithm={"name": "sft"}, rollout=rollout)
     sft.read_or_draw(Path(folder), drawn)
-    unwritable = Rollout([make_sample(1, 1, metadata={"x": {1, 2}})], DataCursor(), {})
+    unwritable = Rollout(SampleBatch.of([make_sample(1, 1, metadata={"x": {1, 2}})]), DataCursor(), {})
     cache().write(Path(folder), unwritable)
     assert list(Path(folder).iterdir()) == []
 
@@ -93,6 +101,6 @@ def test_nothing_is_kept_without_a_checkpoint(tmp_path):
 
 
 def test_the_conditions_are_plain_values():
-    found = cache().conditions(drawn().samples)
+    found = cache().conditions(rows_of([make_sample(2, 3, prompt_index=i) for i in range(3)]))
     assert json.loads(json.dumps(found)) == found
     assert found["engine"] == "mine.Engine" and found["rollout.temperature"] == 1.0 and found["seed"] == 7

@@ -9,8 +9,14 @@ import pytest
 
 from megatron_gspo.config import AlgorithmConfig, ConfigError
 from megatron_gspo.data.sample import Sample
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.loop.rollout_correction import correct_mismatch, mismatch
 from tests.support.samples import make_sample
+
+
+def corrected(samples: list[Sample], algorithm: AlgorithmConfig) -> tuple[list[Sample], dict[str, float]]:
+    batch, found = correct_mismatch(SampleBatch.of(samples), algorithm)
+    return batch.samples, found
 
 
 def two_samples() -> list[Sample]:
@@ -25,7 +31,7 @@ def two_samples() -> list[Sample]:
 
 
 def test_weights_by_hand():
-    (first, second), found = correct_mismatch(two_samples(), AlgorithmConfig.preset(rollout_is="token"))
+    (first, second), found = corrected(two_samples(), AlgorithmConfig.preset(rollout_is="token"))
     np.testing.assert_allclose(first.advantages, [-4, -0.5, -2])
     np.testing.assert_allclose(second.advantages, [-3, -3], rtol=1e-6)
     total, squares = 2 + 0.25 + 3, 4 + 0.0625 + 4.5
@@ -40,7 +46,7 @@ def test_weights_by_hand():
 
 def test_weights_of_sequences_by_hand():
     algorithm = AlgorithmConfig.preset(rollout_is="sequence", rollout_is_threshold=1.2)
-    (first, second), found = correct_mismatch(two_samples(), algorithm)
+    (first, second), found = corrected(two_samples(), algorithm)
     mean = math.sqrt(3 / 4)
     np.testing.assert_allclose(first.advantages, [-2 * mean] * 3, rtol=1e-6)
     np.testing.assert_allclose(second.advantages, [-2.4, -2.4], rtol=1e-6)
@@ -51,7 +57,7 @@ def test_weights_of_sequences_by_hand():
 def test_the_weight_of_a_sequence_is_that_of_the_tokens_left():
     algorithm = AlgorithmConfig.preset(rollout_rs="token", rollout_rs_threshold=4.0, rollout_rs_threshold_lower=0.5,
                                 rollout_is="sequence", rollout_is_threshold=5.0)  # fmt: skip
-    (first, second), found = correct_mismatch(two_samples(), algorithm)
+    (first, second), found = corrected(two_samples(), algorithm)
     assert first.loss_mask.tolist() == [True, False, False] and second.loss_mask.all()
     np.testing.assert_allclose(first.advantages, [-6, -6, -6], rtol=1e-6)
     assert found["rollout_rs/tokens"] == 0.25 and found["rollout_rs/sequences"] == 0
@@ -59,7 +65,7 @@ def test_the_weight_of_a_sequence_is_that_of_the_tokens_left():
 
 def test_a_masked_sequence_has_no_weight():
     algorithm = AlgorithmConfig.preset(rollout_rs="sequence", rollout_rs_threshold=1.4, rollout_is="sequence")
-    (first, second), found = correct_mismatch(two_samples(), algorithm)
+    (first, second), found = corrected(two_samples(), algorithm)
     assert first.loss_mask.tolist() == [True, True, False] and not second.loss_mask.any()
     assert found["rollout_rs/tokens"] == 0.5 and found["rollout_rs/sequences"] == 0.5
     assert found["rollout_is/weight_mean"] == found["rollout_is/weight_max"] < 1
@@ -67,17 +73,17 @@ def test_a_masked_sequence_has_no_weight():
 
 def test_nothing_left_has_no_weights():
     algorithm = AlgorithmConfig.preset(rollout_rs="token", rollout_rs_threshold=1.0, rollout_is="token")
-    samples, found = correct_mismatch(two_samples(), algorithm)
+    samples, found = corrected(two_samples(), algorithm)
     assert found == {"rollout_rs/tokens": 1.0, "rollout_rs/sequences": 1.0}
-    samples, found = correct_mismatch(samples, algorithm)
+    samples, found = corrected(samples, algorithm)
     assert found == {"rollout_rs/tokens": 0.0, "rollout_rs/sequences": 0.0}
-    unchanged, found = correct_mismatch(samples, AlgorithmConfig.preset())
+    unchanged, found = corrected(samples, AlgorithmConfig.preset())
     assert found == {} and all(a is b for a, b in zip(unchanged, samples, strict=True))
 
 
 def test_the_samples_that_are_given_do_not_change():
     samples = two_samples()
-    correct_mismatch(samples, AlgorithmConfig.preset(rollout_rs="token", rollout_is="token"))
+    corrected(samples, AlgorithmConfig.preset(rollout_rs="token", rollout_is="token"))
     for sample, before in zip(samples, two_samples(), strict=True):
         assert sample.loss_mask.tolist() == before.loss_mask.tolist()
         assert sample.advantages.tolist() == before.advantages.tolist()
@@ -86,16 +92,16 @@ def test_the_samples_that_are_given_do_not_change():
 def test_without_log_probs_it_is_refused():
     samples = two_samples()
     samples[1].rollout_log_probs = None
-    assert mismatch(samples, [np.zeros(3, np.float32), np.zeros(2, np.float32)]) == {}
+    assert mismatch(SampleBatch.of(samples), {}) == {}
     for key in ("rollout_rs", "rollout_is"):
         refusal = f'algorithm.{key} = "token": the engine gives no log-probs; set it to none'
         with pytest.raises(ConfigError, match=refusal):
-            correct_mismatch(samples, AlgorithmConfig.preset(**{key: "token"}))
+            corrected(samples, AlgorithmConfig.preset(**{key: "token"}))
 
 
 def test_mismatch_quantiles_of_both_ratios():
     samples = two_samples()
-    found = mismatch(samples, [sample.old_log_probs for sample in samples])
+    found = mismatch(SampleBatch.of(samples), {i: sample.old_log_probs for i, sample in enumerate(samples)})
     assert found["mismatch/ratio_token/max"] == pytest.approx(3)
     assert found["mismatch/ratio_token/min"] == pytest.approx(0.25)
     assert found["mismatch/ratio_sequence/min"] == pytest.approx(math.sqrt(3 / 4))

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_gspo.config import RoutingConfig
 from megatron_gspo.data.sample import Sample
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.loop.routing import RoutingReplay, stored_bytes, without_routes
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.routing_replay.router_noise import RouterNoise
@@ -71,26 +72,25 @@ def test_each_pass_has_noise_of_its_own() -> None:
 
 
 def test_routes_of_the_rollout_are_checked_only_if_they_are_needed() -> None:
-    without = [make_sample(2, 3)]
+    without = SampleBatch.of([make_sample(2, 3)])
     replay().check_rollout_routes(without)
     replay(replay="r3", shape=None).check_rollout_routes(without)
     with pytest.raises(RouteError):
         replay(replay="r3").check_rollout_routes(without)
     with pytest.raises(RouteError):
-        replay(replay="r3").check_rollout_routes([sample_with_routes(missing=(1,))])
+        replay(replay="r3").check_rollout_routes(SampleBatch.of([sample_with_routes(missing=(1,))]))
 
 
 @pytest.mark.parametrize("config", [{"replay": "r3", "missing_routes": "live"}, {"compare_rollout": True}], ids=str)
 def test_missing_routes_are_counted_where_they_are_allowed(config: dict) -> None:
     made = replay(**config)
-    made.check_rollout_routes([sample_with_routes(missing=(1,)), sample_with_routes()])
+    made.check_rollout_routes(SampleBatch.of([sample_with_routes(missing=(1,)), sample_with_routes()]))
     assert made.measured.missing_routes == 1
 
 
 def test_metrics_alone_look_at_some_sequences_over_the_batch() -> None:
-    samples = [make_sample(1, 2, seed=i) for i in range(9)]
-    assert replay(metric_sequences=3).metric_sequences(samples) == [0, 4, 8]
-    assert replay(metric_sequences=20).metric_sequences(samples) == list(range(9))
+    assert replay(metric_sequences=3).metric_sequences(9) == [0, 4, 8]
+    assert replay(metric_sequences=20).metric_sequences(9) == list(range(9))
 
 
 def test_a_missing_route_takes_no_memory() -> None:
@@ -104,8 +104,9 @@ def test_a_missing_route_takes_no_memory() -> None:
 
 
 def test_without_a_pass_the_samples_keep_the_rollouts_routes() -> None:
-    made, samples = replay(replay="r3"), [sample_with_routes(), replace(sample_with_routes(), prompt_index=1)]
-    assert made.with_old_routes(samples, range(2), None, Timers()) == samples
+    made = replay(replay="r3")
+    samples = SampleBatch.of([sample_with_routes(), replace(sample_with_routes(), prompt_index=1)])
+    assert made.with_old_routes(samples, range(2), None, Timers()) is samples
     assert made.measured.bytes_stored == 2 * 16 and made.measured.bytes_moved == 0
     made.add_update(None, samples, Timers(), flips=True)
     assert made.measured.updates == []

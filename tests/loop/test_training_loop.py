@@ -13,6 +13,7 @@ import pytest
 
 from megatron_gspo.config import Config
 from megatron_gspo.data.prompts import PromptSource
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.errors import SharedEngineError
 from megatron_gspo.loop import training_loop
 from megatron_gspo.loop.checkpoints import LoopState
@@ -123,8 +124,8 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
 
         def train_step(run: Components, state: LoopState, *_: object) -> TrainedStep:
             events.append(f"step {state.step}")
-            update, samples = SimpleNamespace(metrics={}), [make_sample(2, 3)]
-            return TrainedStep(samples, DataCursor(state.cursor + 4), SimpleNamespace(), update, {"entropy": 0.5})
+            update, batch = SimpleNamespace(metrics={}), SampleBatch.of([make_sample(2, 3)])
+            return TrainedStep(batch, DataCursor(state.cursor + 4), SimpleNamespace(), update, {"entropy": 0.5})
 
         def evaluate(*_: object) -> dict[str, float]:
             events.append("evaluate")

@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_gspo.algorithms import preset
 from megatron_gspo.config import ConfigError, RoutingConfig
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.errors import RunError
 from megatron_gspo.mcore.forward_step import unwrap
 from megatron_gspo.mcore.megatron_options import CLASSES, construct, rejections, resolve_options, version
@@ -265,7 +266,7 @@ def train_with(rank: int, world_size: int, path: str) -> dict[str, Any]:
         options = check_megatron_options(given, shape_of(), *sections)
         policy = build_policy(model, layout, groups, optimizer=adam(1e-2), options=options)
         exported = {name: weight.clone() for name, weight in policy.weights()}
-        steps = [train_mini_batch(policy, samples, preset("sft"), micro_batches_of(64), temperature=1.0)
+        steps = [train_mini_batch(policy, SampleBatch.of(samples), preset("sft"), micro_batches_of(64), temperature=1.0)
                  for _ in range(2)]  # fmt: skip
         found[name] = {
             "log_probs": [np.concatenate(step.log_probs) for step in steps],

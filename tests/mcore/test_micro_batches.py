@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import megatron_gspo.mcore.train_step  # noqa: F401  the fork server of the tests imports it once
 from megatron_gspo.config import ParallelConfig
 from megatron_gspo.data.packing import context_parallel_shard
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.mcore.micro_batches import _fixed, collect_values, micro_batches
-from tests.support.configs import parallel
+from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.mcore.micro_batches import plan_of, planned_micro_batches, values_everywhere, values_of_replica
+from tests.support.configs import micro_batches_of, parallel
 from tests.support.distributed import run_distributed
 from tests.support.parallel_groups import groups_of
 
@@ -60,14 +60,23 @@ def check_layouts(rank: int, world_size: int) -> None:
         )
         limits = {key: value for key, value in options.items() if key != "dispatcher"}
         samples = numbered_samples(11)
-        found = micro_batches(samples, config, groups, **limits)
+        batch, training = (
+            SampleBatch.of(samples),
+            micro_batches_of(limits["max_tokens"] or 1, limits.get("micro_batch_size")),
+        )
+        plan = plan_of(batch, training, config, groups)
+        mine = {i: samples[i] for i in np.flatnonzero(plan.replica_of() == groups.dp.rank()).tolist()}
+        found = planned_micro_batches(replace(batch, held=mine), plan, groups)  # the others' payload is not here
         check_shapes(found, samples, groups, config, limits)
         shards = [context_parallel_shard(batch, groups.cp.rank(), groups.cp.size()) for batch in found.batches]
         values = [shard.labels.float() for shard in shards] if groups.is_last_stage else []
-        back = collect_values(values, found.batches, samples, groups)
-        for value, sample in zip(back, samples, strict=True):
+        back = values_of_replica(values, found.layouts, batch, groups)
+        assert sorted(back) == list(mine)
+        for i, value in back.items():
             assert value.dtype == np.float32
             # a token that two ranks filled in would have twice its value, one that none did, none
+            assert value.tolist() == samples[i].response_ids.tolist(), (layout, options)
+        for value, sample in zip(values_everywhere(back, batch, groups), samples, strict=True):
             assert value.tolist() == sample.response_ids.tolist(), (layout, options)
 
 
@@ -80,6 +89,9 @@ def check_shapes(found: Any, samples: list[Sample], groups: Any, config: Any, li
     by_rank = {dp: ids for ids, dp, _ in everyone}
     assert sorted(i for ids in by_rank.values() for row in ids for i in row) == list(range(len(samples)))
     totals = [len(batch.tokens) for batch in found.batches]
+    for layout, packed in zip(found.layouts, found.batches, strict=True):
+        assert layout.cu_seqlens.tolist() == packed.cu_seqlens.tolist()
+        assert (layout.sample_ids, layout.micro_batch) == (packed.sample_ids, packed.micro_batch)
     step = groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
     assert all(total % step == 0 for total in totals) and max(totals) <= found.seq_length
     if groups.pp.size() > 1 or config.moe_token_dispatcher_type == "allgather":
@@ -100,17 +112,3 @@ def check_shapes(found: Any, samples: list[Sample], groups: Any, config: Any, li
 
 def test_every_response_token_comes_back_once_in_every_layout():
     run_distributed(check_layouts, 2, timeout=60)
-
-
-@settings(deadline=None, max_examples=200)
-@given(count=st.integers(0, 40), ranks=st.integers(1, 5), size=st.integers(1, 6), step=st.integers(1, 3))
-def test_a_fixed_size_deals_every_sample_once(count, ranks, size, step):
-    plan = _fixed(count, ranks, size, step)
-    assert sorted(i for rank in plan for rows in rank for i in rows) == list(range(count))
-    lengths = {len(rank) for rank in plan}
-    assert len(plan) == ranks and len(lengths) == 1 and lengths.pop() % step == 0 and len(plan[0]) >= 1
-    rows = [rows for rank in plan for rows in rank]
-    assert all(len(row) <= size for row in rows)
-    assert sum(0 < len(row) < size for row in rows) <= 1, "at most the last one isn't full"
-    # no more micro-batches than the most loaded rank needs, up to the multiple
-    assert len(plan[0]) < max(-(-count // (size * ranks)), 1) + step

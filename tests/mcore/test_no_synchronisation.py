@@ -19,13 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_gspo.algorithms import Objective, preset
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.mcore import operators
 from megatron_gspo.mcore.forward_step import policy_forward_step
-from megatron_gspo.mcore.micro_batches import MicroBatches, micro_batches
+from megatron_gspo.mcore.micro_batches import MicroBatches
 from megatron_gspo.mcore.policy import Policy, build_policy
-from megatron_gspo.mcore.train_step import run_schedule
+from megatron_gspo.mcore.train_step import pack_mini_batch, run_schedule
 from tests.equivalence.cases import make_samples
-from tests.support.configs import adam, model_config, parallel
+from tests.support.configs import adam, micro_batches_of, model_config, parallel
 from tests.support.distributed import run_distributed
 from tests.support.parallel_groups import groups_of
 from tests.support.tiny_models import save_tiny_model
@@ -107,8 +108,9 @@ def watched(rank: int, world_size: int, path: str, name: str, dtype: str) -> tup
     objective = replace(preset(name), entropy_coef=0.01)
     samples = [replace(sample, old_log_probs=np.full(len(sample.loss_mask), -3.0, dtype=np.float32))
                for sample in make_samples(count=6)]  # fmt: skip
-    batches = micro_batches(samples, policy.config, policy.groups, max_tokens=64,
-                            optional=("old_log_probs",))  # fmt: skip
+    batches = pack_mini_batch(policy, SampleBatch.of(samples), micro_batches_of(64), optional=("old_log_probs",),
+                              routing=None)  # fmt: skip
+    batches = replace(batches, batches=list(batches.batches))
     there = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
     for batch in batches.batches:
         there += [x for x in vars(batch).values() if isinstance(x, Tensor) and x is not batch.cu_seqlens]

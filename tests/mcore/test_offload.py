@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_gspo.algorithms import preset
 from megatron_gspo.config import ParallelConfig
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.mcore.checkpoint.save_load import load_checkpoint, save_checkpoint
 from megatron_gspo.mcore.offload import DeviceMemory, HostBlocks, PolicyMemory, whole_storages
 from megatron_gspo.mcore.policy import Policy, build_policy
@@ -98,14 +99,15 @@ def train_both(rank: int, world_size: int, path: str, layout: ParallelConfig, dt
             if name == "offloaded":
                 policy.memory.release()
                 between.append(kinds(policy.memory))
-                scored = compute_log_probs(policy, make_samples(step, count=6), CUT, temperature=1.0)
+                scored = compute_log_probs(policy, SampleBatch.of(make_samples(step, count=6)), CUT, temperature=1.0)
                 assert kinds(policy.memory) == {**between[0], "weights": before["weights"]}
                 policy.memory.release()
             else:
-                scored = compute_log_probs(policy, make_samples(step, count=6), CUT, temperature=1.0)
-            results.append(np.concatenate(scored.log_probs))
-            done = train_mini_batch(policy, make_samples(step, count=6), preset("sft"), CUT, temperature=1.0)
-            results += [done.metrics, np.concatenate(done.log_probs)]
+                scored = compute_log_probs(policy, SampleBatch.of(make_samples(step, count=6)), CUT, temperature=1.0)
+            results.append(np.concatenate(list(scored.log_probs.values())))
+            batch = SampleBatch.of(make_samples(step, count=6))
+            done = train_mini_batch(policy, batch, preset("sft"), CUT, temperature=1.0)
+            results += [done.metrics, np.concatenate(list(done.log_probs.values()))]
         if name == "offloaded":
             policy.memory.release()
         streamed = {key: weight.clone() for key, weight in policy.weights()}
@@ -147,7 +149,7 @@ def test_training_is_the_same_bits_and_nothing_is_held_in_between(model: str, la
 def save_while_released(rank: int, world_size: int, path: str, folder: str) -> dict[str, Any]:
     layout = parallel()
     policies = [build_policy(model_config(path), layout, groups_of(layout), optimizer=adam(lr=1e-2)) for _ in "ab"]
-    train_mini_batch(policies[0], make_samples(count=6), preset("sft"), CUT, temperature=1.0)
+    train_mini_batch(policies[0], SampleBatch.of(make_samples(count=6)), preset("sft"), CUT, temperature=1.0)
     expected, calls = state_of(policies[0]), []
     for policy in policies:
         policy.memory.release()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatron_gspo.algorithms import preset
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.mcore.checkpoint.save_load import load_checkpoint, save_checkpoint
 from megatron_gspo.mcore.forward_step import unwrap
 from megatron_gspo.mcore.policy import Policy, build_policy
@@ -33,13 +34,19 @@ def train_and_read(rank: int, world_size: int, path: str, folder: str) -> dict[s
     """One step without and with overlap, then the weights in memory, in a checkpoint and in the stream."""
     plain, overlapped = policy_with(path, False), policy_with(path, True)
     for policy in (plain, overlapped):
-        train_mini_batch(policy, make_samples(count=6), preset("sft"), micro_batches_of(64), temperature=1.0)
+        train_mini_batch(
+            policy, SampleBatch.of(make_samples(count=6)), preset("sft"), micro_batches_of(64), temperature=1.0
+        )
     found: dict[str, Any] = {"stale": float((whole(overlapped) - whole(plain)).abs().max())}
     restored = policy_with(path, False)
     load_checkpoint(restored, save_checkpoint(overlapped, Path(folder), 1, {}, keep=1))
     found["restored"] = torch.equal(whole(restored), whole(plain))
-    train_mini_batch(overlapped, make_samples(1, count=6), preset("sft"), micro_batches_of(64), temperature=1.0)
-    train_mini_batch(plain, make_samples(1, count=6), preset("sft"), micro_batches_of(64), temperature=1.0)
+    train_mini_batch(
+        overlapped, SampleBatch.of(make_samples(1, count=6)), preset("sft"), micro_batches_of(64), temperature=1.0
+    )
+    train_mini_batch(
+        plain, SampleBatch.of(make_samples(1, count=6)), preset("sft"), micro_batches_of(64), temperature=1.0
+    )
     streamed = {name: weight.clone() for name, weight in overlapped.weights()}
     found["streamed"] = all(torch.equal(weight, streamed[name]) for name, weight in plain.weights())
     return found

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_gspo.algorithms import preset
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.mcore.policy import build_policy
 from megatron_gspo.mcore.train_step import train_mini_batch
 from tests.equivalence.cases import make_samples
@@ -24,7 +25,10 @@ def build(rank: int, world_size: int, path: str) -> dict[str, Any]:
     optimizer = adam(1e-2, min_lr=1e-3, lr_decay_style="linear", lr_warmup_steps=1)
     policy = build_policy(model_config(path), parallel(), groups, optimizer=optimizer, total_steps=4)
     samples, cut = make_samples(count=4), micro_batches_of(64)
-    rates = [train_mini_batch(policy, samples, preset("sft"), cut, temperature=1.0).metrics["lr"] for _ in range(5)]
+    rates = [
+        train_mini_batch(policy, SampleBatch.of(samples), preset("sft"), cut, temperature=1.0).metrics["lr"]
+        for _ in range(5)
+    ]
     reference = build_policy(model_config(path), parallel(), groups, optimizer=None)
     random = [build_policy(model_config(path, init="random"), parallel(), groups_of(parallel()), optimizer=None)
               for _ in range(2)]  # fmt: skip
@@ -59,7 +63,9 @@ def step_on(rank: int, world_size: int, path: str, value: float, clip_grad: floa
     samples[0].advantages = np.full(samples[0].response_length, value, dtype=np.float32)
     message = ""
     try:
-        train_mini_batch(policy, samples, preset("grpo"), micro_batches_of(64, micro_batch_size=1), temperature=1.0)
+        train_mini_batch(
+            policy, SampleBatch.of(samples), preset("grpo"), micro_batches_of(64, micro_batch_size=1), temperature=1.0
+        )
     except RuntimeError as error:
         message = str(error)
     return message, not all(map(torch.equal, before, policy.chunks[0].parameters()))

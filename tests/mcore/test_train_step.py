@@ -12,6 +12,7 @@ import torch
 from megatron_gspo.algorithms import Objective, preset
 from megatron_gspo.config import ParallelConfig
 from megatron_gspo.data.sample import Sample
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.mcore.policy import Policy, build_policy
 from megatron_gspo.mcore.train_step import (
     StepResult,
@@ -24,6 +25,7 @@ from megatron_gspo.mcore.train_step import (
 from tests.equivalence.cases import make_samples
 from tests.support.configs import adam, micro_batches_of, model_config, parallel
 from tests.support.distributed import run_distributed
+from tests.support.gathered import everywhere
 from tests.support.parallel_groups import groups_of
 from tests.support.samples import trained_only
 from tests.support.tiny_models import save_tiny_model
@@ -66,44 +68,53 @@ def weights(policy: Policy) -> torch.Tensor:
 
 
 def backward(policy: Policy, samples: list[Sample], objective: Objective) -> torch.Tensor:
-    batches = pack_mini_batch(policy, samples, CUT, optional=["old_log_probs"], routing=None)
+    batches = pack_mini_batch(policy, SampleBatch.of(samples), CUT, optional=["old_log_probs"], routing=None)
     forward_backward(policy, objective, batches, temperature=1.0)
     return gradients(policy)
 
 
-def values_of(result: StepResult) -> dict[str, Any]:
-    return {"metrics": result.metrics, "log_probs": result.log_probs, "routing": result.routing}
+def values_of(result: StepResult, samples: list[Sample], policy: Policy) -> dict[str, Any]:
+    return {
+        "metrics": result.metrics,
+        "log_probs": everywhere(result.log_probs, samples, policy.groups),
+        "routing": result.routing,
+    }
 
 
 def both_passes(rank: int, world_size: int, path: str, layout: ParallelConfig) -> dict[str, Any]:
     policy, samples = policy_of(path, layout), make_samples(count=6)
     before = weights(policy), gradients(policy)
-    scored = compute_log_probs(policy, samples, CUT, temperature=1.0, with_entropy=True)
-    cooler = compute_log_probs(policy, samples, CUT, temperature=0.5)
+    scored = compute_log_probs(policy, SampleBatch.of(samples), CUT, temperature=1.0, with_entropy=True)
+    cooler = compute_log_probs(policy, SampleBatch.of(samples), CUT, temperature=0.5)
+    log_probs, entropy, cold = (everywhere(values, samples, policy.groups)
+                                for values in (scored.log_probs, scored.entropy, cooler.log_probs))  # fmt: skip
     found: dict[str, Any] = {
-        "log_probs": scored.log_probs,
-        "trained": trained_only(scored.log_probs, samples),
-        "entropy": scored.entropy,
-        "cooler": cooler.log_probs,
+        "log_probs": log_probs,
+        "trained": trained_only(log_probs, samples),
+        "entropy": entropy,
+        "cooler": cold,
         "without": (cooler.entropy, cooler.routing),
         "unchanged": torch.equal(before[0], weights(policy)) and torch.equal(before[1], gradients(policy)),
         "lengths": [sample.length - sample.prompt_length for sample in samples],
         # on a pipeline only the last stage would fail, and the first wait for it
         "refused": missing_old_log_probs(policy, samples) if policy.groups.pp.size() == 1 else None,
     }
-    for sample, value in zip(samples, scored.log_probs, strict=True):
+    for sample, value in zip(samples, log_probs, strict=True):
         sample.old_log_probs = value
     first = backward(policy, samples, GRPO)
     found["accumulates"] = not torch.equal(first, backward(policy, samples, GRPO))
     found["gradient"] = float(first.abs().max())
     samples[0].ref_log_probs = samples[0].old_log_probs
     policy.config.timers = Clock()
-    trained = train_mini_batch(policy, samples, GRPO, CUT, temperature=1.0)
+    batch = SampleBatch.of(samples)
+    trained = train_mini_batch(policy, batch, GRPO, CUT, temperature=1.0)
     found["calls"] = policy.config.timers.calls
     policy.config.timers = None
     found["carried"] = [(b.old_log_probs is not None, b.ref_log_probs is not None) for b in trained.batches.batches]
-    found["steps"] = [values_of(trained),
-                      values_of(train_mini_batch(policy, samples, GRPO, CUT, temperature=1.0))]  # fmt: skip
+    found["steps"] = [
+        values_of(trained, samples, policy),
+        values_of(train_mini_batch(policy, batch, GRPO, CUT, temperature=1.0), samples, policy),
+    ]
     found["moved"] = not torch.equal(before[0], weights(policy))
     found["summed"] = summed_metrics(shares(rank) if policy.groups.is_last_stage else [], policy)
     return found
@@ -114,7 +125,7 @@ def missing_old_log_probs(policy: Policy, samples: list[Sample]) -> str:
     for sample in samples[1:]:
         sample.old_log_probs = np.zeros(sample.length - sample.prompt_length, dtype=np.float32)
     try:
-        train_mini_batch(policy, samples, GRPO, CUT, temperature=1.0)
+        train_mini_batch(policy, SampleBatch.of(samples), GRPO, CUT, temperature=1.0)
     except ValueError as error:
         return str(error)
     return ""

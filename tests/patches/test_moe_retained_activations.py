@@ -11,14 +11,14 @@ from megatron.core.transformer.moe import token_dispatcher
 
 from megatron_gspo.algorithms import preset
 from megatron_gspo.config import ParallelConfig
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.mcore.forward_step import unwrap
-from megatron_gspo.mcore.micro_batches import micro_batches
 from megatron_gspo.mcore.policy import build_policy
-from megatron_gspo.mcore.train_step import forward_backward
+from megatron_gspo.mcore.train_step import forward_backward, pack_mini_batch
 from megatron_gspo.patches import moe_retained_activations
 from megatron_gspo.patches.mark import MARK
 from tests.equivalence.cases import make_samples
-from tests.support.configs import adam, model_config, parallel
+from tests.support.configs import adam, micro_batches_of, model_config, parallel
 from tests.support.distributed import run_distributed
 from tests.support.live_storages import LiveStorages
 from tests.support.parallel_groups import groups_of
@@ -39,7 +39,8 @@ def retained_bytes(path: str, layout: ParallelConfig) -> tuple[int, int]:
                           optimizer=adam(lr=1e-3))  # fmt: skip
     for layer in unwrap(policy.chunks[0]).decoder.layers:
         layer.mlp.token_dispatcher.__class__ = getattr(token_dispatcher, UPSTREAM[layout.moe_token_dispatcher_type])
-    batches = micro_batches(make_samples(count=4), policy.config, policy.groups, max_tokens=400)
+    batch = SampleBatch.of(make_samples(count=4))
+    batches = pack_mini_batch(policy, batch, micro_batches_of(400), optional=(), routing=None)
     with LiveStorages() as storages:
         forward_backward(policy, preset("sft"), batches, temperature=1.0)
     tokens = batches.batches[0].tokens.shape[0] // layout.tensor_model_parallel_size

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from megatron_gspo.data.sample import FINISH_REASONS, Sample
-from megatron_gspo.rollout.sample_exchange import decode_samples, encode_samples
+from megatron_gspo.rollout.sample_codec import decode_samples, encode_samples
 
 PER_TOKEN = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages")
 words = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)  # no half of a surrogate pair

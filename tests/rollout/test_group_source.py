@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from megatron_gspo.rollout.group_source import GroupSource, check_count, engine_name, split_groups
+from megatron_gspo.rollout.group_source import GroupSource, check_count, engine_name
 from megatron_gspo.rollout.in_process_source import InProcessSource
 from tests.support.distributed import run_distributed
+from tests.support.random_samples import all_samples
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_servers import (
     PROMPTS,
@@ -35,14 +36,15 @@ def contract(rank: int, world: int, kind: str) -> list:
     source.submit(PROMPTS[3:4], SAMPLING, seed=2)
     seen = [source.pending()]
     other = source.generate(PROMPTS[4:], SAMPLING, seed=9)  # apart from what is pending
-    groups = source.collect(4)
-    seen += [source.pending(), keys(other), [keys(group) for group in groups]]
+    batch = source.collect(4)
+    seen += [source.pending(), keys(all_samples(other)), keys(all_samples(batch))]
+    seen += [batch.table[["prompt_index", "sample_index", "prompt_length", "response_length"]].tolist()]
     source.submit(PROMPTS[:2], SAMPLING, seed=1)
     source.pause(keep=True)
     seen += [source.pending()]
     source.pause(keep=False)
-    seen += [source.pending(), source.collect(0)]
-    with pytest.raises(ValueError, match=r"collect\(1\): only 0 groups were submitted"):
+    seen += [source.pending()]
+    with pytest.raises(ValueError, match=r"collect\(1\): 0 groups were submitted"):
         source.collect(1)
     source.close()
     return seen
@@ -52,25 +54,18 @@ def contract(rank: int, world: int, kind: str) -> list:
 def test_the_contract(kind):
     found = run_distributed(contract, 2, kind)
     assert found[0] == found[1]
-    pending, left, other, groups, paused, dropped, nothing = found[0]
-    assert pending == [0, 1, 2, 3] and left == [] and paused == [0, 1] and dropped == [] and nothing == []
+    pending, left, other, samples, rows, paused, dropped = found[0]
+    assert pending == [0, 1, 2, 3] and left == [] and paused == [0, 1] and dropped == []
     assert other == [(4, 0, 9), (4, 1, 9)]
-    assert groups == [[(i, 0, seed), (i, 1, seed)] for i, seed in ((0, 1), (1, 1), (2, 1), (3, 2))]
-
-
-def test_samples_of_one_prompt_are_a_group():
-    engine = ScriptedEngine(scripted_response)
-    samples = engine.generate(PROMPTS[:3], SAMPLING, seed=1)
-    groups = split_groups(samples, 2)
-    assert [[(s.prompt_index, int(s.response_ids[0]) - 5) for s in group] for group in groups] == [
-        [(i, 0), (i, 1)] for i in range(3)
-    ]
+    assert samples == [(i, j, seed) for i, seed in ((0, 1), (1, 1), (2, 1), (3, 2)) for j in (0, 1)]
+    assert rows == [(i, j, PROMPTS[i].length, 4) for i in range(4) for j in (0, 1)], "the groups' samples are together"
 
 
 def test_no_more_groups_can_be_collected_than_are_pending():
     check_count(2, 2)
-    with pytest.raises(ValueError, match=r"collect\(3\): only 2 groups were submitted"):
-        check_count(3, 2)
+    for count in (0, 3):
+        with pytest.raises(ValueError, match=rf"collect\({count}\): 2 groups were submitted; collect 1 to 2"):
+            check_count(count, 2)
 
 
 def test_an_engine_is_named_by_its_module_and_class():

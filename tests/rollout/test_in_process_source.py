@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron_gspo.errors import EngineError
 from megatron_gspo.rollout.in_process_source import InProcessSource
 from tests.support.distributed import run_distributed
+from tests.support.random_samples import all_samples
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_servers import (
     PROMPTS,
@@ -27,11 +28,12 @@ def in_process_shares(rank: int, world: int, shared: bool) -> tuple[list, list, 
     )
     source = InProcessSource(engine, vocab_size=1000, group=dist.group.WORLD if shared else None)
     source.submit(PROMPTS, SAMPLING, seed=1)
-    samples = [sample for group in source.collect(5) for sample in group]
+    batch = source.collect(5)
+    assert sorted({s.prompt_index for s in batch.samples}) == sorted(asked), "each rank holds what it generated"
     source.update_weights(collective_weights, version=4)
     assert [version for version, _ in engine.updates] == [4]
     assert float(engine.updates[0][1]["a"].sum()) == 2.0 * world
-    return asked, keys(samples), source.score([np.arange(4)]), source.metrics(), source.engine_name
+    return asked, keys(all_samples(batch)), source.score([np.arange(4)]), source.metrics(), source.engine_name
 
 
 def test_ranks_share_the_prompts_or_generate_all():
@@ -52,7 +54,7 @@ def test_a_collect_generates_requests_of_one_seed_together():
     source.submit(PROMPTS[:2], SAMPLING, seed=1)
     source.submit(PROMPTS[2:4], SAMPLING, seed=2)
     assert source.pending() == [0, 1, 2, 3] and not calls, "nothing is generated before collect"
-    assert len(source.collect(3)) == 3 and source.pending() == [3]
+    assert len(source.collect(3)) == 6 and source.pending() == [3]
     assert calls == [([0, 1], 1), ([2], 2)]
     source.pause(keep=True)
     assert source.pending() == [3]

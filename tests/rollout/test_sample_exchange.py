@@ -1,99 +1,22 @@
-import math
-from dataclasses import fields, replace
+"""Generation of a share on each rank, and samples from there to the replicas that train them."""
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_gspo.config import SamplingParams
-from megatron_gspo.data.sample import Prompt, Sample
-from megatron_gspo.rollout.sample_exchange import (
-    decode_samples,
-    encode_samples,
-    gather_samples,
-    generate_on_ranks,
-    split_prompts,
-)
+from megatron_gspo.data.sample import Prompt
+from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.rollout import sample_exchange
+from megatron_gspo.rollout.sample_exchange import exchange_rounds, generate_on_ranks, move_samples, split_prompts
 from tests.support.distributed import run_distributed
+from tests.support.random_samples import all_samples, assert_same, random_sample
 from tests.support.reference_models import checkpoint, loaded_engine, moe_config, prompts, reference_model
 from tests.support.scripted_engine import ScriptedEngine, ScriptedResponse
-
-
-def assert_same(a: Sample, b: Sample) -> None:
-    for field in fields(Sample):
-        x, y = getattr(a, field.name), getattr(b, field.name)
-        if isinstance(x, np.ndarray):
-            assert x.dtype == y.dtype, field.name
-            np.testing.assert_array_equal(x, y, err_msg=field.name)
-        else:
-            assert x == y or (isinstance(x, float) and math.isnan(x) and math.isnan(y)), field.name
-
-
-def random_sample(rng: np.random.Generator, i: int) -> Sample:
-    """A sample with any subset of the optional fields."""
-    prompt, response, layers, k = rng.integers(1, 6), rng.integers(0, 6), 3, rng.integers(1, 3)
-
-    def maybe(values):
-        return values if rng.random() < 0.5 else None
-
-    def per_token():
-        return maybe(-rng.random(response).astype(np.float32))
-
-    kind, rows = [np.uint8, np.uint16][i % 2], prompt + response - 1
-    versions = maybe(rng.integers(0, 9, response).astype(np.int32))
-    routes = maybe(rng.integers(0, np.iinfo(kind).max + 1, (rows, layers, k)).astype(kind))
-    return Sample(
-        prompt_index=int(rng.integers(0, 2**40)),
-        sample_index=i,
-        tokens=rng.integers(0, 200_000, prompt + response),
-        prompt_length=int(prompt),
-        loss_mask=rng.random(response) < 0.7,
-        rollout_log_probs=per_token(),
-        finish_reason=["stop", "length", "abort"][i % 3],
-        text=["", "plain", "Größe ≤ 3 🎲"][int(rng.integers(0, 3))],
-        weight_version=int(rng.integers(0, 9)),
-        reward=[math.nan, 0.1, -math.inf][int(rng.integers(0, 3))],
-        advantages=per_token(),
-        old_log_probs=per_token(),
-        ref_log_probs=per_token(),
-        routed_experts=routes,
-        missing_routes=None if routes is None else maybe(rng.random(rows) < 0.5),
-        token_versions=versions,
-        metadata=maybe({"turns": [1, 2], "name": "é"}) or {},
-    )
-
-
-@pytest.mark.parametrize("count", [0, 1, 40])
-def test_samples_survive_the_wire(count):
-    rng = np.random.default_rng(count)
-    samples = [random_sample(rng, i) for i in range(count)]
-    wire = np.frombuffer(bytearray(encode_samples(samples, range(10, 10 + count))), dtype=np.uint8)
-    found = decode_samples(wire)
-    assert [place for place, _ in found] == list(range(10, 10 + count))
-    for (_, after), before in zip(found, samples, strict=True):
-        assert_same(after, before)
-        assert after.routed_experts is None or after.routed_experts.flags.aligned
-
-
-def test_bytes_of_another_version_are_refused():
-    wire = np.frombuffer(bytearray(encode_samples([], [])), dtype=np.uint8).copy()
-    assert decode_samples(wire) == []
-    wire[0] ^= 1
-    with pytest.raises(ValueError, match="samples were encoded by another version"):
-        decode_samples(wire)
-
-
-def test_routes_are_not_copied_on_arrival():
-    routes = np.arange(24, dtype=np.uint8).reshape(4, 3, 2)
-    sample = replace(random_sample(np.random.default_rng(0), 0), tokens=np.arange(5), routed_experts=routes)
-    sample = replace(sample, prompt_length=3, loss_mask=np.ones(2, bool), missing_routes=None, token_versions=None)
-    for name in ("rollout_log_probs", "advantages", "old_log_probs", "ref_log_probs"):
-        setattr(sample, name, None)
-    wire = np.frombuffer(bytearray(encode_samples([sample], [0])), dtype=np.uint8)
-    [(_, after)] = decode_samples(wire)
-    assert after.routed_experts.tolist() == routes.tolist() and np.shares_memory(after.routed_experts, wire)
-    after.routed_experts[0] = 9  # writable
 
 
 @pytest.mark.parametrize("count, ranks", [(0, 3), (2, 3), (16, 4), (17, 4), (101, 8)])
@@ -115,7 +38,7 @@ def spread_over_ranks(rank, world_size):
     engine = loaded_engine(moe_config(), checkpoint(reference), return_routed_experts=True)
     questions, sampling = prompts(7), SamplingParams(3, 12)
     expected = engine.generate(questions, sampling, seed=3)
-    spread = generate_on_ranks(engine, questions, sampling, seed=3, group=group)
+    spread = all_samples(generate_on_ranks(engine, questions, sampling, seed=3, group=group))
     assert len(spread) == len(expected) == 21
     assert all(sample.routed_experts is not None for sample in spread)
     for a, b in zip(spread, expected, strict=True):
@@ -124,10 +47,6 @@ def spread_over_ranks(rank, world_size):
         assert_same(a, b)
     assert len(generate_on_ranks(engine, questions[:1], sampling, seed=3, group=group)) == 3  # idle ranks
 
-    samples = [random_sample(np.random.default_rng(r), r) for r in range(10)]
-    mine = [i for i in range(10) if i % 3 % world_size == rank]
-    for a, b in zip(gather_samples([samples[i] for i in mine], mine, group), samples, strict=True):
-        assert_same(a, b)
     return [s.response_ids.tolist() for s in spread], fail_on_one_rank(rank)
 
 
@@ -158,6 +77,69 @@ def test_every_rank_gets_what_one_engine_gives_and_hears_of_a_failure():
 
 def test_without_a_group_the_engine_works_alone():
     engine = ScriptedEngine(lambda prompt, i, seed: ScriptedResponse([i + 2, 1]))
-    samples = generate_on_ranks(engine, prompts(2), SamplingParams(2, 2), seed=0)
-    assert [s.response_ids[0] for s in samples] == [2, 3, 2, 3]
-    assert gather_samples(samples[::-1], [3, 2, 1, 0], None) == samples
+    batch = generate_on_ranks(engine, prompts(2), SamplingParams(2, 2), seed=0)
+    assert [s.response_ids[0] for s in batch.samples] == [2, 3, 2, 3] and batch.group is None
+
+
+# --- to the replicas
+
+
+def moved(rank, world, layout):
+    """Random samples, held by some ranks, each to a replica, a sample a round and all in one: (replica, positions)."""
+    mesh = init_device_mesh("cpu", tuple(layout.values()), mesh_dim_names=tuple(layout))
+    groups = {name: mesh.get_group(name) for name in layout}
+    everything = [sample for i in range(17) if (sample := random_sample(np.random.default_rng(i), i)).response_length]
+    replica = np.random.default_rng(5).integers(0, layout["dp"], len(everything))
+    replica[:3] = layout["dp"] - 1
+    for holders in ([0], [0, 1, 2, 3], [3, 1]):
+        for sample_exchange.BUCKET_BYTES in (1, 64 << 20):
+            held = move(rank, groups, everything, replica, holders)
+    return held
+
+
+def move(rank, groups, everything, replica, holders):
+    """Checks that what arrives is right and complete."""
+    mine = [i for i in range(len(everything)) if holders[i % len(holders)] == rank]
+    batch = SampleBatch.gathered([everything[i] for i in mine], mine, dist.group.WORLD)
+    there = move_samples(batch, replica, groups["dp"], (groups["pp"], groups["cp"], groups["tp"]))
+    own = dist.get_rank(groups["dp"])
+    assert list(there.held) == np.flatnonzero(replica == own).tolist() and there.group is groups["dp"]
+    for i, sample in there.held.items():
+        assert_same(sample, everything[i])
+        assert sample.tokens.flags.aligned
+    assert len(batch.held) == 0, "a sample's memory is free once it has left"
+    assert there.table["holder"].tolist() == replica.tolist()
+    for name in set(there.table.dtype.names) - {"holder"}:
+        np.testing.assert_array_equal(there.table[name], batch.table[name])
+    assert len(all_samples(there)) == len(everything)
+    return own, sorted(there.held)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"pp": 1, "dp": 4, "cp": 1, "tp": 1}, {"pp": 1, "dp": 2, "cp": 1, "tp": 2}, {"pp": 2, "dp": 2, "cp": 1, "tp": 1},
+     {"pp": 1, "dp": 1, "cp": 2, "tp": 2}],
+    ids=str,
+)  # fmt: skip
+def test_every_sample_is_on_each_rank_of_its_replica_and_nowhere_else(layout):
+    found = run_distributed(moved, 4, layout)
+    replicas = dict(found)
+    assert all(replicas[own] == held for own, held in found), "the ranks of a replica have the same samples"
+    assert sorted(i for held in replicas.values() for i in held) == list(range(sum(map(len, replicas.values()))))
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.tuples(st.integers(1, 50), st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=60),
+    st.integers(1, 200),
+)
+def test_no_rank_sends_or_receives_more_than_a_bucket_in_a_round(moves, bucket):
+    sizes, source, target = (np.array(column) for column in zip(*moves, strict=True))
+    rounds = exchange_rounds(sizes, source, target, bucket)
+    for number in range(int(rounds.max()) + 1):
+        for ranks in (source, target):
+            for rank in np.unique(ranks):
+                inside = sizes[(rounds == number) & (ranks == rank)]
+                assert inside.sum() <= bucket or len(inside) == 1
+    least = max(sizes[ranks == rank].sum() for ranks in (source, target) for rank in np.unique(ranks))
+    assert rounds.max() <= 4 * (least // bucket + 1) + len(sizes) * (sizes.max() > bucket / 2)

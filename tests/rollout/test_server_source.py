@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron_gspo.errors import EngineError, SharedEngineError
 from megatron_gspo.rollout.server_engine.server_pool import NoServerError
 from tests.support.distributed import run_distributed
+from tests.support.random_samples import all_samples
 from tests.support.scripted_servers import (
     PROMPTS,
     SAMPLING,
@@ -30,7 +31,8 @@ def resends(rank: int, world: int) -> tuple[list, list]:
     if servers is not None:
         servers.lost_weights = True
     source.submit(PROMPTS[:2], SAMPLING, seed=1)
-    groups = source.collect(2, oldest_version=1)
+    batch = source.collect(2, oldest_version=1)
+    assert len(batch.held) == (4 if rank == 0 else 0), "the client has them"
     scores = source.score([np.arange(4)])
     assert list(scores) == ["http://a"] and scores["http://a"][0].tolist() == [0, 0, 0]
     versions = [version for version, _ in servers.updates] if servers else []
@@ -39,13 +41,13 @@ def resends(rank: int, world: int) -> tuple[list, list]:
         assert source.metrics() == {"rollout/requests": 3.0}
     else:
         assert source.metrics() == {} and lines == []
-    return versions, [keys(group) for group in groups]
+    return versions, keys(all_samples(batch))
 
 
 def test_servers_get_the_weights_again():
     (versions, groups), (_, others) = run_distributed(resends, 2)
     assert versions == [3, 3], "once after the refusal, once more for a server that lost them"
-    assert groups == others == [[(i, 0, 1), (i, 1, 1)] for i in (0, 1)]
+    assert groups == others == [(i, j, 1) for i in (0, 1) for j in (0, 1)]
 
 
 def failing(rank: int, world: int, where: str) -> tuple[str, bool]:

@@ -147,8 +147,8 @@ MEGATRON = (
         ("tests/mcore/test_forward_step.py::test_per_token_loss_is_refused_and_the_share_is_scaled_once",),
     ),
     SeededBug(
-        "results counted once for each tensor-parallel rank", "design", "megatron_gspo/mcore/micro_batches.py",
-        "if values and groups.tp.rank() == 0:", "if values:",
+        "results of the first context rank alone", "design", "megatron_gspo/mcore/micro_batches.py",
+        "dist.all_reduce(flat, group=groups.cp)", "dist.broadcast(flat, dist.get_global_rank(groups.cp, 0), groups.cp)",
         ("tests/mcore/test_micro_batches.py::test_every_response_token_comes_back_once_in_every_layout",),
     ),
     SeededBug(
@@ -176,8 +176,7 @@ LAYOUT = (
     ),
     SeededBug(
         "micro-batches carry counts of their own", "three trainers", "megatron_gspo/mcore/micro_batches.py",
-        "_number(pack([samples[i] for i in rows], num_sequences=max(sequences, 1), num_tokens=max(tokens, 1),",
-        "_number(pack([samples[i] for i in rows], num_sequences=max(len(rows), 1), num_tokens=max(tokens, 1),",
+        "num_sequences=self._counts[0],", "num_sequences=max(len(self._rows[index]), 1),",
         (ALONE,),
     ),
     SeededBug(
@@ -213,9 +212,9 @@ RESUME = (
         ("tests/loop/test_generation.py::test_every_step_of_every_run_has_a_sampling_seed_of_its_own",),
     ),
     SeededBug(
-        "mini-batches cut alike in every epoch", "design", "megatron_gspo/loop/optimizer_steps.py",
+        "mini-batches cut alike in every epoch", "design", "megatron_gspo/loop/step_plan.py",
         "np.random.default_rng([seed, step, epoch])", "np.random.default_rng([seed, step])",
-        ("tests/loop/test_optimizer_steps.py::test_mini_batches_are_a_partition_drawn_anew_each_step_and_epoch",),
+        ("tests/loop/test_step_plan.py::test_mini_batches_are_a_partition_drawn_anew_each_step_and_epoch",),
     ),
     SeededBug(
         "all prompts are sampled with the same random numbers", "design",

@@ -7,6 +7,8 @@ from tests.seeded_bugs.seeded_bug import SeededBug
 EPISODES, TURNS = "megatron_gspo/environments/episodes.py", "megatron_gspo/algorithms/turn_advantages.py"
 MISMATCH = "megatron_gspo/loop/rollout_correction.py"
 HAND = "tests/environments/test_episodes.py::test_an_episode_by_hand"
+EXCHANGE = "megatron_gspo/rollout/sample_exchange.py"
+PLACED = "tests/rollout/test_sample_exchange.py::test_every_sample_is_on_each_rank_of_its_replica_and_nowhere_else"
 NAIVE = "tests/algorithms/test_turn_advantages.py::test_against_a_naive_loop"
 
 OF_THE_ROLLOUTS = (
@@ -42,5 +44,30 @@ OF_THE_ROLLOUTS = (
         "staleness of masked tokens counts", "design", "megatron_gspo/data/sample.py",
         "return self.token_versions[self.loss_mask]", "return self.token_versions",
         ("tests/loop/test_sample_metrics.py::test_staleness_by_hand",),
+    ),
+    SeededBug(
+        "a sequence is lost between replicas", "design", EXCHANGE,
+        "own = [i for i in positions.tolist() if i in leaving]",
+        "own = [i for i in positions.tolist() if i in leaving][1:]",
+        (PLACED,),
+    ),
+    SeededBug(
+        "two sequences are swapped between replicas", "design", EXCHANGE,
+        "encode_samples([leaving[i] for i in mine], mine)", "encode_samples([leaving[i] for i in mine], mine[::-1])",
+        (PLACED,),
+    ),
+    SeededBug(
+        "a sequence is on two replicas", "design", EXCHANGE,
+        "mine = [i for i in own if target[i] == rank]", "mine = [i for i in own if target[i] >= rank]", (PLACED,),
+    ),
+    SeededBug(
+        "a sequence is trained by two replicas", "design", "megatron_gspo/data/micro_batch_plan.py",
+        "mine = [np.flatnonzero(replica == r) for", "mine = [np.flatnonzero(replica >= r) for",
+        ("tests/data/test_micro_batch_plan.py::test_every_sequence_is_once_on_its_replica",),
+    ),
+    SeededBug(
+        "a sample has the routes of the sample before it", "design", "megatron_gspo/rollout/sample_codec.py",
+        "routed_experts=routes[i][0],", "routed_experts=routes[i - 1][0],",
+        ("tests/rollout/test_sample_codec.py::test_samples_survive_the_wire",),
     ),
 )  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.mcore.routing_replay.gather_results import gather_routes
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
 from megatron_gspo.mcore.train_step import compute_log_probs
 from megatron_gspo.rollout.sample_checks import check_samples
@@ -20,6 +20,7 @@ from tests.sglang.clients import checkpoint_stream, engine_on, prompts_of
 from tests.sglang.ties import without_ties
 from tests.support.configs import micro_batches_of, parallel
 from tests.support.distributed import run_distributed
+from tests.support.gathered import all_routes, everywhere
 from tests.support.routing_cases import policy_of, shape_of
 from tests.support.transformers_reference import load_reference, observe_routers, response_log_probs
 
@@ -67,8 +68,10 @@ def test_transformers_scores_them_alike_and_takes_the_same_routes(samples: list[
 def megatron(rank: int, world: int, path: str, samples: list[Sample]) -> tuple[list[np.ndarray], list[np.ndarray]]:
     policy = policy_of(path, parallel(tensor=2, expert=2))
     options = ReplayOptions(shape_of(policy), record=True)
-    scores = compute_log_probs(policy, samples, micro_batches_of(400), temperature=0.8, routing=options)
-    return scores.log_probs, gather_routes(scores.routing, samples, range(len(samples)))[0]
+    scores = compute_log_probs(policy, SampleBatch.of(samples), micro_batches_of(400), temperature=0.8, routing=options)
+    return everywhere(scores.log_probs, samples, policy.groups), all_routes(
+        scores.routing, samples, range(len(samples))
+    )[0]
 
 
 def test_megatron_scores_them_alike_and_takes_the_same_routes(samples: list[Sample], sglang_model: str) -> None:

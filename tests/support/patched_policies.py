@@ -13,15 +13,15 @@ from torch import Tensor
 import megatron_gspo.mcore.train_step  # noqa: F401  applies the patches; the fork server of the tests imports it once
 from megatron_gspo.algorithms import preset
 from megatron_gspo.config import ParallelConfig
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.mcore.forward_step import unwrap
 from megatron_gspo.mcore.hf_weights import export_weights
-from megatron_gspo.mcore.micro_batches import micro_batches
 from megatron_gspo.mcore.model import build_model
 from megatron_gspo.mcore.policy import Policy, build_policy
-from megatron_gspo.mcore.train_step import forward_backward
+from megatron_gspo.mcore.train_step import forward_backward, pack_mini_batch
 from megatron_gspo.patches import expert_gradients
 from tests.equivalence.cases import make_samples
-from tests.support.configs import adam, model_config, parallel
+from tests.support.configs import adam, micro_batches_of, model_config, parallel
 from tests.support.parallel_groups import groups_of
 from tests.support.transformers_reference import worst_error
 
@@ -32,7 +32,8 @@ def policy_in(path: str, layout: ParallelConfig, *, distributed_optimizer: bool 
 
 
 def gradients(policy: Policy) -> dict[str, Tensor]:
-    batches = micro_batches(make_samples(count=8), policy.config, policy.groups, max_tokens=64, micro_batch_size=2)
+    training = micro_batches_of(64, micro_batch_size=2)
+    batches = pack_mini_batch(policy, SampleBatch.of(make_samples(count=8)), training, optional=(), routing=None)
     forward_backward(policy, preset("sft"), batches, temperature=1.0)
     chunks = [unwrap(chunk) for chunk in policy.chunks]
     stream = export_weights(chunks, policy.family, policy.shape, policy.groups, value=lambda p: p.main_grad)

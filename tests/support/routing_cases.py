@@ -12,8 +12,9 @@ import torch
 from megatron_gspo.algorithms import Objective, preset
 from megatron_gspo.config import ParallelConfig, TrainingConfig
 from megatron_gspo.data.sample import Sample
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.mcore.forward_step import unwrap
-from megatron_gspo.mcore.micro_batches import MicroBatches, collect_values
+from megatron_gspo.mcore.micro_batches import MicroBatches
 from megatron_gspo.mcore.policy import Policy, build_policy
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes, ReplayOptions
 from megatron_gspo.mcore.routing_replay.router_hooks import moe_layers
@@ -21,6 +22,7 @@ from megatron_gspo.mcore.train_step import forward_backward, mini_batch_routes, 
 from megatron_gspo.routing_replay.routes import RouteShape
 from tests.equivalence.cases import make_samples
 from tests.support.configs import adam, micro_batches_of, model_config, parallel
+from tests.support.gathered import values_of
 from tests.support.parallel_groups import groups_of
 
 GRPO = preset("grpo")
@@ -66,7 +68,7 @@ def run_pass(policy: Policy, samples: Sequence[Sample], options: ReplayOptions, 
              batching: TrainingConfig = micro_batches_of(80), routes: list[MicroBatchRoutes] | None = None,  # noqa: B008
              ) -> tuple[MicroBatches, list[Any], list[MicroBatchRoutes]]:  # fmt: skip
     """Forward and backward without an optimizer step; ``routes``: those of an earlier pass, to misuse them."""
-    batches = pack_mini_batch(policy, samples, batching, optional=("old_log_probs",), routing=options)
+    batches = pack_mini_batch(policy, SampleBatch.of(samples), batching, optional=("old_log_probs",), routing=options)
     done = routes or mini_batch_routes(policy, batches, options)
     return batches, forward_backward(policy, objective, batches, temperature=1.0, routing=done), done
 
@@ -76,7 +78,7 @@ def train_pass(policy: Policy, samples: Sequence[Sample], options: ReplayOptions
     """The log-probs and the routes of a training pass; a collective of the world."""
     batches, outputs, done = run_pass(policy, samples, options, objective)
     values = [output["log_probs"] for output in outputs]
-    return collect_values(values, batches.batches, samples, policy.groups), done
+    return values_of(values, batches, samples, policy.groups), done
 
 
 def around_routing(router: Any, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

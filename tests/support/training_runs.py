@@ -21,6 +21,7 @@ from megatron_gspo.loop.timers import Timers
 from megatron_gspo.loop.training_loop import train_step
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
 from megatron_gspo.tools.make_tiny_model import TinyModel, write_tiny_model
+from tests.support.random_samples import all_samples
 
 WORD = "Spell this word backward (example: sun -> nus):"
 
@@ -82,7 +83,7 @@ def first_step(config: Config, *, engine: RolloutEngine | None = None) -> tuple[
         run.groups.update_weights(run.policy.weights, version=0)
         checkpoints = CheckpointManager(run.policy, config.checkpoint, config.run_dir, None)
         trained = train_step(run, LoopState(), checkpoints, Timers())
-    return trained.samples, trained.metrics
+    return all_samples(trained.batch), trained.metrics
 
 
 def exported(run_dir: str | Path) -> dict[str, Tensor]:

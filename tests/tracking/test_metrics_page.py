@@ -18,6 +18,7 @@ from megatron_gspo.algorithms import (
     ratio_quantiles,
 )
 from megatron_gspo.data.sample import Sample
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.loop.generation import DataCursor
 from megatron_gspo.loop.metrics_logging import ratio_arrays
 from megatron_gspo.loop.optimizer_steps import Update
@@ -143,14 +144,15 @@ def test_other_records_are_documented() -> None:
     [lines] = [line for line in page.splitlines() if "`routing.jsonl`" in line and line.startswith("|")]
     [arrays] = [line for line in page.splitlines() if line.startswith("| `ratios/")]
     [rollouts] = [line for line in page.splitlines() if line.startswith("| `rollouts.jsonl`")]
-    assert {key for key in rollout_record([], DataCursor()) if f"`{key}`" not in rollouts} == set()
+    record = rollout_record(SampleBatch.of([]).table, DataCursor())
+    assert {key for key in record if f"`{key}`" not in rollouts} == set()
     assert {key for key in StepRouting().by_layer() if f"`{key}`" not in lines} == set()
     tokenizer = SimpleNamespace(decode=str)
     sample = Sample(
         prompt_index=0, sample_index=0, tokens=np.arange(4), prompt_length=2, loss_mask=np.array([True, False]),
         rollout_log_probs=None, finish_reason="stop", advantages=np.ones(2), old_log_probs=np.ones(2),
     )  # fmt: skip
-    found = ratio_arrays(Update({}, [sample], [np.zeros(2)]), tokenizer)
+    found = ratio_arrays(Update({}, SampleBatch.of([sample]), {0: np.zeros(2)}), tokenizer)
     assert {key for key in found if f"`{key}`" not in arrays} == set()
     assert {key: value.tolist() for key, value in found.items()} == {
         "log_ratio": [-1.0], "sequence": [0], "advantage": [1.0], "token_ids": [2], "token_text": ["[2]"],

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from megatron_gspo.config import AlgorithmConfig, Config
 from megatron_gspo.data.sample import Sample
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.loop.rollout_correction import mismatch
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from tests.support.distributed import run_distributed
@@ -154,7 +155,8 @@ def test_the_rollouts_own_log_probs_are_compared_in_the_first_update(folder):
     [(samples, metrics)] = run_distributed(one_step, 1, own)
     [(scored, _)] = run_distributed(one_step, 1, small(folder))
     rows = np.random.default_rng([7, 0, 0]).permutation(16)[:4]  # update.mini_batches of seed 7, step 0, epoch 0
-    wanted = mismatch([scored[i] for i in rows], [scored[i].old_log_probs for i in rows])
+    first = SampleBatch.of([scored[i] for i in rows])
+    wanted = mismatch(first, {i: sample.old_log_probs for i, sample in first.held.items()})
     assert wanted["mismatch/abs_diff"] > 0.1
     assert {name: metrics[name] for name in wanted} == pytest.approx(wanted, rel=1e-3)
     assert metrics["updates"] == 8 and "time/log_probs" not in metrics and "entropy" not in metrics

@@ -79,15 +79,19 @@ def _differences(run) -> tuple[float, float]:  # type: ignore[no-untyped-def]
     """(mean, largest) difference, in nats, between the log-probs that the embedded engine gives with its samples and
     the policy's own of the same tokens."""
     from megatron_gspo.config import SamplingParams
+    from megatron_gspo.mcore.micro_batches import plan_of
     from megatron_gspo.mcore.train_step import compute_log_probs
+    from megatron_gspo.rollout.sample_exchange import move_samples
 
     sampling = SamplingParams(1, min(_RESPONSE, run.config.rollout.max_response_length))
-    samples = run.groups.generate(run.prompts.prompts[:_PROMPTS], sampling, seed=0)
-    ours = compute_log_probs(run.policy, samples, run.config.training, temperature=1.0).log_probs
-    differences = np.concatenate(
-        [np.abs(mine - s.rollout_log_probs)[s.loss_mask] for mine, s in zip(ours, samples, strict=True)]
-    )
-    return float(differences.mean()), float(differences.max())
+    groups, training = run.policy.groups, run.config.training
+    batch = run.groups.generate(run.prompts.prompts[:_PROMPTS], sampling, seed=0)
+    plan = plan_of(batch, training, run.policy.config, groups)
+    batch = move_samples(batch, plan.replica_of(), groups.dp, (groups.pp, groups.cp, groups.tp))
+    ours = compute_log_probs(run.policy, batch, training, temperature=1.0, plan=plan).log_probs
+    differences = [np.abs(ours[i] - s.rollout_log_probs)[s.loss_mask] for i, s in batch.held.items()]
+    total, count = batch.sum(sum(float(d.sum()) for d in differences), sum(map(len, differences)))
+    return total / count, batch.max(max((float(d.max()) for d in differences if len(d)), default=0.0))[0]
 
 
 def judge_parity(mean: float, largest: float, engine: str, dtype: str) -> Finding:

@@ -17,16 +17,20 @@ from typing import Any
 import torch
 
 from megatron_gspo.config import Config
-from megatron_gspo.data.sample import Sample
+from megatron_gspo.data.micro_batch_plan import plan_micro_batches
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.loop.log_probs import with_log_probs
 from megatron_gspo.loop.routing import RoutingReplay, trainer_noise
+from megatron_gspo.loop.step_plan import StepPlan
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.megatron_options import MegatronOptions
+from megatron_gspo.mcore.micro_batches import packing_rules
 from megatron_gspo.mcore.policy import Policy, build_policy, check_megatron_options
 from megatron_gspo.mcore.policy_tensors import gradients, optimizer_states, torch_optimizers, weights
 from megatron_gspo.mcore.process_groups import ProcessGroups, every_group, initialize, shutdown
 from megatron_gspo.mcore.train_step import StepResult, train_mini_batch
 from megatron_gspo.models import ModelShape, family_of, read_config
+from megatron_gspo.rollout.sample_exchange import move_samples
 from megatron_gspo.routing_replay.routes import RouteShape
 from megatron_gspo.tools.rehearse.checkpoint_plan import plan_checkpoint
 from megatron_gspo.tools.rehearse.fake_device.fused_functions import fused_functions
@@ -143,15 +147,19 @@ def _start_adam(policy: Policy) -> None:
 def _train(run: _Run, policy: Policy, reference: Policy | None, plan: MiniBatchPlan) -> tuple[int, ...]:
     """Log-probs, forward-backward and optimizer step; tokens of each micro-batch."""
     config = run.config
-    samples: list[Sample] = synthetic_samples(config, plan, run.shape, imbalance=run.recorder.imbalance)
+    batch = SampleBatch.of(synthetic_samples(config, plan, run.shape, imbalance=run.recorder.imbalance))
+    rules = packing_rules(config.training, policy.config, policy.groups)
+    whole = plan_micro_batches(batch.lengths, rules)
+    steps = StepPlan(rules, whole.replica_of(), whole, [])
+    batch = move_samples(batch, steps.replica, policy.groups.dp, ())
     shape, noise = RouteShape.of_model(run.shape), trainer_noise(config, step=0)
     routing = RoutingReplay(config.routing, shape, config.algorithm.has_ratio, noise)
     with run.phase("old_log_probs", "activations"):
-        samples = with_log_probs(samples, policy, reference, config, routing, Timers())[0]
+        batch = with_log_probs(batch, (policy, reference), config, steps, routing, Timers())[0]
     with _optimizer_phase(run, policy), run.phase("forward_backward", "activations"):
         result: StepResult = train_mini_batch(
-            policy, samples, config.algorithm, config.training, temperature=config.rollout.temperature,
-            routing=routing.update_options(0),
+            policy, batch, config.algorithm, config.training, temperature=config.rollout.temperature,
+            routing=routing.update_options(0), plan=whole,
         )  # fmt: skip
     tokens = tuple(int(batch.tokens.shape[0]) for batch in result.batches.batches)
     del result

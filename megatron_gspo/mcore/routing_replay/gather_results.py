@@ -1,6 +1,7 @@
-"""What a pass recorded and measured, gathered over all ranks: expert ids by sample, flips by token, statistics.
+"""What a pass recorded and measured: expert ids and flips of this replica's samples, statistics of all ranks.
 
-Each function is a collective of the world and takes the ``MicroBatchRoutes`` of this rank's micro-batches.
+Each function is a collective, of the replica's ranks or of the world, and takes the ``MicroBatchRoutes`` of this rank's
+micro-batches.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_gspo.data.sample import Sample
-from megatron_gspo.mcore.process_groups import compute_device
+from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.mcore.process_groups import ProcessGroups, compute_device
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes
 from megatron_gspo.parallel.context_parallel import zigzag_indices
 from megatron_gspo.routing_replay.statistics import RoutingStats, expert_load
@@ -21,17 +22,15 @@ from megatron_gspo.routing_replay.statistics import RoutingStats, expert_load
 _PART_BYTES = 64 << 20  # ids are exchanged in parts of this size, which bounds the device memory
 
 
-def gather_routes(micro_batches: Sequence[MicroBatchRoutes], samples: Sequence[Sample],
-                  wanted: Sequence[int]) -> tuple[list[np.ndarray], int]:
-    """The recorded routes ``[L - 1, layers, k]`` of each of ``wanted`` (positions in ``samples``), on every rank, and
-    the bytes that were exchanged.
+def routes_of_replica(micro_batches: Sequence[MicroBatchRoutes], batch: SampleBatch,
+                      wanted: Sequence[int]) -> tuple[dict[int, np.ndarray], int]:
+    """The recorded routes ``[L - 1, layers, k]`` of those of ``wanted`` (positions in ``batch``) that this replica
+    trains, on each of its ranks, and the bytes that were exchanged.
 
-    Exactly one rank knows each id, so that a sum with zeros elsewhere is exact: one all-reduce.
+    Exactly one rank of the replica knows each id, so that a sum with zeros elsewhere is exact.
     """
     shape = micro_batches[0].options.shape
-    lengths = np.zeros(len(samples), dtype=np.int64)
-    lengths[list(wanted)] = [samples[i].length - 1 for i in wanted]
-    starts = np.concatenate([[0], np.cumsum(lengths)])
+    own, lengths, starts = _rows_of(micro_batches, batch, set(wanted))
     width = shape.k * shape.dtype.itemsize
     flat = torch.zeros(int(starts[-1]), shape.layers, width, dtype=torch.uint8)
     if torch.cuda.is_available():
@@ -42,19 +41,18 @@ def gather_routes(micro_batches: Sequence[MicroBatchRoutes], samples: Sequence[S
             if routes.layers:
                 ids = torch.stack([routes.chosen[layer] for layer in routes.layers], 1).cpu()  # [t, layers, k]
                 flat[targets[:, None], torch.tensor(routes.layers)] = ids.view(torch.uint8)[rows]
-    moved = _sum_bytes(flat)
+    moved = _sum_bytes(flat, micro_batches[0].groups)
     everything = flat.numpy().view(shape.dtype)
-    return [everything[starts[i] : starts[i] + lengths[i]] for i in wanted], moved
+    return {i: everything[starts[i] : starts[i] + lengths[i]] for i in own}, moved
 
 
-def gather_flips(micro_batches: Sequence[MicroBatchRoutes], samples: Sequence[Sample]) -> list[np.ndarray]:
-    """For each sample int8 ``[R]``, on every rank: 1 where a response token's live choice differs from the given
-    routes in at least one layer, 0 where it doesn't, -1 where it was not compared.
+def flips_of_replica(micro_batches: Sequence[MicroBatchRoutes], batch: SampleBatch) -> dict[int, np.ndarray]:
+    """For each sample of this replica int8 ``[R]``, on each of its ranks: 1 where a response token's live choice
+    differs from the given routes in at least one layer, 0 where it doesn't, -1 where it was not compared.
 
-    One all-reduce of two bytes a token.
+    Two bytes a token are exchanged.
     """
-    lengths = np.array([sample.length - 1 for sample in samples], dtype=np.int64)
-    starts = np.concatenate([[0], np.cumsum(lengths)])
+    own, lengths, starts = _rows_of(micro_batches, batch, None)
     flat = torch.zeros(int(starts[-1]), 2, dtype=torch.uint8)  # compared, number of ranks with a layer that differs
     for routes in micro_batches:
         if not routes.is_counted or routes.flipped is None:
@@ -63,13 +61,20 @@ def gather_flips(micro_batches: Sequence[MicroBatchRoutes], samples: Sequence[Sa
         flat[targets, 1] += (routes.flipped.cpu()[rows] > 0).to(torch.uint8)
         if 0 in routes.layers:  # the other pipeline stages see the same tokens
             flat[targets, 0] = (routes.known_weight.cpu()[rows] > 0).to(torch.uint8)
-    _sum_bytes(flat)
+    _sum_bytes(flat, micro_batches[0].groups)
     compared, flipped = flat.numpy().T > 0
     found = np.where(compared, flipped, -1).astype(np.int8)
-    return [
-        found[start + sample.prompt_length - 1 : start + sample.length - 1]
-        for start, sample in zip(starts, samples, strict=False)
-    ]
+    first = starts[:-1] + batch.table["prompt_length"] - 1
+    return {i: found[first[i] : first[i] + batch.table["response_length"][i]] for i in own}
+
+
+def _rows_of(micro_batches: Sequence[MicroBatchRoutes], batch: SampleBatch,
+             wanted: set[int] | None) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """(this replica's samples, rows ``[N]`` of each, starts ``[N + 1]`` of them end to end); wanted: only these."""
+    own = [i for routes in micro_batches for i in routes.layout.sample_ids if wanted is None or i in wanted]
+    lengths = np.zeros(len(batch), dtype=np.int64)
+    lengths[own] = batch.lengths[own] - 1
+    return own, lengths, np.concatenate([[0], np.cumsum(lengths)])
 
 
 def _row_indices(routes: MicroBatchRoutes, starts: np.ndarray, lengths: np.ndarray) -> tuple[Tensor, Tensor]:
@@ -77,22 +82,25 @@ def _row_indices(routes: MicroBatchRoutes, starts: np.ndarray, lengths: np.ndarr
 
     lengths: rows wanted of each sample, from ``starts`` on.
     """
-    batch, cp = routes.batch, routes.groups.cp
-    targets = torch.full((int(batch.cu_seqlens[-1]),), -1)
-    for sample, first in zip(batch.sample_ids, batch.cu_seqlens.tolist(), strict=False):
+    layout, cp = routes.layout, routes.groups.cp
+    targets = torch.full((int(layout.cu_seqlens[-1]),), -1)
+    for sample, first in zip(layout.sample_ids, layout.cu_seqlens.tolist(), strict=False):
         targets[first : first + lengths[sample]] = torch.arange(starts[sample], starts[sample] + lengths[sample])
-    local = targets[zigzag_indices(batch.cu_seqlens, cp.rank(), cp.size())][routes.rows]
+    local = targets[zigzag_indices(layout.cu_seqlens, cp.rank(), cp.size())][routes.rows]
     rows = (local >= 0).nonzero().squeeze(1)
     return local[rows], rows
 
 
-def _sum_bytes(flat: Tensor) -> int:
-    """All-reduce bytes in place (backends sum no wider unsigned integers); returns how many were reduced."""
-    if dist.get_world_size() == 1:
+def _sum_bytes(flat: Tensor, groups: ProcessGroups) -> int:
+    """All-reduce bytes over the replica in place (backends sum no wider unsigned integers); returns how many were
+    reduced."""
+    shared = [group for group in (groups.tp, groups.cp, groups.pp) if group.size() > 1]
+    if not shared:
         return 0
     for part in flat.view(-1).split(_PART_BYTES):
         moved = part.to(compute_device())
-        dist.all_reduce(moved)
+        for group in shared:
+            dist.all_reduce(moved, group=group)
         part.copy_(moved)
     return flat.numel()
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_gspo.data.packing import PackedBatch
+from megatron_gspo.data.packing import PackedBatch, PackLayout
 from megatron_gspo.errors import RunError
 from megatron_gspo.mcore.device_copies import copy_to_device
 from megatron_gspo.mcore.process_groups import ProcessGroups, compute_device
@@ -60,25 +60,26 @@ class MicroBatchRoutes:
 
     Layers are numbered among the MoE layers of the whole model.
 
-    batch: the whole micro-batch. rows: this rank's part of its context-parallel shard. layers: those that have been
+    layout: of the whole micro-batch. rows: this rank's part of its context-parallel shard. layers: those that have been
     given their routes. weight: ``[t]`` float32, 1 for a trained token and 0 for any other. given: by layer,
     ``[t, k]`` expert ids to replay or compare with. missing: ``[t]`` bool, rows of ``given`` that are unknown and left
     to the live router, or None. seeds: ``[t]`` of the tokens' noise, or None.
-    compare: whether choices are compared, that is whether any trained token's route is known.
+    compare: whether choices are compared, that is whether the route of any trained token of the shard is known.
     chosen: by layer, recorded ids ``[t, k]``. flips, entropy: by layer, sums over ``weight``. flipped: ``[t]`` int16,
     layers in which the token's choice differs from ``given``. uses: how often (layer, with gradient) was routed.
     bytes_moved: by this rank between host and device.
     """
 
-    def __init__(self, options: ReplayOptions, batch: PackedBatch, groups: ProcessGroups, *,
+    def __init__(self, options: ReplayOptions, layout: PackLayout | PackedBatch, groups: ProcessGroups, *,
                  sequence_parallel: bool) -> None:  # fmt: skip
-        self.options, self.batch, self.groups = options, batch, groups
+        self.options, self.groups = options, groups
+        self.layout = PackLayout(layout.cu_seqlens, layout.sample_ids, layout.micro_batch)
         part, parts = (groups.tp.rank(), groups.tp.size()) if sequence_parallel else (0, 1)
-        size = batch.tokens.shape[0] // groups.cp.size() // parts
+        size = int(layout.cu_seqlens[-1]) // groups.cp.size() // parts
         self.rows = slice(part * size, (part + 1) * size)
         # without sequence parallelism all tensor-parallel ranks see the same tokens, which count once
         self.is_counted = sequence_parallel or groups.tp.rank() == 0
-        self.compare = options.compare and _has_known_route(batch)
+        self.compare = False
         self.layers: list[int] = []
         self.weight: Tensor | None = None
         self.missing: Tensor | None = None
@@ -98,7 +99,7 @@ class MicroBatchRoutes:
         """
         if not layers:
             return
-        number = self.batch.micro_batch
+        number = self.layout.micro_batch
         if layers[0] in self.layers:
             raise RoutingError(f"micro-batch {number} went through the same layers twice in one pass")
         given, missing = shard.routed_experts, shard.missing_routes
@@ -106,12 +107,13 @@ class MicroBatchRoutes:
             raise RoutingError(f"micro-batch {number} carries no routes; pack it with routes")
         wanted = {}
         if self.weight is None:
+            self.compare = self.options.compare and _has_known_route(shard)
             wanted["weight"] = shard.loss_mask[self.rows]
             if missing is not None:
                 wanted["missing"] = missing[self.rows]
             if self.options.noise is not None:
                 wanted["seeds"] = token_seeds(
-                    self.options.noise.seed, self.batch.sequences, shard.segment_ids[self.rows],
+                    self.options.noise.seed, shard.sequences, shard.segment_ids[self.rows],
                     shard.position_ids[self.rows],
                 )  # fmt: skip
         if given is not None:
@@ -190,7 +192,7 @@ class MicroBatchRoutes:
             right = (without, with_gradient) == (1, 0) if forward_only else with_gradient == 1 and without <= 1
             if not right:
                 raise RoutingError(
-                    f"the router of MoE layer {layer} took its routes of micro-batch {self.batch.micro_batch} "
+                    f"the router of MoE layer {layer} took its routes of micro-batch {self.layout.micro_batch} "
                     f"{with_gradient} times with and {without} times without a gradient; expected once"
                 )
 
@@ -200,12 +202,12 @@ class MicroBatchRoutes:
         return copy_to_device(tensors, device)
 
 
-def routes_of_mini_batch(options: ReplayOptions | None, batches: Sequence[PackedBatch], groups: ProcessGroups, *,
+def routes_of_mini_batch(options: ReplayOptions | None, layouts: Sequence[PackLayout], groups: ProcessGroups, *,
                          sequence_parallel: bool) -> list[MicroBatchRoutes] | None:
     """A new ``MicroBatchRoutes`` for each micro-batch of this rank; None without options."""
     if options is None:
         return None
-    return [MicroBatchRoutes(options, batch, groups, sequence_parallel=sequence_parallel) for batch in batches]
+    return [MicroBatchRoutes(options, layout, groups, sequence_parallel=sequence_parallel) for layout in layouts]
 
 
 def _has_known_route(batch: PackedBatch) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatron_gspo.algorithms import preset
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.mcore.checkpoint.save_load import load_checkpoint, save_checkpoint
 from megatron_gspo.mcore.policy import Policy, build_policy
 from megatron_gspo.mcore.train_step import train_mini_batch
@@ -25,7 +26,9 @@ def policy_at(path: str) -> Policy:
 
 
 def step(policy: Policy, seed: int) -> None:
-    train_mini_batch(policy, make_samples(seed, count=4), preset("sft"), micro_batches_of(64), temperature=1.0)
+    train_mini_batch(
+        policy, SampleBatch.of(make_samples(seed, count=4)), preset("sft"), micro_batches_of(64), temperature=1.0
+    )
 
 
 def resume(rank: int, world_size: int, path: str, folder: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_gspo.algorithms import preset
 from megatron_gspo.config import ParallelConfig
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.mcore.checkpoint.checkpoint_files import begin_checkpoint, checkpoint_path, publish_checkpoint
 from megatron_gspo.mcore.checkpoint.owned_state import optimizer_step
 from megatron_gspo.mcore.checkpoint.save_load import load_checkpoint, save_checkpoint
@@ -34,7 +35,8 @@ def weights(policy: Policy) -> dict[str, Tensor]:
 
 
 def train_step(policy: Policy, seed: int) -> dict[str, Tensor]:
-    train_mini_batch(policy, make_samples(seed, count=4), preset("sft"), micro_batches_of(64), temperature=1.0)
+    batch = SampleBatch.of(make_samples(seed, count=4))
+    train_mini_batch(policy, batch, preset("sft"), micro_batches_of(64), temperature=1.0)
     return weights(policy)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_gspo.algorithms import preset
 from megatron_gspo.config import ParallelConfig
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.mcore.checkpoint.checkpoint_files import CheckpointError, complete_checkpoints, read_state
 from megatron_gspo.mcore.checkpoint.save_load import begin_save, load_checkpoint, save_checkpoint
 from megatron_gspo.mcore.policy import Policy
@@ -37,7 +38,9 @@ def weights(policy: Policy) -> dict[str, Tensor]:
 
 def train_step(policy: Policy, seed: int) -> tuple[dict[str, Tensor], dict[str, float]]:
     """One optimizer step on a mini-batch of its own; weights and metrics after it."""
-    result = train_mini_batch(policy, make_samples(seed, count=4), preset("sft"), micro_batches_of(64), temperature=1.0)
+    result = train_mini_batch(
+        policy, SampleBatch.of(make_samples(seed, count=4)), preset("sft"), micro_batches_of(64), temperature=1.0
+    )
     return weights(policy), result.metrics
 
 

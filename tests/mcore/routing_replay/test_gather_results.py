@@ -15,11 +15,12 @@ from safetensors.torch import load_file, save_file
 from megatron_gspo.config import ParallelConfig
 from megatron_gspo.data.packing import count_trained, pack
 from megatron_gspo.data.sample import Sample
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.mcore.forward_step import hidden_states
 from megatron_gspo.mcore.layers import block_spec, use_own_operators
 from megatron_gspo.mcore.model import transformer_config
 from megatron_gspo.mcore.process_groups import ProcessGroups
-from megatron_gspo.mcore.routing_replay.gather_results import gather_flips, gather_routes, routing_stats
+from megatron_gspo.mcore.routing_replay.gather_results import routing_stats
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes, ReplayOptions
 from megatron_gspo.mcore.routing_replay.router_hooks import attach_router_hooks, moe_layers, router_hooks
 from megatron_gspo.mcore.train_step import compute_log_probs
@@ -29,6 +30,7 @@ from tests.equivalence.cases import make_samples
 from tests.mcore.test_model import shape_of as model_shape
 from tests.support.configs import micro_batches_of, model_config, parallel
 from tests.support.distributed import run_distributed
+from tests.support.gathered import all_flips, all_routes, everywhere
 from tests.support.parallel_groups import groups_of
 from tests.support.routing_cases import (
     distance,
@@ -105,26 +107,26 @@ def compare_with_counts(rank: int, world_size: int, path: str, layout: ParallelC
     policy = policy_of(path, layout)
     shape, samples = shape_of(policy), scored_samples(8)
     record = ReplayOptions(shape, record=True)
-    first = compute_log_probs(policy, samples, BATCHING, temperature=1.0, routing=record).routing
-    given = scattered(samples, gather_routes(first, samples, range(len(samples)))[0], shape)
+    first = compute_log_probs(policy, SampleBatch.of(samples), BATCHING, temperature=1.0, routing=record).routing
+    given = scattered(samples, all_routes(first, samples, range(len(samples)))[0], shape)
     options = ReplayOptions(shape, record=True, compare=True, entropy=True)
-    live = compute_log_probs(policy, given, BATCHING, temperature=1.0, routing=options).routing
+    live = compute_log_probs(policy, SampleBatch.of(given), BATCHING, temperature=1.0, routing=options).routing
     _, updated = train_pass(policy, given, replace(options, replay=True, entropy=False))
     for done in (live, updated):
-        used, _ = gather_routes(done, given, range(len(given)))
+        used, _ = all_routes(done, given, range(len(given)))
         expected, found = count(given, used, shape.num_experts), routing_stats(done)
         assert 0 < expected["compared"] < expected["trained"] and 0.1 < expected["flipped"] < 1.0, expected
         assert found.compared == expected["compared"]
         assert np.abs(found.flip_rate - expected["rate"]).max() < 1e-6, (found.flip_rate, expected["rate"])
         assert abs(found.flipped_tokens - expected["flipped"]) < 1e-9, (found.flipped_tokens, expected["flipped"])
-        for sample, ids, flips in zip(given, used, gather_flips(done, given), strict=True):
+        for sample, ids, flips in zip(given, used, all_flips(done, given), strict=True):
             assert flips.dtype == np.int8 and flips.tolist() == flips_of(sample, ids)
         if done is live:
             assert np.abs(found.load - expected["load"]).max() < 1e-6
         else:
             assert found.load is None and found.entropy is None
     some = [5, 0, 7]
-    for ids, i in zip(gather_routes(updated, given, some)[0], some, strict=True):
+    for ids, i in zip(all_routes(updated, given, some)[0], some, strict=True):
         assert np.array_equal(ids, used[i])
 
 
@@ -151,11 +153,13 @@ def odd_passes(rank: int, world_size: int, path: str) -> dict[str, Any]:
     options = ReplayOptions(shape, compare=True)
     found: dict[str, Any] = {}
     for name, batch in (("unknown", unknown), ("known", known), ("untrained", untrained)):
-        scores = compute_log_probs(policy, batch, micro_batches_of(80, 1), temperature=1.0, routing=options)
+        scores = compute_log_probs(
+            policy, SampleBatch.of(batch), micro_batches_of(80, 1), temperature=1.0, routing=options
+        )
         found[name] = ([routes.compare for routes in scores.routing], routing_stats(scores.routing))
     options = ReplayOptions(shape, record=True)
-    done = compute_log_probs(policy, samples, BATCHING, temperature=1.0, routing=options).routing
-    _, exchanged = gather_routes(done, samples, [0])
+    done = compute_log_probs(policy, SampleBatch.of(samples), BATCHING, temperature=1.0, routing=options).routing
+    _, exchanged = all_routes(done, samples, [0])
     found["moved"] = exchanged + sum(routes.bytes_moved for routes in done)
     return found
 
@@ -181,8 +185,8 @@ def store(rank: int, world_size: int, path: str) -> dict[str, Any]:
         samples, shape = scored_samples(), shape_of(policy)
         options = ReplayOptions(shape, record=True, compare=True, entropy=True, storage=place)
         given = with_random_routes(samples, shape, missing=0.2)
-        done = compute_log_probs(policy, given, BATCHING, temperature=1.0, routing=options).routing
-        routes, _ = gather_routes(done, samples, range(len(samples)))
+        done = compute_log_probs(policy, SampleBatch.of(given), BATCHING, temperature=1.0, routing=options).routing
+        routes, _ = all_routes(done, samples, range(len(samples)))
         pinned = [ids.is_pinned() for one in done for ids in one.chosen.values()]
         replay = ReplayOptions(shape, replay=True, storage=place)
         log_probs, _ = train_pass(policy, given, replay)
@@ -228,13 +232,15 @@ def many_experts_model(folder: Path, experts: int) -> str:
 def many_experts(rank: int, world_size: int, path: str) -> dict[str, Any]:
     policy = policy_of(path, parallel(context=2))
     shape, samples = shape_of(policy), scored_samples(4)
-    done = compute_log_probs(policy, samples, BATCHING, temperature=1.0, routing=ReplayOptions(shape, record=True))
-    routes, exchanged = gather_routes(done.routing, samples, range(len(samples)))
+    done = compute_log_probs(
+        policy, SampleBatch.of(samples), BATCHING, temperature=1.0, routing=ReplayOptions(shape, record=True)
+    )
+    routes, exchanged = all_routes(done.routing, samples, range(len(samples)))
     moved = exchanged + sum(one.bytes_moved for one in done.routing)
     chosen = {ids.dtype for one in done.routing for ids in one.chosen.values()}
     replayed = [replace(sample, routed_experts=ids) for sample, ids in zip(samples, routes, strict=True)]
     log_probs, again = train_pass(policy, replayed, ReplayOptions(shape, replay=True, compare=True, record=True))
-    expected = trained_only(done.log_probs, samples)
+    expected = trained_only(everywhere(done.log_probs, samples, policy.groups), samples)
     return {"routes": routes, "chosen": chosen, "distance": distance(log_probs, expected),
             "stats": routing_stats(again), "moved": moved}
 
@@ -275,7 +281,7 @@ def shared_experts(rank: int, world_size: int) -> dict[str, Any]:
                        ("again", ReplayOptions(shape, replay=True, compare=True))):  # fmt: skip
         hidden[name], done = run_chunk(chunk, samples, options, groups)
         if name == "record":
-            routes, _ = gather_routes(done, samples, range(len(samples)))
+            routes, _ = all_routes(done, samples, range(len(samples)))
         if name == "replay":
             samples = [replace(sample, routed_experts=ids) for sample, ids in zip(samples, routes, strict=True)]
     found["stats"] = routing_stats(done)

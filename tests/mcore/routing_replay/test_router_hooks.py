@@ -13,6 +13,7 @@ from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_func
 from torch import Tensor
 
 from megatron_gspo.data.packing import pack
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.mcore.micro_batches import MicroBatches
 from megatron_gspo.mcore.model import transformer_config
 from megatron_gspo.mcore.policy import Policy
@@ -28,6 +29,7 @@ from megatron_gspo.routing_replay.routes import RouteShape
 from tests.mcore.test_model import shape_of as model_shape
 from tests.support.configs import micro_batches_of, model_config, parallel
 from tests.support.distributed import run_distributed
+from tests.support.gathered import in_order
 from tests.support.routing_cases import (
     GRPO,
     around_routing,
@@ -133,7 +135,9 @@ def ask_wrongly(rank: int, world_size: int, path: str) -> None:
         start = "the router of MoE layer 1 took its routes of micro-batch 0 "
         found = message_of(run_pass, policy, samples, options, batching=one_by_one)
         assert found == f"{start}{with_gradient} times without a gradient; {expected}", found
-        found = message_of(compute_log_probs, policy, samples, one_by_one, temperature=1.0, routing=record)
+        found = message_of(
+            compute_log_probs, policy, SampleBatch.of(samples), one_by_one, temperature=1.0, routing=record
+        )
         assert found == f"{start}{without} times without a gradient; {expected}", found
         del router.routing
     run_pass(policy, samples, options)  # and is right again
@@ -223,12 +227,12 @@ def moved_routers(rank: int, world_size: int, path: str) -> dict[str, float]:
         shape = shape_of(policy)
         samples = within_halves(scored_samples(), shape)
         options = ReplayOptions(shape, replay=True) if name == "replayed" else None
-        old = compute_log_probs(policy, samples, BATCHING, temperature=1.0, routing=options).log_probs
-        for sample, value in zip(samples, old, strict=True):
-            sample.old_log_probs = value
+        old = compute_log_probs(policy, SampleBatch.of(samples), BATCHING, temperature=1.0, routing=options).log_probs
+        for i, value in old.items():
+            samples[i].old_log_probs = value.copy()
         shift_halves(policy)
-        result = train_mini_batch(policy, samples, GRPO, BATCHING, temperature=1.0, routing=options)
-        found[name] = distance(result.log_probs, trained_only(old, samples))
+        result = train_mini_batch(policy, SampleBatch.of(samples), GRPO, BATCHING, temperature=1.0, routing=options)
+        found[name] = distance(in_order(result.log_probs), trained_only(in_order(old), samples))
         found[f"{name}, clipped"] = result.metrics["clip_fraction/tokens"]
         found[f"{name}, ratio"] = result.metrics["ratio_max"] - 1.0
     return found
@@ -248,11 +252,14 @@ def two_experts(rank: int, world_size: int, path: str) -> dict[str, float]:
     shape = shape_of(policy)
     samples = with_random_routes(scored_samples(), shape, among=4)
     options = ReplayOptions(shape, replay=True)
-    before = compute_log_probs(policy, samples, BATCHING, temperature=1.0, routing=options).log_probs
+    before = compute_log_probs(policy, SampleBatch.of(samples), BATCHING, temperature=1.0, routing=options).log_probs
     perturb(policy, model, size=0.5)
     log_probs, _ = train_pass(policy, samples, options)
     expected = trained_log_probs(model, samples)
-    found = {"moved": distance(log_probs, trained_only(before, samples)), "error": distance(log_probs, expected)}
+    found = {
+        "moved": distance(log_probs, trained_only(in_order(before), samples)),
+        "error": distance(log_probs, expected),
+    }
     gradients = torch.stack([router.weight.main_grad for router in routers(policy)])
     found["used"], found["unused"] = float(gradients[:, :4].abs().amax(-1).min()), float(gradients[:, 4:].abs().max())
     fill_in_unused_fields(samples)
@@ -308,12 +315,14 @@ def replay_again_and_again(rank: int, world_size: int, path: str) -> dict[str, A
     errors, last = [], None
     for i in range(3):
         order = np.random.default_rng(i).permutation(len(samples)).tolist()
-        expected = compute_log_probs(policy, samples, BATCHING, temperature=1.0, routing=options).log_probs
+        expected = compute_log_probs(
+            policy, SampleBatch.of(samples), BATCHING, temperature=1.0, routing=options
+        ).log_probs
         shuffled = [samples[j] for j in order]
-        result = train_mini_batch(policy, shuffled, GRPO, micro_batches_of(40 + 20 * i), temperature=1.0,
-                                  routing=options)  # fmt: skip
-        errors.append(distance(result.log_probs, trained_only([expected[j] for j in order], shuffled)))
-        moved, last = (0.0 if last is None else distance(expected, last)), expected
+        batch, cut = SampleBatch.of(shuffled), micro_batches_of(40 + 20 * i)
+        result = train_mini_batch(policy, batch, GRPO, cut, temperature=1.0, routing=options)
+        errors.append(distance(in_order(result.log_probs), trained_only([expected[j] for j in order], shuffled)))
+        moved, last = (0.0 if last is None else distance(in_order(expected), in_order(last))), expected
     same = all(np.array_equal(sample.routed_experts, ids) for sample, ids in zip(samples, kept, strict=True))
     return {"errors": errors, "moved": moved, "same": same}
 
@@ -362,7 +371,7 @@ def take_once(rank: int, world_size: int, path: str) -> dict[str, Any]:
         samples = with_random_routes(scored_samples(), shape)
         _, trained = train_pass(policy, samples, options)
         gradients[recompute] = [router.weight.main_grad.clone() for router in routers(policy)]
-    scored = compute_log_probs(policy, samples, BATCHING, temperature=1.0, routing=options).routing
+    scored = compute_log_probs(policy, SampleBatch.of(samples), BATCHING, temperature=1.0, routing=options).routing
     error = distance(gradients["full"], gradients["none"])
     return {"trained": uses_of(trained), "scored": uses_of(scored), "error": error}
 

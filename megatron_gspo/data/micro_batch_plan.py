@@ -1,0 +1,152 @@
+"""Which data-parallel replica trains which sequence, and in which micro-batch: functions of lengths alone.
+
+A rollout batch is planned once: each sequence gets a replica, on which it stays, and each mini-batch its micro-batches.
+Every rank computes the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_gspo.data.schedule import Schedule, padded_length, schedule
+
+Rows = Sequence[int]
+
+
+@dataclass(frozen=True)
+class PackingRules:
+    """How a layout packs.
+
+    replicas: data-parallel ranks. max_tokens: of a micro-batch. micro_batch_size: its sequences, in place of
+    max_tokens; or None. sequence_multiple, total_multiple: of the padded tokens of a sequence and of a micro-batch.
+    count_multiple: of the number of micro-batches of a replica. same_length: pad all micro-batches to one length.
+    """
+
+    replicas: int
+    max_tokens: int
+    micro_batch_size: int | None = None
+    sequence_multiple: int = 1
+    total_multiple: int = 1
+    count_multiple: int = 1
+    same_length: bool = False
+
+    @property
+    def budget(self) -> int:
+        """Most tokens that a padded micro-batch can have."""
+        return self.max_tokens - self.max_tokens % self.total_multiple
+
+    def padded(self, lengths: np.ndarray) -> np.ndarray:
+        """Lengths [n] as packed."""
+        return -(-np.asarray(lengths, dtype=np.int64) // self.sequence_multiple) * self.sequence_multiple
+
+
+@dataclass(frozen=True)
+class MicroBatchPlan:
+    """The micro-batches of all replicas; each has as many.
+
+    rows: [replica][micro-batch] -> positions of its sequences, ascending. seq_length: tokens of the longest one.
+    total_multiple: of the packed tokens of each. real_tokens, packed_tokens: of all, without and with padding.
+    """
+
+    rows: Schedule
+    seq_length: int
+    sequence_multiple: int
+    total_multiple: int
+    real_tokens: int
+    packed_tokens: int
+
+    def replica_of(self) -> np.ndarray:
+        """[n]: the replica of each sequence."""
+        counts = [sum(map(len, batches)) for batches in self.rows]
+        owners = np.empty(sum(counts), dtype=np.int32)
+        for replica, batches in enumerate(self.rows):
+            for positions in batches:
+                owners[positions] = replica
+        return owners
+
+
+def plan_micro_batches(lengths: np.ndarray, rules: PackingRules, replica: np.ndarray | None = None) -> MicroBatchPlan:
+    """The micro-batches of sequences of `lengths` [n] tokens.
+
+    replica: [n], where the sequences are; None: chosen here, so that the replicas' loads are level.
+    Raises ValueError for a sequence that is longer than a micro-batch.
+    """
+    padded = rules.padded(lengths)
+    rows = _free(padded, rules) if replica is None else _assigned(padded, rules, replica)
+    multiple = rules.total_multiple
+    totals = [[max(padded_length(int(padded[batch].sum()), multiple), multiple) for batch in mine] for mine in rows]
+    longest = max(max(mine) for mine in totals)
+    packed = longest * sum(map(len, totals)) if rules.same_length else sum(map(sum, totals))
+    return MicroBatchPlan(rows, longest, rules.sequence_multiple, longest if rules.same_length else multiple,
+                          int(np.sum(lengths)), packed)  # fmt: skip
+
+
+def assign_replicas(lengths: np.ndarray, epochs: Sequence[Sequence[Rows]], rules: PackingRules) -> np.ndarray:
+    """[n] int32: the replica that trains each sequence, such that every mini-batch is level over the replicas.
+
+    epochs: [pass][mini-batch] -> positions; every pass has each sequence once. One pass: the mini-batches' own
+    schedules. Several: each sequence, longest first, to the replica whose fullest mini-batch with it is least full.
+    """
+    padded = rules.padded(lengths)
+    replica = np.zeros(len(padded), dtype=np.int32)
+    if rules.replicas == 1:
+        return replica
+    if len(epochs) == 1:
+        for rows in epochs[0]:
+            replica[np.asarray(rows)] = plan_micro_batches(np.asarray(lengths)[rows], rules).replica_of()
+        return replica
+    sizes = padded if rules.micro_batch_size is None else np.ones_like(padded)
+    member = np.empty((len(epochs), len(padded)), dtype=np.int64)  # mini-batch of each sequence in each pass
+    for epoch, batches in enumerate(epochs):
+        for number, rows in enumerate(batches):
+            member[epoch, np.asarray(rows)] = number
+    loads = np.zeros((len(epochs), int(member.max(initial=0)) + 1, rules.replicas), dtype=np.int64)
+    passes = np.arange(len(epochs))
+    for i in np.argsort(-sizes, kind="stable"):
+        seen = loads[passes, member[:, i]]
+        best = np.lexsort((seen.sum(0), seen.max(0)))[0]
+        loads[passes, member[:, i], best] += sizes[i]
+        replica[i] = best
+    return replica
+
+
+def _free(padded: np.ndarray, rules: PackingRules) -> Schedule:
+    if rules.micro_batch_size is None:
+        return schedule(padded.tolist(), num_ranks=rules.replicas, max_tokens=rules.budget,
+                        multiple_of=rules.count_multiple)  # fmt: skip
+    return _fixed(len(padded), rules.replicas, rules.micro_batch_size, rules.count_multiple)
+
+
+def _assigned(padded: np.ndarray, rules: PackingRules, replica: np.ndarray) -> Schedule:
+    """Each replica packs its own, all into as many micro-batches as the one that needs most."""
+    if rules.micro_batch_size is None and padded.size and padded.max() > rules.budget:
+        _free(padded, rules)  # raises, with the position among all
+    mine = [np.flatnonzero(replica == r) for r in range(rules.replicas)]
+    alone = [_alone(padded[rows], rules, 1) for rows in mine]
+    count = max(map(len, alone))
+    plans = [found if len(found) == count else _alone(padded[rows], rules, count)
+             for rows, found in zip(mine, alone, strict=True)]  # fmt: skip
+    if len({len(plan) for plan in plans}) > 1:  # bins that could not be levelled: empty ones make up the number
+        count = max(map(len, plans))
+        plans = [plan + [[] for _ in range(count - len(plan))] for plan in plans]
+    return [[rows[batch].tolist() for batch in plan] for rows, plan in zip(mine, plans, strict=True)]
+
+
+def _alone(padded: np.ndarray, rules: PackingRules, at_least: int) -> list[list[int]]:
+    if rules.micro_batch_size is not None:
+        [found] = _fixed(len(padded), 1, rules.micro_batch_size, rules.count_multiple)
+        return found + [[] for _ in range(at_least - len(found))]
+    [found] = schedule(padded.tolist(), num_ranks=1, max_tokens=rules.budget, multiple_of=rules.count_multiple,
+                       at_least=at_least)  # fmt: skip
+    return found
+
+
+def _fixed(count: int, num_ranks: int, size: int, multiple_of: int) -> Schedule:
+    """``size`` sequences per micro-batch, assigned to ranks round-robin; empty micro-batches come last."""
+    rows = [list(range(start, min(start + size, count))) for start in range(0, count, size)]
+    per_rank = padded_length(max(-(-len(rows) // num_ranks), 1), multiple_of)
+    rows += [[] for _ in range(per_rank * num_ranks - len(rows))]
+    return [rows[rank::num_ranks] for rank in range(num_ranks)]

@@ -1,0 +1,161 @@
+"""A rollout batch over ranks: a row of numbers for each sample on every rank, and the samples that this rank holds.
+
+Decisions (advantages, filters, mini-batches, packing) are functions of the rows, so every rank makes the same ones.
+Tokens, log-probs, masks and routes are on the ranks that train the sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron_gspo.data.sample import FINISH_REASONS, Sample
+from megatron_gspo.data.turn_spans import spans
+from megatron_gspo.parallel.collectives import group_rank
+from megatron_gspo.parallel.host_exchange import gather_rows_of_ranks, max_over_ranks, sum_over_ranks
+
+ROW = np.dtype(
+    [
+        ("prompt_index", np.int64),
+        ("reward", np.float64),
+        ("sample_index", np.int32),
+        ("prompt_length", np.int32),
+        ("response_length", np.int32),
+        ("trained", np.int32),  # tokens in the loss
+        ("oldest_version", np.int32),
+        ("newest_version", np.int32),
+        ("turns", np.int32),  # of an episode; 0 for a single-turn sample
+        ("turn_tokens", np.int32),  # tokens of its turns
+        ("holder", np.int32),  # rank in `SampleBatch.group`
+        ("finish", np.uint8),  # position in FINISH_REASONS
+        ("has_rollout_log_probs", np.bool_),
+        ("has_versions", np.bool_),
+        ("has_routes", np.bool_),
+    ]
+)
+"""What every rank knows about a sample: 56 bytes."""
+
+
+def row_of(sample: Sample, holder: int = 0) -> tuple:
+    """A sample's values in the order of `ROW`."""
+    turns, versions = spans(sample), sample.token_versions
+    newest = int(versions.max()) if versions is not None and versions.size else sample.weight_version
+    return (
+        sample.prompt_index, sample.reward, sample.sample_index, sample.prompt_length, sample.response_length,
+        int(sample.loss_mask.sum()), sample.weight_version, newest, len(turns),
+        sum(turn.end - turn.start for turn in turns), holder, FINISH_REASONS.index(sample.finish_reason),
+        sample.rollout_log_probs is not None, versions is not None, sample.routed_experts is not None,
+    )  # fmt: skip
+
+
+def rows_of(samples: Iterable[Sample], holder: int = 0) -> np.ndarray:
+    """[n] of `ROW`."""
+    return np.array([row_of(sample, holder) for sample in samples], dtype=ROW)
+
+
+@dataclass(frozen=True)
+class SampleBatch:
+    """N samples.
+
+    table: [N] of `ROW`, the same on every rank. held: this rank's samples by their position in the table, ascending.
+    group: ranks that together hold every sample once (or more often, if all hold the same ones); None: this process
+    holds all.
+    """
+
+    table: np.ndarray
+    held: MutableMapping[int, Sample]
+    group: dist.ProcessGroup | None = field(default=None, compare=False)
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> SampleBatch:
+        """Samples that this process holds."""
+        return cls(rows_of(samples), dict(enumerate(samples)))
+
+    @classmethod
+    def gathered(cls, samples: Sequence[Sample], places: Sequence[int], group: dist.ProcessGroup | None) -> SampleBatch:
+        """Samples of which each rank of the group passes its own, with their positions. A collective."""
+        placed = np.dtype([("place", np.int64), ("row", ROW)])
+        mine = np.zeros(len(samples), dtype=placed)
+        mine["place"], mine["row"] = places, rows_of(samples, group_rank(group))
+        everyone = np.concatenate(gather_rows_of_ranks(mine, group))
+        order = np.argsort(everyone["place"], kind="stable")
+        if not np.array_equal(everyone["place"][order], np.arange(len(order))):
+            raise ValueError(f"{len(order)} samples do not have the positions 0 to {len(order) - 1}")
+        held = dict(sorted(zip(map(int, places), samples, strict=True)))
+        return cls(everyone["row"][order], held, group)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @property
+    def samples(self) -> list[Sample]:
+        """This rank's samples, by position."""
+        return list(self.held.values())
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[N] int64: prompt and response tokens."""
+        return self.table["prompt_length"].astype(np.int64) + self.table["response_length"]
+
+    @property
+    def has_trained_tokens(self) -> bool:
+        """Whether any sample has a token in the loss."""
+        return bool(self.table["trained"].any())
+
+    def lacks(self, name: str) -> bool:
+        """Whether any sample has no `rollout_log_probs`, `versions` or `routes`."""
+        return not bool(self.table[f"has_{name}"].all())
+
+    def select(self, positions: Sequence[int] | np.ndarray) -> SampleBatch:
+        """The samples at these positions, in this order."""
+        held = {new: self.held[old] for new, old in enumerate(map(int, positions)) if old in self.held}
+        return SampleBatch(self.table[np.asarray(positions, dtype=np.int64)], held, self.group)
+
+    def joined(self, other: SampleBatch) -> SampleBatch:
+        """These samples, then the other's, of the same group."""
+        more = {len(self) + position: sample for position, sample in other.held.items()}
+        group = self.group if len(self) else other.group
+        return SampleBatch(np.concatenate([self.table, other.table]), {**self.held, **more}, group)
+
+    def map(self, change: Callable[[int, Sample], Sample]) -> SampleBatch:
+        """`change(position, sample)` in place of each held sample. The table stays: see `with_trained`."""
+        return replace(self, held={i: change(i, sample) for i, sample in self.held.items()})
+
+    def with_columns(self, **columns: np.ndarray) -> SampleBatch:
+        """Columns [N] of the table replaced; the held samples' rewards follow that column."""
+        table = self.table.copy()
+        for name, values in columns.items():
+            table[name] = values
+        if "reward" not in columns:
+            return replace(self, table=table)
+        rewards = table["reward"].tolist()
+        return SampleBatch(table, {i: _rewarded(sample, rewards[i]) for i, sample in self.held.items()}, self.group)
+
+    def with_trained(self) -> SampleBatch:
+        """The table's `trained` counted again from the held samples' loss masks. A collective of the group."""
+        return self.with_columns(trained=self.shared({i: int(s.loss_mask.sum()) for i, s in self.held.items()}))
+
+    def shared(self, values: Mapping[int, float]) -> np.ndarray:
+        """[N] float64 on every rank from a number for each held sample. A collective of the group."""
+        column = np.zeros(len(self))
+        column[list(values)] = list(values.values())
+        return sum_over_ranks(column, self.group)
+
+    def sum(self, *values: float) -> list[float]:
+        """The sums of numbers over the group. A collective."""
+        return sum_over_ranks(np.array(values, dtype=np.float64), self.group).tolist()
+
+    def max(self, *values: float) -> list[float]:
+        """The largest of each number over the group; NaN is the largest. A collective."""
+        given = np.array(values, dtype=np.float64)
+        flagged = np.concatenate([np.where(np.isnan(given), -np.inf, given), np.isnan(given).astype(np.float64)])
+        largest, is_nan = np.split(max_over_ranks(flagged, self.group), 2)
+        return np.where(is_nan > 0, np.nan, largest).tolist()
+
+
+def _rewarded(sample: Sample, reward: float) -> Sample:
+    same = sample.reward == reward or (sample.reward != sample.reward and reward != reward)
+    return sample if same else replace(sample, reward=reward)

@@ -1,0 +1,45 @@
+"""Mini-batches and the plan of a step."""
+
+import numpy as np
+
+from megatron_gspo.config import Config
+from megatron_gspo.data.micro_batch_plan import PackingRules, plan_micro_batches
+from megatron_gspo.loop.step_plan import mini_batches, plan_step
+from tests.support.training_runs import base_config
+
+
+def test_mini_batches_are_a_partition_drawn_anew_each_step_and_epoch():
+    found = {
+        (seed, step, epoch): mini_batches(50, 16, seed=seed, step=step, epoch=epoch)
+        for seed in range(2) for step in range(2) for epoch in range(2)
+    }  # fmt: skip
+    for rows in found.values():
+        assert [len(row) for row in rows] == [16, 16, 16, 2]
+        assert sorted(sum(rows, [])) == list(range(50))
+    assert len({str(rows) for rows in found.values()}) == len(found)
+    assert mini_batches(50, 16, seed=1, step=1, epoch=1) == found[1, 1, 1]
+
+
+def test_replicas_stay_through_all_passes_over_the_data():
+    lengths = np.random.default_rng(0).integers(5, 40, 32)
+    rules = PackingRules(4, 96)
+    for epochs in (1, 2):
+        config = Config.from_dict(base_config("model", "run", training={"ppo_epochs": epochs}))
+        plan = plan_step(lengths, config, rules, 3)
+        assert len(plan.updates) == 4 * epochs
+        assert sorted(i for rows, _ in plan.updates for i in rows) == sorted(list(range(32)) * epochs)
+        for rows, packing in plan.updates:
+            assert np.array_equal(packing.replica_of(), plan.replica[rows])
+        assert np.array_equal(plan.whole.replica_of(), plan.replica)
+        some = plan.part(lengths, [3, 7, 8])
+        assert np.array_equal(some.replica_of(), plan.replica[[3, 7, 8]])
+        again = plan_step(lengths, config, rules, 3)
+        assert np.array_equal(again.replica, plan.replica) and again.updates == plan.updates
+
+
+def test_one_replica_packs_each_pass_by_itself():
+    lengths, rules = np.random.default_rng(1).integers(5, 40, 16), PackingRules(1, 96)
+    plan = plan_step(lengths, Config.from_dict(base_config("model", "run")), rules, 0)
+    assert plan.whole == plan_micro_batches(lengths, rules)
+    for rows, packing in plan.updates:
+        assert packing == plan_micro_batches(lengths[rows], rules)

@@ -1,0 +1,41 @@
+"""Samples as bytes and back."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_gspo.rollout.sample_codec import decode_samples, encode_samples
+from tests.support.random_samples import assert_same, random_sample
+
+
+@pytest.mark.parametrize("count", [0, 1, 40])
+def test_samples_survive_the_wire(count):
+    rng = np.random.default_rng(count)
+    samples = [random_sample(rng, i) for i in range(count)]
+    wire = np.frombuffer(bytearray(encode_samples(samples, range(10, 10 + count))), dtype=np.uint8)
+    found = decode_samples(wire)
+    assert [place for place, _ in found] == list(range(10, 10 + count))
+    for (_, after), before in zip(found, samples, strict=True):
+        assert_same(after, before)
+        assert after.routed_experts is None or after.routed_experts.flags.aligned
+
+
+def test_bytes_of_another_version_are_refused():
+    wire = np.frombuffer(bytearray(encode_samples([], [])), dtype=np.uint8).copy()
+    assert decode_samples(wire) == []
+    wire[0] ^= 1
+    with pytest.raises(ValueError, match="samples were encoded by another version"):
+        decode_samples(wire)
+
+
+def test_routes_are_not_copied_on_arrival():
+    routes = np.arange(24, dtype=np.uint8).reshape(4, 3, 2)
+    sample = replace(random_sample(np.random.default_rng(0), 0), tokens=np.arange(5), routed_experts=routes)
+    sample = replace(sample, prompt_length=3, loss_mask=np.ones(2, bool), missing_routes=None, token_versions=None)
+    for name in ("rollout_log_probs", "advantages", "old_log_probs", "ref_log_probs"):
+        setattr(sample, name, None)
+    wire = np.frombuffer(bytearray(encode_samples([sample], [0])), dtype=np.uint8)
+    [(_, after)] = decode_samples(wire)
+    assert after.routed_experts.tolist() == routes.tolist() and np.shares_memory(after.routed_experts, wire)
+    after.routed_experts[0] = 9  # writable

@@ -1,0 +1,66 @@
+"""Samples with any subset of the optional fields, and those of all ranks."""
+
+import math
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron_gspo.data.sample import Sample
+from megatron_gspo.data.sample_batch import SampleBatch
+
+
+def assert_same(a: Sample, b: Sample) -> None:
+    for field in fields(Sample):
+        x, y = getattr(a, field.name), getattr(b, field.name)
+        if isinstance(x, np.ndarray):
+            assert x.dtype == y.dtype, field.name
+            np.testing.assert_array_equal(x, y, err_msg=field.name)
+        else:
+            assert x == y or (isinstance(x, float) and math.isnan(x) and math.isnan(y)), field.name
+
+
+def random_sample(rng: np.random.Generator, i: int) -> Sample:
+    """A sample with any subset of the optional fields."""
+    prompt, response, layers, k = rng.integers(1, 6), rng.integers(0, 6), 3, rng.integers(1, 3)
+
+    def maybe(values):
+        return values if rng.random() < 0.5 else None
+
+    def per_token():
+        return maybe(-rng.random(response).astype(np.float32))
+
+    kind, rows = [np.uint8, np.uint16][i % 2], prompt + response - 1
+    versions = maybe(rng.integers(0, 9, response).astype(np.int32))
+    routes = maybe(rng.integers(0, np.iinfo(kind).max + 1, (rows, layers, k)).astype(kind))
+    return Sample(
+        prompt_index=int(rng.integers(0, 2**40)),
+        sample_index=i,
+        tokens=rng.integers(0, 200_000, prompt + response),
+        prompt_length=int(prompt),
+        loss_mask=rng.random(response) < 0.7,
+        rollout_log_probs=per_token(),
+        finish_reason=["stop", "length", "abort"][i % 3],
+        text=["", "plain", "Größe ≤ 3 🎲"][int(rng.integers(0, 3))],
+        weight_version=int(rng.integers(0, 9)),
+        reward=[math.nan, 0.1, -math.inf][int(rng.integers(0, 3))],
+        advantages=per_token(),
+        old_log_probs=per_token(),
+        ref_log_probs=per_token(),
+        routed_experts=routes,
+        missing_routes=None if routes is None else maybe(rng.random(rows) < 0.5),
+        token_versions=versions,
+        metadata=maybe({"turns": [{"start": 0, "end": 1, "reward": 0.5}], "name": "é"}) or {},
+    )
+
+
+def all_samples(batch: SampleBatch) -> list[Sample]:
+    """The samples of all ranks, by position, if each is held once."""
+    if batch.group is None:
+        return batch.samples
+    everyone: list[Any] = [None] * dist.get_world_size(batch.group)
+    dist.all_gather_object(everyone, dict(batch.held), group=batch.group)
+    found = {i: sample for held in everyone for i, sample in held.items()}
+    assert sum(map(len, everyone)) == len(found) == len(batch), "a sample is held twice, or not at all"
+    return [found[i] for i in range(len(batch))]
