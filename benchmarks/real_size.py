@@ -57,28 +57,30 @@ LAYERS, EXPERTS, TOP, WORDS = 48, 128, 8, 151_936
 VERSION = "00c0ffee:3"
 
 
-def response_body(tokens: int) -> bytes:
+def response_body(tokens: int, *, routes: bool = True) -> bytes:
     """A response of `tokens` tokens to a prompt of one, as SGLang writes it: JSON with routes in base64 of int32."""
     import pybase64
 
     draws = np.random.default_rng(0)
     ids = draws.integers(2, WORDS, tokens).tolist()
     log_probs = (-draws.exponential(size=tokens)).astype(np.float32).astype(float).tolist()
-    offsets = draws.integers(EXPERTS, size=(tokens, LAYERS, 1), dtype=np.int32)
-    routes = (offsets + 13 * np.arange(TOP, dtype=np.int32)) % EXPERTS  # 8 different ones
-    meta = {
+    meta: dict[str, Any] = {
         "id": "0", "finish_reason": {"type": "length", "length": tokens}, "prompt_tokens": 1, "weight_version": VERSION,
-        "routed_experts": pybase64.b64encode(routes.astype("<i4").tobytes()).decode(), "input_token_logprobs": [],
+        "input_token_logprobs": [],
         "output_token_logprobs": [[p, t, None] for p, t in zip(log_probs, ids, strict=True)],
         "completion_tokens": tokens, "cached_tokens": 0,
     }  # fmt: skip
+    if routes:
+        offsets = draws.integers(EXPERTS, size=(tokens, LAYERS, 1), dtype=np.int32)
+        chosen = (offsets + 13 * np.arange(TOP, dtype=np.int32)) % EXPERTS  # 8 different ones
+        meta["routed_experts"] = pybase64.b64encode(chosen.astype("<i4").tobytes()).decode()
     return json.dumps({"text": "word " * tokens, "output_ids": ids, "meta_info": meta}, separators=(",", ":")).encode()
 
 
 class Response:
     """What a client does with a response, from its body to the packed micro-batch."""
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, *, routes: bool = True) -> None:
         from megatron_gspo.config import SamplingParams
         from megatron_gspo.data.sample import Prompt
         from megatron_gspo.models import ModelShape
@@ -93,7 +95,7 @@ class Response:
             num_experts=EXPERTS, experts_per_token=TOP,
         )  # fmt: skip
         self.prompt, self.tokens = Prompt(0, np.array([5]), "p"), tokens
-        self.model = ServedModel(shape, (1,), return_routes=True)
+        self.model, self.is_routed = ServedModel(shape, (1,), return_routes=routes), routes
         self.context = RequestContext("sample 0/0", 1, tokens, self.model, VERSION)
         self.sampling = SamplingParams(n_samples_per_prompt=1, max_response_length=tokens)
         self.routes = RouteShape(LAYERS, TOP, EXPERTS)
@@ -112,7 +114,8 @@ class Response:
         partial.add(self.api.parse_response(answer, self.context), 3)
         sample = partial.to_sample(self.model, lambda ids: "")
         check_samples([sample], [self.prompt], self.sampling, vocab_size=WORDS)
-        check_routes([sample], self.routes)
+        if self.is_routed:
+            check_routes([sample], self.routes)
         return sample
 
     def packed(self, sample: Any) -> Any:
@@ -157,6 +160,29 @@ def response_memory(quick: bool) -> list[Figure]:
         Figure(f"{what}: received and checked, peak", peak / size, 2.2, "times the body"),
         Figure(f"{what}: kept", kept / routes, 1.1, "times its routes"),
     ]
+
+
+def data_plane(quick: bool) -> list[Figure]:
+    """A rollout batch over 8 data-parallel ranks: memory and CPU time of each rank's host, from answers to metrics."""
+    from benchmarks.data_plane import measure_ranks
+
+    responses, length, most = (16, 512, 4) if quick else (256, 4096, 8)
+    figures = []
+    for routes, limit in ((True, 8.0), (False, 0.7)):
+        kind = "with" if routes else "without"
+        few, many = (measure_ranks(ranks, responses, length, routes=routes) for ranks in (2, most))
+        seconds = [max(sum(one.seconds.values()) / one.tokens * 1e6 for one in found) for found in (few, many)]
+        worst = max(many, key=lambda one: sum(one.seconds.values()))
+        for phase, value in worst.seconds.items():
+            say(f"{phase} {kind} routes: {value / worst.tokens * 1e6:.2f} s per million tokens")
+        of = f"{responses * most:,} responses of {length:,} tokens {kind} routes over {most} ranks"
+        figures.append(Figure(f"{of}: a rank's host, per million tokens", seconds[1], limit, "s of one core"))
+        figures.append(Figure(f"{of}: the same, against 2 ranks", seconds[1] / seconds[0], 1.25, "times"))
+        if routes:
+            memory = max((one.peak - 200 * MIB) / one.share for one in many)
+            say(f"share {worst.share / MIB:.0f} MiB, peak {worst.peak / MIB:.0f} MiB")
+            figures.append(Figure(f"{of}: memory of a rank beyond 200 MiB", memory, 1.25, "times its share"))
+    return figures
 
 
 class Upstream:
@@ -229,7 +255,7 @@ def reset_peak() -> int:
     return memory("VmRSS")
 
 
-MEASUREMENTS: tuple[Callable[[bool], list[Figure]], ...] = (response_time, response_memory)
+MEASUREMENTS: tuple[Callable[[bool], list[Figure]], ...] = (response_time, response_memory, data_plane)
 
 
 def measure(quick: bool) -> list[Figure]:

@@ -1,0 +1,182 @@
+"""What each rank's host does with a rollout batch, from the servers' answers to the metrics, without a model.
+
+Every rank is the client of its share and trains what the plan gives it: data parallelism alone, gloo between
+processes on one machine. A pass's log-probs are random numbers.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+GROUP = 16  # responses to a prompt
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one rank. seconds: of CPU by phase, sends and receives included. share: bytes of the samples that it trains.
+    peak: most memory over what it held before. tokens: that it trains."""
+
+    seconds: dict[str, float]
+    share: int
+    peak: int
+    tokens: int
+
+
+def measure_ranks(ranks: int, responses: int, length: int, *, routes: bool) -> list[Measured]:
+    """Each of ``ranks`` receives ``responses`` of ``length`` tokens; by rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.get_context("spawn")
+        with context.Pool(ranks) as pool:
+            given = [(rank, ranks, responses, length, routes, folder) for rank in range(ranks)]
+            return pool.starmap(_rank, given, chunksize=1)
+
+
+def _rank(rank: int, ranks: int, responses: int, length: int, routes: bool, folder: str) -> Measured:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.FileStore(str(Path(folder) / "store"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    try:
+        return _Host(rank, responses, length, routes).run()
+    finally:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+class _Host:
+    """One rank's work, phase by phase."""
+
+    def __init__(self, rank: int, responses: int, length: int, routes: bool) -> None:
+        import torch.distributed as dist
+
+        from benchmarks.real_size import Response, response_body
+        from megatron_gspo.config import Config
+
+        one = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+        self.world = dist.group.WORLD
+        self.groups: Any = SimpleNamespace(tp=one, cp=one, pp=one, dp=self.world, is_last_stage=True)
+        self.rank, self.responses, self.routes = rank, responses, routes
+        self.seconds: dict[str, float] = {}
+        self.client = Response(length, routes=routes)
+        self.body = response_body(length, routes=routes)
+        ranks = dist.get_world_size()
+        self.config = Config.from_dict({
+            "run_dir": "run", "model": {"path": "model"}, "data": {"prompts": "prompts", "verifier": "exact_match"},
+            "rollout": {"rollout_batch_size": ranks * responses // GROUP, "n_samples_per_prompt": GROUP,
+                        "max_response_length": length},
+            "training": {"steps": 1, "global_batch_size": ranks * responses // 4,
+                         "max_tokens_per_micro_batch": 4 * length},
+        })  # fmt: skip
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a phase. Ranks wait for each other before it, so that waiting is not counted."""
+        import torch.distributed as dist
+
+        gc.collect()
+        dist.barrier()
+        start = time.process_time()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.process_time() - start
+
+    def run(self) -> Measured:
+        from benchmarks.real_size import memory, reset_peak
+
+        self.receive(2)  # imports, allocator
+        self.seconds.clear()
+        gc.collect()
+        before = reset_peak()
+        batch = self.receive(self.responses)
+        plan, batch = self.distribute(batch)
+        share = sum(sum(v.nbytes for v in vars(s).values() if isinstance(v, np.ndarray)) for s in batch.samples)
+        batch = self.prepare(batch, plan)
+        self.update(batch, plan)
+        return Measured(self.seconds, share, memory("VmHWM") - before, int(sum(s.length for s in batch.samples)))
+
+    def receive(self, count: int) -> Any:
+        """Parse and check the servers' answers."""
+        from megatron_gspo.data.sample_batch import SampleBatch
+
+        samples = []
+        with self.phase("receive and check"):
+            for i in range(count):
+                sample = self.client.sample(self.body)
+                number = self.rank * count + i
+                samples.append(replace(sample, prompt_index=number // GROUP, sample_index=number % GROUP,
+                                       reward=float(number % 3 == 0)))  # fmt: skip
+            return SampleBatch.gathered(samples, range(self.rank * count, (self.rank + 1) * count), self.world)
+
+    def distribute(self, batch: Any) -> tuple[Any, Any]:
+        """Plan the step and move the samples."""
+        from megatron_gspo.loop.step_plan import plan_step
+        from megatron_gspo.mcore.micro_batches import packing_rules
+        from megatron_gspo.rollout.sample_exchange import move_samples
+
+        model = SimpleNamespace(sequence_parallel=False, virtual_pipeline_model_parallel_size=None,
+                                moe_token_dispatcher_type="alltoall")  # fmt: skip
+        with self.phase("plan and move"):
+            plan = plan_step(batch.lengths, self.config, packing_rules(self.config.training, model, self.groups), 0)
+            return plan, move_samples(batch, plan.replica, self.world, ())
+
+    def prepare(self, batch: Any, plan: Any) -> Any:
+        """The passes before the updates, masks, advantages."""
+        from megatron_gspo.loop.advantages import with_advantages
+        from megatron_gspo.loop.loss_masking import mask_samples
+        from megatron_gspo.loop.rollout_correction import correct_mismatch, mismatch
+
+        scores = self.scored(batch, plan.whole, ())
+        with self.phase("metrics"):
+            mismatch(batch, scores)
+        with self.phase("advantages"):
+            batch = batch.map(lambda i, sample: replace(sample, old_log_probs=scores[i]))
+            batch, _ = mask_samples(batch, step=0, truncated=False)
+            batch = with_advantages(batch, self.config.algorithm, max_response_length=10**9)
+            return correct_mismatch(batch, self.config.algorithm)[0]
+
+    def update(self, batch: Any, plan: Any) -> None:
+        """Pack, collect and measure each mini-batch."""
+        from megatron_gspo.loop.optimizer_steps import _added
+        from megatron_gspo.loop.ratio_quantiles import quantiles_over_ranks
+        from megatron_gspo.loop.sample_metrics import sample_metrics
+
+        ratios: dict[str, Any] = {}
+        for rows, packing in plan.updates:
+            part = batch.select(rows)
+            found: Any = SimpleNamespace(log_probs=self.scored(part, packing, ("old_log_probs",)))
+            with self.phase("metrics"):
+                ratios = _added(ratios, part, found)
+        with self.phase("metrics"):
+            quantiles_over_ranks(ratios, batch.group)
+            sample_metrics(batch, version=3, supervised=False)
+
+    def scored(self, batch: Any, plan: Any, optional: tuple[str, ...]) -> dict[int, np.ndarray]:
+        """Pack the micro-batches and collect a number for each of their tokens."""
+        import torch
+
+        from megatron_gspo.mcore.micro_batches import planned_micro_batches, values_of_replica
+
+        shape = self.client.routes if self.routes else None
+        packed = planned_micro_batches(batch, plan, self.groups, optional=optional, routes=shape)
+        values = []
+        with self.phase("pack"):
+            for micro_batch in packed.batches:
+                values.append(-torch.rand(len(micro_batch.tokens)))
+                del micro_batch
+        with self.phase("collect"):
+            return values_of_replica(values, packed.layouts, batch, self.groups)
