@@ -10,7 +10,7 @@ TOLERANCES = {
     "gradient": 1e-5,  # of the worst parameter
     "step metric": 1e-5,  # with grad_norm and lr
     "update": 5e-5,  # of the worst parameter, over three optimizer steps
-    "replayed log-prob": 1e-6,  # nats, between the pass that recorded the routes and the one that replays them
+    "replayed log-prob": 2e-6,  # nats, between the pass that recorded the routes and the one that replays them
     "router figure": 1e-5,  # entropy in nats, load as a share
     "route": 1e-9,  # tokens with another expert than they should have: none
 }
@@ -21,6 +21,9 @@ Megatron computes in float32: one rounding is off by up to 6e-8, and a log-prob 
 through four layers. The first column is one process alone; a layout only changes the order of summation. A weight
 change is a difference of two float32 weights, so rounding of a weight near 1 is 1e-5 of a change of 1e-2. Adam's `eps`
 is 2e-4, the size of a gradient's entries: with 1e-8 the sign of an entry of rounding noise would decide a whole step.
+
+The pass that records routes and the one that replays them pack other micro-batches. Between 4 and 8 nats float32 has
+steps of 4.8e-7; the two passes' log-probs differ by at most three of them.
 
 Tests check that the comparison does not depend on rounding: no ratio within 2e-5 of a clip, no two experts within 2e-5
 of changing places, and every gradient at least 2 % of the typical norm.
