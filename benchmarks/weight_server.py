@@ -8,9 +8,11 @@ They keep a checksum of each tensor. Forked from one process, so that a machine 
 from __future__ import annotations
 
 import asyncio
+import base64
 import ctypes
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -26,6 +28,9 @@ import torch
 import torch.distributed as dist
 from aiohttp import web
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
+
+from megatron_gspo.weight_transport.receiver import megatron_gspo_receiver
+from megatron_gspo.weight_transport.receiver_transport import RECEIVER
 
 _CLONE_NEWNET = 0x40000000  # <sched.h>
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,11 +73,20 @@ class Scheduler:
         ]
         data = torch.empty(sum(sizes), dtype=torch.uint8)
         dist.broadcast(data, src=0, group=self.groups[body["group_name"]])
+        self.load_weights(list(zip(body["names"], data.split(sizes), strict=True)))
+
+    def update_weights_from_tensor(self, body: dict[str, Any]) -> None:
+        """A request to a custom weight loader; the only one is ours."""
+        assert body["load_format"] == RECEIVER
+        megatron_gspo_receiver.load(self, pickle.loads(base64.b64decode(body["serialized_named_tensors"][0])))
+
+    def load_weights(self, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """As a model's."""
         self.buckets += 1
-        for name, part in zip(body["names"], data.split(sizes), strict=True):
+        for name, tensor in named_tensors:
             if name == "refused":
                 raise ValueError("a tensor of the wrong shape")
-            self.held[name] = checksum(part)
+            self.held[name] = checksum(tensor)
 
     def destroy_weights_update_group(self, body: dict[str, Any]) -> None:
         """Leave a group."""
@@ -118,7 +132,7 @@ def application() -> web.Application:
     app = web.Application()
     for path in ("/server_info", "/model_info", "/held"):
         app.router.add_get(path, tell)
-    steps = [name for name in vars(Scheduler) if name[0] != "_"]
+    steps = [name for name in vars(Scheduler) if name[0] != "_" and name != "load_weights"]
     for name in ("pause_generation", "continue_generation", "flush_cache", *steps):
         app.router.add_post(f"/{name}", do)
     return app

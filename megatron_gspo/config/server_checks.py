@@ -34,6 +34,10 @@ def check_servers(rollout: RolloutConfig, sglang: SGLangConfig) -> None:
                 raise ConfigError(f"sglang.{key}", value, "is for servers that the run starts", fix)
     if sglang.port is not None and sglang.port + sglang.num_servers - 1 > 65535:
         raise ConfigError("sglang.port", sglang.port, f"leaves no room for {sglang.num_servers} servers", "lower it")
+    for key in ("weight_changes_only", "weight_checksums"):
+        if getattr(sglang, key) and (sglang.weight_transport != "distributed" or not sglang.num_servers):
+            fix = "set sglang.weight_transport: distributed and sglang.num_servers, or remove it"
+            raise ConfigError(f"sglang.{key}", True, "needs the receiver of servers that the run starts", fix)
     if sglang.weight_dir is not None and sglang.weight_transport != "disk":
         problem = f"has no effect with sglang.weight_transport = {show(sglang.weight_transport)}"
         fix = "set sglang.weight_transport: disk, or remove it"

@@ -32,7 +32,12 @@ class ServerConfig:
     """How weights reach the servers: broadcast in a process group (`distributed`), HTTP (`tensor`), files (`disk`), or
     shared GPU memory (`ipc`)."""
     weight_bucket_mb: Annotated[float, Gt(0)] = 512.0
-    """Weights sent at once, in MiB."""
+    """Weights that a rank sends at once, in MiB."""
+    weight_changes_only: bool = False
+    """Send only the tensors whose bytes have changed since the last update, with `distributed` and servers that the run
+    starts."""
+    weight_checksums: bool = False
+    """Compare the checksum of every tensor after an update, with the same."""
     weight_dir: str | None = None
     """Directory of `weight_transport: disk`, the same path on all servers; null is `run_dir`/weights."""
     master_address: str | None = None
@@ -64,6 +69,11 @@ class ServerConfig:
     colocated: bool = False
     """The servers share the trainer's GPUs and release their memory while it trains; running ones (`urls`) need
     --enable-memory-saver."""
+
+    @property
+    def uses_receiver(self) -> bool:
+        """Whether servers receive weights with our receiver, from all sources at the same time."""
+        return bool(self.num_servers) and (self.weight_changes_only or self.weight_checksums)
 
     @property
     def resolved_response_timeout(self) -> float:

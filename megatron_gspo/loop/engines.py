@@ -37,6 +37,7 @@ from megatron_gspo.rollout.weight_distribution import WHOLE, WeightDistribution
 from megatron_gspo.routing_replay.router_noise import RouterNoise, pass_seed
 from megatron_gspo.servers.server_processes import LocalServers
 from megatron_gspo.weight_transport.transport import WeightTransport
+from megatron_gspo.weight_transport.update_group import local_address
 from megatron_gspo.weight_transport.weight_sender import WeightSender
 from megatron_gspo.weight_transport.weight_update import make_transport
 
@@ -104,12 +105,13 @@ def _server_source(config: Config, shape: ModelShape, tokenizer: Any) -> ServerS
 
 
 def weight_sources(config: Config) -> tuple[int | None, ...]:
-    """The ranks that send weights to the servers; rank 0 alone where the servers listen on its node only and ranks of
-    other nodes would be sources."""
-    sources = source_ranks(current_groups())
+    """The ranks that send weights to the servers; rank 0 alone where the servers listen on its node only, and ranks of
+    other nodes would have to send them requests."""
+    sources, sglang = source_ranks(current_groups()), config.sglang
     one_node = sources[-1] < _ranks_of_the_first_node()
-    reached = bool(config.sglang.urls) and config.sglang.weight_transport != "ipc"
-    return sources if one_node or reached or config.sglang.weight_transport == "disk" else WHOLE
+    reached = bool(sglang.urls) and sglang.weight_transport != "ipc"
+    by_rank_zero = sglang.weight_transport == "disk" or sglang.uses_receiver  # who sends all requests
+    return sources if one_node or reached or by_rank_zero else WHOLE
 
 
 def _ranks_of_the_first_node() -> int:
@@ -117,9 +119,12 @@ def _ranks_of_the_first_node() -> int:
 
 
 def _transport(config: Config) -> WeightTransport:
-    first_node = dist.get_rank() < _ranks_of_the_first_node()
+    address = config.sglang.master_address
+    if dist.get_rank() >= _ranks_of_the_first_node():
+        first_node = f"http://{os.environ['MASTER_ADDR']}"  # where servers that the run starts are
+        address = local_address(first_node) if config.sglang.num_servers else None
     return make_transport(config.sglang, SGLangWeightEndpoints(), run_dir=config.run_dir, source=config.model.path,
-                          first_node=first_node)  # fmt: skip
+                          address=address)  # fmt: skip
 
 
 def log_servers(line: str) -> None:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from megatron_gspo.errors import UserError
 from megatron_gspo.parallel.rank_zero import run_on_rank_zero
 from megatron_gspo.rollout.group_source import Weights
 from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.weight_transport.server_endpoints import ServerInfo
-from megatron_gspo.weight_transport.transport import Sent
 from megatron_gspo.weight_transport.weight_sender import WeightSender
 from megatron_gspo.weight_transport.weight_update import UpdatePlan
 
@@ -58,23 +56,40 @@ class WeightDistribution:
     def _transfer(self, turn: Sequence[int | None], weights: Weights, plan: UpdatePlan,
                   infos: Sequence[ServerInfo]) -> None:  # fmt: skip
         """The sources of a turn send at the same time; rank 0 gets their reports through the store of all ranks."""
-        store, attempt = dist.distributed_c10d._get_default_store(), next(self._attempts)
-        keys = {source: f"weights/{attempt}/{source}" for source in turn}
+        attempt = next(self._attempts)
+        mine = [source for source in turn if dist.get_rank() == (source or 0)]
+        if plan.with_offers:
+            transfer = f"{plan.version}/{attempt}"
+            offers = {source: self._own_sender.offer(infos, transfer) for source in mine}
+            self._report(f"{attempt}/offers", turn, offers, lambda engine, found: engine.receive(found, transfer))
+        results = {}
         for source in turn:
             stream = weights(source)
-            if dist.get_rank() == (source or 0):
-                assert self._sender is not None, "every source has a sender"
+            if source in mine:
                 part = self._sources.index(source)
-                result = self._sender.send(infos, stream, version=plan.version, part=part)
-                store.set(keys[source], pickle.dumps(result))
+                results[source] = self._own_sender.send(infos, stream, version=plan.version, part=part)
             for _ in stream:  # producing it is a collective
                 pass
+        self._report(f"{attempt}/results", turn, results, lambda engine, found: engine.record_transfer(found))
 
-        def collect(engine: ServerEngine) -> None:
-            results: list[Sent | UserError] = [pickle.loads(store.get(key)) for key in keys.values()]
-            for key in keys.values():
+    @property
+    def _own_sender(self) -> WeightSender:
+        assert self._sender is not None, "every source has a sender"
+        return self._sender
+
+    def _report(self, name: str, turn: Sequence[int | None], own: Mapping[int | None, Any],
+                take: Callable[[Any, list[Any]], None]) -> None:  # fmt: skip
+        """Values of the sources of a turn to rank 0, in the order of the turn; `own`: of this rank."""
+        store = dist.distributed_c10d._get_default_store()
+        for source, value in own.items():
+            store.set(f"weights/{name}/{source}", pickle.dumps(value))
+        keys = [f"weights/{name}/{source}" for source in turn]
+
+        def collect(engine: Any) -> None:
+            values = [pickle.loads(store.get(key)) for key in keys]
+            for key in keys:
                 store.delete_key(key)
-            engine.record_transfer(results)
+            take(engine, values)
 
         self._on_rank_zero(collect)
 

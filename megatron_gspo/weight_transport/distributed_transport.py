@@ -17,7 +17,7 @@ from megatron_gspo.weight_transport.server_endpoints import ServerInfo, WeightEn
 from megatron_gspo.weight_transport.transport import Sent, Target, WeightTransport
 from megatron_gspo.weight_transport.update_group import GroupError, UpdateGroup, default_backend, local_address
 
-_PROBE_SECONDS = 10.0  # a server whose group broke may take to leave it; one that does not has failed
+PROBE_SECONDS = 10.0  # a server whose group broke may take to leave it; one that does not has failed
 _IN_FLIGHT = 4
 
 
@@ -61,13 +61,10 @@ class DistributedTransport(WeightTransport):
 
     async def open(self, targets: Mapping[str, Target], timeout: float) -> None:
         """Keep the group if its servers are unchanged since the last update; else make a new one."""
-        await super().open(targets, timeout)
-        self._requests, self._broadcasts, self._broken, self._stop = {}, deque(), "", asyncio.Event()
-        members = {url: target.info.start_id for url, target in targets.items()}
-        same = members == self._members and self._group is not None
-        if not targets or same and all(t.info.weight_version == self._completed for t in targets.values()):
+        self._start(targets)
+        if not targets or self._is_current(targets):
             return
-        await self._leave(_PROBE_SECONDS)
+        await self._leave(PROBE_SECONDS)
         try:
             await self._join(timeout)
         except GroupError as error:
@@ -75,18 +72,30 @@ class DistributedTransport(WeightTransport):
             self.failures = {url: ServerError(f"server {url}{path}: {error}", retry=False) for url in targets}
             self.targets = {}
 
-    async def _join(self, timeout: float) -> None:
-        """Make the group; a server that does not join breaks it."""
-        infos = [target.info for target in self.targets.values()]
+    def _start(self, targets: Mapping[str, Target]) -> None:
+        self.targets, self.failures = dict(targets), {}
+        self._requests, self._broadcasts, self._broken, self._stop = {}, deque(), "", asyncio.Event()
+
+    def _is_current(self, targets: Mapping[str, Target]) -> bool:
+        """Whether the group is that of these servers, and nobody has changed their weights since the last update."""
+        members = {url: target.info.start_id for url, target in targets.items()}
+        unchanged = all(target.info.weight_version == self._completed for target in targets.values())
+        return self._group is not None and members == self._members and unchanged
+
+    def _new_group(self, infos: list[ServerInfo], timeout: float) -> UpdateGroup:
         backend = self._backend or default_backend(infos[0].device)
         if backend == "nccl":
             self.device = torch.device("cuda", torch.cuda.current_device())
         name = f"weights-{self._run_id}-{next(self._group_numbers)}"
         address = self._address or local_address(infos[0].url)
         size = 1 + sum(info.tp_size for info in infos)
-        group = UpdateGroup(name, size, address=address, backend=backend, timeout=timeout, in_flight=self.in_flight)
+        return UpdateGroup(name, size, address=address, backend=backend, timeout=timeout, in_flight=self.in_flight)
+
+    async def _join(self, timeout: float) -> None:
+        """Make the group; a server that does not join breaks it."""
+        group = self._new_group([target.info for target in self.targets.values()], timeout)
         self._group = group
-        self._members = {info.url: info.start_id for info in infos}
+        self._members = {url: target.info.start_id for url, target in self.targets.items()}
         first = 1
         for url, target in self.targets.items():
             request = self.endpoints.init_group(target.client, group, first, timeout=timeout)
@@ -128,13 +137,13 @@ class DistributedTransport(WeightTransport):
     async def abort(self) -> None:
         """See `WeightTransport.abort`."""
         await self._cancel()
-        await self._leave(_PROBE_SECONDS)
+        await self._leave(PROBE_SECONDS)
 
     def close(self) -> None:
         """Drop the group; the servers notice the closed connections."""
         if self._group is not None:
             self._group.drop()
-        self._group = None
+        self._group, self._joined = None, False
 
     async def _load(self, target: Target, group: str, entries: tuple[Entry, ...], before: asyncio.Task[None] | None,
                     timeout: float) -> None:  # fmt: skip
@@ -190,7 +199,7 @@ class DistributedTransport(WeightTransport):
         path = self.endpoints.broadcast_path if self._joined else self.endpoints.init_group_path
         refused = {} if self._joined else {url: e for url, e in self.failures.items() if e.status is not None}
         await self._cancel()
-        left = await self._leave(_PROBE_SECONDS)
+        left = await self._leave(PROBE_SECONDS)
         failures = {
             url: self.failures.get(url) or ServerError(f"server {url}{path}: {self._broken}", retry=True)
             for url in self.targets

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron_gspo.servers.http_client import ServerClient
 from megatron_gspo.weight_transport.buckets import Entry
@@ -87,6 +87,11 @@ class WeightEndpoints(Protocol):
         self, server: ServerClient, payloads: Sequence[Iterable[bytes | memoryview]], *, timeout: float
     ) -> None:
         """Load a bucket, encoded (`sglang_payload`), one payload for each tensor-parallel rank of the server."""
+        ...
+
+    async def receive(self, server: ServerClient, requests: Sequence[dict[str, Any]], *, timeout: float) -> None:
+        """Receive the weights of all sources, on a server with our receiver; a request for each tensor-parallel rank
+        (`receiver/megatron_gspo_receiver.py`). Returns when the transfer has ended in any way."""
         ...
 
     async def init_group(self, server: ServerClient, group: UpdateGroup, first_rank: int, *, timeout: float) -> None:

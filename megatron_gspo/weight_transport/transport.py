@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,6 +86,10 @@ class WeightTransport:
     def is_over(self) -> bool:
         """Whether no server can get further buckets of this transfer."""
         return not self.stores and not self.targets
+
+    def select(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of the stream that are to be sent."""
+        return tensors
 
     def take(self, bucket: Bucket) -> None:
         """A bucket, before it is sent."""

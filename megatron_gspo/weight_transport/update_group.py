@@ -99,6 +99,26 @@ class UpdateGroup:
         except RuntimeError as error:
             raise GroupError(f"the broadcast broke: {_short(error)}") from None
 
+    def put(self, key: str, value: str) -> None:
+        """Write to the group's store, for the receivers of the servers."""
+        self._transfers().set(key, value)
+
+    def has(self, keys: list[str]) -> bool:
+        """Whether all keys are there."""
+        return self._transfers().check(keys)
+
+    def get(self, key: str) -> str:
+        """A value that is there."""
+        return self._transfers().get(key).decode()
+
+    def remove(self, key: str) -> None:
+        """Remove a key that nobody reads again."""
+        self._transfers().delete_key(key)
+
+    def _transfers(self) -> dist.PrefixStore:
+        assert self._store is not None, "the group was dropped"
+        return dist.PrefixStore(f"{self.name}/transfers", self._store)
+
     def drop(self) -> None:
         """Drop the group without waiting for the servers; in the background if an operation is running."""
         group, works = self._group, self._works

@@ -15,7 +15,11 @@ paused server does not answer health checks either and would be taken for one th
 from __future__ import annotations
 
 import asyncio
+import secrets
+import threading
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +32,13 @@ from megatron_gspo.errors import first_line
 from megatron_gspo.servers.http_client import EventLoop, ServerClient, ServerError
 from megatron_gspo.weight_transport.buckets import buckets
 from megatron_gspo.weight_transport.disk_transport import DiskTransport
-from megatron_gspo.weight_transport.distributed_transport import DistributedTransport
+from megatron_gspo.weight_transport.distributed_transport import PROBE_SECONDS, DistributedTransport
+from megatron_gspo.weight_transport.receiver_transport import (
+    Offer,
+    ReceiverTransport,
+    abort_transfer,
+    receive_requests,
+)
 from megatron_gspo.weight_transport.server_endpoints import ServerInfo, WeightEndpoints
 from megatron_gspo.weight_transport.tensor_transport import SharedMemoryTransport, TensorTransport
 from megatron_gspo.weight_transport.transport import Sent, Target, WeightTransport
@@ -36,6 +46,7 @@ from megatron_gspo.weight_transport.transport import Sent, Target, WeightTranspo
 TRANSPORTS = ("disk", "tensor", "distributed", "ipc")
 Stream = Iterable[tuple[str, Tensor]]
 _ATTEMPTS = 3  # of one source's transfer, whose group may break with each server that fails
+_TRANSFER_SECONDS = 86_400.0  # a receiver has a timeout for each bucket
 _ABANDON_SECONDS = 2.0  # timeout of further requests to a server that did not respond
 
 
@@ -62,6 +73,9 @@ def update_servers(
         update.begin()
         while update.next_transfer() is not None:
             transport.begin(version, 0)
+            if isinstance(transport, ReceiverTransport):
+                transfer = secrets.token_hex(6)
+                update.receive([transport.offer(update.pending, transfer, timeout)], transfer)
             sent = send_weights(loop, transport, update.pending, weights(), bucket_bytes=bucket_bytes, timeout=timeout)
             update.record([sent])
         update.finish(parts=1)
@@ -82,8 +96,8 @@ def send_weights(loop: EventLoop, transport: WeightTransport, targets: Mapping[s
     tensors = iter(stream)
     try:
         loop.run(transport.open(targets, timeout))
-        for bucket in buckets(tensors, bucket_bytes, device=transport.device, allocate=transport.allocate,
-                              in_flight=transport.in_flight):  # fmt: skip
+        for bucket in buckets(transport.select(tensors), bucket_bytes, device=transport.device,
+                              allocate=transport.allocate, in_flight=transport.in_flight):  # fmt: skip
             if transport.is_over:
                 break
             if bucket.data.is_cuda:
@@ -103,10 +117,12 @@ def send_weights(loop: EventLoop, transport: WeightTransport, targets: Mapping[s
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """What the sources of an update need to know. all_sources_at_once: else they send one after the other."""
+    """What the sources of an update need to know. all_sources_at_once: else they send one after the other. with_offers:
+    each transfer begins with `WeightSender.offer` and `ServerUpdate.receive`."""
 
     version: str
     all_sources_at_once: bool
+    with_offers: bool = False
 
 
 class ServerUpdate:
@@ -123,7 +139,8 @@ class ServerUpdate:
         self._servers, self._endpoints = servers, transport.endpoints
         self._active = {server.url: server for server in servers}
         self._infos: dict[str, ServerInfo] = {}
-        self._attempts = 0
+        self._receiving: dict[str, Future[None]] = {}
+        self._attempts = 0  # of the transfer
         self.pending: dict[str, Target] = {}
         self.failures: dict[str, ServerError] = {}
 
@@ -136,9 +153,11 @@ class ServerUpdate:
             self._on_each(self._pause)
 
     @property
-    def takes_all_sources(self) -> bool:
-        """Whether all sources send at the same time; else one after the other."""
-        return self._transport.takes_all_sources([self._infos[url] for url in self._active if url in self._infos])
+    def plan(self) -> UpdatePlan:
+        """What the sources need to know."""
+        infos = [self._infos[url] for url in self._active if url in self._infos]
+        return UpdatePlan(self._version, self._transport.takes_all_sources(infos),
+                          isinstance(self._transport, ReceiverTransport))  # fmt: skip
 
     def next_transfer(self) -> list[ServerInfo] | None:
         """The servers that a transfer is to send to, which are then `pending`; None when it is complete.
@@ -154,10 +173,44 @@ class ServerUpdate:
         self._attempts += 1
         return [target.info for target in self.pending.values()]
 
+    def receive(self, offers: Sequence[Offer], transfer: str) -> None:
+        """Let the pending servers receive from the sources of these offers, until `record`."""
+        assert isinstance(self._transport, ReceiverTransport)
+        infos = [target.info for target in self.pending.values()]
+        requests = receive_requests(list(offers), transfer, infos, timeout=self._timeout,
+                                    checksums=self._transport.checksums)  # fmt: skip
+
+        async def receive(target: Target) -> None:
+            try:
+                await self._endpoints.receive(target.client, requests[target.info.url], timeout=_TRANSFER_SECONDS)
+            except ServerError:
+                for offer in offers:
+                    threading.Thread(target=abort_transfer, args=(offer, transfer), daemon=True).start()
+                raise
+
+        self._receiving = {url: self._loop.spawn(receive(target)) for url, target in self.pending.items()}
+
+    def _end_receiving(self, seconds: float) -> dict[str, ServerError]:
+        """The servers that have failed to answer within so many seconds, or with an error."""
+        deadline, failures = time.monotonic() + seconds, dict[str, ServerError]()
+        for url, receiving in self._receiving.items():
+            try:
+                receiving.result(max(deadline - time.monotonic(), 0.0))
+            except ServerError as error:
+                failures[url] = error
+            except TimeoutError:
+                receiving.cancel()
+                reason = f"server {url}: no answer within {self._timeout:g} s"
+                failures[url] = ServerError(reason, retry=True)
+        self._receiving = {}
+        return failures
+
     def record(self, results: Sequence[Sent]) -> None:
         """What the sources of an attempt report. Servers that lack tensors of one are `pending` again."""
         failures = {url: error for sent in results for url, error in sent.failures.items()}
-        again = {url for sent in results for url in sent.again} - failures.keys()
+        again = {url for sent in results for url in sent.again}
+        failures |= self._end_receiving(PROBE_SECONDS if again else self._timeout)
+        again -= failures.keys()
         if self._attempts >= _ATTEMPTS:
             failures |= {url: ServerError(f"server {url}: its process group broke {_ATTEMPTS} times", retry=True)
                          for url in again}  # fmt: skip
@@ -249,13 +302,14 @@ def make_transport(
     run_dir: str | Path | None = None,
     source: str | Path | None = None,
     backend: str | None = None,
-    first_node: bool = True,
+    address: str | None = None,
 ) -> WeightTransport:
     """The transport of `config.weight_transport`, for one source.
 
     run_dir: "disk" writes to `run_dir`/weights if `config.weight_dir` is not set. Servers must read the directory under
     the same path, and no other run may use it. source: the Hugging Face directory whose config and tokenizer are
-    copied. backend: "gloo" or "nccl"; None: by the server's device. first_node: whether this process runs there.
+    copied. backend: "gloo" or "nccl"; None: by the server's device. address: this
+    node's as the servers reach it; None: that of the route to them.
 
     Raises ValueError for an unknown name or a missing directory.
     """
@@ -269,7 +323,9 @@ def make_transport(
     if name == "tensor":
         return TensorTransport(endpoints)
     if name == "distributed":
-        address = config.master_address if first_node else None
+        if config.uses_receiver:
+            return ReceiverTransport(endpoints, address=address, backend=backend,
+                                     changes_only=config.weight_changes_only, checksums=config.weight_checksums)
         return DistributedTransport(endpoints, address=address, backend=backend)
     if name == "ipc":
         return SharedMemoryTransport(endpoints)

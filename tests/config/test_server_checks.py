@@ -103,6 +103,15 @@ def test_servers_of_the_run(plain):
     assert config.sglang.server_args == ("--x", "1")
 
 
+@pytest.mark.parametrize("key", ["weight_changes_only", "weight_checksums"])
+def test_keys_of_our_receiver(plain, key):
+    started = ("rollout.engine=sglang", "sglang.num_servers=1", f"sglang.{key}=true")
+    assert getattr(build(plain, *started).sglang, key)
+    for others in (("sglang.weight_transport=tensor",), ("sglang.num_servers=0", "sglang.urls=[http://a:1]")):
+        with pytest.raises(ConfigError, match=f"sglang.{key} = true: needs the receiver of servers that"):
+            build(plain, *started, *others)
+
+
 def test_nothing_listens_beyond_this_machine_unless_told_to():
     from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch
 

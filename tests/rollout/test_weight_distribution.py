@@ -21,6 +21,7 @@ from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
 from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
 from megatron_gspo.rollout.weight_distribution import WHOLE, WeightDistribution
 from megatron_gspo.servers.http_client import ServerClient
+from megatron_gspo.weight_transport.receiver.megatron_gspo_receiver import checksum as receiver_checksum
 from megatron_gspo.weight_transport.weight_sender import WeightSender
 from megatron_gspo.weight_transport.weight_update import make_transport
 from tests.support.distributed import run_distributed
@@ -37,9 +38,11 @@ def tensor(source: int, number: int, version: int) -> torch.Tensor:
 class Rank:
     """What a rank of a run has for weight updates; the engine on rank 0."""
 
-    def __init__(self, urls: list[str], transport: str, folder: str, sources: Any = SOURCES) -> None:
+    def __init__(self, urls: list[str], transport: str, folder: str = "", sources: Any = SOURCES,
+                 **given: Any) -> None:  # fmt: skip
+        """given: `num_servers=1` and a key of our receiver use it."""
         config = ServerConfig(urls=tuple(urls), weight_transport=transport, weight_dir=folder or None,  # type: ignore[arg-type]
-                              weight_bucket_mb=0.004, update_timeout=20.0, health_interval=60.0)  # fmt: skip
+                              weight_bucket_mb=0.004, update_timeout=20.0, health_interval=60.0, **given)  # fmt: skip
         made = make_transport(config, SGLangWeightEndpoints())
         self.rank, self.version = dist.get_rank(), 0
         self.engine = None
@@ -81,29 +84,30 @@ def truth(version: int) -> dict[str, int]:
     return {f"{s}.{n}": checksum(tensor(s, n, version)) for s in SOURCES for n in range(COUNT)}
 
 
-def two_updates(number: int, world: int, servers: list[tuple[str, int]], sources: Any) -> Any:
+def two_updates(number: int, world: int, servers: list[tuple[str, int]], sources: Any, receiver: int) -> Any:
     urls = [url for url, _ in servers]
-    rank = Rank(urls, "distributed", "", sources)
+    rank = Rank(urls, "distributed", "", sources, num_servers=receiver, weight_checksums=bool(receiver))
     assert rank.update(1) is None and rank.update(2) is None
     found = [held(rank, url) for url in urls] if number == 0 else []
-    versions = [rank.engine._pool.serving] if number == 0 else []
+    serving = len(rank.engine._pool.serving) if rank.engine else 0
     rank.close()
-    return found, [len(each) for each in versions], rank.streams
+    return found, serving, rank.streams
 
 
-@pytest.mark.parametrize("sources", [SOURCES, WHOLE], ids=["sources", "rank 0 alone"])
-def test_every_source_sends_its_own_tensors_once_to_all_servers(sources: Any) -> None:
+@pytest.mark.parametrize(("sources", "receiver"), [(SOURCES, 0), (WHOLE, 0), (SOURCES, 1)],
+                         ids=["one after the other", "rank 0 alone", "at the same time"])  # fmt: skip
+def test_every_source_sends_its_own_tensors_once_to_all_servers(sources: Any, receiver: int) -> None:
     with weight_servers(*[(None, "127.0.0.1")] * 2) as servers:
-        found = run_distributed(two_updates, 4, servers, sources)
+        found = run_distributed(two_updates, 4, servers, sources, receiver)
     for server in found[0][0]:
         assert server["held"] == truth(2)
         assert server["buckets"] == 2 * len(SOURCES) * COUNT
-    assert found[0][1] == [2]
+    assert found[0][1] == 2
     assert [streams for _, _, streams in found] == ([2, 2, 0, 2] if sources == SOURCES else [2, 2, 2, 2])
 
 
-def a_server_dies(number: int, world: int, servers: list[tuple[str, int]]) -> Any:
-    rank = Rank([url for url, _ in servers], "distributed", "")
+def a_server_dies(number: int, world: int, servers: list[tuple[str, int]], receiver: int) -> Any:
+    rank = Rank([url for url, _ in servers], "distributed", num_servers=receiver, weight_checksums=bool(receiver))
     assert rank.update(1) is None
 
     def kill(at: int) -> None:
@@ -118,12 +122,42 @@ def a_server_dies(number: int, world: int, servers: list[tuple[str, int]]) -> An
     return found, rank.streams
 
 
-def test_a_server_that_dies_costs_one_source_a_repetition() -> None:
+@pytest.mark.parametrize("receiver", [0, 1], ids=["one after the other", "at the same time"])
+def test_a_server_that_dies_is_dropped(receiver: int) -> None:
     with weight_servers(*[(None, "127.0.0.1")] * 2) as servers:
-        found = run_distributed(a_server_dies, 4, servers)
+        found = run_distributed(a_server_dies, 4, servers, receiver, timeout=150.0)
     server, failures = found[0][0]
     assert server["held"] == truth(3) and failures == []
-    assert [streams for _, streams in found] == [3, 4, 0, 3]
+    assert [streams for _, streams in found] == ([4, 4, 0, 4] if receiver else [3, 4, 0, 3])
+
+
+def only_changes(number: int, world: int, url: str) -> Any:
+    """Buckets of four updates: the first, one without changes, one in which a source forgets a change, the next."""
+    rank = Rank([url], "distributed", num_servers=1, weight_changes_only=True, weight_checksums=True)
+    lines: list[str] = []
+    if rank.engine:
+        rank.engine._log = lines.append
+    buckets = []
+    for version, update in ((1, 1), (1, 2), (2, 3), (2, 4)):
+        if update == 3 and number == 1:
+            transport = rank.distribution._sender.transport  # type: ignore[union-attr]
+            data = tensor(1, 4, 2).view(torch.uint8)
+            transport._known["1.4"] = receiver_checksum(data)  # type: ignore[attr-defined]
+        rank.version = version
+        failure = rank.distribution.run(rank.weights, update)
+        buckets.append((held(rank, url)["buckets"], type(failure).__name__) if number == 0 else ())
+    found = held(rank, url)["held"] if number == 0 else {}
+    rank.close()
+    return buckets, lines, found
+
+
+def test_unchanged_tensors_are_not_sent_and_a_stale_one_is_caught() -> None:
+    with weight_servers((None, "127.0.0.1")) as [(url, _)]:
+        buckets, lines, found = run_distributed(only_changes, 4, url, timeout=150.0)[0]
+    count = len(SOURCES) * COUNT
+    assert buckets == [(count, "NoneType"), (count, "NoneType"), (2 * count - 1, "NoServerError"),
+                       (3 * count - 1, "NoneType")]  # fmt: skip
+    assert lines == [f"weights 3: server {url}: 1.4 is stale"] and found == truth(2)
 
 
 def to_disk(number: int, world: int, url: str, folder: str) -> Any:

@@ -34,6 +34,10 @@ TOLERANCE = 2e-5  # of log-probs
 
 
 def transport_of(name: str, folder: Path | None = None, **given: str) -> WeightTransport:
+    """receiver: what `distributed` is for servers that a run starts."""
+    if name == "receiver":
+        config = SGLangConfig(num_servers=1, weight_checksums=True)
+        return make_transport(config, SGLangWeightEndpoints(), **given)
     config = SGLangConfig(weight_transport=name, weight_dir=str(folder) if folder else None)  # type: ignore[arg-type]
     return make_transport(config, SGLangWeightEndpoints(), **given)
 
@@ -115,7 +119,7 @@ def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Weight
     transport.close()
 
 
-every_route = pytest.mark.parametrize("transport", TRANSPORTS, indirect=True)
+every_route = pytest.mark.parametrize("transport", [*TRANSPORTS, "receiver"], indirect=True)
 
 
 def assert_serves(client: Client, url: str, weights: Weights, version: str) -> None:
@@ -156,7 +160,7 @@ def test_two_updates_in_a_row(
         assert_serves(client, sglang_url, weights[number], version)
 
 
-@pytest.mark.parametrize("transport", ["disk", "distributed", "ipc"], indirect=True)
+@pytest.mark.parametrize("transport", ["disk", "distributed", "ipc", "receiver"], indirect=True)
 def test_a_server_that_hangs_is_named_and_the_other_served(
     transport: WeightTransport, client: Client, weights: list[Weights], sglang_url: str, victims: LocalServers
 ) -> None:

@@ -22,6 +22,7 @@ from megatron_gspo.rollout.server_engine.server_pool import NoServerError, Poole
 from megatron_gspo.servers.http_client import EventLoop, ServerClient, ServerError, open_session
 from megatron_gspo.servers.server_launch import read_api_key
 from megatron_gspo.servers.server_processes import LocalServers
+from megatron_gspo.weight_transport.receiver_transport import Offer
 from megatron_gspo.weight_transport.server_endpoints import ServerInfo
 from megatron_gspo.weight_transport.transport import Sent, WeightTransport
 from megatron_gspo.weight_transport.weight_sender import WeightSender
@@ -97,6 +98,9 @@ class ServerEngine:
                     lost = ServerError("its process group broke, and the weights can't be read again", retry=True)
                     self.record_transfer([Sent({info.url: lost for info in infos})])
                 else:
+                    if plan.with_offers:
+                        transfer = secrets.token_hex(6)
+                        self.receive([self.sender.offer(infos, transfer)], transfer)
                     self.record_transfer([self.sender.send(infos, named_tensors, version=plan.version)])
             self.finish_update(parts=1)
         finally:
@@ -124,12 +128,19 @@ class ServerEngine:
             if self._memory_released:
                 self._restore_memory("weights")
             update.begin()
-            return UpdatePlan(wire_version, update.takes_all_sources)
+            return update.plan
 
     def next_transfer(self) -> list[ServerInfo] | None:
         """See `ServerUpdate.next_transfer`."""
         with self._abandoned_on_error():
             return self._running_update.next_transfer()
+
+    def receive(self, offers: Sequence[Offer | UserError], transfer: str) -> None:
+        """See `ServerUpdate.receive`. Raises the error of a source."""
+        with self._abandoned_on_error():
+            if errors := [offer for offer in offers if isinstance(offer, UserError)]:
+                raise errors[0]
+            self._running_update.receive([offer for offer in offers if isinstance(offer, Offer)], transfer)
 
     def record_transfer(self, results: Sequence[Sent | UserError]) -> None:
         """See `ServerUpdate.record`. Raises the error of a source."""

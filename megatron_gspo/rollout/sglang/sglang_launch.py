@@ -25,9 +25,11 @@ from megatron_gspo.rollout.sglang.sglang_args import gpus_per_server
 from megatron_gspo.servers.ports import LOOPBACK
 from megatron_gspo.servers.server_args import option
 from megatron_gspo.servers.server_launch import server_environment
+from megatron_gspo.weight_transport.receiver_transport import RECEIVER, RECEIVER_FOLDER
 
 # Options that the client needs too -> their config keys
-_RESERVED = {"--port": "sglang.port", "--api-key": "sglang.api_key_file"}
+_RESERVED = {"--port": "sglang.port", "--api-key": "sglang.api_key_file",
+             "--custom-weight-loader": "sglang.weight_transport"}  # fmt: skip
 _CPU_OVERLAP_VERSION = (0, 5, 23)  # earlier versions overwrite routed experts while they are copied
 _FREEZE_SECONDS = 2.0  # timeout of /freeze_gc
 # See `ServerLaunch.exit_causes`; from the logs of sglang 0.5.15 and 0.5.23
@@ -155,6 +157,7 @@ def server_command(launch: SGLangLaunch, index: int, port: int, *, cpu: bool, ve
     command = [launch.python, "-m", "sglang.launch_server", "--model-path", model]
     command += ["--host", launch.host, "--port", str(port), "--dtype", launch.dtype]
     command += ["--log-level-http", "warning"]  # the default logs a line per request
+    command += ["--custom-weight-loader", RECEIVER]
     if launch.routed_experts:
         command.append("--enable-return-routed-experts")
     if cpu:
@@ -176,12 +179,13 @@ def server_command(launch: SGLangLaunch, index: int, port: int, *, cpu: bool, ve
 
 
 def sglang_environment(python: str, *, cpu: bool, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """`server_environment`, with what servers without a GPU need."""
+    """`server_environment`, with our receiver of weights and what servers without a GPU need."""
     environment = server_environment(python, base)
+    paths = [str(RECEIVER_FOLDER), *filter(None, [environment.get("PYTHONPATH")])]
     if cpu:
-        paths = [patch_folder(), *filter(None, [environment.get("PYTHONPATH")])]
-        environment.update(SGLANG_USE_CPU_ENGINE="1", OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(paths))
-    return environment
+        paths.insert(0, patch_folder())
+        environment.update(SGLANG_USE_CPU_ENGINE="1", OMP_NUM_THREADS="1")
+    return environment | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def patch_folder() -> str:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import pickle
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_gspo.errors import first_line
 from megatron_gspo.servers.http_client import ServerClient, ServerError
 from megatron_gspo.weight_transport.buckets import Entry
+from megatron_gspo.weight_transport.receiver_transport import RECEIVER
 from megatron_gspo.weight_transport.server_endpoints import ServerInfo
 from megatron_gspo.weight_transport.sglang_payload import FORMAT, json_with_base64
 from megatron_gspo.weight_transport.update_group import UpdateGroup
@@ -102,7 +107,13 @@ class SGLangWeightEndpoints:
         self, server: ServerClient, payloads: Sequence[Iterable[bytes | memoryview]], *, timeout: float
     ) -> None:
         """See `WeightEndpoints.load_payloads`. The cache is flushed at the end: with ending requests, 0.5.15 fails."""
-        await _post_checked(server, "/update_weights_from_tensor", _tensor_body(payloads), timeout)
+        await _post_checked(server, "/update_weights_from_tensor", _tensor_body(payloads, FORMAT), timeout)
+
+    async def receive(self, server: ServerClient, requests: Sequence[dict[str, Any]], *, timeout: float) -> None:
+        """See `WeightEndpoints.receive`."""
+        texts = [torch.tensor(list(json.dumps(request).encode()), dtype=torch.uint8) for request in requests]
+        payloads = [[pickle.dumps([("request", text)])] for text in texts]
+        await _post_checked(server, "/update_weights_from_tensor", _tensor_body(payloads, RECEIVER), timeout)
 
     async def init_group(self, server: ServerClient, group: UpdateGroup, first_rank: int, *, timeout: float) -> None:
         """See `WeightEndpoints.init_group`."""
@@ -142,8 +153,8 @@ async def has_endpoint(server: ServerClient, path: str, *, timeout: float) -> bo
     return True
 
 
-async def _tensor_body(payloads: Sequence[Iterable[bytes | memoryview]]) -> AsyncIterator[bytes]:
-    fields: dict[str, Any] = {"load_format": FORMAT, "flush_cache": False}
+async def _tensor_body(payloads: Sequence[Iterable[bytes | memoryview]], load_format: str) -> AsyncIterator[bytes]:
+    fields: dict[str, Any] = {"load_format": load_format, "flush_cache": False}
     for piece in json_with_base64(fields, "serialized_named_tensors", payloads):
         yield piece
 

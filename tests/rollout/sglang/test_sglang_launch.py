@@ -21,6 +21,7 @@ from megatron_gspo.rollout.sglang.sglang_launch import (
     sglang_version,
 )
 from megatron_gspo.servers.server_args import option
+from megatron_gspo.weight_transport.receiver_transport import RECEIVER_FOLDER
 
 NEW, OLD = (0, 5, 23), (0, 5, 15)
 
@@ -38,8 +39,8 @@ def command(*, cpu: bool = False, version: tuple[int, ...] = NEW, index: int = 0
 def test_the_command_on_a_gpu():
     assert command(routed_experts=True) == [
         "/env/python", "-m", "sglang.launch_server", "--model-path", "hub/model", "--host", "127.0.0.1",
-        "--port", "31000", "--dtype", "auto", "--log-level-http", "warning", "--enable-return-routed-experts",
-        "--base-gpu-id", "0",
+        "--port", "31000", "--dtype", "auto", "--log-level-http", "warning",
+        "--custom-weight-loader", "megatron_gspo_receiver.load", "--enable-return-routed-experts", "--base-gpu-id", "0",
     ]  # fmt: skip
 
 
@@ -86,7 +87,8 @@ def test_passed_arguments_come_last_and_as_they_are():
 
 @pytest.mark.parametrize(
     "argument, key",
-    [("--port", "port"), ("--port=1", "port"), ("--api-key", "api_key_file")],
+    [("--port", "port"), ("--port=1", "port"), ("--api-key", "api_key_file"),
+     ("--custom-weight-loader", "weight_transport")],  # fmt: skip
 )
 def test_arguments_that_the_client_must_know_have_keys_of_their_own(argument, key):
     with pytest.raises(InputError, match=rf"{argument.split('=')[0]} is reserved; set sglang.{key} instead"):
@@ -109,11 +111,12 @@ def test_the_file_of_the_key_is_private():
 def test_servers_without_a_gpu_get_the_start_up_hook():
     base = {"PATH": "/bin", "RANK": "3", "PYTHONPATH": "/trainer"}
     on_a_gpu = sglang_environment(sys.executable, cpu=False, base=base)
-    assert on_a_gpu == {"PATH": "/bin", "PYTHONPATH": "/trainer", "PYTHONSAFEPATH": "1"}
+    receiver, joined = str(RECEIVER_FOLDER), os.pathsep.join
+    assert on_a_gpu == {"PATH": "/bin", "PYTHONPATH": joined([receiver, "/trainer"]), "PYTHONSAFEPATH": "1"}
     on = sglang_environment(sys.executable, cpu=True, base=base)
-    assert on["PYTHONPATH"] == f"{patch_folder()}{os.pathsep}/trainer" and on["SGLANG_USE_CPU_ENGINE"] == "1"
+    assert on["PYTHONPATH"] == joined([patch_folder(), receiver, "/trainer"]) and on["SGLANG_USE_CPU_ENGINE"] == "1"
     assert on["OMP_NUM_THREADS"] == "1"
-    assert sglang_environment("/other", cpu=True, base=base)["PYTHONPATH"] == patch_folder()
+    assert sglang_environment("/other", cpu=True, base=base)["PYTHONPATH"] == joined([patch_folder(), receiver])
 
 
 def test_a_device_that_is_asked_for_decides():
