@@ -96,7 +96,7 @@ class _Host:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.process_time() - start
 
     def run(self) -> Measured:
-        from benchmarks.real_size import memory, reset_peak
+        from benchmarks.real_size_figure import memory, reset_peak
 
         self.receive(2)  # imports, allocator
         self.seconds.clear()

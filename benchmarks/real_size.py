@@ -20,7 +20,6 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,26 +28,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 from benchmarks.common import hardware, number, say, versions
+from benchmarks.real_size_checkpoint import checkpoint_costs
+from benchmarks.real_size_figure import Figure, memory, reset_peak
 from benchmarks.result_files import save
 
 MIB = 2**20
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One figure; lower is better. unit: of `ours` and `target`."""
-
-    what: str
-    ours: float
-    target: float
-    unit: str
-
-    @property
-    def met(self) -> bool:
-        return self.ours <= self.target
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"met": self.met}
 
 
 # One response of an SGLang server, with the routes of Qwen3-30B-A3B.
@@ -243,25 +227,17 @@ def received(url: str) -> bytearray:
         loop.close()
 
 
-def memory(field: str) -> int:
-    """Bytes of this process by their name in /proc/self/status: VmRSS is held now, VmHWM was held at most."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+MEASUREMENTS: tuple[Callable[[bool], list[Figure]], ...] = (
+    response_time, response_memory, data_plane, checkpoint_costs
+)  # fmt: skip
 
 
-def reset_peak() -> int:
-    """Forget the most that was held; returns what is held now."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return memory("VmRSS")
-
-
-MEASUREMENTS: tuple[Callable[[bool], list[Figure]], ...] = (response_time, response_memory, data_plane)
-
-
-def measure(quick: bool) -> list[Figure]:
-    """All figures, each measurement in a process of its own."""
+def measure(quick: bool, only: str = "") -> list[Figure]:
+    """The figures of all measurements, or of the one with this name, each in a process of its own."""
     figures = []
     for function in MEASUREMENTS:
+        if only not in ("", function.__name__):
+            continue
         say(f"{function.__name__}: {(function.__doc__ or '').splitlines()[0]}")
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             figures += pool.submit(function, quick).result()
@@ -279,10 +255,12 @@ def table(figures: list[Figure]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes; to see that it runs")
+    names = [function.__name__ for function in MEASUREMENTS]
+    parser.add_argument("--only", default="", choices=names, help="this measurement alone")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     args = parser.parse_args()
     machine = hardware()
-    figures = measure(args.quick)
+    figures = measure(args.quick, args.only)
     print(table(figures))
     if args.json:
         save(args.json, {"date": datetime.date.today().isoformat(), "quick": args.quick, "hardware": machine,

@@ -34,4 +34,4 @@ def test_a_quick_run(tmp_path):
     command = [sys.executable, "benchmarks/real_size.py", "--quick", "--json", str(tmp_path / "found.json")]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     rows = json.loads((tmp_path / "found.json").read_text())["rows"]
-    assert len(rows) == 8 and all({"what", "ours", "target", "met"} <= set(row) for row in rows)
+    assert len(rows) == 8 + 15 and all({"what", "ours", "target", "met"} <= set(row) for row in rows)

@@ -39,7 +39,6 @@ class FileImage:
         self._blocks = HostBlocks(_BLOCK)
         self._size = 0
         self._copies: list[tuple[Tensor, list[Tensor]]] = []
-        self._device = torch.device("cpu")
         self._put_objects(objects)
         places: dict[tuple[object, ...], tuple[int, int]] = {}
         for piece in pieces:

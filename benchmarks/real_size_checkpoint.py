@@ -1,0 +1,208 @@
+"""Checkpoints of a model of which each rank owns a GiB of weights and optimizer: memory, waiting, and the disk's rate.
+
+Dense models with float32 weights and Adam, without training: 1 rank, 2 data-parallel ranks, and 2 x 2 with tensor
+parallelism. The disk is measured by the same ranks in turns with the saves and loads: each writes, or reads, a plain
+file of the size of its own part, past the page cache.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import ROOT, say
+from benchmarks.real_size_figure import Figure, memory, reset_peak
+
+_GIB, _BLOCK = 2**30, 16 << 20
+_WORLDS = {1: (1, 4), 2: (1, 10), 4: (2, 23)}  # ranks -> tensor-parallel ranks, layers
+_REPEATS = 3
+
+
+def checkpoint_costs(quick: bool) -> list[Figure]:
+    """Memory, waiting and rates of saves and loads at 1, 2 and 4 ranks."""
+    found = {ranks: _in_world(ranks, quick) for ranks in _WORLDS}
+    rows = []
+    for what, key, target, unit in (
+        ("checkpoint save: host memory beyond the model", "save_memory", 1.2, "times what a rank owns"),
+        ("checkpoint load: host memory beyond the model", "load_memory", 1.2, "times what a rank owns"),
+        ("checkpoint save: the loop waits", "wait", 1.5, "times a copy in memory"),
+        ("checkpoint save", "save", 1.2, "times the disk's time"),
+        ("checkpoint load", "load", 1.2, "times the disk's time"),
+    ):
+        rows += [
+            Figure(f"{what}, ranks with {result['owned'] / _GIB:.2f} GiB each: {ranks}", result[key], target, unit)
+            for ranks, result in found.items()
+        ]
+    return rows
+
+
+def _in_world(ranks: int, quick: bool) -> dict[str, float]:
+    """The largest memory of any rank, and medians of what the ranks take together."""
+    from benchmarks.worlds import fork_server
+
+    (ROOT / "build").mkdir(exist_ok=True)
+    folder = tempfile.mkdtemp(dir=ROOT / "build")  # on a disk, not in a memory file system
+    try:
+        context = fork_server()
+        processes = [context.Process(target=_rank, args=(rank, ranks, folder, quick)) for rank in range(ranks)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+            if process.exitcode:
+                raise RuntimeError(f"a rank of {ranks} failed")
+        results = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
+    finally:
+        shutil.rmtree(folder)
+    found = {key: max(result[key] for result in results) for key in results[0]}
+    total = sum(result["owned"] for result in results)
+    rates = {name: f"{total / found[name] / 1e6:.0f} MB/s" for name in ("save_s", "write_s", "load_s", "read_s")}
+    times = {name: f"{found[name]:.2f} s" for name in ("wait_s", "first_s", "copy_s")}
+    say(ranks, "ranks:", *(f"{name[:-2]} {text}" for name, text in (rates | times).items()))
+    ratios = {"save": "save_s/write_s", "load": "load_s/read_s", "wait": "wait_s/copy_s"}
+    return found | {name: found[a] / found[b] for name, (a, b) in ((n, r.split("/")) for n, r in ratios.items())}
+
+
+def _rank(rank: int, ranks: int, folder: str, quick: bool) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from megatron_gspo.mcore.checkpoint.owned_state import bytes_of, pieces_to_write
+    from megatron_gspo.mcore.checkpoint.save_load import begin_save, load_checkpoint, make_image
+
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.FileStore(str(Path(folder) / "store"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=10))
+    policy = _policy(Path(folder), ranks, quick)
+    owned = bytes_of(pieces_to_write(policy))
+    plain = _Plain(Path(folder) / f"plain_{rank}", owned, policy.chunks[0].buffers[0].param_data)
+    saves = Path(folder) / "saves"
+
+    began = time.perf_counter()
+    gc.collect()
+    before = reset_peak()
+    image = make_image(policy)
+    begin_save(policy, saves, 0, {}, keep=1, image=image).finish()
+    first, save_memory = time.perf_counter() - began, memory("VmHWM") - before
+    taken: dict[str, list[float]] = {name: [] for name in ("copy_s", "wait_s", "save_s", "write_s", "load_s", "read_s")}
+    load_memory = 0
+    for repeat in range(1, 2 if quick else _REPEATS + 1):
+        taken["copy_s"].append(_together(plain.copy))
+        taken["write_s"].append(_together(plain.write))
+        waits: list[float] = []
+        taken["save_s"].append(_together(lambda step=repeat, waits=waits: _save(policy, saves, step, image, waits)))
+        taken["wait_s"].append(sum(waits))
+        _forget(saves)
+        taken["read_s"].append(_together(plain.read))
+        before = reset_peak()
+        taken["load_s"].append(_together(lambda step=repeat: load_checkpoint(policy, saves / f"step_{step:06d}")))
+        load_memory = max(load_memory, memory("VmHWM") - before)
+    result = {name: statistics.median(values) for name, values in taken.items()}
+    result |= {"owned": owned, "save_memory": save_memory / owned, "load_memory": load_memory / owned, "first_s": first}
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def _save(policy: Any, folder: Path, step: int, image: Any, waits: list[float]) -> None:
+    """A save that is polled until it is complete; `waits`: how long the loop did nothing else."""
+    from megatron_gspo.mcore.checkpoint.save_load import begin_save
+
+    began = time.perf_counter()
+    save = begin_save(policy, folder, step, {}, keep=1, image=image)
+    waits.append(time.perf_counter() - began)
+    save.finish()
+
+
+def _together(function: Callable[[], Any]) -> float:
+    """Seconds from a barrier to a barrier."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    began = time.perf_counter()
+    function()
+    dist.barrier()
+    return time.perf_counter() - began
+
+
+class _Plain:
+    """Memory and a file of what this rank owns: the rates of both without anything else."""
+
+    def __init__(self, path: Path, size: int, source: Any) -> None:
+        """source: a large tensor."""
+        import torch
+
+        self._path, self._count = path, -(-size // _BLOCK)
+        blocks = torch.ones(16 * _BLOCK + 4096, dtype=torch.uint8)  # more than caches hold
+        start = -blocks.data_ptr() % 4096
+        self._blocks = blocks[start : start + 16 * _BLOCK].split(_BLOCK)
+        self._sources = [block for block in source.view(torch.uint8).split(_BLOCK) if len(block) == _BLOCK]
+
+    def copy(self) -> None:
+        for number in range(self._count if self._sources else 0):
+            self._blocks[number % 16].copy_(self._sources[number % len(self._sources)])
+
+    def write(self) -> None:
+        file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_DIRECT", 0))
+        for _ in range(self._count):
+            os.write(file, self._blocks[0].numpy())
+        os.fsync(file)
+        os.close(file)
+
+    def read(self) -> None:
+        file = os.open(self._path, os.O_RDONLY)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        for _ in range(self._count):
+            os.readv(file, [self._blocks[0].numpy()])
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(file)
+
+
+def _forget(folder: Path) -> None:
+    """Drop the files from the page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            file = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(file)
+
+
+def _policy(folder: Path, ranks: int, quick: bool) -> Any:
+    """Random weights and moments; each rank owns about a GiB, or 1 / 64 of that."""
+    import torch
+
+    from megatron_gspo.config import ModelConfig, OptimizerConfig, ParallelConfig
+    from megatron_gspo.mcore.checkpoint.owned_state import start_optimizer
+    from megatron_gspo.mcore.policy import build_policy
+    from megatron_gspo.mcore.policy_tensors import torch_optimizers
+    from megatron_gspo.mcore.process_groups import initialize
+
+    tensor, layers = _WORLDS[ranks]
+    hidden = 256 if quick else 1024
+    config = {
+        "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": hidden, "head_dim": 128,
+        "num_hidden_layers": layers, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "intermediate_size": 4 * hidden, "vocab_size": 16384, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False, "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    parallel = ParallelConfig(tensor_model_parallel_size=tensor)
+    groups = initialize(parallel, seed=0)
+    model = ModelConfig(path=str(folder), dtype="float32", init="random")
+    policy = build_policy(model, parallel, groups, optimizer=OptimizerConfig(lr=1e-6, weight_decay=0.0))
+    start_optimizer(policy)
+    for inner in torch_optimizers(policy.optimizer):
+        for state in inner.state.values():
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name].copy_(torch.rand(()).expand_as(state[name]))
+    return policy
