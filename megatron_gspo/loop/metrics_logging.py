@@ -44,12 +44,14 @@ def ratio_arrays(update: Update, tokenizer: Any) -> dict[str, np.ndarray] | None
         mask = sample.loss_mask
         columns["log_ratio"].append((update.log_probs[i] - sample.old_log_probs)[mask])
         columns["sequence"].append(np.full(int(mask.sum()), i, dtype=np.int32))
+        assert sample.advantages is not None
         columns["advantage"].append(sample.advantages[mask])
         columns["token_ids"].append(sample.response_ids[mask].astype(np.int32))
         if update.flips is not None:
             columns["flipped"].append(update.flips[i][mask])
     own = io.BytesIO()
-    np.savez(own, **{name: np.concatenate(parts) for name, parts in columns.items() if parts})
+    joined: dict[str, Any] = {name: np.concatenate(parts) for name, parts in columns.items() if parts}
+    np.savez(own, **joined)
     gathered = gather_bytes(own.getbuffer(), update.batch.group)
     if gathered is None:
         return None

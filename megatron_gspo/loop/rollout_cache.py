@@ -194,7 +194,7 @@ def _read_part(file: Path, head: dict[str, Any], number: int) -> dict[int, Sampl
     size, crc32 = head["parts"][number]
     start = head["start"] + sum(part for part, _ in head["parts"][:number])
     payload = np.fromfile(file, dtype=np.uint8, count=size, offset=start)
-    if len(payload) != size or zlib.crc32(payload) != crc32:
+    if len(payload) != size or zlib.crc32(payload.data) != crc32:
         raise _Damaged("the file is damaged")
     samples: dict[int, Sample] = {}
     at = 0

@@ -65,7 +65,7 @@ def mismatch(batch: SampleBatch, log_probs: Mapping[int, np.ndarray]) -> dict[st
     tokens = _Tokens.of(batch, log_probs)
     both = tokens.log_probs, tokens.rollout
     count = batch.sum(int(tokens.mask.sum()))[0]
-    shares = mismatch_metrics(both[0].double(), both[1].double(), tokens.mask, num_tokens=max(count, 1))
+    shares = mismatch_metrics(both[0].double(), both[1].double(), tokens.mask, num_tokens=max(int(count), 1))
     found = {name: float(value) for name, value in shares.items()}
     largest = batch.max(found.pop("mismatch/abs_diff_max"))[0]
     found = dict(zip(found, batch.sum(*found.values()), strict=True)) | {"mismatch/abs_diff_max": largest}
@@ -105,7 +105,7 @@ def _reject(
     parts = tokens.split(kept, batch)
     masked = batch.map(lambda i, sample: replace(sample, loss_mask=parts[i])).with_trained()
     before, after = batch.table["trained"], masked.table["trained"]
-    had, has = np.count_nonzero(before), np.count_nonzero(after)
+    had, has = int(np.count_nonzero(before)), int(np.count_nonzero(after))
     return masked, {
         "rollout_rs/tokens": 1.0 - float(after.sum()) / max(int(before.sum()), 1) if had else 0.0,
         "rollout_rs/sequences": float(had - has) / max(had, 1),

@@ -67,6 +67,7 @@ def broadcast_bytes(payload: Bytes | np.ndarray | None, group: ProcessGroup | No
     mine = _as_array(payload)
     if group_size(group) == 1:
         return mine
+    assert group is not None
     device, sender = group_device(group), dist.get_global_rank(group, source)
     size = torch.tensor([len(mine)], dtype=torch.int64, device=device)
     dist.broadcast(size, src=sender, group=group)

@@ -117,8 +117,8 @@ def move_samples(
         moving = rounds == number
         received = _send_round(leaving, np.flatnonzero(moving), target, batch.group)
         senders = len(np.unique(batch.table["holder"][moving & (replica == me)]))
-        parts = [part for part in received if len(part)] or [None] * senders
-        for part in parts:
+        arrived: list[np.ndarray | None] = [part for part in received if len(part)]
+        for part in arrived or [None] * senders:
             held |= dict(decode_samples(_passed_on(part, shared)))
     expected = np.flatnonzero(replica == me).tolist()
     assert sorted(held) == expected, f"{len(held)} of {len(expected)} samples arrived"

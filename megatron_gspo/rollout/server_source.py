@@ -44,7 +44,7 @@ class ServerSource:
         """
         self.engine_name = engine_name(ServerEngine)
         self._engine, self._vocab_size = engine, vocab_size
-        self._distribution = distribution or WeightDistribution(engine, engine and engine.sender)
+        self._distribution = distribution or WeightDistribution(engine, None if engine is None else engine.sender)
         self._groups_per_step, self._config, self._log = groups_per_step, config, log
         self._training = _Requests(self)
         self._weights: Weights | None = None

@@ -82,7 +82,7 @@ class WeightDistribution:
         """Values of the sources of a turn to rank 0, in the order of the turn; `own`: of this rank."""
         store = dist.distributed_c10d._get_default_store()
         for source, value in own.items():
-            store.set(f"weights/{name}/{source}", pickle.dumps(value))
+            store.set(f"weights/{name}/{source}", pickle.dumps(value))  # type: ignore[arg-type]
         keys = [f"weights/{name}/{source}" for source in turn]
 
         def collect(engine: Any) -> None:

@@ -115,6 +115,7 @@ class ReceiverTransport(DistributedTransport):
         if self._broken:
             await self.abort()
             return Sent({}, tuple(self.targets))
+        assert self._group is not None
         for number in range(self._number + 1):
             self._group.remove(f"{self._transfer}/{number}")
         rank = 1

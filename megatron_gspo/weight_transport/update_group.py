@@ -74,7 +74,7 @@ class UpdateGroup:
         store = dist.PrefixStore(f"{self.name}/", store)
         store = dist.PrefixStore(f"{_DEVICES[self.backend]}/", store)
         if self.backend == "gloo":
-            gloo = dist.ProcessGroupGloo._Options()
+            gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             gloo._timeout, gloo._threads = self._timeout, max(self._in_flight, 2)
             gloo._devices = [dist.ProcessGroupGloo.create_default_device()]
             return dist.ProcessGroupGloo(store, 0, self.size, gloo)

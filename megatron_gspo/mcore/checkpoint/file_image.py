@@ -70,7 +70,7 @@ class FileImage:
             for block in self._blocks.used():
                 if stopped():
                     return
-                at += _write_all(file, memoryview(block.numpy()), at)
+                at += _write_all(file, block.numpy().data, at)
             os.fsync(file)
         finally:
             os.close(file)

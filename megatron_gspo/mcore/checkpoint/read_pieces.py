@@ -127,7 +127,7 @@ def _copy_region(file: int, header: StoredTensor, read: _Read, buffer: Tensor) -
         size = count * row * header.dtype.itemsize
         content = buffer[:size] if size <= buffer.numel() else torch.empty(size, dtype=torch.uint8)
         at = header.start + (offsets[rows] + first) * row * header.dtype.itemsize
-        _read_exactly(file, memoryview(content.numpy()), at)
+        _read_exactly(file, content.numpy().data, at)
         values = content.view(header.dtype).view(*sizes[:rows], count, *sizes[rows + 1 :])
         inner = Box(
             (*offsets[:rows], 0, *offsets[rows + 1 :]), (*read.box.sizes[:rows], count, *read.box.sizes[rows + 1 :])
