@@ -19,7 +19,7 @@ from typing import Any
 # what happens -> the function whose calls are counted; "update" is one optimizer of several, or one mini-batch's only
 CALLS = {
     "generation": "megatron_gspo.rollout.embedded.embedded_engine:EmbeddedEngine._decode_batch",
-    "verification": "megatron_gspo.rewards.scorer:RewardScorer.score",
+    "verification": "megatron_gspo.rewards.scorer:RewardScorer.score_texts",
     "log-probs": "megatron_gspo.loop.log_probs:compute_log_probs",
     "gradients": "megatron_gspo.loop.optimizer_steps:train_mini_batch",
     "update": "torch.optim:Adam.step",

@@ -19,7 +19,8 @@ def write_checkpoint(folder: Path, moment: torch.Tensor) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says that there is one process
         save({"weight": torch.ones(2, 3), "moment": moment, "rest": {"steps": 4}}, checkpoint_id=folder, no_dist=True)
-    (folder / "state.json").write_text(json.dumps({"state": {"step": 4, "cursor": 8, "wall_seconds": 1.0}}))
+    state = {"state": {"step": 4, "cursor": 8, "wall_seconds": 1.0}, "steps": {"weight": 4}}
+    (folder / "state.json").write_text(json.dumps(state))
 
 
 def write_run(folder: Path) -> Path:

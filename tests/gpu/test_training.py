@@ -94,7 +94,8 @@ def test_recorded_routes_are_replayed(new_policy, sizes, storage):
     shape, samples = route_shape(policy), make_samples(1, 8, policy.shape.vocab_size, scale=sizes.scale)
     record = ReplayOptions(shape, record=True, entropy=True, storage=storage)
     recorded = compute_log_probs(policy, SampleBatch.of(samples), batching, temperature=1.0, routing=record)
-    routes, _ = routes_of_replica(recorded.routing, SampleBatch.of(samples), range(len(samples)))
+    found, _ = routes_of_replica(recorded.routing, SampleBatch.of(samples), range(len(samples)))
+    routes = in_order(found)
     replay = ReplayOptions(shape, replay=True, compare=True, storage=storage)
 
     def scores(given: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -16,7 +16,6 @@ from megatron_gspo.loop.checkpoints import CheckpointManager, LoopState
 from megatron_gspo.loop.generation import DataCursor
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.checkpoint.checkpoint_files import CheckpointError
-from tests.support.samples import make_sample
 
 
 class Save:
@@ -121,7 +120,7 @@ def test_other_failures_save_nothing(made, step, error):
 
 def test_the_state_after_a_step():
     state = LoopState(step=3, cursor=5, samples=2, tokens=9, accuracy_before=0.25)
-    after = state.after_step(DataCursor(8, (6, 7)), [make_sample(2, 3), make_sample(1, 4)])
+    after = state.after_step(DataCursor(8, (6, 7)), samples=2, tokens=10)
     assert after == LoopState(step=4, cursor=8, pending=(6, 7), samples=4, tokens=19, accuracy_before=0.25)
     assert LoopState(**json.loads(json.dumps(asdict(after)))).data_cursor == DataCursor(8, (6, 7))
 

@@ -37,8 +37,9 @@ def test_a_nan_is_the_worst():
 
 def checked(monkeypatch, difference: float, version: int = 4, servers: int = 1, **sglang: Any) -> dict[str, float]:
     """The metrics of a check every 2 updates, with servers that differ by so much."""
-    ours = SimpleNamespace(log_probs=[array(-1, -1)] * 4)
+    ours = SimpleNamespace(log_probs={i: array(-1, -1) for i in range(4)})
     monkeypatch.setattr(log_prob_check, "compute_log_probs", lambda *args, **options: ours)
+    monkeypatch.setattr(log_prob_check, "values_everywhere", lambda found, batch, groups: list(found.values()))
     monkeypatch.setattr(log_prob_check.dist, "get_rank", lambda: 0)
     asked = []
 
@@ -50,7 +51,7 @@ def checked(monkeypatch, difference: float, version: int = 4, servers: int = 1, 
                          sglang={"urls": ["http://a:1"], "log_prob_check_interval": 2, **sglang})  # fmt: skip
     timers = Timers()
     source = SimpleNamespace(score=score)
-    found = check_log_probs(source, None, PROMPTS, Config.from_dict(config), version, timers)
+    found = check_log_probs(source, SimpleNamespace(groups=None), PROMPTS, Config.from_dict(config), version, timers)
     assert asked == ([4] if version % 2 == 0 else [])
     assert ("time/log_prob_check" in timers.take()) == (version % 2 == 0)
     return found

@@ -27,6 +27,7 @@ from tests.equivalence.cases import make_samples
 from tests.mcore.test_model import shape_of
 from tests.support.configs import adam, micro_batches_of, model_config, parallel
 from tests.support.distributed import run_distributed
+from tests.support.gathered import in_order
 from tests.support.parallel_groups import groups_of
 from tests.support.tiny_models import save_tiny_model
 
@@ -269,7 +270,7 @@ def train_with(rank: int, world_size: int, path: str) -> dict[str, Any]:
         steps = [train_mini_batch(policy, SampleBatch.of(samples), preset("sft"), micro_batches_of(64), temperature=1.0)
                  for _ in range(2)]  # fmt: skip
         found[name] = {
-            "log_probs": [np.concatenate(step.log_probs) for step in steps],
+            "log_probs": [np.concatenate(in_order(step.log_probs)) for step in steps],
             "grad_norm": [step.metrics["grad_norm"] for step in steps],
             "layers": len(unwrap(policy.chunks[0]).decoder.layers),
             "exported": exported,

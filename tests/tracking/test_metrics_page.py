@@ -38,7 +38,7 @@ SOURCES = (
     PACKAGE / "routing_replay" / "step_metrics.py",
 )
 # what a forward step returns; keys of summary.json; of a request
-NOT_METRICS = {"metrics", "log_probs", "exit", "exported", "tags"}
+NOT_METRICS = {"metrics", "log_probs", "exit", "exported", "router_noise", "tags"}
 # functions that make a line of routing.jsonl or of rollouts.jsonl, and the arrays of ratios/
 OTHER_RECORDS = {"by_layer", "rollout_record", "ratio_arrays"}
 
@@ -136,7 +136,7 @@ def test_summary_is_documented() -> None:
     tree = ast.parse((PACKAGE / "loop" / "checkpoints.py").read_text(encoding="utf-8"))
     [state] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "LoopState"]
     fields = {item.target.id for item in state.body if isinstance(item, ast.AnnAssign)}
-    assert documented("summary.json") == fields | {"exported", "exit"}
+    assert documented("summary.json") == fields | {"exported", "exit", "router_noise"}
 
 
 def test_other_records_are_documented() -> None:

@@ -91,8 +91,8 @@ def one_step(rank: int, world: int, plain: dict[str, Any], disturb: bool) -> tup
     """The samples as they are trained on and the metrics of a step; disturb: nonsense at every observation token."""
     if disturb:
         optimizer_steps = training_loop.run_optimizer_steps
-        training_loop.run_optimizer_steps = lambda policy, samples, *rest: optimizer_steps(
-            policy, list(map(disturbed, samples)), *rest
+        training_loop.run_optimizer_steps = lambda policy, batch, *rest: optimizer_steps(
+            policy, batch.map(lambda _, sample: disturbed(sample)), *rest
         )
     return first_step(Config.from_dict(plain))
 
