@@ -16,3 +16,15 @@ settings.load_profile("ci")
 def pytest_addoption(parser):
     parser.addoption("--sglang-python", help="interpreter that has sglang: runs tests/sglang with real servers")
     parser.addoption("--every", type=int, default=1, help="of the layouts in tests/equivalence, run one in so many")
+
+
+# Files of whole runs and of several hosts take minutes: begun last, one of them would keep the other processes waiting.
+LONGEST_FIRST = ("tests/train/", "tests/launch/", "tests/equivalence/", "tests/bad_input/", "tests/tools/rehearse/")
+
+
+def pytest_collection_modifyitems(items):
+    def place(item):
+        starts = [number for number, start in enumerate(LONGEST_FIRST) if item.nodeid.startswith(start)]
+        return starts[0] if starts else len(LONGEST_FIRST)
+
+    items.sort(key=place)
