@@ -130,9 +130,9 @@ def test_a_server_that_hangs_is_dropped_within_the_deadline(client: Client) -> N
             os.kill(client.servers[hung], signal.SIGSTOP)
 
     began = time.monotonic()
-    failures = client.update(1, stop, timeout=3.0)
+    failures = client.update(1, stop, timeout=8.0)
     assert time.monotonic() - began < 60.0
-    assert list(failures) == [hung] and "3 s" in failures[hung]
+    assert list(failures) == [hung] and "8 s" in failures[hung]
     for url in client.urls[:3]:
         client.assert_holds(url, 1)
     os.kill(client.servers[hung], signal.SIGCONT)
