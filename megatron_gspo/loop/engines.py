@@ -18,6 +18,7 @@ from megatron_gspo.environments.episode_engine import EpisodeEngine
 from megatron_gspo.environments.episode_source import EpisodeServerSource
 from megatron_gspo.environments.episodes import EpisodeRules
 from megatron_gspo.errors import first_line
+from megatron_gspo.loop.routing import router_noise
 from megatron_gspo.mcore.process_groups import compute_device, current_groups
 from megatron_gspo.mcore.weight_sources import source_ranks
 from megatron_gspo.models import ModelShape, read_config
@@ -34,7 +35,6 @@ from megatron_gspo.rollout.sglang.sglang_args import first_server_gpu
 from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch, on_cpu
 from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
 from megatron_gspo.rollout.weight_distribution import WHOLE, WeightDistribution
-from megatron_gspo.routing_replay.router_noise import RouterNoise, pass_seed
 from megatron_gspo.servers.server_processes import LocalServers
 from megatron_gspo.weight_transport.transport import WeightTransport
 from megatron_gspo.weight_transport.update_group import local_address
@@ -146,18 +146,11 @@ def _embedded(config: Config, shape: ModelShape, tokenizer: Any) -> EmbeddedEngi
             return_routed_experts=config.routing.needs_rollout_routes,
         )
         if config.router_noise.in_rollout:
-            engine.perturb_routers(rollout_noise(config))
+            engine.perturb_routers(router_noise(config.router_noise, "rollout"))
         return engine
     except ValueError as error:
         problem, fix = f"the embedded engine refuses it: {first_line(error)}", "fix it or use another model"
         raise ConfigError("model.path", config.model.path, problem, fix) from error
-
-
-def rollout_noise(config: Config) -> RouterNoise:
-    """The noise of the rollout engine's routers, of which each generation makes its own by its seed."""
-    noise = config.router_noise
-    assert noise.strength is not None
-    return RouterNoise(noise.strength, pass_seed(noise.seed, "rollout"), perturb_weights=noise.perturb_weights)
 
 
 def _on_servers(config: Config, shape: ModelShape, tokenizer: Any) -> ServerEngine:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from megatron_gspo.config import Config, RoutingConfig
+from megatron_gspo.config.rollout_sections import RouterNoiseConfig
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.loop.timers import Timers
@@ -29,12 +30,13 @@ from megatron_gspo.tracking.run_directory import evenly_spaced
 
 def trainer_noise(config: Config, step: int) -> RouterNoise | None:
     """The noise of the trainer's routers in a step; None without."""
-    noise = config.router_noise
-    if not noise.in_trainer:
-        return None
-    assert noise.strength is not None
-    seed = pass_seed(noise.seed, config.seed, step)
-    return RouterNoise(noise.strength, seed, perturb_weights=noise.perturb_weights)
+    return router_noise(config.router_noise, config.seed, step) if config.router_noise.in_trainer else None
+
+
+def router_noise(section: RouterNoiseConfig, *parts: int | str) -> RouterNoise:
+    """The noise of section ``router_noise``, with a seed of its own for these ``parts``."""
+    assert section.strength is not None
+    return RouterNoise(section.strength, pass_seed(section.seed, *parts), perturb_weights=section.perturb_weights)
 
 
 @dataclass
