@@ -89,6 +89,7 @@ class UpdateGroup:
         """
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout, options.asyncOp = 0, 0, self._timeout, True
+        work = None
         try:
             work = self._group.broadcast([data], options)
             self._works.append(work)
@@ -96,8 +97,12 @@ class UpdateGroup:
                 await asyncio.sleep(_POLL)
             self._works.remove(work)
             work.wait()
+            return
         except RuntimeError as error:
-            raise GroupError(f"the broadcast broke: {_short(error)}") from None
+            reason = _short(error)
+        finally:
+            work = None  # it keeps the connections open, and an error's traceback keeps this frame
+        raise GroupError(f"the broadcast broke: {reason}")
 
     def put(self, key: str, value: str) -> None:
         """Write to the group's store, for the receivers of the servers."""

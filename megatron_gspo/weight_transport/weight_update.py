@@ -160,7 +160,8 @@ class ServerUpdate:
                           isinstance(self._transport, ReceiverTransport))  # fmt: skip
 
     def next_transfer(self) -> list[ServerInfo] | None:
-        """The servers that a transfer is to send to, which are then `pending`; None when it is complete.
+        """The servers that a transfer is to send to, which are then `pending`; None when it is complete. Their order,
+        which gives the ranks of process groups, is the constructor's.
 
         Called before each attempt; the first call after a complete transfer begins the next.
         """
@@ -168,8 +169,8 @@ class ServerUpdate:
             self._attempts = 0
             return None
         if not self._attempts:
-            self.pending = {url: Target(self._active[url], info) for url, info in self._infos.items()
-                            if url in self._active}  # fmt: skip
+            self.pending = {url: Target(server, self._infos[url]) for url, server in self._active.items()
+                            if url in self._infos}  # fmt: skip
         self._attempts += 1
         return [target.info for target in self.pending.values()]
 

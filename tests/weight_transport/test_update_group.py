@@ -77,6 +77,33 @@ def test_every_rank_gets_every_broadcast_and_a_dead_one_is_an_error() -> None:
             process.stdout.close()
 
 
+def test_the_others_leave_a_broken_group_while_its_error_is_kept() -> None:
+    """Their connections close when it is dropped, so that those who wait for the next broadcast get an error."""
+    group = UpdateGroup("weights-kept", 3, address="127.0.0.1", backend="gloo", timeout=30.0)
+    waiting, dying = processes = others(group, count=9, nbytes=1000)
+
+    async def run() -> GroupError:
+        await group.join()
+        await group.broadcast(torch.zeros(1000, dtype=torch.uint8))
+        assert dying.stdout.readline() == "0\n"
+        dying.kill()
+        with pytest.raises(GroupError) as caught:
+            for _ in range(5):
+                await group.broadcast(torch.zeros(1000, dtype=torch.uint8))
+        return caught.value
+
+    try:
+        kept = within(60.0, run())
+        assert waiting.poll() is None
+        group.drop()
+        assert waiting.wait(20.0) == 1 and "the broadcast broke" in str(kept)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
 def test_nobody_joins() -> None:
     """Dropped, it no longer waits, and its store is gone: whoever would join gets an error at once."""
     group = UpdateGroup("weights-alone", 2, address="127.0.0.1", backend="gloo", timeout=30.0)
