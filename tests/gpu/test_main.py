@@ -43,6 +43,7 @@ def test_a_folder_without_wheels_is_refused(tmp_path):
         install(tmp_path)
 
 
+@without_gpu  # there the checkout need not be installed
 def test_wheels_are_all_that_setup_requires_but_torch_and_numpy():
     names = {item.partition("==")[0] for item in needed()}
     text = (ROOT / "setup.py").read_text().partition("install_requires=[")[2].partition("]")[0]

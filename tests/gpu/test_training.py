@@ -28,7 +28,6 @@ from tests.support.gathered import in_order
 from tests.support.tiny_models import save_tiny_model
 
 GRPO = preset("grpo", entropy_coef=0.01)
-OPTIMIZER = adam(lr=1e-3, lr_warmup_steps=1, weight_decay=0.1)
 ROUNDOFF = 2.0 ** -BITS["bfloat16"]
 
 
@@ -38,10 +37,11 @@ def path(sizes, tmp_path_factory) -> str:
 
 
 @pytest.fixture
-def new_policy(groups, path, implementation) -> Callable[[], Policy]:
+def new_policy(groups, path, sizes, implementation) -> Callable[[], Policy]:
     """Makes a policy of the same weights: in bfloat16, with main weights in float32."""
     model = model_config(path, dtype="bfloat16", implementation=implementation)
-    return lambda: build_policy(model, parallel(), groups, optimizer=OPTIMIZER, total_steps=10)
+    optimizer = adam(lr=sizes.lr, lr_warmup_steps=1, weight_decay=0.1)
+    return lambda: build_policy(model, parallel(), groups, optimizer=optimizer, total_steps=10)
 
 
 def weights(policy: Policy) -> dict[str, Tensor]:
