@@ -168,6 +168,7 @@ def local_gradients(
             if kept is None:
                 _logits(own_hidden, rows.t(), tiling.scale, logits)
             grad_logits = _grad_logits(logits, own_positions.in_tile(i, v1 - v0), own_factors, i, buffers)
+            grad_logits = grad_logits.to(hidden.dtype)
             if grad_rows is not None:
                 _add_product(grad_rows, grad_logits.t(), own_hidden, first=t0 == 0)
             if own_grad is not None:
@@ -217,14 +218,13 @@ def _logits(hidden: Tensor, columns: Tensor, scale: float, out: Tensor) -> None:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool = False) -> None:
-    """total += a @ b, summed in total's dtype; ``a`` is rounded to b's dtype if that has a lower precision. ``first``:
-    total is overwritten, whatever it contained."""
+    """total += a @ b, summed in total's dtype. ``first``: total is overwritten, whatever it contained."""
     if b.dtype == total.dtype:
         total.addmm_(a, b, beta=0 if first else 1)
     elif first:
-        torch.mm(a.to(b.dtype), b, out_dtype=total.dtype, out=total)
+        torch.mm(a, b, out_dtype=total.dtype, out=total)
     else:
-        total.add_(torch.mm(a.to(b.dtype), b, out_dtype=total.dtype))
+        total.add_(torch.mm(a, b, out_dtype=total.dtype))
 
 
 @dataclass(frozen=True)
