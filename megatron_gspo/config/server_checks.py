@@ -35,7 +35,7 @@ def check_servers(rollout: RolloutConfig, sglang: SGLangConfig) -> None:
     if sglang.port is not None and sglang.port + sglang.num_servers - 1 > 65535:
         raise ConfigError("sglang.port", sglang.port, f"leaves no room for {sglang.num_servers} servers", "lower it")
     for key in ("weight_changes_only", "weight_checksums"):
-        if getattr(sglang, key) and (sglang.weight_transport != "distributed" or not sglang.num_servers):
+        if getattr(sglang, key) and not sglang.uses_receiver:
             fix = "set sglang.weight_transport: distributed and sglang.num_servers, or remove it"
             raise ConfigError(f"sglang.{key}", True, "needs the receiver of servers that the run starts", fix)
     if sglang.weight_dir is not None and sglang.weight_transport != "disk":

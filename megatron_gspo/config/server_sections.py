@@ -73,7 +73,7 @@ class ServerConfig:
     @property
     def uses_receiver(self) -> bool:
         """Whether servers receive weights with our receiver, from all sources at the same time."""
-        return bool(self.num_servers) and (self.weight_changes_only or self.weight_checksums)
+        return bool(self.num_servers) and self.weight_transport == "distributed"
 
     @property
     def resolved_response_timeout(self) -> float:

@@ -38,6 +38,7 @@ class DistributedTransport(WeightTransport):
         """address: this machine's, as the servers reach it; None: that of the route to the first server."""
         super().__init__(endpoints)
         self._address, self._backend = address, backend
+        self._gpu = torch.cuda.current_device() if torch.cuda.is_available() else 0  # the event loop's thread has GPU 0
         self._run_id, self._group_numbers = uuid.uuid4().hex[:8], itertools.count()
         self._group: UpdateGroup | None = None
         self._members: dict[str, str] = {}  # start_id of each server of the group
@@ -85,7 +86,7 @@ class DistributedTransport(WeightTransport):
     def _new_group(self, infos: list[ServerInfo], timeout: float) -> UpdateGroup:
         backend = self._backend or default_backend(infos[0].device)
         if backend == "nccl":
-            self.device = torch.device("cuda", torch.cuda.current_device())
+            self.device = torch.device("cuda", self._gpu)
         name = f"weights-{self._run_id}-{next(self._group_numbers)}"
         address = self._address or local_address(infos[0].url)
         size = 1 + sum(info.tp_size for info in infos)

@@ -103,6 +103,13 @@ def test_servers_of_the_run(plain):
     assert config.sglang.server_args == ("--x", "1")
 
 
+def test_servers_that_the_run_starts_have_our_receiver(plain):
+    started = ("rollout.engine=sglang", "sglang.num_servers=1")
+    assert build(plain, *started).sglang.uses_receiver
+    assert not build(plain, *started, "sglang.weight_transport=disk").sglang.uses_receiver
+    assert not build(plain, "rollout.engine=sglang", "sglang.urls=[http://a:1]").sglang.uses_receiver
+
+
 @pytest.mark.parametrize("key", ["weight_changes_only", "weight_checksums"])
 def test_keys_of_our_receiver(plain, key):
     started = ("rollout.engine=sglang", "sglang.num_servers=1", f"sglang.{key}=true")

@@ -40,7 +40,7 @@ class Rank:
 
     def __init__(self, urls: list[str], transport: str, folder: str = "", sources: Any = SOURCES,
                  **given: Any) -> None:  # fmt: skip
-        """given: `num_servers=1` and a key of our receiver use it."""
+        """given: with `num_servers=1` the servers have our receiver."""
         config = ServerConfig(urls=tuple(urls), weight_transport=transport, weight_dir=folder or None,  # type: ignore[arg-type]
                               weight_bucket_mb=0.004, update_timeout=20.0, health_interval=60.0, **given)  # fmt: skip
         made = make_transport(config, SGLangWeightEndpoints())
@@ -86,7 +86,7 @@ def truth(version: int) -> dict[str, int]:
 
 def two_updates(number: int, world: int, servers: list[tuple[str, int]], sources: Any, receiver: int) -> Any:
     urls = [url for url, _ in servers]
-    rank = Rank(urls, "distributed", "", sources, num_servers=receiver, weight_checksums=bool(receiver))
+    rank = Rank(urls, "distributed", "", sources, num_servers=receiver)
     assert rank.update(1) is None and rank.update(2) is None
     found = [held(rank, url) for url in urls] if number == 0 else []
     serving = len(rank.engine._pool.serving) if rank.engine else 0
@@ -107,7 +107,7 @@ def test_every_source_sends_its_own_tensors_once_to_all_servers(sources: Any, re
 
 
 def a_server_dies(number: int, world: int, servers: list[tuple[str, int]], receiver: int) -> Any:
-    rank = Rank([url for url, _ in servers], "distributed", num_servers=receiver, weight_checksums=bool(receiver))
+    rank = Rank([url for url, _ in servers], "distributed", num_servers=receiver)
     assert rank.update(1) is None
 
     def kill(at: int) -> None:

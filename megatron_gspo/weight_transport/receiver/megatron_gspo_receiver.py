@@ -34,15 +34,15 @@ _held: dict[str, int] = {}  # checksum of each tensor that was loaded
 
 
 class _Group:
-    """The process group of one source, and its store."""
+    """The process group of one source, and its store. gpu: of this rank, for NCCL."""
 
-    def __init__(self, source: dict[str, Any], rank: int, timeout: float) -> None:
+    def __init__(self, source: dict[str, Any], rank: int, timeout: float, gpu: int) -> None:
         limit = timedelta(seconds=timeout)
         client = dist.TCPStore(source["address"], source["port"], None, False, limit, wait_for_workers=False)
         name, device = source["name"], _DEVICES[source["backend"]]
         self.keys = dist.PrefixStore(f"{name}/transfers", client)
         store = dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, client)))
-        self.device = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+        self.device = torch.device("cuda", gpu) if device == "cuda" else torch.device("cpu")
         self.group: Any
         if source["backend"] == "gloo":
             self.group = dist.ProcessGroupGloo(store, rank, source["size"], limit)
@@ -116,8 +116,9 @@ def _receive(model: Any, request: dict[str, Any]) -> None:
     for old in [name for name in _groups if name not in names]:
         del _groups[old]
     inbox: queue.Queue[tuple[dict[str, Any], Any]] = queue.Queue(_AHEAD * len(names))
+    gpu = torch.cuda.current_device() if torch.cuda.is_available() else 0  # of this thread: others begin with GPU 0
     for source in request["sources"]:
-        threading.Thread(target=_listen, args=(source, request, inbox), daemon=True).start()
+        threading.Thread(target=_listen, args=(source, request, inbox, gpu), daemon=True).start()
     error, sums, open_sources = "", dict[str, int](), len(names)
     while open_sources:
         try:
@@ -154,17 +155,20 @@ def _load_bucket(model: Any, entries: list[list[Any]], data: torch.Tensor, check
         model.load_weights(shaped)
         if checksums:
             _held.update((name, checksum(part)) for (name, *_), part in zip(entries, parts, strict=True))
+        if data.is_cuda:
+            torch.cuda.current_stream().synchronize()  # another thread and its stream reuse the bucket's memory
     except Exception as caught:
         return f"{type(caught).__name__}: {caught}"
     return ""
 
 
-def _listen(source: dict[str, Any], request: dict[str, Any], inbox: queue.Queue[tuple[dict[str, Any], Any]]) -> None:
+def _listen(source: dict[str, Any], request: dict[str, Any], inbox: queue.Queue[tuple[dict[str, Any], Any]],
+            gpu: int) -> None:  # fmt: skip
     """Put one source's buckets, and then its end, into the inbox."""
     timeout, transfer, name = request["timeout"], request["transfer"], source["name"]
     try:
         if name not in _groups:
-            _groups[name] = _Group(source, request["rank"], timeout)
+            _groups[name] = _Group(source, request["rank"], timeout, gpu)
         group, number = _groups[name], 0
         while True:
             group.keys.wait([f"{transfer}/{number}"], timedelta(seconds=timeout))
