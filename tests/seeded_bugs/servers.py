@@ -8,6 +8,8 @@ ENGINE, TESTS = "megatron_gspo/rollout/server_engine", "tests/rollout/server_eng
 PARSER, CLIENT = "megatron_gspo/rollout/sglang/response_parser.py", f"{ENGINE}/generation_client.py"
 POOL, STREAM = f"{ENGINE}/server_pool.py", f"{ENGINE}/request_stream.py"
 HTTP = "megatron_gspo/servers/http_client.py"
+TRANSPORT = "megatron_gspo/weight_transport"
+STALE = "tests/rollout/test_weight_distribution.py::test_unchanged_tensors_are_not_sent_and_a_stale_one_is_caught"
 REFUSED = "tests/rollout/sglang/test_response_parser.py::test_what_is_wrong_is_refused_by_name"
 
 OF_THE_SERVERS = (
@@ -92,5 +94,18 @@ OF_THE_SERVERS = (
         "a server's words repeat the API key", "this project", HTTP,
         'return words.replace(self._key.encode(), b"***") if self._key else words', "return words",
         ("tests/servers/test_http_client.py::test_a_status_but_200",),
+    ),
+    SeededBug(
+        "only the first expert-parallel rank sends its weights", "design", "megatron_gspo/mcore/weight_sources.py",
+        "experts = range(groups.ep.size())", "experts = range(1)",
+        ("tests/mcore/test_weight_sources.py::test_the_sources_send_every_tensor_once_and_receive_no_other",),
+    ),
+    SeededBug(
+        "a stale tensor passes the checksums of an update", "design", f"{TRANSPORT}/receiver/megatron_gspo_receiver.py",
+        "if _held.get(name) != value), \"\")", "if value is None), \"\")", (STALE,),
+    ),
+    SeededBug(
+        "tensors that were sent once are not sent again", "design", f"{TRANSPORT}/receiver_transport.py",
+        "self._sums[name] != self._known.get(name):", "name not in self._known:", (STALE,),
     ),
 )  # fmt: skip
