@@ -66,11 +66,12 @@ def warm_up() -> None:
     process.join()
 
 
-def live(config: Path, folder: Path, processes: int, kill: RandomKill | Target | None, *, grace: float) -> Life:
+def live(config: Path, folder: Path, processes: int, kill: RandomKill | Target | None, *, grace: float,
+         overrides: Sequence[str] = ()) -> Life:  # fmt: skip
     """Start the run of ``config`` on ``processes`` ranks, kill it as configured and return when no process is left.
 
     grace: seconds that the other ranks of a killed one continue before they are killed too, as torchrun would.
-    folder: for logs and process ids; created empty.
+    folder: for logs and process ids; created empty. overrides: further arguments of the command.
     """
     folder.mkdir(parents=True)
     target = kill if isinstance(kill, Target) else None
@@ -82,7 +83,7 @@ def live(config: Path, folder: Path, processes: int, kill: RandomKill | Target |
     }
     context = _server()
     ranks = [
-        context.Process(target=_rank, args=(str(config), str(folder), rank, environment, target))
+        context.Process(target=_rank, args=([str(config), *overrides], str(folder), rank, environment, target))
         for rank in range(processes)
     ]
     started = time.monotonic()
@@ -157,7 +158,7 @@ def _tree(pid: int) -> list[psutil.Process]:
         return []
 
 
-def _rank(config: str, folder: str, rank: int, environment: dict[str, str], target: Target | None) -> None:
+def _rank(arguments: list[str], folder: str, rank: int, environment: dict[str, str], target: Target | None) -> None:
     """One rank, in a process of its own: the command line's ``main`` under a tripwire."""
     gc.freeze()  # what the server has imported: a collection, as before a save, would copy all its memory
     os.setpgid(0, 0)
@@ -175,10 +176,10 @@ def _rank(config: str, folder: str, rank: int, environment: dict[str, str], targ
         return [pid for pid in found if pid != os.getpid()]
 
     mine = target if target is not None and target.rank == rank else None
-    wire = Tripwire(Path(load_config(config).run_dir), mine, victims)
+    wire = Tripwire(Path(load_config(arguments[0]).run_dir), mine, victims)
     wire.install()
     try:
-        main([config])
+        main(arguments)
     finally:
         (Path(folder) / f"counts_{rank}.json").write_text(json.dumps(wire.counts()))
 

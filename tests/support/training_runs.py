@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatron_gspo.loop.timers import Timers
 from megatron_gspo.loop.training_loop import train_step
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
 from megatron_gspo.tools.make_tiny_model import TinyModel, write_tiny_model
+from tests.fault_injection.process_harness import Life, live
 from tests.support.random_samples import all_samples
 
 WORD = "Spell this word backward (example: sun -> nus):"
@@ -59,21 +61,22 @@ def base_config(model: str, run_dir: Path, /, **sections: dict[str, Any]) -> dic
     return config
 
 
-def launch(
-    config: dict[str, Any], processes: int = 1, *overrides: str, check: bool = True
-) -> subprocess.CompletedProcess[str]:
-    """``torchrun -m megatron_gspo.train`` on a written config; output is captured as text."""
+def launch(config: dict[str, Any], processes: int = 1, *overrides: str, check: bool = True) -> Life:
+    """The command ``megatron_gspo.train`` on a written config, on each of some ranks."""
     file = Path(config["run_dir"]).with_suffix(".yaml")
     file.write_text(yaml.safe_dump(config))
-    return torchrun(processes, "-m", "megatron_gspo.train", str(file), *overrides, check=check)
+    folder = Path(tempfile.mkdtemp(dir=file.parent)) / "life"
+    life = live(file, folder, processes, None, grace=5.0, overrides=overrides)
+    assert not check or life.finished, life.log[-3000:]
+    return life
 
 
-def torchrun(processes: int, *arguments: str, check: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
+def torchrun(processes: int, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     """A script or module under torchrun on this machine; output is captured as text."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **env}
     done = subprocess.run([*command, *arguments], env=env, capture_output=True, text=True, timeout=300)
-    assert not check or done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-3000:]
     return done
 
 
