@@ -91,7 +91,7 @@ def check_routing(routing: RoutingConfig, algorithm: AlgorithmConfig) -> None:
 def check_router_noise(noise: RouterNoiseConfig, rollout: RolloutConfig) -> None:
     """Noise is asked for, of some strength, and the engine can be perturbed."""
     if noise.engines == "none":
-        for key in ("stress_test", "strength", "perturb_weights", "seed"):
+        for key in ("stress_test", "strength", "target_flip_rate", "perturb_weights", "seed"):
             if (value := getattr(noise, key)) != default_of(RouterNoiseConfig, key):
                 problem = "has no effect with router_noise.engines = none"
                 raise ConfigError(f"router_noise.{key}", value, problem, "set that to rollout, trainer or both")
@@ -100,8 +100,12 @@ def check_router_noise(noise: RouterNoiseConfig, rollout: RolloutConfig) -> None
         problem = "makes training worse on purpose"
         fix = "set router_noise.stress_test: true if that is what you want, or remove the section"
         raise ConfigError("router_noise.engines", noise.engines, problem, fix)
-    if noise.strength is None:
-        raise ConfigError("router_noise.strength", None, "is the size of the noise", "set it, 0.5 is strong")
+    if noise.strength is None and noise.target_flip_rate is None:
+        fix = "set it, 0.5 is strong, or target_flip_rate"
+        raise ConfigError("router_noise.strength", None, "is the size of the noise", fix)
+    if noise.strength is not None and noise.target_flip_rate is not None:
+        problem = f"the strength is given too ({noise.strength:g})"
+        raise ConfigError("router_noise.target_flip_rate", noise.target_flip_rate, problem, "set one of the two")
     if noise.in_rollout and rollout.engine != "embedded":
         problem = f"a server's routers cannot be perturbed (rollout.engine = {rollout.engine})"
         raise ConfigError("router_noise.engines", noise.engines, problem, "set it to trainer, or use embedded")

@@ -39,8 +39,12 @@ def check_family(model: ModelConfig, hf: dict[str, Any]) -> None:
 
 
 def check_experts(routing: RoutingConfig, noise: RouterNoiseConfig, hf: dict[str, Any]) -> None:
-    """A model without experts has no routes. hf: its config.json."""
-    if hf.get("num_experts") or hf.get("num_local_experts"):
+    """A model without experts has no routes, and a random choice of experts keeps some. hf: its config.json."""
+    if experts := hf.get("num_experts") or hf.get("num_local_experts"):
+        target, most = noise.target_flip_rate, 1 - hf.get("num_experts_per_tok", 0) / experts
+        if target is not None and target >= most:
+            problem = f"a random choice of the experts reaches {most:.3g}"
+            raise ConfigError("router_noise.target_flip_rate", target, problem, "set it below that")
         return
     for section, values, key in (
         ("routing", routing, "replay"),

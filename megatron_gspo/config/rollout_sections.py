@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,9 @@ class RouterNoiseConfig:
     """Must be true with noise: it makes training worse on purpose."""
     strength: Annotated[float, Gt(0)] | None = None
     """Standard deviation of the noise, in units of the standard deviation of a token's router logits."""
+    target_flip_rate: Annotated[float, Gt(0), Lt(1)] | None = None
+    """In place of strength: the share of experts that the noise makes differ between the two engines, within 5 % of
+    itself. The strength is found once, on `routing.metric_sequences` responses to the first prompts."""
     perturb_weights: bool = False
     """Weigh the experts by the perturbed logits too; otherwise noise changes only which experts are chosen."""
     seed: Annotated[int, Ge(0)] = 0

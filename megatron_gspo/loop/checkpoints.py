@@ -40,6 +40,7 @@ class LoopState:
     wall_seconds: float = 0.0
     accuracy_before: float | None = None
     accuracy_after: float | None = None
+    noise_strength: float | None = None  # found for router_noise.target_flip_rate
 
     @property
     def data_cursor(self) -> DataCursor:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from megatron_gspo.config import Config, ConfigError
+from megatron_gspo.config.rollout_sections import RouterNoiseConfig
 from megatron_gspo.environments.environment_pool import EnvironmentPool
 from megatron_gspo.environments.episode_engine import EpisodeEngine
 from megatron_gspo.environments.episode_source import EpisodeServerSource
@@ -48,7 +49,8 @@ def build_sources(
 ) -> tuple[GroupSource, GroupSource | None]:
     """(source of the training samples, source of the held-out ones: the same unless training is supervised).
 
-    given: an engine that replaces the configured one. evaluates: whether there are held-out prompts.
+    given: the engine in the ranks, ``embedded_engine`` or one that replaces the configured one. evaluates: whether
+    there are held-out prompts.
     """  # fmt: skip
 
     def in_process(engine: RolloutEngine, *, plays: bool = True) -> GroupSource:
@@ -73,11 +75,8 @@ def build_sources(
             return servers, servers
         episodes = EpisodeServerSource(servers, environments, encode, episode_rules(config))
         return episodes, episodes
-    if config.rollout.engine == "embedded":
-        embedded = in_process(_embedded(config, shape, tokenizer))
-        return embedded, embedded
     demonstrations = DemonstrationEngine(encode, tokenizer.eos_token_id)
-    held_out = in_process(_embedded(config, shape, tokenizer)) if evaluates else None
+    held_out = in_process(embedded_engine(config, shape, tokenizer)) if evaluates else None
     return in_process(demonstrations, plays=False), held_out
 
 
@@ -132,11 +131,11 @@ def log_servers(line: str) -> None:
     print(f"servers: {line}", file=sys.stderr, flush=True)
 
 
-def _embedded(config: Config, shape: ModelShape, tokenizer: Any) -> EmbeddedEngine:
+def embedded_engine(config: Config, shape: ModelShape, tokenizer: Any) -> EmbeddedEngine:
     """An engine without weights, which come with the first update."""
     source = AutoConfig.from_pretrained(config.model.path, local_files_only=True)
     try:
-        engine = EmbeddedEngine(
+        return EmbeddedEngine(
             source,
             tokenizer=tokenizer,
             eos_token_ids=stop_ids(config.model.path, tokenizer, shape.vocab_size),
@@ -145,12 +144,24 @@ def _embedded(config: Config, shape: ModelShape, tokenizer: Any) -> EmbeddedEngi
             max_batch=config.rollout.max_batch_size,
             return_routed_experts=config.routing.needs_rollout_routes,
         )
-        if config.router_noise.in_rollout:
-            engine.perturb_routers(router_noise(config.router_noise, "rollout"))
-        return engine
     except ValueError as error:
         problem, fix = f"the embedded engine refuses it: {first_line(error)}", "fix it or use another model"
         raise ConfigError("model.path", config.model.path, problem, fix) from error
+
+
+def perturb_rollout(engine: RolloutEngine | None, section: RouterNoiseConfig, found: float | None) -> None:
+    """Perturb the routers of the engine in this rank from now on. found: see ``router_noise``.
+
+    Raises ``ConfigError`` for an engine or a model whose routers cannot be perturbed.
+    """
+    problem = f"the routers of {type(engine).__name__} cannot be perturbed"
+    try:
+        if isinstance(engine, EmbeddedEngine):
+            engine.perturb_routers(router_noise(section, found, "rollout"))
+            return
+    except ValueError as error:
+        problem = first_line(error)
+    raise ConfigError("router_noise.engines", section.engines, problem, "set it to trainer or none")
 
 
 def _on_servers(config: Config, shape: ModelShape, tokenizer: Any) -> ServerEngine:

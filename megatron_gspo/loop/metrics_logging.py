@@ -88,7 +88,10 @@ class MetricsLogger:
         self._progress = self._stack.enter_context(Progress(config.training.steps, start=resume_step))
         if config.router_noise.stress_test:
             noise = config.router_noise
-            self._progress.say(f"stress test: router_noise perturbs {noise.engines}, strength {noise.strength}")
+            size = f"strength {noise.strength}"
+            if noise.strength is None:
+                size = f"target_flip_rate {noise.target_flip_rate}"
+            self._progress.say(f"stress test: router_noise perturbs {noise.engines}, {size}")
 
     def __enter__(self) -> MetricsLogger:
         return self

@@ -28,15 +28,27 @@ from megatron_gspo.routing_replay.step_metrics import StepRouting
 from megatron_gspo.tracking.run_directory import evenly_spaced
 
 
-def trainer_noise(config: Config, step: int) -> RouterNoise | None:
-    """The noise of the trainer's routers in a step; None without."""
-    return router_noise(config.router_noise, config.seed, step) if config.router_noise.in_trainer else None
+def trainer_noise(config: Config, found: float | None, step: int) -> RouterNoise | None:
+    """The noise of the trainer's routers in a step; None without. found: see ``router_noise``."""
+    section = config.router_noise
+    return router_noise(section, found, config.seed, step) if section.in_trainer else None
 
 
-def router_noise(section: RouterNoiseConfig, *parts: int | str) -> RouterNoise:
-    """The noise of section ``router_noise``, with a seed of its own for these ``parts``."""
-    assert section.strength is not None
-    return RouterNoise(section.strength, pass_seed(section.seed, *parts), perturb_weights=section.perturb_weights)
+def router_noise(section: RouterNoiseConfig, found: float | None, *parts: int | str) -> RouterNoise:
+    """The noise of section ``router_noise``, with a seed of its own for these ``parts``.
+
+    found: the strength that reaches ``target_flip_rate``, where the section has that in place of a strength.
+    """
+    strength = found if section.strength is None else section.strength
+    assert strength is not None
+    return RouterNoise(strength, pass_seed(section.seed, *parts), perturb_weights=section.perturb_weights)
+
+
+def noise_metrics(section: RouterNoiseConfig, found: float | None) -> dict[str, float]:
+    """The strength of the noise, if there is any. found: see ``router_noise``."""
+    if section.engines == "none":
+        return {}
+    return {"routing/noise_strength": router_noise(section, found).strength}
 
 
 @dataclass

@@ -12,7 +12,7 @@ from megatron_gspo.config import Config
 from megatron_gspo.data.prompts import PromptError, PromptSource
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.environments.environment_pool import EnvironmentPool
-from megatron_gspo.loop.engines import build_sources
+from megatron_gspo.loop.engines import build_sources, embedded_engine
 from megatron_gspo.loop.inputs import (
     check_prompts,
     check_weights,
@@ -36,13 +36,15 @@ from megatron_gspo.rollout.group_source import GroupSource
 class Components:
     """The objects of a run on this rank, for `train`.
 
-    reference: the frozen starting policy, if the objective has a KL. eval_groups: source of the held-out samples; None
+    reference: the frozen starting policy, if the objective has a KL. engine: in this rank, if there is one that samples
+    from the policy. eval_groups: source of the held-out samples; None
     without held-out prompts. dropped_prompts: training prompts that were too long.
     """
 
     config: Config
     policy: Policy
     reference: Policy | None
+    engine: RolloutEngine | None
     groups: GroupSource
     eval_groups: GroupSource | None
     rewards: Rewards
@@ -97,6 +99,8 @@ def build_components(config: Config, *, engine: RolloutEngine | None = None) -> 
     )
     policy.config.timers = UpdateClock() if config.tracking.detailed_timers else None
     reference = _reference(config, groups, options) if config.algorithm.needs_reference else None
+    if engine is None and config.rollout.engine == "embedded":
+        engine = embedded_engine(config, shape, tokenizer)
     source, eval_source = build_sources(
         config, shape, tokenizer, environments, evaluates=bool(held_out), given=engine
     )
@@ -108,6 +112,7 @@ def build_components(config: Config, *, engine: RolloutEngine | None = None) -> 
         config=config,
         policy=policy,
         reference=reference,
+        engine=engine,
         groups=source,
         eval_groups=eval_source,
         rewards=rewards,

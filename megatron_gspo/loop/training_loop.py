@@ -15,6 +15,7 @@ from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.errors import EngineError
 from megatron_gspo.loop.advantages import with_advantages
 from megatron_gspo.loop.checkpoints import CheckpointManager, LoopState, resume
+from megatron_gspo.loop.engines import perturb_rollout
 from megatron_gspo.loop.evaluation import evaluate, is_evaluation_due
 from megatron_gspo.loop.generation import DataCursor, RolloutGenerator
 from megatron_gspo.loop.hf_export import export
@@ -22,10 +23,11 @@ from megatron_gspo.loop.log_prob_check import check_log_probs
 from megatron_gspo.loop.log_probs import with_log_probs
 from megatron_gspo.loop.loss_masking import mask_samples
 from megatron_gspo.loop.metrics_logging import MetricsLogger
+from megatron_gspo.loop.noise_calibration import calibrated_strength
 from megatron_gspo.loop.optimizer_steps import Update, run_optimizer_steps
 from megatron_gspo.loop.rollout_cache import RolloutCache
 from megatron_gspo.loop.rollout_correction import correct_mismatch
-from megatron_gspo.loop.routing import RoutingReplay, trainer_noise
+from megatron_gspo.loop.routing import RoutingReplay, noise_metrics, trainer_noise
 from megatron_gspo.loop.run_lock import sole_writer
 from megatron_gspo.loop.sample_metrics import sample_metrics, throughput
 from megatron_gspo.loop.setup import Components, build_components
@@ -105,7 +107,7 @@ def train_step(run: Components, state: LoopState, checkpoints: CheckpointManager
     config, step = run.config, state.step
     generator = RolloutGenerator(run.groups, run.prompts, run.rewards, config)
     cache = RolloutCache(config, run.prompts.prompts, run.groups.engine_name)
-    shape, noise = RouteShape.of_model(run.policy.shape), trainer_noise(config, step)
+    shape, noise = RouteShape.of_model(run.policy.shape), trainer_noise(config, state.noise_strength, step)
     routing = RoutingReplay(config.routing, shape, config.algorithm.has_ratio, noise)
     seed_generators(config.seed, step, ROLLOUT)
     with checkpoints.saved_on_engine_failure(state):
@@ -123,6 +125,7 @@ def train_step(run: Components, state: LoopState, checkpoints: CheckpointManager
     batch, correction_metrics = correct_mismatch(batch, config.algorithm)
     metrics = rollout.metrics | score_metrics | mask_metrics | correction_metrics
     metrics |= sample_metrics(batch, version=step, supervised=config.algorithm.is_supervised)
+    metrics |= noise_metrics(config.router_noise, state.noise_strength)
     checkpoints.poll(timers)  # most of a step's time has passed
     checkpoints.weights_change()
     update = run_optimizer_steps(run.policy, batch, config, step, plan, routing, timers)
@@ -130,9 +133,17 @@ def train_step(run: Components, state: LoopState, checkpoints: CheckpointManager
 
 
 def _prepare_start(run: Components, state: LoopState, logger: MetricsLogger, timers: Timers) -> LoopState:
-    """Send the weights to the engine, and evaluate them at the start of a new run."""
+    """Send the weights to the engine, begin to perturb its routers if that is asked for, and evaluate them at the start
+    of a new run."""
     if run.trains_on_rollouts:
         run.groups.update_weights(run.policy.weights, version=state.step)
+    noise = run.config.router_noise
+    if noise.target_flip_rate is not None and state.noise_strength is None:
+        strength, rate = calibrated_strength(run, state.step)
+        logger.say(f"router_noise: strength {strength:g} makes {100 * rate:.1f} % of the experts differ")
+        state = replace(state, noise_strength=strength)
+    if noise.in_rollout:
+        perturb_rollout(run.engine, noise, state.noise_strength)
     if state.step or not run.eval_prompts or not run.config.evaluation.at_start:
         return state
     metrics = _evaluate(run, 0, timers)

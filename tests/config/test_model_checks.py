@@ -34,6 +34,16 @@ def test_a_dense_model_has_no_routes(plain: dict, tmp_path: Path, override: str,
     assert refused(plain, override, world_size=1) == message
 
 
+def test_a_target_beyond_random_choices(plain: dict, tmp_path: Path) -> None:
+    """Of 16 experts, a random choice of 2 differs in 14 / 16 on average."""
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "num_experts": 16, "num_experts_per_tok": 2}))
+    noise = "router_noise={engines: both, target_flip_rate: %s, stress_test: true}"
+    build(plain, noise % 0.87).check(1)
+    expected = "router_noise.target_flip_rate = 0.875: a random choice of the experts reaches 0.875; set it below that"
+    assert refused(plain, noise % 0.875, world_size=1) == expected
+
+
 def test_positions_of_the_model(plain: dict) -> None:
     build(plain, "rollout.max_response_length=96").check(1)
     assert "the model has 128 positions" in refused(plain, "rollout.max_response_length=97", world_size=1)

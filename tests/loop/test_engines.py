@@ -13,11 +13,12 @@ from transformers import AutoTokenizer
 from megatron_gspo.config import Config, ConfigError
 from megatron_gspo.environments.episode_engine import EpisodeEngine
 from megatron_gspo.environments.episodes import EpisodeRules
-from megatron_gspo.loop.engines import build_sources, episode_rules, stop_ids
+from megatron_gspo.loop.engines import build_sources, embedded_engine, episode_rules, perturb_rollout, stop_ids
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from megatron_gspo.rollout.in_process_source import InProcessSource
 from megatron_gspo.rollout.sft_engine import DemonstrationEngine
 from tests.support.model_shapes import dense_shape
+from tests.support.reference_models import checkpoint, dense_config, loaded_engine, reference_model
 from tests.support.samples import CharTokenizer, make_prompt
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_servers import scripted_response
@@ -80,8 +81,18 @@ def test_the_limits_of_an_episode() -> None:
 def test_the_embedded_engine_is_both_sources(tmp_path: Path) -> None:
     made = config(tiny_model(tmp_path / "model"), model={"init": "random"})
     tokenizer = AutoTokenizer.from_pretrained(made.model.path, local_files_only=True)
-    training, held_out = build_sources(made, SHAPE, tokenizer, None, evaluates=True)
-    assert training is held_out and isinstance(engine_of(training), EmbeddedEngine)
+    engine = embedded_engine(made, SHAPE, tokenizer)
+    training, held_out = sources(made, evaluates=True, given=engine)
+    assert training is held_out and engine_of(training) is engine and isinstance(engine, EmbeddedEngine)
+
+
+def test_routers_that_cannot_be_perturbed_are_a_config_error(tmp_path: Path) -> None:
+    made = config(router_noise={"engines": "rollout", "strength": 0.5, "stress_test": True})
+    with pytest.raises(ConfigError, match='^router_noise.engines = "rollout": the routers of ScriptedEngine cannot be'):
+        perturb_rollout(ScriptedEngine({}), made.router_noise, None)
+    dense = loaded_engine(dense_config(), checkpoint(reference_model(dense_config())))
+    with pytest.raises(ConfigError, match="model type qwen3 has no softmax router .*; set it to trainer or none"):
+        perturb_rollout(dense, made.router_noise, None)
 
 
 def test_the_embedded_engine_reads_no_weights_and_ends_at_the_end_tokens_of_the_model(tmp_path: Path) -> None:
@@ -91,7 +102,7 @@ def test_the_embedded_engine_reads_no_weights_and_ends_at_the_end_tokens_of_the_
     for file in (tmp_path / "model").glob("*.safetensors"):
         file.unlink()
     tokenizer = SimpleNamespace(eos_token_id=4)
-    engine = engine_of(build_sources(made, SHAPE, tokenizer, None, evaluates=False)[0])
+    engine = embedded_engine(made, SHAPE, tokenizer)
     assert engine.weight_version is None and engine.eos_token_ids == (3, 4, 5)
 
 
@@ -101,7 +112,7 @@ def test_a_model_that_the_engine_refuses_is_a_config_error(monkeypatch: pytest.M
 
     monkeypatch.setattr("megatron_gspo.loop.engines.EmbeddedEngine", refuse)
     with pytest.raises(ConfigError, match="^model.path = .*the embedded engine refuses it: no such layer; fix it"):
-        sources(config(tiny_model(tmp_path / "model")), evaluates=False)
+        embedded_engine(config(tiny_model(tmp_path / "model")), SHAPE, Tokenizer())
 
 
 def test_end_tokens_are_the_generation_configs_else_the_configs(tmp_path: Path) -> None:

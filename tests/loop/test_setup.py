@@ -33,8 +33,8 @@ class Closes:
 
 def components(groups: Any, eval_groups: Any, rewards: Any, made: Config | None = None) -> Components:
     return Components(
-        config=made or config(), policy=None, reference=None, groups=groups, eval_groups=eval_groups, rewards=rewards,
-        prompts=None, eval_prompts=[], dropped_prompts=0, tokenizer=None,
+        config=made or config(), policy=None, reference=None, engine=None, groups=groups, eval_groups=eval_groups,
+        rewards=rewards, prompts=None, eval_prompts=[], dropped_prompts=0, tokenizer=None,
     )  # fmt: skip
 
 

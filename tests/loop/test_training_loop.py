@@ -107,8 +107,9 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
     """`train` with scripted parts: (its state or exception, what happened in order, its logger)."""
 
     def start(
-        *, steps: int = 3, resumed: int = 0, fails_at: int | None = None, stop_after: int | None = None, **sections: Any
-    ) -> tuple[Any, list[str], Logger]:
+        *, steps: int = 3, resumed: int = 0, strength: float | None = None, fails_at: int | None = None,
+        stop_after: int | None = None, **sections: Any,
+    ) -> tuple[Any, list[str], Logger]:  # fmt: skip
         sections = {"checkpoint": {"export_hf": True}, "evaluation": {"eval_interval": 2}, **sections}
         config = Config.from_dict(base_config("model", tmp_path / "run", training={"steps": steps}, **sections))
         events: list[str] = []
@@ -118,8 +119,8 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
         closes = SimpleNamespace(close=lambda: None)
         groups: Any = Groups(events, fails_at)
         parts = Components(
-            config=config, policy=policy, reference=None, groups=groups, eval_groups=groups, rewards=closes,
-            prompts=PromptSource(prompts), eval_prompts=prompts[:1], dropped_prompts=0, tokenizer=None,
+            config=config, policy=policy, reference=None, engine=None, groups=groups, eval_groups=groups,
+            rewards=closes, prompts=PromptSource(prompts), eval_prompts=prompts[:1], dropped_prompts=0, tokenizer=None,
         )  # fmt: skip
 
         def train_step(run: Components, state: LoopState, *_: object) -> TrainedStep:
@@ -136,12 +137,14 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
 
         for name, part in {
             "build_components": lambda config, engine: parts,
-            "resume": lambda *_: (LoopState(step=resumed), None),
+            "resume": lambda *_: (LoopState(step=resumed, noise_strength=strength), None),
             "MetricsLogger": lambda *_, **__: logger,
             "CheckpointManager": lambda *_: checkpoints,
             "train_step": train_step,
             "evaluate": evaluate,
             "check_log_probs": lambda *_: {"log_prob_check/abs_diff": 0.0},
+            "calibrated_strength": lambda run, step: events.append(f"calibrate {step}") or (0.25, 0.1),
+            "perturb_rollout": lambda engine, section, found: events.append(f"perturb {found}"),
             "sole_writer": lambda _: contextlib.nullcontext(),
             "stop_on_signal": lambda: contextlib.nullcontext(requested),
             "shutdown": lambda **_: None,
@@ -180,6 +183,22 @@ def test_a_resumed_run_sends_its_weights_and_does_not_evaluate_again(run: Callab
     assert events[:4] == ["check 1", "weights 2", "step 2", "weights 3"] and state.step == 3
     _, events, logger = run(steps=3, resumed=3)
     assert events == ["check 1", "weights 3", "saved", "export", "summary", "closed"] and logger.logged == {}
+
+
+def test_noise_is_calibrated_once_and_before_the_first_samples(run: Callable[..., Any]) -> None:
+    noise = {"engines": "both", "target_flip_rate": 0.1, "stress_test": True}
+    state, events, logger = run(steps=1, router_noise=noise)
+    assert events[:5] == ["check 1", "weights 0", "calibrate 0", "perturb 0.25", "seed 0"]
+    assert state.noise_strength == logger.summary["noise_strength"] == 0.25
+    assert logger.said == ["router_noise: strength 0.25 makes 10.0 % of the experts differ"]
+    state, events, logger = run(steps=3, resumed=2, strength=0.5, router_noise=noise)
+    assert events[:4] == ["check 1", "weights 2", "perturb 0.5", "step 2"] and state.noise_strength == 0.5
+    assert logger.said == []
+    _, events, _ = run(steps=1, router_noise={**noise, "engines": "trainer"})
+    assert "calibrate 0" in events and "perturb 0.25" not in events
+    fixed = {"engines": "rollout", "strength": 0.5, "stress_test": True}
+    state, events, _ = run(steps=1, router_noise=fixed)
+    assert "calibrate 0" not in events and "perturb None" in events and state.noise_strength is None
 
 
 def test_a_step_whose_engine_fails_afterwards_is_logged_and_saved(run: Callable[..., Any]) -> None:

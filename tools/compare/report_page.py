@@ -11,7 +11,7 @@ from megatron_gspo.tools.compare.claims import claims, p_value, percent
 from megatron_gspo.tools.compare.costs import PHASES, PUBLISHED, cost_of, estimated_storage, model_of
 from megatron_gspo.tools.compare.ratio_plots import Response, clip_band, pick_response
 from megatron_gspo.tools.compare.routing_plots import LAYER_FIGURES, layers_of
-from megatron_gspo.tools.compare.run_records import Run
+from megatron_gspo.tools.compare.run_records import Run, mean_of
 from megatron_gspo.tools.compare.search import LEARNING_RATE, at_edge
 from megatron_gspo.tools.compare.statistics import Difference, Interval
 from megatron_gspo.tools.compare.study import MEASURES, Row, Study, differences, flat, rows
@@ -131,10 +131,17 @@ def _overview(study: Study) -> str:
 
 def _router_noise(study: Study) -> list[str]:
     """The perturbations of routers that any run was made under, in words."""
-    sections = [run.config.get("router_noise") or {} for run in (*study.runs, *study.trial_runs) if run.config]
     words = {"rollout": "the rollout engine", "trainer": "the trainer", "both": "both engines"}
-    found = {(words[noise["engines"]], noise["strength"]) for noise in sections if noise.get("engines") in words}
-    return [f"routers of {engines}, strength {strength:g}" for engines, strength in sorted(found)]
+    found = set()
+    for run in (*study.runs, *study.trial_runs):
+        noise = run.config.get("router_noise") or {}
+        if noise.get("engines") in words:
+            text, strength = f"routers of {words[noise['engines']]}", noise["strength"]
+            if strength is None:
+                text += f", {100 * noise['target_flip_rate']:g} % of the experts"
+                strength = mean_of(run, "routing/noise_strength")
+            found.add(text + ("" if strength is None else f", strength {strength:.3g}"))
+    return sorted(found)
 
 
 def _layer_table(study: Study) -> dict[str, Any]:

@@ -1,0 +1,113 @@
+"""The strength of the routers' noise that reaches ``router_noise.target_flip_rate``, found before the first step.
+
+The flip rate is measured with the trainer's own passes over responses to the first prompts: one records the routes of
+the rollout engine's side, the other compares those of the trainer's side, each with the noise of its engine. So noise
+in lower layers changes the logits of upper ones as it does in training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_gspo.config import Config, ConfigError
+from megatron_gspo.data.micro_batch_plan import MicroBatchPlan, plan_micro_batches
+from megatron_gspo.data.sample import Sample
+from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.loop.generation import rollout_seed
+from megatron_gspo.loop.routing import router_noise
+from megatron_gspo.loop.setup import Components
+from megatron_gspo.mcore.micro_batches import packing_rules
+from megatron_gspo.mcore.policy import Policy
+from megatron_gspo.mcore.routing_replay.gather_results import routes_of_replica, routing_stats
+from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
+from megatron_gspo.mcore.seeding import ROLLOUT, seed_generators
+from megatron_gspo.mcore.train_step import compute_log_probs
+from megatron_gspo.rollout.sample_exchange import move_samples
+from megatron_gspo.routing_replay.router_noise import RouterNoise
+from megatron_gspo.routing_replay.routes import RouteShape
+
+TOLERANCE = 0.05  # of the target
+LARGEST = 64.0  # noise so much stronger than the logits chooses at random
+_TRIES = 24
+
+
+def calibrated_strength(run: Components, step: int) -> tuple[float, float]:
+    """The strength that reaches ``router_noise.target_flip_rate``, and the flip rate that it was measured to have: the
+    same on every rank. The engine has the weights of ``step`` and clean routers. A collective of the world.
+
+    Raises ``ConfigError`` where no strength reaches the target.
+    """
+    seed_generators(run.config.seed, step, ROLLOUT)
+    batch, plan = _first_responses(run)
+    target = run.config.router_noise.target_flip_rate
+    assert target is not None
+    return bisect(lambda strength: flip_rate(run.policy, batch, plan, run.config, strength), target)
+
+
+def bisect(rate: Callable[[float], float], target: float) -> tuple[float, float]:
+    """(strength, its rate) with a rate within ``TOLERANCE`` of the target, of a rate that grows with the strength.
+
+    Raises ``ConfigError`` where there is none.
+    """
+    low, high = 0.0, 1.0
+    while (found := rate(high)) < target and high < LARGEST:
+        low, high = high, 2 * high
+    if found < target * (1 - TOLERANCE):
+        raise _refused(target, f"the strongest noise reaches {found:.3g}", "set it below that")
+    strength = high
+    for _ in range(_TRIES):
+        if abs(found - target) <= TOLERANCE * target:
+            return strength, found
+        strength = (low + high) / 2
+        found = rate(strength)
+        low, high = (strength, high) if found < target else (low, strength)
+    problem = f"the measured rate jumps from below it to {rate(high):.3g}"
+    raise _refused(target, problem, "raise routing.metric_sequences, for more tokens, or set another target")
+
+
+def flip_rate(policy: Policy, batch: SampleBatch, plan: MicroBatchPlan, config: Config, strength: float) -> float:
+    """Share of the experts that differ between the two engines, each with its noise, mean over layers and the response
+    tokens of ``batch``, which is on its replicas. A collective of the world."""
+    section, shape = config.router_noise, RouteShape.of_model(policy.shape)
+    assert shape is not None
+    rollout, trainer = (
+        router_noise(section, strength, "calibration", side) if is_noisy else None
+        for side, is_noisy in (("rollout", section.in_rollout), ("trainer", section.in_trainer))
+    )
+
+    def routed(samples: SampleBatch, noise: RouterNoise | None, *, compare: bool) -> list:
+        options = ReplayOptions(shape, record=not compare, compare=compare, noise=noise)
+        temperature = config.rollout.temperature
+        done = compute_log_probs(policy, samples, config.training, temperature=temperature, routing=options, plan=plan)
+        assert done.routing is not None
+        return done.routing
+
+    routes, _ = routes_of_replica(routed(batch, rollout, compare=False), batch, range(len(batch)))
+
+    def with_routes(i: int, sample: Sample) -> Sample:
+        return replace(sample, routed_experts=routes[i], missing_routes=None)
+
+    found = routing_stats(routed(batch.map(with_routes), trainer, compare=True)).flip_rate
+    assert found is not None
+    return float(np.mean(found))
+
+
+def _first_responses(run: Components) -> tuple[SampleBatch, MicroBatchPlan]:
+    """One response to each of the first step's first prompts, on their replicas."""
+    config, groups = run.config, run.policy.groups
+    count = min(config.routing.metric_sequences, config.rollout.rollout_batch_size)
+    prompts, _ = run.prompts.batch(0, count)
+    sampling = replace(config.rollout, n_samples_per_prompt=1)
+    batch = run.groups.generate(prompts, sampling, seed=rollout_seed(config.seed, 0))
+    run.groups.pause(keep=False)
+    rules = packing_rules(config.training, run.policy.config, groups)
+    replica = np.arange(count, dtype=np.int32) % rules.replicas
+    batch = move_samples(batch, replica, groups.dp, (groups.pp, groups.cp, groups.tp))
+    return batch, plan_micro_batches(batch.lengths, rules, replica)
+
+
+def _refused(target: float, problem: str, fix: str) -> ConfigError:
+    return ConfigError("router_noise.target_flip_rate", target, problem, fix)

@@ -1,0 +1,91 @@
+"""The strength of noise that reaches a target: bisection on known functions, and a tiny model in several layouts."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_gspo.config import Config, ConfigError
+from megatron_gspo.loop.checkpoints import CheckpointManager, LoopState
+from megatron_gspo.loop.engines import perturb_rollout
+from megatron_gspo.loop.noise_calibration import TOLERANCE, bisect, calibrated_strength
+from megatron_gspo.loop.setup import build_components
+from megatron_gspo.loop.timers import Timers
+from megatron_gspo.loop.training_loop import train_step
+from tests.support.distributed import run_distributed
+from tests.support.training_runs import base_config, tiny_model
+
+TARGET = 0.2
+
+
+@pytest.mark.parametrize("target", [0.001, 0.3, 0.74])
+def test_a_rate_that_grows_with_the_strength(target: float) -> None:
+    """0.75 (1 - exp(-s)) is the target at s = -ln(1 - target / 0.75)."""
+    strength, rate = bisect(lambda s: 0.75 * (1 - math.exp(-s)), target)
+    assert rate == 0.75 * (1 - math.exp(-strength)) == pytest.approx(target, rel=TOLERANCE)
+    exact = -math.log(1 - target / 0.75)
+    assert strength == pytest.approx(exact, rel=0.06) or target == 0.74
+
+
+def test_a_target_that_no_strength_reaches() -> None:
+    with pytest.raises(ConfigError, match="target_flip_rate = 0.8: the strongest noise reaches 0.75; set it below"):
+        bisect(lambda s: 0.75 * (1 - math.exp(-s)), 0.8)
+    with pytest.raises(ConfigError, match="= 0.1: the measured rate jumps from below it to 0.5; raise routing.metric"):
+        bisect(lambda s: 0.5 * (s >= 0.3), 0.1)
+
+
+def calibrated_step(rank: int, world: int, plain: dict[str, Any]) -> tuple[float, float, dict[str, float]]:
+    """(strength, rate measured for it) and the metrics of a first step with this noise."""
+    config = Config.from_dict(plain)
+    with build_components(config) as run:
+        run.groups.update_weights(run.policy.weights, version=0)
+        strength, rate = calibrated_strength(run, 0)
+        if config.router_noise.in_rollout:
+            perturb_rollout(run.engine, config.router_noise, strength)
+        checkpoints = CheckpointManager(run.policy, config.checkpoint, config.run_dir, None)
+        trained = train_step(run, LoopState(noise_strength=strength), checkpoints, Timers())
+    return strength, rate, trained.metrics
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one process": (1, {}),
+    "tp2 ep2": (2, {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}),
+    "pp2": (2, {"pipeline_model_parallel_size": 2}),
+    "dp2": (2, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder: Path = tmp_path_factory.mktemp("calibration")
+    model = tiny_model(folder / "model")
+
+    def measure(layout: str, engines: str) -> list[tuple[float, float, dict[str, float]]]:
+        processes, parallel = LAYOUTS[layout]
+        plain = base_config(
+            model, folder / "run", parallel=parallel, algorithm={"name": "grpo"},
+            rollout={"rollout_batch_size": 32}, training={"steps": 1, "global_batch_size": 128},
+            routing={"metric_sequences": 32, "compare_rollout": True},
+            router_noise={"engines": engines, "target_flip_rate": TARGET, "stress_test": True},
+        )  # fmt: skip
+        return run_distributed(calibrated_step, processes, plain)
+
+    return measure
+
+
+@pytest.mark.parametrize("engines", ["rollout", "trainer", "both"])
+def test_engine_and_trainer_differ_by_the_target(measured: Any, engines: str) -> None:
+    """As a training step measures it, on 128 responses of which 32 are of the calibration's prompts."""
+    ((strength, rate, metrics),) = measured("one process", engines)
+    assert rate == pytest.approx(TARGET, rel=TOLERANCE)
+    assert metrics["routing/noise_strength"] == strength > 0
+    assert metrics["routing/rollout_flip_rate"] == pytest.approx(TARGET, abs=0.04)
+
+
+@pytest.mark.parametrize("layout", ["tp2 ep2", "pp2", "dp2"])
+def test_every_rank_and_layout_finds_the_same_strength(measured: Any, layout: str) -> None:
+    ((strength, rate, _),) = measured("one process", "both")
+    assert [(s, pytest.approx(r)) for s, r, _ in measured(layout, "both")] == [(strength, rate)] * 2
