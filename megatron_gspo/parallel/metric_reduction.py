@@ -1,13 +1,16 @@
 """Reduce a dict of scalar metrics over a process group with a fixed, small number of collectives."""
 
+import json
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_gspo.parallel.collectives import group_size
+from megatron_gspo.parallel.collectives import group_rank, group_size
+from megatron_gspo.parallel.host_exchange import broadcast_bytes, max_over_ranks
 
 
 def reduce_metrics(
@@ -49,9 +52,17 @@ def _device_of(group: ProcessGroup | None) -> torch.device:
 
 
 def _all_names(local: Mapping[str, Tensor], group: ProcessGroup | None) -> list[str]:
-    by_rank: list[list[str]] = [[] for _ in range(group_size(group))]
-    dist.all_gather_object(by_rank, sorted(local), group=group)
-    return sorted({name for names in by_rank for name in names})
+    """The names of all ranks: the rank with the most missing ones broadcasts them, until none is missing. Usually once:
+    ranks lack names where they had no sequences."""
+    found: set[str] = set()
+    while True:
+        missing = sorted(local.keys() - found)
+        most = max_over_ranks(np.array([len(missing) * group_size(group) + group_rank(group)]), group)
+        count, source = divmod(int(most[0]), group_size(group))
+        if not count:
+            return sorted(found)
+        payload = json.dumps(missing).encode() if source == group_rank(group) else None
+        found.update(json.loads(broadcast_bytes(payload, group, source).tobytes()))
 
 
 def _sum(
