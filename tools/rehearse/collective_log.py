@@ -42,12 +42,15 @@ Rows = list[Tensor]
 @dataclass
 class CollectiveLog:
     """find: where findings go. values: the known values of device tensors. gpu_only: whether the job's backend takes
-    tensors of the GPU alone. gloo_groups: names of groups that are for the CPU."""
+    tensors of the GPU alone. gloo_groups: names of groups that are for the CPU. groups_of_world, groups_of_rank:
+    process groups that were made, and those of them that this rank is in."""
 
     host: HostLog
     values: KnownValues
     gpu_only: bool = True
     gloo_groups: set[str] = field(default_factory=set)
+    groups_of_world: int = 0
+    groups_of_rank: int = 0
     _calls: list[tuple[Collective, Frames]] = field(default_factory=list)
     _ranks: dict[str, tuple[int, ...]] = field(default_factory=dict)
 

@@ -26,8 +26,10 @@ def fake_world(rank: int, size: int, log: CollectiveLog, *, backend: str = "nccl
     new_group = dist.new_group
 
     def fake_new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        log.groups_of_world += 1
         if ranks is not None and rank not in ranks:
             return dist.GroupMember.NON_GROUP_MEMBER  # at once: a large world has thousands of them
+        log.groups_of_rank += 1
         made = new_group(ranks, *args, **{**kwargs, "backend": None, "pg_options": None})
         if kwargs.get("backend") == "gloo":
             log.gloo_groups.add(made.group_name)

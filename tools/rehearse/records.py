@@ -176,6 +176,8 @@ class RankRecord:
     each named group. roles: names of what the rank plays, such as ``stage 0``; stands_for: the ranks it was rehearsed
     for, itself included. micro_batches: run, and tokens of each. flops: of one rank by phase and operation. seconds: of
     the rehearsal, by phase. host_peak_bytes: of the rehearsal's process. notes: what is extrapolated or left out.
+    sent_weights: bytes that this rank sends in an export of the weights. groups_of_world, groups_of_rank: process
+    groups that are made at the start, and those of them that the rank is in.
     """
 
     rank: int
@@ -198,6 +200,9 @@ class RankRecord:
     notes: tuple[str, ...] = ()
     roles: tuple[str, ...] = ()
     stands_for: tuple[int, ...] = field(default=())
+    sent_weights: int = 0
+    groups_of_world: int = 0
+    groups_of_rank: int = 0
 
 
 T = TypeVar("T")

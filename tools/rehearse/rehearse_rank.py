@@ -19,6 +19,7 @@ import torch
 from megatron_gspo.config import Config
 from megatron_gspo.data.micro_batch_plan import plan_micro_batches
 from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.errors import show_bytes
 from megatron_gspo.loop.log_probs import with_log_probs
 from megatron_gspo.loop.routing import RoutingReplay, trainer_noise
 from megatron_gspo.loop.step_plan import StepPlan
@@ -41,6 +42,7 @@ from megatron_gspo.tools.rehearse.recorder import Recorder
 from megatron_gspo.tools.rehearse.records import CheckpointPlan, RankRecord, Retained
 from megatron_gspo.tools.rehearse.retained import find_retained
 from megatron_gspo.tools.rehearse.stage_exports import exports_of_stages
+from megatron_gspo.tools.rehearse.weight_export import export
 
 _HOST_BYTES = 2**20  # larger host tensors of a checkpoint's plan are fake
 
@@ -55,6 +57,7 @@ class _Run:
     seconds: dict[str, float] = field(default_factory=dict)
     retained: tuple[Retained, ...] = ()
     checkpoint: CheckpointPlan | None = None
+    sent_weights: int = 0
 
     @contextlib.contextmanager
     def phase(self, name: str, kind: str) -> Iterator[None]:
@@ -73,7 +76,7 @@ def rehearse_rank(config: Config, rank: int, world: int, gpu: FakeGpu) -> RankRe
     Raises ``RehearsalError`` where a value or an operation can't be told, and what the program itself raises.
     """
     options = _megatron_options(config)
-    exports = exports_of_stages(config, options, rank, world)
+    exports = exports_of_stages(config, options, rank, world) if config.rollout.engine == "embedded" else []
 
     def objects(obj: Any, group: Any) -> list[Any] | None:
         """What others send. Metrics come from the last pipeline stage, as a dict in a list; their values don't
@@ -94,7 +97,8 @@ def play_rank(config: Config, rank: int, world: int, recorder: Recorder) -> Rank
         gc.freeze()  # the collector need not look at the model again
         try:
             result = _train(run, policy, reference, plan)
-            _export(run, policy)
+            with run.phase("weight_export", "buffers"), torch.no_grad():
+                run.sent_weights = export(policy, config)
             with run.phase("checkpoint_plan", "buffers"):
                 recorder.fake_host_bytes = _HOST_BYTES
                 run.checkpoint = plan_checkpoint(policy)
@@ -187,12 +191,6 @@ def _optimizer_phase(run: _Run, policy: Policy) -> Iterator[None]:
         del policy.optimizer.step
 
 
-def _export(run: _Run, policy: Policy) -> None:
-    with run.phase("weight_export", "buffers"), torch.no_grad():
-        for _ in policy.weights():
-            pass
-
-
 def _record(run: _Run, groups: ProcessGroups, rank: int, world: int, plan: MiniBatchPlan,
             tokens: tuple[int, ...]) -> RankRecord:  # fmt: skip
     recorder = run.recorder
@@ -216,6 +214,9 @@ def _record(run: _Run, groups: ProcessGroups, rank: int, world: int, plan: MiniB
         seconds=run.seconds,
         host_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         versions=versions,
+        sent_weights=run.sent_weights,
+        groups_of_world=recorder.collectives.groups_of_world,
+        groups_of_rank=recorder.collectives.groups_of_rank,
         notes=_notes(run, plan),
     )
 
@@ -225,4 +226,8 @@ def _notes(run: _Run, plan: MiniBatchPlan) -> tuple[str, ...]:
     if plan.of_all != plan.micro_batches:
         notes.append(f"{plan.micro_batches} micro-batches were run; a mini-batch has {plan.of_all}")
     notes.append(f"routing: imbalance {run.recorder.imbalance:g}")
+    if run.sent_weights:
+        notes.append(f"sends {show_bytes(run.sent_weights)} of the weights")
+    log = run.recorder.collectives
+    notes.append(f"{log.groups_of_world:,} process groups are made at the start; the rank is in {log.groups_of_rank}")
     return tuple(notes)

@@ -125,6 +125,8 @@ def _role(record: RankRecord) -> dict[str, Any]:
         "checkpoint": record.checkpoint and dataclasses.asdict(record.checkpoint),
         "flops": record.flops, "seconds": sum(record.seconds.values()), "seconds_by_phase": record.seconds,
         "host_peak_bytes": record.host_peak_bytes, "versions": record.versions, "notes": list(record.notes),
+        "sent_weights": record.sent_weights, "groups_of_world": record.groups_of_world,
+        "groups_of_rank": record.groups_of_rank,
     }  # fmt: skip
 
 
