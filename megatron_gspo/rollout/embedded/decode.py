@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.rollout.embedded.kv_cache import BufferCache
-from megatron_gspo.rollout.embedded.noisy_routers import NoisyRouters, prompt_tokens
+from megatron_gspo.rollout.embedded.noisy_routers import NoisyRouters
 from megatron_gspo.rollout.embedded.route_recorder import DecodedRoutes, RouteRecorder
 from megatron_gspo.rollout.embedded.token_sampling import choose_tokens
 
@@ -139,7 +139,8 @@ def _prefill(
     positions = (mask.cumsum(-1) - 1).clamp_(min=0)
     cache = BufferCache(model.config.num_hidden_layers, columns)
     if noise is not None:
-        noise.set_tokens(_prompt_names(requests), *prompt_tokens(mask, positions))
+        segments = torch.arange(len(mask), device=mask.device).repeat_interleave(columns)
+        noise.set_tokens(_prompt_names(requests), segments, positions.reshape(-1))
     out = model(
         input_ids=ids,
         attention_mask=mask if padded else None,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from megatron_gspo.rollout.embedded.model_modules import modules_of
 from megatron_gspo.routing_replay.router_noise import RouterNoise, perturb, token_seeds
 
 
@@ -17,10 +17,8 @@ class NoisyRouters:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        routers: list[Any] = [module for module in model.modules() if _is_softmax_router(module)]
-        if not routers:
-            kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-            raise ValueError(f"model type {kind} has no softmax router that chooses experts: leave router_noise off")
+        missing = "softmax router that chooses experts: leave router_noise off"
+        routers = modules_of(model, _is_softmax_router, missing)
         self._noise: RouterNoise | None = None
         self._seeds: Tensor | None = None
         self._hooks = [router.register_forward_hook(self._hook(layer)) for layer, router in enumerate(routers)]
@@ -58,9 +56,3 @@ class NoisyRouters:
 def _is_softmax_router(module: Any) -> bool:
     """Whether it returns (logits, weights, ids) of a softmax over all experts, as in the Qwen families."""
     return type(module).__name__.endswith("MoeTopKRouter") and hasattr(module, "norm_topk_prob")
-
-
-def prompt_tokens(mask: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Segments and positions, int64 [N * P] each, of a padded batch of prompts with `positions` [N, P]."""
-    rows = torch.arange(len(mask), device=mask.device)
-    return rows.repeat_interleave(mask.shape[1]), positions.reshape(-1)

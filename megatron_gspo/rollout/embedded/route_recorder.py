@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_gspo.errors import EngineError
+from megatron_gspo.rollout.embedded.model_modules import modules_of
 from megatron_gspo.routing_replay.routes import expert_id_dtype
 
 _BLOCK = 128  # decoding steps allocated at once
@@ -25,10 +26,8 @@ class RouteRecorder:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        experts: list[Any] = [module for module in model.modules() if _computes_experts(module)]
-        if not experts:
-            kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-            raise ValueError(f"model type {kind} has no MoE layer to return routed experts of: leave them off")
+        missing = "MoE layer to return routed experts of: leave them off"
+        experts = modules_of(model, _computes_experts, missing)
         self.dtype = expert_id_dtype(max(module.num_experts for module in experts))
         # torch supports few operations on uint16: the same bits as int16
         self._stored = torch.uint8 if self.dtype.itemsize == 1 else torch.int16

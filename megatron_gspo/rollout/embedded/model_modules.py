@@ -1,0 +1,17 @@
+"""Modules of a Transformers model by what they do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+def modules_of(model: nn.Module, is_wanted: Callable[[Any], bool], missing: str) -> list[Any]:
+    """The wanted modules in model order. Without any, ValueError in one line: what is `missing`, and the fix."""
+    found = [module for module in model.modules() if is_wanted(module)]
+    if not found:
+        kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+        raise ValueError(f"model type {kind} has no {missing}")
+    return found
