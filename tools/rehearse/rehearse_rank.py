@@ -156,7 +156,7 @@ def _train(run: _Run, policy: Policy, reference: Policy | None, plan: MiniBatchP
     whole = plan_micro_batches(batch.lengths, rules)
     steps = StepPlan(rules, whole.replica_of(), whole, [])
     batch = move_samples(batch, steps.replica, policy.groups.dp, ())
-    shape, noise = RouteShape.of_model(run.shape), trainer_noise(config, step=0)
+    shape, noise = RouteShape.of_model(run.shape), trainer_noise(config, 1.0, step=0)  # of any strength
     routing = RoutingReplay(config.routing, shape, config.algorithm.has_ratio, noise)
     with run.phase("old_log_probs", "activations"):
         batch = with_log_probs(batch, (policy, reference), config, steps, routing, Timers())[0]
