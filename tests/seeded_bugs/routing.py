@@ -22,11 +22,12 @@ ROUTING = (
         (COUNTED,),
     ),
     SeededBug(
-        "routes cut in order where tokens are cut in zigzag", "design", ROUTES,
-        "        given, missing = shard.routed_experts, shard.missing_routes\n",
-        "        at = self.groups.cp.rank() * shard.tokens.shape[0]\n"
-        "        given, missing = self.batch.routed_experts, shard.missing_routes\n"
-        "        given = None if given is None else given[at : at + shard.tokens.shape[0]]\n",
+        "routes cut in order where tokens are cut in zigzag", "design", INPUTS,
+        "        shard = context_parallel_shard(batch, groups.cp.rank(), groups.cp.size())\n",
+        "        shard = context_parallel_shard(batch, groups.cp.rank(), groups.cp.size())\n"
+        "        if batch.routed_experts is not None:\n"
+        "            parts = batch.routed_experts.chunk(groups.cp.size())\n"
+        "            shard = replace(shard, routed_experts=parts[groups.cp.rank()])\n",
         (WIDE,),
     ),
     SeededBug(
@@ -44,8 +45,9 @@ ROUTING = (
         "routes of the first micro-batch for all", "several trainers", INPUTS,
         "routes = self._routing[shard.micro_batch] if self._routing is not None else None\n",
         "routes = self._routing[shard.micro_batch] if self._routing is not None else None\n"
-        "        if routes is not None and (first := self._routing[0].batch.routed_experts) is not None:\n"
-        "            shard = replace(shard, routed_experts=first[: len(shard.tokens)])\n",
+        "        if shard.routed_experts is not None:\n"
+        "            self._first = getattr(self, '_first', shard.routed_experts)\n"
+        "            shard = replace(shard, routed_experts=self._first[: len(shard.tokens)])\n",
         (AT_ROUTERS + "test_several_epochs_over_the_same_samples_use_the_same_routes",),
     ),
     SeededBug(
