@@ -11,7 +11,7 @@ COMPARISON ?= examples/qwen3_moe/compare_small.yaml
 RUN = OMP_NUM_THREADS=1 $(VENV)/bin/python
 STAMP = $(VENV)/.installed
 
-.PHONY: install demo compare test test-all test-peers test-sglang seeded-bugs teeth proof bench bench-check bench-real-size gpu gpu-wheels kill mutate lint format docs clean
+.PHONY: install demo compare collapse test test-all test-peers test-sglang seeded-bugs teeth proof bench bench-check bench-real-size gpu gpu-wheels kill mutate lint format docs clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -30,6 +30,10 @@ demo: install
 # GRPO, GRPO with Routing Replay and GSPO from one cold start, and one report of them. COMPARISON=... takes another file.
 compare: install
 	$(RUN) -m megatron_gspo compare $(COMPARISON) $(ARGS)
+
+# A collapse of GRPO under perturbed routers, and what keeps from it; four variants, two seeds, one report.
+collapse:
+	$(MAKE) compare COMPARISON=examples/collapse/small.yaml
 
 # JOBS processes take test files in turn; JOBS=0 is one process, for a debugger. test: every eighth layout, no slow tests.
 PYTEST = $(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder

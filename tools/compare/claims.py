@@ -14,6 +14,7 @@ from megatron_gspo.tools.compare.study_plan import BASE
 PRIMARY = "final_accuracy"
 REPRODUCED, NOT, PARTLY, UNTESTED = "reproduced", "not reproduced", "in part", "not tested here"
 UNDECIDED = "not decided"
+SEEN, NOT_SEEN = "seen here", "not seen here"
 EQUAL = 0.05  # "as good as" must exclude a loss of more than 5 points
 
 
@@ -39,6 +40,24 @@ def claims(study: Study) -> list[Claim]:
         _token_variant_equal,
     )
     return [decide(study) for decide in deciders]
+
+
+def expectations(study: Study) -> list[Claim]:
+    """Whether the differences that the comparison file expects came about."""
+    found = []
+    for item in study.expected:
+        higher, lower = study.label(item.higher), study.label(item.lower)
+        claim = f"{higher} ends at least {item.points:g} points above {lower}."
+        ends = [values(study, BASE, name, PRIMARY) for name in (item.higher, item.lower)]
+        seeds = sorted(ends[0].keys() & ends[1].keys())
+        if not seeds:
+            found.append(Claim(claim, UNTESTED, ["They have no seed in common."]))
+            continue
+        difference = sum(ends[0][seed] - ends[1][seed] for seed in seeds) / len(seeds)
+        pairs = "; ".join(f"{percent(ends[0][seed])} and {percent(ends[1][seed])} with seed {seed}" for seed in seeds)
+        evidence = [f"{higher} less {lower}: {100 * difference:+.1f} points, mean over seeds ({pairs})."]
+        found.append(Claim(claim, SEEN if difference >= item.points / 100 else NOT_SEEN, evidence))
+    return found
 
 
 def role(run: Run) -> tuple[str, str, str]:

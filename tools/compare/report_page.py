@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_gspo.errors import show_bytes
 from megatron_gspo.tools.compare import charts
-from megatron_gspo.tools.compare.claims import claims, p_value, percent
+from megatron_gspo.tools.compare.claims import claims, expectations, p_value, percent
 from megatron_gspo.tools.compare.costs import PHASES, PUBLISHED, cost_of, estimated_storage, model_of
 from megatron_gspo.tools.compare.ratio_plots import Response, clip_band, pick_response
 from megatron_gspo.tools.compare.routing_plots import LAYER_FIGURES, layers_of
@@ -34,6 +34,7 @@ def context(study: Study) -> dict[str, Any]:
         "colours": colours,
         "phases": PHASES,
         "claims": claims(study),
+        "expectations": expectations(study),
         "overview": _overview(study),
         "stressed": _router_noise(study),
         "headline": _setting_table(study, BASE),

@@ -10,7 +10,14 @@ from typing import Any
 from megatron_gspo.tools.compare.run_records import Figures, ReportError, Run, figures, read_run
 from megatron_gspo.tools.compare.search import Trial, choices, table
 from megatron_gspo.tools.compare.statistics import Difference, Interval, holm, interval, paired_difference
-from megatron_gspo.tools.compare.study_plan import BASE, SEARCH, Comparison, report_runs, search_runs
+from megatron_gspo.tools.compare.study_plan import (
+    BASE,
+    SEARCH,
+    Comparison,
+    Expectation,
+    report_runs,
+    search_runs,
+)
 
 STATUSES = ("finished", "failed", "partial", "missing")
 # What the report compares, as (attribute of Figures, words); the first is the one that conclusions go by.
@@ -46,7 +53,7 @@ class Study:
 
     runs: of the report, missing ones included. trials: the search's table, and chosen its outcome. tuned_as: variants
     that took another one's choice.
-    shared: keys that every run sets beyond the base config. command: makes the report again.
+    shared: keys that every run sets beyond the base config. command: makes the report again. expected: of the file.
     """
 
     title: str
@@ -63,6 +70,7 @@ class Study:
     chosen: dict[str, dict[str, Any]] = field(default_factory=dict)
     tuned_as: dict[str, str] = field(default_factory=dict)
     search_overrides: dict[str, Any] = field(default_factory=dict)
+    expected: Sequence[Expectation] = ()
 
     def of(self, setting: str, group: str) -> list[Run]:
         return [run for run in self.runs if run.setting == setting and run.variant == group]
@@ -111,7 +119,7 @@ def read_study(comparison: Comparison, command: str) -> Study:
         config.title, groups, settings, list(config.seeds), config.baseline, runs, command,
         base=str(comparison.base_file), shared=dict(config.overrides), trials=trials, trial_runs=trial_runs,
         chosen=chosen, tuned_as={v.name: v.tuned_as for v in config.variants if v.tuned_as is not None},
-        search_overrides=dict(config.search.overrides) if config.search else {},
+        search_overrides=dict(config.search.overrides) if config.search else {}, expected=config.expect,
     )  # fmt: skip
 
 

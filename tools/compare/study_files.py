@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_gspo.tools.compare.claims import claims
+from megatron_gspo.tools.compare.claims import claims, expectations
 from megatron_gspo.tools.compare.costs import PUBLISHED, cost_of, estimated_storage
 from megatron_gspo.tools.compare.report_page import render
 from megatron_gspo.tools.compare.routing_plots import layers_of
@@ -81,6 +81,7 @@ def json_text(study: Study) -> str:
         "seeds": study.seeds,
         "variants": [asdict(group) for group in study.groups],
         "claims": [asdict(claim) for claim in claims(study)],
+        "expectations": [asdict(claim) for claim in expectations(study)],
         "settings": [
             {
                 **asdict(setting),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from annotated_types import Ge, Lt, MinLen
+from annotated_types import Ge, Gt, Lt, MinLen
 
 from megatron_gspo.config import Config, ConfigError, load_config
 from megatron_gspo.config.config_error import MISSING, show
@@ -71,6 +71,18 @@ class Search:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Expectation:
+    """A difference that is expected before the runs; the report says whether it came about."""
+
+    higher: str
+    """Variant that is expected to end higher."""
+    lower: str
+    """Variant that is expected to end lower."""
+    points: Annotated[float, Gt(0)]
+    """Least difference of the held-out accuracy at the end, mean over the seeds that both have, in points."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSize:
     """Sizes of the random model of the cold start (tools/make_tiny_model)."""
 
@@ -121,6 +133,8 @@ class ComparisonConfig:
     processes: Annotated[int, Ge(1)] = 1
     """Processes of each run."""
     stress: tuple[Stress, ...] = ()
+    expect: tuple[Expectation, ...] = ()
+    """Differences without stress that the report decides about first."""
     search: Search | None = None
     cold_start: ColdStart | None = None
     """Makes the starting weights first; null uses the base config's model.path."""
@@ -312,6 +326,7 @@ def _check_names(config: ComparisonConfig) -> None:
 
 def _named_variants(config: ComparisonConfig) -> list[tuple[str, str]]:
     named = [(f"variants.{v.name}.tuned_as", v.tuned_as) for v in config.variants if v.tuned_as is not None]
+    named += [(f"expect.{key}", getattr(e, key)) for e in config.expect for key in ("higher", "lower")]
     return named + [(f"stress.{s.name}.variants", name) for s in config.stress for name in s.variants or ()]
 
 

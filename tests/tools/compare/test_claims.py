@@ -5,8 +5,20 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_gspo.tools.compare.claims import NOT, PARTLY, REPRODUCED, UNDECIDED, UNTESTED, claims
-from megatron_gspo.tools.compare.study import study_of
+from megatron_gspo.tools.compare.claims import (
+    NOT,
+    NOT_SEEN,
+    PARTLY,
+    PRIMARY,
+    REPRODUCED,
+    SEEN,
+    UNDECIDED,
+    UNTESTED,
+    claims,
+    expectations,
+)
+from megatron_gspo.tools.compare.study import study_of, values
+from megatron_gspo.tools.compare.study_plan import Expectation
 from tests.tools.compare.synthetic import VARIANTS, Course, compared, write_run
 
 
@@ -26,6 +38,20 @@ def test_grpo_needs_replay_where_it_breaks_without_and_not_with(tmp_path):
     assert better.verdict == NOT  # to end higher is something else than to be needed
     assert "Replay ended higher without stress, but" in better.evidence[-1]
     assert verdict(compared(tmp_path / "c", {"grpo": Course()}), "On a mixture").verdict == UNTESTED
+
+
+def test_expectations_are_decided_by_the_mean_difference(tmp_path):
+    """Accuracies at the end are the level within a point or so, and 0.05 after a collapse."""
+    study = compared(tmp_path, {"grpo": Course(collapses=3), "gspo": VARIANTS["gspo"]})
+    gap = sum(values(study, "base", "gspo", PRIMARY).values()) - sum(values(study, "base", "grpo", PRIMARY).values())
+    points = 100 * gap / 3
+    expected = [Expectation(higher="gspo", lower="grpo", points=p) for p in (points - 0.01, points + 0.01)]
+    expected.append(Expectation(higher="grpo", lower="gspo", points=1))
+    expected.append(Expectation(higher="grpo", lower="other", points=1))
+    found = expectations(replace(study, expected=expected))
+    assert [claim.verdict for claim in found] == [SEEN, NOT_SEEN, NOT_SEEN, UNTESTED]
+    assert found[0].evidence[0].startswith(f"gspo less grpo: {points:+.1f} points, mean over seeds (")
+    assert found[0].evidence[0].count("with seed") == 3
 
 
 def test_gspo_is_stable_if_none_of_its_runs_breaks(tmp_path):

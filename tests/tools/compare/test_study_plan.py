@@ -1,12 +1,13 @@
 """The comparison file: what it refuses, in one line, and the runs that follow from it."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from megatron_gspo.config import ConfigError
+from megatron_gspo.config import ConfigError, load_config
 from megatron_gspo.config.load import apply_overrides
 from megatron_gspo.tools.compare.study_plan import (
     argument,
@@ -19,6 +20,32 @@ from megatron_gspo.tools.compare.study_plan import (
 from tests.tools.compare.synthetic import write_comparison
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "qwen3_moe"
+
+
+COLLAPSE = EXAMPLES.parent / "collapse"
+
+
+def test_the_collapse_example() -> None:
+    """Four variants with two seeds under the same noise; its prompts are right, and none is in both files."""
+    comparison = load_comparison(COLLAPSE / "small.yaml")
+    configs = [resolve(comparison, spec) for spec in report_runs(comparison, {})]
+    assert len(configs) == 8 and len({config.run_dir for config in configs}) == 8
+    kinds = {(config.algorithm.name, config.routing.replay) for config in configs}
+    assert kinds == {("grpo", "none"), ("grpo", "r2"), ("grpo", "r3"), ("gspo", "none")}
+    assert {(config.router_noise.engines, config.router_noise.strength) for config in configs} == {("both", 0.5)}
+    assert len(comparison.config.expect) == 2
+    start = comparison.config.cold_start
+    assert start is not None and load_config(COLLAPSE / start.config).algorithm.is_supervised
+    prompts: dict[str, dict[str, str]] = {}
+    for name in ("train", "held_out"):
+        lines = (COLLAPSE / f"{name}.jsonl").read_text().splitlines()
+        prompts[name] = {row["prompt"]: row["answer"] for row in map(json.loads, lines)}
+        assert len(prompts[name]) == len(lines)
+        for prompt, answer in prompts[name].items():
+            first, step = map(int, prompt.rstrip(":").split("+"))
+            assert answer == "".join(f"{(first + i * step) % 100:02d}" for i in range(1, 17))
+    assert (len(prompts["train"]), len(prompts["held_out"])) == (560, 140)
+    assert not prompts["train"].keys() & prompts["held_out"].keys()
 
 
 @pytest.fixture
@@ -89,6 +116,7 @@ def test_arguments_are_what_the_command_line_reads(file):
     [
         ({"variant": []}, "variant = []: is not a key"),
         ({"baseline": "ppo"}, 'baseline = "ppo": is not a variant; set one of grpo'),
+        ({"expect": [{"higher": "x", "lower": "grpo", "points": 1}]}, 'expect.higher = "x": is not a variant'),
         ({"seeds": [1, 1]}, "seeds = 1: appears twice"),
         ({"seeds": []}, "seeds = []: is not allowed"),
         ({"seeds": [101]}, "search.seeds = 101: is also a seed of the report"),
