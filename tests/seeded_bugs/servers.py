@@ -86,8 +86,9 @@ OF_THE_SERVERS = (
         (f"{TESTS}/test_server_pool.py::test_what_comes_back_serves_only_with_the_current_weights",),
     ),
     SeededBug(
-        "every client requests every group", "design", "megatron_gspo/rollout/server_source.py",
-        "shares[(number - first) % len(shares)]", "list(range(len(prompts)))",
+        "what is sampled depends on the client", "design", "megatron_gspo/rollout/server_source.py",
+        "[prompts[i] for i in share], sampling, seed=seed)",
+        "[prompts[i] for i in share], sampling, seed=seed + dist.get_rank())",
         ("tests/rollout/test_server_source.py::test_the_samples_do_not_depend_on_the_clients",),
     ),
     SeededBug(
