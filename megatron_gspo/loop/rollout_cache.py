@@ -155,7 +155,7 @@ class RolloutCache:
         """All that scored rollouts depend on besides the weights, as plain JSON values by config key."""
         config = self.config.dump()
         found = {"seed": config["seed"], "engine": self.engine_name}
-        for section in ("data", "rollout"):
+        for section in ("data", "rollout", "router_noise"):
             found |= {f"{section}.{key}": value for key, value in config[section].items()}
         for section, keys in (
             ("model", ("path", "dtype", "init")),

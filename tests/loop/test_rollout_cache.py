@@ -58,13 +58,15 @@ def kept_and_read(rank: int, world: int, folder: str) -> list[Any]:
     found.append(cache("other.Engine").read(at) is None)
     found.append(cache(rollout={"temperature": 0.5}).read(at) is None)
     found.append(cache(algorithm={"dynamic_sampling": True}).read(at) is None)
+    noise = {"engines": "rollout", "strength": 0.5, "stress_test": True}
+    found.append(cache(router_noise=noise).read(at) is None)
     found.append(cache(prompts=[make_prompt(i, text="other") for i in range(4)]).read(at) is None)
     found.append(cache(training={"steps": 99}).read(at) is not None)
     return found
 
 
 def test_kept_rollouts_are_used_by_all_ranks_or_none(tmp_path):
-    assert run_distributed(kept_and_read, 2, str(tmp_path)) == [[True] * 9] * 2
+    assert run_distributed(kept_and_read, 2, str(tmp_path)) == [[True] * 10] * 2
     assert [path.name for path in tmp_path.iterdir()] == [_FILE]
 
 
