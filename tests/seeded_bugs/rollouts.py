@@ -48,7 +48,8 @@ OF_THE_ROLLOUTS = (
     SeededBug(
         "a sequence is lost between replicas", "design", EXCHANGE,
         "own = [i for i in positions.tolist() if i in leaving]",
-        "own = [i for i in positions.tolist() if i in leaving][1:]",
+        "every = [i for i in positions.tolist() if i in leaving]\n"
+        "    own = every[1:] or every",  # one of several
         (PLACED,),
     ),
     SeededBug(
