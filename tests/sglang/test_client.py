@@ -279,38 +279,38 @@ def pair(proxy: FaultProxy, keyed: LocalServers, key_file: str, sglang_model: st
 
 
 def test_two_servers_share_the_load(pair, proxy, sglang_model):
-    pair.counts()
+    counts_of(pair)
     proxy.requests.clear()
     draw(pair, sglang_model, prompts_of([10] * 12, VOCABULARY, seed=2))
     mine = proxy.requests.count("/generate")
-    assert 8 <= mine <= 16 and pair.counts()["rollout/requests"] == 24
+    assert 8 <= mine <= 16 and counts_of(pair)["rollout/requests"] == 24
     assert [member.outstanding_tokens for member in pair._pool.servers] == [0, 0]
 
 
 def test_one_with_old_weights_is_left_out_and_the_other_does_all(pair, proxy, sglang_model):
-    pair.counts()
+    counts_of(pair)
     proxy.add(Fault("old_version", times=10**6))
     stream = pair.client.stream()
     prompts = prompts_of([10] * 6, VOCABULARY, seed=2)
     stream.start(prompts, SHORT, seed=3)
     samples = [sample for group in stream.take(6) for sample in group]
     check_samples(samples, prompts, SHORT)
-    counts = pair.counts()
+    counts = counts_of(pair)
     assert 1 <= counts["rollout/stale_responses"] <= 6 and counts["rollout/requests"] == 12
     assert counts["rollout/servers"] == 1 and len(pair._pool.stale) == 1
     proxy.clear()
     pair.update_weights(checkpoint_stream(sglang_model), version=pair.weight_version)
-    assert pair.counts()["rollout/servers"] == 2, "an update brings it back"
+    assert counts_of(pair)["rollout/servers"] == 2, "an update brings it back"
 
 
 def test_one_that_is_gone_and_comes_back_with_the_same_weights(pair, proxy, sglang_model):
     """Its connections are refused for a while: its requests go to the other, and it serves again by itself."""
-    pair.counts()
+    counts_of(pair)
     proxy.add(Fault("refuse", path="/", times=12))
     draw(pair, sglang_model, prompts_of([10] * 6, VOCABULARY, seed=2))
-    assert pair.counts()["rollout/requests"] == 12
+    assert counts_of(pair)["rollout/requests"] == 12
     deadline = time.monotonic() + 60
-    while pair.counts()["rollout/servers"] < 2:
+    while counts_of(pair)["rollout/servers"] < 2:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert proxy.pending == 0 or all(member.alive for member in pair._pool.servers)
