@@ -199,6 +199,7 @@ def broken_connection(rank: Rank) -> tuple:
     """Rank 1 does not reach the first server."""
     for server in rank.servers[:1]:
         server.refuses.add("rank1")
+    dist.barrier()
     rank.source.submit(prompts(6), SAMPLING, seed=5)
     found = facts(rank.source.collect(6))
     return found, rank.serving(), rank.lines, rank.requests()
@@ -216,6 +217,7 @@ def unreachable(rank: Rank) -> str:
     """The only server, for rank 1."""
     for server in rank.servers:
         server.refuses.add("rank1")
+    dist.barrier()
     rank.source.submit(prompts(4), SAMPLING, seed=5)
     with pytest.raises(SharedEngineError) as caught:
         rank.source.collect(4)
