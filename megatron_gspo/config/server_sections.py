@@ -44,7 +44,7 @@ class ServerConfig:
     """Address of the first node as the servers reach it, with `weight_transport: distributed`; null is that of the
     route to them."""
     max_concurrent_requests: Annotated[int, Ge(1)] = 256
-    """Maximum concurrent requests per server, divided among the clients; each may have one."""
+    """Maximum concurrent requests per server."""
     request_timeout: Annotated[float, Gt(0)] = 600.0
     """Timeout of one request in seconds."""
     retries: Annotated[int, Ge(0)] = 8

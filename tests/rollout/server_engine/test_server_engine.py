@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ from aiohttp import web
 
 from megatron_gspo.config import ServerConfig
 from megatron_gspo.errors import EngineError
-from megatron_gspo.rollout.server_engine.rollout_client import RolloutClient
 from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.rollout.server_engine.server_pool import NoServerError
 from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
@@ -40,11 +39,10 @@ class Launcher:
         self.stopped += 1
 
 
-def engine_on(*urls: str, log: Callable[[str], None], colocated: bool = False, processes=None) -> ServerEngine:
+def engine_on(*urls: str, colocated: bool = False, **given) -> ServerEngine:
     config = ServerConfig(urls=urls, weight_transport="tensor", colocated=colocated)
     transport = make_transport(config, SGLangWeightEndpoints())
-    client = RolloutClient(urls, config, MODEL, str, api=SGLangAPI(), log=log)
-    return ServerEngine(config, client, transport, processes=processes, log=log)
+    return ServerEngine(config, MODEL, transport, str, api=SGLangAPI(), **given)
 
 
 def test_a_watch_that_breaks_is_told(server):
