@@ -71,12 +71,12 @@ class World:
         self._answers()
 
     def time(self, name: str) -> Seconds:
-        """Run what ``name`` stands for in all processes at once: the wall-clock time from a barrier to a barrier, and
-        the processor time of all processes together."""
+        """Run what ``name`` stands for in all processes at once: the wall-clock time from a barrier to a barrier, of
+        the process that was first to leave the first one, and the processor time of all processes together."""
         for pipe in self._pipes:
             pipe.send(name)
         taken = self._answers()
-        return Seconds(taken[0].wall, sum(seconds.cpu for seconds in taken))
+        return Seconds(max(seconds.wall for seconds in taken), sum(seconds.cpu for seconds in taken))
 
     def _answers(self) -> list[Any]:
         answers: dict[int, Any] = {}

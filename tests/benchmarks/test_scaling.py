@@ -68,7 +68,7 @@ def test_worlds_take_turns_and_wait_for_their_slowest(one_fork_server):
         two.ready()
         taken = in_turns({1: (one, "work"), 2: (two, "sleep")}, 3, 60.0)
         assert [len(turns) for turns in taken.values()] == [3, 3]
-        assert min(turn.wall for turn in taken[2]) > 0.1  # rank 0 may leave the barrier later than the rank that sleeps
+        assert min(turn.wall for turn in taken[2]) >= 0.2
         assert Spread.of([turn.wall for turn in taken[1]]).median < 0.2 and all(turn.cpu > 0 for turn in taken[1])
         with pytest.raises(RuntimeError, match=r"(?s)rank 0 of 1: Traceback.*rank 0 has had enough"):
             one.time("fail")
