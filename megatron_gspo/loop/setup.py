@@ -37,8 +37,8 @@ class Components:
     """The objects of a run on this rank, for `train`.
 
     reference: the frozen starting policy, if the objective has a KL. engine: in this rank, if there is one that samples
-    from the policy. eval_groups: source of the held-out samples; None
-    without held-out prompts. dropped_prompts: training prompts that were too long.
+    from the policy. eval_groups: source of the held-out samples; None without held-out prompts. dropped_prompts:
+    training prompts that were too long.
     """
 
     config: Config
