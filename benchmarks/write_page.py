@@ -29,19 +29,19 @@ BLOCK = re.compile(r"^<!-- benchmarks: (.+) -->\n(?:.*\n)*?<!-- /benchmarks -->$
 INTRODUCTION = """\
 # Benchmarks
 
-For readers who ask how fast it is: how do time and memory compare with other libraries, and which targets are missed?
+For readers who compare speed: how do time and memory compare with other libraries, and which targets are missed?
 
 `make bench` measures; `python benchmarks/write_page.py` writes this page from
 [benchmarks/results/NAME](../benchmarks/results/NAME), which has all rows.
-[benchmarks/README.md](../benchmarks/README.md) says what each benchmark does. **ours / peer** is the median (quartiles)
-of the ratios within each turn; both run interleaved. Higher is better for rates, lower for everything else.
+[benchmarks/README.md](../benchmarks/README.md) describes each benchmark. **ours / peer** is the median (quartiles) of
+the ratios within each turn; both run interleaved. Higher is better for rates, lower for everything else.
 """
 SHOWN = (  # rows of the page, as patterns of benchmark/name/peer
     "loop_vs_trl/whole loop*", "step_vs_megatron/*", "log_probs/log-prob + entropy, gradient, 1k x 152k: *",
     "log_probs/log-prob + entropy, gradient, 1k x 152k, TP 4: *", "log_probs/log-prob, gradient, 1k x 152k: time/Meg*",
     "log_probs/*hidden 2048: time*", "sequence_ratio/*64 sequences, CP 4: time/*", "policy_loss/*long responses*",
-    "policy_loss/*1024k*", "packing/*bimodal, 4096 on dp 64*/sorted, padded", "packing/*bimodal, 4096 on dp 64*/verl",
-    "routing_replay/update with R2/*", "weight_export/*stream*/clone*", "checkpoint/wait*/a training step",
+    "policy_loss/*1024k*", "packing/padding, bimodal, 4096 on dp 64*/sorted, padded",
+    "packing/*bimodal, 4096 on dp 64*/verl", "weight_export/*stream*/clone*", "checkpoint/wait*/a training step",
     "checkpoint/*/dist_checkpointing*", "scaling/step,*8 processes*",
 )  # fmt: skip
 DIFFERS = ": off by "  # a peer whose results differ from ours by more than the tolerance

@@ -69,16 +69,16 @@ class Objective:
     loss_scale_factor)."""
 
     loss_scale_factor: float | None = None
-    """Divisor of `seq-mean-token-sum-norm` in tokens, usually the longest response allowed."""
+    """Divisor of `seq-mean-token-sum-norm` in tokens, usually the longest response."""
 
     epsilon_low: float | None = None
-    """Ratios are clipped below 1 - epsilon_low; None without a ratio."""
+    """Ratios are clipped below 1 - epsilon_low."""
 
     epsilon_high: float | None = None
-    """Ratios are clipped above 1 + epsilon_high; None without a ratio."""
+    """Ratios are clipped above 1 + epsilon_high."""
 
     dual_clip: float | None = None
-    """c > 1: the objective is at least c * A where A < 0 (arXiv:1912.09729). None: off."""
+    """c > 1: the objective is at least c * A where A < 0 (arXiv:1912.09729)."""
 
     kl_loss_coef: float = 0.0
     """Weight of the KL to the reference policy in the loss."""
@@ -99,7 +99,7 @@ class Objective:
     """Baseline of a reward: its group's `mean`, or the mean of the others (`leave_one_out`)."""
 
     allow_nonstandard: bool = False
-    """Allow a combination that is another algorithm than its name, or a clip range of the other ratio level."""
+    """Allow another algorithm than the name, or a clip range of the other ratio level."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:

@@ -23,30 +23,28 @@ class AlgorithmConfig(Objective):
     name: Literal["gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "sft"] = "gspo"
     """Algorithm whose preset sets the defaults of this section; null keeps the preset's value."""
     kl_reward_coef: Annotated[float, Ge(0)] = 0.0
-    """Coefficient of the KL to the reference policy (the initial weights) in the reward."""
+    """Weight of the KL to the reference policy (the initial weights) in the reward."""
     old_log_probs: Literal["recompute", "rollout"] = "recompute"
     """Old log-probs: recomputed by the training engine, or the rollout engine's."""
     rollout_is: Literal["none", "token", "sequence"] = "none"
-    """Importance weights old policy / rollout engine on the advantages, by token or by sequence
-    (length-normalised)."""
+    """Importance weights (old policy / rollout engine) on the advantages, by token or length-normalised by sequence."""
     rollout_is_threshold: Annotated[float, Ge(1)] = 2.0
     """Maximum of these weights."""
     rollout_rs: Literal["none", "token", "sequence"] = "none"
-    """Exclude tokens, or sequences by their length-normalised ratio, from the loss if the ratio old policy / rollout
-    engine is outside the thresholds."""
+    """Exclude tokens or sequences from the loss whose ratio (old policy / rollout engine, length-normalised by
+    sequence) is outside the thresholds."""
     rollout_rs_threshold: Annotated[float, Ge(1)] | None = None
     """Upper threshold; null is 2 by token, by sequence it must be set."""
     rollout_rs_threshold_lower: Annotated[float, Gt(0), Le(1)] | None = None
     """Lower threshold; null is 1 / `rollout_rs_threshold`."""
     turn_discount: Annotated[float, Ge(0), Le(1)] | None = None
-    """Discount of later turns' rewards in an advantage per turn; null is one advantage per episode, of its summed
-    rewards."""
+    """Discount of later turns' rewards, with an advantage per turn; null is one advantage per episode."""
     dynamic_sampling: bool = False
     """Replace groups with equal rewards by new ones; otherwise they have advantage 0."""
     max_num_gen_batches: Annotated[int, Ge(1)] = 4
-    """Maximum generations per step with `dynamic_sampling`, the first included; remaining groups are kept."""
+    """Maximum generations per step with `dynamic_sampling`; remaining groups are kept."""
     truncated: Literal["keep", "mask", "penalize"] = "keep"
-    """Responses cut at the length limit: keep, exclude from the loss, or apply DAPO's length penalty."""
+    """Responses at the length limit: keep, exclude from the loss, or apply DAPO's length penalty."""
     overlong_buffer_len: Annotated[int, Ge(0)] = 0
     """With `truncated: penalize`, the last tokens over which the penalty increases."""
     overlong_penalty_factor: Annotated[float, Gt(0)] = 1.0

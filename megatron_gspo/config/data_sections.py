@@ -19,7 +19,7 @@ class TaskConfig:
     size: Annotated[int, Ge(1)] = 10_000
     """Number of training prompts."""
     eval_size: Annotated[int, Ge(0)] = 256
-    """Number of held-out prompts; none is a training prompt."""
+    """Held-out prompts; none is a training prompt."""
     seed: Annotated[int, Ge(0)] = 0
     """Seed of the generator."""
 
@@ -51,8 +51,8 @@ class DataConfig:
     cache_dir: str | None = None
     """Folder of tokenised prompts, mapped by all processes; null: `prompts/` in `run_dir`."""
     verifier: str | None = None
-    """Scores a response: exact_match, math_verify, reasoning_gym, path/to/file.py:function or
-    package.module:function; null is reasoning_gym with a task and exact_match otherwise."""
+    """exact_match, math_verify, reasoning_gym, path/to/file.py:function or package.module:function; null is
+    reasoning_gym with a task, otherwise exact_match."""
     verifier_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the verifier, e.g. {style: boxed}."""
     verifier_timeout: Annotated[float, Gt(0)] | None = 10.0

@@ -19,11 +19,11 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of parameters and activations; log-probs are always float32."""
     implementation: Literal["auto", "transformer_engine", "torch"] = "auto"
-    """Layer implementation; `auto` is Transformer Engine if installed and on a GPU, otherwise torch."""
+    """`auto` is Transformer Engine if installed and on a GPU, otherwise torch."""
     recompute_granularity: Literal["none", "selective", "full"] = "none"
     """Activation recomputation: core attention (`selective`) or whole layers (`full`)."""
     recompute_num_layers: Annotated[int, Ge(1)] | None = None
-    """Layers per recomputed unit, with `recompute_granularity: full`; null is 1."""
+    """Layers per recomputed unit with `full`; null is 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +39,13 @@ class ParallelConfig:
     account_for_embedding_in_pipeline_split: bool = False
     """Count the embedding as a layer when dividing layers over stages."""
     account_for_loss_in_pipeline_split: bool = False
-    """Count output layer and loss as a layer when dividing layers over stages."""
+    """Count output layer and loss as a layer too."""
     context_parallel_size: Annotated[int, Ge(1)] = 1
     """Context-parallel ranks (CP): split the tokens of a sequence."""
     expert_model_parallel_size: Annotated[int, Ge(1)] = 1
     """Expert-parallel ranks (EP): split the experts of a layer."""
     expert_tensor_parallel_size: Annotated[int, Ge(1)] | None = None
-    """Tensor-parallel ranks of each expert (ETP); null is 1, whatever TP is."""
+    """Tensor-parallel ranks of each expert (ETP); null is 1."""
     sequence_parallel: bool | None = None
     """Split activations along tokens between tensor-parallel regions; null: if TP > 1."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"

@@ -21,13 +21,11 @@ class SamplingParams:
     max_response_length: Annotated[int, Ge(1)] = 1024
     """Maximum response length in tokens, end token included."""
     temperature: Annotated[float, Ge(0)] = 1.0
-    """Sampling temperature, also applied where training recomputes log-probs; above 0 for training samples."""
+    """Sampling temperature, also of recomputed log-probs; above 0 for training samples."""
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
-    """Nucleus sampling; 1 is off. Training samples need 1: their log-probs are over the whole vocabulary; see
-    `evaluation.top_p`."""
+    """Nucleus sampling; 1 (off) for training samples, whose log-probs are over the whole vocabulary."""
     top_k: Annotated[int, Ge(0)] = 0
-    """Sample from this many most likely tokens, before top_p; 0 is off. Training samples need 0; see
-    `evaluation.top_k`."""
+    """Sample from this many most likely tokens; 0 (off) for training samples."""
 
     def __post_init__(self) -> None:
         if self.n_samples_per_prompt < 1:
@@ -57,32 +55,30 @@ class RolloutConfig(SamplingParams):
     """Generation of the training samples. The section is the sampling parameters of the training samples."""
 
     engine: Literal["embedded", "sglang", "sft"] = "embedded"
-    """Source of responses: the policy in Transformers (`embedded`), SGLang servers, or the reference answers
-    (`sft`)."""
+    """Source of responses: the policy in Transformers (`embedded`), SGLang servers, or reference answers (`sft`)."""
     rollout_batch_size: Annotated[int, Ge(1)]
     """Prompts per rollout batch."""
     max_batch_size: Annotated[int, Ge(1)] = 256
     """Sequences that a rank's embedded engine decodes at once."""
     max_staleness: Annotated[int, Ge(0)] = 0
-    """Maximum number of weight updates between sampling and training of a token; 0 is on-policy."""
+    """Maximum weight updates between sampling and training of a token; 0 is on-policy."""
     overlap: bool = False
     """Generate while training, up to `max_staleness` steps ahead."""
     oversampling: Annotated[float, Ge(1)] = 1.0
-    """Groups started per group that a step needs. The step takes the first to finish; the others start over or, with
-    max_staleness, continue after the update (then at most 1 + max_staleness)."""
+    """Groups started per group that a step needs. The step takes the first to finish; others are discarded or, with
+    `max_staleness`, continue after the update (then at most 1 + `max_staleness`)."""
     offload_trainer: bool | None = None
-    """Keep the trainer's weights, gradients and optimizer state in host memory while an engine on the same GPUs
-    generates; null is true with `sglang.colocated`."""
+    """Keep the trainer's state in host memory while an engine on the same GPUs generates; null is true with
+    `sglang.colocated`."""
     environment: str | None = None
-    """Factory of a multi-turn environment, path/to/file.py:factory or package.module:factory. It replaces the verifier;
-    null is single-turn."""
+    """Factory of a multi-turn environment, as `data.verifier`, which it replaces; null is single-turn."""
     environment_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the factory, e.g. {partial_credit: true}."""
     max_turns: Annotated[int, Ge(1)] = 8
     """Maximum responses per episode."""
     max_turn_length: Annotated[int, Ge(1)] | None = None
-    """Maximum tokens of one turn's response; null is what remains of max_response_length, which limits the whole
-    episode, observations included."""
+    """Maximum tokens of one turn's response; null is what remains of `max_response_length`, which limits the whole
+    episode with its observations."""
 
     @property
     def streams(self) -> bool:
@@ -100,20 +96,20 @@ class RoutingConfig:
     """Routing replay and the metrics of a mixture of experts."""
 
     replay: Literal["none", "r2", "r3"] = "none"
-    """Experts that a training pass uses: the live router's (`none`), those of the old policy in the training engine
-    (`r2`), or the rollout engine's (`r3`)."""
+    """Experts of a training pass: the live router's (`none`), the old policy's in the training engine (`r2`), or the
+    rollout engine's (`r3`)."""
     replay_old_log_probs: bool = True
     """With r3, compute old log-probs under the rollout engine's routes too."""
     missing_routes: Literal["error", "live"] = "error"
     """With r3, tokens without a route: stop the run, or use the live router."""
     storage: Literal["device", "host"] = "device"
-    """Where a pass keeps the routes that it records: GPU memory, or pinned host memory."""
+    """Memory of recorded routes: the GPU's, or pinned on the host."""
     metrics: bool = True
     """Log expert flips, router entropy and expert load (routing/*)."""
     metric_sequences: Annotated[int, Ge(1)] = 8
     """Sequences per rollout batch on which expert flips are measured without replay."""
     compare_rollout: bool = False
-    """Request the rollout engine's routes to measure routing/rollout_flip_rate; r3 always does."""
+    """Request the rollout engine's routes for routing/rollout_flip_rate; r3 always does."""
 
     @property
     def uses_routes(self) -> bool:
@@ -134,14 +130,14 @@ class RouterNoiseConfig:
     engines: Literal["none", "rollout", "trainer", "both"] = "none"
     """Whose routers are perturbed. The rollout engine's needs `rollout.engine: embedded`."""
     stress_test: bool = False
-    """Must be true with noise: it makes training worse on purpose."""
+    """Must be true with noise, which makes training worse."""
     strength: Annotated[float, Gt(0)] | None = None
-    """Standard deviation of the noise, in units of the standard deviation of a token's router logits."""
+    """Standard deviation of the noise over that of a token's router logits."""
     target_flip_rate: Annotated[float, Gt(0), Lt(1)] | None = None
-    """In place of strength: the share of experts that the noise makes differ between the two engines, within 5 % of
-    itself. The strength is found once, on `routing.metric_sequences` responses to the first prompts."""
+    """In place of `strength`: share of experts that differ between the engines, within 5 % of itself. The strength is
+    found once, on `routing.metric_sequences` responses."""
     perturb_weights: bool = False
-    """Weigh the experts by the perturbed logits too; otherwise noise changes only which experts are chosen."""
+    """Weigh the experts by the perturbed logits too."""
     seed: Annotated[int, Ge(0)] = 0
     """Seed of the noise; the samples' is `seed`."""
 

@@ -20,29 +20,26 @@ class ServerConfig:
     python: str | None = None
     """Python interpreter of the servers' environment; null is the trainer's."""
     port: Annotated[int, Ge(1), Le(65535)] | None = None
-    """Port of the first started server; the others take the following ones. Null takes free ports."""
+    """Port of the first started server; others take the following ones. Null takes free ports."""
     server_args: tuple[str, ...] = ()
-    """Arguments of the started servers, e.g. [--mem-fraction-static, '0.7']; on the command line
-    --sglang.mem-fraction-static 0.7."""
+    """Arguments of the started servers; on the command line --sglang.mem-fraction-static 0.7."""
     start_timeout: Annotated[float, Gt(0)] = 600.0
     """Timeout of a server's start in seconds."""
     api_key_file: str | None = None
     """File with the servers' API key on its first line; null: no key."""
     weight_transport: Literal["distributed", "tensor", "disk", "ipc"] = "distributed"
-    """How weights reach the servers: broadcast in a process group (`distributed`), HTTP (`tensor`), files (`disk`), or
-    shared GPU memory (`ipc`)."""
+    """Weights to servers by broadcast in a process group (`distributed`), HTTP (`tensor`), files (`disk`) or shared GPU
+    memory (`ipc`)."""
     weight_bucket_mb: Annotated[float, Gt(0)] = 512.0
     """Weights that a rank sends at once, in MiB."""
     weight_changes_only: bool = False
-    """Send only the tensors whose bytes have changed since the last update, with `distributed` and servers that the run
-    starts."""
+    """Send only tensors that have changed since the last update, with `distributed` and servers that the run starts."""
     weight_checksums: bool = False
     """Compare the checksum of every tensor after an update, with the same."""
     weight_dir: str | None = None
-    """Directory of `weight_transport: disk`, the same path on all servers; null is `run_dir`/weights."""
+    """Directory of `disk`, the same path on all servers; null is `run_dir`/weights."""
     master_address: str | None = None
-    """Address of the first node as the servers reach it, with `weight_transport: distributed`; null is that of the
-    route to them."""
+    """Address of the first node for the servers, with `distributed`; null is that of the route to them."""
     max_concurrent_requests: Annotated[int, Ge(1)] = 256
     """Maximum concurrent requests per server."""
     request_timeout: Annotated[float, Gt(0)] = 600.0
@@ -59,7 +56,7 @@ class ServerConfig:
     health_interval: Annotated[float, Gt(0)] = 5.0
     """Seconds between health checks of a server."""
     health_timeout: Annotated[float, Gt(0)] = 10.0
-    """Timeout of a health check in seconds; a check takes about one."""
+    """Timeout of a health check in seconds; it takes about one."""
     log_prob_check_interval: Annotated[int, Ge(0)] = 0
     """Updates between comparisons of the engines' log-probs; 0 is off."""
     log_prob_check_tolerance: Annotated[float, Gt(0)] = 0.5
@@ -67,7 +64,7 @@ class ServerConfig:
     log_prob_check_action: Literal["warn", "stop"] = "stop"
     """Action when a check exceeds the tolerance."""
     colocated: bool = False
-    """The servers share the trainer's GPUs and release their memory while it trains; running ones (`urls`) need
+    """The servers share the trainer's GPUs and release their memory during training; `urls` need
     --enable-memory-saver."""
 
     @property

@@ -63,7 +63,7 @@ class EvaluationConfig:
     temperature: Annotated[float, Ge(0)] = 1.0
     """Sampling temperature; 0 is greedy decoding."""
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
-    """Nucleus sampling: the smallest set of tokens with this total probability; 1 is off."""
+    """Nucleus sampling; 1 is off."""
     top_k: Annotated[int, Ge(0)] = 0
     """Sample from this many most likely tokens; 0 is off."""
     max_prompts: Annotated[int, Ge(1)] | None = None
@@ -81,9 +81,9 @@ class CheckpointConfig:
     keep: Annotated[int, Ge(1)] = 2
     """Newest checkpoints to keep."""
     async_save: bool = True
-    """Write checkpoints in the background; needs host memory for a copy of the state."""
+    """Write in the background; needs host memory for a copy of the state."""
     resume: Literal["auto", "never"] = "auto"
-    """Resume from the newest checkpoint in `run_dir`, or refuse a `run_dir` that holds a run."""
+    """Resume from the newest checkpoint, or refuse a `run_dir` that holds a run."""
     export_hf: bool = True
     """Write the trained model as a Hugging Face directory at the end."""
 

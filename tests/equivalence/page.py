@@ -14,10 +14,10 @@ INTRO = """# Equivalence of parallel layouts
 
 <!-- written by `make proof`; edit tests/equivalence/page.py instead -->
 
-For readers who want evidence: is the gradient the same in every parallel layout, and how close is it to the exact one?
+For readers who judge correctness: is the gradient the same in every parallel layout, and how close to the exact one?
 
 Every combination of parallel dimensions is compared with a reference in one process: the Hugging Face model in float64,
-the objective as a loop over sequences and tokens, and torch's AdamW. It runs on two CPU cores:
+the objective as a loop over sequences and tokens, and torch's AdamW:
 
     make proof                                              # writes this page, with the installed megatron-core
     pytest "tests/equivalence/test_layouts.py::test_moe[tp2-pp1-cp2-dp1-ep2-etp1]"     # one layout
@@ -26,7 +26,7 @@ the objective as a loop over sequences and tokens, and torch's AdamW. It runs on
 
 Two tiny random models, a Qwen3-MoE (4 layers, 8 experts, 2 active) in {moe} layouts and a dense Qwen3 in {dense}: all
 combinations of tensor, pipeline (plain and interleaved), context, data, expert and expert-tensor parallelism with one
-or two ranks each, up to 8 processes. On every rank:
+or two ranks each, up to 8 processes on two CPU cores. On every rank:
 
 - objectives `gspo`, `gspo_token` (advantages per token, dual clip, KL) and `grpo` (temperature 0.8, dual clip, KL,
   entropy bonus); packed micro-batches, and one sequence per micro-batch; no, selective and full recomputation, in turn;
@@ -50,7 +50,7 @@ log-probs and entropies absolute, in nats.
 """
 
 DEFECTS = """
-For scale, the gradient error of one mistake in the reference:
+For scale, the gradient error after one mistake in the reference:
 
 | mistake | gradient error |
 | --- | --- |
@@ -68,8 +68,7 @@ def render(records: list[Record]) -> str:
     versions = " / ".join(r["versions"]["megatron-core"] for r in records)
     parts.append(
         "\n## Layout by layout\n\nThe largest relative gradient error on any rank, times 1e6, for megatron-core\n"
-        f"{versions}. `i`: interleaved; `nosp`: without sequence parallelism. The results in `benchmarks/results/`\n"
-        "also have losses, metrics and weight changes.\n"
+        f"{versions}. `i`: interleaved; `nosp`: without sequence parallelism.\n"
     )
     for model, title in (("moe", "Mixture of experts"), ("dense", "Dense")):
         parts.append(f"\n### {title}\n\n" + _layouts(records, model))

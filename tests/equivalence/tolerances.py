@@ -22,9 +22,9 @@ through four layers. The first column is one process alone; a layout only change
 change is a difference of two float32 weights, so rounding of a weight near 1 is 1e-5 of a change of 1e-2. Adam's `eps`
 is 2e-4, the size of a gradient's entries: with 1e-8 the sign of an entry of rounding noise would decide a whole step.
 
-The pass that records routes and the one that replays them pack other micro-batches. Between 4 and 8 nats float32 has
-steps of 4.8e-7; the two passes' log-probs differ by at most three of them.
+The passes that record and replay routes pack different micro-batches; their log-probs differ by at most three of
+float32's steps of 4.8e-7 between 4 and 8 nats.
 
-Tests check that the comparison does not depend on rounding: no ratio within 2e-5 of a clip, no two experts within 2e-5
-of changing places, and every gradient at least 2 % of the typical norm.
+Tests check that the comparison does not depend on rounding: no ratio within 2e-5 of a clip, no two experts' logits
+within 2e-5 of each other, and every gradient at least 2 % of the typical norm.
 """
