@@ -58,7 +58,7 @@ test-sglang: install
 proof: install
 	$(RUN) -m tests.equivalence.table docs/equivalence.md $(ARGS)
 
-# Puts known bugs back, one at a time; fails if the tests miss one. teeth is the same.
+# Inserts known bugs, one at a time; fails if the tests miss one. teeth is the same.
 seeded-bugs teeth: install
 	$(RUN) -m tests.seeded_bugs.run $(ARGS)
 

@@ -58,7 +58,7 @@ def surely_missed(row: Row) -> bool:
 
 
 def compare_rows(row: Row, old: Row, loss: float, findings: Findings) -> None:
-    """Adds what there is to say about one row."""
+    """Adds the lines about one row."""
     name, change = describe(row), worse_by(row, old)
     if change > NOTICED and apart(row, old):
         ratio = f"{number(old.ratio.median)} -> {number(row.ratio.median)}"

@@ -2,13 +2,13 @@
 
 The model is the published one cut to `--layers` layers, with random bfloat16 weights, in files of 4 GB as published.
 Each turn converts it for one layout and back, with the command that users run, and copies the source's files (`cp`,
-flushed to the disk as ours are); the files that come back must be the source's to the byte. Memory is the highest
+flushed to the disk as ours are); the resulting files must be the source's to the byte. Memory is the highest
 resident set of any one process of the command, pages of mapped files included.
 
     OMP_NUM_THREADS=1 python benchmarks/conversion.py --layers 6 --json conversion.json
 
 Where this user may, the page cache is dropped before each command, so that all read the disk, and the program's own
-files are read again. Wants four times the checkpoint's size in free disk space; 6 layers are 8.7 GB. mbridge, the peer
+files are read again. Needs four times the checkpoint's size in free disk space; 6 layers are 8.7 GB. mbridge, the peer
 on the registry, is not in the table: it builds Transformer Engine's layers only, and without a GPU it stops at
 `NameError: name 'TENorm' is not defined`.
 """

@@ -49,7 +49,7 @@ class Case:
     device: str = "cpu"
 
     def runs(self, peer: Peer) -> bool:
-        """Whether the peer can do this case and is wanted in it."""
+        """Whether the peer can compute this case and is selected for it."""
         fits = (peer.parallel if self.tensor_parallel > 1 else peer.alone) and (peer.entropy or not self.entropy)
         return fits and (self.measured is None or peer.name in (*self.measured, *self.timed))
 
@@ -98,7 +98,7 @@ def call(function: Function, inputs: Inputs, case: Case) -> Outputs:
 
 def difference(found: Outputs, expected: Outputs) -> float:
     """The largest over results and gradients, relative to the largest entry of each. What is bfloat16 here may
-    differ by a rounding of 2^-8, which counts as 1e-5; log-probs are compared in float32 whatever a peer gives."""
+    differ by a rounding of 2^-8, which counts as 1e-5; log-probs are compared in float32 for every peer."""
     allowed = {torch.bfloat16: 1e-5 * 2**8}
     return max(((a.float() - b.float()).abs().max() / b.float().abs().max()).item() * allowed.get(b.dtype, 1.0)
                for a, b in zip(found, expected, strict=True))  # fmt: skip

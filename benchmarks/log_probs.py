@@ -72,7 +72,7 @@ def cases(quick: bool) -> list[Case]:
 
 
 def on_gpu() -> list[Case]:
-    """Real sizes. Nobody's whole logits: 32k tokens of them are 19 GiB a copy."""
+    """Real sizes, without whole logits: 32k tokens of them are 19 GiB a copy."""
     case = Case(32_768, LARGE, 2048, dtype="bfloat16", timed=LEAST, measured=(), repeats=10, device="cuda")
     return [case, replace(case, gradient=False)]
 

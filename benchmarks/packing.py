@@ -2,7 +2,7 @@
 
 Ours (``data/schedule.py``, packed micro-batches) against
 - *sorted, padded*: sequences sorted by length, a micro-batch takes as many as fit padded to its longest;
-- *fixed count, padded*: 4 sequences a micro-batch in the order of arrival, padded to its longest, whatever that takes;
+- *fixed count, padded*: 4 sequences a micro-batch in the order of arrival, padded to its longest, without a limit;
 - *verl*: its ``get_seqlen_balanced_partitions`` (Karmarkar-Karp), packed like ours (``peers/verl_partitions.py``).
 
 At most 32,768 tokens a micro-batch. Every figure is a share of the tokens that are computed. *Rank imbalance*: the
@@ -11,7 +11,7 @@ tokens in each (expert parallelism). Repeats are batches of other lengths. Lengt
 responses of up to 16,384, where they are cut:
 - *log-normal*, median 1,500, sigma 1.0: one mode with a heavy tail, answers to prompts of one kind; 1 % are cut;
 - *geometric*, mean 2,000: the same chance to end at every token, no heavy tail;
-- *bimodal*: a quarter thinks long (log-normal, median 10,000, sigma 0.6), the others answer (1,200, 0.6); 5 % are cut,
+- *bimodal*: a quarter is long (log-normal, median 10,000, sigma 0.6), the others short (1,200, 0.6); 5 % are cut,
   so the longest length is common.
 """
 

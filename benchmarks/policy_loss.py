@@ -1,6 +1,6 @@
 """The policy loss with its metrics, forward and backward: against TRL's and verl's, and as a share of a training step.
 
-*Against the peers*: GSPO on the same numbers, 1k to 1M tokens in responses of equal length, so that nobody computes
+*Against the peers*: GSPO on the same numbers, 1k to 1M tokens in responses of equal length, so that none computes
 padding; losses and gradients must agree to 1e-5. What a batch holds beforehand (packed or padded inputs) is not timed.
 Ours gives 11 metrics; verl's gives 4, TRL's 7, which it reads from the device within the call.
 

@@ -78,7 +78,7 @@ def measure(prepare: dict[str, Prepare], count: int, width: int, repeats: int) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("model", type=Path, help="a Hugging Face directory: TRL's trainer wants a model")
+    parser.add_argument("model", type=Path, help="a Hugging Face directory: TRL's trainer needs a model")
     parser.add_argument("--sizes", nargs="+", required=True, help="SEQUENCESxTOKENS")
     parser.add_argument("--repeats", type=int, required=True)
     args = parser.parse_args()

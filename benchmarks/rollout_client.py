@@ -1,6 +1,6 @@
 """Our client against SGLang's own load generator: output tokens per second from the same server, in turns.
 
-Both keep 32 requests under way and ask for the same prompts (ids, as `bench_serving --dataset-name random-ids` makes
+Both keep 32 requests in flight with the same prompts (ids, as `bench_serving --dataset-name random-ids` makes
 them), as many tokens each, with log-probs and routed experts, not streamed; the prefix cache is flushed before each.
 The server's model has no end token, so every response has full length. Ours is `ServerEngine.generate`: fleet, checks
 of every answer, samples with routes, decoded texts; the peer's client throws answers away. The peer reports its own

@@ -32,7 +32,7 @@ BARE = "bare Megatron"
 SIZES = (1, 2, 4, 8)
 DIMENSIONS = ("data", "tensor", "expert", "pipeline")
 SEQUENCES, PROMPT, RESPONSE = 32, 8, 64  # of the shared mini-batch
-MAX_TOKENS = {"data": 4096, "tensor": 4096, "expert": 4096, "pipeline": 320}  # a pipeline wants several micro-batches
+MAX_TOKENS = {"data": 4096, "tensor": 4096, "expert": 4096, "pipeline": 320}  # a pipeline needs several micro-batches
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ FITS = {
 
 
 def fixed_lengths(samples: list[Any], response: int) -> list[Any]:
-    """Samples with responses of one length, cut or repeated: a fit wants exact sizes."""
+    """Samples with responses of one length, cut or repeated: a fit needs exact sizes."""
     import numpy as np
 
     for sample in samples:

@@ -2,7 +2,7 @@
 
 A packed batch whose prompts have three quarters of the tokens. Both sides are `log_probs_from_hidden`, in the same run:
 forward and backward as in training, and the forward alone as in the old policy's pass. Their log-probs and gradients
-agree to 1e-5. The weight's gradient, of the size of the vocabulary whatever the number of positions, is part of both.
+agree to 1e-5. The weight's gradient, of the size of the vocabulary for any number of positions, is part of both.
 Width 256, where the statistics of the vocabulary count as much as the products.
 """
 

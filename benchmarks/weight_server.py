@@ -182,7 +182,7 @@ def weight_servers(*places: tuple[str | None, str]) -> Any:
 
 
 def main() -> None:
-    """Fork the servers, say where they are, end them when the input ends."""
+    """Fork the servers, print their addresses, end them when the input ends."""
     given = json.loads(sys.argv[1])
     places = [(None, "127.0.0.1")] * given if isinstance(given, int) else given
     servers = [fork_server(namespace, address) for namespace, address in places]

@@ -96,7 +96,7 @@ def markdown(headings: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
 
 
 def filled(text: str, result: Result) -> str:
-    """A page's text with the rows that its blocks ask for. Raises ``ValueError`` for a pattern without a row."""
+    """A page's text with the rows that its blocks name. Raises ``ValueError`` for a pattern without a row."""
 
     def block(found: re.Match[str]) -> str:
         patterns = [pattern.strip() for pattern in found[1].split(";")]

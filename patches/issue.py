@@ -44,7 +44,7 @@ class KnownIssue:
     """One row of README.md.
 
     handled_by: the patch, or the place in the package that avoids the issue. versions: "all" or a package with its
-    first and last affected version and conditions. problem: what goes wrong. upstream: links, shortened as in
+    first and last affected version and conditions. problem: the effect. upstream: links, shortened as in
     ``readme.LINKS``. tests, delete_when: as in README.md. applies: the affected situations, apart from versions.
     marked: upstream functions (module:name) that the patch replaces; present: names that it adds. all_versions:
     ``applies`` checks the versions itself. is_issue: False for a choice of this project.

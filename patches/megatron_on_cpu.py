@@ -72,7 +72,7 @@ def _cuda_type_name(original: Any) -> Any:
 
 def _patch_torch() -> None:
     cpu = torch.device("cpu")
-    # ``with torch.device("meta")`` knows the factories by identity, from a list that it makes once: build it from
+    # ``with torch.device("meta")`` finds the factories by identity, from a list that it makes once: build it from
     # the originals, or a model built later on the meta device (by Transformers) gets uninitialised weights
     _device_constructors()
     for name in _FACTORIES:

@@ -4,7 +4,7 @@
     python -m megatron_gspo.tools.sglang_environment 0.5.15.post1    # .venv-sglang-0.5.15.post1
 
 `patches/sglang_on_cpu` holds the pins and what the server needs without a GPU. On GPUs, install SGLang as its own
-documentation says and name that interpreter in `sglang.python`.
+documentation describes and name that interpreter in `sglang.python`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _make(folder: Path, pins: Path, below: Path | None) -> None:
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     loading = [python, "-W", "ignore", "-c", f"import {', '.join(LOADED)}"]
     loaded = subprocess.run(loading, env=environment, capture_output=True, text=True)
-    if loaded.returncode:  # else what it says is of models and options that nobody asks for here
+    if loaded.returncode:  # else its output is about models and options that are not used here
         print(loaded.stderr, file=sys.stderr)
         loaded.check_returncode()
 

@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# They ask for other versions of torch and transformers (Liger for Triton) and for packages that their losses and
+# They require other versions of torch and transformers (Liger for Triton) and for packages that their losses and
 # log-probs never use. Megatron-Core, of our own version, joins them: verl's log-probs are made of its functions.
 WITHOUT_REQUIREMENTS = ("verl==0.9.1", "areal==1.0.4", "liger-kernel==0.8.5")
 

@@ -85,7 +85,7 @@ def _log_softmax(hidden: Tensor, weight: Tensor, labels: Tensor, entropy: bool) 
 
 
 def naive(_: ProcessGroup | None) -> Function:
-    """A whole log_softmax; the product in float32 whatever the inputs are, as ours."""
+    """A whole log_softmax; the product in float32 for all inputs, as ours."""
     return _log_softmax
 
 

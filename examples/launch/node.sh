@@ -67,7 +67,7 @@ end_now() {
 
 ask() {
     asked=save
-    echo "${0##*/}: the run was asked to stop, saves after this step" >&2
+    echo "${0##*/}: stop requested: the run saves after this step" >&2
     trap end_now TERM
 }
 

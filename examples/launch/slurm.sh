@@ -12,7 +12,7 @@
 #                     the servers are replayed (routing.replay: r3)
 # and PORT and WAIT of static.sh, and those of node.sh; edit or override the lines below for your cluster.
 #
-# Before the time limit, and at a pre-emption that gives notice, the run saves and stops, and the job is requeued. It
+# Before the time limit, and at a pre-emption with notice, the run saves and stops, and the job is requeued. It
 # then resumes from its checkpoint, as after a node failure. A failed or cancelled run is not requeued.
 #SBATCH --job-name=gspo
 #SBATCH --ntasks-per-node=1

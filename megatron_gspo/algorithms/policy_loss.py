@@ -25,7 +25,7 @@ class LossExtras:
         ref_log_probs: [T], required where kl_loss_coef > 0, else only for the metric.
         entropy: [T], required (with gradient) where entropy_coef > 0, else only for the metric.
         sum_over_context: adds a [2, num_segments] float64 tensor over the context-parallel ranks, without autograd.
-            Called exactly once, whatever the objective. None: this rank holds whole sequences.
+            Called exactly once, for every objective. None: this rank holds whole sequences.
     """
 
     num_segments: int | None = None

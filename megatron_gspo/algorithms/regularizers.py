@@ -39,7 +39,7 @@ def kl_regularizer(
     """`kl_loss_coef * KL(current || reference)`, aggregated as the objective is, and its metrics.
 
     log_probs, ref_log_probs: [T], 0 at untrained positions. The term is None where the coefficient is 0. `kl/ref` is
-    the token mean of k3 whatever the estimator of the term.
+    the token mean of k3, for any estimator of the term.
     """
     kind, limit = objective.kl_loss_type, objective.max_log_ratio
     kl = kl_penalty(log_probs, ref_log_probs, kind, max_log_ratio=limit)

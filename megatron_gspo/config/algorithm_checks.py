@@ -89,7 +89,7 @@ def check_routing(routing: RoutingConfig, algorithm: AlgorithmConfig) -> None:
 
 
 def check_router_noise(noise: RouterNoiseConfig, rollout: RolloutConfig) -> None:
-    """Noise is asked for, of some strength, and the engine can be perturbed."""
+    """Noise is requested, has a strength, and the engine can be perturbed."""
     if noise.engines == "none":
         for key in ("stress_test", "strength", "target_flip_rate", "perturb_weights", "seed"):
             if (value := getattr(noise, key)) != default_of(RouterNoiseConfig, key):
@@ -98,7 +98,7 @@ def check_router_noise(noise: RouterNoiseConfig, rollout: RolloutConfig) -> None
         return
     if not noise.stress_test:
         problem = "makes training worse on purpose"
-        fix = "set router_noise.stress_test: true if that is what you want, or remove the section"
+        fix = "set router_noise.stress_test: true to perturb the routers, or remove the section"
         raise ConfigError("router_noise.engines", noise.engines, problem, fix)
     if noise.strength is None and noise.target_flip_rate is None:
         fix = "set it, 0.5 is strong, or target_flip_rate"

@@ -83,7 +83,7 @@ _OVERRIDE = re.compile(r"(seed|run_dir|[a-z_]+(\.[a-z_0-9]+)+)=")
 
 def split_server_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """(overrides, arguments for the SGLang servers): `--sglang.xyz value` and `--sglang.xyz=value` are for them, as
-    `--xyz value` and `--xyz=value`. A value is whatever follows that is neither an override nor starts with a dash."""
+    `--xyz value` and `--xyz=value`. A value is a following argument that is no override and starts without a dash."""
     ours: list[str] = []
     theirs: list[str] = []
     after = False

@@ -42,7 +42,7 @@ def check_schedule(optimizer: OptimizerConfig, steps: int) -> None:
 
 
 def check_evaluation(evaluation: EvaluationConfig, has_eval_prompts: bool) -> None:
-    """There are held-out prompts where evaluation is asked for, and pass@k has enough responses."""
+    """There are held-out prompts where evaluation is configured, and pass@k has enough responses."""
     samples = evaluation.n_samples
     if evaluation.eval_interval and not has_eval_prompts:
         problem, fix = "there are no held-out prompts", "set data.eval_prompts or data.task.eval_size"

@@ -43,7 +43,7 @@ def read_rows(path: str | Path, *, split: str = "train") -> Iterator[tuple[Locat
 
 
 def optional_module(name: str, package: str, extra: str, purpose: str) -> ModuleType:
-    """Import an optional dependency, or raise ImportError with one line that says what to install."""
+    """Import an optional dependency, or raise ImportError with one line that names what to install."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

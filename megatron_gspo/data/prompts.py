@@ -138,7 +138,7 @@ class PromptSource:
         total = len(self)
         if not 1 <= size <= total:
             raise PromptError(
-                f"a batch of {size} prompts was asked of {total}; lower rollout_batch_size or add prompts"
+                f"a batch needs {size} prompts and there are {total}; lower rollout_batch_size or add prompts"
             )
         if cursor < 0:
             raise PromptError(f"cursor is {cursor}; it counts prompts from 0")

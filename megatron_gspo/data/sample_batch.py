@@ -36,7 +36,7 @@ ROW = np.dtype(
         ("has_routes", np.bool_),
     ]
 )
-"""What every rank knows about a sample: 56 bytes."""
+"""What every rank holds of a sample: 56 bytes."""
 
 
 def row_of(sample: Sample, holder: int = 0) -> tuple:

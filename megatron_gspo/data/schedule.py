@@ -139,7 +139,7 @@ def _checked_order(lengths: Sequence[int], max_tokens: int) -> tuple[list[int], 
 
 
 def _level(sizes: list[int], order: list[int], num_bins: int, num_ranks: int, capacity: int) -> Bins | None:
-    """Level bins: with a target per step first, then all alike; None where neither fits."""
+    """Level bins: with a target per step first, then one for all; None where neither fits."""
     targets = _step_targets(sizes, order, num_bins // num_ranks, num_ranks)
     if targets[0] > targets[-1]:
         bins = _fill(sizes, order, [target for target in targets for _ in range(num_ranks)], capacity)

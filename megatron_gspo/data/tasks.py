@@ -16,7 +16,7 @@ from megatron_gspo.data.prompts import PromptSet, Tokenizer, build_prompts
 # reasoning-gym draws item i of a dataset from Random(seed + i), so nearby seeds give mostly the same items
 HELD_OUT_SEED_OFFSET = 1_000_000_000
 METADATA_KEY = "reasoning_gym"
-_MOST_DRAWS = 8  # items drawn per held-out question asked for, because a task may repeat itself
+_MOST_DRAWS = 8  # items drawn per held-out question, because a task may repeat itself
 
 
 @dataclass(frozen=True)

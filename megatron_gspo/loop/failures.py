@@ -110,7 +110,7 @@ class _Watcher:
         elastic = "TORCHELASTIC_RUN_ID" in os.environ
         self._node = os.environ.get("GROUP_RANK", "0") if elastic else f"{socket.gethostname()}:{os.getpid()}"
         self._prints = not elastic or os.environ.get("LOCAL_RANK", "0") == "0"
-        self._once = threading.Lock()  # held by whoever ends this process
+        self._once = threading.Lock()  # held by the thread that ends this process
         self._closed = threading.Event()
         self._signals, wake = socket.socketpair()
         self._signals.settimeout(_POLL)  # no select: a large run has descriptors beyond its limit

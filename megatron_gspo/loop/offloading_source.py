@@ -51,7 +51,7 @@ class OffloadingSource:
         return self._source.generate(prompts, sampling, seed=seed)
 
     def update_weights(self, weights: Weights, *, version: int) -> None:
-        """See `GroupSource.update_weights`. A tensor of the stream is valid until the next one is asked for."""
+        """See `GroupSource.update_weights`. A tensor of the stream is valid until the next one is read."""
 
         def released_at_the_end(source: int | None = None, /) -> Iterator[tuple[str, Tensor]]:
             yield from weights(source)

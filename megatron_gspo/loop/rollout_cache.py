@@ -190,7 +190,7 @@ def _chunks(batch: SampleBatch) -> Iterator[bytes]:
 
 
 def _read_part(file: Path, head: dict[str, Any], number: int) -> dict[int, Sample]:
-    """The samples of a part by position. Raises _Damaged, or whatever a damaged file causes."""
+    """The samples of a part by position. Raises _Damaged, or another error that a damaged file causes."""
     size, crc32 = head["parts"][number]
     start = head["start"] + sum(part for part, _ in head["parts"][:number])
     payload = np.fromfile(file, dtype=np.uint8, count=size, offset=start)

@@ -133,7 +133,7 @@ def train_step(run: Components, state: LoopState, checkpoints: CheckpointManager
 
 
 def _prepare_start(run: Components, state: LoopState, logger: MetricsLogger, timers: Timers) -> LoopState:
-    """Send the weights to the engine, begin to perturb its routers if that is asked for, and evaluate them at the start
+    """Send the weights to the engine, begin to perturb its routers if configured, and evaluate them at the start
     of a new run."""
     if run.trains_on_rollouts:
         run.groups.update_weights(run.policy.weights, version=state.step)

@@ -121,7 +121,7 @@ class _Padded:
 class PackedSequences(PackedSeqParams):
     """Megatron's packed-sequence parameters plus the index plans of this module, shared by the layers.
 
-    A plan is computed by the first layer that asks for it, so Transformer Engine's layers do not pay for one. It is
+    A plan is computed by the first layer that needs it, so not for Transformer Engine's layers. It is
     built on the host in time and memory linear in tokens, and copied to the device without waiting for it.
     ``cu_seqlens``: int32 [n + 1] on the host. ``routes``: of the micro-batch; the routers read them here.
     """
@@ -278,7 +278,7 @@ class PackedAttention(torch.nn.Module):
             query, key, value, bounds.cu_seq_q, bounds.cu_seq_k, bounds.max_q, bounds.max_k, scale=self.softmax_scale,
             window_size=(-1, 0), enable_gqa=query.shape[1] != key.shape[1],
         )
-        assert isinstance(out, Tensor)  # a pair only where the log-sums are asked for
+        assert isinstance(out, Tensor)  # a pair only where the log-sums are requested
         return out
 
     def _padded(self, plan: PackedSequences, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ def policy_forward_step(objective: Objective, *, num_microbatches: int, temperat
     where not trained}``.
 
     Raises ``ValueError`` for batches without ``old_log_probs`` where the objective has a ratio, and if the
-    model's config asks for ``calculate_per_token_loss``: the objective is already normalised by the global batch.
+    model's config sets ``calculate_per_token_loss``: the objective is already normalised by the global batch.
     """
     groups = groups or current_groups()
     options = LogProbOptions(temperature, vocab_size, with_entropy=objective.entropy_coef != 0.0)

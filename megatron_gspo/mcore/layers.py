@@ -62,7 +62,7 @@ def _run_pre_hooks(module: torch.nn.Module) -> None:
 
 
 class MoEStaticTokenDispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's dispatcher with a permutation whose size the host knows: each token has ``moe_router_topk`` experts.
+    """Megatron's dispatcher with a permutation of known size: each token has ``moe_router_topk`` experts.
 
     Megatron's own selects by a mask, for which the host waits twice per pass, and adds up a token's experts in the
     dtype of the activations.

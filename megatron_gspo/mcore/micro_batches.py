@@ -45,7 +45,7 @@ def packing_rules(training: TrainingConfig, config: Any, groups: ProcessGroups) 
 
 
 class PackedBatches(Sequence[PackedBatch]):
-    """Micro-batches that are packed when they are asked for, so that routes are held once and not packed too."""
+    """Micro-batches that are packed on access, so that routes are held once and not packed too."""
 
     def __init__(self, batch: SampleBatch, plan: MicroBatchPlan, replica: int, optional: Sequence[str] | None,
                  routes: RouteShape | None) -> None:  # fmt: skip

@@ -97,7 +97,7 @@ class PolicyMemory:
     """What a policy holds on its device between steps: weights, gradients and optimizer state.
 
     The passes of `mcore/train_step.py`, the weight export and checkpoints take back what they need. make_room: called
-    before gradients and optimizer state come back, to free what an engine holds on the same device.
+    before gradients and optimizer state are restored, to free what an engine holds on the same device.
     """
 
     def __init__(self, chunks: Sequence[Any], optimizer: Any) -> None:

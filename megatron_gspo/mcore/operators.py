@@ -178,7 +178,7 @@ class _Unpermute(torch.autograd.Function):
 def masked_entries(mask: Tensor, per_row: int) -> tuple[Tensor, Tensor]:
     """Row and column of each true entry of ``mask`` [n, m], sorted by column, then row; two of [n * per_row], int64.
 
-    ``per_row`` entries of each row are true. So the host knows their number and doesn't wait for the device.
+    ``per_row`` entries of each row are true. So their number is known on the host, which doesn't wait for the device.
     """
     by_column, size = mask.t().contiguous(), mask.shape[0] * per_row
     try:

@@ -91,7 +91,7 @@ def start(*, backend: str = "auto", timeout_minutes: float = 30.0) -> dist.Store
         dist.init_process_group(chosen, timeout=limit, store=own, rank=rank, world_size=size)
     except (ValueError, RuntimeError) as error:
         world = os.environ.get("WORLD_SIZE", "1")
-        fix = "start all of them with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT alike"
+        fix = "start all of them with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for all"
         raise RunError(
             f"the {world} processes did not find each other in {timeout_minutes:g} minutes ({first_line(error)}); {fix}"
         ) from error

@@ -16,7 +16,7 @@ def seed_generators(seed: int, step: int, phase: int) -> None:
     """Seed Python's, numpy's and torch's global generators on this rank, and Megatron's.
 
     Nothing in this package draws from them after the weights; engines, verifiers and modules of one's own may. Seeded
-    before every phase they are a function of what a checkpoint holds, so that a resumed run, in whatever layout,
+    before every phase they are a function of what a checkpoint holds, so that a resumed run, in any layout,
     needs no stored state. Python's, numpy's and torch's differ by rank; Megatron derives its own from the layout.
     """
     mine = np.random.SeedSequence([seed, step, phase, dist.get_rank()]).generate_state(3)

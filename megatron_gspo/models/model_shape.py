@@ -32,7 +32,7 @@ class ModelError(InputError):
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder-only transformer; ``moe_layers[i]`` says whether layer ``i`` has experts.
+    """Sizes of a decoder-only transformer; ``moe_layers[i]``: whether layer ``i`` has experts.
 
     ``attention_bias``: of query, key and value. ``shared_expert_size``: width of the expert that every token goes to,
     with a gate of its own; 0: there is none.

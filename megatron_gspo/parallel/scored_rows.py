@@ -1,7 +1,7 @@
 """The rows of hidden states whose labels are scored, and how tensor-parallel ranks exchange only these.
 
-Under sequence parallelism a rank holds the hidden states of consecutive tokens. Every rank knows which tokens all ranks
-score, so each gathers its own scored rows, padded to the largest number of any rank, without asking the others.
+Under sequence parallelism a rank holds the hidden states of consecutive tokens. Every rank has the list of tokens that
+all ranks score, so each gathers its own scored rows, padded to the largest number of any rank, without communication.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ def _logits(hidden: Tensor, columns: Tensor, scale: float, out: Tensor) -> None:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool = False) -> None:
-    """total += a @ b, summed in total's dtype. ``first``: total is overwritten, whatever it contained."""
+    """total += a @ b, summed in total's dtype. ``first``: total is overwritten."""
     if b.dtype == total.dtype:
         total.addmm_(a, b, beta=0 if first else 1)
     elif first:

@@ -14,7 +14,7 @@ from megatron_gspo.rewards.worker import Reply, run_verifier
 from megatron_gspo.rewards.worker_pool import RewardPool
 
 FAILURES = ("error", "timeout", "invalid")
-FAILURE = "verifier_failure"  # the key of `Sample.metadata` that says why a response has no score: "error: ..."
+FAILURE = "verifier_failure"  # the key of `Sample.metadata` with the reason why a response has no score: "error: ..."
 
 
 @dataclass(frozen=True)

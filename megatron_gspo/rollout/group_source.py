@@ -4,7 +4,7 @@ The samples of a group are consecutive in a batch. They are on the rank that gen
 their rows (`SampleBatch`).
 
 Engines in the trainer's processes (`InProcessSource`), inference servers (`ServerSource`) and multi-turn episodes over
-both (`environments.episode_source`) follow the same protocol, and the loop does not know which of them it has.
+both (`environments.episode_source`) follow the same protocol; the loop treats them alike.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class GroupSource(Protocol):
         ...
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> SampleBatch:
-        """Samples of exactly these prompts, prompt-major, whatever else is pending. Used for evaluation."""
+        """Samples of exactly these prompts, prompt-major, also while others are pending. Used for evaluation."""
         ...
 
     def update_weights(self, weights: Weights, *, version: int) -> None:

@@ -1,4 +1,4 @@
-"""What n samples a prompt say about a model: mean@k and pass@k."""
+"""Accuracy of a model from n samples per prompt: mean@k and pass@k."""
 
 from __future__ import annotations
 

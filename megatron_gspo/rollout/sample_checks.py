@@ -1,4 +1,4 @@
-"""What the loop accepts from an engine, whoever wrote it: checked once, where the samples arrive."""
+"""Checks of the samples of any engine, made once, where they arrive."""
 
 from __future__ import annotations
 

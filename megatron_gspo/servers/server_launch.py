@@ -1,4 +1,4 @@
-"""What `LocalServers` needs to know of an engine to start its servers. SGLang's: `rollout/sglang/sglang_launch.py`."""
+"""What `LocalServers` needs of an engine to start its servers. SGLang's: `rollout/sglang/sglang_launch.py`."""
 
 from __future__ import annotations
 

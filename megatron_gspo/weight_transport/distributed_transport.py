@@ -22,7 +22,7 @@ _IN_FLIGHT = 4
 
 
 class DistributedTransport(WeightTransport):
-    """One process group with all servers, kept between updates; a bucket is one broadcast whatever their number.
+    """One process group with all servers, kept between updates; a bucket is one broadcast to all of them.
 
     Several buckets are in flight, so that a server passes one on while the next is sent: gloo's broadcast is a tree. A
     server gets the requests of its buckets one after the other. One that answers with an error goes on receiving, so
@@ -78,7 +78,7 @@ class DistributedTransport(WeightTransport):
         self._requests, self._broadcasts, self._broken, self._stop = {}, deque(), "", asyncio.Event()
 
     def _is_current(self, targets: Mapping[str, Target]) -> bool:
-        """Whether the group is that of these servers, and nobody has changed their weights since the last update."""
+        """Whether the group is that of these servers, and their weights have not changed since the last update."""
         members = {url: target.info.start_id for url, target in targets.items()}
         unchanged = all(target.info.weight_version == self._completed for target in targets.values())
         return self._group is not None and members == self._members and unchanged
@@ -141,7 +141,7 @@ class DistributedTransport(WeightTransport):
         await self._leave(PROBE_SECONDS)
 
     def close(self) -> None:
-        """Drop the group; the servers notice the closed connections."""
+        """Drop the group; the servers detect the closed connections."""
         if self._group is not None:
             self._group.drop()
         self._group, self._joined = None, False

@@ -143,7 +143,7 @@ class ReceiverTransport(DistributedTransport):
         self._group.put(f"{self._transfer}/{number}", json.dumps(entry))
 
     async def _watch(self) -> None:
-        """Break the group where the sender of the requests or a server says that it is broken."""
+        """Break the group where the sender of the requests or a server reports that it is broken."""
         group = self._group
         assert group is not None
         ranks = [f"{self._transfer}/done/{rank}" for rank in range(1, group.size)]
@@ -155,7 +155,7 @@ class ReceiverTransport(DistributedTransport):
                 self._break("the group of a server is broken")
 
     async def _answers(self, timeout: float) -> list[str]:
-        """What each rank of the servers says at the end; breaks the group at the timeout."""
+        """The last message of each rank of the servers; breaks the group at the timeout."""
         assert self._group is not None
         keys = [f"{self._transfer}/done/{rank}" for rank in range(1, self._group.size)]
         deadline = asyncio.get_running_loop().time() + timeout
@@ -184,7 +184,7 @@ def receive_requests(offers: list[Offer], transfer: str, infos: list[ServerInfo]
 
 
 def abort_transfer(offer: Offer, transfer: str) -> None:
-    """Tell a source of a transfer that a server has failed."""
+    """Report to a source of a transfer that a server has failed."""
     with contextlib.suppress(RuntimeError):  # it has ended already
         store = dist.TCPStore(offer.address, offer.port, None, False, _CONNECT, wait_for_workers=False)
         dist.PrefixStore(f"{offer.name}/transfers", store).set(f"{transfer}/abort", "1")

@@ -117,7 +117,7 @@ class UpdateGroup:
         return self._transfers().get(key).decode()
 
     def remove(self, key: str) -> None:
-        """Remove a key that nobody reads again."""
+        """Remove a key that is not read again."""
         self._transfers().delete_key(key)
 
     def _transfers(self) -> dist.PrefixStore:

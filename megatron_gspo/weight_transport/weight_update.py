@@ -6,7 +6,7 @@ new version or serves nothing:
 1. the server stops generating (running requests return what they have, "abort") and gets a weight version that no
    client accepts;
 2. every source sends its tensors (`send_weights`), all at once or one after the other;
-3. the server's prefix cache is flushed, it gets the new version, reports it when asked, and generates again.
+3. the server's prefix cache is flushed, it gets the new version, reports it on request, and generates again.
 
 A server that fails keeps the version that no client accepts until an update succeeds. It is resumed if it responds: a
 paused server does not answer health checks either and would be taken for one that hangs.
@@ -117,7 +117,7 @@ def send_weights(loop: EventLoop, transport: WeightTransport, targets: Mapping[s
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """What the sources of an update need to know. all_sources_at_once: else they send one after the other. with_offers:
+    """What every source of an update needs. all_sources_at_once: else they send one after the other. with_offers:
     each transfer begins with `WeightSender.offer` and `ServerUpdate.receive`."""
 
     version: str
@@ -154,7 +154,7 @@ class ServerUpdate:
 
     @property
     def plan(self) -> UpdatePlan:
-        """What the sources need to know."""
+        """What every source needs."""
         infos = [self._infos[url] for url in self._active if url in self._infos]
         return UpdatePlan(self._version, self._transport.takes_all_sources(infos),
                           isinstance(self._transport, ReceiverTransport))  # fmt: skip

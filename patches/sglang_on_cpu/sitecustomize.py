@@ -34,7 +34,7 @@ MARK = "_megatron_gspo_patch"  # on a replacement: the original (patches/mark.py
 
 
 class KernelStandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """An ``sgl_kernel`` whose functions can be imported; a call says which one is missing."""
+    """An ``sgl_kernel`` whose functions can be imported; a call raises an error that names it."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         return importlib.machinery.ModuleSpec(name, self) if name == "sgl_kernel" else None

@@ -83,7 +83,7 @@ def test_other_batch_sizes_go_on_from_the_same_cursor():
 def test_a_batch_larger_than_the_source_is_refused():
     batch, cursor = source().batch(0, 10)
     assert sorted(prompt.index for prompt in batch) == list(range(10)) and cursor == 10
-    with pytest.raises(PromptError, match="a batch of 11 prompts was asked of 10; lower rollout_batch_size"):
+    with pytest.raises(PromptError, match="a batch needs 11 prompts and there are 10; lower rollout_batch_size"):
         source().batch(0, 11)
     with pytest.raises(PromptError, match="cursor is -1"):
         source().batch(-1, 2)

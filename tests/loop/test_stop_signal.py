@@ -1,4 +1,4 @@
-"""SIGUSR1 to one rank: all ranks agree that they were asked to stop."""
+"""SIGUSR1 to one rank: all ranks agree to stop."""
 
 from __future__ import annotations
 

@@ -21,6 +21,6 @@ def present_name(metric: str) -> str:
 
 
 def with_present_names(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record of metrics.jsonl under present names. A present name in the record wins over an old one."""
+    """A record of metrics.jsonl under present names. A present name in the record takes precedence over an old one."""
     renamed = {present_name(metric): value for metric, value in record.items()}
     return renamed | {metric: value for metric, value in record.items() if present_name(metric) == metric}

@@ -28,7 +28,7 @@ class Trial:
 def table(runs: Sequence[Run]) -> list[Trial]:
     """Every trial in the order of the grid, the best of each variant marked.
 
-    Best is the highest mean of the last held-out accuracy; the first wins a tie. A trial that failed counts with the
+    Best is the highest mean of the last held-out accuracy; of equal ones the first. A trial that failed counts with the
     accuracy that it had last; one with a seed missing can't be chosen.
     """
     groups: dict[tuple[str, str], list[Run]] = {}

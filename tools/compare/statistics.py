@@ -138,7 +138,7 @@ def band(curves: Sequence[tuple[Sequence[float], Sequence[float]]], points: int 
 
     Curves that share their x exactly are averaged there; else each is interpolated linearly on an even grid and never
     beyond its own first and last x, so a run that ended early drops out of the count. The grid ends where the first of
-    the curves ends that reach 95 % of the longest. Below 3 seeds a t-interval says next to nothing (its factor is 12.7
+    the curves ends that reach 95 % of the longest. Below 3 seeds a t-interval has little meaning (its factor is 12.7
     with 2), so there the band is the range of the seeds.
     """
     chosen = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in curves if len(x)]

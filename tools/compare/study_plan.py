@@ -72,7 +72,7 @@ class Search:
 
 @dataclass(frozen=True, kw_only=True)
 class Expectation:
-    """A difference that is expected before the runs; the report says whether it came about."""
+    """A difference that is expected before the runs; the report decides whether it holds."""
 
     higher: str
     """Variant that is expected to end higher."""

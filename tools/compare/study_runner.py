@@ -217,7 +217,7 @@ def _check_same(comparison: Comparison, spec: RunSpec) -> None:
         name = f"{section}.{keys[0]}" if keys else section
         here, there = (value[keys[0]], found[section][keys[0]]) if keys else (value, found[section])
         raise StaleRun(
-            f"{spec.run_dir}: was run with {name} = {there}, the comparison now says {here}; "
+            f"{spec.run_dir}: was run with {name} = {there}, the comparison now has {here}; "
             "choose another folder or remove the directory"
         )
 

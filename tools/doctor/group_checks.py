@@ -22,7 +22,7 @@ _UNEVEN = 3  # parts of an all-to-all have one of so many lengths
 
 @dataclass(frozen=True)
 class Measure:
-    """Of one group, as one of its ranks saw it. kind: tp, ep, ...; all_reduce, all_to_all: seconds for 1 MiB; wrong:
+    """Of one group, measured by one of its ranks. kind: tp, ep, ...; all_reduce, all_to_all: seconds for 1 MiB; wrong:
     what didn't come out as it must, "" where all did."""
 
     kind: str
@@ -93,8 +93,8 @@ def measure_group(
 
 
 def judge_groups(measures: Sequence[Measure]) -> list[Finding]:
-    """A line for each kind of group, with the times of the slowest. Slow groups among several are told where NCCL
-    connects them: processes that take turns on a few cores say nothing about a network."""
+    """A line for each kind of group, with the times of the slowest. Slow groups among several are reported where NCCL
+    connects them: times of processes on shared cores do not measure a network."""
     found: list[Finding] = []
     alone = [
         kind

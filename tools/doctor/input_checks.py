@@ -35,7 +35,7 @@ def check_tokenizer_and_prompts(config: Config, shape: ModelShape) -> list[Findi
     tokenizer = inputs.load_tokenizer(config)
     try:
         train, held_out, dropped = inputs.load_data(config, tokenizer)
-    except ImportError as failure:  # an optional package; the message says which and how to get it
+    except ImportError as failure:  # an optional package; the message names it and how to install it
         raise PromptError(str(failure)) from None
     inputs.check_prompts(config, train, held_out, shape.vocab_size)
     found = [
@@ -101,7 +101,7 @@ def check_checkpoints(config: Config) -> list[Finding]:
 
 
 def writer_of(run_dir: Path) -> str | None:
-    """Who holds the run directory's lock, in the words that it left there; None where nobody does."""
+    """The content of the run directory's lock, which names its holder; None where it is free."""
     try:
         descriptor = os.open(run_dir / ".lock", os.O_RDWR)
     except OSError:

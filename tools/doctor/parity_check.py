@@ -19,7 +19,7 @@ _LARGEST = {"float32": 1e-3, "bfloat16": 0.5}
 def check_parity(config: Config) -> list[Finding]:
     """Assemble the run, send its weights to the engine and compare log-probs; a collective of all ranks.
 
-    Nothing is written to run_dir but the logs of servers that the run would start. Raises UserError for whatever would
+    Nothing is written to run_dir but the logs of servers that the run would start. Raises UserError for all that would
     stop a run at its start.
     """
     from megatron_gspo.loop.setup import build_components
@@ -43,7 +43,7 @@ def check_parity(config: Config) -> list[Finding]:
 
 
 def _probing(config: Config) -> Config:
-    """The same config with the probe of `loop/log_prob_check.py` on, which tells and doesn't stop."""
+    """The same config with the probe of `loop/log_prob_check.py` on, which reports and doesn't stop."""
     if config.rollout.engine != "sglang":
         return config
     return replace(

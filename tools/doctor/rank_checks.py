@@ -22,7 +22,7 @@ _SAME = ("python", "torch", "megatron-core", "transformers", "transformer-engine
 class RankInfo:
     """One rank, its host and its versions.
 
-    host: identifies the machine, whatever its name. addresses: to which the host's name resolves, () if to none. gpu:
+    host: identifies the machine, not its name. addresses: to which the host's name resolves, () if to none. gpu:
     identity of its GPU, "" without one. gpus: number of visible GPUs. interface: GLOO_SOCKET_IFNAME, "" if gloo takes
     the address of the host's name. versions: (package, version) of each package that must be the same on all ranks.
     """
@@ -192,7 +192,7 @@ def _judge_gpus(infos: Sequence[RankInfo]) -> list[Finding]:
         found.append(
             error(
                 "ranks.gpus",
-                f"{describe_ranks(without)} see{'s' if len(without) == 1 else ''} no GPU, others do",
+                f"{describe_ranks(without)} find{'s' if len(without) == 1 else ''} no GPU, others do",
                 "they can't be in one group",
                 "check nvidia-smi and CUDA_VISIBLE_DEVICES there",
             )

@@ -16,7 +16,7 @@ from megatron_gspo.tools.doctor.diagnostics import Finding, error, note, ok, war
 
 @dataclass(frozen=True)
 class Support:
-    """name: of the distribution. needs: versions that work, as setup.py asks for them. tested: the newest that the
+    """name: of the distribution. needs: versions that work, as in setup.py. tested: the newest that the
     tests have run on; "" where none has. optional: works without it; what: what it is used for then."""
 
     name: str
@@ -128,7 +128,7 @@ def judge_accelerator(cuda_build: str | None, devices: list[str], nccl: str | No
         return [
             note(
                 "versions.cuda",
-                f"torch is built for CUDA {cuda_build} and sees no GPU",
+                f"torch is built for CUDA {cuda_build} and finds no GPU",
                 "everything runs on the CPU",
                 "on a GPU node look at nvidia-smi, CUDA_VISIBLE_DEVICES and the driver's version",
             )

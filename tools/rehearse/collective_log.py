@@ -83,7 +83,7 @@ class CollectiveLog:
         group = ProcessGroup.unbox(given["process_group"])
         name = func._schema.name.split("::")[1].strip("_")
         if name not in _EFFECTS:
-            raise NotImplementedError(f"the rehearsal does not know the collective {func._schema.name}")
+            raise NotImplementedError(f"the rehearsal has no rule for the collective {func._schema.name}")
         sent, received = _tensors(given)
         self._check(name, sent, received, given, group)
         self._record(name, sent, received, given, group)

@@ -148,7 +148,7 @@ def stand_ins(records: Sequence[RankRecord]) -> Peer:
 def find_circle(programs: Programs) -> list[Disagreement]:
     """Let the ranks run: at each collective a rank waits until all rehearsed members are at it.
 
-    Returns two ranks of a circle that wait for each other, or nothing. Sends and receives wait for nobody here.
+    Returns two ranks of a circle that wait for each other, or nothing. Sends and receives don't wait here.
     """
     queues = {rank: [call for call in program if call.op not in POINT_TO_POINT] for rank, program in programs.items()}
     members, at = {group: list(calls) for group, calls in _calls(programs).items()}, dict.fromkeys(programs, 0)
@@ -205,7 +205,7 @@ class _Pair:
     def parting(self) -> int | None:
         """The index of the first call that does not fit; None where all fit.
 
-        Where like calls follow each other, the first difference in size or number comes late. The call sites tell which
+        Where like calls follow each other, the first difference in size or number comes late. The call sites show which
         call is the one too many.
         """
         count = min(len(self.ours), len(self.theirs))

@@ -2,7 +2,7 @@
 
 Host tensors are real. Device tensors are fake: they have a shape, a dtype and a device, but no memory. What a kernel
 would have to compute on the GPU is unknown, except for the small integers that `known_values` follows; what the host
-reads of them it gets, and each such read is recorded. An operation whose result can't be told is an error.
+reads of them it gets, and each such read is recorded. An operation whose result is unknown is an error.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class FakeGpu(Recorder):
         if func.namespace == "c10d":
             return self.collectives.call(func, args, kwargs)
         if func.namespace.startswith("_c10d_functional"):
-            raise RehearsalError(f"the rehearsal does not know the functional collective {func}")
+            raise RehearsalError(f"the rehearsal has no rule for the functional collective {func}")
         tensors = tensors_in((*args, *kwargs.values()))
         device = kwargs.get("device")
         on_gpu = device is not None and torch.device(device).type == "cuda"
@@ -90,7 +90,7 @@ class FakeGpu(Recorder):
                 return self.run(func, *tree_map(self._moved, (args, kwargs)))
             name = type(error).__name__
             if name in ("UnsupportedOperatorException", "DynamicOutputShapeException", "DataDependentOutputException"):
-                raise RehearsalError(f"{func} has a result that the rehearsal can't tell ({name})") from error
+                raise RehearsalError(f"{func} has a result that the rehearsal can't compute ({name})") from error
             raise
 
     def upload(self, value: Tensor, **kwargs: Any) -> Tensor:

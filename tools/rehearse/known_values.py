@@ -41,7 +41,7 @@ def tensors_in(values: Iterable[Any]) -> list[Tensor]:
 
 
 class _Known:
-    """A host copy; ``alive`` is shared by all views of its memory and says whether it is still right."""
+    """A host copy; ``alive`` is shared by all views of its memory and is true while the copy is right."""
 
     __slots__ = ("alive", "value")
 

@@ -61,7 +61,7 @@ def with_plan(config: Config, plan: MiniBatchPlan) -> Config:
 
 def synthetic_samples(config: Config, plan: MiniBatchPlan, shape: ModelShape, *, imbalance: float = 1.0
                       ) -> list[Sample]:  # fmt: skip
-    """Samples of the longest prompts and responses of the config, all alike; with routes where the trainer takes those
+    """Samples of the longest prompts and responses of the config, all equal; with routes where the trainer takes those
     of the rollout. They share their arrays."""
     prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
     tokens = np.arange(prompt + response, dtype=np.int64) % min(shape.vocab_size, 1000)

@@ -15,7 +15,7 @@ from megatron_gspo.tools.rehearse.memory_log import MemoryLog
 
 
 class Recorder(TorchDispatchMode):
-    """A mode with the logs of one rank; a subclass says what an operation returns.
+    """A mode with the logs of one rank; a subclass defines what an operation returns.
 
     expert_parallel, imbalance: of the made-up routes, see `routing.expert_ids`. fake_host_bytes: host tensors of
     unknown device values above this size may be fake too; None is never.

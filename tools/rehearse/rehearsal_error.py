@@ -1,4 +1,4 @@
-"""The error of a rehearsal that can't go on."""
+"""The error that ends a rehearsal."""
 
 from megatron_gspo.errors import RunError
 

@@ -73,7 +73,7 @@ def rehearse_rank(config: Config, rank: int, world: int, gpu: FakeGpu) -> RankRe
     """Play ``rank`` of ``world``: build the policy, score and train one mini-batch, export the weights, plan a
     checkpoint. The weights are never loaded.
 
-    Raises ``RehearsalError`` where a value or an operation can't be told, and what the program itself raises.
+    Raises ``RehearsalError`` where a value or a result is unknown, and what the program itself raises.
     """
     options = _megatron_options(config)
     exports = exports_of_stages(config, options, rank, world) if config.rollout.engine == "embedded" else []

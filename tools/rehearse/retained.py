@@ -96,7 +96,7 @@ def _key(tensor: Tensor) -> int:
 
 def _holders(wanted: set[int]) -> dict[int, str]:
     """By storage: types of what refers to its tensors, where no attribute of the model does. The garbage collector's
-    objects are walked twice, whatever the number of storages."""
+    objects are walked twice, for any number of storages."""
     if not wanted:
         return {}
     tensors = [item for item in gc.get_objects() if isinstance(item, Tensor) and _key(item) in wanted]

@@ -1,4 +1,4 @@
-"""The shapes of results, remembered by operation and arguments: torch's fake tensors tell each of them once.
+"""The shapes of results, remembered by operation and arguments: torch's fake tensors compute each of them once.
 
 A step runs the same operations for every layer and micro-batch. Torch's own cache takes most of a rehearsal's time.
 """

@@ -1,4 +1,4 @@
-"""What the other pipeline stages say about the weights that they send, from their models without memory."""
+"""The weights that the other pipeline stages send, from their models without memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Which values of weights and optimizer this rank owns, as regions of the checkpoint's tensors.
 
 With the distributed optimizer a rank owns a range of each flattened parameter: of the main weights and Adam's moments,
-and by the same range of the model's weights. What all data-parallel ranks hold alike is divided among them evenly. A
+and by the same range of the model's weights. What all data-parallel ranks replicate is divided among them evenly. A
 range is a few boxes of the parameter's tensor (`tensor_boxes`), so that it is stored under the tensor's own key and
 sizes, without gathering, and read in any parallel layout.
 """

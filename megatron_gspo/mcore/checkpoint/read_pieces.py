@@ -1,4 +1,4 @@
-"""Reading regions of a distributed checkpoint's tensors into a rank's own, whatever layout wrote them."""
+"""Reading regions of a distributed checkpoint's tensors into a rank's own, from any layout."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ from megatron_gspo.mcore.process_groups import compute_device
 from megatron_gspo.parallel.rank_zero import raise_on_every_rank, run_on_rank_zero
 
 _NOT_WRITTEN = "checkpoint not written; the last one is untouched"
-_PATIENCE = 10.0  # seconds that an abandoned save may take to notice
+_PATIENCE = 10.0  # seconds until an abandoned save must have ended
 
 
 class AsyncSave:

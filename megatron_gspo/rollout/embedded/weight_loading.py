@@ -97,7 +97,7 @@ def _fault(name: str, tensor: Tensor, target: Tensor | None, repeated: set[str])
     if repeated:
         return f"weight {min(repeated)} comes twice: send every tensor once"
     if tensor.shape != target.shape:
-        shapes = f"{list(tensor.shape)}, the model wants {list(target.shape)}"
+        shapes = f"{list(tensor.shape)}, the model has {list(target.shape)}"
         return f"weight {name} has shape {shapes}: send full tensors"
     return ""
 

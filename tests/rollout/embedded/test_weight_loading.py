@@ -87,7 +87,7 @@ def broken(kind):
         ("missing", f"weight {EXPERT} missing"),
         ("repeated", f"weight {EXPERT} comes twice"),
         ("unknown", "weight model.layers.9.mlp.gate.weight is not in the model"),
-        ("shape", f"weight {EXPERT} has shape .32, 16., the model wants .16, 32."),
+        ("shape", f"weight {EXPERT} has shape .32, 16., the model has .16, 32."),
         ("fused and split", "weight model.layers.1.mlp.experts.0.gate_proj.weight comes twice"),
     ],
 )

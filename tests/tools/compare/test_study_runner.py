@@ -118,7 +118,7 @@ def test_a_directory_of_other_settings_is_refused_before_anything_starts(compari
     execute(comparison, specs[2:], slots=1, watcher=Notes(), command=command())
     overrides = json.dumps({**comparison.config.overrides, "training.steps": 31})
     other = load_comparison(comparison.file, ["stress=[]", f"overrides={overrides}"])
-    with pytest.raises(StaleRun, match="was run with training.steps = 30, the comparison now says 31") as caught:
+    with pytest.raises(StaleRun, match="was run with training.steps = 30, the comparison now has 31") as caught:
         execute(other, report_runs(other, {}), slots=1, watcher=Notes(), command=command())
     assert "\n" not in str(caught.value)
     assert starts(specs[0]) == 0

@@ -41,7 +41,7 @@ def test_facts_travel():
     [
         (fact(1, gpu="GPU-0-0"), ("error", "ranks.gpus"), "ranks 0-1 use the same GPU GPU-0-0 of node0"),
         (fact(1, gpu="", gpus=1), ("error", "ranks.gpus"), "rank 1: local rank 1 and only 1 GPUs"),
-        (fact(1, gpu="", gpus=0), ("error", "ranks.gpus"), "rank 1 sees no GPU, others do"),
+        (fact(1, gpu="", gpus=0), ("error", "ranks.gpus"), "rank 1 finds no GPU, others do"),
         (fact(1, versions=(("torch", "2.12.0"), ("megatron-core", "0.16.1"))), ("error", "ranks.versions"),
          "torch differs: 2.13.0 on ranks 0, 2-3, 2.12.0 on rank 1"),
     ],

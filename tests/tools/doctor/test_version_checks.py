@@ -80,7 +80,7 @@ def test_numbers():
     "build, devices, nccl, levels, says",
     [
         (None, [], None, ["note"], "CPU build"),
-        ("12.8", [], None, ["note"], "sees no GPU"),
+        ("12.8", [], None, ["note"], "finds no GPU"),
         ("12.8", ["H200", "H200"], "2.27.3", ["ok", "ok"], "2 x H200"),
         ("12.8", ["H200"], None, ["ok", "error"], "has no NCCL"),
     ],

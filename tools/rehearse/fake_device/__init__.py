@@ -1,1 +1,1 @@
-"""A GPU that torch believes in, without kernels: what fake CUDA tensors need to run on a machine without one."""
+"""A CUDA device without kernels, for fake CUDA tensors on a machine without a GPU."""

@@ -1,4 +1,4 @@
-"""``torch.cuda`` and what else asks for a driver, answered without a GPU."""
+"""``torch.cuda`` and other calls of a driver, replaced by values without a GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PINNED = "_rehearsal_pinned"
 @contextlib.contextmanager
 def fake_cuda(host: HostLog) -> Iterator[None]:
     """Within the context there is one CUDA device, whose tensors are fake. Waiting for it is recorded in ``host``."""
-    _device_constructors()  # ``with torch.device(...)`` knows the originals only, from a list that it makes once
+    _device_constructors()  # ``with torch.device(...)`` has the originals only, from a list that it makes once
     with contextlib.ExitStack() as stack:
 
         def replace(owner: Any, name: str, value: Any) -> None:

@@ -1,4 +1,4 @@
-// A CUDA device without kernels: a guard and hooks that do nothing. Autograd asks them for devices and streams; those of
+// A CUDA device without kernels: a guard and hooks that do nothing. Autograd gets devices and streams from them; those of
 // torch's CUDA build would need a driver, and its CPU build has none. Torch looks up the hooks once, while it is being
 // imported, so the library must be loaded before. The guard is set after it, in place of the CUDA build's own.
 #include <ATen/detail/CUDAHooksInterface.h>

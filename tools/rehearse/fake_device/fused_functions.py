@@ -1,7 +1,7 @@
 """Functions that run one fused kernel on a GPU, whose saved tensors differ from those of their parts.
 
-Torch chooses the kernel by asking the GPU, or composes the function from smaller operations where it finds none. Here
-the kernel's own operation is called, so that what it saves for the backward is what a GPU would hold.
+Torch chooses the kernel by the GPU's properties, or composes the function from smaller operations if there is none.
+Here the kernel's own operation is called, so that what it saves for the backward is what a GPU would hold.
 """
 
 from __future__ import annotations
