@@ -1,4 +1,4 @@
-"""Charts as inline SVG, drawn with matplotlib and coloured by the page's CSS variables (``page_style.css``).
+"""Charts as inline SVG, drawn with matplotlib and coloured by the page's CSS variables (``page_colours.css``).
 
 matplotlib writes plain colours; each of the placeholders below becomes `var(--name)`, so that one drawing serves the
 light and the dark page.

@@ -1,4 +1,4 @@
-"""Write report.html (the page), runs.csv (one line per run) and report.json (all data)."""
+"""Write report.html (the page), glance.svg (its first charts), runs.csv (a line per run) and report.json (all data)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_gspo.tools.compare.claims import claims, expectations
 from megatron_gspo.tools.compare.costs import PUBLISHED, cost_of, estimated_storage
+from megatron_gspo.tools.compare.glance_picture import glance_picture
 from megatron_gspo.tools.compare.report_page import render
 from megatron_gspo.tools.compare.routing_plots import layers_of
 from megatron_gspo.tools.compare.run_records import Run, figures, mean_of, series
@@ -40,11 +41,12 @@ _POINTS = 120  # of a series in report.json; the run directories hold all
 
 
 def write_report(study: Study, folder: str | Path) -> list[Path]:
-    """Write the three files, each atomically. Raises ImportError without matplotlib."""
+    """Write the files, each atomically; no picture of nothing. Raises ImportError without matplotlib."""
     folder = Path(folder)
-    page = render(study)
+    contents = {"report.html": render(study), "glance.svg": glance_picture(study), "runs.csv": csv_text(study),
+                "report.json": json_text(study)}  # fmt: skip
+    contents = {name: text for name, text in contents.items() if text}
     folder.mkdir(parents=True, exist_ok=True)
-    contents = {"report.html": page, "runs.csv": csv_text(study), "report.json": json_text(study)}
     for name, text in contents.items():
         write_atomically(folder / name, text)
     return [folder / name for name in contents]

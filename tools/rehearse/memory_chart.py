@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLUMNS = 2
-_PNG_COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b79a20", "#e45756", "#9ecae9")  # by kind, as page_style.css
+_PNG_COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b79a20", "#e45756", "#9ecae9")  # by kind, as page_colours.css
 _PAGE_COLOURS = tuple(phase_colour(number) for number in (0, 2, 3, 5, 7, 1))
 _PHASE_NAMES = {"old_log_probs": "old log-probs", "ref_log_probs": "reference", "forward_backward": "forward, backward",
                 "weight_export": "export", "checkpoint_plan": "checkpoint"}  # fmt: skip

@@ -57,7 +57,7 @@ def test_finished_runs_are_compared_without_running_anything(tmp_path, capsys):
     assert "--baseline gspo" in (tmp_path / "out" / "report.html").read_text()
 
 
-FILES = ("report.html", "runs.csv", "report.json")
+FILES = ("report.html", "glance.svg", "runs.csv", "report.json")
 
 
 @pytest.mark.parametrize(
