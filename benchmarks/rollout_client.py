@@ -78,6 +78,7 @@ class Ours:
         from megatron_gspo.config import SamplingParams, SGLangConfig
         from megatron_gspo.data.sample import Prompt
         from megatron_gspo.models import family_of, read_config
+        from megatron_gspo.rollout.server_engine.rollout_client import RolloutClient
         from megatron_gspo.rollout.server_engine.server_api import ServedModel
         from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
         from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
@@ -89,7 +90,8 @@ class Ours:
         served = ServedModel(family_of(read_config(model))[1], return_routes=True)  # no end token
         config = SGLangConfig(urls=(url,), weight_transport="tensor", max_concurrent_requests=args.concurrency)
         transport = make_transport(config, SGLangWeightEndpoints())
-        self.engine = ServerEngine(config, served, transport, tokenizer.decode, api=SGLangAPI(), log=say)
+        client = RolloutClient(config.urls, config, served, tokenizer.decode, api=SGLangAPI(), log=say)
+        self.engine = ServerEngine(config, client, transport, log=say)
         self.engine.update_weights(weights.items(), version=1)
         self.prompts = [Prompt(i, ids.astype(np.int64), "") for i, ids in enumerate(make_prompts(args, vocabulary))]
         self.sampling = SamplingParams(1, args.response_length)

@@ -41,7 +41,7 @@ class ServerConfig:
     master_address: str | None = None
     """Address of the first node for the servers, with `distributed`; null is that of the route to them."""
     max_concurrent_requests: Annotated[int, Ge(1)] = 256
-    """Maximum concurrent requests per server."""
+    """Maximum concurrent requests per server, divided among the clients; each may have one."""
     request_timeout: Annotated[float, Gt(0)] = 600.0
     """Timeout of one request in seconds."""
     retries: Annotated[int, Ge(0)] = 8

@@ -20,6 +20,12 @@ def check_url(url: str) -> str:
     return url.rstrip("/")
 
 
+def is_loopback(url: str) -> bool:
+    """Whether a valid URL names the machine itself, so that other machines don't reach that server."""
+    host = urlsplit(url).hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
 def without_password(url: str) -> str:
     """The part of a URL, valid or not, that a message may show, on one line."""
     return "".join(url.rpartition("@")[2].splitlines())

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_gspo.config import SamplingParams
-from megatron_gspo.data.sample import Prompt, Sample
+from megatron_gspo.data.sample import Prompt
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.environments.episodes import (
     ConcurrentEpisodes,
@@ -24,13 +24,11 @@ from megatron_gspo.rollout.group_source import GenerateOnCollect, Weights
 from megatron_gspo.rollout.server_engine.request_stream import RequestStream
 from megatron_gspo.rollout.server_source import ServerSource
 
-_POLL_SECONDS = 10.0  # longest time between two broadcasts of rank 0
-
 
 class EpisodeServerSource(GenerateOnCollect):
     """`GroupSource` whose samples are episodes on servers; runs them in `collect`.
 
-    Rank 0 runs them. Each episode continues as soon as its own response is finished.
+    Each client runs its share. An episode continues as soon as its own response is finished.
     """
 
     def __init__(self, servers: ServerSource, environments: Environments, encode: Encode,
@@ -43,12 +41,14 @@ class EpisodeServerSource(GenerateOnCollect):
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> SampleBatch:
         """See `GroupSource.generate`; a sample is an episode."""
         self._servers.restore_memory()
-        episodes = make_episodes(prompts, sampling, self._rules, self._encode, seed=seed)
+        share = self._servers.own_share(prompts)
+        own = [prompts[i] for i in share]
+        episodes = make_episodes(own, sampling, self._rules, self._encode, seed=seed)
         run = _EpisodeRun(episodes, self._environments, sampling, seed)
-        self._servers.on_rank_zero(lambda: run.begin(self._servers.client.stream()))
-        while not self._servers.poll(run.advance):
+        self._servers.on_clients(lambda client: run.begin(client.stream()))
+        while self._servers.round(run.advance):
             pass
-        return self._servers.announce(run.samples, prompts, sampling)
+        return self._servers.checked([episode.sample() for episode in episodes], share, prompts, sampling)
 
     def update_weights(self, weights: Weights, *, version: int) -> None:
         """See `GroupSource.update_weights`."""
@@ -74,27 +74,24 @@ class EpisodeServerSource(GenerateOnCollect):
 
 
 class _EpisodeRun:
-    """The episodes of one `generate`, on rank 0. samples: set when all are over; None on the other ranks."""
+    """A client's episodes of one `generate`."""
 
     def __init__(self, episodes: Sequence[Episode], environments: Environments, sampling: SamplingParams,
                  seed: int) -> None:  # fmt: skip
         self._episodes, self._environments, self._sampling, self._seed = episodes, environments, sampling, seed
-        self.samples: list[Sample] | None = None
 
     def begin(self, stream: RequestStream) -> None:
         """Request every episode's first response."""
         self._stream = stream
         self._running = ConcurrentEpisodes(self._episodes, self._start, self._environments)
 
-    def advance(self) -> bool:
-        """Run for at most `_POLL_SECONDS`; whether all episodes are over."""
-        end = time.monotonic() + _POLL_SECONDS
+    def advance(self, seconds: float) -> bool:
+        """Run for at most `seconds`, but for steps of environments; whether episodes are left."""
+        end = time.monotonic() + seconds
         while not self._running.done and (left := end - time.monotonic()) > 0:
             finished = self._stream.take_tickets(1, patience=left)
             self._running.add_responses([(ticket, samples[0]) for ticket, samples in finished])
-        if self._running.done:
-            self.samples = [episode.sample() for episode in self._episodes]
-        return self._running.done
+        return not self._running.done
 
     def _start(self, request: Request) -> int:
         sampling = replace(self._sampling, n_samples_per_prompt=1, max_response_length=request.limit)

@@ -14,6 +14,7 @@ from transformers import AutoConfig
 
 from megatron_gspo.config import Config, ConfigError
 from megatron_gspo.config.rollout_sections import RouterNoiseConfig
+from megatron_gspo.config.server_urls import is_loopback
 from megatron_gspo.environments.environment_pool import EnvironmentPool
 from megatron_gspo.environments.episode_engine import EpisodeEngine
 from megatron_gspo.environments.episode_source import EpisodeServerSource
@@ -23,10 +24,12 @@ from megatron_gspo.loop.routing import router_noise
 from megatron_gspo.mcore.process_groups import compute_device, current_groups
 from megatron_gspo.mcore.weight_sources import source_ranks
 from megatron_gspo.models import ModelShape, read_config
+from megatron_gspo.parallel.rank_zero import run_on_rank_zero
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from megatron_gspo.rollout.engine_protocol import RolloutEngine, end_tokens
 from megatron_gspo.rollout.group_source import GroupSource, engine_name
 from megatron_gspo.rollout.in_process_source import InProcessSource
+from megatron_gspo.rollout.server_engine.rollout_client import RolloutClient
 from megatron_gspo.rollout.server_engine.server_api import ServedModel
 from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.rollout.server_source import ServerSource
@@ -88,19 +91,46 @@ def episode_rules(config: Config) -> EpisodeRules:
 
 
 def _server_source(config: Config, shape: ModelShape, tokenizer: Any) -> ServerSource:
-    rank, sources = dist.get_rank(), weight_sources(config)
-    engine = _on_servers(config, shape, tokenizer) if rank == 0 else None
-    sender = engine.sender if engine is not None else None
-    if engine is None and rank in sources:
-        sender = WeightSender(config.sglang, _transport(config))
-    return ServerSource(
-        engine,
-        config.sglang,
-        vocab_size=shape.vocab_size,
-        groups_per_step=config.rollout.rollout_batch_size,
-        log=log_servers,
-        distribution=WeightDistribution(engine, sender, sources),
-    )
+    rank, sources, clients = dist.get_rank(), weight_sources(config), client_ranks(config)
+    end_ids = stop_ids(config.model.path, tokenizer, shape.vocab_size)
+    model = ServedModel(shape, end_ids, return_routes=config.routing.needs_rollout_routes)
+    started: list[LocalServers] = []
+
+    def start() -> list[str]:
+        if config.sglang.num_servers:
+            started.append(_start_servers(config))
+        return list(started[0].urls if started else config.sglang.urls)
+
+    urls = run_on_rank_zero(start)
+    client = engine = sender = None
+    try:
+        if rank in clients:
+            client = RolloutClient(
+                urls, config.sglang, model, lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+                api=SGLangAPI(), share=(clients.index(rank), len(clients)), log=log_servers,
+            )  # fmt: skip
+        if rank == 0:
+            assert client is not None, "rank 0 is the first client"
+            engine = ServerEngine(config.sglang, client, _transport(config), log=log_servers,
+                                  processes=started[0] if started else None)  # fmt: skip
+            sender = engine.sender
+        elif rank in sources:
+            sender = WeightSender(config.sglang, _transport(config))
+    except BaseException:
+        for processes in started:
+            processes.stop()
+        raise
+    return ServerSource(engine, client, clients, config.sglang, groups_per_step=config.rollout.rollout_batch_size,
+                        log=log_servers, distribution=WeightDistribution(engine, sender, sources))  # fmt: skip
+
+
+def client_ranks(config: Config) -> tuple[int, ...]:
+    """The ranks that request samples: the first of each data-parallel replica, if its node reaches the servers. A
+    collective."""
+    groups = current_groups()
+    first = run_on_rank_zero(lambda: dist.get_process_group_ranks(groups.dp))
+    on_first_node = bool(config.sglang.num_servers) or any(is_loopback(url) for url in config.sglang.urls)
+    return tuple(rank for rank in first if not on_first_node or rank < _ranks_of_the_first_node())
 
 
 def weight_sources(config: Config) -> tuple[int | None, ...]:
@@ -127,8 +157,9 @@ def _transport(config: Config) -> WeightTransport:
 
 
 def log_servers(line: str) -> None:
-    """Print a line about the servers."""
-    print(f"servers: {line}", file=sys.stderr, flush=True)
+    """Print a line about the servers, as this rank sees them."""
+    where = f" as rank {dist.get_rank()} sees it" if dist.is_initialized() and dist.get_rank() else ""
+    print(f"servers{where}: {line}", file=sys.stderr, flush=True)
 
 
 def embedded_engine(config: Config, shape: ModelShape, tokenizer: Any) -> EmbeddedEngine:
@@ -162,26 +193,6 @@ def perturb_rollout(engine: RolloutEngine | None, section: RouterNoiseConfig, fo
     except ValueError as error:
         problem = first_line(error)
     raise ConfigError("router_noise.engines", section.engines, problem, "set it to trainer or none")
-
-
-def _on_servers(config: Config, shape: ModelShape, tokenizer: Any) -> ServerEngine:
-    sglang = config.sglang
-    model = ServedModel(
-        shape,
-        stop_ids=stop_ids(config.model.path, tokenizer, shape.vocab_size),
-        return_routes=config.routing.needs_rollout_routes,
-    )
-    transport = _transport(config)
-    processes = _start_servers(config) if sglang.num_servers else None
-    try:
-        return ServerEngine(
-            sglang, model, transport, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), api=SGLangAPI(),
-            processes=processes, log=log_servers,
-        )  # fmt: skip
-    except BaseException:
-        if processes is not None:
-            processes.stop()
-        raise
 
 
 def _start_servers(config: Config) -> LocalServers:

@@ -1,4 +1,4 @@
-"""Work that one rank does for all: every rank gets the result, or every rank raises the error.
+"""Work of one rank or of several: its error is raised on every rank, and rank 0's result is returned on every rank.
 
 Without this a rank that fails alone leaves the others waiting in their next collective until it times out.
 """
@@ -45,6 +45,29 @@ def run_on_rank_zero(action: Callable[[], T], *, error: type[UserError] = RunErr
     if received is not None:
         raise (failure or received) from raised if raised is not failure else None
     return value  # None only where T is
+
+
+def run_on_every_rank(action: Callable[[], T], *, error: type[UserError] = RunError, what: str = "a rank failed") -> T:
+    """Run each rank's own ``action`` and return its own value. A collective of the world; the actions aren't.
+
+    If an action raises, every rank raises the failure of the lowest such rank; for the rest see `run_on_rank_zero`.
+    """
+    value: T | None = None
+    raised: Exception | None = None
+    failure: UserError | None = None
+    try:
+        value = action()
+    except Exception as caught:
+        raised, failure = caught, _as_user_error(caught, error, what)
+    size = dist.get_world_size()
+    first = -int(max_over_ranks(np.array([-dist.get_rank() if failure else -size]), dist.group.WORLD)[0])
+    if first < size:
+        outcome: list[Any] = [failure]
+        dist.broadcast_object_list(outcome, src=first)
+        if raised is not None and not isinstance(raised, (UserError, OSError, ValueError)):
+            raise raised
+        raise outcome[0] from (raised if raised is not outcome[0] else None)
+    return value  # type: ignore[return-value]  # of the action
 
 
 def raise_on_every_rank(failure: str, error: type[UserError]) -> None:

@@ -1,13 +1,15 @@
-"""Groups from inference servers: rank 0 is their client and holds the samples; the others get their rows, or its error.
+"""Groups from inference servers. Some ranks are clients: each requests, checks and holds its share of the samples.
 
-Rank 0 broadcasts at least every `_POLL_SECONDS`, so that the other ranks' collectives do not time out during a long
-response.
+Rank 0 is one of them. It alone updates the servers, knows their states and tells the other clients. While groups are
+awaited the ranks meet in rounds: the clients report how far their groups are, and every rank selects the same ones. A
+round takes `_ROUND_SECONDS` at most, so that no rank waits long in a collective.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -17,35 +19,39 @@ from megatron_gspo.config import SamplingParams, ServerConfig
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.errors import EngineError, SharedEngineError
-from megatron_gspo.parallel.rank_zero import run_on_rank_zero
+from megatron_gspo.parallel.host_exchange import max_over_ranks, sum_over_ranks
+from megatron_gspo.parallel.rank_zero import run_on_every_rank, run_on_rank_zero
 from megatron_gspo.rollout.group_source import Weights, check_count, engine_name
 from megatron_gspo.rollout.sample_checks import check_samples
-from megatron_gspo.rollout.server_engine.request_stream import RequestStream, WeightsNeeded
+from megatron_gspo.rollout.sample_exchange import split_prompts
+from megatron_gspo.rollout.server_engine.request_stream import RequestStream, WeightsNeeded, select_groups
+from megatron_gspo.rollout.server_engine.rollout_client import COUNTS, PoolState, RolloutClient, server_metrics
 from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.rollout.server_engine.server_pool import NoServerError
 from megatron_gspo.rollout.weight_distribution import WeightDistribution
 
 T = TypeVar("T")
-Group = list[Sample]
 
-_POLL_SECONDS = 20.0  # longest time between two broadcasts of rank 0
+_ROUND_SECONDS = 0.2  # longest wait of a client for its own groups, before the ranks meet
+_POLL_SECONDS = 20.0  # longest time between two broadcasts of rank 0 while it waits for a server
 _RETRY_SECONDS = 1.0  # before an update that no server took is tried again
 
 
 class ServerSource:
     """`GroupSource` on servers. Requests are in flight from `submit` on, over weight updates too."""
 
-    def __init__(self, engine: ServerEngine | None, config: ServerConfig, *, vocab_size: int, groups_per_step: int,
-                 log: Callable[[str], None] = print,
+    def __init__(self, engine: ServerEngine | None, client: RolloutClient | None, clients: Sequence[int],
+                 config: ServerConfig, *, groups_per_step: int, log: Callable[[str], None] = print,
                  distribution: WeightDistribution | None = None) -> None:  # fmt: skip
-        """engine: on rank 0, None on the others. groups_per_step: groups that a step trains on, from which `collect`
-        computes which groups become too old. log: takes lines about the servers, on rank 0. distribution: of the
-        weights; None: rank 0 sends all.
+        """engine: on rank 0, None on the others. client: on the ranks `clients`, of which 0 is the first and has the
+        engine's. groups_per_step: groups that a step trains on, from which `collect` computes which groups become too
+        old. log: takes lines about the servers, on rank 0. distribution: of the weights; None: rank 0 sends all.
         """
         self.engine_name = engine_name(ServerEngine)
-        self._engine, self._vocab_size = engine, vocab_size
+        self.groups_per_step = groups_per_step
+        self._engine, self._client, self._clients = engine, client, tuple(clients)
         self._distribution = distribution or WeightDistribution(engine, None if engine is None else engine.sender)
-        self._groups_per_step, self._config, self._log = groups_per_step, config, log
+        self._config, self._log = config, log
         self._training = _Requests(self)
         self._weights: Weights | None = None
         self._version = 0
@@ -63,7 +69,7 @@ class ServerSource:
 
     def pending(self) -> list[int]:
         """See `GroupSource.pending`."""
-        return [prompt.index for prompt, _ in self._training.pending.values()]
+        return [group.prompt.index for group in self._training.pending.values()]
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> SampleBatch:
         """See `GroupSource.generate`."""
@@ -80,95 +86,114 @@ class ServerSource:
     def pause(self, *, keep: bool) -> None:
         """See `GroupSource.pause`."""
         if self._training.pending:
-            self.on_rank_zero(lambda: self._training.stop(keep=keep))
+            self.on_clients(lambda client: client.pause())
+            self.on_clients(lambda client: self._training.stop(keep=keep))
         if not keep:
             self._training.pending.clear()
         if self._config.colocated:
-            self.on_rank_zero(lambda: self.client.pause())
+            self.on_rank_zero(lambda engine: engine.pause())
             self._memory_released = True
 
     def score(self, sequences: Sequence[np.ndarray]) -> dict[str, list[np.ndarray]]:
         """See `GroupSource.score`."""
         self.restore_memory()
-        return self.on_rank_zero(lambda: self.client.score(sequences))
+        return self.on_rank_zero(lambda engine: engine.score(sequences))
 
     def metrics(self) -> dict[str, float]:
-        """See `GroupSource.metrics`."""
-        return self._engine.counts() if self._engine is not None else {}
+        """See `GroupSource.metrics`; the sums over the clients."""
+        own = [0] * len(COUNTS) if self._client is None else self._client.take_counts()
+        counts = sum_over_ranks(np.array(own, dtype=np.int64), dist.group.WORLD).tolist()
+        return {} if self._engine is None else server_metrics(counts, self._engine.num_serving)
 
     def close(self) -> None:
-        """Close the engine."""
+        """Close the engine and the client."""
         if self._engine is not None:
             self._engine.close()
-        else:
-            self._distribution.close()
-
-    @property
-    def client(self) -> ServerEngine:
-        """The engine; on rank 0 only."""
-        assert self._engine is not None, "only rank 0 is the servers' client"
-        return self._engine
+            return
+        self._distribution.close()
+        if self._client is not None:
+            self._client.close()
 
     def restore_memory(self) -> None:
         """Send the weights again if `pause` released the servers' memory and no update followed."""
         if self._memory_released:
             self._send_weights()
 
-    def on_rank_zero(self, action: Callable[[], T]) -> T:
-        """`run_on_rank_zero`; its `EngineError` becomes a `SharedEngineError`."""
-        try:
-            return run_on_rank_zero(action, error=EngineError, what="the engine failed")
-        except EngineError as error:
-            raise SharedEngineError(str(error)) from error
+    def own_share(self, prompts: Sequence[Prompt], first: int = 0) -> list[int]:
+        """The positions of the prompts that this rank requests. first: number of the client that begins."""
+        shares = split_prompts(prompts, len(self._clients))
+        number = self._clients.index(dist.get_rank()) if self._client is not None else None
+        return [] if number is None else shares[(number - first) % len(shares)]
 
-    def poll(self, action: Callable[[], T]) -> T | None:
-        """`action` on rank 0, its value on every rank. None if no server has the current weights, which are then sent.
+    def on_rank_zero(self, action: Callable[[ServerEngine], T]) -> T:
+        """`run_on_rank_zero` with the engine; its `EngineError` becomes a `SharedEngineError`."""
+        return _shared(lambda: run_on_rank_zero(lambda: action(self._engine), error=EngineError,  # type: ignore[arg-type]
+                                                what="the engine failed"))  # fmt: skip
 
-        action: takes `_POLL_SECONDS` at most.
+    def on_clients(self, action: Callable[[RolloutClient], T]) -> T | None:
+        """An action of every client; its value there. An error of any is raised on every rank as by `on_rank_zero`."""
+        return _shared(lambda: run_on_every_rank(lambda: None if self._client is None else action(self._client),
+                                                 error=EngineError, what="the engine failed"))  # fmt: skip
+
+    def round(self, action: Callable[[float], int]) -> int:
+        """An action of every client that takes the given seconds at most; the largest value, on every rank.
+
+        In the same round rank 0 learns what requests found at the servers, and the others its states. If no server has
+        the current weights, they are sent, and the value is at least 1.
         """
 
-        def attempt() -> tuple[bool, T | None]:
+        def attempt(client: RolloutClient) -> list[int]:
             try:
-                return True, action()
+                value, needs_weights = action(_ROUND_SECONDS), False
             except WeightsNeeded:
-                return False, None
+                value, needs_weights = 1, True
+            return [value, needs_weights, *client.reports().ravel().tolist()]
 
-        served, value = self.on_rank_zero(attempt)
-        if not served:
+        own = self.on_clients(attempt) or [0, 0] + [0] * (2 * self._num_servers)
+        value, needs_weights, *reports = max_over_ranks(np.array(own, dtype=np.int64), dist.group.WORLD).tolist()
+        self._share_states(np.array(reports).reshape(2, -1))
+        if needs_weights:
             self._send_weights()
         return value
 
-    def announce(self, samples: list[Sample] | None, prompts: Sequence[Prompt],
-                 sampling: SamplingParams) -> SampleBatch:  # fmt: skip
-        """Rank 0's samples, once they are checked, with their rows on every rank."""
-        self.on_rank_zero(lambda: check_samples(samples, prompts, sampling, vocab_size=self._vocab_size))
-        own = samples or []
-        return SampleBatch.gathered(own, range(len(own)), dist.group.WORLD)
+    def checked(self, samples: Sequence[Sample], share: Sequence[int], prompts: Sequence[Prompt],
+                sampling: SamplingParams) -> SampleBatch:  # fmt: skip
+        """The samples of all clients, once they are checked, in the order of the prompts. share: positions of the
+        prompts whose samples are this rank's."""
+        own = [prompts[i] for i in share]
+        self.on_clients(lambda client: check_samples(samples, own, sampling, vocab_size=client.model.vocab_size))
+        n = sampling.n_samples_per_prompt
+        return SampleBatch.gathered(samples, [i * n + j for i in share for j in range(n)], dist.group.WORLD)
 
-    def take(self, stream: RequestStream | None, count: int, oldest: int | None) -> dict[int, Group]:
-        """Up to `count` finished groups of rank 0's stream by ticket; empty lists on the other ranks."""
-        found: dict[int, Group] = {}
+    @property
+    def _num_servers(self) -> int:
+        return len(self._config.urls) or self._config.num_servers
 
-        def attempt() -> list[int]:
-            assert stream is not None
-            found.update(stream.take_tickets(count, patience=_POLL_SECONDS, oldest=oldest,
-                                             per_step=self._groups_per_step))  # fmt: skip
-            return list(found)
+    def _share_states(self, reports: np.ndarray | None = None) -> None:
+        def exchange(engine: ServerEngine) -> PoolState:
+            if reports is not None:
+                engine.client.record(reports)
+            return engine.client.state()
 
-        tickets = self.poll(attempt) or []
-        return found or {ticket: [] for ticket in tickets}
+        state = self.on_rank_zero(exchange)
+        if self._client is not None and self._engine is None:
+            self._client.follow(state)
 
     def _send_weights(self) -> None:
         assert self._weights is not None, "update_weights comes before collect"
         deadline, reported = time.monotonic() + self._config.recovery_timeout, ""
         while True:
+            if self.on_rank_zero(lambda engine: engine.interrupts(self._version)):
+                self.on_clients(lambda client: client.pause())  # all of them, before one aborts at the servers
+                self.on_clients(lambda client: client.interrupt())
             failure = self._distribution.run(self._weights, self._version)
+            self._share_states()
             refusal = str(failure or "")
-            if not self.on_rank_zero(lambda f=failure, new=refusal != reported: self._must_retry(f, deadline, new)):
+            if not self.on_rank_zero(lambda _, f=failure, new=refusal != reported: self._must_retry(f, deadline, new)):
                 self._memory_released = False
                 return
             reported = refusal
-            while not self.on_rank_zero(lambda r=refusal: self._server_is_back(r, deadline)):
+            while not self.on_rank_zero(lambda engine, r=refusal: _server_is_back(engine, r, deadline)):
                 pass
 
     def _must_retry(self, failure: Exception | None, deadline: float, is_new: bool) -> bool:
@@ -181,44 +206,93 @@ class ServerSource:
         time.sleep(_RETRY_SECONDS)
         return True
 
-    def _server_is_back(self, refusal: str, deadline: float) -> bool:
-        """Whether a server answers within `_POLL_SECONDS`. Raises at the deadline."""
-        left = deadline - time.monotonic()
-        if self.client.wait_for_server(min(max(left, 0.0), _POLL_SECONDS)):
-            return True
-        if left <= 0:
-            raise NoServerError(refusal)
-        return False
+
+def _server_is_back(engine: ServerEngine, refusal: str, deadline: float) -> bool:
+    """Whether a server answers within `_POLL_SECONDS`. Raises at the deadline."""
+    left = deadline - time.monotonic()
+    if engine.wait_for_server(min(max(left, 0.0), _POLL_SECONDS)):
+        return True
+    if left <= 0:
+        raise NoServerError(refusal)
+    return False
+
+
+def _shared(collective: Callable[[], T]) -> T:
+    try:
+        return collective()
+    except EngineError as error:
+        raise SharedEngineError(str(error)) from error
+
+
+@dataclass
+class _Group:
+    """A group in flight, as every rank knows it; see `GroupProgress`."""
+
+    ticket: int
+    prompt: Prompt
+    sampling: SamplingParams
+    finished: bool = False
+    oldest_version: int | None = None
 
 
 class _Requests:
-    """Groups in flight on one request stream. Every rank knows which are pending; rank 0 has the stream."""
+    """Groups in flight. Every rank knows all of them and how far they are; each client has a stream of its own."""
 
     def __init__(self, source: ServerSource) -> None:
         self._source = source
         self._stream: RequestStream | None = None
-        self._next_ticket = 0  # of the stream, which numbers them in the order of `start`
-        self.pending: dict[int, tuple[Prompt, SamplingParams]] = {}
+        self._own: dict[int, int] = {}  # ticket -> ticket of the client's stream
+        self._next_ticket = 0
+        self.pending: dict[int, _Group] = {}
 
     def submit(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> None:
-        def start() -> None:
-            self._stream = self._stream or self._source.client.stream()
-            self._stream.start(prompts, sampling, seed=seed)
+        first = self._next_ticket
+        share = self._source.own_share(prompts, first)
 
-        self._source.on_rank_zero(start)
-        self.pending |= {self._next_ticket + i: (prompt, sampling) for i, prompt in enumerate(prompts)}
+        def start(client: RolloutClient) -> None:
+            self._stream = self._stream or client.stream()
+            tickets = self._stream.start([prompts[i] for i in share], sampling, seed=seed)
+            self._own |= {first + i: ticket for i, ticket in zip(share, tickets, strict=True)}
+
+        self._source.on_clients(start)
+        self.pending |= {first + i: _Group(first + i, prompt, sampling) for i, prompt in enumerate(prompts)}
         self._next_ticket += len(prompts)
 
     def collect(self, count: int, oldest: int | None) -> SampleBatch:
         check_count(count, len(self.pending))
-        groups: dict[int, Group] = {}
-        while len(groups) < count:
-            groups |= self._source.take(self._stream, count - len(groups), oldest)
-        tickets = sorted(groups)
-        taken = [self.pending.pop(ticket) for ticket in tickets]
-        samples = [sample for ticket in tickets for sample in groups[ticket]] if dist.get_rank() == 0 else None
-        return self._source.announce(samples, [prompt for prompt, _ in taken], taken[0][1])
+        while len(chosen := self._select(count, oldest)) < count:
+            self._source.round(self._wait)
+        taken = [self.pending.pop(ticket) for ticket in sorted(group.ticket for group in chosen)]
+        share = [i for i, group in enumerate(taken) if group.ticket in self._own]
+        samples = self._source.on_clients(lambda client: self._take([taken[i].ticket for i in share])) or []
+        return self._source.checked(samples, share, [group.prompt for group in taken], taken[0].sampling)
 
     def stop(self, *, keep: bool) -> None:
         if self._stream is not None:
             self._stream.stop(keep=keep)
+        if not keep:
+            self._own.clear()
+
+    def _select(self, count: int, oldest: int | None) -> list[_Group]:
+        """The groups to take, the same on every rank; fewer than `count` if others must be waited for."""
+        own = {} if self._stream is None else {ticket: facts for ticket, *facts in self._stream.progress()}
+        progress = np.zeros((len(self.pending), 2), dtype=np.int64)
+        for place, ticket in enumerate(self.pending):
+            if ticket in self._own:
+                finished, version = own[self._own[ticket]]
+                progress[place] = finished, 0 if version is None else version + 1
+        everyone = max_over_ranks(progress, dist.group.WORLD).tolist()
+        for group, (is_finished, version) in zip(self.pending.values(), everyone, strict=True):
+            group.finished, group.oldest_version = bool(is_finished), version - 1 if version else None
+        return select_groups(list(self.pending.values()), count, oldest, self._source.groups_per_step)
+
+    def _wait(self, seconds: float) -> int:
+        if self._stream is not None:
+            self._stream.wait(seconds)
+        return 0
+
+    def _take(self, tickets: Sequence[int]) -> list[Sample]:
+        if self._stream is None:
+            return []
+        groups = self._stream.remove([self._own.pop(ticket) for ticket in tickets])
+        return [sample for group in groups for sample in group]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ import yaml
 
 from tests.bad_input.ranks import run_ranks
 from tests.support.command_line import Case, small_config
+from tests.support.sglang_generator import Generator
 
 VERIFIER = Path(__file__).with_name("broken_verifier.py")
 LOST = "lost contact with another rank ("
@@ -49,6 +53,33 @@ def test_a_rank_that_is_killed(model, tmp_path):
     for rank in (first, last):
         assert rank.code == 1 and say(KILLED, rank.text), rank
         assert rank.seconds - killed.seconds < 30
+
+
+def kill_when(condition: Callable[[], bool], log: Path) -> None:
+    """Kill the process whose error stream is `log`, once the condition holds."""
+    deadline = time.monotonic() + 100
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    for stream in Path("/proc").glob("[0-9]*/fd/2"):
+        with contextlib.suppress(OSError):
+            if stream.readlink() == log:
+                os.kill(int(stream.parts[2]), signal.SIGKILL)
+
+
+def test_a_client_that_is_killed_while_it_waits_for_responses(model, tmp_path):
+    """Each of two ranks waits for its group; no server answers any more."""
+    with Generator() as server, ThreadPoolExecutor(1) as pool:
+        server.gate = False
+        config = small_config(model, tmp_path, rollout={"engine": "sglang"}, training={"steps": 3},
+                              sglang={"urls": [server.url], "weight_transport": "tensor"},
+                              parallel={"distributed_timeout_minutes": 5.0})  # fmt: skip
+        waits = pool.submit(kill_when, lambda: len(server.bodies) == 8, tmp_path / "rank_1.txt")
+        first, killed = run_ranks(config, 2, tmp_path, limit=120)
+        waits.result()
+    assert killed.code == -signal.SIGKILL
+    assert first.code == 1 and say(KILLED, first.text), first
+    assert first.seconds - killed.seconds < 30
 
 
 def test_a_rank_that_hangs(model, tmp_path):

@@ -10,6 +10,7 @@ from megatron_gspo.environments.episode_engine import EpisodeEngine
 from megatron_gspo.environments.episode_source import EpisodeServerSource
 from megatron_gspo.environments.episodes import EpisodeRules
 from megatron_gspo.errors import SharedEngineError
+from tests.rollout.test_server_source import METRICS
 from tests.support.distributed import run_distributed
 from tests.support.random_samples import all_samples, assert_same
 from tests.support.scripted_engine import ScriptedEngine, ScriptedResponse
@@ -84,4 +85,4 @@ def paused(rank: int, world: int) -> list:
 
 def test_a_pause_keeps_or_discards_what_is_pending():
     [found] = run_distributed(paused, 1)
-    assert found == [[0, 1], [], ["close"], {"rollout/requests": 3.0}, ["http://a"]]
+    assert found == [[0, 1], [], ["close"], METRICS, ["http://a"]]

@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_gspo.errors import EngineError, RunError, UserError
-from megatron_gspo.parallel.rank_zero import raise_on_every_rank, run_on_rank_zero
+from megatron_gspo.parallel.rank_zero import raise_on_every_rank, run_on_every_rank, run_on_rank_zero
 from tests.support.distributed import run_distributed
 
 
@@ -81,3 +81,37 @@ def one_fails(rank: int, world_size: int) -> list[str]:
 
 def test_a_failure_of_one_rank_is_raised_on_all():
     assert run_distributed(one_fails, 3) == [["rank 1", "rank 1"]] * 3
+
+
+def failing_on(rank: int, failures: dict[int, Exception]) -> tuple[str, str]:
+    """(class, message) of what this rank raises."""
+
+    def action() -> int:
+        if rank in failures:
+            raise failures[rank]
+        return rank
+
+    try:
+        return "", str(run_on_every_rank(action, error=EngineError, what="the engine failed"))
+    except Exception as error:
+        dist.barrier()  # nobody is left waiting
+        return type(error).__name__, str(error)
+
+
+def own_actions(rank: int, world_size: int) -> list[tuple[str, str]]:
+    return [
+        failing_on(rank, {}),
+        failing_on(rank, {1: RunError("no space"), 2: EngineError("no answer")}),
+        failing_on(rank, {2: ValueError("a wrong shape")}),
+        failing_on(rank, {1: TypeError("a bug\nof two lines")}),
+    ]
+
+
+def test_every_rank_gets_its_own_value_or_the_error_of_the_lowest_rank():
+    found = run_distributed(own_actions, 3)
+    values, users, bad, bugs = zip(*found, strict=True)
+    assert values == (("", "0"), ("", "1"), ("", "2"))
+    assert users == (("RunError", "no space"),) * 3
+    assert bad == (("EngineError", "the engine failed: ValueError: a wrong shape"),) * 3
+    told = ("EngineError", "the engine failed: TypeError: a bug")
+    assert bugs == (told, ("TypeError", "a bug\nof two lines"), told)

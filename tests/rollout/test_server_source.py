@@ -1,4 +1,7 @@
-"""Groups from servers: rank 0 is their client, every rank gets the samples or the error."""
+"""Groups from servers: one or several ranks are clients, every rank gets the rows of the samples or the error.
+
+With servers that speak their protocol: `server_engine/test_rollout_client.py`.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,11 @@ from tests.support.scripted_servers import (
     scripted_response,
     server_source,
 )
+from tests.support.served_models import served_model
+
+METRICS = {"rollout/requests": 3.0, "rollout/retries": 0.0, "rollout/refused": 0.0, "rollout/stale_responses": 0.0,
+           "rollout/continued": 0.0, "rollout/discarded_tokens": 0.0, "rollout/cached_share": 0.25,
+           "rollout/servers": 1.0}  # fmt: skip
 
 
 def resends(rank: int, world: int) -> tuple[list, list]:
@@ -37,10 +45,9 @@ def resends(rank: int, world: int) -> tuple[list, list]:
     assert list(scores) == ["http://a"] and scores["http://a"][0].tolist() == [0, 0, 0]
     versions = [version for version, _ in servers.updates] if servers else []
     if servers is not None:
-        assert servers.calls == ["wait"] and lines == ["none is up"] and servers.taken == [1, 1]
-        assert source.metrics() == {"rollout/requests": 3.0}
-    else:
-        assert source.metrics() == {} and lines == []
+        assert servers.calls.count("wait") == 1 and lines == ["none is up"] and servers.waits == 2
+    metrics = source.metrics()
+    assert metrics == ({} if servers is None else METRICS) and bool(lines) == (rank == 0)
     return versions, keys(all_samples(batch))
 
 
@@ -50,9 +57,11 @@ def test_servers_get_the_weights_again():
     assert groups == others == [(i, j, 1) for i in (0, 1) for j in (0, 1)]
 
 
-def failing(rank: int, world: int, where: str) -> tuple[str, bool]:
-    servers = ScriptedServers(scripted_response) if rank == 0 else None
-    source = server_source(servers, recovery_timeout=0.0)
+def failing(rank: int, world: int, where: str, clients: tuple[int, ...]) -> tuple[str, bool]:
+    """An update fails on rank 0, anything else on the last client."""
+    servers = ScriptedServers(scripted_response) if rank in clients else None
+    source = server_source(servers, clients=clients, recovery_timeout=0.0)
+    fails = servers if rank == clients[-1] else None
     try:
         if where == "update":
             if servers is not None:
@@ -63,14 +72,15 @@ def failing(rank: int, world: int, where: str) -> tuple[str, bool]:
                 servers.failures = [NoServerError("none is up")]
             source.update_weights(collective_weights, version=1)
         if where == "collect":
-            if servers is not None:
-                servers.fails = EngineError("sample 0/0: refused")
-            source.submit(PROMPTS[:1], SAMPLING, seed=1)
-            source.collect(1)
+            if fails is not None:
+                fails.fails = EngineError("sample 0/0: refused")
+            source.submit(PROMPTS[:2], SAMPLING, seed=1)
+            source.collect(2)
         if where == "check":
-            source._vocab_size = 3
-            source.submit(PROMPTS[:1], SAMPLING, seed=1)
-            source.collect(1)
+            if fails is not None:
+                fails.model = served_model(vocab_size=3)
+            source.submit(PROMPTS[:2], SAMPLING, seed=1)
+            source.collect(2)
     except SharedEngineError as error:
         value = torch.ones(1)
         dist.all_reduce(value)  # the ranks can still communicate
@@ -78,6 +88,7 @@ def failing(rank: int, world: int, where: str) -> tuple[str, bool]:
     return "", False
 
 
+@pytest.mark.parametrize("clients", [(0,), (0, 1)])
 @pytest.mark.parametrize(
     ("where", "message"),
     [
@@ -87,9 +98,47 @@ def failing(rank: int, world: int, where: str) -> tuple[str, bool]:
         ("check", "the model's vocabulary ends at 2"),
     ],
 )
-def test_an_error_of_rank_0_is_raised_on_every_rank(where, message):
-    found = run_distributed(failing, 2, where)
+def test_an_error_of_one_rank_is_raised_on_every_rank(where, message, clients):
+    found = run_distributed(failing, 2, where, clients)
     assert found[0] == found[1] and message in found[0][0] and found[0][1]
+
+
+def shared(rank: int, world: int, clients: tuple[int, ...], slow: float) -> tuple:
+    """Groups of several calls, taken in others. slow: seconds that each group of the last client takes."""
+    servers = ScriptedServers(scripted_response, slow=slow * (rank == clients[-1])) if rank in clients else None
+    source = server_source(servers, clients=clients)
+    source.update_weights(collective_weights, version=3)
+    source.submit(PROMPTS[:4], SAMPLING, seed=1)
+    source.submit(PROMPTS[4:], SAMPLING, seed=2)
+    first = source.collect(5)
+    source.submit(PROMPTS[:3], SAMPLING, seed=6)
+    second = source.generate(PROMPTS[3:], SAMPLING, seed=7)
+    third = source.collect(3)
+    batches = (first, second, third)
+    versions = {state.training_version for state in servers.followed} if servers else set()
+    found = [keys(all_samples(batch)) for batch in batches], [batch.table.tolist() for batch in batches]
+    requested = servers.requested if servers else []
+    return *found, requested, [len(batch.held) for batch in batches], versions, source.metrics()
+
+
+@pytest.mark.parametrize("slow", [0.0, 0.15])
+def test_the_samples_do_not_depend_on_the_clients(slow):
+    one, *idle = run_distributed(shared, 3, (0,), 0.0)
+    assert one[0] == [[(i, j, seed) for i, seed in groups for j in (0, 1)] for groups in (
+        ((0, 1), (1, 1), (2, 1), (3, 1), (4, 2)), ((3, 7), (4, 7)), ((0, 6), (1, 6), (2, 6)))]  # fmt: skip
+    assert len(one[2]) == 10 and [rank[2] for rank in idle] == [[], []]
+    for clients in ((0, 2), (0, 1, 2)):
+        found = run_distributed(shared, 3, clients, slow)
+        assert all(rank[0] == one[0] for rank in found), "each sample once, in the order of its prompts"
+        rows = [[(row[0], *row[2:10], *row[11:]) for table in rank[1] for row in table] for rank in (one, *found)]
+        assert all(each == rows[0] for each in rows), "without the reward, which is NaN, and the holder"
+        requested = [rank[2] for rank in found]
+        assert sorted(sum(requested, [])) == sorted(one[2]), "each group is requested by one client"
+        share = 10 // len(clients)
+        assert all(abs(len(each) - share) <= 2 for rank, each in enumerate(requested) if rank in clients)
+        assert [sum(rank[3]) for rank in found] == [2 * len(each) for each in requested], "who requests holds"
+        assert all(rank[4] == {3} for rank in found[1:] if rank[2]), "rank 0 told its version"
+        assert found[0][5]["rollout/requests"] == 3.0 * len(clients) and found[1][5] == {}
 
 
 def colocated(rank: int, world: int) -> list[str]:
@@ -109,6 +158,7 @@ def colocated(rank: int, world: int) -> list[str]:
 
 
 def test_servers_on_the_trainers_gpus_release_their_memory_with_the_weights():
-    assert run_distributed(colocated, 1) == [
-        ["pause", "stop keep=True", *["pause"] * 4, "close", "version 1", *["version 2"] * 4]
-    ]
+    update, pause = ["pause", "interrupt"], ["pause"]
+    again = [*update, *pause]
+    expected = [*update, *pause, *update, "pause", "stop keep=True", *pause, *again, *again, *again, "close"]
+    assert run_distributed(colocated, 1) == [[*expected, "version 1", *["version 2"] * 4]]

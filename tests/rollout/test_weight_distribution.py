@@ -16,6 +16,7 @@ from safetensors import safe_open
 from benchmarks.weight_server import checksum, weight_servers
 from megatron_gspo.config import ServerConfig
 from megatron_gspo.errors import DiskError
+from megatron_gspo.rollout.server_engine.rollout_client import RolloutClient
 from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
 from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
@@ -48,7 +49,8 @@ class Rank:
         self.engine = None
         sender = WeightSender(config, made) if self.rank in sources else None
         if self.rank == 0:
-            self.engine = ServerEngine(config, MODEL, made, str, api=SGLangAPI(), log=lambda line: None)
+            client = RolloutClient(urls, config, MODEL, str, api=SGLangAPI(), log=lambda line: None)
+            self.engine = ServerEngine(config, client, made, log=lambda line: None)
             sender = self.engine.sender
         self.distribution = WeightDistribution(self.engine, sender, sources)
         self.at: Any = lambda number: None
@@ -76,7 +78,7 @@ class Rank:
 
 def held(rank: Rank, url: str) -> dict[str, Any]:
     assert rank.engine is not None
-    client = ServerClient(url, rank.engine._session)
+    client = ServerClient(url, rank.engine.client.session)
     return rank.engine._loop.run(client.get("/held", timeout=20.0))
 
 

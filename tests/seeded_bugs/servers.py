@@ -72,7 +72,7 @@ OF_THE_SERVERS = (
     ),
     SeededBug(
         "a server that is paused is asked for a token to prove its health", "this project", POOL,
-        "if server.alive and server.tasks and time.", "if server.alive and time.",
+        "if server.alive and busy and time.", "if server.alive and time.",
         (f"{TESTS}/test_server_pool.py::test_only_a_busy_server_is_asked_for_a_token",),
     ),
     SeededBug(
@@ -84,6 +84,17 @@ OF_THE_SERVERS = (
         "a server that comes back serves with whatever weights it has", "several trainers", POOL,
         "server.version = version if version == self.version else None", "server.version = self.version",
         (f"{TESTS}/test_server_pool.py::test_what_comes_back_serves_only_with_the_current_weights",),
+    ),
+    SeededBug(
+        "what is sampled depends on the client", "design", "megatron_gspo/rollout/server_source.py",
+        "[prompts[i] for i in share], sampling, seed=seed)",
+        "[prompts[i] for i in share], sampling, seed=seed + dist.get_rank())",
+        ("tests/rollout/test_server_source.py::test_the_samples_do_not_depend_on_the_clients",),
+    ),
+    SeededBug(
+        "a client does not report a server with other weights", "design", f"{ENGINE}/rollout_client.py",
+        "[s.found_stale for s in servers]", "[False for s in servers]",
+        (f"{TESTS}/test_rollout_client.py::test_a_server_with_other_weights_is_reported_and_updated",),
     ),
     SeededBug(
         "compressed answers are unpacked before their size is known", "this project", HTTP,

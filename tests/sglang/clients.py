@@ -13,6 +13,7 @@ from megatron_gspo.config import SGLangConfig
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.loop.engines import stop_ids
 from megatron_gspo.models import family_of, read_config
+from megatron_gspo.rollout.server_engine.rollout_client import RolloutClient, server_metrics
 from megatron_gspo.rollout.server_engine.server_api import ServedModel
 from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
@@ -32,7 +33,13 @@ def engine_on(urls: Sequence[str], model: str, *, routes: bool = True, weight_tr
                  health_interval=0.5, weight_bucket_mb=1.0)  # fmt: skip
     config = SGLangConfig(urls=tuple(urls), weight_transport=weight_transport, **{**given, **settings})
     transport = make_transport(config, SGLangWeightEndpoints(), run_dir=folder, source=model)
-    return ServerEngine(config, served, transport, tokenizer.decode, api=SGLangAPI())
+    client = RolloutClient(config.urls, config, served, tokenizer.decode, api=SGLangAPI())
+    return ServerEngine(config, client, transport)
+
+
+def counts_of(engine: ServerEngine) -> dict[str, float]:
+    """Its `rollout/*` metrics since the last call."""
+    return server_metrics(engine.client.take_counts(), engine.num_serving)
 
 
 def checkpoint_stream(model: str) -> Iterator[tuple[str, Tensor]]:

@@ -16,7 +16,7 @@ from megatron_gspo.mcore.train_step import compute_log_probs
 from megatron_gspo.rollout.sample_checks import check_samples
 from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.servers.server_processes import LocalServers
-from tests.sglang.clients import checkpoint_stream, engine_on, prompts_of
+from tests.sglang.clients import checkpoint_stream, counts_of, engine_on, prompts_of
 from tests.sglang.ties import without_ties
 from tests.support.configs import micro_batches_of, parallel
 from tests.support.distributed import run_distributed
@@ -44,7 +44,7 @@ def samples(engine: ServerEngine, sglang_model: str) -> list[Sample]:
     sampling = SamplingParams(n_samples_per_prompt=4, max_response_length=24, temperature=0.8)
     found = engine.generate(prompts, sampling, seed=5) + engine.generate(prompts, sampling, seed=6)
     check_samples(found, prompts + prompts, sampling, vocab_size=engine._client.model.vocab_size)
-    assert engine.counts()["rollout/cached_share"] > 0.5
+    assert counts_of(engine)["rollout/cached_share"] > 0.5
     return without_ties(load_reference(sglang_model), found)
 
 

@@ -18,7 +18,7 @@ from megatron_gspo.rollout.server_engine import generation_client
 from megatron_gspo.rollout.server_engine.request_stream import RequestStream, WeightsNeeded
 from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.servers.server_processes import LocalServers
-from tests.sglang.clients import checkpoint_stream, engine_on, prompts_of
+from tests.sglang.clients import checkpoint_stream, counts_of, engine_on, prompts_of
 from tests.sglang.conftest import StartServers
 from tests.sglang.faults import Fault, FaultProxy
 from tests.sglang.test_agreement import TOLERANCE, VOCABULARY, bare
@@ -60,7 +60,7 @@ def behind(proxy: FaultProxy, sglang_model: str) -> Iterator[ServerEngine]:
 
 @pytest.fixture
 def engine(behind: ServerEngine, proxy: FaultProxy) -> Iterator[ServerEngine]:
-    behind.counts()
+    counts_of(behind)
     proxy.requests.clear()
     yield behind
     proxy.clear()
@@ -77,7 +77,7 @@ def everything(stream: RequestStream, count: int, update: Callable[[], None]) ->
 
 def draw(engine: ServerEngine, model: str, prompts: Sequence[Prompt], sampling: SamplingParams = SHORT) -> list[Sample]:
     """All samples of the prompts, checked; each comes back once."""
-    stream = engine.stream()
+    stream = engine.client.stream()
     stream.start(prompts, sampling, seed=3)
     samples = everything(stream, len(prompts),
                          lambda: engine.update_weights(checkpoint_stream(model), version=engine.weight_version))
@@ -115,13 +115,13 @@ def test_a_fault_that_passes_is_survived_and_told(engine, proxy, sglang_model, n
         draw(engine, sglang_model, prompts_of([5], VOCABULARY))  # the server's first one may take seconds
         impatient = replace(engine._client._config, request_timeout=4.0)
         monkeypatch.setattr(engine._client, "_config", impatient)
-        engine.counts()
+        counts_of(engine)
         proxy.requests.clear()
     proxy.add(fault)
     samples = draw(engine, sglang_model, prompts_of([5, 9, 12], VOCABULARY))
     assert proxy.pending == 0
     assert all(sample.weight_version == 0 for sample in samples)
-    counts = engine.counts()
+    counts = counts_of(engine)
     assert counts["rollout/retries"] == times or (waits and counts["rollout/retries"] > times), "a slow machine's own"
     # an update interrupts the others, which then continue: these may have two parts
     assert counts["rollout/requests"] == 6 + counts["rollout/continued"]
@@ -153,7 +153,7 @@ def test_an_update_that_fails_leaves_a_server_out_until_one_succeeds(engine, pro
     assert not engine._pool.serving
     assert engine.wait_for_server(20)
     samples = draw(engine, sglang_model, prompts_of([5], VOCABULARY))  # updates it on the way
-    assert all(sample.weight_version == version for sample in samples) and engine.counts()["rollout/servers"] == 1
+    assert all(sample.weight_version == version for sample in samples) and counts_of(engine)["rollout/servers"] == 1
 
 
 def changed_model(path: str, version: int) -> torch.nn.Module:
@@ -187,14 +187,14 @@ def test_an_interrupted_response_goes_on_under_new_weights(engine, sglang_model)
     prompts = prompts_of([70, 70, 90, 40], VOCABULARY, seed=8, shared=30)
     models = {version: changed_model(sglang_model, version) for version in (1, 2, 3)}
     engine.update_weights(checkpoint(models[1].float()).items(), version=1)
-    stream = engine.stream()
+    stream = engine.client.stream()
     stream.start(prompts, sampling, seed=1)
     bounds = []
     for version in (2, 3):
         bounds.append(interrupt_midway(stream))
         engine.update_weights(checkpoint(models[version].float()).items(), version=version)
     samples = everything(stream, len(prompts), lambda: pytest.fail("the server has the weights"))
-    assert engine.counts()["rollout/continued"] > 0
+    assert counts_of(engine)["rollout/continued"] > 0
     check_samples(samples, prompts, sampling, vocab_size=engine._client.model.vocab_size)
     models = {version: model.double() for version, model in models.items()}
     checked = 0
@@ -228,9 +228,9 @@ def test_priming_a_prompt_raises_what_is_cached(engine, sglang_model, monkeypatc
     sampling = SamplingParams(n_samples_per_prompt=4, max_response_length=4)
 
     def cached(seed: int) -> float:
-        engine.counts()
+        counts_of(engine)
         draw(engine, sglang_model, prompts_of([130] * 3, VOCABULARY, seed=seed), sampling)
-        return engine.counts()["rollout/cached_share"]
+        return counts_of(engine)["rollout/cached_share"]
 
     primed = cached(21)
     monkeypatch.setattr(generation_client, "_MIN_PREFILL_TOKENS", 10**6)
@@ -279,38 +279,38 @@ def pair(proxy: FaultProxy, keyed: LocalServers, key_file: str, sglang_model: st
 
 
 def test_two_servers_share_the_load(pair, proxy, sglang_model):
-    pair.counts()
+    counts_of(pair)
     proxy.requests.clear()
     draw(pair, sglang_model, prompts_of([10] * 12, VOCABULARY, seed=2))
     mine = proxy.requests.count("/generate")
-    assert 8 <= mine <= 16 and pair.counts()["rollout/requests"] == 24
+    assert 8 <= mine <= 16 and counts_of(pair)["rollout/requests"] == 24
     assert [member.outstanding_tokens for member in pair._pool.servers] == [0, 0]
 
 
 def test_one_with_old_weights_is_left_out_and_the_other_does_all(pair, proxy, sglang_model):
-    pair.counts()
+    counts_of(pair)
     proxy.add(Fault("old_version", times=10**6))
-    stream = pair.stream()
+    stream = pair.client.stream()
     prompts = prompts_of([10] * 6, VOCABULARY, seed=2)
     stream.start(prompts, SHORT, seed=3)
     samples = [sample for group in stream.take(6) for sample in group]
     check_samples(samples, prompts, SHORT)
-    counts = pair.counts()
+    counts = counts_of(pair)
     assert 1 <= counts["rollout/stale_responses"] <= 6 and counts["rollout/requests"] == 12
     assert counts["rollout/servers"] == 1 and len(pair._pool.stale) == 1
     proxy.clear()
     pair.update_weights(checkpoint_stream(sglang_model), version=pair.weight_version)
-    assert pair.counts()["rollout/servers"] == 2, "an update brings it back"
+    assert counts_of(pair)["rollout/servers"] == 2, "an update brings it back"
 
 
 def test_one_that_is_gone_and_comes_back_with_the_same_weights(pair, proxy, sglang_model):
     """Its connections are refused for a while: its requests go to the other, and it serves again by itself."""
-    pair.counts()
+    counts_of(pair)
     proxy.add(Fault("refuse", path="/", times=12))
     draw(pair, sglang_model, prompts_of([10] * 6, VOCABULARY, seed=2))
-    assert pair.counts()["rollout/requests"] == 12
+    assert counts_of(pair)["rollout/requests"] == 12
     deadline = time.monotonic() + 60
-    while pair.counts()["rollout/servers"] < 2:
+    while counts_of(pair)["rollout/servers"] < 2:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert proxy.pending == 0 or all(member.alive for member in pair._pool.servers)

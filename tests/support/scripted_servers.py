@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -12,25 +13,56 @@ import torch.distributed as dist
 from megatron_gspo.config import SamplingParams, ServerConfig
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.rollout.server_engine.request_stream import WeightsNeeded
+from megatron_gspo.rollout.server_engine.rollout_client import PoolState
+from megatron_gspo.rollout.server_engine.server_api import ServedModel
 from megatron_gspo.rollout.server_source import ServerSource
 from megatron_gspo.weight_transport.transport import Sent
 from megatron_gspo.weight_transport.weight_update import UpdatePlan
 from tests.support.samples import make_prompt
 from tests.support.scripted_engine import ScriptedEngine, ScriptedResponse
+from tests.support.served_models import served_model
 
 
 @dataclass
 class ScriptedServers(ScriptedEngine):
-    """`ScriptedEngine` with the methods of `ServerEngine`.
+    """`ScriptedEngine` with the methods of `ServerEngine` and of its `RolloutClient`.
 
-    lost_weights: the next `take_tickets` raises `WeightsNeeded`. failures: errors of the next updates. fails: error of
-    every `take_tickets`. taken: `oldest` of each `take_tickets`.
+    lost_weights: the next wait raises `WeightsNeeded`. failures: errors of the next updates. fails: error of every
+    wait. waits: of streams. slow: seconds that each takes. requested: prompts of all groups. followed: states that
+    another rank told.
     """
 
     lost_weights: bool = False
     failures: list[Exception] = field(default_factory=list)
     fails: Exception | None = None
-    taken: list[int | None] = field(default_factory=list)
+    waits: int = 0
+    slow: float = 0.0
+    requested: list[int] = field(default_factory=list)
+    followed: list[PoolState] = field(default_factory=list)
+    model: ServedModel = field(default_factory=lambda: served_model(vocab_size=1000))
+
+    @property
+    def client(self) -> ScriptedServers:
+        return self
+
+    def interrupts(self, version: int) -> bool:
+        return True
+
+    def interrupt(self) -> None:
+        self.calls.append("interrupt")
+
+    def reports(self) -> np.ndarray:
+        return np.zeros((2, 1), dtype=np.int64)
+
+    def record(self, reports: np.ndarray) -> None:
+        assert reports.tolist() == [[0], [0]]
+
+    def state(self) -> PoolState:
+        return PoolState(str(len(self.updates)), self.updates[-1][0] if self.updates else 0, {})
+
+    def follow(self, state: PoolState) -> None:
+        self.followed.append(state)
+        self.updates.append((state.training_version, {}))
 
     def stream(self) -> ScriptedStream:
         return ScriptedStream(self)
@@ -65,8 +97,12 @@ class ScriptedServers(ScriptedEngine):
     def score(self, sequences: Sequence[np.ndarray]) -> dict[str, list[np.ndarray]]:
         return {"http://a": [np.zeros(len(tokens) - 1, np.float32) for tokens in sequences]}
 
-    def counts(self) -> dict[str, float]:
-        return {"rollout/requests": 3.0}
+    def take_counts(self) -> list[int]:
+        return [3, 0, 0, 0, 0, 0, 8, 2]
+
+    @property
+    def num_serving(self) -> int:
+        return 1
 
 
 class ScriptedStream:
@@ -75,23 +111,38 @@ class ScriptedStream:
     def __init__(self, engine: ScriptedServers) -> None:
         self.engine, self.tickets = engine, 0
         self.groups: dict[int, list[Sample]] = {}
+        self.finished: set[int] = set()
 
     def start(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> list[int]:
         tickets = list(range(self.tickets, self.tickets + len(prompts)))
         self.tickets += len(prompts)
         for ticket, prompt in zip(tickets, prompts, strict=True):
             self.groups[ticket] = self.engine.generate([prompt], sampling, seed=seed)
+            self.engine.requested.append(prompt.index)
         return tickets
 
-    def take_tickets(self, count: int, *, patience=None, oldest=None, per_step=None) -> list[tuple[int, list[Sample]]]:
+    def progress(self) -> list[tuple[int, bool, int | None]]:
+        return [(ticket, ticket in self.finished, None) for ticket in self.groups]
+
+    def wait(self, seconds: float) -> None:
         if self.engine.fails is not None:
             raise self.engine.fails
         if self.engine.lost_weights:
             self.engine.lost_weights = False
             raise WeightsNeeded
-        self.engine.taken.append(oldest)
+        if unfinished := set(self.groups) - self.finished:
+            time.sleep(self.engine.slow)
+            self.engine.waits += 1
+            self.finished.add(max(unfinished))
+
+    def remove(self, tickets: Sequence[int]) -> list[list[Sample]]:
+        assert set(tickets) <= self.finished, "only finished groups are taken"
+        return [self.groups.pop(ticket) for ticket in tickets]
+
+    def take_tickets(self, count: int, *, patience: float) -> list[tuple[int, list[Sample]]]:
+        self.wait(patience)
         ticket = max(self.groups)
-        return [(ticket, self.groups.pop(ticket))]
+        return [(ticket, *self.remove([ticket]))]
 
     def stop(self, *, keep: bool) -> list[Prompt]:
         self.engine.calls.append(f"stop keep={keep}")
@@ -117,10 +168,12 @@ def collective_weights(source: int | None = None, /) -> Iterator[tuple[str, torc
         yield name, value
 
 
-def server_source(servers: ScriptedServers | None, **options) -> ServerSource:
+def server_source(servers: ScriptedServers | None, *, clients: Sequence[int] = (0,), **options) -> ServerSource:
+    """servers: on the clients."""
     log = options.pop("log", print)
     config = ServerConfig(urls=("http://a:1",), **{"recovery_timeout": 5.0, **options})
-    return ServerSource(servers, config, vocab_size=1000, groups_per_step=2, log=log)
+    engine = servers if dist.get_rank() == 0 else None
+    return ServerSource(engine, servers, clients, config, groups_per_step=2, log=log)
 
 
 def keys(samples) -> list[tuple[int, int, int]]:

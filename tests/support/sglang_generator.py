@@ -28,7 +28,10 @@ Break = Callable[[dict[str, Any]], Any]  # of a right answer: another answer, or
 
 
 class Generator:
-    """breaks: what befalls the next answers, in turn. gate: closed, answers wait for it or for an abort."""
+    """breaks: what befalls the next answers, in turn; breaks_of: those to one sender. gate: closed, answers wait for it
+    or for an abort. It takes weights and keeps their version; updates: their number. senders: API key of each request
+    in `bodies`. refuses: senders whose connections it closes. hangs: senders, or paths, that wait for ever.
+    """
 
     def __init__(self) -> None:
         self.breaks: list[Break] = []
@@ -37,6 +40,11 @@ class Generator:
         self.bodies: list[dict[str, Any]] = []
         self.aborts = 0
         self.gate = True
+        self.breaks_of: dict[str, list[Break]] = {}
+        self.updates = 0
+        self.senders: list[str] = []
+        self.refuses: set[str] = set()
+        self.hangs: set[str] = set()
         self._aborted = asyncio.Event()
 
     def __enter__(self) -> Generator:
@@ -52,14 +60,24 @@ class Generator:
         return self.web.url
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
+        sender = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if sender in self.refuses and request.transport is not None:
+            request.transport.abort()
+            return web.Response()
+        if request.path in self.hangs or (request.path == "/generate" and sender in self.hangs):
+            await self.web.hang()
+            return web.Response()
         if request.path == "/abort_request":
             self.aborts += 1
             self._aborted.set()
             return web.json_response({})
+        body = await request.json() if request.can_read_body else {}
         if request.path != "/generate":
-            return web.json_response({"weight_version": self.version})
-        body = await request.json()
+            self.version = body.get("new_version", self.version)
+            self.updates += "weights_from" in request.path
+            return web.json_response({"success": True, "weight_version": self.version})
         self.bodies.append(body)
+        self.senders.append(sender)
         found = respond(body, self.version)
         while not self.gate:
             self._aborted.clear()
@@ -69,7 +87,8 @@ class Generator:
                 continue
             found = respond(body, self.version, cut=1)
             break
-        change = self.breaks.pop(0) if self.breaks else self.always
+        breaks = self.breaks_of.get(sender) or self.breaks
+        change = breaks.pop(0) if breaks else self.always
         found = change(found) if change is not None else found
         if asyncio.iscoroutine(found):
             found = await found

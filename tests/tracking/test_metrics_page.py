@@ -34,7 +34,7 @@ KEEPS_OTHER_RECORDS = {"rollout_cache"}  # its dict is the head of a file
 SOURCES = (
     *(file for file in sorted((PACKAGE / "loop").glob("*.py")) if file.stem not in KEEPS_OTHER_RECORDS),
     *(PACKAGE / "mcore" / f"{name}.py" for name in ("train_step", "forward_step")),
-    PACKAGE / "rollout" / "server_engine" / "server_engine.py",
+    PACKAGE / "rollout" / "server_engine" / "rollout_client.py",
     PACKAGE / "routing_replay" / "step_metrics.py",
 )
 # what a forward step returns; keys of summary.json; of a request

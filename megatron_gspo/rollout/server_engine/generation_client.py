@@ -117,10 +117,14 @@ class GenerationClient:
         )
         return self.api.parse_scores(body, context, tokens)
 
-    async def interrupt(self) -> None:
-        """Have all servers return what they have generated; no request starts until `pool.resume()`."""
+    async def pause(self) -> None:
+        """Start no request until `pool.resume()`; those in flight may come back without a token, by anyone's abort."""
         await self.pool.pause()
         self._interruptions += 1
+
+    async def interrupt(self) -> None:
+        """`pause`, and have the servers of requests in flight return what they have generated."""
+        await self.pause()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _ABORT_SECONDS
         while busy := [server for server in self.pool.servers if server.tasks]:

@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
@@ -25,6 +26,23 @@ _POLL_SECONDS = 0.5  # between two checks of the pool while no group finishes
 
 class WeightsNeeded(Exception):
     """No server has the current weights, and at least one can take them: update the weights, then call again."""
+
+
+class GroupProgress(Protocol):
+    """How far a group is. ticket: its number in the order of the requests. oldest_version: the oldest weight version
+    among its tokens; None if it has no tokens."""
+
+    @property
+    def ticket(self) -> int: ...
+
+    @property
+    def finished(self) -> bool: ...
+
+    @property
+    def oldest_version(self) -> int | None: ...
+
+
+G = TypeVar("G", bound=GroupProgress)
 
 
 @dataclass
@@ -93,11 +111,26 @@ class RequestStream:
         if count > len(self._groups):
             raise ValueError(f"take({count}): only {len(self._groups)} groups were started")
         groups = self._loop.run(self._take(count, patience, oldest, per_step or count))
-        model = self._client.model
-        return [
-            (group.ticket, [response.to_sample(model, self._decode) for response in group.responses])
-            for group in groups
-        ]
+        return [(group.ticket, self._samples(group)) for group in groups]
+
+    def progress(self) -> list[tuple[int, bool, int | None]]:
+        """(ticket, finished, oldest version) of each group that was not taken."""
+        return self._loop.run(self._progress())
+
+    def wait(self, seconds: float) -> None:
+        """Wait until a group has finished since the last `progress`, at most `seconds`; not if none is unfinished.
+
+        Raises as `take`.
+        """
+        self._loop.run(self._wait_for_change(seconds))
+
+    def remove(self, tickets: Sequence[int]) -> list[list[Sample]]:
+        """Take these groups, which are finished."""
+        self._no_server_since = None
+        return [self._samples(self._groups.pop(ticket)) for ticket in tickets]
+
+    def _samples(self, group: GroupRequest) -> list[Sample]:
+        return [response.to_sample(self._client.model, self._decode) for response in group.responses]
 
     def stop(self, *, keep: bool) -> list[Prompt]:
         """Interrupt generation. keep: partial responses continue after the next update or `take`. Otherwise all groups
@@ -138,6 +171,7 @@ class RequestStream:
         while True:
             if self._failure is not None:
                 raise self._failure
+            self._changed.clear()
             chosen = select_groups(list(self._groups.values()), count, oldest, per_step)
             now = time.monotonic()
             if len(chosen) == count or (end is not None and now >= end):
@@ -149,6 +183,19 @@ class RequestStream:
         for group in chosen:
             del self._groups[group.ticket]
         return chosen
+
+    async def _progress(self) -> list[tuple[int, bool, int | None]]:
+        self._changed.clear()
+        return [(group.ticket, group.finished, group.oldest_version) for group in self._groups.values()]
+
+    async def _wait_for_change(self, seconds: float) -> None:
+        if self._client.pool.paused:
+            await self._client.pool.resume()
+        if self._failure is None and not all(group.finished for group in self._groups.values()):
+            self._check_servers(time.monotonic())
+            await self._wait(seconds)
+        if self._failure is not None:
+            raise self._failure
 
     def _check_servers(self, now: float) -> None:
         """Raise if the groups cannot finish without a weight update, or no server has responded for too long."""
@@ -164,8 +211,7 @@ class RequestStream:
             raise NoServerError(f"no server has answered for {self._recovery_timeout:g} s: {pool.describe()}")
 
     async def _wait(self, seconds: float) -> None:
-        """Wait until a group finishes, at most `seconds`."""
-        self._changed.clear()
+        """Wait until a group has finished since `_changed` was cleared, at most `seconds`."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._changed.wait(), max(seconds, 0.0))
 
@@ -185,7 +231,7 @@ class RequestStream:
         return [group.prompt for group in dropped]
 
 
-def select_groups(groups: Sequence[GroupRequest], count: int, oldest: int | None, per_step: int) -> list[GroupRequest]:
+def select_groups(groups: Sequence[G], count: int, oldest: int | None, per_step: int) -> list[G]:
     """Finished groups to take, at most `count`; fewer if unfinished ones must be waited for.
 
     A group whose oldest token is of version `oldest + k` must be taken within k steps. Of the groups with at most k
@@ -198,7 +244,7 @@ def select_groups(groups: Sequence[GroupRequest], count: int, oldest: int | None
     steps_left = {
         group.ticket: max(group.oldest_version - oldest, 0) for group in groups if group.oldest_version is not None
     }
-    chosen: dict[int, GroupRequest] = {}
+    chosen: dict[int, G] = {}
     reserved = 0
     for steps in sorted(set(steps_left.values())):
         within = [group for group in groups if steps_left.get(group.ticket, steps + 1) <= steps]

@@ -1,4 +1,4 @@
-"""`RolloutEngine` on inference servers: one process is their client; servers may fail and return during the run."""
+"""`RolloutEngine` on inference servers, which may fail and return during the run. Its rank owns the servers' states."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 
 import numpy as np
 from torch import Tensor
@@ -15,12 +14,9 @@ from torch import Tensor
 from megatron_gspo.config import SamplingParams, ServerConfig
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.errors import EngineError, UserError, first_line
-from megatron_gspo.rollout.server_engine.generation_client import GenerationClient
-from megatron_gspo.rollout.server_engine.request_stream import RequestStream
-from megatron_gspo.rollout.server_engine.server_api import ServedModel, ServerAPI
-from megatron_gspo.rollout.server_engine.server_pool import NoServerError, PooledServer, ServerPool
-from megatron_gspo.servers.http_client import EventLoop, ServerClient, ServerError, open_session
-from megatron_gspo.servers.server_launch import read_api_key
+from megatron_gspo.rollout.server_engine.rollout_client import RolloutClient
+from megatron_gspo.rollout.server_engine.server_pool import NoServerError, PooledServer
+from megatron_gspo.servers.http_client import ServerClient, ServerError
 from megatron_gspo.servers.server_processes import LocalServers
 from megatron_gspo.weight_transport.receiver_transport import Offer
 from megatron_gspo.weight_transport.server_endpoints import ServerInfo
@@ -33,30 +29,23 @@ _MEMORY_SECONDS = 120.0  # a server may take to release or restore its memory
 
 
 class ServerEngine:
-    """See `RolloutEngine`; `stream` returns groups in the order in which they finish. One rank generates for all.
+    """See `RolloutEngine`; `client.stream()` returns groups in the order in which they finish.
 
     Samples depend on (seed, prompt, sample, token) alone only if the servers are deterministic; with SGLang,
     --enable-deterministic-inference.
     """
 
-    def __init__(self, config: ServerConfig, model: ServedModel, transport: WeightTransport,
-                 decode: Callable[[list[int]], str], *, api: ServerAPI, processes: LocalServers | None = None,
-                 log: Callable[[str], None] = print) -> None:  # fmt: skip
-        """config: the servers are those of `urls`, or of `processes`. transport: how weights reach them. decode: token
-        ids of a response to its text. api: endpoints and formats of this kind of server. processes: started servers,
-        which `close` stops. log: takes a line for each event at the servers.
-
-        Raises ValueError for an invalid URL.
+    def __init__(self, config: ServerConfig, client: RolloutClient, transport: WeightTransport, *,
+                 processes: LocalServers | None = None, log: Callable[[str], None] = print) -> None:  # fmt: skip
+        """client: of this rank, on the servers of `urls` or of `processes`; owns their states, and `close` closes it.
+        transport: how weights reach the servers. processes: started servers, which `close` stops. log: takes a line for
+        each event at the servers.
         """
         self.weight_version: int | None = None
-        self._config, self._transport, self._api = config, transport, api
-        self._processes, self._log, self._decode = processes, log, decode
-        self._loop = EventLoop()
-        self._session = self._loop.run(open_session())
-        urls = processes.urls if processes is not None else config.urls
-        key = read_api_key(config)
-        self._pool = ServerPool([ServerClient(url, self._session, api_key=key) for url in urls], config, api, log=log)
-        self._client = GenerationClient(self._pool, model, config, api)
+        self.client = client
+        self._config, self._transport, self._api = config, transport, client.requests.api
+        self._processes, self._log = processes, log
+        self._loop, self._pool, self._client = client.loop, client.pool, client.requests
         self._run_id = secrets.token_hex(4)  # tells this run's weights from those of other runs and restarted servers
         self.sender = WeightSender(config, transport)
         self._memory_released = False
@@ -64,21 +53,11 @@ class ServerEngine:
         self._targets: list[PooledServer] = []  # of the update
         self._updating = 0  # its version
         self._closed = False
-        self._monitors = [self._loop.spawn(self._pool.monitor())]
-        if processes is not None:
-            self._monitors.append(self._loop.spawn(self._monitor_processes(processes)))
-        for monitor in self._monitors:
-            monitor.add_done_callback(self._report_end)
-
-    def stream(self) -> RequestStream:
-        """A new stream of groups on the same servers."""
-        return RequestStream(
-            self._loop, self._client, self._decode, recovery_timeout=self._config.recovery_timeout
-        )
+        self._monitor = client.watch(self._monitor_processes(processes)) if processes is not None else None
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> list[Sample]:
         """See `RolloutEngine.generate`. Raises `WeightsNeeded` if no server has the current weights."""
-        stream = self.stream()
+        stream = self.client.stream()
         tickets = stream.start(prompts, sampling, seed=seed)
         groups = dict(stream.take_tickets(len(tickets)))
         return [sample for ticket in tickets for sample in groups[ticket]]
@@ -114,8 +93,8 @@ class ServerEngine:
         An exception of one of them ends the update. With the current version, only servers that lack it are updated,
         and nothing is interrupted.
         """
-        pool, wire_version = self._pool, f"{self._run_id}:{version}"
-        repeated = pool.version == wire_version and bool(pool.serving) and not self._memory_released
+        pool, wire_version = self._pool, self._wire_version(version)
+        repeated = not self.interrupts(version)
         if not repeated:
             self._loop.run(self._client.interrupt())
             self._loop.run(pool.set_version(wire_version, ()))
@@ -129,6 +108,14 @@ class ServerEngine:
                 self._restore_memory("weights")
             update.begin()
             return update.plan
+
+    def interrupts(self, version: int) -> bool:
+        """Whether an update to `version` interrupts the requests. Those of other clients are interrupted before it."""
+        current = self._pool.version == self._wire_version(version)
+        return not current or not self._pool.serving or self._memory_released
+
+    def _wire_version(self, version: int) -> str:
+        return f"{self._run_id}:{version}"
 
     def next_transfer(self) -> list[ServerInfo] | None:
         """See `ServerUpdate.next_transfer`."""
@@ -208,16 +195,10 @@ class ServerEngine:
 
         return self._loop.run(score_on_all())
 
-    def counts(self) -> dict[str, float]:
-        """Events since the last call and the number of serving servers, by the names of docs/metrics.md."""
-        counts, self._client.counts = self._client.counts, type(self._client.counts)()
-        sent = counts.pop("input_tokens", 0)
-        cached = counts.pop("cached_tokens", 0)
-        names = ("requests", "retries", "refused", "stale_responses", "continued", "discarded_tokens")
-        return {f"rollout/{name}": float(counts[name]) for name in names} | {
-            "rollout/cached_share": cached / sent if sent else 0.0,
-            "rollout/servers": float(len(self._pool.serving)),
-        }
+    @property
+    def num_serving(self) -> int:
+        """Servers that may get requests."""
+        return len(self._pool.serving)
 
     def pause(self) -> None:
         """Interrupt generation, which continues later; where colocated, the servers release their GPU memory."""
@@ -237,11 +218,10 @@ class ServerEngine:
         if self._closed:
             return
         self._closed = True
-        for monitor in self._monitors:
-            monitor.cancel()
+        if self._monitor is not None:
+            self._monitor.cancel()
         self.sender.close()
-        self._loop.run(self._session.close())
-        self._loop.close()
+        self.client.close()
         if self._processes is not None:
             self._processes.stop()
 
@@ -281,12 +261,6 @@ class ServerEngine:
                     await self._pool.mark_down(server, str(error))
 
         self._loop.run(run())
-
-    def _report_end(self, monitor: Future) -> None:
-        """A monitor ends when it is cancelled, or by a bug, which would go unnoticed."""
-        if not monitor.cancelled() and (error := monitor.exception()) is not None:
-            reason = f"{type(error).__name__}: {first_line(error)}"
-            self._log(f"the servers are no longer monitored ({reason}): stop the run and start it again")
 
     async def _monitor_processes(self, processes: LocalServers) -> None:
         by_url = {server.url: server for server in self._pool.servers}

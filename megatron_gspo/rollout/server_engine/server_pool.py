@@ -2,13 +2,16 @@
 
 A server may get requests while it responds (`alive`) and has the current weights (`version`). Everything here runs in
 one event loop, so no locks are needed.
+
+With several clients each has a pool. Rank 0's is the owner: it checks the servers' health and knows their weights; the
+others `follow` it. A follower checks only servers that it alone fails to reach, which then serve the other clients.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -28,6 +31,15 @@ class NoServerError(EngineError):
     """No server can generate; one line with the state of each."""
 
 
+@dataclass(frozen=True)
+class ServerState:
+    """The owner's state of a server. reason: why it is down."""
+
+    alive: bool
+    has_weights: bool
+    reason: str = ""
+
+
 @dataclass
 class PooledServer:
     """A server and its state.
@@ -36,7 +48,8 @@ class PooledServer:
     num_requests: of the requests in flight. missed_checks: health checks in a row. failed_requests: in a row.
     times_down: since its last valid response. unresponsive: it is down, accepts connections and does not respond.
     reason: why it is down. check_after: no health check before; last_response: of a request (both monotonic seconds).
-    tasks: requests in flight.
+    tasks: requests in flight; busy_elsewhere: whether another client has some. found_stale: a response had other
+    weights, which the owner does not know. down_for_all: the owner says that it is down.
     """
 
     client: ServerClient
@@ -52,6 +65,9 @@ class PooledServer:
     check_after: float = 0.0
     last_response: float = 0.0
     tasks: set[asyncio.Task] = field(default_factory=set)
+    busy_elsewhere: bool = False
+    found_stale: bool = False
+    down_for_all: bool = False
 
     @property
     def url(self) -> str:
@@ -61,13 +77,13 @@ class PooledServer:
 class ServerPool:
     """See the module. `version`: weight version that responses must have; None before the first update."""
 
-    def __init__(self, clients: Sequence[ServerClient], config: ServerConfig, api: ServerAPI, *,
+    def __init__(self, clients: Sequence[ServerClient], config: ServerConfig, api: ServerAPI, *, owner: bool = True,
                  log: Callable[[str], None] = lambda line: None) -> None:  # fmt: skip
-        """log: takes a line for each server that is removed or returns."""
+        """owner: else it follows. log: takes a line for each server that is removed or returns."""
         self.servers = [PooledServer(client) for client in clients]
         self.version: str | None = None
         self.paused = False  # no request starts during a weight update
-        self._config, self._api, self._log = config, api, log
+        self._config, self._api, self._owner, self._log = config, api, owner, log
         self._checks_running = 0
         self._changed = asyncio.Condition()
 
@@ -136,6 +152,26 @@ class ServerPool:
             server.version = version
         await self.notify()
 
+    def states(self) -> dict[str, ServerState]:
+        """The states of the servers, by URL."""
+        serving = self.serving
+        return {s.url: ServerState(s.alive, s in serving, s.reason) for s in self.servers}
+
+    async def follow(self, version: str | None, states: Mapping[str, ServerState]) -> None:
+        """Take over the owner's version and states. A server that only this client can't reach stays down here."""
+        self.version = version
+        for server in self.servers:
+            state = states[server.url]
+            if not state.alive:
+                server.alive, server.reason = False, state.reason
+                for task in list(server.tasks):
+                    task.cancel()
+            elif server.down_for_all:
+                server.alive, server.reason, server.failed_requests = True, "", 0
+            server.down_for_all, server.found_stale = not state.alive, False
+            server.version = version if state.has_weights else None
+        await self.notify()
+
     async def mark_down(self, server: PooledServer, reason: str) -> None:
         """Remove a server that does not respond. Its requests are cancelled, to be repeated elsewhere."""
         if server.alive:
@@ -164,7 +200,7 @@ class ServerPool:
         """Remove a server with the wrong weights until the next update."""
         if server in self.serving:
             self._log(f"{server.url} is excluded until it has the weights: {reason}")
-        server.version, server.reason = None, reason
+        server.version, server.reason, server.found_stale = None, reason, not self._owner
         await self.notify()
 
     async def monitor(self) -> None:
@@ -203,6 +239,8 @@ class ServerPool:
         cooling_down = not server.alive and time.monotonic() < server.check_after
         if self.paused or cooling_down:  # during a weight update a server may not respond; the update has timeouts
             return
+        if not self._owner and (server.alive or server.down_for_all):
+            return
         was_alive = server.alive
         try:
             version = await self._query(server)
@@ -225,7 +263,8 @@ class ServerPool:
         that has not responded for a while, and for one that returns.
         """
         timeout = self._config.health_timeout
-        if server.alive and server.tasks and time.monotonic() - server.last_response > self._config.health_interval:
+        busy = server.tasks or server.busy_elsewhere
+        if server.alive and busy and time.monotonic() - server.last_response > self._config.health_interval:
             await self._api.check_health(server.client, timeout=timeout)
             return None
         version = await self._api.weight_version(server.client, timeout=timeout)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from aiohttp import web
 
 from megatron_gspo.config import ServerConfig
 from megatron_gspo.errors import EngineError
+from megatron_gspo.rollout.server_engine.rollout_client import RolloutClient
 from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.rollout.server_engine.server_pool import NoServerError
 from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
@@ -39,10 +40,11 @@ class Launcher:
         self.stopped += 1
 
 
-def engine_on(*urls: str, colocated: bool = False, **given) -> ServerEngine:
+def engine_on(*urls: str, log: Callable[[str], None], colocated: bool = False, processes=None) -> ServerEngine:
     config = ServerConfig(urls=urls, weight_transport="tensor", colocated=colocated)
     transport = make_transport(config, SGLangWeightEndpoints())
-    return ServerEngine(config, MODEL, transport, str, api=SGLangAPI(), **given)
+    client = RolloutClient(urls, config, MODEL, str, api=SGLangAPI(), log=log)
+    return ServerEngine(config, client, transport, processes=processes, log=log)
 
 
 def test_a_watch_that_breaks_is_told(server):

@@ -1,0 +1,288 @@
+"""Several ranks as clients of the same servers, which speak SGLang's protocol and run in rank 0's process."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron_gspo.config import SamplingParams, ServerConfig
+from megatron_gspo.errors import SharedEngineError
+from megatron_gspo.parallel.rank_zero import run_on_rank_zero
+from megatron_gspo.rollout.server_engine import generation_client
+from megatron_gspo.rollout.server_engine.rollout_client import COUNTS, RolloutClient, server_metrics
+from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
+from megatron_gspo.rollout.server_source import ServerSource
+from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
+from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
+from megatron_gspo.weight_transport.weight_update import make_transport
+from tests.support.distributed import run_distributed
+from tests.support.random_samples import all_samples
+from tests.support.scripted_servers import collective_weights
+from tests.support.sglang_generator import MODEL, SAMPLING, Generator, expected, prompts
+
+VERSION = 3
+
+
+class Rank:
+    """A rank of a run. servers: on rank 0. lines: of its log."""
+
+    def __init__(self, folder: str, clients: Sequence[int], servers: Sequence[Generator], settings: Any) -> None:
+        self.rank, self.servers, self.lines = dist.get_rank(), servers, list[str]()
+        urls = run_on_rank_zero(lambda: [server.url for server in servers])
+        key = Path(folder) / f"key_{self.rank}"
+        key.write_text(f"rank{self.rank}")
+        given: dict[str, Any] = {"health_interval": 0.1, "health_timeout": 2.0, "recovery_timeout": 30.0}
+        given |= dict(urls=tuple(urls), weight_transport="tensor", api_key_file=str(key), **settings)
+        config = ServerConfig(**given)
+        self.client = self.engine = None
+        if self.rank in clients:
+            share = clients.index(self.rank), len(clients)
+            self.client = RolloutClient(urls, config, MODEL, str, api=SGLangAPI(), share=share, log=self.lines.append)
+        if self.rank == 0:
+            transport = make_transport(config, SGLangWeightEndpoints())
+            self.engine = ServerEngine(config, self.client, transport, log=self.lines.append)
+        self.source = ServerSource(self.engine, self.client, clients, config, groups_per_step=2, log=self.lines.append)
+        self.source.update_weights(collective_weights, version=VERSION)
+
+    def serving(self) -> list[int]:
+        """The ports of the servers that this rank's client may use."""
+        return sorted(int(s.url.rpartition(":")[2]) for s in self.client.pool.serving) if self.client else []
+
+    def requests(self) -> list[tuple[str, str]]:
+        """(API key, body) of each request, on rank 0."""
+        return [(sender, json.dumps(body, sort_keys=True)) for server in self.servers
+                for sender, body in zip(server.senders, server.bodies, strict=True)]  # fmt: skip
+
+    def wait_for_requests(self, count: int) -> None:
+        """On every rank."""
+        deadline = time.monotonic() + 20
+        while self.servers and sum(len(server.bodies) for server in self.servers) < count:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        dist.barrier()
+
+
+def on_rank(number: int, world: int, case: Callable[[Rank], Any], folder: str, clients: Sequence[int], num_servers: int,
+            settings: Any) -> Any:  # fmt: skip
+    generation_client._BACKOFF_SECONDS = 0.0
+    with ExitStack() as stack:
+        servers = [stack.enter_context(Generator()) for _ in range(num_servers * (number == 0))]
+        rank = Rank(folder, clients, servers, settings)
+        stack.callback(rank.source.close)
+        return case(rank)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., list[Any]]:
+    """`run(case, world, clients, num_servers=..., **settings)`: the values of `case(Rank)` by rank."""
+
+    def start(case: Callable[[Rank], Any], world: int, clients: Sequence[int], num_servers: int = 1,
+              **settings: Any) -> list[Any]:  # fmt: skip
+        return run_distributed(on_rank, world, case, str(tmp_path), clients, num_servers, settings)
+
+    return start
+
+
+def facts(batch: Any) -> list[tuple]:
+    return [(s.prompt_index, s.sample_index, s.response_ids.tolist(), s.rollout_log_probs.tolist(),
+             s.token_versions.tolist()) for s in all_samples(batch)]  # fmt: skip
+
+
+def right(versions: Sequence[int], count: int) -> list[tuple]:
+    """The facts of `count` groups whose tokens have these versions."""
+    return [(prompt.index, i, tokens := expected(prompt), [-t / 8 for t in tokens], list(versions))
+            for prompt in prompts(count) for i in range(2)]  # fmt: skip
+
+
+def collects(rank: Rank) -> tuple:
+    rank.source.submit(prompts(6), SAMPLING, seed=5)
+    batch = rank.source.collect(6)
+    return facts(batch), sorted(batch.held), rank.requests(), rank.source.metrics()
+
+
+def test_each_client_requests_and_holds_its_share(run):
+    one = run(collects, 3, (0,), 2)
+    assert one[0][0] == right([VERSION] * 4, 6) and [rank[1] for rank in one] == [list(range(12)), [], []]
+    bodies = sorted(body for _, body in one[0][2])
+    assert len(set(bodies)) == 12, "each with a seed of its own"
+    for clients in ((0, 2), (0, 1, 2)):
+        found = run(collects, 3, clients, 2)
+        assert all(rank[0] == one[0][0] for rank in found), "the same samples in the same order"
+        requests = found[0][2]
+        assert sorted(body for _, body in requests) == bodies, "the same requests with the same seeds"
+        assert Counter(sender for sender, _ in requests) == {f"rank{rank}": 12 // len(clients) for rank in clients}
+        assert [len(rank[1]) for rank in found] == [12 // len(clients) * (rank in clients) for rank in range(3)]
+        assert [rank[3].get("rollout/requests") for rank in found] == [12.0, None, None], "counted over the clients"
+
+
+def sizes(rank: Rank) -> tuple[list[int], int]:
+    """Sizes in bytes of the collectives of a collect, of responses of 4 and of 40 tokens; samples held."""
+    seen: set[int] = set()
+    for name in ("all_reduce", "all_gather", "broadcast"):
+        real = getattr(dist, name)
+
+        def record(*given: Any, real=real, name=name, **options: Any) -> Any:
+            tensor = given[1] if name == "all_gather" else given[0]
+            seen.add(tensor.numel() * tensor.element_size())
+            return real(*given, **options)
+
+        setattr(dist, name, record)
+    found, held = [], 0
+    for length in (4, 40):
+        seen.clear()
+        rank.source.submit(prompts(6), SamplingParams(n_samples_per_prompt=2, max_response_length=length), seed=5)
+        batch = rank.source.collect(6)
+        assert all(s.response_length == length for s in batch.samples)
+        held = len(batch.held)
+        found.append(sorted(seen))
+    return found, held
+
+
+def test_what_reaches_other_ranks_does_not_grow_with_the_responses(run):
+    (short, long), held = run(sizes, 2, (0, 1))[0]
+    assert short == long and max(short) < 2000 and held == 6
+    assert 6 * 64 in short, "a row and a position for each sample of the client with most"
+
+
+def interrupted(rank: Rank) -> tuple:
+    """All clients have requests in flight when new weights come."""
+    for server in rank.servers:
+        server.gate = False
+    rank.source.submit(prompts(4), SAMPLING, seed=5)
+    rank.wait_for_requests(8)
+    rank.source.update_weights(collective_weights, version=VERSION + 1)
+    for server in rank.servers:
+        server.gate = True
+    return facts(rank.source.collect(4)), rank.source.metrics()
+
+
+def test_an_update_interrupts_the_requests_of_all_clients(run):
+    for clients in ((0,), (0, 1)):
+        found = run(interrupted, 2, clients, 2)
+        assert found[0][0] == found[1][0] == right([VERSION, *[VERSION + 1] * 3], 4)
+        metrics = found[0][1]
+        assert metrics["rollout/continued"] == 8 and metrics["rollout/retries"] == 0
+
+
+def discards(rank: Rank, keep: bool) -> tuple:
+    """A pause with requests in flight, then the rest of their groups, or the same prompts again."""
+    for server in rank.servers:
+        server.gate = False
+    rank.source.submit(prompts(4), SAMPLING, seed=5)
+    rank.wait_for_requests(8)
+    rank.source.pause(keep=keep)
+    for server in rank.servers:
+        server.gate = True
+    if not keep:
+        rank.source.submit(prompts(4), SAMPLING, seed=5)
+    return facts(rank.source.collect(4)), rank.source.metrics()
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_pause_keeps_or_discards_the_requests_of_all_clients(run, keep):
+    for samples, metrics in run(partial(discards, keep=keep), 2, (0, 1)):
+        assert samples == right([VERSION] * 4, 4)
+        if metrics:
+            assert metrics["rollout/discarded_tokens"] == (0 if keep else 8) and metrics["rollout/retries"] == 0
+
+
+def broken_connection(rank: Rank) -> tuple:
+    """Rank 1 does not reach the first server."""
+    for server in rank.servers[:1]:
+        server.refuses.add("rank1")
+    dist.barrier()
+    rank.source.submit(prompts(6), SAMPLING, seed=5)
+    found = facts(rank.source.collect(6))
+    return found, rank.serving(), rank.lines, rank.requests()
+
+
+def test_a_server_that_one_client_does_not_reach_serves_the_others(run):
+    first, second = run(broken_connection, 2, (0, 1), 2, max_concurrent_requests=2)
+    assert first[0] == second[0] == right([VERSION] * 4, 6)
+    assert len(first[1]) == 2 and len(second[1]) == 1 and set(second[1]) < set(first[1])
+    assert not any("down" in line for line in first[2]) and any("is down" in line for line in second[2])
+    assert Counter(sender for sender, _ in first[3]) == {"rank0": 6, "rank1": 6}, "nothing is lost or requested twice"
+
+
+def unreachable(rank: Rank) -> str:
+    """The only server, for rank 1."""
+    for server in rank.servers:
+        server.refuses.add("rank1")
+    dist.barrier()
+    rank.source.submit(prompts(4), SAMPLING, seed=5)
+    with pytest.raises(SharedEngineError) as caught:
+        rank.source.collect(4)
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_a_client_that_reaches_no_server_ends_the_run_after_the_recovery_time(run):
+    first, second = run(unreachable, 2, (0, 1), recovery_timeout=0.5)
+    assert first == second and first.startswith("no server has answered for 0.5 s: http://127.0.0.1:")
+
+
+def other_weights(rank: Rank, sender: str) -> tuple:
+    """The answer to one request of a rank has other weights."""
+
+    def change(answer: dict[str, Any]) -> dict[str, Any]:
+        answer["meta_info"]["weight_version"] = "another:1"
+        return answer
+
+    for server in rank.servers:
+        server.breaks_of[sender] = [change]
+    rank.source.submit(prompts(4), SAMPLING, seed=5)
+    found = facts(rank.source.collect(4))
+    return found, [server.updates for server in rank.servers], rank.source.metrics(), rank.lines
+
+
+@pytest.mark.parametrize("sender", ["rank0", "rank1"])
+def test_a_server_with_other_weights_is_reported_and_updated(run, sender):
+    first, second = run(partial(other_weights, sender=sender), 2, (0, 1))
+    assert first[0] == second[0] == right([VERSION] * 4, 4)
+    assert first[1] == [2], "sent again"
+    assert first[2]["rollout/stale_responses"] == 1
+    assert any("is excluded until it has the weights" in line for line in first[3])
+
+
+def hanging(rank: Rank) -> tuple:
+    """The first server does not generate for rank 1 and answers everything else."""
+    for server in rank.servers[:1]:
+        server.hangs |= {"rank1", "/health"}
+    rank.source.submit(prompts(6), SAMPLING, seed=5)
+    found = facts(rank.source.collect(6))
+    return found, rank.lines, rank.serving()
+
+
+def test_a_server_that_hangs_for_another_client_is_found_by_rank_0(run):
+    """Which has no request there itself any more."""
+    first, second = run(hanging, 2, (0, 1), 2, health_timeout=1.1)
+    assert first[0] == second[0] == right([VERSION] * 4, 6)
+    assert any("is down" in line for line in first[1]) and len(first[2]) == len(second[2]) == 1
+
+
+def test_clients_begin_with_different_servers_and_share_their_limit(server):
+    urls = [server.url, "http://127.0.0.1:9", "http://127.0.0.1:10"]
+    config = ServerConfig(urls=tuple(urls), max_concurrent_requests=8)
+    for share, first, limit in (((0, 3), 0, 2), ((1, 3), 1, 2), ((2, 3), 2, 2), ((4, 9), 1, 1)):
+        client = RolloutClient(urls, config, MODEL, str, api=SGLangAPI(), share=share, log=lambda line: None)
+        found = [each.url for each in client.pool.servers]
+        assert found == urls[first:] + urls[:first] and client.pool._config.max_concurrent_requests == limit
+        client.close()
+        client.close()
+
+
+def test_metrics_are_sums_of_counts():
+    found = server_metrics(range(1, len(COUNTS) + 1), 4)
+    assert found == {"rollout/requests": 1.0, "rollout/retries": 2.0, "rollout/refused": 3.0,
+                     "rollout/stale_responses": 4.0, "rollout/continued": 5.0, "rollout/discarded_tokens": 6.0,
+                     "rollout/cached_share": 8 / 7, "rollout/servers": 4.0}  # fmt: skip
+    assert server_metrics([0] * len(COUNTS), 0)["rollout/cached_share"] == 0.0
