@@ -6,6 +6,7 @@ learn them from it (`state`, `follow`) and report to it what their requests foun
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -52,13 +53,13 @@ class RolloutClient:
         limit = max(config.max_concurrent_requests // count, 1)
         start = number * len(urls) // count  # clients begin with different servers
         self.model, self._decode, self._log = model, decode, log
-        self._recovery_timeout = config.recovery_timeout
+        self._owner, self._recovery_timeout = number == 0, config.recovery_timeout
         self.loop = EventLoop()
         self.session = self.loop.run(open_session())
         key = read_api_key(config)
         servers = [ServerClient(url, self.session, api_key=key) for url in [*urls[start:], *urls[:start]]]
         own = replace(config, max_concurrent_requests=limit)
-        self.pool = ServerPool(servers, own, api, owner=number == 0, log=log)
+        self.pool = ServerPool(servers, own, api, owner=self._owner, log=log)
         self.requests = GenerationClient(self.pool, model, own, api)
         self._monitor = self.watch(self.pool.monitor())
 
@@ -77,10 +78,11 @@ class RolloutClient:
     def reports(self) -> np.ndarray:
         """[2, servers] int64, by URL ascending: whether requests are in flight, and whether one found other weights.
 
-        Those of several clients are joined by their maximum.
+        Those of several clients are joined by their maximum. The owner's are zeros: its pool has what it knows.
         """
         servers = sorted(self.pool.servers, key=lambda server: server.url)
-        return np.array([[bool(s.tasks) for s in servers], [s.found_stale for s in servers]], dtype=np.int64)
+        found = np.array([[bool(s.tasks) for s in servers], [s.found_stale for s in servers]], dtype=np.int64)
+        return found * (not self._owner)
 
     def record(self, reports: np.ndarray) -> None:
         """Take the reports of all clients; on the owner."""
@@ -88,7 +90,8 @@ class RolloutClient:
         async def take() -> None:
             busy, stale = reports.tolist()
             for i, server in enumerate(sorted(self.pool.servers, key=lambda server: server.url)):
-                server.busy_elsewhere = bool(busy[i])
+                if busy[i]:
+                    server.busy_elsewhere_at = time.monotonic()
                 if stale[i]:
                     await self.pool.mark_stale(server, "it answered with other weights")
 

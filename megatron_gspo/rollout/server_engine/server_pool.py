@@ -10,6 +10,7 @@ others `follow` it. A follower checks only servers that it alone fails to reach,
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -25,6 +26,7 @@ _MAX_MISSED_CHECKS = 3  # health checks in a row
 _MAX_FAILED_REQUESTS = 4  # in a row at one server
 _COOL_DOWN_SECONDS, _MAX_COOL_DOWN_SECONDS = 1.0, 60.0  # before a removed server is checked again, doubling
 _MAX_DOUBLINGS = 6
+_REPORT_SECONDS = 2.0  # a report of another client holds so long; while groups are awaited they come more often
 
 
 class NoServerError(EngineError):
@@ -48,8 +50,8 @@ class PooledServer:
     num_requests: of the requests in flight. missed_checks: health checks in a row. failed_requests: in a row.
     times_down: since its last valid response. unresponsive: it is down, accepts connections and does not respond.
     reason: why it is down. check_after: no health check before; last_response: of a request (both monotonic seconds).
-    tasks: requests in flight; busy_elsewhere: whether another client has some. found_stale: a response had other
-    weights, which the owner does not know. down_for_all: the owner says that it is down.
+    tasks: requests in flight; busy_elsewhere_at: when another client last reported some (monotonic seconds).
+    found_stale: a response had other weights, which the owner does not know. down_for_all: it is down for the owner.
     """
 
     client: ServerClient
@@ -65,7 +67,7 @@ class PooledServer:
     check_after: float = 0.0
     last_response: float = 0.0
     tasks: set[asyncio.Task] = field(default_factory=set)
-    busy_elsewhere: bool = False
+    busy_elsewhere_at: float = -math.inf
     found_stale: bool = False
     down_for_all: bool = False
 
@@ -263,8 +265,9 @@ class ServerPool:
         that has not responded for a while, and for one that returns.
         """
         timeout = self._config.health_timeout
-        busy = server.tasks or server.busy_elsewhere
-        if server.alive and busy and time.monotonic() - server.last_response > self._config.health_interval:
+        now = time.monotonic()
+        busy = server.tasks or now - server.busy_elsewhere_at < _REPORT_SECONDS
+        if server.alive and busy and now - server.last_response > self._config.health_interval:
             await self._api.check_health(server.client, timeout=timeout)
             return None
         version = await self._api.weight_version(server.client, timeout=timeout)

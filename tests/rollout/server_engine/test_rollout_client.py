@@ -280,6 +280,19 @@ def test_clients_begin_with_different_servers_and_share_their_limit(server):
         client.close()
 
 
+@pytest.mark.parametrize("number, reported", [(0, [[0, 0], [0, 0]]), (1, [[1, 0], [0, 1]])])
+def test_the_owner_does_not_report_to_itself(number, reported):
+    """Its requests would count as those of others, and after the last round they would never end."""
+    urls = ("http://127.0.0.1:9", "http://127.0.0.1:10")
+    client = RolloutClient(urls, ServerConfig(urls=urls), MODEL, str, api=SGLangAPI(), share=(number, 2))
+    by_url = {server.url: server for server in client.pool.servers}
+    by_url[urls[1]].tasks.add(object())
+    by_url[urls[0]].found_stale = number == 1
+    assert client.reports().tolist() == reported
+    by_url[urls[1]].tasks.clear()
+    client.close()
+
+
 def test_metrics_are_sums_of_counts():
     found = server_metrics(range(1, len(COUNTS) + 1), 4)
     assert found == {"rollout/requests": 1.0, "rollout/retries": 2.0, "rollout/refused": 3.0,

@@ -303,6 +303,18 @@ def test_only_a_busy_server_is_asked_for_a_token(health):
     with_pool(action, health.server.url, health_timeout=0.4)
 
 
+def test_a_server_that_other_clients_use_must_generate_for_its_check_while_they_report_it(health):
+    async def action(pool: ServerPool) -> None:
+        [member] = pool.servers
+        for age, generates in ((0.0, True), (3600.0, False)):
+            health.asked.clear()
+            member.busy_elsewhere_at = time.monotonic() - age
+            await pool.health_check(member)
+            assert ("/health" in health.asked) == generates and ("/model_info" in health.asked) != generates
+
+    with_pool(action, health.server.url)
+
+
 @pytest.mark.parametrize("said, serves", [(NOW, True), ("00c0ffee:2", False), ("default", False), (None, False),
                                           ([NOW], False)])
 def test_what_comes_back_serves_only_with_the_current_weights(health, said, serves):
