@@ -72,7 +72,7 @@ OF_THE_SERVERS = (
     ),
     SeededBug(
         "a server that is paused is asked for a token to prove its health", "this project", POOL,
-        "if server.alive and busy and time.", "if server.alive and time.",
+        "if server.alive and busy and now", "if server.alive and now",
         (f"{TESTS}/test_server_pool.py::test_only_a_busy_server_is_asked_for_a_token",),
     ),
     SeededBug(
