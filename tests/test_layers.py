@@ -1,4 +1,4 @@
-"""Imports only point down the layers, and only mcore/ and patches/ know Megatron. Read from the source."""
+"""Imports only point down the layers, and only mcore/ and patches/ import Megatron. Read from the source."""
 
 import re
 import subprocess

@@ -101,7 +101,7 @@ class ReceiverTransport(DistributedTransport):
         if self.is_over or self._group is None:
             return
         entries = [(e.name, str(e.dtype).removeprefix("torch."), e.shape, e.start, e.stop) for e in bucket.entries]
-        self._say(self._number, {"entries": entries, "nbytes": bucket.nbytes})
+        self._write_entry(self._number, {"entries": entries, "nbytes": bucket.nbytes})
         self._number += 1
         self._broadcasts.append(asyncio.create_task(self._group.broadcast(bucket.data)))
         await self._wait(timeout, self.in_flight - 1)
@@ -110,7 +110,7 @@ class ReceiverTransport(DistributedTransport):
         """See `WeightTransport.finish`."""
         await self._wait(timeout, 0)
         if not self._broken:
-            self._say(self._number, {"sums": self._sums if self.checksums else {}})
+            self._write_entry(self._number, {"sums": self._sums if self.checksums else {}})
             answers = await self._answers(timeout)
         if self._broken:
             await self.abort()
@@ -133,12 +133,12 @@ class ReceiverTransport(DistributedTransport):
         self._watching.cancel()
         if self._group is not None:
             self._group.put(f"{self._transfer}/abort", "1")
-            self._say(self._number, {"error": "the source has left"})
+            self._write_entry(self._number, {"error": "the source has left"})
         await self._cancel()
         self._completed, self._joined, self._known = "", False, {}
         self.close()
 
-    def _say(self, number: int, entry: dict[str, Any]) -> None:
+    def _write_entry(self, number: int, entry: dict[str, Any]) -> None:
         assert self._group is not None
         self._group.put(f"{self._transfer}/{number}", json.dumps(entry))
 

@@ -55,7 +55,7 @@ def evaluate_on_ranks(
     ranks: int,
     dtype: torch.dtype = torch.float64,
 ) -> list[Outcome]:
-    """One outcome a context rank; `owner` [T] says which rank holds each token. A first pass collects what each
+    """One outcome a context rank; `owner` [T] is the rank of each token. A first pass collects what each
     rank would bring to the collective, a second one gets the total.
     """
     shards = [batch.take((owner == rank).nonzero().flatten()) for rank in range(ranks)]

@@ -100,7 +100,7 @@ def test_weights_times_advantages_scale_the_surrogate_token_by_token():
 
 
 def test_no_gradient_passes():
-    """Metrics and weights are constants, whatever the caller left recorded."""
+    """Metrics and weights are constants, also for inputs with a gradient."""
     live = (ROLLOUT + 0.1).requires_grad_()
     assert not any(x.requires_grad for x in mismatch_metrics(live, ROLLOUT, MASK, num_tokens=5).values())
     assert not token_importance_weights(live, ROLLOUT, MASK).requires_grad

@@ -94,6 +94,6 @@ def test_no_device_synchronisation(name):
                 objective_of(name), **arguments, num_sequences=counts[0], num_tokens=num_tokens
             )
             loss.backward()
-    with NoHostRead(), pytest.raises(AssertionError):  # the mode sees what it is there to see
+    with NoHostRead(), pytest.raises(AssertionError):  # the mode detects a read
         nothing = {**arguments, "num_segments": None}
         call_policy_loss(objective_of(name), **nothing, num_sequences=counts[0], num_tokens=counts[1])

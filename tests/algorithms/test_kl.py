@@ -24,7 +24,7 @@ def test_k2_has_the_gradient_of_the_kl_and_k1_none():
     (exact,) = torch.autograd.grad((p.exp() * (p - q)).sum(), logits, retain_graph=True)
     expected = {"k1": torch.zeros(5, dtype=torch.float64), "k2": exact}
     for estimator, gradient in expected.items():
-        loss = (p.exp().detach() * kl_penalty(p, q, estimator)).sum()  # as a loss on samples sees it
+        loss = (p.exp().detach() * kl_penalty(p, q, estimator)).sum()  # as in a loss on samples
         (got,) = torch.autograd.grad(loss, logits, retain_graph=True)
         torch.testing.assert_close(got, gradient, atol=1e-12, rtol=1e-9)
 

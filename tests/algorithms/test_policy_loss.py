@@ -61,7 +61,7 @@ def test_value_and_gradient_in_float64(name, seed):
 def test_float32_stays_within_its_rounding(name):
     objective, drift = CASES[name]
     batch = random_batch(2, drift=drift)
-    # the inputs as float32 sees them, so that only the arithmetic is compared
+    # the inputs rounded to float32, so that only the arithmetic is compared
     batch = type(batch)(
         **{
             k: v.float().double() if torch.is_tensor(v) and v.is_floating_point() else v
@@ -124,7 +124,7 @@ def test_num_tokens_and_num_segments_default_to_this_call():
 
 
 def micro_batches(batch):
-    """Arguments of one call per half of the sequences, each with what a micro-batch knows of itself."""
+    """Arguments of one call per half of the sequences, each with the values of its micro-batch."""
     for half in (batch.segment_ids < 4, batch.segment_ids >= 4):
         part = batch.take(half.nonzero().flatten())
         yield part, {**part.arguments(), "num_sequences": batch.num_sequences}

@@ -1,4 +1,4 @@
-"""A verifier in the training process that breaks one rank; its options say which and how."""
+"""A verifier in the training process that breaks one rank; its options select which and how."""
 
 import os
 import resource

@@ -1,4 +1,4 @@
-"""The catalogue as a whole: how many bad inputs it has, and what docs/troubleshooting.md says about them."""
+"""The catalogue as a whole: how many bad inputs it has, and the messages in docs/troubleshooting.md."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def demonstrations_without_end(config, folder):
 
 
 def small_vocabulary(config, folder):
-    """A model that knows fewer ids than its tokenizer gives."""
+    """A model with fewer ids than its tokenizer."""
     tensors = load_file(folder / "model" / WEIGHTS)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         tensors[name] = tensors[name][:12].contiguous()

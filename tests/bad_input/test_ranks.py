@@ -1,4 +1,4 @@
-"""Ranks that die, hang or fail alone: the others end soon, say why, and leave no process behind."""
+"""Ranks that die, hang or fail alone: the others end soon with the reason, and no process is left."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def test_a_failure_can_be_given_a_reward(model, tmp_path):
 
 
 def test_a_verifier_may_print_and_fork(model, tmp_path):
-    """What it prints stays out of the protocol; a forked copy of it answers for nobody."""
+    """What it prints is not part of the protocol; a forked copy of it sends no results."""
     config = small_config(model, tmp_path, tracking={"samples_per_step": 8, "plot": False})
     code = "import os, sys\ndef score(text, prompt):\n    print('x' * 100000)\n    os.fork()\n    return len(text)\n"
     body(code)(config, tmp_path)

@@ -1,4 +1,4 @@
-"""Routes that can't be used: a line that names the sample. Holes: only where they are asked for, and counted."""
+"""Routes that can't be used: a line that names the sample. Missing routes: only where allowed, and counted."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def test_worse_by_looks_the_right_way():
         (1.30, 1.0, 0.05, 1, 0),  # far beyond the spread of both
         (1.30, 1.0, 0.20, 0, 0),  # 1.10 to 1.50 and 0.80 to 1.20 overlap
         (1.20, 1.0, 0.02, 0, 1),  # apart, but as two runs of the same code may be
-        (1.04, 1.0, 0.00, 0, 0),  # too small to tell
+        (1.04, 1.0, 0.00, 0, 0),  # too small to report
         (0.50, 1.0, 0.01, 0, 0),  # better
     ],
 )

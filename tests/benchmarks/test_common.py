@@ -31,7 +31,7 @@ def test_spread_is_median_and_quartiles():
 
 
 def test_ratios_are_taken_turn_by_turn():
-    """A machine twice as slow in the second and third turn: medians over all turns would say 2, the turns say 1."""
+    """A machine twice as slow in the second and third turn: medians over all turns would give 2, the turns give 1."""
     assert ratios([1.0, 2.0, 2.0], [1.0, 2.0, 2.0]).median == 1.0
     assert ratios([2.0, 20.0, 3.0], [1.0, 10.0, 1.0]) == Spread(2.0, 2.0, 2.5, 3)
 

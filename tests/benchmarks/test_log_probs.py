@@ -25,7 +25,7 @@ def test_the_grid_has_every_size_that_was_asked_for():
         known = {peer.name: peer for peer in PEERS}
         for c in some:
             runs = [known[name] for name in c.timed if c.runs(known[name])]
-            assert any(peer.name != "Liger chunked log-probs" for peer in runs), f"{name_of(c)} has nobody to beat"
+            assert any(peer.name != "Liger chunked log-probs" for peer in runs), f"{name_of(c)} has no peer"
 
 
 def once(peak: float, apart: float) -> dict[str, float]:

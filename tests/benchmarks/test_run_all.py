@@ -72,7 +72,7 @@ time.sleep(60)
         except ProcessLookupError:
             return
         if open(f"/proc/{child.read_text()}/stat").read().split()[2] == "Z":
-            return  # killed; whoever adopted it hasn't looked yet
+            return  # killed; its new parent hasn't reaped it yet
         time.sleep(0.05)
     pytest.fail("the child lives")
 

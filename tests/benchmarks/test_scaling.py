@@ -58,7 +58,7 @@ def prepare(rank, size, seconds):
 
 @pytest.fixture
 def one_fork_server(monkeypatch):
-    """A process has one fork server: that of the other tests, with what they want loaded."""
+    """A process has one fork server: that of the other tests, with their imports loaded."""
     monkeypatch.setattr(worlds, "fork_server", distributed.fork_server)
 
 

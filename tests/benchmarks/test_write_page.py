@@ -1,4 +1,4 @@
-"""Pages with figures are what the committed result says."""
+"""Pages with figures have those of the committed result."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
 
     def leaves(schema: dict, prefix: str = "") -> list[str]:
-        """Keys as pydantic's JSON schema sees them: a second way to the same list."""
+        """Keys of pydantic's JSON schema: a second way to the same list."""
         names = []
         for name, field in schema["properties"].items():
             options = [field, *field.get("anyOf", [])]

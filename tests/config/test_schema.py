@@ -16,7 +16,7 @@ def test_defaults_and_overrides(file: Path) -> None:
     config = load_config(
         file, ["optimizer.lr=1e-6", "seed=7", "evaluation.pass_at_k=[1]", "optimizer.lr=2e-6"]
     )
-    assert config.optimizer.lr == 2e-6  # the later one wins; YAML 1.1 would read it as text
+    assert config.optimizer.lr == 2e-6  # the later one is used; YAML 1.1 would read it as text
     assert (config.seed, config.evaluation.pass_at_k) == (7, (1,))
     assert config.parallel.tensor_model_parallel_size == 1
     assert config.optimizer_steps == 3 * 1 * (16 * 8 // 32)

@@ -1,4 +1,4 @@
-"""Prompts of a cache are those of the file, whoever wrote it and whatever happened to it."""
+"""Prompts of a cache are those of the file, also after a crash, damage or a change of the file."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from tests.support.scripted_episodes import Depends, encode, engine_and_referenc
 
 
 def test_episodes_on_a_model_are_those_of_one_plain_pass():
-    """Log-probs and routes of every generated token, whatever was generated before it in other calls."""
+    """Log-probs and routes of every generated token, independent of earlier calls."""
     engine, reference = engine_and_reference()
     playing = EpisodeEngine(engine, Depends(), encode, EpisodeRules(3, 60, max_turn_length=8))
     assert isinstance(playing, RolloutEngine)

@@ -1,4 +1,4 @@
-"""Episodes: what a finished one holds, token by token, whoever drives it."""
+"""Episodes: what a finished one holds, token by token, with either driver."""
 
 from dataclasses import dataclass, field, replace
 
@@ -106,7 +106,7 @@ def test_limits(limit, turn_limit, replies, finish, length):
     made = episode(limit, replace(RULES, max_turn_length=turn_limit))
     for reply in replies:
         request = made.next_request()
-        made.add_response(response(request, [5, 6, 1]))  # three tokens, whatever was asked for
+        made.add_response(response(request, [5, 6, 1]))  # three tokens, for any request
         made.add_reply(reply)
     sample = made.sample()
     sample.check()
@@ -183,7 +183,7 @@ def test_batches_keep_every_context_short_enough():
     found = batches(asked, 30)
     assert found == [([1], 28), ([0, 3], 20), ([4], 18), ([2], 5)]
     assert batches(asked, 60) == [([0, 1, 2, 3, 4], 28)]
-    assert batches([request(50, 9)], 30) == [([0], 9)]  # its own limit holds, whatever max_length is
+    assert batches([request(50, 9)], 30) == [([0], 9)]  # its own limit holds, for any max_length
 
 
 def test_episodes_do_not_depend_on_their_company_or_their_driver():

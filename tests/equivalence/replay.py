@@ -98,6 +98,6 @@ def watched(policy: Policy, errors: Any) -> Iterator[None]:
 
 
 def different_rows(found: np.ndarray, expected: np.ndarray) -> int:
-    """Rows ``[layers, k]`` that name other experts, in whatever order."""
+    """Rows ``[layers, k]`` that name other experts, in any order."""
     assert found.shape == expected.shape and found.dtype == np.uint8
     return int((np.sort(found, -1) != np.sort(expected, -1)).any((1, 2)).sum())

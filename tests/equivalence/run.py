@@ -57,7 +57,7 @@ class Errors:
             self.worst[kind] = (math.inf if math.isnan(error) else error, where)
 
     def add_metrics(self, found: dict[str, float], expected: dict[str, float], where: str, kind: str) -> None:
-        """Each relative to its own value; a metric that only one side knows is an infinite error."""
+        """Each relative to its own value; a metric that only one side has is an infinite error."""
         for name in sorted(found.keys() ^ expected.keys()):
             self.add(kind, math.inf, f"{where}: {name} has no counterpart")
         for name in found.keys() & expected.keys():

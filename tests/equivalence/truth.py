@@ -37,7 +37,7 @@ from tests.support.transformers_reference import (
     without_gradient,
 )
 
-SEED = 27  # one of which every expert gets a gradient to speak of (see test_truth.py)
+SEED = 27  # one with which every expert has a large enough gradient (see test_truth.py)
 MEAN_ADVANTAGE = 0.3  # the loss of advantages around 0 is a small difference of large terms
 
 

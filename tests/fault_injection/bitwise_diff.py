@@ -54,7 +54,7 @@ def read_checkpoint(checkpoint: Path) -> dict[str, Any]:
         if isinstance(entry, TensorStorageMetadata):
             entries[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that there is one process
+        warnings.simplefilter("ignore")  # that there is one process
         load(entries, checkpoint_id=checkpoint, no_dist=True)
     return entries
 

@@ -109,7 +109,7 @@ class Reference:
 
 
 def run_trial(reference: Reference, number: int, seed: int) -> Trial:
-    """Kill a run as (seed, number) says, resume it until it ends, and compare."""
+    """Kill a run at moments drawn from (seed, number), resume it until it ends, and compare."""
     draw = random.Random(f"{seed}/{number}")
     trial = Trial(number)
     run_dir = reference.folder / f"trial_{number:03d}"

@@ -1,4 +1,4 @@
-"""The comparison of two runs sees every kind of difference, also those that ``==`` does not."""
+"""The comparison of two runs finds every kind of difference, also those that ``==`` does not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.fault_injection.bitwise_diff import first_difference, read_checkpoint
 
 def write_checkpoint(folder: Path, moment: torch.Tensor) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that there is one process
+        warnings.simplefilter("ignore")  # that there is one process
         save({"weight": torch.ones(2, 3), "moment": moment, "rest": {"steps": 4}}, checkpoint_id=folder, no_dist=True)
     state = {"state": {"step": 4, "cursor": 8, "wall_seconds": 1.0}, "steps": {"weight": 4}}
     (folder / "state.json").write_text(json.dumps(state))

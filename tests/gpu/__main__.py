@@ -3,7 +3,7 @@
     python -m tests.gpu [--wheels FOLDER] [arguments for pytest]
 
 Runs from a checkout, without a network. ``--wheels``: install what is missing from a folder of wheels
-(`tests/gpu/wheels.py`) into build/gpu, beside the machine's own packages. Without a GPU it says so and ends with 0.
+(`tests/gpu/wheels.py`) into build/gpu, beside the machine's own packages. Without a GPU it exits with 0.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Whole models of our torch layers and of Transformer Engine's against Transformers in float64, on given routes.
 
 The routes are random and replayed on both sides: in bfloat16 the routers would choose other experts than in float64,
-and the difference would say nothing about the layers.
+and the difference would not measure the layers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every config of examples/ can start on as many processes as its header names; variants differ where they say so."""
+"""Every config of examples/ can start on the processes that its header names; variants differ in declared keys only."""
 
 from __future__ import annotations
 

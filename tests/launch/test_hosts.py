@@ -1,4 +1,4 @@
-"""Training over two hosts with the launch scripts: they find each other, one loses power and comes back, and the run
+"""Training over two hosts with the launch scripts: they find each other, one loses power and restarts, and the run
 ends bitwise as one on a single machine that was left alone."""
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def start():
 
 
 def launch(script: str, log: Path, arguments: list[str], on: Host | None = None, **settings: Any) -> subprocess.Popen:
-    """A launch script, on a host or here; what it says goes to ``log``."""
+    """A launch script, on a host or here; its output goes to ``log``."""
     environment = {
         **os.environ,
         "PYTHON": sys.executable,

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def scripts() -> list[Path]:
-    """What git knows and a shell runs: by its ending or its first line."""
+    """Tracked shell scripts: by their suffix or first line."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
     )

@@ -144,7 +144,7 @@ def test_a_job_that_is_cancelled_is_not_queued_again(number, requeued, tmp_path)
 
 
 def test_the_last_nodes_serve_and_the_run_knows_them(tmp_path):
-    """What the script tells srun is a valid command of the server tool and a valid set of overrides."""
+    """The script passes srun a valid command of the server tool and a valid set of overrides."""
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(base_config(str(tmp_path), tmp_path / "run")))
     settings = dict(SERVER_NODES=1, SERVERS_PER_NODE=2, SERVER_GPUS=4, MODEL="/models/m", SGLANG_PYTHON="/s/python",

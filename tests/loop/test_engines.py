@@ -1,4 +1,4 @@
-"""The source of groups that a config asks for, in one process; servers are in `tests/rollout` and `tests/sglang`."""
+"""The source of groups of a config, in one process; servers are in `tests/rollout` and `tests/sglang`."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ PROMPTS = PromptSource([make_prompt(i) for i in range(10)], shuffle=False)
 
 
 class Source(InProcessSource):
-    """Notes what it was asked for, in this process alone."""
+    """Records its prompts, in this process alone."""
 
     def __init__(self) -> None:
         super().__init__(ScriptedEngine(scripted_response), vocab_size=1000)

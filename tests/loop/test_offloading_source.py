@@ -33,7 +33,7 @@ class Memory:
         self.released = False
 
     def make_room(self) -> None:
-        raise AssertionError("nobody said how")
+        raise AssertionError("not expected to be called")
 
 
 class Source:
@@ -84,7 +84,7 @@ def test_the_devices_are_the_engines_from_a_weight_update_to_a_pause() -> None:
         assert events[:2] == both and len(events) == 3
     events.clear()
     source.pause(keep=True)
-    assert events == ["pause keep=True", "policy restored"]  # the reference's weights come back with its next pass
+    assert events == ["pause keep=True", "policy restored"]  # the reference's weights are restored in its next pass
     events.clear()
     list(inner.weights())  # for a server that has lost them
     assert events == both
@@ -120,7 +120,7 @@ def run(rank: int, world_size: int, model: str, folder: str) -> list[int]:
         release(self, **options)
 
     PolicyMemory.release = counted  # type: ignore[method-assign]
-    os.environ["WORLD_SIZE"] = str(world_size)  # what torchrun tells its workers
+    os.environ["WORLD_SIZE"] = str(world_size)  # as torchrun sets it
     for name, offloads in (("plain", False), ("offloaded", True)):
         counts.append(0)
         rollout = {"offload_trainer": offloads}

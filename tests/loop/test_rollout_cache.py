@@ -52,7 +52,7 @@ def kept_and_read(rank: int, world: int, folder: str) -> list[Any]:
     first = cache().read_or_draw(at, drawn)
     again = cache().read_or_draw(at, lambda: pytest.fail("they are kept"))
     found += [same(first, drawn()), same(again, drawn())]
-    # a condition that another rank sees differently, as a file that only rank 0's node has
+    # a condition that differs on another rank, as a file that only rank 0's node has
     mine = cache() if rank == 0 else cache("of.another.Rank")
     found.append(same(mine.read(at), drawn()))
     found.append(cache("other.Engine").read(at) is None)

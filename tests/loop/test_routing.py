@@ -53,7 +53,7 @@ def test_what_the_routers_do_in_each_pass(config: dict, old: dict, update: dict)
 @pytest.mark.parametrize(
     "made",
     [replay(shape=None, replay="r2"), replay(has_ratio=False, replay="none"), replay(metrics=False)],
-    ids=["no experts", "no ratio", "nothing asked for"],
+    ids=["no experts", "no ratio", "nothing requested"],
 )
 def test_the_routers_are_left_alone(made: RoutingReplay) -> None:
     assert made.old_policy_options() is None and made.update_options(0) is None

@@ -21,7 +21,7 @@ def hear(rank: int, world_size: int) -> list[bool]:
         heard.append(agreed())
         heard.append(agreed())  # it isn't forgotten
     assert signal.getsignal(signal.SIGUSR1) is before
-    with stop_on_signal() as agreed:  # a new run hasn't been asked
+    with stop_on_signal() as agreed:  # a new run has no request
         heard.append(agreed())
     return heard
 

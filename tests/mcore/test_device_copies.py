@@ -1,4 +1,4 @@
-"""Copies to the device: values, types, and one transfer whatever the number of tensors."""
+"""Copies to the device: values, types, and one transfer for any number of tensors."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_
 PYTHON_READS = {Tensor.tolist, Tensor.numpy}  # of a CPU tensor: no operator is called
 # How many tokens an expert gets is known on the device only. A loop over experts needs it; a grouped product doesn't.
 LOOPS_OVER_EXPERTS = "gated_experts"
-# Labels are checked on a CPU only; the branch asks for the device first.
+# Labels are checked on a CPU only; the branch tests the device first.
 ON_A_CPU_ONLY = "_check_labels"
 # It finds the positions to be scored in the masks of a batch before they are copied to the device.
 BEFORE_THE_COPY = "parallel/scored_rows.py"

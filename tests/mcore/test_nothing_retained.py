@@ -1,4 +1,4 @@
-"""A pass over a mini-batch leaves no activation in memory, whoever would hold it."""
+"""A pass over a mini-batch leaves no activation in memory."""
 
 from __future__ import annotations
 

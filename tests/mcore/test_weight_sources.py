@@ -50,7 +50,7 @@ def models(tmp_path_factory) -> dict[str, str]:
 
 
 class OnlyGathers:
-    """`torch.distributed` as the module sees it, with the bytes that this rank received from others."""
+    """`torch.distributed` in place of the module's, with the bytes that this rank received from others."""
 
     def __init__(self) -> None:
         self.received = 0

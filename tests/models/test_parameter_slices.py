@@ -1,4 +1,4 @@
-"""Parts and chunks: pieces of a chunk are the chunk, and a part's elements are where the chunk says."""
+"""Parts and chunks: pieces of a chunk are the chunk, and a part's elements are at the chunk's offsets."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("megatron_gspo", "tests", "patches", "tools", "pyproject.toml", "setup.py")
-MEMORY = 12 * 2**30  # bytes of address space of one test run: a mutant of a tile size may ask for anything
+MEMORY = 12 * 2**30  # bytes of address space of one test run: a mutant of a tile size may allocate anything
 STATUS = {0: "survived", 1: "killed", 2: "killed", 5: "no tests"}  # pytest's exit codes; 2: broken import
 
 # What runs first on a mutant of a module (or of any other module of the package); then everything.

@@ -67,7 +67,7 @@ def test_no_group_is_one_process():
 
 
 def _whole_from_shards(rank, world_size):
-    """Gathered shards lie rank by rank: the indices of all ranks say where each position belongs."""
+    """Gathered shards are in rank order: the indices of all ranks give the position of each entry."""
     full = torch.arange(BOUNDS[-1] * 3).reshape(-1, 3)
     order = torch.cat([zigzag_indices(BOUNDS, other, world_size) for other in range(world_size)])
     gathered = all_gather_tokens(full[zigzag_indices(BOUNDS, rank, world_size)], dist.group.WORLD)

@@ -34,6 +34,6 @@ def test_metrics_go_where_the_first_tensor_is():
 
 
 def test_documented_budgets():
-    """Bytes of temporaries and (tokens, vocabulary) of a tile; docs/scaling.md reckons with them."""
+    """Bytes of temporaries and (tokens, vocabulary) of a tile; docs/scaling.md quotes them."""
     assert CHUNK_BYTES == {"cpu": 33_554_432, "cuda": 268_435_456}
     assert TILE == {"cpu": (1024, 384), "cuda": (8192, 8192)}

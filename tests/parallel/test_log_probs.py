@@ -254,7 +254,7 @@ def test_peak_memory(tokens, vocabulary):
 
     unit, gradients = 4 * tokens * vocabulary, 4 * width * (tokens + vocabulary)
     trained, scored = peak_bytes(train), peak_bytes(without_gradient)
-    assert trained >= gradients, "the profiler saw too little"
+    assert trained >= gradients, "the profiler recorded too little"
     assert trained - gradients <= CHUNK_BYTES["cpu"] and trained <= 0.25 * unit
     assert scored <= 0.1 * unit
 

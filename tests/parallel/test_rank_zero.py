@@ -27,7 +27,7 @@ def message(failure: Exception, **options) -> tuple[str, str]:
     """(class, message) of what this rank raises where the action raises ``failure`` on rank 0."""
     with pytest.raises(Exception) as caught:
         run_on_rank_zero(raising(failure), **options)
-    dist.barrier()  # nobody is left waiting
+    dist.barrier()  # no rank is left waiting
     return type(caught.value).__name__, str(caught.value)
 
 

@@ -69,7 +69,7 @@ def test_an_optimizer_step_reads_one_norm(path):
 
 
 def test_the_norm_stays_on_the_device_and_upstreams_does_not():
-    """On the meta device nothing can be read. Upstream reads within ``torch.tensor``, which no mode sees."""
+    """On the meta device nothing can be read. Upstream reads within ``torch.tensor``, which no mode intercepts."""
     arguments = 65536, torch.zeros(1, device="meta"), [[torch.empty(3, device="meta"), torch.empty(2, device="meta")]]
     assert foreach_l2_norm(*arguments, False)[0].device.type == "meta"
     with pytest.raises((RuntimeError, NotImplementedError)):

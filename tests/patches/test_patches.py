@@ -48,7 +48,7 @@ def test_a_missing_symbol_is_an_import_error_that_names_it():
 def test_two_interleaved_stages_exchange_unbatched(defects):
     assert defects["settings"] == (True, False)
     assert defects["errors"]["p2p guarded"][1] < 1e-5
-    assert defects["errors"]["p2p unguarded"][1] > 0.1, "upstream tells the directions apart: delete the guard"
+    assert defects["errors"]["p2p unguarded"][1] > 0.1, "upstream distinguishes the directions: delete the guard"
 
 
 # --- the step count of torch's Adam -------------------------------------------------------------------------

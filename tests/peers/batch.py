@@ -55,7 +55,7 @@ def make_batch(
 ) -> Padded:
     """Responses of `lengths` tokens (0: none trained), some masked inside, advantages of both signs.
 
-    `drift`: standard deviation of the log-ratios, of the sequences' means and of the tokens' own alike.
+    `drift`: standard deviation of the log-ratios, of the sequences' means and of the tokens.
     """
     g = torch.Generator().manual_seed(seed)
     count, width = len(lengths), max(lengths)

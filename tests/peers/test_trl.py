@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make(folder: Path, tmp_path: Path) -> Iterator[Make]:
-    """A trainer of `kind` whose generation batch is 8 rows unless the options say more."""
+    """A trainer of `kind` whose generation batch is 8 rows unless the options set more."""
 
     def build(kind: type[trl.GRPOTrainer] = FedTrainer, micro_batch: int = 8, **options: Any) -> trl.GRPOTrainer:
         config = trl.GRPOConfig(

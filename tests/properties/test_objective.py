@@ -117,7 +117,7 @@ def test_weights_of_all_tokens_add_up_to_one(name, batch):
     total = batch.num_tokens / (LONGEST * batch.num_sequences) if name == "dr_grpo" else 1.0
     assert weights.sum().item() == pytest.approx(total, rel=1e-12)
     assert ((weights > 0) == (batch.loss_mask > 0)).all()
-    if name in ("gspo", "gspo_token", "grpo"):  # and every sequence counts alike
+    if name in ("gspo", "gspo_token", "grpo"):  # and every sequence has the same weight
         sums = torch.zeros(batch.num_segments, dtype=torch.float64).index_add(0, batch.segment_ids, weights)
         assert sums[sums > 0].tolist() == pytest.approx([1 / batch.num_sequences] * batch.num_sequences)
 

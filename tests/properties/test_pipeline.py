@@ -39,7 +39,7 @@ def sample_lists(draw):
 
 
 def log_probs_of(sample):
-    """What a model would say of a response: a function of the sample alone."""
+    """Stand-in of a model's log-probs of a response: a function of the sample alone."""
     rng = np.random.default_rng(int(sample.tokens.sum()))
     return torch.from_numpy(
         sample.old_log_probs + rng.normal(0, 0.1, sample.response_length).astype(np.float32)

@@ -8,7 +8,7 @@ VERIFIER = '''
 import ctypes, os, re, subprocess, sys, time
 
 def judge(text, prompt):
-    """The response says what to do."""
+    """The response selects what the verifier does."""
     print("noise on standard output")
     if text == "raise": raise ValueError("no such\\nthing")
     if text == "exit": sys.exit(3)

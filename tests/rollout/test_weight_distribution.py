@@ -1,4 +1,4 @@
-"""Several ranks send their own tensors to the same servers, which speak SGLang's protocol."""
+"""Several ranks send their own tensors to the same servers, which implement SGLang's protocol."""
 
 from __future__ import annotations
 

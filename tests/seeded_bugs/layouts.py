@@ -212,7 +212,7 @@ RESUME = (
         ("tests/loop/test_generation.py::test_every_step_of_every_run_has_a_sampling_seed_of_its_own",),
     ),
     SeededBug(
-        "mini-batches cut alike in every epoch", "design", "megatron_gspo/loop/step_plan.py",
+        "the same mini-batches in every epoch", "design", "megatron_gspo/loop/step_plan.py",
         "np.random.default_rng([seed, step, epoch])", "np.random.default_rng([seed, step])",
         ("tests/loop/test_step_plan.py::test_mini_batches_are_a_partition_drawn_anew_each_step_and_epoch",),
     ),
@@ -269,7 +269,7 @@ RESUME = (
         ("tests/mcore/checkpoint/test_megatron_format.py::test_megatron_loads_ours",),
     ),
     SeededBug(
-        "a shard that nobody wrote is not missed", "design", "megatron_gspo/mcore/checkpoint/metadata_file.py",
+        "a shard that no rank wrote is not missed", "design", "megatron_gspo/mcore/checkpoint/metadata_file.py",
         "if len(wholes) > 1 or stored != math.prod(found[0].whole):", "if len(wholes) > 1:",
         ("tests/mcore/checkpoint/test_metadata_file.py::test_a_shard_that_is_missing_or_written_twice_is_refused",),
     ),

@@ -71,7 +71,7 @@ OBJECTIVE = (
         (NAIVE,),
     ),
     SeededBug(
-        "clipped whatever the advantage's sign", "design", SURROGATE,
+        "clipped for either sign of the advantage", "design", SURROGATE,
         "        lower = (advantages < 0) & (ratio < low)\n        upper = (advantages > 0) & (ratio > high)\n",
         "        lower = ratio < low\n        upper = ratio > high\n", (NAIVE,),
     ),

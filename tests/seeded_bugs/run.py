@@ -77,7 +77,7 @@ def check_imports(copy: Path, files: Iterable[str]) -> None:
     done = subprocess.run(command, cwd=copy, env=environment(copy), capture_output=True, text=True, check=True)
     for found, file in zip(done.stdout.split("\n"), modules.values(), strict=False):
         if Path(found) != copy / file:
-            raise RuntimeError(f"{file} is imported from {found}, not the copy {copy}: the result would say nothing")
+            raise RuntimeError(f"{file} is imported from {found}, not the copy {copy}: the result would be meaningless")
 
 
 def run_tests(copy: Path, tests: Sequence[str], *options: str) -> tuple[int, list[ElementTree.Element]]:
@@ -103,7 +103,7 @@ def run_tests(copy: Path, tests: Sequence[str], *options: str) -> tuple[int, lis
 
 
 def assertion_of(case: ElementTree.Element) -> str:
-    """The failing assertion of one test, or of a fixture that it asked for, in one line; "" if there is none."""
+    """The failing assertion of one test, or of one of its fixtures, in one line; "" if there is none."""
     failures = [*case.findall("failure"), *case.findall("error")]
     for failure in failures:
         message = failure.get("message", "").strip()
@@ -134,7 +134,7 @@ def try_bug(bug: SeededBug, copy: Path) -> Outcome:
         if code == 1 and (line := assertion_of(case)):
             module = case.get("classname", "").replace(".", "/")
             return Outcome(bug, f"{module}.py::{case.get('name')}", line, seconds)
-    happened = "timeout" if code < 0 else "all tests pass" if code == 0 else f"no assertion failed, pytest says {code}"
+    happened = "timeout" if code < 0 else "all tests pass" if code == 0 else f"no assertion failed (pytest: {code})"
     for case in cases:
         for problem in (*case.findall("failure"), *case.findall("error")):
             happened = f"{case.get('name')}: {problem.get('message')}"
@@ -179,7 +179,7 @@ def check_baseline(copies: Sequence[Path], tests: Sequence[str]) -> None:
     for code, cases in runs:
         bad = [case.get("name") for case in cases if any(case.findall(tag) for tag in ("failure", "error", "skipped"))]
         if code or bad:
-            raise SystemExit(f"without any bug pytest says {code}; failed or skipped: {bad}. Fix that first")
+            raise SystemExit(f"without any bug pytest exits with {code}; failed or skipped: {bad}. Fix that first")
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ OF_THE_SERVERS = (
         "    log_prob: float\n", "    log_prob: Any\n", (REFUSED,),
     ),
     SeededBug(
-        "token ids that come back are not held against the vocabulary", "several trainers", PARSER,
+        "returned token ids are not checked against the vocabulary", "several trainers", PARSER,
         "if len(ids) and ids.max() >= vocab_size:", "if False:", (REFUSED,),
     ),
     SeededBug(
@@ -44,7 +44,7 @@ OF_THE_SERVERS = (
         (f"{TESTS}/test_generation_client.py::test_old_weights_never_serve",),
     ),
     SeededBug(
-        "a request that comes back empty is repeated for ever", "this project", CLIENT,
+        "a request with an empty reply is repeated without end", "this project", CLIENT,
         "if self._interruptions > interruptions:", "if True:",
         (f"{TESTS}/test_generation_client.py::test_a_passing_fault_is_survived_and_counted_once",),
     ),
@@ -71,17 +71,17 @@ OF_THE_SERVERS = (
         (f"{TESTS}/test_request_stream.py::test_a_token_outside_the_vocabulary_never_leaves",),
     ),
     SeededBug(
-        "a server that is paused is asked for a token to prove its health", "this project", POOL,
+        "a paused server is checked by generating a token", "this project", POOL,
         "if server.alive and busy and now", "if server.alive and now",
         (f"{TESTS}/test_server_pool.py::test_only_a_busy_server_is_asked_for_a_token",),
     ),
     SeededBug(
-        "a server that hangs is not started again where a request noticed first", "this project", POOL,
+        "a hung server is not restarted where a request found it first", "this project", POOL,
         "        if too_many and no_response:", "        if too_many and no_response and server.alive:",
         (f"{TESTS}/test_server_pool.py::test_a_server_that_was_lost_for_its_requests_hangs_too_when_it_is_silent",),
     ),
     SeededBug(
-        "a server that comes back serves with whatever weights it has", "several trainers", POOL,
+        "a returning server serves with old weights", "several trainers", POOL,
         "server.version = version if version == self.version else None", "server.version = self.version",
         (f"{TESTS}/test_server_pool.py::test_what_comes_back_serves_only_with_the_current_weights",),
     ),

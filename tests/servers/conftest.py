@@ -69,7 +69,7 @@ def with_config(launch: SGLangLaunch, **changes: object) -> SGLangLaunch:
 
 
 def plan(launch: SGLangLaunch, what: str) -> None:
-    """Tell the program what to do from now on: "exit", "hang", "ill" (unhealthy) or "port"."""
+    """Set what the program does from now on: "exit", "hang", "ill" (unhealthy) or "port"."""
     (Path(launch.model) / "plan").write_text(what)
 
 

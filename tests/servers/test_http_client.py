@@ -1,4 +1,4 @@
-"""One request to one server: whatever comes back is JSON within its bound and deadline, or one kind of error."""
+"""One request to one server: the result is JSON within its bound and deadline, or one kind of error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reverse proxy in front of a real SGLang server that, when asked to, breaks an answer in a chosen way.
+"""A reverse proxy in front of a real SGLang server that breaks selected replies in a chosen way.
 
     with FaultProxy(server_url) as proxy:
         proxy.add(Fault("half"))                                    # the next /generate

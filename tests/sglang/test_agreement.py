@@ -1,4 +1,4 @@
-"""The server, Transformers in float64 and our Megatron model score the same tokens alike and take the same routes."""
+"""The server, Transformers in float64 and our Megatron model give the same log-probs and routes for the same tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client of real servers, with faults between the two: every sample comes back once and is what the model drew."""
+"""The client of real servers, with faults between the two: every sample is returned once, as the model sampled it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def keyed(start_servers: StartServers, key_file: str) -> LocalServers:
-    """A server that asks for a key."""
+    """A server that requires a key."""
     return start_servers(count=1, api_key_file=key_file)
 
 
@@ -67,7 +67,7 @@ def engine(behind: ServerEngine, proxy: FaultProxy) -> Iterator[ServerEngine]:
 
 
 def everything(stream: RequestStream, count: int, update: Callable[[], None]) -> list[Sample]:
-    """`count` groups, with an update whenever one is asked for, as the loop does."""
+    """`count` groups, with an update whenever one is due, as in the loop."""
     while True:
         try:
             return [sample for group in stream.take(count) for sample in group]
@@ -76,7 +76,7 @@ def everything(stream: RequestStream, count: int, update: Callable[[], None]) ->
 
 
 def draw(engine: ServerEngine, model: str, prompts: Sequence[Prompt], sampling: SamplingParams = SHORT) -> list[Sample]:
-    """All samples of the prompts, checked; each comes back once."""
+    """All samples of the prompts, checked; each is returned once."""
     stream = engine.client.stream()
     stream.start(prompts, sampling, seed=3)
     samples = everything(stream, len(prompts),
@@ -130,7 +130,7 @@ def test_a_fault_that_passes_is_survived_and_told(engine, proxy, sglang_model, n
     assert counts["rollout/stale_responses"] == (counted == "stale_responses")
     assert counts["rollout/discarded_tokens"] == 0 and counts["rollout/servers"] == 1
     updates = sum(path == "/continue_generation" for path in proxy.requests)
-    assert updates == (counted == "stale_responses"), "only other weights ask for an update"
+    assert updates == (counted == "stale_responses"), "only other weights need an update"
 
 
 @pytest.mark.parametrize("kind", ["few_routes", "half"])
@@ -148,7 +148,7 @@ def test_an_update_that_fails_leaves_a_server_out_until_one_succeeds(engine, pro
     version = engine.weight_version
     proxy.add(Fault("error", path="/update_weights_from_tensor"))
     with pytest.raises(EngineError, match=f"no server took weights {version}: .*update_weights_from_tensor.*500"):
-        engine._loop.run(engine._pool.mark_stale(engine._pool.servers[0], "so that it wants an update"))
+        engine._loop.run(engine._pool.mark_stale(engine._pool.servers[0], "so that it needs an update"))
         engine.update_weights(checkpoint_stream(sglang_model), version=version)
     assert not engine._pool.serving
     assert engine.wait_for_server(20)
@@ -245,7 +245,7 @@ def test_seeds_repeat_draws_where_the_server_heeds_them(engine, sglang_model):
     assert [s.tokens.tolist() for s in first] == [s.tokens.tolist() for s in again]
     assert first[0].tokens.tolist() == first[1].tokens.tolist()
     sampled = draw(engine, sglang_model, prompts, SamplingParams(n_samples_per_prompt=4, max_response_length=16))
-    assert len({tuple(sample.tokens.tolist()) for sample in sampled}) > 4, "two may end at once alike"
+    assert len({tuple(sample.tokens.tolist()) for sample in sampled}) > 4, "two may be equal if they end at once"
 
 
 def test_a_key_is_needed_and_shown_nowhere(keyed, key_file, sglang_model, capfd, tmp_path):
@@ -270,7 +270,7 @@ def test_a_key_is_needed_and_shown_nowhere(keyed, key_file, sglang_model, capfd,
 
 @pytest.fixture(scope="module")
 def pair(proxy: FaultProxy, keyed: LocalServers, key_file: str, sglang_model: str) -> Iterator[ServerEngine]:
-    """Two servers: the first, behind the proxy, doesn't mind the key that the second asks for. From now on it has the
+    """Two servers: the first, behind the proxy, accepts any key; the second requires one. From now on it has the
     weights of this engine."""
     engine = engine_on([proxy.url, keyed.urls[0]], sglang_model, api_key_file=key_file)
     engine.update_weights(checkpoint_stream(sglang_model), version=0)

@@ -1,7 +1,7 @@
-"""Servers that die, hang and come back while `torchrun -m megatron_gspo.train` trains on them.
+"""Servers that die, hang and are restarted while `torchrun -m megatron_gspo.train` trains on them.
 
-When to strike is read off the servers (a line of log for each batch that they decode) or off the requests that pass a
-proxy, never off the clock. Whatever happens, `rollouts.jsonl` accounts for every sample.
+A fault is triggered by a line of a server's log (one for each decoded batch) or by a request that passes a proxy, not
+by elapsed time. In every case `rollouts.jsonl` lists every sample.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from tests.sglang.test_servers import processes_of
 from tests.sglang.test_training import check_ledger
 from tests.support.training_runs import base_config, records, tiny_model
 
-TELLS_BATCHES = ("--decode-log-interval", "1")
+LOG_EVERY_BATCH = ("--decode-log-interval", "1")
 DECODES = re.compile(rb"Decode batch.*#running-req: (\d+)")
-MANY = 4  # responses that a server draws at once: those of a step don't end together, so that it's no step's end
+MIN_DECODING = 4  # running requests of a server in the middle of a step: responses end at different times
 QUICK = {"health_interval": 0.5, "health_timeout": 4.0, "request_timeout": 60.0, "weight_transport": "tensor"}
-# responses of a random model are as long as the chance of its end token lets them, about a hundred tokens
+# a random model samples its end token about once in a hundred tokens
 LONG = {"max_response_length": 400}
-SECONDS = 300.0  # for whatever is waited for; it takes a twentieth of it
+SECONDS = 300.0  # limit of each wait, which usually takes a twentieth of it
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +46,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def servers(start_servers: StartServers, model: str) -> LocalServers:
-    return start_servers(count=2, model=model, server_args=TELLS_BATCHES)
+    return start_servers(count=2, model=model, server_args=LOG_EVERY_BATCH)
 
 
 class TrainingRun:
-    """`torchrun`, with everything that it says in `log`."""
+    """A `torchrun` process, with its output in `log`."""
 
     def __init__(self, model: str, run_dir: Path, *, steps: int, rollout: dict[str, Any], sglang: dict[str, Any],
                  processes: int = 1) -> None:
@@ -71,30 +71,30 @@ class TrainingRun:
             self.process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return self.log.read_text(errors="replace")
 
     @property
     def steps(self) -> int:
-        """How many are recorded."""
+        """Number of recorded steps."""
         metrics = self.run_dir / "metrics.jsonl"
         return sum('"step": 0,' not in line for line in metrics.read_text().splitlines()) if metrics.exists() else 0
 
     def wait_for(self, condition: Callable[[], Any]) -> Any:
-        """What `condition` gives once it is true. The run must not end before."""
+        """The first true value of `condition`. The run must not end before."""
         deadline = time.monotonic() + SECONDS
         while not (value := condition()):
-            assert self.process.poll() is None, f"the run has ended: {self.said[-3000:]}"
-            assert time.monotonic() < deadline, f"nothing happened: {self.said[-3000:]}"
+            assert self.process.poll() is None, f"the run has ended: {self.output[-3000:]}"
+            assert time.monotonic() < deadline, f"timeout: {self.output[-3000:]}"
             time.sleep(0.02)
         return value
 
     def end(self, code: int = 0) -> str:
-        """Everything it said, once it has ended with this exit code."""
+        """All output, after the run has ended with this exit code."""
         self.process.wait(SECONDS)
-        said = self.said
-        assert self.process.returncode == code, said[-3000:]
-        return said
+        output = self.output
+        assert self.process.returncode == code, output[-3000:]
+        return output
 
     def kill(self) -> None:
         if self.process.poll() is None:
@@ -105,12 +105,12 @@ class TrainingRun:
 
 @pytest.fixture(scope="module", autouse=True)
 def own_server(model: str, sglang_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future]:
-    """`strike_own_server` runs beside the other tests: it mostly waits for a server to start."""
+    """`kill_and_stop_own_server` runs beside the other tests, because it mostly waits for a server to start."""
     folder = tmp_path_factory.mktemp("own")
-    sglang = {"num_servers": 1, "python": sglang_python, "server_args": list(TELLS_BATCHES)}
+    sglang = {"num_servers": 1, "python": sglang_python, "server_args": list(LOG_EVERY_BATCH)}
     run = TrainingRun(model, folder / "run", steps=4, rollout={}, sglang=sglang)
     with ThreadPoolExecutor(1) as pool:
-        yield pool.submit(strike_own_server, run)
+        yield pool.submit(kill_and_stop_own_server, run)
         run.kill()
 
 
@@ -129,19 +129,19 @@ def train(model: str, tmp_path: Path) -> Iterator[Callable[..., TrainingRun]]:
 
 
 def decoding(log: Path) -> Callable[[], bool]:
-    """Whether the server with this log has decoded a batch of `MANY` since now."""
+    """Whether the server with this log has decoded a batch of `MIN_DECODING` requests after this call."""
     size = log.stat().st_size if log.exists() else 0
 
     def is_decoding() -> bool:
         with open(log, "rb") as file:
             file.seek(size)
-            return any(int(count) >= MANY for count in DECODES.findall(file.read()))
+            return any(int(count) >= MIN_DECODING for count in DECODES.findall(file.read()))
 
     return is_decoding
 
 
 def main_process(url: str) -> psutil.Process:
-    """The server at a URL, child of its guard."""
+    """The process of the server at a URL, child of its supervisor."""
     return next(p for p in processes_of(url) if p.cmdline()[1:3] == ["-m", "sglang.launch_server"])
 
 
@@ -149,8 +149,8 @@ def kill(url: str) -> None:
     main_process(url).kill()
 
 
-def caught_decoding(run: TrainingRun, url: str, log: Path) -> psutil.Process:
-    """The server at a URL as it begins to decode: to be struck at once, so it is looked up before."""
+def decoding_process(run: TrainingRun, url: str, log: Path) -> psutil.Process:
+    """The process of the server at a URL, returned when it begins to decode; looked up before, so without a delay."""
     process = main_process(url)
     run.wait_for(decoding(log))
     return process
@@ -168,9 +168,9 @@ def check_run(run: TrainingRun, steps: int, staleness: int = 0) -> list[dict[str
     return found
 
 
-def test_servers_that_fail_in_every_way_and_are_killed_come_back_with_old_weights(train, servers):
-    """Killed in a generation and in an update, and others' to restart. The run is one step ahead and continues
-    with the one that is left."""
+def test_servers_fail_in_every_way_are_killed_and_restart_with_old_weights(train, servers):
+    """One is killed in a generation, one in an update; the test restarts them. The run is one step ahead and continues
+    with the remaining server."""
     servers.poll()
     with ExitStack() as stack:
         first, second = (stack.enter_context(FaultProxy(url)) for url in servers.urls)
@@ -186,7 +186,7 @@ def test_servers_that_fail_in_every_way_and_are_killed_come_back_with_old_weight
         try:
             restarted: set[str] = set()
             run.wait_for(lambda: restarted.update(servers.poll().restarted) or len(restarted) == 2)
-            for proxy in (first, second):  # at the second question the run has the answer to the first: they are back
+            for proxy in (first, second):  # a second /model_info request follows the reply to the first
                 seen = len(proxy.requests)
                 run.wait_for(lambda proxy=proxy, seen=seen: proxy.requests[seen:].count("/model_info") >= 2)
         finally:
@@ -194,13 +194,13 @@ def test_servers_that_fail_in_every_way_and_are_killed_come_back_with_old_weight
         run.end()
     found = check_run(run, 8, staleness=1)
     assert total(found, "refused") == 1 and total(found, "stale_responses") >= 1
-    assert total(found, "retries") >= 5, "an error, half an answer, two refused ones and what was under way at the kill"
+    assert total(found, "retries") >= 5, "an error, half a reply, two refused ones and what was in flight at the kill"
     assert min(record["rollout/servers"] for record in found) <= 1 and found[-1]["rollout/servers"] == 2
     ledger = [json.loads(line) for line in (run.run_dir / "rollouts.jsonl").read_text().splitlines()]
     assert len(ledger) == 8
 
 
-def test_all_servers_gone_end_the_run_with_a_checkpoint_that_it_goes_on_from(train, servers):
+def test_without_servers_the_run_ends_with_a_checkpoint_and_resumes_from_it(train, servers):
     servers.poll()
     settings = dict(steps=6, rollout={}, sglang={"urls": servers.urls, "recovery_timeout": 3.0})
     run = train(**settings, processes=2)
@@ -212,14 +212,14 @@ def test_all_servers_gone_end_the_run_with_a_checkpoint_that_it_goes_on_from(tra
     for process in processes:
         process.kill()
     began = time.monotonic()
-    said = run.end(code=1)
-    assert time.monotonic() - began >= 3.0, "it waits as long as it was told"
+    output = run.end(code=1)
+    assert time.monotonic() - began >= 3.0, "it waits for recovery_timeout"
     checkpoint = run.run_dir / "checkpoints" / f"step_{run.steps:06d}"
-    [line] = [line for line in said.splitlines() if line.startswith("error: ")]
+    [line] = [line for line in output.splitlines() if line.startswith("error: ")]
     assert re.match(r"error: rank \d: (on the first rank: NoServerError: )?no server has answered for 3 s: ", line)
     assert all(url in line for url in servers.urls)
     assert str(checkpoint) in line and "start again" in line and checkpoint.is_dir()
-    assert "Traceback" not in said.split("error: ")[0]
+    assert "Traceback" not in output.split("error: ")[0]
     servers.resume()
     restarted: set[str] = set()
     deadline = time.monotonic() + SECONDS
@@ -232,26 +232,26 @@ def test_all_servers_gone_end_the_run_with_a_checkpoint_that_it_goes_on_from(tra
     check_run(again, 6)
 
 
-def strike_own_server(run: TrainingRun) -> TrainingRun:
+def kill_and_stop_own_server(run: TrainingRun) -> TrainingRun:
     """Kill the one server of a run in the middle of a generation, and stop it in the middle of another."""
     log = run.run_dir / "servers" / "server_0.log"
-    url = run.wait_for(lambda: [line for line in run.said.splitlines() if " answer after " in line])[0].split()[1]
+    url = run.wait_for(lambda: [line for line in run.output.splitlines() if " answer after " in line])[0].split()[1]
     run.wait_for(lambda: run.steps >= 1)
-    caught_decoding(run, url, log).kill()
-    run.wait_for(lambda: "answers again" in run.said)
+    decoding_process(run, url, log).kill()
+    run.wait_for(lambda: "answers again" in run.output)
     steps = run.steps
     run.wait_for(lambda: run.steps > steps)
-    stopped = caught_decoding(run, url, log)
+    stopped = decoding_process(run, url, log)
     os.killpg(os.getpgid(stopped.pid), signal.SIGSTOP)
-    said = run.end()
-    assert f"{url}: does not answer" in said and said.count("answers again") >= 2 and "restarting it" in said
-    assert not stopped.is_running() and not processes_of(url), "nothing is left behind"
+    output = run.end()
+    assert f"{url}: does not answer" in output and output.count("answers again") >= 2 and "restarting it" in output
+    assert not stopped.is_running() and not processes_of(url), "no process is left"
     return run
 
 
 def test_a_server_of_the_run_is_killed_and_another_time_hangs(own_server):
-    """It is its only one: the run waits until it is back, gives it the weights and continues."""
+    """It is the only server: the run waits for its restart, sends it the weights and continues."""
     found = check_run(run := own_server.result(3 * SECONDS), 4)
     assert len((run.run_dir / "rollouts.jsonl").read_text().splitlines()) == 4
-    assert total(found, "retries") >= 2, "requests were under way both times"
+    assert total(found, "retries") >= 2, "requests were in flight both times"
     assert total(found, "requests") == 4 * 16 + total(found, "continued"), "each sample is counted once"

@@ -1,4 +1,4 @@
-"""Local servers for real: they serve, come back after SIGKILL, end with their trainer, and say why they can't start."""
+"""Real local servers: they serve, restart after SIGKILL, end with their trainer, and report why they can't start."""
 
 from __future__ import annotations
 

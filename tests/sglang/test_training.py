@@ -44,7 +44,7 @@ def run(model: str, run_dir: Path, urls: list[str], processes: int = 1, **sectio
 
 
 def train_here(rank: int, world_size: int, config: dict[str, Any]) -> None:
-    os.environ["WORLD_SIZE"] = str(world_size)  # what torchrun tells its workers
+    os.environ["WORLD_SIZE"] = str(world_size)  # as torchrun sets it
     train(Config.from_dict(config))
 
 

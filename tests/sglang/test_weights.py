@@ -59,7 +59,7 @@ class Weights:
 
 
 class Client:
-    """What the tests ask of servers."""
+    """Requests of the tests to servers."""
 
     def __init__(self) -> None:
         self.loop = EventLoop()
@@ -221,7 +221,7 @@ def test_half_updated_by_a_wrong_shape(transport: WeightTransport, client: Clien
     wrong = weights[1].named | {"model.layers.2.self_attn.q_proj.weight": torch.zeros(3, 5)}
     failures = client.update([sglang_url], lambda: iter(wrong.items()), transport, "c:1")
     assert f"server {sglang_url}" in failures[sglang_url] and "[3, 5]" in failures[sglang_url]
-    meta = client.score(sglang_url)  # it answers, and says that this is of no version
+    meta = client.score(sglang_url)  # the reply has no valid version
     assert meta["weight_version"] == "c:1:incomplete"
     assert client.update([sglang_url], weights[1].stream, transport, "c:2") == {}
     assert_serves(client, sglang_url, weights[1], "c:2")

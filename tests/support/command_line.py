@@ -1,4 +1,4 @@
-"""What a user sees: the exit code and the error stream of a command line or of a run with an engine of one's own."""
+"""Exit code and error stream of a command line, or of a run with a custom engine."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _send_outcome(action: Callable[[], int | None], sender: Connection) -> None:
 
 
 def check(case: Case, outcome: Outcome) -> None:
-    """The exit code, and one line that says the phrase and the values; no traceback."""
+    """The exit code, and one line with the phrase and the values; no traceback."""
     assert "Traceback" not in outcome.text, outcome.text
     assert len(outcome.messages) == 1, outcome.text
     [line] = outcome.messages

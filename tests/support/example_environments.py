@@ -10,7 +10,7 @@ from megatron_gspo.environments.environment import Turn
 
 
 class Countdown:
-    """Ends after so many responses; worth the number of responses so far. Says how long the last response was."""
+    """Ends after so many responses; worth the number of responses so far. Observes the length of the last response."""
 
     def __init__(self, turns: int, log: str | None) -> None:
         self.turns, self.taken, self.log = turns, 0, log

@@ -1,4 +1,4 @@
-"""What a block of code allocates and leaves alive, whoever holds it: Python, or a graph in C++."""
+"""What a block of code allocates and leaves alive, held by Python or by a graph in C++."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def policy_in(path: str, layout: ParallelConfig, *, distributed_optimizer: bool 
 
 
 def hold_writers() -> Callable[[], None]:
-    """Whoever opens a rank's file of a checkpoint to write it waits, until the function that this returns is called."""
+    """Opening a rank's file of a checkpoint for writing blocks until the function that this returns is called."""
     released = threading.Event()
     writing = os.O_WRONLY | os.O_RDWR
 

@@ -1,4 +1,4 @@
-"""A verifier that does what the response says, and a call that scores responses with it."""
+"""A verifier whose action the response selects, and a call that scores responses with it."""
 
 
 from tests.support.samples import make_prompt, make_sample

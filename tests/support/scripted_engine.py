@@ -1,4 +1,4 @@
-"""A scripted engine: returns the responses it was given. For tests of whatever uses an engine."""
+"""A scripted engine: returns the responses it was given. For tests of code that uses an engine."""
 
 from __future__ import annotations
 

@@ -15,13 +15,13 @@ MODEL = served_model(moe_layers=(True, False, True), k=2, num_experts=8)  # laye
 
 
 def asked(**changed: Any) -> RequestContext:
-    """Five tokens sent, at most four asked for; the vocabulary has 96, of which 1 ends a response."""
+    """Five tokens sent, at most four requested; the vocabulary has 96, of which 1 ends a response."""
     given = dict(name="sample 7/2", context_length=5, max_new_tokens=4, model=MODEL, version=VERSION)
     return RequestContext(**{**given, **changed})
 
 
 def route_ids(rows: int, model: ServedModel = MODEL) -> np.ndarray:
-    """[rows, layers, k] int32, no two rows alike at first."""
+    """[rows, layers, k] int32, no two rows equal at first."""
     layers, k = len(model.shape.moe_layers), model.shape.experts_per_token
     return (np.arange(rows * layers * k, dtype=np.int32) * 5 % model.shape.num_experts).reshape(rows, layers, k)
 

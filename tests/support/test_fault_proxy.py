@@ -1,4 +1,4 @@
-"""The fault proxy injects what it says and nothing else. Upstream here: a web server with one fixed answer."""
+"""The fault proxy injects the requested faults only. Upstream here: a web server with one fixed answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The watch on allocations sees what a graph in C++ holds, and nothing that existed before."""
+"""The record of allocations has what a graph in C++ holds, and nothing that existed before."""
 
 from __future__ import annotations
 

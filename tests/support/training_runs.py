@@ -90,7 +90,7 @@ def first_step(config: Config, *, engine: RolloutEngine | None = None) -> tuple[
 
 
 def exported(run_dir: str | Path) -> dict[str, Tensor]:
-    """The weights that a run exported, whatever the number of its files."""
+    """The weights that a run exported, from any number of files."""
     files = sorted((Path(run_dir) / "hf").glob("*.safetensors"))
     return {name: value for file in files for name, value in load_file(file).items()}
 

@@ -1,4 +1,4 @@
-"""What a run's config.yaml says about its environment."""
+"""The environment in a run's config.yaml."""
 
 import json
 import subprocess

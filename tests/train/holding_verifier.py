@@ -1,4 +1,4 @@
-"""A verifier that holds up whoever writes the tensors of a checkpoint, as a slow disk does, until the run got on."""
+"""A verifier that delays the writer of a checkpoint, as a slow disk does, until the run has continued."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""A verifier that asks the run to stop, as a job script does before its time is over."""
+"""A verifier that signals the run to stop, as a job script does before its time limit."""
 
 import os
 import signal

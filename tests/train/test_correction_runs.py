@@ -21,7 +21,7 @@ from tests.support.training_runs import base_config, first_step, tiny_model
 
 
 class OtherKernels(EmbeddedEngine):
-    """Says other log-probs than it sampled with: a shift of each response, and noise of each token."""
+    """Returns other log-probs than it sampled with: a shift of each response, and noise of each token."""
 
     def generate(self, prompts, sampling, *, seed):
         return [self.disturbed(sample) for sample in super().generate(prompts, sampling, seed=seed)]

@@ -103,9 +103,9 @@ def test_a_broken_checkpoint_is_passed_over_and_rollouts_are_not_generated_again
     os.truncate(file, size // 2)
     life = resume(reference, run_dir)
     fault = f"{broken} is incomplete ({file.name}: {size // 2} of {size} bytes): resuming from step_000004"
-    assert life.log.count(fault) == 1  # one rank says it
+    assert life.log.count(fault) == 1  # one rank prints it
     assert f"rollouts kept in {broken.parent}/step_000004: used" in life.log
-    # of the steps 5 and 6 and the last evaluation, step 5 asks no engine and no verifier
+    # of the steps 5 and 6 and the last evaluation, step 5 needs no engine and no verifier
     assert [counts["generation"] for counts in life.counts] == [2, 2]
     assert [counts["verification"] for counts in life.counts] == [2, 2]
     assert first_difference(run_dir, reference.run_dir) == ""

@@ -78,7 +78,7 @@ def test_a_size_of_nothing_is_refused() -> None:
 
 
 def test_extra_memory_is_one_bucket() -> None:
-    """40 tensors of 1 KiB, each made when asked for: one buffer for all buckets, and no tensor outlives its turn."""
+    """40 tensors of 1 KiB, each made when it is read: one buffer for all buckets, and no tensor is kept."""
     made: list[int] = []
     alive: list[weakref.ref] = []
     most = 0

@@ -1,4 +1,4 @@
-"""One broadcast for all servers, kept groups, and servers that fail. The servers speak SGLang's protocol."""
+"""One broadcast for all servers, kept groups, and servers that fail. The servers implement SGLang's protocol."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_the_others_leave_a_broken_group_while_its_error_is_kept() -> None:
 
 
 def test_nobody_joins() -> None:
-    """Dropped, it no longer waits, and its store is gone: whoever would join gets an error at once."""
+    """Dropped, it no longer waits, and its store is closed: joining it fails at once."""
     group = UpdateGroup("weights-alone", 2, address="127.0.0.1", backend="gloo", timeout=30.0)
 
     async def run() -> None:

@@ -1,4 +1,4 @@
-"""A source that can't send says why. Transfers: tests/rollout/test_weight_distribution.py."""
+"""A source that can't send reports the reason. Transfers: tests/rollout/test_weight_distribution.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_errors_are_values_and_the_stream_is_read_to_its_end(tmp_path: Path) -> 
     sender = WeightSender(config, make_transport(config, SGLangWeightEndpoints()))
     one = ("a", torch.ones(2))
     missing, twice = iter([one]), iter([one, one, one])
-    assert isinstance(sender.send([], missing, version="v:1"), DiskError)  # nobody has prepared the directory
+    assert isinstance(sender.send([], missing, version="v:1"), DiskError)  # the directory is not prepared
     sender.transport.prepare("v:1")
     found = sender.send([], twice, version="v:1")
     assert isinstance(found, InputError) and str(found) == "a comes twice in the stream of weights"

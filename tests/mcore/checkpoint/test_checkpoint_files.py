@@ -1,4 +1,4 @@
-"""Which directories are complete checkpoints, whatever a killed run or a broken disk left in the folder."""
+"""Which directories are complete checkpoints, beside those that a killed run or a broken disk left."""
 
 from __future__ import annotations
 

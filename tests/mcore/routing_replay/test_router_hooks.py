@@ -246,7 +246,7 @@ def test_a_moved_choice_moves_plain_ratios_and_no_replayed_one(model):
 
 
 def two_experts(rank: int, world_size: int, path: str) -> dict[str, float]:
-    """With two the weights still follow the router: as the reference says that is given the routes. Of 8 experts the
+    """With two the weights still follow the router: as in the reference with the same routes. Of 8 experts the
     routes use 4."""
     policy, model = policy_of(path), load_reference(path)
     shape = shape_of(policy)
@@ -275,7 +275,7 @@ def trained_log_probs(model: torch.nn.Module, samples: list[Any]) -> list[np.nda
 
 
 def fill_in_unused_fields(samples: list[Any]) -> None:
-    """The reference wants a reference policy's log-probs; without a KL it makes nothing of them."""
+    """The reference needs a reference policy's log-probs; without a KL they have no effect."""
     for sample in samples:
         sample.ref_log_probs = np.zeros(sample.response_length, dtype=np.float32)
 
@@ -351,7 +351,7 @@ def padded_batch(rank: int, world_size: int, path: str) -> list[Tensor]:
 
 
 def test_padding_is_balanced_over_the_experts(model):
-    """64 rows of 2 experts each on 8 experts are 16 each; a padded sample's own rows all want experts 0 and 1."""
+    """64 rows of 2 experts each on 8 experts are 16 each; a padded sample's own rows all choose experts 0 and 1."""
     rows, *loads = run_distributed(padded_batch, 1, model)[0]
     assert len(loads) == 4 and 1 <= rows < 8
     for load in loads[:2]:

@@ -58,7 +58,7 @@ def test_every_row_equals_that_of_a_plain_pass(name, sampling):
     assert check_routes(samples, shape) == 0
     assert {s.routed_experts.dtype for s in samples} == {shape.dtype}
     used = np.unique(np.concatenate([s.routed_experts.reshape(-1) for s in samples]))
-    assert len(used) > min(config.num_experts, 60) // 2  # not a router that always says the same
+    assert len(used) > min(config.num_experts, 60) // 2  # not a router that always chooses the same
 
 
 def test_dense_layers_are_left_out():

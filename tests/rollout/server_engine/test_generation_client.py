@@ -1,4 +1,4 @@
-"""What is repeated, what is not, and what the counts say of it."""
+"""Which requests are repeated, and how they are counted."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_passing_fault_is_survived_and_counted_once(server, name):
 def test_a_lasting_fault_ends_with_one_line_that_names_the_request(server, name):
     server.always = PASSING[name][0]
     with Setup(server.url, health_interval=0.01) as setup:
-        watch = setup.loop.spawn(setup.pool.monitor())  # servers that are lost for their faults come back
+        watch = setup.loop.spawn(setup.pool.monitor())  # servers that were excluded for their faults return
         setup.stream.start(prompts(1), SAMPLING, seed=1)
         with pytest.raises(EngineError, match=r"^sample 0/[01]: given up after 4 tries in \d+ s; the last: ") as caught:
             setup.stream.take(1)

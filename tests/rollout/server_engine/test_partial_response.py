@@ -102,7 +102,7 @@ def test_every_cut_of_a_response_gives_the_same_sample(cuts):
     made, begin = partial(limit=6), 0
     for size in cuts:
         end = begin + size
-        rows = slice(made.routes_start, 3 + end - 1)  # as they are asked for and answered
+        rows = slice(made.routes_start, 3 + end - 1)  # as requested and returned
         made.add(ResponsePart(whole.parts[0].tokens[begin:end], whole.parts[0].log_probs[begin:end],
                       "length" if end == 6 else "abort", whole.parts[0].routes[rows], 0), 0)
         begin = end

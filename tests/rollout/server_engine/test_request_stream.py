@@ -60,7 +60,7 @@ def test_patience_gives_what_there_is(server):
 
 
 def interrupted(setup: Setup, server: Generator, version: str) -> None:
-    """All that is under way comes back after one token; `version` is then the current one."""
+    """All requests in flight return after one token; `version` is then the current one."""
     wait_for(lambda: len(server.bodies) >= setup.waiting)
     setup.stream.stop(keep=True)
     server.version = version
@@ -181,7 +181,7 @@ def test_no_server_at_all_ends_after_the_recovery_time():
 
 
 def test_the_recovery_time_goes_on_from_one_take_to_the_next():
-    """The loop asks for a few seconds at a time; the recovery time is ten minutes."""
+    """The loop waits a few seconds at a time; the recovery time is ten minutes."""
     with Setup("http://127.0.0.1:9", recovery_timeout=0.3) as setup:
         setup.loop.run(setup.pool.mark_down(setup.pool.servers[0], "gone"))
         setup.stream.start(prompts(1), SAMPLING, seed=1)
@@ -214,7 +214,7 @@ def test_a_server_that_comes_back_without_the_weights_wants_them(server):
 
 
 def test_one_failure_is_raised_whatever_else_is_done(server):
-    """And again by whoever asks again: nothing that is begun is passed over in silence."""
+    """Each further call raises it again: no failure of a started request is lost."""
     server.breaks = [lambda answer: web.Response(status=400, text="no")]
     with Setup(server.url) as setup:
         setup.stream.start(prompts(1), SAMPLING, seed=1)

@@ -1,4 +1,4 @@
-"""What `ServerEngine` says of its servers, and that it ends."""
+"""What `ServerEngine` logs about its servers, and that it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who gets the next request, who is taken out, and who comes back. The servers are real ones of a few lines."""
+"""Which server gets the next request, is removed or returns. The servers are small real ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOW = "00c0ffee:3"
 
 
 class Health:
-    """A server that says `version` of its weights; `silent`: it takes requests and answers none, `paused`: no /health,
+    """A server with `version` of its weights; `silent`: it takes requests and answers none, `paused`: no /health,
     `status`: of /health."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_pool(action: Callable[[ServerPool], Awaitable[Any]], *urls: str, **settings: Any) -> Any:
-    """What `action` gives with a pool of these servers (three that nobody asks, without), all of which serve."""
+    """What `action` gives with a pool of these servers (without any: three that get no request), all of which serve."""
     async def run() -> Any:
         session = await open_session()
         servers = [ServerClient(url, session) for url in urls or [f"http://host:{i}" for i in (1, 2, 3)]]
@@ -251,7 +251,7 @@ def test_a_silent_server_is_lost_at_the_third_look_and_hangs(health):
 
 
 def test_a_server_that_was_lost_for_its_requests_hangs_too_when_it_is_silent(health):
-    """Its launcher has to hear of it whoever noticed first."""
+    """Its launcher is notified, whether a request or a health check found it first."""
     async def action(pool: ServerPool) -> None:
         member = pool.servers[0]
         health.silent = True

@@ -1,4 +1,4 @@
-"""Every answer that isn't what was asked for is refused with one line that names the request; the others are exact."""
+"""Every reply that doesn't match its request is refused with one line that names it; the others are exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What keeps a server, or whoever poses as one, from running code here or learning the key."""
+"""A server, or another program in its place, can neither run code here nor read the key."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_the_start_trains_on_the_demonstrations_and_returns_the_exported_weights
     [command] = commands
     assert str(CONFIG) in command and command[-5:] == [
         "run_dir=elsewhere",
-        f"run_dir={files.run_dir}",  # later than the caller's, so it wins
+        f"run_dir={files.run_dir}",  # later than the caller's, so it is used
         f"data.prompts={files.demonstrations}",
         f"data.eval_prompts={files.held_out}",
         f"model.path={files.model}",

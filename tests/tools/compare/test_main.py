@@ -1,4 +1,4 @@
-"""The front door: a real comparison of two real runs, and what the command line says to bad input."""
+"""The command line: a comparison of two real runs, and its messages for bad input."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The report as a file: it stands alone, tells of every run, and its numbers are the study's."""
+"""The report as one file: every run is in it, and its numbers are the study's."""
 
 import csv
 import json
@@ -37,7 +37,7 @@ def test_the_table_shows_the_studys_numbers(report):
         assert interval_text(row.measures["final_accuracy"]) in page
     assert COMMAND in page
     assert "optimizer.lr=0.002" in page  # an overridden key is shown
-    assert "<td>0.01 / 0.015</td><td>0.0005</td>" in page  # and what is in force though nobody overrode it
+    assert "<td>0.01 / 0.015</td><td>0.0005</td>" in page  # and values that no override set
 
 
 def test_every_section_has_something(report):

@@ -44,7 +44,7 @@ if how == "wait":
 
 
 class Notes:
-    """What the runner tells."""
+    """The runner's log."""
 
     def __init__(self):
         self.most, self.ends = 0, []
@@ -170,7 +170,7 @@ def test_a_stop_ends_the_processes_and_leaves_no_failure(tmp_path):
 
 
 def test_a_signal_while_a_process_starts_ends_it_too(monkeypatch):
-    """It arrives inside Popen, after the fork: raised there, it would leave a process that nobody knows."""
+    """It arrives inside Popen, after the fork: raised there, it would leave a process without an owner."""
     real, started = subprocess.Popen, []
 
     def start_and_stop(*arguments, **options):

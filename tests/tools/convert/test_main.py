@@ -105,7 +105,7 @@ def test_there_and_back_is_the_same_to_the_byte_and_megatron_loads_it(models, na
 def load_in_megatron(
     rank: int, world_size: int, source: str, checkpoint: str, layout: ParallelConfig
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """The weights by Megatron's own `dist_checkpointing.load` in another layout, and the keys that it asked for.
+    """The weights by Megatron's own `dist_checkpointing.load` in another layout, and the keys that it read.
 
     Not with strict="raise_all", which megatron-core 0.19.2 can't do on torch 2.15 (patches/README.md)."""
     family, shape = family_of(read_config(source))

@@ -1,4 +1,4 @@
-"""Safetensors files written in pieces: the library's bytes, whatever the order, and an incomplete start is noticed."""
+"""Safetensors files written in pieces: the library's bytes, in any order, and an incomplete start is detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads, limits, and ports that somebody else listens on."""
+"""Threads, limits, and ports in use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Versions: the supported ranges are setup.py's, and what is said of others."""
+"""Versions: the supported ranges are setup.py's; findings about others."""
 
 from __future__ import annotations
 

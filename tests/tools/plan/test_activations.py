@@ -56,7 +56,7 @@ def test_parallel_dimensions_cut_what_they_should() -> None:
     context = sizes_of(shape, ParallelConfig(context_parallel_size=4), batch, Setting())
     assert (context.s, context.t, context.keys) == (2048, 2048, 8192 * 9 / 8)
     experts = sizes_of(shape, ParallelConfig(expert_model_parallel_size=8), batch, Setting())
-    assert (experts.rows, experts.local) == (one.rows, 16)  # eight ranks send to each other alike
+    assert (experts.rows, experts.local) == (one.rows, 16)  # eight ranks send each other the same number
     both = ParallelConfig(expert_model_parallel_size=4, expert_tensor_parallel_size=2)
     assert sizes_of(shape, both, batch, Setting()).rows == 2 * one.rows
 

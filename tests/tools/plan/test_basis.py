@@ -1,4 +1,4 @@
-"""Every figure of a plan says whether rehearsals have it."""
+"""Every figure of a plan is marked as rehearsed or estimated."""
 
 from __future__ import annotations
 

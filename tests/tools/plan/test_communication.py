@@ -93,7 +93,7 @@ def test_a_mini_batch_by_hand() -> None:
 
 def test_the_ends_of_the_model_over_tensor_ranks() -> None:
     z, parallel = z_of(tp=2)
-    whole = 8000 * 2048 * (2 * 2 + 2 * 2 + 4)  # the log-prob head has all positions where it isn't told which
+    whole = 8000 * 2048 * (2 * 2 + 2 * 2 + 4)  # the log-prob head has all positions without a mask
     assert outer_bytes(z, parallel, 0) == whole
     assert outer_bytes(z, dataclasses.replace(parallel, pipeline_model_parallel_size=2), 0) == 8000 * 2048 * 4
 

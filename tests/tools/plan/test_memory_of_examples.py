@@ -1,4 +1,4 @@
-"""The shipped configs of the large models fit, by the plan, into the GPUs that their names say."""
+"""The shipped configs of the large models fit, by the plan, into the GPUs of their names."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def _same_as_megatron(rank: int, world: int, cases: list[Any]) -> list[str]:
 
 
 def test_megatron_registers_the_same_tensors_in_the_same_order() -> None:
-    """Asked of its own modules on the meta device: one rank of a real model in a layout of 64 ranks, and Qwen2-MoE."""
+    """Compared with its modules on the meta device: one rank of a real model in a layout of 64 ranks, and Qwen2-MoE."""
     from transformers import Qwen2MoeConfig
 
     from megatron_gspo.models import read_config

@@ -82,7 +82,7 @@ def _on_copies(func: Any, args: Any, kwargs: dict[str, Any], received: list[Tens
 
 @contextlib.contextmanager
 def _named_devices(recorder: MeasuredRank) -> Iterator[None]:
-    """Tells the recorder which factories name a device, and makes a copy where one is asked for that doesn't block."""
+    """Marks for the recorder which factories name a device, and copies for non-blocking transfers."""
 
     def naming(factory: Any) -> Any:
         def make(*args: Any, **kwargs: Any) -> Tensor:

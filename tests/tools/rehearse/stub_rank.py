@@ -1,4 +1,4 @@
-"""In place of ``one_rank``: writes a record made by hand, or fails as the config's name says."""
+"""In place of ``one_rank``: writes a record made by hand, or fails, selected by the config's name."""
 
 from __future__ import annotations
 

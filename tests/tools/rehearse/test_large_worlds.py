@@ -59,7 +59,7 @@ def test_collectives_of_a_step_do_not_grow_with_the_world() -> None:
 
 @on_fake_gpu
 def test_process_groups_at_the_start() -> None:
-    """A rank is in as many whatever the world; the number of all is about five times that of the ranks."""
+    """A rank is in the same number in any world; the number of all is about five times that of the ranks."""
     small, large = in_world(512), in_world(4096)
     assert len(set(small.groups.values())) <= small.groups_of_rank == large.groups_of_rank <= 24
     for record in (small, large):

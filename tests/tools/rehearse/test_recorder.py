@@ -29,7 +29,7 @@ def check(**layout: Any) -> None:
     from .measured_rank import measured_rank, shared_operations
     from .test_rehearse_rank import config
 
-    # only done on a GPU, unless an option says so
+    # only done on a GPU, unless an option is set
     options = {"deallocate_pipeline_outputs": False}
     given = dataclasses.replace(config(dtype="float32", num_key_value_heads=4, **layout), megatron=options)
     real = run_distributed(measured_rank, 2, given, timeout=300)

@@ -1,4 +1,4 @@
-"""Remembered shapes are those that torch's fake tensors tell."""
+"""Remembered shapes are those of torch's fake tensors."""
 
 import dataclasses
 from typing import Any
@@ -20,7 +20,7 @@ def uncached(self: ShapeCache, func: Any, args: Any, kwargs: Any) -> Any:
 @on_fake_gpu
 def test_a_result_is_new_or_shares_memory_as_at_first() -> None:
     with FakeGpu():
-        for _ in range(2):  # told, then remembered
+        for _ in range(2):  # computed, then remembered
             x = torch.zeros(4, 6, device="cuda")
             row, part, made = x[1], x.t()[2:4], x + 1
             assert row.untyped_storage()._cdata == part.untyped_storage()._cdata == x.untyped_storage()._cdata

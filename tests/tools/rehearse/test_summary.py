@@ -1,4 +1,4 @@
-"""Totals are sums; whatever would stop a run is a problem; the JSON document has every role."""
+"""Totals are sums; everything that would stop a run is a problem; the JSON document has every role."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The printed report says whether a run passes, what was compared and what cannot be known."""
+"""The printed report has the verdict, what was compared and what cannot be known."""
 
 from __future__ import annotations
 
