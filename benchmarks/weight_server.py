@@ -139,7 +139,7 @@ def application() -> web.Application:
 
 
 def serve(address: str, report: int) -> None:
-    """Serve in this process for ever; writes the URL to a pipe."""
+    """Serve in this process without end; writes the URL to a pipe."""
 
     async def run() -> None:
         runner = web.AppRunner(application())

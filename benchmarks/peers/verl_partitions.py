@@ -3,7 +3,7 @@
     python benchmarks/peers/verl_partitions.py TASKS.json PLANS.json
 
 ``TASKS.json``: a list of ``{"lengths", "ranks", "max_tokens", "multiple_of"}``; ``PLANS.json`` gets a plan
-[rank][micro-batch] -> indices for each. Then each turn plans the last task once more and reports its seconds.
+[rank][micro-batch] -> indices for each. Then each turn plans the last task again and reports its seconds.
 
 As in verl's trainer: ``get_seqlen_balanced_partitions`` deals equally many sequences to the ranks, then cuts each
 rank's into as many micro-batches as the fullest rank needs, more where one is above the limit. Balanced by tokens

@@ -1,7 +1,7 @@
 """A reward worker: a process of its own that runs one verifier on what its parent sends.
 
 Started by worker_pool.py as `python -m megatron_gspo.rewards.worker FD PARENT_PID TIMEOUT`, not through
-`multiprocessing`, whose spawned children would import the training script, and torch with it, once more.
+`multiprocessing`, whose spawned children would import the training script, and torch with it, again.
 
 Protocol: the parent sends (verifier name, options), then pickled (text, prompt) pairs; each is answered by one JSON
 object {"status": ..., "value": number or null, "message": text or null}. `serve` also runs environments.

@@ -52,7 +52,7 @@ def buckets(
     """Pack a stream into buckets of at most `bucket_bytes // in_flight` bytes.
 
     `in_flight` buffers of that size serve all buckets in turn, so a bucket is valid until so many more are asked for,
-    and these buffers are the memory that the packing costs. A tensor larger than one travels alone: as it lies, without
+    and these buffers are the memory that the packing costs. A larger tensor is sent alone: as it is stored, without
     a copy, or in a buffer of its own size where `allocate` is given. The order of the stream is kept.
 
     dtype: cast floating-point tensors to it; None leaves each as it is. allocate: (bytes, device of the stream's

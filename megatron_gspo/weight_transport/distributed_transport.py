@@ -209,7 +209,7 @@ class DistributedTransport(WeightTransport):
         return Sent(failures, tuple(url for url in self.targets if url not in failures))
 
     async def _cancel(self) -> None:
-        """End what is under way."""
+        """End running broadcasts and requests."""
         tasks = [*self._requests.values(), *self._broadcasts]
         for task in tasks:
             task.cancel()

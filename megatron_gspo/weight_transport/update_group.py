@@ -1,7 +1,7 @@
 """A process group of this process and the ranks of servers, outside of torch.distributed's registry.
 
 The other side is SGLang's /init_weights_update_group, which joins with `init_custom_process_group`: a TCPStore at an
-address and port, prefixed with the group's name; then `_new_process_group_helper`, which prefixes it once more with
+address and port, prefixed with the group's name; then `_new_process_group_helper`, which prefixes it again with
 name and device. Building the same prefixes around public classes keeps the group out of torch.distributed's global
 registry, gives it deadlines of its own, and lets it be dropped when its server dies.
 """
@@ -133,7 +133,7 @@ class UpdateGroup:
 
 
 def _release(held: list[Any], works: list[Any]) -> None:
-    """End a group: torch waits in its destructor for what is under way, so that has to have ended before."""
+    """End a group: torch waits in its destructor for running operations, so these have to end before."""
     if works:
         held[0].abort()
     while any(not work.is_completed() for work in works):

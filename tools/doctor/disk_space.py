@@ -1,4 +1,4 @@
-"""How many bytes a run writes, from the sizes of its model. Upper bounds that are close, not promises."""
+"""How many bytes a run writes, from the sizes of its model. Close upper bounds, not guarantees."""
 
 from __future__ import annotations
 

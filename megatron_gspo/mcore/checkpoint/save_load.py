@@ -148,7 +148,7 @@ def load_checkpoint(policy: Policy, path: Path) -> dict[str, Any]:
     ``CheckpointError`` on every rank for a checkpoint that can't be read or is of another model.
     """
     policy.memory.restore()
-    policy.gather_weights()  # one that is under way must not overwrite what is read
+    policy.gather_weights()  # a running gather must not overwrite what is read
     failure, steps = "", {}
     try:
         with _frozen_garbage(), torch.no_grad():

@@ -186,7 +186,7 @@ class MicroBatchRoutes:
 
     def check_uses(self, *, forward_only: bool) -> None:
         """Raise ``RoutingError`` unless every layer took its routes exactly once: in a training pass with a gradient
-        (and once more without, where activations are recomputed), else without."""
+        (and again without, where activations are recomputed), else without."""
         for layer in self.layers:
             without, with_gradient = self.uses[layer, False], self.uses[layer, True]
             right = (without, with_gradient) == (1, 0) if forward_only else with_gradient == 1 and without <= 1

@@ -72,7 +72,7 @@ class _Group:
 
 
 def _discard(held: list[Any]) -> None:
-    """End a group in the background: its destructor waits for what is under way."""
+    """End a group in the background: its destructor waits for running operations."""
     held[0].abort()
     while not held[1].is_completed():
         time.sleep(0.05)
