@@ -27,7 +27,6 @@ from megatron_gspo.mcore.seeding import ROLLOUT, seed_generators
 from megatron_gspo.mcore.train_step import compute_log_probs
 from megatron_gspo.rollout.sample_exchange import move_samples
 from megatron_gspo.routing_replay.router_noise import RouterNoise
-from megatron_gspo.routing_replay.routes import RouteShape
 
 TOLERANCE = 0.05  # of the target
 LARGEST = 64.0  # noise so much stronger than the logits chooses at random
@@ -71,7 +70,7 @@ def bisect(rate: Callable[[float], float], target: float) -> tuple[float, float]
 def flip_rate(policy: Policy, batch: SampleBatch, plan: MicroBatchPlan, config: Config, strength: float) -> float:
     """Share of the experts that differ between the two engines, each with its noise, mean over layers and the response
     tokens of ``batch``, which is on its replicas. A collective of the world."""
-    section, shape = config.router_noise, RouteShape.of_model(policy.shape)
+    section, shape = config.router_noise, policy.routes
     assert shape is not None
     rollout, trainer = (
         router_noise(section, strength, "calibration", side) if is_noisy else None
@@ -105,7 +104,7 @@ def _first_responses(run: Components) -> tuple[SampleBatch, MicroBatchPlan]:
     run.groups.pause(keep=False)
     rules = packing_rules(config.training, run.policy.config, groups)
     replica = np.arange(count, dtype=np.int32) % rules.replicas
-    batch = move_samples(batch, replica, groups.dp, (groups.pp, groups.cp, groups.tp))
+    batch = move_samples(batch, replica, groups.dp, (groups.pp, groups.cp, groups.tp), run.policy.routes)
     return batch, plan_micro_batches(batch.lengths, rules, replica)
 
 

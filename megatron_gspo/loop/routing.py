@@ -55,9 +55,9 @@ def noise_metrics(section: RouterNoiseConfig, found: float | None) -> dict[str, 
 class RoutingReplay:
     """Routing replay in one step.
 
-    config: section ``routing``. shape: of a token's routes, None for a model without experts. has_ratio: whether the
-    objective uses an importance ratio. noise: of the trainer's routers in this step, with other random numbers in each
-    pass; None without. measured: what the step measured so far.
+    config: section ``routing``. shape: of the routes on this rank, None for a model without experts. has_ratio: whether
+    the objective uses an importance ratio. noise: of the trainer's routers in this step, with other random numbers in
+    each pass; None without. measured: what the step measured so far.
     """
 
     config: RoutingConfig
@@ -67,7 +67,8 @@ class RoutingReplay:
     measured: StepRouting = field(default_factory=StepRouting)
 
     def check_rollout_routes(self, batch: SampleBatch) -> None:
-        """Check the routes that the rollout engine gave; ``RouteError`` naming the sample if they can't be used.
+        """Check the routes that the rollout engine gave, of all layers: ``RouteError`` naming the sample if they can't
+        be used.
 
         Missing routes are allowed where routes are only compared. A collective of the batch's group.
         """
@@ -141,7 +142,9 @@ class RoutingReplay:
                 if self.config.replay != "r3":
                     batch = self._with_recorded(batch, positions, done)
                 self.measured.bytes_moved += sum(routes.bytes_moved for routes in done)
-        self.measured.bytes_stored = int(batch.sum(sum(map(stored_bytes, batch.samples)))[0])
+        if self.shape is not None:
+            shape = self.shape
+            self.measured.bytes_stored = int(batch.sum(sum(stored_bytes(s, shape) for s in batch.samples))[0])
         return batch
 
     def _with_recorded(self, batch: SampleBatch, positions: Sequence[int],
@@ -171,10 +174,11 @@ class RoutingReplay:
                 self.measured.bytes_moved += sum(routes.bytes_moved for routes in done)
 
 
-def stored_bytes(sample: Sample) -> int:
-    """Memory of a sample's routes; a placeholder for missing routes takes none."""
-    routes = sample.routed_experts
-    return 0 if routes is None or 0 in routes.strides else routes.nbytes
+def stored_bytes(sample: Sample, shape: RouteShape) -> int:
+    """Memory of a sample's routes on all pipeline stages together; a placeholder for missing routes takes none."""
+    routes, missing = sample.routed_experts, sample.missing_routes
+    is_placeholder = missing is not None and 0 in missing.strides
+    return 0 if routes is None or is_placeholder else len(routes) * shape.bytes_per_token
 
 
 def without_routes(sample: Sample, shape: RouteShape) -> Sample:
@@ -182,6 +186,6 @@ def without_routes(sample: Sample, shape: RouteShape) -> Sample:
     rows = sample.length - 1
     return replace(
         sample,
-        routed_experts=np.broadcast_to(np.zeros((), dtype=shape.dtype), (rows, shape.layers, shape.k)),
+        routed_experts=np.broadcast_to(np.zeros((), dtype=shape.dtype), (rows, len(shape.held_layers), shape.k)),
         missing_routes=np.broadcast_to(np.True_, (rows,)),
     )

@@ -39,7 +39,6 @@ from megatron_gspo.mcore.process_groups import shutdown
 from megatron_gspo.mcore.seeding import EVALUATION, ROLLOUT, UPDATE, seed_generators
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
 from megatron_gspo.rollout.sample_exchange import move_samples
-from megatron_gspo.routing_replay.routes import RouteShape
 
 
 def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
@@ -107,8 +106,8 @@ def train_step(run: Components, state: LoopState, checkpoints: CheckpointManager
     config, step = run.config, state.step
     generator = RolloutGenerator(run.groups, run.prompts, run.rewards, config)
     cache = RolloutCache(config, run.prompts.prompts, run.groups.engine_name)
-    shape, noise = RouteShape.of_model(run.policy.shape), trainer_noise(config, state.noise_strength, step)
-    routing = RoutingReplay(config.routing, shape, config.algorithm.has_ratio, noise)
+    noise = trainer_noise(config, state.noise_strength, step)
+    routing = RoutingReplay(config.routing, run.policy.routes, config.algorithm.has_ratio, noise)
     seed_generators(config.seed, step, ROLLOUT)
     with checkpoints.saved_on_engine_failure(state):
         rollout = cache.read_or_draw(checkpoints.current, lambda: generator.draw(step, state.data_cursor, timers))
@@ -116,9 +115,9 @@ def train_step(run: Components, state: LoopState, checkpoints: CheckpointManager
     seed_generators(config.seed, step, UPDATE)
     groups = run.policy.groups
     plan = plan_step(rollout.batch.lengths, config, packing_rules(config.training, run.policy.config, groups), step)
+    routing.check_rollout_routes(rollout.batch)
     with timers("exchange"):
-        batch = move_samples(rollout.batch, plan.replica, groups.dp, (groups.pp, groups.cp, groups.tp))
-    routing.check_rollout_routes(batch)
+        batch = move_samples(rollout.batch, plan.replica, groups.dp, (groups.pp, groups.cp, groups.tp), routing.shape)
     batch, score_metrics = with_log_probs(batch, (run.policy, run.reference), config, plan, routing, timers)
     batch, mask_metrics = mask_samples(batch, step=step, truncated=config.algorithm.truncated == "mask")
     batch = with_advantages(batch, config.algorithm, max_response_length=config.rollout.max_response_length)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,8 +23,10 @@ from megatron_gspo.mcore.model import build_model, torch_dtype, transformer_conf
 from megatron_gspo.mcore.offload import PolicyMemory
 from megatron_gspo.mcore.policy_tensors import torch_optimizers
 from megatron_gspo.mcore.process_groups import ProcessGroups
+from megatron_gspo.mcore.routing_replay.router_hooks import moe_layer_numbers
 from megatron_gspo.mcore.weight_sources import export_source, source_ranks
 from megatron_gspo.models import Family, ModelShape, family_of, read_config
+from megatron_gspo.routing_replay.routes import RouteShape
 
 
 @dataclass
@@ -49,6 +51,15 @@ class Policy:
     @property
     def config(self) -> Any:
         return unwrap(self.chunks[0]).config
+
+    @property
+    def routes(self) -> RouteShape | None:
+        """Sizes of the samples' routes on this rank, which holds those of its own chunks' layers; None without
+        experts."""
+        shape = RouteShape.of_model(self.shape)
+        if shape is None:
+            return None
+        return replace(shape, held=tuple(n for chunk in self.chunks for n in moe_layer_numbers(unwrap(chunk))))
 
     @property
     def sources(self) -> tuple[int, ...]:

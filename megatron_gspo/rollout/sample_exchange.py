@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch.distributed as dist
@@ -12,11 +13,12 @@ from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.errors import EngineError, UserError, first_line
 from megatron_gspo.parallel.collectives import group_rank, group_size
-from megatron_gspo.parallel.host_exchange import broadcast_bytes, exchange_bytes, sum_over_ranks
+from megatron_gspo.parallel.host_exchange import broadcast_bytes, exchange_bytes, gather_rows_of_ranks, sum_over_ranks
 from megatron_gspo.parallel.rank_zero import first_failure
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
 from megatron_gspo.rollout.sample_checks import check_samples
 from megatron_gspo.rollout.sample_codec import decode_samples, encode_samples
+from megatron_gspo.routing_replay.routes import RouteShape
 
 BUCKET_BYTES = 64 << 20  # that a rank sends, or receives, in one round; a longer sample is a round of its own
 _TOKEN_BYTES = 32  # of a token without routes, about: id, mask, log-probs, versions, text
@@ -92,24 +94,28 @@ def _generate(
 
 
 def move_samples(
-    batch: SampleBatch, replica: np.ndarray, dp: dist.ProcessGroup, shared: Sequence[dist.ProcessGroup]
+    batch: SampleBatch, replica: np.ndarray, dp: dist.ProcessGroup, shared: Sequence[dist.ProcessGroup],
+    routes: RouteShape | None = None,
 ) -> SampleBatch:
     """Each sample to the replica that trains it, on every rank of it; returns the batch with `group` dp.
 
     replica: [N] rank in `dp`, the group of this rank's counterparts in the replicas. shared: groups whose product is a
-    replica: its first rank receives the samples and passes them on. Samples go in rounds of `BUCKET_BYTES`, from the
-    ranks of `batch.group` that hold them, and `batch.held` is emptied as they leave. What a replica of one rank has
-    generated and trains is not sent. A collective of the world.
-    """
+    replica, the pipeline first: its first rank receives the samples and passes them on. routes: the layers whose routes
+    this rank keeps; None, on every rank: all. Samples go in rounds of `BUCKET_BYTES`, from the ranks of `batch.group`
+    that hold them, and `batch.held` is emptied as they leave. What a replica of one rank has generated and trains is
+    not sent. A collective of the world.
+    """  # fmt: skip
     table, me = batch.table.copy(), group_rank(dp)
     table["holder"] = replica
     alone = all(group_size(group) == 1 for group in shared)
     if batch.group is None or (alone and group_size(dp) == 1):  # all are here
-        return SampleBatch(table, {i: s for i, s in batch.held.items() if replica[i] == me}, dp)
+        layers = None if routes is None else routes.held_layers
+        return SampleBatch(table, {i: _of_layers(s, layers) for i, s in batch.held.items() if replica[i] == me}, dp)
     target = _first_ranks(dp, shared, batch.group)[replica]
     stays = (batch.table["holder"] == target) & alone
     rounds = np.full(len(batch), -1)
     rounds[~stays] = exchange_rounds(_sizes(batch)[~stays], batch.table["holder"][~stays], target[~stays], BUCKET_BYTES)
+    stages = _layers_of_stages(routes, shared) if batch.table["has_routes"].any() else []
     leaving = dict(batch.held)
     batch.held.clear()  # so that a sample's memory is free once it has left
     held = {i: leaving.pop(i) for i in np.flatnonzero(stays).tolist() if i in leaving}
@@ -119,7 +125,7 @@ def move_samples(
         senders = len(np.unique(batch.table["holder"][moving & (replica == me)]))
         arrived: list[np.ndarray | None] = [part for part in received if len(part)]
         for part in arrived or [None] * senders:
-            held |= dict(decode_samples(_passed_on(part, shared)))
+            held |= dict(decode_samples(_passed_on(part, shared, stages)))
     expected = np.flatnonzero(replica == me).tolist()
     assert sorted(held) == expected, f"{len(held)} of {len(expected)} samples arrived"
     return SampleBatch(table, {i: held[i] for i in expected}, dp)
@@ -174,10 +180,37 @@ def _send_round(
     return exchange_bytes(parts, group)
 
 
-def _passed_on(part: np.ndarray | None, shared: Sequence[dist.ProcessGroup]) -> np.ndarray:
+def _layers_of_stages(routes: RouteShape | None, shared: Sequence[dist.ProcessGroup]) -> list[np.ndarray]:
+    """The layers whose routes each pipeline stage keeps; empty where each keeps all. A collective of the pipeline."""
+    if routes is None or not shared or group_size(shared[0]) == 1:
+        return []
+    return gather_rows_of_ranks(np.array(routes.held_layers, dtype=np.int64), shared[0])
+
+
+def _passed_on(
+    part: np.ndarray | None, shared: Sequence[dist.ProcessGroup], stages: Sequence[np.ndarray]
+) -> np.ndarray:
     """What a replica's first rank received, on all of its ranks: along one group after the other."""
     for i, group in enumerate(shared):
         if all(group_rank(later) == 0 for later in shared[i + 1 :]):
-            part = broadcast_bytes(part, group)
+            part = _to_stages(part, group, stages) if stages and i == 0 else broadcast_bytes(part, group)
     assert part is not None
     return part
+
+
+def _to_stages(part: np.ndarray | None, pipeline: dist.ProcessGroup, stages: Sequence[np.ndarray]) -> np.ndarray:
+    """The first stage's samples, on each stage with the routes of its own layers."""
+    parts = [b""] * len(stages)
+    if part is not None:
+        placed = decode_samples(part)
+        places = [place for place, _ in placed]
+        parts = [encode_samples([_of_layers(s, layers) for _, s in placed], places) for layers in stages]
+    return exchange_bytes(parts, pipeline)[0]
+
+
+def _of_layers(sample: Sample, layers: Sequence[int] | np.ndarray | None) -> Sample:
+    """The sample with the routes of these layers alone; of all for None."""
+    routes = sample.routed_experts
+    if routes is None or layers is None or len(layers) == routes.shape[1]:
+        return sample
+    return replace(sample, routed_experts=np.take(routes, layers, axis=1))

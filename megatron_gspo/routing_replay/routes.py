@@ -1,7 +1,8 @@
 """Routes: which experts each token of a sample went to, in every MoE layer. Plain arrays, stored with the sample.
 
 `Sample.routed_experts` is [L-1, layers, k]: row p holds the experts of input position p, for the MoE layers only, in
-model order. An engine never feeds the last token, so it has no row. `Sample.missing_routes` marks unknown rows.
+model order. An engine never feeds the last token, so it has no row. `Sample.missing_routes` marks unknown rows. An
+engine gives the routes of all layers; a pipeline stage keeps those of its own (`RouteShape.held`).
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class RouteShape:
     """Sizes of a model's routes.
 
     layers: MoE layers of the whole model. k: experts that a token uses in each. num_experts: experts of a layer.
-    moe_layers: for each layer of the model whether it has experts; empty: all have.
+    moe_layers: for each layer of the model whether it has experts; empty: all have. held: the MoE layers, ascending and
+    numbered among those of the whole model, whose routes the samples carry; None: all.
 
     Raises ValueError for impossible sizes (k above num_experts, more than 65536 experts).
     """
@@ -53,6 +55,7 @@ class RouteShape:
     k: int
     num_experts: int
     moe_layers: tuple[bool, ...] = ()
+    held: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         expert_id_dtype(self.num_experts)
@@ -60,6 +63,8 @@ class RouteShape:
             raise ValueError(f"{self}: give at least 1 layer and k from 1 to num_experts")
         if self.moe_layers and sum(self.moe_layers) != self.layers:
             raise ValueError(f"{self}: moe_layers has {sum(self.moe_layers)} layers with experts")
+        if not set(self.held_layers) <= set(range(self.layers)) or sorted(set(self.held_layers)) != [*self.held_layers]:
+            raise ValueError(f"{self}: held must be ascending numbers from 0 to {self.layers - 1}")
 
     @classmethod
     def of_model(cls, model: ModelShape) -> RouteShape | None:
@@ -80,6 +85,11 @@ class RouteShape:
         return len(self.moe_layers) or self.layers
 
     @property
+    def held_layers(self) -> tuple[int, ...]:
+        """`held`, or all MoE layers."""
+        return tuple(range(self.layers)) if self.held is None else self.held
+
+    @property
     def dtype(self) -> np.dtype:
         """`expert_id_dtype(num_experts)`."""
         return expert_id_dtype(self.num_experts)
@@ -93,7 +103,7 @@ class RouteShape:
 
     @property
     def bytes_per_token(self) -> int:
-        """Storage of one token's routes: layers * k * itemsize."""
+        """Storage of one token's routes in all layers: layers * k * itemsize."""
         return self.layers * self.k * self.dtype.itemsize
 
 
@@ -108,12 +118,13 @@ def expert_id_dtype(num_experts: int) -> np.dtype:
 
 
 def balanced_routes(positions: np.ndarray, shape: RouteShape) -> np.ndarray:
-    """Routes that balance the experts' load, for positions without a row: [n, layers, k] of `shape.dtype`, read-only.
+    """Routes that balance the experts' load, for positions without a row: [n, held layers, k] of `shape.dtype`,
+    read-only.
 
     positions: [n] integers, within their sequence. Every layer gets (position * k + arange(k)) % num_experts.
     """
     ids = (np.asarray(positions, dtype=np.int64)[:, None] * shape.k + np.arange(shape.k)) % shape.num_experts
-    return np.broadcast_to(ids.astype(shape.dtype)[:, None], (len(ids), shape.layers, shape.k))
+    return np.broadcast_to(ids.astype(shape.dtype)[:, None], (len(ids), len(shape.held_layers), shape.k))
 
 
 def as_routes(
@@ -167,7 +178,7 @@ def route_fault(sample: RoutedSample) -> str:
 
 
 def check_routes(samples: Sequence[RoutedSample], shape: RouteShape, *, missing: str = "error") -> int:
-    """Check that the samples' routes fit the model; returns how many tokens have no known route.
+    """Check that the samples' routes, of all layers, fit the model; returns how many tokens have no known route.
 
     missing: "error" refuses tokens without a route, "live" counts them (the live router routes them).
 

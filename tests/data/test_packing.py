@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -173,6 +175,10 @@ def test_routes_by_hand():
         [[3, 4], [3, 0]], [[2, 3], [2, 3]], [[4, 0], [4, 0]], [[1, 2], [1, 2]],
     ]  # fmt: skip
     assert batch.routed_experts.dtype == torch.uint8 and batch.missing_routes is None
+    for held in ((1,), ()):  # on a pipeline stage
+        own = [replace(sample, routed_experts=sample.routed_experts[:, list(held)]) for sample in (first, second)]
+        part = pack(own, sequence_multiple=4, num_sequences=2, num_tokens=2, routes=replace(shape, held=held))
+        assert part.routed_experts.tolist() == batch.routed_experts[:, list(held)].tolist()
 
 
 @settings(max_examples=60, deadline=None)

@@ -39,7 +39,7 @@ from tests.equivalence.cases import (
     Scenario,
     stack,
 )
-from tests.equivalence.replay import compare_recorded, route_shape
+from tests.equivalence.replay import compare_recorded, held_by, route_shape
 from tests.equivalence.truth import Expected, Truth
 from tests.support.configs import model_config
 from tests.support.gathered import everywhere, values_of
@@ -142,6 +142,7 @@ class Pass:
 def run_pass(policy: Policy, scenario: Scenario, batching: TrainingConfig, samples: list[Sample]) -> Pass:
     """Forward and backward of a mini-batch."""
     options = ReplayOptions(route_shape(policy), replay=True) if scenario.replay else None
+    samples = held_by(policy, samples) if scenario.replay else samples
     batches = pack_mini_batch(policy, SampleBatch.of(samples), batching, optional=_carried(samples), routing=options)
     routing = mini_batch_routes(policy, batches, options)
     outputs = forward_backward(policy, scenario.objective, batches, temperature=scenario.temperature, routing=routing)

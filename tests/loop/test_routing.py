@@ -95,12 +95,20 @@ def test_metrics_alone_look_at_some_sequences_over_the_batch() -> None:
 
 def test_a_missing_route_takes_no_memory() -> None:
     sample = sample_with_routes()
-    assert stored_bytes(sample) == 4 * 2 * 2 and stored_bytes(make_sample(2, 3)) == 0
+    assert stored_bytes(sample, SHAPE) == 4 * 2 * 2 and stored_bytes(make_sample(2, 3), SHAPE) == 0
     empty = without_routes(sample, SHAPE)
-    assert stored_bytes(empty) == 0 and empty.missing_routes.all()
+    assert stored_bytes(empty, SHAPE) == 0 and empty.missing_routes.all()
     assert empty.routed_experts.shape == sample.routed_experts.shape
     assert empty.routed_experts.dtype == sample.routed_experts.dtype
     empty.check()
+
+
+@pytest.mark.parametrize("held", [(), (1,)])
+def test_the_bytes_of_routes_are_those_of_all_stages(held: tuple[int, ...]) -> None:
+    sample, shape = sample_with_routes(), replace(SHAPE, held=held)
+    kept = replace(sample, routed_experts=sample.routed_experts[:, list(held)])
+    assert stored_bytes(kept, shape) == 4 * 2 * 2 == stored_bytes(sample, SHAPE)
+    assert without_routes(sample, shape).routed_experts.shape == kept.routed_experts.shape
 
 
 def test_without_a_pass_the_samples_keep_the_rollouts_routes() -> None:

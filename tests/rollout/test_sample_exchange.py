@@ -1,5 +1,7 @@
 """Generation of a share on each rank, and samples from there to the replicas that train them."""
 
+from dataclasses import fields, replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,9 @@ from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.rollout import sample_exchange
+from megatron_gspo.rollout.sample_codec import encode_samples
 from megatron_gspo.rollout.sample_exchange import exchange_rounds, generate_on_ranks, move_samples, split_prompts
+from megatron_gspo.routing_replay.routes import RouteShape
 from tests.support.distributed import run_distributed
 from tests.support.random_samples import all_samples, assert_same, random_sample
 from tests.support.reference_models import checkpoint, loaded_engine, moe_config, prompts, reference_model
@@ -84,8 +88,11 @@ def test_without_a_group_the_engine_works_alone():
 # --- to the replicas
 
 
-def moved(rank, world, layout):
-    """Random samples, held by some ranks, each to a replica, a sample a round and all in one: (replica, positions)."""
+def moved(rank, world, layout, stages):
+    """Random samples, held by some ranks, each to a replica, a sample a round and all in one: (replica, positions).
+
+    stages: the layers whose routes each pipeline stage keeps.
+    """
     mesh = init_device_mesh("cpu", tuple(layout.values()), mesh_dim_names=tuple(layout))
     groups = {name: mesh.get_group(name) for name in layout}
     everything = [sample for i in range(17) if (sample := random_sample(np.random.default_rng(i), i)).response_length]
@@ -93,20 +100,51 @@ def moved(rank, world, layout):
     replica[:3] = layout["dp"] - 1
     for holders in ([0], [0, 1, 2, 3], [3, 1]):
         for sample_exchange.BUCKET_BYTES in (1, 64 << 20):
-            held = move(rank, groups, everything, replica, holders)
+            held = move(rank, groups, everything, replica, holders, stages[dist.get_rank(groups["pp"])])
+    whole = SampleBatch.of(everything)  # every rank holds all
+    there = move_samples(whole, replica, groups["dp"], (groups["pp"],), shape_of(stages[dist.get_rank(groups["pp"])]))
+    check_held(there, everything, stages[dist.get_rank(groups["pp"])])
     return held
 
 
-def move(rank, groups, everything, replica, holders):
+def shape_of(layers):
+    return None if layers is None else RouteShape(3, 2, 8, held=layers)
+
+
+def check_held(there, everything, layers):
+    """The samples are right, with the routes of these layers, whose bytes are their share."""
+    for i, sample in there.held.items():
+        wanted = everything[i].routed_experts
+        if wanted is not None and layers is not None:
+            wanted = np.stack([wanted[:, layer] for layer in layers], 1) if layers else wanted[:, :0]
+        assert_same(sample, replace(everything[i], routed_experts=wanted))
+        assert sample.tokens.flags.aligned
+    whole = sum(everything[i].routed_experts.nbytes for i in there.held if everything[i].routed_experts is not None)
+    routes = [sample.routed_experts for sample in there.samples if sample.routed_experts is not None]
+    assert sum(ids.nbytes for ids in routes) * 3 == whole * (3 if layers is None else len(layers))
+
+
+def bases(sample):
+    """The memory that a sample's arrays are views of."""
+    for array in (getattr(sample, field.name) for field in fields(sample)):
+        if isinstance(array, np.ndarray):
+            while isinstance(array.base, np.ndarray):
+                array = array.base
+            yield array
+
+
+def move(rank, groups, everything, replica, holders, layers):
     """Checks that what arrives is right and complete."""
     mine = [i for i in range(len(everything)) if holders[i % len(holders)] == rank]
     batch = SampleBatch.gathered([everything[i] for i in mine], mine, dist.group.WORLD)
-    there = move_samples(batch, replica, groups["dp"], (groups["pp"], groups["cp"], groups["tp"]))
+    shared = groups["pp"], groups["cp"], groups["tp"]
+    there = move_samples(batch, replica, groups["dp"], shared, shape_of(layers))
     own = dist.get_rank(groups["dp"])
     assert list(there.held) == np.flatnonzero(replica == own).tolist() and there.group is groups["dp"]
-    for i, sample in there.held.items():
-        assert_same(sample, everything[i])
-        assert sample.tokens.flags.aligned
+    check_held(there, everything, layers)
+    if dist.get_world_size(groups["pp"]) > 1:
+        buffers = {id(base): base.nbytes for sample in there.samples for base in bases(sample)}
+        assert sum(buffers.values()) <= sum(len(encode_samples([sample], [0])) for sample in there.samples)
     assert len(batch.held) == 0, "a sample's memory is free once it has left"
     assert there.table["holder"].tolist() == replica.tolist()
     for name in set(there.table.dtype.names) - {"holder"}:
@@ -116,13 +154,14 @@ def move(rank, groups, everything, replica, holders):
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [{"pp": 1, "dp": 4, "cp": 1, "tp": 1}, {"pp": 1, "dp": 2, "cp": 1, "tp": 2}, {"pp": 2, "dp": 2, "cp": 1, "tp": 1},
-     {"pp": 1, "dp": 1, "cp": 2, "tp": 2}],
+    ("layout", "stages"),
+    [({"pp": 1, "dp": 4, "cp": 1, "tp": 1}, [(0, 1, 2)]), ({"pp": 1, "dp": 2, "cp": 1, "tp": 2}, [None]),
+     ({"pp": 2, "dp": 2, "cp": 1, "tp": 1}, [(0, 2), (1,)]), ({"pp": 1, "dp": 1, "cp": 2, "tp": 2}, [(0, 1, 2)]),
+     ({"pp": 2, "dp": 1, "cp": 1, "tp": 2}, [(), (0, 1, 2)]), ({"pp": 2, "dp": 1, "cp": 2, "tp": 1}, [None, None])],
     ids=str,
 )  # fmt: skip
-def test_every_sample_is_on_each_rank_of_its_replica_and_nowhere_else(layout):
-    found = run_distributed(moved, 4, layout)
+def test_every_sample_is_on_each_rank_of_its_replica_and_nowhere_else(layout, stages):
+    found = run_distributed(moved, 4, layout, stages)
     replicas = dict(found)
     assert all(replicas[own] == held for own, held in found), "the ranks of a replica have the same samples"
     assert sorted(i for held in replicas.values() for i in held) == list(range(sum(map(len, replicas.values()))))

@@ -55,8 +55,15 @@ def test_sizes_that_no_model_has(sizes):
         RouteShape(*sizes)
 
 
+@pytest.mark.parametrize("held", [(2,), (-1,), (1, 0), (0, 0)])
+def test_layers_that_a_model_does_not_have_or_in_another_order(held):
+    with pytest.raises(ValueError, match="held must be ascending numbers from 0 to 1"):
+        RouteShape(2, 1, 8, held=held)
+    assert RouteShape(2, 1, 8).held_layers == (0, 1) == RouteShape(2, 1, 8, held=(0, 1)).held_layers
+
+
 def test_storage_a_token():
-    assert RouteShape(48, 8, 128).bytes_per_token == 48 * 8
+    assert RouteShape(48, 8, 128).bytes_per_token == 48 * 8 == RouteShape(48, 8, 128, held=(0, 47)).bytes_per_token
     assert RouteShape(48, 8, 256).bytes_per_token == 48 * 8
     assert RouteShape(48, 8, 257).bytes_per_token == 2 * 48 * 8
 

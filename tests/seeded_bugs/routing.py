@@ -17,8 +17,8 @@ REFERENCE = AT_ROUTERS + "test_with_two_experts_ratios_move_through_the_weights_
 ROUTING = (
     SeededBug(
         "first rank's routes on every rank under sequence parallelism", "design", ROUTES,
-        'wanted["given"] = given[self.rows][:, layers[0] : layers[-1] + 1]',
-        'wanted["given"] = given[: self.rows.stop - self.rows.start][:, layers[0] : layers[-1] + 1]',
+        'wanted["given"] = given[self.rows][:, first : first + len(layers)]',
+        'wanted["given"] = given[: self.rows.stop - self.rows.start][:, first : first + len(layers)]',
         (COUNTED,),
     ),
     SeededBug(
@@ -32,9 +32,21 @@ ROUTING = (
     ),
     SeededBug(
         "later pipeline stages replay the routes of the first layers", "design", ROUTES,
-        'wanted["given"] = given[self.rows][:, layers[0] : layers[-1] + 1]',
-        'wanted["given"] = given[self.rows][:, 0 : len(layers)]',
+        'wanted["given"] = given[self.rows][:, first : first + len(layers)]',
+        'wanted["given"] = given[self.rows][:, : len(layers)]',
         (COUNTED,),
+    ),
+    SeededBug(
+        "a pipeline stage gets the routes of another stage's layers", "design",
+        "megatron_gspo/rollout/sample_exchange.py",
+        "places) for layers in stages]", "places) for layers in stages[::-1]]",
+        ("tests/rollout/test_sample_exchange.py::test_every_sample_is_on_each_rank_of_its_replica_and_nowhere_else",),
+    ),
+    SeededBug(
+        "recorded routes of a stage in the order of another", "design", RESULTS,
+        "    layers = sorted(micro_batches[0].layers)\n", "    layers = sorted(micro_batches[0].layers)[::-1]\n",
+        ("tests/mcore/routing_replay/test_stage_routes.py::"
+         "test_routes_of_the_own_layers_do_what_those_of_all_layers_do", COUNTED),
     ),
     SeededBug(
         "routes one layer late", "design", ROUTES,

@@ -30,10 +30,12 @@ def values_of(values: Sequence[Any], batches: MicroBatches, samples: Sequence[Sa
 
 
 def all_routes(done: Sequence[Any], samples: Sequence[Sample], wanted: Sequence[int]) -> tuple[list[np.ndarray], int]:
-    """The recorded routes of each of `wanted`, and the bytes that this rank exchanged."""
+    """The recorded routes of each of `wanted`, of all layers, and the bytes that this rank exchanged."""
     own, moved = routes_of_replica(done, SampleBatch.of(samples), wanted)
-    found = _merged(own)
-    return [found[i] for i in wanted], moved
+    layers = sorted(done[0].layers)
+    found = _merged({(i, layer): ids[:, n] for i, ids in own.items() for n, layer in enumerate(layers)})
+    every = range(done[0].options.shape.layers)
+    return [np.stack([found[i, layer] for layer in every], axis=1) for i in wanted], moved
 
 
 def all_flips(done: Sequence[Any], samples: Sequence[Sample]) -> list[np.ndarray]:
@@ -42,11 +44,11 @@ def all_flips(done: Sequence[Any], samples: Sequence[Sample]) -> list[np.ndarray
     return [found[i] for i in range(len(samples))]
 
 
-def _merged(own: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
+def _merged(own: dict[Any, np.ndarray]) -> dict[Any, np.ndarray]:
     """Also checks that ranks which have a sample agree."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
-    found: dict[int, np.ndarray] = {}
+    found: dict[Any, np.ndarray] = {}
     for part in everyone:
         for i, values in part.items():
             assert np.array_equal(found.setdefault(i, values), values), i

@@ -87,7 +87,8 @@ def _differences(run) -> tuple[float, float]:  # type: ignore[no-untyped-def]
     groups, training = run.policy.groups, run.config.training
     batch = run.groups.generate(run.prompts.prompts[:_PROMPTS], sampling, seed=0)
     plan = plan_of(batch, training, run.policy.config, groups)
-    batch = move_samples(batch, plan.replica_of(), groups.dp, (groups.pp, groups.cp, groups.tp))
+    shared = groups.pp, groups.cp, groups.tp
+    batch = move_samples(batch, plan.replica_of(), groups.dp, shared, run.policy.routes)
     ours = compute_log_probs(run.policy, batch, training, temperature=1.0, plan=plan).log_probs
     differences = [np.abs(ours[i] - s.rollout_log_probs)[s.loss_mask] for i, s in batch.held.items()]
     total, count = batch.sum(sum(float(d.sum()) for d in differences), sum(map(len, differences)))

@@ -8,7 +8,6 @@ import numpy as np
 
 from megatron_gspo.config import Config
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.models import ModelShape
 from megatron_gspo.routing_replay.routes import RouteShape
 from megatron_gspo.tools.rehearse.routing import expert_ids
 
@@ -59,15 +58,15 @@ def with_plan(config: Config, plan: MiniBatchPlan) -> Config:
     return replace(config, training=replace(config.training, micro_batch_size=plan.sequences))
 
 
-def synthetic_samples(config: Config, plan: MiniBatchPlan, shape: ModelShape, *, imbalance: float = 1.0
-                      ) -> list[Sample]:  # fmt: skip
-    """Samples of the longest prompts and responses of the config, all equal; with routes where the trainer takes those
-    of the rollout. They share their arrays."""
+def synthetic_samples(config: Config, plan: MiniBatchPlan, vocab_size: int, sizes: RouteShape | None, *,
+                      imbalance: float = 1.0) -> list[Sample]:  # fmt: skip
+    """Samples of the longest prompts and responses of the config, all equal; with routes of these sizes where the
+    trainer takes those of the rollout. They share their arrays."""
     prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
-    tokens = np.arange(prompt + response, dtype=np.int64) % min(shape.vocab_size, 1000)
+    tokens = np.arange(prompt + response, dtype=np.int64) % min(vocab_size, 1000)
     log_probs = np.full(response, -2.0, dtype=np.float32)
     routes = None
-    if config.routing.needs_rollout_routes and (sizes := RouteShape.of_model(shape)) is not None:
+    if config.routing.needs_rollout_routes and sizes is not None:
         routes = _routes(len(tokens) - 1, sizes, config.parallel.expert_model_parallel_size, imbalance)
     return [
         Sample(
@@ -82,7 +81,7 @@ def synthetic_samples(config: Config, plan: MiniBatchPlan, shape: ModelShape, *,
 
 
 def _routes(rows: int, sizes: RouteShape, expert_parallel: int, imbalance: float) -> np.ndarray:
-    """Routes ``[rows, layers, k]``, the same in each layer."""
+    """Routes ``[rows, held layers, k]``, the same in each layer."""
     ids = expert_ids(rows, sizes.num_experts, sizes.k, expert_parallel=expert_parallel, imbalance=imbalance)
     layer = ids.numpy().astype(sizes.dtype)[:, None, :]
-    return np.broadcast_to(layer, (rows, sizes.layers, sizes.k))
+    return np.broadcast_to(layer, (rows, len(sizes.held_layers), sizes.k))

@@ -32,7 +32,6 @@ from megatron_gspo.mcore.process_groups import ProcessGroups, every_group, initi
 from megatron_gspo.mcore.train_step import StepResult, train_mini_batch
 from megatron_gspo.models import ModelShape, family_of, read_config
 from megatron_gspo.rollout.sample_exchange import move_samples
-from megatron_gspo.routing_replay.routes import RouteShape
 from megatron_gspo.tools.rehearse.checkpoint_plan import plan_checkpoint
 from megatron_gspo.tools.rehearse.fake_device.fused_functions import fused_functions
 from megatron_gspo.tools.rehearse.fake_gpu import FakeGpu
@@ -150,14 +149,14 @@ def _start_adam(policy: Policy) -> None:
 
 def _train(run: _Run, policy: Policy, reference: Policy | None, plan: MiniBatchPlan) -> tuple[int, ...]:
     """Log-probs, forward-backward and optimizer step; tokens of each micro-batch."""
-    config = run.config
-    batch = SampleBatch.of(synthetic_samples(config, plan, run.shape, imbalance=run.recorder.imbalance))
+    config, routes, imbalance = run.config, policy.routes, run.recorder.imbalance
+    batch = SampleBatch.of(synthetic_samples(config, plan, run.shape.vocab_size, routes, imbalance=imbalance))
     rules = packing_rules(config.training, policy.config, policy.groups)
     whole = plan_micro_batches(batch.lengths, rules)
     steps = StepPlan(rules, whole.replica_of(), whole, [])
     batch = move_samples(batch, steps.replica, policy.groups.dp, ())
-    shape, noise = RouteShape.of_model(run.shape), trainer_noise(config, 1.0, step=0)  # of any strength
-    routing = RoutingReplay(config.routing, shape, config.algorithm.has_ratio, noise)
+    noise = trainer_noise(config, 1.0, step=0)  # of any strength
+    routing = RoutingReplay(config.routing, routes, config.algorithm.has_ratio, noise)
     with run.phase("old_log_probs", "activations"):
         batch = with_log_probs(batch, (policy, reference), config, steps, routing, Timers())[0]
     with _optimizer_phase(run, policy), run.phase("forward_backward", "activations"):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_gspo.data.sample_batch import SampleBatch
-from megatron_gspo.mcore.process_groups import ProcessGroups, compute_device
+from megatron_gspo.mcore.process_groups import compute_device
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes
 from megatron_gspo.parallel.context_parallel import zigzag_indices
 from megatron_gspo.routing_replay.statistics import RoutingStats, expert_load
@@ -24,24 +24,25 @@ _PART_BYTES = 64 << 20  # ids are exchanged in parts of this size, which bounds 
 
 def routes_of_replica(micro_batches: Sequence[MicroBatchRoutes], batch: SampleBatch,
                       wanted: Sequence[int]) -> tuple[dict[int, np.ndarray], int]:
-    """The recorded routes ``[L - 1, layers, k]`` of those of ``wanted`` (positions in ``batch``) that this replica
-    trains, on each of its ranks, and the bytes that were exchanged.
+    """The recorded routes ``[L - 1, layers, k]`` in this rank's own layers of those of ``wanted`` (positions in
+    ``batch``) that this replica trains, and the bytes that were exchanged.
 
-    Exactly one rank of the replica knows each id, so that a sum with zeros elsewhere is exact.
+    Exactly one rank of a pipeline stage knows each id, so that a sum with zeros elsewhere is exact.
     """
-    shape = micro_batches[0].options.shape
+    shape, groups = micro_batches[0].options.shape, micro_batches[0].groups
+    layers = sorted(micro_batches[0].layers)
     own, lengths, starts = _rows_of(micro_batches, batch, set(wanted))
     width = shape.k * shape.dtype.itemsize
-    flat = torch.zeros(int(starts[-1]), shape.layers, width, dtype=torch.uint8)
+    flat = torch.zeros(int(starts[-1]), len(layers), width, dtype=torch.uint8)
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # asynchronous copies to the host
     for routes in micro_batches:
         if routes.is_counted:
             targets, rows = _row_indices(routes, starts, lengths)
-            if routes.layers:
-                ids = torch.stack([routes.chosen[layer] for layer in routes.layers], 1).cpu()  # [t, layers, k]
-                flat[targets[:, None], torch.tensor(routes.layers)] = ids.view(torch.uint8)[rows]
-    moved = _sum_bytes(flat, micro_batches[0].groups)
+            if layers:
+                ids = torch.stack([routes.chosen[layer] for layer in layers], 1).cpu()  # [t, layers, k]
+                flat[targets] = ids.view(torch.uint8)[rows]
+    moved = _sum_bytes(flat, (groups.tp, groups.cp))
     everything = flat.numpy().view(shape.dtype)
     return {i: everything[starts[i] : starts[i] + lengths[i]] for i in own}, moved
 
@@ -61,7 +62,8 @@ def flips_of_replica(micro_batches: Sequence[MicroBatchRoutes], batch: SampleBat
         flat[targets, 1] += (routes.flipped.cpu()[rows] > 0).to(torch.uint8)
         if 0 in routes.layers:  # the other pipeline stages see the same tokens
             flat[targets, 0] = (routes.known_weight.cpu()[rows] > 0).to(torch.uint8)
-    _sum_bytes(flat, micro_batches[0].groups)
+    groups = micro_batches[0].groups
+    _sum_bytes(flat, (groups.tp, groups.cp, groups.pp))
     compared, flipped = flat.numpy().T > 0
     found = np.where(compared, flipped, -1).astype(np.int8)
     first = starts[:-1] + batch.table["prompt_length"] - 1
@@ -91,11 +93,11 @@ def _row_indices(routes: MicroBatchRoutes, starts: np.ndarray, lengths: np.ndarr
     return local[rows], rows
 
 
-def _sum_bytes(flat: Tensor, groups: ProcessGroups) -> int:
-    """All-reduce bytes over the replica in place (backends sum no wider unsigned integers); returns how many were
+def _sum_bytes(flat: Tensor, groups: Sequence[dist.ProcessGroup]) -> int:
+    """All-reduce bytes over the groups in place (backends sum no wider unsigned integers); returns how many were
     reduced."""
-    shared = [group for group in (groups.tp, groups.cp, groups.pp) if group.size() > 1]
-    if not shared:
+    shared = [group for group in groups if group.size() > 1]
+    if not shared or not flat.numel():
         return 0
     for part in flat.view(-1).split(_PART_BYTES):
         moved = part.to(compute_device())
@@ -113,7 +115,7 @@ def routing_stats(micro_batches: Sequence[MicroBatchRoutes]) -> RoutingStats:
     load = torch.zeros(shape.layers, shape.num_experts, dtype=torch.float64, device=device)
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # compared tokens, flipped ones, trained tokens
     for routes in micro_batches:
-        if not routes.is_counted:
+        if not routes.is_counted or not routes.layers:
             continue
         assert routes.weight is not None
         for layer in routes.layers:

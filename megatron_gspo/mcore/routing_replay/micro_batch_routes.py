@@ -35,9 +35,10 @@ class RoutingError(RunError):
 class ReplayOptions:
     """What the routers do in a pass.
 
-    shape: sizes of the routes. replay: use the ``routed_experts`` of the batches. record: keep the live choices.
-    compare: count where a live choice differs from the batches' routes. entropy: measure the routers' entropy.
-    storage: where recorded ids are kept, ``device`` or ``host`` (pinned memory, copied asynchronously).
+    shape: sizes of the routes, and the layers that batches carry. replay: use the ``routed_experts`` of the batches.
+    record: keep the live choices. compare: count where a live choice differs from the batches' routes. entropy: measure
+    the routers' entropy. storage: where recorded ids are kept, ``device`` or ``host`` (pinned memory, copied
+    asynchronously).
     noise: random changes of the live choices, None without.
     """
 
@@ -117,7 +118,8 @@ class MicroBatchRoutes:
                     shard.position_ids[self.rows],
                 )  # fmt: skip
         if given is not None:
-            wanted["given"] = given[self.rows][:, layers[0] : layers[-1] + 1]
+            first = self.options.shape.held_layers.index(layers[0])
+            wanted["given"] = given[self.rows][:, first : first + len(layers)]
         moved = self._to_device(wanted)
         self.weight, self.missing = moved.get("weight", self.weight), moved.get("missing", self.missing)
         self.seeds = moved.get("seeds", self.seeds)

@@ -64,9 +64,8 @@ class RouterHook:
 
 def attach_router_hooks(chunk: torch.nn.Module) -> None:
     """Put a hook at every router of a model chunk. A hook does nothing until a pass has routes (`router_hooks`)."""
-    before = _moe_layers_before(chunk)
-    for position, layer in enumerate(moe_layers(chunk)):
-        hook = RouterHook(before + position, chunk.config)
+    for number, layer in zip(moe_layer_numbers(chunk), moe_layers(chunk), strict=True):
+        hook = RouterHook(number, chunk.config)
         layer.mlp.router.router_replay = hook
         layer.register_forward_pre_hook(hook.enter, with_kwargs=True)
         layer.register_forward_hook(hook.leave)
@@ -88,6 +87,12 @@ def router_hooks(chunk: torch.nn.Module) -> list[RouterHook]:
 def moe_layers(chunk: Any) -> list[Any]:
     """The transformer layers with experts of a model chunk, in order."""
     return [layer for layer in chunk.decoder.layers if isinstance(layer.mlp, MoELayer)]
+
+
+def moe_layer_numbers(chunk: Any) -> list[int]:
+    """Positions of a model chunk's MoE layers among those of the whole model."""
+    before = _moe_layers_before(chunk)
+    return list(range(before, before + len(moe_layers(chunk))))
 
 
 def refuse_bypasses(config: Any) -> None:

@@ -1,6 +1,7 @@
 """The rehearsed mini-batch."""
 
 import dataclasses
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from megatron_gspo.config import Config, load_config
 from megatron_gspo.models import family_of, read_config
+from megatron_gspo.routing_replay.routes import RouteShape
 from megatron_gspo.tools.rehearse.mini_batch import plan_mini_batch, synthetic_samples, with_plan
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "qwen3_moe"
@@ -44,7 +46,7 @@ def test_a_mini_batch_of_one_micro_batch_is_run_twice() -> None:
 def test_samples_are_the_longest_of_the_config_and_valid() -> None:
     loaded = config()
     shape = family_of(read_config(loaded.model.path))[1]
-    samples = synthetic_samples(loaded, plan_mini_batch(loaded, 16), shape)
+    samples = synthetic_samples(loaded, plan_mini_batch(loaded, 16), shape.vocab_size, RouteShape.of_model(shape))
     assert len(samples) == 64
     assert {(sample.prompt_length, sample.length) for sample in samples} == {(1024, 1024 + 8192)}
     samples[0].check()
@@ -53,6 +55,9 @@ def test_samples_are_the_longest_of_the_config_and_valid() -> None:
 def test_routes_of_the_rollout_are_made_up_where_they_are_replayed() -> None:
     loaded = config("qwen3_30b_a3b_4x8_gspo", "routing.replay=r3")
     shape = family_of(read_config(loaded.model.path))[1]
-    sample = synthetic_samples(loaded, plan_mini_batch(loaded, 16), shape)[0]
-    assert sample.routed_experts is not None and sample.routed_experts.shape == (9215, 48, 8)
-    sample.check()
+    plan, whole = plan_mini_batch(loaded, 16), RouteShape.of_model(shape)
+    assert whole is not None
+    for sizes, layers in ((whole, 48), (replace(whole, held=(1, 3)), 2)):
+        sample = synthetic_samples(loaded, plan, shape.vocab_size, sizes)[0]
+        assert sample.routed_experts is not None and sample.routed_experts.shape == (9215, layers, 8)
+        sample.check()
