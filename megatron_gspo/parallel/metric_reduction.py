@@ -1,5 +1,6 @@
 """Reduce a dict of scalar metrics over a process group with a fixed, small number of collectives."""
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 
@@ -25,8 +26,9 @@ def reduce_metrics(
     rank may lack keys (all its micro-batches were empty): it adds nothing to a sum and does not change an extreme. NaN
     on any rank gives NaN. One collective for all sums, one for all extremes; every rank of ``group`` must call.
 
-    names: all names of all ranks, the same on every rank. Without it they are exchanged first, which synchronises a
-        GPU. Raises ValueError for a metric that is not in names.
+    names: all names of all ranks, the same on every rank. Without it they are compared first, which takes one more
+        collective and synchronises a GPU, and exchanged where they differ. Raises ValueError for a metric that is not
+        in names.
     """
     device = next((x.device for x in metrics.values() if isinstance(x, Tensor)), _device_of(group))
     local = {
@@ -38,7 +40,7 @@ def reduce_metrics(
         raise ValueError(f"metrics {unknown} are missing from names; add them on every rank")
     if group_size(group) == 1:
         return {name: local[name] for name in sorted(local)}
-    all_names = _all_names(local, group) if names is None else sorted(set(names))
+    all_names = _all_names(local, device, group) if names is None else sorted(set(names))
     extremes = [name for name in all_names if name.endswith(("_max", "_min"))]
     sums = [name for name in all_names if not name.endswith(("_max", "_min"))]
     reduced = _sum(sums, local, device, group) | _extremes(extremes, local, device, group)
@@ -51,7 +53,17 @@ def _device_of(group: ProcessGroup | None) -> torch.device:
     return torch.device("cpu")
 
 
-def _all_names(local: Mapping[str, Tensor], group: ProcessGroup | None) -> list[str]:
+def _all_names(local: Mapping[str, Tensor], device: torch.device, group: ProcessGroup | None) -> list[str]:
+    """The names of all ranks. They are usually the same, which the extremes of a digest tell."""
+    names = sorted(local)
+    digest = int.from_bytes(hashlib.sha256(json.dumps(names).encode()).digest()[:7], "little")
+    extremes = torch.stack([torch.full((), value, dtype=torch.int64, device=device) for value in (digest, -digest)])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    largest, smallest = extremes.cpu().tolist()
+    return names if largest == -smallest else _joined_names(local, group)
+
+
+def _joined_names(local: Mapping[str, Tensor], group: ProcessGroup | None) -> list[str]:
     """The names of all ranks: the rank with the most missing ones broadcasts them, until none is missing. Usually once:
     ranks lack names where they had no sequences."""
     found: set[str] = set()

@@ -43,12 +43,6 @@ def of_step(items: Iterable[Any], kind: str, function: str, file: str = HERE) ->
             and item.where[0].startswith(file) and item.where[0].endswith(" " + function)]  # fmt: skip
 
 
-def of_micro_batches(items: Iterable[Any]) -> list[Any]:
-    """Those in forward and backward, without the metrics that are reduced at the end."""
-    return [item for item in items if item.phase == "forward_backward"
-            and not any("metric_reduction.py" in site for site in item.where)]  # fmt: skip
-
-
 @on_fake_gpu
 def test_the_clean_rank_has_no_defect() -> None:
     assert not [finding for finding in clean().findings if finding.is_defect]
@@ -71,7 +65,7 @@ def test_two_dtypes_in_a_product() -> None:
 def test_an_item_in_a_layer() -> None:
     [found] = of_step(defective().host_syncs, "item", "gating")
     assert found.count == 4
-    assert not [sync for sync in of_micro_batches(clean().host_syncs) if sync.kind == "item"]
+    assert not [sync for sync in clean().host_syncs if sync.kind == "item" and sync.phase == "forward_backward"]
 
 
 @on_fake_gpu
@@ -96,7 +90,7 @@ def test_a_copy_that_blocks() -> None:
     assert all(any("micro_batch_inputs.py" in site for site in copy.where) for copy in found), found
     inputs = [copy for copy in clean().host_copies if any("micro_batch_inputs.py" in site for site in copy.where)]
     assert inputs and not any(copy.blocking for copy in inputs)
-    assert not [copy for copy in of_micro_batches(clean().host_copies) if copy.blocking]
+    assert not [copy for copy in clean().host_copies if copy.phase == "forward_backward" and copy.blocking]
 
 
 @on_fake_gpu
