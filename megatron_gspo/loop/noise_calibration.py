@@ -14,7 +14,6 @@ import numpy as np
 
 from megatron_gspo.config import Config, ConfigError
 from megatron_gspo.data.micro_batch_plan import MicroBatchPlan, plan_micro_batches
-from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.loop.generation import rollout_seed
 from megatron_gspo.loop.routing import router_noise
@@ -22,7 +21,7 @@ from megatron_gspo.loop.setup import Components
 from megatron_gspo.mcore.micro_batches import packing_rules
 from megatron_gspo.mcore.policy import Policy
 from megatron_gspo.mcore.routing_replay.gather_results import routes_of_replica, routing_stats
-from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
+from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes, ReplayOptions
 from megatron_gspo.mcore.seeding import ROLLOUT, seed_generators
 from megatron_gspo.mcore.train_step import compute_log_probs
 from megatron_gspo.rollout.sample_exchange import move_samples
@@ -41,8 +40,11 @@ def calibrated_strength(run: Components, step: int) -> tuple[float, float]:
     """
     seed_generators(run.config.seed, step, ROLLOUT)
     batch, plan = _first_responses(run)
-    target = run.config.router_noise.target_flip_rate
+    section = run.config.router_noise
+    target = section.target_flip_rate
     assert target is not None
+    if not section.in_rollout:
+        batch = with_rollout_routes(run.policy, batch, plan, run.config, None)
     return bisect(lambda strength: flip_rate(run.policy, batch, plan, run.config, strength), target)
 
 
@@ -69,29 +71,36 @@ def bisect(rate: Callable[[float], float], target: float) -> tuple[float, float]
 
 def flip_rate(policy: Policy, batch: SampleBatch, plan: MicroBatchPlan, config: Config, strength: float) -> float:
     """Share of the experts that differ between the two engines, each with its noise, mean over layers and the response
-    tokens of ``batch``, which is on its replicas. A collective of the world."""
-    section, shape = config.router_noise, policy.routes
-    assert shape is not None
+    tokens of ``batch``, which is on its replicas and has the rollout engine's routes if those are without noise. A
+    collective of the world."""
+    section = config.router_noise
     rollout, trainer = (
         router_noise(section, strength, "calibration", side) if is_noisy else None
         for side, is_noisy in (("rollout", section.in_rollout), ("trainer", section.in_trainer))
     )
-
-    def routed(samples: SampleBatch, noise: RouterNoise | None, *, compare: bool) -> list:
-        options = ReplayOptions(shape, record=not compare, compare=compare, noise=noise)
-        temperature = config.rollout.temperature
-        done = compute_log_probs(policy, samples, config.training, temperature=temperature, routing=options, plan=plan)
-        assert done.routing is not None
-        return done.routing
-
-    routes, _ = routes_of_replica(routed(batch, rollout, compare=False), batch, range(len(batch)))
-
-    def with_routes(i: int, sample: Sample) -> Sample:
-        return replace(sample, routed_experts=routes[i], missing_routes=None)
-
-    found = routing_stats(routed(batch.map(with_routes), trainer, compare=True)).flip_rate
+    if rollout is not None:
+        batch = with_rollout_routes(policy, batch, plan, config, rollout)
+    found = routing_stats(_routed(policy, batch, plan, config, trainer, compare=True)).flip_rate
     assert found is not None
     return float(np.mean(found))
+
+
+def with_rollout_routes(policy: Policy, batch: SampleBatch, plan: MicroBatchPlan, config: Config,
+                        noise: RouterNoise | None) -> SampleBatch:  # fmt: skip
+    """The samples with the routes that a pass with the rollout engine's noise takes."""
+    routes, _ = routes_of_replica(_routed(policy, batch, plan, config, noise, compare=False), batch, range(len(batch)))
+    return batch.map(lambda i, sample: replace(sample, routed_experts=routes[i], missing_routes=None))
+
+
+def _routed(policy: Policy, batch: SampleBatch, plan: MicroBatchPlan, config: Config, noise: RouterNoise | None, *,
+            compare: bool) -> list[MicroBatchRoutes]:  # fmt: skip
+    """What the routers do in a pass: they are compared with the samples' routes, or recorded."""
+    assert policy.routes is not None
+    options = ReplayOptions(policy.routes, record=not compare, compare=compare, noise=noise)
+    temperature = config.rollout.temperature
+    done = compute_log_probs(policy, batch, config.training, temperature=temperature, routing=options, plan=plan)
+    assert done.routing is not None
+    return done.routing
 
 
 def _first_responses(run: Components) -> tuple[SampleBatch, MicroBatchPlan]:

@@ -11,7 +11,14 @@ import pytest
 from megatron_gspo.config import Config, ConfigError
 from megatron_gspo.loop.checkpoints import CheckpointManager, LoopState
 from megatron_gspo.loop.engines import perturb_rollout
-from megatron_gspo.loop.noise_calibration import TOLERANCE, bisect, calibrated_strength
+from megatron_gspo.loop.noise_calibration import (
+    TOLERANCE,
+    _first_responses,
+    bisect,
+    calibrated_strength,
+    flip_rate,
+    with_rollout_routes,
+)
 from megatron_gspo.loop.setup import build_components
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.loop.training_loop import train_step
@@ -58,6 +65,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+def plain_config(model: str, folder: Path, engines: str, parallel: dict[str, Any]) -> dict[str, Any]:
+    return base_config(
+        model, folder / "run", parallel=parallel, algorithm={"name": "grpo"},
+        rollout={"rollout_batch_size": 32}, training={"steps": 1, "global_batch_size": 128},
+        routing={"metric_sequences": 32, "compare_rollout": True},
+        router_noise={"engines": engines, "target_flip_rate": TARGET, "stress_test": True},
+    )  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder: Path = tmp_path_factory.mktemp("calibration")
@@ -65,13 +81,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def measure(layout: str, engines: str) -> list[tuple[float, float, dict[str, float]]]:
         processes, parallel = LAYOUTS[layout]
-        plain = base_config(
-            model, folder / "run", parallel=parallel, algorithm={"name": "grpo"},
-            rollout={"rollout_batch_size": 32}, training={"steps": 1, "global_batch_size": 128},
-            routing={"metric_sequences": 32, "compare_rollout": True},
-            router_noise={"engines": engines, "target_flip_rate": TARGET, "stress_test": True},
-        )  # fmt: skip
-        return run_distributed(calibrated_step, processes, plain)
+        return run_distributed(calibrated_step, processes, plain_config(model, folder, engines, parallel))
 
     return measure
 
@@ -89,3 +99,27 @@ def test_engine_and_trainer_differ_by_the_target(measured: Any, engines: str) ->
 def test_every_rank_and_layout_finds_the_same_strength(measured: Any, layout: str) -> None:
     ((strength, rate, _),) = measured("one process", "both")
     assert [(s, pytest.approx(r)) for s, r, _ in measured(layout, "both")] == [(strength, rate)] * 2
+
+
+def passes(rank: int, world: int, plain: dict[str, Any]) -> tuple[int, int, int]:
+    """(forward passes of a calibration, strengths that it measures, micro-batches of a pass)."""
+    config, strengths, count = Config.from_dict(plain), [], []
+    with build_components(config) as run:
+        run.groups.update_weights(run.policy.weights, version=0)
+        batch, plan = _first_responses(run)
+        batch = with_rollout_routes(run.policy, batch, plan, config, None)
+
+        def rate(strength: float) -> float:
+            strengths.append(strength)
+            return flip_rate(run.policy, batch, plan, config, strength)
+
+        expected = bisect(rate, TARGET)
+        run.policy.chunks[0].register_forward_hook(lambda *_: count.append(1))
+        assert calibrated_strength(run, 0) == expected
+        return len(count), len(strengths), len(plan.rows[0])
+
+
+def test_routes_without_noise_are_recorded_once(tmp_path: Path) -> None:
+    plain = plain_config(tiny_model(tmp_path / "model"), tmp_path, "trainer", {})
+    ((count, strengths, micro_batches),) = run_distributed(passes, 1, plain)
+    assert strengths > 1 and count == (1 + strengths) * micro_batches
