@@ -150,3 +150,12 @@ class RouterNoiseConfig:
     def in_trainer(self) -> bool:
         """Whether the trainer's routers are perturbed."""
         return self.engines in ("trainer", "both")
+
+
+def noise_in_words(engines: str, strength: float | None, target_flip_rate: float | None) -> str:
+    """Whose routers are perturbed and how strongly, as far as that is known; empty without noise."""
+    words = {"rollout": "the rollout engine", "trainer": "the trainer", "both": "both engines"}
+    if engines not in words:
+        return ""
+    target = "" if target_flip_rate is None else f", {100 * target_flip_rate:g} % of the experts"
+    return f"routers of {words[engines]}{target}" + ("" if strength is None else f", strength {strength:.3g}")

@@ -14,6 +14,7 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_gspo.config import Config
+from megatron_gspo.config.rollout_sections import noise_in_words
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.errors import writing
@@ -88,10 +89,8 @@ class MetricsLogger:
         self._progress = self._stack.enter_context(Progress(config.training.steps, start=resume_step))
         if config.router_noise.stress_test:
             noise = config.router_noise
-            size = f"strength {noise.strength}"
-            if noise.strength is None:
-                size = f"target_flip_rate {noise.target_flip_rate}"
-            self._progress.say(f"stress test: router_noise perturbs {noise.engines}, {size}")
+            words = noise_in_words(noise.engines, noise.strength, noise.target_flip_rate)
+            self._progress.say(f"stress test: router_noise perturbs {words}")
 
     def __enter__(self) -> MetricsLogger:
         return self

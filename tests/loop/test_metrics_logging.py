@@ -74,9 +74,9 @@ def test_a_stress_test_says_so(rank: Any, tmp_path: Path, capsys: pytest.Capture
     with logger(tmp_path / "run", router_noise=noise) as made:
         made.finish({"step": 2})
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["router_noise"].items() >= noise.items()
-    assert "stress test: router_noise perturbs both, strength 0.5" in capsys.readouterr().err
+    assert "stress test: router_noise perturbs routers of both engines, strength 0.5" in capsys.readouterr().err
     logger(tmp_path / "other", router_noise={**noise, "strength": None, "target_flip_rate": 0.1}).__exit__()
-    assert "stress test: router_noise perturbs both, target_flip_rate 0.1" in capsys.readouterr().err
+    assert "stress test: router_noise perturbs routers of both engines, 10 % of the experts" in capsys.readouterr().err
 
 
 def test_servers_samples_are_in_the_rollout_log(rank: Any, tmp_path: Path) -> None:

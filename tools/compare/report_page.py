@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_gspo.config.rollout_sections import noise_in_words
 from megatron_gspo.errors import show_bytes
 from megatron_gspo.tools.compare import charts
 from megatron_gspo.tools.compare.claims import claims, expectations, p_value, percent
@@ -132,17 +133,14 @@ def _overview(study: Study) -> str:
 
 def _router_noise(study: Study) -> list[str]:
     """The perturbations of routers that any run was made under, in words."""
-    words = {"rollout": "the rollout engine", "trainer": "the trainer", "both": "both engines"}
     found = set()
     for run in (*study.runs, *study.trial_runs):
         noise = run.config.get("router_noise") or {}
-        if noise.get("engines") in words:
-            text, strength = f"routers of {words[noise['engines']]}", noise["strength"]
-            if strength is None:
-                text += f", {100 * noise['target_flip_rate']:g} % of the experts"
-                strength = mean_of(run, "routing/noise_strength")
-            found.add(text + ("" if strength is None else f", strength {strength:.3g}"))
-    return sorted(found)
+        strength = noise.get("strength")
+        if strength is None:
+            strength = mean_of(run, "routing/noise_strength")
+        found.add(noise_in_words(noise.get("engines", "none"), strength, noise.get("target_flip_rate")))
+    return sorted(found - {""})
 
 
 def _layer_table(study: Study) -> dict[str, Any]:
