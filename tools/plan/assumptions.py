@@ -1,6 +1,7 @@
 """The assumptions of the estimate, printed with every plan and overridden by ``--assume``.
 
-None of these was measured by this project on a GPU. Replace them by your own measurements.
+None of these was measured by this project on a GPU; what hosts do with samples was, on a CPU. Replace them by your own
+measurements.
 """
 
 from __future__ import annotations
@@ -44,7 +45,11 @@ class Assumptions:
     decode_step_ms: float = _a(4.0, "minimum time of a decoding step: scheduler, launches, all-reduces")
     engine_sequences: float = _a(256, "maximum concurrent sequences of an engine (sglang max_requests)")
     file_system_gbs: float = _a(20.0, "GB/s that all engines together read from the shared file system")
-    other_seconds: float = _a(5.0, "rewards, packing, logging, Python: the same at every size")
+    receive_us_token: float = _a(1.0, "microseconds of a core to receive and check a token: benchmarks/real_size.py")
+    receive_ns_id: float = _a(9.5, "nanoseconds of a core for each expert id of it, in base64")
+    prepare_us_token: float = _a(0.6, "microseconds of a core to plan, move, pack, collect and measure a token")
+    prepare_ns_id: float = _a(3.5, "nanoseconds of a core for each expert id of it")
+    other_seconds: float = _a(5.0, "rewards, logging, Python: the same at every size")
 
 
 def parse_assumptions(changes: Sequence[str]) -> Assumptions:

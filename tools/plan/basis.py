@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_gspo.models.model_shape import ModelShape
+from megatron_gspo.tools.plan.host_costs import HostCosts
 from megatron_gspo.tools.plan.memory import RECOMPUTE, Memory
 from megatron_gspo.tools.plan.step_time import StepTime
 from megatron_gspo.tools.plan.workload import Workload
@@ -36,5 +37,6 @@ def basis_of(shape: ModelShape, work: Workload) -> dict[str, Any]:
         "collective_bytes": dict.fromkeys(_COLLECTIVES, REHEARSED)
         | {"context": REHEARSED if torch_layers else ESTIMATED},
         "seconds": {field.name: ESTIMATED for field in fields(StepTime)} | {"total": ESTIMATED},
+        "host": {field.name: ESTIMATED for field in fields(HostCosts)},
         **dict.fromkeys(("utilisation", "engine_concurrency", "limits"), ESTIMATED),
     }

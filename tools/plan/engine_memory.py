@@ -81,8 +81,12 @@ def generation(shape: ModelShape, work: Workload, cluster: Cluster, assume: Assu
 
 
 def sync_seconds(weights: float, engines: int, cluster: Cluster, assume: Assumptions) -> float:
-    """New weights to every engine by the faster route: one rank sends all of them to each in turn, or they are written
-    to a shared file system and read by all (docs/sglang.md)."""
-    send = engines * weights / (cluster.gpu.network * assume.network_efficiency)
+    """New weights to every engine by the faster route, broadcast or files on a shared disk (docs/sglang.md).
+
+    A broadcast sends each tensor once, from the rank that holds it, whatever the number of engines (NCCL's ring). Every
+    GPU of an engine receives all tensors, from sources at the same time or one after the other, so its link is the
+    limit. Files are written once, by all sources, and read by every engine.
+    """
+    send = weights / (cluster.gpu.network * assume.network_efficiency)
     disk = (engines + 1) * weights / (assume.file_system_gbs * 1e9)
     return min(send, disk)

@@ -14,6 +14,7 @@ from megatron_gspo.tools.plan.assumptions import Assumptions
 from megatron_gspo.tools.plan.communication import mini_batch_bytes
 from megatron_gspo.tools.plan.engine_memory import Generation, generation
 from megatron_gspo.tools.plan.hardware import GIB
+from megatron_gspo.tools.plan.host_costs import HostCosts, host_costs
 from megatron_gspo.tools.plan.layouts import feasible, name_of
 from megatron_gspo.tools.plan.memory import RECOMPUTE, Memory, stage_states, worst_memory
 from megatron_gspo.tools.plan.step_time import StepTime, micro_batches, model_flops, step_time
@@ -38,6 +39,7 @@ class Plan:
     rollouts: Generation
     data_parallel: int
     model_flops: float
+    host: HostCosts = HostCosts()
 
     def utilisation(self, cluster: Cluster) -> float:
         """Model FLOPs utilization of the training GPUs, over the time of updates and log-prob passes."""
@@ -58,6 +60,7 @@ class Plan:
             "seconds": self.time.to_json(),
             "utilisation": self.utilisation(cluster),
             "engine_concurrency": self.rollouts.concurrency,
+            "host": self.host.to_json(),
             "limits": limits(self, cluster),
             "basis": basis,
         }
@@ -165,7 +168,7 @@ def best_of(shape: ModelShape, parallel: ParallelConfig, work: Workload, cluster
     usual = MicroBatch(int(per_rank / best.micro_batches), work.longest)
     sent = mini_batch_bytes(shape, parallel, cluster.gpus, best.memory.stage, usual, best.micro_batches,
                             _setting(work, best.recompute))  # fmt: skip
-    return replace(best, activations=modes, collectives=sent), lacking
+    return replace(best, activations=modes, collectives=sent, host=host_costs(inputs, parallel)), lacking
 
 
 def _setting(work: Workload, recompute: str) -> Setting:
@@ -187,8 +190,9 @@ def limits(plan: Plan, cluster: Cluster) -> list[str]:
         "gradients": (time.data, "reduced once per mini-batch: a larger global batch, overlap_grad_reduce"),
         "optimizer": (time.optimizer, "reads and writes Adam's state once per mini-batch"),
         "new weights": (time.sync,
-                        "each engine receives all weights: fewer, larger engines or a faster file system"),
-        "fixed": (time.other, "rewards, packing, logging"),
+                        "every GPU of an engine receives all weights over its own link: a faster network"),
+        "samples": (time.host, "the first rank of a replica receives and packs them: more replicas"),
+        "fixed": (time.other, "rewards, logging"),
     }  # fmt: skip
     ranked = sorted(parts.items(), key=lambda part: -part[1][0])
     return [f"{name} {100 * seconds / time.total:.0f} %: {why}" for name, (seconds, why) in ranked[:3] if seconds > 0]

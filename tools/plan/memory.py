@@ -101,13 +101,14 @@ def route_bytes(shape: ModelShape, parallel: ParallelConfig, work: Workload, clu
                 assume: Assumptions) -> float:
     """Bytes of the expert ids of a rank's mini-batch with ``routing.storage: device``.
 
-    Both the ids of all layers, as received, and this rank's rows of its own layers (``mcore/routing_replay``) are kept;
-    1 byte per id up to 256 experts, otherwise 2.
+    Those of its stage's layers are kept, as received, and this rank's rows of them (``mcore/routing_replay``); a byte
+    each up to 256 experts, otherwise 2.
     """
     if not shape.is_moe:
         return 0.0
     size = 1 if shape.num_experts <= 256 else 2
     sequences = work.global_batch_size / parallel.data_parallel_size(cluster.gpus)
     per_token = sum(shape.moe_layers) * shape.experts_per_token * size
-    split = parallel.context_parallel_size * parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    per_token /= parallel.pipeline_model_parallel_size
+    split = parallel.context_parallel_size * parallel.tensor_model_parallel_size
     return sequences * work.mean_length(assume.mean_response) * per_token * (1 + 1 / split)

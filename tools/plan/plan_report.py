@@ -84,6 +84,21 @@ def time_table(plan: Plan, basis: dict[str, Any]) -> str:
     return table(rows)
 
 
+def host_table(plan: Plan, basis: dict[str, Any]) -> str:
+    """What the host of a replica's first rank does in a step."""
+    names = {
+        "numbers": "held of all samples, MiB", "samples": "held of its replica's samples, GiB",
+        "checkpoint": "buffers of a checkpoint, GiB", "answers": "received answers, GiB",
+        "source": "weights sent by the largest source, GiB", "receive": "receive and check, s",
+        "prepare": "move, pack, collect, measure, s",
+    }  # fmt: skip
+    rows = [["host of a replica's first rank", "a step", "basis"]]
+    for name, value in plan.host.to_json().items():
+        size = 2**20 if names[name].endswith("MiB") else GIB if names[name].endswith("GiB") else 1
+        rows.append([names[name], f"{value / size:.2f}", basis["host"][name]])
+    return table(rows)
+
+
 def config_lines(plan: Plan, work: Workload) -> str:
     """The config keys of this layout."""
     parallel = plan.parallel
@@ -114,7 +129,8 @@ def whole_page(found: Search, shape: ModelShape, work: Workload, cluster: Cluste
         f"the {min(top, len(found.plans))} fastest, all figures {ESTIMATED}:",
         ranking(found.plans[:top], cluster),
         f"The fastest, {name_of(best.parallel)} with recompute {best.recompute}:",
-        memory_table(best, basis), collectives_table(best, basis), time_table(best, basis), EXPLAINED,
+        memory_table(best, basis), collectives_table(best, basis), time_table(best, basis),
+        host_table(best, basis), EXPLAINED,
         f"Limited by, {ESTIMATED}:\n" + "\n".join(f"- {text}" for text in limits(best, cluster)),
         "In the config:\n\n" + config_lines(best, work),
         "Assumed, not measured (--assume name=value changes one):",

@@ -26,6 +26,7 @@ from megatron_gspo.tools.plan.communication import (
 )
 from megatron_gspo.tools.plan.engine_memory import Generation
 from megatron_gspo.tools.plan.hardware import Gpu
+from megatron_gspo.tools.plan.host_costs import exposed_seconds
 from megatron_gspo.tools.plan.memory import expert_rows
 from megatron_gspo.tools.plan.model_states import States, split_states
 from megatron_gspo.tools.plan.parameters import active_parameters, layer_counts, layer_kinds, stage_layers
@@ -39,7 +40,7 @@ class StepTime:
     products, attention: matrix products and attention scores, including the passes for old and reference log-probs.
     recompute: activation recomputation. tensor, expert, context, pipeline, data: exposed communication of that
     dimension. bubble: idle time of the pipeline, including the wait for a slower last stage. sync: weights to the
-    engine.
+    engine. host: what the host does with the samples and generation does not hide.
     """
 
     products: float
@@ -54,11 +55,12 @@ class StepTime:
     optimizer: float
     generation: float
     sync: float
+    host: float
     other: float
 
     @property
     def training(self) -> float:
-        return self.total - self.generation - self.sync - self.other
+        return self.total - self.generation - self.sync - self.host - self.other
 
     @property
     def total(self) -> float:
@@ -178,7 +180,8 @@ def step_time(inputs: PlanInputs, parallel: ParallelConfig, budget: int, setting
         data=data,
         bubble=max(0.0, train_all + score_all - busy),
         optimizer=updates * _optimizer_seconds(dense + expert, cluster.gpu),
-        generation=rollouts.seconds, sync=rollouts.sync_seconds, other=assume.other_seconds,
+        generation=rollouts.seconds, sync=rollouts.sync_seconds,
+        host=exposed_seconds(inputs, parallel, rollouts.seconds), other=assume.other_seconds,
     )  # fmt: skip
 
 

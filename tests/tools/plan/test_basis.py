@@ -28,7 +28,7 @@ def tables(text: str) -> list[dict[str, str]]:
 def test_every_printed_figure_has_a_basis(implementation: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*OPTIONS, implementation]) == 0
     text = capsys.readouterr().out
-    memory, collectives, seconds = tables(text)
+    memory, collectives, seconds, host = tables(text)
     layers = REHEARSED if implementation == "torch" else ESTIMATED
     states = dict.fromkeys(("weights", "gradients", "optimizer", "reference policy"), REHEARSED)
     activations = dict.fromkeys(("activations (peak)", "of these log-prob head"), layers)
@@ -38,6 +38,7 @@ def test_every_printed_figure_has_a_basis(implementation: str, capsys: pytest.Ca
     assert set(collectives) >= {"tensor", "expert", "expert tensor", "pipeline", "gradients", "weights"}
     assert set(collectives.values()) == {REHEARSED}
     assert set(seconds) > {"products", "generation", "total"} and set(seconds.values()) == {ESTIMATED}
+    assert len(host) == 7 and set(host.values()) == {ESTIMATED}
     assert "fastest, all figures estimated:" in text and "Limited by, estimated:" in text
     assert f"Activations by recompute mode, GiB, {layers}:" in text
 
@@ -53,6 +54,7 @@ def test_every_figure_of_the_json_has_a_basis(implementation: str, capsys: pytes
     assert set(basis["collective_bytes"]) >= set(plan["collective_bytes"]) > {"tensor", "context", "expert", "pipeline"}
     choices = {"name", "parallel", "data_parallel_size", "recompute", "max_tokens_per_micro_batch", "micro_batches"}
     assert set(plan) == set(basis) | choices | {"basis"}
+    assert set(basis["host"]) == set(plan["host"])
     assert basis["memory_bytes"]["optimizer"] == basis["collective_bytes"]["tensor"] == REHEARSED
     assert set(basis["seconds"].values()) == {ESTIMATED}
 

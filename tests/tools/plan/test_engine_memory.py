@@ -42,8 +42,12 @@ def test_a_colocated_engine_that_does_not_fit_says_what_it_lacks() -> None:
     assert found.shortfall == pytest.approx(weights + one - room + 2 * 2**30)
 
 
-def test_new_weights_take_the_faster_route() -> None:
-    cluster = Cluster(GPU, 8, "sglang", 8, 1)
-    assert sync_seconds(1e10, 8, cluster, IDEAL) == pytest.approx(9 * 1e10 / 20e9)
+@pytest.mark.parametrize("engines", [1, 8, 256])
+def test_new_weights_leave_once_whatever_the_number_of_engines(engines: int) -> None:
     slow_disk = dataclasses.replace(IDEAL, file_system_gbs=1)
-    assert sync_seconds(1e10, 8, cluster, slow_disk) == pytest.approx(8 * 1e10 / 1e10)
+    assert sync_seconds(3e10, engines, Cluster(GPU, 8, "sglang", engines, 1), slow_disk) == pytest.approx(3.0)
+
+
+def test_files_are_written_once_and_read_by_each_engine() -> None:
+    fast_disk = dataclasses.replace(IDEAL, file_system_gbs=200)
+    assert sync_seconds(1e10, 8, Cluster(GPU, 8, "sglang", 8, 1), fast_disk) == pytest.approx(9 * 1e10 / 200e9)

@@ -7,7 +7,11 @@ import dataclasses
 import pytest
 
 from benchmarks.plan_memory import CASES, TARGET, Case, planned, run
-from megatron_gspo.tools.plan.memory import Memory
+from megatron_gspo.config import ParallelConfig
+from megatron_gspo.tools.plan.memory import Memory, route_bytes
+from megatron_gspo.tools.plan.workload import Cluster, Workload
+from tests.support.ideal_gpu import GPU, IDEAL
+from tests.support.model_shapes import SMALL, shape_of
 
 CHECKED = (
     Case("dense", tied=True, sizes=dict(do=False)),
@@ -61,3 +65,11 @@ def test_cases_are_layouts_that_the_config_takes(case: Case) -> None:
 
     check_layout(case.parallel, case.world)
     check_divisibility(case.parallel, tiny_config(case.kind, **case.model).to_dict())
+
+
+def test_routes_of_a_stage_by_hand() -> None:
+    """4 replicas of PP 2, TP 2: two sequences of 32 tokens each, 24 layers x 8 ids of a byte, and half of the rows."""
+    shape, cluster = shape_of(SMALL), Cluster(GPU, 16, "none")
+    work = Workload(response_length=24, prompt_length=8, rollout_batch_size=2, n_samples=4, global_batch_size=8)
+    parallel = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    assert route_bytes(shape, parallel, work, cluster, IDEAL) == 2 * 32 * 24 * 8 * 1.5
