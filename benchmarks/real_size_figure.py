@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 
+class NotMeasuredError(Exception):
+    """The machine cannot measure this; the text says why."""
+
+
 @dataclass(frozen=True)
 class Figure:
-    """One figure; lower is better. unit: of `ours` and `target`."""
+    """One figure; lower is better. unit: of `ours` and `target`. parts: what it was computed from, by name and unit."""
 
     what: str
     ours: float
     target: float
     unit: str
+    parts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def met(self) -> bool:

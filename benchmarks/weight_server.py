@@ -153,14 +153,20 @@ def serve(address: str, report: int) -> None:
     asyncio.run(run())
 
 
+def enter(namespace: str) -> None:
+    """Move this process, without other threads, to the network namespace that a file names."""
+    with open(namespace) as file:
+        assert ctypes.CDLL(None).setns(file.fileno(), _CLONE_NEWNET) == 0
+
+
 def fork_server(namespace: str | None, address: str) -> tuple[str, int]:
     """(URL, process id) of a server in a network namespace (a file that names it; None: this one)."""
     reader, writer = os.pipe()
     if not (pid := os.fork()):
         os.close(reader)
         if namespace:
-            with open(namespace) as file:
-                assert ctypes.CDLL(None).setns(file.fileno(), _CLONE_NEWNET) == 0
+            enter(namespace)
+            os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
         serve(address, writer)
     os.close(writer)
     with os.fdopen(reader) as pipe:

@@ -8,14 +8,18 @@ import sys
 
 import pytest
 
+from benchmarks import weight_links
 from benchmarks.common import ROOT
-from benchmarks.real_size import EXPERTS, LAYERS, TOP, Figure, Response, response_body, table
+from benchmarks.real_size import table
+from benchmarks.real_size_data import measure_ranks
+from benchmarks.real_size_figure import Figure
+from benchmarks.real_size_response import EXPERTS, LAYERS, TOP, Response, response_body
 
 
 def test_a_target_is_the_most_that_is_allowed():
     assert Figure("time", 0.25, 0.25, "s").met and not Figure("time", 0.26, 0.25, "s").met
     assert Figure("time", 0.5, 0.25, "s").to_json() == {
-        "what": "time", "ours": 0.5, "target": 0.25, "unit": "s", "met": False
+        "what": "time", "ours": 0.5, "target": 0.25, "unit": "s", "parts": {}, "met": False
     }  # fmt: skip
     assert "| time | 0.5 s | <= 0.25 | NO |" in table([Figure("time", 0.5, 0.25, "s")])
 
@@ -30,8 +34,32 @@ def test_a_response_becomes_a_checked_sample_and_a_batch():
 
 
 @pytest.mark.slow
+def test_ranks_of_a_small_batch():
+    """Tokens and routes of a share, by hand: 16 responses of 9 tokens to a prompt of one."""
+    for found in measure_ranks(2, 16, 9, routes=True):
+        assert found.tokens == 16 * 10 and found.share >= 16 * (10 * 8 + 9 * (LAYERS * TOP + 1 + 4))
+        assert set(found.seconds) == {
+            "receive and check", "plan and move", "pack", "collect", "metrics", "advantages"
+        }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_an_update_over_limited_links():
+    if reason := weight_links.reason_against():
+        pytest.skip(reason)
+    with weight_links.limited_links(2, 2) as links:
+        one, two = (links.cost_of(weight_links.Update(2, sources, 0.5, receiver=True, repeats=1)) for sources in (1, 2))
+        before = links.cost_of(weight_links.Update(2, 1, 0.5, one_group_each=True, repeats=1))
+    buckets = weight_links.BUCKETS
+    assert (one.broadcasts, two.broadcasts, before.broadcasts) == (buckets, buckets, 2 * buckets / 4)
+    assert all(2**20 < cost.sent < 1.2 * 2**20 for cost in (one, two, before))  # 0.5 MiB to each of two servers
+
+
+@pytest.mark.slow
 def test_a_quick_run(tmp_path):
     command = [sys.executable, "benchmarks/real_size.py", "--quick", "--json", str(tmp_path / "found.json")]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
-    assert len(rows) == 8 + 15 and all({"what", "ours", "target", "met"} <= set(row) for row in rows)
+    found = json.loads((tmp_path / "found.json").read_text())
+    weights = 0 if "weight_updates" in found["not_measured"] else 4
+    assert len(found["rows"]) == 3 + 6 + weights + 15 + 1 + 3
+    assert all({"what", "ours", "target", "met"} <= set(row) for row in found["rows"])

@@ -20,6 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common import say
+from benchmarks.real_size_figure import Figure, memory, reset_peak
+from benchmarks.real_size_response import Connection, Response, Upstream, response_body
+
 GROUP = 16  # responses to a prompt
 MIB = 2**20
 
@@ -35,16 +39,37 @@ class Measured:
     tokens: int
 
 
+def data_plane(quick: bool) -> list[Figure]:
+    """A rollout batch over 8 data-parallel ranks: memory and CPU time of each rank's host, from answers to metrics."""
+    responses, length, most = 32 if quick else 256, 4096, 8
+    figures = []
+    for routes, limit in ((True, 8.0), (False, 0.7)):
+        kind = "with" if routes else "without"
+        few, many = (measure_ranks(ranks, responses, length, routes=routes) for ranks in (2, most))
+        seconds = [max(sum(one.seconds.values()) / one.tokens * 1e6 for one in found) for found in (few, many)]
+        worst = max(many, key=lambda one: sum(one.seconds.values()))
+        phases = {f"{phase}, s": value / worst.tokens * 1e6 for phase, value in worst.seconds.items()}
+        say(f"per million tokens {kind} routes:", *(f"{name} {value:.2f}" for name, value in phases.items()))
+        of = f"{responses * most:,} responses of {length:,} tokens {kind} routes over {most} ranks"
+        figures.append(Figure(f"{of}: a rank's host, per million tokens", seconds[1], limit, "s of one core", phases))
+        figures.append(Figure(f"{of}: the same, against 2 ranks", seconds[1] / seconds[0], 1.25, "times",
+                              {"2 ranks, s": seconds[0]}))  # fmt: skip
+        beyond = max((one.peak - 200 * MIB) / one.share for one in many)
+        held = {"share, MiB": worst.share / MIB, "peak, MiB": max(one.peak for one in many) / MIB}
+        figures.append(Figure(f"{of}: host memory of a rank beyond 200 MiB", beyond, 1.25, "times its share", held))
+    return figures
+
+
 def measure_ranks(ranks: int, responses: int, length: int, *, routes: bool) -> list[Measured]:
     """Each of ``ranks`` receives ``responses`` of ``length`` tokens; by rank."""
-    with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder, Upstream(response_body(length, routes=routes)) as upstream:
         with context.Pool(ranks) as pool:
-            given = [(rank, ranks, responses, length, routes, folder) for rank in range(ranks)]
+            given = [(rank, ranks, responses, length, routes, folder, upstream.url) for rank in range(ranks)]
             return pool.starmap(_rank, given, chunksize=1)
 
 
-def _rank(rank: int, ranks: int, responses: int, length: int, routes: bool, folder: str) -> Measured:
+def _rank(rank: int, ranks: int, responses: int, length: int, routes: bool, folder: str, url: str) -> Measured:
     import torch
     import torch.distributed as dist
 
@@ -53,7 +78,9 @@ def _rank(rank: int, ranks: int, responses: int, length: int, routes: bool, fold
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     try:
-        return _Host(rank, responses, length, routes).run()
+        with Connection(url) as connection:
+            _Host(connection, GROUP, length, routes).run()  # imports, allocator
+            return _Host(connection, responses, length, routes).run()
     finally:
         dist.barrier()
         dist.destroy_process_group()
@@ -62,19 +89,17 @@ def _rank(rank: int, ranks: int, responses: int, length: int, routes: bool, fold
 class _Host:
     """One rank's work, phase by phase."""
 
-    def __init__(self, rank: int, responses: int, length: int, routes: bool) -> None:
+    def __init__(self, connection: Connection, responses: int, length: int, routes: bool) -> None:
         import torch.distributed as dist
 
-        from benchmarks.real_size import Response, response_body
         from megatron_gspo.config import Config
 
         one = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
         self.world = dist.group.WORLD
         self.groups: Any = SimpleNamespace(tp=one, cp=one, pp=one, dp=self.world, is_last_stage=True)
-        self.rank, self.responses, self.routes = rank, responses, routes
+        self.rank, self.responses, self.routes = dist.get_rank(), responses, routes
         self.seconds: dict[str, float] = {}
-        self.client = Response(length, routes=routes)
-        self.body = response_body(length, routes=routes)
+        self.connection, self.client = connection, Response(length, routes=routes)
         ranks = dist.get_world_size()
         self.config = Config.from_dict({
             "run_dir": "run", "model": {"path": "model"}, "data": {"prompts": "prompts", "verifier": "exact_match"},
@@ -96,10 +121,6 @@ class _Host:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.process_time() - start
 
     def run(self) -> Measured:
-        from benchmarks.real_size_figure import memory, reset_peak
-
-        self.receive(2)  # imports, allocator
-        self.seconds.clear()
         gc.collect()
         before = reset_peak()
         batch = self.receive(self.responses)
@@ -110,13 +131,13 @@ class _Host:
         return Measured(self.seconds, share, memory("VmHWM") - before, int(sum(s.length for s in batch.samples)))
 
     def receive(self, count: int) -> Any:
-        """Parse and check the servers' answers."""
+        """Receive, parse and check the servers' answers."""
         from megatron_gspo.data.sample_batch import SampleBatch
 
         samples = []
         with self.phase("receive and check"):
             for i in range(count):
-                sample = self.client.sample(self.body)
+                sample = self.client.sample(self.connection.body())
                 number = self.rank * count + i
                 samples.append(replace(sample, prompt_index=number // GROUP, sample_index=number % GROUP,
                                        reward=float(number % 3 == 0)))  # fmt: skip
