@@ -1,4 +1,4 @@
-"""Compare a result with the committed one, row by row, as ratios of ours to the peer; 1 where something was lost.
+"""Compare a result with the committed one, row by row, as ratios of ours to the peer; exit code 1 after a regression.
 
     python benchmarks/run_all.py --results build/benchmarks && python benchmarks/check_regression.py
 

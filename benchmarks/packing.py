@@ -1,4 +1,4 @@
-"""Packing: padding, and what ranks wait for each other, over the response lengths of reinforcement learning.
+"""Packing: padding, and the time that ranks wait for each other, over the response lengths of reinforcement learning.
 
 Ours (``data/schedule.py``, packed micro-batches) against
 - *sorted, padded*: sequences sorted by length, a micro-batch takes as many as fit padded to its longest;

@@ -1,4 +1,4 @@
-"""How far a real SGLang server and the trainer are apart for the same weights, as GRPO's and GSPO's ratios see it.
+"""How far a real SGLang server and the trainer are apart for the same weights, in GRPO's and GSPO's ratios.
 
     python benchmarks/rollout_mismatch.py
 

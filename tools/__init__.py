@@ -1,1 +1,1 @@
-"""Command-line front doors. Each is thin; the logic is in the package."""
+"""Command-line tools. Each is thin; the logic is in the package."""

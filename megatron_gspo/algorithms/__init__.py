@@ -1,4 +1,4 @@
-"""GSPO and its relatives as pure functions on packed tensors. Needs torch and nothing else.
+"""GSPO and related objectives as pure functions on packed tensors. Needs torch only.
 
 objective = preset("gspo")
 advantages = group_advantages(rewards, group_ids)

@@ -43,7 +43,7 @@ def markdown(model: type) -> str:
             section = head
         cells = (
             f"`{leaf}`",
-            key.type,
+            key.type.replace("true or false", "boolean"),
             f"`{key.default}`" if key.default != "required" else "required",
             key.description,
         )

@@ -1,4 +1,4 @@
-"""Rewards are computed here: by the verifier, each rank a share, or by the environments that played the episodes."""
+"""Rewards are computed here: by the verifier, each rank a share, or by the environments of the episodes."""
 
 from __future__ import annotations
 

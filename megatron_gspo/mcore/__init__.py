@@ -1,4 +1,4 @@
-"""The seam to Megatron-Core: the only package that imports ``megatron``.
+"""The interface to Megatron-Core: the only package that imports ``megatron``.
 
 Importing it applies the upstream corrections of ``megatron_gspo.patches``.
 """

@@ -1,4 +1,4 @@
-"""The seam between the training loop and generation: a source of groups. A group is the n samples of one prompt.
+"""The interface between the training loop and generation: a source of groups. A group is the n samples of one prompt.
 
 The samples of a group are consecutive in a batch. They are on the rank that generated or received them; every rank has
 their rows (`SampleBatch`).

@@ -1,4 +1,4 @@
-"""Reference answers as rollouts, so that a supervised cold start walks through the same loop."""
+"""Reference answers as rollouts, so that a supervised cold start uses the same loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All temporaries lie where the inputs lie, and nothing is read back.
+"""All temporaries are on the inputs' device, and nothing is read back.
 
 The meta device holds shapes without values: mixing it with the CPU or reading a number raises, as on a GPU it
 would raise or wait.

@@ -1,4 +1,4 @@
-"""Broken inputs: refused, or without harm to their neighbours."""
+"""Broken inputs: refused, or without an effect on other sequences."""
 
 import math
 

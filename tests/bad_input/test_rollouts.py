@@ -1,4 +1,4 @@
-"""Engines that break their promise, and responses with nothing to learn from: named, or counted."""
+"""Engines that violate their protocol, and responses without a trained token: named, or counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The frame: every benchmark runs, failures stop nothing, and what a result holds."""
+"""`run_all.py`: every benchmark runs, also after a failure of another; the contents of a result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is compared: mini-batches made to be awkward, objectives in which every metric is alive, cuts, optimizers."""
+"""What is compared: mini-batches with edge cases, objectives with every metric non-zero, cuts, optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far small defects are from the truth: the other side of the tolerance.
+"""Errors of small defects in the reference, for comparison with the tolerances.
 
 Each is computed like the truth, in float64 by Transformers and the loops, with one thing wrong; so the distance is
 the defect's alone.

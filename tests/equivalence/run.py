@@ -1,4 +1,4 @@
-"""What every rank runs: each scenario in each cut, then optimizer steps, all compared with the truth on the spot."""
+"""What every rank runs: each scenario in each cut, then optimizer steps, all compared with the reference at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""That no layout is left out, none is impossible, and recomputation is spread over all of them."""
+"""No layout is left out, none is impossible, and recomputation is spread over all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""That the comparison means something: every metric is alive, and no decision hangs on rounding."""
+"""The comparison is sensitive: every metric is non-zero, and no decision depends on rounding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Transformers and the naive loops in float64 make of every scenario, computed once and kept in a file."""
+"""Reference results of every scenario, by Transformers and naive loops in float64, computed once and kept in a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kill training runs with SIGKILL, start them again, and count how many end bitwise like one that was left alone.
+"""Kill training runs with SIGKILL, start them again, and count how many end bitwise equal to an undisturbed one.
 
     python -m tests.fault_injection.kill_and_resume [--trials 30] [--seed 0] [--processes 2] [key=value ...]
 

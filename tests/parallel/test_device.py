@@ -1,4 +1,4 @@
-"""All temporaries lie where the inputs lie, and nothing is read back: on the meta device both would raise."""
+"""All temporaries are on the inputs' device, and nothing is read back: on the meta device both would raise."""
 
 import pytest
 import torch

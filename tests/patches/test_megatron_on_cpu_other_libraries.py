@@ -1,4 +1,4 @@
-"""What the CPU patch changes in torch must not reach other libraries."""
+"""The CPU patch's changes to torch must not affect other libraries."""
 
 from __future__ import annotations
 

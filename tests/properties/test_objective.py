@@ -1,4 +1,4 @@
-"""The objective is a function of the mini-batch alone: no cut, order, padding or masked value shows in it."""
+"""The objective is a function of the mini-batch alone: cut, order, padding and masked values have no effect."""
 
 import pytest
 import torch

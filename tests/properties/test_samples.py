@@ -1,4 +1,4 @@
-"""Samples as they travel between ranks and lie in checkpoints: what comes out is what went in, bit for bit."""
+"""Samples sent between ranks and stored in checkpoints are unchanged, bit for bit."""
 
 import json
 

@@ -1,1 +1,1 @@
-"""Known bugs put back one at a time: a test must fail for each. `make seeded-bugs` runs them."""
+"""Known bugs, inserted one at a time: a test must fail for each. `make seeded-bugs` runs them."""

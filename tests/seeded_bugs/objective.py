@@ -1,4 +1,4 @@
-"""Bugs of the objective and of what is fed to it."""
+"""Bugs of the objective and of its inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Put known bugs back into a copy of the project, one at a time: a test must fail for each.
+"""Insert known bugs into a copy of the project, one at a time: a test must fail for each.
 
     python -m tests.seeded_bugs.run [words of a name ...] [--slots 2] [--markdown FILE]
 

@@ -1,4 +1,4 @@
-"""Bugs between a run and its servers: answers, who serves, how long is waited, what leaves the client."""
+"""Bugs between a run and its servers: replies, selection of servers, timeouts, secrets."""
 
 from __future__ import annotations
 

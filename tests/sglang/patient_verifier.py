@@ -1,4 +1,4 @@
-"""Scores a response by its characters, and waits while the file that `GATE` names is there: what holds a run up."""
+"""Scores a response by its characters, and waits while the file that `GATE` names exists, to stop a run's progress."""
 
 import os
 import time

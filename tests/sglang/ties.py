@@ -1,4 +1,4 @@
-"""Which samples can be held against a reference at all.
+"""Which samples can be compared with a reference.
 
 Where the router's next best expert is a rounding away, float32 and float64 may both be right with different experts,
 and everything after such a position differs. Servers draw without a seed, so that some sample in a hundred has one.

@@ -1,4 +1,4 @@
-"""Small models and prompts, made on the spot from a seed."""
+"""Small models and prompts, made from a seed."""
 
 from collections.abc import Mapping
 from typing import Any

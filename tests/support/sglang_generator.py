@@ -1,4 +1,4 @@
-"""A server that draws by a rule and, on request, breaks: token j of a response is 10 + (input length + j) % 50."""
+"""A server with a token rule and faults on request: token j of a response is 10 + (input length + j) % 50."""
 
 from __future__ import annotations
 

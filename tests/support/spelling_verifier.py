@@ -1,4 +1,4 @@
-"""A verifier of a user's own that gives random responses different rewards, so that every group has an advantage."""
+"""A custom verifier that gives random responses different rewards, so that every group has an advantage."""
 
 
 def score(response: str, prompt) -> float:

@@ -1,4 +1,4 @@
-"""The launcher that other tests stand on: results by rank, the first traceback, the timeout."""
+"""The launcher of other tests: results by rank, the first traceback, the timeout."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""The slow truth: Transformers in float64, one sequence at a time, objectives as loops, torch's AdamW."""
+"""The reference: Transformers in float64, one sequence at a time, objectives as loops, torch's AdamW."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The adapters write to the real packages, offline; a missing or failing one is said in one line."""
+"""The adapters write to the real packages, offline; a missing or failing one is reported in one line."""
 
 import sys
 import time

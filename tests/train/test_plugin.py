@@ -1,4 +1,4 @@
-"""The example of a Megatron-Core loop of one's own: short, and the same on one and on two processes."""
+"""The example of a custom Megatron-Core loop: short, and the same on one and on two processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stopping a run by SIGKILL and starting it again: the end is bitwise that of a run that was left alone."""
+"""Stopping a run by SIGKILL and starting it again: the result is bitwise that of an undisturbed run."""
 
 from __future__ import annotations
 

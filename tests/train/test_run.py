@@ -1,4 +1,4 @@
-"""Whole runs through the front door: what they write, and that a resumed run ends like one that wasn't interrupted."""
+"""Whole runs from the command line: what they write, and that a resumed run ends like one that wasn't interrupted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ratios/ holds: token ratios beside sequence ratios, the band that clips them, and one response to look at."""
+"""Plots of the files in ratios/: token ratios beside sequence ratios, the clip band, and one response."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finished runs put in order: which variants, settings and seeds there are, and what each group comes to."""
+"""Finished runs by variant, setting and seed, and the figures of each group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small all-reduce and all-to-all on every parallel group: right to the last digit, and how long they take."""
+"""A small all-reduce and all-to-all on every parallel group: exact results, and how long they take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives of one rank whose peers are imagined: recorded in order, completed as if all ranks held what it holds.
+"""Collectives of one rank without its peers: recorded in order, completed as if all ranks held what it holds.
 
 That is right for what decides shapes: counts of tokens per expert under balanced routing, and equal flags. Two kinds of
 tensors are treated otherwise. What is received from one other rank is unknown afterwards. And bytes that are summed

@@ -1,4 +1,4 @@
-"""One rank's GPU, imagined: every operation on device tensors is computed in shapes only, and recorded.
+"""A fake GPU of one rank: every operation on device tensors is computed in shapes only, and recorded.
 
 Host tensors are real. Device tensors are fake: they have a shape, a dtype and a device, but no memory. What a kernel
 would have to compute on the GPU is unknown, except for the small integers that `known_values` follows; what the host

@@ -1,4 +1,4 @@
-"""One rank's training step, played on a fake GPU: the program's own code from the model to the plan of a checkpoint.
+"""One rank's training step on a fake GPU: the program's own code from the model to the plan of a checkpoint.
 
 Import within ``fake_cuda``: Megatron looks for a GPU while it is imported.
 """

@@ -1,4 +1,4 @@
-"""Routes that no router computed: which experts each token goes to."""
+"""Synthetic routes: which experts each token goes to."""
 
 from __future__ import annotations
 

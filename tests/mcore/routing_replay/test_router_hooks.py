@@ -1,4 +1,4 @@
-"""Routing replay at the routers: what it refuses, what it fixes and what it leaves alive."""
+"""Routing replay at the routers: what it refuses, what it fixes and which gradients remain."""
 
 from __future__ import annotations
 

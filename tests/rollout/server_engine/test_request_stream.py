@@ -1,4 +1,4 @@
-"""What is begun is taken once, in order, or given back; what is old is waited for; failures don't hang."""
+"""Started groups are taken once, in order, or returned; old ones are waited for; failures don't hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several ranks as clients of the same servers, which speak SGLang's protocol and run in rank 0's process."""
+"""Several ranks as clients of the same servers, which implement SGLang's protocol and run in rank 0's process."""
 
 from __future__ import annotations
 

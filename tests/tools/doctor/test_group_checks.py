@@ -1,4 +1,4 @@
-"""The collectives: exact where they are right, found out where one isn't."""
+"""The collectives: exact results pass, a wrong one is reported."""
 
 from __future__ import annotations
 

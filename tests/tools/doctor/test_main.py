@@ -1,4 +1,4 @@
-"""The command line, alone and on several ranks: all of them well, one late, one dead, one that hangs."""
+"""The command line, alone and on several ranks: all healthy, one late, one dead, one hung."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives of an imagined group."""
+"""Collectives of a group without other members."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""The groups of an imagined world."""
+"""Process groups of a world without other processes."""
 
 import pytest
 import torch.distributed as dist
