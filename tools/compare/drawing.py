@@ -15,6 +15,9 @@ from megatron_gspo.tools.svg_panel import FAINT, TEXT, panel, phase_colour, shor
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_SMALL_DIFFERENCE = 0.12  # of the largest value
+
+
 @dataclass(frozen=True)
 class Line:
     """One variant's band in a panel. number: its colour; ends: where single runs stopped with an error."""
@@ -34,9 +37,10 @@ def band_panel(
             _draw_band(axis, line, scale, log_floor)
         if log_floor is not None:
             axis.set_yscale("log")
-            axis.set_ylim(bottom=log_floor * scale * 0.8, top=2 * scale if percent else None)
+            smallest = min((low for line in lines for low in line.band.low), default=log_floor)
+            axis.set_ylim(bottom=max(smallest, log_floor) * scale * 0.8, top=2 * scale if percent else None)
         else:
-            _set_height(axis, lines, scale)
+            _set_height(axis, lines, scale, shares=percent)
         axis.set_xlabel(xlabel)
         _tidy(axis, log=log_floor is not None, percent=percent)
     return output[0]
@@ -119,8 +123,11 @@ def interval_panel(title: str, xlabel: str, rows: Sequence[tuple[int, str, Any]]
     return output[0]
 
 
-def _set_height(axis: Axes, lines: Sequence[Line], scale: float) -> None:
-    """The axis shows every mean, and at most half as much again of the bands: with few seeds they are wide."""
+def _set_height(axis: Axes, lines: Sequence[Line], scale: float, *, shares: bool) -> None:
+    """The axis shows every mean, and at most half as much again of the bands: with few seeds they are wide.
+
+    shares: that differ little are drawn from 0, which does not exaggerate the differences.
+    """
     means = [value for line in lines for value in line.band.mean]
     edges = [value for line in lines for value in (*line.band.low, *line.band.high)]
     if not means:
@@ -129,6 +136,8 @@ def _set_height(axis: Axes, lines: Sequence[Line], scale: float) -> None:
     room = 0.5 * (high - low)
     bottom, top = max(min(edges), low - room), min(max(edges), high + room)
     bottom = max(bottom, 0.0) if low >= 0 else bottom  # shares, rewards and times have nothing to show below 0
+    if shares and high - low < _SMALL_DIFFERENCE * high:
+        bottom = 0.0
     if top > bottom:
         margin = 0.05 * (top - bottom)
         axis.set_ylim(scale * (bottom - margin), scale * (top + margin))
@@ -159,7 +168,7 @@ def _tidy(axis: Axes, *, log: bool, percent: bool) -> None:
         axis.yaxis.set_minor_formatter(NullFormatter())
         axis.tick_params(axis="y", which="minor", length=0)
     unit = " %" if percent else ""
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}{unit}"))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{short(value)}{unit}"))
     axis.xaxis.set_major_locator(MaxNLocator(5))
     axis.xaxis.set_major_formatter(FuncFormatter(short))
 

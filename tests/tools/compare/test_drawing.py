@@ -32,6 +32,20 @@ def test_wide_bands_do_not_flatten_the_lines():
     assert min(ticks) >= 40 and max(ticks) <= 60  # means 45 and 55, half of their range on each side
 
 
+def test_small_differences_of_shares_are_drawn_from_zero():
+    for last, lowest in ((0.27, 0.0), (0.40, 26.0)):
+        line = Line(0, band([([0.0, 1.0], [0.26, last])]))
+        drawing = band_panel("Flips", "step", [line], percent=True)
+        assert min(float(text) for text in re.findall(r">([\d.]+) %<", drawing)) == lowest
+
+
+def test_a_log_scale_ends_below_the_smallest_value_and_names_thousands():
+    line = Line(0, band([([0.0, 1.0], [2.0, 3000.0])]))
+    drawing = band_panel("Gradient norm", "step", [line], log_floor=1e-2)
+    ticks = re.findall(r">([\d.]+k?)<", drawing)
+    assert "1k" in ticks and "0.1" not in ticks and "1e+03" not in drawing
+
+
 def test_histogram_counts_what_lies_beyond_its_axis():
     token = np.array([0.0, 5.0, -5.0])
     drawing = histogram_panel("h", token, np.array([0.0]), {"its clip range": (0.2, 0.27)}, 0, 0.5)
