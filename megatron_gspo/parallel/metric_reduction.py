@@ -54,7 +54,7 @@ def _device_of(group: ProcessGroup | None) -> torch.device:
 
 
 def _all_names(local: Mapping[str, Tensor], device: torch.device, group: ProcessGroup | None) -> list[str]:
-    """The names of all ranks. They are usually the same, which the extremes of a digest tell."""
+    """The names of all ranks. They are usually the same, which the extremes of a digest show."""
     names = sorted(local)
     digest = int.from_bytes(hashlib.sha256(json.dumps(names).encode()).digest()[:7], "little")
     extremes = torch.stack([torch.full((), value, dtype=torch.int64, device=device) for value in (digest, -digest)])

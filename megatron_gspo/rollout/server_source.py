@@ -1,6 +1,6 @@
 """Groups from inference servers. Some ranks are clients: each requests, checks and holds its share of the samples.
 
-Rank 0 is one of them. It alone updates the servers, knows their states and tells the other clients. While groups are
+Rank 0 is one of them. It alone updates the servers and sends their states to the other clients. While groups are
 awaited the ranks meet in rounds: the clients report how far their groups are, and every rank selects the same ones. A
 round takes `_ROUND_SECONDS` at most, so that no rank waits long in a collective.
 """
@@ -226,7 +226,7 @@ def _shared(collective: Callable[[], T]) -> T:
 
 @dataclass
 class _Group:
-    """A group in flight, as every rank knows it; see `GroupProgress`."""
+    """A group in flight, as every rank has it; see `GroupProgress`."""
 
     ticket: int
     prompt: Prompt
@@ -236,7 +236,7 @@ class _Group:
 
 
 class _Requests:
-    """Groups in flight. Every rank knows all of them and how far they are; each client has a stream of its own."""
+    """Groups in flight. Every rank has all of them and their progress; each client has its own stream."""
 
     def __init__(self, source: ServerSource) -> None:
         self._source = source

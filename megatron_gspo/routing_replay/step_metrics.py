@@ -17,7 +17,7 @@ class StepRouting:
 
     old: statistics of the old policy's pass, in which choices are compared with the rollout engine's. updates: of each
     update, compared with the routes that the samples carry. flips: of the last update, of this replica's samples by
-    response token, where measured. missing_routes: tokens whose route the rollout engine doesn't know. bytes_stored:
+    response token, where measured. missing_routes: tokens whose route the rollout engine doesn't return. bytes_stored:
     size of the samples' routes on all pipeline stages. bytes_moved: sent or copied by this rank.
     """
 

@@ -17,8 +17,8 @@ from megatron_gspo.tools.doctor.diagnostics import LATE, LEVELS, SILENT, Finding
 
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
 _VERDICTS = {
-    "ok": "nothing stands in the way",
-    "note": "nothing stands in the way",
+    "ok": "the run can start",
+    "note": "the run can start",
     "warning": "it can start; read the warnings first",
     "error": "it can't work as it is",
 }

@@ -83,7 +83,7 @@ def generation(shape: ModelShape, work: Workload, cluster: Cluster, assume: Assu
 def sync_seconds(weights: float, engines: int, cluster: Cluster, assume: Assumptions) -> float:
     """New weights to every engine by the faster route, broadcast or files on a shared disk (docs/sglang.md).
 
-    A broadcast sends each tensor once, from the rank that holds it, whatever the number of engines (NCCL's ring). Every
+    A broadcast sends each tensor once, from the rank that holds it, for any number of engines (NCCL's ring). Every
     GPU of an engine receives all tensors, from sources at the same time or one after the other, so its link is the
     limit. Files are written once, by all sources, and read by every engine.
     """

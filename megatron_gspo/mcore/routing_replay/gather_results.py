@@ -27,7 +27,7 @@ def routes_of_replica(micro_batches: Sequence[MicroBatchRoutes], batch: SampleBa
     """The recorded routes ``[L - 1, layers, k]`` in this rank's own layers of those of ``wanted`` (positions in
     ``batch``) that this replica trains, and the bytes that were exchanged.
 
-    Exactly one rank of a pipeline stage knows each id, so that a sum with zeros elsewhere is exact.
+    Exactly one rank of a pipeline stage has each id, so that a sum with zeros elsewhere is exact.
     """
     shape, groups = micro_batches[0].options.shape, micro_batches[0].groups
     layers = sorted(micro_batches[0].layers)

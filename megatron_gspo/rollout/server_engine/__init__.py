@@ -1,4 +1,4 @@
-"""Rollouts from inference servers over HTTP, whatever their kind.
+"""Rollouts from inference servers of any kind over HTTP.
 
 `server_engine`: the `RolloutEngine`, which owns the servers' states. `rollout_client`: one of several clients.
 `server_pool`: which servers may get requests. `generation_client`: requests, retries and deadlines of one response.

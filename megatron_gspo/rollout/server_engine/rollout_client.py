@@ -1,4 +1,4 @@
-"""A rank's client of all servers: its connections, its requests, and what it knows of the servers' states.
+"""A rank's client of all servers: its connections, its requests, and its view of the servers' states.
 
 Several ranks have one, each for its share of the prompts. Rank 0's owns the servers' states (`ServerPool`); the others
 learn them from it (`state`, `follow`) and report to it what their requests found (`reports`, `record`).
@@ -30,7 +30,7 @@ COUNTS = ("requests", "retries", "refused", "stale_responses", "continued", "dis
 
 @dataclass(frozen=True)
 class PoolState:
-    """What rank 0 tells the other clients. version: as the servers report it; training_version: of the same weights."""
+    """Sent by rank 0 to the other clients. version: as the servers report it; training_version: of the same weights."""
 
     version: str | None
     training_version: int
@@ -78,7 +78,7 @@ class RolloutClient:
     def reports(self) -> np.ndarray:
         """[2, servers] int64, by URL ascending: whether requests are in flight, and whether one found other weights.
 
-        Those of several clients are joined by their maximum. The owner's are zeros: its pool has what it knows.
+        Those of several clients are joined by their maximum. The owner's are zeros: its pool has the states.
         """
         servers = sorted(self.pool.servers, key=lambda server: server.url)
         found = np.array([[bool(s.tasks) for s in servers], [s.found_stale for s in servers]], dtype=np.int64)

@@ -23,7 +23,7 @@ class ServedModel:
     """The model that the servers run.
 
     shape: sizes; a token id outside the vocabulary is never sent. stop_ids: end tokens. return_routes: whether requests
-    ask for the routed experts.
+    request the routed experts.
     """
 
     shape: ModelShape

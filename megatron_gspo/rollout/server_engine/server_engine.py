@@ -46,7 +46,7 @@ class ServerEngine:
         self._config, self._transport, self._api = config, transport, client.requests.api
         self._processes, self._log = processes, log
         self._loop, self._pool, self._client = client.loop, client.pool, client.requests
-        self._run_id = secrets.token_hex(4)  # tells this run's weights from those of other runs and restarted servers
+        self._run_id = secrets.token_hex(4)  # marks this run's weights among those of other runs
         self.sender = WeightSender(config, transport)
         self._memory_released = False
         self._update: ServerUpdate | None = None

@@ -51,7 +51,7 @@ class PooledServer:
     times_down: since its last valid response. unresponsive: it is down, accepts connections and does not respond.
     reason: why it is down. check_after: no health check before; last_response: of a request (both monotonic seconds).
     tasks: requests in flight; busy_elsewhere_at: when another client last reported some (monotonic seconds).
-    found_stale: a response had other weights, which the owner does not know. down_for_all: it is down for the owner.
+    found_stale: a response had other weights, which the owner has not found. down_for_all: it is down for the owner.
     """
 
     client: ServerClient
