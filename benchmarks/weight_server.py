@@ -76,9 +76,13 @@ class Scheduler:
         self.load_weights(list(zip(body["names"], data.split(sizes), strict=True)))
 
     def update_weights_from_tensor(self, body: dict[str, Any]) -> None:
-        """A request to a custom weight loader; the only one is ours."""
-        assert body["load_format"] == RECEIVER
-        megatron_gspo_receiver.load(self, pickle.loads(base64.b64decode(body["serialized_named_tensors"][0])))
+        """A request to our custom weight loader, or a bucket in the format "flattened_bucket"."""
+        payload = pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))
+        if body["load_format"] == RECEIVER:
+            megatron_gspo_receiver.load(self, payload)
+            return
+        flat = payload["flattened_tensor"]
+        self.load_weights([(each.name, flat[each.start_idx : each.end_idx]) for each in payload["metadata"]])
 
     def load_weights(self, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
         """As a model's."""

@@ -38,6 +38,9 @@ def check_servers(rollout: RolloutConfig, sglang: SGLangConfig) -> None:
         if getattr(sglang, key) and not sglang.uses_receiver:
             fix = "set sglang.weight_transport: distributed and sglang.num_servers, or remove it"
             raise ConfigError(f"sglang.{key}", True, "needs the receiver of servers that the run starts", fix)
+    if sglang.colocated and sglang.weight_transport == "distributed":
+        problem = "servers on the trainer's GPUs (sglang.colocated) can't be in an NCCL group with it"
+        raise ConfigError("sglang.weight_transport", "distributed", problem, "set it to ipc, or to disk")
     if sglang.weight_dir is not None and sglang.weight_transport != "disk":
         problem = f"has no effect with sglang.weight_transport = {show(sglang.weight_transport)}"
         fix = "set sglang.weight_transport: disk, or remove it"

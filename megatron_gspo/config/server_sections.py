@@ -28,8 +28,8 @@ class ServerConfig:
     api_key_file: str | None = None
     """File with the servers' API key on its first line; null: no key."""
     weight_transport: Literal["distributed", "tensor", "disk", "ipc"] = "distributed"
-    """Weights to servers by broadcast in a process group (`distributed`), HTTP (`tensor`), files (`disk`) or shared GPU
-    memory (`ipc`)."""
+    """Weights to servers by broadcast in a process group (`distributed`), HTTP (`tensor`), files (`disk`) or memory
+    handles within a node (`ipc`)."""
     weight_bucket_mb: Annotated[float, Gt(0)] = 512.0
     """Weights that a rank sends at once, in MiB."""
     weight_changes_only: bool = False
@@ -64,8 +64,8 @@ class ServerConfig:
     log_prob_check_action: Literal["warn", "stop"] = "stop"
     """Action when a check exceeds the tolerance."""
     colocated: bool = False
-    """The servers share the trainer's GPUs and release their memory during training; `urls` need
-    --enable-memory-saver."""
+    """The servers share the trainer's GPUs and release their memory during training; not with `distributed`. `urls`
+    need --enable-memory-saver."""
 
     @property
     def uses_receiver(self) -> bool:

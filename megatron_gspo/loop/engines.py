@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from megatron_gspo.environments.episode_source import EpisodeServerSource
 from megatron_gspo.environments.episodes import EpisodeRules
 from megatron_gspo.errors import first_line
 from megatron_gspo.loop.routing import router_noise
+from megatron_gspo.loop.weight_handles import handle_sources
 from megatron_gspo.mcore.process_groups import compute_device, current_groups
-from megatron_gspo.mcore.weight_sources import source_ranks
+from megatron_gspo.mcore.weight_sources import default_sources
 from megatron_gspo.models import ModelShape, read_config
 from megatron_gspo.parallel.rank_zero import run_on_rank_zero
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
@@ -38,7 +40,7 @@ from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
 from megatron_gspo.rollout.sglang.sglang_args import first_server_gpu
 from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch, on_cpu
 from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
-from megatron_gspo.rollout.weight_distribution import WHOLE, WeightDistribution
+from megatron_gspo.rollout.weight_distribution import WHOLE, Source, WeightDistribution
 from megatron_gspo.servers.server_processes import LocalServers
 from megatron_gspo.weight_transport.transport import WeightTransport
 from megatron_gspo.weight_transport.update_group import local_address
@@ -91,7 +93,7 @@ def episode_rules(config: Config) -> EpisodeRules:
 
 
 def _server_source(config: Config, shape: ModelShape, tokenizer: Any) -> ServerSource:
-    rank, sources, clients = dist.get_rank(), weight_sources(config), client_ranks(config)
+    rank, clients = dist.get_rank(), client_ranks(config)
     end_ids = stop_ids(config.model.path, tokenizer, shape.vocab_size)
     model = ServedModel(shape, end_ids, return_routes=config.routing.needs_rollout_routes)
     started: list[LocalServers] = []
@@ -104,6 +106,7 @@ def _server_source(config: Config, shape: ModelShape, tokenizer: Any) -> ServerS
     urls = run_on_rank_zero(start)
     client = engine = sender = None
     try:
+        sources = weight_sources(config, urls)
         if rank in clients:
             client = RolloutClient(
                 urls, config.sglang, model, lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
@@ -114,7 +117,7 @@ def _server_source(config: Config, shape: ModelShape, tokenizer: Any) -> ServerS
             engine = ServerEngine(config.sglang, client, _transport(config), log=log_servers,
                                   processes=started[0] if started else None)  # fmt: skip
             sender = engine.sender
-        elif rank in sources:
+        elif rank in [source.rank for source in sources if source is not None]:
             sender = WeightSender(config.sglang, _transport(config))
     except BaseException:
         for processes in started:
@@ -133,14 +136,15 @@ def client_ranks(config: Config) -> tuple[int, ...]:
     return tuple(rank for rank in first if not on_first_node or rank < _ranks_of_the_first_node())
 
 
-def weight_sources(config: Config) -> tuple[int | None, ...]:
-    """The ranks that send weights to the servers; rank 0 alone where the servers listen on its node only, and ranks of
-    other nodes would have to send them requests."""
-    sources, sglang = source_ranks(current_groups()), config.sglang
-    one_node = sources[-1] < _ranks_of_the_first_node()
-    reached = bool(sglang.urls) and sglang.weight_transport != "ipc"
+def weight_sources(config: Config, urls: Sequence[str]) -> tuple[Source, ...]:
+    """What the ranks send to the servers at `urls`; rank 0 alone sends where the servers listen on its node only, and
+    ranks of other nodes would have to send them requests. A collective."""
+    sources, sglang = default_sources(current_groups()), config.sglang
+    if sglang.weight_transport == "ipc":
+        return handle_sources(config, urls, _ranks_of_the_first_node())
+    one_node = sources[-1].rank < _ranks_of_the_first_node()
     by_rank_zero = sglang.weight_transport == "disk" or sglang.uses_receiver  # who sends all requests
-    return sources if one_node or reached or by_rank_zero else WHOLE
+    return sources if one_node or bool(sglang.urls) or by_rank_zero else WHOLE
 
 
 def _ranks_of_the_first_node() -> int:

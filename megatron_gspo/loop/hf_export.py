@@ -19,11 +19,11 @@ def export(policy: Policy, folder: Path) -> Path:
     """
     run_on_rank_zero(lambda: begin_checkpoint(folder))
     failure = ""
-    for part, source in enumerate(policy.sources):
+    for source in policy.sources:
         stream = policy.weights(source)
-        if source == dist.get_rank():
+        if source.rank == dist.get_rank():
             try:
-                write_part(folder, stream, part=part)
+                write_part(folder, stream, part=source.number)
             except DiskError as error:
                 failure = str(error)
         for _ in stream:  # other ranks take part in it

@@ -14,6 +14,7 @@ from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.errors import SharedEngineError
 from megatron_gspo.mcore.policy import Policy
 from megatron_gspo.rollout.group_source import GroupSource, Weights
+from megatron_gspo.weight_transport.weight_source import WeightSource
 
 
 class OffloadingSource:
@@ -53,9 +54,9 @@ class OffloadingSource:
     def update_weights(self, weights: Weights, *, version: int) -> None:
         """See `GroupSource.update_weights`. A tensor of the stream is valid until the next one is read."""
 
-        def released_at_the_end(source: int | None = None, /) -> Iterator[tuple[str, Tensor]]:
+        def released_at_the_end(source: WeightSource | None = None, /) -> Iterator[tuple[str, Tensor]]:
             yield from weights(source)
-            if source is None or source == self._policy.sources[-1]:  # they send in this order
+            if source is None or source.is_last:
                 self._release()
 
         self._release(keep_weights=True)

@@ -24,9 +24,10 @@ from megatron_gspo.mcore.offload import PolicyMemory
 from megatron_gspo.mcore.policy_tensors import torch_optimizers
 from megatron_gspo.mcore.process_groups import ProcessGroups
 from megatron_gspo.mcore.routing_replay.router_hooks import moe_layer_numbers
-from megatron_gspo.mcore.weight_sources import export_source, source_ranks
+from megatron_gspo.mcore.weight_sources import default_sources, export_source
 from megatron_gspo.models import Family, ModelShape, family_of, read_config
 from megatron_gspo.routing_replay.routes import RouteShape
+from megatron_gspo.weight_transport.weight_source import WeightSource
 
 
 @dataclass
@@ -62,9 +63,9 @@ class Policy:
         return replace(shape, held=tuple(n for chunk in self.chunks for n in moe_layer_numbers(unwrap(chunk))))
 
     @property
-    def sources(self) -> tuple[int, ...]:
+    def sources(self) -> tuple[WeightSource, ...]:
         """The ranks that send weights; see `mcore/weight_sources.py`."""
-        return source_ranks(self.groups)
+        return default_sources(self.groups)
 
     def gather_weights(self, *, always: bool = False) -> None:
         """Gather the updated weights on every rank, to read them without a forward pass.
@@ -77,13 +78,15 @@ class Policy:
             if getattr(chunk, "use_forward_hook", False) or (always and chunk.ddp_config.use_distributed_optimizer):
                 chunk.start_param_sync(force_sync=True)
 
-    def weights(self, source: int | None = None) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, source: WeightSource | None = None) -> Iterator[tuple[str, Tensor]]:
         """Stream the weights under their Hugging Face names; a collective of all ranks.
 
-        ``source``: only what this rank sends (`mcore/weight_sources.py`), to it alone; None: all, to every rank.
+        ``source``: only what it sends (`mcore/weight_sources.py`), to its rank alone; those of an update begin with
+        number 0. None: all, to every rank.
         """
         self.memory.restore_weights()
-        self.gather_weights()
+        if source is None or source.number == 0:  # a collective: the sources after it send at the same time
+            self.gather_weights()
         chunks = [unwrap(chunk) for chunk in self.chunks]
         if source is None:
             return export_weights(chunks, self.family, self.shape, self.groups)

@@ -23,43 +23,39 @@ from megatron_gspo.mcore.hf_weights import (
 )
 from megatron_gspo.mcore.process_groups import ProcessGroups
 from megatron_gspo.models import Family, ModelShape, Shard
+from megatron_gspo.weight_transport.weight_source import WeightSource, numbered
 
 
-def source_ranks(groups: ProcessGroups) -> tuple[int, ...]:
-    """Global ranks of the sources, ascending. The first one of a stage also sends what is not an expert's.
+def default_sources(groups: ProcessGroups) -> tuple[WeightSource, ...]:
+    """The sources, with ascending ranks. The first one of a stage also sends what is not an expert's.
 
     Megatron's order: expert-tensor rank fastest, then the expert-parallel rank, the replicas, the stages.
     """
     experts = range(groups.ep.size())
-    return tuple(
-        first + number * groups.expert_tp.size()
-        for first in range(0, dist.get_world_size(), _ranks_per_stage(groups))
+    return numbered([
+        WeightSource(first + number * groups.expert_tp.size(), shared=number == 0)
+        for first in range(0, dist.get_world_size(), dist.get_world_size() // groups.pp.size())
         for number in experts
-    )
+    ])  # fmt: skip
 
 
-def export_source(source: int, chunks: list[Any], family: Family, shape: ModelShape, groups: ProcessGroups, *,
+def export_source(source: WeightSource, chunks: list[Any], family: Family, shape: ModelShape, groups: ProcessGroups, *,
                   value: Callable[[Tensor], Tensor] = torch.Tensor.detach,
                   piece: int = PIECE) -> Iterator[tuple[str, Tensor]]:
-    """Stream (Hugging Face name, whole tensor) of what the rank ``source`` sends to it; nothing to the other ranks.
+    """Stream (Hugging Face name, whole tensor) of what a source sends to its rank; nothing to the other ranks.
 
     Every rank may call it, and must consume the stream to its end; the source's tensor-parallel ranks have to. The
-    streams of all sources together are `export_weights`. Ranks take part in several of them in the order of
-    `source_ranks`. Memory above the model and ``value``: as `export_weights`.
+    streams of `default_sources` together are `export_weights`. Ranks take part in several of them in the order of the
+    sources. Memory above the model and ``value``: as `export_weights`.
     """
     layers = mapped_layers(chunks, family, shape, groups, value)
     parameters = [mapped for layer in sorted(layers) for mapped in layers[layer]]
-    first_of_stage = groups.pp.rank() * _ranks_per_stage(groups)
-    if dist.get_global_rank(groups.tp, 0) == source == first_of_stage:
+    if source.shared and dist.get_global_rank(groups.tp, 0) == source.rank:
         yield from _export([mapped for mapped in parameters if not mapped.rule.is_expert], groups.tp, shape, groups,
                            piece)  # fmt: skip
-    if dist.get_global_rank(groups.expert_tp, 0) == source:
+    if source.experts and dist.get_global_rank(groups.expert_tp, 0) == source.rank:
         yield from _export([mapped for mapped in parameters if mapped.rule.is_expert], groups.expert_tp, shape, groups,
                            piece)  # fmt: skip
-
-
-def _ranks_per_stage(groups: ProcessGroups) -> int:
-    return dist.get_world_size() // groups.pp.size()
 
 
 def _export(parameters: list[MappedParameter], group: Any, shape: ModelShape, groups: ProcessGroups,

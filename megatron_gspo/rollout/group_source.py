@@ -22,13 +22,15 @@ from torch import Tensor
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.weight_transport.weight_source import WeightSource
 
 
 class Weights(Protocol):
     """Starts a stream of (Hugging Face name, full tensor); producing it is a collective of all ranks."""
 
-    def __call__(self, source: int | None = None, /) -> Iterator[tuple[str, Tensor]]:
-        """source: a rank that sends weights; only it gets its tensors. None: every rank gets all."""
+    def __call__(self, source: WeightSource | None = None, /) -> Iterator[tuple[str, Tensor]]:
+        """source: only its rank gets its tensors; all ranks read the sources in their order. None: every rank gets
+        all."""
         ...
 
 

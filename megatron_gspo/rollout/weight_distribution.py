@@ -14,10 +14,12 @@ from megatron_gspo.rollout.group_source import Weights
 from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.weight_transport.server_endpoints import ServerInfo
 from megatron_gspo.weight_transport.weight_sender import WeightSender
+from megatron_gspo.weight_transport.weight_source import WeightSource
 from megatron_gspo.weight_transport.weight_update import UpdatePlan
 
 T = TypeVar("T")
-WHOLE = (None,)  # the sources, where rank 0 sends all tensors
+Source = WeightSource | None
+WHOLE: tuple[Source, ...] = (None,)  # where rank 0 sends all tensors
 
 
 class _FailedError(Exception):
@@ -28,8 +30,8 @@ class WeightDistribution:
     """Updates the servers from `sources`, in one turn or one after the other; a collective of all ranks."""
 
     def __init__(self, engine: ServerEngine | None, sender: WeightSender | None,
-                 sources: Sequence[int | None] = WHOLE) -> None:  # fmt: skip
-        """engine: on rank 0. sender: on each source. sources: see `mcore/weight_sources.py`."""
+                 sources: Sequence[Source] = WHOLE) -> None:  # fmt: skip
+        """engine: on rank 0. sender: on the rank of each source. sources: see `mcore/weight_sources.py`."""
         self._engine, self._sender, self._sources = engine, sender, tuple(sources)
         self._attempts = itertools.count()
         self._failure: Exception | None = None
@@ -53,37 +55,39 @@ class WeightDistribution:
         if self._sender is not None:
             self._sender.close()
 
-    def _transfer(self, turn: Sequence[int | None], weights: Weights, plan: UpdatePlan,
+    def _transfer(self, turn: Sequence[Source], weights: Weights, plan: UpdatePlan,
                   infos: Sequence[ServerInfo]) -> None:  # fmt: skip
         """The sources of a turn send at the same time; rank 0 gets their reports through the store of all ranks."""
         attempt = next(self._attempts)
-        mine = [source for source in turn if dist.get_rank() == (source or 0)]
+        served = {info.url for source in turn for info in (source.targets(infos) if source else infos)}
+        assert len(served) == len(infos), f"no source sends to {[info.url for info in infos if info.url not in served]}"
+        mine = [number for number, source in enumerate(turn) if dist.get_rank() == (source.rank if source else 0)]
         if plan.with_offers:
             transfer = f"{plan.version}/{attempt}"
-            offers = {source: self._own_sender.offer(infos, transfer) for source in mine}
-            self._report(f"{attempt}/offers", turn, offers, lambda engine, found: engine.receive(found, transfer))
+            offers = {number: self._own_sender.offer(infos, transfer) for number in mine}
+            self._report(f"{attempt}/offers", len(turn), offers, lambda engine, found: engine.receive(found, transfer))
         results = {}
-        for source in turn:
+        for number, source in enumerate(turn):
             stream = weights(source)
-            if source in mine:
-                part = self._sources.index(source)
-                results[source] = self._own_sender.send(infos, stream, version=plan.version, part=part)
+            if number in mine:
+                targets, part = (source.targets(infos), source.number) if source else (infos, 0)
+                results[number] = self._own_sender.send(targets, stream, version=plan.version, part=part)
             for _ in stream:  # producing it is a collective
                 pass
-        self._report(f"{attempt}/results", turn, results, lambda engine, found: engine.record_transfer(found))
+        self._report(f"{attempt}/results", len(turn), results, lambda engine, found: engine.record_transfer(found))
 
     @property
     def _own_sender(self) -> WeightSender:
         assert self._sender is not None, "every source has a sender"
         return self._sender
 
-    def _report(self, name: str, turn: Sequence[int | None], own: Mapping[int | None, Any],
+    def _report(self, name: str, count: int, own: Mapping[int, Any],
                 take: Callable[[Any, list[Any]], None]) -> None:  # fmt: skip
-        """Values of the sources of a turn to rank 0, in the order of the turn; `own`: of this rank."""
+        """Values of the sources of a turn to rank 0, in the order of the turn; `own`: of this rank, by place."""
         store = dist.distributed_c10d._get_default_store()
-        for source, value in own.items():
-            store.set(f"weights/{name}/{source}", pickle.dumps(value))  # type: ignore[arg-type]
-        keys = [f"weights/{name}/{source}" for source in turn]
+        for number, value in own.items():
+            store.set(f"weights/{name}/{number}", pickle.dumps(value))  # type: ignore[arg-type]
+        keys = [f"weights/{name}/{number}" for number in range(count)]
 
         def collect(engine: Any) -> None:
             values = [pickle.loads(store.get(key)) for key in keys]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
+from megatron_gspo.servers.http_client import ServerError
 from megatron_gspo.weight_transport.buckets import Bucket
 from megatron_gspo.weight_transport.server_endpoints import ServerInfo
 from megatron_gspo.weight_transport.sglang_payload import by_handle, by_value, is_this_machine, shared_buffer
@@ -29,8 +31,9 @@ class TensorTransport(WeightTransport):
 class SharedMemoryTransport(WeightTransport):
     """By handle, for servers on this machine: CUDA IPC if the weights are on a GPU, else shared memory.
 
-    Servers copy from the buffer; only handles go over HTTP. Each tensor-parallel rank gets a handle of its own (the
-    references are counted) to the same memory: with CUDA, ranks on other GPUs copy between GPUs, which must have peer
+    Servers copy from the buffer before they answer; only handles go over HTTP. All sources send at the same time: a
+    server takes one request after the other. Each of its tensor-parallel ranks gets a handle of its own (the references
+    are counted) to the same memory: with CUDA, ranks on other GPUs copy between GPUs, which they must see, with peer
     access. Servers need the same user and the same /dev/shm as this process.
 
     Memory: the buffer, or the largest tensor if that is larger.
@@ -39,12 +42,18 @@ class SharedMemoryTransport(WeightTransport):
     device = None
     allocate = staticmethod(shared_buffer)
 
-    def unsupported(self, info: ServerInfo) -> str:
-        """See `WeightTransport.unsupported`: a server on another machine."""
-        host = urlsplit(info.url).hostname or ""
-        if not is_this_machine(host):
-            return f"{host} is another machine, and memory handles work on this one only; use another weight_transport"
-        return super().unsupported(info)
+    def takes_all_sources(self, infos: list[ServerInfo]) -> bool:
+        """See `WeightTransport.takes_all_sources`."""
+        return True
+
+    async def open(self, targets: Mapping[str, Target], timeout: float) -> None:
+        """See `WeightTransport.open`. A server on another machine fails."""
+        await super().open(targets, timeout)
+        for url in targets:
+            if not is_this_machine(urlsplit(url).hostname or ""):
+                problem = "is on another machine, and memory handles work on one; use another weight_transport"
+                self.failures[url] = ServerError(f"server {url}: {problem}", retry=False)
+                del self.targets[url]
 
     async def send(self, bucket: Bucket, timeout: float) -> None:
         """See `WeightTransport.send`."""

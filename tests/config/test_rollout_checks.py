@@ -48,7 +48,7 @@ def test_contradictions_are_refused_at_load(plain: dict, overrides: list[str], k
 
 
 def test_the_trainer_is_offloaded_for_servers_on_its_gpus_unless_that_is_off(plain: dict) -> None:
-    shared = [*SERVERS, "sglang.colocated=true"]
+    shared = [*SERVERS, "sglang.colocated=true", "sglang.weight_transport=ipc"]
     assert [build(plain, *overrides).offloads_trainer for overrides in (
         [], ["rollout.offload_trainer=true"], SERVERS, shared, [*shared, "rollout.offload_trainer=false"]
     )] == [False, True, False, True, False]  # fmt: skip

@@ -49,6 +49,9 @@ REFUSED = {
                        "65535"),
     "no disk": ([*ON_SERVERS, "sglang.weight_dir=/tmp/w"], 'sglang.weight_dir = "/tmp/w": has no effect',
                 "set sglang.weight_transport: disk"),
+    "a group on shared GPUs": ([*ON_SERVERS, "sglang.colocated=true"],
+                               "sglang.weight_transport = \"distributed\": servers on the trainer's GPUs",
+                               "set it to ipc"),
     "no such route": ([*ON_SERVERS, "sglang.weight_transport=pigeon"], 'sglang.weight_transport = "pigeon"',
                       "distributed"),
     "overlap alone": ([*ON_SERVERS, "rollout.overlap=true"], "rollout.overlap = true", "max_staleness to 1 or more"),
@@ -91,7 +94,8 @@ def test_a_password_in_a_url_is_not_shown(plain):
 @pytest.mark.parametrize("overrides", [
     [], ["rollout.overlap=true", "rollout.max_staleness=1"], ["rollout.oversampling=1.5"],
     ["rollout.oversampling=2", "rollout.max_staleness=1"], ["rollout.oversampling=3", "rollout.max_staleness=2"],
-    ["sglang.weight_transport=disk", "sglang.weight_dir=/tmp/w"], ["sglang.colocated=true"],
+    ["sglang.weight_transport=disk", "sglang.weight_dir=/tmp/w"],
+    ["sglang.colocated=true", "sglang.weight_transport=ipc"],
 ])  # fmt: skip
 def test_what_can_work_is_not(plain, overrides):
     assert build(plain, *ON_SERVERS, *overrides).rollout.engine == "sglang"

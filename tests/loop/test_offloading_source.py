@@ -12,6 +12,7 @@ from megatron_gspo.errors import SharedEngineError
 from megatron_gspo.loop.offloading_source import OffloadingSource
 from megatron_gspo.mcore.offload import PolicyMemory
 from megatron_gspo.train import train
+from megatron_gspo.weight_transport.weight_source import WeightSource, numbered
 from tests.support.distributed import run_distributed
 from tests.support.training_runs import base_config, records, tiny_model
 
@@ -61,13 +62,13 @@ class Source:
 
 def build() -> tuple[OffloadingSource, Source, Any, list[str]]:
     events: list[str] = []
-    policy: Any = SimpleNamespace(memory=Memory(events, "policy"), sources=(0, 2))
+    policy: Any = SimpleNamespace(memory=Memory(events, "policy"))
     reference: Any = SimpleNamespace(memory=Memory(events, "reference"))
     inner = Source(events)
     return OffloadingSource(inner, policy, reference), inner, policy, events
 
 
-def stream(source: int | None = None, /) -> Any:
+def stream(source: WeightSource | None = None, /) -> Any:
     yield from (("a", None), ("b", None))
 
 
@@ -89,9 +90,10 @@ def test_the_devices_are_the_engines_from_a_weight_update_to_a_pause() -> None:
     list(inner.weights())  # for a server that has lost them
     assert events == both
     events.clear()
-    list(inner.weights(0))  # one source after the other
+    first, last = numbered([WeightSource(0), WeightSource(2)])
+    list(inner.weights(first))  # one source after the other
     assert events == []
-    list(inner.weights(2))
+    list(inner.weights(last))
     assert events == both
     for call in (source.pending, source.metrics, source.close):
         call()

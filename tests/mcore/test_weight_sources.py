@@ -16,7 +16,7 @@ from megatron_gspo.config import ParallelConfig
 from megatron_gspo.mcore import weight_sources
 from megatron_gspo.mcore.hf_weights import load_weights
 from megatron_gspo.mcore.model import build_model
-from megatron_gspo.mcore.weight_sources import export_source, source_ranks
+from megatron_gspo.mcore.weight_sources import default_sources, export_source
 from megatron_gspo.models import family_of, read_config
 from tests.support.configs import model_config, parallel
 from tests.support.distributed import run_distributed
@@ -74,12 +74,12 @@ def sent(rank: int, world_size: int, models: dict[str, str]) -> list[Any]:
         for piece in (16 * 2**20, 3000):
             weight_sources.dist = spy = OnlyGathers()
             mine: list[tuple[str, torch.Tensor]] = []
-            for source in source_ranks(groups):
+            for source in default_sources(groups):
                 stream = export_source(source, chunks, family, shape, groups, piece=piece)
                 tensors = [(name, tensor.clone()) for name, tensor in stream]
-                assert not tensors or source == rank
+                assert not tensors or source.rank == rank
                 mine += tensors
-            found.append((source_ranks(groups), mine, spy.received))
+            found.append((tuple(source.rank for source in default_sources(groups)), mine, spy.received))
             weight_sources.dist = dist
     return found
 
@@ -106,7 +106,7 @@ def memory_of_a_stream(rank: int, world_size: int, path: str, layout: ParallelCo
     chunks = build_model(shape, layout, model_config(), groups)
     total, largest = 0, 2 * max(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())
     with LiveStorages() as live:
-        for source in source_ranks(groups):
+        for source in default_sources(groups):
             for _, tensor in export_source(source, chunks, family, shape, groups, piece=8192):
                 total += tensor.nbytes
     return live.peak, largest, total

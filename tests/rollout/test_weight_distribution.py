@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,12 @@ from megatron_gspo.rollout.weight_distribution import WHOLE, WeightDistribution
 from megatron_gspo.servers.http_client import ServerClient
 from megatron_gspo.weight_transport.receiver.megatron_gspo_receiver import checksum as receiver_checksum
 from megatron_gspo.weight_transport.weight_sender import WeightSender
+from megatron_gspo.weight_transport.weight_source import WeightSource, numbered
 from megatron_gspo.weight_transport.weight_update import make_transport
 from tests.support.distributed import run_distributed
 from tests.support.sglang_generator import MODEL
 
-SOURCES = (0, 1, 3)  # of 4 ranks
+SOURCES = numbered([WeightSource(rank) for rank in (0, 1, 3)])  # of 4 ranks
 COUNT = 6  # tensors of each
 
 
@@ -47,7 +49,8 @@ class Rank:
         made = make_transport(config, SGLangWeightEndpoints())
         self.rank, self.version = dist.get_rank(), 0
         self.engine = None
-        sender = WeightSender(config, made) if self.rank in sources else None
+        sends = self.rank in [source.rank for source in sources if source]
+        sender = WeightSender(config, made) if sends else None
         if self.rank == 0:
             client = RolloutClient(urls, config, MODEL, str, api=SGLangAPI(), log=lambda line: None)
             self.engine = ServerEngine(config, client, made, log=lambda line: None)
@@ -56,15 +59,15 @@ class Rank:
         self.at: Any = lambda number: None
         self.streams = 0
 
-    def weights(self, source: int | None = None, /) -> Iterator[tuple[str, torch.Tensor]]:
-        """A collective of the source and the next rank, as of tensor-parallel ranks; None: of all."""
-        mine = source is None or source == self.rank
+    def weights(self, source: WeightSource | None = None, /) -> Iterator[tuple[str, torch.Tensor]]:
+        """None: the tensors of all sources, on every rank."""
+        mine = source is None or source.rank == self.rank
         self.streams += mine
         for each in SOURCES if source is None else (source,):
             for number in range(COUNT):
                 if mine:
                     self.at(number)
-                    yield f"{each}.{number}", tensor(each, number, self.version)
+                    yield f"{each.rank}.{number}", tensor(each.rank, number, self.version)
 
     def update(self, version: int) -> Exception | None:
         self.version = version
@@ -82,8 +85,8 @@ def held(rank: Rank, url: str) -> dict[str, Any]:
     return rank.engine._loop.run(client.get("/held", timeout=20.0))
 
 
-def truth(version: int) -> dict[str, int]:
-    return {f"{s}.{n}": checksum(tensor(s, n, version)) for s in SOURCES for n in range(COUNT)}
+def truth(version: int, ranks: tuple[int, ...] = (0, 1, 3)) -> dict[str, int]:
+    return {f"{rank}.{n}": checksum(tensor(rank, n, version)) for rank in ranks for n in range(COUNT)}
 
 
 def two_updates(number: int, world: int, servers: list[tuple[str, int]], sources: Any, receiver: int) -> Any:
@@ -131,6 +134,32 @@ def test_a_server_that_dies_is_dropped(receiver: int) -> None:
     server, failures = found[0][0]
     assert server["held"] == truth(3) and failures == []
     assert [streams for _, streams in found] == ([4, 4, 0, 4] if receiver else [3, 4, 0, 3])
+
+
+def by_handles(number: int, world: int, servers: list[tuple[str, int]]) -> Any:
+    """Each source waits in the middle of its tensors until the others are there."""
+    first, second = [url for url, _ in servers]
+    sources = numbered([WeightSource(0, servers=(first,)), WeightSource(1, servers=(first, second)),
+                        WeightSource(3, servers=(second,))])  # fmt: skip
+    rank, store = Rank([first, second], "ipc", "", sources), dist.distributed_c10d._get_default_store()
+
+    def meet(at: int) -> None:
+        if at == COUNT // 2:
+            store.set(f"half/{rank.version}/{number}", "")
+            store.wait([f"half/{rank.version}/{other}" for other in (0, 1, 3)], timedelta(seconds=20))
+
+    rank.at = meet
+    assert rank.update(1) is None and rank.update(2) is None
+    found = [held(rank, url) for url in (first, second)] if number == 0 else []
+    rank.close()
+    return found
+
+
+def test_sources_hand_their_tensors_to_the_servers_beside_them_at_the_same_time() -> None:
+    with weight_servers(*[(None, "127.0.0.1")] * 2) as servers:
+        first, second = run_distributed(by_handles, 4, servers)[0]
+    assert first["held"] == truth(2, (0, 1)) and second["held"] == truth(2, (1, 3))
+    assert first["buckets"] == second["buckets"] == 2 * 2 * 2, "two updates of two sources, with two buckets each"
 
 
 def only_changes(number: int, world: int, url: str) -> Any:

@@ -79,6 +79,17 @@ def test_each_way_of_the_weights(servers: LocalServers, model: str, tmp_path: Pa
     check_ledger(tmp_path / "run", batch=4, n=4, staleness=0)
 
 
+@pytest.mark.parametrize("layout", ["expert_model_parallel_size", "pipeline_model_parallel_size"])
+def test_two_ranks_hand_over_their_own_tensors(servers: LocalServers, model: str, tmp_path: Path, layout: str) -> None:
+    """Half of the experts, or of the layers, are on each rank; the servers get handles to the memory of both."""
+    found = run(model, tmp_path / "run", servers.urls, processes=2, parallel={layout: 2},
+                sglang={"weight_transport": "ipc", "log_prob_check_interval": 1}, training={"steps": 3})  # fmt: skip
+    assert len(found) == 3
+    for record in found:
+        assert record["mismatch/abs_diff_max"] < AGREEMENT and record["log_prob_check/abs_diff_max"] < AGREEMENT
+        assert record["rollout/servers"] == 2.0 and record["ratio_token/max"] > 1.001
+
+
 def test_one_step_ahead_on_two_ranks(servers: LocalServers, model: str, tmp_path: Path) -> None:
     found = run(model, tmp_path / "run", servers.urls, 2, parallel={"expert_model_parallel_size": 2},
                 rollout={"max_staleness": 1, "overlap": True}, training={"steps": 5})  # fmt: skip

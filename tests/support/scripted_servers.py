@@ -17,6 +17,7 @@ from megatron_gspo.rollout.server_engine.rollout_client import PoolState
 from megatron_gspo.rollout.server_engine.server_api import ServedModel
 from megatron_gspo.rollout.server_source import ServerSource
 from megatron_gspo.weight_transport.transport import Sent
+from megatron_gspo.weight_transport.weight_source import WeightSource
 from megatron_gspo.weight_transport.weight_update import UpdatePlan
 from tests.support.samples import make_prompt
 from tests.support.scripted_engine import ScriptedEngine, ScriptedResponse
@@ -160,7 +161,7 @@ SAMPLING = SamplingParams(n_samples_per_prompt=2, max_response_length=8)
 PROMPTS = [make_prompt(i, text="ab" * (i + 1)) for i in range(5)]
 
 
-def collective_weights(source: int | None = None, /) -> Iterator[tuple[str, torch.Tensor]]:
+def collective_weights(source: WeightSource | None = None, /) -> Iterator[tuple[str, torch.Tensor]]:
     """A stream that is a collective, as the policy's."""
     for name in ("a", "b"):
         value = torch.ones(2)

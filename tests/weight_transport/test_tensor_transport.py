@@ -55,3 +55,16 @@ def test_by_handle_the_bytes_stay_and_every_rank_gets_one() -> None:
     [payloads] = endpoints.sent
     assert len(payloads) == 2 and bucket.data.is_shared()
     assert bucket.data.numpy().tobytes() not in payloads[0]
+
+
+def test_by_handle_a_server_on_another_machine_fails() -> None:
+    transport, far = SharedMemoryTransport(Endpoints()), replace(INFO, url="http://192.0.2.1:30000")  # type: ignore[arg-type]
+    targets = {info.url: Target(SimpleNamespace(), info) for info in (INFO, far)}  # type: ignore[arg-type]
+
+    async def run() -> Sent:
+        await transport.open(targets, 5.0)
+        return await transport.finish(5.0)
+
+    [(url, error)] = asyncio.run(run()).failures.items()
+    assert url == far.url and f"server {url}: is on another machine" in str(error)
+    assert list(transport.targets) == [INFO.url]

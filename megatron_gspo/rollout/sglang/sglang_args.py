@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megatron_gspo.errors import InputError
 from megatron_gspo.servers.server_args import option
 
-_BASE_GPU = "--base-gpu-id"
+BASE_GPU = "--base-gpu-id"
 
 
 def gpus_per_server(server_args: Sequence[str]) -> int:
@@ -35,15 +35,15 @@ def first_server_gpu(
     Raises InputError if a server would share a GPU with the trainer and is not colocated, or if there are too few.
     """
     default = 0 if colocated else trainer_gpus
-    given = option(server_args, _BASE_GPU)
+    given = option(server_args, BASE_GPU)
     if given is not None and not given.isdecimal():
-        raise InputError(f"sglang.server_args: {_BASE_GPU} {given}: must be a GPU's index")
+        raise InputError(f"sglang.server_args: {BASE_GPU} {given}: must be a GPU's index")
     first = default if given is None else int(given)
     end = first + num_servers * gpus_per_server(server_args)
     if first < trainer_gpus and not colocated:
         raise InputError(
-            f"sglang.server_args: {_BASE_GPU} {first}: the trainer uses the GPUs 0 to {trainer_gpus - 1}; "
-            f"set {_BASE_GPU} to {trainer_gpus} or more, or sglang.colocated=true"
+            f"sglang.server_args: {BASE_GPU} {first}: the trainer uses the GPUs 0 to {trainer_gpus - 1}; "
+            f"set {BASE_GPU} to {trainer_gpus} or more, or sglang.colocated=true"
         )
     if end > visible_gpus:
         raise InputError(

@@ -1,0 +1,118 @@
+"""The ranks that send weights to servers and files, as plain data; which rank hands which tensors to which server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron_gspo.config import ConfigError, ParallelConfig
+from megatron_gspo.weight_transport.server_endpoints import ServerInfo
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """A rank and what it sends: of its pipeline stage, what is not an expert's (`shared`), and its own `experts`.
+
+    servers: URLs of those that it sends to; None: all. number: place among the `count` sources of an update.
+    """
+
+    rank: int
+    shared: bool = True
+    experts: bool = True
+    servers: tuple[str, ...] | None = None
+    number: int = 0
+    count: int = 1
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no source follows it."""
+        return self.number == self.count - 1
+
+    def targets(self, infos: Sequence[ServerInfo]) -> list[ServerInfo]:
+        """Those of these servers that it sends to."""
+        return [info for info in infos if self.servers is None or info.url in self.servers]
+
+
+@dataclass(frozen=True)
+class ServerPlace:
+    """Where a server runs. node: whose ranks are `node * ranks_per_node` and the following; None: a machine without
+    ranks. gpus: those of its ranks, as local ranks of the node."""
+
+    url: str
+    node: int | None
+    gpus: range
+
+
+def numbered(sources: Sequence[WeightSource]) -> tuple[WeightSource, ...]:
+    """The sources of an update, in the order in which the ranks read their streams."""
+    return tuple(replace(source, number=number, count=len(sources)) for number, source in enumerate(sources))
+
+
+def hand_over(parallel: ParallelConfig, world: int, ranks_per_node: int,
+              places: Sequence[ServerPlace]) -> tuple[WeightSource, ...]:  # fmt: skip
+    """The sources of an update by memory handles, which work within a node: every server gets each stage's shared
+    tensors and each expert-parallel rank's experts from the nearest rank of its node that has them.
+
+    A server's tensor-parallel ranks all get handles to the same whole tensors and copy their slices. Nearest: on one of
+    the server's GPUs, else by the difference of the GPUs' numbers, then the lowest rank.
+
+    Raises ConfigError for a server on no rank's node, or on a node that does not hold the whole model.
+    """
+    taken: dict[tuple[int, bool], list[str]] = {}  # (rank, whether experts) -> servers
+    for place in places:
+        if place.node is None:
+            problem = f"server {place.url} is not on a machine of the ranks, and memory handles work within one"
+            raise _refusal(problem)
+        first = place.node * ranks_per_node
+        ranks = range(first, min(first + ranks_per_node, world))
+        for part, holders in _holders(parallel, world, ranks).items():
+            if not holders:
+                problem = (f"server {place.url} is on the node of ranks {ranks[0]} to {ranks[-1]}, none of which "
+                           f"sends {part}, and memory handles work within a node")  # fmt: skip
+                raise _refusal(problem)
+            nearest = min(holders, key=lambda rank: (_distance(rank - first, place.gpus), rank))
+            servers = taken.setdefault((nearest, part.expert is not None), [])
+            if place.url not in servers:
+                servers.append(place.url)
+    return numbered([WeightSource(rank, not experts, experts, tuple(taken[rank, experts]))
+                     for rank, experts in sorted(taken)])  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one source of a stage sends: the experts of an expert-parallel rank; None: what is not an expert's."""
+
+    stage: int
+    expert: int | None
+
+    def __str__(self) -> str:
+        experts = f"the experts of expert-parallel rank {self.expert}"
+        return f"{'the parameters but experts' if self.expert is None else experts} of pipeline stage {self.stage}"
+
+
+def _holders(parallel: ParallelConfig, world: int, ranks: range) -> dict[_Part, list[int]]:
+    """The ranks among `ranks` that can send each part: the first of the tensor-parallel group that holds it.
+
+    Megatron's order: tensor-parallel rank fastest, then context and data, the stages slowest; of experts: the
+    expert-tensor rank fastest, then the expert-parallel rank, the replicas, the stages.
+    """
+    tensor, per_stage = parallel.tensor_model_parallel_size, world // parallel.pipeline_model_parallel_size
+    expert_tensor, expert = parallel.expert_tensor_size, parallel.expert_model_parallel_size
+    found: dict[_Part, list[int]] = {}
+    for stage in range(parallel.pipeline_model_parallel_size):
+        held = [rank for rank in ranks if rank // per_stage == stage]
+        found[_Part(stage, None)] = [rank for rank in held if rank % tensor == 0]
+        for number in range(expert):
+            found[_Part(stage, number)] = [
+                rank for rank in held if rank % expert_tensor == 0 and rank // expert_tensor % expert == number
+            ]
+    return found
+
+
+def _distance(gpu: int, gpus: range) -> int:
+    return 0 if gpu in gpus else min(abs(gpu - gpus[0]), abs(gpu - gpus[-1]))
+
+
+def _refusal(problem: str) -> ConfigError:
+    fix = "set it to disk or tensor, or choose a layout in which each node with servers holds the whole model"
+    return ConfigError("sglang.weight_transport", "ipc", problem, fix)

@@ -1,0 +1,58 @@
+"""Who sends memory handles to which servers on the machines of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron_gspo.config import Config, ConfigError, ServerConfig
+from megatron_gspo.loop.weight_handles import handle_sources, server_places
+from megatron_gspo.rollout.weight_distribution import WHOLE
+from tests.support.distributed import run_distributed
+from tests.support.training_runs import base_config
+
+HERE, ALSO_HERE, FAR = "http://127.0.0.1:30000", "http://localhost:30001", "http://192.0.2.1:30000"
+
+
+def test_servers_of_the_run_have_the_gpus_of_their_arguments() -> None:
+    def places(*args: str, colocated: bool = True) -> list[tuple[int | None, range]]:
+        config = ServerConfig(num_servers=2, server_args=args, colocated=colocated)
+        return [(place.node, place.gpus) for place in server_places(config, ["a", "b"], [0, 0], 8)]
+
+    assert places() == [(0, range(1)), (0, range(1, 2))]
+    assert places("--tp-size", "4") == [(0, range(4)), (0, range(4, 8))]
+    assert places("--tp-size", "2", "--base-gpu-id", "4") == [(0, range(4, 6)), (0, range(6, 8))]
+    assert places(colocated=False) == [(0, range(8, 9)), (0, range(9, 10))]
+
+
+def test_other_servers_share_the_gpus_of_their_node_in_their_order() -> None:
+    config = ServerConfig(urls=("a", "b", "c", "d"))
+    found = server_places(config, config.urls, [1, 0, 1, None], 8)
+    assert [(place.url, place.gpus) for place in found] == [
+        ("a", range(4)), ("b", range(8)), ("c", range(4, 8)), ("d", range(8))]  # fmt: skip
+
+
+def sources_of(rank: int, world: int, cases: list[tuple[dict[str, int], list[str], int]]) -> list[Any]:
+    found: list[Any] = []
+    for layout, urls, ranks_per_node in cases:
+        made = Config.from_dict(base_config("model", Path("run"), parallel=layout, rollout={"engine": "sglang"},
+                                            sglang={"urls": urls, "weight_transport": "ipc"}))  # fmt: skip
+        try:
+            found.append(handle_sources(made, urls, ranks_per_node))
+        except ConfigError as error:
+            found.append(str(error))
+    return found
+
+
+def test_every_rank_finds_the_same_sources_and_a_server_elsewhere_is_refused() -> None:
+    """Two nodes of two ranks; a server at a loopback address is on the first."""
+    stages = {"pipeline_model_parallel_size": 2}
+    cases = [({}, [HERE + "/", ALSO_HERE], 2), ({}, [HERE, FAR], 2), (stages, [HERE], 2), (stages, [HERE], 4)]
+    by_rank = run_distributed(sources_of, 4, cases)
+    assert all(found == by_rank[0] for found in by_rank)
+    near, far, split, whole = by_rank[0]
+    assert [(s.rank, s.shared, s.servers) for s in near] == [
+        (0, True, (HERE,)), (0, False, (HERE,)), (1, True, (ALSO_HERE,)), (1, False, (ALSO_HERE,))]  # fmt: skip
+    assert far.startswith(f'sglang.weight_transport = "ipc": server {FAR} is not on a machine of the ranks')
+    assert split == WHOLE, "the first node lacks a stage: rank 0 gathers all"
+    assert [s.rank for s in whole] == [0, 0, 2, 2]

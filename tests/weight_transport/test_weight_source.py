@@ -1,0 +1,114 @@
+"""Which rank hands which tensors to which server, against Megatron's own groups, in worlds without processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from megatron.core.parallel_state import RankGenerator
+
+import megatron_gspo.mcore  # noqa: F401  Megatron's patches
+from megatron_gspo.config import ConfigError, ParallelConfig
+from megatron_gspo.weight_transport.weight_source import ServerPlace, WeightSource, hand_over, numbered
+from tests.support.configs import parallel
+
+NODE = 8
+# (layout, ranks)
+WHOLE_ON_A_NODE = {
+    "one GPU": (parallel(), 1),
+    "30B, one node": (parallel(tensor=4, expert=8), 8),
+    "30B, one node of stages": (parallel(pipeline=4), 8),
+    "30B, two nodes": (parallel(tensor=4, expert=8), 16),
+    "stages and experts": (parallel(tensor=2, pipeline=2, expert=2), 8),
+    "split experts": (parallel(tensor=2, expert=2, expert_tensor=2, context=2), 32),
+    "replicas": (parallel(tensor=2, expert=2), 512),
+    "many": (parallel(tensor=4, expert=8), 512),
+}  # fmt: skip
+
+
+def places(world: int, gpus: int) -> list[ServerPlace]:
+    """Servers on all GPUs."""
+    found = []
+    for first in range(0, world, gpus):
+        node, gpu = divmod(first, NODE)
+        found.append(ServerPlace(f"http://node{node}:{gpu}", node, range(gpu, gpu + gpus)))
+    return found
+
+
+def groups(layout: ParallelConfig, world: int) -> tuple[Any, Any, list[list[int]]]:
+    """First ranks of the tensor-parallel groups; expert-parallel rank of each first rank of an expert-tensor-parallel
+    group; the ranks of each stage: by Megatron."""
+    pp = layout.pipeline_model_parallel_size
+    rest = world // layout.tensor_model_parallel_size // pp // layout.context_parallel_size
+    dense = RankGenerator(tp=layout.tensor_model_parallel_size, ep=1, dp=rest, pp=pp, cp=layout.context_parallel_size,
+                          order="tp-cp-ep-dp-pp")  # fmt: skip
+    etp, ep = layout.expert_tensor_size, layout.expert_model_parallel_size
+    sparse = RankGenerator(tp=etp, ep=ep, dp=world // etp // ep // pp, pp=pp, cp=1, order="tp-cp-ep-dp-pp")
+    experts = {rank: group.index(rank) for group in sparse.get_ranks("ep") for rank in group}
+    firsts = {group[0] for group in sparse.get_ranks("tp")}
+    stages = [[] for _ in range(pp)]
+    for group in dense.get_ranks("pp"):
+        for stage, rank in enumerate(group):
+            stages[stage].append(rank)
+    return {group[0] for group in dense.get_ranks("tp")}, {r: e for r, e in experts.items() if r in firsts}, stages
+
+
+@pytest.mark.parametrize("case", WHOLE_ON_A_NODE)
+@pytest.mark.parametrize("gpus", [1, 2, 8])
+def test_every_server_gets_every_tensor_once_from_its_own_node(case: str, gpus: int) -> None:
+    layout, world = WHOLE_ON_A_NODE[case]
+    shared, experts, stages = groups(layout, world)
+    servers = places(world, min(gpus, world))
+    sources = hand_over(layout, world, NODE, servers)
+    assert sources == numbered(sources) and len({(s.rank, s.shared) for s in sources}) == len(sources)
+    for server in servers:
+        own = [source for source in sources if server.url in source.servers]
+        assert all(source.rank // NODE == server.node and source.shared is not source.experts for source in own)
+        assert {s.rank for s in own if s.shared} <= shared and {s.rank for s in own if s.experts} <= set(experts)
+        for ranks in stages:
+            mine = [source for source in own if source.rank in ranks]
+            assert sum(source.shared for source in mine) == 1
+            found = sorted(experts[source.rank] for source in mine if source.experts)
+            assert found == list(range(layout.expert_model_parallel_size))
+
+
+def test_a_server_is_served_by_the_ranks_on_its_gpus_where_they_hold_the_tensors() -> None:
+    layout = parallel(tensor=2, expert=2)
+    by_rank = {(s.rank, s.experts): s.servers for s in hand_over(layout, 16, NODE, places(16, 2))}
+    expected = {}
+    for first in range(0, 16, 2):
+        url = (f"http://node{first // NODE}:{first % NODE}",)
+        expected |= {(first, False): url, (first, True): url, (first + 1, True): url}
+    assert by_rank == expected
+
+
+def test_a_rank_hands_its_tensors_to_all_servers_that_have_no_nearer_one() -> None:
+    layout = parallel(pipeline=2)  # stage 0 on the ranks 0 to 3, stage 1 on 4 to 7
+    found = hand_over(layout, 8, NODE, places(8, 4))
+    low, high = "http://node0:0", "http://node0:4"
+    assert [(s.rank, s.shared, s.servers) for s in found] == [
+        (0, True, (low,)), (0, False, (low,)), (3, True, (high,)), (3, False, (high,)),
+        (4, True, (low, high)), (4, False, (low, high))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "world", "lacks"), [
+    (parallel(tensor=4, pipeline=2, expert=4), 16, "the parameters but experts of pipeline stage 1"),  # 30B
+    (parallel(tensor=4, pipeline=8, expert=8), 512, "the parameters but experts of pipeline stage 1"),  # 235B
+    (parallel(tensor=4, expert=16), 512, "the experts of expert-parallel rank 8 of pipeline stage 0"),
+])  # fmt: skip
+def test_a_node_without_a_part_of_the_model_is_refused(layout: ParallelConfig, world: int, lacks: str) -> None:
+    words = f"server http://node0:0 is on the node of ranks 0 to 7, none of which sends {lacks}, .*; set it to disk"
+    with pytest.raises(ConfigError, match=f'^sglang.weight_transport = "ipc": {words}'):
+        hand_over(layout, world, NODE, places(world, 8))
+
+
+def test_a_server_on_no_machine_of_the_ranks_is_refused() -> None:
+    with pytest.raises(ConfigError, match='= "ipc": server http://a:1 is not on a machine of the ranks.*; set it to'):
+        hand_over(parallel(), 1, 1, [ServerPlace("http://a:1", None, range(1))])
+
+
+def test_sources_know_their_place_and_their_servers() -> None:
+    infos: Any = [type("Info", (), {"url": url}) for url in ("a", "b")]
+    every, some = numbered([WeightSource(3), WeightSource(1, servers=("b", "c"))])
+    assert [(s.number, s.count, s.is_last) for s in (every, some)] == [(0, 2, False), (1, 2, True)]
+    assert every.targets(infos) == infos and some.targets(infos) == infos[1:]
