@@ -35,10 +35,10 @@ compare: install
 collapse:
 	$(MAKE) compare COMPARISON=examples/collapse/small.yaml
 
-# JOBS processes take test files in turn; JOBS=0 is one process, for a debugger. test: every eighth layout, no slow tests.
+# JOBS processes take test files in turn; JOBS=0 is one process, for a debugger. test: every 16th layout, no slow tests.
 PYTEST = $(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 test: install
-	$(PYTEST) -m "not slow" --every 8 $(ARGS)
+	$(PYTEST) -m "not slow" --every 16 $(ARGS)
 
 test-all: install
 	$(PYTEST) $(ARGS)
