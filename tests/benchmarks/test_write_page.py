@@ -36,13 +36,12 @@ ROWS = (row("time", 1.21, benchmark="step", target=1.1, note="busy"), row("bytes
 
 
 def test_the_page_has_tables_misses_commands_and_machine():
-    text = page(result(*ROWS, not_compared={"log": {"liger": "needs triton"}}))
+    text = page(result(*ROWS))
     assert "Targets: 1 of 2 reached." in text
     assert "- step: time, against peer: 1.21 for <= 1.1, 10 % off (busy)" in text
     assert "Fast CPU, 2 cores, Linux, load 0.1 at the start, 2026-01-02, 2 minutes." in text
     assert "python 3.11, torch 2, verl 9." in text
-    assert "| step | `python benchmarks/step.py` | 1 | 0 of 1 |" in text and "- log: liger: needs triton" in text
-    assert "Not compared" not in page(result(*ROWS))
+    assert "| step | `python benchmarks/step.py` | 1 | 0 of 1 |" in text
 
 
 def test_misses_count_from_the_target_and_of_what_it_asks():
