@@ -45,8 +45,7 @@ ROUTING = (
     SeededBug(
         "recorded routes of a stage in the order of another", "design", RESULTS,
         "    layers = sorted(micro_batches[0].layers)\n", "    layers = sorted(micro_batches[0].layers)[::-1]\n",
-        ("tests/mcore/routing_replay/test_stage_routes.py::"
-         "test_routes_of_the_own_layers_do_what_those_of_all_layers_do", COUNTED),
+        (COUNTED,),
     ),
     SeededBug(
         "routes one layer late", "design", ROUTES,
