@@ -29,6 +29,7 @@ _ONE_SIGN = _GROWING + _EQUAL  # bins of positive log-ratios; as many are negati
 _PART = 128  # bins that are summed before ranks exchange them
 _PARTS = -(-(2 * _ONE_SIGN + 1) // _PART)
 _BINS = _PARTS * _PART
+_PIECE = 1 << 16  # log-ratios
 
 Reduce = Callable[[Tensor], Tensor]
 """Combines a tensor over ranks."""
@@ -45,7 +46,9 @@ class RatioHistogram:
     def of(cls, log_ratio: Tensor) -> RatioHistogram:
         """Of log-ratios [m], m >= 0. NaN counts as the largest."""
         d = log_ratio.detach().double().cpu()
-        counts = torch.bincount(_bins_of(d), minlength=_BINS)
+        counts = torch.zeros(_BINS, dtype=torch.long)
+        for piece in d.split(_PIECE):  # whose temporaries stay in a core's cache
+            counts += torch.bincount(_bins_of(piece), minlength=_BINS)
         if not d.numel():
             return cls(counts, torch.full((2,), -math.inf, dtype=torch.float64))
         return cls(counts, torch.stack([-d.min(), d.max()]))

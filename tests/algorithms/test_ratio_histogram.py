@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megatron_gspo.algorithms.ratio_histogram import (
     _BINS,
     _LARGEST,
+    _PIECE,
     QUANTILES,
     RELATIVE_ERROR,
     RatioHistogram,
@@ -71,6 +72,13 @@ def test_every_bin_by_its_borders():
         centres = _centres(bins.unique())
         assert torch.equal(_bins_of(centres), bins.unique())
     assert _bins_of(torch.tensor([0.0, 1e-9, -1e-9])).unique().numel() == 1
+
+
+def test_pieces_are_counted_once():
+    """Each of three values is in one piece, two or all."""
+    values = torch.cat([torch.full((_PIECE,), -0.5), torch.full((_PIECE + 1,), 0.25), torch.zeros(3)])
+    counts = RatioHistogram.of(values).counts
+    assert counts[counts > 0].tolist() == [_PIECE, 3, _PIECE + 1]
 
 
 def test_extremes_beyond_the_range_are_exact():
