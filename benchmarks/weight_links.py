@@ -35,6 +35,7 @@ from megatron_gspo.weight_transport.server_endpoints import ServerInfo
 from megatron_gspo.weight_transport.transport import Sent, Target, WeightTransport
 from megatron_gspo.weight_transport.update_group import UpdateGroup
 from megatron_gspo.weight_transport.weight_sender import WeightSender
+from megatron_gspo.weight_transport.weight_source import WeightSource, numbered
 from megatron_gspo.weight_transport.weight_update import ServerUpdate, UpdatePlan, make_transport
 from tests.support.network_hosts import Host, hosts, ip, why_not
 
@@ -150,7 +151,8 @@ def _distribution(given: dict[str, Any], update: Update) -> WeightDistribution:
     if update.one_group_each:
         transport = OneGroupPerServer(SGLangWeightEndpoints(), address=given["address"])
     servers: Any = _Servers(given["urls"], transport) if given["rank"] == 0 else None
-    return WeightDistribution(servers, WeightSender(config, transport), range(update.sources))
+    sources = numbered([WeightSource(rank) for rank in range(update.sources)])
+    return WeightDistribution(servers, WeightSender(config, transport), sources)
 
 
 def rank_main(given: dict[str, Any], update: Update, result: Connection | None) -> None:
@@ -165,9 +167,9 @@ def rank_main(given: dict[str, Any], update: Update, result: Connection | None) 
     distribution = _distribution(given, update)
     own = torch.ones(_TENSORS // update.sources, int(update.mebibytes * 2**20) // _TENSORS, dtype=torch.uint8)
 
-    def weights(source: int | None = None, /) -> Iterator[tuple[str, torch.Tensor]]:
-        if source == rank:
-            yield from ((f"{source}.{number}", tensor) for number, tensor in enumerate(own))
+    def weights(source: WeightSource | None = None, /) -> Iterator[tuple[str, torch.Tensor]]:
+        if source is not None and source.rank == rank:
+            yield from ((f"{rank}.{number}", tensor) for number, tensor in enumerate(own))
 
     failure, seconds, counts = distribution.run(weights, 0), [], []
     for version in range(1, update.repeats + 1):

@@ -108,7 +108,6 @@ def route_bytes(shape: ModelShape, parallel: ParallelConfig, work: Workload, clu
         return 0.0
     size = 1 if shape.num_experts <= 256 else 2
     sequences = work.global_batch_size / parallel.data_parallel_size(cluster.gpus)
-    per_token = sum(shape.moe_layers) * shape.experts_per_token * size
-    per_token /= parallel.pipeline_model_parallel_size
+    per_token = sum(shape.moe_layers) * shape.experts_per_token * size / parallel.pipeline_model_parallel_size
     split = parallel.context_parallel_size * parallel.tensor_model_parallel_size
     return sequences * work.mean_length(assume.mean_response) * per_token * (1 + 1 / split)
