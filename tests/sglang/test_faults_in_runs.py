@@ -179,7 +179,7 @@ def test_servers_fail_in_every_way_are_killed_and_restart_with_old_weights(train
         second.add(Fault("call", path="/update_weights_from_tensor", skip=3, action=lambda: kill(servers.urls[1])))
         run = train(steps=8, rollout={"max_staleness": 1, "overlap": True, "oversampling": 2.0},
                     sglang={"urls": [first.url, second.url]})  # fmt: skip
-        run.wait_for(lambda: "another-life" in run.said)  # a kill before would end that request too
+        run.wait_for(lambda: "another-life" in run.output)  # a kill before would end that request too
         first.add(Fault("call", skip=4, action=lambda: kill(servers.urls[0]), seconds=0.1))
         run.wait_for(lambda: not first.pending and not second.pending)
         run.gate.touch()
