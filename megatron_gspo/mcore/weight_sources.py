@@ -48,12 +48,16 @@ def export_source(source: WeightSource, chunks: list[Any], family: Family, shape
     streams of `default_sources` together are `export_weights`. Ranks take part in several of them in the order of the
     sources. Memory above the model and ``value``: as `export_weights`.
     """
+    sends_shared = source.shared and dist.get_global_rank(groups.tp, 0) == source.rank
+    sends_experts = source.experts and dist.get_global_rank(groups.expert_tp, 0) == source.rank
+    if not (sends_shared or sends_experts):  # most ranks, for each of the sources
+        return
     layers = mapped_layers(chunks, family, shape, groups, value)
     parameters = [mapped for layer in sorted(layers) for mapped in layers[layer]]
-    if source.shared and dist.get_global_rank(groups.tp, 0) == source.rank:
+    if sends_shared:
         yield from _export([mapped for mapped in parameters if not mapped.rule.is_expert], groups.tp, shape, groups,
                            piece)  # fmt: skip
-    if source.experts and dist.get_global_rank(groups.expert_tp, 0) == source.rank:
+    if sends_experts:
         yield from _export([mapped for mapped in parameters if mapped.rule.is_expert], groups.expert_tp, shape, groups,
                            piece)  # fmt: skip
 
