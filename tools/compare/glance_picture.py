@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
-from megatron_gspo.tools.compare.charts import glance
-from megatron_gspo.tools.compare.study import Study
-from megatron_gspo.tools.compare.study_plan import BASE
 from megatron_gspo.tools.html_page import render_page
 from megatron_gspo.tools.svg_panel import COLOURS
 
@@ -17,10 +15,9 @@ _GAP, _LEGEND = 12.0, 30.0  # points, between charts and above them
 _LETTER, _CHIP = 7.0, 36.0  # width of a letter of the legend, and of all else of an entry
 
 
-def glance_picture(study: Study) -> str:
-    """The file's text; empty if no run has anything to draw. Raises ImportError where matplotlib is missing."""
-    colours = {group.name: number for number, group in enumerate(study.groups)}
-    charts = glance(study, BASE, colours)
+def glance_picture(title: str, labels: Sequence[str], charts: Sequence[str]) -> str:
+    """The file's text; empty without charts. labels: of the variants, in the order of their colours. charts: SVGs of
+    one size."""
     if not charts:
         return ""
     width, height = _size(charts[0])
@@ -31,7 +28,7 @@ def glance_picture(study: Study) -> str:
         for place, svg in enumerate(charts)
     ]  # fmt: skip
     return render_page(TEMPLATE, {
-        "title": study.title, "charts": placed, "legend": _legend([study.label(name) for name in colours]),
+        "title": title, "charts": placed, "legend": _legend(labels),
         "width": _GAP + min(_COLUMNS, len(charts)) * (width + _GAP), "height": _LEGEND + rows * (height + _GAP),
     })  # fmt: skip
 
@@ -43,7 +40,7 @@ def _size(svg: str) -> tuple[float, float]:
     return float(box.group(1)), float(box.group(2))
 
 
-def _legend(labels: list[str]) -> list[dict[str, str | float]]:
+def _legend(labels: Sequence[str]) -> list[dict[str, str | float]]:
     entries: list[dict[str, str | float]] = []
     x = 2 * _GAP
     for number, label in enumerate(labels):

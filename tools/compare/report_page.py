@@ -17,17 +17,12 @@ from megatron_gspo.tools.compare.search import LEARNING_RATE, at_edge
 from megatron_gspo.tools.compare.statistics import Difference, Interval
 from megatron_gspo.tools.compare.study import MEASURES, Row, Study, differences, flat, rows
 from megatron_gspo.tools.compare.study_plan import BASE, argument
-from megatron_gspo.tools.html_page import render_page
 
 TEMPLATE = "compare/report.html"
 
 
-def render(study: Study) -> str:
-    """The whole page as text. Raises ImportError where matplotlib is missing."""
-    return render_page(TEMPLATE, context(study))
-
-
 def context(study: Study) -> dict[str, Any]:
+    """What the template shows. Raises ImportError where matplotlib is missing."""
     colours = {group.name: number for number, group in enumerate(study.groups)}
     return {
         "title": study.title,

@@ -13,11 +13,12 @@ from typing import Any
 from megatron_gspo.tools.compare.claims import claims, expectations
 from megatron_gspo.tools.compare.costs import PUBLISHED, cost_of, estimated_storage
 from megatron_gspo.tools.compare.glance_picture import glance_picture
-from megatron_gspo.tools.compare.report_page import render
+from megatron_gspo.tools.compare.report_page import TEMPLATE, context
 from megatron_gspo.tools.compare.routing_plots import layers_of
 from megatron_gspo.tools.compare.run_records import Run, figures, mean_of, series
 from megatron_gspo.tools.compare.study import MEASURES, Study, differences, rows
 from megatron_gspo.tools.compare.study_plan import BASE
+from megatron_gspo.tools.html_page import render_page
 from megatron_gspo.tracking.run_directory import evenly_spaced, write_atomically
 
 CSV_METRICS = (
@@ -43,7 +44,9 @@ _POINTS = 120  # of a series in report.json; the run directories hold all
 def write_report(study: Study, folder: str | Path) -> list[Path]:
     """Write the files, each atomically; no picture of nothing. Raises ImportError without matplotlib."""
     folder = Path(folder)
-    contents = {"report.html": render(study), "glance.svg": glance_picture(study), "runs.csv": csv_text(study),
+    page = context(study)
+    picture = glance_picture(study.title, [study.label(name) for name in page["colours"]], page["charts"]["glance"])
+    contents = {"report.html": render_page(TEMPLATE, page), "glance.svg": picture, "runs.csv": csv_text(study),
                 "report.json": json_text(study)}  # fmt: skip
     contents = {name: text for name, text in contents.items() if text}
     folder.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ import dataclasses
 import xml.etree.ElementTree as ET
 
 from megatron_gspo.tools.compare.glance_picture import glance_picture
+from megatron_gspo.tools.compare.study_files import write_report
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -33,6 +34,7 @@ def test_its_colours_are_defined_for_light_and_dark(report):
     assert "#a1b2" not in text, "a placeholder was left"
 
 
-def test_nothing_to_draw_gives_no_picture(report):
+def test_nothing_to_draw_gives_no_picture(report, tmp_path):
+    assert glance_picture("title", ["GRPO"], []) == ""
     empty = dataclasses.replace(report[1], runs=[])
-    assert glance_picture(empty) == ""
+    assert "glance.svg" not in [file.name for file in write_report(empty, tmp_path)]
