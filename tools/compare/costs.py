@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_gspo.routing_replay.routes import expert_id_dtype
 from megatron_gspo.tools.compare.run_records import Run, mean_of
 from megatron_gspo.tools.compare.statistics import Interval, interval
 
@@ -54,7 +55,7 @@ class PublishedModel:
     @property
     def bytes_per_expert_id(self) -> int:
         """1 up to 256 experts, else 2."""
-        return 1 if self.experts <= 256 else 2
+        return expert_id_dtype(self.experts).itemsize
 
     @property
     def bytes_per_token(self) -> int:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 
 from megatron_gspo.config import ParallelConfig
 from megatron_gspo.models.model_shape import ModelShape
+from megatron_gspo.routing_replay.routes import expert_id_dtype
 from megatron_gspo.tools.plan.model_states import MASTER_BYTES, MOMENT_BYTES, rank_states
 from megatron_gspo.tools.plan.parameters import stage_layers
 from megatron_gspo.tools.plan.workload import PlanInputs, Workload
@@ -50,13 +51,14 @@ def host_costs(inputs: PlanInputs, parallel: ParallelConfig) -> HostCosts:
     last = parallel.pipeline_model_parallel_size - 1
     stages = {0, min(1, last), last}  # one of them is the fullest, see `stage_states`
     sequences, tokens = _of_replica(inputs, parallel)
+    id_bytes = expert_id_dtype(shape.num_experts).itemsize if shape.is_moe else 0
     ids = _expert_ids(shape, work, range(shape.num_layers))
     held = max(_expert_ids(shape, work, stage_layers(shape, parallel, stage)) for stage in stages)
     trained = sequences * assume.mean_response * work.response_length * (_TRAINED + 4 * work.reference)
     receive, prepare = host_seconds(inputs, parallel)
     return HostCosts(
         numbers=work.sequences * _NUMBERS,
-        samples=tokens * (_TOKEN + held * (1 if shape.num_experts <= 256 else 2)) + trained,
+        samples=tokens * (_TOKEN + held * id_bytes) + trained,
         checkpoint=max(owned_bytes(shape, parallel, gpus, stage, work) for stage in stages),
         answers=tokens * (_TOKEN_ON_THE_WIRE + ids * _ID_ON_THE_WIRE),
         source=max(source_bytes(shape, parallel, gpus, stage, work) for stage in stages),

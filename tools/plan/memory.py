@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 
 from megatron_gspo.config import ParallelConfig
 from megatron_gspo.models.model_shape import ModelShape
+from megatron_gspo.routing_replay.routes import expert_id_dtype
 from megatron_gspo.tools.plan.activations import MicroBatch, Setting, head_bytes, peak_bytes, sizes_of
 from megatron_gspo.tools.plan.assumptions import Assumptions
 from megatron_gspo.tools.plan.hardware import GIB
@@ -106,7 +107,7 @@ def route_bytes(shape: ModelShape, parallel: ParallelConfig, work: Workload, clu
     """
     if not shape.is_moe:
         return 0.0
-    size = 1 if shape.num_experts <= 256 else 2
+    size = expert_id_dtype(shape.num_experts).itemsize
     sequences = work.global_batch_size / parallel.data_parallel_size(cluster.gpus)
     per_token = sum(shape.moe_layers) * shape.experts_per_token * size / parallel.pipeline_model_parallel_size
     split = parallel.context_parallel_size * parallel.tensor_model_parallel_size
