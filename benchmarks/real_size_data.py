@@ -147,12 +147,13 @@ class _Host:
         """Plan the step and move the samples."""
         from megatron_gspo.loop.step_plan import plan_step
         from megatron_gspo.mcore.micro_batches import packing_rules
-        from megatron_gspo.rollout.sample_exchange import move_samples
+        from megatron_gspo.rollout.sample_exchange import move_samples, replica_homes
 
         model = SimpleNamespace(sequence_parallel=False, virtual_pipeline_model_parallel_size=None,
                                 moe_token_dispatcher_type="alltoall")  # fmt: skip
         with self.phase("plan and move"):
-            plan = plan_step(batch.lengths, self.config, packing_rules(self.config.training, model, self.groups), 0)
+            rules = packing_rules(self.config.training, model, self.groups)
+            plan = plan_step(batch.lengths, replica_homes(batch, self.world), self.config, rules, 0)
             return plan, move_samples(batch, plan.replica, self.world, ())
 
     def prepare(self, batch: Any, plan: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Which data-parallel replica trains which sequence, and in which micro-batch: functions of lengths alone.
+"""Which data-parallel replica trains which sequence, and in which micro-batch: functions of lengths and homes alone.
 
 A rollout batch is planned once: each sequence gets a replica, on which it stays, and each mini-batch its micro-batches.
 Every rank computes the same plan.
@@ -14,6 +14,8 @@ import numpy as np
 from megatron_gspo.data.schedule import Schedule, padded_length, schedule
 
 Rows = Sequence[int]
+
+_LONGER = 1.02  # times the free schedule's micro-batches: sequences that stay may cost so much, no more
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class MicroBatchPlan:
 
     rows: [replica][micro-batch] -> positions of its sequences, ascending. seq_length: tokens of the longest one.
     total_multiple: of the packed tokens of each. real_tokens, packed_tokens: of all, without and with padding.
+    step_tokens: packed tokens of the longest micro-batch of each step, summed: replicas wait for each other.
     """
 
     rows: Schedule
@@ -57,6 +60,7 @@ class MicroBatchPlan:
     total_multiple: int
     real_tokens: int
     packed_tokens: int
+    step_tokens: int
 
     def replica_of(self) -> np.ndarray:
         """[n]: the replica of each sequence."""
@@ -79,37 +83,59 @@ def plan_micro_batches(lengths: np.ndarray, rules: PackingRules, replica: np.nda
     multiple = rules.total_multiple
     totals = [[max(padded_length(int(padded[batch].sum()), multiple), multiple) for batch in mine] for mine in rows]
     longest = max(max(mine) for mine in totals)
-    packed = longest * sum(map(len, totals)) if rules.same_length else sum(map(sum, totals))
+    if rules.same_length:
+        totals = [[longest] * len(mine) for mine in totals]
     return MicroBatchPlan(rows, longest, rules.sequence_multiple, longest if rules.same_length else multiple,
-                          int(np.sum(lengths)), packed)  # fmt: skip
+                          int(np.sum(lengths)), sum(map(sum, totals)),
+                          sum(map(max, zip(*totals, strict=True))))  # fmt: skip
 
 
-def assign_replicas(lengths: np.ndarray, epochs: Sequence[Sequence[Rows]], rules: PackingRules) -> np.ndarray:
-    """[n] int32: the replica that trains each sequence, such that every mini-batch is level over the replicas.
+def plan_passes(
+    lengths: np.ndarray, epochs: Sequence[Sequence[Rows]], rules: PackingRules, homes: np.ndarray | None
+) -> tuple[np.ndarray, list[list[MicroBatchPlan]]]:
+    """[n] int32: the replica that trains each sequence, and [pass][mini-batch] the micro-batches. Every mini-batch is
+    level over the replicas.
 
-    epochs: [pass][mini-batch] -> positions; every pass has each sequence once. One pass: the mini-batches' own
-    schedules. Several: each sequence, longest first, to the replica whose fullest mini-batch with it is least full.
+    epochs: [pass][mini-batch] -> positions; every pass has each sequence once. homes: [n] replica that has the
+    sequence now; None: all replicas have all. A sequence stays at home unless one of its mini-batches would be above
+    its share of the load there: longest first, so that short ones move, to the replica that has most room. With one
+    pass, a mini-batch that takes more than 2 % longer so than by a schedule without homes gets that schedule.
     """
-    padded = rules.padded(lengths)
-    replica = np.zeros(len(padded), dtype=np.int32)
     if rules.replicas == 1:
-        return replica
-    if len(epochs) == 1:
-        for rows in epochs[0]:
-            replica[np.asarray(rows)] = plan_micro_batches(np.asarray(lengths)[rows], rules).replica_of()
-        return replica
-    sizes = padded if rules.micro_batch_size is None else np.ones_like(padded)
-    member = np.empty((len(epochs), len(padded)), dtype=np.int64)  # mini-batch of each sequence in each pass
+        replica = np.zeros(len(lengths), dtype=np.int32)
+    else:
+        sizes = rules.padded(lengths) if rules.micro_batch_size is None else np.ones(len(lengths), dtype=np.int64)
+        replica = _near_home(sizes, epochs, rules.replicas, homes)
+    plans = [[plan_micro_batches(lengths[rows], rules, replica[rows]) for rows in batches] for batches in epochs]
+    for number, rows in enumerate(epochs[0] if len(epochs) == 1 < rules.replicas else []):
+        free = plan_micro_batches(lengths[rows], rules)
+        if homes is None or plans[0][number].step_tokens > _LONGER * free.step_tokens:
+            plans[0][number], replica[rows] = free, free.replica_of()
+    return replica, plans
+
+
+def _near_home(sizes: np.ndarray, epochs: Sequence[Sequence[Rows]], replicas: int,
+               homes: np.ndarray | None) -> np.ndarray:  # fmt: skip
+    """[n] int32: each sequence's home where all of its mini-batches have room for it there, else another replica."""
+    member = np.empty((len(epochs), len(sizes)), dtype=np.int64)  # mini-batch of each sequence in each pass
     for epoch, batches in enumerate(epochs):
         for number, rows in enumerate(batches):
-            member[epoch, np.asarray(rows)] = number
-    loads = np.zeros((len(epochs), int(member.max(initial=0)) + 1, rules.replicas), dtype=np.int64)
-    passes = np.arange(len(epochs))
-    for i in np.argsort(-sizes, kind="stable"):
-        seen = loads[passes, member[:, i]]
-        best = np.lexsort((seen.sum(0), seen.max(0)))[0]
-        loads[passes, member[:, i], best] += sizes[i]
-        replica[i] = best
+            member[epoch, rows] = number
+    count, passes = int(member.max(initial=0)) + 1, np.arange(len(epochs))
+    totals = np.array([np.bincount(of, weights=sizes, minlength=count) for of in member])
+    room = np.repeat(np.ceil(totals / replicas).astype(np.int64)[:, :, None], replicas, axis=2)
+    replica = np.zeros(len(sizes), dtype=np.int32) if homes is None else homes.astype(np.int32)
+    leaving = []
+    for i in np.argsort(-sizes, kind="stable").tolist():
+        left = room[passes, member[:, i], replica[i]]
+        if homes is not None and left.min() >= sizes[i]:
+            room[passes, member[:, i], replica[i]] = left - sizes[i]
+        else:
+            leaving.append(i)
+    for i in leaving:
+        left = room[passes, member[:, i]]
+        replica[i] = np.lexsort((-left.sum(0), -left.min(0)))[0]
+        room[passes, member[:, i], replica[i]] -= sizes[i]
     return replica
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_gspo.config import Config
-from megatron_gspo.data.micro_batch_plan import MicroBatchPlan, PackingRules, assign_replicas, plan_micro_batches
+from megatron_gspo.data.micro_batch_plan import MicroBatchPlan, PackingRules, plan_micro_batches, plan_passes
 
 
 def mini_batches(count: int, size: int, *, seed: int, step: int, epoch: int) -> list[list[int]]:
@@ -34,19 +34,20 @@ class StepPlan:
         return plan_micro_batches(lengths[positions], self.rules, self.replica[positions])
 
 
-def plan_step(lengths: np.ndarray, config: Config, rules: PackingRules, step: int) -> StepPlan:
-    """The plan of a rollout batch whose samples have `lengths` [N] tokens."""
+def plan_step(
+    lengths: np.ndarray, homes: np.ndarray | None, config: Config, rules: PackingRules, step: int
+) -> StepPlan:
+    """The plan of a rollout batch whose samples have `lengths` [N] tokens and are in the replicas `homes` [N]; None:
+    in all."""
     training = config.training
     epochs = [
         mini_batches(len(lengths), training.global_batch_size, seed=config.seed, step=step, epoch=epoch)
         for epoch in range(training.ppo_epochs)
     ]
-    replica = assign_replicas(lengths, epochs, rules)
-    # one pass: the replicas are those of the mini-batches' own schedules, which pack best
-    fixed = replica if len(epochs) > 1 else None
+    replica, plans = plan_passes(lengths, epochs, rules, homes)
     updates = [
-        (rows, plan_micro_batches(lengths[rows], rules, None if fixed is None else fixed[rows]))
-        for batches in epochs
-        for rows in batches
+        (rows, plan)
+        for batches, packed in zip(epochs, plans, strict=True)
+        for rows, plan in zip(batches, packed, strict=True)
     ]
     return StepPlan(rules, replica, plan_micro_batches(lengths, rules, replica), updates)

@@ -38,7 +38,7 @@ from megatron_gspo.mcore.micro_batches import packing_rules
 from megatron_gspo.mcore.process_groups import shutdown
 from megatron_gspo.mcore.seeding import EVALUATION, ROLLOUT, UPDATE, seed_generators
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
-from megatron_gspo.rollout.sample_exchange import move_samples
+from megatron_gspo.rollout.sample_exchange import move_samples, replica_homes
 
 
 def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
@@ -114,7 +114,8 @@ def train_step(run: Components, state: LoopState, checkpoints: CheckpointManager
         cursor = generator.prepare_for_training(step, rollout.cursor)
     seed_generators(config.seed, step, UPDATE)
     groups = run.policy.groups
-    plan = plan_step(rollout.batch.lengths, config, packing_rules(config.training, run.policy.config, groups), step)
+    rules = packing_rules(config.training, run.policy.config, groups)
+    plan = plan_step(rollout.batch.lengths, replica_homes(rollout.batch, groups.dp), config, rules, step)
     routing.check_rollout_routes(rollout.batch)
     with timers("exchange"):
         batch = move_samples(rollout.batch, plan.replica, groups.dp, (groups.pp, groups.cp, groups.tp), routing.shape)

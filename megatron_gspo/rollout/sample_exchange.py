@@ -93,6 +93,16 @@ def _generate(
     return samples
 
 
+def replica_homes(batch: SampleBatch, dp: dist.ProcessGroup) -> np.ndarray | None:
+    """[N] the replica that has each sample, as a rank in `dp`; None where every rank has all. A collective of
+    `batch.group`."""
+    if batch.group is None:
+        return None
+    replicas = np.zeros(group_size(batch.group), dtype=np.int64)
+    replicas[group_rank(batch.group)] = group_rank(dp)
+    return sum_over_ranks(replicas, batch.group)[batch.table["holder"]]
+
+
 def move_samples(
     batch: SampleBatch, replica: np.ndarray, dp: dist.ProcessGroup, shared: Sequence[dist.ProcessGroup],
     routes: RouteShape | None = None,

@@ -119,11 +119,12 @@ class ServerSource:
         if self._memory_released:
             self._send_weights()
 
-    def own_share(self, prompts: Sequence[Prompt], first: int = 0) -> list[int]:
-        """The positions of the prompts that this rank requests. first: number of the client that begins."""
+    def own_share(self, prompts: Sequence[Prompt], seed: int = 0) -> list[int]:
+        """The positions of the prompts that this rank requests. seed: of the requests, which the first client depends
+        on: a run that was started again has the same shares."""
         shares = split_prompts(prompts, len(self._clients))
         number = self._clients.index(dist.get_rank()) if self._client is not None else None
-        return [] if number is None else shares[(number - first) % len(shares)]
+        return [] if number is None else shares[(number - seed) % len(shares)]
 
     def on_rank_zero(self, action: Callable[[ServerEngine], T]) -> T:
         """`run_on_rank_zero` with the engine; its `EngineError` becomes a `SharedEngineError`."""
@@ -247,7 +248,7 @@ class _Requests:
 
     def submit(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> None:
         first = self._next_ticket
-        share = self._source.own_share(prompts, first)
+        share = self._source.own_share(prompts, seed)
 
         def start(client: RolloutClient) -> None:
             self._stream = self._stream or client.stream()

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_gspo.data.micro_batch_plan import PackingRules, _fixed, assign_replicas, plan_micro_batches
-from megatron_gspo.data.schedule import schedule
+from megatron_gspo.data.micro_batch_plan import PackingRules, _fixed, plan_micro_batches, plan_passes
 
 
 def epochs_of(count: int, size: int, passes: int, seed: int = 0) -> list[list[list[int]]]:
@@ -30,14 +29,16 @@ LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=60).map(np.array)
 
 
 @settings(deadline=None, max_examples=200)
-@given(lengths=LENGTHS, rules=RULES, size=st.integers(1, 30), passes=st.integers(1, 3))
-def test_every_sequence_is_once_on_its_replica(lengths, rules, size, passes):
+@given(lengths=LENGTHS, rules=RULES, size=st.integers(1, 30), passes=st.integers(1, 3), at_home=st.booleans())
+def test_every_sequence_is_once_on_its_replica(lengths, rules, size, passes, at_home):
     epochs = epochs_of(len(lengths), size, passes)
-    replica = assign_replicas(lengths, epochs, rules)
+    homes = np.arange(len(lengths)) // 4 % rules.replicas if at_home else None
+    replica, plans = plan_passes(lengths, epochs, rules, homes)
     assert replica.shape == (len(lengths),) and 0 <= replica.min() and replica.max() < rules.replicas
-    for rows in [batch for batches in epochs for batch in batches] + [range(len(lengths))]:
-        rows = np.array(rows)
-        plan = plan_micro_batches(lengths[rows], rules, replica[rows])
+    whole = np.arange(len(lengths))
+    found = [(np.array(rows), plan) for batches, packed in zip(epochs, plans, strict=True)
+             for rows, plan in zip(batches, packed, strict=True)]  # fmt: skip
+    for rows, plan in [*found, (whole, plan_micro_batches(lengths, rules, replica))]:
         assert len(plan.rows) == rules.replicas
         assert len({len(mine) for mine in plan.rows}) == 1 and len(plan.rows[0]) % rules.count_multiple == 0
         for owner, mine in enumerate(plan.rows):
@@ -59,29 +60,62 @@ def test_one_replica_packs_as_without_an_assignment(lengths, rules):
     assert plan_micro_batches(lengths, rules, np.zeros(len(lengths), dtype=int)) == plan_micro_batches(lengths, rules)
 
 
-@pytest.mark.parametrize(("passes", "allowed"), [(1, 0.01), (2, 0.03), (4, 0.1)])
-def test_every_mini_batch_is_level(passes, allowed):
+def met_lengths(count: int) -> np.ndarray:
     """Response lengths as they are met: log-normal, cut off."""
     draws = np.random.default_rng(3)
-    lengths = np.minimum(draws.lognormal(7.5, 0.8, 1024), 8192).astype(int) + 200
+    return np.minimum(draws.lognormal(7.5, 0.8, count), 8192).astype(int) + 200
+
+
+@pytest.mark.parametrize(("passes", "allowed"), [(1, 0.01), (2, 0.03), (4, 0.1)])
+@pytest.mark.parametrize("at_home", [True, False])
+def test_every_mini_batch_is_level(passes, allowed, at_home):
+    lengths, homes = met_lengths(1024), np.arange(1024) // 16 % 8
     rules, epochs = PackingRules(8, 16_384), epochs_of(1024, 256, passes)
-    replica = assign_replicas(lengths, epochs, rules)
-    for rows in [np.array(batch) for batches in epochs for batch in batches]:
+    replica, plans = plan_passes(lengths, epochs, rules, homes if at_home else None)
+    for rows, plan in zip(map(np.array, sum(epochs, [])), sum(plans, []), strict=True):
         loads = np.bincount(replica[rows], weights=lengths[rows], minlength=8)
         assert loads.max() / loads.mean() - 1 <= allowed
-        plan = plan_micro_batches(lengths[rows], rules, replica[rows])
         least = -(-int(lengths[rows].sum()) // (8 * 16_384))
         assert len(plan.rows[0]) <= least + 1, "hardly more micro-batches than the tokens need"
 
 
-def test_one_pass_has_the_schedule_of_its_mini_batches():
+def test_sequences_move_only_where_balance_requires_it():
+    lengths, homes = met_lengths(1024), np.arange(1024) // 16 % 8
+    rules, epochs = PackingRules(8, 32_768), epochs_of(1024, 512, 1)
+    replica, plans = plan_passes(lengths, epochs, rules, homes)
+    moved = lengths[replica != homes].sum() / lengths.sum()
+    assert 0 < moved < 0.08, moved
+    for rows, plan in zip(map(np.array, epochs[0]), plans[0], strict=True):
+        assert plan.step_tokens <= 1.02 * plan_micro_batches(lengths[rows], rules).step_tokens
+    equal, plans = plan_passes(np.full(64, 100), epochs_of(64, 64, 1), PackingRules(8, 800), np.arange(64) // 8)
+    assert equal.tolist() == (np.arange(64) // 8).tolist(), "level as they are: none moves"
+
+
+def test_a_mini_batch_that_homes_would_slow_down_is_scheduled_without_them():
+    """At home, replica 1 would need two micro-batches for its three sequences of 6, and so would the others."""
+    lengths, homes = np.array([6, 6, 6, 4, 4, 4]), np.array([1, 1, 1, 0, 0, 0])
+    rules, epochs = PackingRules(3, 10), [[list(range(6))]]
+    replica, [[plan]] = plan_passes(lengths, epochs, rules, homes)
+    assert plan.step_tokens == 10 and len(plan.rows[0]) == 1
+    assert np.array_equal(plan.replica_of(), replica)
+
+
+def test_the_tokens_of_the_steps_are_those_of_the_slowest_replica():
+    lengths, replica = np.array([8, 5, 7, 2]), np.array([0, 0, 1, 1])
+    plan = plan_micro_batches(lengths, PackingRules(2, 8, total_multiple=4), replica)
+    assert plan.rows == [[[0], [1]], [[2], [3]]] and plan.step_tokens == 8 + 8, "5 and 2 are padded to 8 and 4"
+    same = plan_micro_batches(lengths, PackingRules(2, 8, same_length=True), replica)
+    assert same.step_tokens == 8 + 8
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_one_pass_without_homes_has_the_schedule_of_its_mini_batches(passes):
     lengths = np.random.default_rng(0).integers(1, 50, 40)
-    epochs, rules = epochs_of(40, 16, 1), PackingRules(3, 100)
-    replica = assign_replicas(lengths, epochs, rules)
-    for rows in epochs[0]:
-        plan = schedule(lengths[rows], num_ranks=3, max_tokens=100)
-        for owner, mine in enumerate(plan):
-            assert {owner} == {int(replica[rows[i]]) for batch in mine for i in batch} or not any(mine)
+    epochs, rules = epochs_of(40, 16, passes), PackingRules(3, 100)
+    replica, plans = plan_passes(lengths, epochs, rules, None)
+    for rows, plan in zip(epochs[0], plans[0], strict=True):
+        assert (plan == plan_micro_batches(lengths[rows], rules)) == (passes == 1)
+        assert np.array_equal(plan.replica_of(), replica[rows])
 
 
 def test_a_sequence_that_fits_nowhere_is_named():

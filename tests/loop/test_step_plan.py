@@ -21,11 +21,11 @@ def test_mini_batches_are_a_partition_drawn_anew_each_step_and_epoch():
 
 
 def test_replicas_stay_through_all_passes_over_the_data():
-    lengths = np.random.default_rng(0).integers(5, 40, 32)
+    lengths, homes = np.random.default_rng(0).integers(5, 40, 32), np.arange(32) // 8
     rules = PackingRules(4, 96)
     for epochs in (1, 2):
         config = Config.from_dict(base_config("model", "run", training={"ppo_epochs": epochs}))
-        plan = plan_step(lengths, config, rules, 3)
+        plan = plan_step(lengths, homes, config, rules, 3)
         assert len(plan.updates) == 4 * epochs
         assert sorted(i for rows, _ in plan.updates for i in rows) == sorted(list(range(32)) * epochs)
         for rows, packing in plan.updates:
@@ -33,13 +33,13 @@ def test_replicas_stay_through_all_passes_over_the_data():
         assert np.array_equal(plan.whole.replica_of(), plan.replica)
         some = plan.part(lengths, [3, 7, 8])
         assert np.array_equal(some.replica_of(), plan.replica[[3, 7, 8]])
-        again = plan_step(lengths, config, rules, 3)
+        again = plan_step(lengths, homes, config, rules, 3)
         assert np.array_equal(again.replica, plan.replica) and again.updates == plan.updates
 
 
 def test_one_replica_packs_each_pass_by_itself():
     lengths, rules = np.random.default_rng(1).integers(5, 40, 16), PackingRules(1, 96)
-    plan = plan_step(lengths, Config.from_dict(base_config("model", "run")), rules, 0)
+    plan = plan_step(lengths, None, Config.from_dict(base_config("model", "run")), rules, 0)
     assert plan.whole == plan_micro_batches(lengths, rules)
     for rows, packing in plan.updates:
         assert packing == plan_micro_batches(lengths[rows], rules)

@@ -15,7 +15,13 @@ from megatron_gspo.data.sample import Prompt
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.rollout import sample_exchange
 from megatron_gspo.rollout.sample_codec import encode_samples
-from megatron_gspo.rollout.sample_exchange import exchange_rounds, generate_on_ranks, move_samples, split_prompts
+from megatron_gspo.rollout.sample_exchange import (
+    exchange_rounds,
+    generate_on_ranks,
+    move_samples,
+    replica_homes,
+    split_prompts,
+)
 from megatron_gspo.routing_replay.routes import RouteShape
 from tests.support.distributed import run_distributed
 from tests.support.random_samples import all_samples, assert_same, random_sample
@@ -102,6 +108,7 @@ def moved(rank, world, layout, stages):
         for sample_exchange.BUCKET_BYTES in (1, 64 << 20):
             held = move(rank, groups, everything, replica, holders, stages[dist.get_rank(groups["pp"])])
     whole = SampleBatch.of(everything)  # every rank holds all
+    assert replica_homes(whole, groups["dp"]) is None
     there = move_samples(whole, replica, groups["dp"], (groups["pp"],), shape_of(stages[dist.get_rank(groups["pp"])]))
     check_held(there, everything, stages[dist.get_rank(groups["pp"])])
     return held
@@ -138,6 +145,11 @@ def move(rank, groups, everything, replica, holders, layers):
     mine = [i for i in range(len(everything)) if holders[i % len(holders)] == rank]
     batch = SampleBatch.gathered([everything[i] for i in mine], mine, dist.group.WORLD)
     shared = groups["pp"], groups["cp"], groups["tp"]
+    replica_of_rank = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    replica_of_rank[rank] = dist.get_rank(groups["dp"])
+    dist.all_reduce(replica_of_rank)
+    homes = [int(replica_of_rank[holders[i % len(holders)]]) for i in range(len(everything))]
+    assert replica_homes(batch, groups["dp"]).tolist() == homes
     there = move_samples(batch, replica, groups["dp"], shared, shape_of(layers))
     own = dist.get_rank(groups["dp"])
     assert list(there.held) == np.flatnonzero(replica == own).tolist() and there.group is groups["dp"]
