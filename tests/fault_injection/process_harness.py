@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import multiprocessing
 import os
 import signal
 import socket
@@ -24,10 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import reasoning_gym  # noqa: F401  the fork server imports this module, so that no life imports what is slow
 
+import megatron_gspo.loop.training_loop  # noqa: F401  likewise
 from tests.fault_injection.kill_points import Target, Tripwire
+from tests.support.distributed import fork_server
 
-_PRELOADED = ("megatron_gspo.loop.training_loop", "tests.fault_injection.kill_points")
 _LIMIT = 300.0  # seconds after which a life counts as hung
 _AFTERLIFE = 10.0  # seconds that what a killed rank forked has to end by itself
 
@@ -61,7 +62,7 @@ class Life:
 
 def warm_up() -> None:
     """Start the server, which imports everything, so that it isn't part of the first life's time."""
-    process = _server().Process(target=int)
+    process = fork_server().Process(target=int)
     process.start()
     process.join()
 
@@ -81,7 +82,7 @@ def live(config: Path, folder: Path, processes: int, kill: RandomKill | Target |
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
     }
-    context = _server()
+    context = fork_server()
     ranks = [
         context.Process(target=_rank, args=([str(config), *overrides], str(folder), rank, environment, target))
         for rank in range(processes)
@@ -182,14 +183,6 @@ def _rank(arguments: list[str], folder: str, rank: int, environment: dict[str, s
         main(arguments)
     finally:
         (Path(folder) / f"counts_{rank}.json").write_text(json.dumps(wire.counts()))
-
-
-def _server() -> Any:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the server and its children read it when they load torch
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_PRELOADED))
-    return context
 
 
 def _await(ranks: Sequence[Any], started: float, grace: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 from megatron_gspo.loop.run_lock import lock_directory, sole_writer
 from megatron_gspo.mcore.checkpoint.checkpoint_files import CheckpointError
-from tests.support.distributed import run_distributed
+from tests.support.distributed import fork_server, run_distributed
 
 
 def hold(run_dir: Path, ready) -> None:
@@ -21,7 +20,7 @@ def hold(run_dir: Path, ready) -> None:
 
 
 def test_a_run_directory_has_one_writer(tmp_path):
-    context = multiprocessing.get_context("forkserver")
+    context = fork_server()
     ready = context.Event()
     holder = context.Process(target=hold, args=(tmp_path, ready))
     holder.start()

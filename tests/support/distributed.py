@@ -31,7 +31,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-SLOW_IMPORTS = ("torch", "torch.distributed", "transformers", "megatron_gspo.mcore.train_step", "tests.equivalence.run")
+SLOW_IMPORTS = (
+    "torch", "torch.distributed", "transformers", "megatron_gspo.mcore.train_step", "tests.equivalence.run",
+    "tests.fault_injection.process_harness",
+)  # fmt: skip
 
 
 def collectives_so_far(group: Any = None) -> int:
@@ -83,6 +86,7 @@ def end_process(process: Any) -> None:
 def fork_server() -> Any:
     """A multiprocessing context whose children start from a process that has the slow packages loaded."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the server and its children read it when they load torch
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([name for name in SLOW_IMPORTS if name in sys.modules])
     return context
@@ -125,7 +129,6 @@ def _child(
     faulthandler.dump_traceback_later(timeout, exit=True, file=stack)
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
         store = dist.FileStore(str(Path(folder) / "store"), world_size)
         limit = timedelta(seconds=timeout + 10.0)

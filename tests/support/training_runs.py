@@ -1,11 +1,8 @@
-"""Helpers of the training tests: a tiny model with a tokenizer, a config, and torchrun."""
+"""Helpers of the training tests: a tiny model with a tokenizer, a config, and runs."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -69,15 +66,6 @@ def launch(config: dict[str, Any], processes: int = 1, *overrides: str, check: b
     life = live(file, folder, processes, None, grace=5.0, overrides=overrides)
     assert not check or life.finished, life.log[-3000:]
     return life
-
-
-def torchrun(processes: int, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """A script or module under torchrun on this machine; output is captured as text."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **env}
-    done = subprocess.run([*command, *arguments], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done
 
 
 def first_step(config: Config, *, engine: RolloutEngine | None = None) -> tuple[list[Sample], dict[str, float]]:
