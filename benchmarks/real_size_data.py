@@ -6,6 +6,7 @@ processes on one machine. A pass's log-probs are random numbers.
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import multiprocessing
 import os
@@ -16,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -78,9 +79,9 @@ def _rank(rank: int, ranks: int, responses: int, length: int, routes: bool, fold
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     try:
-        with Connection(url) as connection:
-            _Host(connection, GROUP, length, routes).run()  # imports, allocator
-            return _Host(connection, responses, length, routes).run()
+        with Connection(url) as connection, (Path(folder) / "turn").open("w") as turn:
+            _Host(connection, turn, GROUP, length, routes).run()  # imports, allocator
+            return _Host(connection, turn, responses, length, routes).run()
     finally:
         dist.barrier()
         dist.destroy_process_group()
@@ -89,7 +90,7 @@ def _rank(rank: int, ranks: int, responses: int, length: int, routes: bool, fold
 class _Host:
     """One rank's work, phase by phase."""
 
-    def __init__(self, connection: Connection, responses: int, length: int, routes: bool) -> None:
+    def __init__(self, connection: Connection, turn: IO[str], responses: int, length: int, routes: bool) -> None:
         import torch.distributed as dist
 
         from megatron_gspo.config import Config
@@ -99,7 +100,7 @@ class _Host:
         self.groups: Any = SimpleNamespace(tp=one, cp=one, pp=one, dp=self.world, is_last_stage=True)
         self.rank, self.responses, self.routes = dist.get_rank(), responses, routes
         self.seconds: dict[str, float] = {}
-        self.connection, self.client = connection, Response(length, routes=routes)
+        self.connection, self.turn, self.client = connection, turn, Response(length, routes=routes)
         ranks = dist.get_world_size()
         self.config = Config.from_dict({
             "run_dir": "run", "model": {"path": "model"}, "data": {"prompts": "prompts", "verifier": "exact_match"},
@@ -131,13 +132,15 @@ class _Host:
         return Measured(self.seconds, share, memory("VmHWM") - before, int(sum(s.length for s in batch.samples)))
 
     def receive(self, count: int) -> Any:
-        """Receive, parse and check the servers' answers."""
+        """Receive, parse and check the servers' answers; one rank at a time, as if each had a core of its own."""
         from megatron_gspo.data.sample_batch import SampleBatch
 
         samples = []
         with self.phase("receive and check"):
             for i in range(count):
+                fcntl.flock(self.turn, fcntl.LOCK_EX)
                 sample = self.client.sample(self.connection.body())
+                fcntl.flock(self.turn, fcntl.LOCK_UN)
                 number = self.rank * count + i
                 samples.append(replace(sample, prompt_index=number // GROUP, sample_index=number % GROUP,
                                        reward=float(number % 3 == 0)))  # fmt: skip

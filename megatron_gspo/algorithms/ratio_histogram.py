@@ -48,7 +48,7 @@ class RatioHistogram:
         d = log_ratio.detach().double().cpu()
         counts = torch.zeros(_BINS, dtype=torch.long)
         for piece in d.split(_PIECE):  # whose temporaries stay in a core's cache
-            counts += torch.bincount(_bins_of(piece), minlength=_BINS)
+            counts += torch.bincount(_bins_of(piece.float()), minlength=_BINS)
         if not d.numel():
             return cls(counts, torch.full((2,), -math.inf, dtype=torch.float64))
         return cls(counts, torch.stack([-d.min(), d.max()]))
@@ -84,13 +84,13 @@ class RatioHistogram:
 
 
 def _bins_of(d: Tensor) -> Tensor:
-    """The bin of each log-ratio, ascending with it; int64."""
-    size = d.nan_to_num(nan=_LARGEST, posinf=_LARGEST).abs().clamp(max=_LARGEST)
-    growing = (size / _SMALLEST).clamp(min=1).log().div(_GROWTH).floor().clamp(max=_GROWING - 1)
-    equal = _GROWING + (size - _BORDER).div(2 * _HALF).floor().clamp(max=_EQUAL - 1)
-    step = torch.where(size < _BORDER, growing, equal).long() + 1
-    step = torch.where(size < _SMALLEST, 0, step)
-    return _ONE_SIGN + torch.where(d < 0, -step, step)
+    """The bin of each log-ratio, ascending with it; int32. Of float32: its rounding is in what `_HALF` and
+    `_OF_THE_LOG` leave of the error."""
+    size = d.abs().nan_to_num_(nan=_LARGEST, posinf=_LARGEST).clamp_(max=_LARGEST)
+    growing = size.div(_SMALLEST).clamp_(min=1).log_().div_(_GROWTH).floor_().clamp_(max=_GROWING - 1)
+    equal = size.sub(_BORDER).div_(2 * _HALF).floor_().clamp_(max=_EQUAL - 1).add_(_GROWING)
+    step = torch.where(size < _BORDER, growing, equal).add_(1).mul_(size >= _SMALLEST)
+    return step.copysign_(d).add_(_ONE_SIGN).int()
 
 
 def _centres(bins: Tensor) -> Tensor:

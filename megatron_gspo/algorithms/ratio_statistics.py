@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from .ratio_histogram import RatioHistogram
-from .segments import segment_sums
 
 
 def ratio_histograms(
@@ -15,16 +14,18 @@ def ratio_histograms(
     """Histograms of the ratios `exp(log_probs - old_log_probs)`, neither clamped nor clipped, by level.
 
     Args:
-        log_probs, old_log_probs, loss_mask, segment_ids: [T], whole sequences (not a context rank's shard).
+        log_probs, old_log_probs, loss_mask, segment_ids: [T], whole sequences (not a context rank's shard);
+            segment ids count from 0.
 
     Returns:
         `token`: of trained tokens. `sequence`: of the length-normalised ratios of sequences that have one.
     """
-    mask = loss_mask != 0
-    log_ratio = (log_probs.detach().double() - old_log_probs.detach().double())[mask]
-    ids, index = segment_ids[mask].unique_consecutive(return_inverse=True)
-    lengths = segment_sums(torch.ones_like(log_ratio), index, ids.numel())
-    means = segment_sums(log_ratio, index, ids.numel()) / lengths
+    is_trained = loss_mask != 0
+    trained = slice(None) if is_trained.all() else is_trained.nonzero().squeeze(1)
+    log_ratio = log_probs.detach()[trained].double() - old_log_probs.detach()[trained]
+    ids = segment_ids[trained]
+    lengths = torch.bincount(ids)
+    means = (torch.bincount(ids, weights=log_ratio) / lengths)[lengths > 0]
     return {"token": RatioHistogram.of(log_ratio), "sequence": RatioHistogram.of(means)}
 
 

@@ -6,7 +6,7 @@ Tokens, log-probs, masks and routes are on the ranks that train the sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -16,6 +16,8 @@ from megatron_gspo.data.sample import FINISH_REASONS, Sample
 from megatron_gspo.data.turn_spans import spans
 from megatron_gspo.parallel.collectives import group_rank
 from megatron_gspo.parallel.host_exchange import gather_rows_of_ranks, max_over_ranks, sum_over_ranks
+
+_PIECE = 1 << 16  # tokens whose temporaries stay in a core's cache; new memory for more costs as much as the work
 
 ROW = np.dtype(
     [
@@ -113,6 +115,19 @@ class SampleBatch:
         """The samples at these positions, in this order."""
         held = {new: self.held[old] for new, old in enumerate(map(int, positions)) if old in self.held}
         return SampleBatch(self.table[np.asarray(positions, dtype=np.int64)], held, self.group)
+
+    def pieces(self) -> Iterator[SampleBatch]:
+        """This rank's samples in parts of about `_PIECE` tokens, for work on all tokens; at least one, perhaps
+        empty."""
+        piece: dict[int, Sample] = {}
+        tokens = 0
+        for position, sample in self.held.items():
+            if piece and tokens + sample.length > _PIECE:
+                yield replace(self, held=piece)
+                piece, tokens = {}, 0
+            piece[position] = sample
+            tokens += sample.length
+        yield replace(self, held=piece)
 
     def joined(self, other: SampleBatch) -> SampleBatch:
         """These samples, then the other's, of the same group."""

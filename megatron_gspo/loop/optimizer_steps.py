@@ -13,7 +13,7 @@ from megatron_gspo.algorithms import RatioHistogram, ratio_histograms
 from megatron_gspo.config import Config
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.errors import RunError, first_line
-from megatron_gspo.loop.ratio_quantiles import quantiles_over_ranks
+from megatron_gspo.loop.ratio_quantiles import added_histograms, quantiles_over_ranks
 from megatron_gspo.loop.rollout_correction import mismatch
 from megatron_gspo.loop.routing import RoutingReplay
 from megatron_gspo.loop.step_plan import StepPlan
@@ -125,11 +125,14 @@ def packing_metrics(policy: Policy, results: Sequence[StepResult]) -> dict[str, 
 
 def _added(ratios: dict[str, RatioHistogram], batch: SampleBatch, result: StepResult) -> dict[str, RatioHistogram]:
     """The histograms with the ratios of this replica's samples in an update."""
-    samples, none = batch.samples, [np.zeros(0, dtype=np.float32)]
-    found = ratio_histograms(
-        torch.from_numpy(np.concatenate([result.log_probs[i] for i in batch.held] or none)),
-        torch.from_numpy(np.concatenate([sample.old_log_probs for sample in samples] or none)),
-        torch.from_numpy(np.concatenate([sample.loss_mask for sample in samples] or none)),
-        torch.from_numpy(np.repeat(np.arange(len(samples)), [sample.response_length for sample in samples])),
-    )
-    return {level: ratios[level] + one if level in ratios else one for level, one in found.items()}
+    none = [np.zeros(0, dtype=np.float32)]
+    for piece in batch.pieces():
+        samples = piece.samples
+        found = ratio_histograms(
+            torch.from_numpy(np.concatenate([result.log_probs[i] for i in piece.held] or none)),
+            torch.from_numpy(np.concatenate([sample.old_log_probs for sample in samples] or none)),
+            torch.from_numpy(np.concatenate([sample.loss_mask for sample in samples] or none)),
+            torch.from_numpy(np.repeat(np.arange(len(samples)), [sample.response_length for sample in samples])),
+        )
+        ratios = added_histograms(ratios, found)
+    return ratios

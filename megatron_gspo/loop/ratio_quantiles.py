@@ -13,6 +13,13 @@ from megatron_gspo.algorithms import RatioHistogram
 from megatron_gspo.parallel.host_exchange import max_over_ranks, sum_over_ranks
 
 
+def added_histograms(
+    some: Mapping[str, RatioHistogram], more: Mapping[str, RatioHistogram]
+) -> dict[str, RatioHistogram]:
+    """Their sums by level; `some` may be empty."""
+    return {level: some[level] + one if level in some else one for level, one in more.items()}
+
+
 def quantiles_over_ranks(
     histograms: Mapping[str, RatioHistogram], group: dist.ProcessGroup | None
 ) -> dict[str, float]:

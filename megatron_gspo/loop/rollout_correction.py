@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_gspo.algorithms import (
+    RatioHistogram,
     Segments,
     mismatch_metrics,
     ratio_histograms,
@@ -20,7 +21,7 @@ from megatron_gspo.algorithms import (
 )
 from megatron_gspo.config import AlgorithmConfig, ConfigError
 from megatron_gspo.data.sample_batch import SampleBatch
-from megatron_gspo.loop.ratio_quantiles import quantiles_over_ranks
+from megatron_gspo.loop.ratio_quantiles import added_histograms, quantiles_over_ranks
 
 
 @dataclass(frozen=True)
@@ -62,14 +63,19 @@ def mismatch(batch: SampleBatch, log_probs: Mapping[int, np.ndarray]) -> dict[st
     """
     if batch.lacks("rollout_log_probs"):
         return {}
-    tokens = _Tokens.of(batch, log_probs)
-    both = tokens.log_probs, tokens.rollout
-    count = batch.sum(int(tokens.mask.sum()))[0]
-    shares = mismatch_metrics(both[0].double(), both[1].double(), tokens.mask, num_tokens=max(int(count), 1))
-    found = {name: float(value) for name, value in shares.items()}
-    largest = batch.max(found.pop("mismatch/abs_diff_max"))[0]
-    found = dict(zip(found, batch.sum(*found.values()), strict=True)) | {"mismatch/abs_diff_max": largest}
-    histograms = ratio_histograms(*both, tokens.mask, tokens.ids)
+    count = batch.sum(sum(int(sample.loss_mask.sum()) for sample in batch.samples))[0]
+    totals: dict[str, float] = {}
+    histograms: dict[str, RatioHistogram] = {}
+    largest = 0.0
+    for piece in batch.pieces():
+        tokens = _Tokens.of(piece, log_probs)
+        both = tokens.log_probs, tokens.rollout
+        shares = mismatch_metrics(both[0].double(), both[1].double(), tokens.mask, num_tokens=max(int(count), 1))
+        largest = float(np.maximum(largest, float(shares.pop("mismatch/abs_diff_max"))))  # NaN stays
+        totals = {name: totals.get(name, 0.0) + float(value) for name, value in shares.items()}
+        histograms = added_histograms(histograms, ratio_histograms(*both, tokens.mask, tokens.ids))
+    found = dict(zip(totals, batch.sum(*totals.values()), strict=True))
+    found["mismatch/abs_diff_max"] = batch.max(largest)[0]
     return found | {f"mismatch/{name}": v for name, v in quantiles_over_ranks(histograms, batch.group).items()}
 
 

@@ -127,19 +127,6 @@ def plan_of(batch: SampleBatch, training: TrainingConfig, config: Any, groups: P
     return plan_micro_batches(batch.lengths, packing_rules(training, config, groups))
 
 
-def response_positions(layout: PackLayout, table: np.ndarray, starts: Mapping[int, int]) -> Tensor:
-    """The index of each packed position's label in the concatenated responses, or -1; int64 ``[T]``.
-
-    ``starts[i]`` is where the response of sample ``i`` starts.
-    """
-    positions = torch.full((int(layout.cu_seqlens[-1]),), -1, dtype=torch.long)
-    for index, start in zip(layout.sample_ids, layout.cu_seqlens.tolist(), strict=False):
-        first = start + int(table["prompt_length"][index]) - 1
-        size = int(table["response_length"][index])
-        positions[first : first + size] = torch.arange(starts[index], starts[index] + size)
-    return positions
-
-
 def values_of_replica(values: Sequence[Tensor], layouts: Sequence[PackLayout], batch: SampleBatch,
                       groups: ProcessGroups) -> dict[int, np.ndarray]:
     """Per-token results of this replica: by position in the batch ``[R]`` float32, on each of the replica's ranks.
@@ -150,23 +137,30 @@ def values_of_replica(values: Sequence[Tensor], layouts: Sequence[PackLayout], b
     own = [index for layout in layouts for index in layout.sample_ids]
     sizes = [int(batch.table["response_length"][index]) for index in own]
     ends = np.cumsum([0, *sizes])
-    starts = dict(zip(own, ends.tolist(), strict=False))
-    flat = torch.zeros(int(ends[-1]), device=compute_device())
     if values:
-        place = groups.cp.rank(), groups.cp.size()
-        targets = torch.cat([
-            response_positions(layout, batch.table, starts)[zigzag_indices(layout.cu_seqlens, *place)]
-            for layout in layouts
-        ])  # fmt: skip
-        kept = (targets >= 0).nonzero().squeeze(1)
-        moved = copy_to_device({"kept": kept, "targets": targets[kept]}, flat.device)
-        flat[moved["targets"].long()] = torch.cat(list(values)).index_select(0, moved["kept"]).float()
+        flat = torch.cat([part for one, layout in zip(values, layouts, strict=True)
+                          for part in _label_parts(one.float(), layout, batch.table, groups)])  # fmt: skip
         if groups.cp.size() > 1 and len(flat):
             dist.all_reduce(flat, group=groups.cp)
+    else:
+        flat = torch.zeros(int(ends[-1]), device=compute_device())
     if groups.pp.size() > 1 and len(flat):
         dist.broadcast(flat, src=groups.last_stage_rank, group=groups.pp)
     everything = flat.cpu().numpy()
-    return {index: everything[starts[index] : starts[index] + size] for index, size in zip(own, sizes, strict=True)}
+    return {index: part for index, part in zip(own, np.split(everything, ends[1:-1]), strict=True)}
+
+
+def _label_parts(values: Tensor, layout: PackLayout, table: np.ndarray, groups: ProcessGroups) -> list[Tensor]:
+    """The values ``[t]`` of a shard where each sequence's response is predicted, 0 at what other shards have."""
+    packed = values
+    if groups.cp.size() > 1:
+        owned = zigzag_indices(layout.cu_seqlens, groups.cp.rank(), groups.cp.size())
+        packed = values.new_zeros(int(layout.cu_seqlens[-1]))
+        packed[copy_to_device({"owned": owned}, values.device)["owned"].long()] = values
+    firsts = (start + int(table["prompt_length"][index]) - 1
+              for start, index in zip(layout.cu_seqlens.tolist(), layout.sample_ids, strict=False))  # fmt: skip
+    return [packed[first : first + int(table["response_length"][index])]
+            for first, index in zip(firsts, layout.sample_ids, strict=True)]  # fmt: skip
 
 
 def values_everywhere(found: Mapping[int, np.ndarray], batch: SampleBatch, groups: ProcessGroups) -> list[np.ndarray]:

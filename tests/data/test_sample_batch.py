@@ -39,6 +39,18 @@ def test_selection_and_joining_keep_rows_and_samples_together():
     assert joined.lengths.tolist() == [6, 3, 4, 5, 6] and joined.lengths.dtype == np.int64
 
 
+def test_pieces_have_every_sample_once(monkeypatch):
+    samples = [make_sample(1, n, seed=i) for i, n in enumerate((2, 3, 9, 1, 1, 4))]
+    batch = SampleBatch.of(samples)
+    assert [list(piece.held) for piece in batch.pieces()] == [[0, 1, 2, 3, 4, 5]]
+    monkeypatch.setattr("megatron_gspo.data.sample_batch._PIECE", 7)
+    pieces = list(batch.pieces())
+    assert [list(piece.held) for piece in pieces] == [[0, 1], [2], [3, 4], [5]], "a longer sample is a piece of its own"
+    assert all(piece.table is batch.table and piece.group is batch.group for piece in pieces)
+    assert [sample for piece in pieces for sample in piece.samples] == samples
+    assert [list(piece.held) for piece in SampleBatch.of([]).pieces()] == [[]]
+
+
 def test_rewards_follow_their_column():
     batch = SampleBatch.of([make_sample(1, 2, seed=i) for i in range(2)]).with_columns(reward=np.array([1.0, np.nan]))
     assert batch.samples[0].reward == 1.0 and np.isnan(batch.samples[1].reward)

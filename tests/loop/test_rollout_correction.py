@@ -108,3 +108,14 @@ def test_mismatch_quantiles_of_both_ratios():
     assert found["mismatch/ratio_sequence/max"] == pytest.approx(1.5)
     assert found["mismatch/abs_diff_max"] == pytest.approx(math.log(4))
     assert len(found) == 14
+
+
+def test_mismatch_does_not_depend_on_the_pieces(monkeypatch):
+    samples = [make_sample(2, n, seed=n, mask=[n != 4] * n) for n in range(1, 7)]
+    batch, log_probs = SampleBatch.of(samples), {i: sample.old_log_probs for i, sample in enumerate(samples)}
+    whole = mismatch(batch, log_probs)
+    monkeypatch.setattr("megatron_gspo.data.sample_batch._PIECE", 7)
+    assert len(list(batch.pieces())) > 3
+    assert mismatch(batch, log_probs) == pytest.approx(whole, rel=1e-12)
+    log_probs[0] = np.full_like(log_probs[0], np.nan)
+    assert math.isnan(mismatch(batch, log_probs)["mismatch/abs_diff_max"])

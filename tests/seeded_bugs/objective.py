@@ -143,7 +143,7 @@ DATA = (
     ),
     SeededBug(
         "a histogram's bins are off by one", "design", "megatron_gspo/algorithms/ratio_histogram.py",
-        "return _ONE_SIGN + torch.where(d < 0, -step, step)", "return _ONE_SIGN + torch.where(d < 0, -step, step + 1)",
+        "torch.where(size < _BORDER, growing, equal).add_(1)", "torch.where(size < _BORDER, growing, equal).add_(2)",
         ("tests/algorithms/test_ratio_histogram.py::test_every_bin_by_its_borders",),
     ),
 )  # fmt: skip
