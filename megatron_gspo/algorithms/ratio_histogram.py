@@ -90,7 +90,7 @@ def _bins_of(d: Tensor) -> Tensor:
     growing = size.div(_SMALLEST).clamp_(min=1).log_().div_(_GROWTH).floor_().clamp_(max=_GROWING - 1)
     equal = size.sub(_BORDER).div_(2 * _HALF).floor_().clamp_(max=_EQUAL - 1).add_(_GROWING)
     step = torch.where(size < _BORDER, growing, equal).add_(1).mul_(size >= _SMALLEST)
-    return step.copysign_(d).add_(_ONE_SIGN).int()
+    return torch.where(d < 0, -step, step).add_(_ONE_SIGN).int()  # not by the sign bit, which a NaN may have
 
 
 def _centres(bins: Tensor) -> Tensor:

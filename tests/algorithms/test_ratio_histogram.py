@@ -86,8 +86,11 @@ def test_extremes_beyond_the_range_are_exact():
     assert found["min"] == pytest.approx(math.exp(-50)) and found["max"] == pytest.approx(math.exp(40))
     assert found["p50"] == 1.0
     assert RatioHistogram.of(torch.zeros(0)).quantiles() == {}
-    broken = RatioHistogram.of(torch.tensor([0.0, 0.0, math.nan])).quantiles()
-    assert math.isnan(broken["max"]) and broken["p50"] == 1.0
+    for nan in (math.nan, -math.nan):
+        found = RatioHistogram.of(torch.tensor([0.0, 0.0, nan]))
+        assert found.counts.nonzero()[-1] == _bins_of(torch.tensor([_LARGEST])), "NaN counts as the largest"
+        broken = found.quantiles()
+        assert math.isnan(broken["max"]) and broken["p50"] == 1.0
 
 
 def of_ranks(rank: int, world: int, values: torch.Tensor) -> tuple[dict[str, float], int]:
