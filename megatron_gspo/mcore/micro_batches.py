@@ -138,8 +138,9 @@ def values_of_replica(values: Sequence[Tensor], layouts: Sequence[PackLayout], b
     sizes = [int(batch.table["response_length"][index]) for index in own]
     ends = np.cumsum([0, *sizes])
     if values:
-        flat = torch.cat([part for one, layout in zip(values, layouts, strict=True)
-                          for part in _label_parts(one.float(), layout, batch.table, groups)])  # fmt: skip
+        none = torch.zeros(0, device=compute_device())  # of a replica without samples
+        flat = torch.cat([none, *(part for one, layout in zip(values, layouts, strict=True)
+                                  for part in _label_parts(one.float(), layout, batch.table, groups))])  # fmt: skip
         if groups.cp.size() > 1 and len(flat):
             dist.all_reduce(flat, group=groups.cp)
     else:
@@ -147,7 +148,7 @@ def values_of_replica(values: Sequence[Tensor], layouts: Sequence[PackLayout], b
     if groups.pp.size() > 1 and len(flat):
         dist.broadcast(flat, src=groups.last_stage_rank, group=groups.pp)
     everything = flat.cpu().numpy()
-    return {index: part for index, part in zip(own, np.split(everything, ends[1:-1]), strict=True)}
+    return dict(zip(own, np.split(everything, ends[:-1])[1:], strict=True))
 
 
 def _label_parts(values: Tensor, layout: PackLayout, table: np.ndarray, groups: ProcessGroups) -> list[Tensor]:

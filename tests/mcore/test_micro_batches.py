@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,7 +52,7 @@ def numbered_samples(count: int) -> list[Sample]:
 
 
 def check_layouts(rank: int, world_size: int) -> None:
-    for layout, options in CASES:
+    for (layout, options), count in product(CASES, (11, 1)):  # 1: a replica without samples
         groups = groups_of(layout)
         config = SimpleNamespace(
             sequence_parallel=layout.use_sequence_parallel,
@@ -59,7 +60,7 @@ def check_layouts(rank: int, world_size: int) -> None:
             moe_token_dispatcher_type=options.get("dispatcher", "alltoall"),
         )
         limits = {key: value for key, value in options.items() if key != "dispatcher"}
-        samples = numbered_samples(11)
+        samples = numbered_samples(count)
         batch, training = (
             SampleBatch.of(samples),
             micro_batches_of(limits["max_tokens"] or 1, limits.get("micro_batch_size")),
