@@ -72,7 +72,7 @@ bench-check: install
 	$(RUN) benchmarks/run_all.py --results build/benchmarks $(ARGS)
 	$(RUN) benchmarks/check_regression.py
 
-# Costs at the size of real runs, each with a target; a minute.
+# Costs at the size of real runs, each with a target; ARGS=--quick measures smaller sizes.
 bench-real-size: install
 	$(RUN) benchmarks/real_size.py $(ARGS)
 

@@ -15,7 +15,7 @@ from megatron_gspo.data.schedule import Schedule, padded_length, schedule
 
 Rows = Sequence[int]
 
-_LONGER = 1.02  # times the free schedule's micro-batches: sequences that stay may cost so much, no more
+_LONGER = 1.02  # largest ratio of a mini-batch's step_tokens to those of a schedule that ignores homes
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,8 @@ def plan_passes(
     epochs: [pass][mini-batch] -> positions; every pass has each sequence once. homes: [n] replica that has the
     sequence now; None: all replicas have all. A sequence stays at home unless one of its mini-batches would be above
     its share of the load there: longest first, so that short ones move, to the replica that has most room. With one
-    pass, a mini-batch that takes more than 2 % longer so than by a schedule without homes gets that schedule.
+    pass, a mini-batch whose steps would be more than 2 % longer than with a schedule that ignores homes gets that
+    schedule.
     """
     if rules.replicas == 1:
         replica = np.zeros(len(lengths), dtype=np.int32)

@@ -63,14 +63,14 @@ def mismatch(batch: SampleBatch, log_probs: Mapping[int, np.ndarray]) -> dict[st
     """
     if batch.lacks("rollout_log_probs"):
         return {}
-    count = batch.sum(sum(int(sample.loss_mask.sum()) for sample in batch.samples))[0]
+    count = max(int(batch.table["trained"].sum(dtype=np.int64)), 1)
     totals: dict[str, float] = {}
     histograms: dict[str, RatioHistogram] = {}
     largest = 0.0
     for piece in batch.pieces():
         tokens = _Tokens.of(piece, log_probs)
         both = tokens.log_probs, tokens.rollout
-        shares = mismatch_metrics(both[0].double(), both[1].double(), tokens.mask, num_tokens=max(int(count), 1))
+        shares = mismatch_metrics(both[0].double(), both[1].double(), tokens.mask, num_tokens=count)
         largest = float(np.maximum(largest, float(shares.pop("mismatch/abs_diff_max"))))  # NaN stays
         totals = {name: totals.get(name, 0.0) + float(value) for name, value in shares.items()}
         histograms = added_histograms(histograms, ratio_histograms(*both, tokens.mask, tokens.ids))

@@ -158,10 +158,11 @@ def _label_parts(values: Tensor, layout: PackLayout, table: np.ndarray, groups: 
         owned = zigzag_indices(layout.cu_seqlens, groups.cp.rank(), groups.cp.size())
         packed = values.new_zeros(int(layout.cu_seqlens[-1]))
         packed[copy_to_device({"owned": owned}, values.device)["owned"].long()] = values
-    firsts = (start + int(table["prompt_length"][index]) - 1
-              for start, index in zip(layout.cu_seqlens.tolist(), layout.sample_ids, strict=False))  # fmt: skip
-    return [packed[first : first + int(table["response_length"][index])]
-            for first, index in zip(firsts, layout.sample_ids, strict=True)]  # fmt: skip
+    parts = []
+    for start, index in zip(layout.cu_seqlens.tolist(), layout.sample_ids, strict=False):
+        first = start + int(table["prompt_length"][index]) - 1
+        parts.append(packed[first : first + int(table["response_length"][index])])
+    return parts
 
 
 def values_everywhere(found: Mapping[int, np.ndarray], batch: SampleBatch, groups: ProcessGroups) -> list[np.ndarray]:

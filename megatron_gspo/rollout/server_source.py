@@ -120,8 +120,8 @@ class ServerSource:
             self._send_weights()
 
     def own_share(self, prompts: Sequence[Prompt], seed: int = 0) -> list[int]:
-        """The positions of the prompts that this rank requests. seed: of the requests, which the first client depends
-        on: a run that was started again has the same shares."""
+        """The positions of the prompts that this rank requests. seed: of the requests; the first client depends on it
+        alone, so that a resumed run has the same shares."""
         shares = split_prompts(prompts, len(self._clients))
         number = self._clients.index(dist.get_rank()) if self._client is not None else None
         return [] if number is None else shares[(number - seed) % len(shares)]
