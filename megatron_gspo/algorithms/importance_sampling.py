@@ -17,7 +17,7 @@ from torch import Tensor
 from .kl import k3
 from .segments import Segments
 
-# Outside [1/2, 2] the two engines score a token as if they were two models.
+# Outside [1/2, 2] a token is scored as if by two models.
 RATIO_BAND = 2.0
 
 
@@ -26,9 +26,7 @@ def _log_ratio(log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor) 
     mask = loss_mask != 0
     for key, value in (("log_probs", log_probs), ("rollout_log_probs", rollout_log_probs)):
         if value.shape != mask.shape:
-            raise ValueError(
-                f"{key} has shape {tuple(value.shape)}, loss_mask {tuple(mask.shape)}: all must be [T]"
-            )
+            raise ValueError(f"{key} has shape {tuple(value.shape)}, loss_mask {tuple(mask.shape)}: all must be [T]")
     if log_probs.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"log_probs is {log_probs.dtype}: compute it in float32")
     difference = log_probs - rollout_log_probs.to(log_probs.dtype)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .aggregation import TokenWeights, weighted_sum
+from .importance_sampling import RATIO_BAND
 from .kl import k3
 from .objective import Objective
 from .surrogate import Clip
@@ -47,7 +48,8 @@ def _extreme(values: Tensor, trained: Tensor, reduce: Callable[[Tensor], Tensor]
 
 @torch.no_grad()
 def ratio_metrics(objective: Objective, stats: RatioStats | None, weights: TokenWeights) -> dict[str, Tensor]:
-    """Clip fractions, moments and extremes of the ratio, KL to the old policy; scalars.
+    """Clip fractions, moments and extremes of the ratio, KL to the old policy, and the share of tokens whose ratio is
+    outside [1/2, 2]; scalars.
 
     `ratio/*` and `log_ratio_clamped` are over sequences or tokens, by the ratio level. Without a ratio (`stats` None)
     there are only the clip fractions, which are 0.
@@ -73,6 +75,7 @@ def ratio_metrics(objective: Objective, stats: RatioStats | None, weights: Token
         "log_ratio_clamped": weighted_sum(stats.clamped, unit),
         # log_ratio is log(current / old) on samples of the old policy: this estimates KL(old || current).
         "kl/old_policy": weighted_sum(k3(stats.log_ratio.clamp(-limit, limit)), weights.token),
+        "ratio_token/outside_band": weighted_sum(stats.log_ratio.abs() > math.log(RATIO_BAND), weights.token),
     }
     if stats.clip.dual is not None:
         metrics["clip_fraction/dual"] = weighted_sum(stats.clip.dual, weights.token)

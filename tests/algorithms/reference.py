@@ -154,13 +154,11 @@ def _surrogate(o: Objective, ratio: Tensor, advantage: Tensor) -> Tensor:
 def naive_metrics(objective: Objective, batch: Batch) -> dict[str, float]:
     """Final figures of the mini-batch, counted one by one."""
     o, out = objective, {}
-    clipped_tokens = lower = upper = dual = clipped_sequences = 0.0
+    clipped_tokens = lower = upper = dual = clipped_sequences = outside = 0.0
     ratios, clamped = [], []
     k3_old = k3_ref = entropy = 0.0
     for i in range(batch.num_segments):
-        tokens = [
-            t for t in range(len(batch.log_probs)) if batch.segment_ids[t] == i and batch.loss_mask[t] > 0
-        ]
+        tokens = [t for t in range(len(batch.log_probs)) if batch.segment_ids[t] == i and batch.loss_mask[t] > 0]
         if not tokens:
             continue
         log_ratios = [float(batch.log_probs[t] - batch.old_log_probs[t]) for t in tokens]
@@ -179,6 +177,7 @@ def naive_metrics(objective: Objective, batch: Batch) -> dict[str, float]:
                 clamped.append(abs(log_weight) > o.max_log_ratio)
             d = _within(log_ratio, o.max_log_ratio)
             k3_old += math.exp(d) - 1 - d
+            outside += not 0.5 <= math.exp(log_ratio) <= 2
             d = _within(float(batch.log_probs[t] - batch.ref_log_probs[t]), o.max_log_ratio)
             k3_ref += math.exp(-d) - 1 + d
             entropy += float(batch.entropy[t])
@@ -197,6 +196,7 @@ def naive_metrics(objective: Objective, batch: Batch) -> dict[str, float]:
     out["effective_sample_size"] = float(ratios.sum() ** 2 / (ratios**2).sum() / len(ratios))
     out["kl/old_policy"], out["kl/ref"], out["entropy"] = k3_old / n, k3_ref / n, entropy / n
     out["log_ratio_clamped"] = sum(clamped) / len(clamped)
+    out["ratio_token/outside_band"] = outside / n
     if o.dual_clip is not None:
         out["clip_fraction/dual"] = dual / n
     return out

@@ -16,9 +16,9 @@ RATIO = torch.tensor([2.0, 0.5, 1.1, 1.0], dtype=torch.float64)
 ADVANTAGES = torch.tensor([1.0, -1.0, 1.0, 0.0], dtype=torch.float64)
 
 
-def metrics_of(level, objective, num_sequences=2, num_tokens=3):
+def metrics_of(level, objective, num_sequences=2, num_tokens=3, ratio=RATIO):
     segments = Segments(MASK, IDS, 2)
-    log_ratio = RATIO.log().requires_grad_()
+    log_ratio = ratio.log().requires_grad_()
     _, lengths, stats = level(objective, log_ratio, ADVANTAGES, segments)
     weights = token_weights(objective, IDS, lengths, num_sequences, num_tokens, torch.float64)
     found = ratio_metrics(objective, stats, weights)
@@ -35,6 +35,7 @@ def test_token_level_by_hand():
         "clip_fraction/lower": 1 / 3, "clip_fraction/upper": 1 / 3,
         "ratio/mean": (2 + 0.5 + 1.1) / 3, "ratio/square_deviation": (1 + 0.25 + 0.01) / 3,
         "ratio_max": 2.0, "ratio_min": 0.5, "log_ratio_clamped": 0.0, "kl/old_policy": sum(k3) / 3,
+        "ratio_token/outside_band": 0.0,  # 2.0 and 0.5 are its ends
     })  # fmt: skip
 
 
@@ -47,6 +48,7 @@ def test_sequence_level_by_hand():
         "clip_fraction/lower": 0.0, "clip_fraction/upper": 1 / 3,
         "ratio/mean": (1 + 1.1) / 2, "ratio/square_deviation": 0.01 / 2,
         "ratio_max": 1.1, "ratio_min": 1.0, "log_ratio_clamped": 0.0, "kl/old_policy": sum(k3) / 3,
+        "ratio_token/outside_band": 0.0,
     }, abs=1e-12)  # fmt: skip
 
 
@@ -64,6 +66,14 @@ def test_a_clamped_log_ratio_is_counted_and_limits_the_kl():
     k3 = [math.exp(d) - 1 - d for d in (0.5, -0.5, math.log(1.1))]
     assert found["log_ratio_clamped"] == pytest.approx(2 / 3)
     assert found["kl/old_policy"] == pytest.approx(sum(k3) / 3)
+
+
+@pytest.mark.parametrize("level", [token_level, sequence_level])
+def test_tokens_beyond_a_factor_of_two_are_counted(level):
+    """Ratios 2.1 and 0.45 of three trained tokens; whether one is clipped or clamped has no part in it."""
+    objective = preset("grpo" if level is token_level else "gspo", max_log_ratio=0.1)
+    ratio = torch.tensor([2.1, 0.45, 1.99, 1.0], dtype=torch.float64)
+    assert metrics_of(level, objective, ratio=ratio)["ratio_token/outside_band"] == pytest.approx(2 / 3)
 
 
 def test_the_dual_clip_has_a_fraction_of_its_own():

@@ -63,10 +63,7 @@ def test_float32_stays_within_its_rounding(name):
     batch = random_batch(2, drift=drift)
     # the inputs rounded to float32, so that only the arithmetic is compared
     batch = type(batch)(
-        **{
-            k: v.float().double() if torch.is_tensor(v) and v.is_floating_point() else v
-            for k, v in vars(batch).items()
-        }
+        **{k: v.float().double() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in vars(batch).items()}
     )
     loss, arguments, _, expected, grad, _ = both(objective, batch, torch.float32)
     assert loss.dtype == torch.float32
@@ -182,7 +179,7 @@ def test_which_metrics_there_are(name):
     always = {"loss/policy"} | {f"clip_fraction/{what}" for what in ("tokens", "sequences", "lower", "upper")}
     if name != "sft":
         always |= {"ratio/mean", "ratio/square_deviation", "ratio_max", "ratio_min", "log_ratio_clamped"}
-        always |= {"kl/old_policy"}
+        always |= {"kl/old_policy", "ratio_token/outside_band"}
 
     def names(objective, **changes):
         return set(call_policy_loss(objective, **{**batch.arguments(), **changes}, num_sequences=7, num_tokens=50)[1])
