@@ -51,6 +51,7 @@ from megatron_gspo.config.training_checks import (
 from megatron_gspo.config.training_sections import (
     CheckpointConfig,
     EvaluationConfig,
+    GuardConfig,
     OptimizerConfig,
     TrackingConfig,
     TrainingConfig,
@@ -80,6 +81,7 @@ class Config:
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     router_noise: RouterNoiseConfig = field(default_factory=RouterNoiseConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)

@@ -1,4 +1,4 @@
-"""Sections `training`, `optimizer`, `evaluation`, `checkpoint` and `tracking`."""
+"""Sections `training`, `optimizer`, `guard`, `evaluation`, `checkpoint` and `tracking`."""
 
 from __future__ import annotations
 
@@ -46,6 +46,18 @@ class OptimizerConfig:
     """Term added to Adam's denominator."""
     clip_grad: Annotated[float, Ge(0)] = 1.0
     """Maximum gradient norm; 0 disables clipping."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardConfig:
+    """Early warning of a collapse, from `effective_sample_size` (docs/collapse.md)."""
+
+    action: Literal["off", "warn", "stop"] = "warn"
+    """`warn` prints a line; `stop` also saves a checkpoint and ends the run with an error."""
+    effective_sample_size: Annotated[float, Gt(0), Lt(1)] = 0.5
+    """Values below it are low."""
+    steps: Annotated[int, Ge(1)] = 3
+    """Low steps in a row that make an alarm."""
 
 
 @dataclass(frozen=True, kw_only=True)

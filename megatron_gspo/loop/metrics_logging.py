@@ -18,6 +18,7 @@ from megatron_gspo.config.rollout_sections import noise_in_words
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.errors import writing
+from megatron_gspo.loop.collapse_guard import alarm_text
 from megatron_gspo.loop.generation import DataCursor
 from megatron_gspo.loop.optimizer_steps import Update, writes_ratios
 from megatron_gspo.loop.rollout_log import rollout_record
@@ -113,6 +114,9 @@ class MetricsLogger:
                     f"step {step}: the rewards of every group are all equal, so no advantage differs from 0; "
                     "look at samples/ and the verifier",
                 )
+            if values.get("guard/alarm") == 1.0:
+                low = values["effective_sample_size"] or 0.0
+                self._warn_once("collapse", alarm_text(self._config.guard, step, low))
             if values.get("updates") == 0:
                 line = f"step {step}: every response is masked, so nothing was updated; see masked/*"
                 self._warn_once("masked", line)
@@ -132,8 +136,9 @@ class MetricsLogger:
             self._warned.add(about)
             self._progress.say(line)
 
-    def write_step(self, step: int, batch: SampleBatch, routing: RoutingReplay, update: Update,
-                   cursor: DataCursor) -> None:
+    def write_step(
+        self, step: int, batch: SampleBatch, routing: RoutingReplay, update: Update, cursor: DataCursor
+    ) -> None:
         """What a step writes besides its metrics: samples, figures by MoE layer, importance ratios, rollout log. A
         collective of the batch's group: rank 0 gets the samples and ratios that it writes."""
         self._write_samples(step, batch)

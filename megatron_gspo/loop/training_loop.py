@@ -15,6 +15,7 @@ from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.errors import EngineError
 from megatron_gspo.loop.advantages import with_advantages
 from megatron_gspo.loop.checkpoints import CheckpointManager, LoopState, resume
+from megatron_gspo.loop.collapse_guard import CollapseError, alarm_text, count_low_steps, guard_metrics
 from megatron_gspo.loop.engines import perturb_rollout
 from megatron_gspo.loop.evaluation import evaluate, is_evaluation_due
 from megatron_gspo.loop.generation import DataCursor, RolloutGenerator
@@ -62,20 +63,27 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
             state = state.after_step(trained.cursor, len(trained.batch), trained.tokens)
             metrics, failure = _prepare_next(run, state.step, timers)
             accuracy = metrics.get("eval/accuracy", state.accuracy_after)
-            state = replace(state, wall_seconds=time.monotonic() - started, accuracy_after=accuracy)
-            metrics |= trained.metrics
+            low_steps = count_low_steps(config.guard, trained.metrics, state.low_steps)
+            state = replace(
+                state, wall_seconds=time.monotonic() - started, accuracy_after=accuracy, low_steps=low_steps
+            )
+            metrics |= trained.metrics | guard_metrics(config.guard, trained.metrics, low_steps)
             logger.log(state.step, metrics | throughput(trained.tokens, timers.take(), metrics))
             logger.write_step(state.step, trained.batch, trained.routing, trained.update, trained.cursor)
             with checkpoints.saved_on_engine_failure(state):
                 if failure is not None:  # raised after the step is logged
                     raise failure
-            stops = stop_requested()
+            collapses = config.guard.action == "stop" and metrics.get("guard/alarm") == 1.0
+            stops = stop_requested() or collapses
             if stops or checkpoints.is_due(state.step, config.training.steps):
                 with timers("checkpoint"):  # logged with the next step: a step is logged before it is saved
                     checkpoints.begin(state)
             if stops and state.step < config.training.steps:
                 checkpoints.finish()
                 resumes = f"start again to resume from {checkpoints.current}"
+                if collapses:
+                    alarm = alarm_text(config.guard, state.step, metrics["effective_sample_size"])
+                    raise CollapseError(f"{alarm}; {resumes}, with guard.action: warn to go on without a change")
                 logger.say(f"stopped by SIGUSR1 after step {state.step}; {resumes}")
                 return state
         checkpoints.finish()

@@ -104,13 +104,15 @@ def test_each_warning_is_printed_once(rank: Any, tmp_path: Path, capsys: pytest.
         made.note_dropped_prompts(0)
         made.note_dropped_prompts(3)
         for step in (1, 2):
-            made.log(step, {"groups/zero_variance": 1.0, "updates": 0.0})
+            alarm = {"guard/alarm": 1.0, "effective_sample_size": 0.1}
+            made.log(step, {"groups/zero_variance": 1.0, "updates": 0.0, **alarm})
             made.write_step(step, SampleBatch.of(unscored), ROUTING, update_of([]), DataCursor(6))
     text = "".join(capsys.readouterr())
     for line in (
         "3 prompts are longer than data.max_prompt_length and were dropped",
         "step 1: the rewards of every group are all equal",
         "step 1: every response is masked, so nothing was updated",
+        "step 1: effective_sample_size = 0.1 is below 0.5",
         "step 1: 2 of 4 responses could not be scored (timeout: 2 s)",
     ):
         assert " ".join(text.split()).count(line) == 1, line

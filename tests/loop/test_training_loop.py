@@ -17,6 +17,7 @@ from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.errors import SharedEngineError
 from megatron_gspo.loop import training_loop
 from megatron_gspo.loop.checkpoints import LoopState
+from megatron_gspo.loop.collapse_guard import CollapseError
 from megatron_gspo.loop.generation import DataCursor
 from megatron_gspo.loop.setup import Components
 from megatron_gspo.loop.training_loop import TrainedStep, train
@@ -108,7 +109,8 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
 
     def start(
         *, steps: int = 3, resumed: int = 0, strength: float | None = None, fails_at: int | None = None,
-        stop_after: int | None = None, **sections: Any,
+        stop_after: int | None = None,
+        low_steps: int = 0, sample_size: float = 1.0, **sections: Any,
     ) -> tuple[Any, list[str], Logger]:  # fmt: skip
         sections = {"checkpoint": {"export_hf": True}, "evaluation": {"eval_interval": 2}, **sections}
         config = Config.from_dict(base_config("model", tmp_path / "run", training={"steps": steps}, **sections))
@@ -126,7 +128,8 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
         def train_step(run: Components, state: LoopState, *_: object) -> TrainedStep:
             events.append(f"step {state.step}")
             update, batch = SimpleNamespace(metrics={}), SampleBatch.of([make_sample(2, 3)])
-            return TrainedStep(batch, DataCursor(state.cursor + 4), SimpleNamespace(), update, {"entropy": 0.5})
+            metrics = {"entropy": 0.5, "effective_sample_size": sample_size}
+            return TrainedStep(batch, DataCursor(state.cursor + 4), SimpleNamespace(), update, metrics)
 
         def evaluate(*_: object) -> dict[str, float]:
             events.append("evaluate")
@@ -137,7 +140,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
 
         for name, part in {
             "build_components": lambda config, engine: parts,
-            "resume": lambda *_: (LoopState(step=resumed, noise_strength=strength), None),
+            "resume": lambda *_: (LoopState(step=resumed, noise_strength=strength, low_steps=low_steps), None),
             "MetricsLogger": lambda *_, **__: logger,
             "CheckpointManager": lambda *_: checkpoints,
             "train_step": train_step,
@@ -155,7 +158,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
         monkeypatch.setattr(Config, "check", lambda self, world_size: events.append(f"check {world_size}"))
         try:
             return train(config), events, logger
-        except SharedEngineError as error:
+        except (SharedEngineError, CollapseError) as error:
             return error, events, logger
 
     return start
@@ -213,6 +216,26 @@ def test_a_signal_stops_the_run_after_the_step_with_a_checkpoint(run: Callable[.
     assert logger.said == ["stopped by SIGUSR1 after step 1; start again to resume from at"]
     state, events, logger = run(steps=1, stop_after=1)
     assert state.step == 1 and events[-5:] == ["save 1", "saved", "export", "summary", "closed"]
+
+
+def test_the_guard_warns_and_only_stops_on_request(run: Callable[..., Any]) -> None:
+    guard = {"effective_sample_size": 0.5, "steps": 2}
+    state, events, logger = run(steps=3, sample_size=0.25, guard=guard)
+    assert [logger.logged[step]["guard/alarm"] for step in (1, 2, 3)] == [0, 1, 1]
+    assert state.low_steps == logger.summary["low_steps"] == 3 and "summary" in events
+    error, events, logger = run(steps=3, sample_size=0.25, guard={**guard, "action": "stop"})
+    assert isinstance(error, CollapseError) and events[-4:] == ["log 2", "save 2", "saved", "closed"]
+    assert str(error).startswith("step 2: effective_sample_size = 0.25 is below 0.5 for the last 2 steps")
+    assert str(error).endswith("; start again to resume from at, with guard.action: warn to go on without a change")
+    assert logger.summary is None
+    state, _, logger = run(steps=3, sample_size=0.5, guard={**guard, "action": "stop"})
+    assert state.step == 3 and logger.logged[3]["guard/alarm"] == 0
+
+
+def test_a_resumed_run_counts_the_low_steps_of_before(run: Callable[..., Any]) -> None:
+    guard = {"effective_sample_size": 0.5, "steps": 2, "action": "stop"}
+    error, events, _ = run(steps=3, resumed=1, low_steps=1, sample_size=0.25, guard=guard)
+    assert isinstance(error, CollapseError) and events[-3:] == ["save 2", "saved", "closed"]
 
 
 def test_supervised_training_sends_weights_for_evaluation_only(run: Callable[..., Any]) -> None:

@@ -1,0 +1,47 @@
+"""The early warning of a collapse: when it counts, and what it says."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_gspo.config.training_sections import GuardConfig
+from megatron_gspo.loop.collapse_guard import alarm_text, count_low_steps, guard_metrics
+
+GUARD = GuardConfig(effective_sample_size=0.5, steps=3)
+
+
+def alarms(values: list[float | None], guard: GuardConfig = GUARD) -> list[float | None]:
+    """`guard/alarm` by step; None stands for a step without the metric."""
+    low, found = 0, []
+    for value in values:
+        metrics = {} if value is None else {"effective_sample_size": value}
+        low = count_low_steps(guard, metrics, low)
+        found.append(guard_metrics(guard, metrics, low).get("guard/alarm"))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([0.4, 0.4, 0.4, 0.4], [0, 0, 1, 1]),
+        ([0.4, 0.4, 0.5, 0.4, 0.4, 0.4], [0, 0, 0, 0, 0, 1]),  # the threshold itself is not low
+        ([0.4, None, 0.4, 0.4, None], [0, None, 0, 1, None]),  # a step without an update
+        ([None, None, None], [None, None, None]),  # supervised
+        ([0.4, 0.4, 0.4, 0.6, 0.4], [0, 0, 1, 0, 0]),
+    ],
+)
+def test_so_many_low_steps_in_a_row_make_an_alarm(values, expected):
+    assert alarms(values) == expected
+
+
+def test_one_step_may_be_enough_and_off_measures_nothing():
+    assert alarms([0.6, 0.4], GuardConfig(effective_sample_size=0.5, steps=1)) == [0, 1]
+    assert alarms([0.1] * 4, GuardConfig(action="off")) == [None] * 4
+
+
+def test_the_line_says_what_is_low_and_what_to_try():
+    assert alarm_text(GUARD, 12, 0.1234) == (
+        "step 12: effective_sample_size = 0.12 is below 0.5 for the last 3 steps, which announces a collapse; "
+        "try routing.replay: r3, algorithm.name: gspo or a smaller optimizer.lr"
+    )
+    assert "below 0.5 for this step, " in alarm_text(GuardConfig(effective_sample_size=0.5, steps=1), 1, 0.1)
