@@ -31,7 +31,7 @@ demo: install
 compare: install
 	$(RUN) -m megatron_gspo compare $(COMPARISON) $(ARGS)
 
-# A collapse of GRPO under perturbed routers, and what keeps from it; four variants, two seeds, one report.
+# A collapse of GRPO under perturbed routers, and what keeps from it; four variants, four seeds, one report.
 collapse:
 	$(MAKE) compare COMPARISON=examples/collapse/small.yaml
 

@@ -109,7 +109,7 @@ def _grpo_needs_replay(study: Study) -> Claim:
         total, well = len(found[plain].by_seed), found[plain].converged
         if not total:
             continue
-        line = f"{_setting(setting.name)}: {well} of {total} plain GRPO runs converged"
+        line = f"{_words(study, setting.name)}: {well} of {total} plain GRPO runs converged"
         for name in (name for name in replayed if name in found):
             others, other = len(found[name].by_seed), found[name].converged
             needed += well < total / 2 and other > others / 2
@@ -117,7 +117,7 @@ def _grpo_needs_replay(study: Study) -> Claim:
             difference = _compare(study, setting.name, name, plain)
             if difference is not None:
                 if difference.low is not None and difference.low > 0:
-                    helped.append(_setting(setting.name))
+                    helped.append(_words(study, setting.name))
                 line += f", accuracy at the end {describe(difference)} against plain GRPO"
         evidence.append(line + ".")
     if not evidence:
@@ -144,7 +144,7 @@ def _gspo_needs_none(study: Study) -> Claim:
         good += well == total
         fall = max((item.largest_fall or 0.0 for item in row.by_seed.values()), default=0.0)
         evidence.append(
-            f"{_setting(setting.name)}: {well} of {total} runs converged, {row.broken} failed or collapsed; the "
+            f"{_words(study, setting.name)}: {well} of {total} runs converged, {row.broken} failed or collapsed; the "
             f"largest drop of the accuracy below a run's best was {100 * fall:.1f} points."
         )
     verdict = UNTESTED if not whole else REPRODUCED if good == whole else PARTLY if good else NOT
@@ -164,7 +164,9 @@ def _gspo_learns_better(study: Study) -> Claim:
             if difference is None:
                 continue
             verdicts.append(_direction(difference))
-            evidence.append(f"Without stress, {words}: GSPO {describe(difference)} against {study.label(reference)}.")
+            evidence.append(
+                f"{_words(study, BASE)}, {words}: GSPO {describe(difference)} against {study.label(reference)}."
+            )
     if not verdicts:
         return Claim(claim, UNTESTED, ["They have no seed in common."])
     up, down = verdicts.count(1), verdicts.count(-1)
@@ -182,7 +184,7 @@ def _gspo_clips_more(study: Study) -> Claim:
         return Claim(claim, UNTESTED, ["There are no clip fractions of both."])
     factor = ours / theirs if theirs else float("inf")
     evidence = [
-        f"Without stress GSPO clipped {percent(ours, 2)} of the tokens and GRPO {percent(theirs, 2)}: "
+        f"{_words(study, BASE)}, GSPO clipped {percent(ours, 2)} of the tokens and GRPO {percent(theirs, 2)}: "
         f"{factor:.1f} times as many, each with the clip range listed under settings."
     ]
     verdict = REPRODUCED if factor >= 30 else PARTLY if factor > 1 else NOT
@@ -220,7 +222,7 @@ def _engines_differ(study: Study) -> Claim:
             dtypes = sorted({str(run.config.get("model", {}).get("dtype")) for run in runs if run.config})
             tokens = _metric(study, group.name, "routing/rollout_flipped_tokens", setting.name)
             share = "" if tokens is None else f", {percent(tokens, 3)} of the tokens"
-            place = f"{_setting(setting.name)}, {group.label}, both engines in {' and '.join(dtypes)}"
+            place = f"{_words(study, setting.name)}, {group.label}, both engines in {' and '.join(dtypes)}"
             evidence.append(f"{place}: {percent(rate, 3)} of the decisions{share}.")
             found.append(rate)
     if not found:
@@ -239,7 +241,7 @@ def _no_recompute(study: Study) -> Claim:
         difference = _compare(study, setting.name, without, plain)
         if difference is None or difference.low is None or difference.high is None:
             continue
-        line = f"{_setting(setting.name)}, accuracy at the end: {describe(difference)} against recomputed ones"
+        line = f"{_words(study, setting.name)}, accuracy at the end: {describe(difference)} against recomputed ones"
         mismatch = _metric(study, plain, "mismatch/abs_diff_max", setting.name)
         if mismatch is not None:
             line += f"; the engines' log-probs differed by at most {mismatch:.1e} nats (mean of the steps' largest)"
@@ -262,7 +264,7 @@ def _token_variant_equal(study: Study) -> Claim:
     if difference is None:
         return Claim(claim, UNTESTED, ["They have no seed in common."])
     evidence = [
-        f"Without stress, accuracy at the end: {describe(difference)}. The two are equal in exact arithmetic; "
+        f"{_words(study, BASE)}, accuracy at the end: {describe(difference)}. The two are equal in exact arithmetic; "
         "runs diverge by rounding after some steps."
     ]
     if difference.low is None or difference.high is None:
@@ -302,5 +304,9 @@ def _unreplayed(study: Study) -> list[str]:
     ]
 
 
-def _setting(name: str) -> str:
-    return "Without stress" if name == BASE else f"Under {name}"
+def _words(study: Study, setting: str) -> str:
+    """Where a figure was measured."""
+    if setting != BASE:
+        return f"Under {setting}"
+    perturbed = any(run.config.get("router_noise", {}).get("stress_test") for run in study.of(BASE, study.baseline))
+    return "With perturbed routers" if perturbed else "Without stress"

@@ -10,6 +10,7 @@ from megatron_gspo.errors import show_bytes
 from megatron_gspo.tools.compare import charts
 from megatron_gspo.tools.compare.claims import claims, expectations, p_value, percent
 from megatron_gspo.tools.compare.costs import PHASES, PUBLISHED, cost_of, estimated_storage, model_of
+from megatron_gspo.tools.compare.dose_response import dose_charts, dose_findings, doses
 from megatron_gspo.tools.compare.ratio_plots import Response, clip_band, pick_response
 from megatron_gspo.tools.compare.routing_plots import LAYER_FIGURES, layers_of
 from megatron_gspo.tools.compare.run_records import Run, mean_of
@@ -24,6 +25,7 @@ TEMPLATE = "compare/report.html"
 def context(study: Study) -> dict[str, Any]:
     """What the template shows. Raises ImportError where matplotlib is missing."""
     colours = {group.name: number for number, group in enumerate(study.groups)}
+    in_series = {name for rates in doses(study).values() for name in rates.values()}
     return {
         "title": study.title,
         "study": study,
@@ -35,13 +37,14 @@ def context(study: Study) -> dict[str, Any]:
         "stressed": _router_noise(study),
         "headline": _setting_table(study, BASE),
         "charts": charts.base_charts(study, colours),
+        "doses": {"charts": dose_charts(study, colours), "findings": dose_findings(study)},
         "layers": _layer_table(study),
         "moved": charts.moved_tokens(study),
         "response": _response(study),
         "costs": _cost_table(study),
         "cost_chart": charts.cost_chart(study),
         "storage": _storage(study),
-        "stress": [_stress(study, setting, colours) for setting in study.settings if setting.name != BASE],
+        "stress": [_stress(study, setting, colours, in_series) for setting in study.settings if setting.name != BASE],
         "search": _search(study),
         "settings": _settings(study),
         "incidents": _incidents(study),
@@ -217,13 +220,14 @@ def _storage(study: Study) -> list[dict[str, Any]]:
     ]
 
 
-def _stress(study: Study, setting: Any, colours: dict[str, int]) -> dict[str, Any]:
+def _stress(study: Study, setting: Any, colours: dict[str, int], in_series: set[str]) -> dict[str, Any]:
+    """in_series: settings that the charts of `doses` show together; they have none of their own."""
     return {
         "setting": setting,
         "overrides": _pairs(setting.overrides),
         "table": _setting_table(study, setting.name),
         "seeds": sorted({run.seed for run in study.runs if run.setting == setting.name}),
-        "charts": charts.stress_charts(study, setting.name, colours),
+        "charts": [] if setting.name in in_series else charts.stress_charts(study, setting.name, colours),
     }
 
 

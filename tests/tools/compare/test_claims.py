@@ -54,6 +54,18 @@ def test_expectations_are_decided_by_the_mean_difference(tmp_path):
     assert found[0].evidence[0].count("with seed") == 3
 
 
+def test_runs_with_noise_are_not_called_unstressed(tmp_path):
+    noise = {"router_noise.stress_test": True}
+    courses = {
+        "grpo": Course(overrides=noise),
+        "gspo": replace(VARIANTS["gspo"], overrides=VARIANTS["gspo"].overrides | noise),
+    }
+    found = claims(compared(tmp_path, courses))
+    lines = [line for claim in found for line in claim.evidence]
+    assert not any("ithout stress" in line for line in lines)
+    assert sum(line.startswith("With perturbed routers") for line in lines) >= 4
+
+
 def test_gspo_is_stable_if_none_of_its_runs_breaks(tmp_path):
     good = verdict(compared(tmp_path / "a", {"gspo": VARIANTS["gspo"]}), "GSPO trains stably")
     assert good.verdict == REPRODUCED and "3 of 3 runs converged, 0 failed" in good.evidence[0]

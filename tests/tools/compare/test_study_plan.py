@@ -26,10 +26,10 @@ COLLAPSE = EXAMPLES.parent / "collapse"
 
 
 def test_the_collapse_example() -> None:
-    """Four variants with two seeds under the same noise; its prompts are right, and none is in both files."""
+    """Four variants with four seeds under the same noise; its prompts are right, and none is in both files."""
     comparison = load_comparison(COLLAPSE / "small.yaml")
     configs = [resolve(comparison, spec) for spec in report_runs(comparison, {})]
-    assert len(configs) == 8 and len({config.run_dir for config in configs}) == 8
+    assert len(configs) == 16 and len({config.run_dir for config in configs}) == 16
     kinds = {(config.algorithm.name, config.routing.replay) for config in configs}
     assert kinds == {("grpo", "none"), ("grpo", "r2"), ("grpo", "r3"), ("gspo", "none")}
     assert {(config.router_noise.engines, config.router_noise.strength) for config in configs} == {("both", 0.5)}
@@ -46,6 +46,21 @@ def test_the_collapse_example() -> None:
             assert answer == "".join(f"{(first + i * step) % 100:02d}" for i in range(1, 17))
     assert (len(prompts["train"]), len(prompts["held_out"])) == (560, 140)
     assert not prompts["train"].keys() & prompts["held_out"].keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "runs", "trials"), [("dose_response", 260, 0), ("variants", 100, 0), ("variants_tuned", 50, 120)]
+)
+def test_the_files_of_the_study(name: str, runs: int, trials: int) -> None:
+    """Each names its number of runs, and all start from the cold start of `make collapse`."""
+    file = COLLAPSE / f"{name}.yaml"
+    comparison = load_comparison(file)
+    specs = [*report_runs(comparison, {}), *search_runs(comparison)]
+    assert len(specs) == runs + trials and f"# {runs + trials} runs, " in file.read_text()
+    assert comparison.config.cold_start == load_comparison(COLLAPSE / "small.yaml").config.cold_start
+    noisy = [resolve(comparison, spec).router_noise for spec in specs]
+    doses = {"none", "rollout", "trainer", "both"}
+    assert {section.engines for section in noisy} == (doses if name == "dose_response" else {"both"})
 
 
 @pytest.fixture

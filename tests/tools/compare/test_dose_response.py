@@ -1,0 +1,64 @@
+"""From which strength of the noise on a variant differs from the baseline, of runs with known accuracies."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_gspo.tools.compare.dose_response import dose_charts, dose_findings, doses
+from megatron_gspo.tools.compare.run_records import Run
+from megatron_gspo.tools.compare.study import Group, Setting, Study
+
+RATES = {"both_05": 0.05, "both_25": 0.25, "both_10": 0.10}
+SPREAD = (-0.01, 0.0, 0.01, 0.005, -0.005)  # of a variant's accuracy over the seeds
+
+
+def study(gaps: dict[str, float], shared: str = "none") -> Study:
+    """GRPO at 0.5 and R3 by `gaps` above it, by setting; each seed's own deviation is the same for both, but for a
+    thousandth."""
+    settings = [Setting("base", "", {}), Setting("high_lr", "", {"optimizer.lr": 1e-3})]
+    settings += [
+        Setting(name, "", {"router_noise.engines": "both", "router_noise.target_flip_rate": rate})
+        for name, rate in RATES.items()
+    ]
+    runs = []
+    for setting, gap in gaps.items():
+        for seed, deviation in enumerate(SPREAD, 1):
+            for variant, value in (("grpo", 0.5), ("r3", 0.5 + gap + 0.001 * seed)):
+                record = {"step": 60, "eval/accuracy": value + deviation}
+                runs.append(Run(setting, variant, seed, Path(), "finished", records=[record]))
+    groups = [Group("grpo", "GRPO", {}), Group("r3", "GRPO + R3", {})]
+    return Study("", groups, settings, [1, 2, 3, 4, 5], "grpo", runs, "", shared={"router_noise.engines": shared})
+
+
+def test_settings_with_a_target_form_a_series_that_begins_without_noise():
+    assert list(doses(study({})).items()) == [("both", {0.0: "base", 0.05: "both_05", 0.1: "both_10", 0.25: "both_25"})]
+    assert list(doses(study({}, shared="rollout"))["both"]) == [0.05, 0.1, 0.25]  # the base has noise of its own
+
+
+def test_a_single_rate_is_no_series():
+    one = study({})
+    one.settings[:] = [setting for setting in one.settings if setting.name in ("high_lr", "both_05")]
+    one.shared.clear()
+    assert doses(one) == {} and dose_charts(one, {"grpo": 0, "r3": 1}) == [] and dose_findings(one) == []
+
+
+@pytest.mark.parametrize(
+    ("gaps", "expected"),
+    [
+        ((-0.003, -0.003, 0.1, 0.2), "ends above GRPO from 10 % on: +10.3 points"),
+        ((-0.003, -0.003, -0.1, -0.2), "ends below GRPO from 10 % on: -9.7 points"),
+        ((0.1, 0.1, 0.1, 0.1), "ends above GRPO at every rate: +10.3 points"),
+        ((-0.003, 0.1, -0.003, 0.1), "ends above GRPO from 25 % on: +10.3 points"),
+        ((-0.1, -0.1, 0.1, 0.1), "ends above GRPO from 10 % on: +10.3 points"),
+        ((0.1, 0.1, 0.1, -0.003), "can't be told from GRPO at the highest rate, 25 %: +0.0 points"),
+    ],
+)
+def test_the_rate_from_which_on_they_differ(gaps, expected):
+    made = study(dict(zip(("base", "both_05", "both_10", "both_25"), gaps, strict=True)))
+    [line] = dose_findings(made)
+    assert line.startswith(f"Routers of both engines: GRPO + R3 {expected} (95 % interval")
+
+
+def test_a_chart_for_each_series():
+    [svg] = dose_charts(study(dict.fromkeys(("base", "both_05", "both_25"), 0.1)), {"grpo": 0, "r3": 1})
+    assert "Routers of both engines" in svg and svg.count('class="v-0"') == svg.count('class="v-1"') > 0
