@@ -1,8 +1,8 @@
 """Checkpoints of a model of which each rank owns a GiB of weights and optimizer: memory, waiting, and the disk's rate.
 
 Dense models with float32 weights and Adam, without training: 1 rank, 2 data-parallel ranks, and 2 x 2 with tensor
-parallelism. The disk is measured by the same ranks in turns with the saves and loads: each writes, or reads, a plain
-file of the size of its own part, past the page cache.
+parallelism. Before and after each save (load) the same ranks each write (read) a plain file of the size of their own
+part, past the page cache: the rate of a shared disk changes by the second. A ratio is the median over the repeats.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -46,7 +47,7 @@ def checkpoint_costs(quick: bool) -> list[Figure]:
 
 
 def _in_world(ranks: int, quick: bool) -> dict[str, float]:
-    """The largest memory of any rank, and medians of what the ranks take together."""
+    """The largest memory of any rank, and medians of the times and ratios that the ranks have together."""
     from benchmarks.worlds import fork_server
 
     (ROOT / "build").mkdir(exist_ok=True)
@@ -68,8 +69,7 @@ def _in_world(ranks: int, quick: bool) -> dict[str, float]:
     rates = {name: f"{total / found[name] / 1e6:.0f} MB/s" for name in ("save_s", "write_s", "load_s", "read_s")}
     times = {name: f"{found[name]:.2f} s" for name in ("wait_s", "first_s", "copy_s")}
     say(ranks, "ranks:", *(f"{name[:-2]} {text}" for name, text in (rates | times).items()))
-    ratios = {"save": "save_s/write_s", "load": "load_s/read_s", "wait": "wait_s/copy_s"}
-    return found | {name: found[a] / found[b] for name, (a, b) in ((n, r.split("/")) for n, r in ratios.items())}
+    return found
 
 
 def _rank(rank: int, ranks: int, folder: str, quick: bool) -> None:
@@ -94,19 +94,27 @@ def _rank(rank: int, ranks: int, folder: str, quick: bool) -> None:
     image = make_image(policy)
     begin_save(policy, saves, 0, {}, keep=1, image=image).finish()
     first, save_memory = time.perf_counter() - began, memory("VmHWM") - before
-    taken: dict[str, list[float]] = {name: [] for name in ("copy_s", "wait_s", "save_s", "write_s", "load_s", "read_s")}
+    taken: dict[str, list[float]] = defaultdict(list)
     load_memory = 0
     for repeat in range(1, 2 if quick else _REPEATS + 1):
-        taken["copy_s"].append(_together(plain.copy))
-        taken["write_s"].append(_together(plain.write))
         waits: list[float] = []
-        taken["save_s"].append(_together(lambda step=repeat, waits=waits: _save(policy, saves, step, image, waits)))
-        taken["wait_s"].append(sum(waits))
+        copies, writes, reads = [_together(plain.copy)], [_together(plain.write)], []
+        saved = _together(lambda step=repeat, waits=waits: _save(policy, saves, step, image, waits))
+        copies.append(_together(plain.copy))
+        writes.append(_together(plain.write))
         _forget(saves)
-        taken["read_s"].append(_together(plain.read))
+        reads.append(_together(plain.read))
         before = reset_peak()
-        taken["load_s"].append(_together(lambda step=repeat: load_checkpoint(policy, saves / f"step_{step:06d}")))
+        loaded = _together(lambda step=repeat: load_checkpoint(policy, saves / f"step_{step:06d}"))
         load_memory = max(load_memory, memory("VmHWM") - before)
+        reads.append(_together(plain.read))
+        for name, ours, disk, theirs in (
+            ("wait", sum(waits), "copy", copies), ("save", saved, "write", writes), ("load", loaded, "read", reads)
+        ):  # fmt: skip
+            reference = sum(theirs) / len(theirs)
+            taken[f"{name}_s"].append(ours)
+            taken[f"{disk}_s"].append(reference)
+            taken[name].append(ours / reference)
     result = {name: statistics.median(values) for name, values in taken.items()}
     result |= {"owned": owned, "save_memory": save_memory / owned, "load_memory": load_memory / owned, "first_s": first}
     (Path(folder) / f"{rank}.json").write_text(json.dumps(result))
