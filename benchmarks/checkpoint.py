@@ -106,8 +106,8 @@ class Contest:
         from megatron_gspo.mcore.forward_step import unwrap
 
         loaded = dist_checkpointing.load(self._sharded(True), str(self.folder / "megatron"))
-        for tensors in loaded["optimizer"]["param_state"].values():  # upstream reads it there and stores it elsewhere
-            tensors["step"] = torch.zeros(())
+        for part in self.policy.optimizer.chained_optimizers:
+            _complete_steps(part)
         unwrap(self.policy.chunks[0]).load_state_dict(loaded["model"])
         self.policy.optimizer.load_state_dict(loaded["optimizer"])
 
@@ -132,6 +132,14 @@ class Contest:
                 for name, value in mine.items():
                     if torch.is_tensor(value):
                         value.copy_(theirs[name])
+
+
+def _complete_steps(optimizer: Any) -> None:
+    """Upstream fails on the step count of torch's Adam (KeyError: 'step'), which it leaves out of what it has read."""
+    store = type(optimizer)._set_main_param_and_optimizer_states
+    optimizer._set_main_param_and_optimizer_states = lambda parameter, tensors: store(
+        optimizer, parameter, {"step": torch.zeros(()), **tensors}
+    )
 
 
 def turn(contest: Contest) -> dict[str, Seconds]:
