@@ -17,8 +17,10 @@ from .filters import (
 )
 from .importance_sampling import (
     mismatch_metrics,
+    sequence_divergence_mask,
     sequence_importance_weights,
     sequence_rejection_mask,
+    token_divergence_mask,
     token_importance_weights,
     token_rejection_mask,
 )
@@ -52,8 +54,10 @@ __all__ = [
     "preset",
     "ratio_histograms",
     "ratio_quantiles",
+    "sequence_divergence_mask",
     "sequence_importance_weights",
     "sequence_rejection_mask",
+    "token_divergence_mask",
     "token_importance_weights",
     "token_rejection_mask",
     "turn_advantages",

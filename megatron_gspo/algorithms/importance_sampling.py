@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from .kl import k3
+from .kl import binary_kl, k3
 from .segments import Segments
 
 # Outside [1/2, 2] a token is scored as if by two models.
@@ -33,10 +33,12 @@ def _log_ratio(log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor) 
     return torch.where(mask, difference, 0), mask
 
 
-def _checked(threshold: float) -> float:
+def _bounded(weights: Tensor, lower: float, threshold: float) -> Tensor:
     if not threshold >= 1:
         raise ValueError(f"threshold = {threshold!r}: must be 1 or more, it is the largest weight")
-    return threshold
+    if not 0 <= lower <= 1:
+        raise ValueError(f"lower = {lower!r}: must be 0 to 1, it is the smallest weight")
+    return weights.clamp(lower, threshold)
 
 
 @torch.no_grad()
@@ -61,27 +63,28 @@ def mismatch_metrics(
 
 @torch.no_grad()
 def token_importance_weights(
-    log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor, *, threshold: float = 2.0
+    log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor, *, threshold: float = 2.0, lower: float = 0.0
 ) -> Tensor:
-    """Importance weights truncated by token: `min(exp(d), threshold)`, 1 where untrained. [T], no gradient.
+    """Importance weights truncated by token: `clamp(exp(d), lower, threshold)`, 1 where untrained. [T], no gradient.
 
-    Raises ValueError unless threshold >= 1.
+    Raises ValueError unless 0 <= lower <= 1 <= threshold.
     """
     d, _ = _log_ratio(log_probs, rollout_log_probs, loss_mask)
-    return d.exp().clamp(max=_checked(threshold))
+    return _bounded(d.exp(), lower, threshold)
 
 
 @torch.no_grad()
 def sequence_importance_weights(
-    log_probs: Tensor, rollout_log_probs: Tensor, segments: Segments, *, threshold: float = 2.0
+    log_probs: Tensor, rollout_log_probs: Tensor, segments: Segments, *, threshold: float = 2.0, lower: float = 0.0
 ) -> Tensor:
-    """Importance weights truncated by sequence: `min(exp(1/|y_i| sum_t d_it), threshold)`. [T], no gradient.
+    """Importance weights truncated by sequence: `clamp(exp(1/|y_i| sum_t d_it), lower, threshold)`. [T], no gradient.
 
     Length-normalised as GSPO's ratio is: the variance of exp of the plain sum grows with the length. Sums over the
-    context ranks once. A sequence without a trained token gets 1. Raises ValueError unless threshold >= 1.
+    context ranks once. A sequence without a trained token gets 1. Raises ValueError unless 0 <= lower <= 1 <=
+    threshold.
     """
     d, mask = _log_ratio(log_probs, rollout_log_probs, segments.loss_mask)
-    weights = _sequence_means(d, mask, segments).exp().clamp(max=_checked(threshold)).to(d.dtype)
+    weights = _bounded(_sequence_means(d, mask, segments).exp(), lower, threshold).to(d.dtype)
     return weights.index_select(0, segments.segment_ids)
 
 
@@ -110,6 +113,32 @@ def sequence_rejection_mask(
     return mask & inside.index_select(0, segments.segment_ids)
 
 
+@torch.no_grad()
+def token_divergence_mask(
+    log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor, *, largest: float
+) -> Tensor:
+    """The trained tokens whose binary KL between the engines, the larger of both directions, is at most `largest` nats
+    (KPop): [T] bool.
+    """
+    d, mask = _log_ratio(log_probs, rollout_log_probs, loss_mask)
+    ours = torch.where(mask, log_probs, 0)
+    theirs = ours - d
+    return mask & (torch.maximum(binary_kl(ours, theirs), binary_kl(theirs, ours)) <= largest)
+
+
+@torch.no_grad()
+def sequence_divergence_mask(
+    log_probs: Tensor, rollout_log_probs: Tensor, segments: Segments, *, largest: float
+) -> Tensor:
+    """The trained tokens of sequences whose mean of `exp(d) - 1 - d` is at most `largest` nats: [T] bool.
+
+    Sums over the context ranks once.
+    """
+    d, mask = _log_ratio(log_probs, rollout_log_probs, segments.loss_mask)
+    kept = _sequence_means(k3(d), mask, segments) <= largest
+    return mask & kept.index_select(0, segments.segment_ids)
+
+
 def _inside(log_ratio: Tensor, lower: float, upper: float) -> Tensor:
     if not 0 < lower <= 1 <= upper:
         raise ValueError(f"lower = {lower!r}, upper = {upper!r}: must be 0 < lower <= 1 <= upper")
@@ -117,6 +146,7 @@ def _inside(log_ratio: Tensor, lower: float, upper: float) -> Tensor:
 
 
 def _sequence_means(d: Tensor, mask: Tensor, segments: Segments) -> Tensor:
-    """Mean log-ratio of each sequence's trained tokens [num_segments] float64, 0 where it has none."""
+    """Mean of `d` [T], 0 at untrained positions, over each sequence's trained tokens: [num_segments] float64, 0 where
+    it has none."""
     total, lengths = segments.sum_ranks(segments.sums(d), segments.sums(mask))
     return total / lengths.clamp_min(1)

@@ -19,6 +19,16 @@ def k3(log_ratio: Tensor) -> Tensor:
     return torch.expm1(log_ratio) - log_ratio
 
 
+def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """`p log(p / q) + (1 - p) log((1 - p) / (1 - q))` [T] with p = exp(log_p): the KL of "this token or another", nats.
+
+    The probabilities of all other tokens have 1e-8 added, as in verl, since they may be 0.
+    """
+    p = log_p.exp()
+    other_p, other_q = (1 - p).clamp_min(0), (1 - log_q.exp()).clamp_min(0)  # rounding may exceed 1
+    return p * (log_p - log_q) + other_p * torch.log((other_p + 1e-8) / (other_q + 1e-8))
+
+
 def kl_penalty(
     log_probs: Tensor, ref_log_probs: Tensor, estimator: KLLossType = "k3", *, max_log_ratio: float = 20.0
 ) -> Tensor:

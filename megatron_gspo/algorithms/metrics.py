@@ -28,6 +28,7 @@ class RatioStats:
         clip: [T].
         clipped: [n], clipped tokens of each sequence on this rank.
         in_clipped_sequences: [n], this rank's trained tokens that stand for a clipped sequence.
+        off_policy: [n], this rank's trained tokens that the off-policy mask removes; None without one.
     """
 
     log_ratio: Tensor
@@ -37,6 +38,7 @@ class RatioStats:
     clip: Clip
     clipped: Tensor
     in_clipped_sequences: Tensor
+    off_policy: Tensor | None = None
 
 
 def _extreme(values: Tensor, trained: Tensor, reduce: Callable[[Tensor], Tensor], neutral: float) -> Tensor:
@@ -77,6 +79,8 @@ def ratio_metrics(objective: Objective, stats: RatioStats | None, weights: Token
         "kl/old_policy": weighted_sum(k3(stats.log_ratio.clamp(-limit, limit)), weights.token),
         "ratio_token/outside_band": weighted_sum(stats.log_ratio.abs() > math.log(RATIO_BAND), weights.token),
     }
+    if stats.off_policy is not None:
+        metrics["off_policy_mask/sequences"] = weighted_sum(stats.off_policy.to(dtype), weights.sequence)
     if stats.clip.dual is not None:
         metrics["clip_fraction/dual"] = weighted_sum(stats.clip.dual, weights.token)
     return metrics

@@ -24,7 +24,7 @@ class LossExtras:
             synchronisation of the loss; required under context parallelism, where a rank may not hold the last one.
         ref_log_probs: [T], required where kl_loss_coef > 0, else only for the metric.
         entropy: [T], required (with gradient) where entropy_coef > 0, else only for the metric.
-        sum_over_context: adds a [2, num_segments] float64 tensor over the context-parallel ranks, without autograd.
+        sum_over_context: adds a [rows, num_segments] float64 tensor over the context-parallel ranks, without autograd.
             Called exactly once, for every objective. None: this rank holds whole sequences.
     """
 
@@ -81,12 +81,15 @@ def policy_loss(
     base = log_probs if old_log_probs is None or not objective.has_ratio else log_probs - old_log_probs.detach()
     log_ratio = segments.trained(base, dtype)
     advantages = segments.loss_mask.to(dtype) if advantages is None else segments.trained(advantages.detach(), dtype)
+    weighed = segments.trained(log_probs, dtype) if objective.weighs_log_probs else None
     surrogate_of = RATIO_LEVELS[objective.importance_sampling_level]
-    surrogate, lengths, stats = surrogate_of(objective, log_ratio, advantages, segments)
+    surrogate, lengths, stats = surrogate_of(objective, log_ratio, advantages, segments, weighed)
     weights = token_weights(objective, segment_ids, lengths, num_sequences, num_tokens, dtype)
     loss = -weighted_sum(surrogate, weights.objective)
     metrics = {"loss/policy": loss.detach(), **ratio_metrics(objective, stats, weights)}
-    for term, found in regularizers(objective, log_probs, extras.ref_log_probs, extras.entropy, segments, weights):
+    for term, found in regularizers(
+        objective, log_probs, log_ratio, extras.ref_log_probs, extras.entropy, segments, weights
+    ):
         loss = loss if term is None else loss + term
         metrics |= found
     return loss, metrics

@@ -39,8 +39,56 @@ PRESETS: dict[str, dict[str, Any]] = {
     "dapo": dict(
         importance_sampling_level="token", loss_agg_mode="token-mean", epsilon_low=0.2, epsilon_high=0.28
     ),
+    # Zhao et al. 2025, arXiv:2507.20673: the geometric mean of clipped token ratios; epsilon in nats, section 4.
+    "gmpo": dict(
+        importance_sampling_level="geometric_mean", loss_agg_mode="seq-mean-token-mean", epsilon_low=0.4,
+        epsilon_high=0.4,
+    ),
+    # arXiv:2602.05261: GSPO times the length of the response, so that a token counts the same in all of them. Clip as
+    # in GSPO.
+    "luspo": dict(
+        importance_sampling_level="sequence", loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=1.0,
+        epsilon_low=3e-4, epsilon_high=4e-4,
+    ),
+    # MiniMax 2025, arXiv:2506.13585, eq. 4 and 5: no lower bound. It gives no upper bound; 5 is of ScaleRL,
+    # arXiv:2510.13786.
+    "cispo": dict(
+        importance_sampling_level="token", surrogate="cispo", loss_agg_mode="token-mean", max_weight=5.0
+    ),
+    # Gao et al. 2025, arXiv:2511.20347.
+    "sapo": dict(
+        importance_sampling_level="token", surrogate="sapo", loss_agg_mode="seq-mean-token-mean", tau_pos=1.0,
+        tau_neg=1.05,
+    ),
+    # arXiv:2602.04879; threshold and truncation as in verl.
+    "dppo_tv": dict(
+        importance_sampling_level="token", surrogate="dppo_tv", loss_agg_mode="token-mean", divergence_threshold=0.15,
+        max_weight=20.0,
+    ),
+    "dppo_kl": dict(
+        importance_sampling_level="token", surrogate="dppo_kl", loss_agg_mode="token-mean", divergence_threshold=0.05,
+        max_weight=20.0,
+    ),
     # Supervised: -log_probs, weighted by advantages (1 where there are none).
     "sft": dict(importance_sampling_level="none", loss_agg_mode="token-mean"),
+}
+
+# Named settings of a run's keys rollout_is* and rollout_rs*.
+CORRECTIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    # Truncated importance sampling, https://fengyao.notion.site/off-policy-rl.
+    "token_tis": dict(rollout_is="token", rollout_is_threshold=2.0),
+    # The same with a lower bound, as GLM-5.2 was trained.
+    "bounded_token_tis": dict(rollout_is="token", rollout_is_threshold=2.0, rollout_is_threshold_lower=0.5),
+    # arXiv:2510.18855: A * rho where rho is inside the band, else 0; denominators count all tokens.
+    "icepop": dict(
+        rollout_is="token", rollout_is_threshold=5.0, rollout_rs="token", rollout_rs_threshold=5.0,
+        rollout_rs_threshold_lower=0.5, rollout_rs_denominator="all",
+    ),
+    # arXiv:2605.14220.
+    "k3_rejection_token_tis": dict(
+        rollout_is="token", rollout_is_threshold=2.0, rollout_rs="sequence_k3", rollout_rs_divergence=0.001
+    ),
 }
 
 
@@ -48,7 +96,7 @@ def preset(name: str, **overrides: Any) -> Objective:
     """The objective of a published algorithm, with any field replaced.
 
     Args:
-        name: gspo, gspo_token, grpo, dr_grpo, dapo or sft.
+        name: a key of `PRESETS`.
         overrides: fields of `Objective`. `dr_grpo` needs loss_scale_factor before its loss is computed.
 
     Raises:

@@ -7,6 +7,7 @@ from torch import Tensor
 from .aggregation import TokenWeights, weighted_sum
 from .kl import kl_penalty
 from .objective import Objective
+from .ratio import token_ratio
 from .segments import Segments
 
 Regularizer = tuple[Tensor | None, dict[str, Tensor]]
@@ -15,6 +16,7 @@ Regularizer = tuple[Tensor | None, dict[str, Tensor]]
 def regularizers(
     objective: Objective,
     log_probs: Tensor,
+    log_ratio: Tensor,
     ref_log_probs: Tensor | None,
     entropy: Tensor | None,
     segments: Segments,
@@ -22,24 +24,36 @@ def regularizers(
 ) -> list[Regularizer]:
     """(term to add to the loss or None, metrics) of each regulariser that has its inputs; all [T].
 
-    Untrained positions are not read.
+    Untrained positions are not read. log_ratio: `log_probs - old_log_probs`, 0 there; not read without a ratio.
     """
     dtype, found = log_probs.dtype, []
+    if objective.log_ratio_coef > 0:
+        found.append(log_ratio_regularizer(objective, log_ratio, weights))
     if ref_log_probs is not None:
         reference = segments.trained(ref_log_probs.detach(), dtype)
-        found.append(kl_regularizer(objective, segments.trained(log_probs, dtype), reference, weights))
+        current = segments.trained(log_probs, dtype)
+        found.append(kl_regularizer(objective, current, reference, weights, log_ratio))
     if entropy is not None:
         found.append(entropy_regularizer(objective, segments.trained(entropy, dtype), weights))
     return found
 
 
+def log_ratio_regularizer(objective: Objective, log_ratio: Tensor, weights: TokenWeights) -> Regularizer:
+    """`log_ratio_coef * log_ratio^2` [T], aggregated as the objective is, and its metrics (arXiv:2602.02276)."""
+    limit = objective.max_log_ratio
+    squares = log_ratio.clamp(-limit, limit).square()
+    term = objective.log_ratio_coef * weighted_sum(squares, weights.objective)
+    return term, {"loss/log_ratio": term.detach()}
+
+
 def kl_regularizer(
-    objective: Objective, log_probs: Tensor, ref_log_probs: Tensor, weights: TokenWeights
+    objective: Objective, log_probs: Tensor, ref_log_probs: Tensor, weights: TokenWeights, log_ratio: Tensor
 ) -> Regularizer:
     """`kl_loss_coef * KL(current || reference)`, aggregated as the objective is, and its metrics.
 
-    log_probs, ref_log_probs: [T], 0 at untrained positions. The term is None where the coefficient is 0. `kl/ref` is
-    the token mean of k3, for any estimator of the term.
+    log_probs, ref_log_probs, log_ratio: [T], 0 at untrained positions. The term is None where the coefficient is 0.
+    With `unbiased_kl` each token counts `exp(log_ratio)` times, which has a gradient. `kl/ref` is the token mean of
+    k3, for any estimator of the term.
     """
     kind, limit = objective.kl_loss_type, objective.max_log_ratio
     kl = kl_penalty(log_probs, ref_log_probs, kind, max_log_ratio=limit)
@@ -47,6 +61,8 @@ def kl_regularizer(
     metrics = {"kl/ref": weighted_sum(k3.detach(), weights.token)}
     if objective.kl_loss_coef <= 0:
         return None, metrics
+    if objective.unbiased_kl:
+        kl = kl * token_ratio(log_ratio, limit)[0]
     term = objective.kl_loss_coef * weighted_sum(kl, weights.objective)
     return term, metrics | {"loss/kl": term.detach()}
 

@@ -31,7 +31,7 @@ class Segments:
         loss_mask: [T]; nonzero where a token is trained.
         segment_ids: [T] integers, the sequence of each token, 0..num_segments-1.
         num_segments: number of sequences in the micro-batch.
-        sum_over_context: adds a [2, num_segments] float64 tensor over the context-parallel ranks, without autograd.
+        sum_over_context: adds a [rows, num_segments] float64 tensor over the context-parallel ranks, without autograd.
             None: this rank holds whole sequences.
     """
 
@@ -49,9 +49,9 @@ class Segments:
         """Sum `values` [T] by sequence over this rank's tokens: [num_segments] float64."""
         return segment_sums(values, self.segment_ids, self.num_segments)
 
-    def sum_ranks(self, sums: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Add `sums` and `counts`, [num_segments] float64 each, over the context-parallel ranks: one collective."""
-        rows = torch.stack([sums, counts])
+    def sum_ranks(self, *rows: Tensor) -> tuple[Tensor, ...]:
+        """Add each of the rows, [num_segments] float64, over the context-parallel ranks: one collective."""
+        stacked = torch.stack(rows)
         if self.sum_over_context is not None:
-            rows = self.sum_over_context(rows)
-        return rows[0], rows[1]
+            stacked = self.sum_over_context(stacked)
+        return stacked.unbind()

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from .objective import Objective
+from .kl import binary_kl
+from .objective import Objective, SurrogateType
 
 
 @dataclass(frozen=True)
 class Clip:
-    """The tokens whose gradient the clip removes, all [T] bool.
+    """The tokens that the surrogate clips, all [T] bool.
 
-    `lower`: A < 0 and ratio < 1 - epsilon_low. `upper`: A > 0 and ratio > 1 + epsilon_high. `cut`: either.
-    `dual`: A < 0 and ratio > dual_clip; None without a dual clip.
+    `clip`: those without gradient. `lower`: A < 0 and ratio < 1 - epsilon_low. `upper`: A > 0 and ratio > 1 +
+    epsilon_high. `dual`: A < 0 and ratio > dual_clip; None without a dual clip. `cispo`: those whose weight is raised
+    (`lower`) or truncated (`upper`). `dppo_tv`, `dppo_kl`: those without gradient, A < 0 (`lower`) or A > 0 (`upper`).
+    `sapo`: none. `cut`: lower or upper.
     """
 
     lower: Tensor
@@ -24,7 +28,7 @@ class Clip:
     dual: Tensor | None
 
 
-def clipped_surrogate(objective: Objective, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Clip]:
+def clipped_surrogate(objective: Objective, ratio: Tensor, advantages: Tensor, *_: Tensor) -> tuple[Tensor, Clip]:
     """`min(ratio * A, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) * A)`: to be maximised, all [T].
 
     Written as a choice instead of a min: where the clip binds the value is a constant times A, elsewhere
@@ -42,3 +46,62 @@ def clipped_surrogate(objective: Objective, ratio: Tensor, advantages: Tensor) -
             bound = torch.where(dual, objective.dual_clip, bound)
             clip, cut = replace(clip, dual=dual), cut | dual
     return torch.where(cut, bound, ratio) * advantages, clip
+
+
+def cispo_surrogate(
+    objective: Objective, ratio: Tensor, advantages: Tensor, log_ratio: Tensor, log_probs: Tensor
+) -> tuple[Tensor, Clip]:
+    """`sg[clip(ratio, min_weight, max_weight)] * A * log_probs` (arXiv:2506.13585, eq. 4 and 5), all [T].
+
+    Every token keeps a gradient. The published form has no lower bound.
+    """
+    with torch.no_grad():
+        low, high = objective.min_weight or 0.0, objective.number("max_weight")
+        counts = advantages != 0
+        lower, upper = counts & (ratio < low), counts & (ratio > high)
+        weight = ratio.clamp(low, high)
+    return weight * advantages * log_probs, Clip(lower, upper, lower | upper, None)
+
+
+def sapo_surrogate(objective: Objective, ratio: Tensor, advantages: Tensor, *_: Tensor) -> tuple[Tensor, Clip]:
+    """`4 / tau * sigmoid(tau * (ratio - 1)) * A` with tau_pos where A > 0, else tau_neg (arXiv:2511.20347), all [T].
+
+    Value 2 / tau * A and slope A at a ratio of 1; the slope falls smoothly on both sides.
+    """
+    positive, negative = objective.number("tau_pos"), objective.number("tau_neg")
+    tau = torch.full_like(ratio, negative, requires_grad=False).masked_fill(advantages > 0, positive)
+    none = torch.zeros_like(advantages, dtype=torch.bool)
+    return torch.sigmoid(tau * (ratio - 1)) * (4 / tau) * advantages, Clip(none, none, none, None)
+
+
+def dppo_surrogate(
+    objective: Objective, ratio: Tensor, advantages: Tensor, log_ratio: Tensor, log_probs: Tensor
+) -> tuple[Tensor, Clip]:
+    """`M * sg[min(ratio, max_weight)] * A * log_probs` (arXiv:2602.04879), all [T].
+
+    M is 0 where the probability of the token has moved in the direction of A by more than `divergence_threshold`:
+    `dppo_tv` measures the difference of the probabilities, `dppo_kl` KL(old || current) of "this token or another".
+    """
+    with torch.no_grad():
+        old_log_probs = log_probs - log_ratio
+        if objective.surrogate == "dppo_kl":
+            moved = binary_kl(old_log_probs, log_probs)
+        else:
+            moved = (log_probs.exp() - old_log_probs.exp()).abs()
+        beyond = moved > objective.number("divergence_threshold")
+        upper = beyond & (advantages > 0) & (log_ratio > 0)
+        lower = beyond & (advantages < 0) & (log_ratio < 0)
+        cut = upper | lower
+        weight = ratio.clamp(max=objective.number("max_weight")).masked_fill(cut, 0)
+    return weight * advantages * log_probs, Clip(lower, upper, cut, None)
+
+
+# surrogate(objective, ratio, advantages, log_ratio, log_probs) -> (value to be maximised [T], what it clips). log_probs
+# is only there where `objective.weighs_log_probs`.
+SURROGATES: dict[SurrogateType, Callable[..., tuple[Tensor, Clip]]] = {
+    "clip": clipped_surrogate,
+    "cispo": cispo_surrogate,
+    "sapo": sapo_surrogate,
+    "dppo_tv": dppo_surrogate,
+    "dppo_kl": dppo_surrogate,
+}

@@ -57,15 +57,23 @@ def check_rollout_correction(algorithm: AlgorithmConfig) -> None:
             problem = "compares the rollout's log-probs with themselves where algorithm.old_log_probs = rollout"
             fix = "set algorithm.old_log_probs: recompute, or this to none"
             raise ConfigError(f"algorithm.{key}", value, problem, fix)
-    for method, key in (
-        ("rollout_is", "rollout_is_threshold"),
-        ("rollout_rs", "rollout_rs_threshold_lower"),
-        ("rollout_rs", "rollout_rs_threshold"),
+    ratios, divergences = ("token", "sequence"), ("token_binary_kl", "sequence_k3")
+    for method, key, kinds in (
+        ("rollout_is", "rollout_is_threshold", ratios),
+        ("rollout_is", "rollout_is_threshold_lower", ratios),
+        ("rollout_rs", "rollout_rs_threshold_lower", ratios),
+        ("rollout_rs", "rollout_rs_threshold", ratios),
+        ("rollout_rs", "rollout_rs_divergence", divergences),
+        ("rollout_rs", "rollout_rs_denominator", ratios + divergences),
     ):
-        value = getattr(algorithm, key)
-        if getattr(algorithm, method) == "none" and value != default_of(AlgorithmConfig, key):
-            problem = f"has no effect with algorithm.{method} = none"
-            raise ConfigError(f"algorithm.{key}", value, problem, "set that to token or sequence")
+        value, kind = getattr(algorithm, key), getattr(algorithm, method)
+        if kind not in kinds and value != default_of(AlgorithmConfig, key):
+            problem = f"has no effect with algorithm.{method} = {kind}"
+            raise ConfigError(f"algorithm.{key}", value, problem, f"set that to {' or '.join(kinds)}")
+    if algorithm.rollout_rs in divergences and algorithm.rollout_rs_divergence is None:
+        problem = f"is the largest divergence of algorithm.rollout_rs = {algorithm.rollout_rs}"
+        fix = "set it, sequence_k3 is published with 0.001"
+        raise ConfigError("algorithm.rollout_rs_divergence", None, problem, fix)
     if algorithm.rollout_rs == "sequence" and algorithm.rollout_rs_threshold is None:
         problem = "the ratio of a sequence is closer to 1 the longer it is, so no threshold fits all lengths"
         fix = "set it beyond mismatch/ratio_sequence/p99, 1.001 or so for thousands of tokens"

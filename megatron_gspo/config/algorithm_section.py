@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Gt, Le
 
 from megatron_gspo.algorithms.objective import Objective
-from megatron_gspo.algorithms.presets import PRESETS
+from megatron_gspo.algorithms.presets import CORRECTIONS, PRESETS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,25 +18,40 @@ class AlgorithmConfig(Objective):
     Raises ValueError where the fields contradict each other or the name (see `Objective`).
     """
 
-    by_preset: ClassVar[frozenset[str]] = frozenset().union(*PRESETS.values(), ["loss_scale_factor"])
+    by_preset: ClassVar[frozenset[str]] = frozenset().union(
+        *PRESETS.values(), *CORRECTIONS.values(), ["loss_scale_factor"]
+    )
 
-    name: Literal["gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "sft"] = "gspo"
+    name: Literal[
+        "gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "gmpo", "luspo", "cispo", "sapo", "dppo_tv", "dppo_kl", "sft"
+    ] = "gspo"
     """Algorithm whose preset sets the defaults of this section; null keeps the preset's value."""
     kl_reward_coef: Annotated[float, Ge(0)] = 0.0
     """Weight of the KL to the reference policy (the initial weights) in the reward."""
     old_log_probs: Literal["recompute", "rollout"] = "recompute"
     """Old log-probs: recomputed by the training engine, or the rollout engine's."""
+    rollout_correction_preset: Literal[
+        "none", "token_tis", "bounded_token_tis", "icepop", "k3_rejection_token_tis"
+    ] = "none"
+    """Published setting of the `rollout_is*` and `rollout_rs*` keys that are not set."""
     rollout_is: Literal["none", "token", "sequence"] = "none"
     """Importance weights (old policy / rollout engine) on the advantages, by token or length-normalised by sequence."""
     rollout_is_threshold: Annotated[float, Ge(1)] = 2.0
     """Maximum of these weights."""
-    rollout_rs: Literal["none", "token", "sequence"] = "none"
-    """Exclude tokens or sequences from the loss whose ratio (old policy / rollout engine, length-normalised by
-    sequence) is outside the thresholds."""
+    rollout_is_threshold_lower: Annotated[float, Ge(0), Le(1)] = 0.0
+    """Minimum of these weights."""
+    rollout_rs: Literal["none", "token", "sequence", "token_binary_kl", "sequence_k3"] = "none"
+    """Exclude from the loss where the engines differ too much. `token`, `sequence`: ratio (old policy / rollout engine,
+    length-normalised by sequence) outside the thresholds. `token_binary_kl`: binary KL of a token, `sequence_k3`: mean
+    of k3 over a sequence, above `rollout_rs_divergence`."""
     rollout_rs_threshold: Annotated[float, Ge(1)] | None = None
     """Upper threshold; null is 2 by token, by sequence it must be set."""
     rollout_rs_threshold_lower: Annotated[float, Gt(0), Le(1)] | None = None
     """Lower threshold; null is 1 / `rollout_rs_threshold`."""
+    rollout_rs_divergence: Annotated[float, Gt(0)] | None = None
+    """Largest divergence of `token_binary_kl` and `sequence_k3`, in nats."""
+    rollout_rs_denominator: Literal["kept", "all"] = "kept"
+    """Tokens and sequences that means divide by: without the excluded ones, or with them."""
     turn_discount: Annotated[float, Ge(0), Le(1)] | None = None
     """Discount of later turns' rewards, with an advantage per turn; null is one advantage per episode."""
     dynamic_sampling: bool = False
@@ -82,7 +97,9 @@ def with_preset(given: dict[str, Any], *, max_response_length: int | None) -> di
     name = given.get("name") or "gspo"
     preset = PRESETS[name if isinstance(name, str) and name in PRESETS else "gspo"]  # validation refuses other names
     chosen = {key: value for key, value in given.items() if value is not None or key not in known}
-    filled = {"name": name, **preset, **chosen}
+    correction = given.get("rollout_correction_preset")
+    corrected = CORRECTIONS.get(correction, {}) if isinstance(correction, str) else {}  # as above
+    filled = {"name": name, **preset, **corrected, **chosen}
     if filled.get("loss_agg_mode") == "seq-mean-token-sum-norm" and filled.get("loss_scale_factor") is None:
         filled["loss_scale_factor"] = max_response_length
     return filled

@@ -14,8 +14,10 @@ from megatron_gspo.algorithms import (
     Segments,
     mismatch_metrics,
     ratio_histograms,
+    sequence_divergence_mask,
     sequence_importance_weights,
     sequence_rejection_mask,
+    token_divergence_mask,
     token_importance_weights,
     token_rejection_mask,
 )
@@ -102,20 +104,35 @@ def correct_mismatch(batch: SampleBatch, algorithm: AlgorithmConfig) -> tuple[Sa
 def _reject(
     algorithm: AlgorithmConfig, batch: SampleBatch, tokens: _Tokens
 ) -> tuple[SampleBatch, dict[str, float]]:
-    low, high = algorithm.rollout_rs_band
-    both = tokens.log_probs, tokens.rollout
-    if algorithm.rollout_rs == "token":
-        kept = token_rejection_mask(*both, tokens.mask, lower=low, upper=high)
+    """Exclude what the engines score too differently: from ``loss_mask``, or with ``rollout_rs_denominator: all`` by an
+    advantage of 0."""
+    kept = _kept(algorithm, tokens)
+    if algorithm.rollout_rs_denominator == "all":
+        counts = tokens.split(kept | ~tokens.mask, batch)
+        left = batch.map(lambda i, sample: replace(sample, advantages=sample.advantages * counts[i]))
     else:
-        kept = sequence_rejection_mask(*both, tokens.segments, lower=low, upper=high)
-    parts = tokens.split(kept, batch)
-    masked = batch.map(lambda i, sample: replace(sample, loss_mask=parts[i])).with_trained()
-    before, after = batch.table["trained"], masked.table["trained"]
-    had, has = int(np.count_nonzero(before)), int(np.count_nonzero(after))
-    return masked, {
-        "rollout_rs/tokens": 1.0 - float(after.sum()) / max(int(before.sum()), 1) if had else 0.0,
-        "rollout_rs/sequences": float(had - has) / max(had, 1),
+        masks = tokens.split(kept, batch)
+        left = batch.map(lambda i, sample: replace(sample, loss_mask=masks[i])).with_trained()
+    had, has = (len(tokens.ids[mask].unique()) for mask in (tokens.mask, kept))
+    before, after, had, has = batch.sum(int(tokens.mask.sum()), int(kept.sum()), had, has)
+    return left, {
+        "rollout_rs/tokens": (before - after) / max(before, 1),
+        "rollout_rs/sequences": (had - has) / max(had, 1),
     }
+
+
+def _kept(algorithm: AlgorithmConfig, tokens: _Tokens) -> Tensor:
+    """Where trained tokens are left by ``rollout_rs``: [T] bool."""
+    both, kind = (tokens.log_probs, tokens.rollout), algorithm.rollout_rs
+    if algorithm.rollout_rs_divergence is not None:
+        largest = algorithm.rollout_rs_divergence
+        if kind == "token_binary_kl":
+            return token_divergence_mask(*both, tokens.mask, largest=largest)
+        return sequence_divergence_mask(*both, tokens.segments, largest=largest)
+    low, high = algorithm.rollout_rs_band
+    if kind == "token":
+        return token_rejection_mask(*both, tokens.mask, lower=low, upper=high)
+    return sequence_rejection_mask(*both, tokens.segments, lower=low, upper=high)
 
 
 def _weight(
@@ -123,26 +140,26 @@ def _weight(
 ) -> tuple[SampleBatch, dict[str, float]]:
     """Multiply the advantages by the importance weights. The metrics are over what has a weight of its own: trained
     tokens, or sequences with a trained token."""
-    cap = algorithm.rollout_is_threshold
+    low, cap = algorithm.rollout_is_threshold_lower, algorithm.rollout_is_threshold
     both = tokens.log_probs, tokens.rollout
     if algorithm.rollout_is == "token":
-        weights = token_importance_weights(*both, tokens.mask, threshold=cap)
+        weights = token_importance_weights(*both, tokens.mask, threshold=cap, lower=low)
         units = weights[tokens.mask]
     else:
-        weights = sequence_importance_weights(*both, tokens.segments, threshold=cap)
+        weights = sequence_importance_weights(*both, tokens.segments, threshold=cap, lower=low)
         last = torch.zeros(tokens.count).index_copy(0, tokens.ids, weights)  # any token's: they are equal
         units = last[tokens.ids[tokens.mask].unique()]
     parts = tokens.split(weights, batch)
     weighted = batch.map(lambda i, sample: replace(sample, advantages=sample.advantages * parts[i]))
     w = units.double()
     count, total, squares, cut = batch.sum(len(w), float(w.sum()), float(w.square().sum()), float((units >= cap).sum()))
-    low, high = batch.max(*(-float(w.min()), float(w.max())) if len(w) else (-np.inf, -np.inf))
+    least, most = batch.max(*(-float(w.min()), float(w.max())) if len(w) else (-np.inf, -np.inf))
     if not count:
         return weighted, {}
     return weighted, {
         "rollout_is/weight_mean": total / count,
-        "rollout_is/weight_min": -low,
-        "rollout_is/weight_max": high,
+        "rollout_is/weight_min": -least,
+        "rollout_is/weight_max": most,
         "rollout_is/effective_sample_size": total**2 / squares / count,
         "rollout_is/truncated": cut / count,
     }

@@ -14,6 +14,20 @@ from megatron_gspo.algorithms import LossExtras, Objective, policy_loss, preset
 LONGEST = 1024  # dr_grpo's loss_scale_factor where a test gives none
 
 
+# Standard deviation of log-ratios by which each preset clips some tokens or sequences and not all.
+DRIFTS = {"gspo": 5e-4, "gspo_token": 5e-4, "luspo": 5e-4, "gmpo": 0.3, "cispo": 1.5, "dppo_tv": 0.3, "dppo_kl": 0.5}
+
+
+def drift_of(name: str) -> float:
+    """The drift of `random_batch` for a preset."""
+    return DRIFTS.get(name, 0.2)
+
+
+def has_token_advantages(objective: Objective) -> bool:
+    """Whether the loss is defined for advantages that differ within a response."""
+    return objective.importance_sampling_level not in ("sequence", "geometric_mean")
+
+
 def complete_preset(name: str, **overrides: Any) -> Objective:
     """A preset whose loss can be computed: dr_grpo alone needs one more field."""
     return preset(name, **{**({"loss_scale_factor": LONGEST} if name == "dr_grpo" else {}), **overrides})
@@ -107,18 +121,25 @@ def naive_loss(objective: Objective, batch: Batch, log_probs: Tensor, entropy: T
         if not tokens:
             continue
         length = len(tokens)
-        sequence_log_ratio = sum(log_probs[t] - batch.old_log_probs[t] for t in tokens) / length
+        log_ratios = {t: log_probs[t] - batch.old_log_probs[t] for t in tokens}
         for t in tokens:
             advantage = batch.advantages[t]
             if o.importance_sampling_level == "none":
                 value = log_probs[t] * advantage
+            elif _is_off_policy(o, advantage, log_ratios):
+                value = torch.zeros((), dtype=torch.float64)
             else:
-                value = _surrogate(o, _ratio(o, batch, log_probs, t, sequence_log_ratio), advantage)
+                ratio = _ratio(o, batch, log_probs, t, log_ratios)
+                value = _surrogate(o, ratio, advantage, log_probs[t], batch.old_log_probs[t])
+            if o.log_ratio_coef:
+                value = value - o.log_ratio_coef * log_ratios[t].clamp(-o.max_log_ratio, o.max_log_ratio) ** 2
             if o.kl_loss_coef:
                 d = log_probs[t] - batch.ref_log_probs[t]
                 if o.kl_loss_type != "k1":
                     d = d.clamp(-o.max_log_ratio, o.max_log_ratio)
                 kl = {"k1": d, "k2": d**2 / 2, "k3": torch.exp(-d) - 1 + d}[o.kl_loss_type]
+                if o.unbiased_kl:
+                    kl = kl * torch.exp(log_ratios[t].clamp(-o.max_log_ratio, o.max_log_ratio))
                 value = value - o.kl_loss_coef * kl
             if o.entropy_coef:
                 value = value + o.entropy_coef * entropy[t]
@@ -131,19 +152,44 @@ def naive_loss(objective: Objective, batch: Batch, log_probs: Tensor, entropy: T
     return -total
 
 
-def _ratio(o: Objective, batch: Batch, log_probs: Tensor, t: int, sequence_log_ratio: Tensor) -> Tensor:
+def _is_off_policy(o: Objective, advantage: Tensor, log_ratios: dict[int, Tensor]) -> bool:
+    if o.off_policy_mask_threshold is None:
+        return False
+    divergence = -sum(float(d.detach()) for d in log_ratios.values()) / len(log_ratios)
+    return bool(advantage < 0) and divergence > o.off_policy_mask_threshold
+
+
+def _ratio(o: Objective, batch: Batch, log_probs: Tensor, t: int, log_ratios: dict[int, Tensor]) -> Tensor:
     limit = o.max_log_ratio
     if o.importance_sampling_level == "token":
-        return torch.exp((log_probs[t] - batch.old_log_probs[t]).clamp(-limit, limit))
-    clamped = sequence_log_ratio.clamp(-limit, limit)
+        return torch.exp(log_ratios[t].clamp(-limit, limit))
+    if o.importance_sampling_level == "geometric_mean":
+        bounded = []
+        for u, d in log_ratios.items():
+            sign = torch.sign(batch.advantages[u])
+            bounded.append(sign * torch.minimum(sign * d, sign * d.clamp(-o.epsilon_low, o.epsilon_high)))
+        return torch.exp((sum(bounded) / len(bounded)).clamp(-limit, limit))
+    mean = sum(log_ratios.values()) / len(log_ratios)
+    clamped = mean.clamp(-limit, limit)
     if o.importance_sampling_level == "sequence":  # the ratio itself, not its token-wise stand-in
         return torch.exp(clamped)
-    if bool(clamped != sequence_log_ratio):  # a clamped ratio is a constant
+    if bool(clamped != mean):  # a clamped ratio is a constant
         return torch.exp(clamped).detach()
     return torch.exp(clamped).detach() * torch.exp(log_probs[t] - log_probs[t].detach())
 
 
-def _surrogate(o: Objective, ratio: Tensor, advantage: Tensor) -> Tensor:
+def _surrogate(o: Objective, ratio: Tensor, advantage: Tensor, log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
+    if o.importance_sampling_level == "geometric_mean":
+        return ratio * advantage
+    if o.surrogate == "cispo":
+        return ratio.detach().clamp(o.min_weight or 0, o.max_weight) * advantage * log_prob
+    if o.surrogate == "sapo":
+        tau = o.tau_pos if advantage > 0 else o.tau_neg
+        return 4 / tau / (1 + torch.exp(-tau * (ratio - 1))) * advantage
+    if o.surrogate in ("dppo_tv", "dppo_kl"):
+        if _leaves_trust_region(o, float(advantage), float(log_prob), float(old_log_prob)):
+            return log_prob * 0
+        return ratio.detach().clamp(max=o.max_weight) * advantage * log_prob
     clipped = torch.clamp(ratio, 1 - o.epsilon_low, 1 + o.epsilon_high)
     value = torch.minimum(ratio * advantage, clipped * advantage)
     if o.dual_clip is not None and advantage < 0:
@@ -151,10 +197,36 @@ def _surrogate(o: Objective, ratio: Tensor, advantage: Tensor) -> Tensor:
     return value
 
 
+def _leaves_trust_region(o: Objective, advantage: float, log_prob: float, old_log_prob: float) -> bool:
+    p, q = math.exp(log_prob), math.exp(old_log_prob)
+    if advantage * (p - q) <= 0:
+        return False
+    if o.surrogate == "dppo_tv":
+        return abs(p - q) > o.divergence_threshold
+    other_p, other_q = max(1 - p, 0), max(1 - q, 0)
+    others = other_q * math.log((other_q + 1e-8) / (other_p + 1e-8))
+    return q * (old_log_prob - log_prob) + others > o.divergence_threshold
+
+
+def _cut(o: Objective, advantage: float, ratio: float, log_prob: float, old_log_prob: float) -> tuple[bool, bool]:
+    """Whether a token is clipped at the lower and at the upper bound."""
+    if o.surrogate == "sapo":
+        return False, False
+    if o.surrogate == "cispo":
+        return ratio < (o.min_weight or 0), ratio > o.max_weight
+    if o.surrogate in ("dppo_tv", "dppo_kl"):
+        leaves = _leaves_trust_region(o, advantage, log_prob, old_log_prob)
+        return leaves and advantage < 0, leaves and advantage > 0
+    if o.importance_sampling_level == "geometric_mean":
+        d = log_prob - old_log_prob
+        return advantage < 0 and d < -o.epsilon_low, advantage > 0 and d > o.epsilon_high
+    return advantage < 0 and ratio < 1 - o.epsilon_low, advantage > 0 and ratio > 1 + o.epsilon_high
+
+
 def naive_metrics(objective: Objective, batch: Batch) -> dict[str, float]:
     """Final figures of the mini-batch, counted one by one."""
     o, out = objective, {}
-    clipped_tokens = lower = upper = dual = clipped_sequences = outside = 0.0
+    clipped_tokens = lower = upper = dual = clipped_sequences = outside = off_policy = 0.0
     ratios, clamped = [], []
     k3_old = k3_ref = entropy = 0.0
     for i in range(batch.num_segments):
@@ -163,14 +235,20 @@ def naive_metrics(objective: Objective, batch: Batch) -> dict[str, float]:
             continue
         log_ratios = [float(batch.log_probs[t] - batch.old_log_probs[t]) for t in tokens]
         mean = sum(log_ratios) / len(tokens)
+        if o.importance_sampling_level == "geometric_mean":
+            bounds = [_cut(o, float(batch.advantages[t]), 1, float(batch.log_probs[t]), float(batch.old_log_probs[t]))
+                      for t in tokens]  # fmt: skip
+            mean = sum(-o.epsilon_low if low else o.epsilon_high if high else d
+                       for d, (low, high) in zip(log_ratios, bounds, strict=True)) / len(tokens)  # fmt: skip
         log_weights = [mean if o.sequence_level else log_ratio for log_ratio in log_ratios]
-        cut = 0
+        cut = masked = 0
         for t, log_ratio, log_weight in zip(tokens, log_ratios, log_weights, strict=True):
             ratio = math.exp(_within(log_weight, o.max_log_ratio))
             advantage = float(batch.advantages[t])
-            is_upper = advantage > 0 and ratio > 1 + o.epsilon_high
-            is_lower = advantage < 0 and ratio < 1 - o.epsilon_low
+            scores = float(batch.log_probs[t]), float(batch.old_log_probs[t])
+            is_lower, is_upper = _cut(o, advantage, ratio, *scores)
             upper, lower, cut = upper + is_upper, lower + is_lower, cut + (is_upper or is_lower)
+            masked += _is_off_policy(o, batch.advantages[t], dict(enumerate(map(torch.tensor, log_ratios))))
             dual += o.dual_clip is not None and advantage < 0 and ratio > o.dual_clip
             if not o.sequence_level:
                 ratios.append(ratio)
@@ -185,7 +263,9 @@ def naive_metrics(objective: Objective, batch: Batch) -> dict[str, float]:
             ratios.append(ratio)
             clamped.append(abs(mean) > o.max_log_ratio)
         clipped_tokens += cut
-        clipped_sequences += cut / len(tokens) if o.sequence_level else cut > 0
+        by_part = o.importance_sampling_level in ("sequence", "sequence_token")
+        clipped_sequences += cut / len(tokens) if by_part else cut > 0
+        off_policy += masked / len(tokens)
     n = batch.num_tokens
     ratios = torch.tensor(ratios, dtype=torch.float64)
     out["clip_fraction/tokens"] = clipped_tokens / n
@@ -199,6 +279,8 @@ def naive_metrics(objective: Objective, batch: Batch) -> dict[str, float]:
     out["ratio_token/outside_band"] = outside / n
     if o.dual_clip is not None:
         out["clip_fraction/dual"] = dual / n
+    if o.off_policy_mask_threshold is not None:
+        out["off_policy_mask/sequences"] = off_policy / batch.num_sequences
     return out
 
 

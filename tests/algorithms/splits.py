@@ -63,7 +63,8 @@ def evaluate_on_ranks(
     for shard in shards:
         evaluate(objective, shard, whole, lambda x: brought.append(x) or x)
     assert len(brought) == ranks  # exactly one collective each
-    assert {tuple(x.shape) for x in brought} == {(2, batch.num_segments)}
+    [(rows, segments)] = {tuple(x.shape) for x in brought}
+    assert rows <= 4 and segments == batch.num_segments
     assert not any(x.requires_grad for x in brought)
     total = torch.stack(brought).sum(0)
     return [evaluate(objective, shard, whole, lambda x: total, dtype) for shard in shards]

@@ -8,8 +8,10 @@ from megatron_gspo.algorithms import (
     mismatch_metrics,
     policy_loss,
     preset,
+    sequence_divergence_mask,
     sequence_importance_weights,
     sequence_rejection_mask,
+    token_divergence_mask,
     token_importance_weights,
     token_rejection_mask,
 )
@@ -215,3 +217,42 @@ def test_a_ratio_on_a_bound_is_inside():
     given = d, torch.zeros(3), torch.ones(3)
     assert token_rejection_mask(*given, lower=1.0, upper=2.0).tolist() == [True, False, True]
     assert token_rejection_mask(*given, lower=0.5, upper=1.0).tolist() == [True, True, False]
+
+
+def test_a_lower_bound_of_the_weights():
+    """Ratios 1, 3, 1/4, e^0.5 = 1.65, untrained, e^-0.1; of the sequences 0.909, 1.65 and 0.905."""
+    got = token_importance_weights(ROLLOUT + D, ROLLOUT, MASK, lower=0.5)
+    torch.testing.assert_close(got, torch.tensor([1, 2, 0.5, math.exp(0.5), 1, math.exp(-0.1)]))
+    got = sequence_importance_weights(ROLLOUT + D, ROLLOUT, Segments(MASK, IDS, 3), lower=0.907)
+    torch.testing.assert_close(got[[0, 5]], torch.tensor([(3 / 4) ** (1 / 3), 0.907]))
+    assert token_importance_weights(ROLLOUT + D, ROLLOUT, MASK, lower=1.0).min() == 1
+    for lower in (-0.1, 1.1, math.nan):
+        with pytest.raises(ValueError, match="lower = .*: must be 0 to 1"):
+            token_importance_weights(ROLLOUT + D, ROLLOUT, MASK, lower=lower)
+
+
+def test_token_divergence_by_hand():
+    """Probabilities 0.6 and 0.3 in both directions: 0.6 ln 2 + 0.4 ln(0.4 / 0.7) = 0.1921 and 0.3 ln 0.5 + 0.7 ln(0.7 /
+    0.4) = 0.1838; 0.5 and 0.45: 0.0050."""
+    ours, theirs = torch.tensor([0.6, 0.3, 0.5, 0.9]).log(), torch.tensor([0.3, 0.6, 0.45, 0.1]).log()
+    mask = torch.tensor([1.0, 1, 1, 0])
+    for largest, expected in ((0.1925, [True] * 3), (0.19, [False, False, True]), (0.0049, [False] * 3)):
+        got = token_divergence_mask(ours, theirs, mask, largest=largest)
+        assert got.tolist() == [*expected, False]
+
+
+def test_sequence_divergence_by_hand():
+    """Means of exp(d) - 1 - d: (0 + 0.9014 + 0.6363) / 3 = 0.5126, 0.1487 and 0.0048."""
+    sequences = ROLLOUT + D, ROLLOUT, Segments(MASK, IDS, 3)
+    for largest, kept in ((0.513, [1, 1, 1]), (0.512, [0, 1, 1]), (0.148, [0, 0, 1]), (0.004, [0, 0, 0])):
+        got = sequence_divergence_mask(*sequences, largest=largest)
+        assert got.tolist() == [bool(kept[i] and m) for i, m in zip(IDS.tolist(), MASK.tolist(), strict=True)]
+
+
+def test_sequence_divergence_over_context_ranks():
+    sums = []
+    halves = torch.tensor([0, 3, 5]), torch.tensor([1, 2, 4])
+    for add in (lambda x: sums.append(x) or x, lambda x: sums[0] + sums[1]):
+        got = [sequence_divergence_mask((ROLLOUT + D)[p], ROLLOUT[p], Segments(MASK[p], IDS[p], 3, add), largest=0.51)
+               for p in halves]  # fmt: skip
+    assert [x.tolist() for x in got] == [[False, True, True], [False, False, False]]

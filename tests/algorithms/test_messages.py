@@ -27,9 +27,12 @@ CLIP_WORDS = {
     "entropy_coef": "0 or above",
     "max_log_ratio": "above 0 and at most 80 (exp overflows float32 at 88)",
 }
+NAMES = "gspo, gspo_token, grpo, dr_grpo, dapo, gmpo, luspo, cispo, sapo, dppo_tv, dppo_kl, sft"
 FIELDS = (
-    "importance_sampling_level, loss_agg_mode, loss_scale_factor, epsilon_low, epsilon_high, dual_clip, kl_loss_coef, "
-    "kl_loss_type, entropy_coef, max_log_ratio, advantage_std, advantage_baseline, allow_nonstandard"
+    "importance_sampling_level, loss_agg_mode, loss_scale_factor, surrogate, epsilon_low, epsilon_high, max_weight, "
+    "min_weight, tau_pos, tau_neg, divergence_threshold, dual_clip, off_policy_mask_threshold, log_ratio_coef, "
+    "kl_loss_coef, kl_loss_type, unbiased_kl, entropy_coef, max_log_ratio, advantage_std, advantage_baseline, "
+    "allow_nonstandard"
 )
 
 
@@ -87,7 +90,7 @@ CASES = [
     ),
     (
         lambda: preset("gpo"),
-        "preset name = 'gpo': must be one of gspo, gspo_token, grpo, dr_grpo, dapo, sft",
+        f"preset name = 'gpo': must be one of {NAMES}",
     ),
     (
         lambda: preset("gspo", clip=0.2),
@@ -95,16 +98,16 @@ CASES = [
     ),
     (
         lambda: Objective("", "none", "token-mean"),
-        "name = '': must be a non-empty string, such as one of gspo, gspo_token, grpo, dr_grpo, dapo, sft",
+        f"name = '': must be a non-empty string, such as one of {NAMES}",
     ),
     (
         lambda: Objective(None, "none", "token-mean"),
-        "name = None: must be a non-empty string, such as one of gspo, gspo_token, grpo, dr_grpo, dapo, sft",
+        f"name = None: must be a non-empty string, such as one of {NAMES}",
     ),
     (lambda: preset("gspo", allow_nonstandard=1), "allow_nonstandard = 1: must be True or False"),
     (
         lambda: Objective("x", "word", "token-mean"),
-        "importance_sampling_level = 'word': must be one of token, sequence, sequence_token, none",
+        "importance_sampling_level = 'word': must be one of token, sequence, sequence_token, geometric_mean, none",
     ),
     (
         lambda: Objective("x", "none", "sum"),
@@ -138,17 +141,17 @@ CASES = [
     ),
     (
         lambda: preset("grpo", epsilon_low=None),
-        "epsilon_low = None with importance_sampling_level = 'token': set a clip range",
+        "epsilon_low = None with surrogate = 'clip': set it",
     ),
     (
         lambda: preset("gspo", epsilon_high=None),
-        "epsilon_high = None with importance_sampling_level = 'sequence': set a clip range",
+        "epsilon_high = None with surrogate = 'clip': set it",
     ),
     *[
         (
             lambda key=key: preset("sft", **{key: 1.5 if key == "dual_clip" else 0.2}),
             f"{key} = {1.5 if key == 'dual_clip' else 0.2} has no effect with importance_sampling_level = 'none': "
-            "remove it, " "there is no ratio to clip",
+            "remove it",
         )
         for key in ("epsilon_low", "epsilon_high", "dual_clip")
     ],
@@ -179,7 +182,7 @@ CASES = [
     ),
     (
         lambda: preset("sft").clip_range,
-        "importance_sampling_level = 'none' (sft) has no clip range",
+        "sft has no epsilon_low",
     ),
     (
         lambda: loss(old_log_probs=None),

@@ -16,11 +16,20 @@ def test_defaults_of_every_field():
         "importance_sampling_level": "none",
         "loss_agg_mode": "token-mean",
         "loss_scale_factor": None,
+        "surrogate": "clip",
         "epsilon_low": None,
         "epsilon_high": None,
+        "max_weight": None,
+        "min_weight": None,
+        "tau_pos": None,
+        "tau_neg": None,
+        "divergence_threshold": None,
         "dual_clip": None,
+        "off_policy_mask_threshold": None,
+        "log_ratio_coef": 0.0,
         "kl_loss_coef": 0.0,
         "kl_loss_type": "k3",
+        "unbiased_kl": False,
         "entropy_coef": 0.0,
         "max_log_ratio": 20.0,
         "advantage_std": "sample",
@@ -57,6 +66,23 @@ def test_the_ends_of_each_range():
     ):
         with pytest.raises(ValueError):
             Objective(**{**mine, "epsilon_low": 0.2, "epsilon_high": 0.2, **fields})
+    for name, fields in (
+        ("cispo", {"max_weight": 1, "min_weight": 1}), ("cispo", {"min_weight": 0}), ("sapo", {"tau_pos": 1e-3}),
+        ("sapo", {"tau_neg": 1e-3}), ("dppo_tv", {"divergence_threshold": 1e-3}), ("gmpo", {"epsilon_low": 0.01}),
+        ("grpo", {"off_policy_mask_threshold": 0}), ("grpo", {"log_ratio_coef": 0}),
+    ):  # fmt: skip
+        preset(name, **fields)
+    for name, fields in (
+        ("cispo", {"max_weight": 0.999}), ("cispo", {"max_weight": float("inf")}), ("cispo", {"min_weight": 1.001}),
+        ("cispo", {"min_weight": -0.001}), ("sapo", {"tau_pos": 0}), ("sapo", {"tau_neg": 0}),
+        ("sapo", {"tau_pos": float("inf")}), ("sapo", {"tau_neg": float("inf")}),
+        ("dppo_tv", {"divergence_threshold": 0}), ("dppo_kl", {"divergence_threshold": float("inf")}),
+        ("gmpo", {"epsilon_low": 0.0099}), ("gmpo", {"epsilon_high": 0.0099}),
+        ("grpo", {"off_policy_mask_threshold": -1e-6}), ("grpo", {"off_policy_mask_threshold": float("inf")}),
+        ("grpo", {"log_ratio_coef": -1e-6}), ("grpo", {"log_ratio_coef": float("inf")}),
+    ):  # fmt: skip
+        with pytest.raises(ValueError):
+            preset(name, **fields)
     for value in (1e-6, 0.1):
         preset("gspo", epsilon_low=value, epsilon_high=value)
     for value in (0.9e-6, 0.1001):
@@ -91,6 +117,20 @@ ANOTHER_ALGORITHM = [
     ("grpo", {"loss_agg_mode": "token-mean"}, "loss_agg_mode = 'token-mean'"),
     ("dapo", {"loss_agg_mode": "seq-mean-token-mean"}, "loss_agg_mode = 'seq-mean-token-mean'"),
     ("dr_grpo", {"advantage_std": "sample"}, "advantage_std = 'sample'"),
+    ("luspo", {"loss_agg_mode": "seq-mean-token-mean", "loss_scale_factor": None},
+     "loss_agg_mode = 'seq-mean-token-mean'"),
+    ("luspo", {"epsilon_low": 0.2}, "epsilon_low = 0.2"),
+    ("gmpo", {"importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4},
+     "importance_sampling_level = 'sequence'"),
+    ("gmpo", {"loss_agg_mode": "token-mean"}, "loss_agg_mode = 'token-mean'"),
+    ("gmpo", {"epsilon_high": 3e-4}, "epsilon_high = 0.0003"),
+    ("cispo", {"loss_agg_mode": "seq-mean-token-mean"}, "loss_agg_mode = 'seq-mean-token-mean'"),
+    ("cispo", {"importance_sampling_level": "sequence_token"}, "importance_sampling_level = 'sequence_token'"),
+    ("cispo", {"surrogate": "dppo_tv", "divergence_threshold": 0.1}, "surrogate = 'dppo_tv'"),
+    ("sapo", {"loss_agg_mode": "token-mean"}, "loss_agg_mode = 'token-mean'"),
+    ("dppo_tv", {"surrogate": "dppo_kl"}, "surrogate = 'dppo_kl'"),
+    *((name, {"surrogate": "sapo", "tau_pos": 1.0, "tau_neg": 1.0, "epsilon_low": None, "epsilon_high": None},
+       "surrogate = 'sapo'") for name in ("gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "luspo")),
 ]
 
 
@@ -133,6 +173,27 @@ def test_refusals_follow_the_ratio_level_whatever_the_name():
         ("grpo", {"advantage_baseline": "critic"}, "mean, leave_one_out"),
         ("grpo", {"loss_scale_factor": 100}, "loss_scale_factor = 100"),
         ("dr_grpo", {"loss_scale_factor": 0}, "loss_scale_factor = 0"),
+        ("cispo", {"epsilon_low": 1.0}, "epsilon_low = 1.0 has no effect with surrogate = 'cispo': remove it"),
+        ("cispo", {"max_weight": None}, "max_weight = None with surrogate = 'cispo': set it"),
+        ("cispo", {"dual_clip": 3.0}, "dual_clip = 3.0 has no effect with surrogate = 'cispo'"),
+        ("cispo", {"max_weight": True}, "max_weight = True: must be 1 or above"),
+        ("sapo", {"tau_pos": None}, "tau_pos = None with surrogate = 'sapo': set it"),
+        ("sapo", {"max_weight": 2.0}, "max_weight = 2.0 has no effect with surrogate = 'sapo'"),
+        ("dppo_tv", {"divergence_threshold": None}, "divergence_threshold = None with surrogate = 'dppo_tv'"),
+        ("dppo_kl", {"min_weight": 0.5}, "min_weight = 0.5 has no effect with surrogate = 'dppo_kl'"),
+        ("grpo", {"max_weight": 2.0}, "max_weight = 2.0 has no effect with surrogate = 'clip'"),
+        ("gmpo", {"dual_clip": 3.0}, "dual_clip = 3.0 does not go with importance_sampling_level = 'geometric_mean'"),
+        ("gmpo", {"surrogate": "sapo", "tau_pos": 1.0, "tau_neg": 1.0, "epsilon_low": None, "epsilon_high": None},
+         "surrogate = 'sapo'"),
+        ("dppo_tv", {"importance_sampling_level": "sequence_token"}, "importance_sampling_level = 'sequence_token'"),
+        ("grpo", {"unbiased_kl": True, "kl_loss_type": "k2"}, "kl_loss_type = 'k2' does not go with unbiased"),
+        ("grpo", {"unbiased_kl": 1}, "unbiased_kl = 1: must be True or False"),
+        ("grpo", {"surrogate": "ppo"}, "surrogate = 'ppo': must be one of clip, cispo, sapo, dppo_tv, dppo_kl"),
+        ("sft", {"surrogate": "cispo"}, "surrogate = 'cispo' has no effect with importance_sampling_level = 'none'"),
+        ("sft", {"max_weight": 2.0}, "max_weight = 2.0 has no effect with importance_sampling_level = 'none'"),
+        ("sft", {"off_policy_mask_threshold": 0.1}, "off_policy_mask_threshold = 0.1 has no effect"),
+        ("sft", {"log_ratio_coef": 0.1}, "log_ratio_coef = 0.1 has no effect"),
+        ("sft", {"unbiased_kl": True, "kl_loss_coef": 0.1}, "unbiased_kl = True has no effect"),
         ("sft", {"epsilon_low": 0.2}, "epsilon_low = 0.2"),
         ("sft", {"dual_clip": 3.0}, "dual_clip = 3.0"),
         ("grpo", {"allow_nonstandard": 1}, "allow_nonstandard = 1"),
@@ -155,3 +216,12 @@ def test_every_field_has_a_docstring():
         if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value.value, str)
     ]
     assert documented == [f.name for f in dataclasses.fields(Objective)]
+
+
+def test_a_clip_range_of_cispo_is_refused_because_it_means_two_things():
+    with pytest.raises(ValueError) as error:
+        preset("cispo", epsilon_high=5.0)
+    assert str(error.value) == (
+        "epsilon_high = 5.0 is 1 + epsilon_high as the largest weight in verl and slime, and the largest weight itself "
+        "in TRL and ms-swift: set max_weight to the largest weight"
+    )

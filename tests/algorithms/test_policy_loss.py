@@ -7,11 +7,19 @@ import torch
 
 from megatron_gspo.algorithms import PRESETS, Objective, finish_metrics, preset
 
-from .reference import call_policy_loss, complete_preset, naive_loss, naive_metrics, random_batch
+from .reference import (
+    call_policy_loss,
+    complete_preset,
+    drift_of,
+    has_token_advantages,
+    naive_loss,
+    naive_metrics,
+    random_batch,
+)
 
 # (objective, drift that clips some and not all)
 CASES = {
-    **{name: (complete_preset(name), 5e-4 if name.startswith("gspo") else 0.2) for name in PRESETS},
+    **{name: (complete_preset(name), drift_of(name)) for name in PRESETS},
     "sft_sequence_mean": (preset("sft", loss_agg_mode="seq-mean-token-mean"), 0.2),
     "gspo_wide": (preset("gspo", epsilon_low=0.05, epsilon_high=0.08), 0.1),
     "gspo_kl_entropy": (preset("gspo", kl_loss_coef=0.1, kl_loss_type="k3", entropy_coef=0.01), 5e-4),
@@ -22,6 +30,17 @@ CASES = {
     "dr_grpo_kl": (preset("dr_grpo", kl_loss_coef=0.1, loss_scale_factor=77), 0.2),
     "grpo_dual": (preset("grpo", dual_clip=1.5), 0.5),
     "gspo_token_mean": (preset("gspo", loss_agg_mode="token-mean", allow_nonstandard=True), 5e-4),
+    "cispo_bounded": (preset("cispo", max_weight=1.2, min_weight=0.8), 0.2),
+    "cispo_sequence": (Objective("own", "sequence_token", "seq-mean-token-mean", surrogate="cispo",
+                                 max_weight=1.05), 0.1),
+    "sapo_sequence": (Objective("own", "sequence_token", "seq-mean-token-mean", surrogate="sapo", tau_pos=1.0,
+                                tau_neg=2.0), 0.2),
+    "dppo_tv_truncated": (preset("dppo_tv", max_weight=1.1), 0.3),
+    "gspo_off_policy": (preset("gspo", off_policy_mask_threshold=1e-4), 5e-4),
+    "grpo_off_policy": (preset("grpo", off_policy_mask_threshold=0.05), 0.2),
+    "gmpo_off_policy": (preset("gmpo", off_policy_mask_threshold=0.05), 0.3),
+    "grpo_log_ratio": (preset("grpo", log_ratio_coef=0.1), 0.2),
+    "dapo_unbiased_kl": (preset("dapo", kl_loss_coef=0.1, unbiased_kl=True), 0.2),
     "own_ppo": (Objective("ppo", "token", "token-mean", epsilon_low=0.2, epsilon_high=0.2), 0.2),
 }
 
@@ -47,8 +66,7 @@ def zeros_where_none(grad, like):
 @pytest.mark.parametrize("name", CASES)
 def test_value_and_gradient_in_float64(name, seed):
     objective, drift = CASES[name]
-    per_token = objective.importance_sampling_level != "sequence"
-    batch = random_batch(seed, drift=drift, per_token=per_token)
+    batch = random_batch(seed, drift=drift, per_token=has_token_advantages(objective))
     loss, arguments, _, expected, grad, entropy_grad = both(objective, batch, torch.float64)
     torch.testing.assert_close(loss, expected, rtol=1e-11, atol=1e-13)
     torch.testing.assert_close(arguments["log_probs"].grad, grad, rtol=1e-10, atol=1e-14)
@@ -75,15 +93,15 @@ def test_float32_stays_within_its_rounding(name):
 @pytest.mark.parametrize("name", [n for n, (o, _) in CASES.items() if o.has_ratio])
 def test_metrics_against_counting(name, seed):
     objective, drift = CASES[name]
-    batch = random_batch(seed, drift=drift, per_token=objective.importance_sampling_level != "sequence")
+    batch = random_batch(seed, drift=drift, per_token=has_token_advantages(objective))
     _, _, metrics, *_ = both(objective, batch, torch.float64)
     assert not any(value.requires_grad for value in metrics.values())
     got, expected = finish_metrics(metrics), naive_metrics(objective, batch)
     assert {k: got[k] for k in expected} == pytest.approx(expected, rel=1e-6, abs=1e-9)
-    if not objective.sequence_level:
+    if not objective.sequence_level and objective.surrogate != "sapo":
         assert 0 < got["clip_fraction/tokens"] < 1
     rest = set(got) - set(expected)
-    assert rest <= {"loss/policy", "loss/kl", "loss/entropy", "clip_fraction/dual"}
+    assert rest <= {"loss/policy", "loss/kl", "loss/entropy", "loss/log_ratio", "clip_fraction/dual"}
 
 
 def test_cases_clip_on_both_sides_and_not_everywhere():
@@ -190,6 +208,10 @@ def test_which_metrics_there_are(name):
     assert names(complete_preset(name, kl_loss_coef=0.1)) == always | both | {"loss/kl"}
     assert names(complete_preset(name, entropy_coef=0.1)) == always | both | {"loss/entropy"}
     if name != "sft":
+        masked = complete_preset(name, off_policy_mask_threshold=0.1)
+        assert names(masked) == always | both | {"off_policy_mask/sequences"}
+        assert names(complete_preset(name, log_ratio_coef=0.1)) == always | both | {"loss/log_ratio"}
+    if name in ("gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "luspo"):
         assert names(complete_preset(name, dual_clip=3.0)) == always | both | {"clip_fraction/dual"}
 
 

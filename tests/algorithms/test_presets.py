@@ -15,6 +15,12 @@ def test_published_settings():
         "grpo": ("token", "seq-mean-token-mean", 0.2, 0.27),
         "dr_grpo": ("token", "seq-mean-token-sum-norm", 0.2, 0.2),
         "dapo": ("token", "token-mean", 0.2, 0.28),
+        "gmpo": ("geometric_mean", "seq-mean-token-mean", 0.4, 0.4),
+        "luspo": ("sequence", "seq-mean-token-sum-norm", 3e-4, 4e-4),
+        "cispo": ("token", "token-mean", None, None),
+        "sapo": ("token", "seq-mean-token-mean", None, None),
+        "dppo_tv": ("token", "token-mean", None, None),
+        "dppo_kl": ("token", "token-mean", None, None),
         "sft": ("none", "token-mean", None, None),
     }
     assert set(PRESETS) == set(rows) == set(IDENTITY)
@@ -22,6 +28,13 @@ def test_published_settings():
         o = preset(name)
         assert (o.importance_sampling_level, o.loss_agg_mode, o.epsilon_low, o.epsilon_high) == row
         assert (o.kl_loss_coef, o.entropy_coef, o.dual_clip) == (0, 0, None)
+        assert (o.log_ratio_coef, o.off_policy_mask_threshold, o.unbiased_kl) == (0, None, False)
+        assert o.surrogate == (name if name in ("cispo", "sapo", "dppo_tv", "dppo_kl") else "clip")
+    assert preset("luspo").loss_scale_factor == 1
+    assert (preset("cispo").min_weight, preset("cispo").max_weight) == (None, 5)
+    assert (preset("sapo").tau_pos, preset("sapo").tau_neg) == (1, 1.05)
+    assert (preset("dppo_tv").divergence_threshold, preset("dppo_tv").max_weight) == (0.15, 20)
+    assert (preset("dppo_kl").divergence_threshold, preset("dppo_kl").max_weight) == (0.05, 20)
     assert preset("dr_grpo").advantage_std == "none"
     assert {preset(name).advantage_std for name in rows if name != "dr_grpo"} == {"sample"}
 
@@ -47,7 +60,7 @@ def test_a_preset_is_the_objective_of_its_row():
 
 
 def test_unknown_names_list_the_choices():
-    with pytest.raises(ValueError, match="'gpso'.*gspo, gspo_token, grpo, dr_grpo, dapo, sft"):
+    with pytest.raises(ValueError, match="'gpso'.*gspo, gspo_token, grpo, dr_grpo, dapo, gmpo, luspo, cispo"):
         preset("gpso")
     with pytest.raises(ValueError, match="clip_high = 0.2.*epsilon_high"):
         preset("gspo", clip_high=0.2)

@@ -86,7 +86,7 @@ def test_without_ratio():
         preset("sft"), log_probs, 2 * MASK.float(), segments(lambda x: calls.append(x) or 2 * x)
     )
     assert surrogate.tolist() == [-2, -4, -6, 0] and lengths.tolist() == [4, 2] and stats is None
-    assert len(calls) == 1 and calls[0].tolist() == [[0, 0], [2, 1]]
+    assert len(calls) == 1 and calls[0].tolist() == [[2, 1]]
 
 
 @pytest.mark.parametrize("level", [token_level, sequence_level])

@@ -7,12 +7,18 @@ import torch
 
 from megatron_gspo.algorithms import Segments, preset
 from megatron_gspo.algorithms.aggregation import TokenWeights
-from megatron_gspo.algorithms.regularizers import entropy_regularizer, kl_regularizer, regularizers
+from megatron_gspo.algorithms.regularizers import (
+    entropy_regularizer,
+    kl_regularizer,
+    log_ratio_regularizer,
+    regularizers,
+)
 
 LOG_PROBS, REFERENCE = torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -3.0])  # d = 0, 1
 # token mean over 4 tokens, objective weights of their own
 WEIGHTS = TokenWeights(token=torch.tensor(0.25), sequence=torch.zeros(1), objective=torch.tensor([0.5, 0.125]))
 K3 = math.exp(-1) - 1 + 1
+LOG_RATIO = torch.tensor([0.25, -0.5])
 KL = {"k1": 1.0, "k2": 0.5, "k3": K3}
 
 
@@ -20,7 +26,7 @@ KL = {"k1": 1.0, "k2": 0.5, "k3": K3}
 def test_kl_by_hand(kind):
     log_probs = LOG_PROBS.clone().requires_grad_()
     objective = preset("gspo", kl_loss_coef=0.1, kl_loss_type=kind)
-    term, metrics = kl_regularizer(objective, log_probs, REFERENCE, WEIGHTS)
+    term, metrics = kl_regularizer(objective, log_probs, REFERENCE, WEIGHTS, LOG_RATIO)
     assert term.item() == pytest.approx(0.1 * 0.125 * KL[kind])
     assert metrics["kl/ref"].item() == pytest.approx(0.25 * K3)  # k3 for any estimator of the term
     assert metrics["loss/kl"].item() == term.item()
@@ -34,15 +40,41 @@ def test_kl_by_hand(kind):
 @pytest.mark.parametrize("kind", KL)
 def test_the_limit_of_the_log_ratio_holds_in_the_term_and_in_the_metric(kind):
     objective = preset("gspo", kl_loss_coef=1.0, kl_loss_type=kind, max_log_ratio=0.5)
-    term, metrics = kl_regularizer(objective, LOG_PROBS, REFERENCE, WEIGHTS)
+    term, metrics = kl_regularizer(objective, LOG_PROBS, REFERENCE, WEIGHTS, LOG_RATIO)
     k3 = math.exp(-0.5) - 0.5
     assert metrics["kl/ref"].item() == pytest.approx(0.25 * k3)
     assert term.item() == pytest.approx(0.125 * {"k1": 1.0, "k2": 0.125, "k3": k3}[kind])
 
 
+def test_unbiased_kl_by_hand():
+    """0.1 * 0.125 * exp(-0.5) * k3 of the second token; the ratio has a gradient too."""
+    log_probs, log_ratio = LOG_PROBS.clone().requires_grad_(), LOG_RATIO.clone().requires_grad_()
+    objective = preset("grpo", kl_loss_coef=0.1, unbiased_kl=True)
+    term, metrics = kl_regularizer(objective, log_probs, REFERENCE, WEIGHTS, log_ratio)
+    assert term.item() == pytest.approx(0.1 * 0.125 * math.exp(-0.5) * K3)
+    assert metrics["kl/ref"].item() == pytest.approx(0.25 * K3)  # without the ratio
+    term.backward()
+    assert log_probs.grad[1].item() == pytest.approx(0.1 * 0.125 * math.exp(-0.5) * (1 - math.exp(-1)))
+    assert log_ratio.grad[1].item() == pytest.approx(term.item()) and log_ratio.grad[0] == 0
+    limited = preset("grpo", kl_loss_coef=0.1, unbiased_kl=True, max_log_ratio=0.4)
+    term, _ = kl_regularizer(limited, LOG_PROBS, REFERENCE, WEIGHTS, LOG_RATIO)
+    assert term.item() == pytest.approx(0.1 * 0.125 * math.exp(-0.4) * (math.exp(-0.4) - 0.6))
+
+
+def test_squared_log_ratio_by_hand():
+    log_ratio = LOG_RATIO.clone().requires_grad_()
+    term, metrics = log_ratio_regularizer(preset("grpo", log_ratio_coef=0.2), log_ratio, WEIGHTS)
+    assert term.item() == pytest.approx(0.2 * (0.5 * 0.0625 + 0.125 * 0.25))
+    assert metrics == {"loss/log_ratio": term.detach()} and not metrics["loss/log_ratio"].requires_grad
+    term.backward()
+    assert log_ratio.grad.tolist() == pytest.approx([0.2 * 0.5 * 0.5, 0.2 * 0.125 * -1.0])
+    limited, _ = log_ratio_regularizer(preset("grpo", log_ratio_coef=0.2, max_log_ratio=0.3), LOG_RATIO, WEIGHTS)
+    assert limited.item() == pytest.approx(0.2 * (0.5 * 0.0625 + 0.125 * 0.09))
+
+
 def test_without_a_coefficient_there_is_the_metric_alone():
     log_probs = LOG_PROBS.clone().requires_grad_()
-    term, metrics = kl_regularizer(preset("gspo"), log_probs, REFERENCE, WEIGHTS)
+    term, metrics = kl_regularizer(preset("gspo"), log_probs, REFERENCE, WEIGHTS, LOG_RATIO)
     assert term is None and set(metrics) == {"kl/ref"} and not metrics["kl/ref"].requires_grad
     term, metrics = entropy_regularizer(preset("gspo"), log_probs, WEIGHTS)
     assert term is None and set(metrics) == {"entropy"} and not metrics["entropy"].requires_grad
@@ -64,11 +96,11 @@ def test_each_regularizer_needs_its_input():
     objective = preset("gspo", kl_loss_coef=0.1, entropy_coef=0.1)
 
     def found(ref_log_probs, entropy):
-        return regularizers(objective, LOG_PROBS, ref_log_probs, entropy, segments, WEIGHTS)
+        return regularizers(objective, LOG_PROBS, LOG_RATIO, ref_log_probs, entropy, segments, WEIGHTS)
 
     assert found(None, None) == []
     ((term, metrics),) = found(REFERENCE, None)
-    assert (term, metrics) == kl_regularizer(objective, LOG_PROBS, REFERENCE, WEIGHTS)
+    assert (term, metrics) == kl_regularizer(objective, LOG_PROBS, REFERENCE, WEIGHTS, LOG_RATIO)
     ((term, metrics),) = found(None, REFERENCE)
     assert (term, metrics) == entropy_regularizer(objective, REFERENCE, WEIGHTS)
     assert [set(metrics) for _, metrics in found(REFERENCE, REFERENCE)] == [{"kl/ref", "loss/kl"},
@@ -82,7 +114,7 @@ def test_untrained_positions_are_not_read_and_have_no_gradient():
     reference = torch.tensor([-2.0, nan], dtype=torch.float64, requires_grad=True)
     entropy = torch.tensor([2.0, nan], requires_grad=True)
     objective = preset("gspo", kl_loss_coef=0.1, entropy_coef=0.1)
-    terms = [term for term, _ in regularizers(objective, log_probs, reference, entropy, segments, WEIGHTS)]
+    terms = [term for term, _ in regularizers(objective, log_probs, LOG_RATIO, reference, entropy, segments, WEIGHTS)]
     assert {term.dtype for term in terms} == {torch.float32}
     sum(terms).backward()
     assert terms[0].item() == pytest.approx(0.1 * 0.5 * K3) and terms[1].item() == pytest.approx(-0.1 * 0.5 * 2)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron_gspo.algorithms import finish_metrics, preset
+from megatron_gspo.algorithms import PRESETS, finish_metrics, preset
 
 from .reference import call_policy_loss, complete_preset
 
@@ -117,7 +117,12 @@ def test_length_weighting_tells_the_algorithms_apart():
         "dapo": [1 / 8] * 8,  # 1/tokens
         "dr_grpo": [1 / 2048] * 8,  # 1/(N * 1024)
         "sft": [1 / 8] * 8,
+        "gmpo": [1 / 4] * 2 + [1 / 12] * 6,
+        "sapo": [1 / 4] * 2 + [1 / 12] * 6,
+        "luspo": [1 / 2] * 8,  # 1/N
+        **{name: [1 / 8] * 8 for name in ("cispo", "dppo_tv", "dppo_kl")},
     }
+    assert expected.keys() | {"gspo_token"} == PRESETS.keys()
     for name, weights in expected.items():
         log_probs = torch.full((8,), -1.0, requires_grad=True)
         loss, _ = call_policy_loss(
@@ -232,3 +237,106 @@ def test_finished_metrics_by_hand():
     kept = finish_metrics(extremes)
     assert set(kept) == {"b_max", "b_min", "c", "d_max"} and kept["b_min"] == -2.0
     assert finish_metrics({"entropy": 2}) == {"entropy": 2.0}
+
+
+# One response of two tokens, A = 1 or -1: old probabilities 0.5 and 0.4, current ones 0.7 and 0.1, so the ratios are
+# 1.4 and 0.25 and the log-probs -0.3567 and -2.3026.
+OLD, NEW = (0.5, 0.4), (0.7, 0.1)
+RATIOS, SCORES = (1.4, 0.25), (math.log(0.7), math.log(0.1))
+
+
+def two_tokens(name, advantage, **fields):
+    """Loss, gradient to both log-probs and metrics."""
+    old = torch.tensor(OLD, dtype=torch.float64).log()
+    log_probs = torch.tensor(NEW, dtype=torch.float64).log().requires_grad_()
+    loss, metrics = call_policy_loss(
+        complete_preset(name, **fields), log_probs=log_probs, old_log_probs=old, num_sequences=1, num_tokens=2,
+        advantages=torch.full_like(old, advantage), loss_mask=torch.ones(2),
+        segment_ids=torch.zeros(2, dtype=torch.long),
+    )  # fmt: skip
+    loss.backward()
+    return loss.item(), log_probs.grad.tolist(), finish_metrics(metrics)
+
+
+def test_cispo_truncates_the_weight_and_keeps_every_gradient():
+    loss, grad, metrics = two_tokens("cispo", 1.0, max_weight=1.2)
+    assert loss == pytest.approx(-(1.2 * SCORES[0] + 0.25 * SCORES[1]) / 2)
+    assert grad == pytest.approx([-1.2 / 2, -0.25 / 2])
+    assert (metrics["clip_fraction/upper"], metrics["clip_fraction/lower"]) == (0.5, 0)
+    loss, grad, metrics = two_tokens("cispo", -1.0, max_weight=1.2, min_weight=0.8)  # either sign of the advantage
+    assert grad == pytest.approx([1.2 / 2, 0.8 / 2])
+    assert (metrics["clip_fraction/upper"], metrics["clip_fraction/lower"]) == (0.5, 0.5)
+
+
+@pytest.mark.parametrize(("advantage", "tau"), [(1.0, 1.0), (-1.0, 1.05)])
+def test_sapo_gates_softly(advantage, tau):
+    """Slope 4 s (1 - s) w with s = sigmoid(tau (w - 1)): of w = 1.4 it is 1.345, not 0 as behind a clip."""
+    loss, grad, metrics = two_tokens("sapo", advantage)
+    gates = [1 / (1 + math.exp(-tau * (w - 1))) for w in RATIOS]
+    assert loss == pytest.approx(-advantage * sum(4 / tau * s for s in gates) / 2)
+    assert grad == pytest.approx([-advantage * 4 * s * (1 - s) * w / 2 for s, w in zip(gates, RATIOS, strict=True)])
+    assert metrics["clip_fraction/tokens"] == 0
+    if advantage > 0:
+        assert -2 * grad[0] == pytest.approx(1.345, abs=5e-4)
+
+
+def test_dppo_tv_masks_what_has_moved_too_far_with_the_advantage():
+    """Probabilities move by +0.2 and -0.3: the first is masked for A > 0, the second for A < 0."""
+    loss, grad, metrics = two_tokens("dppo_tv", 1.0)
+    assert loss == pytest.approx(-0.25 * SCORES[1] / 2) and grad == pytest.approx([0, -0.25 / 2])
+    assert (metrics["clip_fraction/upper"], metrics["clip_fraction/lower"]) == (0.5, 0)
+    loss, grad, metrics = two_tokens("dppo_tv", -1.0)
+    assert loss == pytest.approx(1.4 * SCORES[0] / 2) and grad == pytest.approx([1.4 / 2, 0])
+    assert (metrics["clip_fraction/upper"], metrics["clip_fraction/lower"]) == (0, 0.5)
+    _, grad, metrics = two_tokens("dppo_tv", 1.0, divergence_threshold=0.21, max_weight=1.1)
+    assert grad == pytest.approx([-1.1 / 2, -0.25 / 2]) and metrics["clip_fraction/tokens"] == 0
+
+
+def test_dppo_kl_measures_this_token_against_all_others():
+    """0.5 ln(0.5 / 0.7) + 0.5 ln(0.5 / 0.3) = 0.0872 and 0.4 ln 4 + 0.6 ln(0.6 / 0.9) = 0.3112."""
+    for threshold, masked in ((0.087, True), (0.088, False)):
+        _, grad, _ = two_tokens("dppo_kl", 1.0, divergence_threshold=threshold)
+        assert grad == pytest.approx([0 if masked else -1.4 / 2, -0.25 / 2])
+    for threshold, masked in ((0.311, True), (0.312, False)):
+        _, grad, _ = two_tokens("dppo_kl", -1.0, divergence_threshold=threshold)
+        assert grad == pytest.approx([1.4 / 2, 0 if masked else 0.25 / 2])
+
+
+def test_gmpo_clips_inside_the_mean():
+    """Log-ratios 0.336 and -1.386, bounds of 0.3: with A > 0 the first counts as 0.3, with A < 0 the second as -0.3."""
+    logs = [math.log(w) for w in RATIOS]
+    up, down = math.exp((0.3 + logs[1]) / 2), math.exp((logs[0] - 0.3) / 2)
+    loss, grad, metrics = two_tokens("gmpo", 1.0, epsilon_low=0.3, epsilon_high=0.3)
+    assert loss == pytest.approx(-up) and grad == pytest.approx([0, -up / 2])
+    assert (metrics["clip_fraction/upper"], metrics["clip_fraction/lower"], metrics["ratio_max"]) == (
+        0.5, 0, pytest.approx(up))  # fmt: skip
+    loss, grad, metrics = two_tokens("gmpo", -1.0, epsilon_low=0.3, epsilon_high=0.3)
+    assert loss == pytest.approx(down) and grad == pytest.approx([down / 2, 0])
+    assert (metrics["clip_fraction/upper"], metrics["clip_fraction/lower"]) == (0, 0.5)
+
+
+def test_luspo_is_gspo_times_the_length():
+    gspo, luspo = (two_tokens(name, 1.0, epsilon_low=0.1, epsilon_high=0.1, **more) for name, more in
+                   (("gspo", {}), ("luspo", {})))  # fmt: skip
+    assert luspo[0] == pytest.approx(2 * gspo[0]) and luspo[1] == pytest.approx([2 * g for g in gspo[1]])
+
+
+def test_the_off_policy_mask_drops_bad_responses_that_became_unlikely():
+    """mean(old - current) = -ln(1.4 * 0.25) / 2 = 0.525 nats."""
+    for name in ("grpo", "gmpo"):
+        plain = two_tokens(name, -1.0)
+        for threshold, masked in ((0.524, True), (0.526, False)):
+            loss, grad, metrics = two_tokens(name, -1.0, off_policy_mask_threshold=threshold)
+            assert metrics["off_policy_mask/sequences"] == masked
+            assert (loss, grad) == ((0, [0, 0]) if masked else plain[:2])
+        loss, grad, metrics = two_tokens(name, 1.0, off_policy_mask_threshold=0.1)  # A > 0: not concerned
+        assert (loss, grad) == two_tokens(name, 1.0)[:2] and metrics["off_policy_mask/sequences"] == 0
+
+
+def test_the_squared_log_ratio_by_hand():
+    """0.1 (0.336^2 + 1.386^2) / 2, and slope 0.1 * 2 * log-ratio / 2."""
+    logs = [math.log(w) for w in RATIOS]
+    plain, found = (two_tokens("dapo", 1.0, log_ratio_coef=c) for c in (0.0, 0.1))
+    assert found[0] - plain[0] == pytest.approx(0.1 * sum(d * d for d in logs) / 2)
+    assert [a - b for a, b in zip(found[1], plain[1], strict=True)] == pytest.approx([0.1 * d for d in logs])
+    assert found[2]["loss/log_ratio"] == pytest.approx(found[0] - plain[0])

@@ -44,6 +44,24 @@ NOISE = ["router_noise={engines: both, strength: 0.5, stress_test: true}"]
         ),
         (["algorithm.rollout_rs_threshold=1.1"], "algorithm.rollout_rs_threshold = 1.1: has no effect", "or sequence"),
         (["algorithm.rollout_rs=sequence"], "algorithm.rollout_rs_threshold = null: the ratio of a sequence", "1.001"),
+        (["algorithm.rollout_is_threshold_lower=0.5"], "algorithm.rollout_is_threshold_lower = 0.5: has no", "token"),
+        (["algorithm.rollout_rs_denominator=all"], 'algorithm.rollout_rs_denominator = "all": has no', "sequence_k3"),
+        (
+            ["algorithm.rollout_rs=token", "algorithm.rollout_rs_divergence=0.1"],
+            "algorithm.rollout_rs_divergence = 0.1: has no effect with algorithm.rollout_rs = token",
+            "set that to token_binary_kl or sequence_k3",
+        ),
+        (
+            ["algorithm.rollout_rs=sequence_k3", "algorithm.rollout_rs_divergence=0.1",
+             "algorithm.rollout_rs_threshold=2.0"],
+            "algorithm.rollout_rs_threshold = 2.0: has no effect with algorithm.rollout_rs = sequence_k3",
+            "set that to token or sequence",
+        ),
+        (
+            ["algorithm.rollout_rs=sequence_k3"],
+            "algorithm.rollout_rs_divergence = null: is the largest divergence of algorithm.rollout_rs = sequence_k3",
+            "0.001",
+        ),
         (
             ["routing.replay=r2", "algorithm.old_log_probs=rollout"],
             'routing.replay = "r2": records the routes in the pass that algorithm.old_log_probs = rollout leaves out',

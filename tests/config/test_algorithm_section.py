@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_gspo.algorithms import PRESETS, Objective, preset
+from megatron_gspo.algorithms.presets import CORRECTIONS
 from megatron_gspo.config import AlgorithmConfig, Config
 from megatron_gspo.config.algorithm_section import with_preset
 from tests.config.building import SFT, assert_refused, build
@@ -57,9 +58,20 @@ def test_contradictions_are_refused_at_load(plain: dict, overrides: list[str], k
 
 
 def test_every_algorithm_builds(plain: dict) -> None:
-    for name in ("gspo", "gspo_token", "grpo", "dr_grpo", "dapo"):
+    for name in PRESETS.keys() - {"sft"}:
         assert build(plain, f"algorithm.name={name}").algorithm.name == name
     assert build(plain, *SFT).algorithm.name == "sft"
+
+
+def test_a_published_correction_fills_keys_that_are_not_given(plain: dict) -> None:
+    for name in CORRECTIONS:
+        section = build(plain, f"algorithm.rollout_correction_preset={name}").algorithm
+        assert {key: getattr(section, key) for key in CORRECTIONS[name]} == CORRECTIONS[name]
+        assert (section.rollout_is == section.rollout_rs == "none") == (name == "none")
+    given = ["algorithm.rollout_correction_preset=icepop", "algorithm.rollout_rs_threshold=4.0"]
+    section = build(plain, *given).algorithm
+    assert (section.rollout_rs_band, section.rollout_is_threshold) == ((0.5, 4.0), 5.0)
+    assert_refused(plain, ["algorithm.rollout_correction_preset=tis"], "algorithm.rollout_correction_preset", "icepop")
 
 
 def test_overrides_reach_the_objective(plain: dict) -> None:

@@ -54,7 +54,14 @@ OTHERS = {
     "dapo": Scenario(preset("dapo"), 0.2, per_token=True),
     "dr_grpo": Scenario(preset("dr_grpo", loss_scale_factor=16), 0.2),
     "sft": Scenario(preset("sft"), 0.2),
-}
+    "gmpo": Scenario(preset("gmpo", epsilon_low=0.1, epsilon_high=0.15, off_policy_mask_threshold=0.05), 0.2),
+    "luspo": Scenario(preset("luspo", epsilon_low=0.02, epsilon_high=0.03), 0.05),
+    "cispo": Scenario(preset("cispo", max_weight=1.2, log_ratio_coef=0.1), 0.2, per_token=True),
+    "sapo": Scenario(preset("sapo", off_policy_mask_threshold=0.05), 0.2, per_token=True),
+    "dppo_tv": Scenario(preset("dppo_tv", divergence_threshold=0.001, max_weight=1.3), 0.2, per_token=True),
+    "dppo_kl": Scenario(preset("dppo_kl", divergence_threshold=1e-4, kl_loss_coef=0.1, unbiased_kl=True), 0.2,
+                        per_token=True),
+}  # fmt: skip
 ALL = SCENARIOS | REPLAYED | OTHERS
 NOISE = RouterNoise(0.5, seed=6)  # while routes are recorded: each token's choice must not depend on the layout
 CUTS = {"packed": micro_batches_of(80), "one by one": micro_batches_of(80, micro_batch_size=1)}
@@ -138,11 +145,11 @@ def with_old_log_probs(
 ) -> list[Sample]:
     """Old log-probs a little off the current ones, so that some sequences are clipped and some not; likewise ref.
 
-    ``outlier``: a sample that the current policy likes better by 0.6 nats a token.
+    ``outlier``: a sample that the current policy likes better by 0.8 nats a token.
     """
     g = np.random.default_rng(seed)
     for i, (sample, value) in enumerate(zip(samples, log_probs, strict=True)):
-        shift = g.normal() * spread - 0.6 * (i == outlier)
+        shift = g.normal() * spread - 0.8 * (i == outlier)
         sample.old_log_probs = (value + shift + g.normal(size=value.shape) * spread).astype(np.float32)
         sample.ref_log_probs = (value + g.normal(size=value.shape) * 0.3).astype(np.float32)
     return samples

@@ -64,9 +64,8 @@ def make(folder: Path, tmp_path: Path) -> Iterator[Make]:
         )  # fmt: skip
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         data = Dataset.from_list([{"prompt": "1+1="}, {"prompt": "2+2="}])
-        trainer = kind(
-            model, rewards_in_order, config, data, processing_class=AutoTokenizer.from_pretrained(folder)
-        )
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        trainer = kind(model, rewards_in_order, config, train_dataset=data, processing_class=tokenizer)
         trainer.model.train()
         return trainer
 
@@ -151,6 +150,49 @@ def test_delta_is_the_dual_clip(make: Make) -> None:
     our = ours(objective, batch)
     assert our.metrics["clip_fraction/dual"] > 0
     assert_same(run(make(**settings(objective, "grpo"), delta=2.0), batch), our)
+
+
+# objective, loss_type, level, drift, options
+NEWER: dict[str, tuple[Objective, str, str, float, dict[str, Any]]] = {
+    "cispo": (preset("cispo"), "cispo", "token", 1.0, {"epsilon_high": 5.0}),
+    # TRL rounds the temperatures to float32: one that float32 has
+    "sapo": (preset("sapo", tau_neg=1.0625), "sapo", "token", 0.5, {"sapo_temperature_neg": 1.0625}),
+    "luspo": (preset("luspo"), "luspo", "sequence", 6e-4, {"epsilon": 3e-4, "epsilon_high": 4e-4}),
+    "grpo_off_policy": (
+        preset("grpo", off_policy_mask_threshold=0.05), "grpo", "token", 0.2,
+        {"epsilon": 0.2, "epsilon_high": 0.27, "off_policy_mask_threshold": 0.05},
+    ),
+    "gspo_off_policy": (
+        preset("gspo", off_policy_mask_threshold=2e-4), "grpo", "sequence", 6e-4,
+        {"epsilon": 3e-4, "epsilon_high": 4e-4, "off_policy_mask_threshold": 2e-4},
+    ),
+    "unbiased_kl": (
+        preset("grpo", kl_loss_coef=0.04, unbiased_kl=True), "grpo", "token", 0.2,
+        {"epsilon": 0.2, "epsilon_high": 0.27, "beta": 0.04, "use_bias_correction_kl": True},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("micro_batch", [8, 2])
+@pytest.mark.parametrize("pair", NEWER)
+def test_newer_objectives_are_equal(make: Make, pair: str, micro_batch: int) -> None:
+    objective, loss_type, level, drift, options = NEWER[pair]
+    batch = make_batch(drift=drift)
+    our = ours(objective, batch, micro_batch=micro_batch, with_ref=True)
+    settings = {"beta": 0.0, "importance_sampling_level": level, "loss_type": loss_type, **options}
+    assert_same(run(make(micro_batch=micro_batch, **settings), batch), our, tolerance=1e-11)
+    if objective.off_policy_mask_threshold is not None:
+        assert 0 < our.metrics["off_policy_mask/sequences"] < 1
+
+
+def test_gmpo_is_equal(make: Make) -> None:
+    from trl.experimental.gmpo import GMPOTrainer
+
+    class FedGMPO(FedTrainer, GMPOTrainer):
+        pass
+
+    batch = make_batch(drift=0.5)
+    assert_same(run(make(FedGMPO, epsilon=0.4, epsilon_high=0.4, beta=0.0), batch), ours(preset("gmpo"), batch))
 
 
 # What TRL computes differently.

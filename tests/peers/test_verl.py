@@ -28,12 +28,12 @@ LENGTH = 100  # of dr_grpo
 
 def verl(
     name: str, batch: Padded, *, mode: str, clip: tuple[float, float], dual_clip: float = FAR,
-    micro_batch: int | None = None, global_batch_info: dict[str, Any] | None = None,
+    micro_batch: int | None = None, global_batch_info: dict[str, Any] | None = None, **settings: Any,
 ) -> Result:  # fmt: skip
     """verl's loss, summed over micro-batches, its gradient, and its metrics of the last micro-batch."""
     config = ActorConfig(
         strategy="megatron", rollout_n=4, ppo_micro_batch_size_per_gpu=1, clip_ratio_low=clip[0],
-        clip_ratio_high=clip[1], clip_ratio_c=dual_clip, global_batch_info=global_batch_info or {},
+        clip_ratio_high=clip[1], clip_ratio_c=dual_clip, global_batch_info=global_batch_info or {}, **settings,
     )  # fmt: skip
     losses, gradients, metrics = [], [], {}
     for cut in cuts(batch, micro_batch or len(batch)):
@@ -100,6 +100,46 @@ def test_clip_fraction_is_equal(pair: str) -> None:
     assert theirs.metrics["actor/pg_clipfrac"] == pytest.approx(
         ours(objective, batch).metrics["clip_fraction/tokens"], rel=1e-6
     )
+
+
+NONE = (0.2, 0.2)  # a clip range that the loss does not read
+# objective, verl's name, aggregation, (clip_ratio_low, clip_ratio_high), clip_ratio_c, drift
+NEWER = {
+    "cispo": (preset("cispo"), "cispo", TOKEN_MEAN, (1.0, 4.0), FAR, 1.0),
+    "cispo_with_both_bounds": (
+        preset("cispo", min_weight=0.8, max_weight=1.28), "cispo", TOKEN_MEAN, (0.2, 0.28), FAR, 0.2,
+    ),
+    "sapo": (preset("sapo"), "sapo", SEQUENCE_MEAN, NONE, FAR, 0.5),
+    "dppo_tv": (preset("dppo_tv"), "dppo_tv", TOKEN_MEAN, (0.15, 0.15), 20.0, 0.5),
+    "dppo_tv_truncated": (preset("dppo_tv", max_weight=1.5), "dppo_tv", TOKEN_MEAN, (0.15, 0.15), 1.5, 0.5),
+    "dppo_kl": (preset("dppo_kl"), "dppo_kl", TOKEN_MEAN, (0.05, 0.05), 20.0, 0.5),
+    "gmpo": (preset("gmpo"), "geo_mean", TOKEN_MEAN, (0.4, 0.4), FAR, 0.5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("pair", NEWER)
+def test_newer_objectives_are_equal(pair: str) -> None:
+    objective, name, mode, clip, dual_clip, drift = NEWER[pair]
+    batch = make_batch(drift=drift)
+    our = ours(objective, batch)
+    theirs = verl(name, batch, mode=mode, clip=clip, dual_clip=dual_clip, tau_pos=1.0, tau_neg=1.05)
+    # verl adds 1e-8 to the length before the geometric mean
+    assert_same(theirs, our, tolerance=1e-7 if name == "geo_mean" else 1e-12)
+    if pair != "sapo":
+        assert our.metrics["clip_fraction/tokens"] > 0
+    if pair.startswith(("cispo", "dppo")):
+        clipped = theirs.metrics["actor/pg_clipfrac"]
+        assert clipped == pytest.approx(our.metrics["clip_fraction/tokens"], rel=1e-6)
+
+
+def test_the_geometric_mean_is_divided_by_the_rows_of_a_micro_batch() -> None:
+    """Whatever the global counts: a micro-batch of 2 rows weighs as much as one of 3."""
+    batch = make_batch(drift=0.5)
+    info = global_batch(batch)
+    cut = verl("geo_mean", batch, mode=TOKEN_MEAN, clip=(0.4, 0.4), micro_batch=3, global_batch_info=info)
+    parts = [ours(preset("gmpo"), batch.rows(rows)).loss for rows in cuts(batch, 3)]
+    assert cut.loss == pytest.approx(math.fsum(parts), rel=1e-6)
+    assert abs(cut.loss / 3 - ours(preset("gmpo"), batch).loss) > 1e-3
 
 
 @pytest.mark.parametrize("pair", ["gspo", "grpo", "dapo"])

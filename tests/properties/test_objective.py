@@ -6,7 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron_gspo.algorithms import PRESETS, Segments, finish_metrics, kl_penalty, sequence_importance_weights
-from tests.algorithms.reference import LONGEST, Batch, complete_preset, naive_loss
+from tests.algorithms.reference import LONGEST, Batch, complete_preset, has_token_advantages, naive_loss
 from tests.algorithms.splits import Outcome, assert_same, evaluate, evaluate_in_pieces
 
 from .strategies import VALUES, batches, integers_each, objectives, poisoned
@@ -25,7 +25,7 @@ def test_any_cut_adds_up_to_the_whole(objective, batch, ranks, data):
 @given(objective=objectives, batch=batches(drifts=(5e-4, 0.2)))
 def test_any_batch_is_the_naive_loop(objective, batch):
     assume(batch.num_tokens > 0)
-    assume(objective.importance_sampling_level != "sequence" or _equal_within_sequences(batch))
+    assume(has_token_advantages(objective) or _equal_within_sequences(batch))
     assume(objective.max_log_ratio == 20.0)  # the loop does not clamp
     log_probs, entropy = (x.clone().requires_grad_() for x in (batch.log_probs, batch.entropy))
     loss = naive_loss(objective, batch, log_probs, entropy)
@@ -114,7 +114,8 @@ def test_weights_of_all_tokens_add_up_to_one(name, batch):
     assume(batch.num_tokens > 0)
     batch = Batch(**{**vars(batch), "advantages": torch.ones_like(batch.advantages)})
     weights = -evaluate(complete_preset(name), batch).grad
-    total = batch.num_tokens / (LONGEST * batch.num_sequences) if name == "dr_grpo" else 1.0
+    by_length = {"dr_grpo": LONGEST, "luspo": 1}.get(name)
+    total = batch.num_tokens / (by_length * batch.num_sequences) if by_length else 1.0
     assert weights.sum().item() == pytest.approx(total, rel=1e-12)
     assert ((weights > 0) == (batch.loss_mask > 0)).all()
     if name in ("gspo", "gspo_token", "grpo"):  # and every sequence has the same weight

@@ -76,6 +76,38 @@ OBJECTIVE = (
         "        lower = ratio < low\n        upper = ratio > high\n", (NAIVE,),
     ),
     SeededBug(
+        "CISPO's weight has a gradient", "design", SURROGATE,
+        "    return weight * advantages * log_probs, Clip(lower, upper, lower | upper, None)",
+        "    return ratio.clamp(low, high) * advantages * log_probs, Clip(lower, upper, lower | upper, None)", (NAIVE,),
+    ),
+    SeededBug(
+        "SAPO's temperatures exchanged", "design", SURROGATE,
+        "masked_fill(advantages > 0, positive)", "masked_fill(advantages < 0, positive)", (NAIVE,),
+    ),
+    SeededBug(
+        "DPPO masks what moved against the advantage", "design", SURROGATE,
+        "upper = beyond & (advantages > 0) & (log_ratio > 0)", "upper = beyond & (advantages > 0) & (log_ratio < 0)",
+        (NAIVE,),
+    ),
+    SeededBug(
+        "DPPO's KL in the other direction", "design", SURROGATE,
+        "binary_kl(old_log_probs, log_probs)", "binary_kl(log_probs, old_log_probs)",
+        ("tests/algorithms/test_worked_cases.py::test_dppo_kl_measures_this_token_against_all_others",),
+    ),
+    SeededBug(
+        "GMPO clips after the mean", "design", LEVELS,
+        "bounded = torch.where(clip.cut, log_ratio.clamp(low, high), log_ratio)", "bounded = log_ratio", (NAIVE,),
+    ),
+    SeededBug(
+        "the off-policy mask also drops good responses", "design", LEVELS,
+        "masked = (advantages < 0) & (mean_log_ratio", "masked = (advantages != 0) & (mean_log_ratio", (NAIVE,),
+    ),
+    SeededBug(
+        "excluded tokens leave the denominators of IcePop", "design", "megatron_gspo/loop/rollout_correction.py",
+        'if algorithm.rollout_rs_denominator == "all":', 'if algorithm.rollout_rs_denominator == "none":',
+        ("tests/loop/test_rollout_correction.py::test_excluded_tokens_may_stay_in_the_denominators",),
+    ),
+    SeededBug(
         "sequence ratio without a gradient", "design", RATIO,
         "return grad * slope.index_select(0, segment_ids),", "return torch.zeros_like(grad),", (NAIVE,),
     ),
@@ -96,8 +128,7 @@ OBJECTIVE = (
     ),
     SeededBug(
         "GSPO with a token mean is not refused", "verl", "megatron_gspo/algorithms/objective.py",
-        'if o.sequence_level and o.loss_agg_mode != "seq-mean-token-mean":',
-        'if o.sequence_level and o.loss_agg_mode == "seq-mean-token-sum-norm":',
+        "if o.sequence_level and by_length:", "if o.sequence_level and by_length and o.loss_scale_factor:",
         ("tests/algorithms/test_objective.py::test_refusals_follow_the_ratio_level_whatever_the_name",),
     ),
     SeededBug(

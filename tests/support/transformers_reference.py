@@ -155,23 +155,21 @@ def naive_loss(
 def naive_metrics(objective: Objective, batch: loops.Batch) -> dict[str, float]:
     """Every figure that a training step reports of its loss, counted one by one."""
     batch = without_gradient(batch)
+    terms = {key: getattr(objective, key) for key in ("kl_loss_coef", "entropy_coef", "log_ratio_coef")}
 
     def loss(**coefficients: float) -> float:
-        chosen = replace(objective, **{"kl_loss_coef": 0.0, "entropy_coef": 0.0, **coefficients})
+        chosen = replace(objective, **{**dict.fromkeys(terms, 0.0), **coefficients})
         return float(loops.naive_loss(chosen, batch, batch.log_probs, batch.entropy))
 
-    kl, entropy = objective.kl_loss_coef, objective.entropy_coef
-    metrics = {"loss": loss(kl_loss_coef=kl, entropy_coef=entropy), "loss/policy": loss()}
-    if kl:
-        metrics["loss/kl"] = loss(kl_loss_coef=kl) - loss()
-    if entropy:
-        metrics["loss/entropy"] = loss(entropy_coef=entropy) - loss()
+    metrics = {"loss": loss(**terms), "loss/policy": loss()}
+    names = {"kl_loss_coef": "loss/kl", "entropy_coef": "loss/entropy", "log_ratio_coef": "loss/log_ratio"}
+    metrics |= {names[key]: loss(**{key: value}) - loss() for key, value in terms.items() if value}
     if objective.has_ratio:
         metrics |= loops.naive_metrics(objective, batch)
     else:
         metrics |= {f"clip_fraction/{what}": 0.0 for what in ("tokens", "sequences", "lower", "upper")}
         metrics["kl/ref"] = loops.naive_metrics(_with_a_ratio(objective), batch)["kl/ref"]
-    if not entropy:
+    if not objective.entropy_coef:
         metrics.pop("entropy", None)  # costs a pass over the vocabulary: computed only where the objective needs it
     return metrics
 

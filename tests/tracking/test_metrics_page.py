@@ -92,7 +92,9 @@ def computed_names() -> set[str]:
     zeros, mask, ids = torch.zeros(4), torch.ones(4), torch.tensor([0, 0, 1, 1])
     names: set[str] = set()
     for name in PRESETS:
-        options = {"kl_loss_coef": 0.1, "entropy_coef": 0.1} | ({} if name == "sft" else {"dual_clip": 3.0})
+        options = {"kl_loss_coef": 0.1, "entropy_coef": 0.1}
+        options |= {} if name == "sft" else {"log_ratio_coef": 0.1, "off_policy_mask_threshold": 0.1}
+        options |= {"dual_clip": 3.0} if name == "grpo" else {}
         _, metrics = call_policy_loss(
             complete_preset(name, **options), log_probs=zeros, old_log_probs=zeros, advantages=mask, loss_mask=mask,
             segment_ids=ids, num_sequences=2, num_tokens=4, ref_log_probs=zeros, entropy=mask,

@@ -112,7 +112,9 @@ def clip_ranges(study: Study) -> dict[str, tuple[float, float]]:
         group = find(study, name=name)
         run = next((run for run in study.runs if run.variant == group and run.config), None)
         if run is not None:
-            found[name] = clip_band(run.config)
+            band = clip_band(run.config)
+            assert band is not None  # of the two names
+            found[name] = band
     return found
 
 
@@ -211,7 +213,7 @@ def _histograms(study: Study, colours: Mapping[str, int]) -> list[Chart]:
     ranges = clip_ranges(study)
     charts = []
     for spread in found:
-        bands = {"its clip range": spread.band}
+        bands = {draw.OWN_RANGE: spread.band} if spread.band else {}
         for name, other in ranges.items():
             if other != spread.band:
                 bands[f"{name.upper()}'s"] = other
@@ -223,5 +225,5 @@ def _histograms(study: Study, colours: Mapping[str, int]) -> list[Chart]:
 def _reach(found: list[Spread]) -> float:
     """Half the width of the histograms in log-ratio: nearly all tokens, and the clip ranges, between 0.02 and 1."""
     tail = max(float(np.quantile(np.abs(spread.token), 0.98)) for spread in found)
-    widest = max(math.log1p(spread.band[1]) for spread in found)
+    widest = max((math.log1p(spread.band[1]) for spread in found if spread.band), default=0.0)
     return min(1.0, max(0.02, tail, 1.3 * widest))

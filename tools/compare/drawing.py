@@ -15,6 +15,7 @@ from megatron_gspo.tools.svg_panel import FAINT, TEXT, panel, phase_colour, shor
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+OWN_RANGE = "its clip range"
 _SMALL_DIFFERENCE = 0.12  # of the largest value
 
 
@@ -56,7 +57,7 @@ def histogram_panel(
 ) -> str:
     """Ratios of tokens (outline) and sequences (filled) as densities on a log count axis, with clip bands.
 
-    bands: label and (epsilon_low, epsilon_high); the first is this variant's own and shaded. reach: half the width of
+    bands: label and (epsilon_low, epsilon_high); that of `OWN_RANGE` is shaded. reach: half the width of
     the x axis in log-ratio; what lies beyond is counted in the outermost bin.
     """
     with panel(title) as (axis, output):
@@ -73,8 +74,8 @@ def histogram_panel(
                 gid=f"v-{number}",
                 label="sequences" if kind == "stepfilled" else "tokens",
             )
-        for place, (label, (low, high)) in enumerate(bands.items()):
-            if place == 0:
+        for label, (low, high) in bands.items():
+            if label == OWN_RANGE:
                 axis.axvspan(1 - low, 1 + high, color=FAINT, alpha=0.18, lw=0, label=label)
             else:
                 axis.axvline(1 - low, color=FAINT, lw=0.9, ls=":", label=label)

@@ -36,8 +36,8 @@ def sequence_log_ratios(arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
     return total / np.bincount(place, minlength=len(numbers)), numbers
 
 
-def clip_band(config: Mapping[str, Any]) -> tuple[float, float]:
-    """(epsilon_low, epsilon_high) of a resolved training config; nulls are the preset's."""
+def clip_band(config: Mapping[str, Any]) -> tuple[float, float] | None:
+    """(epsilon_low, epsilon_high) of a resolved training config; nulls are the preset's. None where it has no clip."""
     algorithm = config.get("algorithm", {})
     low, high = algorithm.get("epsilon_low"), algorithm.get("epsilon_high")
     if low is None or high is None:
@@ -45,7 +45,7 @@ def clip_band(config: Mapping[str, Any]) -> tuple[float, float]:
 
         chosen = preset(algorithm.get("name", "gspo"))
         low, high = chosen.epsilon_low if low is None else low, chosen.epsilon_high if high is None else high
-    return float(low), float(high)
+    return None if low is None or high is None else (float(low), float(high))
 
 
 def cut_share(log_ratio: np.ndarray, advantage: np.ndarray, band: tuple[float, float]) -> float:
@@ -67,7 +67,7 @@ class Spread:
 
     variant: str
     step: int
-    band: tuple[float, float]
+    band: tuple[float, float] | None
     token: np.ndarray
     sequence: np.ndarray
     flipped: float | None

@@ -287,9 +287,9 @@ def _in_force(study: Study, name: str) -> list[str]:
     config = next((run.config for run in study.of(BASE, name) if run.config), None)
     if config is None:
         return ["-", "-"]
-    low, high = clip_band(config)
+    band = clip_band(config)
     rate = config.get("optimizer", {}).get("lr")
-    return [f"{low:g} / {high:g}", "-" if rate is None else f"{rate:g}"]
+    return ["-" if band is None else f"{band[0]:g} / {band[1]:g}", "-" if rate is None else f"{rate:g}"]
 
 
 def _pairs(overrides: dict[str, Any]) -> list[str]:

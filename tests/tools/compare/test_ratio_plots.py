@@ -33,6 +33,7 @@ def test_cut_share_looks_at_the_side_that_the_advantage_pushes_to():
 
 def test_clip_band_of_a_config_with_nulls_is_the_presets():
     assert clip_band({"algorithm": {"name": "gspo", "epsilon_low": None, "epsilon_high": 0.5}}) == (3e-4, 0.5)
+    assert clip_band({"algorithm": {"name": "sapo", "epsilon_low": None, "epsilon_high": None}}) is None
 
 
 def write_ratios(path, **arrays):
