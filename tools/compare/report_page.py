@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron_gspo.tools.compare.search import LEARNING_RATE, at_edge
 from megatron_gspo.tools.compare.statistics import Difference, Interval
 from megatron_gspo.tools.compare.study import MEASURES, Row, Study, differences, flat, rows
 from megatron_gspo.tools.compare.study_plan import BASE, argument
+from megatron_gspo.tools.svg_panel import COLOURS
 
 TEMPLATE = "compare/report.html"
 
@@ -30,6 +32,7 @@ def context(study: Study) -> dict[str, Any]:
         "title": study.title,
         "study": study,
         "colours": colours,
+        "palette": COLOURS,
         "phases": PHASES,
         "claims": claims(study),
         "expectations": expectations(study),
@@ -241,8 +244,7 @@ def _search(study: Study) -> dict[str, Any] | None:
         rates = list(dict.fromkeys(trial.values[LEARNING_RATE] for trial in trials))
         lines: dict[str, list[Any]] = {}
         for trial in trials:
-            low, high = trial.values["algorithm.epsilon_low"], trial.values["algorithm.epsilon_high"]
-            lines.setdefault(f"{low:g} / {high:g}", []).append(trial)
+            lines.setdefault(_tried(trial.values), []).append(trial)
         grids.append({"label": study.label(name), "rates": [f"{rate:g}" for rate in rates], "lines": lines})
     steps = sorted({run.config.get("training", {}).get("steps") or 0 for run in study.trial_runs if run.config})
     per_variant = len([t for t in study.trials if t.variant == study.trials[0].variant])
@@ -256,6 +258,15 @@ def _search(study: Study) -> dict[str, Any] | None:
         "edge": [study.label(name) for name in at_edge(study.trials)],
         "borrowed": [(study.label(name), study.label(other)) for name, other in study.tuned_as.items()],
     }  # fmt: skip
+
+
+def _tried(values: Mapping[str, Any]) -> str:
+    """A row of a search's grid: its clip range, or the other keys that it tries with each learning rate."""
+    low, high = values.get("algorithm.epsilon_low"), values.get("algorithm.epsilon_high")
+    if low is not None and high is not None:
+        return f"{low:g} / {high:g}"
+    tried = {key.rpartition(".")[2]: value for key, value in values.items() if key != LEARNING_RATE}
+    return ", ".join(f"{key} {argument(value)}" for key, value in tried.items())
 
 
 def _settings(study: Study) -> dict[str, Any]:

@@ -38,8 +38,16 @@ class Variant:
     """Keys of the training config, dotted."""
     clip: tuple[tuple[float, float], ...] = ()
     """Clip ranges (epsilon_low, epsilon_high) that the search tries."""
+    candidates: tuple[Overrides, ...] = ()
+    """In place of `clip`, for an objective without a clip range: settings that the search tries, as dotted keys."""
     tuned_as: str | None = None
     """Variant whose search result is used in place of an own search."""
+
+    @property
+    def searched(self) -> tuple[Overrides, ...]:
+        """What the search tries with each learning rate."""
+        ranges = ({"algorithm.epsilon_low": low, "algorithm.epsilon_high": high} for low, high in self.clip)
+        return self.candidates or tuple(ranges)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,10 +277,7 @@ def trials(config: ComparisonConfig, variant: Variant) -> list[Overrides]:
     """The values that the search tries for one variant."""
     if config.search is None or variant.tuned_as is not None:
         return []
-    return [
-        {"algorithm.epsilon_low": low, "algorithm.epsilon_high": high, "optimizer.lr": lr}
-        for (low, high), lr in itertools.product(variant.clip, config.search.lr)
-    ]
+    return [{**tried, "optimizer.lr": lr} for tried, lr in itertools.product(variant.searched, config.search.lr)]
 
 
 def resolve(comparison: Comparison, spec: RunSpec) -> Config:
@@ -334,8 +339,9 @@ def _check_search(config: ComparisonConfig) -> None:
     """Equal numbers of trials for all searched variants, on seeds that the report does not use."""
     if config.search is None:
         for variant in config.variants:
-            if variant.clip or variant.tuned_as:
-                key = f"variants.{variant.name}.{'clip' if variant.clip else 'tuned_as'}"
+            given = next((key for key in ("clip", "candidates", "tuned_as") if getattr(variant, key)), None)
+            if given is not None:
+                key = f"variants.{variant.name}.{given}"
                 raise ConfigError(key, MISSING, "has no effect without search", "add search, or remove it")
         return
     used = {seed for stress in config.stress for seed in stress.seeds or ()} | set(config.seeds)
@@ -345,10 +351,14 @@ def _check_search(config: ComparisonConfig) -> None:
             raise ConfigError("search.seeds", seed, problem, "choose another")
     searched = [variant for variant in config.variants if variant.tuned_as is None]
     for variant in searched:
-        if len(variant.clip) != len(searched[0].clip) or not variant.clip:
-            problem = f"gives {len(variant.clip)} clip ranges and {searched[0].name} {len(searched[0].clip)}"
+        count, other = len(variant.searched), len(searched[0].searched)
+        if count != other or not count:
+            problem = f"gives {count} clip ranges or candidates and {searched[0].name} {other}"
             fix = "give every searched variant the same number, at least one; or set tuned_as"
             raise ConfigError(f"variants.{variant.name}.clip", show(variant.clip), problem, fix)
+        if variant.clip and variant.candidates:
+            key = f"variants.{variant.name}.candidates"
+            raise ConfigError(key, show(variant.candidates), "clip is given too", "set one of them")
     for variant in config.variants:
         if variant.tuned_as is not None and variant.tuned_as not in {v.name for v in searched}:
             key = f"variants.{variant.name}.tuned_as"

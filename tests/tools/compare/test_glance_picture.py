@@ -28,6 +28,15 @@ def test_the_file_has_the_charts_side_by_side_and_names_every_variant(report):
     assert places == sorted(set(places)) and places[-1] < width
 
 
+def test_a_long_legend_has_several_lines():
+    chart = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 331.2 208.8"></svg>'
+    root = ET.fromstring(glance_picture("title", [f"a variant, number {i}" for i in range(12)], [chart] * 2))
+    entries = [(float(text.attrib["x"]), float(text.attrib["y"])) for text in root.findall(f"{SVG}text")]
+    assert len({y for _, y in entries}) > 1 and len(set(entries)) == 12
+    assert max(x for x, _ in entries) < float(root.attrib["viewBox"].split()[2])
+    assert all(float(inner.attrib["y"]) > max(y for _, y in entries) for inner in root.findall(f"{SVG}svg"))
+
+
 def test_its_colours_are_defined_for_light_and_dark(report):
     text = (report[0] / "glance.svg").read_text()
     assert text.count("--v0:") == 2 and "prefers-color-scheme: dark" in text and "var(--v0)" in text

@@ -155,8 +155,32 @@ def test_what_cannot_work_is_refused_in_one_line(file, change, message):
 def test_unequal_searches_are_refused(file):
     variants = without(file)
     variants[0]["clip"] = [[0.2, 0.27]]
-    with pytest.raises(ConfigError, match="gives 2 clip ranges and grpo 1"):
+    with pytest.raises(ConfigError, match="gives 2 clip ranges or candidates and grpo 1"):
         load_comparison(changed(file, variants=variants))
+
+
+def test_candidates_are_searched_in_place_of_clip_ranges(file):
+    variants = without(file)
+    tried = [{"algorithm.max_weight": 5.0}, {"algorithm.max_weight": 2.0}]
+    variants[0] = {"name": "cispo", "overrides": {"algorithm.name": "cispo"}, "candidates": tried}
+    changes = {"variants": variants, "baseline": "cispo", "base": str(cispo_base(file.parent))}
+    del variants[1:]
+    comparison = load_comparison(changed(file, **changes, stress=[]))
+    assert [spec.trial for spec in search_runs(comparison)] == [
+        {**values, "optimizer.lr": lr} for values in tried for lr in (3e-4, 5e-4, 1e-3)
+    ]
+    assert {resolve(comparison, spec).algorithm.max_weight for spec in search_runs(comparison)} == {5.0, 2.0}
+    variants[0]["clip"] = [[0.2, 0.27], [0.1, 0.1]]
+    with pytest.raises(ConfigError, match="variants.cispo.candidates = .*: clip is given too"):
+        load_comparison(changed(file, **changes, stress=[]))
+
+
+def cispo_base(folder: Path) -> Path:
+    """The example without a clip range, which CISPO doesn't have."""
+    data = yaml.safe_load((EXAMPLES / "tiny_gspo.yaml").read_text())
+    data["algorithm"] = {"name": "cispo"}
+    (folder / "base.yaml").write_text(yaml.safe_dump(data))
+    return folder / "base.yaml"
 
 
 def test_tuned_as_needs_a_variant_that_is_searched(file):
