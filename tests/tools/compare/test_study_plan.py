@@ -231,4 +231,4 @@ def test_the_file_in_the_documentation_loads(tmp_path):
     text = text.replace("my_run.yaml", str(EXAMPLES / "tiny_gspo.yaml"))
     (tmp_path / "mine.yaml").write_text(text)
     comparison = load_comparison(tmp_path / "mine.yaml")
-    assert len(report_runs(comparison, {})) == 15 + 9 and len(search_runs(comparison)) == 8
+    assert len(report_runs(comparison, {})) == 20 + 12 and len(search_runs(comparison)) == 12
