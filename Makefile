@@ -100,7 +100,6 @@ lint: install
 
 format: install
 	$(VENV)/bin/ruff check --fix .
-	$(VENV)/bin/ruff format .
 
 docs: install
 	$(RUN) -m megatron_gspo.tools.write_config_reference docs/config.md
