@@ -14,7 +14,7 @@ from megatron_gspo.tools.compare.claims import find
 from megatron_gspo.tools.compare.costs import PHASES, cost_of
 from megatron_gspo.tools.compare.ratio_plots import Spread, clip_band, spread_of
 from megatron_gspo.tools.compare.run_records import Run, against, positions, series
-from megatron_gspo.tools.compare.statistics import Interval, band
+from megatron_gspo.tools.compare.statistics import Band, Interval, band
 from megatron_gspo.tools.compare.study import Study, differences, rows
 from megatron_gspo.tools.compare.study_plan import BASE
 from megatron_gspo.tracking import run_directory
@@ -26,6 +26,7 @@ _AXES = (("samples", "samples (responses)"), ("tokens", "tokens"), ("seconds", "
 _FLOOR = 1e-4  # of the log scales: 0.01 %
 
 _SMALLEST_NORM = 1e-2
+_GEOMETRIC = {"grad_norm"}  # metrics with geometric means
 
 Chart = str  # an SVG
 
@@ -190,11 +191,24 @@ def _by_step(study: Study, setting: str, colours: Mapping[str, int], panels: Any
     for metric, title, percent, floor in panels:
         lines = []
         for group in study.groups_in(setting):
-            curves = [_prepared(series(run, metric), _WINDOW) for run in study.of(setting, group.name)]
-            lines.append(draw.Line(colours[group.name], band(curves, _POINTS)))
+            curves = [series(run, metric) for run in study.of(setting, group.name)]
+            shape = _geometric_band(curves) if metric in _GEOMETRIC else _band(curves)
+            lines.append(draw.Line(colours[group.name], shape))
         if any(line.band.x for line in lines):
             found.append(draw.band_panel(title, "step", lines, percent=percent, log_floor=floor))
     return found
+
+
+def _band(curves: Sequence[tuple[list[float], list[float]]]) -> Band:
+    return band([_prepared(curve, _WINDOW) for curve in curves], _POINTS)
+
+
+def _geometric_band(curves: Sequence[tuple[list[float], list[float]]]) -> Band:
+    """The band of the logarithms: a single step with a norm of a thousand would hide all others in a mean."""
+    logs = [(x, [math.log(max(value, _SMALLEST_NORM)) for value in y]) for x, y in curves]
+    found = _band(logs)
+    mean, low, high = ([math.exp(value) for value in values] for values in (found.mean, found.low, found.high))
+    return replace(found, mean=mean, low=low, high=high)
 
 
 def _prepared(curve: tuple[list[float], list[float]], window: int) -> tuple[list[float], list[float]]:
