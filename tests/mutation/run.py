@@ -173,9 +173,11 @@ def _stage(folder: Path, job: Job) -> int:
 
     # Ranks are forks of this process, not of a server that starts with an import of torch.
     forks = mock.patch.object(tests.support.distributed, "fork_server", lambda: multiprocessing.get_context("fork"))
+    # Many mutants leave a rank waiting for the others: ten seconds are enough for ranks that work.
+    waits = mock.patch.dict(tests.support.distributed.run_distributed.__kwdefaults__, timeout=10.0)
     options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "_hypothesis_pytestplugin"]
     paths = stages(job.file, folder)[job.stage]
-    with forks:
+    with forks, waits:
         code = int(pytest.main([*options, "--hypothesis-profile=mutation", *paths]))
     with (folder / "modules.txt").open("a") as out:
         out.writelines(f"{name}\n" for name in sys.modules)
