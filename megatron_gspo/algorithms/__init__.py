@@ -26,9 +26,9 @@ from .importance_sampling import (
 )
 from .kl import kl_penalty
 from .metrics import finish_metrics
-from .objective import Objective
+from .objective import Objective, preset
 from .policy_loss import LossExtras, policy_loss
-from .presets import PRESETS, preset
+from .presets import PRESETS
 from .ratio_histogram import RatioHistogram
 from .ratio_statistics import effective_sample_size, ratio_histograms, ratio_quantiles
 from .segments import Segments

@@ -1,54 +1,49 @@
-"""The published algorithms, each one row of fields."""
+"""The published algorithms, each one row of fields of `Objective`."""
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
-
-from .objective import Objective
 
 PRESETS: dict[str, dict[str, Any]] = {
     # Zheng et al. 2025, arXiv:2507.18071, section 4.1; clip from section 5.1.
     "gspo": dict(
-        importance_sampling_level="sequence", loss_agg_mode="seq-mean-token-mean", epsilon_low=3e-4, epsilon_high=4e-4
+        importance_sampling_level="sequence", surrogate="clip", loss_agg_mode="seq-mean-token-mean",
+        epsilon_low=3e-4, epsilon_high=4e-4,
     ),
     # The same paper, section 4.3: an advantage per token, the same ratio.
     "gspo_token": dict(
-        importance_sampling_level="sequence_token",
-        loss_agg_mode="seq-mean-token-mean",
-        epsilon_low=3e-4,
-        epsilon_high=4e-4,
+        importance_sampling_level="sequence_token", surrogate="clip", loss_agg_mode="seq-mean-token-mean",
+        epsilon_low=3e-4, epsilon_high=4e-4,
     ),
     # Shao et al. 2024, arXiv:2402.03300; clip as in the comparison of the GSPO paper, section 5.1. No KL term
     # there.
     "grpo": dict(
-        importance_sampling_level="token", loss_agg_mode="seq-mean-token-mean", epsilon_low=0.2, epsilon_high=0.27
+        importance_sampling_level="token", surrogate="clip", loss_agg_mode="seq-mean-token-mean", epsilon_low=0.2,
+        epsilon_high=0.27,
     ),
     # Liu et al. 2025, arXiv:2503.20783: neither length nor std normalisation. loss_scale_factor only scales the
     # loss and is not part of the algorithm: the caller sets it, usually to the longest response allowed. A run's
     # config takes rollout.max_response_length.
     "dr_grpo": dict(
-        importance_sampling_level="token",
-        loss_agg_mode="seq-mean-token-sum-norm",
-        epsilon_low=0.2,
-        epsilon_high=0.2,
-        advantage_std="none",
+        importance_sampling_level="token", surrogate="clip", loss_agg_mode="seq-mean-token-sum-norm",
+        epsilon_low=0.2, epsilon_high=0.2, advantage_std="none",
     ),
     # Yu et al. 2025, arXiv:2503.14476: clip-higher and token mean. Its dynamic sampling and overlong penalty
     # are in filters.
     "dapo": dict(
-        importance_sampling_level="token", loss_agg_mode="token-mean", epsilon_low=0.2, epsilon_high=0.28
+        importance_sampling_level="token", surrogate="clip", loss_agg_mode="token-mean", epsilon_low=0.2,
+        epsilon_high=0.28,
     ),
     # Zhao et al. 2025, arXiv:2507.20673: the geometric mean of clipped token ratios; epsilon in nats, section 4.
     "gmpo": dict(
-        importance_sampling_level="geometric_mean", loss_agg_mode="seq-mean-token-mean", epsilon_low=0.4,
-        epsilon_high=0.4,
+        importance_sampling_level="geometric_mean", surrogate="clip", loss_agg_mode="seq-mean-token-mean",
+        epsilon_low=0.4, epsilon_high=0.4,
     ),
     # arXiv:2602.05261: GSPO times the length of the response, so that a token counts the same in all of them. Clip as
     # in GSPO.
     "luspo": dict(
-        importance_sampling_level="sequence", loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=1.0,
-        epsilon_low=3e-4, epsilon_high=4e-4,
+        importance_sampling_level="sequence", surrogate="clip", loss_agg_mode="seq-mean-token-sum-norm",
+        loss_scale_factor=1.0, epsilon_low=3e-4, epsilon_high=4e-4,
     ),
     # MiniMax 2025, arXiv:2506.13585, eq. 4 and 5: no lower bound. It gives no upper bound; 5 is of ScaleRL,
     # arXiv:2510.13786.
@@ -62,15 +57,17 @@ PRESETS: dict[str, dict[str, Any]] = {
     ),
     # arXiv:2602.04879; threshold and truncation as in verl.
     "dppo_tv": dict(
-        importance_sampling_level="token", surrogate="dppo_tv", loss_agg_mode="token-mean", divergence_threshold=0.15,
-        max_weight=20.0,
+        importance_sampling_level="token", surrogate="dppo_tv", loss_agg_mode="token-mean",
+        divergence_threshold=0.15, max_weight=20.0,
     ),
     "dppo_kl": dict(
-        importance_sampling_level="token", surrogate="dppo_kl", loss_agg_mode="token-mean", divergence_threshold=0.05,
-        max_weight=20.0,
+        importance_sampling_level="token", surrogate="dppo_kl", loss_agg_mode="token-mean",
+        divergence_threshold=0.05, max_weight=20.0,
     ),
     # Supervised: -log_probs, weighted by advantages (1 where there are none).
-    "sft": dict(importance_sampling_level="none", loss_agg_mode="token-mean"),
+    "sft": dict(
+        importance_sampling_level="none", loss_agg_mode="token-mean"
+    ),
 }
 
 # Named settings of a run's keys rollout_is* and rollout_rs*.
@@ -90,24 +87,3 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
         rollout_is="token", rollout_is_threshold=2.0, rollout_rs="sequence_k3", rollout_rs_divergence=0.001
     ),
 }
-
-
-def preset(name: str, **overrides: Any) -> Objective:
-    """The objective of a published algorithm, with any field replaced.
-
-    Args:
-        name: a key of `PRESETS`.
-        overrides: fields of `Objective`. `dr_grpo` needs loss_scale_factor before its loss is computed.
-
-    Raises:
-        ValueError: unknown name or field, or a value that makes it another algorithm; one line with the fix.
-    """
-    if name not in PRESETS:
-        raise ValueError(f"preset name = {name!r}: must be one of {', '.join(PRESETS)}")
-    known = [f.name for f in fields(Objective) if f.name != "name"]
-    for key, value in overrides.items():
-        if key not in known:
-            raise ValueError(
-                f"{key} = {value!r} is not a field of Objective: must be one of {', '.join(known)}"
-            )
-    return Objective(name=name, **{**PRESETS[name], **overrides})

@@ -88,17 +88,19 @@ def geometric_mean_level(
         clip = Clip(lower, upper, lower | upper, None)
         bounded = torch.where(clip.cut, log_ratio.clamp(low, high), log_ratio)
     counts, clipped = segments.sums(segments.loss_mask), segments.sums(clip.cut)
-    total, lengths, total_clipped, unclipped = segments.sum_ranks(
-        segments.sums(bounded), counts, clipped, segments.sums(log_ratio.detach())
+    masks = objective.off_policy_mask_threshold is not None
+    total, lengths, total_clipped, *unclipped = segments.sum_ranks(
+        segments.sums(bounded), counts, clipped, *([segments.sums(log_ratio.detach())] if masks else [])
     )
     ratio, by_sequence, clamped = sequence_ratio(
         log_ratio, total / lengths.clamp_min(1), segments.segment_ids, objective.max_log_ratio
     )
     surrogate = torch.where(clip.cut, ratio.detach(), ratio) * advantages
     in_clipped_sequences = torch.where(total_clipped > 0, counts, 0)
-    surrogate, off_policy = mask_off_policy(
-        objective, surrogate, advantages, unclipped / lengths.clamp_min(1), segments
-    )
+    off_policy = None
+    if masks:
+        mean_log_ratio = unclipped[0] / lengths.clamp_min(1)
+        surrogate, off_policy = mask_off_policy(objective, surrogate, advantages, mean_log_ratio, segments)
     stats = RatioStats(log_ratio, by_sequence, clamped, counts, clip, clipped, in_clipped_sequences, off_policy)
     return surrogate, lengths, stats
 

@@ -156,11 +156,6 @@ CASES = [
         for key in ("epsilon_low", "epsilon_high", "dual_clip")
     ],
     (
-        lambda: preset("sft", loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=3),
-        f"loss_agg_mode = 'seq-mean-token-sum-norm' is not sft: use 'token-mean' or "
-        f"'seq-mean-token-mean', another name, {OVERRIDE}",
-    ),
-    (
         lambda: Objective("x", "sequence", "token-mean", epsilon_low=3e-4, epsilon_high=4e-4),
         "loss_agg_mode = 'token-mean' weights a sequence ratio by response length, which is not GSPO: use "
         f"'seq-mean-token-mean', {OVERRIDE}",

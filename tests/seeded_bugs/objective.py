@@ -127,9 +127,9 @@ OBJECTIVE = (
         ("tests/algorithms/test_invariance.py::test_no_device_synchronisation",),
     ),
     SeededBug(
-        "GSPO with a token mean is not refused", "verl", "megatron_gspo/algorithms/objective.py",
+        "GSPO with a token mean is not refused", "verl", "megatron_gspo/algorithms/objective_checks.py",
         "if o.sequence_level and by_length:", "if o.sequence_level and by_length and o.loss_scale_factor:",
-        ("tests/algorithms/test_objective.py::test_refusals_follow_the_ratio_level_whatever_the_name",),
+        ("tests/algorithms/test_objective_checks.py::test_refusals_follow_the_ratio_level_whatever_the_name",),
     ),
     SeededBug(
         "population standard deviation for the sample's", "design", ADVANTAGES,

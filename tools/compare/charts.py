@@ -113,9 +113,9 @@ def clip_ranges(study: Study) -> dict[str, tuple[float, float]]:
         group = find(study, name=name)
         run = next((run for run in study.runs if run.variant == group and run.config), None)
         if run is not None:
-            band = clip_band(run.config)
-            assert band is not None  # of the two names
-            found[name] = band
+            clip = clip_band(run.config)
+            assert clip is not None  # of the two names
+            found[name] = clip
     return found
 
 
