@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,12 @@ def perturb_rollout(engine: RolloutEngine | None, section: RouterNoiseConfig, fo
     except ValueError as error:
         problem = first_line(error)
     raise ConfigError("router_noise.engines", section.engines, problem, "set it to trainer or none")
+
+
+def unperturbed_rollout(engine: RolloutEngine | None) -> AbstractContextManager[None]:
+    """The engine in this rank generates without noise in the meantime."""
+    assert isinstance(engine, EmbeddedEngine), "perturb_rollout takes no other"
+    return engine.unperturbed()
 
 
 def _start_servers(config: Config) -> LocalServers:

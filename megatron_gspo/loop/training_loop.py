@@ -16,7 +16,7 @@ from megatron_gspo.errors import EngineError
 from megatron_gspo.loop.advantages import with_advantages
 from megatron_gspo.loop.checkpoints import CheckpointManager, LoopState, resume
 from megatron_gspo.loop.collapse_guard import CollapseError, alarm_text, count_low_steps, guard_metrics
-from megatron_gspo.loop.engines import perturb_rollout
+from megatron_gspo.loop.engines import perturb_rollout, unperturbed_rollout
 from megatron_gspo.loop.evaluation import evaluate, is_evaluation_due
 from megatron_gspo.loop.generation import DataCursor, RolloutGenerator
 from megatron_gspo.loop.hf_export import export
@@ -181,4 +181,9 @@ def _evaluate(run: Components, version: int, timers: Timers) -> dict[str, float]
     if not run.trains_on_rollouts:  # the held-out samples are the engine's only ones
         with timers("weight_sync"):
             run.eval_groups.update_weights(run.policy.weights, version=version)
-    return evaluate(run.eval_groups, run.rewards, run.eval_prompts, run.config, timers)
+    metrics = evaluate(run.eval_groups, run.rewards, run.eval_prompts, run.config, timers)
+    if run.config.router_noise.in_rollout:
+        with unperturbed_rollout(run.engine):
+            clean = evaluate(run.eval_groups, run.rewards, run.eval_prompts, run.config, timers)
+        metrics["eval/accuracy_without_noise"] = clean["eval/accuracy"]
+    return metrics

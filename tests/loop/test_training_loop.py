@@ -148,6 +148,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
             "check_log_probs": lambda *_: {"log_prob_check/abs_diff": 0.0},
             "calibrated_strength": lambda run, step: events.append(f"calibrate {step}") or (0.25, 0.1),
             "perturb_rollout": lambda engine, section, found: events.append(f"perturb {found}"),
+            "unperturbed_rollout": lambda engine: events.append("unperturbed") or contextlib.nullcontext(),
             "sole_writer": lambda _: contextlib.nullcontext(),
             "stop_on_signal": lambda: contextlib.nullcontext(requested),
             "shutdown": lambda **_: None,
@@ -179,6 +180,17 @@ def test_the_phases_of_a_run_in_order(run: Callable[..., Any]) -> None:
     assert logger.logged[1].items() >= {"entropy": 0.5, "servers/up": 1.0, "log_prob_check/abs_diff": 0.0}.items()
     assert logger.logged[1].keys() >= {"time/step", "time/weight_sync", "perf/tokens"}
     assert json.dumps(logger.summary)
+
+
+def test_a_perturbed_engine_is_evaluated_without_noise_too(run: Callable[..., Any]) -> None:
+    noise = {"engines": "both", "strength": 0.5, "stress_test": True}
+    state, events, logger = run(steps=1, router_noise=noise)
+    assert events[3:7] == ["seed 0", "evaluate", "unperturbed", "evaluate"]
+    accuracies = [(logger.logged[step]["eval/accuracy"], logger.logged[step]["eval/accuracy_without_noise"])
+                  for step in (0, 1)]  # fmt: skip
+    assert accuracies == [(0.25, 0.5), (0.75, 1.0)] and (state.accuracy_before, state.accuracy_after) == (0.25, 0.75)
+    _, events, logger = run(steps=1, router_noise={**noise, "engines": "trainer"})
+    assert "unperturbed" not in events and "eval/accuracy_without_noise" not in logger.logged[1]
 
 
 def test_a_resumed_run_sends_its_weights_and_does_not_evaluate_again(run: Callable[..., Any]) -> None:

@@ -31,30 +31,42 @@ def doses(study: Study) -> dict[str, dict[float, str]]:
 
 
 def dose_charts(study: Study, colours: Mapping[str, int]) -> list[str]:
-    """One SVG a series: accuracy at the end against the flip rate."""
+    """Accuracy at the end against the flip rate: an SVG a series, and one of the accuracy without noise where the
+    rollout engine has noise."""
     charts = []
     for engines, rates in doses(study).items():
-        lines = [draw.Line(colours[group.name], _curve(study, group.name, rates)) for group in study.groups]
-        if any(line.band.x for line in lines):
-            title = noise_in_words(engines, None, None).capitalize()
-            charts.append(draw.band_panel(title, "experts that differ, %", lines, percent=True))
+        for measure in _measures(engines):
+            curves = {group.name: _curve(study, group.name, rates, measure) for group in study.groups}
+            lines = [draw.Line(colours[name], curve) for name, curve in curves.items()]
+            if any(line.band.x for line in lines):
+                charts.append(draw.band_panel(_words(engines, measure), "experts that differ, %", lines, percent=True))
     return charts
 
 
 def dose_findings(study: Study) -> list[str]:
-    """One sentence for each series and variant: from which flip rate on it differs from the baseline.
+    """One sentence for each series, measure and variant: from which flip rate on it differs from the baseline.
 
     Differs: Holm's corrected p of the paired difference is below 5 %, at this rate and all higher ones, with one sign.
     """
     found = []
     for engines, rates in doses(study).items():
-        compared = {rate: differences(study, setting, PRIMARY) for rate, setting in rates.items()}
-        for group in study.groups:
-            by_rate = {rate: table[group.name] for rate, table in compared.items() if group.name in table}
-            if group.name != study.baseline and by_rate:
-                words = noise_in_words(engines, None, None).capitalize()
-                found.append(f"{words}: {study.label(group.name)} {_finding(study, by_rate)}.")
+        for measure in _measures(engines):
+            compared = {rate: differences(study, setting, measure) for rate, setting in rates.items()}
+            for group in study.groups:
+                by_rate = {rate: table[group.name] for rate, table in compared.items() if group.name in table}
+                if group.name != study.baseline and by_rate:
+                    words = _words(engines, measure)
+                    found.append(f"{words}: {study.label(group.name)} {_finding(study, by_rate)}.")
     return found
+
+
+def _measures(engines: str) -> tuple[str, ...]:
+    return (PRIMARY, "clean_accuracy") if engines in ("rollout", "both") else (PRIMARY,)
+
+
+def _words(engines: str, measure: str) -> str:
+    words = noise_in_words(engines, None, None).capitalize()
+    return words if measure == PRIMARY else f"{words}, evaluated without noise"
 
 
 def _finding(study: Study, by_rate: Mapping[float, Difference]) -> str:
@@ -74,9 +86,9 @@ def _finding(study: Study, by_rate: Mapping[float, Difference]) -> str:
     return f"ends {side} {baseline} {place}: {describe(by_rate[apart])} at {100 * apart:g} %"
 
 
-def _curve(study: Study, group: str, rates: Mapping[float, str]) -> Band:
-    """Mean accuracy at the end and its interval, by flip rate in per cent."""
-    known = {rate: list(values(study, setting, group, PRIMARY).values()) for rate, setting in rates.items()}
+def _curve(study: Study, group: str, rates: Mapping[float, str], measure: str) -> Band:
+    """Mean of the measure and its interval, by flip rate in per cent."""
+    known = {rate: list(values(study, setting, group, measure).values()) for rate, setting in rates.items()}
     points = [(100 * rate, interval(found)) for rate, found in known.items() if found]
     return Band(
         [x for x, _ in points],

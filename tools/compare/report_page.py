@@ -89,14 +89,15 @@ def runs_text(row: Row) -> str:
 
 def _setting_table(study: Study, setting: str) -> list[TableRow]:
     compared = differences(study, setting, "final_accuracy")
+    shown = [name for name, _ in MEASURES if name != "clean_accuracy" or _router_noise(study)]
     found = []
     for row in rows(study, setting):
         difference = compared.get(row.group)
-        cells = [interval_text(row.measures[name]) for name, _ in MEASURES]
+        cells = [interval_text(row.measures[name]) for name in shown]
         cells.append(interval_text(row.seconds, 1.0, 0))
-        shown, tests = ("baseline", "") if row.group == study.baseline else _difference_text(difference)
+        less_baseline, tests = ("baseline", "") if row.group == study.baseline else _difference_text(difference)
         label = study.label(row.group)
-        found.append(TableRow(row.group, label, runs_text(row), cells, shown, tests, _tone(difference)))
+        found.append(TableRow(row.group, label, runs_text(row), cells, less_baseline, tests, _tone(difference)))
     return found
 
 

@@ -101,6 +101,7 @@ class Figures:
     """One run in numbers, None where the run doesn't have them.
 
     final_accuracy: last held-out accuracy that was measured, also of a run that failed later.
+    clean_accuracy: the same without noise in the routers of the rollout engine.
     mean_accuracy: area under the accuracy against steps over the span, by trapezia: how soon and how steadily.
     largest_fall: most that the accuracy lay below its own best so far.
     reward: mean training reward over the last tenth of the steps.
@@ -108,6 +109,7 @@ class Figures:
 
     start_accuracy: float | None
     final_accuracy: float | None
+    clean_accuracy: float | None
     best_accuracy: float | None
     mean_accuracy: float | None
     largest_fall: float | None
@@ -121,6 +123,8 @@ class Figures:
 
 def figures(run: Run) -> Figures:
     steps, accuracy = series(run, "eval/accuracy")
+    perturbed = run.config.get("router_noise", {}).get("engines") in ("rollout", "both")
+    clean = series(run, "eval/accuracy_without_noise")[1] if perturbed else accuracy
     best = fall = 0.0
     for value in accuracy:
         best = max(best, value)
@@ -130,6 +134,7 @@ def figures(run: Run) -> Figures:
     return Figures(
         start_accuracy=accuracy[0] if accuracy and steps[0] == 0 else None,
         final_accuracy=accuracy[-1] if accuracy else None,
+        clean_accuracy=clean[-1] if clean else None,
         best_accuracy=best if accuracy else None,
         mean_accuracy=area(steps, accuracy),
         largest_fall=fall if accuracy else None,

@@ -26,6 +26,7 @@ MEASURES = (
     ("mean_accuracy", "held-out accuracy, mean over the run"),
     ("reward", "training reward, last tenth of the steps"),
     ("largest_fall", "largest fall of the accuracy below its own best"),
+    ("clean_accuracy", "held-out accuracy at the end, without router noise"),
 )
 
 

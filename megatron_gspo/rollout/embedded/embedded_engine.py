@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -85,6 +86,19 @@ class EmbeddedEngine:
         Raises ValueError for a model without softmax routers.
         """
         self._routers, self._noise = NoisyRouters(self.model), noise
+
+    @contextmanager
+    def unperturbed(self) -> Iterator[None]:
+        """Choose experts without noise in the meantime."""
+        noise, self._noise = self._noise, None
+        if self._routers is not None:
+            self._routers.remove()
+            self._routers = None
+        try:
+            yield
+        finally:
+            if noise is not None:
+                self.perturb_routers(noise)
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> list[Sample]:
         """See `RolloutEngine.generate`. Prompts of similar length are decoded together."""

@@ -71,6 +71,22 @@ def test_noise_depends_on_the_seed_and_not_on_batches():
     assert any(not np.array_equal(a[:3], b[:3]) for a, b in zip(routes[0], routes[2], strict=True))
 
 
+def test_noise_can_rest():
+    """Evaluations without noise do not change the samples that follow."""
+    config = moe_config(**CONFIG)
+    engine = loaded_engine(config, checkpoint(reference_model(config)), return_routed_experts=True)
+    clean = engine.generate(prompts(6), SAMPLING, seed=1)
+    engine.perturb_routers(RouterNoise(0.5, seed=4))
+    noisy = engine.generate(prompts(6), SAMPLING, seed=1)
+    with engine.unperturbed():
+        rested = engine.generate(prompts(6), SAMPLING, seed=1)
+    again = engine.generate(prompts(6), SAMPLING, seed=1)
+    routes = [[sample.routed_experts for sample in found] for found in (clean, rested, noisy, again)]
+    assert all(np.array_equal(a, b) for a, b in zip(routes[0], routes[1], strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(routes[2], routes[3], strict=True))
+    assert any(not np.array_equal(a, b) for a, b in zip(routes[0], routes[2], strict=True))
+
+
 def test_a_model_without_softmax_routers_is_refused():
     with pytest.raises(ValueError, match="model type qwen3 has no softmax router"):
         NoisyRouters(reference_model(dense_config()))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_gspo.tools.compare.dose_response import dose_charts, dose_findings, doses
+from megatron_gspo.tools.compare.dose_response import _curve, dose_charts, dose_findings, doses
 from megatron_gspo.tools.compare.run_records import Run
 from megatron_gspo.tools.compare.study import Group, Setting, Study
 
@@ -12,9 +12,9 @@ RATES = {"both_05": 0.05, "both_25": 0.25, "both_10": 0.10}
 SPREAD = (-0.01, 0.0, 0.01, 0.005, -0.005)  # of a variant's accuracy over the seeds
 
 
-def study(gaps: dict[str, float], shared: str = "none") -> Study:
+def study(gaps: dict[str, float], shared: str = "none", clean: float = 0.0) -> Study:
     """GRPO at 0.5 and R3 by `gaps` above it, by setting; each seed's own deviation is the same for both, but for a
-    thousandth."""
+    thousandth. clean: added to the accuracy where it is measured without noise."""
     settings = [Setting("base", "", {}), Setting("high_lr", "", {"optimizer.lr": 1e-3})]
     settings += [
         Setting(name, "", {"router_noise.engines": "both", "router_noise.target_flip_rate": rate})
@@ -25,7 +25,9 @@ def study(gaps: dict[str, float], shared: str = "none") -> Study:
         for seed, deviation in enumerate(SPREAD, 1):
             for variant, value in (("grpo", 0.5), ("r3", 0.5 + gap + 0.001 * seed)):
                 record = {"step": 60, "eval/accuracy": value + deviation}
-                runs.append(Run(setting, variant, seed, Path(), "finished", records=[record]))
+                record["eval/accuracy_without_noise"] = record["eval/accuracy"] + clean
+                config = {"router_noise": {"engines": "none" if setting == "base" else "both"}}
+                runs.append(Run(setting, variant, seed, Path(), "finished", config, records=[record]))
     groups = [Group("grpo", "GRPO", {}), Group("r3", "GRPO + R3", {})]
     return Study("", groups, settings, [1, 2, 3, 4, 5], "grpo", runs, "", shared={"router_noise.engines": shared})
 
@@ -55,10 +57,16 @@ def test_a_single_rate_is_no_series():
 )
 def test_the_rate_from_which_on_they_differ(gaps, expected):
     made = study(dict(zip(("base", "both_05", "both_10", "both_25"), gaps, strict=True)))
-    [line] = dose_findings(made)
+    line, clean = dose_findings(made)
     assert line.startswith(f"Routers of both engines: GRPO + R3 {expected} (95 % interval")
+    assert clean == line.replace("engines:", "engines, evaluated without noise:")
 
 
 def test_a_chart_for_each_series():
-    [svg] = dose_charts(study(dict.fromkeys(("base", "both_05", "both_25"), 0.1)), {"grpo": 0, "r3": 1})
-    assert "Routers of both engines" in svg and svg.count('class="v-0"') == svg.count('class="v-1"') > 0
+    made = study(dict.fromkeys(("base", "both_05", "both_25"), 0.1), clean=0.2)
+    noisy, clean = dose_charts(made, {"grpo": 0, "r3": 1})
+    for svg in (noisy, clean):
+        assert "Routers of both engines" in svg and svg.count('class="v-0"') == svg.count('class="v-1"') > 0
+    assert "evaluated without noise" in clean and "evaluated" not in noisy
+    curve = _curve(made, "grpo", {0.0: "base", 0.25: "both_25"}, "clean_accuracy")
+    assert curve.mean == pytest.approx([0.5, 0.7])

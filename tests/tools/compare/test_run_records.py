@@ -49,6 +49,17 @@ def test_figures_by_hand():
     assert not found.collapsed
 
 
+def test_the_accuracy_without_noise_is_that_of_an_engine_without_noise():
+    run = run_of([(0, 0.2), (5, 0.4)])
+    assert figures(run).clean_accuracy == 0.4
+    run.config["router_noise"] = {"engines": "trainer"}
+    assert figures(run).clean_accuracy == 0.4
+    run.config["router_noise"] = {"engines": "rollout"}
+    assert figures(run).clean_accuracy is None  # not measured
+    run.records[-1]["eval/accuracy_without_noise"] = 0.6
+    assert figures(run).clean_accuracy == 0.6
+
+
 def test_collapse_is_half_of_ones_own_best():
     assert figures(run_of([(0, 0.2), (5, 0.6), (10, 0.29)])).collapsed
     assert not figures(run_of([(0, 0.2), (5, 0.6), (10, 0.31)])).collapsed
