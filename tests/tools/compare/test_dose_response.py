@@ -27,7 +27,7 @@ def study(gaps: dict[str, float], shared: str = "none", clean: float = 0.0) -> S
                 record = {"step": 60, "eval/accuracy": value + deviation}
                 record["eval/accuracy_without_noise"] = record["eval/accuracy"] + clean
                 config = {"router_noise": {"engines": "none" if setting == "base" else "both"}}
-                runs.append(Run(setting, variant, seed, Path(), "finished", config, records=[record]))
+                runs.append(Run(setting, variant, seed, Path(), "finished", config=config, records=[record]))
     groups = [Group("grpo", "GRPO", {}), Group("r3", "GRPO + R3", {})]
     return Study("", groups, settings, [1, 2, 3, 4, 5], "grpo", runs, "", shared={"router_noise.engines": shared})
 
