@@ -15,6 +15,7 @@ from .filters import (
     overlong_penalty,
     zero_variance_groups,
 )
+from .gae import gae_advantages
 from .importance_sampling import (
     mismatch_metrics,
     sequence_divergence_mask,
@@ -33,6 +34,7 @@ from .ratio_histogram import RatioHistogram
 from .ratio_statistics import effective_sample_size, ratio_histograms, ratio_quantiles
 from .segments import Segments
 from .turn_advantages import turn_advantages, turn_returns
+from .value_loss import value_loss
 
 __all__ = [
     "PRESETS",
@@ -46,6 +48,7 @@ __all__ = [
     "finish_metrics",
     "finite_log_probs",
     "finite_rewards",
+    "gae_advantages",
     "group_advantages",
     "kl_penalty",
     "mismatch_metrics",
@@ -62,5 +65,6 @@ __all__ = [
     "token_rejection_mask",
     "turn_advantages",
     "turn_returns",
+    "value_loss",
     "zero_variance_groups",
 ]

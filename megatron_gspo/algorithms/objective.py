@@ -13,6 +13,7 @@ ImportanceSamplingLevel = Literal["token", "sequence", "sequence_token", "geomet
 SurrogateType = Literal["clip", "cispo", "sapo", "dppo_tv", "dppo_kl"]
 LossAggMode = Literal["seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"]
 KLLossType = Literal["k1", "k2", "k3"]
+AdvantageEstimator = Literal["group", "gae"]
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,18 @@ class Objective:
     max_log_ratio: float = 20.0
     """Log-ratios are clamped to +-this before exp, in nats."""
 
+    advantage_estimator: AdvantageEstimator = "group"
+    """`group`: the reward less its group's baseline. `gae`: from the values of a value model (PPO)."""
+
+    gamma: float = 1.0
+    """Discount of later rewards, with `gae`."""
+
+    lam: float = 1.0
+    """Lambda of `gae`: 0 is the one-step estimate, 1 the sum of rewards less the value."""
+
     advantage_std: AdvantageStd = "sample"
-    """Standard deviation that divides a group's rewards: `sample` (n - 1), `population` (n) or `none`."""
+    """Standard deviation that divides a group's rewards, or with `gae` the advantages of all trained tokens: `sample`
+    (n - 1), `population` (n) or `none`."""
 
     advantage_baseline: AdvantageBaseline = "mean"
     """Baseline of a reward: its group's `mean`, or the mean of the others (`leave_one_out`)."""

@@ -21,7 +21,7 @@ MIN_SEQUENCE_EPSILON = 1e-6
 MIN_TOKEN_EPSILON = 0.01
 
 # The fields that make a preset the published algorithm, where its row in `PRESETS` has them.
-_IDENTITY = ("surrogate", "importance_sampling_level", "loss_agg_mode", "advantage_std")
+_IDENTITY = ("surrogate", "importance_sampling_level", "loss_agg_mode", "advantage_estimator", "advantage_std")
 # Published without an aggregation of their own.
 _ANY_AGGREGATION = ("dppo_tv", "dppo_kl", "sft")
 
@@ -50,6 +50,8 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "log_ratio_coef": (lambda v: 0 <= v < math.inf, "0 or above"),
     "kl_loss_coef": (lambda v: 0 <= v < math.inf, "0 or above"),
     "entropy_coef": (lambda v: 0 <= v < math.inf, "0 or above"),
+    "gamma": (lambda v: 0 <= v <= 1, "0 to 1"),
+    "lam": (lambda v: 0 <= v <= 1, "0 to 1"),
     "max_log_ratio": (lambda v: 0 < v <= 80, "above 0 and at most 80 (exp overflows float32 at 88)"),
 }
 _OF_SURROGATES = tuple(dict.fromkeys(key for needed, others in SURROGATE_FIELDS.values() for key in needed + others))
@@ -123,6 +125,7 @@ def _check_fields_fit(o: Objective) -> None:
                 f"{key} = {getattr(o, key)!r} has no effect with importance_sampling_level = 'none': remove it"
             )
     _check_level(o)
+    _check_estimator(o)
     if o.unbiased_kl and o.kl_loss_type != "k3":
         raise ValueError(f"kl_loss_type = {o.kl_loss_type!r} does not go with unbiased_kl = True: use 'k3'")
 
@@ -142,9 +145,21 @@ def _check_level(o: Objective) -> None:
         )
 
 
+def _check_estimator(o: Objective) -> None:
+    """The fields of the advantages have an effect."""
+    unused = (("gamma", 1), ("lam", 1)) if o.advantage_estimator == "group" else (("advantage_baseline", "mean"),)
+    for key, default in unused:
+        if getattr(o, key) != default:
+            raise ValueError(
+                f"{key} = {getattr(o, key)!r} has no effect with advantage_estimator = {o.advantage_estimator!r}: "
+                "remove it"
+            )
+
+
 def _check_identity(o: Objective) -> None:
     """A published name keeps its meaning, and no sequence ratio is weighted by its tokens."""
-    row = {key: value for key, value in PRESETS.get(o.name, {}).items() if key in _IDENTITY}
+    row = {"advantage_estimator": "group", **PRESETS[o.name]} if o.name in PRESETS else {}
+    row = {key: value for key, value in row.items() if key in _IDENTITY}
     for key, value in row.items():
         if getattr(o, key) != value and not (key == "loss_agg_mode" and o.name in _ANY_AGGREGATION):
             raise ValueError(f"{key} = {getattr(o, key)!r} is not {o.name}: use {value!r}, another name, {_OVERRIDE}")

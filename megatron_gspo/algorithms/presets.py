@@ -64,6 +64,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         importance_sampling_level="token", surrogate="dppo_kl", loss_agg_mode="token-mean",
         divergence_threshold=0.05, max_weight=20.0,
     ),
+    # Schulman et al. 2017, arXiv:1707.06347; clip of section 6.1, lambda of table 3. No discount, as in verl.
+    "ppo": dict(
+        importance_sampling_level="token", surrogate="clip", loss_agg_mode="token-mean", epsilon_low=0.2,
+        epsilon_high=0.2, advantage_estimator="gae", lam=0.95,
+    ),
     # Supervised: -log_probs, weighted by advantages (1 where there are none).
     "sft": dict(
         importance_sampling_level="none", loss_agg_mode="token-mean"

@@ -85,7 +85,7 @@ def geometric_mean_level(
     low, high = -objective.number("epsilon_low"), objective.number("epsilon_high")
     with torch.no_grad():
         lower, upper = (advantages < 0) & (log_ratio < low), (advantages > 0) & (log_ratio > high)
-        clip = Clip(lower, upper, lower | upper, None)
+        clip = Clip(lower, lower | upper, None)
         bounded = torch.where(clip.cut, log_ratio.clamp(low, high), log_ratio)
     counts, clipped = segments.sums(segments.loss_mask), segments.sums(clip.cut)
     masks = objective.off_policy_mask_threshold is not None

@@ -16,14 +16,13 @@ from .objective import Objective, SurrogateType
 class Clip:
     """The tokens that the surrogate clips, all [T] bool.
 
-    `clip`: those without gradient. `lower`: A < 0 and ratio < 1 - epsilon_low. `upper`: A > 0 and ratio > 1 +
-    epsilon_high. `dual`: A < 0 and ratio > dual_clip; None without a dual clip. `cispo`: those whose weight is raised
-    (`lower`) or truncated (`upper`). `dppo_tv`, `dppo_kl`: those without gradient, A < 0 (`lower`) or A > 0 (`upper`).
-    `sapo`: none. `cut`: lower or upper.
+    `cut`: on either side; `lower`: of these, those on the lower side. `clip`: tokens without gradient, A < 0 and ratio
+    < 1 - epsilon_low (lower), A > 0 and ratio > 1 + epsilon_high; `dual`: A < 0 and ratio > dual_clip, None without a
+    dual clip. `cispo`: those whose weight is raised (lower) or truncated. `dppo_tv`, `dppo_kl`: those without gradient,
+    A < 0 (lower) or A > 0. `sapo`: none.
     """
 
     lower: Tensor
-    upper: Tensor
     cut: Tensor
     dual: Tensor | None
 
@@ -40,7 +39,7 @@ def clipped_surrogate(objective: Objective, ratio: Tensor, advantages: Tensor, *
         lower = (advantages < 0) & (ratio < low)
         upper = (advantages > 0) & (ratio > high)
         cut, bound = lower | upper, ratio.clamp(low, high)
-        clip = Clip(lower, upper, cut, None)
+        clip = Clip(lower, cut, None)
         if objective.dual_clip is not None:
             dual = (advantages < 0) & (ratio > objective.dual_clip)
             bound = torch.where(dual, objective.dual_clip, bound)
@@ -60,7 +59,7 @@ def cispo_surrogate(
         counts = advantages != 0
         lower, upper = counts & (ratio < low), counts & (ratio > high)
         weight = ratio.clamp(low, high)
-    return weight * advantages * log_probs, Clip(lower, upper, lower | upper, None)
+    return weight * advantages * log_probs, Clip(lower, lower | upper, None)
 
 
 def sapo_surrogate(objective: Objective, ratio: Tensor, advantages: Tensor, *_: Tensor) -> tuple[Tensor, Clip]:
@@ -71,7 +70,7 @@ def sapo_surrogate(objective: Objective, ratio: Tensor, advantages: Tensor, *_: 
     positive, negative = objective.number("tau_pos"), objective.number("tau_neg")
     tau = torch.full_like(ratio, negative, requires_grad=False).masked_fill(advantages > 0, positive)
     none = torch.zeros_like(advantages, dtype=torch.bool)
-    return torch.sigmoid(tau * (ratio - 1)) * (4 / tau) * advantages, Clip(none, none, none, None)
+    return torch.sigmoid(tau * (ratio - 1)) * (4 / tau) * advantages, Clip(none, none, None)
 
 
 def dppo_surrogate(
@@ -93,7 +92,7 @@ def dppo_surrogate(
         lower = beyond & (advantages < 0) & (log_ratio < 0)
         cut = upper | lower
         weight = ratio.clamp(max=objective.number("max_weight")).masked_fill(cut, 0)
-    return weight * advantages * log_probs, Clip(lower, upper, cut, None)
+    return weight * advantages * log_probs, Clip(lower, cut, None)
 
 
 # surrogate(objective, ratio, advantages, log_ratio, log_probs) -> (value to be maximised [T], what it clips). log_probs

@@ -18,7 +18,7 @@ def check_algorithm(algorithm: AlgorithmConfig, rollout: RolloutConfig, model: M
     samples = rollout.n_samples_per_prompt
     if algorithm.is_supervised and samples != 1:
         raise ConfigError("rollout.n_samples_per_prompt", samples, "sft has one response per prompt", "set it to 1")
-    if not algorithm.is_supervised and samples < 2:
+    if not algorithm.is_supervised and not algorithm.needs_critic and samples < 2:
         problem = "group advantages compare at least two responses"
         raise ConfigError("rollout.n_samples_per_prompt", samples, problem, "set it to 2 or more, 8 is usual")
     for key in ("kl_reward_coef", "dynamic_sampling"):

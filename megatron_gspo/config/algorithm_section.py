@@ -23,7 +23,8 @@ class AlgorithmConfig(Objective):
     )
 
     name: Literal[
-        "gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "gmpo", "luspo", "cispo", "sapo", "dppo_tv", "dppo_kl", "sft"
+        "gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "gmpo", "luspo", "cispo", "sapo", "dppo_tv", "dppo_kl", "ppo",
+        "sft",
     ] = "gspo"
     """Algorithm whose preset sets the defaults of this section; null keeps the preset's value."""
     kl_reward_coef: Annotated[float, Ge(0)] = 0.0
@@ -80,6 +81,11 @@ class AlgorithmConfig(Objective):
     def is_supervised(self) -> bool:
         """Whether the samples are reference answers."""
         return self.name == "sft"
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether advantages need a value model."""
+        return self.advantage_estimator == "gae"
 
     @property
     def needs_reference(self) -> bool:

@@ -7,35 +7,42 @@ from typing import Any
 
 from megatron_gspo.config.config_error import ConfigError, show
 from megatron_gspo.config.fields import default_of
-from megatron_gspo.config.model_sections import ModelConfig
 from megatron_gspo.config.rollout_sections import RolloutConfig, RouterNoiseConfig, RoutingConfig
 from megatron_gspo.models.families import FAMILIES
 from megatron_gspo.models.model_shape import ModelError, check_sizes, read_config
 
 
-def read_hf_config(path: str | Path) -> dict[str, Any]:
+def read_hf_config(path: str | Path, key: str = "model.path") -> dict[str, Any]:
     """config.json of a Hugging Face model directory."""
     if not (Path(path) / "config.json").is_file():
         problem = "has no config.json" if Path(path).is_dir() else "is not a directory"
         fix = "give a local Hugging Face model directory (hf download MODEL --local-dir DIR)"
-        raise ConfigError("model.path", str(path), problem, fix)
+        raise ConfigError(key, str(path), problem, fix)
     try:
         return read_config(path)
     except ModelError:
         problem = "its config.json is not a JSON object"
-        raise ConfigError("model.path", str(path), problem, "download it again") from None
+        raise ConfigError(key, str(path), problem, "download it again") from None
 
 
-def check_family(model: ModelConfig, hf: dict[str, Any]) -> None:
-    """The model belongs to a supported family and its sizes are plausible. hf: its config.json."""
+def check_family(key: str, path: str, hf: dict[str, Any]) -> None:
+    """The model of a key belongs to a supported family and its sizes are plausible. hf: its config.json."""
     kind = hf.get("model_type")
     if kind not in FAMILIES:
         problem = f"its config.json has model_type {show(kind)}"
-        raise ConfigError("model.path", model.path, problem, f"use one of {', '.join(FAMILIES)}")
+        raise ConfigError(key, path, problem, f"use one of {', '.join(FAMILIES)}")
     try:
         check_sizes(hf)
     except ModelError as error:
-        raise ConfigError("model.path", model.path, str(error), "download it again") from None
+        raise ConfigError(key, path, str(error), "download it again") from None
+
+
+def check_critic_model(path: str, critic: dict[str, Any], policy: dict[str, Any]) -> None:
+    """The value model reads the policy's tokens. critic, policy: their config.json."""
+    for name, words in (("vocab_size", "a vocabulary"), ("max_position_embeddings", "positions")):
+        if (found := critic.get(name)) is not None and found < policy.get(name, 0):
+            problem = f"has {words} of {found}, the policy of {policy[name]}"
+            raise ConfigError("critic.path", path, problem, "use a model with the policy's tokenizer and length")
 
 
 def check_experts(routing: RoutingConfig, noise: RouterNoiseConfig, hf: dict[str, Any]) -> None:
@@ -66,12 +73,12 @@ def check_positions(rollout: RolloutConfig, max_prompt_length: int, hf: dict[str
         raise ConfigError("rollout.max_response_length", value, problem, f"keep the sum within {limit}")
 
 
-def check_weight_files(model: ModelConfig) -> None:
+def check_weight_files(key: str, path: str, init: str) -> None:
     """The directory has safetensors weights, unless they are random."""
-    weights = Path(model.path)
-    if model.init == "pretrained" and not any(weights.glob("*.safetensors")):
+    weights = Path(path)
+    if init == "pretrained" and not any(weights.glob("*.safetensors")):
         problem, fix = "has no *.safetensors weights", "download them, or set model.init: random"
         if any(weights.glob("*.bin")):
             problem += ", only pickled ones (*.bin), which could run code when loaded"
             fix = "load the model with Transformers and save_pretrained it"
-        raise ConfigError("model.path", model.path, problem, fix)
+        raise ConfigError(key, path, problem, fix)

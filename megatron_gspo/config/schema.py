@@ -22,6 +22,7 @@ from megatron_gspo.config.data_checks import check_data, check_data_files
 from megatron_gspo.config.data_sections import DataConfig
 from megatron_gspo.config.load import apply_overrides, read_file
 from megatron_gspo.config.model_checks import (
+    check_critic_model,
     check_experts,
     check_family,
     check_positions,
@@ -42,6 +43,7 @@ from megatron_gspo.config.server_checks import check_server_files, check_servers
 from megatron_gspo.config.server_sections import SGLangConfig
 from megatron_gspo.config.training_checks import (
     check_batches,
+    check_critic,
     check_evaluation,
     check_global_batch,
     check_recompute,
@@ -50,6 +52,7 @@ from megatron_gspo.config.training_checks import (
 )
 from megatron_gspo.config.training_sections import (
     CheckpointConfig,
+    CriticConfig,
     EvaluationConfig,
     GuardConfig,
     OptimizerConfig,
@@ -81,6 +84,7 @@ class Config:
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     router_noise: RouterNoiseConfig = field(default_factory=RouterNoiseConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -107,7 +111,9 @@ class Config:
         check_server_files(self.sglang)
         check_environment_file(self.rollout)
         check_data_files(self.data)
-        check_weight_files(self.model)
+        check_weight_files("model.path", self.model.path, self.model.init)
+        if self.algorithm.needs_critic:
+            check_weight_files("critic.path", self.critic_path, self.model.init)
 
     def check_sizes(self, world_size: int) -> None:
         """The part of `check` that needs no file of the run but the model's config.json. Raises ConfigError."""
@@ -115,10 +121,15 @@ class Config:
         check_layout(self.parallel, world_size)
         check_batches(self.training, self.parallel, longest, world_size)
         hf = read_hf_config(self.model.path)
-        check_family(self.model, hf)
+        check_family("model.path", self.model.path, hf)
         check_divisibility(self.parallel, hf)
         check_experts(self.routing, self.router_noise, hf)
         check_positions(self.rollout, self.data.max_prompt_length, hf)
+        if self.algorithm.needs_critic:
+            critic = read_hf_config(self.critic_path, "critic.path")
+            check_family("critic.path", self.critic_path, critic)
+            check_divisibility(self.parallel, critic)
+            check_critic_model(self.critic_path, critic, hf)
 
     def _check_choices(self) -> None:
         """Refuse choices that contradict each other on any machine. Raises ConfigError."""
@@ -130,7 +141,9 @@ class Config:
         check_parallel(self.parallel)
         check_global_batch(self.training, self.rollout.sequences)
         check_recompute(self.model)
-        check_schedule(self.optimizer, self.optimizer_steps)
+        check_schedule("optimizer", self.optimizer, self.optimizer_steps)
+        check_critic(self.critic, self.algorithm, self.training.steps)
+        check_schedule("critic", self.critic, self.optimizer_steps)
         check_routing(self.routing, self.algorithm)
         check_router_noise(self.router_noise, self.rollout)
         check_evaluation(self.evaluation, self.data.has_eval_prompts)
@@ -150,6 +163,11 @@ class Config:
         """`rollout.offload_trainer`, null resolved."""
         given = self.rollout.offload_trainer
         return self.sglang.colocated if given is None else given
+
+    @property
+    def critic_path(self) -> str:
+        """`critic.path`, null resolved."""
+        return self.critic.path or self.model.path
 
     @property
     def optimizer_steps(self) -> int:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from pathlib import Path
 
+from megatron_gspo.config.algorithm_section import AlgorithmConfig
 from megatron_gspo.config.config_error import ConfigError
+from megatron_gspo.config.fields import default_of
 from megatron_gspo.config.model_sections import ModelConfig, ParallelConfig
-from megatron_gspo.config.training_sections import EvaluationConfig, OptimizerConfig, TrainingConfig
+from megatron_gspo.config.training_sections import CriticConfig, EvaluationConfig, OptimizerConfig, TrainingConfig
 from megatron_gspo.errors import existing_part
 
 
@@ -28,17 +31,29 @@ def check_global_batch(training: TrainingConfig, sequences: int) -> None:
         raise ConfigError("training.global_batch_size", batch, problem, fix)
 
 
-def check_schedule(optimizer: OptimizerConfig, steps: int) -> None:
-    """The learning-rate schedule fits the run. steps: optimizer steps of the whole run."""
+def check_schedule(section: str, optimizer: OptimizerConfig, steps: int) -> None:
+    """The learning-rate schedule of a section fits the run. steps: optimizer steps of the whole run."""
     if optimizer.lr_decay_style == "constant" and optimizer.min_lr:
-        problem, fix = "a constant schedule never reaches it", "set optimizer.lr_decay_style: linear or cosine"
-        raise ConfigError("optimizer.min_lr", optimizer.min_lr, problem, fix)
+        problem, fix = "a constant schedule never reaches it", f"set {section}.lr_decay_style: linear or cosine"
+        raise ConfigError(f"{section}.min_lr", optimizer.min_lr, problem, fix)
     if optimizer.min_lr > optimizer.lr:
-        problem = f"is above optimizer.lr = {optimizer.lr}"
-        raise ConfigError("optimizer.min_lr", optimizer.min_lr, problem, "lower it")
+        problem = f"is above {section}.lr = {optimizer.lr}"
+        raise ConfigError(f"{section}.min_lr", optimizer.min_lr, problem, "lower it")
     if optimizer.lr_warmup_steps > steps:
         problem, fix = f"is longer than the run's {steps} optimizer steps", "lower it or raise training.steps"
-        raise ConfigError("optimizer.lr_warmup_steps", optimizer.lr_warmup_steps, problem, fix)
+        raise ConfigError(f"{section}.lr_warmup_steps", optimizer.lr_warmup_steps, problem, fix)
+
+
+def check_critic(critic: CriticConfig, algorithm: AlgorithmConfig, steps: int) -> None:
+    """The keys of the value model have an effect. steps: of the run."""
+    if not algorithm.needs_critic:
+        for item in fields(CriticConfig):
+            if (value := getattr(critic, item.name)) != default_of(CriticConfig, item.name):
+                problem = f"has no effect with algorithm.advantage_estimator = {algorithm.advantage_estimator}"
+                raise ConfigError(f"critic.{item.name}", value, problem, "set algorithm.name: ppo, or remove the key")
+    elif critic.warmup_steps >= steps:
+        problem, fix = f"leaves none of the run's {steps} steps for the policy", "lower it or raise training.steps"
+        raise ConfigError("critic.warmup_steps", critic.warmup_steps, problem, fix)
 
 
 def check_evaluation(evaluation: EvaluationConfig, has_eval_prompts: bool) -> None:

@@ -49,6 +49,21 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CriticConfig(OptimizerConfig):
+    """The value model of `algorithm.name: ppo`, which has an optimizer of its own."""
+
+    path: str | None = None
+    """Hugging Face directory of its initial weights, with a `score.weight` or without; null is `model.path`."""
+    lr: Annotated[float, Gt(0)] = 1e-5
+    """Peak learning rate."""
+    value_clip: Annotated[float, Gt(0)] | None = 0.5
+    """Values that have moved further than this in a step's updates get no gradient towards their return; null is no
+    limit."""
+    warmup_steps: Annotated[int, Ge(0)] = 0
+    """Steps at the start that train the value model alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class GuardConfig:
     """Early warning of a collapse, from `effective_sample_size` (docs/collapse.md)."""
 

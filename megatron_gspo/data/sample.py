@@ -64,6 +64,7 @@ class Sample:
         response before it); None: all are weight_version. Set by engines whose responses can span a weight update.
     reward: NaN until scored.
     advantages, old_log_probs, ref_log_probs: [R] float32, filled in by the trainer.
+    values, returns: [R] float32, of the value model before the step's updates and what it is trained on (PPO).
     routed_experts: [L-1, layers, k] unsigned, the smallest type that holds the ids (`routes.expert_id_dtype`): the
         experts of each input position in the MoE layers, in model order; the last token is not fed.
     missing_routes: [L-1] bool, True where no route is known; None: all are.
@@ -83,6 +84,8 @@ class Sample:
     advantages: np.ndarray | None = None
     old_log_probs: np.ndarray | None = None
     ref_log_probs: np.ndarray | None = None
+    values: np.ndarray | None = None
+    returns: np.ndarray | None = None
     routed_experts: np.ndarray | None = None
     missing_routes: np.ndarray | None = None
     token_versions: np.ndarray | None = None
@@ -123,7 +126,7 @@ class Sample:
             known = ", ".join(FINISH_REASONS)
             raise ValueError(f"{where}: finish_reason is {self.finish_reason!r}; use one of {known}")
         _check_array(self.loss_mask, (self.response_length,), np.bool_, where, "loss_mask")
-        for name in (*_LOG_PROB_FIELDS, "advantages"):
+        for name in (*_LOG_PROB_FIELDS, "advantages", "values", "returns"):
             self._check_floats(name, where, finite)
         self._check_versions(where)
         fault = route_fault(self)

@@ -7,11 +7,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from megatron_gspo.algorithms import group_advantages, kl_penalty, overlong_penalty, turn_advantages
+from megatron_gspo.algorithms import group_advantages, overlong_penalty, turn_advantages
 from megatron_gspo.config import AlgorithmConfig
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.data.turn_spans import spans
+from megatron_gspo.loop.gae import token_kl, with_gae
 from megatron_gspo.loop.reward_scoring import counts_in_group
 from megatron_gspo.parallel.host_exchange import sum_over_ranks
 
@@ -20,11 +21,17 @@ def with_advantages(batch: SampleBatch, algorithm: AlgorithmConfig, *, max_respo
     """The samples with ``advantages`` [R] float32 at every response token.
 
     One value for a response, or with ``turn_discount`` one for each turn; 1 for supervised training, 0 where the
-    reward doesn't count. A collective of the batch's group where penalties or turns are known to one rank each.
+    reward doesn't count. With a value model one for each token, see ``with_gae``. A collective of the batch's group
+    where penalties or turns are known to one rank each.
     """
     if algorithm.is_supervised:
         return batch.map(lambda i, sample: _with_value(sample, 1.0))
     shaped = shaped_rewards(batch, algorithm, max_response_length=max_response_length)
+    if algorithm.needs_critic:
+        return with_gae(batch, shaped, algorithm)
+    if algorithm.kl_reward_coef:
+        kl = {i: float(token_kl(sample, algorithm).sum()) for i, sample in batch.held.items()}
+        shaped -= algorithm.kl_reward_coef * batch.shared(kl)
     if algorithm.turn_discount is not None:
         return with_turn_advantages(batch, shaped, algorithm)
     counted = torch.from_numpy(counts_in_group(batch.table))
@@ -42,7 +49,7 @@ def with_advantages(batch: SampleBatch, algorithm: AlgorithmConfig, *, max_respo
 def shaped_rewards(
     batch: SampleBatch, algorithm: AlgorithmConfig, *, max_response_length: int
 ) -> np.ndarray:
-    """[N] float64: rewards less the overlong penalty (DAPO) and the KL to the reference, summed over the response."""
+    """[N] float64: rewards less the overlong penalty (DAPO)."""
     rewards = np.array(batch.table["reward"])
     if algorithm.truncated == "penalize":
         rewards += overlong_penalty(
@@ -51,16 +58,7 @@ def shaped_rewards(
             buffer=algorithm.overlong_buffer_len,
             factor=algorithm.overlong_penalty_factor,
         ).numpy()
-    if algorithm.kl_reward_coef:
-        rewards -= algorithm.kl_reward_coef * batch.shared({i: _kl(s, algorithm) for i, s in batch.held.items()})
     return rewards
-
-
-def _kl(sample: Sample, algorithm: AlgorithmConfig) -> float:
-    assert sample.old_log_probs is not None and sample.ref_log_probs is not None
-    old, reference = torch.from_numpy(sample.old_log_probs), torch.from_numpy(sample.ref_log_probs)
-    kl = kl_penalty(old, reference, algorithm.kl_loss_type)
-    return float(kl[torch.from_numpy(sample.loss_mask)].sum())
 
 
 def with_turn_advantages(batch: SampleBatch, shaped: np.ndarray, algorithm: AlgorithmConfig) -> SampleBatch:

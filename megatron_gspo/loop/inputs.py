@@ -18,6 +18,7 @@ from megatron_gspo.data.tasks import load_task
 from megatron_gspo.environments.environment_pool import EnvironmentPool
 from megatron_gspo.errors import first_line
 from megatron_gspo.models import ModelError, ModelShape, check_names, family_of, read_config
+from megatron_gspo.models.families import with_value_head
 from megatron_gspo.models.hf_checkpoint import CheckpointReader
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -33,17 +34,23 @@ def make_environments(config: Config) -> EnvironmentPool | None:
 
 
 def check_weights(config: Config) -> ModelShape:
-    """The model's sizes. Raises ``ConfigError`` unless the checkpoint is complete and has exactly the tensors that its
-    config.json requires."""
+    """The model's sizes. Raises ``ConfigError`` unless the checkpoints of the policy and its critic are complete and
+    have exactly the tensors that their config.json requires."""
+    if config.algorithm.needs_critic:
+        _check_checkpoint("critic.path", config.critic_path, config.model.init, value_head=True)
+    return _check_checkpoint("model.path", config.model.path, config.model.init, value_head=False)
+
+
+def _check_checkpoint(key: str, path: str, init: str, *, value_head: bool) -> ModelShape:
     try:
-        family, shape = family_of(read_config(config.model.path))
-        if config.model.init == "pretrained":
-            with CheckpointReader(config.model.path) as weights:
-                check_names(weights.names, family, shape)
+        family, shape = family_of(read_config(path))
+        if init == "pretrained":
+            with CheckpointReader(path) as weights:
+                check_names(weights.names, family, with_value_head(shape) if value_head else shape)
                 weights.check()
     except ModelError as error:
         fix = "give a complete safetensors checkpoint of a supported model"
-        raise ConfigError("model.path", config.model.path, f"cannot be trained: {error}", fix) from None
+        raise ConfigError(key, path, f"cannot be trained: {error}", fix) from None
     return shape
 
 

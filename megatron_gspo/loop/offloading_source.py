@@ -26,11 +26,12 @@ class OffloadingSource:
     """
 
     def __init__(self, source: GroupSource, policy: Policy, reference: Policy | None = None) -> None:
-        """reference: released as well; its next log-prob pass takes its weights back."""
+        """reference: released as well, and the policy's critic; their next passes take back what they need."""
         self.engine_name = source.engine_name
         self._source, self._policy, self._reference = source, policy, reference
         self._idle = False  # paused, without a request since
-        policy.memory.make_room = self._make_room
+        for trained in policy.trained.values():
+            trained.memory.make_room = self._make_room
 
     def submit(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> None:
         """See `GroupSource.submit`."""
@@ -84,8 +85,9 @@ class OffloadingSource:
     def _release(self, *, keep_weights: bool = False) -> None:
         self._idle = False
         self._policy.memory.release(keep_weights=keep_weights)
-        if self._reference is not None:
-            self._reference.memory.release()
+        for other in (self._reference, self._policy.critic):
+            if other is not None:
+                other.memory.release()
 
     def _make_room(self) -> None:
         if not self._idle:

@@ -62,7 +62,7 @@ def run_optimizer_steps(
         if not part.has_trained_tokens:
             skipped += 1
             continue
-        with timers("train"), _explained(step):
+        with timers("train"), explained(step, "optimizer"):
             result = train_mini_batch(
                 policy, part, config.algorithm, config.training, temperature=config.rollout.temperature,
                 routing=routing.update_options(number), plan=packing,
@@ -84,8 +84,9 @@ def run_optimizer_steps(
 
 
 @contextmanager
-def _explained(step: int) -> Iterator[None]:
-    """Turn Megatron's error for a non-finite gradient into a message for the user."""
+def explained(step: int, section: str) -> Iterator[None]:
+    """Turn Megatron's error for a non-finite gradient into a message for the user. section: of the config, with the
+    optimizer's keys."""
     try:
         yield
     except RuntimeError as error:
@@ -93,7 +94,7 @@ def _explained(step: int) -> Iterator[None]:
             raise
         raise RunError(
             f"step {step + 1}: the gradient is not finite ({first_line(error)}), so the weights were not updated; "
-            "lower optimizer.lr or optimizer.clip_grad, and look at ratio_max and grad_norm of the steps before"
+            f"lower {section}.lr or {section}.clip_grad, and look at ratio_max and grad_norm of the steps before"
         ) from error
 
 

@@ -98,6 +98,7 @@ def build_components(config: Config, *, engine: RolloutEngine | None = None) -> 
         options=options,
     )
     policy.config.timers = UpdateClock() if config.tracking.detailed_timers else None
+    policy.critic = _critic(config, groups, options) if config.algorithm.needs_critic else None
     reference = _reference(config, groups, options) if config.algorithm.needs_reference else None
     if engine is None and config.rollout.engine == "embedded":
         engine = embedded_engine(config, shape, tokenizer)
@@ -137,6 +138,12 @@ def build_rewards(config: Config, environments: EnvironmentPool | None) -> Rewar
         failure_reward=data.verifier_failure_reward,
     )
     return VerifierRewards(scorer, f"verifier {data.resolved_verifier!r}")
+
+
+def _critic(config: Config, groups: Any, options: MegatronOptions) -> Policy:
+    model = replace(config.model, path=config.critic_path)
+    return build_policy(model, config.parallel, groups, optimizer=config.critic, total_steps=config.optimizer_steps,
+                        value_head=True, options=options)  # fmt: skip
 
 
 def _reference(config: Config, groups: Any, options: MegatronOptions) -> Policy:

@@ -16,6 +16,7 @@ from megatron_gspo.errors import EngineError
 from megatron_gspo.loop.advantages import with_advantages
 from megatron_gspo.loop.checkpoints import CheckpointManager, LoopState, resume
 from megatron_gspo.loop.collapse_guard import CollapseError, alarm_text, count_low_steps, guard_metrics
+from megatron_gspo.loop.critic import run_critic_steps, with_values
 from megatron_gspo.loop.engines import perturb_rollout, unperturbed_rollout
 from megatron_gspo.loop.evaluation import evaluate, is_evaluation_due
 from megatron_gspo.loop.generation import DataCursor, RolloutGenerator
@@ -89,6 +90,8 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
         checkpoints.finish()
         state = replace(state, wall_seconds=time.monotonic() - started)
         exported = export(run.policy, Path(config.run_dir) / "hf") if config.checkpoint.export_hf else None
+        if run.policy.critic is not None and config.checkpoint.export_hf:
+            export(run.policy.critic, Path(config.run_dir) / "critic_hf")
         logger.finish(asdict(state) | {"exported": exported and str(exported)})
     return state
 
@@ -129,6 +132,8 @@ def train_step(run: Components, state: LoopState, checkpoints: CheckpointManager
         batch = move_samples(rollout.batch, plan.replica, groups.dp, (groups.pp, groups.cp, groups.tp), routing.shape)
     batch, score_metrics = with_log_probs(batch, (run.policy, run.reference), config, plan, routing, timers)
     batch, mask_metrics = mask_samples(batch, step=step, truncated=config.algorithm.truncated == "mask")
+    if run.policy.critic is not None:
+        batch = with_values(batch, run.policy.critic, config, plan, timers)
     batch = with_advantages(batch, config.algorithm, max_response_length=config.rollout.max_response_length)
     batch, correction_metrics = correct_mismatch(batch, config.algorithm)
     metrics = rollout.metrics | score_metrics | mask_metrics | correction_metrics
@@ -136,7 +141,11 @@ def train_step(run: Components, state: LoopState, checkpoints: CheckpointManager
     metrics |= noise_metrics(config.router_noise, state.noise_strength)
     checkpoints.poll(timers)  # most of a step's time has passed
     checkpoints.weights_change()
-    update = run_optimizer_steps(run.policy, batch, config, step, plan, routing, timers)
+    update = Update({"updates": 0.0, "updates/skipped": 0.0})
+    if run.policy.critic is not None:
+        metrics |= run_critic_steps(run.policy.critic, batch, config, step, plan, timers)
+    if run.policy.critic is None or step >= config.critic.warmup_steps:
+        update = run_optimizer_steps(run.policy, batch, config, step, plan, routing, timers)
     return TrainedStep(batch, cursor, routing, update, metrics | update.metrics | routing.measured.metrics())
 
 

@@ -2,7 +2,7 @@
 
 Scaling rule: each rank's loss is its *share*: summed over micro-batches, context- and data-parallel ranks
 the shares give the objective. Megatron's schedule multiplies a two-value loss by ``cp / num_microbatches`` and its
-DistributedDataParallel averages gradients over ``dp * cp`` ranks, so ``_undo_averaging`` multiplies by
+DistributedDataParallel averages gradients over ``dp * cp`` ranks, so ``undo_averaging`` multiplies by
 ``num_microbatches * dp``. The equivalence tests prove the rule in every layout.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_gspo.algorithms import LossExtras, Objective, policy_loss
 from megatron_gspo.data.packing import PackedBatch
 from megatron_gspo.mcore.attention import packed_sequences
-from megatron_gspo.mcore.micro_batch_inputs import InputReader, MicroBatchInputs
+from megatron_gspo.mcore.micro_batch_inputs import POLICY_LOSS, InputReader, MicroBatchInputs
 from megatron_gspo.mcore.process_groups import ProcessGroups, compute_device, current_groups
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes
 from megatron_gspo.parallel.context_parallel import sum_over
@@ -97,7 +97,7 @@ def policy_forward_step(objective: Objective, *, num_microbatches: int, temperat
     """
     groups = groups or current_groups()
     options = LogProbOptions(temperature, vocab_size, with_entropy=objective.entropy_coef != 0.0)
-    reader = InputReader(groups, num_microbatches=num_microbatches, trains=True, routing=routing)
+    reader = InputReader(groups, num_microbatches=num_microbatches, loss=POLICY_LOSS, routing=routing)
 
     def forward_step(batches: Iterator[PackedBatch], model: Any) -> tuple[Tensor, LossFunction]:
         if unwrap(model).config.calculate_per_token_loss:
@@ -117,13 +117,14 @@ def policy_forward_step(objective: Objective, *, num_microbatches: int, temperat
             loss_mask=batch.loss_mask, segment_ids=batch.segment_ids, num_sequences=batch.num_sequences,
             num_tokens=batch.num_tokens, extras=extras,
         )
-        scaled = _undo_averaging(loss, num_microbatches, groups)
+        scaled = undo_averaging(loss, num_microbatches, groups)
         return scaled, {"metrics": {"loss": loss.detach(), **metrics}, "log_probs": log_probs.detach()}
 
     return forward_step
 
 
-def _undo_averaging(loss: Tensor, num_microbatches: int, groups: ProcessGroups) -> Tensor:
+def undo_averaging(loss: Tensor, num_microbatches: int, groups: ProcessGroups) -> Tensor:
+    """A rank's share of the loss, as Megatron's schedule takes it: see the module."""
     return loss * (num_microbatches * groups.dp.size())
 
 
@@ -135,7 +136,7 @@ def log_prob_forward_step(groups: ProcessGroups, *, num_microbatches: int, tempe
     response token, trained or not, and 0 elsewhere.
     """
     options = LogProbOptions(temperature, vocab_size, with_entropy)
-    reader = InputReader(groups, num_microbatches=num_microbatches, trains=False, routing=routing)
+    reader = InputReader(groups, num_microbatches=num_microbatches, routing=routing)
 
     def forward_step(batches: Iterator[PackedBatch], model: Any) -> tuple[Tensor, LossFunction]:
         inputs = reader.take(batches, unwrap(model))

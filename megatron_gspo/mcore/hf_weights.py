@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_gspo.mcore.process_groups import ProcessGroups, compute_device
 from megatron_gspo.models import Family, ModelError, ModelShape, Rule, Shard, check_names
+from megatron_gspo.models.families import VALUE_HEAD
 from megatron_gspo.models.hf_checkpoint import CheckpointReader
 from megatron_gspo.models.parameter_slices import ParameterSlice
 
@@ -71,12 +72,15 @@ def map_parameters(chunk: Any, family: Family, shape: ModelShape, groups: Proces
 def load_weights(chunks: list[Any], path: str, family: Family, shape: ModelShape, groups: ProcessGroups) -> None:
     """Copy a Hugging Face checkpoint into this rank's (unwrapped) chunks, reading only what this rank holds.
 
-    Raises ``ModelError`` naming the tensor when names or sizes disagree, or a value isn't finite.
+    A value head that the checkpoint lacks stays as it is. Raises ``ModelError`` naming the tensor when names or sizes
+    disagree, or a value isn't finite.
     """
     with CheckpointReader(path) as reader, torch.no_grad():
         check_names(reader.names, family, shape)
         for chunk in chunks:
             for mapped in map_parameters(chunk, family, shape, groups):
+                if mapped.rule is VALUE_HEAD and mapped.names[0] not in reader.names:
+                    continue
                 local = mapped.local_slice(groups)
                 local.check(reader, shape)
                 mapped.parameter.copy_(_finite(local, local.read(reader, shape), shape))

@@ -22,7 +22,8 @@ from megatron_gspo.parallel.scored_rows import ScoredRows
 
 _FIRST_STAGE = ("tokens", "position_ids")
 _LAST_STAGE = ("labels",)
-_LOSS = ("segment_ids", "loss_mask", "advantages", "old_log_probs", "ref_log_probs")
+POLICY_LOSS = ("segment_ids", "loss_mask", "advantages", "old_log_probs", "ref_log_probs")
+VALUE_LOSS = ("loss_mask", "values", "returns")
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,13 @@ class MicroBatchInputs:
 class InputReader:
     """Reads the micro-batches of passes over ``num_microbatches`` each, for every model chunk from its own iterator.
 
-    trains: score the trained positions and copy what the loss needs; else score all response tokens.
+    loss: fields that a loss reads; the trained positions are scored. Without any, all response tokens are scored.
     routing: of the pass; None without routes.
     """
 
-    def __init__(self, groups: ProcessGroups, *, num_microbatches: int, trains: bool,
-                 routing: Sequence[MicroBatchRoutes] | None) -> None:  # fmt: skip
-        self._groups, self._count, self._trains, self._routing = groups, num_microbatches, trains, routing
+    def __init__(self, groups: ProcessGroups, *, num_microbatches: int, loss: Sequence[str] = (),
+                 routing: Sequence[MicroBatchRoutes] | None = None) -> None:  # fmt: skip
+        self._groups, self._count, self._loss, self._routing = groups, num_microbatches, tuple(loss), routing
         self._ready: dict[int, MicroBatchInputs] = {}
         self._taken: Counter[int] = Counter()
 
@@ -71,7 +72,7 @@ class InputReader:
             routes.begin_chunk(shard, [hook.layer for hook in router_hooks(model)])
         rows = self._scored_rows(shard, model)
         read = [*(_FIRST_STAGE if model.pre_process else ()), *(_LAST_STAGE if model.post_process else ())]
-        read += _LOSS if model.post_process and self._trains else ()
+        read += self._loss if model.post_process else ()
         tensors: dict[str, Tensor] = {name: value for name in read if (value := getattr(shard, name)) is not None}
         moved = copy_to_device(tensors | (rows.tensors() if rows is not None else {}), compute_device())
         changed: dict[str, Any] = {name: moved[name] for name in tensors}
@@ -86,4 +87,4 @@ class InputReader:
             return None
         tp = self._groups.tp
         place = (tp.rank(), tp.size()) if model.config.sequence_parallel else (0, 1)
-        return ScoredRows.of(shard.loss_mask if self._trains else shard.response_mask, *place)
+        return ScoredRows.of(shard.loss_mask if self._loss else shard.response_mask, *place)

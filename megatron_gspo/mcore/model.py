@@ -13,6 +13,7 @@ from megatron_gspo.mcore.layers import block_spec, transformer_engine_available,
 from megatron_gspo.mcore.megatron_options import MegatronOptions, construct, rejections
 from megatron_gspo.mcore.process_groups import ProcessGroups
 from megatron_gspo.mcore.routing_replay.router_hooks import attach_router_hooks
+from megatron_gspo.mcore.value_head import ValueHead
 from megatron_gspo.models.model_shape import ModelShape, padded_vocab_size
 from megatron_gspo.patches import expert_gradients
 
@@ -145,6 +146,8 @@ def build_model(shape: ModelShape, parallel: ParallelConfig, model: ModelConfig,
                 share_embeddings_and_output_weights=shape.tied_embeddings,
                 vp_stage=vp_stage,
             )
+        if shape.value_head and chunk.post_process:
+            chunk.output_layer = ValueHead(config)
         if not engine:
             use_own_operators(chunk, shape.rope_theta)
         if shape.is_moe:

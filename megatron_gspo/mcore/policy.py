@@ -26,6 +26,7 @@ from megatron_gspo.mcore.process_groups import ProcessGroups
 from megatron_gspo.mcore.routing_replay.router_hooks import moe_layer_numbers
 from megatron_gspo.mcore.weight_sources import default_sources, export_source
 from megatron_gspo.models import Family, ModelShape, family_of, read_config
+from megatron_gspo.models.families import with_value_head
 from megatron_gspo.routing_replay.routes import RouteShape
 from megatron_gspo.weight_transport.weight_source import WeightSource
 
@@ -34,7 +35,8 @@ from megatron_gspo.weight_transport.weight_source import WeightSource
 class Policy:
     """``chunks`` are wrapped by DistributedDataParallel; ``path`` is the Hugging Face directory that it came from.
 
-    ``memory`` moves what the policy holds between steps to host memory and back.
+    ``critic``: the value model that is trained with it (PPO), which is a ``Policy`` with a value head. ``memory`` moves
+    what the policy holds between steps to host memory and back; the critic has its own.
     """
 
     chunks: list[Any]
@@ -44,6 +46,7 @@ class Policy:
     path: str
     optimizer: Any = None
     scheduler: Any = None
+    critic: Policy | None = None
     memory: PolicyMemory = field(init=False)
 
     def __post_init__(self) -> None:
@@ -66,6 +69,11 @@ class Policy:
     def sources(self) -> tuple[WeightSource, ...]:
         """The ranks that send weights; see `mcore/weight_sources.py`."""
         return default_sources(self.groups)
+
+    @property
+    def trained(self) -> dict[str, Policy]:
+        """The models that are trained, by the prefix of their names in checkpoints."""
+        return {"": self} if self.critic is None else {"": self, "critic.": self.critic}
 
     def gather_weights(self, *, always: bool = False) -> None:
         """Gather the updated weights on every rank, to read them without a forward pass.
@@ -94,16 +102,18 @@ class Policy:
 
 
 def build_policy(model: ModelConfig, parallel: ParallelConfig, groups: ProcessGroups, *,
-                 optimizer: OptimizerConfig | None, total_steps: int = 1,
+                 optimizer: OptimizerConfig | None, total_steps: int = 1, value_head: bool = False,
                  options: MegatronOptions = MegatronOptions()) -> Policy:  # noqa: B008
     """Build the model of a Hugging Face directory, load its weights and create its optimizer.
 
     With ``model.init: random`` only ``config.json`` is read, and Megatron initializes the weights. Without
     ``optimizer`` (a frozen reference policy) there are no gradient buffers. ``total_steps``: optimizer steps of the
-    learning-rate schedule. ``options``: passed through to Megatron's config classes.
+    learning-rate schedule. ``value_head``: build a value model of the same sizes. ``options``: passed through to
+    Megatron's config classes.
     """
     path, is_pretrained = model.path, model.init == "pretrained"
     family, shape = family_of(read_config(path))
+    shape = with_value_head(shape) if value_head else shape
     chunks = build_model(shape, parallel, model, groups, options)
     if is_pretrained:
         load_weights(chunks, path, family, shape, groups)

@@ -18,6 +18,7 @@ from megatron_gspo.data.micro_batch_plan import MicroBatchPlan
 from megatron_gspo.data.packing import OPTIONAL_FIELDS
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.mcore.forward_step import ForwardStep, log_prob_forward_step, policy_forward_step
+from megatron_gspo.mcore.micro_batch_inputs import POLICY_LOSS
 from megatron_gspo.mcore.micro_batches import MicroBatches, plan_of, planned_micro_batches, values_of_replica
 from megatron_gspo.mcore.policy import Policy
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import (
@@ -115,19 +116,29 @@ def train_mini_batch(policy: Policy, batch: SampleBatch, objective: Objective, t
 
     ``plan``: as in ``compute_log_probs``.
     """
-    carried = [name for name in OPTIONAL_FIELDS if all(getattr(sample, name) is not None for sample in batch.samples)]
+    carried = [name for name in POLICY_LOSS if name in OPTIONAL_FIELDS and _all_have(name, batch)]
     batches = pack_mini_batch(policy, batch, training, optional=carried, routing=routing, plan=plan)
     routes = mini_batch_routes(policy, batches, routing)
     outputs = forward_backward(policy, objective, batches, temperature=temperature, routing=routes)
-    with _timed(policy, "optimizer"):
-        _, grad_norm, _ = policy.optimizer.step()
-    metrics = {"grad_norm": float(grad_norm), "lr": float(policy.optimizer.param_groups[0]["lr"])}
-    policy.scheduler.step(1)
+    metrics = optimizer_step(policy)
     metrics |= finish_metrics(summed_metrics([output["metrics"] for output in outputs], policy))
     log_probs = values_of_replica(
         [output["log_probs"] for output in outputs], batches.layouts, batch, policy.groups
     )  # fmt: skip
     return StepResult(metrics, log_probs, batches, routes)
+
+
+def _all_have(name: str, batch: SampleBatch) -> bool:
+    return all(getattr(sample, name) is not None for sample in batch.samples)
+
+
+def optimizer_step(policy: Policy) -> dict[str, float]:
+    """One step of the optimizer and the learning rate's schedule: the gradient norm, and the rate that was used."""
+    with _timed(policy, "optimizer"):
+        _, grad_norm, _ = policy.optimizer.step()
+    metrics = {"grad_norm": float(grad_norm), "lr": float(policy.optimizer.param_groups[0]["lr"])}
+    policy.scheduler.step(1)
+    return metrics
 
 
 @contextmanager
@@ -147,16 +158,21 @@ def forward_backward(policy: Policy, objective: Objective, batches: MicroBatches
 
     Raises ``RoutingError`` where a router did not use its routes exactly once.
     """
-    policy.memory.restore()
-    for chunk in policy.chunks:
-        chunk.zero_grad_buffer()
-    policy.optimizer.zero_grad()
+    zero_gradients(policy)
     step = policy_forward_step(objective, num_microbatches=len(batches.batches), temperature=temperature,
                                vocab_size=policy.shape.vocab_size, groups=policy.groups, routing=routing)
     outputs = run_schedule(policy, step, batches, forward_only=False)
     for micro_batch in routing or ():
         micro_batch.check_uses(forward_only=False)
     return outputs
+
+
+def zero_gradients(policy: Policy) -> None:
+    """Before a forward-backward pass; takes back what was offloaded."""
+    policy.memory.restore()
+    for chunk in policy.chunks:
+        chunk.zero_grad_buffer()
+    policy.optimizer.zero_grad()
 
 
 def summed_metrics(per_micro_batch: Sequence[dict[str, Any]], policy: Policy) -> dict[str, Any]:

@@ -18,6 +18,8 @@ OUTER = (
     Rule(("decoder.final_layernorm.weight",), ("model.norm.weight",)),
     Rule(("output_layer.weight",), ("lm_head.weight",), Shard.ROWS),
 )
+# As in Transformers' `...ForSequenceClassification` with one label.
+VALUE_HEAD = Rule(("output_layer.weight",), ("score.weight",))
 ATTENTION = (
     Rule(("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"), ("input_layernorm.weight",)),
     Rule(
@@ -99,9 +101,10 @@ class Family:
 
     def outer_rules(self, shape: ModelShape) -> tuple[Rule, ...]:
         """The rules outside of the layers; with tied embeddings there is no output weight."""
-        return tuple(
-            rule for rule in self.outer if not (shape.tied_embeddings and rule.megatron[0] == "output_layer.weight")
-        )
+        if not shape.tied_embeddings and not shape.value_head:
+            return self.outer
+        rules = tuple(rule for rule in self.outer if rule.megatron != VALUE_HEAD.megatron)
+        return (*rules, VALUE_HEAD) if shape.value_head else rules
 
 
 def _qwen3(config: dict[str, Any]) -> ModelShape:
@@ -195,11 +198,21 @@ def hugging_face_names(family: Family, shape: ModelShape) -> Iterator[str]:
         yield from rule.names()
 
 
+def with_value_head(shape: ModelShape) -> ModelShape:
+    """The value model of these sizes, which has no use for the output weight."""
+    return replace(shape, tied_embeddings=False, value_head=True)
+
+
 def check_names(names: set[str], family: Family, shape: ModelShape) -> None:
-    """Compare a checkpoint's tensor names with what the model needs; ``ModelError`` names one missing or extra."""
+    """Compare a checkpoint's tensor names with what the model needs; ``ModelError`` names one missing or extra.
+
+    A value model takes a language model's checkpoint too.
+    """
     expected = set(hugging_face_names(family, shape))
-    if shape.tied_embeddings:
+    if shape.tied_embeddings or shape.value_head:
         names = names - {"lm_head.weight"}
+    if shape.value_head:
+        names = names | set(VALUE_HEAD.hugging_face)
     if missing := sorted(expected - names):
         raise ModelError(f"checkpoint lacks {missing[0]} ({len(missing)} missing); config.json and weights disagree")
     if extra := sorted(names - expected):

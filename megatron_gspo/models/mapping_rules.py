@@ -80,7 +80,8 @@ class Rule:
     @property
     def is_vocabulary(self) -> bool:
         """Whether the rows are the vocabulary, which Megatron pads to a multiple."""
-        return self.megatron[0] in ("embedding.word_embeddings.weight", "output_layer.weight")
+        names = ("embedding.word_embeddings.weight", "output_layer.weight")
+        return self.megatron[0] in names and self.shard is Shard.ROWS
 
     def names(self, layer: int = 0, expert: int = 0) -> list[str]:
         """The Hugging Face names for one layer and expert."""

@@ -35,7 +35,7 @@ class ModelShape:
     """Sizes of a decoder-only transformer; ``moe_layers[i]``: whether layer ``i`` has experts.
 
     ``attention_bias``: of query, key and value. ``shared_expert_size``: width of the expert that every token goes to,
-    with a gate of its own; 0: there is none.
+    with a gate of its own; 0: there is none. ``value_head``: the output is one value a position (PPO's value model).
     """
 
     model_type: str
@@ -58,6 +58,7 @@ class ModelShape:
     moe_ffn_hidden_size: int = 0
     normalize_topk: bool = True
     shared_expert_size: int = 0
+    value_head: bool = False
 
     @property
     def is_moe(self) -> bool:

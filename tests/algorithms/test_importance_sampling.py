@@ -15,6 +15,7 @@ from megatron_gspo.algorithms import (
     token_importance_weights,
     token_rejection_mask,
 )
+from megatron_gspo.algorithms.kl import binary_kl, k3
 
 D = torch.tensor([0.0, math.log(3), -math.log(4), 0.5, math.nan, -0.1])
 ROLLOUT = torch.full((6,), -1.0)
@@ -247,6 +248,14 @@ def test_sequence_divergence_by_hand():
     for largest, kept in ((0.513, [1, 1, 1]), (0.512, [0, 1, 1]), (0.148, [0, 0, 1]), (0.004, [0, 0, 0])):
         got = sequence_divergence_mask(*sequences, largest=largest)
         assert got.tolist() == [bool(kept[i] and m) for i, m in zip(IDS.tolist(), MASK.tolist(), strict=True)]
+
+
+def test_a_divergence_on_the_threshold_is_kept():
+    ours, theirs, mask = torch.tensor([0.6]).log(), torch.tensor([0.3]).log(), torch.tensor([1.0])
+    largest = max(float(binary_kl(ours, theirs)), float(binary_kl(theirs, ours)))
+    assert token_divergence_mask(ours, theirs, mask, largest=largest).tolist() == [True]
+    one = Segments(mask, torch.tensor([0]), 1)
+    assert sequence_divergence_mask(ours, theirs, one, largest=float(k3((ours - theirs).double()))).tolist() == [True]
 
 
 def test_sequence_divergence_over_context_ranks():

@@ -27,12 +27,12 @@ CLIP_WORDS = {
     "entropy_coef": "0 or above",
     "max_log_ratio": "above 0 and at most 80 (exp overflows float32 at 88)",
 }
-NAMES = "gspo, gspo_token, grpo, dr_grpo, dapo, gmpo, luspo, cispo, sapo, dppo_tv, dppo_kl, sft"
+NAMES = "gspo, gspo_token, grpo, dr_grpo, dapo, gmpo, luspo, cispo, sapo, dppo_tv, dppo_kl, ppo, sft"
 FIELDS = (
     "importance_sampling_level, loss_agg_mode, loss_scale_factor, surrogate, epsilon_low, epsilon_high, max_weight, "
     "min_weight, tau_pos, tau_neg, divergence_threshold, dual_clip, off_policy_mask_threshold, log_ratio_coef, "
-    "kl_loss_coef, kl_loss_type, unbiased_kl, entropy_coef, max_log_ratio, advantage_std, advantage_baseline, "
-    "allow_nonstandard"
+    "kl_loss_coef, kl_loss_type, unbiased_kl, entropy_coef, max_log_ratio, advantage_estimator, gamma, lam, "
+    "advantage_std, advantage_baseline, allow_nonstandard"
 )
 
 
@@ -125,6 +125,29 @@ CASES = [
     (
         lambda: preset("dr_grpo", loss_scale_factor=0),
         "loss_scale_factor = 0: must be a positive number of tokens",
+    ),
+    *[
+        (lambda name=name, key=key: preset(name, **{key: -1}), f"{key} = -1: must be {words}")
+        for name, key, words in (
+            ("cispo", "min_weight", "0 to 1"),
+            ("sapo", "tau_pos", "above 0"),
+            ("sapo", "tau_neg", "above 0"),
+            ("dppo_tv", "divergence_threshold", "above 0"),
+            ("grpo", "off_policy_mask_threshold", "0 or above, or None to turn it off"),
+            ("grpo", "log_ratio_coef", "0 or above"),
+            ("ppo", "gamma", "0 to 1"),
+            ("ppo", "lam", "0 to 1"),
+        )
+    ],
+    (
+        lambda: preset("gmpo", dual_clip=3.0),
+        "dual_clip = 3.0 does not go with importance_sampling_level = 'geometric_mean', which clips token ratios in "
+        "the mean: remove it",
+    ),
+    (
+        lambda: preset("dppo_kl", importance_sampling_level="sequence_token", allow_nonstandard=True),
+        "importance_sampling_level = 'sequence_token' with surrogate = 'dppo_kl', which compares probabilities of "
+        "tokens: use 'token'",
     ),
     *[
         (lambda key=key: preset("grpo", **{key: -1}), f"{key} = -1: must be {words}")

@@ -4,7 +4,7 @@ import inspect
 import itertools
 import textwrap
 
-from megatron_gspo.algorithms import Objective
+from megatron_gspo.algorithms import PRESETS, Objective, preset
 
 
 def test_defaults_of_every_field():
@@ -30,10 +30,19 @@ def test_defaults_of_every_field():
         "unbiased_kl": False,
         "entropy_coef": 0.0,
         "max_log_ratio": 20.0,
+        "advantage_estimator": "group",
+        "gamma": 1.0,
+        "lam": 1.0,
         "advantage_std": "sample",
         "advantage_baseline": "mean",
         "allow_nonstandard": False,
     }
+
+
+def test_which_surrogates_weigh_log_probs():
+    weighing = [name for name in PRESETS if preset(name).weighs_log_probs is True]
+    assert weighing == ["cispo", "dppo_tv", "dppo_kl"]
+    assert all(preset(name).weighs_log_probs is False for name in PRESETS if name not in weighing)
 
 
 def test_every_field_has_a_docstring():

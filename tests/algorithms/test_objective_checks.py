@@ -37,6 +37,7 @@ def test_the_ends_of_each_range():
         ("cispo", {"max_weight": 1, "min_weight": 1}), ("cispo", {"min_weight": 0}), ("sapo", {"tau_pos": 1e-3}),
         ("sapo", {"tau_neg": 1e-3}), ("dppo_tv", {"divergence_threshold": 1e-3}), ("gmpo", {"epsilon_low": 0.01}),
         ("grpo", {"off_policy_mask_threshold": 0}), ("grpo", {"log_ratio_coef": 0}),
+        ("ppo", {"gamma": 0, "lam": 0}), ("ppo", {"gamma": 1, "lam": 1}),
     ):  # fmt: skip
         preset(name, **fields)
     for name, fields in (
@@ -96,6 +97,9 @@ ANOTHER_ALGORITHM = [
     ("cispo", {"surrogate": "dppo_tv", "divergence_threshold": 0.1}, "surrogate = 'dppo_tv'"),
     ("sapo", {"loss_agg_mode": "token-mean"}, "loss_agg_mode = 'token-mean'"),
     ("dppo_tv", {"surrogate": "dppo_kl"}, "surrogate = 'dppo_kl'"),
+    ("ppo", {"advantage_estimator": "group", "lam": 1}, "advantage_estimator = 'group'"),
+    ("grpo", {"advantage_estimator": "gae"}, "advantage_estimator = 'gae'"),
+    ("dppo_tv", {"advantage_estimator": "gae"}, "advantage_estimator = 'gae'"),
     *((name, {"surrogate": "sapo", "tau_pos": 1.0, "tau_neg": 1.0, "epsilon_low": None, "epsilon_high": None},
        "surrogate = 'sapo'") for name in ("gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "luspo")),
 ]
@@ -119,7 +123,7 @@ def test_refusals_follow_the_ratio_level_whatever_the_name():
         Objective("mine", "sequence", "seq-mean-token-mean", epsilon_low=0.2, epsilon_high=0.2)
     with pytest.raises(ValueError, match="token ratio"):
         Objective("mine", "token", "seq-mean-token-mean", epsilon_low=3e-4, epsilon_high=4e-4)
-    Objective("ppo", "token", "token-mean", epsilon_low=0.2, epsilon_high=0.2)
+    Objective("own_ppo", "token", "token-mean", epsilon_low=0.2, epsilon_high=0.2)
 
 
 @pytest.mark.parametrize(
@@ -161,6 +165,12 @@ def test_refusals_follow_the_ratio_level_whatever_the_name():
         ("sft", {"off_policy_mask_threshold": 0.1}, "off_policy_mask_threshold = 0.1 has no effect"),
         ("sft", {"log_ratio_coef": 0.1}, "log_ratio_coef = 0.1 has no effect"),
         ("sft", {"unbiased_kl": True, "kl_loss_coef": 0.1}, "unbiased_kl = True has no effect"),
+        ("grpo", {"gamma": 0.9}, "gamma = 0.9 has no effect with advantage_estimator = 'group': remove it"),
+        ("grpo", {"lam": 0.9}, "lam = 0.9 has no effect with advantage_estimator = 'group': remove it"),
+        ("ppo", {"advantage_baseline": "leave_one_out"},
+         "advantage_baseline = 'leave_one_out' has no effect with advantage_estimator = 'gae': remove it"),
+        ("ppo", {"lam": 1.01}, "lam = 1.01: must be 0 to 1"),
+        ("ppo", {"gamma": -0.01}, "gamma = -0.01: must be 0 to 1"),
         ("sft", {"epsilon_low": 0.2}, "epsilon_low = 0.2"),
         ("sft", {"dual_clip": 3.0}, "dual_clip = 3.0"),
         ("grpo", {"allow_nonstandard": 1}, "allow_nonstandard = 1"),

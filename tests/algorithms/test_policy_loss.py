@@ -41,7 +41,7 @@ CASES = {
     "gmpo_off_policy": (preset("gmpo", off_policy_mask_threshold=0.05), 0.3),
     "grpo_log_ratio": (preset("grpo", log_ratio_coef=0.1), 0.2),
     "dapo_unbiased_kl": (preset("dapo", kl_loss_coef=0.1, unbiased_kl=True), 0.2),
-    "own_ppo": (Objective("ppo", "token", "token-mean", epsilon_low=0.2, epsilon_high=0.2), 0.2),
+    "own_ppo": (Objective("own_ppo", "token", "token-mean", epsilon_low=0.2, epsilon_high=0.2), 0.2),
 }
 
 

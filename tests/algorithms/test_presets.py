@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from megatron_gspo.algorithms import PRESETS, Objective, preset
+from megatron_gspo.algorithms.presets import CORRECTIONS
 
 
 def test_published_settings():
@@ -20,6 +21,7 @@ def test_published_settings():
         "sapo": ("token", "seq-mean-token-mean", None, None),
         "dppo_tv": ("token", "token-mean", None, None),
         "dppo_kl": ("token", "token-mean", None, None),
+        "ppo": ("token", "token-mean", 0.2, 0.2),
         "sft": ("none", "token-mean", None, None),
     }
     assert set(PRESETS) == set(rows)
@@ -35,6 +37,9 @@ def test_published_settings():
     assert (preset("dppo_tv").divergence_threshold, preset("dppo_tv").max_weight) == (0.15, 20)
     assert (preset("dppo_kl").divergence_threshold, preset("dppo_kl").max_weight) == (0.05, 20)
     assert preset("dr_grpo").advantage_std == "none"
+    for name in rows:
+        estimator = (preset(name).advantage_estimator, preset(name).gamma, preset(name).lam)
+        assert estimator == (("gae", 1, 0.95) if name == "ppo" else ("group", 1, 1))
     assert {preset(name).advantage_std for name in rows if name != "dr_grpo"} == {"sample"}
 
 
@@ -64,3 +69,21 @@ def test_unknown_names_list_the_choices():
         preset("gpso")
     with pytest.raises(ValueError, match="clip_high = 0.2.*epsilon_high"):
         preset("gspo", clip_high=0.2)
+
+
+def test_published_settings_of_the_correction():
+    assert CORRECTIONS == {
+        "none": {},
+        "token_tis": {"rollout_is": "token", "rollout_is_threshold": 2.0},
+        "bounded_token_tis": {
+            "rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_is_threshold_lower": 0.5,
+        },
+        "icepop": {
+            "rollout_is": "token", "rollout_is_threshold": 5.0, "rollout_rs": "token", "rollout_rs_threshold": 5.0,
+            "rollout_rs_threshold_lower": 0.5, "rollout_rs_denominator": "all",
+        },
+        "k3_rejection_token_tis": {
+            "rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_rs": "sequence_k3",
+            "rollout_rs_divergence": 0.001,
+        },
+    }  # fmt: skip

@@ -3,6 +3,7 @@
 import math
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 
@@ -31,10 +32,37 @@ def test_token_level():
     surrogate, lengths, stats = token_level(objective, LOG_RATIO, ADVANTAGES, segments())
     assert surrogate.tolist() == pytest.approx([1.3, 0.5, -1.1, 0.0]) and lengths.tolist() == [2, 1]
     assert stats.ratio.tolist() == pytest.approx([2, 0.5, 1.1, 1]) and torch.equal(stats.counts, MASK)
-    assert stats.clip.upper.tolist() == [True, False, False, False] and not stats.clip.lower.any()
+    assert stats.clip.cut.tolist() == [True, False, False, False] and not stats.clip.lower.any()
     assert stats.clipped.tolist() == [1, 0]
     assert stats.in_clipped_sequences.tolist() == [2, 0]  # both tokens stand for the clipped sequence
     assert not stats.clamped.any() and stats.log_ratio is LOG_RATIO
+
+
+def test_geometric_mean_clips_beyond_its_bounds_only():
+    """Log-ratios on the bounds, beyond them, and of advantage 0."""
+    objective = preset("gmpo", epsilon_low=0.25, epsilon_high=0.5)
+    log_ratio = torch.tensor([0.5, 0.75, -0.25, -0.5, 0.75, -0.5], dtype=torch.float64)
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0, 0.0], dtype=torch.float64)
+    one = Segments(torch.ones(6, dtype=torch.bool), torch.tensor([0, 0, 1, 1, 2, 2]), 3)
+    _, _, stats = RATIO_LEVELS["geometric_mean"](objective, log_ratio, advantages, one)
+    assert stats.clip.cut.tolist() == [False, True, False, True, False, False]
+    assert stats.clip.lower.tolist() == [False, False, False, True, False, False]
+    np.testing.assert_allclose(stats.ratio.log(), [(0.5 + 0.5) / 2, (-0.25 - 0.25) / 2, (0.75 - 0.5) / 2])
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric_mean"])
+def test_the_off_policy_mask_takes_what_is_beyond_its_threshold(level):
+    """Means of -0.5 over one token and over two, and -0.75; one row of sums less without a mask."""
+    name = {"token": "grpo", "sequence": "gspo", "geometric_mean": "gmpo"}[level]
+    log_ratio = torch.tensor([-0.5, -0.25, -0.75, -0.75], dtype=torch.float64)
+    ids, advantages = torch.tensor([0, 1, 1, 2]), -torch.ones(4, dtype=torch.float64)
+    rows = []
+    one = Segments(torch.ones(4, dtype=torch.bool), ids, 3, lambda x: rows.append(len(x)) or x)
+    for threshold, masked in ((0.5, [0, 0, 1]), (0.499, [1, 2, 1]), (None, None)):
+        objective = preset(name, off_policy_mask_threshold=threshold)
+        _, _, stats = RATIO_LEVELS[level](objective, log_ratio, advantages, one)
+        assert masked is None if stats.off_policy is None else stats.off_policy.tolist() == masked
+    assert rows[0] - rows[2] == (level != "sequence")
 
 
 def test_a_sequence_clipped_on_another_rank_counts_here_with_this_ranks_tokens():

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from megatron_gspo.algorithms import preset
-from megatron_gspo.algorithms.surrogate import clipped_surrogate
+from megatron_gspo.algorithms.surrogate import SURROGATES, clipped_surrogate
+
+cispo_surrogate, sapo_surrogate, dppo_surrogate = (SURROGATES[name] for name in ("cispo", "sapo", "dppo_tv"))
 
 
 def test_clip_at_its_bounds():
@@ -16,7 +18,8 @@ def test_clip_at_its_bounds():
         (0.0, [], [], []),
     ):
         value, clip = clipped_surrogate(objective, ratio, torch.full((6,), advantage))
-        found = [[i for i, cut in enumerate(x.tolist()) if cut] for x in (clip.lower, clip.upper, clip.dual)]
+        masks = clip.lower, clip.cut & ~clip.lower, clip.dual
+        found = [[i for i, cut in enumerate(mask.tolist()) if cut] for mask in masks]
         assert found == [lower, upper, dual]
         assert clip.cut.tolist() == [i in (*lower, *upper) for i in range(6)]
         bound = {i: 0.75 for i in lower} | {i: 1.25 for i in upper} | {i: 2.0 for i in dual}
@@ -39,4 +42,33 @@ def test_value_and_gradient_are_those_of_the_formula(dual_clip):
     torch.testing.assert_close(got, grad, rtol=1e-14, atol=0)
     removed = clip.cut if clip.dual is None else clip.cut | clip.dual
     assert torch.equal(removed, grad == 0) and 0 < removed.sum() < 400
-    assert not any(x.requires_grad for x in (clip.lower, clip.upper, clip.cut))
+    assert not any(x.requires_grad for x in (clip.lower, clip.cut))
+
+
+def test_a_weight_on_a_bound_is_not_truncated():
+    objective = preset("cispo", min_weight=0.5, max_weight=2.0)
+    ratio, advantages = torch.tensor([0.25, 0.5, 2.0, 4.0, 4.0]), torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0])
+    value, clip = cispo_surrogate(objective, ratio, advantages, ratio.log(), -torch.ones(5))
+    assert clip.lower.tolist() == [True, False, False, False, False]
+    assert clip.cut.tolist() == [True, False, False, True, False]  # A = 0: not counted
+    assert value.tolist() == [-0.5, -0.5, 2.0, 2.0, 0.0]
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+def test_a_probability_on_the_threshold_still_trains(advantage):
+    """Probabilities from 1/2 to 1/4, 3/4, 1/2 and 7/8; the total variation is 1/4, 1/4, 0 and 3/8."""
+    objective = preset("dppo_tv", divergence_threshold=0.25, max_weight=20.0)
+    new, old = torch.tensor([0.25, 0.75, 0.5, 0.875]).double().log(), torch.full((4,), 0.5).double().log()
+    given = [torch.full((4,), advantage).double(), new - old, new]
+    _, clip = dppo_surrogate(objective, (new - old).exp(), *given)
+    assert clip.cut.tolist() == [False, False, False, advantage > 0] and not clip.lower.any()
+    _, clip = dppo_surrogate(preset("dppo_tv", divergence_threshold=0.2), (new - old).exp(), *given)
+    assert clip.lower.tolist() == [advantage < 0, False, False, False]
+    assert clip.cut.tolist() == [advantage < 0, advantage > 0, False, advantage > 0]
+
+
+def test_the_gate_of_sapo_is_of_the_advantages_sign():
+    objective, ratio = preset("sapo", tau_pos=1.0, tau_neg=2.0), torch.tensor([1.0, 1.0, 1.0])
+    value, clip = sapo_surrogate(objective, ratio.requires_grad_(), torch.tensor([1.0, -1.0, 0.0]))
+    assert value.tolist() == [2.0, -1.0, 0.0] and clip.dual is None
+    assert clip.cut.dtype == clip.lower.dtype == torch.bool and not clip.cut.any()

@@ -120,7 +120,7 @@ def test_length_weighting_tells_the_algorithms_apart():
         "gmpo": [1 / 4] * 2 + [1 / 12] * 6,
         "sapo": [1 / 4] * 2 + [1 / 12] * 6,
         "luspo": [1 / 2] * 8,  # 1/N
-        **{name: [1 / 8] * 8 for name in ("cispo", "dppo_tv", "dppo_kl")},
+        **{name: [1 / 8] * 8 for name in ("cispo", "dppo_tv", "dppo_kl", "ppo")},
     }
     assert expected.keys() | {"gspo_token"} == PRESETS.keys()
     for name, weights in expected.items():

@@ -8,6 +8,8 @@ import pytest
 
 from tests.config.building import assert_refused, build, refused
 
+PPO = ("algorithm.name=ppo", "algorithm.epsilon_low=0.2", "algorithm.epsilon_high=0.2")
+
 
 @pytest.mark.parametrize(
     ("overrides", "key", "fix"),
@@ -17,6 +19,10 @@ from tests.config.building import assert_refused, build, refused
         (["optimizer.min_lr=1e-7"], "optimizer.min_lr = 1e-07:", "linear or cosine"),
         (["optimizer.min_lr=1.0", "optimizer.lr_decay_style=cosine"], "optimizer.min_lr = 1.0:", "lower it"),
         (["optimizer.lr_warmup_steps=13"], "optimizer.lr_warmup_steps = 13:", "lower it"),
+        (["critic.lr=1e-4"], "critic.lr = 0.0001:", "algorithm.name: ppo"),
+        ([*PPO, "critic.lr_warmup_steps=13"], "critic.lr_warmup_steps = 13:", "lower it"),
+        ([*PPO, "critic.min_lr=1e-7"], "critic.min_lr = 1e-07:", "set critic.lr_decay_style"),
+        ([*PPO, "critic.warmup_steps=3"], "critic.warmup_steps = 3: leaves none of the run's 3 steps", "lower it"),
         (["evaluation.eval_interval=1", "data.task.eval_size=0"], "evaluation.eval_interval = 1:", "data.eval_prompts"),
         (["evaluation.n_samples=4", "evaluation.temperature=0"], "evaluation.n_samples = 4:", "temperature"),
         (["evaluation.pass_at_k=[1, 4]"], "evaluation.pass_at_k = [1, 4]:", "n_samples"),

@@ -58,10 +58,8 @@ def test_the_reward_is_reduced_by_length_and_kl():
     samples[1] = make_sample(1, 8, seed=1, prompt_index=0, reward=1.0, mask=[True] * 4 + [False] * 4)
     algorithm = AlgorithmConfig.preset(truncated="penalize", overlong_buffer_len=4, overlong_penalty_factor=2.0)
     np.testing.assert_allclose(shaped_rewards(SampleBatch.of(samples), algorithm, max_response_length=8), [1.0, -1.0])
-    algorithm = AlgorithmConfig.preset(kl_reward_coef=0.5, kl_loss_type="k1")
+    algorithm = AlgorithmConfig.preset(kl_reward_coef=0.5, kl_loss_type="k1", advantage_std="none")
     kl = [float((s.old_log_probs - s.ref_log_probs)[s.loss_mask].sum()) for s in samples]
-    np.testing.assert_allclose(
-        shaped_rewards(SampleBatch.of(samples), algorithm, max_response_length=8),
-        [1 - 0.5 * kl[0], 1 - 0.5 * kl[1]],
-        rtol=1e-5,
-    )
+    found = with_advantages(SampleBatch.of(samples), algorithm, max_response_length=8).samples
+    np.testing.assert_allclose(found[0].advantages, 0.5 * (kl[1] - kl[0]) / 2, rtol=1e-5)
+    np.testing.assert_allclose(found[1].advantages, 0.5 * (kl[0] - kl[1]) / 2, rtol=1e-5)

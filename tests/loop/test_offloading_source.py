@@ -62,7 +62,9 @@ class Source:
 
 def build() -> tuple[OffloadingSource, Source, Any, list[str]]:
     events: list[str] = []
-    policy: Any = SimpleNamespace(memory=Memory(events, "policy"))
+    critic: Any = SimpleNamespace(memory=Memory(events, "critic"))
+    policy: Any = SimpleNamespace(memory=Memory(events, "policy"), critic=critic, trained={"": None, "critic.": critic})
+    policy.trained[""] = policy
     reference: Any = SimpleNamespace(memory=Memory(events, "reference"))
     inner = Source(events)
     return OffloadingSource(inner, policy, reference), inner, policy, events
@@ -76,28 +78,28 @@ def test_the_devices_are_the_engines_from_a_weight_update_to_a_pause() -> None:
     source, inner, policy, events = build()
     assert source.engine_name == "scripted"
     source.update_weights(stream, version=3)
-    both = ["policy released", "reference released"]
-    assert events == ["policy released but weights", "reference released", "version 3", *both, "cache"]
+    whole = ["policy released", "reference released", "critic released"]
+    assert events == ["policy released but weights", *whole[1:], "version 3", *whole, "cache"]
     for call in (lambda: source.submit([], None, seed=0), lambda: source.collect(0), lambda: source.score([]),
                  lambda: source.generate([], None, seed=0)):  # fmt: skip
         events.clear()
         call()
-        assert events[:2] == both and len(events) == 3
+        assert events[:3] == whole and len(events) == 4
     events.clear()
     source.pause(keep=True)
     assert events == ["pause keep=True", "policy restored"]  # the reference's weights are restored in its next pass
     events.clear()
     list(inner.weights())  # for a server that has lost them
-    assert events == both
+    assert events == whole
     events.clear()
     first, last = numbered([WeightSource(0), WeightSource(2)])
     list(inner.weights(first))  # one source after the other
     assert events == []
     list(inner.weights(last))
-    assert events == both
+    assert events == whole
     for call in (source.pending, source.metrics, source.close):
         call()
-    assert events[2:] == ["pending", "metrics", "close"]
+    assert events[3:] == ["pending", "metrics", "close"]
 
 
 def test_the_engine_is_paused_before_the_trainer_takes_its_memory_back() -> None:
@@ -111,6 +113,8 @@ def test_the_engine_is_paused_before_the_trainer_takes_its_memory_back() -> None
     events.clear()
     policy.memory.restore()  # for the checkpoint before the run ends
     assert events == ["pause keep=True", "policy restored"]
+    policy.critic.memory.restore()  # the engine is paused already
+    assert events[2:] == ["critic restored"]
 
 
 def run(rank: int, world_size: int, model: str, folder: str) -> list[int]:

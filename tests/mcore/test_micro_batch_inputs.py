@@ -12,7 +12,7 @@ import torch
 
 from megatron_gspo.data.packing import PackedBatch, context_parallel_shard, pack
 from megatron_gspo.mcore import micro_batch_inputs
-from megatron_gspo.mcore.micro_batch_inputs import InputReader
+from megatron_gspo.mcore.micro_batch_inputs import POLICY_LOSS, InputReader
 from tests.support.samples import make_sample
 
 COPIED = ("tokens", "position_ids", "labels", "segment_ids", "loss_mask", "advantages", "old_log_probs",
@@ -40,7 +40,7 @@ def batch(number: int = 0) -> PackedBatch:
 
 
 def reader(count: int = 1, trains: bool = True, **given: Any) -> InputReader:
-    return InputReader(groups(**given), num_microbatches=count, trains=trains, routing=None)
+    return InputReader(groups(**given), num_microbatches=count, loss=POLICY_LOSS if trains else ())
 
 
 def counted(batches: list[PackedBatch], read: list[int]) -> Iterator[PackedBatch]:

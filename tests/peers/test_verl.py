@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_gspo.algorithms import Objective, group_advantages, kl_penalty, preset
+from megatron_gspo.algorithms import Objective, gae_advantages, group_advantages, kl_penalty, preset, value_loss
 
 from .batch import Padded, Result, assert_same, cuts, make_batch, ours
 
@@ -308,3 +308,37 @@ def test_the_kl_to_the_old_policy_is_k1_there_and_k3_here() -> None:
     assert theirs.metrics["actor/ppo_kl"] == pytest.approx(float(-d.mean()), rel=1e-6)
     our = ours(preset("grpo"), batch).metrics["kl/old_policy"]
     assert our == pytest.approx(float((d.exp() - 1 - d).mean()), rel=1e-9)
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (1.0, 0.95), (0.9, 0.5)])
+def test_gae_with_observations_inside(gamma: float, lam: float) -> None:
+    """verl's returns, and its advantages before it normalises them, at trained tokens."""
+    g = torch.Generator().manual_seed(0)
+    mask = (torch.rand(6, 90, generator=g) < 0.8).double()
+    rewards, values = (torch.randn(6, 90, generator=g, dtype=torch.float64) for _ in range(2))
+    rewards = rewards * mask
+    advantages, returns = core_algos.compute_gae_advantage_return(rewards, values, mask, gamma, lam)
+    found = [
+        gae_advantages(row[kept], value[kept], gamma=gamma, lam=lam)
+        for row, value, kept in zip(rewards, values, mask.bool(), strict=True)
+    ]
+    torch.testing.assert_close(torch.cat([r for _, r in found]), returns[mask.bool()], rtol=0, atol=1e-12)
+    flat = torch.cat([a for a, _ in found])
+    whitened = (flat - flat.mean()) / flat.std()
+    torch.testing.assert_close(whitened, advantages[mask.bool()], rtol=0, atol=1e-7)  # it adds 1e-8 to the variance
+
+
+def test_the_value_loss_and_its_gradient() -> None:
+    g = torch.Generator().manual_seed(1)
+    mask = (torch.rand(5, 12, generator=g) < 0.7).double()
+    values, old, returns = (torch.randn(5, 12, generator=g, dtype=torch.float64) for _ in range(3))
+    values.requires_grad_()
+    expected, clipped = core_algos.compute_value_loss(values, returns, old, mask, cliprange_value=0.3)
+    loss, metrics = value_loss(
+        values.flatten(), old_values=old.flatten(), returns=returns.flatten(), loss_mask=mask.flatten(),
+        num_tokens=int(mask.sum()), value_clip=0.3,
+    )  # fmt: skip
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-7)  # verl adds 1e-8 to the count
+    assert float(metrics["critic/clip_fraction"]) == pytest.approx(float(clipped), rel=1e-6)
+    ours_gradient, verls = (torch.autograd.grad(x, values, retain_graph=True)[0] for x in (loss, expected))
+    torch.testing.assert_close(ours_gradient, verls, rtol=1e-7, atol=0)

@@ -241,7 +241,8 @@ RESUME = (
     ),
     SeededBug(
         "a resumed run counts Adam's steps from 0", "megatron-core 0.16.1 - 0.19.2",
-        "megatron_gspo/mcore/checkpoint/save_load.py", '    set_optimizer_step(policy, steps["optimizer"])\n', "",
+        "megatron_gspo/mcore/checkpoint/save_load.py",
+        '        set_optimizer_step(model, steps[f"{prefix}optimizer"])\n', "",
         (SAVE_LOAD + "test_resumes_without_the_distributed_optimizer",),
     ),
     SeededBug(
@@ -250,7 +251,7 @@ RESUME = (
     ),
     SeededBug(
         "a loaded rank keeps its old copy of what others read", "design", "megatron_gspo/mcore/checkpoint/save_load.py",
-        "    policy.gather_weights(always=True)\n", "",
+        "        model.gather_weights(always=True)\n", "",
         ("tests/mcore/checkpoint/test_megatron_format.py::test_earlier_checkpoints_are_loaded",),
     ),
     SeededBug(

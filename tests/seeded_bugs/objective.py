@@ -77,8 +77,8 @@ OBJECTIVE = (
     ),
     SeededBug(
         "CISPO's weight has a gradient", "design", SURROGATE,
-        "    return weight * advantages * log_probs, Clip(lower, upper, lower | upper, None)",
-        "    return ratio.clamp(low, high) * advantages * log_probs, Clip(lower, upper, lower | upper, None)", (NAIVE,),
+        "    return weight * advantages * log_probs, Clip(lower, lower | upper, None)",
+        "    return ratio.clamp(low, high) * advantages * log_probs, Clip(lower, lower | upper, None)", (NAIVE,),
     ),
     SeededBug(
         "SAPO's temperatures exchanged", "design", SURROGATE,
@@ -151,6 +151,26 @@ OBJECTIVE = (
         "KL of the reference to the policy", "design", "megatron_gspo/algorithms/kl.py",
         "difference = log_probs - ref_log_probs.detach()", "difference = ref_log_probs.detach() - log_probs",
         (WORKED + "test_kl_terms_by_hand",),
+    ),
+    SeededBug(
+        "the clipped value loss takes the smaller error", "design", "megatron_gspo/algorithms/value_loss.py",
+        "cut = clipped > error", "cut = clipped < error", ("tests/algorithms/test_value_loss.py::test_by_hand",),
+    ),
+    SeededBug(
+        "GAE without the next value", "design", "megatron_gspo/algorithms/gae.py",
+        "rewards.double() + gamma * following - values", "rewards.double() - values",
+        ("tests/algorithms/test_gae.py::test_by_hand",),
+    ),
+    SeededBug(
+        "observations are steps of GAE", "several trainers", "megatron_gspo/loop/gae.py",
+        "tokens = np.flatnonzero(sample.loss_mask)", "tokens = np.arange(sample.response_length)",
+        ("tests/loop/test_gae.py::test_observations_are_no_steps_of_the_trajectory",),
+    ),
+    SeededBug(
+        "the value head's gradient stays on its tensor-parallel rank", "design", "megatron_gspo/mcore/value_head.py",
+        'setattr(self.weight, "sequence_parallel", config.sequence_parallel)',
+        'setattr(self.weight, "sequence_parallel", False)',
+        ("tests/mcore/test_value_steps.py::test_values_loss_and_gradients_in_every_layout",),
     ),
 )  # fmt: skip
 

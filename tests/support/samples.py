@@ -33,7 +33,7 @@ def make_sample(prompt_length, response_length, *, seed=0, mask=None, log_probs=
         "finish_reason": "stop",
     }
     if log_probs:
-        for name in ("rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages"):
+        for name in ("rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "values", "returns"):
             values[name] = (-1 - rng.random(response_length)).astype(np.float32)
     return Sample(**(values | extra))
 

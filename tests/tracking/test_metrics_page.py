@@ -16,6 +16,7 @@ from megatron_gspo.algorithms import (
     finish_metrics,
     mismatch_metrics,
     ratio_quantiles,
+    value_loss,
 )
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.sample_batch import SampleBatch
@@ -101,6 +102,7 @@ def computed_names() -> set[str]:
         )  # fmt: skip
         names |= set(finish_metrics(metrics))
     mismatch = mismatch_metrics(zeros, zeros, mask, num_tokens=4)
+    names |= set(value_loss(zeros, old_values=zeros, returns=zeros, loss_mask=mask, num_tokens=4)[1])
     return names | set(ratio_quantiles(zeros, zeros, mask, ids)) | set(mismatch)
 
 
@@ -108,7 +110,8 @@ def produced() -> set[str]:
     sources = [file.read_text(encoding="utf-8") for file in SOURCES]
     written = set().union(*map(written_names, sources)) - NOT_METRICS - set(_PARTS)
     timed = set().union(*map(timer_names, sources))
-    return {"step"} | written | timed | {f"time/{part}" for part in _PARTS.values()} | computed_names()
+    critic = {f"critic/{name}" for name in ("grad_norm", "lr")}  # of its optimizer step
+    return {"step"} | critic | written | timed | {f"time/{part}" for part in _PARTS.values()} | computed_names()
 
 
 def unmatched(names: set[str], patterns: set[str]) -> set[str]:

@@ -17,7 +17,7 @@ from megatron_gspo.config.parallel_checks import check_divisibility, check_layou
 from megatron_gspo.models import ModelShape
 from megatron_gspo.tools.doctor import input_checks, issue_checks, machine_checks, storage_checks
 from megatron_gspo.tools.doctor.arguments import Options
-from megatron_gspo.tools.doctor.diagnostics import Finding, Report, examine, failed, ok
+from megatron_gspo.tools.doctor.diagnostics import Finding, Report, examine, failed, note, ok
 from megatron_gspo.tools.doctor.gpu_memory import judge_gpu_memory, planned_memory
 from megatron_gspo.tools.doctor.rendezvous import LaunchEnvironment
 from megatron_gspo.tools.doctor.version_checks import judge_accelerator, judge_versions, numbers
@@ -119,7 +119,11 @@ class Local:
         available = torch.cuda.get_device_properties(self.launch.local_rank).total_memory if gpu else None
         engine = not gpu or importlib.util.find_spec("transformer_engine") is not None
         memory = planned_memory(self.config, self.shape, self._world_size, transformer_engine=engine)
-        return [judge_gpu_memory(memory, available)]
+        found = [judge_gpu_memory(memory, available)]
+        if self.config.algorithm.needs_critic:
+            text = "the memory above is without that of the value model (algorithm.name: ppo)"
+            found.append(note("machine.critic_memory", text, "", "see it with megatron-gspo rehearse"))
+        return found
 
     def _disk(self, gpu: bool) -> list[Finding]:
         found = storage_checks.check_shared_memory(self.ranks_on_host, gpu=gpu)

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 COLUMNS = 2
 _PNG_COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b79a20", "#e45756", "#9ecae9")  # by kind, as page_colours.css
 _PAGE_COLOURS = tuple(phase_colour(number) for number in (0, 2, 3, 5, 7, 1))
-_PHASE_NAMES = {"old_log_probs": "old log-probs", "ref_log_probs": "reference", "forward_backward": "forward, backward",
+_PHASE_NAMES = {"old_log_probs": "old log-probs", "ref_log_probs": "reference",
+                "values": "values", "critic": "value model", "forward_backward": "forward, backward",
                 "weight_export": "export", "checkpoint_plan": "checkpoint"}  # fmt: skip
 _LEAST_LABEL = 0.07  # of the width: a narrower phase has no name
 _SIZE = (6.4, 3.3)  # inches

@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 
 CallSite = tuple[str, ...]
 
-PHASES = ("build", "old_log_probs", "ref_log_probs", "forward_backward", "optimizer", "weight_export",
-          "checkpoint_plan")  # fmt: skip
-"""The phases of a rehearsal, in order. A rank without a reference policy skips ``ref_log_probs``."""
+PHASES = ("build", "old_log_probs", "ref_log_probs", "values", "critic", "forward_backward", "optimizer",
+          "weight_export", "checkpoint_plan")  # fmt: skip
+"""The phases of a rehearsal, in order. A rank without a reference policy skips ``ref_log_probs``, one without a value
+model ``values`` and ``critic``, the value model's forward and backward pass with its optimizer step."""
 
 KINDS = ("weights", "gradients", "optimizer", "buffers", "inputs", "activations")
 """Kinds of device memory. ``optimizer`` includes the float32 main weights, ``buffers`` the modules' and

@@ -20,6 +20,7 @@ from megatron_gspo.config import Config
 from megatron_gspo.data.micro_batch_plan import plan_micro_batches
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.errors import show_bytes
+from megatron_gspo.loop.critic import with_values
 from megatron_gspo.loop.log_probs import with_log_probs
 from megatron_gspo.loop.routing import RoutingReplay, trainer_noise
 from megatron_gspo.loop.step_plan import StepPlan
@@ -30,6 +31,7 @@ from megatron_gspo.mcore.policy import Policy, build_policy, check_megatron_opti
 from megatron_gspo.mcore.policy_tensors import gradients, optimizer_states, torch_optimizers, weights
 from megatron_gspo.mcore.process_groups import ProcessGroups, every_group, initialize, shutdown
 from megatron_gspo.mcore.train_step import StepResult, train_mini_batch
+from megatron_gspo.mcore.value_steps import train_critic_mini_batch
 from megatron_gspo.models import ModelShape, family_of, read_config
 from megatron_gspo.rollout.sample_exchange import move_samples
 from megatron_gspo.tools.rehearse.checkpoint_plan import plan_checkpoint
@@ -69,8 +71,8 @@ class _Run:
 
 
 def rehearse_rank(config: Config, rank: int, world: int, gpu: FakeGpu) -> RankRecord:
-    """Play ``rank`` of ``world``: build the policy, score and train one mini-batch, export the weights, plan a
-    checkpoint. The weights are never loaded.
+    """Play ``rank`` of ``world``: build the policy and its critic, score and train one mini-batch, export the weights,
+    plan a checkpoint. The weights are never loaded.
 
     Raises ``RehearsalError`` where a value or a result is unknown, and what the program itself raises.
     """
@@ -124,12 +126,17 @@ def _build(run: _Run, options: MegatronOptions) -> tuple[Policy, Policy | None]:
                               total_steps=config.optimizer_steps, options=options)  # fmt: skip
         if config.algorithm.needs_reference:
             reference = build_policy(model, config.parallel, groups, optimizer=None, options=options)
-        _start_adam(policy)
-    sizes = {
-        "optimizer": memory.relabel("optimizer", optimizer_states(policy.chunks, policy.optimizer)),
-        "gradients": memory.relabel("gradients", gradients(policy.chunks)),
-        "weights": memory.relabel("weights", weights(policy.chunks)),
-    }
+        if config.algorithm.needs_critic:
+            of_critic = replace(model, path=config.critic_path)
+            policy.critic = build_policy(of_critic, config.parallel, groups, optimizer=config.critic, value_head=True,
+                                         total_steps=config.optimizer_steps, options=options)  # fmt: skip
+        for trained in policy.trained.values():
+            _start_adam(trained)
+    sizes: dict[str, int] = {}
+    for trained in policy.trained.values():
+        for kind, tensors in (("optimizer", optimizer_states(trained.chunks, trained.optimizer)),
+                              ("gradients", gradients(trained.chunks)), ("weights", weights(trained.chunks))):
+            sizes[kind] = sizes.get(kind, 0) + memory.relabel(kind, tensors)
     if reference is not None:
         sizes["reference"] = memory.relabel("weights", weights(reference.chunks))
     memory.states = sizes
@@ -159,6 +166,8 @@ def _train(run: _Run, policy: Policy, reference: Policy | None, plan: MiniBatchP
     routing = RoutingReplay(config.routing, routes, config.algorithm.has_ratio, noise)
     with run.phase("old_log_probs", "activations"):
         batch = with_log_probs(batch, (policy, reference), config, steps, routing, Timers())[0]
+    if policy.critic is not None:
+        _train_critic(run, policy.critic, batch, steps)
     with _optimizer_phase(run, policy), run.phase("forward_backward", "activations"):
         result: StepResult = train_mini_batch(
             policy, batch, config.algorithm, config.training, temperature=config.rollout.temperature,
@@ -169,6 +178,16 @@ def _train(run: _Run, policy: Policy, reference: Policy | None, plan: MiniBatchP
     gc.collect()
     run.retained = find_retained(run.recorder.memory, policy.chunks, "forward_backward")
     return tokens
+
+
+def _train_critic(run: _Run, critic: Policy, batch: SampleBatch, steps: StepPlan) -> None:
+    """Values, and the value model's optimizer step on the mini-batch."""
+    with run.phase("values", "activations"):
+        batch = with_values(batch, critic, run.config, steps, Timers())
+    batch = batch.map(lambda _, sample: replace(sample, returns=sample.values))
+    with run.phase("critic", "activations"):
+        train_critic_mini_batch(critic, batch, run.config.training, value_clip=run.config.critic.value_clip,
+                                plan=steps.whole)  # fmt: skip
 
 
 @contextlib.contextmanager

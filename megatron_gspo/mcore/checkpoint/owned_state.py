@@ -9,8 +9,8 @@ sizes, without gathering, and read in any parallel layout.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,7 +61,11 @@ class _State:
 
 
 def pieces_to_write(policy: Policy) -> list[Piece]:
-    """What this rank owns; all ranks together own each element once."""
+    """What this rank owns of the policy and its critic; all ranks together own each element once."""
+    return _of_all_models(policy, _pieces_to_write)
+
+
+def _pieces_to_write(policy: Policy) -> list[Piece]:
     states, shared = _optimizer_states(policy)
     found: list[Piece] = []
     for parameter, part in _sharded_tensors(policy):
@@ -78,7 +82,17 @@ def pieces_to_write(policy: Policy) -> list[Piece]:
 
 
 def pieces_to_read(policy: Policy) -> list[Piece]:
-    """What this rank holds, without the weights that `Policy.gather_weights` brings from their owners."""
+    """What this rank holds of the policy and its critic, without the weights that `Policy.gather_weights` brings from
+    their owners."""
+    return _of_all_models(policy, _pieces_to_read)
+
+
+def _of_all_models(policy: Policy, pieces_of: Callable[[Policy], list[Piece]]) -> list[Piece]:
+    return [replace(piece, key=prefix + piece.key)
+            for prefix, model in policy.trained.items() for piece in pieces_of(model)]  # fmt: skip
+
+
+def _pieces_to_read(policy: Policy) -> list[Piece]:
     states, shared = _optimizer_states(policy)
     found: list[Piece] = []
     for parameter, part in _sharded_tensors(policy):
@@ -90,12 +104,13 @@ def pieces_to_read(policy: Policy) -> list[Piece]:
 def stored_objects(policy: Policy) -> dict[str, bytes]:
     """Key -> what Megatron stores of a layer besides tensors, as its ``torch_dist`` format does."""
     found = {}
-    for chunk in policy.chunks:
-        for value in unwrap(chunk).sharded_state_dict().values():
-            if isinstance(value, ShardedObject) and is_main_replica(value.replica_id):
-                stream = io.BytesIO()
-                torch.save([value.data], stream)
-                found[value.unique_key] = stream.getvalue()
+    for prefix, model in policy.trained.items():
+        for chunk in model.chunks:
+            for value in unwrap(chunk).sharded_state_dict().values():
+                if isinstance(value, ShardedObject) and is_main_replica(value.replica_id):
+                    stream = io.BytesIO()
+                    torch.save([value.data], stream)
+                    found[prefix + value.unique_key] = stream.getvalue()
     return found
 
 

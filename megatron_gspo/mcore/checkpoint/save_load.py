@@ -100,15 +100,16 @@ class AsyncSave:
 
 def make_image(policy: Policy) -> FileImage:
     """The host memory in which this rank's saves are staged: of the size of what it owns of weights and optimizer."""
-    policy.memory.restore()
-    start_optimizer(policy)
+    for model in policy.trained.values():
+        model.memory.restore()
+        start_optimizer(model)
     return FileImage(f"__{dist.get_rank()}_0.distcp", pieces_to_write(policy), stored_objects(policy))
 
 
 def begin_save(
     policy: Policy, folder: Path, step: int, state: Mapping[str, Any], *, keep: int, image: FileImage | None = None
 ) -> AsyncSave:
-    """Begin to save model, optimizer, schedule and ``state`` (JSON-able, the same on every rank) as they are now.
+    """Begin to save models, optimizers, schedules and ``state`` (JSON-able, the same on every rank) as they are now.
 
     The ranks write to a temporary directory. It becomes ``folder/step_NNNNNN`` when the ``AsyncSave`` is polled or
     finished; training may continue meanwhile. The newest ``keep`` checkpoints are kept. At most one save may be in
@@ -120,7 +121,8 @@ def begin_save(
         lambda: (_encode({"step": step, **state}), begin_checkpoint(folder, step)),
         error=CheckpointError, what=_NOT_WRITTEN,
     )  # fmt: skip
-    policy.memory.restore()
+    for model in policy.trained.values():
+        model.memory.restore()
     failure = ""
     try:
         image = image or make_image(policy)
@@ -129,7 +131,9 @@ def begin_save(
         failure = f"{_NOT_WRITTEN}: {_reason(error)}"
     _raise_together(failure)
     assert image is not None
-    steps = {"optimizer": optimizer_step(policy), "schedule": policy.scheduler.num_steps}
+    steps: dict[str, int] = {}
+    for prefix, model in policy.trained.items():
+        steps |= {f"{prefix}optimizer": optimizer_step(model), f"{prefix}schedule": model.scheduler.num_steps}
     publish = functools.partial(_publish, partial, final, json.loads(text), keep=keep, steps=steps)
     return AsyncSave(image, partial, publish, final)
 
@@ -140,28 +144,31 @@ def save_checkpoint(policy: Policy, folder: Path, step: int, state: Mapping[str,
 
 
 def load_checkpoint(policy: Policy, path: Path) -> dict[str, Any]:
-    """Load model, optimizer and schedule, saved in any parallel layout; returns the saved ``state``.
+    """Load models, optimizers and schedules, saved in any parallel layout; returns the saved ``state``.
 
     From the optimizer's and schedule's state only Adam's moments and the two step counts are loaded. Learning rates,
     decay and the length of the schedule are those that ``policy`` was built with. Each rank reads what it owns, and
     the weights are gathered from their owners. Memory: a buffer of 16 MiB. A collective of all ranks; raises
     ``CheckpointError`` on every rank for a checkpoint that can't be read or is of another model.
     """
-    policy.memory.restore()
-    policy.gather_weights()  # a running gather must not overwrite what is read
+    for model in policy.trained.values():
+        model.memory.restore()
+        model.gather_weights()  # a running gather must not overwrite what is read
     failure, steps = "", {}
     try:
         with _frozen_garbage(), torch.no_grad():
-            start_optimizer(policy)
+            for model in policy.trained.values():
+                start_optimizer(model)
             read_pieces(path, pieces_to_read(policy))
             steps = read_steps(path)
     except Exception as error:
         failure = f"{path} can't be loaded ({_reason(error)}); to resume from the one before, move it away"
     _raise_together(failure)
-    policy.gather_weights(always=True)
-    set_optimizer_step(policy, steps["optimizer"])
-    policy.scheduler.num_steps = 0
-    policy.scheduler.step(steps["schedule"])
+    for prefix, model in policy.trained.items():
+        model.gather_weights(always=True)
+        set_optimizer_step(model, steps[f"{prefix}optimizer"])
+        model.scheduler.num_steps = 0
+        model.scheduler.step(steps[f"{prefix}schedule"])
     return read_state(path)
 
 

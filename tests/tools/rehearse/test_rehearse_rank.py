@@ -21,14 +21,19 @@ MODEL = dict(
 )  # fmt: skip
 
 
-def config(dtype: str = "bfloat16", num_key_value_heads: int = 2, **parallel: Any) -> Any:
-    """The example's config with this layout, dtype and heads."""
+PPO = ("algorithm.name=ppo", "algorithm.epsilon_low=0.2", "algorithm.epsilon_high=0.2")
+
+
+def config(
+    dtype: str = "bfloat16", num_key_value_heads: int = 2, overrides: tuple[str, ...] = (), **parallel: Any
+) -> Any:
+    """The example's config with this layout, dtype, heads and overrides."""
     from megatron_gspo.config import load_config
 
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(MODEL | {"num_key_value_heads": num_key_value_heads}))
     example = Path(__file__).parents[3] / "examples" / "qwen3_moe" / "tiny_gspo.yaml"
-    loaded = load_config(str(example), [f"model.path={folder}", f"model.dtype={dtype}"])
+    loaded = load_config(str(example), [f"model.path={folder}", f"model.dtype={dtype}", *overrides])
     plain = {"tensor_model_parallel_size": 1, "expert_model_parallel_size": 1}
     return dataclasses.replace(loaded, parallel=dataclasses.replace(loaded.parallel, **plain | parallel))
 
@@ -49,6 +54,22 @@ def agreement(record: RankRecord, group: str) -> list[tuple[Any, ...]]:
     """Calls in order; a gather has other sizes on the rank that receives."""
     return [(c.op, c.dtype, c.op != "gather" and c.bytes) for c in record.collectives
             if c.group == group and c.dtype != "object"]  # fmt: skip
+
+
+@on_fake_gpu
+def test_a_value_model_is_rehearsed_too() -> None:
+    """Of the policy's sizes: as many weights but for the output layer, and no host synchronisation of ours."""
+    plain = rehearsed(1, 2, tensor_model_parallel_size=2, expert_model_parallel_size=2)
+    found = rehearsed(1, 2, overrides=PPO, tensor_model_parallel_size=2, expert_model_parallel_size=2)
+    assert {"values", "critic"} <= set(found.phases) and not {"values", "critic"} & set(plain.phases)
+    output = 2 * 64 * (128 // 2 - 1)  # bfloat16 rows of the output layer, less the value head
+    extra = found.memory.states["weights"] - plain.memory.states["weights"]
+    assert 0 <= plain.memory.states["weights"] - output - extra < 1024  # DDP pads its buffers
+    assert found.memory.states["optimizer"] > 1.8 * plain.memory.states["optimizer"]
+    assert found.checkpoint.bytes > 1.8 * plain.checkpoint.bytes
+    assert not [f for f in found.findings if f.kind != "made_up_value"]
+    syncs = [(s.phase, s.kind) for s in found.host_syncs if s.phase in ("values", "critic")]
+    assert syncs == [("values", "copy to host"), ("critic", "item"), ("critic", "copy to host")]  # norm and metrics
 
 
 @on_fake_gpu

@@ -1,0 +1,59 @@
+"""Generalised advantage estimation: by hand, against a naive loop, and its ends lam = 0 and 1."""
+
+import pytest
+import torch
+
+from megatron_gspo.algorithms import gae_advantages
+from megatron_gspo.algorithms.gae import discounted_sums
+
+
+def naive(rewards, values, gamma, lam):
+    """Over the terms of each sum."""
+    n = len(rewards)
+    following = [*values[1:], 0.0]
+    deltas = [rewards[t] + gamma * following[t] - values[t] for t in range(n)]
+    return [sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, n)) for t in range(n)]
+
+
+def test_by_hand():
+    """Deltas 0.5 * 4 - 2 = 0, 1 + 0.5 * 6 - 4 = 0, 8 - 6 = 2; gamma lam = 1/4."""
+    rewards, values = torch.tensor([0.0, 1.0, 8.0]), torch.tensor([2.0, 4.0, 6.0])
+    advantages, returns = gae_advantages(rewards, values, gamma=0.5, lam=0.5)
+    assert advantages.tolist() == [0.125, 0.5, 2.0] and returns.tolist() == [2.125, 4.5, 8.0]
+    assert advantages.dtype == returns.dtype == torch.float64
+
+
+def test_without_values_and_discount_every_token_earns_the_reward():
+    advantages, returns = gae_advantages(torch.tensor([0.0, 0.0, 1.0]), torch.zeros(3))
+    assert advantages.tolist() == returns.tolist() == [1, 1, 1]
+
+
+def test_the_ends_of_lambda():
+    rewards, values = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 5.0])
+    assert gae_advantages(rewards, values, lam=0.0)[0].tolist() == [1 + 5 - 3, 2 - 5]
+    assert gae_advantages(rewards, values, lam=1.0)[1].tolist() == [3, 2]  # the sum of rewards
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 63, 64, 65, 128, 200])
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5), (0.0, 1.0), (1.0, 1.0)])
+def test_against_a_naive_loop(length, gamma, lam):
+    g = torch.Generator().manual_seed(length)
+    rewards, values = (torch.randn(length, generator=g, dtype=torch.float64) for _ in range(2))
+    advantages, returns = gae_advantages(rewards, values, gamma=gamma, lam=lam)
+    expected = torch.tensor(naive(rewards.tolist(), values.tolist(), gamma, lam), dtype=torch.float64)
+    torch.testing.assert_close(advantages, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(returns, expected + values, rtol=0, atol=1e-12)
+
+
+def test_sums_stay_exact_over_a_long_response():
+    sums = discounted_sums(torch.ones(32_768, dtype=torch.float64), 1.0)
+    assert sums.tolist() == list(range(32_768, 0, -1))
+    assert discounted_sums(torch.ones(3), 0.5).tolist() == [1.75, 1.5, 1.0]
+
+
+@pytest.mark.parametrize("shapes", [((2,), (3,)), ((1, 2), (1, 2)), ((2,), (1, 2))])
+def test_shapes_are_checked(shapes):
+    rewards, values = (torch.zeros(shape) for shape in shapes)
+    with pytest.raises(ValueError) as error:
+        gae_advantages(rewards, values)
+    assert str(error.value) == f"rewards {shapes[0]} and values {shapes[1]}: both must be [n]"
