@@ -25,10 +25,11 @@ from megatron_gspo.loop.log_probs import with_log_probs
 from megatron_gspo.loop.routing import RoutingReplay, trainer_noise
 from megatron_gspo.loop.step_plan import StepPlan
 from megatron_gspo.loop.timers import Timers
+from megatron_gspo.mcore.checkpoint.owned_state import start_optimizer
 from megatron_gspo.mcore.megatron_options import MegatronOptions
 from megatron_gspo.mcore.micro_batches import packing_rules
 from megatron_gspo.mcore.policy import Policy, build_policy, check_megatron_options
-from megatron_gspo.mcore.policy_tensors import gradients, optimizer_states, torch_optimizers, weights
+from megatron_gspo.mcore.policy_tensors import gradients, optimizer_states, weights
 from megatron_gspo.mcore.process_groups import ProcessGroups, every_group, initialize, shutdown
 from megatron_gspo.mcore.train_step import StepResult, train_mini_batch
 from megatron_gspo.mcore.value_steps import train_critic_mini_batch
@@ -131,7 +132,7 @@ def _build(run: _Run, options: MegatronOptions) -> tuple[Policy, Policy | None]:
             policy.critic = build_policy(of_critic, config.parallel, groups, optimizer=config.critic, value_head=True,
                                          total_steps=config.optimizer_steps, options=options)  # fmt: skip
         for trained in policy.trained.values():
-            _start_adam(trained)
+            start_optimizer(trained)  # so that the rehearsed step is like any later one
     sizes: dict[str, int] = {}
     for trained in policy.trained.values():
         for kind, tensors in (("optimizer", optimizer_states(trained.chunks, trained.optimizer)),
@@ -141,17 +142,6 @@ def _build(run: _Run, options: MegatronOptions) -> tuple[Policy, Policy | None]:
         sizes["reference"] = memory.relabel("weights", weights(reference.chunks))
     memory.states = sizes
     return policy, reference
-
-
-def _start_adam(policy: Policy) -> None:
-    """Create Adam's state as the first step does, so that the rehearsed step is like any later one."""
-    for inner in torch_optimizers(policy.optimizer):
-        parameters = [p for group in inner.param_groups for p in group["params"]]
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        inner.step()
-        for parameter in parameters:
-            parameter.grad = None
 
 
 def _train(run: _Run, policy: Policy, reference: Policy | None, plan: MiniBatchPlan) -> tuple[int, ...]:

@@ -53,6 +53,6 @@ def test_with_the_fewest_layers(file, tmp_path):
 
 @pytest.mark.parametrize("file", READY, ids=lambda file: file.stem)
 def test_in_full(file, tmp_path):
-    document = rehearse(file, tmp_path / "found.json")
+    document = rehearse(file, tmp_path / "found.json", "--gpu", "h200" if "141gb" in file.stem else "h100")
     assert sorted(rank for role in document["roles"] for rank in role["stands_for"]) == list(range(processes(file)))
     assert {"tp", "ep", "world"} <= set(document["compared_groups"])
