@@ -1,11 +1,21 @@
 """Everything stays within the group that was given: ranks 0 and 2 apart from ranks 1 and 3, by hand."""
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from megatron_gspo.parallel import reduce_metrics
 from megatron_gspo.parallel.collectives import gather_rows, group_rank, group_size, scatter_summed_rows, sum_in_place
 from megatron_gspo.parallel.context_parallel import all_gather_tokens, sum_over
+from megatron_gspo.parallel.host_exchange import (
+    broadcast_bytes,
+    exchange_bytes,
+    gather_bytes,
+    gather_rows_of_ranks,
+    max_over_ranks,
+    sum_over_ranks,
+)
+from megatron_gspo.parallel.rank_zero import first_failure
 from tests.support.distributed import run_distributed
 
 
@@ -28,6 +38,22 @@ def _in_pairs(rank, world_size):
         f"of_{second}": second,
         "largest_max": second,
     }
+    _host_values_in_pairs(rank, mine, first, second)
+
+
+def _host_values_in_pairs(rank, mine, first, second):
+    assert sum_over_ranks(np.array([float(rank)]), mine).tolist() == [first + second]
+    assert max_over_ranks(np.array([rank, -rank]), mine).tolist() == [second, -first]
+    found = gather_rows_of_ranks(np.arange(rank + 1), mine)
+    assert [rows.tolist() for rows in found] == [list(range(first + 1)), list(range(second + 1))]
+    assert broadcast_bytes(b"%d" % rank if rank == second else None, mine, 1).tobytes() == b"%d" % second
+    found = exchange_bytes([b"%d to 0" % rank, b"%d to 1, longer" % rank], mine)
+    wanted = "to 0" if rank == first else "to 1, longer"
+    assert [part.tobytes().decode() for part in found] == [f"{first} {wanted}", f"{second} {wanted}"]
+    gathered = gather_bytes(b"%d" % rank, mine)  # on the world's rank 0
+    assert gathered is None if rank else [part.tobytes() for part in gathered] == [b"0", b"2"]
+    assert first_failure(f"of {rank}" if rank == second else "", mine) == (1, f"of {second}")
+    assert first_failure("", mine) is None
 
 
 def test_two_pairs_of_ranks_do_not_meet():
