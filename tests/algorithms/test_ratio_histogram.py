@@ -118,3 +118,17 @@ def test_ranks_exchange_a_few_kilobytes():
     for found, sent in results:
         check(found, expected)
         assert found == results[0][0] and sent < 9 * 1024
+
+
+def test_quantiles_within_the_first_bins():
+    """Log-ratios of the most negative bins, which ranks exchange as one part."""
+    d = torch.linspace(-31.99, -31.8, 1001, dtype=torch.float64)
+    found = RatioHistogram.of(d).quantiles()
+    for name, share in (("p01", 0.01), ("p50", 0.5), ("p99", 0.99)):
+        assert found[name] == pytest.approx(math.exp(-31.99 + share * 0.19), rel=1.01e-3)
+
+
+def test_counts_are_integers():
+    counts = RatioHistogram.of(torch.zeros(3)).counts
+    assert counts.dtype == torch.int64 and counts.sum() == 3
+    assert RatioHistogram.of(torch.zeros(0)).counts.dtype == torch.int64

@@ -52,6 +52,8 @@ def _host_values_in_pairs(rank, mine, first, second):
     assert [part.tobytes().decode() for part in found] == [f"{first} {wanted}", f"{second} {wanted}"]
     gathered = gather_bytes(b"%d" % rank, mine)  # on the world's rank 0
     assert gathered is None if rank else [part.tobytes() for part in gathered] == [b"0", b"2"]
+    alone = gather_bytes(b"x", None)  # each rank's own group; the world's rank 0 gets it
+    assert alone is None if rank else [part.tobytes() for part in alone] == [b"x"]
     assert first_failure(f"of {rank}" if rank == second else "", mine) == (1, f"of {second}")
     assert first_failure("", mine) is None
 
