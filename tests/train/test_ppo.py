@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
+from megatron_gspo.tools.convert import __main__ as convert
 from megatron_gspo.tools.make_tiny_model import TinyModel, write_tiny_model
 from megatron_gspo.tracking import read_metrics
 from tests.fault_injection.bitwise_diff import first_difference
@@ -68,6 +69,13 @@ def test_the_value_model_is_exported_for_transformers(run: Path) -> None:
     )
     assert not report["missing_keys"] and not report["unexpected_keys"]
     assert loaded.score.weight.shape[0] == 1 and loaded.score.weight.abs().max() > 0
+
+
+def test_a_checkpoint_converts_to_the_policy(run: Path, model: str, tmp_path: Path) -> None:
+    checkpoint = str(run / "checkpoints" / "step_000003")
+    convert.main(["to-hf", checkpoint, str(tmp_path / "hf"), "--source", model, "--processes", "1"])
+    converted = load_file(tmp_path / "hf" / "model.safetensors")
+    assert all(torch.equal(converted[name], tensor) for name, tensor in exported(run).items())
 
 
 def test_a_resumed_run_ends_the_same(run: Path, model: str, tmp_path: Path) -> None:

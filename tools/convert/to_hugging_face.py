@@ -22,7 +22,7 @@ from megatron_gspo.tools.convert.work_directory import Workspace, file_stamps
 from megatron_gspo.tools.convert.work_units import Unit, Workers, cut, run_units
 
 _KEPT_BYTES = 64 << 20  # cache of parameters: query, key and value are one parameter, but not consecutive tensors
-_OTHERS = ("optimizer", "rng_state", "rerun_state_machine_state")  # other content of a training checkpoint
+_OTHERS = ("optimizer", "critic.", "rng_state", "rerun_state_machine_state")  # other content of a training checkpoint
 
 
 @dataclass(frozen=True)
