@@ -171,6 +171,7 @@ def test_refusals_follow_the_ratio_level_whatever_the_name():
          "advantage_baseline = 'leave_one_out' has no effect with advantage_estimator = 'gae': remove it"),
         ("ppo", {"lam": 1.01}, "lam = 1.01: must be 0 to 1"),
         ("ppo", {"gamma": -0.01}, "gamma = -0.01: must be 0 to 1"),
+        ("ppo", {"gamma": 1.01}, "gamma = 1.01: must be 0 to 1"),
         ("sft", {"epsilon_low": 0.2}, "epsilon_low = 0.2"),
         ("sft", {"dual_clip": 3.0}, "dual_clip = 3.0"),
         ("grpo", {"allow_nonstandard": 1}, "allow_nonstandard = 1"),

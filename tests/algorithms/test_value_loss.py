@@ -30,6 +30,14 @@ def test_by_hand():
     )
 
 
+@pytest.mark.parametrize(("value", "bound"), [(4.0, 3.5), (2.0, 2.5)])
+def test_a_value_is_clipped_on_both_sides_of_the_old_one(value, bound):
+    """From 3 towards returns of 9 and of -3."""
+    values, old, returns, mask = tensors([value], [3.0], [9.0 if value > 3 else -3.0], [1.0])
+    loss, metrics = value_loss(values, old_values=old, returns=returns, loss_mask=mask, num_tokens=1, value_clip=0.5)
+    assert loss.item() == (bound - returns.item()) ** 2 / 2 and metrics["critic/clip_fraction"] == 1
+
+
 def test_without_a_clip_it_is_half_the_squared_error():
     values, old, returns, mask = tensors(VALUES, OLD, RETURNS, MASK)
     loss, metrics = value_loss(values, old_values=old, returns=returns, loss_mask=mask, num_tokens=3)
