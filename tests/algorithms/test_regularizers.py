@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron_gspo.algorithms import Segments, preset
+from megatron_gspo.algorithms import Segments, policy_loss, preset
 from megatron_gspo.algorithms.aggregation import TokenWeights
 from megatron_gspo.algorithms.regularizers import (
     entropy_regularizer,
@@ -119,3 +119,13 @@ def test_untrained_positions_are_not_read_and_have_no_gradient():
     sum(terms).backward()
     assert terms[0].item() == pytest.approx(0.1 * 0.5 * K3) and terms[1].item() == pytest.approx(-0.1 * 0.5 * 2)
     assert log_probs.grad[1] == entropy.grad[1] == 0 and reference.grad is None
+
+
+def test_the_squared_log_ratio_is_clamped_on_both_sides():
+    """Log-ratios of 2 and -2 count as 0.5 and -0.5."""
+    for sign in (1, -1):
+        given = dict(old_log_probs=torch.full((1,), -3.0), advantages=torch.zeros(1), loss_mask=torch.ones(1),
+                     segment_ids=torch.zeros(1, dtype=torch.long), num_sequences=1, num_tokens=1)  # fmt: skip
+        objective = preset("dapo", log_ratio_coef=0.1, max_log_ratio=0.5)
+        loss, _ = policy_loss(objective, log_probs=torch.full((1,), -3.0 + 2.0 * sign), **given)
+        assert float(loss) == pytest.approx(0.1 * 0.25)
