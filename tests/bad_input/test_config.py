@@ -41,7 +41,7 @@ CASES = (
          ("algorithm.name=grpo", "algorithm.epsilon_low=3e-4"), shows=("epsilon_low = 0.0003", "use about 0.2")),
     Case("GSPO averaged over tokens", "is not gspo", ("algorithm.loss_agg_mode=token-mean",),
          shows=("seq-mean-token-mean",)),
-    Case("unknown algorithm", "is not allowed; set one of", ("algorithm.name=ppo",), shows=("gspo_token",)),
+    Case("unknown algorithm", "is not allowed; set one of", ("algorithm.name=reinforce",), shows=("gspo_token",)),
     Case("unknown engine", "is not allowed; set one of", ("rollout.engine=vllm",), shows=("embedded",)),
     Case("unknown schedule", "is not allowed; set one of", ("optimizer.lr_decay_style=wsd",), shows=("cosine",)),
     Case("unknown data type", "is not allowed; set one of", ("model.dtype=fp8",), shows=("bfloat16",)),
