@@ -112,8 +112,8 @@ class Config:
         check_environment_file(self.rollout)
         check_data_files(self.data)
         check_weight_files("model.path", self.model.path, self.model.init)
-        if self.algorithm.needs_critic:
-            check_weight_files("critic.path", self.critic_path, self.model.init)
+        if self.critic.path is not None:
+            check_weight_files("critic.path", self.critic.path, self.model.init)
 
     def check_sizes(self, world_size: int) -> None:
         """The part of `check` that needs no file of the run but the model's config.json. Raises ConfigError."""
@@ -125,11 +125,11 @@ class Config:
         check_divisibility(self.parallel, hf)
         check_experts(self.routing, self.router_noise, hf)
         check_positions(self.rollout, self.data.max_prompt_length, hf)
-        if self.algorithm.needs_critic:
-            critic = read_hf_config(self.critic_path, "critic.path")
-            check_family("critic.path", self.critic_path, critic)
+        if self.critic.path is not None:
+            critic = read_hf_config(self.critic.path, "critic.path")
+            check_family("critic.path", self.critic.path, critic)
             check_divisibility(self.parallel, critic)
-            check_critic_model(self.critic_path, critic, hf)
+            check_critic_model(self.critic.path, critic, hf)
 
     def _check_choices(self) -> None:
         """Refuse choices that contradict each other on any machine. Raises ConfigError."""

@@ -26,9 +26,9 @@ def with_gae(batch: SampleBatch, shaped: np.ndarray, algorithm: AlgorithmConfig)
     """
     counted = counts_in_group(batch.table)
     batch = batch.map(lambda i, sample: _estimated(sample, float(shaped[i]) if counted[i] else None, algorithm))
-    kept = [_advantages(sample)[sample.loss_mask] for i, sample in batch.held.items() if counted[i]]
     if algorithm.advantage_std == "none":
         return batch
+    kept = [_advantages(sample)[sample.loss_mask] for i, sample in batch.held.items() if counted[i]]
     mean, scale = _moments(batch, kept, algorithm.advantage_std)
 
     def normalised(i: int, sample: Sample) -> Sample:

@@ -36,8 +36,8 @@ def make_environments(config: Config) -> EnvironmentPool | None:
 def check_weights(config: Config) -> ModelShape:
     """The model's sizes. Raises ``ConfigError`` unless the checkpoints of the policy and its critic are complete and
     have exactly the tensors that their config.json requires."""
-    if config.algorithm.needs_critic:
-        _check_checkpoint("critic.path", config.critic_path, config.model.init, value_head=True)
+    if config.critic.path is not None:
+        _check_checkpoint("critic.path", config.critic.path, config.model.init, value_head=True)
     return _check_checkpoint("model.path", config.model.path, config.model.init, value_head=False)
 
 

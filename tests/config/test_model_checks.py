@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.config.building import build, refused
+from tests.config.building import PPO, build, refused
 
 
 @pytest.mark.parametrize(
@@ -58,3 +59,21 @@ def test_model_directories(plain: dict, tmp_path: Path) -> None:
     assert "use one of qwen3, qwen3_moe" in refused(plain, world_size=1)
     config_json.write_text("{")
     assert "is not a JSON object" in refused(plain, world_size=1)
+
+
+def test_the_value_models_directory(plain: dict, tmp_path: Path) -> None:
+    critic = tmp_path / "critic"
+    path = f"critic.path={critic}"
+    message = refused(plain, *PPO, path, world_size=1)
+    assert message.startswith("critic.path = ") and "is not a directory" in message
+    shutil.copytree(plain["model"]["path"], critic)
+    build(plain, *PPO, path).check(1)
+    file = critic / "config.json"
+    hf = json.loads(file.read_text())
+    for key, message in (("vocab_size", "has a vocabulary of 1, the policy of"),
+                         ("max_position_embeddings", "has positions of 1, the policy of")):  # fmt: skip
+        file.write_text(json.dumps({**hf, key: 1}))
+        assert message in refused(plain, *PPO, path, world_size=1)
+    file.write_text(json.dumps({**hf, "model_type": "gpt2"}))
+    assert refused(plain, *PPO, path, world_size=1).startswith("critic.path = ")
+    assert "has no effect with algorithm.advantage_estimator = group" in refused(plain, path)

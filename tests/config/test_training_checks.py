@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.config.building import assert_refused, build, refused
-
-PPO = ("algorithm.name=ppo", "algorithm.epsilon_low=0.2", "algorithm.epsilon_high=0.2")
+from tests.config.building import PPO, assert_refused, build, refused
 
 
 @pytest.mark.parametrize(
