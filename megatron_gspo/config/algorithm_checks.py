@@ -21,6 +21,9 @@ def check_algorithm(algorithm: AlgorithmConfig, rollout: RolloutConfig, model: M
     if not algorithm.is_supervised and not algorithm.needs_critic and samples < 2:
         problem = "group advantages compare at least two responses"
         raise ConfigError("rollout.n_samples_per_prompt", samples, problem, "set it to 2 or more, 8 is usual")
+    if algorithm.dynamic_sampling and samples < 2 and not algorithm.is_supervised:
+        problem = "a group of one response has one reward, so that every group would be replaced"
+        raise ConfigError("algorithm.dynamic_sampling", True, problem, "set rollout.n_samples_per_prompt to 2 or more")
     for key in ("kl_reward_coef", "dynamic_sampling"):
         if algorithm.is_supervised and (value := getattr(algorithm, key)):
             raise ConfigError(f"algorithm.{key}", value, "sft has no rewards", "remove the key")

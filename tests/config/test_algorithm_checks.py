@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.config.building import SFT, assert_refused, build
+from tests.config.building import PPO, SFT, assert_refused, build
 
 NOISE = ["router_noise={engines: both, strength: 0.5, stress_test: true}"]
 
@@ -17,6 +17,10 @@ NOISE = ["router_noise={engines: both, strength: 0.5, stress_test: true}"]
         ([*SFT, "rollout.n_samples_per_prompt=2"], "rollout.n_samples_per_prompt = 2:", "set it to 1"),
         ([*SFT, "algorithm.dynamic_sampling=true"], "algorithm.dynamic_sampling = ", "remove"),
         (["rollout.n_samples_per_prompt=1"], "rollout.n_samples_per_prompt = 1:", "set it to 2 or more"),
+        (
+            [*PPO, "rollout.n_samples_per_prompt=1", "algorithm.dynamic_sampling=true"],
+            "algorithm.dynamic_sampling = true: a group of one response", "2 or more",
+        ),
         (
             ["algorithm.kl_loss_coef=0.1", "algorithm.kl_reward_coef=0.1"],
             "algorithm.kl_reward_coef = 0.1:", "set one of the two to 0"
