@@ -66,10 +66,12 @@ def test_the_value_models_directory(plain: dict, tmp_path: Path) -> None:
     path = f"critic.path={critic}"
     message = refused(plain, *PPO, path, world_size=1)
     assert message.startswith("critic.path = ") and "is not a directory" in message
-    shutil.copytree(plain["model"]["path"], critic)
+    own = Path(plain["model"]["path"])
+    hf = {**json.loads((own / "config.json").read_text()), "vocab_size": 100}
+    (own / "config.json").write_text(json.dumps(hf))
+    shutil.copytree(own, critic)
     build(plain, *PPO, path).check(1)
     file = critic / "config.json"
-    hf = json.loads(file.read_text())
     for key, message in (("vocab_size", "has a vocabulary of 1, the policy of"),
                          ("max_position_embeddings", "has positions of 1, the policy of")):  # fmt: skip
         file.write_text(json.dumps({**hf, key: 1}))
