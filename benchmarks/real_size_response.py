@@ -52,13 +52,14 @@ class Response:
         from megatron_gspo.config import SamplingParams
         from megatron_gspo.data.sample import Prompt
         from megatron_gspo.models import ModelShape
+        from megatron_gspo.models.rotary import Rotary
         from megatron_gspo.rollout.server_engine.server_api import RequestContext, ServedModel
         from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
         from megatron_gspo.routing_replay.routes import RouteShape
 
         shape = ModelShape(
             model_type="qwen3_moe", num_layers=LAYERS, hidden_size=2048, num_attention_heads=32, num_query_groups=4,
-            head_dim=128, ffn_hidden_size=6144, vocab_size=WORDS, rms_norm_eps=1e-6, rope_theta=1e6,
+            head_dim=128, ffn_hidden_size=6144, vocab_size=WORDS, rms_norm_eps=1e-6, rotary=Rotary(1e6, 128),
             max_position_embeddings=tokens + 1, tied_embeddings=False, moe_layers=(True,) * LAYERS,
             num_experts=EXPERTS, experts_per_token=TOP,
         )  # fmt: skip

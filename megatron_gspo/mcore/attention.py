@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_gspo.mcore.device_copies import copy_to_device
 from megatron_gspo.mcore.operators import Permutation, pad_rows, permute, rotate, unpad_rows
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes
+from megatron_gspo.models.rotary import Rotary
 from megatron_gspo.parallel.context_parallel import (
     all_gather_tokens,
     chunk_lengths,
@@ -130,7 +131,7 @@ class PackedSequences(PackedSeqParams):
     cp_rank: int = 0
     cp_size: int = 1
     routes: MicroBatchRoutes | None = None
-    rotations: dict[tuple[float, int, torch.dtype], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    rotations: dict[tuple[Rotary, torch.dtype], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @cached_property
     def segments(self) -> Segments:
@@ -172,14 +173,13 @@ class PackedSequences(PackedSeqParams):
         other = (moved["key_source"], moved["key_slot"].long()) if keys is not queries else layout
         return _Padded(buckets, layout, other)
 
-    def rotation(self, base: float, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of every local token, [t, 1, dim]: what ``rotate`` takes."""
-        key = base, dim, dtype
+    def rotation(self, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of every local token, [t, 1, rotary.dim]: what ``rotate`` takes."""
+        key = rotary, dtype
         if key not in self.rotations:
-            frequencies = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-            moved = self._on_device(positions=self.positions, frequencies=frequencies)
+            moved = self._on_device(positions=self.positions, frequencies=rotary.frequencies())
             angles = (moved["positions"][:, None].float() * moved["frequencies"])[:, None]
-            cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+            cos, sin = ((wave * rotary.cosine_scale).to(dtype) for wave in (angles.cos(), angles.sin()))
             self.rotations[key] = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
         return self.rotations[key]
 
@@ -238,10 +238,10 @@ def takes_varlen(device: torch.device, dtype: torch.dtype, head_size: int) -> bo
 class PackedAttention(torch.nn.Module):
     """Core attention of a Megatron layer, with the signature that Megatron's ``SelfAttention`` builds and calls.
 
-    With ``rotary_base`` it also applies the rotary embedding, which the model would apply sequence by sequence.
+    With ``rotary`` it also applies the rotary embedding, which the model would apply sequence by sequence.
     """
 
-    rotary_base: float | None = None
+    rotary: Rotary | None = None
 
     def __init__(self, config: Any, *args: Any, softmax_scale: float | None = None, pg_collection: Any = None,
                  **kwargs: Any) -> None:  # fmt: skip
@@ -258,8 +258,8 @@ class PackedAttention(torch.nn.Module):
         if not isinstance(packed_seq_params, PackedSequences):
             raise TypeError("PackedAttention needs packed_seq_params of mcore.attention.packed_sequences()")
         plan, sizes = packed_seq_params, (key.shape[-1], value.shape[-1])
-        if self.rotary_base is not None:
-            cos, sin = plan.rotation(self.rotary_base, query.shape[-1], query.dtype)
+        if self.rotary is not None:
+            cos, sin = plan.rotation(self.rotary, query.dtype)
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         if self.cp_group.size() > 1:
             gathered = all_gather_tokens(torch.cat((key, value), dim=-1), self.cp_group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from dataclasses import replace
 from typing import Any
@@ -11,32 +12,21 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from torch import Tensor
 
 from megatron_gspo.mcore.attention import PackedAttention
+from megatron_gspo.mcore.mixers import MIXERS
+from megatron_gspo.mcore.norms import RMSNorm
 from megatron_gspo.mcore.operators import (
     Permutation,
     gated_experts,
     masked_entries,
     permute,
-    rms_norm,
     unpermute,
 )
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """Torch's RMSNorm, marked so that Megatron sums its gradient under sequence parallelism.
-
-    Megatron's own torch norm doesn't support sequence parallelism, which MoE with tensor parallelism requires.
-    """
-
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=_device(config))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps or 0.0)
+from megatron_gspo.models.model_shape import ModelShape
+from megatron_gspo.models.rotary import Rotary
 
 
 class FusedSequentialMLP(SequentialMLP):
@@ -125,16 +115,16 @@ def _is_static(dispatcher: Any) -> bool:
     )
 
 
-def use_own_operators(model: torch.nn.Module, rotary_base: float) -> None:
+def use_own_operators(model: torch.nn.Module, rotary: Rotary) -> None:
     """Finish a model built from ``block_spec`` without Transformer Engine and with ``position_embedding_type="none"``.
 
-    Attention applies the rotary embedding of ``rotary_base``; expert layers become ``FusedSequentialMLP``; parameters
+    Attention applies the ``rotary`` embedding; expert layers become ``FusedSequentialMLP``; parameters
     and their names stay. The classes are replaced here and not in the spec, which the supported versions of Megatron
     nest differently.
     """
     for module in model.modules():
         if isinstance(module, PackedAttention):
-            module.rotary_base = rotary_base
+            module.rotary = rotary
         elif type(module) is SequentialMLP and _is_plain(module.config):
             module.__class__ = FusedSequentialMLP
         elif isinstance(module, MoELayer) and _is_static(module.token_dispatcher):
@@ -171,17 +161,12 @@ def _is_plain(config: Any) -> bool:
     )
 
 
-def _device(config: Any) -> int | None:
-    """None is the default device: the CPU, or the meta device."""
-    return None if config.use_cpu_initialization else torch.cuda.current_device()
-
-
 def transformer_engine_available() -> bool:
     """Whether Transformer Engine is installed and there is a CUDA device."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
-def block_spec(config: Any, *, transformer_engine: bool, vp_stage: int | None = None) -> Any:
+def block_spec(config: Any, shape: ModelShape, *, transformer_engine: bool, vp_stage: int | None = None) -> Any:
     """The layers that this pipeline stage builds, as Megatron's ``TransformerBlockSubmodules``."""
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=transformer_engine, normalization="RMSNorm", vp_stage=vp_stage
@@ -189,10 +174,15 @@ def block_spec(config: Any, *, transformer_engine: bool, vp_stage: int | None = 
     if transformer_engine:
         return block
     block.layer_norm = RMSNorm
-    for layer in block.layer_specs:
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-        attention = layer.submodules.self_attention.submodules
-        attention.core_attention = PackedAttention
-        if config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    block.layer_specs = [
+        _torch_layer(copy.deepcopy(spec), shape, first + i) for i, spec in enumerate(block.layer_specs)
+    ]
     return block
+
+
+def _torch_layer(spec: Any, shape: ModelShape, layer: int) -> Any:
+    parts = spec.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    parts.self_attention = MIXERS[shape.mixers[layer]].place(parts.self_attention, shape)
+    return spec

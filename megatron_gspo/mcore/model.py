@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_gspo.config import ModelConfig, ParallelConfig
 from megatron_gspo.mcore.layers import block_spec, transformer_engine_available, use_own_operators
 from megatron_gspo.mcore.megatron_options import MegatronOptions, construct, rejections
+from megatron_gspo.mcore.mixers import mixer_options
 from megatron_gspo.mcore.process_groups import ProcessGroups
 from megatron_gspo.mcore.routing_replay.router_hooks import attach_router_hooks
 from megatron_gspo.mcore.value_head import ValueHead
@@ -25,15 +26,15 @@ def _moe(shape: ModelShape, parallel: ParallelConfig, engine: bool) -> dict[str,
         moe_ffn_hidden_size=shape.moe_ffn_hidden_size,
         moe_layer_freq=[int(is_moe) for is_moe in shape.moe_layers],
         # softmax over the chosen experts equals softmax over all, then normalised; without normalisation it comes first
-        moe_router_pre_softmax=not shape.normalize_topk,
-        moe_router_score_function="softmax",
+        moe_router_pre_softmax=not shape.router.normalize,
+        moe_router_score_function=shape.router.score,
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="none",  # an auxiliary loss would add a term to the objective
         moe_aux_loss_coeff=0.0,
         moe_token_dispatcher_type=parallel.moe_token_dispatcher_type,
         moe_grouped_gemm=engine,
         moe_shared_expert_intermediate_size=shape.shared_expert_size or None,
-        moe_shared_expert_gate=bool(shape.shared_expert_size),
+        moe_shared_expert_gate=shape.shared_expert_gate,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_size,
     )
@@ -43,7 +44,7 @@ def transformer_config(shape: ModelShape, parallel: ParallelConfig, model: Model
                        options: MegatronOptions = MegatronOptions()) -> TransformerConfig:  # noqa: B008
     """Megatron's config of this model. ``options`` of the user win over values that no config key sets."""
     engine = use_transformer_engine(model)
-    keywords = _layers(shape, engine) | _layout(parallel) | _precision(model)
+    keywords = _layers(shape, engine) | mixer_options(shape) | _layout(parallel) | _precision(model)
     if shape.is_moe:
         keywords |= _moe(shape, parallel, engine)
     if model.recompute_granularity == "selective":
@@ -59,13 +60,9 @@ def _layers(shape: ModelShape, engine: bool) -> dict[str, Any]:
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         num_attention_heads=shape.num_attention_heads,
-        num_query_groups=shape.num_query_groups,
-        kv_channels=shape.head_dim,
         ffn_hidden_size=shape.ffn_hidden_size,
         normalization="RMSNorm",
         layernorm_epsilon=shape.rms_norm_eps,
-        qk_layernorm=shape.query_key_norms,
-        add_qkv_bias=shape.attention_bias,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
@@ -136,20 +133,20 @@ def build_model(shape: ModelShape, parallel: ParallelConfig, model: ModelConfig,
         with rejections("GPTModel", options.transformer):
             chunk = GPTModel(
                 config,
-                block_spec(config, transformer_engine=engine, vp_stage=vp_stage),
+                block_spec(config, shape, transformer_engine=engine, vp_stage=vp_stage),
                 vocab_size=padded_vocab_size(shape, parallel.tensor_model_parallel_size),
                 max_sequence_length=shape.max_position_embeddings,
                 pre_process=groups.pp.rank() == 0 and stage == 0,
                 post_process=groups.is_last_stage and stage == stages - 1,
                 position_embedding_type="rope" if engine else "none",  # PackedAttention applies it
-                rotary_base=shape.rope_theta,
+                rotary_base=shape.rotary.base,
                 share_embeddings_and_output_weights=shape.tied_embeddings,
                 vp_stage=vp_stage,
             )
         if shape.value_head and chunk.post_process:
             chunk.output_layer = ValueHead(config)
         if not engine:
-            use_own_operators(chunk, shape.rope_theta)
+            use_own_operators(chunk, shape.rotary)
         if shape.is_moe:
             attach_router_hooks(chunk)
         expert_gradients.apply(chunk, config)

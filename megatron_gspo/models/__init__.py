@@ -1,6 +1,7 @@
 """Hugging Face <-> Megatron as one table per model family; every rule is written once for both directions."""
 
-from megatron_gspo.models.families import FAMILIES, Family, check_names, family_of, hugging_face_names
+from megatron_gspo.models.families import FAMILIES, check_names, family_of, hugging_face_names
+from megatron_gspo.models.family import Family
 from megatron_gspo.models.mapping_rules import Rule, Shard
 from megatron_gspo.models.model_shape import ModelError, ModelShape, read_config
 

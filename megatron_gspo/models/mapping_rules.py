@@ -33,6 +33,10 @@ def _as_list(tensor: Tensor, shape: ModelShape) -> list[Tensor]:
     return [tensor]
 
 
+def _always(shape: ModelShape) -> bool:
+    return True
+
+
 def merge_rows(parts: Sequence[Tensor], shape: ModelShape) -> Tensor:
     """Gate and up projection one above the other, as Megatron's gated ``linear_fc1``."""
     return torch.cat(list(parts), dim=0)
@@ -65,6 +69,7 @@ class Rule:
 
     ``megatron`` lists the names that a parameter has in the Transformer Engine and torch layer specs; ``hugging_face``
     the tensors that it is made of, in the order of ``merge``. ``{layer}`` and ``{expert}`` stand for global numbers.
+    ``applies``: whether a model of the family has the parameter.
     """
 
     megatron: tuple[str, ...]
@@ -72,6 +77,7 @@ class Rule:
     shard: Shard = Shard.NONE
     merge: Callable[[Sequence[Tensor], ModelShape], Tensor] = _single
     split: Callable[[Tensor, ModelShape], list[Tensor]] = _as_list
+    applies: Callable[[ModelShape], bool] = _always
 
     @property
     def is_expert(self) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_gspo.errors import InputError
+from megatron_gspo.models.rotary import Rotary
 
 _SIZES = (
     "num_hidden_layers",
@@ -31,11 +32,22 @@ class ModelError(InputError):
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """Sizes of a decoder-only transformer; ``moe_layers[i]``: whether layer ``i`` has experts.
+class Router:
+    """How the tokens of a layer choose among its experts. normalize: the weights of the chosen ones sum to 1."""
 
-    ``attention_bias``: of query, key and value. ``shared_expert_size``: width of the expert that every token goes to,
-    with a gate of its own; 0: there is none. ``value_head``: the output is one value a position (PPO's value model).
+    score: str = "softmax"
+    normalize: bool = True
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes and layer facts of a decoder-only transformer: all that tells its family from another, as data.
+
+    ``mixers[i]``: what mixes the tokens of layer ``i``, a key of ``MIXERS`` in ``mcore/mixers.py``; by default
+    attention everywhere. ``moe_layers[i]``: whether it has
+    experts. ``attention_bias``: of query, key and value. ``shared_expert_size``: width of the expert that every token
+    goes to, 0: there is none; ``shared_expert_gate``: it has a gate of its own. ``value_head``: the output is one value
+    a position (PPO's value model).
     """
 
     model_type: str
@@ -47,18 +59,24 @@ class ModelShape:
     ffn_hidden_size: int
     vocab_size: int
     rms_norm_eps: float
-    rope_theta: float
+    rotary: Rotary
     max_position_embeddings: int
     tied_embeddings: bool
+    mixers: tuple[str, ...] = ()
     attention_bias: bool = False
     query_key_norms: bool = True
     moe_layers: tuple[bool, ...] = ()
     num_experts: int = 0
     experts_per_token: int = 0
     moe_ffn_hidden_size: int = 0
-    normalize_topk: bool = True
+    router: Router = Router()
     shared_expert_size: int = 0
+    shared_expert_gate: bool = False
     value_head: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.mixers:
+            object.__setattr__(self, "mixers", ("attention",) * self.num_layers)
 
     @property
     def is_moe(self) -> bool:
@@ -106,12 +124,3 @@ def check_sizes(config: dict[str, Any]) -> None:
             "num_experts_per_tok=1 with norm_topk_prob=true in config.json makes every weight of an expert 1, so that "
             "no router could learn; set norm_topk_prob to false"
         )
-
-
-def rope_theta(config: dict[str, Any]) -> float:
-    """The rotary base; Transformers 5 keeps it in ``rope_parameters``. Scaled rotary embeddings are refused."""
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind != "default":
-        raise ModelError(f"rope_type={kind!r} in config.json is not supported; only 'default' is")
-    return float(parameters.get("rope_theta", config.get("rope_theta", 10000.0)))

@@ -21,6 +21,7 @@ import megatron_gspo.mcore.train_step  # noqa: F401  the fork server of the test
 from benchmarks.live_storages import LiveStorages
 from megatron_gspo.mcore import attention as module
 from megatron_gspo.mcore.attention import PackedAttention, packed_sequences, segments_of, takes_varlen
+from megatron_gspo.models.rotary import Rotary
 from megatron_gspo.parallel.context_parallel import zigzag_indices
 from tests.support.distributed import run_distributed
 
@@ -118,7 +119,7 @@ def attention_of(case: Case, group: Any) -> PackedAttention:
     config = SimpleNamespace(attention_dropout=0.0, kv_channels=case.dim)
     attention = PackedAttention(config, 1, None, "self", softmax_scale=case.scale,
                                 pg_collection=SimpleNamespace(cp=group))  # fmt: skip
-    attention.rotary_base = case.rotary_base
+    attention.rotary = None if case.rotary_base is None else Rotary(case.rotary_base, case.dim)
     return attention
 
 

@@ -1,8 +1,6 @@
-"""The torch layers: marks for sequence parallelism, and experts that equal Megatron's own."""
+"""The torch layers: experts that equal Megatron's own."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,21 +12,12 @@ from megatron_gspo.mcore.layers import (
     FusedSequentialMLP,
     MoELocalTokenDispatcher,
     MoEStaticTokenDispatcher,
-    RMSNorm,
 )
 from megatron_gspo.mcore.model import build_model
 from tests.mcore.test_model import shape_of
 from tests.support.configs import model_config, parallel
 from tests.support.distributed import run_distributed
 from tests.support.parallel_groups import groups_of
-
-
-def test_norms_carry_the_mark_of_sequence_parallelism():
-    for marked in (True, False):
-        config = SimpleNamespace(params_dtype=torch.float32, use_cpu_initialization=True, sequence_parallel=marked)
-        norm = RMSNorm(config, 8)
-        assert norm.weight.sequence_parallel is marked
-
 
 LAYOUTS = {
     "one": (parallel(), MoELocalTokenDispatcher),

@@ -32,21 +32,6 @@ def test_names_are_those_that_transformers_writes(tmp_path, model):
     assert set(names.values()) == {1}
 
 
-def test_sizes_are_read_from_the_config():
-    _, shape = family_of(tiny_config("moe", norm_topk_prob=False, mlp_only_layers=[2], rope_theta=5e5).to_dict())
-    assert (shape.num_layers, shape.hidden_size, shape.num_attention_heads, shape.num_query_groups) == (4, 32, 4, 2)
-    assert (shape.head_dim, shape.ffn_hidden_size, shape.moe_ffn_hidden_size, shape.vocab_size) == (16, 48, 16, 96)
-    assert (shape.num_experts, shape.experts_per_token, shape.normalize_topk) == (8, 2, False)
-    assert shape.moe_layers == (True, True, False, True)
-    assert shape.rope_theta == 5e5 and shape.rms_norm_eps == 1e-6 and not shape.tied_embeddings
-
-
-def test_rope_theta_of_a_config_of_transformers_4():
-    config = {key: value for key, value in tiny_config("dense").to_dict().items() if key != "rope_parameters"}
-    _, shape = family_of({**config, "rope_theta": 123.0, "rope_scaling": None})
-    assert shape.rope_theta == 123.0
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_gspo.models import FAMILIES, Shard, family_of
+from megatron_gspo.models import family_of
 from megatron_gspo.models.mapping_rules import merge_qkv, merge_rows, split_qkv, split_two
 from tests.support.tiny_models import tiny_config
 
@@ -65,19 +64,3 @@ def test_shards_of_qkv_are_consecutive_rows_of_the_whole(tensor, groups_per_rank
 def test_gate_up_split_undoes_merge(rows, columns):
     parts = [numbered(rows, columns), numbered(rows, columns, start=1000)]
     assert all(torch.equal(a, b) for a, b in zip(split_two(merge_rows(parts, SHAPE), SHAPE), parts, strict=True))
-
-
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)
-def test_every_rule_gives_back_what_it_was_given(family):
-    """Over the whole table, at the sizes of a small model and under its own sharding dimension."""
-    shape = replace(SHAPE, num_attention_heads=4, num_query_groups=2, head_dim=2)
-    rows = {"q_proj": 8, "k_proj": 4, "v_proj": 4}
-    for rule in (*family.outer, *family.attention, *family.dense, *family.experts):
-        parts = [
-            numbered(next((count for key, count in rows.items() if key in name), 6), 3, start=1000 * i)
-            for i, name in enumerate(rule.hugging_face)
-        ]
-        back = rule.split(rule.merge(parts, shape), shape)
-        assert all(torch.equal(a, b) for a, b in zip(back, parts, strict=True)), rule.megatron
-        assert rule.is_expert == ("experts" in rule.hugging_face[0])
-        assert len(parts) == 1 or rule.shard is Shard.ROWS, "merged tensors are stacked by rows"

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron_gspo.models.model_shape import ModelError, check_sizes, padded_vocab_size, read_config, rope_theta
+from megatron_gspo.models.model_shape import ModelError, check_sizes, padded_vocab_size, read_config
 from tests.support.model_shapes import dense_shape
 
 
@@ -24,14 +24,6 @@ def test_experts_that_cannot_be_chosen_are_refused():
         check_sizes({"num_experts_per_tok": 5, "num_experts": 4})
     with pytest.raises(ModelError, match="norm_topk_prob"):
         check_sizes({"num_experts_per_tok": 1, "num_experts": 4, "norm_topk_prob": True})
-
-
-def test_rope_theta_of_both_generations_of_transformers():
-    assert rope_theta({}) == 10000.0
-    assert rope_theta({"rope_theta": 5}) == 5.0
-    assert rope_theta({"rope_parameters": {"rope_type": "default", "rope_theta": 7}, "rope_theta": 5}) == 7.0
-    with pytest.raises(ModelError, match="rope_type='yarn'"):
-        rope_theta({"rope_scaling": {"type": "yarn"}})
 
 
 @pytest.mark.parametrize("text", ["{", "[1]"])

@@ -124,9 +124,9 @@ MEGATRON = (
         ("tests/patches/test_patches.py::test_two_interleaved_stages_exchange_unbatched",),
     ),
     SeededBug(
-        "norm gradients not reduced under sequence parallelism", "design", "megatron_gspo/mcore/layers.py",
+        "norm gradients not reduced under sequence parallelism", "design", "megatron_gspo/mcore/norms.py",
         "self.weight.sequence_parallel = config.sequence_parallel", "self.weight.sequence_parallel = False",
-        ("tests/mcore/test_layers.py::test_norms_carry_the_mark_of_sequence_parallelism",),
+        ("tests/mcore/test_norms.py::test_norms_carry_the_mark_of_sequence_parallelism",),
     ),
     SeededBug(
         "router's auxiliary loss left on", "two converters; TRL's default", MODEL,
@@ -137,7 +137,7 @@ MEGATRON = (
     ),
     SeededBug(
         "softmax over all experts where it is over the chosen ones", "design", MODEL,
-        "moe_router_pre_softmax=not shape.normalize_topk", "moe_router_pre_softmax=shape.normalize_topk",
+        "moe_router_pre_softmax=not shape.router.normalize", "moe_router_pre_softmax=shape.router.normalize",
         ("tests/mcore/test_model.py::test_softmax_comes_before_the_choice_where_its_values_are_not_normalised",),
     ),
     SeededBug(

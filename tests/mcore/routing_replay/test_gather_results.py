@@ -266,12 +266,13 @@ def test_expert_ids_of_one_and_of_two_bytes(experts, dtype, tmp_path):
 def shared_experts(rank: int, world_size: int) -> dict[str, Any]:
     """A model with a shared expert, which no Qwen3 has: built by hand."""
     groups = groups_of(parallel())
-    config = transformer_config(model_shape(mlp_only_layers=[1]), parallel(), model_config())
+    shape_of_model = model_shape(mlp_only_layers=[1])
+    config = transformer_config(shape_of_model, parallel(), model_config())
     config.moe_shared_expert_intermediate_size = 16
     torch.manual_seed(1)
-    chunk = GPTModel(config, block_spec(config, transformer_engine=False), vocab_size=96, max_sequence_length=64,
-                     position_embedding_type="none")  # fmt: skip
-    use_own_operators(chunk, 1e4)
+    spec = block_spec(config, shape_of_model, transformer_engine=False)
+    chunk = GPTModel(config, spec, vocab_size=96, max_sequence_length=64, position_embedding_type="none")
+    use_own_operators(chunk, shape_of_model.rotary)
     attach_router_hooks(chunk)
     shape, found = RouteShape(3, 2, 8), {}
     found["shared"] = [layer.mlp.shared_experts is not None for layer in moe_layers(chunk)]

@@ -1,0 +1,29 @@
+"""The norms of the torch layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_gspo.mcore.operators import rms_norm
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """Torch's RMSNorm, marked so that Megatron sums its gradient under sequence parallelism.
+
+    Megatron's own torch norm doesn't support sequence parallelism, which MoE with tensor parallelism requires.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=_device(config))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps or 0.0)
+
+
+def _device(config: Any) -> int | None:
+    """None is the default device: the CPU, or the meta device."""
+    return None if config.use_cpu_initialization else torch.cuda.current_device()

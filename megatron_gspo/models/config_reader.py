@@ -1,0 +1,69 @@
+"""What several families read from their ``config.json`` in the same way."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from megatron_gspo.models.model_shape import ModelError, ModelShape
+from megatron_gspo.models.rotary import Rotary, Yarn
+
+
+def decoder(config: dict[str, Any]) -> ModelShape:
+    """What all families have: a dense decoder with grouped queries."""
+    heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
+    if config.get("use_sliding_window"):
+        raise ModelError("use_sliding_window=true in config.json is not supported; set it to false")
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    return ModelShape(
+        model_type=config["model_type"],
+        num_layers=layers,
+        hidden_size=config["hidden_size"],
+        num_attention_heads=heads,
+        num_query_groups=config.get("num_key_value_heads") or heads,
+        head_dim=head_dim,
+        ffn_hidden_size=config["intermediate_size"],
+        vocab_size=config["vocab_size"],
+        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+        rotary=rotary_of(config, head_dim),
+        max_position_embeddings=config.get("max_position_embeddings", 32768),
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        moe_layers=(False,) * layers,
+    )
+
+
+def rotary_of(config: dict[str, Any], dim: int, *, interleaved: bool = False,
+              types: tuple[str, ...] = ("default",)) -> Rotary:
+    """The rotary embedding of a config.json, of ``dim`` dimensions. Transformers 5 keeps it in ``rope_parameters``.
+
+    types: the values of ``rope_type`` that the family takes, ``default`` and perhaps ``yarn``. Raises ``ModelError``
+    for another one.
+    """
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind not in types:
+        known = f"only {types[0]!r} is" if len(types) == 1 else f"known: {', '.join(types)}"
+        raise ModelError(f"rope_type={kind!r} in config.json is not supported; {known}")
+    base = float(parameters.get("rope_theta", config.get("rope_theta", 10000.0)))
+    return Rotary(base, dim, interleaved, _yarn(config, parameters) if kind == "yarn" else None)
+
+
+def _yarn(config: dict[str, Any], parameters: dict[str, Any]) -> Yarn:
+    trained = parameters["original_max_position_embeddings"]
+    factor = parameters.get("factor") or config["max_position_embeddings"] / trained
+    numerator, denominator = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    cosine = parameters.get("attention_factor")
+    if cosine is None:
+        cosine = _magnitude(factor, 1.0)
+        if numerator and denominator:
+            cosine = _magnitude(factor, numerator) / _magnitude(factor, denominator)
+    return Yarn(
+        factor=factor, trained_length=trained, fast=parameters.get("beta_fast") or 32.0,
+        slow=parameters.get("beta_slow") or 1.0, rounds=parameters.get("truncate", True), cosine_scale=cosine,
+        score_scale=_magnitude(factor, denominator) ** 2 if denominator else 1.0,
+    )  # fmt: skip
+
+
+def _magnitude(factor: float, weight: float) -> float:
+    """What stretched scores are multiplied by: ``0.1 weight ln(factor) + 1``."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -1,0 +1,38 @@
+"""What a model family states: its layer facts and its tables of names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_gspo.models.mapping_rules import Rule
+from megatron_gspo.models.model_shape import ModelShape
+from megatron_gspo.models.rule_tables import OUTER, VALUE_HEAD
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model type: how to read its sizes and layer facts, and the rules of its layers (names relative to the layer).
+
+    ``mixers``: the rules of what mixes the tokens, by its kind in ``ModelShape.mixers``.
+    """
+
+    model_type: str
+    shape: Callable[[dict[str, Any]], ModelShape]
+    mixers: Mapping[str, tuple[Rule, ...]]
+    dense: tuple[Rule, ...]
+    experts: tuple[Rule, ...] = ()
+    outer: tuple[Rule, ...] = OUTER
+
+    def layer_rules(self, shape: ModelShape, layer: int) -> tuple[Rule, ...]:
+        """The rules of layer ``layer``, its mixer's first."""
+        rules = self.mixers[shape.mixers[layer]] + (self.experts if shape.moe_layers[layer] else self.dense)
+        return tuple(rule for rule in rules if rule.applies(shape))
+
+    def outer_rules(self, shape: ModelShape) -> tuple[Rule, ...]:
+        """The rules outside of the layers; with tied embeddings there is no output weight."""
+        if not shape.tied_embeddings and not shape.value_head:
+            return self.outer
+        rules = tuple(rule for rule in self.outer if rule.megatron != VALUE_HEAD.megatron)
+        return (*rules, VALUE_HEAD) if shape.value_head else rules

@@ -1,0 +1,78 @@
+"""Rules of mapping that families share, a table for each part of a layer. Names are relative to the layer.
+
+Sources: the checkpoints of each family and Megatron-Core's parameter names, with Transformer Engine and without.
+"""
+
+from __future__ import annotations
+
+from megatron_gspo.models.mapping_rules import Rule, Shard, merge_qkv, merge_rows, split_qkv, split_two
+
+OUTER = (
+    Rule(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), Shard.ROWS),
+    Rule(("decoder.final_layernorm.weight",), ("model.norm.weight",)),
+    Rule(("output_layer.weight",), ("lm_head.weight",), Shard.ROWS),
+)
+# As in Transformers' `...ForSequenceClassification` with one label.
+VALUE_HEAD = Rule(("output_layer.weight",), ("score.weight",))
+ATTENTION = (
+    Rule(("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"), ("input_layernorm.weight",)),
+    Rule(
+        ("self_attention.linear_qkv.weight",),
+        ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+        Shard.ROWS,
+        merge_qkv,
+        split_qkv,
+    ),
+    Rule(("self_attention.linear_proj.weight",), ("self_attn.o_proj.weight",), Shard.COLUMNS),
+)
+QUERY_KEY_NORMS = (
+    Rule(("self_attention.q_layernorm.weight",), ("self_attn.q_norm.weight",)),
+    Rule(("self_attention.k_layernorm.weight",), ("self_attn.k_norm.weight",)),
+)
+ATTENTION_BIAS = (
+    Rule(
+        ("self_attention.linear_qkv.bias",),
+        ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+        Shard.ROWS,
+        merge_qkv,
+        split_qkv,
+    ),
+)
+DENSE = (
+    Rule(("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"), ("post_attention_layernorm.weight",)),
+    Rule(
+        ("mlp.linear_fc1.weight",),
+        ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        Shard.ROWS,
+        merge_rows,
+        split_two,
+    ),
+    Rule(("mlp.linear_fc2.weight",), ("mlp.down_proj.weight",), Shard.COLUMNS),
+)
+EXPERTS = (
+    Rule(("pre_mlp_layernorm.weight",), ("post_attention_layernorm.weight",)),
+    Rule(("mlp.router.weight",), ("mlp.gate.weight",)),
+    Rule(
+        ("mlp.experts.linear_fc1.weight{expert}", "mlp.experts.local_experts.{expert}.linear_fc1.weight"),
+        ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"),
+        Shard.ROWS,
+        merge_rows,
+        split_two,
+    ),
+    Rule(
+        ("mlp.experts.linear_fc2.weight{expert}", "mlp.experts.local_experts.{expert}.linear_fc2.weight"),
+        ("mlp.experts.{expert}.down_proj.weight",),
+        Shard.COLUMNS,
+    ),
+)
+SHARED_EXPERT = (
+    Rule(
+        ("mlp.shared_experts.linear_fc1.weight",),
+        ("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
+        Shard.ROWS,
+        merge_rows,
+        split_two,
+    ),
+    Rule(("mlp.shared_experts.linear_fc2.weight",), ("mlp.shared_expert.down_proj.weight",), Shard.COLUMNS),
+    Rule(("mlp.shared_experts.gate_weight",), ("mlp.shared_expert_gate.weight",)),
+)

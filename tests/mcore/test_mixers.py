@@ -1,0 +1,21 @@
+"""What Megatron is configured with and what takes the place of its modules, by a layer's mixer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from megatron_gspo.mcore.attention import PackedAttention
+from megatron_gspo.mcore.mixers import MIXERS, mixer_options
+from megatron_gspo.mcore.norms import RMSNorm
+from tests.support.model_shapes import dense_shape
+
+
+def test_attention():
+    assert mixer_options(dense_shape(attention_bias=True)) == dict(
+        num_query_groups=1, kv_channels=4, qk_layernorm=True, add_qkv_bias=True
+    )
+    for norms in (True, False):
+        spec = SimpleNamespace(submodules=SimpleNamespace(core_attention=None, q_layernorm=None, k_layernorm=None))
+        found = MIXERS["attention"].place(spec, dense_shape(query_key_norms=norms)).submodules
+        assert found.core_attention is PackedAttention
+        assert found.q_layernorm is found.k_layernorm is (RMSNorm if norms else None)

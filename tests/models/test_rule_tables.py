@@ -1,0 +1,28 @@
+"""Every rule of every family's tables."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+import torch
+
+from megatron_gspo.models import FAMILIES, Shard
+from tests.models.test_mapping_rules import SHAPE, numbered
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)
+def test_every_rule_gives_back_what_it_was_given(family):
+    """Over the whole table, at the sizes of a small model and under its own sharding dimension."""
+    shape = replace(SHAPE, num_attention_heads=4, num_query_groups=2, head_dim=2)
+    rows = {"q_proj": 8, "k_proj": 4, "v_proj": 4}
+    for rule in (*family.outer, *chain(*family.mixers.values()), *family.dense, *family.experts):
+        parts = [
+            numbered(next((count for key, count in rows.items() if key in name), 6), 3, start=1000 * i)
+            for i, name in enumerate(rule.hugging_face)
+        ]
+        back = rule.split(rule.merge(parts, shape), shape)
+        assert all(torch.equal(a, b) for a, b in zip(back, parts, strict=True)), rule.megatron
+        assert rule.is_expert == ("experts" in rule.hugging_face[0])
+        assert len(parts) == 1 or rule.shard is Shard.ROWS, "merged tensors are stacked by rows"
