@@ -188,7 +188,7 @@ class _Host:
             with self.phase("metrics"):
                 ratios = _added(ratios, part, found)
         with self.phase("metrics"):
-            quantiles_over_ranks(ratios, batch.group)
+            quantiles_over_ranks(ratios, batch)
             sample_metrics(batch, version=3, supervised=False)
 
     def scored(self, batch: Any, plan: Any, optional: tuple[str, ...]) -> dict[int, np.ndarray]:

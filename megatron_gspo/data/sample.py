@@ -97,6 +97,11 @@ class Sample:
         return int(self.tokens.shape[0])
 
     @property
+    def has_tokens(self) -> bool:
+        """Whether `tokens` are those of the sample and not the placeholder of `stage_input`."""
+        return 0 not in self.tokens.strides
+
+    @property
     def response_length(self) -> int:
         """R: response tokens, masked ones included."""
         return self.length - self.prompt_length
@@ -178,6 +183,22 @@ class Sample:
         if self.token_versions is not None:
             record["token_versions"] = version_spans(self.token_versions)
         return record
+
+
+def stage_input(sample: Sample, *, tokens: bool) -> Sample:
+    """What a pipeline stage without the loss reads of a sample: ids, lengths, `loss_mask` (routing metrics weigh by it)
+    and routes; and tokens where it has the embedding, else `tokens` is [L] zeros without memory for them."""
+    return Sample(
+        prompt_index=sample.prompt_index,
+        sample_index=sample.sample_index,
+        tokens=sample.tokens if tokens else np.broadcast_to(np.int64(0), (sample.length,)),
+        prompt_length=sample.prompt_length,
+        loss_mask=sample.loss_mask,
+        rollout_log_probs=None,
+        finish_reason=sample.finish_reason,
+        routed_experts=sample.routed_experts,
+        missing_routes=sample.missing_routes,
+    )
 
 
 def version_spans(versions: np.ndarray) -> list[list[int]]:

@@ -14,7 +14,6 @@ from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.data.turn_spans import spans
 from megatron_gspo.loop.gae import token_kl, with_gae
 from megatron_gspo.loop.reward_scoring import counts_in_group
-from megatron_gspo.parallel.host_exchange import sum_over_ranks
 
 
 def with_advantages(batch: SampleBatch, algorithm: AlgorithmConfig, *, max_response_length: int) -> SampleBatch:
@@ -79,7 +78,7 @@ def with_turn_advantages(batch: SampleBatch, shaped: np.ndarray, algorithm: Algo
     of_episodes = torch.from_numpy(np.repeat(np.arange(len(batch)), counts))
     assert algorithm.turn_discount is not None
     values = turn_advantages(
-        torch.from_numpy(sum_over_ranks(rewards, batch.group)),
+        torch.from_numpy(batch.summed(rewards)),
         of_episodes,
         torch.from_numpy(np.array(table["prompt_index"]))[of_episodes],
         discount=algorithm.turn_discount,

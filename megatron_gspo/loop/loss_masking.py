@@ -53,7 +53,7 @@ def mask_samples(batch: SampleBatch, *, step: int, truncated: bool) -> tuple[Sam
             "look at grad_norm before, lower optimizer.lr, and resume from an earlier checkpoint"
         )
     changed = masked & ~empty
-    found = batch.map(lambda i, s: replace(s, loss_mask=np.zeros_like(s.loss_mask)) if changed[i] else s)
+    found = batch.map_packed(lambda i, s: replace(s, loss_mask=np.zeros_like(s.loss_mask)) if changed[i] else s)
     return found.with_columns(trained=np.where(masked, 0, table["trained"])), counts
 
 

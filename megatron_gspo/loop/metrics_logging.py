@@ -23,7 +23,6 @@ from megatron_gspo.loop.generation import DataCursor
 from megatron_gspo.loop.optimizer_steps import Update, writes_ratios
 from megatron_gspo.loop.rollout_log import rollout_record
 from megatron_gspo.loop.routing import RoutingReplay
-from megatron_gspo.parallel.host_exchange import gather_bytes
 from megatron_gspo.rewards.scorer import FAILURE
 from megatron_gspo.tracking.plots import draw_run
 from megatron_gspo.tracking.progress import Progress
@@ -54,7 +53,7 @@ def ratio_arrays(update: Update, tokenizer: Any) -> dict[str, np.ndarray] | None
     own = io.BytesIO()
     joined: dict[str, Any] = {name: np.concatenate(parts) for name, parts in columns.items() if parts}
     np.savez(own, **joined)
-    gathered = gather_bytes(own.getbuffer(), update.batch.group)
+    gathered = update.batch.gather(own.getbuffer())
     if gathered is None:
         return None
     files = [np.load(io.BytesIO(part.tobytes())) for part in gathered]
@@ -164,7 +163,7 @@ class MetricsLogger:
         chosen = evenly_spaced(range(len(batch)), count) if count else []
         own = {i: s.to_record(self._prompts[s.prompt_index]) for i in chosen if (s := batch.held.get(i)) is not None}
         reasons = [sample.metadata[FAILURE] for sample in batch.samples if FAILURE in sample.metadata]
-        gathered = gather_bytes(json.dumps([own, len(reasons), reasons[:1]]).encode(), batch.group)
+        gathered = batch.gather(json.dumps([own, len(reasons), reasons[:1]]).encode())
         if not self._active or gathered is None:
             return
         parts = [json.loads(part.tobytes()) for part in gathered]

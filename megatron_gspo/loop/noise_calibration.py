@@ -89,7 +89,7 @@ def with_rollout_routes(policy: Policy, batch: SampleBatch, plan: MicroBatchPlan
                         noise: RouterNoise | None) -> SampleBatch:  # fmt: skip
     """The samples with the routes that a pass with the rollout engine's noise takes."""
     routes, _ = routes_of_replica(_routed(policy, batch, plan, config, noise, compare=False), batch, range(len(batch)))
-    return batch.map(lambda i, sample: replace(sample, routed_experts=routes[i], missing_routes=None))
+    return batch.map_packed(lambda i, sample: replace(sample, routed_experts=routes[i], missing_routes=None))
 
 
 def _routed(policy: Policy, batch: SampleBatch, plan: MicroBatchPlan, config: Config, noise: RouterNoise | None, *,

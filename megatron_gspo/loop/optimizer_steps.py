@@ -78,7 +78,7 @@ def run_optimizer_steps(
     if not results:
         return Update(metrics)
     metrics |= update.metrics | averaged_metrics([result.metrics for result in results])
-    metrics |= quantiles_over_ranks(ratios, batch.group) | packing_metrics(policy, results)
+    metrics |= quantiles_over_ranks(ratios, batch) | packing_metrics(policy, results)
     metrics |= clock.take() if clock is not None else {}
     return replace(update, metrics=metrics)
 

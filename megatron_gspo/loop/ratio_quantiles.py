@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_gspo.algorithms import RatioHistogram
-from megatron_gspo.parallel.host_exchange import max_over_ranks, sum_over_ranks
+from megatron_gspo.data.sample_batch import SampleBatch
 
 
 def added_histograms(
@@ -20,16 +19,14 @@ def added_histograms(
     return {level: some[level] + one if level in some else one for level, one in more.items()}
 
 
-def quantiles_over_ranks(
-    histograms: Mapping[str, RatioHistogram], group: dist.ProcessGroup | None
-) -> dict[str, float]:
-    """``ratio_<level>/<quantile>`` of the histograms of all ranks of the group. A collective of it."""
+def quantiles_over_ranks(histograms: Mapping[str, RatioHistogram], batch: SampleBatch) -> dict[str, float]:
+    """``ratio_<level>/<quantile>`` of the histograms of all holders of the batch. A collective of its replicas."""
 
-    def over(reduce: Callable[[np.ndarray, dist.ProcessGroup | None], np.ndarray]) -> Callable[[Tensor], Tensor]:
-        return lambda x: torch.from_numpy(reduce(x.numpy(), group))
+    def over(reduce: Callable[[np.ndarray], np.ndarray]) -> Callable[[Tensor], Tensor]:
+        return lambda x: torch.from_numpy(reduce(x.numpy()))
 
     return {
         f"ratio_{level}/{name}": value
         for level, one in histograms.items()
-        for name, value in one.quantiles(over(sum_over_ranks), over(max_over_ranks)).items()
+        for name, value in one.quantiles(over(batch.summed), over(batch.largest)).items()
     }

@@ -78,7 +78,7 @@ def mismatch(batch: SampleBatch, log_probs: Mapping[int, np.ndarray]) -> dict[st
         histograms = added_histograms(histograms, ratio_histograms(*both, tokens.mask, tokens.ids))
     found = dict(zip(totals, batch.sum(*totals.values()), strict=True))
     found["mismatch/abs_diff_max"] = batch.max(largest)[0]
-    return found | {f"mismatch/{name}": v for name, v in quantiles_over_ranks(histograms, batch.group).items()}
+    return found | {f"mismatch/{name}": v for name, v in quantiles_over_ranks(histograms, batch).items()}
 
 
 def correct_mismatch(batch: SampleBatch, algorithm: AlgorithmConfig) -> tuple[SampleBatch, dict[str, float]]:

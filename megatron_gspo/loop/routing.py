@@ -162,7 +162,7 @@ class RoutingReplay:
                 return without_routes(sample, shape)
             return replace(sample, routed_experts=recorded[i], missing_routes=None)
 
-        return batch.map(change)
+        return batch.map_packed(change)
 
     def add_update(self, done: Sequence[MicroBatchRoutes] | None, batch: SampleBatch, timers: Timers, *,
                    flips: bool) -> None:

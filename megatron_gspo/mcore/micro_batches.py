@@ -71,7 +71,7 @@ class PackedBatches(Sequence[PackedBatch]):
             return [self[i] for i in range(*index.indices(len(self)))]
         index = range(len(self))[index]
         packed = pack(
-            [self._batch.held[i] for i in self._rows[index]], num_sequences=self._counts[0],
+            [self._batch.packed[i] for i in self._rows[index]], num_sequences=self._counts[0],
             num_tokens=self._counts[1], sequence_multiple=self._plan.sequence_multiple,
             total_multiple=self._plan.total_multiple, optional=self._optional, routes=self._routes,
         )  # fmt: skip
@@ -97,13 +97,14 @@ class MicroBatches:
 
 def planned_micro_batches(batch: SampleBatch, plan: MicroBatchPlan, groups: ProcessGroups, *,
                           optional: Sequence[str] | None = None, routes: RouteShape | None = None) -> MicroBatches:
-    """This rank's micro-batches of a global mini-batch. ``optional``, ``routes``: as in ``pack``."""
+    """This rank's micro-batches of a global mini-batch. ``optional``, ``routes``: as in ``pack``; only samples that are
+    held have optional fields."""
     replica, lengths = groups.dp.rank(), batch.lengths
     layouts = []
     for number, rows in enumerate(plan.rows[replica]):
         bounds = packed_bounds(lengths[rows].tolist(), plan.sequence_multiple, plan.total_multiple)
         layouts.append(PackLayout(torch.from_numpy(bounds.astype(np.int32)), tuple(rows), number))
-    packed = PackedBatches(batch, plan, replica, optional, routes)
+    packed = PackedBatches(batch, plan, replica, optional if batch.packed is batch.held else (), routes)
     return MicroBatches(packed, plan.seq_length, plan.real_tokens, plan.packed_tokens, layouts)
 
 
@@ -129,11 +130,14 @@ def plan_of(batch: SampleBatch, training: TrainingConfig, config: Any, groups: P
 
 def values_of_replica(values: Sequence[Tensor], layouts: Sequence[PackLayout], batch: SampleBatch,
                       groups: ProcessGroups) -> dict[int, np.ndarray]:
-    """Per-token results of this replica: by position in the batch ``[R]`` float32, on each of the replica's ranks.
+    """Per-token results of this replica: by position in the batch ``[R]`` float32, on the ranks that hold its samples.
 
     ``values``: one ``[t]`` tensor per micro-batch, of this rank's shards, on the last pipeline stage; empty elsewhere.
-    One sum over the context ranks, each token being set by exactly one, and one broadcast to the other stages.
+    One sum over the context ranks, each token being set by exactly one, and one broadcast to the other stages if those
+    hold the samples too.
     """
+    if batch.packed is not batch.held:
+        return {}
     own = [index for layout in layouts for index in layout.sample_ids]
     sizes = [int(batch.table["response_length"][index]) for index in own]
     ends = np.cumsum([0, *sizes])
@@ -145,7 +149,7 @@ def values_of_replica(values: Sequence[Tensor], layouts: Sequence[PackLayout], b
             dist.all_reduce(flat, group=groups.cp)
     else:
         flat = torch.zeros(int(ends[-1]), device=compute_device())
-    if groups.pp.size() > 1 and len(flat):
+    if groups.pp.size() > 1 and batch.pipeline is None and len(flat):
         dist.broadcast(flat, src=groups.last_stage_rank, group=groups.pp)
     everything = flat.cpu().numpy()
     return dict(zip(own, np.split(everything, ends[:-1])[1:], strict=True))

@@ -81,6 +81,15 @@ def broadcast_bytes(payload: Bytes | np.ndarray | None, group: ProcessGroup | No
     return received.cpu().numpy()
 
 
+def broadcast_array(values: np.ndarray, group: ProcessGroup, source: int) -> np.ndarray:
+    """The array of the group's rank `source`, on every rank. The others pass one of the same shape and dtype."""
+    if group_size(group) == 1 or not values.size:
+        return values
+    moved = torch.from_numpy(np.array(values)).to(group_device(group))
+    dist.broadcast(moved, src=dist.get_global_rank(group, source), group=group)
+    return moved.cpu().numpy()
+
+
 def exchange_bytes(parts: Sequence[Bytes], group: ProcessGroup | None) -> list[np.ndarray]:
     """parts[r] goes to rank r; returns what each rank sent here, by rank: views into one writable uint8 array."""
     if group_size(group) == 1:

@@ -13,8 +13,8 @@ from megatron_gspo.data.sample import FINISH_REASONS, Sample
 _PER_TOKEN = ("rollout_log_probs", "advantages", "old_log_probs", "ref_log_probs")
 _COLUMNS = ("place", "prompt_index", "sample_index", "length", "prompt_length", "finish", "weight_version",
             "text_bytes", *_PER_TOKEN, "route_layers", "route_k", "route_bytes", "missing_routes",
-            "token_versions")  # fmt: skip
-_FORMAT = int.from_bytes(b"samples3", "little")  # at the start of the bytes; another version's are refused
+            "token_versions", "tokens")  # fmt: skip
+_FORMAT = int.from_bytes(b"samples4", "little")  # at the start of the bytes; another version's are refused
 _COLUMN = {name: i for i, name in enumerate(_COLUMNS)}
 
 
@@ -31,7 +31,8 @@ def encode_samples(samples: Sequence[Sample], places: Sequence[int]) -> bytes:
         finish = FINISH_REASONS.index(sample.finish_reason)
         ids = (place, sample.prompt_index, sample.sample_index)
         sizes = (sample.length, sample.prompt_length)
-        row[:] = (*ids, *sizes, finish, sample.weight_version, len(text), *present, *shape, missing, versions)
+        given = missing, versions, sample.has_tokens
+        row[:] = (*ids, *sizes, finish, sample.weight_version, len(text), *present, *shape, *given)
     metadata = (
         b"" if not any(s.metadata for s in samples) else json.dumps([s.metadata for s in samples]).encode()
     )
@@ -42,7 +43,7 @@ def encode_samples(samples: Sequence[Sample], places: Sequence[int]) -> bytes:
         np.array([_FORMAT, len(samples), len(metadata)], dtype=np.int64),
         table,
         np.array([sample.reward for sample in samples], dtype=np.float64),
-        _joined([s.tokens for s in samples], np.int64),
+        _joined([s.tokens for s in samples if s.has_tokens], np.int64),
         _joined(floats, np.float32),
         _joined([s.token_versions for s in samples if s.token_versions is not None], np.int32),
         *all_routes,
@@ -64,7 +65,8 @@ def decode_samples(buffer: np.ndarray) -> list[tuple[int, Sample]]:
     rewards = reader.take(np.float64, count).tolist()
     lengths, prompt_lengths = table[:, _COLUMN["length"]], table[:, _COLUMN["prompt_length"]]
     responses = lengths - prompt_lengths
-    tokens = np.split(reader.take(np.int64, int(lengths.sum())), np.cumsum(lengths)[:-1])
+    stored = np.where(table[:, _COLUMN["tokens"]], lengths, 0)
+    tokens = np.split(reader.take(np.int64, int(stored.sum())), np.cumsum(stored)[:-1])
     present = table[:, _COLUMN[_PER_TOKEN[0]] : _COLUMN[_PER_TOKEN[-1]] + 1]
     floats = _Reader(reader.take(np.uint8, 4 * int((present.sum(1) * responses).sum())))
     known = table[:, _COLUMN["token_versions"]] != 0
@@ -79,7 +81,7 @@ def decode_samples(buffer: np.ndarray) -> list[tuple[int, Sample]]:
         sample = Sample(
             prompt_index=record["prompt_index"],
             sample_index=record["sample_index"],
-            tokens=tokens[i],
+            tokens=tokens[i] if record["tokens"] else np.broadcast_to(np.int64(0), (record["length"],)),
             prompt_length=record["prompt_length"],
             loss_mask=masks[i],
             finish_reason=FINISH_REASONS[record["finish"]],

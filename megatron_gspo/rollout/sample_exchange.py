@@ -9,7 +9,7 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_gspo.config import SamplingParams
-from megatron_gspo.data.sample import Prompt, Sample
+from megatron_gspo.data.sample import Prompt, Sample, stage_input
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.errors import EngineError, UserError, first_line
 from megatron_gspo.parallel.collectives import group_rank, group_size
@@ -107,7 +107,8 @@ def move_samples(
     batch: SampleBatch, replica: np.ndarray, dp: dist.ProcessGroup, shared: Sequence[dist.ProcessGroup],
     routes: RouteShape | None = None,
 ) -> SampleBatch:
-    """Each sample to the replica that trains it, on every rank of it; returns the batch with `group` dp.
+    """Each sample to the replica that trains it: on every rank of its last pipeline stage, with what they read of it on
+    the other stages; returns the batch with `group` dp.
 
     replica: [N] rank in `dp`, the group of this rank's counterparts in the replicas. shared: groups whose product is a
     replica, the pipeline first: its first rank receives the samples and passes them on. routes: the layers whose routes
@@ -125,7 +126,7 @@ def move_samples(
     stays = (batch.table["holder"] == target) & alone
     rounds = np.full(len(batch), -1)
     rounds[~stays] = exchange_rounds(_sizes(batch)[~stays], batch.table["holder"][~stays], target[~stays], BUCKET_BYTES)
-    stages = _layers_of_stages(routes, shared) if batch.table["has_routes"].any() else []
+    stages = _layers_of_stages(routes if batch.table["has_routes"].any() else None, shared)
     leaving = dict(batch.held)
     batch.held.clear()  # so that a sample's memory is free once it has left
     held = {i: leaving.pop(i) for i in np.flatnonzero(stays).tolist() if i in leaving}
@@ -138,7 +139,11 @@ def move_samples(
             held |= dict(decode_samples(_passed_on(part, shared, stages)))
     expected = np.flatnonzero(replica == me).tolist()
     assert sorted(held) == expected, f"{len(held)} of {len(expected)} samples arrived"
-    return SampleBatch(table, {i: held[i] for i in expected}, dp)
+    found = {i: held[i] for i in expected}
+    if not stages:
+        return SampleBatch(table, found, dp)
+    is_last = group_rank(shared[0]) == len(stages) - 1
+    return SampleBatch(table, found if is_last else {}, dp, shared[0], {} if is_last else found)
 
 
 def exchange_rounds(sizes: np.ndarray, source: np.ndarray, target: np.ndarray, bucket: int) -> np.ndarray:
@@ -190,15 +195,20 @@ def _send_round(
     return exchange_bytes(parts, group)
 
 
-def _layers_of_stages(routes: RouteShape | None, shared: Sequence[dist.ProcessGroup]) -> list[np.ndarray]:
-    """The layers whose routes each pipeline stage keeps; empty where each keeps all. A collective of the pipeline."""
-    if routes is None or not shared or group_size(shared[0]) == 1:
+def _layers_of_stages(
+    routes: RouteShape | None, shared: Sequence[dist.ProcessGroup]
+) -> Sequence[np.ndarray | None]:
+    """The layers whose routes each stage of a pipeline keeps, None: all; empty without a pipeline. A collective of
+    it."""
+    if not shared or group_size(shared[0]) == 1:
         return []
+    if routes is None:
+        return [None] * group_size(shared[0])
     return gather_rows_of_ranks(np.array(routes.held_layers, dtype=np.int64), shared[0])
 
 
 def _passed_on(
-    part: np.ndarray | None, shared: Sequence[dist.ProcessGroup], stages: Sequence[np.ndarray]
+    part: np.ndarray | None, shared: Sequence[dist.ProcessGroup], stages: Sequence[np.ndarray | None]
 ) -> np.ndarray:
     """What a replica's first rank received, on all of its ranks: along one group after the other."""
     for i, group in enumerate(shared):
@@ -208,13 +218,19 @@ def _passed_on(
     return part
 
 
-def _to_stages(part: np.ndarray | None, pipeline: dist.ProcessGroup, stages: Sequence[np.ndarray]) -> np.ndarray:
-    """The first stage's samples, on each stage with the routes of its own layers."""
+def _to_stages(
+    part: np.ndarray | None, pipeline: dist.ProcessGroup, stages: Sequence[np.ndarray | None]
+) -> np.ndarray:
+    """The first stage's samples, on each stage what it reads of them, with the routes of its own layers."""
     parts = [b""] * len(stages)
     if part is not None:
         placed = decode_samples(part)
         places = [place for place, _ in placed]
-        parts = [encode_samples([_of_layers(s, layers) for _, s in placed], places) for layers in stages]
+        for stage, layers in enumerate(stages):
+            read = [_of_layers(sample, layers) for _, sample in placed]
+            if stage < len(stages) - 1:
+                read = [stage_input(sample, tokens=stage == 0) for sample in read]
+            parts[stage] = encode_samples(read, places)
     return exchange_bytes(parts, pipeline)[0]
 
 

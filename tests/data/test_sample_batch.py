@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_gspo.data.sample_batch import ROW, SampleBatch, rows_of
 from tests.loop.episodes import episode
@@ -74,6 +75,38 @@ def over_ranks(rank: int, world: int) -> list:
     with pytest.raises(ValueError, match="4 samples do not have the positions 0 to 3"):
         SampleBatch.gathered(samples[:2], [0, 1], dist.group.WORLD)
     return found
+
+
+def over_stages(rank: int, world: int) -> list:
+    """Two replicas of two stages; the last stage of each holds its sample."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stage, replica = rank // 2, rank % 2
+    samples = [make_sample(1, 9 + i, seed=i) for i in range(2)]
+    held = {replica: samples[replica]}
+    batch = replace(SampleBatch.of(samples), held=held if stage else {}, group=mesh.get_group("dp"),
+                    pipeline=mesh.get_group("pp"), stage_inputs={} if stage else held)  # fmt: skip
+    swapped = batch.select([1, 0])
+    odd = np.arange(12) % 2 == 1
+    masked = swapped.map(lambda i, s: replace(s, loss_mask=odd[: s.response_length])).with_trained()
+    emptied = masked.map_packed(lambda i, s: replace(s, loss_mask=s.loss_mask & False))
+    gathered = batch.gather(b"from %d" % rank)
+    return [
+        masked.table["trained"].tolist(),
+        {i: sample.loss_mask.tolist() == odd[: sample.response_length].tolist() for i, sample in masked.packed.items()},
+        [int(sample.loss_mask.sum()) for sample in emptied.packed.values()],
+        batch.sum(rank if batch.held else 0.0),
+        batch.max(float(rank) if batch.held else float("-inf")),
+        batch.shared({i: 10.0 * (i + 1) for i in batch.held}).tolist(),
+        None if gathered is None else [part.tobytes() for part in gathered],
+    ]
+
+
+def test_all_stages_know_what_the_last_ones_hold():
+    found = run_distributed(over_stages, 4)
+    for rank, one in enumerate(found):
+        own = 1 - rank % 2  # after the swap
+        assert one[:6] == [[5, 4], {own: True}, [0], [5.0], [3.0], [10.0, 20.0]]
+        assert one[6] == ([b"from 2", b"from 3"] if rank == 0 else None)
 
 
 def test_what_ranks_know_of_each_others_samples():

@@ -1,10 +1,13 @@
 """Histograms of several parts and ranks."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from megatron_gspo.algorithms import RatioHistogram
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.loop.ratio_quantiles import added_histograms, quantiles_over_ranks
 from tests.support.distributed import run_distributed
 
@@ -17,16 +20,17 @@ def test_sums_begin_with_nothing():
     total: dict[str, RatioHistogram] = {}
     for part in ([0.0, 0.5], [], [-1.0]):
         total = added_histograms(total, histograms(*part))
-    found = quantiles_over_ranks(total, None)
-    assert found == quantiles_over_ranks(histograms(0.0, 0.5, -1.0), None)
+    found = quantiles_over_ranks(total, SampleBatch.of([]))
+    assert found == quantiles_over_ranks(histograms(0.0, 0.5, -1.0), SampleBatch.of([]))
     np.testing.assert_allclose([found["ratio_token/min"], found["ratio_token/max"]], np.exp([-1.0, 0.5]))
     assert found["ratio_token/p50"] == 1.0
 
 
 def of_rank(rank: int, world: int) -> dict[str, float]:
-    return quantiles_over_ranks(histograms(*[[0.0, 0.5], [-1.0]][rank]), dist.group.WORLD)
+    batch = replace(SampleBatch.of([]), group=dist.group.WORLD)
+    return quantiles_over_ranks(histograms(*[[0.0, 0.5], [-1.0]][rank]), batch)
 
 
 def test_ranks_have_the_quantiles_of_all():
-    expected = quantiles_over_ranks(histograms(0.0, 0.5, -1.0), None)
+    expected = quantiles_over_ranks(histograms(0.0, 0.5, -1.0), SampleBatch.of([]))
     assert run_distributed(of_rank, 2) == [expected, expected]

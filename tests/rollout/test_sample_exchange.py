@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron_gspo.config import SamplingParams
-from megatron_gspo.data.sample import Prompt
+from megatron_gspo.config import Config, SamplingParams
+from megatron_gspo.data.sample import Prompt, Sample, stage_input
 from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.loop.advantages import with_advantages
 from megatron_gspo.rollout import sample_exchange
 from megatron_gspo.rollout.sample_codec import encode_samples
 from megatron_gspo.rollout.sample_exchange import (
@@ -27,6 +28,7 @@ from tests.support.distributed import run_distributed
 from tests.support.random_samples import all_samples, assert_same, random_sample
 from tests.support.reference_models import checkpoint, loaded_engine, moe_config, prompts, reference_model
 from tests.support.scripted_engine import ScriptedEngine, ScriptedResponse
+from tests.support.training_runs import base_config
 
 
 @pytest.mark.parametrize("count, ranks", [(0, 3), (2, 3), (16, 4), (17, 4), (101, 8)])
@@ -119,15 +121,20 @@ def shape_of(layers):
 
 
 def check_held(there, everything, layers):
-    """The samples are right, with the routes of these layers, whose bytes are their share."""
-    for i, sample in there.held.items():
+    """The samples are right, with the routes of these layers, whose bytes are their share; on other than the last stage
+    of a pipeline no more than a stage reads."""
+    stage = None if there.pipeline is None else dist.get_rank(there.pipeline)
+    is_last = stage is None or stage == dist.get_world_size(there.pipeline) - 1
+    assert there.packed is (there.held if is_last else there.stage_inputs) and (is_last or not there.held)
+    for i, sample in there.packed.items():
         wanted = everything[i].routed_experts
         if wanted is not None and layers is not None:
             wanted = np.stack([wanted[:, layer] for layer in layers], 1) if layers else wanted[:, :0]
-        assert_same(sample, replace(everything[i], routed_experts=wanted))
-        assert sample.tokens.flags.aligned
-    whole = sum(everything[i].routed_experts.nbytes for i in there.held if everything[i].routed_experts is not None)
-    routes = [sample.routed_experts for sample in there.samples if sample.routed_experts is not None]
+        given = replace(everything[i], routed_experts=wanted)
+        assert_same(sample, given if is_last else stage_input(given, tokens=stage == 0))
+        assert sample.tokens.flags.aligned and sample.has_tokens == (is_last or stage == 0)
+    whole = sum(everything[i].routed_experts.nbytes for i in there.packed if everything[i].routed_experts is not None)
+    routes = [sample.routed_experts for sample in there.packed.values() if sample.routed_experts is not None]
     assert sum(ids.nbytes for ids in routes) * 3 == whole * (3 if layers is None else len(layers))
 
 
@@ -152,24 +159,28 @@ def move(rank, groups, everything, replica, holders, layers):
     assert replica_homes(batch, groups["dp"]).tolist() == homes
     there = move_samples(batch, replica, groups["dp"], shared, shape_of(layers))
     own = dist.get_rank(groups["dp"])
-    assert list(there.held) == np.flatnonzero(replica == own).tolist() and there.group is groups["dp"]
+    assert list(there.packed) == np.flatnonzero(replica == own).tolist() and there.group is groups["dp"]
     check_held(there, everything, layers)
     if dist.get_world_size(groups["pp"]) > 1:
-        buffers = {id(base): base.nbytes for sample in there.samples for base in bases(sample)}
-        assert sum(buffers.values()) <= sum(len(encode_samples([sample], [0])) for sample in there.samples)
+        assert there.pipeline is groups["pp"]
+        samples = list(there.packed.values())
+        buffers = {id(base): base.nbytes for sample in samples for base in bases(sample)}
+        assert sum(buffers.values()) <= sum(len(encode_samples([sample], [0])) + 8 for sample in samples)
     assert len(batch.held) == 0, "a sample's memory is free once it has left"
     assert there.table["holder"].tolist() == replica.tolist()
     for name in set(there.table.dtype.names) - {"holder"}:
         np.testing.assert_array_equal(there.table[name], batch.table[name])
-    assert len(all_samples(there)) == len(everything)
-    return own, sorted(there.held)
+    if there.packed is there.held:
+        assert len(all_samples(there)) == len(everything)
+    return own, sorted(there.packed)
 
 
 @pytest.mark.parametrize(
     ("layout", "stages"),
     [({"pp": 1, "dp": 4, "cp": 1, "tp": 1}, [(0, 1, 2)]), ({"pp": 1, "dp": 2, "cp": 1, "tp": 2}, [None]),
      ({"pp": 2, "dp": 2, "cp": 1, "tp": 1}, [(0, 2), (1,)]), ({"pp": 1, "dp": 1, "cp": 2, "tp": 2}, [(0, 1, 2)]),
-     ({"pp": 2, "dp": 1, "cp": 1, "tp": 2}, [(), (0, 1, 2)]), ({"pp": 2, "dp": 1, "cp": 2, "tp": 1}, [None, None])],
+     ({"pp": 2, "dp": 1, "cp": 1, "tp": 2}, [(), (0, 1, 2)]), ({"pp": 2, "dp": 1, "cp": 2, "tp": 1}, [None, None]),
+     ({"pp": 4, "dp": 1, "cp": 1, "tp": 1}, [(0,), (), (1, 2), ()])],
     ids=str,
 )  # fmt: skip
 def test_every_sample_is_on_each_rank_of_its_replica_and_nowhere_else(layout, stages):
@@ -177,6 +188,30 @@ def test_every_sample_is_on_each_rank_of_its_replica_and_nowhere_else(layout, st
     replicas = dict(found)
     assert all(replicas[own] == held for own, held in found), "the ranks of a replica have the same samples"
     assert sorted(i for held in replicas.values() for i in held) == list(range(sum(map(len, replicas.values()))))
+
+
+def stage_bytes(rank: int, world: int) -> int:
+    """Bytes that a stage of a pipeline of three holds of 5 prompt and 900 response tokens with routes of 6 layers x 8,
+    two layers a stage, and with what the loop adds to them."""
+    mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("pp", "dp"))
+    rng = np.random.default_rng(0)
+    routes = rng.integers(0, 128, (904, 6, 8)).astype(np.uint8)
+    sample = Sample(0, 0, np.arange(905), 5, np.arange(900) % 3 > 0, -rng.random(900).astype(np.float32), "stop",
+                    "two words", routed_experts=routes)  # fmt: skip
+    batch = SampleBatch.gathered([sample] if rank == 1 else [], [0] if rank == 1 else [], dist.group.WORLD)
+    shape = RouteShape(6, 8, 128, held=(2 * rank, 2 * rank + 1))
+    there = move_samples(batch, np.zeros(1, dtype=np.int32), mesh.get_group("dp"), (mesh.get_group("pp"),), shape)
+    there = there.map(lambda i, s: replace(s, old_log_probs=s.rollout_log_probs.copy()))
+    there = with_advantages(there, Config.from_dict(base_config("model", "run")).algorithm, max_response_length=900)
+    arrays = [array for array in vars(there.packed[0]).values() if isinstance(array, np.ndarray)]
+    return sum(0 if 0 in array.strides else array.nbytes for array in arrays)
+
+
+def test_a_pipeline_stage_holds_what_it_reads():
+    routes_and_mask = 904 * 2 * 8 + 900
+    tokens, floats = 8 * 905, 4 * 900
+    found = run_distributed(stage_bytes, 3)
+    assert found == [routes_and_mask + tokens, routes_and_mask, routes_and_mask + tokens + 3 * floats]
 
 
 @settings(deadline=None, max_examples=200)
