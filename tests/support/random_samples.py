@@ -56,7 +56,9 @@ def random_sample(rng: np.random.Generator, i: int) -> Sample:
 
 
 def all_samples(batch: SampleBatch) -> list[Sample]:
-    """The samples of all ranks, by position, if each is held once."""
+    """The samples of all ranks, by position, if each is held once; none on a pipeline stage that holds none."""
+    if batch.packed is not batch.held:
+        return []
     if batch.group is None:
         return batch.samples
     everyone: list[Any] = [None] * dist.get_world_size(batch.group)

@@ -268,7 +268,7 @@ def one_step(rank: int, world: int, plain: dict[str, Any]) -> tuple[int, dict[st
         run.groups.update_weights(run.policy.weights, version=0)
         checkpoints = CheckpointManager(run.policy, config.checkpoint, config.run_dir, None)
         done = train_step(run, LoopState(), checkpoints, Timers())
-    return sum(sample.routed_experts.nbytes for sample in done.batch.samples), done.metrics
+    return sum(sample.routed_experts.nbytes for sample in done.batch.packed.values()), done.metrics
 
 
 @pytest.mark.parametrize("replay", ["r2", "r3"])
