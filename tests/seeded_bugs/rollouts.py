@@ -9,6 +9,8 @@ MISMATCH = "megatron_gspo/loop/rollout_correction.py"
 HAND = "tests/environments/test_episodes.py::test_an_episode_by_hand"
 EXCHANGE = "megatron_gspo/rollout/sample_exchange.py"
 PLACED = "tests/rollout/test_sample_exchange.py::test_every_sample_is_on_each_rank_of_its_replica_and_nowhere_else"
+BATCH = "megatron_gspo/data/sample_batch.py"
+STAGES = "tests/data/test_sample_batch.py::test_all_stages_know_what_the_last_ones_hold"
 NAIVE = "tests/algorithms/test_turn_advantages.py::test_against_a_naive_loop"
 
 OF_THE_ROLLOUTS = (
@@ -65,6 +67,14 @@ OF_THE_ROLLOUTS = (
         "a sequence is trained by two replicas", "design", "megatron_gspo/data/micro_batch_plan.py",
         "mine = [np.flatnonzero(replica == r) for", "mine = [np.flatnonzero(replica >= r) for",
         ("tests/data/test_micro_batch_plan.py::test_every_sequence_is_once_on_its_replica",),
+    ),
+    SeededBug(
+        "a pipeline stage keeps the loss masks of before a rejection", "design", BATCH,
+        "        if self.pipeline is None:\n            return counted\n", "        return counted\n", (STAGES,),
+    ),
+    SeededBug(
+        "a pipeline stage decides by the numbers that it has", "design", BATCH,
+        "return found if self.pipeline is None else broadcast_array(", "return found if values.size else broadcast_array(", (STAGES,),
     ),
     SeededBug(
         "a sample has the routes of the sample before it", "design", "megatron_gspo/rollout/sample_codec.py",

@@ -18,7 +18,8 @@ from megatron_gspo.tools.plan.workload import PlanInputs, Workload
 
 _NUMBERS = 56  # bytes of a sample on every rank: `data/sample_batch.py`
 _TOKEN = 8  # bytes of its id
-_TRAINED = 1 + 4 + 4 + 4  # of a response token: mask, the engine's and the old log-prob, advantage
+_MASK = 1  # byte of a response token, on every stage
+_TRAINED = 4 + 4 + 4  # bytes of it on the last one: the engine's and the old log-prob, advantage
 _ID_ON_THE_WIRE = 4 * 4 / 3  # base64 of int32
 _TOKEN_ON_THE_WIRE = 40  # JSON of id, log-prob and text
 
@@ -53,12 +54,17 @@ def host_costs(inputs: PlanInputs, parallel: ParallelConfig) -> HostCosts:
     sequences, tokens = _of_replica(inputs, parallel)
     id_bytes = expert_id_dtype(shape.num_experts).itemsize if shape.is_moe else 0
     ids = _expert_ids(shape, work, range(shape.num_layers))
-    held = max(_expert_ids(shape, work, stage_layers(shape, parallel, stage)) for stage in stages)
-    trained = sequences * assume.mean_response * work.response_length * (_TRAINED + 4 * work.reference)
+    responses = sequences * assume.mean_response * work.response_length
+
+    def held(stage: int) -> float:
+        routes = id_bytes * _expert_ids(shape, work, stage_layers(shape, parallel, stage))
+        of_response = _MASK + (_TRAINED + 4 * work.reference) * (stage == last)
+        return tokens * (routes + _TOKEN * (stage in (0, last))) + responses * of_response
+
     receive, prepare = host_seconds(inputs, parallel)
     return HostCosts(
         numbers=work.sequences * _NUMBERS,
-        samples=tokens * (_TOKEN + held * id_bytes) + trained,
+        samples=max(map(held, stages)),
         checkpoint=max(owned_bytes(shape, parallel, gpus, stage, work) for stage in stages),
         answers=tokens * (_TOKEN_ON_THE_WIRE + ids * _ID_ON_THE_WIRE),
         source=max(source_bytes(shape, parallel, gpus, stage, work) for stage in stages),

@@ -39,6 +39,9 @@ def test_routes_by_hand() -> None:
     assert found.answers == pytest.approx(256 * (40 + 384 * 16 / 3))
     assert found.receive == pytest.approx(256 * (2e-6 + 384 * 3e-9))
     assert found.prepare == pytest.approx(256 * (5e-6 + 384 * 7e-9))
+    three = host_costs(PlanInputs(shape_of(SMALL), work, Cluster(GPU, 24, "none"), RATES),
+                       dataclasses.replace(parallel, pipeline_model_parallel_size=3))  # fmt: skip
+    assert three.samples == 8 * (32 * (8 + 16 * 8) + 24 * 13)  # of the last one; the middle one has no tokens
     without = host_costs(PlanInputs(shape_of(SMALL), dataclasses.replace(work, routes=False), cluster, RATES), parallel)
     assert without.samples == 8 * (32 * 8 + 24 * 13)
 
