@@ -136,16 +136,15 @@ class _Host:
         """Receive, parse and check the servers' answers; one rank at a time, whose data stay in the core's cache."""
         from megatron_gspo.data.sample_batch import SampleBatch
 
-        samples = []
+        places = range(self.rank * count, (self.rank + 1) * count)
         with self.phase("receive and check"):
             fcntl.flock(self.turn, fcntl.LOCK_EX)
-            for i in range(count):
-                sample = self.client.sample(self.connection.body())
-                number = self.rank * count + i
-                samples.append(replace(sample, prompt_index=number // GROUP, sample_index=number % GROUP,
-                                       reward=float(number % 3 == 0)))  # fmt: skip
+            samples = self.connection.bodies(count, self.client.sample)
             fcntl.flock(self.turn, fcntl.LOCK_UN)
-            return SampleBatch.gathered(samples, range(self.rank * count, (self.rank + 1) * count), self.world)
+            samples = [replace(sample, prompt_index=number // GROUP, sample_index=number % GROUP,
+                               reward=float(number % 3 == 0))
+                       for number, sample in zip(places, samples, strict=True)]  # fmt: skip
+            return SampleBatch.gathered(samples, places, self.world)
 
     def distribute(self, batch: Any) -> tuple[Any, Any]:
         """Plan the step and move the samples."""

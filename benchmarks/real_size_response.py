@@ -9,6 +9,7 @@ import multiprocessing
 import statistics
 import time
 import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -192,4 +193,14 @@ class Connection:
 
     def body(self) -> bytearray:
         """The body of a response."""
-        return self._loop.run(self._client.post_for_bytes("/generate", {}, timeout=60, max_bytes=2**30))
+        [body] = self.bodies(1, lambda body: body)
+        return body
+
+    def bodies(self, count: int, taken: Callable[[bytearray], Any]) -> list[Any]:
+        """`taken(body)` of each of some responses, in the thread of the connection, as the rollout client does it."""
+
+        async def take_all() -> list[Any]:
+            return [taken(await self._client.post_for_bytes("/generate", {}, timeout=60, max_bytes=2**30))
+                    for _ in range(count)]  # fmt: skip
+
+        return self._loop.run(take_all())

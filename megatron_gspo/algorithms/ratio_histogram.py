@@ -86,11 +86,13 @@ class RatioHistogram:
 def _bins_of(d: Tensor) -> Tensor:
     """The bin of each log-ratio, ascending with it; int32. Of float32: its rounding is in what `_HALF` and
     `_OF_THE_LOG` leave of the error."""
-    size = d.abs().nan_to_num_(nan=_LARGEST, posinf=_LARGEST).clamp_(max=_LARGEST)
-    growing = size.div(_SMALLEST).clamp_(min=1).log_().div_(_GROWTH).floor_().clamp_(max=_GROWING - 1)
-    equal = size.sub(_BORDER).div_(2 * _HALF).floor_().clamp_(max=_EQUAL - 1).add_(_GROWING)
-    step = torch.where(size < _BORDER, growing, equal).add_(1).mul_(size >= _SMALLEST)
-    return torch.where(d < 0, -step, step).add_(_ONE_SIGN).int()  # not by the sign bit, which a NaN may have
+    d = d.nan_to_num(nan=_LARGEST)  # a NaN may have a sign
+    size = d.abs().clamp_(max=_LARGEST)
+    # without a choice by masks, which costs as much as all the rest: 0 below `_SMALLEST`, and all growing bins above
+    # the border
+    growing = size.div(_SMALLEST).log_().div_(_GROWTH).floor_().clamp_(-1, _GROWING - 1).add_(1)
+    equal = size.sub_(_BORDER).div_(2 * _HALF).floor_().add_(1).clamp_(0, _EQUAL)
+    return growing.add_(equal).copysign_(d).add_(_ONE_SIGN).int()
 
 
 def _centres(bins: Tensor) -> Tensor:

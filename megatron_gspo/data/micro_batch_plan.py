@@ -126,18 +126,30 @@ def _near_home(sizes: np.ndarray, epochs: Sequence[Sequence[Rows]], replicas: in
     totals = np.array([np.bincount(of, weights=sizes, minlength=count) for of in member])
     room = np.repeat(np.ceil(totals / replicas).astype(np.int64)[:, :, None], replicas, axis=2)
     replica = np.zeros(len(sizes), dtype=np.int32) if homes is None else homes.astype(np.int32)
-    leaving = []
-    for i in np.argsort(-sizes, kind="stable").tolist():
-        left = room[passes, member[:, i], replica[i]]
-        if homes is not None and left.min() >= sizes[i]:
-            room[passes, member[:, i], replica[i]] = left - sizes[i]
-        else:
-            leaving.append(i)
+    leaving = np.argsort(-sizes, kind="stable").tolist()
+    if homes is not None:
+        leaving = _take_at_home(sizes.tolist(), leaving, (passes[:, None] * count + member) * replicas + replica, room)
     for i in leaving:
         left = room[passes, member[:, i]]
         replica[i] = np.lexsort((-left.sum(0), -left.min(0)))[0]
         room[passes, member[:, i], replica[i]] -= sizes[i]
     return replica
+
+
+def _take_at_home(sizes: list[int], order: list[int], places: np.ndarray, room: np.ndarray) -> list[int]:
+    """Take the sequences' sizes, in this order, from the room at home while there is enough; those without it.
+
+    places: [passes, n] index into the flat room of each pass. By lists: numpy costs more for a number at a time."""
+    left, missing = room.reshape(-1).tolist(), []
+    of = places.T.tolist()
+    for i in order:
+        if all(left[place] >= sizes[i] for place in of[i]):
+            for place in of[i]:
+                left[place] -= sizes[i]
+        else:
+            missing.append(i)
+    room.reshape(-1)[:] = left
+    return missing
 
 
 def _free(padded: np.ndarray, rules: PackingRules) -> Schedule:

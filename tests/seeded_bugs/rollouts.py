@@ -74,7 +74,8 @@ OF_THE_ROLLOUTS = (
     ),
     SeededBug(
         "a pipeline stage decides by the numbers that it has", "design", BATCH,
-        "return found if self.pipeline is None else broadcast_array(", "return found if values.size else broadcast_array(", (STAGES,),
+        "return found if self.pipeline is None else broadcast_array(",
+        "return found if values.size else broadcast_array(", (STAGES,),
     ),
     SeededBug(
         "a sample has the routes of the sample before it", "design", "megatron_gspo/rollout/sample_codec.py",

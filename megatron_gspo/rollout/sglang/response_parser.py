@@ -9,8 +9,8 @@ type, so that no second copy of them exists.
 from __future__ import annotations
 
 import binascii
+from array import array
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -59,7 +59,13 @@ class GenerateResponse(msgspec.Struct, frozen=True):
     """A response to /generate, as far as it is read."""
 
     meta_info: MetaInfo
-    output_ids: list[TokenId] | None = None
+    output_ids: msgspec.Raw = msgspec.Raw()  # a view of the body
+
+
+class OutputIds(msgspec.Struct, frozen=True):
+    """`output_ids` alone, under its name so that an error says where it is."""
+
+    output_ids: list[TokenId] | None
 
 
 class ScoreMetaInfo(msgspec.Struct, frozen=True):
@@ -75,6 +81,7 @@ class ScoreResponse(msgspec.Struct, frozen=True):
 
 
 _GENERATE, _SCORE = msgspec.json.Decoder(GenerateResponse), msgspec.json.Decoder(ScoreResponse)
+_OUTPUT_IDS = msgspec.json.Decoder(OutputIds)
 
 
 def max_response_bytes(context: RequestContext) -> int:
@@ -87,7 +94,7 @@ def max_response_bytes(context: RequestContext) -> int:
 
 
 def decode_response(body: bytes | bytearray, context: RequestContext) -> GenerateResponse:
-    """The body of a response to /generate; its routes stay a view of `body`.
+    """The body of a response to /generate; its routes and output_ids stay views of `body`.
 
     Raises `ResponseError` for what is not JSON and for values of other types.
     """
@@ -101,9 +108,7 @@ def parse_response(response: GenerateResponse, context: RequestContext) -> Respo
     """
     meta = response.meta_info
     reason = _finish_reason(meta, context)
-    tokens, log_probs = _tokens(meta.output_token_logprobs, context)
-    if response.output_ids is not None and response.output_ids != tokens.tolist():
-        raise ResponseError(f"{context.name}: output_ids and output_token_logprobs disagree about the tokens")
+    tokens, log_probs = _tokens(meta.output_token_logprobs, response.output_ids, context)
     count, limit, stop_ids = len(tokens), context.max_new_tokens, context.model.stop_ids
     if count > limit:
         raise ResponseError(f"{context.name}: {count} tokens came back, at most {limit} were requested")
@@ -124,7 +129,7 @@ def is_empty(response: GenerateResponse, context: RequestContext) -> bool:
 
     Raises `ResponseError`.
     """
-    return _finish_reason(response.meta_info, context) == "abort" and not response.output_ids
+    return _finish_reason(response.meta_info, context) == "abort" and not _output_ids(response.output_ids, context)
 
 
 def response_version(response: GenerateResponse, context: RequestContext) -> str:
@@ -153,7 +158,7 @@ def parse_input_log_probs(body: bytes | bytearray, context: RequestContext, toke
     if any(row.log_prob is None for row in rows[1:]):
         raise ResponseError(f"{context.name}: a log-prob of input_token_logprobs is missing")
     ids, log_probs = _pairs(rows[1:], context)
-    if ids.tolist() != list(tokens[1:]):
+    if ids != list(tokens[1:]):
         raise ResponseError(f"{context.name}: input_token_logprobs is of other tokens than were sent")
     return log_probs
 
@@ -183,28 +188,40 @@ def _shown(value: Any) -> str:
         return f"a deep {type(value).__name__}"
 
 
-def _tokens(rows: list[TokenLogProb] | None, context: RequestContext) -> tuple[np.ndarray, np.ndarray]:
+def _tokens(
+    rows: list[TokenLogProb] | None, output_ids: msgspec.Raw, context: RequestContext
+) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids [n] int64 and log-probs [n] float32. output_ids: the same ids once more, or nothing."""
     if rows is None:
         raise ResponseError(f"{context.name}: no output_token_logprobs came back")
-    ids, log_probs = _pairs(rows, context)
-    vocab_size = context.model.vocab_size
+    listed, log_probs = _pairs(rows, context)
+    ids, vocab_size = np.frombuffer(array("q", listed), np.int64), context.model.vocab_size
     if len(ids) and ids.max() >= vocab_size:
         wrong = ids[ids >= vocab_size][0]
         raise ResponseError(f"{context.name}: token id {wrong} came back; the vocabulary has {vocab_size}")
+    if msgspec.json.encode(listed) != bytes(output_ids):  # compared as text; parsed where that differs
+        again = _output_ids(output_ids, context)
+        if again is not None and again != listed:
+            raise ResponseError(f"{context.name}: output_ids and output_token_logprobs disagree about the tokens")
     return ids, log_probs
+
+
+def _output_ids(raw: msgspec.Raw, context: RequestContext) -> list[int] | None:
+    """The ids of `output_ids`; None where there are none."""
+    return _decoded(_OUTPUT_IDS, b'{"output_ids":%b}' % (bytes(raw) or b"null"), context).output_ids
 
 
 def _pairs(
     rows: Sequence[TokenLogProb] | Sequence[InputTokenLogProb], context: RequestContext
-) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids [n] int64 and log-probs [n] float32."""
-    ids = np.fromiter(map(attrgetter("token"), rows), np.int64, len(rows))
+) -> tuple[list[int], np.ndarray]:
+    """Token ids and log-probs [n] float32."""
     with np.errstate(over="ignore"):  # found below, as an infinity
-        log_probs = np.fromiter(map(attrgetter("log_prob"), rows), np.float64, len(rows)).astype(np.float32)
+        values: list[Any] = [row.log_prob for row in rows]
+        log_probs = np.frombuffer(array("d", values), np.float64).astype(np.float32)
     if not np.isfinite(log_probs).all() or (log_probs > 0).any():
         wrong = log_probs[~np.isfinite(log_probs) | (log_probs > 0)][0]
         raise ResponseError(f"{context.name}: the log-prob {wrong} came back; it must be finite and at most 0")
-    return ids, log_probs
+    return [row.token for row in rows], log_probs
 
 
 def _routes(raw: msgspec.Raw, count: int, context: RequestContext) -> np.ndarray:

@@ -77,6 +77,21 @@ def test_a_good_answer_is_taken_as_it_is():
     np.testing.assert_array_equal(part.routes, route_ids(7)[:, [0, 2]])  # 5 + 3 - 1 fed tokens, without the dense layer
 
 
+@pytest.mark.parametrize("separators", [(",", ":"), (" , ", " : ")])
+def test_the_ids_are_compared_however_they_are_written(separators):
+    def written(found: dict[str, Any]) -> bytes:
+        return json.dumps(found, separators=separators).encode()
+
+    assert parse_response(written(GOOD), asked()).tokens.tolist() == [9, 8, 1]
+    for absent in (changed(lambda a, m: a.pop("output_ids")), changed(lambda a, m: a.update(output_ids=None))):
+        assert parse_response(written(absent), asked()).tokens.tolist() == [9, 8, 1]
+    for case in ("short ids", "other ids", "ids of floats", "ids no list"):
+        assert WRONG[case][1] in refusal(written(changed(WRONG[case][0])))
+    assert is_empty(written({"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}}}), asked())
+    aborted = {"output_ids": [9, 8], "meta_info": {"finish_reason": {"type": "abort"}}}
+    assert not is_empty(written(aborted), asked())
+
+
 def test_routes_from_a_position_on():
     found = answer([9, 8, 1], [-1.0] * 3, start=4)
     part = parse_response(found, asked(routes_start=4))
