@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 _BLOCK = 64  # terms that one matrix product sums
 
 
-def gae_advantages(rewards: Tensor, values: Tensor, *, gamma: float = 1.0, lam: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Advantages and returns of one trajectory that ends after its last step.
+def gae_advantages(rewards: Tensor, values: Tensor, *, gamma: float = 1.0, lam: float = 1.0,
+                   lengths: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Advantages and returns of trajectories, each of which ends after its last step.
 
     `delta_t = r_t + gamma V_(t+1) - V_t`, with `V_n = 0`; `A_t = sum_k (gamma lam)^k delta_(t+k)`. The returns,
     `A_t + V_t`, are what the value model is trained on.
@@ -19,31 +22,44 @@ def gae_advantages(rewards: Tensor, values: Tensor, *, gamma: float = 1.0, lam: 
         values: [n], the value before each step, from the model that sampled it.
         gamma: discount of later rewards.
         lam: 0 is the one-step estimate, 1 the discounted sum of rewards less the value.
+        lengths: steps of the trajectories, which are end to end; None: one of n steps.
 
     Returns:
         ([n], [n]) float64.
 
     Raises:
-        ValueError: the two are not of one shape [n].
+        ValueError: the two are not of one shape [n], or the lengths do not add up to n.
     """
     if rewards.shape != values.shape or rewards.dim() != 1:
         raise ValueError(f"rewards {tuple(rewards.shape)} and values {tuple(values.shape)}: both must be [n]")
+    counts = torch.tensor([len(values)] if lengths is None else lengths, dtype=torch.long)
+    counts = counts[counts > 0]
+    if int(counts.sum()) != len(values):
+        raise ValueError(f"lengths add up to {int(counts.sum())}; there are {len(values)} steps")
     values = values.double()
     following = torch.cat([values[1:], values.new_zeros(min(1, len(values)))])
-    advantages = discounted_sums(rewards.double() + gamma * following - values, gamma * lam)
+    following[counts.cumsum(0) - 1] = 0.0
+    advantages = discounted_sums(rewards.double() + gamma * following - values, gamma * lam, counts)
     return advantages, advantages + values
 
 
-def discounted_sums(terms: Tensor, discount: float) -> Tensor:
-    """`y_t = terms_t + discount * y_(t+1)` of [n] terms, by products of 64 x 64 matrices; [n]."""
-    count = len(terms)
-    blocks = torch.cat([terms, terms.new_zeros(-count % _BLOCK)]).view(-1, _BLOCK)
+def discounted_sums(terms: Tensor, discount: float, counts: Tensor) -> Tensor:
+    """`y_t = terms_t + discount * y_(t+1)` of [n] terms, up to the end of its trajectory, by products of 64 x 64
+    matrices; [n]. counts: steps of each trajectory, at least 1."""
+    blocks_of = (counts + _BLOCK - 1) // _BLOCK  # each begins a block
+    shifts = (blocks_of * _BLOCK).cumsum(0) - blocks_of * _BLOCK - (counts.cumsum(0) - counts)
+    places = torch.arange(len(terms)) + shifts.repeat_interleave(counts)
+    blocks = terms.new_zeros(int(blocks_of.sum()) * _BLOCK)
+    blocks[places] = terms
     place = torch.arange(_BLOCK, device=terms.device)
     powers = torch.as_tensor(discount, dtype=terms.dtype) ** (place - place[:, None]).clamp_min(0)
-    sums = blocks @ powers.triu().T
-    after, whole = [0.0], discount**_BLOCK  # the sum that begins after each block, from the last one on
-    for first in reversed(sums[1:, 0].tolist()):
-        after.append(first + whole * after[-1])
+    sums = blocks.view(-1, _BLOCK) @ powers.triu().T
+    is_last = torch.zeros(len(sums), dtype=torch.bool)
+    is_last[blocks_of.cumsum(0) - 1] = True
+    after, following, whole = [], 0.0, discount**_BLOCK  # the sum that begins after each block, from the last one on
+    for first, ends in zip(reversed(sums[:, 0].tolist()), reversed(is_last.tolist()), strict=True):
+        after.append(0.0 if ends else following)
+        following = first + whole * after[-1]
     carried = terms.new_tensor(after[::-1])
     powers_to_end = torch.as_tensor(discount, dtype=terms.dtype) ** (_BLOCK - place)
-    return (sums + carried[:, None] * powers_to_end).view(-1)[:count]
+    return (sums + carried[:, None] * powers_to_end).view(-1)[places]

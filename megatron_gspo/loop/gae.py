@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -25,7 +26,15 @@ def with_gae(batch: SampleBatch, shaped: np.ndarray, algorithm: AlgorithmConfig)
     the advantage 0 and its own values as returns. A collective of the batch's group.
     """
     counted = counts_in_group(batch.table)
-    batch = batch.map(lambda i, sample: _estimated(sample, float(shaped[i]) if counted[i] else None, algorithm))
+    found: dict[int, Sample] = {}
+    for piece in batch.pieces():
+        steps = {
+            i: _steps(sample, float(shaped[i]), algorithm)
+            for i, sample in piece.held.items()
+            if counted[i] and sample.loss_mask.any()
+        }
+        found |= _estimated(piece.held, steps, algorithm)
+    batch = batch.map(lambda i, sample: found[i])
     if algorithm.advantage_std == "none":
         return batch
     kept = [_advantages(sample)[sample.loss_mask] for i, sample in batch.held.items() if counted[i]]
@@ -55,23 +64,56 @@ def _moments(batch: SampleBatch, held: list[np.ndarray], std: str) -> tuple[floa
     return mean, 1 / deviation if deviation > 0 else 0.0
 
 
-def _estimated(sample: Sample, shaped: float | None, algorithm: AlgorithmConfig) -> Sample:
-    """shaped: the sample's reward less penalties; None if it doesn't count."""
+@dataclass(frozen=True)
+class _Steps:
+    """A response's trajectory of n steps, tokens or turns. tokens: [m], positions in the response, those of each step
+    together. widths: [n], how many each has. rewards, values: [n]."""
+
+    tokens: np.ndarray
+    widths: np.ndarray
+    rewards: np.ndarray
+    values: np.ndarray
+
+
+def _steps(sample: Sample, shaped: float, algorithm: AlgorithmConfig) -> _Steps:
+    """shaped: the sample's reward less penalties."""
     assert sample.values is not None, "the value model's pass comes first"
-    advantages, returns = np.zeros(sample.response_length, dtype=np.float32), sample.values.copy()
-    tokens = np.flatnonzero(sample.loss_mask)
-    if shaped is None or not len(tokens):
-        return replace(sample, advantages=advantages, returns=returns)
-    rewards = _token_rewards(sample, shaped, int(tokens[-1]), algorithm)
+    trained = np.flatnonzero(sample.loss_mask)
+    rewards = _token_rewards(sample, shaped, int(trained[-1]), algorithm)
     if algorithm.turn_discount is None:
-        advantages[tokens], returns[tokens] = _gae(rewards[tokens], sample.values[tokens], algorithm.gamma, algorithm)
-        return replace(sample, advantages=advantages, returns=returns)
-    turns = [slice(turn.start, turn.end) for turn in spans(sample)] or [slice(0, sample.response_length)]
-    first = np.array([sample.values[turn.start] for turn in turns])
-    of_turns = _gae(np.array([rewards[turn].sum() for turn in turns]), first, algorithm.turn_discount, algorithm)
-    for turn, advantage, value in zip(turns, *of_turns, strict=True):
-        advantages[turn], returns[turn] = advantage, value
-    return replace(sample, advantages=advantages, returns=returns)
+        return _Steps(trained, np.ones(len(trained), dtype=np.int64), rewards[trained], sample.values[trained])
+    turns = [(turn.start, turn.end) for turn in spans(sample)] or [(0, sample.response_length)]
+    return _Steps(
+        np.concatenate([np.arange(start, end) for start, end in turns]),
+        np.array([end - start for start, end in turns]),
+        np.array([rewards[start:end].sum() for start, end in turns]),
+        np.array([sample.values[start] for start, _ in turns]),
+    )
+
+
+def _estimated(
+    samples: Mapping[int, Sample], steps: Mapping[int, _Steps], algorithm: AlgorithmConfig
+) -> dict[int, Sample]:
+    """The samples with advantages and returns, by position; those of samples without steps are 0 and the values."""
+    lengths, none = [len(one.widths) for one in steps.values()], [np.zeros(0)]
+    advantages, returns = gae_advantages(
+        torch.from_numpy(np.concatenate([one.rewards for one in steps.values()] or none)),
+        torch.from_numpy(np.concatenate([one.values for one in steps.values()] or none)),
+        gamma=algorithm.gamma if algorithm.turn_discount is None else algorithm.turn_discount,
+        lam=algorithm.lam, lengths=lengths,
+    )  # fmt: skip
+    ends = np.cumsum(lengths)[:-1]
+    of_steps = dict(zip(steps, zip(np.split(advantages.numpy(), ends), np.split(returns.numpy(), ends), strict=True),
+                        strict=False))  # fmt: skip
+    found = {}
+    for i, sample in samples.items():
+        assert sample.values is not None, "the value model's pass comes first"
+        advantage, value = np.zeros(sample.response_length, dtype=np.float32), sample.values.copy()
+        if i in steps:
+            tokens, widths = steps[i].tokens, steps[i].widths
+            advantage[tokens], value[tokens] = (np.repeat(values, widths) for values in of_steps[i])
+        found[i] = replace(sample, advantages=advantage, returns=value)
+    return found
 
 
 def _token_rewards(sample: Sample, shaped: float, last: int, algorithm: AlgorithmConfig) -> np.ndarray:
@@ -83,13 +125,6 @@ def _token_rewards(sample: Sample, shaped: float, last: int, algorithm: Algorith
     if algorithm.kl_reward_coef:
         rewards -= algorithm.kl_reward_coef * token_kl(sample, algorithm)
     return rewards
-
-
-def _gae(
-    rewards: np.ndarray, values: np.ndarray, gamma: float, algorithm: AlgorithmConfig
-) -> tuple[np.ndarray, np.ndarray]:
-    found = gae_advantages(torch.from_numpy(rewards), torch.from_numpy(values), gamma=gamma, lam=algorithm.lam)
-    return found[0].numpy(), found[1].numpy()
 
 
 def token_kl(sample: Sample, algorithm: AlgorithmConfig) -> np.ndarray:

@@ -45,10 +45,23 @@ def test_against_a_naive_loop(length, gamma, lam):
     torch.testing.assert_close(returns, expected + values, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.0, 1.0), (1.0, 1.0)])
+def test_trajectories_end_to_end_are_those_alone(gamma, lam):
+    lengths = [3, 64, 0, 1, 130, 63, 65]
+    g = torch.Generator().manual_seed(0)
+    rewards, values = (torch.randn(sum(lengths), generator=g, dtype=torch.float64) for _ in range(2))
+    together = gae_advantages(rewards, values, gamma=gamma, lam=lam, lengths=lengths)[0]
+    pairs = zip(rewards.split(lengths), values.split(lengths), strict=True)
+    alone = [naive(r.tolist(), v.tolist(), gamma, lam) for r, v in pairs]
+    torch.testing.assert_close(together, torch.tensor(sum(alone, []), dtype=torch.float64), rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match="lengths add up to 325; there are 326 steps"):
+        gae_advantages(rewards, values, lengths=lengths[:-1] + [64])
+
+
 def test_sums_stay_exact_over_a_long_response():
-    sums = discounted_sums(torch.ones(32_768, dtype=torch.float64), 1.0)
+    sums = discounted_sums(torch.ones(32_768, dtype=torch.float64), 1.0, torch.tensor([32_768]))
     assert sums.tolist() == list(range(32_768, 0, -1))
-    assert discounted_sums(torch.ones(3), 0.5).tolist() == [1.75, 1.5, 1.0]
+    assert discounted_sums(torch.ones(3), 0.5, torch.tensor([3])).tolist() == [1.75, 1.5, 1.0]
 
 
 @pytest.mark.parametrize("shapes", [((2,), (3,)), ((1, 2), (1, 2)), ((2,), (1, 2))])

@@ -102,3 +102,23 @@ def test_advantages_are_normalised_over_all_trained_tokens(std, freedom):
 def test_equal_advantages_and_a_batch_without_any_are_zero():
     assert estimated([sample([0.0, 0.0])], ppo(advantage_std="sample"))[0].advantages.tolist() == [0, 0]
     assert estimated([sample([1.0], mask=[False])], ppo(advantage_std="sample"))[0].advantages.tolist() == [0]
+
+
+def test_samples_together_are_estimated_as_alone(monkeypatch):
+    """Over several pieces, with a sample that does not count and one without trained tokens."""
+    monkeypatch.setattr("megatron_gspo.data.sample_batch._PIECE", 12)
+    rng = np.random.default_rng(0)
+    given = [
+        make_sample(1, n, seed=i, values=rng.normal(size=n).astype(np.float32), reward=float(i), prompt_index=0)
+        for i, n in enumerate((3, 70, 1, 5, 2))
+    ]
+    given[2].reward = float("nan")
+    given[3].loss_mask[:] = False
+    together = estimated(given, ppo(gamma=0.9, lam=0.5))
+    for sample, found in zip(given, together, strict=True):
+        (alone,) = estimated([sample], ppo(gamma=0.9, lam=0.5))
+        np.testing.assert_allclose(found.advantages, alone.advantages, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(found.returns, alone.returns, rtol=0, atol=1e-6)
+    assert not together[2].advantages.any() and together[2].returns.tolist() == given[2].values.tolist()
+    assert not together[3].advantages.any() and together[3].returns.tolist() == given[3].values.tolist()
+    assert together[1].advantages.any() and together[4].returns[-1] == 4.0

@@ -163,7 +163,7 @@ OBJECTIVE = (
     ),
     SeededBug(
         "observations are steps of GAE", "several trainers", "megatron_gspo/loop/gae.py",
-        "tokens = np.flatnonzero(sample.loss_mask)", "tokens = np.arange(sample.response_length)",
+        "trained = np.flatnonzero(sample.loss_mask)", "trained = np.arange(sample.response_length)",
         ("tests/loop/test_gae.py::test_observations_are_no_steps_of_the_trajectory",),
     ),
     SeededBug(

@@ -40,6 +40,11 @@ class Piece:
     is_padded: bool
 
     @property
+    def is_moment(self) -> bool:
+        """Whether it is neither of the model's weights nor of the main weights."""
+        return "optimizer.state." in self.key and "optimizer.state.param." not in self.key
+
+    @property
     def memory(self) -> tuple[object, ...]:
         """The same for pieces with the same values: main weights in float32 are a view of the model's."""
         values = self.values

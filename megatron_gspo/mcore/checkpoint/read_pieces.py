@@ -114,7 +114,8 @@ def _region(tensor: Tensor, box: Box, origin: Sequence[int]) -> Tensor:
 
 
 def _copy_region(file: int, header: StoredTensor, read: _Read, buffer: Tensor) -> None:
-    """Read whole rows of the stored tensor, as many at a time as the buffer holds, and copy the region's part."""
+    """Read whole rows of the stored tensor, as many at a time as the buffer holds, and copy the region's part. Rows
+    that the target has as they are stored are read into it."""
     assert read.part.box is not None
     sizes, offsets = header.sizes, tuple(a - b for a, b in zip(read.box.offsets, read.part.box.offsets, strict=True))
     if sizes != read.part.box.sizes or header.offset or not _is_contiguous(header):
@@ -125,14 +126,22 @@ def _copy_region(file: int, header: StoredTensor, read: _Read, buffer: Tensor) -
     for first in range(0, read.box.sizes[rows], step):
         count = min(step, read.box.sizes[rows] - first)
         size = count * row * header.dtype.itemsize
-        content = buffer[:size] if size <= buffer.numel() else torch.empty(size, dtype=torch.uint8)
         at = header.start + (offsets[rows] + first) * row * header.dtype.itemsize
+        place = read.target.narrow(rows, first, count)
+        if _is_stored_alike(place, header, place.numel() == count * row):
+            _read_exactly(file, place.view(-1).view(torch.uint8).numpy().data, at)
+            continue
+        content = buffer[:size] if size <= buffer.numel() else torch.empty(size, dtype=torch.uint8)
         _read_exactly(file, content.numpy().data, at)
         values = content.view(header.dtype).view(*sizes[:rows], count, *sizes[rows + 1 :])
         inner = Box(
             (*offsets[:rows], 0, *offsets[rows + 1 :]), (*read.box.sizes[:rows], count, *read.box.sizes[rows + 1 :])
         )
-        read.target.narrow(rows, first, count).copy_(_region(values, inner, [0] * len(sizes)))
+        place.copy_(_region(values, inner, [0] * len(sizes)))
+
+
+def _is_stored_alike(place: Tensor, header: StoredTensor, whole_rows: bool) -> bool:
+    return whole_rows and place.device.type == "cpu" and place.dtype == header.dtype and place.is_contiguous()
 
 
 def _is_contiguous(header: StoredTensor) -> bool:

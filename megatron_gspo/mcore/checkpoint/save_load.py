@@ -10,7 +10,8 @@ import functools
 import gc
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from megatron_gspo.mcore.checkpoint.checkpoint_metadata import write_metadata_fi
 from megatron_gspo.mcore.checkpoint.file_image import FileImage, Job
 from megatron_gspo.mcore.checkpoint.metadata_file import read_index, write_index, write_metadata_file
 from megatron_gspo.mcore.checkpoint.owned_state import (
+    Piece,
     optimizer_step,
     pieces_to_read,
     pieces_to_write,
@@ -147,29 +149,48 @@ def load_checkpoint(policy: Policy, path: Path) -> dict[str, Any]:
     """Load models, optimizers and schedules, saved in any parallel layout; returns the saved ``state``.
 
     From the optimizer's and schedule's state only Adam's moments and the two step counts are loaded. Learning rates,
-    decay and the length of the schedule are those that ``policy`` was built with. Each rank reads what it owns, and
-    the weights are gathered from their owners. Memory: a buffer of 16 MiB. A collective of all ranks; raises
-    ``CheckpointError`` on every rank for a checkpoint that can't be read or is of another model.
+    decay and the length of the schedule are those that ``policy`` was built with. Each rank reads what it owns. While a
+    thread reads the moments, the weights are gathered from their owners. Memory: two buffers of 16 MiB. A collective of
+    all ranks; raises ``CheckpointError`` on every rank for a checkpoint that can't be read or is of another model.
     """
     for model in policy.trained.values():
         model.memory.restore()
         model.gather_weights()  # a running gather must not overwrite what is read
-    failure, steps = "", {}
-    try:
-        with _frozen_garbage(), torch.no_grad():
-            for model in policy.trained.values():
-                start_optimizer(model)
-            read_pieces(path, pieces_to_read(policy))
-            steps = read_steps(path)
-    except Exception as error:
-        failure = f"{path} can't be loaded ({_reason(error)}); to resume from the one before, move it away"
-    _raise_together(failure)
+    moments: list[Piece] = []
+    steps: dict[str, int] = {}
+
+    def read_weights() -> None:
+        for model in policy.trained.values():
+            start_optimizer(model)
+        pieces = pieces_to_read(policy)
+        read_pieces(path, [piece for piece in pieces if not piece.is_moment])
+        moments.extend(piece for piece in pieces if piece.is_moment)
+
+    def read_rest() -> None:
+        read_pieces(path, moments)
+        steps.update(read_steps(path))
+
+    with _frozen_garbage(), ThreadPoolExecutor(1) as reader:
+        _raise_together(_load_failure(path, read_weights))
+        rest = reader.submit(_load_failure, path, read_rest)
+        for model in policy.trained.values():
+            model.gather_weights(always=True)
+        _raise_together(rest.result())
     for prefix, model in policy.trained.items():
-        model.gather_weights(always=True)
         set_optimizer_step(model, steps[f"{prefix}optimizer"])
         model.scheduler.num_steps = 0
         model.scheduler.step(steps[f"{prefix}schedule"])
     return read_state(path)
+
+
+def _load_failure(path: Path, read: Callable[[], None]) -> str:
+    """Why `read` failed, for the user; "" where it did not."""
+    try:
+        with torch.no_grad():
+            read()
+    except Exception as error:
+        return f"{path} can't be loaded ({_reason(error)}); to resume from the one before, move it away"
+    return ""
 
 
 def _write(image: FileImage, folder: Path, stop: threading.Event) -> None:
