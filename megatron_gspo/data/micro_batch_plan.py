@@ -102,15 +102,19 @@ def plan_passes(
     pass, a mini-batch whose steps would be more than 2 % longer than with a schedule that ignores homes gets that
     schedule.
     """
-    if rules.replicas == 1:
-        replica = np.zeros(len(lengths), dtype=np.int32)
-    else:
+    replica = np.zeros(len(lengths), dtype=np.int32)
+    if homes is None and len(epochs) == 1:
+        free_plans = [plan_micro_batches(lengths[rows], rules) for rows in epochs[0]]
+        for rows, plan in zip(epochs[0], free_plans, strict=True):
+            replica[rows] = plan.replica_of()
+        return replica, [free_plans]
+    if rules.replicas > 1:
         sizes = rules.padded(lengths) if rules.micro_batch_size is None else np.ones(len(lengths), dtype=np.int64)
         replica = _near_home(sizes, epochs, rules.replicas, homes)
     plans = [[plan_micro_batches(lengths[rows], rules, replica[rows]) for rows in batches] for batches in epochs]
     for number, rows in enumerate(epochs[0] if len(epochs) == 1 < rules.replicas else []):
         free = plan_micro_batches(lengths[rows], rules)
-        if homes is None or plans[0][number].step_tokens > _LONGER * free.step_tokens:
+        if plans[0][number].step_tokens > _LONGER * free.step_tokens:
             plans[0][number], replica[rows] = free, free.replica_of()
     return replica, plans
 

@@ -141,6 +141,22 @@ def test_the_samples_do_not_depend_on_the_clients(slow):
         assert found[0][5]["rollout/requests"] == 3.0 * len(clients) and found[1][5] == {}
 
 
+def shares(rank: int, world: int) -> list[list[int]]:
+    """Of a source that has served requests, and of a new one, as after a resume; then of another seed."""
+    used, new = (server_source(ScriptedServers(scripted_response), clients=(0, 1, 2)) for _ in range(2))
+    used.update_weights(collective_weights, version=3)
+    used.generate(PROMPTS[:3], SAMPLING, seed=4)
+    used.submit(PROMPTS[:2], SAMPLING, seed=5)
+    return [used.own_share(PROMPTS, 9), new.own_share(PROMPTS, 9), new.own_share(PROMPTS, 8)]
+
+
+def test_a_resumed_run_has_the_same_shares():
+    found = run_distributed(shares, 3)
+    for before, after, other in found:
+        assert before == after != other
+    assert sorted(sum((after for _, after, _ in found), [])) == list(range(len(PROMPTS)))
+
+
 def colocated(rank: int, world: int) -> list[str]:
     servers = ScriptedServers(scripted_response)
     source = server_source(servers, colocated=True)
