@@ -194,7 +194,7 @@ DATA = (
     ),
     SeededBug(
         "a histogram's bins are off by one", "design", "megatron_gspo/algorithms/ratio_histogram.py",
-        "torch.where(size < _BORDER, growing, equal).add_(1)", "torch.where(size < _BORDER, growing, equal).add_(2)",
+        "clamp_(-1, _GROWING - 1).add_(1)", "clamp_(-1, _GROWING - 1).add_(2)",
         ("tests/algorithms/test_ratio_histogram.py::test_every_bin_by_its_borders",),
     ),
 )  # fmt: skip

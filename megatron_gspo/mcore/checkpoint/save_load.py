@@ -150,7 +150,7 @@ def load_checkpoint(policy: Policy, path: Path) -> dict[str, Any]:
 
     From the optimizer's and schedule's state only Adam's moments and the two step counts are loaded. Learning rates,
     decay and the length of the schedule are those that ``policy`` was built with. Each rank reads what it owns. While a
-    thread reads the moments, the weights are gathered from their owners. Memory: two buffers of 16 MiB. A collective of
+    thread reads the moments, the weights are gathered from their owners. Memory: a buffer of 16 MiB. A collective of
     all ranks; raises ``CheckpointError`` on every rank for a checkpoint that can't be read or is of another model.
     """
     for model in policy.trained.values():
