@@ -18,6 +18,7 @@ from megatron_gspo.config import Config, RoutingConfig
 from megatron_gspo.config.rollout_sections import RouterNoiseConfig
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.loop.route_agreement import check_route_agreement
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.routing_replay.gather_results import flips_of_replica, routes_of_replica, routing_stats
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes, ReplayOptions
@@ -44,6 +45,12 @@ def router_noise(section: RouterNoiseConfig, found: float | None, *parts: int | 
     return RouterNoise(strength, pass_seed(section.seed, *parts), perturb_weights=section.perturb_weights)
 
 
+def same_routers(config: Config) -> bool:
+    """Whether the rollout engine's routers have the weights of the old policy and no noise, whose routes should agree
+    but for rounding."""
+    return config.router_noise.engines == "none" and config.rollout.max_staleness == 0
+
+
 def noise_metrics(section: RouterNoiseConfig, found: float | None) -> dict[str, float]:
     """The strength of the noise, if there is any. found: see ``router_noise``."""
     if section.engines == "none":
@@ -57,13 +64,14 @@ class RoutingReplay:
 
     config: section ``routing``. shape: of the routes on this rank, None for a model without experts. has_ratio: whether
     the objective uses an importance ratio. noise: of the trainer's routers in this step, with other random numbers in
-    each pass; None without. measured: what the step measured so far.
+    each pass; None without. same_routers: see the function. measured: what the step measured so far.
     """
 
     config: RoutingConfig
     shape: RouteShape | None
     has_ratio: bool
     noise: RouterNoise | None = None
+    same_routers: bool = True
     measured: StepRouting = field(default_factory=StepRouting)
 
     def check_rollout_routes(self, batch: SampleBatch) -> None:
@@ -93,7 +101,8 @@ class RoutingReplay:
             self.shape,
             replay=config.replay == "r3" and config.replay_old_log_probs,
             record=config.replay == "r2" or config.metrics,
-            compare=config.metrics and config.needs_rollout_routes,
+            compare=self._compares_rollout,
+            neighbours=self._compares_rollout,
             entropy=config.metrics,
             storage=config.storage,
             noise=self._noise_of("old policy"),
@@ -122,6 +131,10 @@ class RoutingReplay:
         return ReplayOptions(self.shape, storage=self.config.storage, noise=self._noise_of(name))
 
     @property
+    def _compares_rollout(self) -> bool:
+        return self.config.metrics and self.config.needs_rollout_routes
+
+    @property
     def _is_used(self) -> bool:
         return self.has_ratio and self.config.uses_routes
 
@@ -133,12 +146,15 @@ class RoutingReplay:
                         done: Sequence[MicroBatchRoutes] | None, timers: Timers) -> SampleBatch:
         """The samples with the routes that a pass over those at ``positions`` recorded, where the updates need them.
 
-        Keeps the statistics of the pass. done: its routes; None if there was no pass.
+        Keeps the statistics of the pass. done: its routes; None if there was no pass. Raises ``RouteError`` where the
+        rollout engine's routes are not those of these tokens.
         """
         if done is not None and self._is_used:
             with timers("routing"):
                 if self.config.metrics:
                     self.measured.old = routing_stats(done)
+                if self._compares_rollout:
+                    check_route_agreement(done, batch.select(positions), same_routers=self.same_routers)
                 if self.config.replay != "r3":
                     batch = self._with_recorded(batch, positions, done)
                 self.measured.bytes_moved += sum(routes.bytes_moved for routes in done)

@@ -29,7 +29,7 @@ from megatron_gspo.loop.noise_calibration import calibrated_strength
 from megatron_gspo.loop.optimizer_steps import Update, run_optimizer_steps
 from megatron_gspo.loop.rollout_cache import RolloutCache
 from megatron_gspo.loop.rollout_correction import correct_mismatch
-from megatron_gspo.loop.routing import RoutingReplay, noise_metrics, trainer_noise
+from megatron_gspo.loop.routing import RoutingReplay, noise_metrics, same_routers, trainer_noise
 from megatron_gspo.loop.run_lock import sole_writer
 from megatron_gspo.loop.sample_metrics import sample_metrics, throughput
 from megatron_gspo.loop.setup import Components, build_components
@@ -118,7 +118,7 @@ def train_step(run: Components, state: LoopState, checkpoints: CheckpointManager
     generator = RolloutGenerator(run.groups, run.prompts, run.rewards, config)
     cache = RolloutCache(config, run.prompts.prompts, run.groups.engine_name)
     noise = trainer_noise(config, state.noise_strength, step)
-    routing = RoutingReplay(config.routing, run.policy.routes, config.algorithm.has_ratio, noise)
+    routing = RoutingReplay(config.routing, run.policy.routes, config.algorithm.has_ratio, noise, same_routers(config))
     seed_generators(config.seed, step, ROLLOUT)
     with checkpoints.saved_on_engine_failure(state):
         rollout = cache.read_or_draw(checkpoints.current, lambda: generator.draw(step, state.data_cursor, timers))

@@ -70,6 +70,34 @@ def flips_of_replica(micro_batches: Sequence[MicroBatchRoutes], batch: SampleBat
     return {i: found[first[i] : first[i] + batch.table["response_length"][i]] for i in own}
 
 
+def shared_experts_of_replica(micro_batches: Sequence[MicroBatchRoutes],
+                              batch: SampleBatch) -> tuple[np.ndarray, np.ndarray]:
+    """(shares ``[rows, 3]``, starts ``[N + 1]``): for each input token of this replica's samples, end to end, the share
+    of the live choices in this rank's layers that are in the given routes of its own row, the next and the previous
+    one. NaN where they weren't compared, or are on different ranks. Six bytes a token are exchanged.
+    """
+    groups, shape = micro_batches[0].groups, micro_batches[0].options.shape
+    _, lengths, starts = _rows_of(micro_batches, batch, None)
+    flat = torch.zeros(int(starts[-1]), 3, dtype=torch.int16)  # experts + 1; 0: not compared
+    for routes in micro_batches:
+        if not routes.is_counted or routes.shared is None:
+            continue
+        targets, rows = _row_indices(routes, starts, lengths)
+        known = torch.ones(len(rows), dtype=torch.bool) if routes.missing is None else ~routes.missing.cpu()[rows]
+        after = (rows.diff() == 1) & (targets.diff() == 1)  # whether the next row is the next token's
+        beside = torch.stack([known, _shifted(after & known[1:], 0), _shifted(after & known[:-1], 1)])
+        flat[targets] = ((routes.shared.cpu()[:, rows] + 1) * (beside & known)).T
+    _sum_bytes(flat.view(torch.uint8), (groups.tp, groups.cp))
+    found = flat.numpy().astype(np.float64) - 1.0
+    found[found < 0] = np.nan
+    return found / (shape.k * max(1, len(micro_batches[0].layers))), starts
+
+
+def _shifted(flags: Tensor, rows: int) -> Tensor:
+    """``[n]`` from flags ``[n - 1]`` of neighbours: of the first of each pair, or with ``rows`` 1 of the second."""
+    return torch.nn.functional.pad(flags, (rows, 1 - rows))
+
+
 def _rows_of(micro_batches: Sequence[MicroBatchRoutes], batch: SampleBatch,
              wanted: set[int] | None) -> tuple[list[int], np.ndarray, np.ndarray]:
     """(this replica's samples, rows ``[N]`` of each, starts ``[N + 1]`` of them end to end); wanted: only these."""

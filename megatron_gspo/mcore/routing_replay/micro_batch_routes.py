@@ -36,9 +36,10 @@ class ReplayOptions:
     """What the routers do in a pass.
 
     shape: sizes of the routes, and the layers that batches carry. replay: use the ``routed_experts`` of the batches.
-    record: keep the live choices. compare: count where a live choice differs from the batches' routes. entropy: measure
-    the routers' entropy. storage: where recorded ids are kept, ``device`` or ``host`` (pinned memory, copied
-    asynchronously).
+    record: keep the live choices. compare: count where a live choice differs from the batches' routes. neighbours: with
+    ``compare``, also count the experts that it shares with its token's route and those of the tokens beside it.
+    entropy: measure the routers' entropy. storage: where recorded ids are kept, ``device`` or ``host`` (pinned memory,
+    copied asynchronously).
     noise: random changes of the live choices, None without.
     """
 
@@ -46,6 +47,7 @@ class ReplayOptions:
     replay: bool = False
     record: bool = False
     compare: bool = False
+    neighbours: bool = False
     entropy: bool = False
     storage: str = "device"
     noise: RouterNoise | None = None
@@ -67,7 +69,8 @@ class MicroBatchRoutes:
     to the live router, or None. seeds: ``[t]`` of the tokens' noise, or None.
     compare: whether choices are compared, that is whether the route of any trained token of the shard is known.
     chosen: by layer, recorded ids ``[t, k]``. flips, entropy: by layer, sums over ``weight``. flipped: ``[t]`` int16,
-    layers in which the token's choice differs from ``given``. uses: how often (layer, with gradient) was routed.
+    layers in which the token's choice differs from ``given``. shared: ``[3, t]`` int16, experts that the token's
+    choices share with ``given`` of its own row, the next and the previous one, summed over the layers. uses: how often (layer, with gradient) was routed.
     bytes_moved: by this rank between host and device.
     """
 
@@ -90,6 +93,7 @@ class MicroBatchRoutes:
         self.flips: dict[int, Tensor] = {}
         self.entropy: dict[int, Tensor] = {}
         self.flipped: Tensor | None = None
+        self.shared: Tensor | None = None
         self.uses: Counter[tuple[int, bool]] = Counter()
         self.bytes_moved = 0
 
@@ -177,8 +181,12 @@ class MicroBatchRoutes:
         if self.options.record:
             self.chosen[layer] = _to_host(ids) if self.options.storage == "host" else ids
         if self.compare:
-            k = ids.shape[1]
-            different = k - expert_overlap(ids, self.given[layer])
+            k, given = ids.shape[1], self.given[layer]
+            different = k - expert_overlap(ids, given)
+            if self.options.neighbours:
+                rows = torch.stack([given, given.roll(-1, 0), given.roll(1, 0)])
+                shared = expert_overlap(ids, rows).to(torch.int16)
+                self.shared = shared if self.shared is None else self.shared + shared
             self.flips[layer] = (different.float() / k * self.known_weight).sum()
             flipped = (different > 0).to(torch.int16)
             self.flipped = flipped if self.flipped is None else self.flipped + flipped

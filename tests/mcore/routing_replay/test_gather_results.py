@@ -20,7 +20,7 @@ from megatron_gspo.mcore.forward_step import hidden_states
 from megatron_gspo.mcore.layers import block_spec, use_own_operators
 from megatron_gspo.mcore.model import transformer_config
 from megatron_gspo.mcore.process_groups import ProcessGroups
-from megatron_gspo.mcore.routing_replay.gather_results import routing_stats
+from megatron_gspo.mcore.routing_replay.gather_results import routing_stats, shared_experts_of_replica
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes, ReplayOptions
 from megatron_gspo.mcore.routing_replay.router_hooks import attach_router_hooks, moe_layers, router_hooks
 from megatron_gspo.mcore.train_step import compute_log_probs
@@ -103,13 +103,46 @@ def flips_of(sample: Any, used: np.ndarray) -> list[int]:
     return found
 
 
+def shares_of(sample: Any, used: np.ndarray, layers: list[int]) -> list[list[float]]:
+    """Of each row, one by one: the share of the used experts in its own given row, the next one and the previous one;
+    -1 where one of the two is unknown or absent."""
+    found = []
+    for row in range(len(used)):
+        values = []
+        for other in (row, row + 1, row - 1):
+            rows = (row, other)
+            if not 0 <= other < len(used) or sample.missing_routes[list(rows)].any():
+                values.append(-1.0)
+                continue
+            given = sample.routed_experts[other]
+            values.append(np.mean([len(set(used[row, l].tolist()) & set(given[l].tolist())) / 2 for l in layers]))
+        found.append(values)
+    return found
+
+
+def check_shares(done: Any, batch: SampleBatch, used: list[np.ndarray], parts: int) -> None:
+    """With ``parts`` of a sequence on other ranks some neighbours are not seen."""
+    shares, starts = shared_experts_of_replica(done, batch)
+    layers, seen, expected_seen = sorted(done[0].layers), 0, 0
+    own = [i for routes in done for i in routes.layout.sample_ids]
+    assert len(shares) == starts[-1] == sum(batch.samples[i].length - 1 for i in own)
+    for i in own:
+        found = np.nan_to_num(shares[starts[i] : starts[i + 1]], nan=-1.0)
+        expected = np.array(shares_of(batch.samples[i], used[i], layers))
+        compared = found >= 0
+        assert np.abs(found - expected)[compared].max() < 1e-9 and (expected[compared] >= 0).all()
+        assert (compared[:, 0] == (expected[:, 0] >= 0)).all(), "the own row is always seen"
+        seen, expected_seen = seen + compared.sum(), expected_seen + (expected >= 0).sum()
+    assert seen == expected_seen if parts == 1 else 0.6 * expected_seen < seen < expected_seen
+
+
 def compare_with_counts(rank: int, world_size: int, path: str, layout: ParallelConfig) -> None:
     policy = policy_of(path, layout)
     shape, samples = shape_of(policy), scored_samples(8)
     record = ReplayOptions(shape, record=True)
     first = compute_log_probs(policy, SampleBatch.of(samples), BATCHING, temperature=1.0, routing=record).routing
     given = scattered(samples, all_routes(first, samples, range(len(samples)))[0], shape)
-    options = ReplayOptions(shape, record=True, compare=True, entropy=True)
+    options = ReplayOptions(shape, record=True, compare=True, neighbours=True, entropy=True)
     live = compute_log_probs(policy, SampleBatch.of(given), BATCHING, temperature=1.0, routing=options).routing
     _, updated = train_pass(policy, given, replace(options, replay=True, entropy=False))
     for done in (live, updated):
@@ -121,6 +154,7 @@ def compare_with_counts(rank: int, world_size: int, path: str, layout: ParallelC
         assert abs(found.flipped_tokens - expected["flipped"]) < 1e-9, (found.flipped_tokens, expected["flipped"])
         for sample, ids, flips in zip(given, used, all_flips(done, given), strict=True):
             assert flips.dtype == np.int8 and flips.tolist() == flips_of(sample, ids)
+        check_shares(done, SampleBatch.of(given), used, layout.context_parallel_size * layout.tensor_model_parallel_size)
         if done is live:
             assert np.abs(found.load - expected["load"]).max() < 1e-6
         else:
