@@ -10,7 +10,7 @@ from .objective_checks import check_objective
 from .presets import PRESETS
 
 ImportanceSamplingLevel = Literal["token", "sequence", "sequence_token", "geometric_mean", "none"]
-SurrogateType = Literal["clip", "cispo", "sapo", "dppo_tv", "dppo_kl"]
+SurrogateType = Literal["clip", "cispo", "sapo", "dppo_tv", "dppo_kl", "minirl"]
 LossAggMode = Literal["seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"]
 KLLossType = Literal["k1", "k2", "k3"]
 AdvantageEstimator = Literal["group", "gae"]
@@ -43,7 +43,8 @@ class Objective:
     surrogate: SurrogateType = "clip"
     """What becomes of ratio and advantage. `clip`: PPO's clipped product. `cispo`: log-prob times a truncated weight
     (CISPO). `sapo`: a soft gate of the ratio (SAPO). `dppo_tv`, `dppo_kl`: log-prob times a truncated weight, 0 where
-    the token's probability has moved too far (DPPO)."""
+    the token's probability has moved too far (DPPO). `minirl`: log-prob times the truncated ratio to the rollout
+    engine, 0 where `clip` clips (MiniRL)."""
 
     epsilon_low: float | None = None
     """Ratios are clipped below 1 - epsilon_low; log-ratios below -epsilon_low at level `geometric_mean`."""
@@ -52,7 +53,8 @@ class Objective:
     """Ratios are clipped above 1 + epsilon_high; log-ratios above epsilon_high at level `geometric_mean`."""
 
     max_weight: float | None = None
-    """Maximum of the weight of `cispo`, `dppo_tv` and `dppo_kl`, which is the ratio without gradient."""
+    """Maximum of the weight of `cispo`, `dppo_tv` and `dppo_kl`, which is the ratio without gradient, and of `minirl`,
+    which is that to the rollout engine."""
 
     min_weight: float | None = None
     """Minimum of the weight of `cispo`; None is 0."""
@@ -127,7 +129,12 @@ class Objective:
     @property
     def weighs_log_probs(self) -> bool:
         """Whether the surrogate is a weight without gradient times the log-prob."""
-        return self.has_ratio and self.surrogate in ("cispo", "dppo_tv", "dppo_kl")
+        return self.has_ratio and self.surrogate in ("cispo", "dppo_tv", "dppo_kl", "minirl")
+
+    @property
+    def needs_rollout_log_probs(self) -> bool:
+        """Whether the loss reads the rollout engine's log-probs."""
+        return self.has_ratio and self.surrogate == "minirl"
 
     def number(self, key: str) -> float:
         """A field that its surrogate needs. ValueError where it is None."""

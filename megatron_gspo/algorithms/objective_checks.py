@@ -32,6 +32,7 @@ SURROGATE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "sapo": (("tau_pos", "tau_neg"), ()),
     "dppo_tv": (("divergence_threshold", "max_weight"), ()),
     "dppo_kl": (("divergence_threshold", "max_weight"), ()),
+    "minirl": (("epsilon_low", "epsilon_high", "max_weight"), ()),
 }
 _OVERRIDE = "or set allow_nonstandard=True"
 
@@ -138,7 +139,7 @@ def _check_level(o: Objective) -> None:
             f"{key} = {getattr(o, key)!r} does not go with importance_sampling_level = 'geometric_mean', which clips "
             "token ratios in the mean: remove it"
         )
-    if o.surrogate in ("dppo_tv", "dppo_kl") and o.importance_sampling_level != "token":
+    if o.surrogate in ("dppo_tv", "dppo_kl", "minirl") and o.importance_sampling_level != "token":
         raise ValueError(
             f"importance_sampling_level = {o.importance_sampling_level!r} with surrogate = {o.surrogate!r}, which "
             "compares probabilities of tokens: use 'token'"
@@ -173,7 +174,7 @@ def _check_identity(o: Objective) -> None:
 
 def _check_clip_scale(o: Objective) -> None:
     """The clip range has the scale of its ratio level."""
-    if o.surrogate != "clip":
+    if o.surrogate not in ("clip", "minirl"):
         return
     of_sequences = o.sequence_level and o.importance_sampling_level != "geometric_mean"
     for key, published in (("epsilon_low", "3e-4"), ("epsilon_high", "4e-4")):

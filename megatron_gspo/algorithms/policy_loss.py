@@ -23,6 +23,7 @@ class LossExtras:
         num_segments: number of sequences in this micro-batch. None reads segment_ids.max(), the only device
             synchronisation of the loss; required under context parallelism, where a rank may not hold the last one.
         ref_log_probs: [T], required where kl_loss_coef > 0, else only for the metric.
+        rollout_log_probs: [T] of the rollout engine, required where the objective needs them (MiniRL).
         entropy: [T], required (with gradient) where entropy_coef > 0, else only for the metric.
         sum_over_context: adds a [rows, num_segments] float64 tensor over the context-parallel ranks, without autograd.
             Called exactly once, for every objective. None: this rank holds whole sequences.
@@ -30,6 +31,7 @@ class LossExtras:
 
     num_segments: int | None = None
     ref_log_probs: Tensor | None = None
+    rollout_log_probs: Tensor | None = None
     entropy: Tensor | None = None
     sum_over_context: SumOverContext | None = None
 
@@ -70,8 +72,8 @@ def policy_loss(
     """
     extras = extras or LossExtras()
     tensors = {"log_probs": log_probs, "old_log_probs": old_log_probs, "ref_log_probs": extras.ref_log_probs,
-               "entropy": extras.entropy, "advantages": advantages, "loss_mask": loss_mask,
-               "segment_ids": segment_ids}  # fmt: skip
+               "rollout_log_probs": extras.rollout_log_probs, "entropy": extras.entropy, "advantages": advantages,
+               "loss_mask": loss_mask, "segment_ids": segment_ids}  # fmt: skip
     _check_counts(objective, num_sequences, num_tokens)
     _check_tensors(objective, tensors)
     num_segments = _count_segments(segment_ids) if extras.num_segments is None else extras.num_segments
@@ -81,9 +83,11 @@ def policy_loss(
     base = log_probs if old_log_probs is None or not objective.has_ratio else log_probs - old_log_probs.detach()
     log_ratio = segments.trained(base, dtype)
     advantages = segments.loss_mask.to(dtype) if advantages is None else segments.trained(advantages.detach(), dtype)
-    weighed = segments.trained(log_probs, dtype) if objective.weighs_log_probs else None
+    scores = [segments.trained(log_probs, dtype)] if objective.weighs_log_probs else []
+    if objective.needs_rollout_log_probs and extras.rollout_log_probs is not None:
+        scores.append(segments.trained(extras.rollout_log_probs.detach(), dtype))
     surrogate_of = RATIO_LEVELS[objective.importance_sampling_level]
-    surrogate, lengths, stats = surrogate_of(objective, log_ratio, advantages, segments, weighed)
+    surrogate, lengths, stats = surrogate_of(objective, log_ratio, advantages, segments, *scores)
     weights = token_weights(objective, segment_ids, lengths, num_sequences, num_tokens, dtype)
     loss = -weighted_sum(surrogate, weights.objective)
     metrics = {"loss/policy": loss.detach(), **ratio_metrics(objective, stats, weights)}
@@ -116,6 +120,8 @@ def _check_tensors(objective: Objective, tensors: dict[str, Tensor | None]) -> N
         raise ValueError(f"old_log_probs = None: {objective.name} has a ratio, give the rollout policy's log-probs")
     if objective.has_ratio and tensors["advantages"] is None:
         raise ValueError(f"advantages = None: {objective.name} needs them, see group_advantages")
+    if objective.needs_rollout_log_probs and tensors["rollout_log_probs"] is None:
+        raise ValueError(f"rollout_log_probs = None: {objective.name} weighs by them, give the rollout engine's")
     for key, coefficient in (("ref_log_probs", "kl_loss_coef"), ("entropy", "entropy_coef")):
         if getattr(objective, coefficient) > 0 and tensors[key] is None:
             value = getattr(objective, coefficient)

@@ -64,6 +64,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         importance_sampling_level="token", surrogate="dppo_kl", loss_agg_mode="token-mean",
         divergence_threshold=0.05, max_weight=20.0,
     ),
+    # Qwen 2025, arXiv:2512.01374, eq. 7 and section 4.2: a sum over tokens, truncated at 5, advantages without std.
+    "minirl": dict(
+        importance_sampling_level="token", surrogate="minirl", loss_agg_mode="seq-mean-token-sum-norm",
+        loss_scale_factor=1.0, epsilon_low=0.2, epsilon_high=0.27, max_weight=5.0, advantage_std="none",
+    ),
     # Schulman et al. 2017, arXiv:1707.06347; clip of section 6.1, lambda of table 3. No discount, as in verl.
     "ppo": dict(
         importance_sampling_level="token", surrogate="clip", loss_agg_mode="token-mean", epsilon_low=0.2,

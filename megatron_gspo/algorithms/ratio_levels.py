@@ -1,12 +1,13 @@
 """The surrogate of each token at every importance_sampling_level: one function per level, the same signature.
 
-    level(objective, log_ratio, advantages, segments, log_probs) -> (surrogate, lengths, stats)
+    level(objective, log_ratio, advantages, segments, *scores) -> (surrogate, lengths, stats)
 
     log_ratio: [T] log_probs - old_log_probs, or log_probs without a ratio; 0 at untrained positions. It has the
         gradient of log_probs.
     advantages: [T], 0 at untrained positions.
     segments: the sequences; each function sums over the context ranks exactly once.
-    log_probs: [T] with gradient, 0 at untrained positions; None unless `objective.weighs_log_probs`.
+    scores: log_probs [T] with gradient where `objective.weighs_log_probs`, and rollout_log_probs [T] where
+        `objective.needs_rollout_log_probs`; 0 at untrained positions.
     surrogate: [T], to be maximised.
     lengths: [num_segments] float64, trained tokens of each sequence over all context ranks.
     stats: what `ratio_metrics` reports; None without a ratio.
@@ -29,7 +30,7 @@ Surrogate = tuple[Tensor, Tensor, RatioStats | None]
 
 
 def without_ratio(
-    objective: Objective, log_probs: Tensor, advantages: Tensor, segments: Segments, _: Tensor | None = None
+    objective: Objective, log_probs: Tensor, advantages: Tensor, segments: Segments, *_: Tensor
 ) -> Surrogate:
     """`A_it * log_probs_it`: supervised training."""
     (lengths,) = segments.sum_ranks(segments.sums(segments.loss_mask))
@@ -37,11 +38,11 @@ def without_ratio(
 
 
 def token_level(
-    objective: Objective, log_ratio: Tensor, advantages: Tensor, segments: Segments, log_probs: Tensor | None = None
+    objective: Objective, log_ratio: Tensor, advantages: Tensor, segments: Segments, *scores: Tensor
 ) -> Surrogate:
     """The surrogate of one ratio per token."""
     ratio, clamped = token_ratio(log_ratio, objective.max_log_ratio)
-    surrogate, clip = SURROGATES[objective.surrogate](objective, ratio, advantages, log_ratio, log_probs)
+    surrogate, clip = SURROGATES[objective.surrogate](objective, ratio, advantages, log_ratio, *scores)
     counts, clipped = segments.sums(segments.loss_mask), segments.sums(clip.cut)
     masks = objective.off_policy_mask_threshold is not None
     total_clipped, lengths, *total = segments.sum_ranks(
@@ -57,7 +58,7 @@ def token_level(
 
 
 def sequence_level(
-    objective: Objective, log_ratio: Tensor, advantages: Tensor, segments: Segments, log_probs: Tensor | None = None
+    objective: Objective, log_ratio: Tensor, advantages: Tensor, segments: Segments, *scores: Tensor
 ) -> Surrogate:
     """The surrogate of one length-normalised ratio per sequence."""
     counts, sums = segments.sums(segments.loss_mask), segments.sums(log_ratio.detach())
@@ -66,7 +67,7 @@ def sequence_level(
     ratio, by_sequence, clamped = sequence_ratio(
         log_ratio, mean_log_ratio, segments.segment_ids, objective.max_log_ratio
     )
-    surrogate, clip = SURROGATES[objective.surrogate](objective, ratio, advantages, log_ratio, log_probs)
+    surrogate, clip = SURROGATES[objective.surrogate](objective, ratio, advantages, log_ratio, *scores)
     # Equal advantages clip all of a sequence or nothing. Where they differ it counts by its clipped part.
     clipped = segments.sums(clip.cut)
     surrogate, off_policy = mask_off_policy(objective, surrogate, advantages, mean_log_ratio, segments)
@@ -75,7 +76,7 @@ def sequence_level(
 
 
 def geometric_mean_level(
-    objective: Objective, log_ratio: Tensor, advantages: Tensor, segments: Segments, _: Tensor | None = None
+    objective: Objective, log_ratio: Tensor, advantages: Tensor, segments: Segments, *_: Tensor
 ) -> Surrogate:
     """`exp(1/|y_i| sum_t clip(log_ratio_it)) * A_i` (arXiv:2507.20673): one ratio per sequence, of token log-ratios
     that are clipped above epsilon_high where A > 0, and below -epsilon_low where A < 0.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -18,8 +19,8 @@ class Clip:
 
     `cut`: on either side; `lower`: of these, those on the lower side. `clip`: tokens without gradient, A < 0 and ratio
     < 1 - epsilon_low (lower), A > 0 and ratio > 1 + epsilon_high; `dual`: A < 0 and ratio > dual_clip, None without a
-    dual clip. `cispo`: those whose weight is raised (lower) or truncated. `dppo_tv`, `dppo_kl`: those without gradient,
-    A < 0 (lower) or A > 0. `sapo`: none.
+    dual clip. `cispo`: those whose weight is raised (lower) or truncated. `dppo_tv`, `dppo_kl`, `minirl`: those without
+    gradient, A < 0 (lower) or A > 0. `sapo`: none.
     """
 
     lower: Tensor
@@ -48,7 +49,7 @@ def clipped_surrogate(objective: Objective, ratio: Tensor, advantages: Tensor, *
 
 
 def cispo_surrogate(
-    objective: Objective, ratio: Tensor, advantages: Tensor, log_ratio: Tensor, log_probs: Tensor
+    objective: Objective, ratio: Tensor, advantages: Tensor, log_ratio: Tensor, log_probs: Tensor, *_: Tensor
 ) -> tuple[Tensor, Clip]:
     """`sg[clip(ratio, min_weight, max_weight)] * A * log_probs` (arXiv:2506.13585, eq. 4 and 5), all [T].
 
@@ -74,7 +75,7 @@ def sapo_surrogate(objective: Objective, ratio: Tensor, advantages: Tensor, *_: 
 
 
 def dppo_surrogate(
-    objective: Objective, ratio: Tensor, advantages: Tensor, log_ratio: Tensor, log_probs: Tensor
+    objective: Objective, ratio: Tensor, advantages: Tensor, log_ratio: Tensor, log_probs: Tensor, *_: Tensor
 ) -> tuple[Tensor, Clip]:
     """`M * sg[min(ratio, max_weight)] * A * log_probs` (arXiv:2602.04879), all [T].
 
@@ -95,12 +96,30 @@ def dppo_surrogate(
     return weight * advantages * log_probs, Clip(lower, cut, None)
 
 
-# surrogate(objective, ratio, advantages, log_ratio, log_probs) -> (value to be maximised [T], what it clips). log_probs
-# is only there where `objective.weighs_log_probs`.
+def minirl_surrogate(
+    objective: Objective, ratio: Tensor, advantages: Tensor, log_ratio: Tensor, log_probs: Tensor,
+    rollout_log_probs: Tensor,
+) -> tuple[Tensor, Clip]:
+    """`M * sg[min(current / rollout engine, max_weight)] * A * log_probs` (arXiv:2512.01374, eq. 7), all [T].
+
+    M is 0 where `clipped_surrogate` clips the ratio to the old policy.
+    """  # fmt: skip
+    with torch.no_grad():
+        low, high = objective.clip_range
+        lower = (advantages < 0) & (ratio < low)
+        cut = lower | ((advantages > 0) & (ratio > high))
+        largest = math.log(objective.number("max_weight"))
+        weight = (log_probs - rollout_log_probs).clamp(max=largest).exp().masked_fill(cut, 0)
+    return weight * advantages * log_probs, Clip(lower, cut, None)
+
+
+# surrogate(objective, ratio, advantages, log_ratio, log_probs, rollout_log_probs) -> (value to be maximised [T], what
+# it clips). log_probs is only there where `objective.weighs_log_probs`, rollout_log_probs where it needs them.
 SURROGATES: dict[SurrogateType, Callable[..., tuple[Tensor, Clip]]] = {
     "clip": clipped_surrogate,
     "cispo": cispo_surrogate,
     "sapo": sapo_surrogate,
     "dppo_tv": dppo_surrogate,
     "dppo_kl": dppo_surrogate,
+    "minirl": minirl_surrogate,
 }

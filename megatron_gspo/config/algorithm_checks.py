@@ -60,6 +60,12 @@ def check_rollout_correction(algorithm: AlgorithmConfig) -> None:
             problem = "compares the rollout's log-probs with themselves where algorithm.old_log_probs = rollout"
             fix = "set algorithm.old_log_probs: recompute, or this to none"
             raise ConfigError(f"algorithm.{key}", value, problem, fix)
+    if algorithm.needs_rollout_log_probs and algorithm.rollout_is != "none":
+        problem = f"weighs by the rollout engine's log-probs twice, with algorithm.name = {algorithm.name}"
+        raise ConfigError("algorithm.rollout_is", algorithm.rollout_is, problem, "set it to none")
+    if algorithm.needs_rollout_log_probs and algorithm.old_log_probs == "rollout":
+        problem = f"{algorithm.name} clips by the training engine's old log-probs"
+        raise ConfigError("algorithm.old_log_probs", "rollout", problem, "set it to recompute")
     ratios, divergences = ("token", "sequence"), ("token_binary_kl", "sequence_k3")
     for method, key, kinds in (
         ("rollout_is", "rollout_is_threshold", ratios),

@@ -23,8 +23,8 @@ class AlgorithmConfig(Objective):
     )
 
     name: Literal[
-        "gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "gmpo", "luspo", "cispo", "sapo", "dppo_tv", "dppo_kl", "ppo",
-        "sft",
+        "gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "gmpo", "luspo", "cispo", "sapo", "dppo_tv", "dppo_kl",
+        "minirl", "ppo", "sft",
     ] = "gspo"
     """Algorithm whose preset sets the defaults of this section; null keeps the preset's value."""
     kl_reward_coef: Annotated[float, Ge(0)] = 0.0

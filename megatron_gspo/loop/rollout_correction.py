@@ -90,6 +90,8 @@ def correct_mismatch(batch: SampleBatch, algorithm: AlgorithmConfig) -> tuple[Sa
     cut. A collective of the batch's group.
     """
     metrics: dict[str, float] = {}
+    if algorithm.needs_rollout_log_probs and batch.lacks("rollout_log_probs"):
+        raise ConfigError("algorithm.name", algorithm.name, "the engine gives no log-probs", "use another, as dr_grpo")
     for key, apply in (("rollout_rs", _reject), ("rollout_is", _weight)):
         if (level := getattr(algorithm, key)) == "none":
             continue

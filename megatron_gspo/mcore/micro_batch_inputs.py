@@ -22,7 +22,7 @@ from megatron_gspo.parallel.scored_rows import ScoredRows
 
 _FIRST_STAGE = ("tokens", "position_ids")
 _LAST_STAGE = ("labels",)
-POLICY_LOSS = ("segment_ids", "loss_mask", "advantages", "old_log_probs", "ref_log_probs")
+POLICY_LOSS = ("segment_ids", "loss_mask", "advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs")
 VALUE_LOSS = ("loss_mask", "values", "returns")
 
 

@@ -55,7 +55,8 @@ class Levels:
 
 
 def level_sums(shares: np.ndarray) -> np.ndarray:
-    """``[3, 2]`` for `Levels.of` from shares ``[rows, 3]`` of own, following and preceding routes; NaN: not compared."""
+    """Sum and count of shares ``[rows, n]`` where they aren't NaN, ``[n, 2]``: `Levels.of` takes those of own,
+    following and preceding routes."""
     compared = ~np.isnan(shares)
     return np.stack([np.where(compared, shares, 0.0).sum(0), compared.sum(0)], axis=1)
 
@@ -90,15 +91,21 @@ def route_mismatch(
     worst = int(np.bincount(sample_of, score).argmax())  # the sample with most of the evidence
     rows = rows[sample_of == worst]
     others = len(np.unique(sample_of)) - 1
-    own, following, preceding = np.nanmean(np.pad(shares[rows], ((0, 1), (0, 0)), constant_values=np.nan), axis=0)
     prompt, number = names[worst]
     first, last = rows[0] - starts[worst], rows[-1] - starts[worst]
     tokens = f"token {first}" if first == last else f"tokens {first} to {last}"
     more = f" (and {others} more)" if others else ""
-    shifted = ""
-    if max(np.nan_to_num(following), np.nan_to_num(preceding)) > levels.middle:
-        shifted = f"; rows of the token {'after' if following > preceding else 'before'} fit, so they are shifted by one"
     return (
-        f"sample {prompt}/{number}{more}: routed_experts of {tokens} agree with {own:.0%} of the live routers' experts; "
-        f"{levels.expected:.0%} was expected, and another token's agree with {levels.chance:.0%}{shifted}"
+        f"sample {prompt}/{number}{more}: routed_experts of {tokens} agree with {shares[rows, 0].mean():.0%} of the "
+        f"live routers' experts; {levels.expected:.0%} was expected, and another token's agree with "
+        f"{levels.chance:.0%}{_shift(shares[rows, 1:], levels)}"
     )
+
+
+def _shift(shares: np.ndarray, levels: Levels) -> str:
+    """Whether rows fit the token beside theirs, from shares ``[rows, 2]`` of the following and preceding routes."""
+    (following, after), (preceding, before) = level_sums(shares)
+    means = following / max(after, 1.0), preceding / max(before, 1.0)
+    if max(means) <= levels.middle:
+        return ""
+    return f"; rows of the token {'after' if means[0] > means[1] else 'before'} fit, so they are shifted by one"

@@ -34,7 +34,9 @@ def complete_preset(name: str, **overrides: Any) -> Objective:
 
 
 def call_policy_loss(objective: Objective, **arguments: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """policy_loss with the fields of LossExtras as keywords too."""
+    """policy_loss with the fields of LossExtras as keywords too. Without rollout_log_probs they are the old ones."""
+    if objective.needs_rollout_log_probs:
+        arguments.setdefault("rollout_log_probs", arguments.get("old_log_probs"))
     extras = LossExtras(**{f.name: arguments.pop(f.name, None) for f in fields(LossExtras)})
     return policy_loss(objective, **arguments, extras=extras)
 
@@ -45,6 +47,7 @@ class Batch:
 
     log_probs: Tensor
     old_log_probs: Tensor
+    rollout_log_probs: Tensor
     ref_log_probs: Tensor
     entropy: Tensor
     advantages: Tensor
@@ -69,7 +72,7 @@ class Batch:
         """Tensors for policy_loss; fresh, so that each call has its own gradients."""
         floats = {
             name: getattr(self, name).to(dtype).clone()
-            for name in ("log_probs", "old_log_probs", "ref_log_probs", "entropy", "advantages")
+            for name in ("log_probs", "old_log_probs", "rollout_log_probs", "ref_log_probs", "entropy", "advantages")
         }
         floats["log_probs"].requires_grad_()
         floats["entropy"].requires_grad_()
@@ -101,9 +104,10 @@ def random_batch(seed: int, *, drift: float, per_token: bool = False, poison: bo
     old = -normal().abs() - 0.05
     log_probs = old + drift * (normal(9)[ids] + normal())
     advantages = normal() if per_token else normal(9)[ids]
-    batch = Batch(log_probs, old, log_probs + 0.5 * normal(), normal().abs(), advantages, mask, ids, 9)
+    batch = Batch(log_probs, old, old, log_probs + 0.5 * normal(), normal().abs(), advantages, mask, ids, 9)
+    batch = replace(batch, rollout_log_probs=old - 1.0 + 2 * torch.rand(total, generator=g, dtype=torch.float64))
     if poison:
-        for name in ("log_probs", "old_log_probs", "ref_log_probs", "entropy", "advantages"):
+        for name in ("log_probs", "old_log_probs", "rollout_log_probs", "ref_log_probs", "entropy", "advantages"):
             values = getattr(batch, name)
             holes = (mask == 0).nonzero().flatten()
             extreme = torch.tensor([float("nan"), float("inf"), -float("inf"), 1e30], dtype=torch.float64)
@@ -131,6 +135,8 @@ def naive_loss(objective: Objective, batch: Batch, log_probs: Tensor, entropy: T
             else:
                 ratio = _ratio(o, batch, log_probs, t, log_ratios)
                 value = _surrogate(o, ratio, advantage, log_probs[t], batch.old_log_probs[t])
+                if o.surrogate == "minirl":
+                    value = _minirl(o, ratio, advantage, log_probs[t], batch.rollout_log_probs[t])
             if o.log_ratio_coef:
                 value = value - o.log_ratio_coef * log_ratios[t].clamp(-o.max_log_ratio, o.max_log_ratio) ** 2
             if o.kl_loss_coef:
@@ -176,6 +182,12 @@ def _ratio(o: Objective, batch: Batch, log_probs: Tensor, t: int, log_ratios: di
     if bool(clamped != mean):  # a clamped ratio is a constant
         return torch.exp(clamped).detach()
     return torch.exp(clamped).detach() * torch.exp(log_probs[t] - log_probs[t].detach())
+
+
+def _minirl(o: Objective, ratio: Tensor, advantage: Tensor, log_prob: Tensor, rollout_log_prob: Tensor) -> Tensor:
+    if (advantage > 0 and ratio > 1 + o.epsilon_high) or (advantage < 0 and ratio < 1 - o.epsilon_low):
+        return log_prob * 0
+    return min(math.exp(float(log_prob) - float(rollout_log_prob)), o.max_weight) * advantage * log_prob
 
 
 def _surrogate(o: Objective, ratio: Tensor, advantage: Tensor, log_prob: Tensor, old_log_prob: Tensor) -> Tensor:

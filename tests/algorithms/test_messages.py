@@ -27,7 +27,7 @@ CLIP_WORDS = {
     "entropy_coef": "0 or above",
     "max_log_ratio": "above 0 and at most 80 (exp overflows float32 at 88)",
 }
-NAMES = "gspo, gspo_token, grpo, dr_grpo, dapo, gmpo, luspo, cispo, sapo, dppo_tv, dppo_kl, ppo, sft"
+NAMES = "gspo, gspo_token, grpo, dr_grpo, dapo, gmpo, luspo, cispo, sapo, dppo_tv, dppo_kl, minirl, ppo, sft"
 FIELDS = (
     "importance_sampling_level, loss_agg_mode, loss_scale_factor, surrogate, epsilon_low, epsilon_high, max_weight, "
     "min_weight, tau_pos, tau_neg, divergence_threshold, dual_clip, off_policy_mask_threshold, log_ratio_coef, "
@@ -207,6 +207,10 @@ CASES = [
         "old_log_probs = None: gspo has a ratio, give the rollout policy's log-probs",
     ),
     (lambda: loss(advantages=None), "advantages = None: gspo needs them, see group_advantages"),
+    (
+        lambda: loss("minirl", rollout_log_probs=None),
+        "rollout_log_probs = None: minirl weighs by them, give the rollout engine's",
+    ),
     (
         lambda: loss(fields={"kl_loss_coef": 0.1}),
         "ref_log_probs = None with kl_loss_coef = 0.1: give it, or set the coefficient to 0",

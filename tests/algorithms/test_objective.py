@@ -41,7 +41,7 @@ def test_defaults_of_every_field():
 
 def test_which_surrogates_weigh_log_probs():
     weighing = [name for name in PRESETS if preset(name).weighs_log_probs is True]
-    assert weighing == ["cispo", "dppo_tv", "dppo_kl"]
+    assert weighing == ["cispo", "dppo_tv", "dppo_kl", "minirl"]
     assert all(preset(name).weighs_log_probs is False for name in PRESETS if name not in weighing)
 
 

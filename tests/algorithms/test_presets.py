@@ -21,6 +21,7 @@ def test_published_settings():
         "sapo": ("token", "seq-mean-token-mean", None, None),
         "dppo_tv": ("token", "token-mean", None, None),
         "dppo_kl": ("token", "token-mean", None, None),
+        "minirl": ("token", "seq-mean-token-sum-norm", 0.2, 0.27),
         "ppo": ("token", "token-mean", 0.2, 0.2),
         "sft": ("none", "token-mean", None, None),
     }
@@ -30,17 +31,18 @@ def test_published_settings():
         assert (o.importance_sampling_level, o.loss_agg_mode, o.epsilon_low, o.epsilon_high) == row
         assert (o.kl_loss_coef, o.entropy_coef, o.dual_clip) == (0, 0, None)
         assert (o.log_ratio_coef, o.off_policy_mask_threshold, o.unbiased_kl) == (0, None, False)
-        assert o.surrogate == (name if name in ("cispo", "sapo", "dppo_tv", "dppo_kl") else "clip")
-    assert preset("luspo").loss_scale_factor == 1
+        assert o.surrogate == (name if name in ("cispo", "sapo", "dppo_tv", "dppo_kl", "minirl") else "clip")
+    assert preset("luspo").loss_scale_factor == preset("minirl").loss_scale_factor == 1
+    assert preset("minirl").max_weight == 5
     assert (preset("cispo").min_weight, preset("cispo").max_weight) == (None, 5)
     assert (preset("sapo").tau_pos, preset("sapo").tau_neg) == (1, 1.05)
     assert (preset("dppo_tv").divergence_threshold, preset("dppo_tv").max_weight) == (0.15, 20)
     assert (preset("dppo_kl").divergence_threshold, preset("dppo_kl").max_weight) == (0.05, 20)
-    assert preset("dr_grpo").advantage_std == "none"
+    assert preset("dr_grpo").advantage_std == preset("minirl").advantage_std == "none"
     for name in rows:
         estimator = (preset(name).advantage_estimator, preset(name).gamma, preset(name).lam)
         assert estimator == (("gae", 1, 0.95) if name == "ppo" else ("group", 1, 1))
-    assert {preset(name).advantage_std for name in rows if name != "dr_grpo"} == {"sample"}
+    assert {preset(name).advantage_std for name in rows if name not in ("dr_grpo", "minirl")} == {"sample"}
 
 
 def test_any_field_may_be_overridden_and_the_value_is_frozen():

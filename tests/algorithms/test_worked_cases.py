@@ -120,6 +120,7 @@ def test_length_weighting_tells_the_algorithms_apart():
         "gmpo": [1 / 4] * 2 + [1 / 12] * 6,
         "sapo": [1 / 4] * 2 + [1 / 12] * 6,
         "luspo": [1 / 2] * 8,  # 1/N
+        "minirl": [1 / 2] * 8,
         **{name: [1 / 8] * 8 for name in ("cispo", "dppo_tv", "dppo_kl", "ppo")},
     }
     assert expected.keys() | {"gspo_token"} == PRESETS.keys()
@@ -129,6 +130,7 @@ def test_length_weighting_tells_the_algorithms_apart():
             complete_preset(name),
             log_probs=log_probs,
             old_log_probs=log_probs.detach(),
+            rollout_log_probs=log_probs.detach(),
             advantages=torch.ones(8),
             loss_mask=torch.ones(8),
             segment_ids=ids,
@@ -245,14 +247,15 @@ OLD, NEW = (0.5, 0.4), (0.7, 0.1)
 RATIOS, SCORES = (1.4, 0.25), (math.log(0.7), math.log(0.1))
 
 
-def two_tokens(name, advantage, **fields):
-    """Loss, gradient to both log-probs and metrics."""
+def two_tokens(name, advantage, rollout=OLD, **fields):
+    """Loss, gradient to both log-probs and metrics. rollout: probabilities in the rollout engine."""
     old = torch.tensor(OLD, dtype=torch.float64).log()
     log_probs = torch.tensor(NEW, dtype=torch.float64).log().requires_grad_()
     loss, metrics = call_policy_loss(
         complete_preset(name, **fields), log_probs=log_probs, old_log_probs=old, num_sequences=1, num_tokens=2,
         advantages=torch.full_like(old, advantage), loss_mask=torch.ones(2),
         segment_ids=torch.zeros(2, dtype=torch.long),
+        rollout_log_probs=torch.tensor(rollout, dtype=torch.float64).log(),
     )  # fmt: skip
     loss.backward()
     return loss.item(), log_probs.grad.tolist(), finish_metrics(metrics)
@@ -300,6 +303,20 @@ def test_dppo_kl_measures_this_token_against_all_others():
     for threshold, masked in ((0.311, True), (0.312, False)):
         _, grad, _ = two_tokens("dppo_kl", -1.0, divergence_threshold=threshold)
         assert grad == pytest.approx([1.4 / 2, 0 if masked else 0.25 / 2])
+
+
+def test_minirl_clips_by_the_old_policy_and_weighs_by_the_rollout_engine():
+    """The engine gave both tokens 0.1: their weights are 7, truncated to 5, and 1. Ratios to the old policy: 1.4 is
+    clipped for A > 0, 0.25 for A < 0. The response is a sum of its tokens."""
+    loss, grad, metrics = two_tokens("minirl", 1.0, (0.1, 0.1))
+    assert loss == pytest.approx(-SCORES[1]) and grad == pytest.approx([0, -1])
+    assert (metrics["clip_fraction/upper"], metrics["clip_fraction/lower"]) == (0.5, 0)
+    loss, grad, metrics = two_tokens("minirl", -1.0, (0.1, 0.1))
+    assert loss == pytest.approx(5 * SCORES[0]) and grad == pytest.approx([5, 0])
+    assert (metrics["clip_fraction/upper"], metrics["clip_fraction/lower"]) == (0, 0.5)
+    assert metrics["ratio_max"] == pytest.approx(1.4), "the ratio of the metrics is that to the old policy"
+    _, grad, _ = two_tokens("minirl", 1.0, (0.1, 0.4), epsilon_high=0.5, max_weight=8.0)
+    assert grad == pytest.approx([-7, -0.25])
 
 
 def test_gmpo_clips_inside_the_mean():

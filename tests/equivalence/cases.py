@@ -61,6 +61,7 @@ OTHERS = {
     "dppo_tv": Scenario(preset("dppo_tv", divergence_threshold=0.001, max_weight=1.3), 0.2, per_token=True),
     "dppo_kl": Scenario(preset("dppo_kl", divergence_threshold=1e-4, kl_loss_coef=0.1, unbiased_kl=True), 0.2,
                         per_token=True),
+    "minirl": Scenario(preset("minirl", max_weight=1.2), 0.2, per_token=True),
 }  # fmt: skip
 ALL = SCENARIOS | REPLAYED | OTHERS
 NOISE = RouterNoise(0.5, seed=6)  # while routes are recorded: each token's choice must not depend on the layout
@@ -143,7 +144,8 @@ def make_samples(
 def with_old_log_probs(
     samples: list[Sample], log_probs: list[np.ndarray], spread: float, seed: int = 1, outlier: int | None = None
 ) -> list[Sample]:
-    """Old log-probs a little off the current ones, so that some sequences are clipped and some not; likewise ref.
+    """Old log-probs a little off the current ones, so that some sequences are clipped and some not; likewise ref and
+    the rollout engine's.
 
     ``outlier``: a sample that the current policy likes better by 0.8 nats a token.
     """
@@ -152,6 +154,9 @@ def with_old_log_probs(
         shift = g.normal() * spread - 0.8 * (i == outlier)
         sample.old_log_probs = (value + shift + g.normal(size=value.shape) * spread).astype(np.float32)
         sample.ref_log_probs = (value + g.normal(size=value.shape) * 0.3).astype(np.float32)
+    for sample in samples:
+        engine = sample.old_log_probs + g.normal(size=sample.old_log_probs.shape) * 0.3
+        sample.rollout_log_probs = engine.astype(np.float32)
     return samples
 
 

@@ -9,7 +9,7 @@ from megatron_gspo.algorithms import PRESETS, Objective, preset
 from tests.algorithms.reference import Batch, complete_preset
 
 EXTREME = torch.tensor([float("nan"), float("inf"), -float("inf"), 1e30, -1e30], dtype=torch.float64)
-VALUES = ("log_probs", "old_log_probs", "ref_log_probs", "entropy", "advantages")
+VALUES = ("log_probs", "old_log_probs", "rollout_log_probs", "ref_log_probs", "entropy", "advantages")
 
 OBJECTIVES: dict[str, Objective] = {
     **{name: complete_preset(name) for name in PRESETS},
@@ -51,7 +51,9 @@ def batches(draw, *, per_token: bool | None = None, drifts=(0.0, 5e-4, 0.2, 3.0)
     by_token = draw(st.booleans()) if per_token is None else per_token
     advantages = normal() if by_token else normal(len(lengths))[ids]
     ref = log_probs + 0.5 * normal()
-    return poisoned(Batch(log_probs, old, ref, normal().abs(), advantages, mask, ids, len(lengths)), shift=0)
+    engine = old + 0.5 * normal()
+    batch = Batch(log_probs, old, engine, ref, normal().abs(), advantages, mask, ids, len(lengths))
+    return poisoned(batch, shift=0)
 
 
 def poisoned(batch: Batch, *, shift: int) -> Batch:

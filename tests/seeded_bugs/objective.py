@@ -99,6 +99,12 @@ OBJECTIVE = (
         "bounded = torch.where(clip.cut, log_ratio.clamp(low, high), log_ratio)", "bounded = log_ratio", (NAIVE,),
     ),
     SeededBug(
+        "MiniRL weighs by the old policy in place of the rollout engine", "design", SURROGATE,
+        "weight = (log_probs - rollout_log_probs).clamp", "weight = log_ratio.clamp",
+        ("tests/algorithms/test_worked_cases.py::"
+         "test_minirl_clips_by_the_old_policy_and_weighs_by_the_rollout_engine",),
+    ),
+    SeededBug(
         "the off-policy mask also drops good responses", "design", LEVELS,
         "masked = (advantages < 0) & (mean_log_ratio", "masked = (advantages != 0) & (mean_log_ratio", (NAIVE,),
     ),

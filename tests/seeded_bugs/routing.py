@@ -131,4 +131,13 @@ ROUTING = (
         '        found["the engine\'s routes"] = self.config.routing.needs_rollout_routes\n', "",
         ("tests/train/test_routing.py::test_without_replay_flips_are_measured_on_a_sample",),
     ),
+    SeededBug(
+        "the row after a context-parallel chunk taken for the next token's", "design", RESULTS,
+        "after = (rows.diff() == 1) & (targets.diff() == 1)", "after = rows.diff() == 1", (COUNTED,),
+    ),
+    SeededBug(
+        "shifted routes taken for the chance level", "design", "megatron_gspo/routing_replay/route_agreement.py",
+        "float(means.max()), float(means.min())", "float(means[0]), float(means[1:].mean())",
+        ("tests/routing_replay/test_route_agreement.py::test_shifted_routes_show_the_levels_of_a_healthy_pass",),
+    ),
 )  # fmt: skip

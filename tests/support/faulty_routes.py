@@ -13,8 +13,8 @@ import torch
 from megatron_gspo.config import Config
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.sample_batch import SampleBatch
-from megatron_gspo.loop.log_probs import with_log_probs
 from megatron_gspo.loop.engines import perturb_rollout
+from megatron_gspo.loop.log_probs import with_log_probs
 from megatron_gspo.loop.routing import RoutingReplay, same_routers, trainer_noise
 from megatron_gspo.loop.setup import Components, build_components
 from megatron_gspo.loop.step_plan import plan_step

@@ -52,6 +52,7 @@ def whole_batch(model: torch.nn.Module, samples: Sequence[Sample], temperature: 
     return loops.Batch(
         log_probs=torch.cat([log_probs for log_probs, _ in scored]),
         old_log_probs=joined("old_log_probs"),
+        rollout_log_probs=joined("old_log_probs" if samples[0].rollout_log_probs is None else "rollout_log_probs"),
         ref_log_probs=joined("ref_log_probs"),
         entropy=torch.cat([entropy for _, entropy in scored]),
         advantages=joined("advantages"),

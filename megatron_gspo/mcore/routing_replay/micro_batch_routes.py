@@ -70,7 +70,8 @@ class MicroBatchRoutes:
     compare: whether choices are compared, that is whether the route of any trained token of the shard is known.
     chosen: by layer, recorded ids ``[t, k]``. flips, entropy: by layer, sums over ``weight``. flipped: ``[t]`` int16,
     layers in which the token's choice differs from ``given``. shared: ``[3, t]`` int16, experts that the token's
-    choices share with ``given`` of its own row, the next and the previous one, summed over the layers. uses: how often (layer, with gradient) was routed.
+    choices share with ``given`` of its own row, the next and the previous one, summed over the layers.
+    uses: how often (layer, with gradient) was routed.
     bytes_moved: by this rank between host and device.
     """
 

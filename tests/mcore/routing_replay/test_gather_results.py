@@ -115,7 +115,7 @@ def shares_of(sample: Any, used: np.ndarray, layers: list[int]) -> list[list[flo
                 values.append(-1.0)
                 continue
             given = sample.routed_experts[other]
-            values.append(np.mean([len(set(used[row, l].tolist()) & set(given[l].tolist())) / 2 for l in layers]))
+            values.append(np.mean([len(set(used[row, i].tolist()) & set(given[i].tolist())) / 2 for i in layers]))
         found.append(values)
     return found
 
@@ -154,7 +154,8 @@ def compare_with_counts(rank: int, world_size: int, path: str, layout: ParallelC
         assert abs(found.flipped_tokens - expected["flipped"]) < 1e-9, (found.flipped_tokens, expected["flipped"])
         for sample, ids, flips in zip(given, used, all_flips(done, given), strict=True):
             assert flips.dtype == np.int8 and flips.tolist() == flips_of(sample, ids)
-        check_shares(done, SampleBatch.of(given), used, layout.context_parallel_size * layout.tensor_model_parallel_size)
+        parts = layout.context_parallel_size * layout.tensor_model_parallel_size
+        check_shares(done, SampleBatch.of(given), used, parts)
         if done is live:
             assert np.abs(found.load - expected["load"]).max() < 1e-6
         else:
