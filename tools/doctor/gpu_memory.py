@@ -26,6 +26,7 @@ def planned_memory(config: Config, shape: ModelShape, world_size: int, *, transf
         rollout.n_samples_per_prompt,
         training.global_batch_size,
         reference=config.algorithm.needs_reference,
+        value_model=config.algorithm.needs_critic,
         routes=config.routing.replay != "none",
         dtype_bytes=size,
         implementation=layers,
@@ -44,7 +45,7 @@ def judge_gpu_memory(memory: Memory, available: int | None) -> Finding:
     """available: bytes of a GPU, None where there is none to compare with. The weights' and optimizer's part is exact,
     the rest an estimate (docs/plan.md)."""
     check = "machine.gpu_memory"
-    states = memory.weights + memory.gradients + memory.optimizer + memory.reference
+    states = memory.weights + memory.gradients + memory.optimizer + memory.reference + memory.value_model
     text = (
         f"a rank takes {show_bytes(memory.total)} of its GPU by the plan: {show_bytes(states)} of weights, gradients "
         f"and optimizer, {show_bytes(memory.activations)} of activations, {show_bytes(memory.engine)} of the engine"

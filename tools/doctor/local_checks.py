@@ -120,8 +120,8 @@ class Local:
         engine = not gpu or importlib.util.find_spec("transformer_engine") is not None
         memory = planned_memory(self.config, self.shape, self._world_size, transformer_engine=engine)
         found = [judge_gpu_memory(memory, available)]
-        if self.config.algorithm.needs_critic:
-            text = "the memory above is without that of the value model (algorithm.name: ppo)"
+        if self.config.algorithm.needs_critic and self.config.critic_path != self.config.model.path:
+            text = f"the memory above counts the value model {self.config.critic_path} as large as the policy"
             found.append(note("machine.critic_memory", text, "", "see it with megatron-gspo rehearse"))
         return found
 

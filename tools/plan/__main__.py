@@ -58,6 +58,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--engine", choices=ENGINES, default="sglang", help="source of rollouts (default: %(default)s)")
     made.add_argument("--colocated", action="store_true", help="SGLang on the trainer's GPUs: --engine colocated")
     made.add_argument("--reference", action="store_true", help="a frozen reference policy, for a KL term")
+    made.add_argument("--value-model", action="store_true", help="PPO's value model, of the policy's size")
     made.add_argument("--no-replay", action="store_true", help="no routing replay")
     made.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     made.add_argument("--implementation", choices=("transformer_engine", "torch"), default="transformer_engine",
@@ -85,7 +86,8 @@ def inputs(args: argparse.Namespace) -> tuple[Workload, Cluster, Assumptions]:
     work = Workload(
         response_length=args.response_length, prompt_length=args.prompt_length,
         rollout_batch_size=args.rollout_batch_size, n_samples=args.n_samples, global_batch_size=args.global_batch_size,
-        reference=args.reference, routes=not args.no_replay, dtype_bytes=2 if args.dtype == "bfloat16" else 4,
+        reference=args.reference, value_model=args.value_model, routes=not args.no_replay,
+        dtype_bytes=2 if args.dtype == "bfloat16" else 4,
         implementation=args.implementation,
     )  # fmt: skip
     engine = "colocated" if args.colocated else args.engine

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from megatron_gspo.config import ParallelConfig
+from megatron_gspo.models.families import with_value_head
 from megatron_gspo.models.model_shape import ModelShape
 from megatron_gspo.routing_replay.routes import expert_id_dtype
 from megatron_gspo.tools.plan.activations import MicroBatch, Setting, head_bytes, peak_bytes, sizes_of
@@ -22,7 +23,8 @@ class Memory:
     """Bytes on the fullest rank of a pipeline stage.
 
     activations: peak of forward and backward, including head. head: the log-prob head's part of it. engine: memory
-    that a colocated or embedded engine keeps during training. runtime: CUDA context, NCCL and similar.
+    that a colocated or embedded engine keeps during training. runtime: CUDA context, NCCL and similar. value_model:
+    weights, gradients and optimizer state of PPO's; its passes peak below the policy's.
     """
 
     stage: int
@@ -35,6 +37,7 @@ class Memory:
     routes: float
     engine: float
     runtime: float
+    value_model: float = 0.0
 
     @property
     def held(self) -> float:
@@ -44,7 +47,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        states = self.weights + self.gradients + self.optimizer + self.reference
+        states = self.weights + self.gradients + self.optimizer + self.reference + self.value_model
         return states + self.activations + self.routes + self.engine + self.runtime
 
     def to_json(self) -> dict[str, float]:
@@ -68,6 +71,9 @@ def stage_memory(inputs: PlanInputs, parallel: ParallelConfig, stage: int, state
     z = sizes_of(shape, parallel, batch, setting)
     head = head_bytes(z, shape, parallel, setting) if stage == parallel.pipeline_model_parallel_size - 1 else None
     whole = total_parameters(shape) * setting.dtype_bytes
+    value_model = 0.0
+    if work.value_model:
+        value_model = rank_states(with_value_head(shape), parallel, cluster.gpus, stage, setting.dtype_bytes).total
     engine = {"colocated": assume.engine_residual_gib * GIB, "embedded": whole}.get(cluster.engine, 0.0)
     return Memory(
         stage=stage, weights=states.weights, gradients=states.gradients, optimizer=states.optimizer,
@@ -75,7 +81,7 @@ def stage_memory(inputs: PlanInputs, parallel: ParallelConfig, stage: int, state
         activations=peak["total"] * (1 + assume.fragmentation),
         head=0.0 if head is None else head.saved + head.working,
         routes=route_bytes(shape, parallel, work, cluster, assume) if work.routes else 0.0,
-        engine=engine, runtime=assume.runtime_gib * GIB,
+        engine=engine, runtime=assume.runtime_gib * GIB, value_model=value_model,
     )  # fmt: skip
 
 

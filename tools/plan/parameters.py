@@ -101,7 +101,8 @@ def stage_layers(shape: ModelShape, parallel: ParallelConfig, stage: int) -> lis
 
 def outer_parameters(shape: ModelShape, parallel: ParallelConfig, stage: int, chunk: int
                      ) -> tuple[list[Parameter], list[Parameter]]:
-    """What a chunk holds before and after its layers: the embedding; the last norm and the output weight.
+    """What a chunk holds before and after its layers: the embedding; the last norm and the output weight, or a value
+    model's head.
 
     With tied embeddings the last stage has a copy of its own where the pipeline has several stages, else none.
     """
@@ -113,7 +114,9 @@ def outer_parameters(shape: ModelShape, parallel: ParallelConfig, stage: int, ch
     if stage != stages - 1 or chunk != chunks - 1:
         return before, []
     after = [Parameter("final_layernorm", shape.hidden_size)]
-    if not shape.tied_embeddings or stages > 1:
+    if shape.value_head:
+        after.append(Parameter("value_head", shape.hidden_size))
+    elif not shape.tied_embeddings or stages > 1:
         after.append(Parameter("output_layer", rows, shared=shared))
     return before, after
 

@@ -60,7 +60,7 @@ def memory_table(plan: Plan, basis: dict[str, Any]) -> str:
     """Memory of the fullest rank by content, in GiB."""
     held, rests_on = plan.memory.to_json(), basis["memory_bytes"]
     names = {"activations": "activations (peak)", "head": "of these log-prob head", "reference": "reference policy",
-             "routes": "routing replay"}  # fmt: skip
+             "routes": "routing replay", "value_model": "value model"}  # fmt: skip
     rows = [["memory, GiB", f"stage {plan.memory.stage}", "basis"]]
     rows += [[names.get(name, name), f"{held[name] / GIB:.2f}", rests_on[name]] for name in rests_on]
     modes = ", ".join(f"{mode} {peak / GIB:.1f}" for mode, peak in plan.activations.items())

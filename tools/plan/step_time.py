@@ -37,7 +37,8 @@ from megatron_gspo.tools.plan.workload import Cluster, PlanInputs, Workload
 class StepTime:
     """Seconds of one rollout batch; parts do not overlap.
 
-    products, attention: matrix products and attention scores, including the passes for old and reference log-probs.
+    products, attention: matrix products and attention scores, including the passes for old and reference log-probs and
+    values, and the value model's updates.
     recompute: activation recomputation. tensor, expert, context, pipeline, data: exposed communication of that
     dimension. bubble: idle time of the pipeline, including the wait for a slower last stage. sync: weights to the
     engine. host: what the host does with the samples and generation does not hide.
@@ -144,7 +145,8 @@ def stage_seconds(stage: Pass, setting: Setting) -> tuple[float, float]:
 
 def step_time(inputs: PlanInputs, parallel: ParallelConfig, budget: int, setting: Setting, rollouts: Generation
               ) -> StepTime:
-    """Seconds of a rollout batch: generation, log-prob passes (two with a reference policy), updates, weight sync."""
+    """Seconds of a rollout batch: generation, log-prob passes (two with a reference policy), updates, weight sync. A
+    value model has a pass and updates of its own, without an output layer."""
     shape, work, cluster, assume = inputs.shape, inputs.work, inputs.cluster, inputs.assume
     dp, length = parallel.data_parallel_size(cluster.gpus), work.mean_length(assume.mean_response)
     stages, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
@@ -157,18 +159,23 @@ def step_time(inputs: PlanInputs, parallel: ParallelConfig, budget: int, setting
                    for stage in (stages // 2, stages - 1))  # fmt: skip
     train_stage, score_stage = stage_seconds(usual, setting)
     train_last, score_last = stage_seconds(last, setting)
-    scores = 2 if work.reference else 1
+    values = int(work.value_model)
+    scored = 1 + work.reference  # passes with an output layer
+    scores = scored + values
     forwards = updates * count * scores  # micro-batches of the scoring passes
-    trained = updates * count
+    trained = updates * count * (1 + values)
     # In training the output layer is computed 4 times: forward, recomputation, and twice for the gradients.
     head = last.head / stages
-    slowest = (max(train_stage, train_last + 4 * last.head), max(score_stage, score_last + last.head))
-    train_all = (count + (stages - 1) / chunks) * slowest[0] * updates
-    score_all = (forwards + (stages - 1) / chunks * scores) * slowest[1]
-    busy_head = (4 * trained + forwards) * head
+    train_all = (count + (stages - 1) / chunks) * updates * (
+        max(train_stage, train_last + 4 * last.head) + values * max(train_stage, train_last)
+    )
+    score_all = (updates * count + (stages - 1) / chunks) * (
+        scored * max(score_stage, score_last + last.head) + values * max(score_stage, score_last)
+    )
+    busy_head = updates * count * (4 + scored) * head
     busy = trained * train_stage + forwards * score_stage + busy_head
     dense, expert = split_states(shape, parallel, cluster.gpus, 0, setting.dtype_bytes)
-    data = updates * data_seconds(dense, expert, parallel, cluster.gpus, Links.of(cluster.gpu, assume), assume)
+    reduced = data_seconds(dense, expert, parallel, cluster.gpus, Links.of(cluster.gpu, assume), assume)
     passes = {name: times * trained + forwards for name, times in layer_passes(setting).items()}
     return StepTime(
         products=(3 * trained + forwards) * usual.products + busy_head,
@@ -177,9 +184,9 @@ def step_time(inputs: PlanInputs, parallel: ParallelConfig, budget: int, setting
         tensor=passes["tensor"] * usual.tensor, expert=passes["expert"] * usual.expert,
         context=passes["context"] * usual.context,
         pipeline=(2 * trained + forwards) * usual.send,
-        data=data,
+        data=updates * (1 + values) * reduced,
         bubble=max(0.0, train_all + score_all - busy),
-        optimizer=updates * _optimizer_seconds(dense + expert, cluster.gpu),
+        optimizer=updates * (1 + values) * _optimizer_seconds(dense + expert, cluster.gpu),
         generation=rollouts.seconds, sync=rollouts.sync_seconds,
         host=exposed_seconds(inputs, parallel, rollouts.seconds), other=assume.other_seconds,
     )  # fmt: skip

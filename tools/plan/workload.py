@@ -16,7 +16,8 @@ ENGINES = ("sglang", "colocated", "embedded", "none")
 class Workload:
     """One rollout batch and its training. Lengths in tokens; ``global_batch_size`` in sequences per optimizer step.
 
-    reference: with a frozen reference policy. routes: expert ids are replayed.
+    reference: with a frozen reference policy. value_model: with one of the policy's size (PPO). routes: expert ids are
+    replayed.
     """
 
     response_length: int
@@ -25,6 +26,7 @@ class Workload:
     n_samples: int = 8
     global_batch_size: int = 256
     reference: bool = False
+    value_model: bool = False
     routes: bool = True
     dtype_bytes: int = 2
     implementation: str = "transformer_engine"

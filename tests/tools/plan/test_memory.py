@@ -40,6 +40,7 @@ def test_a_colocated_engine_leaves_room_for_weights_only() -> None:
                     runtime=256)  # fmt: skip
     assert memory.held == 1 + 256
     assert memory.total == 1 + 2 + 4 + 8 + 16 + 64 + 128 + 256  # the head is a part of the activations
+    assert dataclasses.replace(memory, value_model=512).total == memory.total + 512
 
 
 def _key(case: Case) -> str:

@@ -58,11 +58,13 @@ def _same_as_megatron(rank: int, world: int, cases: list[Any]) -> list[str]:
 
     from megatron_gspo.mcore.meta_device import meta_model, simulated_rank
     from megatron_gspo.models import family_of
+    from megatron_gspo.models.families import with_value_head
 
     dist.destroy_process_group()
     found = []
     for hf, sizes, gpus, place in cases:
         shape = family_of(hf)[1]
+        shape = with_value_head(shape) if sizes.get("value_head") else shape
         outer = sizes.get("outer", False)
         layout = parallel(
             tensor=sizes["tp"], pipeline=sizes["pp"], expert=sizes["ep"], expert_tensor=sizes.get("etp", 1),
@@ -96,5 +98,7 @@ def test_megatron_registers_the_same_tensors_in_the_same_order() -> None:
         (read_config(LARGE), dict(tp=4, pp=2, ep=32, etp=2), 128, 0),
         *[(read_config(LARGE), dict(tp=4, pp=8, ep=16, vp=2, outer=True), 128, place) for place in (0, 63, 127)],
         (shared, dict(tp=2, pp=1, ep=2), 4, 1),
+        *[(hf, dict(tp=2, pp=2, ep=2, value_head=True), 8, place)
+          for hf in (read_config(SMALL), {**shared, "tie_word_embeddings": True}) for place in (0, 7)],
     ]
     assert run_distributed(_same_as_megatron, 1, cases) == [[]]

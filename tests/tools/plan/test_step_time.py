@@ -36,6 +36,34 @@ def test_a_dense_step_by_hand() -> None:
     assert again.recompute == pytest.approx((2 * tokens * layers + tokens * scores) / 1e14)
 
 
+def test_a_value_model_adds_a_pass_and_its_updates_without_the_output_layer() -> None:
+    shape = dense_shape()
+    work = Workload(response_length=24, prompt_length=8, rollout_batch_size=2, n_samples=4, global_batch_size=4)
+    cluster = Cluster(GPU, 1, "none")
+    rollouts = generation(shape, work, cluster, IDEAL, 0.0)
+    without, with_values = (
+        step_time(PlanInputs(shape, dataclasses.replace(work, value_model=value), cluster, IDEAL), ParallelConfig(), 64,
+                  Setting(), rollouts) for value in (False, True)
+    )  # fmt: skip
+    tokens = 8 * 32
+    layers, scores = 2 * 360, 2 * (2 * 4) * 32 * 2
+    assert with_values.products - without.products == pytest.approx(2 * tokens * 4 * layers / 1e14)
+    assert with_values.attention - without.attention == pytest.approx(4 * tokens * scores / 1e14)
+    assert with_values.optimizer == pytest.approx(2 * without.optimizer)
+    assert with_values.bubble == pytest.approx(0, abs=1e-15)
+
+
+def test_a_value_model_waits_in_the_pipeline_as_the_policy_does() -> None:
+    shape = dense_shape(num_layers=8, moe_layers=(False,) * 8, vocab_size=1, ffn_hidden_size=4000)
+    work = Workload(response_length=30, prompt_length=2, rollout_batch_size=4, n_samples=16, global_batch_size=64,
+                    value_model=True)  # fmt: skip
+    quiet = Cluster(dataclasses.replace(GPU, nvlink=1e30, network=1e30, hbm=1e30), 4, "none")
+    parallel = ParallelConfig(pipeline_model_parallel_size=4)
+    rollouts = generation(shape, work, quiet, IDEAL, 0.0)
+    time = step_time(PlanInputs(shape, work, quiet, IDEAL), parallel, 64, Setting(), rollouts)
+    assert time.bubble / time.training == pytest.approx(3 / (32 + 3), rel=1e-2)
+
+
 def test_the_bubble_by_hand() -> None:
     """Equal stages without a head: (PP - 1) / (m VP + PP - 1) of the training time is waiting."""
     shape = dense_shape(num_layers=8, moe_layers=(False,) * 8, vocab_size=1, ffn_hidden_size=4000)
