@@ -6,7 +6,8 @@ Ours gives 11 metrics; verl's gives 4, TRL's 7, which it reads from the device w
 
 *Share of a step*: the loss of all micro-batches of a mini-batch against the whole optimizer step on it (packing,
 forward, backward, gradient norm, Adam), with the models and responses of `step_vs_megatron.py`. These models are tiny:
-the loss costs as much per token as with a large one, the step costs less, so this share is the largest.
+the loss costs as much per token as with a large one, the step costs less, so this share is the largest. The last size
+has a row for every preset.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,51 +60,57 @@ def beside_peers(python: str, folder: Path, args: argparse.Namespace) -> list[Ro
     return rows
 
 
-def loss_and_step(folder: Path, size: Size, groups: Any) -> dict[str, Callable[[], None]]:
-    """The loss alone, from log-probs as leaves, over the micro-batches of a mini-batch; the whole step on it."""
-    from megatron_gspo.algorithms import LossExtras, policy_loss, preset
+def losses_and_step(folder: Path, size: Size, groups: Any, names: Sequence[str]) -> dict[str, Callable[[], None]]:
+    """The loss of each preset alone, from log-probs as leaves, over the micro-batches of a mini-batch; the whole step
+    on it, of the first."""
+    from megatron_gspo.algorithms import LossExtras, Objective, policy_loss, preset
     from megatron_gspo.config import ParallelConfig, TrainingConfig
     from megatron_gspo.data.sample_batch import SampleBatch
     from megatron_gspo.mcore.train_step import pack_mini_batch, train_mini_batch
 
     policy = tiny_policy(str(folder), ParallelConfig(), groups)
     samples = make_samples(size.sequences, size.prompt, size.response, policy.shape.vocab_size)
-    objective = preset("gspo")
+    objectives = {name: preset(name, **({"loss_scale_factor": 1024} if name == "dr_grpo" else {})) for name in names}
     training = TrainingConfig(steps=1, global_batch_size=1, max_tokens_per_micro_batch=MAX_TOKENS)
     batch = SampleBatch.of(samples)
     batches = list(pack_mini_batch(policy, batch, training, optional=("old_log_probs",), routing=None).batches)
     say(f"{sum(len(batch.tokens) for batch in batches)} tokens in {len(batches)} micro-batches")
 
-    def loss() -> None:
+    def loss(objective: Objective) -> None:
         for batch in batches:
             assert batch.old_log_probs is not None
+            extras = LossExtras(batch.num_segments, rollout_log_probs=batch.old_log_probs)
             found, _ = policy_loss(
                 objective, log_probs=(batch.old_log_probs + 1e-4).requires_grad_(), old_log_probs=batch.old_log_probs,
                 advantages=batch.advantages, loss_mask=batch.loss_mask, segment_ids=batch.segment_ids,
-                num_sequences=batch.num_sequences, num_tokens=batch.num_tokens, extras=LossExtras(batch.num_segments),
+                num_sequences=batch.num_sequences, num_tokens=batch.num_tokens, extras=extras,
             )  # fmt: skip
             found.backward()
 
     def step() -> None:
-        train_mini_batch(policy, batch, objective, training, temperature=1.0)
+        train_mini_batch(policy, batch, objectives[names[0]], training, temperature=1.0)
 
-    return {"loss": loss, "step": step}
+    return {name: partial(loss, objective) for name, objective in objectives.items()} | {"step": step}
 
 
 def shares(args: argparse.Namespace) -> list[Row]:
+    from megatron_gspo.algorithms import PRESETS
     from megatron_gspo.config import ParallelConfig
     from megatron_gspo.mcore.process_groups import initialize
 
     groups, rows = initialize(ParallelConfig(), seed=0), []
     for name, size in STEPS.items():
+        presets = ["gspo", *(p for p in PRESETS if p != "gspo")] if name == list(STEPS)[-1] else ["gspo"]
         if args.quick:
             size = replace(size, response=64)
         with tempfile.TemporaryDirectory() as folder:
             write_model(folder, size.vocabulary)
-            taken = interleave(loss_and_step(Path(folder), size, groups), repeats=args.repeats, warmup=1,
+            taken = interleave(losses_and_step(Path(folder), size, groups, presets), repeats=args.repeats, warmup=1,
                                seconds=args.seconds / len(STEPS))  # fmt: skip
-        rows.append(time_row("policy_loss", f"policy loss and metrics, share of a step, {name}", taken["loss"],
-                             taken["step"], peer_name="the whole optimizer step", target=SHARE))  # fmt: skip
+        for chosen in presets:
+            of = "" if chosen == "gspo" else f" of {chosen}"
+            rows.append(time_row("policy_loss", f"policy loss and metrics{of}, share of a step, {name}", taken[chosen],
+                                 taken["step"], peer_name="the whole optimizer step", target=SHARE))  # fmt: skip
     return rows
 
 

@@ -83,9 +83,7 @@ def policy_loss(
     base = log_probs if old_log_probs is None or not objective.has_ratio else log_probs - old_log_probs.detach()
     log_ratio = segments.trained(base, dtype)
     advantages = segments.loss_mask.to(dtype) if advantages is None else segments.trained(advantages.detach(), dtype)
-    scores = [segments.trained(log_probs, dtype)] if objective.weighs_log_probs else []
-    if objective.needs_rollout_log_probs and extras.rollout_log_probs is not None:
-        scores.append(segments.trained(extras.rollout_log_probs.detach(), dtype))
+    scores = [segments.trained(value, dtype) for value in _scores(objective, log_probs, extras)]
     surrogate_of = RATIO_LEVELS[objective.importance_sampling_level]
     surrogate, lengths, stats = surrogate_of(objective, log_ratio, advantages, segments, *scores)
     weights = token_weights(objective, segment_ids, lengths, num_sequences, num_tokens, dtype)
@@ -97,6 +95,14 @@ def policy_loss(
         loss = loss if term is None else loss + term
         metrics |= found
     return loss, metrics
+
+
+def _scores(objective: Objective, log_probs: Tensor, extras: LossExtras) -> list[Tensor]:
+    """The log-probs that the surrogate reads beside the ratio."""
+    scores = [log_probs] if objective.weighs_log_probs else []
+    if objective.needs_rollout_log_probs and extras.rollout_log_probs is not None:
+        scores.append(extras.rollout_log_probs.detach())
+    return scores
 
 
 def _count_segments(segment_ids: Tensor) -> int:

@@ -32,7 +32,7 @@ def test_every_printed_figure_has_a_basis(implementation: str, capsys: pytest.Ca
     layers = REHEARSED if implementation == "torch" else ESTIMATED
     states = dict.fromkeys(("weights", "gradients", "optimizer", "reference policy"), REHEARSED)
     activations = dict.fromkeys(("activations (peak)", "of these log-prob head"), layers)
-    rest = dict.fromkeys(("routing replay", "engine", "runtime", "total"), ESTIMATED)
+    rest = dict.fromkeys(("routing replay", "engine", "runtime", "value model", "total"), ESTIMATED)
     assert memory == states | activations | rest
     assert collectives.pop("context") == layers
     assert set(collectives) >= {"tensor", "expert", "expert tensor", "pipeline", "gradients", "weights"}
