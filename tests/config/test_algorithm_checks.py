@@ -41,6 +41,10 @@ NOISE = ["router_noise={engines: both, strength: 0.5, stress_test: true}"]
         ),
         ([*SFT, "algorithm.rollout_is=token"], "algorithm.rollout_is =", "remove the key"),
         ([*SFT, "algorithm.rollout_rs=token"], 'algorithm.rollout_rs = "token": sft has no', "remove the key"),
+        (["algorithm.name=minirl", "algorithm.rollout_is=token"], 'algorithm.rollout_is = "token": weighs by',
+         "set it to none"),
+        (["algorithm.name=minirl", "algorithm.old_log_probs=rollout"],
+         'algorithm.old_log_probs = "rollout": minirl clips', "set it to recompute"),
         (["algorithm.rollout_is_threshold=3.0"], "algorithm.rollout_is_threshold = 3.0: has no effect", "token"),
         (
             ["algorithm.rollout_rs_threshold_lower=0.9"], "algorithm.rollout_rs_threshold_lower = 0.9: has no",

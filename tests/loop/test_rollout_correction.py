@@ -157,3 +157,12 @@ def test_mismatch_does_not_depend_on_the_pieces(monkeypatch):
     assert mismatch(batch, log_probs) == pytest.approx(whole, rel=1e-12)
     log_probs[0] = np.full_like(log_probs[0], np.nan)
     assert math.isnan(mismatch(batch, log_probs)["mismatch/abs_diff_max"])
+
+
+def test_minirl_needs_the_engines_log_probs_and_changes_no_advantage():
+    samples = two_samples()
+    left, metrics = corrected(samples, AlgorithmConfig.preset("minirl"))
+    assert left == samples and metrics == {}
+    without = [make_sample(1, 2, log_probs=False)]
+    with pytest.raises(ConfigError, match='algorithm.name = "minirl": the engine gives no log-probs'):
+        corrected(without, AlgorithmConfig.preset("minirl"))

@@ -129,6 +129,20 @@ def test_a_step_against_a_naive_loop(folder, chosen, uncorrected):
         assert metrics["rollout_rs/sequences"] == sum(not any(mask) for mask in masks) / 16
 
 
+def test_a_minirl_step_against_a_naive_loop(folder):
+    """The engine's log-probs reach the loss: some weights are truncated at 1.5, and the policy is still the old one."""
+    plain = small(folder, algorithm={"name": "minirl", "max_weight": 1.5})
+    [(samples, metrics)] = run_distributed(one_step, 1, plain)
+    terms, truncated = [], 0
+    for sample in samples:
+        for t in np.flatnonzero(sample.loss_mask):
+            ratio = math.exp(float(sample.old_log_probs[t]) - float(sample.rollout_log_probs[t]))
+            truncated += ratio > 1.5
+            terms.append(min(ratio, 1.5) * float(sample.advantages[t]) * float(sample.old_log_probs[t]))
+    assert 0 < truncated < len(terms)
+    assert metrics["loss"] == pytest.approx(-math.fsum(terms) / len(samples), rel=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("chosen", list(SETTINGS.values())[2:], ids=list(SETTINGS)[2:])
 def test_the_cut_does_not_matter(folder, chosen):
