@@ -23,17 +23,17 @@ class LossExtras:
         num_segments: number of sequences in this micro-batch. None reads segment_ids.max(), the only device
             synchronisation of the loss; required under context parallelism, where a rank may not hold the last one.
         ref_log_probs: [T], required where kl_loss_coef > 0, else only for the metric.
-        rollout_log_probs: [T] of the rollout engine, required where the objective needs them (MiniRL).
         entropy: [T], required (with gradient) where entropy_coef > 0, else only for the metric.
         sum_over_context: adds a [rows, num_segments] float64 tensor over the context-parallel ranks, without autograd.
             Called exactly once, for every objective. None: this rank holds whole sequences.
+        rollout_log_probs: [T] of the rollout engine, required where the objective needs them (MiniRL).
     """
 
     num_segments: int | None = None
     ref_log_probs: Tensor | None = None
-    rollout_log_probs: Tensor | None = None
     entropy: Tensor | None = None
     sum_over_context: SumOverContext | None = None
+    rollout_log_probs: Tensor | None = None
 
 
 def policy_loss(

@@ -110,8 +110,8 @@ def policy_forward_step(objective: Objective, *, num_microbatches: int, temperat
         batch = inputs.batch
         log_probs, entropy = token_log_probs(model, hidden, batch, groups, options, inputs.scored)
         extras = LossExtras(
-            batch.num_segments, batch.ref_log_probs, batch.rollout_log_probs, entropy,
-            sum_over_context=sum_over(groups.cp),
+            batch.num_segments, batch.ref_log_probs, entropy, sum_over_context=sum_over(groups.cp),
+            rollout_log_probs=batch.rollout_log_probs,
         )
         loss, metrics = policy_loss(
             objective, log_probs=log_probs, old_log_probs=batch.old_log_probs, advantages=batch.advantages,

@@ -112,9 +112,10 @@ def test_gspo_token_with_equal_advantages_is_gspo(dtype, batch):
 def test_weights_of_all_tokens_add_up_to_one(name, batch):
     """On policy and with advantage 1 the gradient is minus each token's weight in the objective."""
     assume(batch.num_tokens > 0)
-    batch = Batch(**{**vars(batch), "advantages": torch.ones_like(batch.advantages)})
+    ones = torch.ones_like(batch.advantages)
+    batch = Batch(**{**vars(batch), "advantages": ones, "rollout_log_probs": batch.old_log_probs})
     weights = -evaluate(complete_preset(name), batch).grad
-    by_length = {"dr_grpo": LONGEST, "luspo": 1}.get(name)
+    by_length = {"dr_grpo": LONGEST, "luspo": 1, "minirl": 1}.get(name)
     total = batch.num_tokens / (by_length * batch.num_sequences) if by_length else 1.0
     assert weights.sum().item() == pytest.approx(total, rel=1e-12)
     assert ((weights > 0) == (batch.loss_mask > 0)).all()
