@@ -16,6 +16,7 @@ EXAMPLES = [str(file.relative_to(ROOT / "examples")) for file in (ROOT / "exampl
 
 EXTRAS = {
     "tasks": ["reasoning-gym>=0.1.19", "math-verify>=0.8"],
+    "code": ["pyseccomp>=0.1.2"],  # a filter of system calls for programs; needs libseccomp
     "data": ["datasets>=3.0", "pyarrow>=15"],
     "tracking": ["tensorboard>=2.16", "wandb>=0.17", "mlflow-skinny>=2.14"],
     "plot": ["matplotlib>=3.8", "jinja2>=3.1", "scipy>=1.15"],  # figures and the report of megatron-gspo compare
@@ -25,7 +26,7 @@ EXTRAS = {
     "dev": ["ruff>=0.6", "mypy>=1.11", "types-PyYAML", "pre-commit>=3", "mutmut>=3.8,<3.9"],
 }
 # Not in "all": sglang pins other versions and wants an environment of its own; gpu needs CUDA.
-IN_ALL = ("tasks", "data", "tracking", "plot", "test", "dev")
+IN_ALL = ("tasks", "code", "data", "tracking", "plot", "test", "dev")
 EXTRAS["all"] = sorted({item for name in IN_ALL for item in EXTRAS[name]})
 
 setup(

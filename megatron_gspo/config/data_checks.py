@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_gspo.config.code_section import COMPILE_SECONDS
 from megatron_gspo.config.config_error import ConfigError
 from megatron_gspo.config.data_sections import DataConfig
+from megatron_gspo.config.server_urls import check_url, without_password
 
-VERIFIERS = ("exact_match", "math_verify", "reasoning_gym")
+VERIFIERS = ("exact_match", "math_verify", "reasoning_gym", "code")
 
 
 def check_data(data: DataConfig) -> None:
@@ -16,6 +18,8 @@ def check_data(data: DataConfig) -> None:
         problem = "the prompts come from exactly one of data.prompts and data.task"
         raise ConfigError("data.prompts", data.prompts, problem, "set one and leave the other null")
     _check_verifier(data)
+    if data.resolved_verifier == "code":
+        _check_code(data)
     check_prompt_format(data)
 
 
@@ -42,6 +46,25 @@ def _check_verifier(data: DataConfig) -> None:
     if verifier in VERIFIERS[:2] and data.answer_key is None and data.task is None:
         fix = "name the field with the reference answer"
         raise ConfigError("data.answer_key", None, f"the verifier {verifier} compares with it", fix)
+
+
+def _check_code(data: DataConfig) -> None:
+    """The verifier `code` runs in workers, with time for at least two tests."""
+    if data.verifier_options:
+        raise ConfigError("data.verifier_options", data.verifier_options, "is not read by the verifier code",
+                          "set the keys of data.code")  # fmt: skip
+    needed = 2 * data.code.wall_limit + 1.0 + (COMPILE_SECONDS if data.code.language == "cpp" else 0.0)
+    if data.verifier_timeout is None or data.verifier_timeout < needed:
+        problem = "ends a verification before two programs at the time limit end"
+        raise ConfigError("data.verifier_timeout", data.verifier_timeout, problem,
+                          f"set at least {needed:g}, or a lower data.code.time_limit")  # fmt: skip
+    if data.code.sandbox_url is not None:
+        try:
+            check_url(data.code.sandbox_url)
+        except ValueError:
+            shown = without_password(data.code.sandbox_url)
+            raise ConfigError("data.code.sandbox_url", shown, "is not the address of a server",
+                              "give http://host:port, without user, path or query") from None  # fmt: skip
 
 
 def check_data_files(data: DataConfig) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt
+
+from megatron_gspo.config.code_section import CodeConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,7 @@ class DataConfig:
     cache_dir: str | None = None
     """Folder of tokenised prompts, mapped by all processes; null: `prompts/` in `run_dir`."""
     verifier: str | None = None
-    """exact_match, math_verify, reasoning_gym, path/to/file.py:function or package.module:function; null is
+    """exact_match, math_verify, reasoning_gym, code, path/to/file.py:function or package.module:function; null is
     reasoning_gym with a task, otherwise exact_match."""
     verifier_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the verifier, e.g. {style: boxed}."""
@@ -62,6 +64,8 @@ class DataConfig:
     """Reward of a response whose verification failed; null excludes it from the loss and its group's statistics."""
     verifier_workers: Annotated[int, Ge(1)] = 1
     """Verifier processes per rank."""
+    code: CodeConfig = field(default_factory=CodeConfig)
+    """Options of the verifier `code`; see docs/code_rewards.md."""
     shuffle: bool = True
     """Shuffle the prompts on each pass."""
 
@@ -69,6 +73,14 @@ class DataConfig:
     def resolved_verifier(self) -> str:
         """`verifier`, null resolved."""
         return self.verifier or ("reasoning_gym" if self.task else "exact_match")
+
+    @property
+    def resolved_verifier_options(self) -> dict[str, Any]:
+        """Keyword arguments of the verifier. The tests of a response end in time for its last one to be killed."""
+        if self.resolved_verifier != "code":
+            return self.verifier_options
+        assert self.verifier_timeout is not None
+        return asdict(self.code) | {"time_budget": self.verifier_timeout - self.code.wall_limit - 1.0}
 
     @property
     def has_eval_prompts(self) -> bool:

@@ -12,6 +12,7 @@ from megatron_gspo.data.sample import Prompt
 from megatron_gspo.loop.generation import rollout_seed
 from megatron_gspo.loop.reward_scoring import Rewards, require_scores
 from megatron_gspo.loop.timers import Timers
+from megatron_gspo.rewards.scorer import FAILURES
 from megatron_gspo.rollout.group_source import GroupSource
 from megatron_gspo.rollout.pass_at_k import mean_at_k, pass_at_k
 
@@ -27,14 +28,14 @@ def evaluate(
     with timers("evaluate"):
         seed = rollout_seed(config.seed, _EVALUATION_STREAM)
         batch = groups.generate(prompts, evaluation_sampling(config), seed=seed)
-        batch, failures = rewards(batch, prompts, Timers())  # timed as part of the evaluation
+        batch, counts = rewards(batch, prompts, Timers())  # timed as part of the evaluation
     require_scores(batch, rewards.name)
     # a response that could not be scored counts as not solved
     scores = np.nan_to_num(batch.table["reward"], nan=0.0).reshape(-1, evaluation.n_samples)
     found = {
         "eval/accuracy": mean_at_k(scores),
         "eval/response_length": float(np.mean(batch.table["response_length"])),
-        "eval/verifier_failures": float(sum(failures.values())),
+        "eval/verifier_failures": float(sum(counts[name] for name in FAILURES)),
     }
     return found | {f"eval/pass@{k}": pass_at_k(scores, k) for k in evaluation.pass_at_k}
 

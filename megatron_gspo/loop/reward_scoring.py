@@ -36,7 +36,7 @@ class Rewards(Protocol):
     def __call__(
         self, batch: SampleBatch, prompts: Sequence[Prompt], timers: Timers
     ) -> tuple[SampleBatch, Counter[str]]:
-        """The samples with their rewards, known to every rank, and failures by kind.
+        """The samples with their rewards, known to every rank, and how many got each of ``FAILURES`` or ``VERDICTS``.
 
         The reward of a failure is ``data.verifier_failure_reward`` or NaN; its reason is in the sample's metadata.
         """
@@ -65,14 +65,14 @@ class VerifierRewards:
             by_index, table = {prompt.index: prompt for prompt in prompts}, batch.table
             scores = self.scorer.score_texts([(text, by_index[table["prompt_index"][i]]) for i, text in texts.items()])
             rewards = batch.shared(dict(zip(texts, scores.rewards.tolist(), strict=True)))
-            counts = batch.sum(*(scores.counts[name] for name in FAILURES))
+            kinds = scores.counts | scores.verdicts
+            counts = Counter(dict(zip(kinds, map(int, batch.sum(*kinds.values())), strict=True)))
             scored = batch.with_columns(reward=rewards)
-            failures = Counter(dict(zip(FAILURES, map(int, counts), strict=True)))
-            if failures.total():
+            if any(counts[name] for name in FAILURES):
                 given = zip(texts, scores.statuses, scores.messages, strict=True)
                 own = {i: f"{status}: {message}" for i, status, message in given if status != "ok"}
                 scored = _with_reasons(scored, own)
-        return scored, failures
+        return scored, counts
 
     def close(self) -> None:
         """End the worker processes."""

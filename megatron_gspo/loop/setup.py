@@ -132,7 +132,7 @@ def build_rewards(config: Config, environments: EnvironmentPool | None) -> Rewar
         return EpisodeRewards(environments, name, data.verifier_failure_reward)
     scorer = RewardScorer(
         data.resolved_verifier,
-        data.verifier_options,
+        data.resolved_verifier_options,
         timeout=data.verifier_timeout,
         workers=data.verifier_workers,
         failure_reward=data.verifier_failure_reward,

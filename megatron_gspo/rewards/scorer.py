@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from megatron_gspo.data.sample import Prompt, Sample
+from megatron_gspo.rewards.named_reward import VERDICTS
 from megatron_gspo.rewards.verifiers import Verifier, load_verifier
 from megatron_gspo.rewards.worker import Reply, run_verifier
 from megatron_gspo.rewards.worker_pool import RewardPool
@@ -26,6 +27,7 @@ class Scores:
     messages: why, for each failure; "" for the others.
     counts: how many of each failure ("error", "timeout", "invalid"; 0 included).
     first_messages: the first message of each kind of failure that occurred.
+    verdicts: how many of each of the verifier's `VERDICTS`, 0 included.
     """
 
     rewards: np.ndarray
@@ -33,6 +35,7 @@ class Scores:
     messages: tuple[str, ...]
     counts: dict[str, int]
     first_messages: dict[str, str]
+    verdicts: dict[str, int]
 
 
 class RewardScorer:
@@ -60,6 +63,7 @@ class RewardScorer:
         if failure_reward is not None and not np.isfinite(failure_reward):
             raise ValueError(f"failure_reward is {failure_reward}; it must be finite")
         self._failure_reward = failure_reward
+        self.verdicts = VERDICTS.get(verifier, ())
         self._pool: RewardPool | None = None
         self._verifier: Verifier | None = None
         if timeout is None:
@@ -108,9 +112,11 @@ class RewardScorer:
             if status != "ok":
                 first_messages.setdefault(status, message or "")
         statuses = tuple(status for status, _, _ in replies)
-        messages = tuple(message or "" for _, _, message in replies)
+        messages = tuple(message or "" if status != "ok" else "" for status, _, message in replies)
         counts = {name: statuses.count(name) for name in FAILURES}
-        return Scores(rewards, statuses, messages, counts, first_messages)
+        names = [message for status, _, message in replies if status == "ok"]
+        verdicts = {name: names.count(name) for name in self.verdicts}
+        return Scores(rewards, statuses, messages, counts, first_messages, verdicts)
 
 
 def score(

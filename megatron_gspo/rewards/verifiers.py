@@ -28,7 +28,7 @@ class VerifierError(InputError):
 def load_verifier(name: str, options: dict[str, Any] | None = None) -> Verifier:
     """The verifier of that name.
 
-    name: exact_match, math_verify, reasoning_gym, "path/to/file.py:function" or "package.module:function".
+    name: exact_match, math_verify, reasoning_gym, code, "path/to/file.py:function" or "package.module:function".
     options: for built-in ones the keyword arguments of the `make_...` function below; for others keyword arguments of
         every call.
     Raises VerifierError in one line if it can't be found or loaded; ImportError for a missing package.
@@ -127,10 +127,22 @@ def make_reasoning_gym(style: str = "whole", partial_credit: bool = True) -> Ver
     return reasoning_gym
 
 
+def make_code(**options: Any) -> Verifier:
+    """Runs the response's program on the prompt's test cases in a sandbox; see `sandbox.code_verifier.make_code`."""
+    from megatron_gspo.rewards.sandbox.code_verifier import SandboxError
+    from megatron_gspo.rewards.sandbox.code_verifier import make_code as make
+
+    try:
+        return make(**options)
+    except SandboxError as error:
+        raise VerifierError(f"verifier code: {error}") from error
+
+
 BUILT_IN: dict[str, Callable[..., Verifier]] = {
     "exact_match": make_exact_match,
     "math_verify": make_math_verify,
     "reasoning_gym": make_reasoning_gym,
+    "code": make_code,
 }
 
 

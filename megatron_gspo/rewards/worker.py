@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from megatron_gspo.data.sample import Prompt
+from megatron_gspo.rewards.named_reward import NamedReward
 from megatron_gspo.rewards.verifiers import Verifier, load_verifier
 
 Reply = tuple[str, Any, str | None]  # status, value (a verifier's is a float, or None), message
@@ -33,13 +34,14 @@ _MAX_REWARD = float(np.finfo(np.float32).max)
 
 
 def run_verifier(verifier: Verifier, text: str, prompt: Prompt) -> Reply:
-    """Call a verifier: ("ok", reward, None), or ("invalid" or "error", None, why). Never raises."""
+    """Call a verifier: ("ok", reward, its name or None), or ("invalid" or "error", None, why). Never raises."""
     try:
         value: object = verifier(text, prompt)
+        name = value.name if isinstance(value, NamedReward) else None
         if isinstance(value, (numbers.Real, np.bool_)):
             reward = float(value)
             if abs(reward) <= _MAX_REWARD:  # False for NaN
-                return "ok", reward, None
+                return "ok", reward, name
             return "invalid", None, f"the verifier returned {reward}; return a finite number (float32)"
         kind = type(value).__name__
         return "invalid", None, _one_line(f"the verifier returned the {kind} {value!r}; return a number")

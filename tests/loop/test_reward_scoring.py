@@ -16,6 +16,7 @@ from megatron_gspo.loop.reward_scoring import (
     score_episodes,
 )
 from megatron_gspo.loop.timers import Timers
+from megatron_gspo.rewards.named_reward import NamedReward
 from megatron_gspo.rewards.scorer import FAILURE, RewardScorer
 from megatron_gspo.rewards.verifiers import VerifierError
 from tests.loop.episodes import episode
@@ -40,10 +41,11 @@ def scored_on_ranks(rank: int, world: int) -> tuple[list, dict, list]:
     def verifier(response, prompt):
         if int(response) % 3 == 0:
             raise ValueError("no multiple of three")
-        return float(response)
+        return NamedReward(float(response), "odd" if int(response) % 2 else "even")
 
     scorer = RewardScorer.__new__(RewardScorer)
     scorer._failure_reward, scorer._pool, scorer._verifier = None, None, verifier
+    scorer.verdicts = ("even", "odd", "none")
     samples = [make_sample(1, 2, seed=i, text=str(i), metadata={"kept": i}) for i in range(5)]
     rewards = VerifierRewards(scorer, "verifier 'mine'")
     mine = [i for i in range(5) if i % 3 % world == rank]  # rank 0 has 0, 2, 3
@@ -60,7 +62,7 @@ def test_each_rank_scores_a_share_and_all_get_the_rewards():
     assert repr(first[:2]) == repr(second[:2])
     rewards, failures, metadata = *first[:2], first[2] | second[2]
     np.testing.assert_equal(rewards, [np.nan, 1.0, 2.0, np.nan, 4.0])
-    assert failures == {"error": 2, "invalid": 0, "timeout": 0}
+    assert failures == {"error": 2, "invalid": 0, "timeout": 0, "even": 2, "odd": 1, "none": 0}
     assert metadata[1] == {"kept": 1} and metadata[3] == {
         "kept": 3, FAILURE: "error: ValueError: no multiple of three",
     }  # fmt: skip

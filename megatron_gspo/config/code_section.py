@@ -1,0 +1,42 @@
+"""Section `data.code`: the verifier `code`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le
+
+COMPILE_SECONDS = 60.0  # of wall-clock time
+_WALL_FACTOR, _WALL_SECONDS = 3.0, 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeConfig:
+    """How the verifier `code` runs programs and scores them."""
+
+    language: Literal["python", "cpp"] = "python"
+    """Language of the responses; `cpp` needs g++."""
+    score: Literal["all", "fraction"] = "all"
+    """1 if all tests pass, else 0; or the share of tests that pass."""
+    time_limit: Annotated[float, Gt(0)] = 6.0
+    """CPU seconds per test; 3 times as many and 1 s of wall-clock time."""
+    memory_mib: Annotated[int, Ge(64)] = 1024
+    """Address space of each process, MiB."""
+    processes: Annotated[int, Ge(1), Le(1000)] = 8
+    """Processes and threads of a program."""
+    output_mib: Annotated[int, Ge(1), Le(64)] = 16
+    """Standard output per test, MiB; its files have 64 MiB together."""
+    float_tolerance: Annotated[float, Ge(0)] = 1e-6
+    """Absolute or relative difference of numbers whose expected value has a decimal point or an exponent."""
+    python: str | None = None
+    """Python interpreter of the programs, run without site-packages; null: the trainer's."""
+    require_isolation: bool = True
+    """Refuse to start without isolation of file system, network, processes and system calls."""
+    sandbox_url: str | None = None
+    """Sandbox Fusion server, `http://host:port`, which runs the programs in place of this machine."""
+
+    @property
+    def wall_limit(self) -> float:
+        """Wall-clock seconds per test."""
+        return _WALL_FACTOR * self.time_limit + _WALL_SECONDS

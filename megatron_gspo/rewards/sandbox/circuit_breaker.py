@@ -1,0 +1,32 @@
+"""A circuit breaker: after several failures in a row a service is left alone for a while."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+class CircuitBreaker:
+    """Open after `threshold` failures in a row; after `seconds` one call may try again.
+
+    clock: monotonic seconds.
+    """
+
+    def __init__(self, threshold: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._threshold, self._seconds, self._clock = threshold, seconds, clock
+        self._failures, self._opened = 0, 0.0
+
+    def allows(self) -> bool:
+        """Whether a call may be made now. When the time is over, the first caller gets True and restarts it."""
+        if self._failures < self._threshold:
+            return True
+        if self._clock() - self._opened < self._seconds:
+            return False
+        self._opened = self._clock()
+        return True
+
+    def record(self, succeeded: bool) -> None:
+        """The result of a call."""
+        self._failures = 0 if succeeded else self._failures + 1
+        if self._failures == self._threshold or (not succeeded and self._failures > self._threshold):
+            self._opened = self._clock()

@@ -1,0 +1,24 @@
+"""What crosses the pipe to the launcher."""
+
+import pickle
+
+import pytest
+
+from megatron_gspo.rewards.sandbox.command import Command, Limits, Mechanism, Setup
+
+
+@pytest.mark.parametrize("privileged", [True, False])
+def test_only_root_s_launcher_leaves_the_network_for_its_programs(privileged):
+    assert Mechanism("namespaces", privileged).shares_network is privileged
+
+
+def test_a_command_has_no_place_for_an_expected_output():
+    assert Command._fields == ("argv", "files", "limits", "stdin", "environment")
+
+
+def test_messages_are_plain_data():
+    for message in (
+        Setup(Mechanism("limits", False), ("/usr",)),
+        Command(("a",), {"f": b""}, Limits(1.0, 2.0, 3, 4, 5), b"in"),
+    ):
+        assert pickle.loads(pickle.dumps(message)) == message

@@ -1,0 +1,95 @@
+"""A launcher's process: what it loads, that it is replaced, and its end."""
+
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_gspo.rewards.sandbox.command import Command, Limits, SandboxError
+from megatron_gspo.rewards.sandbox.launcher_client import Launcher
+from tests.rewards.sandbox.mechanisms import MECHANISMS, descendants, isolation_of
+
+
+@pytest.fixture(scope="module")
+def ready():
+    """(setup, interpreter) of the first mechanism that works."""
+    for mechanism in MECHANISMS:
+        try:
+            interpreter, isolation = isolation_of(mechanism)
+        except pytest.skip.Exception:
+            continue
+        return isolation.setup, interpreter.executable
+    pytest.skip("no isolation on this machine")
+
+
+def program(python, source, seconds=10.0):
+    limits = Limits(5.0, seconds, 2**28, 8, 2**20)
+    return Command((python, "-I", "-S", "main.py"), {"main.py": source.encode()}, limits)
+
+
+def test_it_has_no_environment_and_few_modules(ready):
+    code = (
+        "import sys, megatron_gspo.rewards.sandbox.launcher\n"
+        "print({'dataclasses', 'subprocess', 'multiprocessing', 'numpy', 'json'} & set(sys.modules))"
+    )
+    path = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[3])!r})\n"
+    printed = subprocess.run([sys.executable, "-I", "-S", "-c", path + code], capture_output=True, check=True)
+    assert printed.stdout == b"set()\n"
+    setup, python = ready
+    launcher = Launcher(setup)
+    launcher.run(program(python, "pass"))
+    assert Path(f"/proc/{launcher.process_ids[0]}/environ").read_bytes() == b""
+    launcher.close()
+
+
+def test_one_that_died_is_replaced(ready):
+    setup, python = ready
+    launcher = Launcher(setup)
+    assert launcher.process_ids == []
+    assert launcher.run(program(python, "print(1)")).stdout == b"1\n"
+    first = launcher.process_ids
+    os.kill(first[0], signal.SIGKILL)
+    time.sleep(0.1)
+    with pytest.raises(SandboxError, match="the launcher of the sandbox failed"):
+        launcher.run(program(python, "print(2)"))
+    assert launcher.run(program(python, "print(3)")).stdout == b"3\n"
+    assert launcher.process_ids != first and not Path(f"/proc/{first[0]}").exists()
+    launcher.close()
+
+
+def test_its_programs_end_with_it(ready):
+    """Also where it is killed, as with a verifier that exceeds its time."""
+    setup, python = ready
+    script = (
+        "import sys, pickle\nfrom megatron_gspo.rewards.sandbox.launcher_client import Launcher\n"
+        "setup, command = pickle.loads(sys.stdin.buffer.read())\nlauncher = Launcher(setup)\n"
+        "launcher.run(command)"
+    )
+    worker = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    worker.stdin.write(pickle.dumps((setup, program(python, "import time; time.sleep(50)", 60.0))))
+    worker.stdin.close()
+    end = time.monotonic() + 20
+    while len(running := descendants(worker.pid)) < 3 and time.monotonic() < end:
+        time.sleep(0.02)
+    assert len(running) >= 3  # the launcher, the first process and the program
+    worker.kill()
+    worker.wait()
+    while any(Path(f"/proc/{pid}").exists() for pid in running) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in running)
+
+
+def test_it_ends_with_its_object(ready):
+    setup, python = ready
+    launcher = Launcher(setup)
+    launcher.run(program(python, "pass"))
+    (pid,) = launcher.process_ids
+    del launcher
+    gc.collect()
+    assert not Path(f"/proc/{pid}").exists()
