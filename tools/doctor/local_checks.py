@@ -15,7 +15,7 @@ from megatron_gspo.config.load import split_server_arguments
 from megatron_gspo.config.model_checks import read_hf_config
 from megatron_gspo.config.parallel_checks import check_divisibility, check_layout
 from megatron_gspo.models import ModelShape
-from megatron_gspo.tools.doctor import input_checks, issue_checks, machine_checks, storage_checks
+from megatron_gspo.tools.doctor import input_checks, issue_checks, machine_checks, sandbox_checks, storage_checks
 from megatron_gspo.tools.doctor.arguments import Options
 from megatron_gspo.tools.doctor.diagnostics import Finding, Report, examine, failed, note, ok
 from megatron_gspo.tools.doctor.gpu_memory import judge_gpu_memory, planned_memory
@@ -52,6 +52,7 @@ class Local:
             self._run("config.check", self._check)
             hf = self._check_inputs(self.config)
             self._run("machine.gpu_memory", self._gpu_memory)
+        self._run("machine.sandbox", lambda: sandbox_checks.check_sandbox(self.config))
         self._run("ports.free", lambda: machine_checks.check_ports(self.config, os.environ))
         self._run("disk.space", lambda: self._disk(gpu))
         servers: dict[str, Any] = {}
