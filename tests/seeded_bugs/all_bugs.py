@@ -6,11 +6,12 @@ from tests.seeded_bugs.layouts import CONVERSION, LAYOUT, MEGATRON, PARALLEL, RE
 from tests.seeded_bugs.objective import DATA, OBJECTIVE
 from tests.seeded_bugs.rollouts import OF_THE_ROLLOUTS
 from tests.seeded_bugs.routing import ROUTING
+from tests.seeded_bugs.sandbox import OF_THE_SANDBOX
 from tests.seeded_bugs.servers import OF_THE_SERVERS
 
 GROUPS = {
     "OBJECTIVE": OBJECTIVE, "DATA": DATA, "PARALLEL": PARALLEL, "CONVERSION": CONVERSION, "MEGATRON": MEGATRON,
     "LAYOUT": LAYOUT, "RESUME": RESUME, "ROUTING": ROUTING, "OF_THE_ROLLOUTS": OF_THE_ROLLOUTS,
-    "OF_THE_SERVERS": OF_THE_SERVERS,
+    "OF_THE_SERVERS": OF_THE_SERVERS, "OF_THE_SANDBOX": OF_THE_SANDBOX,
 }  # fmt: skip
 SEEDED_BUGS = tuple(bug for bugs in GROUPS.values() for bug in bugs)

@@ -1,0 +1,77 @@
+"""Bugs of the sandbox: what a program can reach, what is left of it, and how it is scored."""
+
+from __future__ import annotations
+
+from tests.seeded_bugs.seeded_bug import SeededBug
+
+SANDBOX, TESTS = "megatron_gspo/rewards/sandbox", "tests/rewards/sandbox"
+BUBBLEWRAP, LAUNCHER, KERNEL = f"{SANDBOX}/bubblewrap.py", f"{SANDBOX}/launcher.py", f"{SANDBOX}/kernel.py"
+NAMESPACES, VERIFIER = f"{SANDBOX}/namespaces.py", f"{SANDBOX}/code_verifier.py"
+COMPARISON = f"{SANDBOX}/output_comparison.py"
+LIMITS = f"{TESTS}/test_launcher.py::test_the_limits_are_those_of_the_command"
+ISOLATION = f"{TESTS}/test_isolation.py::test_an_isolation_has_all_guarantees"
+
+OF_THE_SANDBOX = (
+    SeededBug(
+        "the network is left on", "design", LAUNCHER,
+        "                    kernel.unshare(kernel.CLONE_NEWNET)\n", "",
+        (ISOLATION,),
+    ),
+    SeededBug(
+        "programs have no memory limit", "several trainers", KERNEL,
+        '        "as": (limits.memory_bytes, limits.memory_bytes),\n', "",
+        (LIMITS,),
+    ),
+    SeededBug(
+        "the limit of processes is not set in namespaces", "design", NAMESPACES,
+        "        kernel.limit_processes(command.limits.processes)\n", "        kernel.limit_processes(64)\n",
+        (LIMITS,),
+    ),
+    SeededBug(
+        "output and files are unlimited", "several trainers", KERNEL,
+        '        "fsize": (limits.disk_bytes, limits.disk_bytes),\n', "",
+        (LIMITS,),
+    ),
+    SeededBug(
+        "the expected output is sent with the input", "design", VERIFIER,
+        "outcome = program(case.stdin)", "outcome = program(case.stdin + str(case.accepted[0]))",
+        (f"{TESTS}/test_fusion_client.py::test_the_request_has_the_limits_and_no_expected_output",),
+    ),
+    SeededBug(
+        "what a program leaves is not reaped", "design", LAUNCHER,
+        "            found, status, usage = os.wait4(-1, 0)\n",
+        "            found, status, usage = os.wait4(pid, 0)\n",
+        (f"{TESTS}/test_launcher.py::test_nothing_is_left_of_a_program",),
+    ),
+    SeededBug(
+        "a sandbox that fails gives a reward of 0", "several trainers", VERIFIER,
+        "    outcome = program(case.stdin)\n",
+        "    try:\n        outcome = program(case.stdin)\n    except SandboxError:\n        return \"runtime_error\"\n",
+        (f"{TESTS}/test_code_verifier.py::test_failures_are_counted_and_have_no_reward",),
+    ),
+    SeededBug(
+        "a program that fails after the right output passes", "several trainers", VERIFIER,
+        "    if outcome.code != 0:\n", "    if False:\n",
+        (f"{TESTS}/test_fusion_client.py::test_verdicts",),
+    ),
+    SeededBug(
+        "one visible test decides", "several trainers", VERIFIER,
+        "float(passed == count)", "float(passed >= 1)",
+        (f"{TESTS}/test_code_verifier.py::test_scores",),
+    ),
+    SeededBug(
+        "digits of other scripts are numbers", "design", COMPARISON,
+        'r"[+-]?(?:[0-9]+', 'r"[+-]?(?:\\d+',
+        (f"{TESTS}/test_output_comparison.py::test_text",),
+    ),
+    SeededBug(
+        "a data file runs code", "several trainers", f"{SANDBOX}/case_formats.py",
+        "found = _TextOnly(io.BytesIO(content)).load()", "found = pickle.loads(content)",
+        (f"{TESTS}/test_case_formats.py::test_a_pickle_runs_nothing",),
+    ),
+    SeededBug(
+        "a server that fails is asked for ever", "design", f"{SANDBOX}/fusion_client.py",
+        "            self._breaker.record(False)\n", "",
+        (f"{TESTS}/test_fusion_client.py::test_a_server_that_fails_is_left_alone",),
+    ),
+)  # fmt: skip
