@@ -9,7 +9,7 @@ from megatron_gspo.config.config_error import ConfigError, show
 from megatron_gspo.config.fields import default_of
 from megatron_gspo.config.rollout_sections import RolloutConfig, RouterNoiseConfig, RoutingConfig
 from megatron_gspo.models.families import FAMILIES
-from megatron_gspo.models.model_shape import ModelError, check_sizes, read_config
+from megatron_gspo.models.model_shape import ModelError, check_sizes, experts_of, read_config
 
 
 def read_hf_config(path: str | Path, key: str = "model.path") -> dict[str, Any]:
@@ -47,7 +47,7 @@ def check_critic_model(path: str, critic: dict[str, Any], policy: dict[str, Any]
 
 def check_experts(routing: RoutingConfig, noise: RouterNoiseConfig, hf: dict[str, Any]) -> None:
     """A model without experts has no routes, and a random choice of experts keeps some. hf: its config.json."""
-    if experts := hf.get("num_experts") or hf.get("num_local_experts"):
+    if experts := experts_of(hf):
         target, most = noise.target_flip_rate, 1 - hf.get("num_experts_per_tok", 0) / experts
         if target is not None and target >= most:
             problem = f"a random choice of the experts reaches {most:.3g}"

@@ -24,6 +24,8 @@ class ModelConfig:
     """Activation recomputation: core attention (`selective`) or whole layers (`full`)."""
     recompute_num_layers: Annotated[int, Ge(1)] | None = None
     """Layers per recomputed unit with `full`; null is 1."""
+    expert_bias_update_rate: Annotated[float, Ge(0)] = 0.0
+    """Step by which a router's expert bias follows the load after each mini-batch; 0: the bias is frozen."""
 
 
 @dataclass(frozen=True, kw_only=True)

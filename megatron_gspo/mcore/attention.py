@@ -259,8 +259,7 @@ class PackedAttention(torch.nn.Module):
             raise TypeError("PackedAttention needs packed_seq_params of mcore.attention.packed_sequences()")
         plan, sizes = packed_seq_params, (key.shape[-1], value.shape[-1])
         if self.rotary is not None:
-            cos, sin = plan.rotation(self.rotary, query.dtype)
-            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+            query, key = (_rotated(x, plan, self.rotary) for x in (query, key))
         if self.cp_group.size() > 1:
             gathered = all_gather_tokens(torch.cat((key, value), dim=-1), self.cp_group)
             copies = permute(gathered.flatten(1), plan.key_copies)
@@ -327,6 +326,15 @@ class PackedAttention(torch.nn.Module):
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
+
+
+def _rotated(x: Tensor, plan: PackedSequences, rotary: Rotary) -> Tensor:
+    """``x`` [t, heads, d] with its first ``rotary.dim`` dimensions rotated."""
+    cos, sin = plan.rotation(rotary, x.dtype)
+    if rotary.dim == x.shape[-1]:
+        return rotate(x, cos, sin, interleaved=rotary.interleaved)
+    turned, rest = x.split((rotary.dim, x.shape[-1] - rotary.dim), dim=-1)
+    return torch.cat((rotate(turned, cos, sin, interleaved=rotary.interleaved), rest), dim=-1)
 
 
 def _widened(x: Tensor, width: int) -> Tensor:

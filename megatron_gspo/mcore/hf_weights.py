@@ -50,9 +50,9 @@ class MappedParameter:
 
 
 def map_parameters(chunk: Any, family: Family, shape: ModelShape, groups: ProcessGroups) -> Iterator[MappedParameter]:
-    """Every parameter of an (unwrapped) model chunk with its rule; one that no rule matches raises ``ValueError``."""
+    """Every weight of an (unwrapped) model chunk with its rule; one that no rule matches raises ``ValueError``."""
     layers = chunk.decoder.layers
-    for name, parameter in chunk.named_parameters():
+    for name, parameter in held_tensors(chunk):
         found = _LAYER.fullmatch(name)
         layer = layers[int(found[1])].layer_number - 1 if found else -1
         local = found[2] if found else name
@@ -67,6 +67,15 @@ def map_parameters(chunk: Any, family: Family, shape: ModelShape, groups: Proces
         if rule is None:
             raise ValueError(f"no rule of family {family.model_type} matches the Megatron parameter {name}")
         yield MappedParameter(name, parameter, rule, layer, expert)
+
+
+def held_tensors(chunk: Any) -> Iterator[tuple[str, Tensor]]:
+    """Name and tensor of all weights: the parameters and the buffers that checkpoints hold (the routers' bias)."""
+    yield from chunk.named_parameters()
+    for prefix, module in chunk.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}", buffer
 
 
 def load_weights(chunks: list[Any], path: str, family: Family, shape: ModelShape, groups: ProcessGroups) -> None:
@@ -99,14 +108,14 @@ def _is_finite(value: Tensor) -> bool:
 
 
 def export_weights(chunks: list[Any], family: Family, shape: ModelShape, groups: ProcessGroups, *,
-                   value: Callable[[Tensor], Tensor] = torch.Tensor.detach,
+                   value: Callable[[Tensor], Tensor | None] = torch.Tensor.detach,
                    piece: int = PIECE) -> Iterator[tuple[str, Tensor]]:
     """Stream (Hugging Face name, whole tensor) to every rank, layer after layer; a collective of all ranks.
 
     Memory above the model: at most three times ``piece`` bytes, or three times the largest parameter if larger,
     if the consumer keeps one tensor at a time; one more such buffer with pipeline stages. Unsharded tensors are views
     of the parameters. Every rank must consume the stream to its end. ``value`` maps a parameter to the tensor of the
-    same size that is sent: the weight itself, or its gradient.
+    same size that is sent: the weight itself, or its gradient; None leaves it out.
     """
     sections = _sections(mapped_layers(chunks, family, shape, groups, value), groups, piece)
     owners, metadata = _owners(sections, shape, groups)
@@ -122,8 +131,9 @@ def export_weights(chunks: list[Any], family: Family, shape: ModelShape, groups:
 
 
 def mapped_layers(chunks: list[Any], family: Family, shape: ModelShape, groups: ProcessGroups,
-                  value: Callable[[Tensor], Tensor]) -> dict[int, list[MappedParameter]]:
-    """The parameters of each layer of this stage that are exported, with ``value`` of the parameter in its place.
+                  value: Callable[[Tensor], Tensor | None]) -> dict[int, list[MappedParameter]]:
+    """The parameters of each layer of this stage that are exported, with ``value`` of the parameter in its place; those
+    without a value are left out.
 
     Parameters outside of the layers have the layer -1 - stage. The first stage exports a tied embedding.
     """
@@ -132,7 +142,8 @@ def mapped_layers(chunks: list[Any], family: Family, shape: ModelShape, groups: 
         for mapped in map_parameters(chunk, family, shape, groups):
             if mapped.layer >= 0 or not (shape.tied_embeddings and groups.pp.rank() and mapped.rule.is_vocabulary):
                 layer = mapped.layer if mapped.layer >= 0 else -1 - groups.pp.rank()
-                layers.setdefault(layer, []).append(replace(mapped, parameter=value(mapped.parameter)))
+                if (tensor := value(mapped.parameter)) is not None:
+                    layers.setdefault(layer, []).append(replace(mapped, parameter=tensor))
     return layers
 
 
@@ -149,7 +160,7 @@ def _sections(layers: dict[int, list[MappedParameter]], groups: ProcessGroups,
 
 def pieces_of(mapped_list: list[MappedParameter], groups: ProcessGroups, piece: int, *,
               of_one_source: bool = False) -> Iterator[list[MappedParameter]]:
-    """Parameters that are gathered at once: at most ``piece`` bytes of whole tensors, or one parameter.
+    """Parameters of one type that are gathered at once: at most ``piece`` bytes of whole tensors, or one parameter.
 
     of_one_source: without the other expert-parallel ranks' experts.
     """
@@ -157,7 +168,7 @@ def pieces_of(mapped_list: list[MappedParameter], groups: ProcessGroups, piece: 
     size = 0
     for mapped in mapped_list:
         whole = mapped.parameter.nbytes * _holders(mapped, groups, of_one_source)
-        if size + whole > piece and size:
+        if section and (size + whole > piece or mapped.parameter.dtype != section[0].parameter.dtype):
             yield section
             section, size = [], 0
         size += whole

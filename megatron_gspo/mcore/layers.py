@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from torch import Tensor
 
-from megatron_gspo.mcore.attention import PackedAttention
 from megatron_gspo.mcore.mixers import MIXERS
 from megatron_gspo.mcore.norms import RMSNorm
 from megatron_gspo.mcore.operators import (
@@ -123,8 +123,8 @@ def use_own_operators(model: torch.nn.Module, rotary: Rotary) -> None:
     nest differently.
     """
     for module in model.modules():
-        if isinstance(module, PackedAttention):
-            module.rotary = rotary
+        if isinstance(module, SelfAttention):
+            module.core_attention.rotary = rotary
         elif type(module) is SequentialMLP and _is_plain(module.config):
             module.__class__ = FusedSequentialMLP
         elif isinstance(module, MoELayer) and _is_static(module.token_dispatcher):
@@ -184,5 +184,8 @@ def block_spec(config: Any, shape: ModelShape, *, transformer_engine: bool, vp_s
 def _torch_layer(spec: Any, shape: ModelShape, layer: int) -> Any:
     parts = spec.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    parts.self_attention = MIXERS[shape.mixers[layer]].place(parts.self_attention, shape)
+    mixer = MIXERS[shape.mixers[layer]]
+    parts.self_attention = mixer.place(parts.self_attention, shape)
+    if mixer.stored_names is not None:
+        parts.sharded_state_dict_keys_map = dict(mixer.stored_names)
     return spec

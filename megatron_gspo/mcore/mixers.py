@@ -3,22 +3,29 @@ torch modules take the place of Megatron's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.transformer.spec_utils import ModuleSpec
+
 from megatron_gspo.mcore.attention import PackedAttention
+from megatron_gspo.mcore.latent_attention import LatentAttention, LatentAttentionSubmodules
 from megatron_gspo.mcore.norms import RMSNorm
 from megatron_gspo.models.model_shape import ModelShape
 
 
 @dataclass(frozen=True)
 class Mixer:
-    """options: of Megatron's config class. place: changes ``self_attention`` of a layer's submodules, a spec of
-    Megatron's torch layers that is this layer's own; it returns what becomes ``self_attention``."""
+    """options: of Megatron's config. place: returns what takes the place of ``self_attention`` in a spec of Megatron's
+    torch layers; it may change that, which is the layer's own. transformer_engine: whether Transformer Engine's layers
+    can be built. stored_names: starts of a layer's parameter names, and those under which checkpoints have them, as
+    with Transformer Engine; None: Megatron's torch spec has them right."""
 
     options: Callable[[ModelShape], dict[str, Any]]
     place: Callable[[Any, ModelShape], Any]
+    transformer_engine: bool = True
+    stored_names: Mapping[str, str] | None = None
 
 
 def _attention_options(shape: ModelShape) -> dict[str, Any]:
@@ -37,9 +44,35 @@ def _attention(spec: Any, shape: ModelShape) -> Any:
     return spec
 
 
-MIXERS = {"attention": Mixer(_attention_options, _attention)}
+def _latent_options(shape: ModelShape) -> dict[str, Any]:
+    assert shape.latent is not None
+    return dict(num_query_groups=shape.num_attention_heads, kv_channels=shape.latent.plain_dim + shape.rotary.dim)
+
+
+def _latent_attention(spec: Any, shape: ModelShape) -> Any:
+    linears = LatentAttentionSubmodules(spec.submodules.linear_qkv, spec.submodules.linear_proj)
+    return ModuleSpec(module=LatentAttention, params={"shape": shape}, submodules=linears)
+
+
+MIXERS = {
+    "attention": Mixer(_attention_options, _attention),
+    "latent_attention": Mixer(
+        _latent_options, _latent_attention, transformer_engine=False,
+        stored_names={
+            "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+            "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+            "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+        },
+    ),
+}  # fmt: skip
+
+
+def mixers_of(shape: ModelShape) -> list[Mixer]:
+    """The kinds of mixers that the model has, each once."""
+    return [MIXERS[kind] for kind in dict.fromkeys(shape.mixers)]
 
 
 def mixer_options(shape: ModelShape) -> dict[str, Any]:
     """The options of all kinds of mixers that the model has."""
-    return {name: value for kind in dict.fromkeys(shape.mixers) for name, value in MIXERS[kind].options(shape).items()}
+    return {name: value for mixer in mixers_of(shape) for name, value in mixer.options(shape).items()}
+

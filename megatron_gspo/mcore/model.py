@@ -9,9 +9,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_gspo.config import ModelConfig, ParallelConfig
+from megatron_gspo.mcore.expert_bias import set_up_expert_bias
 from megatron_gspo.mcore.layers import block_spec, transformer_engine_available, use_own_operators
 from megatron_gspo.mcore.megatron_options import MegatronOptions, construct, rejections
-from megatron_gspo.mcore.mixers import mixer_options
+from megatron_gspo.mcore.mixers import mixer_options, mixers_of
 from megatron_gspo.mcore.process_groups import ProcessGroups
 from megatron_gspo.mcore.routing_replay.router_hooks import attach_router_hooks
 from megatron_gspo.mcore.value_head import ValueHead
@@ -19,15 +20,21 @@ from megatron_gspo.models.model_shape import ModelShape, padded_vocab_size
 from megatron_gspo.patches import expert_gradients
 
 
-def _moe(shape: ModelShape, parallel: ParallelConfig, engine: bool) -> dict[str, Any]:
+def _moe(shape: ModelShape, parallel: ParallelConfig, engine: bool, update_rate: float) -> dict[str, Any]:
+    router = shape.router
     return dict(
         num_moe_experts=shape.num_experts,
         moe_router_topk=shape.experts_per_token,
         moe_ffn_hidden_size=shape.moe_ffn_hidden_size,
         moe_layer_freq=[int(is_moe) for is_moe in shape.moe_layers],
         # softmax over the chosen experts equals softmax over all, then normalised; without normalisation it comes first
-        moe_router_pre_softmax=not shape.router.normalize,
-        moe_router_score_function=shape.router.score,
+        moe_router_pre_softmax=router.score == "softmax" and not router.normalize,
+        moe_router_score_function=router.score,
+        moe_router_enable_expert_bias=router.expert_bias,
+        moe_router_bias_update_rate=update_rate,
+        moe_router_num_groups=router.groups if router.groups > 1 else None,
+        moe_router_group_topk=router.chosen_groups if router.groups > 1 else None,
+        moe_router_topk_scaling_factor=router.scaling if router.scaling != 1 else None,
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="none",  # an auxiliary loss would add a term to the objective
         moe_aux_loss_coeff=0.0,
@@ -43,10 +50,10 @@ def _moe(shape: ModelShape, parallel: ParallelConfig, engine: bool) -> dict[str,
 def transformer_config(shape: ModelShape, parallel: ParallelConfig, model: ModelConfig,
                        options: MegatronOptions = MegatronOptions()) -> TransformerConfig:  # noqa: B008
     """Megatron's config of this model. ``options`` of the user win over values that no config key sets."""
-    engine = use_transformer_engine(model)
+    engine = use_transformer_engine(model, shape)
     keywords = _layers(shape, engine) | mixer_options(shape) | _layout(parallel) | _precision(model)
     if shape.is_moe:
-        keywords |= _moe(shape, parallel, engine)
+        keywords |= _moe(shape, parallel, engine, model.expert_bias_update_rate)
     if model.recompute_granularity == "selective":
         keywords |= dict(recompute_granularity="selective")
     elif model.recompute_granularity == "full":
@@ -108,8 +115,14 @@ def torch_dtype(model: ModelConfig) -> torch.dtype:
     return getattr(torch, model.dtype)
 
 
-def use_transformer_engine(model: ModelConfig) -> bool:
-    """Resolve ``model.implementation``; raises ``ValueError`` where Transformer Engine is required and absent."""
+def use_transformer_engine(model: ModelConfig, shape: ModelShape) -> bool:
+    """Resolve ``model.implementation``; raises ``ValueError`` where Transformer Engine is required and absent, or where
+    a mixer of the model has torch layers only."""
+    if not all(mixer.transformer_engine for mixer in mixers_of(shape)):
+        if model.implementation == "transformer_engine":
+            kinds = ", ".join(dict.fromkeys(shape.mixers))
+            raise ValueError(f"model.implementation=transformer_engine: {kinds} has torch layers only; use 'torch'")
+        return False
     if model.implementation == "transformer_engine" and not transformer_engine_available():
         raise ValueError("model.implementation=transformer_engine: not installed, or no CUDA device; use 'torch'")
     return model.implementation != "torch" and transformer_engine_available()
@@ -124,7 +137,7 @@ def build_model(shape: ModelShape, parallel: ParallelConfig, model: ModelConfig,
                 options: MegatronOptions = MegatronOptions()) -> list[GPTModel]:  # noqa: B008
     """This rank's model chunks: one, or several under the interleaved pipeline schedule."""
     config = transformer_config(shape, parallel, model, options)
-    engine = use_transformer_engine(model)
+    engine = use_transformer_engine(model, shape)
     chunks = []
     virtual = parallel.virtual_pipeline_model_parallel_size
     stages = virtual or 1
@@ -155,4 +168,5 @@ def build_model(shape: ModelShape, parallel: ParallelConfig, model: ModelConfig,
         if torch_dtype(model) != torch.float32:
             chunk.to(torch_dtype(model))
         chunks.append(chunk)
+    set_up_expert_bias(chunks, config)
     return chunks

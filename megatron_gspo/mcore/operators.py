@@ -47,11 +47,14 @@ class _RMSNorm(torch.autograd.Function):
         return (grad * weight).mul_(inverse).addcmul_(x, factor), grad_weight, None
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """Rotary embedding: ``x * cos + (second half, first half of x) * sin``.
 
-    ``x`` [t, heads, d]; ``cos`` [t, 1, d]; ``sin`` [t, 1, d], its first half negated.
+    ``x`` [t, heads, d]; ``cos`` [t, 1, d]; ``sin`` [t, 1, d], its first half negated. interleaved: the pairs of ``x``
+    are neighbours; the result has their first elements in its first half.
     """
+    if interleaved:
+        x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     return _Rotate.apply(x, cos, sin)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
-from megatron_gspo.models.model_shape import ModelError, ModelShape
+from megatron_gspo.models.model_shape import ModelError, ModelShape, Router
 from megatron_gspo.models.rotary import Rotary, Yarn
 
 
@@ -29,6 +30,45 @@ def decoder(config: dict[str, Any]) -> ModelShape:
         max_position_embeddings=config.get("max_position_embeddings", 32768),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         moe_layers=(False,) * layers,
+    )
+
+
+def only(config: dict[str, Any], key: str, known: Any) -> None:
+    """Raise ``ModelError`` where the config.json has another value of a key than the one that the family's layers have;
+    an absent key or null passes."""
+    value = config.get(key)
+    if value is not None and value != known:
+        raise ModelError(f"{key}={value!r} in a {config['model_type']} config.json is not supported; known: {known!r}")
+
+
+def sigmoid_experts(config: dict[str, Any]) -> dict[str, Any]:
+    """The experts of DeepSeek-V3 and of what followed it: sigmoid scores, a bias for the choice, groups, a scaling
+    factor and shared experts without a gate, as fields of ``ModelShape``."""
+    for key, known in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("hidden_act", "silu"),
+                       ("norm_topk_prob", True)):  # fmt: skip
+        only(config, key, known)
+    experts, chosen = config["n_routed_experts"], config["num_experts_per_tok"]
+    groups, chosen_groups = config.get("n_group") or 1, config.get("topk_group") or 1
+    if experts % groups or chosen_groups > groups or chosen > experts // groups * chosen_groups:
+        raise ModelError(
+            f"n_group={groups}, topk_group={chosen_groups} in config.json: {chosen} of {experts} experts can't be "
+            "chosen from these groups"
+        )
+    # Megatron rates a group by its best experts, experts / groups of the chosen ones; these models by the best two.
+    if chosen_groups < groups and chosen // chosen_groups != 2:
+        raise ModelError(
+            f"topk_group={chosen_groups} in config.json is not supported with num_experts_per_tok={chosen}; known: "
+            "two experts to a chosen group"
+        )
+    router = Router("sigmoid", scaling=float(config.get("routed_scaling_factor") or 1.0), expert_bias=True)
+    if chosen_groups < groups:
+        router = replace(router, groups=groups, chosen_groups=chosen_groups)
+    return dict(
+        num_experts=experts,
+        experts_per_token=chosen,
+        moe_ffn_hidden_size=config["moe_intermediate_size"],
+        router=router,
+        shared_expert_size=config["moe_intermediate_size"] * (config.get("n_shared_experts") or 0),
     )
 
 

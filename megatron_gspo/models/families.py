@@ -1,4 +1,4 @@
-"""The model families by ``model_type``; each is stated in a file of its group (``qwen.py``)."""
+"""The model families by ``model_type``; each is stated in a file of its group, such as ``qwen.py``."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from megatron_gspo.models.deepseek import DEEPSEEK
 from megatron_gspo.models.family import Family
+from megatron_gspo.models.glm import GLM
 from megatron_gspo.models.model_shape import ModelError, ModelShape, check_sizes
 from megatron_gspo.models.qwen import QWEN
 from megatron_gspo.models.rule_tables import VALUE_HEAD
 
-FAMILIES = {family.model_type: family for family in QWEN}
+FAMILIES = {family.model_type: family for family in (*QWEN, *DEEPSEEK, *GLM)}
 
 
 def family_of(config: dict[str, Any]) -> tuple[Family, ModelShape]:

@@ -69,7 +69,8 @@ class Rule:
 
     ``megatron`` lists the names that a parameter has in the Transformer Engine and torch layer specs; ``hugging_face``
     the tensors that it is made of, in the order of ``merge``. ``{layer}`` and ``{expert}`` stand for global numbers.
-    ``applies``: whether a model of the family has the parameter.
+    ``applies``: whether a model of the family has the parameter. ``keeps_float32``: it is stored and sent in float32
+    whatever the type of the others.
     """
 
     megatron: tuple[str, ...]
@@ -78,6 +79,7 @@ class Rule:
     merge: Callable[[Sequence[Tensor], ModelShape], Tensor] = _single
     split: Callable[[Tensor, ModelShape], list[Tensor]] = _as_list
     applies: Callable[[ModelShape], bool] = _always
+    keeps_float32: bool = False
 
     @property
     def is_expert(self) -> bool:

@@ -24,6 +24,14 @@ _SIZES = (
     "num_experts_per_tok",
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
+    "n_routed_experts",
+    "n_group",
+    "topk_group",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
 )
 
 
@@ -33,10 +41,32 @@ class ModelError(InputError):
 
 @dataclass(frozen=True)
 class Router:
-    """How the tokens of a layer choose among its experts. normalize: the weights of the chosen ones sum to 1."""
+    """How the tokens of a layer choose among its experts.
+
+    score: of an expert, ``softmax`` or ``sigmoid`` of the logits. normalize: the weights of the chosen ones sum to 1;
+    they are then multiplied by ``scaling``. expert_bias: a bias in float32 is added to the scores by which experts are
+    chosen, not to their weights. groups, chosen_groups: experts are chosen from the groups with the largest sums of two
+    scores.
+    """
 
     score: str = "softmax"
     normalize: bool = True
+    scaling: float = 1.0
+    expert_bias: bool = False
+    groups: int = 1
+    chosen_groups: int = 1
+
+
+@dataclass(frozen=True)
+class LatentSizes:
+    """Multi-head latent attention: ranks of the latents (no query_rank: queries come from the hidden state), and of a
+    head the dimensions of queries and keys without position, and of values. norm_eps: of the latents' norms."""
+
+    query_rank: int | None
+    key_value_rank: int
+    plain_dim: int
+    value_dim: int
+    norm_eps: float = 1e-6
 
 
 @dataclass(frozen=True)
@@ -46,7 +76,8 @@ class ModelShape:
     ``mixers[i]``: what mixes the tokens of layer ``i``, a key of ``MIXERS`` in ``mcore/mixers.py``; by default
     attention everywhere. ``moe_layers[i]``: whether it has
     experts. ``attention_bias``: of query, key and value. ``shared_expert_size``: width of the expert that every token
-    goes to, 0: there is none; ``shared_expert_gate``: it has a gate of its own. ``value_head``: the output is one value
+    goes to, 0: there is none; ``shared_expert_gate``: it has a gate of its own.
+    ``latent``: sizes of the mixer ``latent_attention``. ``value_head``: the output is one value
     a position (PPO's value model).
     """
 
@@ -72,6 +103,7 @@ class ModelShape:
     router: Router = Router()
     shared_expert_size: int = 0
     shared_expert_gate: bool = False
+    latent: LatentSizes | None = None
     value_head: bool = False
 
     def __post_init__(self) -> None:
@@ -110,13 +142,19 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
+def experts_of(config: dict[str, Any]) -> int | None:
+    """Experts of a layer in a ``config.json``, whose key differs by family; None in a dense model's."""
+    keys = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((config[key] for key in keys if config.get(key)), None)
+
+
 def check_sizes(config: dict[str, Any]) -> None:
     """Sizes in a ``config.json`` are integers above 0 where present; else ``ModelError``."""
     for key in _SIZES:
         value = config.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ModelError(f"{key}={value!r} in config.json is not a size; give an integer above 0")
-    chosen, experts = config.get("num_experts_per_tok"), config.get("num_experts") or config.get("num_local_experts")
+    chosen, experts = config.get("num_experts_per_tok"), experts_of(config)
     if chosen and experts and chosen > experts:
         raise ModelError(f"num_experts_per_tok={chosen} in config.json is more than the {experts} experts; lower it")
     if chosen == 1 and config.get("norm_topk_prob"):

@@ -6,6 +6,21 @@ Sources: the checkpoints of each family and Megatron-Core's parameter names, wit
 from __future__ import annotations
 
 from megatron_gspo.models.mapping_rules import Rule, Shard, merge_qkv, merge_rows, split_qkv, split_two
+from megatron_gspo.models.model_shape import ModelShape
+
+
+def _with_latent(shape: ModelShape) -> bool:
+    """Whether queries are made of a latent."""
+    return shape.latent is not None and shape.latent.query_rank is not None
+
+
+def _has_norms(shape: ModelShape) -> bool:
+    return shape.query_key_norms
+
+
+def _without_latent(shape: ModelShape) -> bool:
+    return not _with_latent(shape)
+
 
 OUTER = (
     Rule(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), Shard.ROWS),
@@ -26,8 +41,8 @@ ATTENTION = (
     Rule(("self_attention.linear_proj.weight",), ("self_attn.o_proj.weight",), Shard.COLUMNS),
 )
 QUERY_KEY_NORMS = (
-    Rule(("self_attention.q_layernorm.weight",), ("self_attn.q_norm.weight",)),
-    Rule(("self_attention.k_layernorm.weight",), ("self_attn.k_norm.weight",)),
+    Rule(("self_attention.q_layernorm.weight",), ("self_attn.q_norm.weight",), applies=_has_norms),
+    Rule(("self_attention.k_layernorm.weight",), ("self_attn.k_norm.weight",), applies=_has_norms),
 )
 ATTENTION_BIAS = (
     Rule(
@@ -36,6 +51,7 @@ ATTENTION_BIAS = (
         Shard.ROWS,
         merge_qkv,
         split_qkv,
+        applies=lambda shape: shape.attention_bias,
     ),
 )
 DENSE = (
@@ -53,6 +69,12 @@ EXPERTS = (
     Rule(("pre_mlp_layernorm.weight",), ("post_attention_layernorm.weight",)),
     Rule(("mlp.router.weight",), ("mlp.gate.weight",)),
     Rule(
+        ("mlp.router.expert_bias",),
+        ("mlp.gate.e_score_correction_bias",),
+        applies=lambda shape: shape.router.expert_bias,
+        keeps_float32=True,
+    ),
+    Rule(
         ("mlp.experts.linear_fc1.weight{expert}", "mlp.experts.local_experts.{expert}.linear_fc1.weight"),
         ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"),
         Shard.ROWS,
@@ -63,6 +85,33 @@ EXPERTS = (
         ("mlp.experts.linear_fc2.weight{expert}", "mlp.experts.local_experts.{expert}.linear_fc2.weight"),
         ("mlp.experts.{expert}.down_proj.weight",),
         Shard.COLUMNS,
+    ),
+)
+LATENT_ATTENTION = (
+    Rule(("input_layernorm.weight",), ("input_layernorm.weight",)),
+    Rule(("self_attention.linear_q_proj.weight",), ("self_attn.q_proj.weight",), Shard.ROWS, applies=_without_latent),
+    Rule(("self_attention.linear_q_down_proj.weight",), ("self_attn.q_a_proj.weight",), applies=_with_latent),
+    Rule(("self_attention.q_layernorm.weight",), ("self_attn.q_a_layernorm.weight",), applies=_with_latent),
+    Rule(("self_attention.linear_q_up_proj.weight",), ("self_attn.q_b_proj.weight",), Shard.ROWS, applies=_with_latent),
+    Rule(("self_attention.linear_kv_down_proj.weight",), ("self_attn.kv_a_proj_with_mqa.weight",)),
+    Rule(("self_attention.kv_layernorm.weight",), ("self_attn.kv_a_layernorm.weight",)),
+    Rule(("self_attention.linear_kv_up_proj.weight",), ("self_attn.kv_b_proj.weight",), Shard.ROWS),
+    Rule(("self_attention.linear_proj.weight",), ("self_attn.o_proj.weight",), Shard.COLUMNS),
+)
+UNGATED_SHARED_EXPERTS = (
+    Rule(
+        ("mlp.shared_experts.linear_fc1.weight",),
+        ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
+        Shard.ROWS,
+        merge_rows,
+        split_two,
+        applies=lambda shape: bool(shape.shared_expert_size),
+    ),
+    Rule(
+        ("mlp.shared_experts.linear_fc2.weight",),
+        ("mlp.shared_experts.down_proj.weight",),
+        Shard.COLUMNS,
+        applies=lambda shape: bool(shape.shared_expert_size),
     ),
 )
 SHARED_EXPERT = (

@@ -40,12 +40,14 @@ def held_by(policy: Policy, samples: list[Sample]) -> list[Sample]:
 
 
 def compare_recorded(policy: Policy, cut_name: str, samples: list[Sample], truth: Routers, errors: Any) -> None:
-    """Record the routes of a pass under noise, replay them in a training pass, and take both passes' stats.
+    """Record the routes of a pass, replay them in a training pass, and take both passes' stats. Softmax routers have
+    noise.
 
     ``route``: tokens whose routes differ from those of the reference, or from those that were to be replayed.
     """
     scenario, batching, shape = SCENARIOS["gspo"], (CUTS | OTHER_CUTS)[cut_name], route_shape(policy)
-    options = ReplayOptions(shape, record=True, entropy=True, noise=NOISE)
+    noise = NOISE if policy.shape.router.score == "softmax" else None
+    options = ReplayOptions(shape, record=True, entropy=True, noise=noise)
     scores = compute_log_probs(
         policy, SampleBatch.of(samples), batching, temperature=scenario.temperature, routing=options
     )
@@ -57,7 +59,7 @@ def compare_recorded(policy: Policy, cut_name: str, samples: list[Sample], truth
     errors.add("router figure", float(np.abs(stats.entropy - truth.entropy).max()), "entropy")
     errors.add("router figure", float(np.abs(stats.load - truth.load).max()), "load")
     replayed = [replace(sample, routed_experts=ids) for sample, ids in zip(samples, routes, strict=True)]
-    options = ReplayOptions(shape, replay=True, compare=True, storage="host", noise=NOISE)
+    options = ReplayOptions(shape, replay=True, compare=True, storage="host", noise=noise)
     log_probs, done = train_pass(policy, held_by(policy, replayed), scenario, batching, options, errors)
     expected = stack(trained_only(everywhere(scores.log_probs, samples, policy.groups), samples))
     errors.add("replayed log-prob", float((stack(log_probs) - expected).abs().max()), "gspo")

@@ -152,7 +152,7 @@ def run_pass(policy: Policy, scenario: Scenario, batching: TrainingConfig, sampl
     gradients = {
         name: value.clone().cpu()
         for name, value in export_weights(
-            chunks, policy.family, policy.shape, policy.groups, value=lambda p: p.main_grad
+            chunks, policy.family, policy.shape, policy.groups, value=lambda p: getattr(p, "main_grad", None)
         )
     }
     return Pass(log_probs, metrics, gradients)

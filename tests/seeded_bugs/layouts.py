@@ -137,7 +137,8 @@ MEGATRON = (
     ),
     SeededBug(
         "softmax over all experts where it is over the chosen ones", "design", MODEL,
-        "moe_router_pre_softmax=not shape.router.normalize", "moe_router_pre_softmax=shape.router.normalize",
+        'moe_router_pre_softmax=router.score == "softmax" and not router.normalize',
+        'moe_router_pre_softmax=router.score == "softmax" and router.normalize',
         ("tests/mcore/test_model.py::test_softmax_comes_before_the_choice_where_its_values_are_not_normalised",),
     ),
     SeededBug(

@@ -5,11 +5,42 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    Glm4MoeLiteConfig,
+    PretrainedConfig,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+# Routers with all that DeepSeek-V3's have: two of four groups, scaling, a shared expert; a dense layer first.
+_SIGMOID: dict[str, object] = dict(
+    moe_intermediate_size=16, n_routed_experts=8, num_experts_per_tok=4, n_group=4, topk_group=2, n_shared_experts=1,
+    routed_scaling_factor=1.7, first_k_dense_replace=1,
+)  # fmt: skip
+# Another epsilon than that of the latents' norms; heads of 12 + 8 and, of values, 16 dimensions.
+_LATENT: dict[str, object] = dict(
+    kv_lora_rank=16, q_lora_rank=24, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=16, num_key_value_heads=4,
+    rms_norm_eps=1e-3,
+)  # fmt: skip
+_YARN = dict(
+    rope_type="yarn", rope_theta=100.0, factor=8.0, original_max_position_embeddings=8, beta_fast=2.0, beta_slow=0.5,
+    mscale=0.7, mscale_all_dim=1.2,
+)  # fmt: skip
+_FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, object]]] = {
+    "deepseek": (DeepseekV3Config, _SIGMOID | _LATENT | dict(rope_parameters=_YARN)),
+    "moonlight": (DeepseekV3Config, _SIGMOID | _LATENT | dict(q_lora_rank=None, n_group=1, topk_group=1)),
+    "glm_lite": (Glm4MoeLiteConfig, _SIGMOID | _LATENT | dict(rope_interleave=False, n_shared_experts=2)),
+    "glm": (Glm4MoeConfig, _SIGMOID | dict(use_qk_norm=True, attention_bias=True)),
+}
 
 
-def tiny_config(kind: str = "moe", **overrides: object) -> Qwen2MoeConfig | Qwen3Config | Qwen3MoeConfig:
-    """A Qwen3 (``dense``), Qwen3-MoE (``moe``) or Qwen2-MoE (``shared``, for its shared expert) config.
+def tiny_config(kind: str = "moe", **overrides: object) -> PretrainedConfig:
+    """A Qwen3 (``dense``), Qwen3-MoE (``moe``) or Qwen2-MoE (``shared``, for its shared expert) config, or one of
+    ``_FAMILIES``.
 
     It has a few thousand parameters, which every layout divides.
     """
@@ -29,6 +60,11 @@ def tiny_config(kind: str = "moe", **overrides: object) -> Qwen2MoeConfig | Qwen
         eos_token_id=1,
         pad_token_id=0,
     )
+    if kind in _FAMILIES:
+        family, facts = _FAMILIES[kind]
+        if "qk_rope_head_dim" in facts:
+            del common["head_dim"]
+        return family(**{**common, **facts, **overrides})
     if kind == "dense":
         return Qwen3Config(**{**common, **overrides})
     moe: dict[str, object] = dict(
@@ -63,5 +99,8 @@ def save_tiny_model(
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith(".bias"):
                 parameter.uniform_(-0.5, 0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.data = torch.empty(buffer.shape).uniform_(-0.3, 0.3)  # float32, as published
     model.save_pretrained(path)
     return str(path)

@@ -64,7 +64,19 @@ def whole_batch(model: torch.nn.Module, samples: Sequence[Sample], temperature: 
 
 def gates_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The routers, in the order of their layers."""
-    return [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+    return [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
+
+
+def is_sigmoid(gate: Any) -> bool:
+    """Whether scores are sigmoids of the logits, and a bias is added for the choice."""
+    return hasattr(gate, "e_score_correction_bias")
+
+
+def shares_of(gate: Any, logits: Tensor) -> Tensor:
+    """The router's distribution over all experts, of which its entropy is taken."""
+    if is_sigmoid(gate):
+        return logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
+    return torch.softmax(logits, dim=-1)
 
 
 @contextmanager
@@ -81,10 +93,11 @@ def replayed(model: torch.nn.Module, routes: np.ndarray | None, missing: np.ndar
 
     def weigh(layer: int, gate: Any, args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
         logits, ids = output[0], torch.where(live[:, None], output[2], rows[:, layer])
-        weights = torch.softmax(logits, dim=-1).gather(1, ids)
+        scores = logits.sigmoid() if is_sigmoid(gate) else torch.softmax(logits, dim=-1)
+        weights = scores.gather(1, ids)
         if gate.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
-        return logits, weights, ids
+        return logits, weights * getattr(gate, "routed_scaling_factor", 1.0), ids
 
     hooks = [gate.register_forward_hook(partial(weigh, layer)) for layer, gate in enumerate(gates_of(model))]
     yield
@@ -95,7 +108,7 @@ def replayed(model: torch.nn.Module, routes: np.ndarray | None, missing: np.ndar
 def give_random_routes(model: torch.nn.Module, samples: Sequence[Sample], seed: int) -> None:
     """Routes that any model of these sizes could have taken, a different set of experts for every token and layer."""
     g, layers = np.random.default_rng(seed), len(gates_of(model))
-    experts, k = model.config.num_experts, model.config.num_experts_per_tok
+    experts, k = gates_of(model)[0].num_experts, model.config.num_experts_per_tok
     for sample in samples:
         order = g.random((sample.length - 1, layers, experts)).argsort(-1)
         sample.routed_experts = order[..., :k].astype(expert_id_dtype(experts))
@@ -116,7 +129,8 @@ def observe_routers(
 ) -> Routers:
     """Run the model on each sample and count, token by token; with noise in its routers, if given."""
     noisy = None if noise is None else NoisyRouters(model)
-    gates, experts = gates_of(model), model.config.num_experts
+    gates = gates_of(model)
+    experts = gates[0].num_experts
     routes, entropy, load, trained = [], np.zeros(len(gates)), np.zeros((len(gates), experts)), 0
     seen: list[tuple[Tensor, ...]] = []
     hooks = [gate.register_forward_hook(lambda gate, args, output: seen.append(output)) for gate in gates]
@@ -132,7 +146,7 @@ def observe_routers(
         for place in np.flatnonzero(sample.loss_mask) + sample.prompt_length - 1:
             trained += 1
             for layer, (logits, _, ids) in enumerate(seen):
-                p = torch.softmax(logits[place].double(), -1)
+                p = shares_of(gates[layer], logits[place].double())
                 entropy[layer] -= float((p * p.log()).sum())
                 for expert in ids[place].tolist():
                     load[layer, expert] += 1
@@ -179,13 +193,16 @@ def _with_a_ratio(objective: Objective) -> Objective:
     return replace(objective, name="any", importance_sampling_level="token", epsilon_low=0.2, epsilon_high=0.2)
 
 
-def checkpoint_tensors(model: torch.nn.Module, value: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """``value`` of every parameter under the names of a Hugging Face checkpoint, ``[whole tensor]`` each.
+def checkpoint_tensors(model: torch.nn.Module, value: Callable[[Tensor], Tensor], *,
+                       with_buffers: bool = True) -> dict[str, Tensor]:  # fmt: skip
+    """``value`` of every parameter, and of the routers' biases, under the names of a Hugging Face checkpoint, ``[whole
+    tensor]`` each.
 
     Transformers fuses the experts in memory; here they are split as they are on disk.
     """
     tensors: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
+    biases = [(name, tensor) for name, tensor in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    for name, parameter in [*model.named_parameters(), *(biases if with_buffers else ())]:
         whole = value(parameter)
         if name.endswith("experts.gate_up_proj"):
             prefix = name.removesuffix("gate_up_proj")
@@ -202,7 +219,7 @@ def checkpoint_tensors(model: torch.nn.Module, value: Callable[[Tensor], Tensor]
 
 def checkpoint_gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     """Gradients under the names of a Hugging Face checkpoint; 0 where a parameter has none."""
-    return checkpoint_tensors(model, lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
+    return checkpoint_tensors(model, lambda p: torch.zeros_like(p) if p.grad is None else p.grad, with_buffers=False)
 
 
 def worst_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[str, float]:

@@ -138,10 +138,12 @@ class MicroBatchRoutes:
         assert self.weight is not None
         return self.weight if self.missing is None else self.weight * ~self.missing
 
-    def route(self, layer: int, scores: Tensor, top_k: TopK, *, are_logits: bool) -> tuple[Tensor, Tensor]:
+    def route(self, layer: int, scores: Tensor, top_k: TopK, *, are_logits: bool,
+              shares: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The values ``[t, k]`` (with gradient) and ids of the experts that ``layer`` uses.
 
-        scores: ``[t, experts]``, logits or probabilities. top_k: the live router's choice among scores.
+        scores: ``[t, experts]``, logits or probabilities. top_k: the live router's choice among scores. shares: scores
+        to the router's distribution over all experts.
         """
         options = self.options
         choose, weights = self._perturbed(layer, scores, are_logits)
@@ -153,7 +155,7 @@ class MicroBatchRoutes:
             if choose is not weights:
                 values = weights.gather(1, ids)
         if first and ids is not None:
-            self._measure(layer, scores, ids, are_logits)
+            self._measure(layer, scores, ids, shares)
         if not options.replay:
             assert values is not None and ids is not None
             return values, ids
@@ -175,7 +177,7 @@ class MicroBatchRoutes:
         return choose, choose if noise.perturb_weights else scores
 
     @torch.no_grad()
-    def _measure(self, layer: int, scores: Tensor, ids: Tensor, are_logits: bool) -> None:
+    def _measure(self, layer: int, scores: Tensor, ids: Tensor, shares: Callable[[Tensor], Tensor]) -> None:
         """Record what the options select of a live choice, without a device synchronization."""
         assert self.weight is not None
         ids = ids.to(self.options.shape.torch_dtype)
@@ -192,7 +194,7 @@ class MicroBatchRoutes:
             flipped = (different > 0).to(torch.int16)
             self.flipped = flipped if self.flipped is None else self.flipped + flipped
         if self.options.entropy:
-            entropy = router_entropy(scores.softmax(-1) if are_logits else scores)
+            entropy = router_entropy(shares(scores))
             self.entropy[layer] = (entropy * self.weight).sum()
 
     def check_uses(self, *, forward_only: bool) -> None:

@@ -35,8 +35,9 @@ class RouterHook:
     layer: position of the router among the MoE layers of the whole model.
     """
 
-    def __init__(self, layer: int, config: Any) -> None:
-        self.layer = layer
+    def __init__(self, layer: int, config: Any, router: Any) -> None:
+        self.layer, self._router = layer, router
+        self._is_sigmoid = config.moe_router_score_function == "sigmoid"
         self.layer_number: int | None = None  # megatron-core 0.19 sets it
         self._are_logits = config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax
         self._routes: MicroBatchRoutes | None = None
@@ -59,14 +60,24 @@ class RouterHook:
             return default_compute_topk(values, topk, num_groups, group_topk)
 
         routes = self._routes
-        return live(scores) if routes is None else routes.route(self.layer, scores, live, are_logits=self._are_logits)
+        if routes is None:
+            return live(scores)
+        return routes.route(self.layer, scores, live, are_logits=self._are_logits, shares=self._shares)
+
+    def _shares(self, scores: Tensor) -> Tensor:
+        """The router's distribution over all experts, [t, E], of which the entropy is taken."""
+        if self._is_sigmoid:
+            bias = self._router.expert_bias  # part of the scores that experts are chosen by
+            scores = scores if bias is None else scores - bias
+            return scores / scores.sum(-1, keepdim=True)
+        return scores.softmax(-1) if self._are_logits else scores
 
 
 def attach_router_hooks(chunk: torch.nn.Module) -> None:
     """Put a hook at every router of a model chunk. A hook does nothing until a pass has routes (`router_hooks`)."""
     for number, layer in zip(moe_layer_numbers(chunk), moe_layers(chunk), strict=True):
-        hook = RouterHook(number, chunk.config)
-        layer.mlp.router.router_replay = hook
+        router = layer.mlp.router
+        router.router_replay = hook = RouterHook(number, chunk.config, router)
         layer.register_forward_pre_hook(hook.enter, with_kwargs=True)
         layer.register_forward_hook(hook.leave)
 

@@ -25,6 +25,10 @@ SHAPE = RouteShape(layers=2, k=2, num_experts=8)
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="compares tensors on the CPU")
 
 
+def softmax(scores):
+    return scores.softmax(-1)
+
+
 def groups(tp: tuple[int, int] = (0, 1)) -> Any:
     def group(rank: int, size: int) -> Any:
         return SimpleNamespace(rank=lambda: rank, size=lambda: size)
@@ -55,17 +59,17 @@ def scores_for(batch: PackedBatch) -> Tensor:
 def test_replay_uses_the_given_experts_and_the_live_values():
     batch = batch_of()
     routes, scores = begun(ReplayOptions(SHAPE, replay=True), batch), scores_for(batch)
-    values, ids = routes.route(1, scores, top_2, are_logits=True)
+    values, ids = routes.route(1, scores, top_2, are_logits=True, shares=softmax)
     assert torch.equal(ids, batch.routed_experts[:, 1].long()) and torch.equal(values, scores.gather(1, ids))
     assert values.requires_grad
-    routes.route(0, scores, top_2, are_logits=True)
+    routes.route(0, scores, top_2, are_logits=True, shares=softmax)
     routes.check_uses(forward_only=False)
 
 
 def test_the_live_router_decides_where_a_route_is_missing():
     batch = batch_of(missing=0.5)
     routes, scores = begun(ReplayOptions(SHAPE, replay=True), batch), scores_for(batch)
-    _, ids = routes.route(0, scores, top_2, are_logits=True)
+    _, ids = routes.route(0, scores, top_2, are_logits=True, shares=softmax)
     missing = batch.missing_routes
     assert missing.any() and torch.equal(ids[missing], top_2(scores)[1][missing])
     assert torch.equal(ids[~missing], batch.routed_experts[~missing][:, 0].long())
@@ -74,7 +78,7 @@ def test_the_live_router_decides_where_a_route_is_missing():
 def test_choices_are_recorded_and_compared_over_trained_tokens_with_a_known_route():
     batch = batch_of(missing=0.3)
     routes, scores = begun(ReplayOptions(SHAPE, record=True, compare=True, entropy=True), batch), scores_for(batch)
-    values, ids = routes.route(0, scores, top_2, are_logits=True)
+    values, ids = routes.route(0, scores, top_2, are_logits=True, shares=softmax)
     assert torch.equal(ids, top_2(scores)[1]) and torch.equal(values, top_2(scores)[0])
     assert routes.chosen[0].dtype == torch.uint8 and torch.equal(routes.chosen[0].long(), ids)
     weight = batch.loss_mask * ~batch.missing_routes
@@ -106,7 +110,7 @@ def test_a_layer_that_is_begun_or_used_twice_is_refused():
     with pytest.raises(RoutingError, match="MoE layer 0 .* 0 times with and 0 times without a gradient; expected once"):
         routes.check_uses(forward_only=False)
     with torch.no_grad():
-        routes.route(0, scores_for(batch), top_2, are_logits=True)
+        routes.route(0, scores_for(batch), top_2, are_logits=True, shares=softmax)
     routes.check_uses(forward_only=True)
     with pytest.raises(RoutingError, match="0 times with and 1 times without"):
         routes.check_uses(forward_only=False)
@@ -127,30 +131,30 @@ def noisy(batch: PackedBatch, strength: float = 1.0, *, replay: bool = False, **
 def test_noise_changes_the_choice_and_not_the_weights():
     batch = batch_of()
     scores = scores_for(batch)
-    values, ids = noisy(batch).route(1, scores, top_2, are_logits=True)
+    values, ids = noisy(batch).route(1, scores, top_2, are_logits=True, shares=softmax)
     seeds = token_seeds(3, batch.sequences, batch.segment_ids, batch.position_ids)
     assert torch.equal(ids, top_2(perturb(scores, seeds, 1, 1.0))[1])
     assert (ids != top_2(scores)[1]).any() and torch.equal(values, scores.gather(1, ids)) and values.requires_grad
     probabilities = scores.detach().softmax(-1)
-    assert torch.equal(noisy(batch).route(1, probabilities, top_2, are_logits=False)[1], ids)
+    assert torch.equal(noisy(batch).route(1, probabilities, top_2, are_logits=False, shares=softmax)[1], ids)
 
 
 def test_noise_changes_the_weights_where_asked():
     batch = batch_of()
     scores = scores_for(batch)
-    values, ids = noisy(batch, perturb_weights=True).route(0, scores, top_2, are_logits=True)
+    values, ids = noisy(batch, perturb_weights=True).route(0, scores, top_2, are_logits=True, shares=softmax)
     seeds = token_seeds(3, batch.sequences, batch.segment_ids, batch.position_ids)
     changed = perturb(scores, seeds, 0, 1.0).to(scores.dtype)
     assert torch.equal(values, changed.gather(1, ids)) and values.requires_grad
-    values, _ = noisy(batch, perturb_weights=True, replay=True).route(0, scores, top_2, are_logits=True)
+    values, _ = noisy(batch, perturb_weights=True, replay=True).route(0, scores, top_2, are_logits=True, shares=softmax)
     assert torch.equal(values, changed.gather(1, batch.routed_experts[:, 0].long()))
 
 
 def test_a_replayed_choice_wins_over_noise():
     batch = batch_of(missing=0.5)
     scores = scores_for(batch)
-    _, ids = noisy(batch, replay=True).route(1, scores, top_2, are_logits=True)
-    live = noisy(batch).route(1, scores, top_2, are_logits=True)[1]
+    _, ids = noisy(batch, replay=True).route(1, scores, top_2, are_logits=True, shares=softmax)
+    live = noisy(batch).route(1, scores, top_2, are_logits=True, shares=softmax)[1]
     given = batch.routed_experts[:, 1].long()
     assert torch.equal(ids, torch.where(batch.missing_routes[:, None], live, given))
 
@@ -159,5 +163,5 @@ def test_noise_is_the_same_when_a_layer_runs_again():
     batch = batch_of()
     routes, scores = noisy(batch), scores_for(batch)
     with torch.no_grad():
-        first = routes.route(0, scores, top_2, are_logits=True)[1]
-    assert torch.equal(first, routes.route(0, scores, top_2, are_logits=True)[1])
+        first = routes.route(0, scores, top_2, are_logits=True, shares=softmax)[1]
+    assert torch.equal(first, routes.route(0, scores, top_2, are_logits=True, shares=softmax)[1])

@@ -1,0 +1,29 @@
+"""The bias by which routers choose experts (DeepSeek-V3, arXiv:2412.19437, section 2.1.2): a buffer in float32.
+
+It belongs to the weights: it is loaded, stored and sent with them, and rounding it changes routes. No optimizer trains
+it; where an update rate is set, Megatron moves it after each mini-batch by the experts' load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def set_up_expert_bias(chunks: Sequence[torch.nn.Module], config: Any) -> None:
+    """Keep the bias of all routers in float32; with an update rate of 0 let nothing move it.
+
+    ``config``: of all chunks of this rank, which are built.
+    """
+    frozen = not config.moe_router_bias_update_rate
+    for chunk in chunks:
+        routers: list[Any] = [module for module in chunk.modules() if hasattr(module, "expert_bias")]
+        for router in routers:
+            if router.expert_bias is not None:
+                router.expert_bias.data = router.expert_bias.data.float()
+                router.local_tokens_per_expert.data = router.local_tokens_per_expert.data.float()
+                router.enable_expert_bias = not frozen  # whether the load is counted; the bias is added all the same
+    if frozen:
+        config.moe_router_enable_expert_bias = False  # whether it moves when gradients are finalized

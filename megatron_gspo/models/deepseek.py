@@ -1,0 +1,61 @@
+"""Multi-head latent attention with sigmoid routers: DeepSeek-V3 (also Moonlight), Kimi-K2 and GLM-4.7-Flash.
+
+Sources: transformers ``modeling_deepseek_v3.py`` and ``modeling_glm4_moe_lite.py``, and the files of the published
+models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megatron_gspo.models.config_reader import decoder, only, rotary_of, sigmoid_experts
+from megatron_gspo.models.family import Family
+from megatron_gspo.models.model_shape import LatentSizes, ModelError, ModelShape
+from megatron_gspo.models.rule_tables import DENSE, EXPERTS, LATENT_ATTENTION, UNGATED_SHARED_EXPERTS
+
+
+def _deepseek(config: dict[str, Any]) -> ModelShape:
+    layers, dense = config["num_hidden_layers"], config.get("first_k_dense_replace", 0)
+    only(config, "moe_layer_freq", 1)
+    return _latent(config, tuple(layer >= dense for layer in range(layers)))
+
+
+def _glm_lite(config: dict[str, Any]) -> ModelShape:
+    layers = config["num_hidden_layers"]
+    kinds = config.get("mlp_layer_types")
+    if kinds is None:
+        dense = config.get("first_k_dense_replace", 1)
+        kinds = ["dense"] * dense + ["sparse"] * (layers - dense)
+    if len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
+        raise ModelError(f"mlp_layer_types={kinds} in config.json: give dense or sparse for each of {layers} layers")
+    return _latent(config, tuple(kind == "sparse" for kind in kinds))
+
+
+def _latent(config: dict[str, Any], moe_layers: tuple[bool, ...]) -> ModelShape:
+    only(config, "attention_bias", False)
+    only(config, "num_key_value_heads", config["num_attention_heads"])
+    dim = config["qk_rope_head_dim"]
+    sizes = LatentSizes(
+        query_rank=config.get("q_lora_rank"),
+        key_value_rank=config["kv_lora_rank"],
+        plain_dim=config["qk_nope_head_dim"],
+        value_dim=config["v_head_dim"],
+    )
+    return replace(
+        decoder({**config, "head_dim": sizes.plain_dim + dim, "rope_parameters": None, "rope_scaling": None}),
+        rotary=rotary_of(config, dim, interleaved=config.get("rope_interleave", True), types=("default", "yarn")),
+        mixers=("latent_attention",) * len(moe_layers),
+        latent=sizes,
+        query_key_norms=False,
+        moe_layers=moe_layers,
+        **sigmoid_experts(config),
+    )
+
+
+_RULES = {"latent_attention": LATENT_ATTENTION}, DENSE, EXPERTS + UNGATED_SHARED_EXPERTS
+DEEPSEEK = (
+    Family("deepseek_v3", _deepseek, *_RULES),
+    Family("kimi_k2", _deepseek, *_RULES),
+    Family("glm4_moe_lite", _glm_lite, *_RULES),
+)
