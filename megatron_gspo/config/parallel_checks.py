@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_gspo.config.config_error import ConfigError
 from megatron_gspo.config.model_sections import ParallelConfig
+from megatron_gspo.models.model_shape import experts_of
 
 
 def check_parallel(parallel: ParallelConfig) -> None:
@@ -46,8 +47,9 @@ def _remainder(names: str, sizes: tuple[int, int, int], world_size: int) -> str 
 def check_divisibility(parallel: ParallelConfig, hf: dict[str, Any]) -> None:
     """Heads, key-value groups, widths, layers and experts of a config.json are divisible by the parallel sizes."""
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    experts = hf.get("num_experts") or hf.get("num_local_experts") or 0  # Transformers 5 writes the latter
-    for key in ("num_attention_heads", "num_key_value_heads") + (() if experts else ("intermediate_size",)):
+    experts = experts_of(hf) or 0
+    has_dense = not experts or any(hf.get(key) for key in ("first_k_dense_replace", "mlp_layer_types"))
+    for key in ("num_attention_heads", "num_key_value_heads") + (("intermediate_size",) if has_dense else ()):
         _divides("tensor_model_parallel_size", tensor, key, hf.get(key))
     virtual = parallel.virtual_pipeline_model_parallel_size
     extra = parallel.extra_pipeline_layers
@@ -71,6 +73,8 @@ def _check_experts(parallel: ParallelConfig, hf: dict[str, Any], experts: int) -
     _divides("expert_tensor_parallel_size", parallel.expert_tensor_size, "moe_intermediate_size", width)
     shared = hf.get("shared_expert_intermediate_size")
     _divides("tensor_model_parallel_size", tensor, "shared_expert_intermediate_size", shared)
+    if width is not None and (number := hf.get("n_shared_experts")):
+        _divides("tensor_model_parallel_size", tensor, "n_shared_experts x moe_intermediate_size", number * width)
     if tensor > 1 and not parallel.use_sequence_parallel:
         problem = "a mixture of experts with tensor parallelism needs it"
         raise ConfigError("parallel.sequence_parallel", False, problem, "set it to null or true")

@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from megatron_gspo.errors import DiskError
 from megatron_gspo.mcore.policy import Policy
-from megatron_gspo.models.hf_checkpoint import begin_checkpoint, publish_checkpoint, write_part
+from megatron_gspo.models.families import carried_names
+from megatron_gspo.models.hf_checkpoint import CheckpointReader, begin_checkpoint, publish_checkpoint, write_part
 from megatron_gspo.parallel.rank_zero import raise_on_every_rank, run_on_rank_zero
 
 
@@ -29,4 +30,15 @@ def export(policy: Policy, folder: Path) -> Path:
         for _ in stream:  # other ranks take part in it
             pass
     raise_on_every_rank(failure, DiskError)
-    return run_on_rank_zero(lambda: publish_checkpoint(folder, source=policy.path, parts=len(policy.sources)))
+    return run_on_rank_zero(lambda: _publish(policy, folder))
+
+
+def _publish(policy: Policy, folder: Path) -> Path:
+    """Complete the checkpoint, with those tensors of the model's directory that are not trained as its last part."""
+    parts = len(policy.sources)
+    if policy.shape.mtp_layers:
+        with CheckpointReader(policy.path) as reader:
+            names = sorted(carried_names(reader.names, policy.shape))
+            write_part(folder, ((name, reader.read(name)) for name in names), part=parts)
+        parts += 1
+    return publish_checkpoint(folder, source=policy.path, parts=parts)

@@ -68,6 +68,7 @@ def sigmoid_experts(config: dict[str, Any]) -> dict[str, Any]:
         experts_per_token=chosen,
         moe_ffn_hidden_size=config["moe_intermediate_size"],
         router=router,
+        mtp_layers=config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0,
         shared_expert_size=config["moe_intermediate_size"] * (config.get("n_shared_experts") or 0),
     )
 

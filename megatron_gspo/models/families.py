@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +43,24 @@ def hugging_face_names(family: Family, shape: ModelShape) -> Iterator[str]:
         yield from rule.names()
 
 
+def names_of_own_type(names: Iterable[str], family: Family, shape: ModelShape) -> set[str]:
+    """Names of the tensors that keep a type of their own in checkpoints of any type: float32, or carried."""
+    return carried_names(names, shape) | {
+        name
+        for layer in range(shape.num_layers)
+        for rule in family.layer_rules(shape, layer)
+        if rule.keeps_float32
+        for name in rule.names_in(layer, 0)
+    }
+
+
+def carried_names(names: Iterable[str], shape: ModelShape) -> set[str]:
+    """Those of the tensors of a checkpoint that are not trained: multi-token prediction, stored as layers behind the
+    last. They are converted and exported as they are."""
+    layers = range(shape.num_layers, shape.num_layers + shape.mtp_layers)
+    return {name for name in names if name.startswith(tuple(f"model.layers.{layer}." for layer in layers))}
+
+
 def with_value_head(shape: ModelShape) -> ModelShape:
     """The value model of these sizes, which has no use for the output weight."""
     return replace(shape, tied_embeddings=False, value_head=True)
@@ -54,6 +72,7 @@ def check_names(names: set[str], family: Family, shape: ModelShape) -> None:
     A value model takes a language model's checkpoint too.
     """
     expected = set(hugging_face_names(family, shape))
+    names = names - carried_names(names, shape)
     if shape.tied_embeddings or shape.value_head:
         names = names - {"lm_head.weight"}
     if shape.value_head:

@@ -7,7 +7,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,6 +23,7 @@ from megatron_gspo.errors import DiskError, describe_disk, first_line, writing
 from megatron_gspo.models.model_shape import ModelError, read_config, read_json
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_SCALE = "_scale_inv"  # of a tensor in 8 bits, at the end of its name
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_SHARD_BYTES = 4 << 30
@@ -39,6 +42,9 @@ _COMPANIONS = (
 
 class CheckpointReader:
     """The tensors of a Hugging Face directory by name, read lazily and by slice; a context manager.
+
+    Tensors in 8 bits with a scale for each block (DeepSeek-V3's ``weight_scale_inv``) are read as bfloat16; the scales
+    have no names of their own.
 
     Raises ``ModelError`` naming the file that is missing or damaged, or the tensor.
     """
@@ -65,7 +71,19 @@ class CheckpointReader:
 
     @property
     def names(self) -> set[str]:
-        return set(self._files)
+        return {name for name in self._files if name.removesuffix(_SCALE) not in self._files or not _is_scale(name)}
+
+    @cached_property
+    def _block(self) -> tuple[int, int]:
+        """Rows and columns that share a scale."""
+        settings = read_config(self.path).get("quantization_config") or {}
+        rows, columns = settings.get("weight_block_size") or (128, 128)
+        return rows, columns
+
+    def _kind(self, name: str) -> str:
+        """The type that a tensor is read as, by the name that safetensors has for it."""
+        kind = self._file(name).get_slice(name).get_dtype()
+        return "BF16" if kind == "F8_E4M3" and name + _SCALE in self._files else kind
 
     def _file(self, name: str) -> Any:
         if name not in self._files:
@@ -89,16 +107,16 @@ class CheckpointReader:
         for name, shard in self._files.items():
             if name not in held[shard]:
                 raise ModelError(f"{self.path / shard}: lacks {name}, which {INDEX} places there; download it again")
-            kind = self._file(name).get_slice(name).get_dtype()
+            kind = self._kind(name)
             if kind not in _DTYPES:
                 known = ", ".join(_DTYPES)
                 raise ModelError(f"{name} is stored as {kind}; use a checkpoint that isn't quantised ({known})")
 
-    def common_dtype(self) -> torch.dtype:
-        """The type of all tensors; ``ModelError`` naming two that differ."""
+    def common_dtype(self, but: Collection[str] = ()) -> torch.dtype:
+        """The type of all tensors ``but`` these; ``ModelError`` naming two that differ."""
         kinds: dict[str, str] = {}
-        for name in sorted(self._files):
-            kinds.setdefault(self._file(name).get_slice(name).get_dtype(), name)
+        for name in sorted(self.names.difference(but)):
+            kinds.setdefault(self._kind(name), name)
         if len(kinds) > 1:
             (a, first), (b, second) = list(kinds.items())[:2]
             raise ModelError(f"{first} is {a} and {second} {b} in {self.path}; choose one with --dtype")
@@ -112,8 +130,30 @@ class CheckpointReader:
         """The tensor, or its part ``[start, stop)`` along ``dim`` (0 or 1); only that part is read."""
         part = self._file(name).get_slice(name)
         if dim is None:
-            return part[:]
-        return part[start:stop] if dim == 0 else part[:, start:stop]
+            found = part[:]
+        else:
+            found = part[start:stop] if dim == 0 else part[:, start:stop]
+        if found.dtype != torch.float8_e4m3fn or name + _SCALE not in self._files:
+            return found
+        scales = self._file(name + _SCALE).get_tensor(name + _SCALE)
+        firsts = (start if dim == 0 else 0, start if dim == 1 else 0)
+        return _dequantized(found, scales, firsts, self._block)
+
+
+def _is_scale(name: str) -> bool:
+    return name.endswith(_SCALE)
+
+
+def _dequantized(values: Tensor, scales: Tensor, firsts: tuple[int, int], block: tuple[int, int]) -> Tensor:
+    """``values`` [n, m] of 8 bits times the scale of each one's block, multiplied in float32; bfloat16.
+
+    ``scales`` [blocks of rows, blocks of columns] of the whole tensor, in which the values begin at ``firsts``.
+    """
+    rows, columns = (
+        torch.arange(first, first + size) // length
+        for first, size, length in zip(firsts, values.shape, block, strict=True)
+    )
+    return (values.float() * scales.float()[rows][:, columns]).bfloat16()
 
 
 def read_index(folder: Path) -> dict[str, str]:
@@ -172,7 +212,7 @@ def write_part(
     folder = _partial(path)
     shards: list[list[str]] = []
     pending: dict[str, Tensor] = {}
-    total, size, written = 0, 0, dtype
+    total, size, written = 0, 0, Counter[torch.dtype]()
 
     def take() -> None:
         if pending:
@@ -183,7 +223,7 @@ def write_part(
     with writing(path):
         for name, tensor in tensors:
             value = tensor.detach().to("cpu", dtype).contiguous().clone()
-            written = value.dtype
+            written[value.dtype] += value.nbytes
             if size + value.nbytes > max_shard_bytes:
                 take()
                 size = 0
@@ -191,7 +231,8 @@ def write_part(
             size += value.nbytes
             total += value.nbytes
         take()
-        found = {"shards": shards, "bytes": total, "dtype": written and str(written).removeprefix("torch.")}
+        most = str(written.most_common(1)[0][0]).removeprefix("torch.") if written else None
+        found = {"shards": shards, "bytes": total, "dtype": most}
         (folder / _part_name(part)).write_text(json.dumps(found))
 
 
@@ -236,8 +277,8 @@ def _shard_name(part: int, number: int) -> str:
 
 
 def copy_companions(source: str | Path, target: str | Path, dtype: torch.dtype | None = None) -> None:
-    """Copy config, tokenizer and chat template of one model directory to another, whose config then names ``dtype``:
-    what loads the weights casts them to the type that it finds there."""
+    """Copy config, tokenizer and chat template of one model directory to another, whose config then names ``dtype`` and
+    no quantization: what loads the weights casts them to the type that it finds there."""
     for pattern in _COMPANIONS:
         for file in Path(source).glob(pattern):
             shutil.copyfile(file, Path(target) / file.name)  # without its mode: a source may be read-only
@@ -245,7 +286,8 @@ def copy_companions(source: str | Path, target: str | Path, dtype: torch.dtype |
         return
     config = read_config(target)
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    if config.get(key) != (wanted := str(dtype).removeprefix("torch.")):
+    wanted = str(dtype).removeprefix("torch.")
+    if config.pop("quantization_config", None) is not None or config.get(key) != wanted:
         (Path(target) / "config.json").write_text(json.dumps(config | {key: wanted}, indent=2) + "\n")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,8 @@ class ModelShape:
     attention everywhere. ``moe_layers[i]``: whether it has
     experts. ``attention_bias``: of query, key and value. ``shared_expert_size``: width of the expert that every token
     goes to, 0: there is none; ``shared_expert_gate``: it has a gate of its own.
-    ``latent``: sizes of the mixer ``latent_attention``. ``value_head``: the output is one value
+    ``latent``: sizes of the mixer ``latent_attention``. ``mtp_layers``: layers of multi-token prediction in the
+    checkpoint, which are not trained. ``value_head``: the output is one value
     a position (PPO's value model).
     """
 
@@ -104,6 +106,7 @@ class ModelShape:
     shared_expert_size: int = 0
     shared_expert_gate: bool = False
     latent: LatentSizes | None = None
+    mtp_layers: int = 0
     value_head: bool = False
 
     def __post_init__(self) -> None:
@@ -142,7 +145,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def experts_of(config: dict[str, Any]) -> int | None:
+def experts_of(config: Mapping[str, Any]) -> int | None:
     """Experts of a layer in a ``config.json``, whose key differs by family; None in a dense model's."""
     keys = ("num_experts", "num_local_experts", "n_routed_experts")
     return next((config[key] for key in keys if config.get(key)), None)

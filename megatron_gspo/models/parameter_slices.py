@@ -44,6 +44,10 @@ class ParameterSlice:
         """The Hugging Face tensors that are merged into it, in the order of the rule's `merge`."""
         return self.rule.names_in(self.layer, self.expert)
 
+    def stored_as(self, dtype: torch.dtype) -> torch.dtype:
+        """The type of its tensors in a checkpoint whose others are of ``dtype``."""
+        return torch.float32 if self.rule.keeps_float32 else dtype
+
     def read(self, source: TensorSource, shape: ModelShape) -> Tensor:
         """Read only the slices that the parameter needs, and merge them. A vocabulary is padded with 0."""
         value = self.rule.merge([self._slice(source, name) for name in self.names], shape)

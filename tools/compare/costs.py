@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_gspo.models import ModelError, family_of
+from megatron_gspo.models.model_shape import experts_of
 from megatron_gspo.routing_replay.routes import expert_id_dtype
 from megatron_gspo.tools.compare.run_records import Run, mean_of
 from megatron_gspo.tools.compare.statistics import Interval, interval
@@ -108,13 +110,13 @@ def model_of(config: Mapping[str, Any], name: str = "this model") -> PublishedMo
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    experts = found.get("num_experts") or found.get("num_local_experts")  # Transformers writes either
-    if not experts:
+    if not experts_of(found):
         return None
-    sparse = found.get("decoder_sparse_step") or 1
-    dense = set(found.get("mlp_only_layers") or ())
-    layers = sum(i not in dense and (i + 1) % sparse == 0 for i in range(found["num_hidden_layers"]))
-    return PublishedModel(name, layers, experts, found["num_experts_per_tok"])
+    try:
+        _, shape = family_of(found)
+    except ModelError:
+        return None
+    return PublishedModel(name, sum(shape.moe_layers), shape.num_experts, shape.experts_per_token)
 
 
 def _seconds(run: Run) -> dict[str, float]:

@@ -21,6 +21,7 @@ from megatron_gspo.mcore.checkpoint.checkpoint_files import newest_checkpoint
 from megatron_gspo.mcore.checkpoint.checkpoint_metadata import checkpoint_metadata, write_metadata_files
 from megatron_gspo.mcore.checkpoint.metadata_file import METADATA
 from megatron_gspo.models import family_of, read_config
+from megatron_gspo.models.families import names_of_own_type
 from megatron_gspo.models.hf_checkpoint import CheckpointReader
 from megatron_gspo.models.parameter_slices import CheckpointChunk
 from megatron_gspo.tools.convert.to_hugging_face import to_hugging_face
@@ -101,10 +102,10 @@ def _compare(
 ) -> None:
     """Compare the two in the type of the converted one (None: of the Hugging Face one), and write its checksums."""
     if result == megatron:
-        dtype = DistributedReader(megatron).dtype(chunks[0].key)
+        dtype = DistributedReader(megatron).dtype(next(c.key for c in chunks if not c.part.rule.keeps_float32))
     else:
         with CheckpointReader(hugging_face) as reader:
-            dtype = reader.common_dtype()
+            dtype = reader.common_dtype(names_of_own_type(reader.names, *family_of(read_config(hugging_face))))
     with _progress("comparing") as report:
         count = verify(hugging_face, megatron, chunks, dtype=dtype, workers=_workers(options, report))
     print(f"{count} tensors are equal, bit for bit", file=sys.stderr)

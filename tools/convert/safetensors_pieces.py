@@ -1,7 +1,7 @@
 """Write a safetensors file in pieces, from several processes: the safetensors library only writes whole files.
 
 The format: 8 bytes with the length of the header, a JSON header with sizes and offsets, the bytes of the tensors. The
-order is the library's (by name, within one dtype), so that the same tensors give the same bytes.
+order is the library's (by size of the type, then by name), so that the same tensors give the same bytes.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class FileLayout:
     size: int
 
 
-def file_layout(tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> FileLayout:
-    """The layout of a file that holds tensors of these sizes, all of one dtype."""
+def file_layout(tensors: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]) -> FileLayout:
+    """The layout of a file that holds tensors of these sizes and types, by name."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts: dict[str, int] = {}
     position = 0
-    for name in sorted(tensors):
-        size = math.prod(tensors[name]) * dtype.itemsize
+    for name in sorted(tensors, key=lambda name: (-dtypes[name].itemsize, name)):
+        size = math.prod(tensors[name]) * dtypes[name].itemsize
         entries[name] = {
-            "dtype": _NAMES[dtype],
+            "dtype": _NAMES[dtypes[name]],
             "shape": list(tensors[name]),
             "data_offsets": [position, position + size],
         }

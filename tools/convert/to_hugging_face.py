@@ -16,6 +16,7 @@ from megatron_gspo.models.families import family_of, hugging_face_names
 from megatron_gspo.models.hf_checkpoint import INDEX, SINGLE, copy_companions, read_index
 from megatron_gspo.models.model_shape import ModelError, ModelShape, read_config
 from megatron_gspo.models.parameter_slices import CheckpointChunk, ParameterSlice
+from megatron_gspo.tools.convert.carried_tensors import CARRIED, copy_carried
 from megatron_gspo.tools.convert.safetensors_pieces import FileLayout, begin_file, file_layout, is_begun, write_tensors
 from megatron_gspo.tools.convert.torch_dcp_files import DistributedReader, open_checkpoint
 from megatron_gspo.tools.convert.work_directory import Workspace, file_stamps
@@ -65,7 +66,8 @@ def to_hugging_face(
     files = _files(source, {name: sizes[name] for name in hugging_face_names(family, shape)}, dtype, max_shard_bytes)
     job = {"from": str(checkpoint.resolve()), "files": file_stamps(checkpoint), "dtype": str(dtype),
            "unit_bytes": workers.unit_bytes, "to": {file: sorted(names) for file, names in files.items()}}
-    layouts = {file: file_layout({name: sizes[name] for name in names}, dtype) for file, names in files.items()}
+    dtypes = {name: chunk.part.stored_as(dtype) for chunk in chunks for name in chunk.part.names}
+    layouts = {file: file_layout({name: sizes[name] for name in names}, dtypes) for file, names in files.items()}
     with Workspace(out, job) as workspace:
         first = _Work(checkpoint, workspace.result, (), (), (), dtype, shape)
         units = _units(first, layouts, chunks, sizes, workers.unit_bytes)
@@ -76,7 +78,8 @@ def to_hugging_face(
             begin_file(workspace.result / file, layouts[file])
         run_units(_write, units, workers, finished=finished, record=workspace.record)
         with writing(workspace.result):
-            _finish(workspace.result, files, sizes, source, dtype)
+            total = sum(map(_values, layouts.values()))
+            _finish(workspace.result, files, total, source, dtype, shape)
         return workspace.publish()
 
 
@@ -124,7 +127,7 @@ def by_part(chunks: Sequence[CheckpointChunk]) -> dict[str, tuple[CheckpointChun
 
 
 def _common_dtype(reader: DistributedReader, chunks: Sequence[CheckpointChunk]) -> torch.dtype:
-    kinds = {reader.dtype(chunk.key): chunk.key for chunk in chunks}
+    kinds = {reader.dtype(chunk.key): chunk.key for chunk in chunks if not chunk.part.rule.keeps_float32}
     if len(kinds) > 1:
         (a, first), (b, second) = list(kinds.items())[:2]
         raise ModelError(f"{first} is {a} and {second} {b} in {reader.path}; choose one with --dtype")
@@ -182,17 +185,23 @@ def _tensors(work: _Work) -> Iterator[tuple[int, Tensor]]:
             kept[key] = read_part(reader, parts[key])
             while len(kept) > 1 and sum(value.nbytes for value in kept.values()) > _KEPT_BYTES:
                 del kept[next(iter(kept))]
-        yield offset, part.split(kept[key], work.shape)[name].to(work.dtype)
+        yield offset, part.split(kept[key], work.shape)[name].to(part.stored_as(work.dtype))
+
+
+def _values(layout: FileLayout) -> int:
+    """Bytes of a file's tensors."""
+    return layout.size - len(layout.header)
 
 
 def _finish(
-    folder: Path, files: Mapping[str, list[str]], sizes: Mapping[str, tuple[int, ...]], source: Path, dtype: torch.dtype
+    folder: Path, files: Mapping[str, list[str]], total: int, source: Path, dtype: torch.dtype, shape: ModelShape
 ) -> None:
-    """Config with the type of the weights, tokenizer and index."""
+    """Config with the type of the weights, tokenizer, carried tensors and index. total: bytes of all other tensors."""
     copy_companions(source, folder, dtype)
-    if list(files) == [SINGLE]:
+    carried = copy_carried(source, folder, shape)
+    if list(files) == [SINGLE] and not carried:
         return
-    weight_map = {name: file for file, names in files.items() for name in names}
-    total = sum(math.prod(sizes[name]) for name in weight_map) * dtype.itemsize
+    weight_map = {name: file for file, names in files.items() for name in names} | dict.fromkeys(carried, CARRIED)
+    total += sum(carried.values())
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, indent=2)
     (folder / INDEX).write_text(text + "\n")

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from megatron_gspo.errors import writing
-from megatron_gspo.models.families import check_names, family_of
+from megatron_gspo.models.families import check_names, family_of, names_of_own_type
 from megatron_gspo.models.hf_checkpoint import INDEX, CheckpointReader, copy_companions
 from megatron_gspo.models.model_shape import ModelError, ModelShape, read_config
 from megatron_gspo.models.parameter_slices import CheckpointChunk, ParameterSlice
+from megatron_gspo.tools.convert.carried_tensors import copy_carried
 from megatron_gspo.tools.convert.torch_dcp_files import Placement, write_file, write_metadata
 from megatron_gspo.tools.convert.work_directory import Workspace, file_stamps
 from megatron_gspo.tools.convert.work_units import Unit, Workers, cut, run_units
@@ -59,7 +60,7 @@ def to_megatron(
         check_names(reader.names, family, shape)
         for part in {chunk.part.names[0]: chunk.part for chunk in chunks}.values():
             part.check(reader, shape)
-        dtype = dtype or reader.common_dtype()
+        dtype = dtype or reader.common_dtype(names_of_own_type(reader.names, family, shape))
     ordered = sorted(chunks, key=lambda chunk: (chunk.part.layer, chunk.part.names, chunk.part.rank, chunk.start))
     ordered = [piece for chunk in ordered for piece in chunk.pieces(_PIECE_BYTES // dtype.itemsize)]
     job = {"from": str(source.resolve()), "files": file_stamps(source), "dtype": str(dtype),
@@ -77,6 +78,7 @@ def to_megatron(
             companions = workspace.result / COMPANIONS
             companions.mkdir(exist_ok=True)
             copy_companions(source, companions)
+            copy_carried(source, companions, shape)
             if (source / INDEX).is_file():
                 (companions / INDEX).write_bytes((source / INDEX).read_bytes())
         return workspace.publish()

@@ -47,7 +47,8 @@ def write_file(
 ) -> list[Placement]:
     """Write file ``number`` of a checkpoint with these chunks and objects, and flush it to the disk.
 
-    make: called for each chunk when it is written; the result is cast to ``dtype``. Returns the positions. Raises
+    make: called for each chunk when it is written; the result is cast to ``dtype``, or what its
+    parameter is stored as instead. Returns the positions. Raises
     ``DiskError`` if the disk is full or fails.
     """
     by_place = {(chunk.key, torch.Size(chunk.offsets)): chunk for chunk in chunks}
@@ -60,7 +61,8 @@ def write_file(
             if write_item.type is WriteItemType.BYTE_IO:
                 return io.BytesIO((objects or {})[index.fqn])
             assert index.offset is not None
-            return make(by_place[index.fqn, index.offset]).to(dtype)
+            chunk = by_place[index.fqn, index.offset]
+            return make(chunk).to(chunk.part.stored_as(dtype))
 
     # no copying ahead: on a GPU machine it would initialise CUDA in a forked process
     writer = FileSystemWriter(folder, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0)
@@ -120,7 +122,8 @@ def write_metadata(
 
 def _item(chunk: CheckpointChunk, dtype: torch.dtype) -> WriteItem:
     offsets, sizes = torch.Size(chunk.offsets), torch.Size(chunk.sizes)
-    data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), TensorProperties(dtype), torch.Size(chunk.whole))
+    properties = TensorProperties(chunk.part.stored_as(dtype))
+    data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), properties, torch.Size(chunk.whole))
     return WriteItem(MetadataIndex(chunk.key, offsets), WriteItemType.SHARD, tensor_data=data)
 
 

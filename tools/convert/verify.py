@@ -15,7 +15,9 @@ from megatron_gspo.models.families import check_names, family_of, hugging_face_n
 from megatron_gspo.models.hf_checkpoint import CheckpointReader
 from megatron_gspo.models.model_shape import ModelError, ModelShape, read_config
 from megatron_gspo.models.parameter_slices import CheckpointChunk
+from megatron_gspo.tools.convert.carried_tensors import CARRIED, compare_carried
 from megatron_gspo.tools.convert.to_hugging_face import as_stored, by_part, read_part
+from megatron_gspo.tools.convert.to_megatron import COMPANIONS
 from megatron_gspo.tools.convert.torch_dcp_files import open_checkpoint
 from megatron_gspo.tools.convert.work_units import Unit, Workers, cut, run_units
 
@@ -61,7 +63,10 @@ def verify(
         for number, run in enumerate(cut(parts.values(), size, workers.unit_bytes))
     ]
     run_units(_compare, units, workers)
-    return len(made)
+    carried = 0
+    if (megatron / COMPANIONS / CARRIED).is_file():
+        carried = compare_carried(hugging_face, megatron / COMPANIONS, shape)
+    return len(made) + carried
 
 
 def _compare(work: _Work) -> None:
@@ -70,7 +75,8 @@ def _compare(work: _Work) -> None:
         for chunks in work.parts:
             value = read_part(stored, chunks)
             for name, tensor in chunks[0].part.split(value, work.shape).items():
-                if not _same(reader.read(name).to(work.dtype), tensor.to(work.dtype)):
+                dtype = chunks[0].part.stored_as(work.dtype)
+                if not _same(reader.read(name).to(dtype), tensor.to(dtype)):
                     both = f"{work.hugging_face} and {work.megatron}"
                     raise ModelError(f"{name} differs between {both}; convert it again")
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megatron_gspo.config import Config
+from megatron_gspo.models.model_shape import experts_of
 from megatron_gspo.patches.issue import KnownIssue, Situation
 from megatron_gspo.patches.known_issues import applicable
 from megatron_gspo.tools.doctor.diagnostics import Finding, error, note, ok
@@ -39,7 +40,7 @@ def situation(
     if config is None:
         return Situation(**common, transformer_engine=engine, gloo=not gpu)
     parallel = config.parallel
-    has_experts = bool(hf.get("num_experts") or hf.get("num_local_experts"))
+    has_experts = experts_of(hf) is not None
     return Situation(
         **common,
         transformer_engine=engine and config.model.implementation != "torch",

@@ -12,6 +12,7 @@ from megatron_gspo.config import ParallelConfig
 from megatron_gspo.config.config_error import ConfigError
 from megatron_gspo.config.parallel_checks import check_divisibility, check_layout
 from megatron_gspo.errors import InputError
+from megatron_gspo.models.model_shape import experts_of
 
 MOST_VIRTUAL = 4  # chunks of a stage that are tried
 MOST_CONTEXT = 16
@@ -24,7 +25,7 @@ def divisors(number: int, most: int) -> list[int]:
 
 def candidates(hf: dict[str, Any], gpus: int, node: int) -> Iterator[dict[str, Any]]:
     """Sizes to try: TP within a node, EP over powers of two, as keys of the ``parallel`` section."""
-    experts = hf.get("num_experts") or hf.get("num_local_experts") or 0
+    experts = experts_of(hf) or 0
     powers = [2**i for i in range(13) if 2**i <= gpus]
     tensors = [d for d in powers if d <= node]
     contexts = [d for d in powers if d <= MOST_CONTEXT]

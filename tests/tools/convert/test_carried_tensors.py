@@ -1,0 +1,121 @@
+"""Conversions of checkpoints with a bias in float32, layers of multi-token prediction and weights in 8 bits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_gspo.models import ModelError
+from megatron_gspo.models.hf_checkpoint import INDEX, SINGLE, CheckpointReader
+from megatron_gspo.tools.convert.carried_tensors import CARRIED
+from megatron_gspo.tools.convert.torch_dcp_files import DistributedReader
+from tests.support.tiny_models import save_tiny_model
+from tests.tools.convert.test_main import run, same_files
+
+LAYOUT = ["--tp", "2", "--ep", "2"]
+BIAS = "model.layers.2.mlp.gate.e_score_correction_bias"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """Weights in bfloat16, the routers' biases in float32."""
+    return Path(save_tiny_model(tmp_path_factory.mktemp("model") / "plain", "deepseek", dtype=torch.bfloat16))
+
+
+def changed(model: Path, folder: Path, tensors: dict[str, torch.Tensor], **config: object) -> Path:
+    shutil.copytree(model, folder)
+    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+    content = json.loads((folder / "config.json").read_text()) | config
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_the_bias_stays_in_float32_and_files_come_back_byte_by_byte(model, tmp_path):
+    run("to-megatron", model, tmp_path / "megatron", *LAYOUT, "--verify")
+    stored = DistributedReader(tmp_path / "megatron")
+    assert stored.dtype("decoder.layers.2.mlp.router.expert_bias") is torch.float32
+    assert stored.dtype("decoder.layers.2.mlp.router.weight") is torch.bfloat16
+    run("to-hf", tmp_path / "megatron", tmp_path / "back", "--verify")
+    assert same_files(model, tmp_path / "back")
+    assert load_file(tmp_path / "back" / SINGLE)[BIAS].dtype is torch.float32
+    run("to-hf", tmp_path / "megatron", tmp_path / "half", "--dtype", "float16")
+    kinds = {name: value.dtype for name, value in load_file(tmp_path / "half" / SINGLE).items()}
+    assert kinds.pop(BIAS) is torch.float32 and torch.float16 in kinds.values()
+
+
+def mtp_layer() -> dict[str, torch.Tensor]:
+    """Some tensors of a fifth layer, which the model does not have."""
+    g = torch.Generator().manual_seed(1)
+    names = {"eh_proj.weight": (32, 64), "enorm.weight": (32,), "mlp.experts.3.up_proj.weight": (16, 32)}
+    tensors = {name: torch.randn(size, generator=g).bfloat16() for name, size in names.items()}
+    tensors["mlp.gate.e_score_correction_bias"] = torch.randn(8, generator=g)
+    return {f"model.layers.4.{name}": tensor for name, tensor in tensors.items()}
+
+
+def test_layers_of_multi_token_prediction_come_back_unchanged(model, tmp_path):
+    carried = mtp_layer()
+    tensors = load_file(model / SINGLE) | carried
+    source = changed(model, tmp_path / "source", tensors, num_nextn_predict_layers=1)
+    run("to-megatron", source, tmp_path / "megatron", *LAYOUT, "--verify")
+    run("to-hf", tmp_path / "megatron", tmp_path / "back", "--verify")
+    weight_map = json.loads((tmp_path / "back" / INDEX).read_text())["weight_map"]
+    assert {name for name, file in weight_map.items() if file == CARRIED} == set(carried)
+    with CheckpointReader(tmp_path / "back") as reader:
+        assert reader.names == set(tensors)
+        for name, tensor in tensors.items():
+            found = reader.read(name)
+            assert found.dtype == tensor.dtype and torch.equal(found, tensor), name
+    file = tmp_path / "megatron" / "hf" / CARRIED
+    damaged = load_file(file)
+    damaged["model.layers.4.enorm.weight"][3] += 1
+    save_file(damaged, file)
+    with pytest.raises(SystemExit):
+        run("verify", source, tmp_path / "megatron")
+
+
+def test_names_of_further_layers_are_refused_without_multi_token_prediction(model, tmp_path):
+    source = changed(model, tmp_path / "source", load_file(model / SINGLE) | mtp_layer(), num_nextn_predict_layers=0)
+    with CheckpointReader(source) as reader, pytest.raises(ModelError, match="model.layers.4.* does not use"):
+        from megatron_gspo.models import check_names, family_of, read_config
+
+        check_names(reader.names, *family_of(read_config(source)))
+
+
+def test_weights_in_8_bits_are_read_as_their_dequantized_values(model, tmp_path):
+    """Blocks of 16 x 8, which do not divide every tensor; scales of each by a loop over its elements."""
+    quantized, expected = {}, {}
+    for name, tensor in load_file(model / SINGLE).items():
+        quantized[name] = expected[name] = tensor
+        if tensor.dim() == 2 and "_proj" in name:
+            rows, columns = tensor.shape
+            scales = torch.rand(-(-rows // 16), -(-columns // 8), generator=torch.Generator().manual_seed(rows)) + 0.01
+            quantized[name] = (tensor.float() * 20).to(torch.float8_e4m3fn)
+            quantized[f"{name}_scale_inv"] = scales
+            values = quantized[name].float()
+            for i in range(rows):
+                for j in range(columns):
+                    values[i, j] *= scales[i // 16, j // 8]
+            expected[name] = values.bfloat16()
+    settings = {"quant_method": "fp8", "weight_block_size": [16, 8]}
+    source = changed(model, tmp_path / "source", quantized, quantization_config=settings)
+    with CheckpointReader(source) as reader:
+        assert reader.names == set(expected)
+        for name, value in expected.items():
+            assert torch.equal(reader.read(name), value), name
+            if value.dim() == 2:
+                for dim, start, stop in ((0, 3, 21), (1, 5, 13)):
+                    part = value[start:stop] if dim == 0 else value[:, start:stop]
+                    assert torch.equal(reader.read(name, dim, start, stop), part), name
+    run("to-megatron", source, tmp_path / "megatron", *LAYOUT, "--verify")
+    run("to-hf", tmp_path / "megatron", tmp_path / "back", "--verify")
+    back = load_file(tmp_path / "back" / SINGLE)
+    assert set(back) == set(expected) and all(torch.equal(back[name], expected[name]) for name in back)
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert "quantization_config" not in config and config["dtype"] == "bfloat16"
+    with CheckpointReader(source) as reader, CheckpointReader(tmp_path / "back") as other:
+        assert all(torch.equal(reader.read(name), other.read(name)) for name in reader.names)
