@@ -8,7 +8,7 @@ from typing import Any
 from megatron_gspo.config.config_error import ConfigError, show
 from megatron_gspo.config.fields import default_of
 from megatron_gspo.config.rollout_sections import RolloutConfig, RouterNoiseConfig, RoutingConfig
-from megatron_gspo.models.families import FAMILIES
+from megatron_gspo.models.families import FAMILIES, family_of
 from megatron_gspo.models.model_shape import ModelError, check_sizes, experts_of, read_config
 
 
@@ -48,6 +48,9 @@ def check_critic_model(path: str, critic: dict[str, Any], policy: dict[str, Any]
 def check_experts(routing: RoutingConfig, noise: RouterNoiseConfig, hf: dict[str, Any]) -> None:
     """A model without experts has no routes, and a random choice of experts keeps some. hf: its config.json."""
     if experts := experts_of(hf):
+        if noise.engines != "none" and family_of(hf)[1].router.score != "softmax":
+            problem = f"the routers of {hf['model_type']} add a bias to sigmoids; noise is defined for softmax routers"
+            raise ConfigError("router_noise.engines", noise.engines, problem, "set it to none")
         target, most = noise.target_flip_rate, 1 - hf.get("num_experts_per_tok", 0) / experts
         if target is not None and target >= most:
             problem = f"a random choice of the experts reaches {most:.3g}"

@@ -6,10 +6,12 @@ it; where an update rate is set, Megatron moves it after each mini-batch by the 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def set_up_expert_bias(chunks: Sequence[torch.nn.Module], config: Any) -> None:
@@ -24,6 +26,18 @@ def set_up_expert_bias(chunks: Sequence[torch.nn.Module], config: Any) -> None:
             if router.expert_bias is not None:
                 router.expert_bias.data = router.expert_bias.data.float()
                 router.local_tokens_per_expert.data = router.local_tokens_per_expert.data.float()
-                router.enable_expert_bias = not frozen  # whether the load is counted; the bias is added all the same
+                router._apply_expert_bias = _count_nothing if frozen else functools.partial(_count_load, router)
     if frozen:
         config.moe_router_enable_expert_bias = False  # whether it moves when gradients are finalized
+
+
+def _count_nothing(routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+    """In place of Megatron's count of a frozen bias's load."""
+
+
+def _count_load(router: Any, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+    """Megatron's count of each expert's tokens, ``routing_map`` [t, E], in passes with a gradient. Megatron's own is
+    compiled at its first call, which takes a C++ compiler on a CPU."""
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            router.local_tokens_per_expert += routing_map.sum(0)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_gspo.models.hf_checkpoint import CheckpointReader, write_checkpoint
 from tests.support.command_line import ROWS, Case, check, small_config, start, write_rows
+from tests.support.tiny_models import tiny_config
 
 WEIGHTS = "model.safetensors"
 QUERY = "model.layers.1.self_attn.q_proj.weight"
@@ -25,6 +26,15 @@ def setting(**changes):
         file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 
     return change
+
+
+def deepseek(**changes):
+    """config.json of a small DeepSeek-V3 with changes."""
+
+    def write(config, folder):
+        (folder / "model" / "config.json").write_text(json.dumps({**tiny_config("deepseek").to_dict(), **changes}))
+
+    return write
 
 
 def weights(change):
@@ -160,6 +170,26 @@ CASES = (
     Case("sliding window", "use_sliding_window=true in config.json is not supported",
          breaks=setting(use_sliding_window=True)),
     Case("attention bias", "attention_bias=true in config.json is not supported", breaks=setting(attention_bias=True)),
+    Case("another scoring function", "scoring_func='softmax' in a deepseek_v3 config.json is not supported",
+         breaks=deepseek(scoring_func="softmax"), shows=("known: 'sigmoid'",)),
+    Case("another choice of groups", "topk_method='greedy' in a deepseek_v3 config.json is not supported",
+         breaks=deepseek(topk_method="greedy"), shows=("known: 'noaux_tc'",)),
+    Case("weights of experts not normalised", "norm_topk_prob=False in a deepseek_v3 config.json is not supported",
+         breaks=deepseek(norm_topk_prob=False)),
+    Case("groups rated by other than two experts", "topk_group=1 in config.json is not supported with",
+         breaks=deepseek(topk_group=1, n_routed_experts=16),
+         shows=("two experts to a chosen group",)),
+    Case("more experts than in the chosen groups", "can't be chosen from these groups",
+         breaks=deepseek(num_experts_per_tok=7), shows=("n_group=4, topk_group=2",)),
+    Case("unknown rotary embedding", "rope_type='longrope' in config.json is not supported",
+         breaks=deepseek(rope_parameters={"rope_type": "longrope"}), shows=("known: default, yarn",)),
+    Case("rank that is no size", "q_lora_rank=-1 in config.json is not a size", breaks=deepseek(q_lora_rank=-1)),
+    Case("key-value heads of latent attention", "num_key_value_heads=2 in a deepseek_v3 config.json is not supported",
+         breaks=deepseek(num_key_value_heads=2)),
+    Case("layer of neither kind", "give dense or sparse for each of 4 layers",
+         breaks=deepseek(model_type="glm4_moe_lite", mlp_layer_types=["dense", "odd", "sparse", "sparse"])),
+    Case("noise in sigmoid routers", "noise is defined for softmax routers", breaks=deepseek(),
+         overrides=("router_noise.engines=trainer", "router_noise.strength=0.5", "router_noise.stress_test=true")),
     Case("no weights", "has no *.safetensors weights; download them", breaks=without(WEIGHTS)),
     Case("pickled weights only", "only pickled ones (*.bin), which could run code when loaded", breaks=pickled_only,
          shows=("save_pretrained",)),

@@ -15,10 +15,10 @@ MODELS = {
     "dense": dict(kind="dense"),
     "tied": dict(kind="dense", tie_word_embeddings=True, vocab_size=95),
     "mixed": dict(kind="moe", mlp_only_layers=[1], norm_topk_prob=False),
-    "deepseek": dict(kind="deepseek"),
-    "moonlight": dict(kind="moonlight"),
-    "glm_lite": dict(kind="glm_lite"),
-    "glm": dict(kind="glm"),
+    "deepseek": dict(kind="deepseek", seed=13),
+    "moonlight": dict(kind="moonlight", seed=6),
+    "glm_lite": dict(kind="glm_lite", seed=5),
+    "glm": dict(kind="glm", seed=7),
     "shared": dict(kind="shared", seed=7),  # one in which no expert's gradient is too small to compare
 }
 

@@ -24,7 +24,7 @@ from rich.progress import Progress
 from benchmarks.result_files import save
 from tests.equivalence.cases import case_of
 from tests.equivalence.defects import measure_defects
-from tests.equivalence.layouts import DENSE, MOE, Arrangement
+from tests.equivalence.layouts import DENSE, FAMILIES, MOE, Arrangement
 from tests.equivalence.measure import Models, launch, worst_of
 from tests.equivalence.page import render
 from tests.equivalence.run import Errors
@@ -98,7 +98,7 @@ def main() -> None:
     console = Console()
     wrong: list[str] = []
     if not arguments.render_only:
-        record = measure({"moe": MOE, "dense": DENSE}, console)
+        record = measure({"moe": MOE, "dense": DENSE, **FAMILIES}, console)
         wrong = failures(record)
         file = RESULTS / f"equivalence-{record['versions']['megatron-core']}.json"
         save(file, record)

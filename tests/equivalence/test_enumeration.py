@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import pytest
 
-from tests.equivalence.layouts import DENSE, MOE, RECOMPUTE, SCENARIO_NAMES, Arrangement, layouts, turn_of
+from tests.equivalence.layouts import DENSE, FAMILIES, MOE, RECOMPUTE, SCENARIO_NAMES, Arrangement, layouts, turn_of
 
 
 def test_counts_by_hand():
@@ -40,6 +40,13 @@ def test_every_size_meets_every_choice(found):
             assert {turn.recompute for turn in turns} == set(RECOMPUTE), (field.name, value)
             assert {turn.one_by_one for turn in turns} == set(SCENARIO_NAMES), (field.name, value)
             assert {on for turn in turns for on in turn.distributed_optimizers} == {False, True}, (field.name, value)
+
+
+def test_other_families_meet_every_size_in_at_least_twenty_layouts():
+    for chosen in FAMILIES.values():
+        assert len(chosen) >= 20 and max(a.world_size for a in chosen) == 8
+        for name in ("tensor", "pipeline", "interleaved", "context", "data", "expert", "expert_tensor"):
+            assert len({getattr(a, name) for a in chosen}) == 2, name
 
 
 def test_names_say_it_all():

@@ -11,7 +11,7 @@ from itertools import cycle
 import pytest
 
 from tests.equivalence.cases import OTHERS, Case, case_of
-from tests.equivalence.layouts import DENSE, MOE, Arrangement
+from tests.equivalence.layouts import DENSE, FAMILIES, MOE, Arrangement
 from tests.equivalence.measure import Models, launch
 from tests.equivalence.tolerances import OF_EXPERTS, TOLERANCES
 
@@ -47,6 +47,16 @@ def test_moe(models, arrangement):
 @pytest.mark.parametrize("arrangement", DENSE, ids=lambda a: a.name)
 def test_dense(models, arrangement):
     check(models("dense"), case_of(arrangement))
+
+
+@pytest.mark.parametrize(
+    ("family", "arrangement"),
+    [(family, arrangement) for family, chosen in FAMILIES.items() for arrangement in chosen],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_family(models, family, arrangement):
+    """DeepSeek-V3 with YaRN, Moonlight, GLM-4.7-Flash with halves rotated, and GLM-4.5."""
+    check(models(family), case_of(arrangement))
 
 
 def special(arrangement: Arrangement, *runs: tuple[str, str], **model: object) -> Case:

@@ -18,7 +18,7 @@ from transformers import (
 
 # Routers with all that DeepSeek-V3's have: two of four groups, scaling, a shared expert; a dense layer first.
 _SIGMOID: dict[str, object] = dict(
-    moe_intermediate_size=16, n_routed_experts=8, num_experts_per_tok=4, n_group=4, topk_group=2, n_shared_experts=1,
+    moe_intermediate_size=16, n_routed_experts=12, num_experts_per_tok=4, n_group=4, topk_group=2, n_shared_experts=1,
     routed_scaling_factor=1.7, first_k_dense_replace=1,
 )  # fmt: skip
 # Another epsilon than that of the latents' norms; heads of 12 + 8 and, of values, 16 dimensions.
@@ -101,6 +101,6 @@ def save_tiny_model(
                 parameter.uniform_(-0.5, 0.5)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
-                buffer.data = torch.empty(buffer.shape).uniform_(-0.3, 0.3)  # float32, as published
+                buffer.data = torch.empty(buffer.shape).uniform_(-0.12, 0.12)  # float32, as published
     model.save_pretrained(path)
     return str(path)

@@ -36,7 +36,7 @@ class _Kept:
 
 @contextmanager
 def open_carried(folder: Path, shape: ModelShape) -> Iterator[tuple[TensorSource | None, list[str]]]:
-    """The carried tensors, and their names, in a Hugging Face directory or in the folder beside a Megatron checkpoint."""
+    """Carried tensors and their names, in a Hugging Face directory or in the folder beside a Megatron checkpoint."""
     if (folder / SINGLE).is_file() or _has_weights(folder):
         with CheckpointReader(folder) as reader:
             yield reader, sorted(carried_names(reader.names, shape))

@@ -138,6 +138,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args = parser().parse_args(arguments)
         hf, shape = load_model(args.model)
         work, cluster, assume = inputs(args)
+        if shape.latent is not None:  # Transformer Engine's layers can't be built
+            work = dataclasses.replace(work, implementation="torch")
         check_workload(work, shape.max_position_embeddings)
         basis = basis_of(shape, work)
         if args.scale:

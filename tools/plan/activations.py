@@ -21,6 +21,7 @@ from megatron_gspo.models.model_shape import ModelShape, padded_vocab_size
 from megatron_gspo.parallel.log_probs import CHUNK_BYTES
 from megatron_gspo.parallel.vocabulary_tiles import TILE, tile_elements, tile_shape
 from megatron_gspo.tools.plan.parameters import (
+    attention_dim,
     chunk_layers,
     layer_kinds,
     local_experts,
@@ -80,6 +81,7 @@ class Sizes:
     mask: float
     qk_norm: bool
     scored: float
+    latents: int = 0
 
 
 def sizes_of(shape: ModelShape, parallel: ParallelConfig, batch: MicroBatch, setting: Setting) -> Sizes:
@@ -94,7 +96,8 @@ def sizes_of(shape: ModelShape, parallel: ParallelConfig, batch: MicroBatch, set
     even = s * k * etp  # EP ranks send and receive equally; the ETP ranks of an expert get each other's tokens
     return Sizes(
         a=setting.dtype_bytes, h=shape.hidden_size, s=s, t=t, keys=batch.tokens * copies,
-        query=shape.num_attention_heads // tp, groups=shape.num_query_groups // tp, d=shape.head_dim,
+        query=shape.num_attention_heads // tp, groups=shape.num_query_groups // tp, d=attention_dim(shape),
+        latents=0 if shape.latent is None else shape.latent.key_value_rank + (shape.latent.query_rank or 0),
         ffn=shape.ffn_hidden_size // tp, moe=shape.moe_ffn_hidden_size // etp, experts=shape.num_experts,
         local=local_experts(shape, parallel) if shape.is_moe else 0, k=k, etp=etp,
         rows=even if batch.expert_rows is None else batch.expert_rows,
@@ -125,6 +128,8 @@ def attention_bytes(z: Sizes, setting: Setting) -> dict[str, float]:
         else:
             kept = z.a * (query + 2 * key + (query if z.groups > 1 else 0.0) + (0.0 if torch_layers else key))
         saved["q and k norms"] = kept + per_row * z.t * (z.query + z.groups)
+    elif z.latents:  # of each latent its product and its norm; queries and keys are put together anew
+        saved["latents"] = 2 * z.a * z.s * z.latents + per_row * z.s * 2
     elif not torch_layers or (not cpu and z.keys == z.t):  # the values are a part of this product
         saved["qkv"] = z.a * (query + 2 * key)
     core = z.a * 2 * query + 4 * z.t * z.query  # queries, output, log-sum of a row

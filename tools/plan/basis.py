@@ -27,7 +27,8 @@ def basis_of(shape: ModelShape, work: Workload) -> dict[str, Any]:
     exchanges as many bytes, except over context-parallel ranks.
     """
     torch_layers = work.implementation == "torch"
-    same_layers = torch_layers and work.dtype_bytes == 2 and all(shape.moe_layers) and not shape.shared_expert_size
+    usual = set(shape.mixers) == {"attention"} and all(shape.moe_layers) and not shape.shared_expert_size
+    same_layers = usual and torch_layers and work.dtype_bytes == 2
     activations = REHEARSED if same_layers else ESTIMATED
     states = dict.fromkeys(("weights", "gradients", "optimizer", "reference"), REHEARSED)
     memory = {field.name: ESTIMATED for field in fields(Memory) if field.name != "stage"} | {"total": ESTIMATED}

@@ -29,7 +29,10 @@ class Generation:
 
 
 def kv_bytes(shape: ModelShape, engine_tensor: int, dtype_bytes: int) -> float:
-    """Keys and values of one token over all layers and all GPUs of an engine, which repeats heads it can't split."""
+    """Keys and values of one token over all layers and all GPUs of an engine, which repeats heads it can't split, and
+    the latents from which all heads are made."""
+    if shape.latent is not None:
+        return shape.num_layers * (shape.latent.key_value_rank + shape.rotary.dim) * dtype_bytes * engine_tensor
     copies = max(1.0, engine_tensor / shape.num_query_groups)
     return 2 * shape.num_layers * shape.num_query_groups * shape.head_dim * dtype_bytes * copies
 

@@ -37,20 +37,51 @@ def _sizes(parallel: ParallelConfig) -> tuple[int, int, int]:
     return parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size, parallel.expert_tensor_size
 
 
-@cache
-def _layer_parameters(shape: ModelShape, tp: int, ep: int, etp: int, is_moe: bool) -> tuple[Parameter, ...]:
+def _attention(shape: ModelShape, tp: int) -> list[Parameter]:
     h, d = shape.hidden_size, shape.head_dim
     query, rows = shape.num_attention_heads * d, (shape.num_attention_heads + 2 * shape.num_query_groups) * d
-    found = [
-        Parameter("input_layernorm", h),
-        Parameter("linear_proj", query // tp * h),
-        Parameter("linear_qkv", rows // tp * h),
-    ]
+    found = [Parameter("linear_proj", query // tp * h), Parameter("linear_qkv", rows // tp * h)]
     if shape.attention_bias:
         found.append(Parameter("linear_qkv.bias", rows // tp))
     if shape.query_key_norms:
         found += [Parameter("q_layernorm", d), Parameter("k_layernorm", d)]
-    found.append(Parameter("pre_mlp_layernorm", h))
+    return found
+
+
+def _latent_attention(shape: ModelShape, tp: int) -> list[Parameter]:
+    sizes, h, heads = shape.latent, shape.hidden_size, shape.num_attention_heads // tp
+    assert sizes is not None
+    query = heads * (sizes.plain_dim + shape.rotary.dim)
+    if sizes.query_rank is None:
+        found = [Parameter("linear_q_proj", query * h)]
+    else:
+        found = [
+            Parameter("linear_q_down_proj", sizes.query_rank * h),
+            Parameter("q_layernorm", sizes.query_rank),
+            Parameter("linear_q_up_proj", query * sizes.query_rank),
+        ]
+    return [
+        *found,
+        Parameter("linear_kv_down_proj", (sizes.key_value_rank + shape.rotary.dim) * h),
+        Parameter("kv_layernorm", sizes.key_value_rank),
+        Parameter("linear_kv_up_proj", heads * (sizes.plain_dim + sizes.value_dim) * sizes.key_value_rank),
+        Parameter("linear_proj", heads * sizes.value_dim * h),
+    ]
+
+
+# The parameters of a layer's mixer, by its kind in ``ModelShape.mixers``, which is the same in all layers.
+_MIXERS = {"attention": _attention, "latent_attention": _latent_attention}
+
+
+def attention_dim(shape: ModelShape) -> int:
+    """Of a head, the mean of its queries' and its values' dimensions: of the products of a score and of its value."""
+    return shape.head_dim if shape.latent is None else (shape.head_dim + shape.latent.value_dim) // 2
+
+
+@cache
+def _layer_parameters(shape: ModelShape, tp: int, ep: int, etp: int, is_moe: bool) -> tuple[Parameter, ...]:
+    h = shape.hidden_size
+    found = [Parameter("input_layernorm", h), *_MIXERS[shape.mixers[0]](shape, tp), Parameter("pre_mlp_layernorm", h)]
     if not is_moe:
         width = shape.ffn_hidden_size // tp
         return (*found, Parameter("linear_fc1", 2 * width * h), Parameter("linear_fc2", width * h))
@@ -61,7 +92,8 @@ def _layer_parameters(shape: ModelShape, tp: int, ep: int, etp: int, is_moe: boo
         found.append(Parameter(f"experts.{index}.linear_fc2", width * h, expert=True))
     if shape.shared_expert_size:
         width = shape.shared_expert_size // tp
-        found.append(Parameter("shared_experts.gate", h))
+        if shape.shared_expert_gate:
+            found.append(Parameter("shared_experts.gate", h))
         found.append(Parameter("shared_experts.linear_fc1", 2 * width * h))
         found.append(Parameter("shared_experts.linear_fc2", width * h))
     return tuple(found)

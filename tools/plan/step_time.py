@@ -29,7 +29,13 @@ from megatron_gspo.tools.plan.hardware import Gpu
 from megatron_gspo.tools.plan.host_costs import exposed_seconds
 from megatron_gspo.tools.plan.memory import expert_rows
 from megatron_gspo.tools.plan.model_states import States, split_states
-from megatron_gspo.tools.plan.parameters import active_parameters, layer_counts, layer_kinds, stage_layers
+from megatron_gspo.tools.plan.parameters import (
+    active_parameters,
+    attention_dim,
+    layer_counts,
+    layer_kinds,
+    stage_layers,
+)
 from megatron_gspo.tools.plan.workload import Cluster, PlanInputs, Workload
 
 
@@ -202,5 +208,5 @@ def model_flops(shape: ModelShape, work: Workload, assume: Assumptions) -> float
     """FLOPs of training on a rollout batch without recomputation and log-prob passes: 6 N per token, and attention."""
     length = work.mean_length(assume.mean_response)
     weights = active_parameters(shape) - shape.vocab_size * shape.hidden_size * (0 if shape.tied_embeddings else 1)
-    attention = 2 * shape.num_layers * shape.num_attention_heads * shape.head_dim * length
+    attention = 2 * shape.num_layers * shape.num_attention_heads * attention_dim(shape) * length
     return work.sequences * length * (6 * weights + 3 * attention)

@@ -40,8 +40,8 @@ def decode_attention(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attention of one query per row as two batched products over key/value heads; longer queries: SDPA.
 
-    query: [B, heads, 1, dim]; key, value: [B, kv_heads, S, dim]; attention_mask: [B, 1, 1, S] bool or None. options:
-    Transformers' own; `scaling` is read.
+    query: [B, heads, 1, dim]; key: [B, kv_heads, S, dim]; value: [B, kv_heads, S, e]; attention_mask: [B, 1, 1, S] bool
+    or None. options: Transformers' own; `scaling` is read.
     """
     batch, heads, queries, dim = query.shape
     if queries > 1:
@@ -51,7 +51,7 @@ def decode_attention(
     scores = torch.matmul(query.reshape(batch, kv_heads, heads // kv_heads, dim) * scale, key.transpose(2, 3))
     if attention_mask is not None:
         scores = scores.masked_fill(~attention_mask, float("-inf"))
-    return torch.matmul(scores.softmax(-1), value).view(batch, 1, heads, dim), None
+    return torch.matmul(scores.softmax(-1), value).view(batch, 1, heads, value.shape[-1]), None
 
 
 def sorted_experts(

@@ -10,7 +10,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 
 class _BufferLayer(DynamicLayer):
-    """Keys and values of one layer, [B, heads, capacity, dim]; the first `length` columns are in use."""
+    """Keys and values of one layer, [B, heads, capacity, dim], each with its own dim (latent attention keeps a latent
+    and a rotated part); the first `length` columns are in use."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
@@ -21,11 +22,11 @@ class _BufferLayer(DynamicLayer):
         end = self.length + key_states.shape[2]
         if not self.is_initialized:
             self.dtype, self.device = key_states.dtype, key_states.device
-            self._allocate(key_states, max(end, self.capacity))
+            self._allocate(key_states, value_states, max(end, self.capacity))
             self.is_initialized = True
         elif end > self.capacity:
             old_keys, old_values = self._views()
-            self._allocate(key_states, max(end, 2 * self.capacity))
+            self._allocate(key_states, value_states, max(end, 2 * self.capacity))
             self._key_buffer[:, :, : self.length] = old_keys
             self._value_buffer[:, :, : self.length] = old_values
         self._key_buffer[:, :, self.length : end] = key_states
@@ -37,7 +38,7 @@ class _BufferLayer(DynamicLayer):
     def select_rows(self, rows: Tensor, capacity: int) -> None:
         """Batch row i becomes the old row rows[i]; allocates `capacity` columns."""
         keys, values = self._views()
-        self._allocate(keys, max(capacity, self.length), batch=rows.shape[0])
+        self._allocate(keys, values, max(capacity, self.length), batch=rows.shape[0])
         torch.index_select(keys, 0, rows, out=self._key_buffer[:, :, : self.length])
         torch.index_select(values, 0, rows, out=self._value_buffer[:, :, : self.length])
         self.keys, self.values = self._views()
@@ -45,11 +46,12 @@ class _BufferLayer(DynamicLayer):
     def get_seq_length(self) -> int:
         return self.length
 
-    def _allocate(self, like: Tensor, capacity: int, batch: int | None = None) -> None:
-        rows, heads, _, dim = like.shape
+    def _allocate(self, keys: Tensor, values: Tensor, capacity: int, batch: int | None = None) -> None:
+        """Buffers with the heads, dims and types of `keys` and `values`."""
         self.capacity = capacity
-        self._key_buffer = like.new_empty(batch or rows, heads, capacity, dim)
-        self._value_buffer = torch.empty_like(self._key_buffer)
+        self._key_buffer, self._value_buffer = (
+            like.new_empty(batch or like.shape[0], like.shape[1], capacity, like.shape[3]) for like in (keys, values)
+        )
 
     def _views(self) -> tuple[Tensor, Tensor]:
         return self._key_buffer[:, :, : self.length], self._value_buffer[:, :, : self.length]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from transformers import DeepseekV3Config
 
 from megatron_gspo.config import ParallelConfig
+from megatron_gspo.models import family_of
 from megatron_gspo.tools.plan.parameters import (
     active_parameters,
     chunk_layers,
@@ -17,6 +19,7 @@ from megatron_gspo.tools.plan.parameters import (
 from tests.support.configs import model_config, parallel
 from tests.support.distributed import run_distributed
 from tests.support.model_shapes import LARGE, SMALL, dense_shape, shape_of
+from tests.support.tiny_models import tiny_config
 
 
 def test_a_layer_by_hand() -> None:
@@ -34,6 +37,15 @@ def test_published_sizes() -> None:
     assert active_parameters(shape_of(SMALL)) == 30_532_122_624 - 48 * 120 * 3 * 768 * 2048
     assert total_parameters(shape_of(LARGE)) == pytest.approx(235.09e9, rel=1e-4)
     assert active_parameters(shape_of(LARGE)) == pytest.approx(22.2e9, rel=2e-3)
+
+
+def test_published_sizes_of_latent_attention() -> None:
+    """DeepSeek-V3 without its layer of multi-token prediction: 671 billion parameters, 37 billion active."""
+    _, shape = family_of(DeepseekV3Config().to_dict())
+    attention = 7168 * 1536 + 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 + 512 * 128 * 256 + 128 * 128 * 7168
+    layers = 61 * (attention + 2 * 7168) + 3 * 3 * 7168 * 18432 + 58 * (256 * 7168 + 257 * 3 * 7168 * 2048)
+    assert total_parameters(shape) == layers + 2 * 129280 * 7168 + 7168 == pytest.approx(671.0e9, rel=1e-3)
+    assert active_parameters(shape) == pytest.approx(37.5e9, rel=5e-3)
 
 
 def test_stages_hold_every_layer_once() -> None:
@@ -101,4 +113,6 @@ def test_megatron_registers_the_same_tensors_in_the_same_order() -> None:
         *[(hf, dict(tp=2, pp=2, ep=2, value_head=True), 8, place)
           for hf in (read_config(SMALL), {**shared, "tie_word_embeddings": True}) for place in (0, 7)],
     ]
+    cases += [(tiny_config(kind).to_dict(), dict(tp=2, pp=2, ep=2, vp=2), 4, 3)
+              for kind in ("deepseek", "moonlight", "glm")]  # fmt: skip
     assert run_distributed(_same_as_megatron, 1, cases) == [[]]

@@ -1,0 +1,155 @@
+"""The routers' bias: float32, part of the weights, in the choice of experts and not in their weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_gspo.mcore.checkpoint.save_load import load_checkpoint, save_checkpoint
+from megatron_gspo.mcore.forward_step import unwrap
+from megatron_gspo.mcore.hf_weights import map_parameters
+from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
+from megatron_gspo.models.hf_checkpoint import CheckpointReader
+from tests.support.configs import parallel
+from tests.support.distributed import run_distributed
+from tests.support.routing_cases import policy_of, routers, run_pass, scored_samples, shape_of
+from tests.support.tiny_models import save_tiny_model
+
+NAME = "mlp.gate.e_score_correction_bias"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("model"), "deepseek", dtype=torch.bfloat16)
+
+
+def biases(path: str) -> dict[str, Tensor]:
+    with CheckpointReader(path) as reader:
+        return {name: reader.read(name) for name in sorted(reader.names) if name.endswith(NAME)}
+
+
+def train_and_send(rank: int, world_size: int, path: str, folder: str, layout: Any) -> dict[str, Any]:
+    """What is sent after a step of training in bfloat16, and after a checkpoint of it was loaded."""
+    policy = policy_of(path, layout, dtype="bfloat16")
+    before = {name: value.clone() for name, value in policy.weights()}
+    run_pass(policy, scored_samples(), ReplayOptions(shape_of(policy)))
+    policy.optimizer.step()
+    after = {name: value.clone() for name, value in policy.weights()}
+    saved = save_checkpoint(policy, Path(folder), 1, {}, keep=1)
+    for router in routers(policy):
+        router.expert_bias.zero_()
+    load_checkpoint(policy, saved)
+    again = {name: value.clone() for name, value in policy.weights()}
+    moved = sum(not torch.equal(before[name], after[name]) for name in before if not name.endswith(NAME))
+    return {"sent": [{name: sent[name] for name in sent if name.endswith(NAME)} for sent in (before, after, again)],
+            "moved": moved / (len(before) - 3)}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", [parallel(), parallel(pipeline=2), parallel(tensor=2, expert=2)], ids=str)
+def test_it_is_frozen_and_keeps_its_bits_in_training_checkpoints_and_streams(layout, path, tmp_path):
+    expected = biases(path)
+    assert len(expected) == 3 and {value.dtype for value in expected.values()} == {torch.float32}
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in expected.values())
+    world = layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size
+    for found in run_distributed(train_and_send, world, path, str(tmp_path), layout):
+        assert found["moved"] > 0.5
+        for sent in found["sent"]:
+            assert set(sent) == set(expected)
+            for name, value in expected.items():
+                assert sent[name].dtype is torch.float32 and torch.equal(sent[name], value), name
+
+
+def choices(rank: int, world_size: int, path: str) -> list[tuple[Tensor, ...]]:
+    """Logits, probabilities and choices of each router in a pass."""
+    policy, found = policy_of(path), []
+    for router in routers(policy):
+        router.register_forward_hook(
+            lambda module, args, out: found.append((module.gating(args[0]).flatten(0, 1), *out, module.expert_bias))
+        )
+    run_pass(policy, scored_samples(), ReplayOptions(shape_of(policy)))
+    return [tuple(value.detach() for value in row) for row in found]
+
+
+def best(scores: Tensor) -> set[int]:
+    """The four best experts of the two groups, of three each, with the largest sums of their two best scores."""
+    values = scores.tolist()
+    groups = sorted(range(4), key=lambda g: -sum(sorted(values[3 * g : 3 * g + 3])[1:]))[:2]
+    return set(sorted((3 * group + i for group in groups for i in range(3)), key=lambda e: -values[e])[:4])
+
+
+def test_it_takes_part_in_the_choice_and_not_in_the_weights(path):
+    [rows] = run_distributed(choices, 1, path)
+    without = 0
+    for logits, probs, chosen, bias in rows[:3]:
+        for token in range(len(logits)):
+            scores = torch.sigmoid(logits[token].double())
+
+            expected = best(scores + bias)
+            without += expected != best(scores)
+            assert set(chosen[token].nonzero()[:, 0].tolist()) == expected
+            total = sum(float(scores[e]) for e in expected)
+            for expert in range(12):
+                weight = 1.7 * float(scores[expert]) / total if expert in expected else 0.0
+                assert float(probs[token, expert]) == pytest.approx(weight, abs=1e-6)
+    assert without > 20, "the bias decides"
+
+
+def recorded(rank: int, world_size: int, path: str) -> list[Any]:
+    """Of each router in the first micro-batch: sum of the entropies, logits, weight of each token."""
+    policy = policy_of(path)
+    logits: list[Any] = []
+    for router in routers(policy):
+        router.register_forward_hook(lambda module, args, output: logits.append(module.gating(args[0]).flatten(0, 1)))
+    _, _, done = run_pass(policy, scored_samples(), ReplayOptions(shape_of(policy), record=True, entropy=True))
+    return [(float(done[0].entropy[i]), logits[i].detach(), done[0].weight) for i in range(3)]
+
+
+def test_entropy_is_that_of_the_scores_without_the_bias(path):
+    [rows] = run_distributed(recorded, 1, path)
+    for entropy, logits, weight in rows:
+        scores = torch.sigmoid(logits.double())
+        shares = scores / scores.sum(1, keepdim=True)
+        by_hand = -(shares * shares.log()).sum(1) @ weight.double()
+        assert entropy == pytest.approx(float(by_hand), rel=1e-5)
+
+
+def updated(rank: int, world_size: int, path: str) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Bias before and after a mini-batch with an update rate, and tokens of each expert on this rank."""
+    policy = policy_of(path, parallel(), expert_bias_update_rate=0.25)
+    counts: dict[int, Tensor] = {}
+    before = [router.expert_bias.clone() for router in routers(policy)]
+
+    def count(number: int) -> Any:
+        def hook(module: Any, args: Any, output: Any) -> None:
+            counts[number] = counts.get(number, 0) + output[1].sum(0)
+
+        return hook
+
+    for number, router in enumerate(routers(policy)):
+        router.register_forward_hook(count(number))
+    samples = scored_samples(8)
+    run_pass(policy, samples[4 * rank : 4 * rank + 4] if world_size > 1 else samples, ReplayOptions(shape_of(policy)))
+    return [(before[i], router.expert_bias, counts[i]) for i, router in enumerate(routers(policy))]
+
+
+def test_an_update_rate_moves_it_towards_an_even_load(path):
+    [rows] = run_distributed(updated, 1, path)
+    for before, after, load in rows:
+        mean = load.double().mean()
+        step = torch.tensor([0.25 * ((mean > n).double() - (mean < n).double()) for n in load.double()])
+        assert torch.allclose(after.double() - before.double(), step, atol=1e-6) and step.abs().sum() > 1
+
+
+def mapped(rank: int, world_size: int, path: str) -> list[str]:
+    policy = policy_of(path)
+    return [item.names[0] for chunk in policy.chunks
+            for item in map_parameters(unwrap(chunk), policy.family, policy.shape, policy.groups)]  # fmt: skip
+
+
+def test_every_layer_with_experts_has_one_in_the_mapping(path):
+    [names] = run_distributed(mapped, 1, path)
+    assert [name for name in names if name.endswith(NAME)] == [f"model.layers.{layer}.{NAME}" for layer in (1, 2, 3)]
