@@ -169,6 +169,28 @@ def test_equals_attention_of_each_sequence_alone():
                 assert error < bound, f"{name} of {case}, {path}, context parallelism {cp}: off by {error:.1e}"
 
 
+def run_part(rank: int, world_size: int) -> float:
+    """Rotating 4 of 8 dimensions by the attention, and before it by a loop."""
+    case = Case((8, 4, 12), 2, 1, rotary_base=10.0)
+    query, key, value, _, bounds = inputs(case)
+    positions = torch.cat([torch.arange(n) for n in case.lengths])
+    both = []
+    for x in (query, key):
+        rows = [torch.cat((turned(row[..., :4], int(p), 10.0), row[..., 4:]), -1)
+                for row, p in zip(x, positions, strict=True)]  # fmt: skip
+        both.append(torch.stack(rows))
+    sequences = packed_sequences(bounds, max(case.lengths), dist.group.WORLD, CPU)
+    attention = attention_of(case, dist.group.WORLD)
+    attention.rotary = Rotary(10.0, 4)
+    found = attention(query, key, value, packed_seq_params=sequences)
+    attention.rotary = None
+    return float((found - attention(*both, value, packed_seq_params=sequences)).abs().max())
+
+
+def test_a_part_of_each_head_is_rotated():
+    assert run_distributed(run_part, 1)[0] < 1e-6
+
+
 @pytest.mark.parametrize("cp_size", [2, 3, 4])
 def test_a_segment_is_a_chunk_of_queries_with_the_keys_up_to_its_end(cp_size):
     bounds = bounds_of((24, 48, 24 * 5))

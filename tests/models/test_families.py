@@ -35,7 +35,7 @@ def test_names_are_those_that_transformers_writes(tmp_path, model):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(model_type="llama"), r"model_type='llama' .* known: qwen2_moe, qwen3, qwen3_moe"),
+        (dict(model_type="llama"), r"model_type='llama' .* known: deepseek_v3, .*, qwen2_moe, qwen3, qwen3_moe"),
         (dict(model_type=None), "model_type=None"),
         (dict(attention_bias=True), "attention_bias=true"),
         (dict(use_sliding_window=True), "use_sliding_window=true"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.seeded_bugs.families import OF_THE_FAMILIES
 from tests.seeded_bugs.layouts import CONVERSION, LAYOUT, MEGATRON, PARALLEL, RESUME
 from tests.seeded_bugs.objective import DATA, OBJECTIVE
 from tests.seeded_bugs.rollouts import OF_THE_ROLLOUTS

@@ -1,0 +1,133 @@
+"""Bugs of latent attention, rotary embeddings, biased sigmoid routers and quantized or untrained tensors."""
+
+from __future__ import annotations
+
+from tests.seeded_bugs.seeded_bug import SeededBug
+
+LATENT, ATTENTION = "megatron_gspo/mcore/latent_attention.py", "megatron_gspo/mcore/attention.py"
+READER, ROTARY = "megatron_gspo/models/config_reader.py", "megatron_gspo/models/rotary.py"
+BIAS, MODEL = "megatron_gspo/mcore/expert_bias.py", "megatron_gspo/mcore/model.py"
+FILES, FAMILIES = "megatron_gspo/models/hf_checkpoint.py", "megatron_gspo/models/families.py"
+TABLES, HOOKS = "megatron_gspo/models/rule_tables.py", "megatron_gspo/mcore/routing_replay/router_hooks.py"
+MODULE = "tests/mcore/test_latent_attention.py::test_equals_transformers_module"
+TENSOR = "tests/mcore/test_latent_attention.py::test_tensor_parallel_ranks_share_latents_and_the_rotated_key"
+OF_BIAS = "tests/mcore/test_expert_bias.py::"
+CHOICE = OF_BIAS + "test_it_takes_part_in_the_choice_and_not_in_the_weights"
+FROZEN = OF_BIAS + "test_it_is_frozen_and_keeps_its_bits_in_training_checkpoints_and_streams"
+CONVERT = "tests/tools/convert/test_carried_tensors.py::"
+FREQUENCIES = "tests/models/test_rotary.py::test_frequencies_and_scales_are_those_of_transformers"
+
+OF_THE_FAMILIES = (
+    SeededBug(
+        "latent attention: the first part of a query is rotated, not the last", "design", LATENT,
+        "plain, rotated = query.split((sizes.plain_dim, self.rotary.dim), dim=-1)\n"
+        "        query = torch.cat((plain, rotate(rotated, cos, sin, interleaved=self.rotary.interleaved)), dim=-1)",
+        "rotated, plain = query.split((self.rotary.dim, sizes.plain_dim), dim=-1)\n"
+        "        query = torch.cat((rotate(rotated, cos, sin, interleaved=self.rotary.interleaved), plain), dim=-1)",
+        (MODULE,),
+    ),
+    SeededBug(
+        "latent attention: neighbours and halves exchanged as rotated pairs", "several converters", LATENT,
+        "turned = rotate(turned, cos, sin, interleaved=self.rotary.interleaved)",
+        "turned = rotate(turned, cos, sin, interleaved=not self.rotary.interleaved)", (MODULE,),
+    ),
+    SeededBug(
+        "latent attention: scores without YaRN's scale", "several trainers", LATENT,
+        "softmax_scale=self.rotary.score_scale / math.sqrt", "softmax_scale=1.0 / math.sqrt", (MODULE,),
+    ),
+    SeededBug(
+        "latent attention: the latents' norms with the model's epsilon", "several engines", LATENT,
+        "self.kv_layernorm = RMSNorm(config, sizes.key_value_rank, sizes.norm_eps)",
+        "self.kv_layernorm = RMSNorm(config, sizes.key_value_rank, config.layernorm_epsilon)", (MODULE,),
+    ),
+    SeededBug(
+        "latent attention: keys and values cut at the wrong place", "design", LATENT,
+        "split((sizes.plain_dim, sizes.value_dim), dim=-1)",
+        "split((sizes.value_dim, sizes.plain_dim), dim=-1)[::-1]", (MODULE,),
+    ),
+    SeededBug(
+        "latent attention: each tensor-parallel rank with its own tokens' rotated key", "design", LATENT,
+        "turned = tensor_parallel.gather_from_sequence_parallel_region(turned, group=self.tp_group)",
+        "turned = turned.repeat(self.tp_group.size(), 1, 1)", (TENSOR,),
+    ),
+    SeededBug(
+        "latent attention: gradients of the projections to latents not summed", "design", LATENT,
+        "self.weight.sequence_parallel = config.sequence_parallel", "self.weight.sequence_parallel = False", (TENSOR,),
+    ),
+    SeededBug(
+        "YaRN: cosines and sines without their scale", "several trainers", ATTENTION,
+        "(wave * rotary.cosine_scale).to(dtype)", "wave.to(dtype)", (MODULE,),
+    ),
+    SeededBug(
+        "YaRN: slow and fast frequencies exchanged", "design", ROTARY,
+        "return plain / self.yarn.factor * share + plain * (1 - share)",
+        "return plain / self.yarn.factor * (1 - share) + plain * share", (FREQUENCIES,),
+    ),
+    SeededBug(
+        "YaRN: the ramp is not rounded to whole pairs", "one engine", ROTARY,
+        "if yarn.rounds:", "if not yarn.rounds:", (FREQUENCIES,),
+    ),
+    SeededBug(
+        "YaRN: cosines scaled though both magnitudes are given", "one engine", READER,
+        "if numerator and denominator:", "if numerator and not denominator:", (FREQUENCIES,),
+    ),
+    SeededBug(
+        "part of a head rotated: its last dimensions, not its first", "several engines", ATTENTION,
+        "turned, rest = x.split((rotary.dim, x.shape[-1] - rotary.dim), dim=-1)",
+        "rest, turned = x.split((x.shape[-1] - rotary.dim, rotary.dim), dim=-1)",
+        ("tests/mcore/test_attention.py::test_a_part_of_each_head_is_rotated",),
+    ),
+    SeededBug(
+        "bias left out of the choice of experts", "Megatron-Bridge", MODEL,
+        "moe_router_enable_expert_bias=router.expert_bias,", "moe_router_enable_expert_bias=False,", (FROZEN, CHOICE),
+    ),
+    SeededBug(
+        "bias rounded to bfloat16", "miles", BIAS,
+        "router.expert_bias.data = router.expert_bias.data.float()", "pass", (FROZEN,),
+    ),
+    SeededBug(
+        "bias updated though it is frozen", "design", BIAS, "if frozen:", "if not frozen:",
+        (FROZEN, OF_BIAS + "test_an_update_rate_moves_it_towards_an_even_load"),
+    ),
+    SeededBug(
+        "load not counted for the update of the bias", "design", BIAS,
+        "router.local_tokens_per_expert += routing_map.sum(0)", "pass",
+        (OF_BIAS + "test_an_update_rate_moves_it_towards_an_even_load",),
+    ),
+    SeededBug(
+        "weights of experts without the scaling factor", "several trainers", MODEL,
+        "moe_router_topk_scaling_factor=router.scaling if router.scaling != 1 else None",
+        "moe_router_topk_scaling_factor=None", (CHOICE,),
+    ),
+    SeededBug(
+        "experts chosen from all groups", "several trainers", MODEL,
+        "moe_router_group_topk=router.chosen_groups if router.groups > 1 else None",
+        "moe_router_group_topk=router.groups if router.groups > 1 else None", (CHOICE,),
+    ),
+    SeededBug(
+        "router entropy of the scores with the bias", "design", HOOKS,
+        "scores = scores if bias is None else scores - bias", "scores = scores + 0",
+        (OF_BIAS + "test_entropy_is_that_of_the_scores_without_the_bias",),
+    ),
+    SeededBug(
+        "bias stored in the type of the other weights", "one converter", TABLES,
+        "        keeps_float32=True,\n", "",
+        (CONVERT + "test_the_bias_stays_in_float32_and_files_come_back_byte_by_byte",),
+    ),
+    SeededBug(
+        "scales of 8-bit blocks from the beginning of the tensor for every slice", "design", FILES,
+        "firsts = (start if dim == 0 else 0, start if dim == 1 else 0)", "firsts = (0, 0)",
+        (CONVERT + "test_weights_in_8_bits_are_read_as_their_dequantized_values",),
+    ),
+    SeededBug(
+        "config of an export still names a quantization", "one trainer", FILES,
+        'if config.pop("quantization_config", None) is not None or', "if",
+        (CONVERT + "test_weights_in_8_bits_are_read_as_their_dequantized_values",),
+    ),
+    SeededBug(
+        "names of any further layers pass as multi-token prediction", "design", FAMILIES,
+        "layers = range(shape.num_layers, shape.num_layers + shape.mtp_layers)",
+        "layers = range(shape.num_layers, shape.num_layers + 1 + shape.mtp_layers)",
+        (CONVERT + "test_names_of_further_layers_are_refused_without_multi_token_prediction",),
+    ),
+)  # fmt: skip
