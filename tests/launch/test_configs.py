@@ -45,8 +45,8 @@ def load(file: Path, tiny: str, folder: Path) -> Config:
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"{i} + 1", "answer": str(i + 1)}) + "\n" for i in range(6)))
     data = yaml.safe_load(file.read_text())
-    shipped = MODELS / Path(data["model"]["path"]).name
-    overrides = [f"model.path={shipped if shipped.is_dir() else tiny}", "model.init=random", f"run_dir={folder}/run"]
+    shipped = next(EXAMPLES.glob(f"*/models/{Path(data['model']['path']).name}"), tiny)
+    overrides = [f"model.path={shipped}", "model.init=random", f"run_dir={folder}/run"]
     overrides += [f"data.{key}={prompts}" for key in ("prompts", "eval_prompts") if key in data["data"]]
     if "python" in data.get("sglang", {}):
         overrides.append(f"sglang.python={sys.executable}")
