@@ -48,7 +48,7 @@ def check_critic_model(path: str, critic: dict[str, Any], policy: dict[str, Any]
 def check_experts(routing: RoutingConfig, noise: RouterNoiseConfig, hf: dict[str, Any]) -> None:
     """A model without experts has no routes, and a random choice of experts keeps some. hf: its config.json."""
     if experts := experts_of(hf):
-        if noise.engines != "none" and family_of(hf)[1].router.score != "softmax":
+        if noise.engines != "none" and _router_score(hf) != "softmax":
             problem = f"the routers of {hf['model_type']} add a bias to sigmoids; noise is defined for softmax routers"
             raise ConfigError("router_noise.engines", noise.engines, problem, "set it to none")
         target, most = noise.target_flip_rate, 1 - hf.get("num_experts_per_tok", 0) / experts
@@ -64,6 +64,14 @@ def check_experts(routing: RoutingConfig, noise: RouterNoiseConfig, hf: dict[str
         off = default_of(type(values), key)
         if (value := getattr(values, key)) != off:
             raise ConfigError(f"{section}.{key}", value, "the model has no experts", f"set it to {str(off).lower()}")
+
+
+def _router_score(hf: dict[str, Any]) -> str:
+    """Of the model's routers; that of most where config.json is refused, which has a message of its own."""
+    try:
+        return family_of(hf)[1].router.score
+    except ModelError:
+        return "softmax"
 
 
 def check_positions(rollout: RolloutConfig, max_prompt_length: int, hf: dict[str, Any]) -> None:
