@@ -8,7 +8,7 @@ LATENT, ATTENTION = "megatron_gspo/mcore/latent_attention.py", "megatron_gspo/mc
 READER, ROTARY = "megatron_gspo/models/config_reader.py", "megatron_gspo/models/rotary.py"
 BIAS, MODEL = "megatron_gspo/mcore/expert_bias.py", "megatron_gspo/mcore/model.py"
 FILES, FAMILIES = "megatron_gspo/models/hf_checkpoint.py", "megatron_gspo/models/families.py"
-TABLES, HOOKS = "megatron_gspo/models/rule_tables.py", "megatron_gspo/mcore/routing_replay/router_hooks.py"
+HOOKS = "megatron_gspo/mcore/routing_replay/router_hooks.py"
 MODULE = "tests/mcore/test_latent_attention.py::test_equals_transformers_module"
 TENSOR = "tests/mcore/test_latent_attention.py::test_tensor_parallel_ranks_share_latents_and_the_rotated_key"
 OF_BIAS = "tests/mcore/test_expert_bias.py::"
@@ -111,8 +111,8 @@ OF_THE_FAMILIES = (
         (OF_BIAS + "test_entropy_is_that_of_the_scores_without_the_bias",),
     ),
     SeededBug(
-        "bias stored in the type of the other weights", "one converter", TABLES,
-        "        keeps_float32=True,\n", "",
+        "bias stored in the type of the other weights", "one converter", "megatron_gspo/models/parameter_slices.py",
+        "return torch.float32 if self.rule.keeps_float32 else dtype", "return dtype",
         (CONVERT + "test_the_bias_stays_in_float32_and_files_come_back_byte_by_byte",),
     ),
     SeededBug(
