@@ -9,7 +9,11 @@ Upstream: megatron-core 0.16.1 to 0.18.2; 0.19.0 corrects both (NVIDIA/Megatron-
    tensor-parallel rank only. Transformer Engine's grouped experts carry no such mark under expert-TP = 1, although with
    EP > 1 the other ranks hold other experts: the gradient norm is too small and clipping too weak.
 
-Delete when: the oldest supported megatron-core is 0.19.
+3. All versions: the bias of an expert's ``linear_fc2`` is marked as sequence-parallel, for which its gradient is summed
+   over the tensor-parallel ranks, whose experts are others, or have summed it already. Under expert-TP all ranks hold
+   it, and each counts it in the gradient norm.
+
+Delete when (3 stays): the oldest supported megatron-core is 0.19.
 """
 
 from __future__ import annotations
@@ -28,6 +32,9 @@ def apply(model: Any, config: Any) -> int:
         config.expert_tensor_parallel_size != config.tensor_model_parallel_size
     )
     changed = 0
+    for module in model.modules():
+        if config.add_bias_linear and hasattr(module, "local_experts"):
+            changed += _mark_biases(module)
     for name, parameter in model.named_parameters():
         if ".experts." not in name or not own_groups:
             continue
@@ -38,3 +45,14 @@ def apply(model: Any, config: Any) -> int:
         if whole:
             parameter.tensor_model_parallel = True  # every rank's experts count: none is a copy within its own group
     return changed
+
+
+def _mark_biases(experts: Any) -> int:
+    """Mark the biases of ``linear_fc2``; one of the expert-tensor ranks, which all hold them, counts in the norm."""
+    is_first = experts.tp_group.rank() == 0
+    for expert in experts.local_experts:
+        bias = expert.linear_fc2.bias
+        bias.sequence_parallel = False
+        bias.tensor_model_parallel = is_first
+        bias.shared = not is_first
+    return len(experts.local_experts)

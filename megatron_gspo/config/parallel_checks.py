@@ -69,7 +69,7 @@ def check_divisibility(parallel: ParallelConfig, hf: dict[str, Any]) -> None:
 def _check_experts(parallel: ParallelConfig, hf: dict[str, Any], experts: int) -> None:
     tensor = parallel.tensor_model_parallel_size
     _divides("expert_model_parallel_size", parallel.expert_model_parallel_size, "num_experts", experts)
-    width = hf.get("moe_intermediate_size")
+    width = hf.get("moe_intermediate_size", hf.get("intermediate_size"))  # gpt-oss has no other
     _divides("expert_tensor_parallel_size", parallel.expert_tensor_size, "moe_intermediate_size", width)
     shared = hf.get("shared_expert_intermediate_size")
     _divides("tensor_model_parallel_size", tensor, "shared_expert_intermediate_size", shared)

@@ -26,7 +26,7 @@ from megatron_gspo.loop.routing import router_noise
 from megatron_gspo.loop.weight_handles import handle_sources
 from megatron_gspo.mcore.process_groups import compute_device, current_groups
 from megatron_gspo.mcore.weight_sources import default_sources
-from megatron_gspo.models import ModelShape, read_config
+from megatron_gspo.models import ModelShape, family_of, read_config
 from megatron_gspo.parallel.rank_zero import run_on_rank_zero
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from megatron_gspo.rollout.engine_protocol import RolloutEngine, end_tokens
@@ -140,8 +140,12 @@ def client_ranks(config: Config) -> tuple[int, ...]:
 def weight_sources(config: Config, urls: Sequence[str]) -> tuple[Source, ...]:
     """What the ranks send to the servers at `urls`; rank 0 alone sends where the servers listen on its node only, and
     ranks of other nodes would have to send them requests. A collective."""
-    sources, sglang = default_sources(current_groups()), config.sglang
+    family, _ = family_of(read_config(config.model.path))
+    sources, sglang = default_sources(current_groups(), family), config.sglang
     if sglang.weight_transport == "ipc":
+        if family.stacks_experts and config.parallel.expert_model_parallel_size > 1:
+            problem = f"a {family.model_type} server takes a layer's experts as one tensor, which no rank holds"
+            raise ConfigError("sglang.weight_transport", "ipc", problem, "set it to disk, tensor or distributed")
         return handle_sources(config, urls, _ranks_of_the_first_node())
     one_node = sources[-1].rank < _ranks_of_the_first_node()
     by_rank_zero = sglang.weight_transport == "disk" or sglang.uses_receiver  # who sends all requests

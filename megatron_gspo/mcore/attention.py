@@ -7,6 +7,8 @@ of a sequence are gathered over the context-parallel group; its queries stay on 
 A rank's work is a list of segments: consecutive queries with the keys up to the last of them. Torch's
 variable-length kernel takes the segments as they are. Where it does not exist (CPU, float32 and float64, older torch)
 segments of similar length are padded to a batch for ``scaled_dot_product_attention``.
+
+A layer may have a window, the number of keys that a query attends up to its own, and sinks (``mcore/sinks.py``).
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_gspo.mcore.device_copies import copy_to_device
 from megatron_gspo.mcore.operators import Permutation, pad_rows, permute, rotate, unpad_rows
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes
+from megatron_gspo.mcore.sinks import VarlenKernel, sink_attention, with_sink_dimension, with_sink_key
 from megatron_gspo.models.rotary import Rotary
 from megatron_gspo.parallel.context_parallel import (
     all_gather_tokens,
@@ -43,6 +46,8 @@ except ImportError:  # torch < 2.10
 _BUCKET_RATIO = 1.25
 # Elements of one attention mask, at most (rows * queries * keys).
 _MASK_ELEMENTS = 2**23
+# Queries of a block under a window, at least: one of a few queries would be slow.
+_BLOCK_QUERIES = 64
 # torch < 2.12 lacks some of these options.
 _HAS_VARLEN = varlen is not None and (
     {"scale", "window_size", "enable_gqa"} <= inspect.signature(varlen.varlen_attn).parameters.keys()
@@ -100,13 +105,15 @@ class _Varlen:
 class _Bucket:
     """Segments of similar length as one padded batch of ``rows`` rows.
 
-    ``before`` [rows]: how many keys of a row come before its first query; None where these are none.
+    ``before`` [rows]: how many keys of a row come before its first query; None where these are none. ``least``: the
+    smallest of these.
     """
 
     rows: int
     queries: int
     keys: int
     before: Tensor | None
+    least: int
 
 
 @dataclass(frozen=True)
@@ -166,7 +173,8 @@ class PackedSequences(PackedSeqParams):
             tensors |= {str(i): (keys - queries)[rows] for i, rows in enumerate(batches)}
         moved = self._on_device(**tensors)
         buckets = tuple(
-            _Bucket(len(rows), int(queries[rows].max()), int(keys[rows].max()), moved.get(str(i)))
+            _Bucket(len(rows), int(queries[rows].max()), int(keys[rows].max()), moved.get(str(i)),
+                    int((keys - queries)[rows].min()))
             for i, rows in enumerate(batches)
         )
         layout = moved["source"], moved["slot"].long()  # torch copies to int64 indices only
@@ -238,10 +246,13 @@ def takes_varlen(device: torch.device, dtype: torch.dtype, head_size: int) -> bo
 class PackedAttention(torch.nn.Module):
     """Core attention of a Megatron layer, with the signature that Megatron's ``SelfAttention`` builds and calls.
 
-    With ``rotary`` it also applies the rotary embedding, which the model would apply sequence by sequence.
+    With ``rotary`` it also applies the rotary embedding, which the model would apply sequence by sequence. ``window``:
+    the keys that a query attends, its own the last; None: all before it. ``sinks``: [heads] of this rank, or None.
     """
 
     rotary: Rotary | None = None
+    window: int | None = None
+    sinks: Tensor | None = None
 
     def __init__(self, config: Any, *args: Any, softmax_scale: float | None = None, pg_collection: Any = None,
                  **kwargs: Any) -> None:  # fmt: skip
@@ -267,15 +278,23 @@ class PackedAttention(torch.nn.Module):
         width, attend = max(sizes), self._padded
         if takes_varlen(query.device, query.dtype, width):
             width, attend = -(-width // _VARLEN_HEAD_MULTIPLE) * _VARLEN_HEAD_MULTIPLE, self._varlen
+        elif self.sinks is not None:
+            query, key = with_sink_dimension(query, key, self.sinks / self.softmax_scale)
+            width = max(width, query.shape[-1])
         out = attend(plan, *(_widened(x, width) for x in (query, key, value)))
         return (out if width == sizes[1] else out[..., : sizes[1]]).flatten(1)
 
     def _varlen(self, plan: PackedSequences, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """The variable-length kernel. It aligns queries and keys at the ends of their segments, as we do."""
         bounds = plan.varlen
+        lengths = bounds.cu_seq_q, bounds.cu_seq_k, bounds.max_q, bounds.max_k
+        window = (-1 if self.window is None else self.window - 1, 0)  # its own key comes on top
+        if self.sinks is not None:
+            kernel = VarlenKernel(*lengths, self.softmax_scale, window)
+            return sink_attention(query, key, value, self.sinks, kernel)
         out = varlen.varlen_attn(
-            query, key, value, bounds.cu_seq_q, bounds.cu_seq_k, bounds.max_q, bounds.max_k, scale=self.softmax_scale,
-            window_size=(-1, 0), enable_gqa=query.shape[1] != key.shape[1],
+            query, key, value, *lengths, scale=self.softmax_scale, window_size=window,
+            enable_gqa=query.shape[1] != key.shape[1],
         )
         assert isinstance(out, Tensor)  # a pair only where the log-sums are requested
         return out
@@ -301,27 +320,43 @@ class PackedAttention(torch.nn.Module):
 
     def _one_batch(self, bucket: _Bucket, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention of one padded batch. Masks are of bounded size: they are computed for a block of queries at a time
-        and, if there are several blocks, again in the backward."""
-        if bucket.before is None:
+        and, if all of them are larger than that, again in the backward."""
+        window = bucket.keys if self.window is None else min(self.window, bucket.keys)
+        if bucket.before is None and window == bucket.keys and self.sinks is None:
             return self._sdpa(query, key, value, None)
-        length = max(1, _MASK_ELEMENTS // (bucket.rows * bucket.keys))
+        before = query.new_zeros(bucket.rows, dtype=torch.int32) if bucket.before is None else bucket.before
+        width = min(window + bucket.keys - bucket.queries - bucket.least, bucket.keys)
+        length = max(1, _MASK_ELEMENTS // (bucket.rows * width))
+        if window < bucket.keys:
+            length = min(length, max(window, _BLOCK_QUERIES))
+            width = min(width + length, bucket.keys)
         if length >= bucket.queries:
-            return self._sdpa(query, key, value, bucket.before)
+            return self._sdpa(query, key, value, before)
         parts = []
         for first in range(0, bucket.queries, length):
-            seen = min(bucket.keys - bucket.queries + first + length, bucket.keys)
-            parts.append(checkpoint(
-                self._sdpa, query[:, :, first : first + length], key[:, :, :seen], value[:, :, :seen],
-                bucket.before + first, use_reentrant=False, preserve_rng_state=False,
-            ))  # fmt: skip
+            start = max(bucket.least + first - window + 1, 0)
+            stop = min(bucket.keys - bucket.queries + first + length, bucket.keys)
+            block = query[:, :, first : first + length], key[:, :, start:stop], value[:, :, start:stop]
+            block += (before + first - start,)
+            if bucket.rows * bucket.queries * width <= _MASK_ELEMENTS:
+                parts.append(self._sdpa(*block))
+            else:
+                parts.append(checkpoint(self._sdpa, *block, use_reentrant=False, preserve_rng_state=False))
         return torch.cat(parts, dim=2)
 
     def _sdpa(self, query: Tensor, key: Tensor, value: Tensor, before: Tensor | None) -> Tensor:
-        """Query i of a row attends its first ``before + i + 1`` keys; ``before`` [rows], None: 0."""
+        """Query i of a row attends its first ``before + i + 1`` keys, of these the last ``window``; ``before`` [rows],
+        None: 0, without a window."""
         mask = None
         if before is not None:
             positions, columns = (torch.arange(x.shape[2], device=x.device) for x in (query, key))
-            mask = (columns <= before[:, None, None] + positions[:, None])[:, None]
+            last = before[:, None, None] + positions[:, None]
+            mask = columns <= last
+            if self.window is not None:
+                mask &= columns > last - self.window
+            mask = mask[:, None]
+        if self.sinks is not None:
+            key, value, mask = with_sink_key(key, value, mask)
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale,
             enable_gqa=query.shape[1] != key.shape[1],

@@ -16,6 +16,7 @@ from megatron_gspo.models import Family, ModelError, ModelShape, Rule, Shard, ch
 from megatron_gspo.models.families import VALUE_HEAD
 from megatron_gspo.models.hf_checkpoint import CheckpointReader
 from megatron_gspo.models.parameter_slices import ParameterSlice
+from megatron_gspo.models.stacked_experts import stack_experts
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 # Bytes of whole tensors per all-gather: large enough to use the network's bandwidth, small enough that glibc reuses the
@@ -115,8 +116,16 @@ def export_weights(chunks: list[Any], family: Family, shape: ModelShape, groups:
     Memory above the model: at most three times ``piece`` bytes, or three times the largest parameter if larger,
     if the consumer keeps one tensor at a time; one more such buffer with pipeline stages. Unsharded tensors are views
     of the parameters. Every rank must consume the stream to its end. ``value`` maps a parameter to the tensor of the
-    same size that is sent: the weight itself, or its gradient; None leaves it out.
+    same size that is sent: the weight itself, or its gradient; None leaves it out. Where checkpoints hold the experts
+    in one tensor, a layer's experts come on top.
     """
+    slices = _export_slices(chunks, family, shape, groups, value, piece)
+    return stack_experts(slices, shape.num_experts) if family.stacks_experts else slices
+
+
+def _export_slices(chunks: list[Any], family: Family, shape: ModelShape, groups: ProcessGroups,
+                   value: Callable[[Tensor], Tensor | None], piece: int) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
+    """The stream of `export_weights` with each expert's slices."""
     sections = _sections(mapped_layers(chunks, family, shape, groups, value), groups, piece)
     owners, metadata = _owners(sections, shape, groups)
     for section in sorted(owners):
@@ -219,16 +228,25 @@ def _whole(mapped_list: list[MappedParameter], shape: ModelShape, groups: Proces
     """The whole Hugging Face tensors of one section: one all-gather for the experts, one for the other sharded ones."""
     experts = [mapped for mapped in mapped_list if mapped.rule.is_expert]
     sharded = [mapped for mapped in mapped_list if not mapped.rule.is_expert and mapped.rule.shard is not Shard.NONE]
-    tensors: dict[str, Tensor] = {}
-    shards, step = groups.expert_tp.size(), shape.num_experts // groups.ep.size()
-    # the expert-tensor rank is the fastest of the group: blocks of `shards` ranks, one for each expert-parallel rank
-    everyone = _gather(experts, groups.expert_tp_ep) if experts else []
-    for first in range(0, len(everyone), shards):
-        placed = [replace(mapped, expert=mapped.expert % step + first // shards * step) for mapped in experts]
-        tensors |= join_shards(placed, everyone[first : first + shards], shape)
+    tensors = join_experts(experts, _gather(experts, groups.expert_tp_ep), shape, groups) if experts else {}
     tensors |= join_shards(sharded, _gather(sharded, groups.tp), shape)
     own = (mapped for mapped in mapped_list if not mapped.rule.is_expert and mapped.rule.shard is Shard.NONE)
     return tensors | {mapped.names[0]: mapped.parameter for mapped in own}
+
+
+def join_experts(experts: list[MappedParameter], ranks: Sequence[list[Tensor]], shape: ModelShape,
+                 groups: ProcessGroups) -> dict[str, Tensor]:  # fmt: skip
+    """The whole Hugging Face tensors of the experts of all ``ranks``, whole expert-tensor groups one after the other.
+
+    ``experts``: this rank's. ``ranks``: of the whole group ``expert_tp_ep``.
+    """
+    tensors: dict[str, Tensor] = {}
+    shards, step = groups.expert_tp.size(), shape.num_experts // groups.ep.size()
+    # the expert-tensor rank is the fastest of the group: blocks of `shards` ranks, one for each expert-parallel rank
+    for first in range(0, len(ranks), shards):
+        placed = [replace(mapped, expert=mapped.expert % step + first // shards * step) for mapped in experts]
+        tensors |= join_shards(placed, ranks[first : first + shards], shape)
+    return tensors
 
 
 def _gather(mapped_list: list[MappedParameter], group: Any) -> list[list[Tensor]]:
@@ -272,7 +290,8 @@ def join_shards(mapped_list: list[MappedParameter], ranks: Sequence[list[Tensor]
         rule = mapped.rule
         parts = zip(*(rule.split(rank[i], shape) for rank in ranks), strict=True)
         for name, shards in zip(mapped.names, parts, strict=True):
-            whole = shards[0] if len(shards) == 1 else torch.cat(shards, dim=rule.shard.value or 0)
+            is_whole = len(shards) == 1 or rule.shard is Shard.NONE  # an expert's bias is on all of its ranks
+            whole = shards[0] if is_whole else torch.cat(shards, dim=rule.shard.value or 0)
             tensors[name] = whole[: shape.vocab_size] if rule.is_vocabulary else whole
     return tensors
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -16,9 +17,11 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from torch import Tensor
 
+from megatron_gspo.mcore.gated_units import SWIGLU, ClampedGLU, GatedUnit
 from megatron_gspo.mcore.mixers import MIXERS
 from megatron_gspo.mcore.norms import RMSNorm
 from megatron_gspo.mcore.operators import (
+    ExpertWeights,
     Permutation,
     gated_experts,
     masked_entries,
@@ -26,22 +29,25 @@ from megatron_gspo.mcore.operators import (
     unpermute,
 )
 from megatron_gspo.models.model_shape import ModelShape
-from megatron_gspo.models.rotary import Rotary
 
 
 class FusedSequentialMLP(SequentialMLP):
-    """Megatron's ``SequentialMLP`` as one autograd node; see ``gated_experts``."""
+    """Megatron's ``SequentialMLP`` as one autograd node; see ``gated_experts``. Under expert-tensor parallelism too it
+    adds the experts' biases once."""
 
     def forward(self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor,
                 permuted_probs: Tensor) -> tuple[Tensor, None]:
-        experts = self.local_experts
-        for expert in experts:
-            _run_pre_hooks(expert.linear_fc1)
-            _run_pre_hooks(expert.linear_fc2)
-        return gated_experts(
-            permuted_local_hidden_states, permuted_probs, tokens_per_expert,
-            [expert.linear_fc1.weight for expert in experts], [expert.linear_fc2.weight for expert in experts],
-        ), None
+        up, down = ([getattr(expert, name) for expert in self.local_experts] for name in ("linear_fc1", "linear_fc2"))
+        for linear in up + down:
+            _run_pre_hooks(linear)
+        biases = {}
+        if self.config.add_bias_linear:
+            biases = dict(up_bias=[linear.bias for linear in up], down_bias=[linear.bias for linear in down])
+        weights = ExpertWeights([linear.weight for linear in up], [linear.weight for linear in down],
+                                down_bias_share=1 / self.tp_group.size(), **biases)  # fmt: skip
+        unit = _unit_of(self.config)
+        assert unit is not None
+        return gated_experts(permuted_local_hidden_states, permuted_probs, tokens_per_expert, weights, unit), None
 
 
 def _run_pre_hooks(module: torch.nn.Module) -> None:
@@ -115,17 +121,18 @@ def _is_static(dispatcher: Any) -> bool:
     )
 
 
-def use_own_operators(model: torch.nn.Module, rotary: Rotary) -> None:
+def use_own_operators(model: torch.nn.Module, shape: ModelShape) -> None:
     """Finish a model built from ``block_spec`` without Transformer Engine and with ``position_embedding_type="none"``.
 
-    Attention applies the ``rotary`` embedding; expert layers become ``FusedSequentialMLP``; parameters
-    and their names stay. The classes are replaced here and not in the spec, which the supported versions of Megatron
-    nest differently.
+    Attention applies the rotary embedding and its layer's window; expert layers become ``FusedSequentialMLP``;
+    parameters and their names stay. The classes are replaced here and not in the spec, which the supported versions of
+    Megatron nest differently.
     """
     for module in model.modules():
         if isinstance(module, SelfAttention):
-            module.core_attention.rotary = rotary
-        elif type(module) is SequentialMLP and _is_plain(module.config):
+            module.core_attention.rotary = shape.rotary
+            module.core_attention.window = shape.windows[module.layer_number - 1]
+        elif type(module) is SequentialMLP and _unit_of(module.config) is not None:
             module.__class__ = FusedSequentialMLP
         elif isinstance(module, MoELayer) and _is_static(module.token_dispatcher):
             dispatcher = module.token_dispatcher
@@ -147,18 +154,19 @@ def _name_as_transformer_engine(layer: TransformerLayer) -> None:
     layer.submodules_config = replace(submodules, sharded_state_dict_keys_map=kept)
 
 
-def _is_plain(config: Any) -> bool:
-    """Whether the experts are SwiGLU without biases, clamps and quantization."""
-    return (
-        config.gated_linear_unit
-        and config.activation_func is torch.nn.functional.silu
-        and not config.add_bias_linear
-        and not config.moe_apply_probs_on_input
-        and not getattr(config, "glu_linear_offset", 0.0)
-        and getattr(config, "activation_func_clamp_value", None) is None
-        and not config.fp8
-        and not getattr(config, "fp4", None)
+def _unit_of(config: Any) -> GatedUnit | None:
+    """The gated unit of the experts; None where ours don't compute as the config has it."""
+    others = (
+        not config.gated_linear_unit or config.moe_apply_probs_on_input or config.fp8 or getattr(config, "fp4", None)
     )
+    limit, offset = config.activation_func_clamp_value, config.glu_linear_offset
+    if others:
+        return None
+    if config.activation_func is torch.nn.functional.silu and limit is None and not offset:
+        return SWIGLU
+    if config.activation_func is quick_gelu and limit is not None:
+        return ClampedGLU(limit, offset=offset)
+    return None
 
 
 def transformer_engine_available() -> bool:

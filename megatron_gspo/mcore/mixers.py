@@ -12,6 +12,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron_gspo.mcore.attention import PackedAttention
 from megatron_gspo.mcore.latent_attention import LatentAttention, LatentAttentionSubmodules
 from megatron_gspo.mcore.norms import RMSNorm
+from megatron_gspo.mcore.sink_attention import SinkAttention
 from megatron_gspo.models.model_shape import ModelShape
 
 
@@ -44,6 +45,12 @@ def _attention(spec: Any, shape: ModelShape) -> Any:
     return spec
 
 
+def _sink_attention(spec: Any, shape: ModelShape) -> Any:
+    spec = _attention(spec, shape)
+    spec.submodules.core_attention = SinkAttention
+    return spec
+
+
 def _latent_options(shape: ModelShape) -> dict[str, Any]:
     assert shape.latent is not None
     return dict(num_query_groups=shape.num_attention_heads, kv_channels=shape.latent.plain_dim + shape.rotary.dim)
@@ -56,6 +63,8 @@ def _latent_attention(spec: Any, shape: ModelShape) -> Any:
 
 MIXERS = {
     "attention": Mixer(_attention_options, _attention),
+    "windowed_attention": Mixer(_attention_options, _attention, transformer_engine=False),
+    "sink_attention": Mixer(_attention_options, _sink_attention, transformer_engine=False),
     "latent_attention": Mixer(
         _latent_options, _latent_attention, transformer_engine=False,
         stored_names={

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -59,7 +60,10 @@ def transformer_config(shape: ModelShape, parallel: ParallelConfig, model: Model
     elif model.recompute_granularity == "full":
         keywords |= dict(recompute_granularity="full", recompute_method="uniform",
                          recompute_num_layers=model.recompute_num_layers or 1)
-    return construct(TransformerConfig, keywords, options.transformer)
+    config = construct(TransformerConfig, keywords, options.transformer)
+    if shape.linear_bias:  # refused with expert-tensor parallelism: Megatron's own experts would add it on every rank
+        config.add_bias_linear = True
+    return config
 
 
 def _layers(shape: ModelShape, engine: bool) -> dict[str, Any]:
@@ -71,7 +75,9 @@ def _layers(shape: ModelShape, engine: bool) -> dict[str, Any]:
         normalization="RMSNorm",
         layernorm_epsilon=shape.rms_norm_eps,
         gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
+        activation_func=quick_gelu if shape.glu_limit else torch.nn.functional.silu,
+        activation_func_clamp_value=shape.glu_limit,
+        glu_linear_offset=1.0 if shape.glu_limit else 0.0,
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -159,7 +165,7 @@ def build_model(shape: ModelShape, parallel: ParallelConfig, model: ModelConfig,
         if shape.value_head and chunk.post_process:
             chunk.output_layer = ValueHead(config)
         if not engine:
-            use_own_operators(chunk, shape.rotary)
+            use_own_operators(chunk, shape)
         if shape.is_moe:
             attach_router_hooks(chunk)
         expert_gradients.apply(chunk, config)

@@ -17,13 +17,13 @@ class RMSNorm(torch.nn.RMSNorm):
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=_device(config))
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device_of(config))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps or 0.0)
 
 
-def _device(config: Any) -> int | None:
-    """None is the default device: the CPU, or the meta device."""
-    return None if config.use_cpu_initialization else torch.cuda.current_device()
+def device_of(config: Any) -> int | None:
+    """Where a module's parameters are built; None is the default device: the CPU, or the meta device."""
+    return None if config.use_cpu_initialization else torch.cuda.currentdevice_of()

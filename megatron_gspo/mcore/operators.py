@@ -15,6 +15,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_gspo.mcore.device_copies import copy_to_device
+from megatron_gspo.mcore.gated_units import SWIGLU, GatedUnit
+
+_STRIDE = 8  # the grouped kernel takes bfloat16 in strides of 16 bytes
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -191,19 +194,36 @@ def masked_entries(mask: Tensor, per_row: int) -> tuple[Tensor, Tensor]:
     return row, column
 
 
-def gated_experts(x: Tensor, probs: Tensor, counts: Tensor, up: Sequence[Tensor], down: Sequence[Tensor]) -> Tensor:
-    """SwiGLU experts over rows sorted by expert, each row's output times its routing probability; [n, h].
+@dataclass(frozen=True)
+class ExpertWeights:
+    """``up[e]`` [2 f, h], gate over linear; ``down[e]`` [h, f]; their biases [2 f] and [h], or none.
 
-    ``x`` [n, h]; ``probs`` [n]; ``counts`` [experts]: rows of each expert; ``up[e]`` [2 f, h], gate over up;
-    ``down[e]`` [h, f]. On a GPU in bfloat16 the host doesn't read ``counts``.
+    down_bias_share: the part of ``down_bias`` that is added here, where tensor-parallel ranks' outputs are summed. Each
+    rank's gradient is that of the whole bias.
     """
-    if grouped_products_apply(x, down[0].shape[1]):
+
+    up: Sequence[Tensor]
+    down: Sequence[Tensor]
+    up_bias: Sequence[Tensor] = ()
+    down_bias: Sequence[Tensor] = ()
+    down_bias_share: float = 1.0
+
+
+def gated_experts(x: Tensor, probs: Tensor, counts: Tensor, weights: ExpertWeights,
+                  unit: GatedUnit = SWIGLU) -> Tensor:  # fmt: skip
+    """Gated experts over rows sorted by expert, each row's output times its routing probability; [n, h].
+
+    ``x`` [n, h]; ``probs`` [n]; ``counts`` [experts]: rows of each expert. On a GPU in bfloat16 the host doesn't read
+    ``counts``.
+    """
+    if grouped_products_apply(x, weights.down[0].shape[1]):
         if counts.device != x.device:  # expert parallelism has them on the host
             counts = copy_to_device({"counts": counts}, x.device)["counts"]
         products: ExpertProducts = GroupedProducts(counts.cumsum(0, dtype=torch.int32), counts == 0)
     else:
         products = LoopedProducts(counts.tolist())
-    return _GatedExperts.apply(x, probs, products, *up, *down)
+    kind = products, unit, weights.down_bias_share
+    return _GatedExperts.apply(x, probs, kind, *weights.up, *weights.down, *weights.up_bias, *weights.down_bias)
 
 
 def grouped_products_apply(x: Tensor, ffn_size: int) -> bool:
@@ -215,7 +235,7 @@ def grouped_products_apply(x: Tensor, ffn_size: int) -> bool:
         x.is_cuda
         and x.dtype == torch.bfloat16
         and x.shape[0] > 0
-        and x.shape[1] % 8 == ffn_size % 8 == 0
+        and x.shape[1] % _STRIDE == ffn_size % _STRIDE == 0
         and hasattr(torch.nn.functional, "grouped_mm")
     )
 
@@ -228,6 +248,12 @@ class ExpertProducts(Protocol):
 
     def weight_gradients(self, grad: Tensor, rows: Tensor) -> Sequence[Tensor]:
         """``grad.t() @ rows`` of each expert's rows: ``grad`` [n, b], ``rows`` [n, a], results [b, a]."""
+
+    def rows_of(self, vectors: Sequence[Tensor], rows: int) -> Tensor:
+        """Each expert's vector [a] for each of its rows, [rows, a]."""
+
+    def sums(self, rows: Tensor) -> Sequence[Tensor]:
+        """The sum of each expert's rows: ``rows`` [n, a], results [a]."""
 
 
 @dataclass(frozen=True)
@@ -245,6 +271,12 @@ class LoopedProducts:
     def weight_gradients(self, grad: Tensor, rows: Tensor) -> Sequence[Tensor]:
         parts = zip(grad.split(self.counts), rows.split(self.counts), strict=True)
         return [g.t() @ part for g, part in parts]
+
+    def rows_of(self, vectors: Sequence[Tensor], rows: int) -> Tensor:
+        return torch.cat([vector.expand(count, -1) for vector, count in zip(vectors, self.counts, strict=True)])
+
+    def sums(self, rows: Tensor) -> Sequence[Tensor]:
+        return [part.sum(0) for part in rows.split(self.counts)]
 
 
 @dataclass(frozen=True)
@@ -268,38 +300,60 @@ class GroupedProducts:
         # on Blackwell the kernel doesn't write the result of an expert without rows (pytorch#172439)
         return result.masked_fill_(self.empty[:, None, None], 0.0).unbind(0)
 
+    def rows_of(self, vectors: Sequence[Tensor], rows: int) -> Tensor:
+        places = torch.arange(rows, dtype=torch.int32, device=self.offsets.device)
+        return torch.stack(tuple(vectors)).index_select(0, torch.searchsorted(self.offsets, places, right=True))
+
+    def sums(self, rows: Tensor) -> Sequence[Tensor]:
+        ones = rows.new_ones(rows.shape[0], _STRIDE)  # of the kernel's least width; one column is the sum
+        return [product[:, 0] for product in self.weight_gradients(rows, ones)]
+
 
 class _GatedExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, probs: Tensor, products: ExpertProducts, *weights: Tensor) -> Tensor:
-        up, down = weights[: len(weights) // 2], weights[len(weights) // 2 :]
+    def forward(ctx: Any, x: Tensor, probs: Tensor, kind: tuple[ExpertProducts, GatedUnit, float],
+                *weights: Tensor) -> Tensor:  # fmt: skip
+        products, unit, share = kind
+        up, down, up_bias, down_bias = _parts(weights)
         hidden = products.rows_by_weights(x, up, transpose=True)
-        gate, linear = hidden.chunk(2, dim=1)
-        scaled = _scaled(torch.nn.functional.silu(gate).mul_(linear), probs)
-        ctx.products = products
+        if up_bias:
+            hidden += products.rows_of(up_bias, len(x))
+        scaled = _scaled(unit.product(*hidden.chunk(2, dim=1)), probs)
+        ctx.kind = kind
         ctx.save_for_backward(x, probs, hidden, *weights)
-        return products.rows_by_weights(scaled, down, transpose=True)
+        out = products.rows_by_weights(scaled, down, transpose=True)
+        if down_bias:
+            out += _scaled(products.rows_of(down_bias, len(x)), probs * share)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, probs, hidden, *weights = ctx.saved_tensors
-        products, grad = ctx.products, grad.contiguous()
-        up, down = weights[: len(weights) // 2], weights[len(weights) // 2 :]
+        (products, unit, share), grad = ctx.kind, grad.contiguous()
+        up, down, up_bias, down_bias = _parts(weights)
         gate, linear = hidden.chunk(2, dim=1)
-        silu = torch.nn.functional.silu(gate)
-        product = silu * linear
+        product = unit.product(gate, linear)
         grad_scaled = products.rows_by_weights(grad, down, transpose=False)
         grad_down = products.weight_gradients(grad, _scaled(product, probs))
-        grad_probs = product.mul_(grad_scaled).sum(1).to(probs.dtype)
-        grad_product = _scaled(grad_scaled, probs)
+        grad_probs = product.mul_(grad_scaled).sum(1)
+        grad_down_bias: Sequence[Tensor] = ()
+        if down_bias:
+            grad_probs += (grad * products.rows_of(down_bias, len(x))).sum(1) * share
+            grad_down_bias = products.sums(_scaled(grad, probs))
         grad_hidden = torch.empty_like(hidden)
-        grad_gate, grad_linear = grad_hidden.chunk(2, dim=1)
-        torch.mul(grad_product, silu, out=grad_linear)
-        torch.ops.aten.silu_backward.grad_input(grad_product.mul_(linear), gate, grad_input=grad_gate)
+        unit.backward(_scaled(grad_scaled, probs), gate, linear, grad_hidden.chunk(2, dim=1))
         grad_up = products.weight_gradients(grad_hidden, x)
+        grad_up_bias = products.sums(grad_hidden) if up_bias else ()
         grad_x = products.rows_by_weights(grad_hidden, up, transpose=False)
-        return grad_x, grad_probs, None, *grad_up, *grad_down
+        return grad_x, grad_probs.to(probs.dtype), None, *grad_up, *grad_down, *grad_up_bias, *grad_down_bias
+
+
+def _parts(weights: Sequence[Tensor]) -> tuple[Sequence[Tensor], ...]:
+    """The experts' up and down weights, and their biases, if there are any."""
+    experts = sum(weight.dim() == 2 for weight in weights) // 2
+    up, down, up_bias, down_bias = (weights[i * experts : (i + 1) * experts] for i in range(4))
+    return up, down, up_bias, down_bias
 
 
 def _scaled(rows: Tensor, probs: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ class Policy:
     @property
     def sources(self) -> tuple[WeightSource, ...]:
         """The ranks that send weights; see `mcore/weight_sources.py`."""
-        return default_sources(self.groups)
+        return default_sources(self.groups, self.family)
 
     @property
     def trained(self) -> dict[str, Policy]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_gspo.mcore.hf_weights import (
     PIECE,
     MappedParameter,
+    join_experts,
     join_shards,
     mapped_layers,
     pieces_of,
@@ -23,15 +24,17 @@ from megatron_gspo.mcore.hf_weights import (
 )
 from megatron_gspo.mcore.process_groups import ProcessGroups
 from megatron_gspo.models import Family, ModelShape, Shard
+from megatron_gspo.models.stacked_experts import stack_experts
 from megatron_gspo.weight_transport.weight_source import WeightSource, numbered
 
 
-def default_sources(groups: ProcessGroups) -> tuple[WeightSource, ...]:
-    """The sources, with ascending ranks. The first one of a stage also sends what is not an expert's.
+def default_sources(groups: ProcessGroups, family: Family) -> tuple[WeightSource, ...]:
+    """The sources, with ascending ranks. The first one of a stage also sends what is not an expert's, and all experts
+    where checkpoints hold them in one tensor.
 
     Megatron's order: expert-tensor rank fastest, then the expert-parallel rank, the replicas, the stages.
     """
-    experts = range(groups.ep.size())
+    experts = range(1 if family.stacks_experts else groups.ep.size())
     return numbered([
         WeightSource(first + number * groups.expert_tp.size(), shared=number == 0)
         for first in range(0, dist.get_world_size(), dist.get_world_size() // groups.pp.size())
@@ -49,7 +52,8 @@ def export_source(source: WeightSource, chunks: list[Any], family: Family, shape
     sources. Memory above the model and ``value``: as `export_weights`.
     """
     sends_shared = source.shared and dist.get_global_rank(groups.tp, 0) == source.rank
-    sends_experts = source.experts and dist.get_global_rank(groups.expert_tp, 0) == source.rank
+    experts = groups.expert_tp_ep if family.stacks_experts else groups.expert_tp  # those that hold a source's experts
+    sends_experts = source.experts and dist.get_global_rank(experts, 0) == source.rank
     if not (sends_shared or sends_experts):  # most ranks, for each of the sources
         return
     layers = mapped_layers(chunks, family, shape, groups, value)
@@ -58,21 +62,23 @@ def export_source(source: WeightSource, chunks: list[Any], family: Family, shape
         yield from _export([mapped for mapped in parameters if not mapped.rule.is_expert], groups.tp, shape, groups,
                            piece)  # fmt: skip
     if sends_experts:
-        yield from _export([mapped for mapped in parameters if mapped.rule.is_expert], groups.expert_tp, shape, groups,
-                           piece)  # fmt: skip
+        slices = _export([mapped for mapped in parameters if mapped.rule.is_expert], experts, shape, groups, piece)
+        yield from stack_experts(slices, shape.num_experts)
 
 
 def _export(parameters: list[MappedParameter], group: Any, shape: ModelShape, groups: ProcessGroups,
             piece: int) -> Iterator[tuple[str, Tensor]]:
-    """Stream the parameters, whole, on the first rank of ``group``, whose ranks hold their shards."""
-    for section in pieces_of(parameters, groups, piece, of_one_source=True):
-        sharded = [mapped for mapped in section if mapped.rule.shard is not Shard.NONE]
+    """Stream the parameters, whole, on the first rank of ``group``, whose ranks hold their shards, or all experts."""
+    every = group is groups.expert_tp_ep
+    for section in pieces_of(parameters, groups, piece, of_one_source=not every):
+        sharded = [mapped for mapped in section if every or mapped.rule.shard is not Shard.NONE]
         ranks = _gather_on_first([mapped.parameter for mapped in sharded], group)
         if group.rank() == 0:
-            yield from join_shards(sharded, ranks, shape).items()
-            del ranks  # before the next are gathered
+            join = join_experts(sharded, ranks, shape, groups) if every else join_shards(sharded, ranks, shape)
+            yield from join.items()
+            del ranks, join  # before the next are gathered
             for mapped in section:
-                if mapped.rule.shard is Shard.NONE:
+                if not every and mapped.rule.shard is Shard.NONE:
                     yield mapped.names[0], mapped.parameter
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +11,8 @@ from megatron_gspo.models.model_shape import ModelError, ModelShape, Router
 from megatron_gspo.models.rotary import Rotary, Yarn
 
 
-def decoder(config: dict[str, Any]) -> ModelShape:
-    """What all families have: a dense decoder with grouped queries."""
+def decoder(config: dict[str, Any], *, rope_types: tuple[str, ...] = ("default",)) -> ModelShape:
+    """What all families have: a dense decoder with grouped queries; ``rope_types``: see `rotary_of`."""
     heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
     if config.get("use_sliding_window"):
         raise ModelError("use_sliding_window=true in config.json is not supported; set it to false")
@@ -26,11 +27,24 @@ def decoder(config: dict[str, Any]) -> ModelShape:
         ffn_hidden_size=config["intermediate_size"],
         vocab_size=config["vocab_size"],
         rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-        rotary=rotary_of(config, head_dim),
+        rotary=rotary_of(config, head_dim, types=rope_types),
         max_position_embeddings=config.get("max_position_embeddings", 32768),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         moe_layers=(False,) * layers,
     )
+
+
+def windows_of(config: dict[str, Any], kinds: Sequence[str]) -> tuple[int | None, ...]:
+    """The window of each layer, by its kind in ``layer_types``: ``full_attention`` or ``sliding_attention``."""
+    layers, window = config["num_hidden_layers"], config.get("sliding_window")
+    if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
+        raise ModelError(
+            f"layer_types={list(kinds)} in config.json is not supported; give full_attention or sliding_attention for "
+            f"each of {layers} layers"
+        )
+    if "sliding_attention" in kinds and (not isinstance(window, int) or window < 1):
+        raise ModelError(f"sliding_window={window} in config.json has layers of sliding_attention; give the window")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def only(config: dict[str, Any], key: str, known: Any) -> None:

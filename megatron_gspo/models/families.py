@@ -9,11 +9,13 @@ from typing import Any
 from megatron_gspo.models.deepseek import DEEPSEEK
 from megatron_gspo.models.family import Family
 from megatron_gspo.models.glm import GLM
+from megatron_gspo.models.gpt_oss import GPT_OSS
 from megatron_gspo.models.model_shape import ModelError, ModelShape, check_sizes
 from megatron_gspo.models.qwen import QWEN
 from megatron_gspo.models.rule_tables import VALUE_HEAD
+from megatron_gspo.models.stacked_experts import checkpoint_names
 
-FAMILIES = {family.model_type: family for family in (*QWEN, *DEEPSEEK, *GLM)}
+FAMILIES = {family.model_type: family for family in (*QWEN, *DEEPSEEK, *GLM, *GPT_OSS)}
 
 
 def family_of(config: dict[str, Any]) -> tuple[Family, ModelShape]:
@@ -32,7 +34,8 @@ def family_of(config: dict[str, Any]) -> tuple[Family, ModelShape]:
 
 
 def hugging_face_names(family: Family, shape: ModelShape) -> Iterator[str]:
-    """Every tensor name that a checkpoint of this model holds, in the order of the layers."""
+    """Every tensor that a checkpoint of this model holds by name, in the order of the layers; tensors of all experts
+    slice by slice (``stacked_experts.py``)."""
     embedding, *rest = family.outer_rules(shape)
     yield from embedding.names()
     for layer in range(shape.num_layers):
@@ -71,7 +74,7 @@ def check_names(names: set[str], family: Family, shape: ModelShape) -> None:
 
     A value model takes a language model's checkpoint too.
     """
-    expected = set(hugging_face_names(family, shape))
+    expected = set(checkpoint_names(hugging_face_names(family, shape)))
     names = names - carried_names(names, shape)
     if shape.tied_embeddings or shape.value_head:
         names = names - {"lm_head.weight"}

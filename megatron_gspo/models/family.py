@@ -9,6 +9,7 @@ from typing import Any
 from megatron_gspo.models.mapping_rules import Rule
 from megatron_gspo.models.model_shape import ModelShape
 from megatron_gspo.models.rule_tables import OUTER, VALUE_HEAD
+from megatron_gspo.models.stacked_experts import tensor_of
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,11 @@ class Family:
     dense: tuple[Rule, ...]
     experts: tuple[Rule, ...] = ()
     outer: tuple[Rule, ...] = OUTER
+
+    @property
+    def stacks_experts(self) -> bool:
+        """Whether checkpoints hold all experts of a layer in one tensor."""
+        return any(tensor_of(name)[1] is not None for rule in self.experts for name in rule.names())
 
     def layer_rules(self, shape: ModelShape, layer: int) -> tuple[Rule, ...]:
         """The rules of layer ``layer``, its mixer's first."""

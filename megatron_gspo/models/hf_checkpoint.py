@@ -21,6 +21,8 @@ from torch import Tensor
 
 from megatron_gspo.errors import DiskError, describe_disk, first_line, writing
 from megatron_gspo.models.model_shape import ModelError, read_config, read_json
+from megatron_gspo.models.mxfp4 import BLOCKS, SCALES, dequantized
+from megatron_gspo.models.stacked_experts import tensor_of
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _SCALE = "_scale_inv"  # of a tensor in 8 bits, at the end of its name
@@ -43,8 +45,8 @@ _COMPANIONS = (
 class CheckpointReader:
     """The tensors of a Hugging Face directory by name, read lazily and by slice; a context manager.
 
-    Tensors in 8 bits with a scale for each block (DeepSeek-V3's ``weight_scale_inv``) are read as bfloat16; the scales
-    have no names of their own.
+    Tensors in 8 bits with a scale for each block (DeepSeek-V3's ``weight_scale_inv``) and in MXFP4 (gpt-oss) are read
+    as bfloat16; the scales have no names of their own. ``name[i]`` is slice i of a tensor (``stacked_experts.py``).
 
     Raises ``ModelError`` naming the file that is missing or damaged, or the tensor.
     """
@@ -71,7 +73,12 @@ class CheckpointReader:
 
     @property
     def names(self) -> set[str]:
-        return {name for name in self._files if name.removesuffix(_SCALE) not in self._files or not _is_scale(name)}
+        found = {name for name in self._files if name.removesuffix(_SCALE) not in self._files or not _is_scale(name)}
+        quantized = {name.removesuffix(BLOCKS) for name in found if self._is_mxfp4(name.removesuffix(BLOCKS))}
+        return quantized | found - {name + end for name in quantized for end in (BLOCKS, SCALES)}
+
+    def _is_mxfp4(self, name: str) -> bool:
+        return name + BLOCKS in self._files and name + SCALES in self._files
 
     @cached_property
     def _block(self) -> tuple[int, int]:
@@ -82,6 +89,8 @@ class CheckpointReader:
 
     def _kind(self, name: str) -> str:
         """The type that a tensor is read as, by the name that safetensors has for it."""
+        if self._is_mxfp4(name):
+            return "BF16"
         kind = self._file(name).get_slice(name).get_dtype()
         return "BF16" if kind == "F8_E4M3" and name + _SCALE in self._files else kind
 
@@ -107,6 +116,7 @@ class CheckpointReader:
         for name, shard in self._files.items():
             if name not in held[shard]:
                 raise ModelError(f"{self.path / shard}: lacks {name}, which {INDEX} places there; download it again")
+        for name in self.names:
             kind = self._kind(name)
             if kind not in _DTYPES:
                 known = ", ".join(_DTYPES)
@@ -124,12 +134,24 @@ class CheckpointReader:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The whole tensor's sizes."""
-        return tuple(self._file(name).get_slice(name).get_shape())
+        name, index = tensor_of(name)
+        if self._is_mxfp4(name):
+            *outer, rows, blocks, size = self._file(name + BLOCKS).get_slice(name + BLOCKS).get_shape()
+            found = [*outer, blocks * size * 2, rows]
+        else:
+            found = self._file(name).get_slice(name).get_shape()
+        return tuple(found if index is None else found[1:])
 
     def read(self, name: str, dim: int | None = None, start: int = 0, stop: int | None = None) -> Tensor:
         """The tensor, or its part ``[start, stop)`` along ``dim`` (0 or 1); only that part is read."""
+        name, index = tensor_of(name)
+        if self._is_mxfp4(name):
+            return self._read_mxfp4(name, index, (dim, start, stop))
         part = self._file(name).get_slice(name)
-        if dim is None:
+        if index is not None:
+            own = slice(start, stop)
+            found = part[index, own] if dim == 0 else part[index, :, own] if dim == 1 else part[index]
+        elif dim is None:
             found = part[:]
         else:
             found = part[start:stop] if dim == 0 else part[:, start:stop]
@@ -138,6 +160,17 @@ class CheckpointReader:
         scales = self._file(name + _SCALE).get_tensor(name + _SCALE)
         firsts = (start if dim == 0 else 0, start if dim == 1 else 0)
         return _dequantized(found, scales, firsts, self._block)
+
+    def _read_mxfp4(self, name: str, index: int | None, part: tuple[int | None, int, int | None]) -> Tensor:
+        """Published models store its transpose: the rows of the blocks are the last dimension here."""
+        dim, start, stop = part
+        own = slice(start, stop) if dim == 1 else slice(None)
+        both = []
+        for end in (BLOCKS, SCALES):
+            stored = self._file(name + end).get_slice(name + end)
+            both.append(stored[:, own] if index is None else stored[index, own])
+        found = dequantized(*both).transpose(-1, -2)
+        return found[start:stop] if dim == 0 else found
 
 
 def _is_scale(name: str) -> bool:

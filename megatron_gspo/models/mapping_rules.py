@@ -63,12 +63,34 @@ def split_qkv(tensor: Tensor, shape: ModelShape) -> list[Tensor]:
     return [part.reshape(-1, *tensor.shape[1:]) for part in grouped.split(sizes, dim=1)]
 
 
+def merge_transposed(parts: Sequence[Tensor], shape: ModelShape) -> Tensor:
+    """A matrix whose rows are its inputs."""
+    return parts[0].t()
+
+
+def split_transposed(tensor: Tensor, shape: ModelShape) -> list[Tensor]:
+    """The inverse of ``merge_transposed``."""
+    return [tensor.t()]
+
+
+def merge_alternating(parts: Sequence[Tensor], shape: ModelShape) -> Tensor:
+    """Gate and up projection whose outputs alternate in the last dimension, as Megatron's gated ``linear_fc1``."""
+    return torch.cat([parts[0][..., i::2].t() for i in range(2)], dim=0)
+
+
+def split_alternating(tensor: Tensor, shape: ModelShape) -> list[Tensor]:
+    """The inverse of ``merge_alternating``."""
+    gate, up = tensor.chunk(2, dim=0)
+    return [torch.stack((gate.t(), up.t()), dim=-1).flatten(-2)]
+
+
 @dataclass(frozen=True)
 class Rule:
     """One row of a family's table.
 
     ``megatron`` lists the names that a parameter has in the Transformer Engine and torch layer specs; ``hugging_face``
-    the tensors that it is made of, in the order of ``merge``. ``{layer}`` and ``{expert}`` stand for global numbers.
+    the tensors that it is made of, in the order of ``merge``. ``{layer}`` and ``{expert}`` stand for global numbers;
+    ``name[{expert}]`` is a slice of a tensor of all experts (``stacked_experts.py``).
     ``applies``: whether a model of the family has the parameter. ``keeps_float32``: it is stored and sent in float32
     whatever the type of the others.
     """

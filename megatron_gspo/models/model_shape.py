@@ -75,12 +75,13 @@ class ModelShape:
     """Sizes and layer facts of a decoder-only transformer: all that tells its family from another, as data.
 
     ``mixers[i]``: what mixes the tokens of layer ``i``, a key of ``MIXERS`` in ``mcore/mixers.py``; by default
-    attention everywhere. ``moe_layers[i]``: whether it has
-    experts. ``attention_bias``: of query, key and value. ``shared_expert_size``: width of the expert that every token
-    goes to, 0: there is none; ``shared_expert_gate``: it has a gate of its own.
-    ``latent``: sizes of the mixer ``latent_attention``. ``mtp_layers``: layers of multi-token prediction in the
-    checkpoint, which are not trained. ``value_head``: the output is one value
-    a position (PPO's value model).
+    attention everywhere. ``windows[i]``: the keys that a query attends in layer ``i``, its own the last; None: all
+    before it. ``moe_layers[i]``: whether it has experts. ``attention_bias``: of query, key and value. ``linear_bias``:
+    of attention's output, router and experts. ``glu_limit``: of the experts' clamped gated unit
+    (``mcore/gated_units.py``), None: it is SwiGLU. ``shared_expert_size``: width of the expert that every token goes
+    to, 0: there is none; ``shared_expert_gate``: it has a gate of its own. ``latent``: sizes of the mixer
+    ``latent_attention``. ``mtp_layers``: layers of multi-token prediction in the checkpoint, which are not trained.
+    ``value_head``: the output is one value a position (PPO's value model).
     """
 
     model_type: str
@@ -96,7 +97,10 @@ class ModelShape:
     max_position_embeddings: int
     tied_embeddings: bool
     mixers: tuple[str, ...] = ()
+    windows: tuple[int | None, ...] = ()
     attention_bias: bool = False
+    linear_bias: bool = False
+    glu_limit: float | None = None
     query_key_norms: bool = True
     moe_layers: tuple[bool, ...] = ()
     num_experts: int = 0
@@ -112,6 +116,8 @@ class ModelShape:
     def __post_init__(self) -> None:
         if not self.mixers:
             object.__setattr__(self, "mixers", ("attention",) * self.num_layers)
+        if not self.windows:
+            object.__setattr__(self, "windows", (None,) * self.num_layers)
 
     @property
     def is_moe(self) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_gspo.models.mapping_rules import Rule, Shard
 from megatron_gspo.models.model_shape import ModelError, ModelShape
+from megatron_gspo.models.stacked_experts import tensor_of
 
 
 class TensorSource(Protocol):
@@ -72,6 +73,9 @@ class ParameterSlice:
         for name, wanted in self.whole_sizes(shape).items():
             if (found := source.shape(name)) != wanted:
                 raise ModelError(f"{name} is {found} in the checkpoint; config.json makes it {wanted}")
+            whole, expert = tensor_of(name)
+            if expert is not None and (found := source.shape(whole)[0]) != shape.num_experts:
+                raise ModelError(f"{whole} has {found} experts in the checkpoint; config.json has {shape.num_experts}")
 
     def _slice(self, source: TensorSource, name: str) -> Tensor:
         dim = self.rule.shard.value

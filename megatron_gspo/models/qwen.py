@@ -5,10 +5,11 @@ Sources: transformers ``modeling_qwen3.py``, ``modeling_qwen3_moe.py`` and ``mod
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from megatron_gspo.models.config_reader import decoder
+from megatron_gspo.models.config_reader import decoder, only, windows_of
 from megatron_gspo.models.family import Family
 from megatron_gspo.models.model_shape import ModelError, ModelShape, Router
 from megatron_gspo.models.rule_tables import (
@@ -21,25 +22,51 @@ from megatron_gspo.models.rule_tables import (
 )
 
 
+def _decoder(config: dict[str, Any], slides: Callable[[int], bool]) -> ModelShape:
+    """With YaRN, and the windows of ``layer_types``, or of the layers that slide without it."""
+    used = bool(config.get("use_sliding_window"))
+    own = {**config, "sliding_window": config.get("sliding_window", 4096) if used else None}
+    kinds = config.get("layer_types") or [
+        "sliding_attention" if used and slides(layer) else "full_attention"
+        for layer in range(config["num_hidden_layers"])
+    ]
+    windows = windows_of(own, kinds)
+    return replace(
+        decoder({**config, "use_sliding_window": None}, rope_types=("default", "yarn")), windows=windows,
+        mixers=tuple("attention" if window is None else "windowed_attention" for window in windows),
+    )  # fmt: skip
+
+
 def _qwen3(config: dict[str, Any]) -> ModelShape:
+    return _without_bias(config, lambda layer: layer >= config.get("max_window_layers", 28))
+
+
+def _without_bias(config: dict[str, Any], slides: Callable[[int], bool]) -> ModelShape:
     if config.get("attention_bias"):
         raise ModelError(
             "attention_bias=true in config.json is not supported for Qwen3; its published models have none"
         )
-    return decoder(config)
+    return _decoder(config, slides)
 
 
 def _qwen3_moe(config: dict[str, Any]) -> ModelShape:
-    return replace(_qwen3(config), **_experts(config))
+    kind = "sliding_attention" if config.get("use_sliding_window") else "full_attention"
+    only(config, "layer_types", [kind] * config["num_hidden_layers"])  # Transformers doesn't read it
+    return replace(_without_bias(config, lambda layer: True), **_experts(config))
 
 
 def _qwen2_moe(config: dict[str, Any]) -> ModelShape:
     if config.get("qkv_bias") is False:
         raise ModelError("qkv_bias=false in config.json is not supported for Qwen2-MoE; its published models have it")
+    most = config.get("max_window_layers", 28)
     return replace(
-        decoder(config), attention_bias=True, query_key_norms=False, shared_expert_gate=True,
-        shared_expert_size=config["shared_expert_intermediate_size"], **_experts(config),
-    )  # fmt: skip
+        _decoder(config, lambda layer: layer % 2 == 0 and layer < most),
+        attention_bias=True,
+        query_key_norms=False,
+        shared_expert_gate=True,
+        shared_expert_size=config["shared_expert_intermediate_size"],
+        **_experts(config),
+    )
 
 
 def _experts(config: dict[str, Any]) -> dict[str, Any]:
@@ -56,9 +83,10 @@ def _experts(config: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-_QWEN3 = {"attention": ATTENTION + QUERY_KEY_NORMS}
+_QWEN3 = dict.fromkeys(("attention", "windowed_attention"), ATTENTION + QUERY_KEY_NORMS)
+_QWEN2 = dict.fromkeys(("attention", "windowed_attention"), ATTENTION + ATTENTION_BIAS)
 QWEN = (
     Family("qwen3", _qwen3, _QWEN3, DENSE),
     Family("qwen3_moe", _qwen3_moe, _QWEN3, DENSE, EXPERTS),
-    Family("qwen2_moe", _qwen2_moe, {"attention": ATTENTION + ATTENTION_BIAS}, DENSE, EXPERTS + SHARED_EXPERT),
+    Family("qwen2_moe", _qwen2_moe, _QWEN2, DENSE, EXPERTS + SHARED_EXPERT),
 )

@@ -5,7 +5,18 @@ Sources: the checkpoints of each family and Megatron-Core's parameter names, wit
 
 from __future__ import annotations
 
-from megatron_gspo.models.mapping_rules import Rule, Shard, merge_qkv, merge_rows, split_qkv, split_two
+from megatron_gspo.models.mapping_rules import (
+    Rule,
+    Shard,
+    merge_alternating,
+    merge_qkv,
+    merge_rows,
+    merge_transposed,
+    split_alternating,
+    split_qkv,
+    split_transposed,
+    split_two,
+)
 from megatron_gspo.models.model_shape import ModelShape
 
 
@@ -125,3 +136,24 @@ SHARED_EXPERT = (
     Rule(("mlp.shared_experts.linear_fc2.weight",), ("mlp.shared_expert.down_proj.weight",), Shard.COLUMNS),
     Rule(("mlp.shared_experts.gate_weight",), ("mlp.shared_expert_gate.weight",)),
 )
+OUTPUT_BIAS = (Rule(("self_attention.linear_proj.bias",), ("self_attn.o_proj.bias",)),)
+SINKS = (Rule(("self_attention.core_attention.softmax_offset",), ("self_attn.sinks",), Shard.ROWS),)
+_EXPERT = "mlp.experts.local_experts.{expert}."
+BIASED_EXPERTS = (
+    Rule(("pre_mlp_layernorm.weight",), ("post_attention_layernorm.weight",)),
+    Rule(("mlp.router.weight",), ("mlp.router.weight",)),
+    Rule(("mlp.router.bias",), ("mlp.router.bias",)),
+    Rule(
+        (_EXPERT + "linear_fc1.weight",), ("mlp.experts.gate_up_proj[{expert}]",), Shard.COLUMNS, merge_alternating,
+        split_alternating,
+    ),
+    Rule(
+        (_EXPERT + "linear_fc1.bias",), ("mlp.experts.gate_up_proj_bias[{expert}]",), Shard.ROWS, merge_alternating,
+        split_alternating,
+    ),
+    Rule(
+        (_EXPERT + "linear_fc2.weight",), ("mlp.experts.down_proj[{expert}]",), Shard.ROWS, merge_transposed,
+        split_transposed,
+    ),
+    Rule((_EXPERT + "linear_fc2.bias",), ("mlp.experts.down_proj_bias[{expert}]",)),
+)  # fmt: skip

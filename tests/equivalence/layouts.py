@@ -99,4 +99,5 @@ def turn_of(arrangement: Arrangement) -> Turn:
 MOE = layouts()
 DENSE = layouts(moe=False)
 # A third of the layouts for each of the other families with experts, not the same one.
-FAMILIES = {"deepseek": MOE[::3], "moonlight": MOE[1::3], "glm_lite": MOE[2::3], "glm": MOE[::-3]}
+FAMILIES = {"deepseek": MOE[::3], "moonlight": MOE[1::3], "glm_lite": MOE[2::3], "glm": MOE[::-3],
+            "gpt_oss": MOE[-2::-3]}  # fmt: skip

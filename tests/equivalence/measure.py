@@ -8,7 +8,7 @@ from tests.equivalence.cases import ALL, REPLAYED, SCENARIOS, Case
 from tests.equivalence.run import Errors, run_case
 from tests.equivalence.truth import save_truth
 from tests.support.distributed import run_distributed
-from tests.support.tiny_models import save_tiny_model
+from tests.support.tiny_models import YARN, save_tiny_model
 
 MODELS = {
     "moe": dict(kind="moe"),
@@ -19,6 +19,8 @@ MODELS = {
     "moonlight": dict(kind="moonlight", seed=6),
     "glm_lite": dict(kind="glm_lite", seed=5),
     "glm": dict(kind="glm", seed=7),
+    "gpt_oss": dict(kind="gpt_oss"),
+    "windows": dict(kind="dense", use_sliding_window=True, sliding_window=4, max_window_layers=2, rope_parameters=YARN),
     "shared": dict(kind="shared", seed=7),  # one in which no expert's gradient is too small to compare
 }
 

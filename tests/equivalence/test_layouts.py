@@ -128,6 +128,17 @@ def test_shared_experts_and_attention_biases(models, arrangement):
     check(models("shared"), case_of(arrangement))
 
 
+@pytest.mark.parametrize(
+    "arrangement",
+    [Arrangement(context=2, moe=False), Arrangement(tensor=2, sequence_parallel=True, moe=False),
+     Arrangement(pipeline=2, moe=False)],
+    ids=lambda a: a.name,
+)  # fmt: skip
+def test_windows_and_yarn(models, arrangement):
+    """Qwen3 with a window shorter than the samples in its last two layers."""
+    check(models("windows"), case_of(arrangement))
+
+
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_embedding_and_loss_count_as_layers(models, recompute):
     """The first chunk of the first stage and the last of the last have no layer, and every other chunk has one."""

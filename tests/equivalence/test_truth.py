@@ -19,7 +19,7 @@ from tests.equivalence.tolerances import TOLERANCES
 from tests.equivalence.truth import expect, find_truth
 from tests.support.configs import adam
 from tests.support.tiny_models import save_tiny_model
-from tests.support.transformers_reference import is_sigmoid, learning_rate, load_reference
+from tests.support.transformers_reference import gates_of, is_sigmoid, learning_rate, load_reference
 
 # float32 moves a log-prob by about 3e-6 and a router's logit by less
 MARGIN = 2e-5
@@ -120,9 +120,8 @@ def test_no_choice_of_experts_hangs_on_rounding(name, tmp_path):
                 scores = groups.masked_fill(out[..., None], -1e9).flatten(1)
         gaps.append(gap(scores, k))
 
-    for name, module in model.named_modules():
-        if name.endswith("mlp.gate"):
-            module.register_forward_hook(look)
+    for gate in gates_of(model):
+        gate.register_forward_hook(look)
     for scenario in (SCENARIOS | OTHERS).values():
         expect(model, scenario)
     assert gaps and min(gaps) > MARGIN

@@ -25,34 +25,44 @@ class Heads:
     heads: int
     groups: int
     dim: int
+    window: int | None = None
+    sinks: bool = False
 
 
-CASES = [Heads(8, 2, 64), Heads(4, 4, 128)]
+CASES = [Heads(8, 2, 64), Heads(4, 4, 128), Heads(4, 2, 64, window=33), Heads(8, 2, 64, sinks=True),
+         Heads(8, 2, 64, window=128, sinks=True)]  # fmt: skip
 
 
 def attend(case: Heads, lengths: tuple[int, ...], groups: ProcessGroups, tensors: list[Tensor]) -> Tensor:
     config = SimpleNamespace(attention_dropout=0.0, kv_channels=case.dim)
     attention = PackedAttention(config, 1, None, "self", pg_collection=groups)
+    attention.window, attention.sinks = case.window, tensors[3] if case.sinks else None
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
     sequences = packed_sequences(bounds, max(lengths), groups.cp, tensors[0].device)
-    return attention(*tensors, packed_seq_params=sequences)
+    return attention(*tensors[:3], packed_seq_params=sequences)
 
 
 def draw(case: Heads, tokens: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """Query, key, value; scores of standard deviation 1."""
+    """Query, key, value, and the sinks if there are any; scores of standard deviation 1."""
     g = torch.Generator().manual_seed(tokens)
     shapes = [(tokens, heads, case.dim) for heads in (case.heads, case.groups, case.groups)]
+    shapes += [(case.heads,)] * case.sinks
     return [torch.randn(shape, generator=g).to(device, dtype).requires_grad_() for shape in shapes]
 
 
 def naive(case: Heads, lengths: tuple[int, ...], tensors: list[Tensor]) -> Tensor:
     """Every sequence alone, with all scores."""
     rows = []
-    for part in zip(*(tensor.split(lengths) for tensor in tensors), strict=True):
+    for part in zip(*(tensor.split(lengths) for tensor in tensors[:3]), strict=True):
         query, key, value = (x.transpose(0, 1).repeat_interleave(case.heads // x.shape[1], 0) for x in part)
         scores = query @ key.transpose(1, 2) / case.dim**0.5
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+        if case.window is not None:
+            later |= torch.ones_like(later).tril(-case.window)
+        scores = scores.masked_fill(later, -torch.inf)
+        if case.sinks:
+            scores = torch.cat((scores, tensors[3][:, None, None].expand(-1, scores.shape[1], 1)), -1)
+        weights = scores.softmax(-1)[..., : key.shape[1]]
         rows.append((weights @ value).transpose(0, 1).flatten(1))
     return torch.cat(rows)
 
@@ -71,7 +81,7 @@ def test_output_and_gradients(device, groups, sizes, case, dtype, record_propert
     terms = max(sizes.lengths) if dtype == "float32" else 0  # of a sum of products
     allowed = tolerance(unit_roundoff(dtype, device), ROUNDINGS + terms)
     assert relative(output, expected) < allowed
-    pairs = zip(("query", "key", "value"), tensors, exact, strict=True)
+    pairs = zip(("query", "key", "value", "sinks"), tensors, exact, strict=False)
     errors = {name: relative(found.grad, wanted.grad) for name, found, wanted in pairs}
     check(record_property, errors, math.sqrt(BACKWARD) * allowed)
 

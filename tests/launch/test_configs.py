@@ -19,6 +19,7 @@ from megatron_gspo.tools.plan.activations import Setting
 from megatron_gspo.tools.plan.assumptions import Assumptions
 from megatron_gspo.tools.plan.hardware import GPUS
 from megatron_gspo.tools.plan.memory import Memory, stage_states, worst_memory
+from megatron_gspo.tools.plan.parameters import active_parameters, total_parameters
 from megatron_gspo.tools.plan.workload import Cluster, PlanInputs, Workload
 from megatron_gspo.tools.rehearse.build_only import build_stages
 from tests.support.training_runs import tiny_model
@@ -87,6 +88,14 @@ def test_there_is_a_variant_of_each():
     assert len(GRPO) == 5
 
 
+def test_gpt_oss_has_the_published_size():
+    """20.9 billion parameters; 3.6 are active, without the embedding."""
+    _, shape = family_of(read_config(EXAMPLES / "gpt_oss" / "models" / "gpt-oss-20b"))
+    assert total_parameters(shape) / 1e9 == pytest.approx(20.91, abs=0.005)
+    embedding = shape.vocab_size * shape.hidden_size
+    assert (active_parameters(shape) - embedding) / 1e9 == pytest.approx(3.6, abs=0.05)
+
+
 @pytest.mark.parametrize(("name", "total", "active"), [("30B-A3B", 30.5, 3.3), ("235B-A22B", 235.1, 22.2)])
 def test_the_models_have_the_published_sizes(name, total, active):
     """Billions of parameters, counted by Transformers; those of 8 of 128 experts are active."""
@@ -141,4 +150,6 @@ def test_every_stage_is_built(file, tiny, tmp_path):
     assert sum(stage.layers for stage in stages) == shape.num_layers
     experts = sum(stage.expert_parameters for stage in stages) * config.parallel.expert_model_parallel_size
     moe_layers = sum(shape.moe_layers)
-    assert experts == moe_layers * shape.num_experts * 3 * shape.hidden_size * shape.moe_ffn_hidden_size
+    hidden, width = shape.hidden_size, shape.moe_ffn_hidden_size
+    biases = (2 * width + hidden) * shape.linear_bias
+    assert experts == moe_layers * shape.num_experts * (3 * hidden * width + biases)

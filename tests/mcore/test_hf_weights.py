@@ -19,7 +19,7 @@ from megatron_gspo.models import family_of, read_config
 from tests.support.configs import model_config, parallel
 from tests.support.distributed import run_distributed
 from tests.support.parallel_groups import groups_of
-from tests.support.tiny_models import save_tiny_model
+from tests.support.tiny_models import save_mxfp4_model, save_tiny_model
 
 CASES = [
     ("moe", parallel()),
@@ -37,6 +37,11 @@ CASES = [
     ("dense", parallel(pipeline=2)),
     ("shared", parallel(tensor=2, expert=2)),
     ("shared", parallel(pipeline=2)),
+    ("gpt_oss", parallel()),
+    ("gpt_oss", parallel(tensor=2, expert=2)),
+    ("gpt_oss", parallel(tensor=2, expert_tensor=2)),
+    ("gpt_oss", parallel(pipeline=2)),
+    ("mxfp4", parallel(tensor=2, expert_tensor=2)),
     ("tied", parallel()),
     ("tied", parallel(tensor=2)),
     ("tied", parallel(pipeline=2)),
@@ -51,6 +56,8 @@ def models(tmp_path_factory) -> dict[str, str]:
         "moe": save_tiny_model(folder / "moe", vocab_size=95),
         "mixed": save_tiny_model(folder / "mixed", mlp_only_layers=[1]),
         "shared": save_tiny_model(folder / "shared", "shared"),
+        "gpt_oss": save_tiny_model(folder / "gpt_oss", "gpt_oss"),
+        "mxfp4": save_mxfp4_model(folder / "mxfp4"),
         "dense": save_tiny_model(folder / "dense", "dense"),
         "tied": save_tiny_model(folder / "tied", "dense", vocab_size=95, tie_word_embeddings=True),
     }

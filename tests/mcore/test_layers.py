@@ -20,18 +20,22 @@ from tests.support.distributed import run_distributed
 from tests.support.parallel_groups import groups_of
 
 LAYOUTS = {
-    "one": (parallel(), MoELocalTokenDispatcher),
-    "expert": (parallel(expert=2), MoEStaticTokenDispatcher),
-    "expert tensor": (parallel(tensor=2, expert_tensor=2), MoEStaticTokenDispatcher),
+    "one": (parallel(), MoELocalTokenDispatcher, "moe"),
+    "expert": (parallel(expert=2), MoEStaticTokenDispatcher, "moe"),
+    "expert tensor": (parallel(tensor=2, expert_tensor=2), MoEStaticTokenDispatcher, "moe"),
+    "biases": (parallel(expert=2), MoEStaticTokenDispatcher, "gpt_oss"),  # which Megatron refuses under expert-TP
 }
 
 
 def experts_both_ways(rank: int, world_size: int, name: str) -> dict[str, float]:
     """Outputs and gradients of one MoE layer with our experts and dispatcher, and with Megatron's."""
-    layout, dispatcher = LAYOUTS[name]
-    [chunk] = build_model(shape_of(), layout, model_config(), groups_of(layout))
+    layout, dispatcher, kind = LAYOUTS[name]
+    [chunk] = build_model(shape_of(kind), layout, model_config(), groups_of(layout))
     layer = chunk.decoder.layers[0].mlp
     assert type(layer.experts) is FusedSequentialMLP and type(layer.token_dispatcher) is dispatcher
+    for parameter in layer.parameters():
+        if parameter.dim() == 1:  # biases, which are zero
+            parameter.data.uniform_(-0.5, 0.5)
     x = torch.randn(7, 1, 32, generator=torch.Generator().manual_seed(1 + rank))
     found = []
     for own in (True, False):

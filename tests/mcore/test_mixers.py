@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from megatron_gspo.mcore.attention import PackedAttention
 from megatron_gspo.mcore.mixers import MIXERS, mixer_options
 from megatron_gspo.mcore.norms import RMSNorm
+from megatron_gspo.mcore.sink_attention import SinkAttention
 from tests.support.model_shapes import dense_shape
 
 
@@ -18,4 +19,6 @@ def test_attention():
         spec = SimpleNamespace(submodules=SimpleNamespace(core_attention=None, q_layernorm=None, k_layernorm=None))
         found = MIXERS["attention"].place(spec, dense_shape(query_key_norms=norms)).submodules
         assert found.core_attention is PackedAttention
+        sinks = MIXERS["sink_attention"].place(spec, dense_shape(query_key_norms=norms)).submodules
+        assert sinks.core_attention is SinkAttention
         assert found.q_layernorm is found.k_layernorm is (RMSNorm if norms else None)

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_gspo.mcore.gated_units import SWIGLU, ClampedGLU, GatedUnit
 from megatron_gspo.mcore.operators import (
+    ExpertWeights,
     GroupedProducts,
     LoopedProducts,
     Permutation,
@@ -104,27 +106,62 @@ def test_entries_are_found_without_the_kernel_of_newer_torch(monkeypatch):
 COUNTS = [[4, 3, 5], [0, 12, 0], [12, 0, 0], [5, 0, 7], [12], [0, 1, 0], [0, 0]]
 
 
-def experts_of(counts: list[int], h: int = 6, f: int = 4) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
-    """Rows, probabilities and the experts' weights, in float64."""
-    n = sum(counts)
-    up = [draw(2 * f, h, seed=2 + i) for i in range(len(counts))]
-    down = [draw(h, f, seed=7 + i) for i in range(len(counts))]
-    return draw(n, h), draw(n, seed=1), up, down
+CLAMPED = ClampedGLU(limit=0.7)
 
 
-def experts_one_by_one(x: Tensor, probs: Tensor, counts: list[int], up: list[Tensor], down: list[Tensor]) -> Tensor:
-    parts = []
-    for rows, p, u, d in zip(x.split(counts), probs.split(counts), up, down, strict=True):
-        gate, linear = (rows @ u.t()).chunk(2, dim=1)
-        parts.append((torch.sigmoid(gate) * gate * linear * p[:, None]) @ d.t())
+def experts_of(counts: list[int], h: int = 6, f: int = 4, *, biases: bool = False) -> list[Tensor]:
+    """Rows, probabilities and, expert after expert, the weights up and down, and their biases, in float64."""
+    n, sizes = sum(counts), [(2 * f, h), (h, f)] + [(2 * f,), (h,)] * biases
+    weights = [draw(*size, seed=2 + 10 * kind + i) for kind, size in enumerate(sizes) for i in range(len(counts))]
+    return [draw(n, h), draw(n, seed=1), *weights]
+
+
+def weights_of(tensors: list[Tensor], counts: list[int], share: float = 1.0) -> ExpertWeights:
+    parts = [tensors[2 + i : 2 + i + len(counts)] for i in range(0, len(tensors) - 2, len(counts))]
+    return ExpertWeights(*parts, down_bias_share=share)
+
+
+def experts_one_by_one(
+    tensors: list[Tensor], counts: list[int], unit: GatedUnit = SWIGLU, share: float = 1.0
+) -> Tensor:
+    x, probs, parts, weights = *tensors[:2], [], weights_of(tensors, counts)
+    for e, (rows, p) in enumerate(zip(x.split(counts), probs.split(counts), strict=True)):
+        hidden = rows @ weights.up[e].t() + (weights.up_bias[e] if weights.up_bias else 0)
+        gate, linear = hidden.chunk(2, dim=1)
+        if unit is SWIGLU:
+            made = torch.sigmoid(gate) * gate * linear
+        else:
+            gate = torch.where(gate > 0.7, 0.7, gate)
+            linear = torch.where(linear.abs() > 0.7, 0.7 * linear.sign(), linear)
+            made = torch.sigmoid(1.702 * gate) * gate * (linear + 1)
+        out = made @ weights.down[e].t() + (weights.down_bias[e] * share if weights.down_bias else 0)
+        parts.append(out * p[:, None])
     return torch.cat(parts)
 
 
+@pytest.mark.parametrize("unit, biases", [(SWIGLU, False), (CLAMPED, True)], ids=["swiglu", "clamped, biases"])
 @pytest.mark.parametrize("counts", COUNTS)
-def test_experts(counts):
-    x, probs, up, down = experts_of(counts)
-    expected = experts_one_by_one(x, probs, counts, up, down)
-    assert_same(gated_experts(x, probs, torch.tensor(counts), up, down), expected, [x, probs, *up, *down])
+def test_experts(counts, unit, biases):
+    tensors = experts_of(counts, biases=biases)
+    expected = experts_one_by_one(tensors, counts, unit)
+    found = gated_experts(*tensors[:2], torch.tensor(counts), weights_of(tensors, counts), unit)
+    assert_same(found, expected, tensors)
+
+
+def test_tensor_parallel_ranks_add_a_bias_once_and_have_its_whole_gradient():
+    """A half of the value each; the outputs are added up, and so are the gradients of the probabilities."""
+    counts = [4, 3, 5]
+    tensors = experts_of(counts, biases=True)
+    whole, half = (
+        gated_experts(*tensors[:2], torch.tensor(counts), weights_of(tensors, counts, share)) for share in (1.0, 0.5)
+    )
+    expected = experts_one_by_one(tensors, counts, share=0.5)
+    assert torch.allclose(half, expected, atol=1e-12, rtol=0)
+    weights, biases = draw(*whole.shape, seed=9).detach(), tensors[-3:]
+    one, other = (torch.autograd.grad((y * weights).sum(), biases, retain_graph=True) for y in (whole, half))
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    [found], [wanted] = (torch.autograd.grad((y * weights).sum(), tensors[1:2]) for y in (half, expected))
+    assert torch.allclose(found, wanted, atol=1e-11, rtol=0)
 
 
 def results(y: Tensor, inputs: list[Tensor]) -> list[Tensor]:
@@ -134,19 +171,19 @@ def results(y: Tensor, inputs: list[Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="this torch has no grouped_mm")
+@pytest.mark.parametrize("unit, biases", [(SWIGLU, False), (CLAMPED, True)], ids=["swiglu", "clamped, biases"])
 @pytest.mark.parametrize("counts", [counts for counts in COUNTS if sum(counts)])
-def test_grouped_products_are_those_of_the_loop(counts):
+def test_grouped_products_are_those_of_the_loop(counts, unit, biases):
     """In bfloat16, which the kernel needs: near float64, and nearer to the loop in bfloat16."""
-    x, probs, up, down = experts_of(counts, h=32, f=16)
-    low = [t.detach().bfloat16().requires_grad_() for t in (x, probs, *up, *down)]
+    tensors = experts_of(counts, h=32, f=16, biases=biases)
+    low = [t.detach().bfloat16().requires_grad_() for t in tensors]
     exact = [t.detach().double().requires_grad_() for t in low]
-    weights, n = exact[2:], len(counts)
-    expected = results(experts_one_by_one(*exact[:2], counts, weights[:n], weights[n:]), exact)
+    expected = results(experts_one_by_one(exact, counts, unit), exact)
     sizes = torch.tensor(counts)
     grouped = GroupedProducts(sizes.cumsum(0, dtype=torch.int32), sizes == 0)
     looped = LoopedProducts(counts)
     grouped_found, looped_found = (
-        results(_GatedExperts.apply(*low[:2], products, *low[2:]), low) for products in (grouped, looped)
+        results(_GatedExperts.apply(*low[:2], (products, unit, 1.0), *low[2:]), low) for products in (grouped, looped)
     )
     for a, b, truth in zip(grouped_found, looped_found, expected, strict=True):
         scale = float(truth.abs().max())

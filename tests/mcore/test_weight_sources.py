@@ -32,6 +32,9 @@ CASES = [  # of 4 ranks, and the sources
     ("moe", parallel(tensor=2, expert=2, expert_tensor=2), (0, 2)),
     ("moe", parallel(tensor=2, expert=2), (0, 1)),
     ("shared", parallel(tensor=2, expert=4), (0, 1, 2, 3)),
+    ("gpt_oss", parallel(tensor=2, expert=2), (0,)),  # one tensor has all experts
+    ("gpt_oss", parallel(pipeline=2, expert=2), (0, 2)),
+    ("gpt_oss", parallel(tensor=2, expert=2, expert_tensor=2), (0,)),
     ("tied", parallel(tensor=2, pipeline=2), (0, 2)),
     ("dense", parallel(tensor=2, context=2), (0,)),
 ]
@@ -44,6 +47,7 @@ def models(tmp_path_factory) -> dict[str, str]:
     return {
         "moe": save_tiny_model(folder / "moe", vocab_size=95),
         "shared": save_tiny_model(folder / "shared", "shared"),
+        "gpt_oss": save_tiny_model(folder / "gpt_oss", "gpt_oss"),
         "dense": save_tiny_model(folder / "dense", "dense"),
         "tied": save_tiny_model(folder / "tied", "dense", vocab_size=95, tie_word_embeddings=True),
     }
@@ -74,12 +78,12 @@ def sent(rank: int, world_size: int, models: dict[str, str]) -> list[Any]:
         for piece in (16 * 2**20, 3000):
             weight_sources.dist = spy = OnlyGathers()
             mine: list[tuple[str, torch.Tensor]] = []
-            for source in default_sources(groups):
+            for source in default_sources(groups, family):
                 stream = export_source(source, chunks, family, shape, groups, piece=piece)
                 tensors = [(name, tensor.clone()) for name, tensor in stream]
                 assert not tensors or source.rank == rank
                 mine += tensors
-            found.append((tuple(source.rank for source in default_sources(groups)), mine, spy.received))
+            found.append((tuple(source.rank for source in default_sources(groups, family)), mine, spy.received))
             weight_sources.dist = dist
     return found
 
@@ -96,7 +100,8 @@ def test_the_sources_send_every_tensor_once_and_receive_no_other(models):
             assert found == sources and bool(mine) == (rank in sources), layout
             whole = sum(tensor.nbytes for _, tensor in mine)
             padding = 2 * 4 * 64 * 64  # of a vocabulary
-            assert received <= whole * (1 - 1 / layout.tensor_model_parallel_size) + padding, (layout, rank)
+            shards = layout.tensor_model_parallel_size * (layout.expert_model_parallel_size if kind == "gpt_oss" else 1)
+            assert received <= whole * (1 - 1 / shards) + padding, (layout, rank)
 
 
 def memory_of_a_stream(rank: int, world_size: int, path: str, layout: ParallelConfig) -> tuple[int, int, int]:
@@ -111,7 +116,7 @@ def memory_of_a_stream(rank: int, world_size: int, path: str, layout: ParallelCo
     for _ in range(3):
         total = 0
         with LiveStorages() as live:
-            for source in default_sources(groups):
+            for source in default_sources(groups, family):
                 for _, tensor in export_source(source, chunks, family, shape, groups, piece=8192):
                     total += tensor.nbytes
         peaks.append(live.peak)

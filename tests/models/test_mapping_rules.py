@@ -9,7 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_gspo.models import family_of
-from megatron_gspo.models.mapping_rules import merge_qkv, merge_rows, split_qkv, split_two
+from megatron_gspo.models.mapping_rules import (
+    merge_alternating,
+    merge_qkv,
+    merge_rows,
+    merge_transposed,
+    split_alternating,
+    split_qkv,
+    split_transposed,
+    split_two,
+)
 from tests.support.tiny_models import tiny_config
 
 _, SHAPE = family_of(tiny_config("moe").to_dict())
@@ -32,6 +41,24 @@ def test_qkv_rows_lie_group_by_group():
 
 def test_gate_lies_above_up():
     assert merge_rows((torch.tensor([[1.0]]), torch.tensor([[2.0]])), SHAPE).flatten().tolist() == [1, 2]
+
+
+def test_alternating_outputs_become_gate_above_up():
+    """Three inputs, and outputs g0 u0 g1 u1; the parameter has a row for each output."""
+    stored = torch.tensor([[1.0, 10, 2, 20], [3, 30, 4, 40], [5, 50, 6, 60]])
+    merged = merge_alternating((stored,), SHAPE)
+    assert merged.tolist() == [[1, 3, 5], [2, 4, 6], [10, 30, 50], [20, 40, 60]]
+    assert torch.equal(split_alternating(merged, SHAPE)[0], stored)
+    bias = merge_alternating((stored[0],), SHAPE)
+    assert bias.tolist() == [1, 2, 10, 20] and torch.equal(split_alternating(bias, SHAPE)[0], stored[0])
+    halves = [merge_alternating((stored[:, half],), SHAPE) for half in (slice(0, 2), slice(2, 4))]
+    assert [half.tolist() for half in halves] == [[[1, 3, 5], [10, 30, 50]], [[2, 4, 6], [20, 40, 60]]]
+
+
+def test_a_transposed_matrix_has_its_inputs_as_rows():
+    stored = numbered(3, 2)
+    assert merge_transposed((stored,), SHAPE).tolist() == [[0, 2, 4], [1, 3, 5]]
+    assert torch.equal(split_transposed(merge_transposed((stored,), SHAPE), SHAPE)[0], stored)
 
 
 @settings(deadline=None, max_examples=60)

@@ -19,7 +19,7 @@ def test_every_rule_gives_back_what_it_was_given(family):
     rows = {"q_proj": 8, "k_proj": 4, "v_proj": 4}
     for rule in (*family.outer, *chain(*family.mixers.values()), *family.dense, *family.experts):
         parts = [
-            numbered(next((count for key, count in rows.items() if key in name), 6), 3, start=1000 * i)
+            numbered(next((count for key, count in rows.items() if key in name), 6), 4, start=1000 * i)
             for i, name in enumerate(rule.hugging_face)
         ]
         back = rule.split(rule.merge(parts, shape), shape)

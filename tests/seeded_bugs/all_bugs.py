@@ -9,6 +9,7 @@ from tests.seeded_bugs.rollouts import OF_THE_ROLLOUTS
 from tests.seeded_bugs.routing import ROUTING
 from tests.seeded_bugs.sandbox import OF_THE_SANDBOX
 from tests.seeded_bugs.servers import OF_THE_SERVERS
+from tests.seeded_bugs.sinks_and_windows import BIASED_EXPERTS, SINKS_AND_WINDOWS
 
 GROUPS = {
     "OBJECTIVE": OBJECTIVE, "DATA": DATA, "PARALLEL": PARALLEL, "CONVERSION": CONVERSION, "MEGATRON": MEGATRON,

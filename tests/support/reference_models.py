@@ -26,12 +26,25 @@ def dense_config(**changes) -> PretrainedConfig:
     return tiny_config("dense", **{**_SIZES, "tie_word_embeddings": True, **changes})
 
 
+def sink_config(**changes) -> PretrainedConfig:
+    """gpt-oss with a window shorter than the prompts."""
+    return tiny_config("gpt_oss", **{**_SIZES, "sliding_window": 4, "swiglu_limit": 2.0, **changes})
+
+
+def window_config(**changes) -> PretrainedConfig:
+    """Qwen3 with a window in its second layer."""
+    windows = dict(use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    return dense_config(**{**windows, **changes})
+
+
 def reference_model(config: PretrainedConfig, seed: int = 0, scale: float = 6.0) -> PreTrainedModel:
     """The library's own model; weights scaled up so that its distributions are far from uniform."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
+    for name, parameter in model.named_parameters():
+        if name.endswith(("bias", "sinks")):
+            parameter.uniform_(-1.0, 1.0)
+        elif parameter.dim() > 1:
             parameter.mul_(scale)
     return model
 
@@ -41,6 +54,9 @@ def checkpoint(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     tensors = {}
     for name, tensor in model.state_dict().items():
         prefix, _, kind = name.rpartition(".")
+        if model.config.model_type == "gpt_oss":  # as in memory
+            tensors[name] = tensor.clone()
+            continue
         for expert in range(tensor.shape[0] if kind in ("gate_up_proj", "down_proj") else 0):
             weight = tensor[expert]
             if kind == "down_proj":

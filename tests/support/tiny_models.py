@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
+    GptOssConfig,
     PretrainedConfig,
     Qwen2MoeConfig,
     Qwen3Config,
@@ -26,14 +29,20 @@ _LATENT: dict[str, object] = dict(
     kv_lora_rank=16, q_lora_rank=24, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=16, num_key_value_heads=4,
     rms_norm_eps=1e-3,
 )  # fmt: skip
-_YARN = dict(
-    rope_type="yarn", rope_theta=100.0, factor=8.0, original_max_position_embeddings=8, beta_fast=2.0, beta_slow=0.5,
-    mscale=0.7, mscale_all_dim=1.2,
+YARN = dict(
+    rope_type="yarn", rope_theta=100.0, factor=8.0, original_max_position_embeddings=8, beta_fast=2.0, beta_slow=0.5
+)
+_SCALED = YARN | dict(mscale=0.7, mscale_all_dim=1.2)
+# Windows shorter than the samples, and activations beyond the clamp on both sides.
+_GPT_OSS: dict[str, object] = dict(
+    intermediate_size=16, num_local_experts=8, num_experts_per_tok=2, sliding_window=5, swiglu_limit=0.8,
+    rope_parameters=YARN | dict(truncate=False),
 )  # fmt: skip
 _FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, object]]] = {
-    "deepseek": (DeepseekV3Config, _SIGMOID | _LATENT | dict(rope_parameters=_YARN)),
+    "deepseek": (DeepseekV3Config, _SIGMOID | _LATENT | dict(rope_parameters=_SCALED)),
     "moonlight": (DeepseekV3Config, _SIGMOID | _LATENT | dict(q_lora_rank=None, n_group=1, topk_group=1)),
     "glm_lite": (Glm4MoeLiteConfig, _SIGMOID | _LATENT | dict(rope_interleave=False, n_shared_experts=2)),
+    "gpt_oss": (GptOssConfig, _GPT_OSS),
     "glm": (Glm4MoeConfig, _SIGMOID | dict(use_qk_norm=True, attention_bias=True)),
 }
 
@@ -97,10 +106,30 @@ def save_tiny_model(
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
-            elif name.endswith(".bias"):
+            elif name.endswith("bias"):
                 parameter.uniform_(-0.5, 0.5)
+            elif name.endswith("sinks"):
+                parameter.uniform_(0.0, 2.0)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.data = torch.empty(buffer.shape).uniform_(-0.12, 0.12)  # float32, as published
     model.save_pretrained(path)
+    return str(path)
+
+
+def save_mxfp4_model(path: str | Path, seed: int = 0) -> str:
+    """A random gpt-oss model stored as the published ones are: bfloat16, and the experts' matrices in MXFP4. Hidden
+    and expert sizes are 64 and 32, since a block has 32 numbers. Returns the directory."""
+    save_tiny_model(path, "gpt_oss", seed, torch.bfloat16, hidden_size=64, intermediate_size=32)
+    file = Path(path) / "model.safetensors"
+    tensors, g = load_file(file), torch.Generator().manual_seed(seed)
+    for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        sizes = experts, outputs, inputs // 32
+        tensors[name + "_blocks"] = torch.randint(256, (*sizes, 16), generator=g, dtype=torch.uint8)
+        tensors[name + "_scales"] = torch.randint(118, 125, sizes, generator=g, dtype=torch.uint8)
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((Path(path) / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (Path(path) / "config.json").write_text(json.dumps(config))
     return str(path)

@@ -95,7 +95,7 @@ def replayed(model: torch.nn.Module, routes: np.ndarray | None, missing: np.ndar
         logits, ids = output[0], torch.where(live[:, None], output[2], rows[:, layer])
         scores = logits.sigmoid() if is_sigmoid(gate) else torch.softmax(logits, dim=-1)
         weights = scores.gather(1, ids)
-        if gate.norm_topk_prob:
+        if getattr(gate, "norm_topk_prob", True):
             weights = weights / weights.sum(-1, keepdim=True)
         return logits, weights * getattr(gate, "routed_scaling_factor", 1.0), ids
 
@@ -198,13 +198,16 @@ def checkpoint_tensors(model: torch.nn.Module, value: Callable[[Tensor], Tensor]
     """``value`` of every parameter, and of the routers' biases, under the names of a Hugging Face checkpoint, ``[whole
     tensor]`` each.
 
-    Transformers fuses the experts in memory; here they are split as they are on disk.
+    Transformers fuses the experts in memory; here they are split as they are on disk. gpt-oss has them fused there too.
     """
     tensors: dict[str, Tensor] = {}
+    fused = any(name.endswith("gate_up_proj_bias") for name, _ in model.named_parameters())
     biases = [(name, tensor) for name, tensor in model.named_buffers() if name.endswith("e_score_correction_bias")]
     for name, parameter in [*model.named_parameters(), *(biases if with_buffers else ())]:
         whole = value(parameter)
-        if name.endswith("experts.gate_up_proj"):
+        if fused:
+            tensors[name] = whole
+        elif name.endswith("experts.gate_up_proj"):
             prefix = name.removesuffix("gate_up_proj")
             for e, both in enumerate(whole):
                 gate, up = both.chunk(2, dim=0)
@@ -258,8 +261,9 @@ def naive_training(
     norm ``clip_grad``; the learning rate of `learning_rate`.
     """
     before = checkpoint_tensors(model, lambda p: p.detach().clone())
-    vectors = [p for p in model.parameters() if p.dim() == 1]
-    matrices = [p for p in model.parameters() if p.dim() > 1]
+    named = list(model.named_parameters())
+    vectors = [p for name, p in named if p.dim() == 1 or name.endswith("_bias")]  # of all experts in one tensor
+    matrices = [p for name, p in named if p.dim() > 1 and not name.endswith("_bias")]
     adam = torch.optim.AdamW(
         [dict(params=matrices, weight_decay=settings.weight_decay), dict(params=vectors, weight_decay=0.0)],
         lr=settings.lr, betas=(settings.adam_beta1, settings.adam_beta2), eps=settings.adam_eps,

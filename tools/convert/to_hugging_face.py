@@ -16,6 +16,7 @@ from megatron_gspo.models.families import family_of, hugging_face_names
 from megatron_gspo.models.hf_checkpoint import INDEX, SINGLE, copy_companions, read_index
 from megatron_gspo.models.model_shape import ModelError, ModelShape, read_config
 from megatron_gspo.models.parameter_slices import CheckpointChunk, ParameterSlice
+from megatron_gspo.models.stacked_experts import stacked_sizes, tensor_of
 from megatron_gspo.tools.convert.carried_tensors import CARRIED, copy_carried
 from megatron_gspo.tools.convert.safetensors_pieces import FileLayout, begin_file, file_layout, is_begun, write_tensors
 from megatron_gspo.tools.convert.torch_dcp_files import DistributedReader, open_checkpoint
@@ -63,11 +64,16 @@ def to_hugging_face(
     reader.check({chunk.key for chunk in chunks})
     dtype = dtype or _common_dtype(reader, chunks)
     sizes = {name: size for chunk in chunks for name, size in chunk.part.whole_sizes(shape).items()}
-    files = _files(source, {name: sizes[name] for name in hugging_face_names(family, shape)}, dtype, max_shard_bytes)
+    names = list(hugging_face_names(family, shape))
+    whole = stacked_sizes({name: sizes[name] for name in names}, shape.num_experts)
+    files = _files(source, whole, dtype, max_shard_bytes)
     job = {"from": str(checkpoint.resolve()), "files": file_stamps(checkpoint), "dtype": str(dtype),
            "unit_bytes": workers.unit_bytes, "to": {file: sorted(names) for file, names in files.items()}}
-    dtypes = {name: chunk.part.stored_as(dtype) for chunk in chunks for name in chunk.part.names}
-    layouts = {file: file_layout({name: sizes[name] for name in names}, dtypes) for file, names in files.items()}
+    dtypes = {tensor_of(name)[0]: chunk.part.stored_as(dtype) for chunk in chunks for name in chunk.part.names}
+    layouts = {
+        file: _with_slices(file_layout({name: whole[name] for name in held}, dtypes), names, sizes, dtype)
+        for file, held in files.items()
+    }
     with Workspace(out, job) as workspace:
         first = _Work(checkpoint, workspace.result, (), (), (), dtype, shape)
         units = _units(first, layouts, chunks, sizes, workers.unit_bytes)
@@ -149,6 +155,21 @@ def _files(
     if len(runs) == 1 or (source / SINGLE).is_file():
         return {SINGLE: list(sizes)}
     return {f"model-{i + 1:05d}-of-{len(runs):05d}.safetensors": run for i, run in enumerate(runs)}
+
+
+def _with_slices(
+    layout: FileLayout, names: Sequence[str], sizes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+) -> FileLayout:
+    """The layout with the offset of each expert's slice in the place of a tensor's of all experts."""
+    slices: dict[str, list[str]] = {}
+    for name in names:
+        slices.setdefault(tensor_of(name)[0], []).append(name)
+    offsets = {
+        name: start + (tensor_of(name)[1] or 0) * math.prod(sizes[name]) * dtype.itemsize
+        for tensor, start in layout.offsets.items()
+        for name in slices[tensor]
+    }
+    return replace(layout, offsets=offsets)
 
 
 def _units(

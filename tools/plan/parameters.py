@@ -40,7 +40,13 @@ def _sizes(parallel: ParallelConfig) -> tuple[int, int, int]:
 def _attention(shape: ModelShape, tp: int) -> list[Parameter]:
     h, d = shape.hidden_size, shape.head_dim
     query, rows = shape.num_attention_heads * d, (shape.num_attention_heads + 2 * shape.num_query_groups) * d
-    found = [Parameter("linear_proj", query // tp * h), Parameter("linear_qkv", rows // tp * h)]
+    found: list[Parameter] = []
+    if "sink_attention" in shape.mixers:
+        found.append(Parameter("softmax_offset", shape.num_attention_heads // tp))
+    found.append(Parameter("linear_proj", query // tp * h))
+    if shape.linear_bias:
+        found.append(Parameter("linear_proj.bias", h))
+    found.append(Parameter("linear_qkv", rows // tp * h))
     if shape.attention_bias:
         found.append(Parameter("linear_qkv.bias", rows // tp))
     if shape.query_key_norms:
@@ -69,8 +75,13 @@ def _latent_attention(shape: ModelShape, tp: int) -> list[Parameter]:
     ]
 
 
-# The parameters of a layer's mixer, by its kind in ``ModelShape.mixers``, which is the same in all layers.
-_MIXERS = {"attention": _attention, "latent_attention": _latent_attention}
+# The parameters of a layer's mixer, by its kind in ``ModelShape.mixers``; those of all layers have the same.
+_MIXERS = {
+    "attention": _attention,
+    "windowed_attention": _attention,
+    "sink_attention": _attention,
+    "latent_attention": _latent_attention,
+}
 
 
 def attention_dim(shape: ModelShape) -> int:
@@ -87,9 +98,14 @@ def _layer_parameters(shape: ModelShape, tp: int, ep: int, etp: int, is_moe: boo
         return (*found, Parameter("linear_fc1", 2 * width * h), Parameter("linear_fc2", width * h))
     width = shape.moe_ffn_hidden_size // etp
     found.append(Parameter("router", shape.num_experts * h))
+    if shape.linear_bias:
+        found.append(Parameter("router.bias", shape.num_experts))
     for index in range(shape.num_experts // ep):
         found.append(Parameter(f"experts.{index}.linear_fc1", 2 * width * h, expert=True))
         found.append(Parameter(f"experts.{index}.linear_fc2", width * h, expert=True))
+        if shape.linear_bias:
+            found.append(Parameter(f"experts.{index}.linear_fc1.bias", 2 * width, expert=True))
+            found.append(Parameter(f"experts.{index}.linear_fc2.bias", h, expert=True))
     if shape.shared_expert_size:
         width = shape.shared_expert_size // tp
         if shape.shared_expert_gate:

@@ -21,12 +21,17 @@ NAME = "cpu_decode"
 
 def use_cpu_kernels(model: PreTrainedModel) -> None:
     """Use this module's attention in `model`, and its experts if the model has fused ones. No gradients."""
-    AttentionInterface.register(NAME, decode_attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
-    model.set_attn_implementation(NAME)
+    use_decode_attention(model)
     if _experts_are_standard(model):
         ALL_EXPERTS_FUNCTIONS.register(NAME, sorted_experts)
         model.set_experts_implementation(NAME)
+
+
+def use_decode_attention(model: PreTrainedModel) -> None:
+    """Use this module's attention in `model`. No gradients."""
+    AttentionInterface.register(NAME, decode_attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    model.set_attn_implementation(NAME)
 
 
 def _experts_are_standard(model: PreTrainedModel) -> bool:
@@ -41,17 +46,43 @@ def decode_attention(
     """Attention of one query per row as two batched products over key/value heads; longer queries: SDPA.
 
     query: [B, heads, 1, dim]; key: [B, kv_heads, S, dim]; value: [B, kv_heads, S, e]; attention_mask: [B, 1, 1, S] bool
-    or None. options: Transformers' own; `scaling` is read.
+    or None. options: Transformers' own; `scaling` and `s_aux` are read, the sinks [heads]: a score without a value for
+    each head.
     """
     batch, heads, queries, dim = query.shape
-    if queries > 1:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    kv_heads, scaling = key.shape[1], options.get("scaling")
+    sinks, scaling = options.get("s_aux"), options.get("scaling")
     scale = dim**-0.5 if scaling is None else scaling
+    if queries > 1:
+        if sinks is not None:
+            return _with_sinks(query, key, value, attention_mask, (sinks, scale)), None
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    kv_heads = key.shape[1]
     scores = torch.matmul(query.reshape(batch, kv_heads, heads // kv_heads, dim) * scale, key.transpose(2, 3))
     if attention_mask is not None:
         scores = scores.masked_fill(~attention_mask, float("-inf"))
-    return torch.matmul(scores.softmax(-1), value).view(batch, 1, heads, value.shape[-1]), None
+    if sinks is not None:
+        column = sinks.to(scores.dtype).view(1, kv_heads, -1, 1).expand(batch, -1, -1, -1)
+        scores = torch.cat((scores, column), dim=-1)
+    weights = scores.softmax(-1)[..., : key.shape[2]]
+    return torch.matmul(weights, value).view(batch, 1, heads, value.shape[-1]), None
+
+
+def _with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: tuple[Tensor, float]
+) -> Tensor:
+    """SDPA with the sinks as a first key: their scores are the queries' products with it, in a dimension of its own."""
+    scores, scale = sinks
+    batch, heads, queries, _ = query.shape
+    if mask is None:
+        mask = torch.ones(queries, key.shape[2], dtype=torch.bool, device=query.device).tril(key.shape[2] - queries)
+    query = torch.cat((query, (scores / scale).to(query.dtype).view(1, -1, 1, 1).expand(batch, -1, queries, 1)), -1)
+    first = torch.zeros_like(key[:, :, :1])
+    key = torch.cat((nn.functional.pad(first, (0, 1), value=1.0), nn.functional.pad(key, (0, 1))), dim=2)
+    value = nn.functional.pad(value, (0, 1, 1, 0))
+    out = nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=nn.functional.pad(mask, (1, 0), value=True), scale=scale, enable_gqa=True
+    )
+    return out[..., :-1].transpose(1, 2)
 
 
 def sorted_experts(

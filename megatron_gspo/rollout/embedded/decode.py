@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -112,7 +113,7 @@ class _State:
         mask = None if self.key_mask is None else self.key_mask[..., :columns]
         out = model(
             input_ids=tokens[:, None],
-            attention_mask=mask,
+            attention_mask=_masks(model.config, mask, columns, tokens.device),
             position_ids=self.positions,
             past_key_values=self.cache,
             use_cache=True,
@@ -125,6 +126,18 @@ class _State:
         self.positions, self.sequences = self.positions[rows], self.sequences[rows]
         if self.key_mask is not None:
             self.key_mask = self.key_mask[rows]
+
+
+def _masks(config: Any, mask: Tensor | None, columns: int, device: torch.device) -> Any:
+    """What a step's layers attend, in the form that the model takes: ``mask`` [B, 1, 1, columns] bool, None: all; where
+    layers have a window, of its last columns only, for each kind of layer if the config has kinds."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if not window or (kinds and "sliding_attention" not in kinds):
+        return mask
+    near = (torch.arange(columns, device=device) >= columns - window)[None, None, None]
+    near = near if mask is None else near & mask
+    return {"full_attention": mask, "sliding_attention": near} if kinds else near
 
 
 def _prefill(

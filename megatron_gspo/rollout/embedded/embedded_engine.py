@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +18,7 @@ from transformers.initialization import no_init_weights
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.errors import EngineError
-from megatron_gspo.rollout.embedded.cpu_kernels import use_cpu_kernels
+from megatron_gspo.rollout.embedded.cpu_kernels import use_cpu_kernels, use_decode_attention
 from megatron_gspo.rollout.embedded.decode import DecodeBatch, Responses, decode
 from megatron_gspo.rollout.embedded.noisy_routers import NoisyRouters
 from megatron_gspo.rollout.embedded.route_recorder import RouteRecorder
@@ -36,7 +37,7 @@ class Decoder(Protocol):
 
 
 class EmbeddedEngine:
-    """`RolloutEngine` on a Transformers causal language model with full attention.
+    """`RolloutEngine` on a Transformers causal language model whose attention is full or has windows.
 
     Samples do not depend on how prompts are batched or distributed over engines, except for the rounding of matrix
     products of different shapes: a draw within about 1e-7 of a boundary may select the other token.
@@ -62,8 +63,8 @@ class EmbeddedEngine:
         max_batch: sequences decoded at once.
         return_routed_experts: set `Sample.routed_experts`; for models with MoE layers.
 
-        Raises ValueError (one line) for a missing folder, sliding-window attention, no end token, or routed experts
-        of a dense model.
+        Raises ValueError (one line) for a missing folder, another attention, no end token, or routed experts of a dense
+        model.
         """
         if max_batch < 1:
             raise ValueError(f"max_batch={max_batch}: decode at least 1 sequence at once")
@@ -216,7 +217,10 @@ def _build(
     source: str | Path | PretrainedConfig, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
     if isinstance(source, PretrainedConfig):
-        _refuse_windows(source)
+        _refuse_others(source)
+        if hasattr(source, "quantization_config"):  # of the published files; the weights come in the engine's dtype
+            source = copy.deepcopy(source)
+            del source.quantization_config
         with no_init_weights():
             model = AutoModelForCausalLM.from_config(source, dtype=dtype)
         model.tie_weights()  # part of the initialization
@@ -226,18 +230,19 @@ def _build(
                 f"model folder {source} has no config.json: give a local Hugging Face checkpoint"
             )
         model = AutoModelForCausalLM.from_pretrained(source, local_files_only=True, dtype=dtype)
-        _refuse_windows(model.config)
+        _refuse_others(model.config)
     model = model.to(device).eval().requires_grad_(False)
     if device.type == "cpu":
         use_cpu_kernels(model)
+    elif any(hasattr(module, "sinks") for module in model.modules()):  # Transformers' own takes other masks
+        use_decode_attention(model)
     return model
 
 
-def _refuse_windows(config: PretrainedConfig) -> None:
+def _refuse_others(config: PretrainedConfig) -> None:
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None)
-    if kinds != {"full_attention"} or (window is not None and getattr(config, "use_sliding_window", True)):
+    if kinds - {"full_attention", "sliding_attention"}:
         raise ValueError(
-            f"model type {config.model_type} has layers of {sorted(kinds)}, sliding_window={window}: "
-            "the embedded engine serves full attention only; use a server engine"
+            f"model type {config.model_type} has layers of {sorted(kinds)}: the embedded engine serves full attention "
+            "and windows only; use a server engine"
         )

@@ -58,7 +58,7 @@ class _BufferLayer(DynamicLayer):
 
 
 class BufferCache(Cache):
-    """Transformers' cache interface over `_BufferLayer`s. Full attention only."""
+    """Transformers' cache interface over `_BufferLayer`s, which keep all columns, also of layers with a window."""
 
     def __init__(self, num_layers: int, capacity: int) -> None:
         super().__init__(layers=[_BufferLayer(capacity) for _ in range(num_layers)])

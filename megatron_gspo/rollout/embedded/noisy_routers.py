@@ -46,7 +46,7 @@ class NoisyRouters:
             ids = perturbed.topk(router.top_k, dim=-1).indices
             values = perturbed if self._noise.perturb_weights else logits.to(perturbed.dtype)
             chosen = values.softmax(-1).gather(1, ids)
-            if router.norm_topk_prob:
+            if getattr(router, "norm_topk_prob", True):
                 chosen = chosen / chosen.sum(-1, keepdim=True)
             return logits, chosen.to(weights.dtype), ids
 
@@ -54,5 +54,7 @@ class NoisyRouters:
 
 
 def _is_softmax_router(module: Any) -> bool:
-    """Whether it returns (logits, weights, ids) of a softmax over all experts, as in the Qwen families."""
-    return type(module).__name__.endswith("MoeTopKRouter") and hasattr(module, "norm_topk_prob")
+    """Whether it returns (logits, weights, ids) of a softmax: over all experts, as in the Qwen families, or over the
+    chosen ones, as in gpt-oss, which is the same normalised."""
+    name = type(module).__name__
+    return name == "GptOssTopKRouter" or name.endswith("MoeTopKRouter") and hasattr(module, "norm_topk_prob")

@@ -307,7 +307,7 @@ def shared_experts(rank: int, world_size: int) -> dict[str, Any]:
     torch.manual_seed(1)
     spec = block_spec(config, shape_of_model, transformer_engine=False)
     chunk = GPTModel(config, spec, vocab_size=96, max_sequence_length=64, position_embedding_type="none")
-    use_own_operators(chunk, shape_of_model.rotary)
+    use_own_operators(chunk, shape_of_model)
     attach_router_hooks(chunk)
     shape, found = RouteShape(3, 2, 8), {}
     found["shared"] = [layer.mlp.shared_experts is not None for layer in moe_layers(chunk)]

@@ -16,14 +16,17 @@ from tests.support.reference_models import (
     moe_config,
     prompts,
     reference_model,
+    sink_config,
     teacher_forced,
+    window_config,
 )
 
-CONFIGS = {"moe": moe_config, "dense": dense_config}
+CONFIGS = {"moe": moe_config, "dense": dense_config, "sinks": sink_config, "windows": window_config}
+SEEDS = {"sinks": 2}  # one whose samples end early and late
 
 
 def build(kind="moe", **settings):
-    reference = reference_model(CONFIGS[kind]())
+    reference = reference_model(CONFIGS[kind](), seed=SEEDS.get(kind, 0))
     return reference, loaded_engine(CONFIGS[kind](), checkpoint(reference), **settings)
 
 
@@ -209,9 +212,9 @@ def test_what_cannot_be_served_is_refused_in_one_line(tmp_path):
         (moe_config(), {"eos_token_ids": [40]}, "eos_token_ids=.40."),
         (moe_config(eos_token_id=None), {}, "pass eos_token_ids"),
         (
-            dense_config(use_sliding_window=True, sliding_window=8, max_window_layers=1),
+            dense_config(layer_types=["full_attention", "linear_attention"]),
             {},
-            "full attention only",
+            "full attention and windows only",
         ),
     ]:
         with pytest.raises(ValueError, match=message):

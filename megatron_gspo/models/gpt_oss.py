@@ -1,0 +1,60 @@
+"""gpt-oss: attention with sinks, every other layer with a window, and experts with biases and a clamped gated unit.
+
+Sources: transformers ``modeling_gpt_oss.py`` and the files of the published models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megatron_gspo.models.config_reader import decoder, only, rotary_of, windows_of
+from megatron_gspo.models.family import Family
+from megatron_gspo.models.model_shape import ModelError, ModelShape, Router
+from megatron_gspo.models.rule_tables import (
+    ATTENTION,
+    ATTENTION_BIAS,
+    BIASED_EXPERTS,
+    DENSE,
+    OUTPUT_BIAS,
+    SINKS,
+)
+
+# What published configs leave out is what all models of the family have.
+_ROPE = dict(rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
+             original_max_position_embeddings=4096)  # fmt: skip
+
+
+def _gpt_oss(config: dict[str, Any]) -> ModelShape:
+    for key, known in (("hidden_act", "silu"), ("attention_bias", True), ("swiglu_alpha", 1.702)):
+        only(config, key, known)
+    layers, limit = config["num_hidden_layers"], config.get("swiglu_limit", 7.0)
+    if not isinstance(limit, int | float) or not limit > 0:
+        raise ModelError(f"swiglu_limit={limit} in a gpt_oss config.json is not supported; give a number above 0")
+    kinds = config.get("layer_types") or [("sliding_attention", "full_attention")[i % 2] for i in range(layers)]
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {"rope_theta": 150000.0, **_ROPE}
+    own = {**config, "rope_parameters": rope, "rope_scaling": None, "layer_types": None, "use_sliding_window": None}
+    shape = decoder({**own, "rope_parameters": None})
+    return replace(
+        shape,
+        rotary=rotary_of({"rope_theta": 150000.0, **own}, shape.head_dim, types=("yarn", "default")),
+        mixers=("sink_attention",) * layers,
+        windows=windows_of(config, kinds),
+        query_key_norms=False,
+        attention_bias=True,
+        linear_bias=True,
+        glu_limit=float(limit),
+        moe_layers=(True,) * layers,
+        num_experts=config["num_local_experts"],
+        experts_per_token=config["num_experts_per_tok"],
+        moe_ffn_hidden_size=config["intermediate_size"],
+        router=Router(),
+    )
+
+
+GPT_OSS = (
+    Family(
+        "gpt_oss", _gpt_oss, {"sink_attention": ATTENTION + ATTENTION_BIAS + OUTPUT_BIAS + SINKS}, DENSE,
+        BIASED_EXPERTS,
+    ),
+)  # fmt: skip
