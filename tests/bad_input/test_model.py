@@ -28,13 +28,17 @@ def setting(**changes):
     return change
 
 
-def deepseek(**changes):
-    """config.json of a small DeepSeek-V3 with changes."""
+def of_kind(kind, **changes):
+    """config.json of a small model of another family with changes."""
 
     def write(config, folder):
-        (folder / "model" / "config.json").write_text(json.dumps({**tiny_config("deepseek").to_dict(), **changes}))
+        (folder / "model" / "config.json").write_text(json.dumps({**tiny_config(kind).to_dict(), **changes}))
 
     return write
+
+
+def deepseek(**changes):
+    return of_kind("deepseek", **changes)
 
 
 def weights(change):
@@ -165,10 +169,16 @@ CASES = (
          breaks=setting(num_experts_per_tok=5), shows=("num_experts_per_tok=5",)),
     Case("one expert, its weight normalised", "makes every weight of an expert 1, so that no router could learn",
          breaks=setting(num_experts_per_tok=1, norm_topk_prob=True), shows=("num_experts_per_tok=1",)),
-    Case("scaled rotary embedding", "in config.json is not supported; only 'default' is",
-         breaks=setting(rope_parameters={"rope_type": "yarn", "factor": 4.0}), shows=("rope_type='yarn'",)),
-    Case("sliding window", "use_sliding_window=true in config.json is not supported",
-         breaks=setting(use_sliding_window=True)),
+    Case("scaled rotary embedding", "in config.json is not supported; known: default, yarn",
+         breaks=setting(rope_parameters={"rope_type": "dynamic", "factor": 4.0}), shows=("rope_type='dynamic'",)),
+    Case("windows of a family without", "use_sliding_window=true in config.json is not supported",
+         breaks=deepseek(use_sliding_window=True)),
+    Case("kinds of layers that contradict the windows", "in a qwen3_moe config.json is not supported; known:",
+         breaks=setting(layer_types=["sliding_attention"]), shows=("layer_types=['sliding_attention']",)),
+    Case("another activation of gpt-oss", "in a gpt_oss config.json is not supported; known: 1.702",
+         breaks=of_kind("gpt_oss", swiglu_alpha=1.0), shows=("swiglu_alpha=1.0",)),
+    Case("no window for layers that have one", "in config.json has layers of sliding_attention; give the window",
+         breaks=of_kind("gpt_oss", sliding_window=None), shows=("sliding_window=None",)),
     Case("attention bias", "attention_bias=true in config.json is not supported", breaks=setting(attention_bias=True)),
     Case("another scoring function", "scoring_func='softmax' in a deepseek_v3 config.json is not supported",
          breaks=deepseek(scoring_func="softmax"), shows=("known: 'sigmoid'",)),
