@@ -18,6 +18,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 # Routers with all that DeepSeek-V3's have: two of four groups, scaling, a shared expert; a dense layer first.
 _SIGMOID: dict[str, object] = dict(
@@ -133,3 +134,12 @@ def save_mxfp4_model(path: str | Path, seed: int = 0) -> str:
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     (Path(path) / "config.json").write_text(json.dumps(config))
     return str(path)
+
+
+def stored_tensors(path: str | Path) -> dict[str, torch.Tensor]:
+    """The tensors of a model directory of one file, those in MXFP4 as Transformers' own conversion has them."""
+    tensors = load_file(Path(path) / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_blocks")]:
+        scales = tensors.pop(name.replace("_blocks", "_scales"))
+        tensors[name.removesuffix("_blocks")] = convert_moe_packed_tensors(tensors.pop(name), scales)
+    return tensors

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from megatron_gspo.config import ParallelConfig
 from megatron_gspo.mcore.checkpoint.checkpoint_metadata import checkpoint_metadata, write_metadata_files
@@ -19,7 +18,7 @@ from megatron_gspo.tools.convert.to_megatron import to_megatron
 from megatron_gspo.tools.convert.verify import verify
 from megatron_gspo.tools.convert.work_units import Workers
 from tests.support.configs import parallel
-from tests.support.tiny_models import save_mxfp4_model
+from tests.support.tiny_models import save_mxfp4_model, stored_tensors
 
 LAYOUTS = [ParallelConfig(), parallel(tensor=2, expert=2, expert_tensor=2, pipeline=2)]
 
@@ -29,17 +28,8 @@ def source(tmp_path_factory) -> Path:
     return Path(save_mxfp4_model(tmp_path_factory.mktemp("models") / "mxfp4"))
 
 
-def dequantized(source: Path) -> dict[str, torch.Tensor]:
-    """By Transformers' own conversion."""
-    tensors = load_file(source / SINGLE)
-    for name in [name for name in tensors if name.endswith("_blocks")]:
-        scales = tensors.pop(name.replace("_blocks", "_scales"))
-        tensors[name.removesuffix("_blocks")] = convert_moe_packed_tensors(tensors.pop(name), scales)
-    return tensors
-
-
 def test_reader_slices_what_transformers_dequantises(source):
-    truth = dequantized(source)
+    truth = stored_tensors(source)
     with CheckpointReader(source) as reader:
         reader.check()
         assert reader.names == truth.keys() and reader.common_dtype() == torch.bfloat16
@@ -58,10 +48,10 @@ def test_there_and_back(source, layout, tmp_path):
     metadata = checkpoint_metadata(family, shape, layout)
     megatron = to_megatron(source, tmp_path / "megatron", metadata.chunks, metadata.objects, write_metadata_files)
     count = verify(source, megatron, metadata.chunks, dtype=torch.bfloat16)
-    assert count == sum(8 if ".experts." in name else 1 for name in dequantized(source))
+    assert count == sum(8 if ".experts." in name else 1 for name in stored_tensors(source))
     few = Workers(unit_bytes=1 << 14)  # slices of a tensor in several units
     back = to_hugging_face(megatron, tmp_path / "back", metadata.chunks, source, workers=few, max_shard_bytes=1 << 20)
-    found, truth = load_file(back / SINGLE), dequantized(source)
+    found, truth = load_file(back / SINGLE), stored_tensors(source)
     assert found.keys() == truth.keys()
     assert all(found[name].dtype == torch.bfloat16 and torch.equal(found[name], truth[name]) for name in truth)
     config = json.loads((back / "config.json").read_text())
@@ -71,7 +61,7 @@ def test_there_and_back(source, layout, tmp_path):
 
 def test_another_number_of_experts_is_refused(source, tmp_path):
     """The first eight of nine would be read without a word."""
-    tensors = dequantized(source)
+    tensors = stored_tensors(source)
     for name in [name for name in tensors if ".experts." in name]:
         tensors[name] = torch.cat((tensors[name], tensors[name][:1]))
     save_file(tensors, tmp_path / SINGLE, metadata={"format": "pt"})
