@@ -26,4 +26,4 @@ class RMSNorm(torch.nn.RMSNorm):
 
 def device_of(config: Any) -> int | None:
     """Where a module's parameters are built; None is the default device: the CPU, or the meta device."""
-    return None if config.use_cpu_initialization else torch.cuda.currentdevice_of()
+    return None if config.use_cpu_initialization else torch.cuda.current_device()
