@@ -74,8 +74,8 @@ class ParameterSlice:
             if (found := source.shape(name)) != wanted:
                 raise ModelError(f"{name} is {found} in the checkpoint; config.json makes it {wanted}")
             whole, expert = tensor_of(name)
-            if expert is not None and (experts := source.shape(whole)[0]) != shape.num_experts:
-                raise ModelError(f"{whole} has {experts} experts in the checkpoint; config.json has {shape.num_experts}")
+            if expert is not None and (count := source.shape(whole)[0]) != shape.num_experts:
+                raise ModelError(f"{whole} has {count} experts in the checkpoint; config.json has {shape.num_experts}")
 
     def _slice(self, source: TensorSource, name: str) -> Tensor:
         dim = self.rule.shard.value
