@@ -336,8 +336,8 @@ class PackedAttention(torch.nn.Module):
         for first in range(0, bucket.queries, length):
             start = max(bucket.least + first - window + 1, 0)
             stop = min(bucket.keys - bucket.queries + first + length, bucket.keys)
-            block = query[:, :, first : first + length], key[:, :, start:stop], value[:, :, start:stop]
-            block += (before + first - start,)
+            block = (query[:, :, first : first + length], key[:, :, start:stop], value[:, :, start:stop],
+                     before + first - start)  # fmt: skip
             if bucket.rows * bucket.queries * width <= _MASK_ELEMENTS:
                 parts.append(self._sdpa(*block))
             else:

@@ -40,6 +40,8 @@ def experts_both_ways(rank: int, world_size: int, name: str) -> dict[str, float]
     found = []
     for own in (True, False):
         if not own:
+            if kind == "gpt_oss":  # Megatron's is compiled
+                layer.experts.config.activation_func = lambda gate: gate * torch.sigmoid(1.702 * gate)
             layer.experts.__class__, layer.token_dispatcher.__class__ = SequentialMLP, MoEAlltoAllTokenDispatcher
         chunk.zero_grad()
         inputs = x.clone().requires_grad_()
