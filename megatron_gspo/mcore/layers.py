@@ -174,8 +174,13 @@ def transformer_engine_available() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
-def block_spec(config: Any, shape: ModelShape, *, transformer_engine: bool, vp_stage: int | None = None) -> Any:
-    """The layers that this pipeline stage builds, as Megatron's ``TransformerBlockSubmodules``."""
+def block_spec(
+    config: Any, shape: ModelShape | None = None, *, transformer_engine: bool, vp_stage: int | None = None
+) -> Any:
+    """The layers that this pipeline stage builds, as Megatron's ``TransformerBlockSubmodules``.
+
+    ``shape``: what mixes the tokens of each layer; None: attention as ``config`` has it.
+    """
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=transformer_engine, normalization="RMSNorm", vp_stage=vp_stage
     )
@@ -184,16 +189,16 @@ def block_spec(config: Any, shape: ModelShape, *, transformer_engine: bool, vp_s
     block.layer_norm = RMSNorm
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     block.layer_specs = [
-        _torch_layer(copy.deepcopy(spec), shape, first + i) for i, spec in enumerate(block.layer_specs)
+        _torch_layer(copy.deepcopy(spec), config, shape, first + i) for i, spec in enumerate(block.layer_specs)
     ]
     return block
 
 
-def _torch_layer(spec: Any, shape: ModelShape, layer: int) -> Any:
+def _torch_layer(spec: Any, config: Any, shape: ModelShape | None, layer: int) -> Any:
     parts = spec.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    mixer = MIXERS[shape.mixers[layer]]
-    parts.self_attention = mixer.place(parts.self_attention, shape)
+    mixer = MIXERS["attention" if shape is None else shape.mixers[layer]]
+    parts.self_attention = mixer.place(parts.self_attention, config, shape)
     if mixer.stored_names is not None:
         parts.sharded_state_dict_keys_map = dict(mixer.stored_names)
     return spec

@@ -18,13 +18,14 @@ from megatron_gspo.models.model_shape import ModelShape
 
 @dataclass(frozen=True)
 class Mixer:
-    """options: of Megatron's config. place: returns what takes the place of ``self_attention`` in a spec of Megatron's
-    torch layers; it may change that, which is the layer's own. transformer_engine: whether Transformer Engine's layers
+    """options: of Megatron's config. place: takes ``self_attention`` of a spec of Megatron's torch layers, which it may
+    change, since it is the layer's own, Megatron's config and the shape; returns what takes its place.
+    transformer_engine: whether Transformer Engine's layers
     can be built. stored_names: starts of a layer's parameter names, and those under which checkpoints have them, as
     with Transformer Engine; None: Megatron's torch spec has them right."""
 
     options: Callable[[ModelShape], dict[str, Any]]
-    place: Callable[[Any, ModelShape], Any]
+    place: Callable[[Any, Any, ModelShape | None], Any]
     transformer_engine: bool = True
     stored_names: Mapping[str, str] | None = None
 
@@ -38,15 +39,15 @@ def _attention_options(shape: ModelShape) -> dict[str, Any]:
     )
 
 
-def _attention(spec: Any, shape: ModelShape) -> Any:
+def _attention(spec: Any, config: Any, shape: ModelShape | None) -> Any:
     spec.submodules.core_attention = PackedAttention
-    if shape.query_key_norms:
+    if config.qk_layernorm:
         spec.submodules.q_layernorm = spec.submodules.k_layernorm = RMSNorm
     return spec
 
 
-def _sink_attention(spec: Any, shape: ModelShape) -> Any:
-    spec = _attention(spec, shape)
+def _sink_attention(spec: Any, config: Any, shape: ModelShape | None) -> Any:
+    spec = _attention(spec, config, shape)
     spec.submodules.core_attention = SinkAttention
     return spec
 
@@ -56,7 +57,7 @@ def _latent_options(shape: ModelShape) -> dict[str, Any]:
     return dict(num_query_groups=shape.num_attention_heads, kv_channels=shape.latent.plain_dim + shape.rotary.dim)
 
 
-def _latent_attention(spec: Any, shape: ModelShape) -> Any:
+def _latent_attention(spec: Any, config: Any, shape: ModelShape | None) -> Any:
     linears = LatentAttentionSubmodules(spec.submodules.linear_qkv, spec.submodules.linear_proj)
     return ModuleSpec(module=LatentAttention, params={"shape": shape}, submodules=linears)
 

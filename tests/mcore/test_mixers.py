@@ -17,8 +17,9 @@ def test_attention():
     )
     for norms in (True, False):
         spec = SimpleNamespace(submodules=SimpleNamespace(core_attention=None, q_layernorm=None, k_layernorm=None))
-        found = MIXERS["attention"].place(spec, dense_shape(query_key_norms=norms)).submodules
+        config, shape = SimpleNamespace(qk_layernorm=norms), dense_shape(query_key_norms=norms)
+        found = MIXERS["attention"].place(spec, config, shape).submodules
         assert found.core_attention is PackedAttention
-        sinks = MIXERS["sink_attention"].place(spec, dense_shape(query_key_norms=norms)).submodules
+        sinks = MIXERS["sink_attention"].place(spec, config, shape).submodules
         assert sinks.core_attention is SinkAttention
         assert found.q_layernorm is found.k_layernorm is (RMSNorm if norms else None)
