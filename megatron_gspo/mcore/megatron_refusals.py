@@ -58,6 +58,7 @@ _SET_BY = {
     **dict.fromkeys(("transformer_impl", "moe_grouped_gemm"), "model.implementation"),
     "moe_enable_routing_replay": "routing.replay",
     "timers": "tracking.detailed_timers",
+    "moe_router_bias_update_rate": "model.expert_bias_update_rate",
 }
 
 _DROPOUT = "makes the log-probs of one policy random, so that ratios are not 1 before the first update"
@@ -85,7 +86,6 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "moe_z_loss_coeff": ((None, 0.0), _OBJECTIVE),
     "moe_router_load_balancing_type": (("none",), _OBJECTIVE),
     "moe_router_enable_expert_bias": ((False,), "updates the routers outside of the optimizer"),
-    "moe_router_bias_update_rate": ((), "updates the routers outside of the optimizer"),
     "calculate_per_token_loss": ((False,), "divides the loss again, which is normalized by the global batch"),
     **dict.fromkeys(("moe_input_jitter_eps", "moe_router_force_biased"), ((None,), _ROUTING)),
     "moe_router_force_load_balancing": ((False,), _ROUTING),

@@ -145,7 +145,7 @@ def test_what_the_key_depends_on(file):
 
 
 def test_every_setting_of_the_format_is_in_the_key():
-    others = {"prompts", "task", "eval_prompts", "cache_dir", "shuffle"}
+    others = {"prompts", "task", "eval_prompts", "cache_dir", "shuffle", "code"}
     names = {field.name for field in fields(DataConfig)} - others
     assert {name for name in names if not name.startswith("verifier")} == set(CHANGES) == set(prompt_cache._SETTINGS)
 

@@ -52,11 +52,11 @@ def counted(batches: list[PackedBatch], read: list[int]) -> Iterator[PackedBatch
 @pytest.mark.parametrize(
     ("first", "last", "trains", "expected"),
     [
-        (True, True, True, {*COPIED} - {"rollout_log_probs", "response_mask"}),
+        (True, True, True, {*COPIED} - {"response_mask"}),
         (True, True, False, {"tokens", "position_ids", "labels"}),
         (True, False, True, {"tokens", "position_ids"}),
         (False, False, True, set()),
-        (False, True, True, {"labels", "segment_ids", "loss_mask", "advantages", "old_log_probs", "ref_log_probs"}),
+        (False, True, True, {"labels", *POLICY_LOSS}),
         (False, True, False, {"labels"}),
     ],
 )

@@ -53,7 +53,7 @@ def test_a_users_function_from_a_file_and_from_a_module(tmp_path, monkeypatch):
         (
             "exact",
             {},
-            "verifier 'exact' is unknown; use exact_match, math_verify, reasoning_gym, file.py:function",
+            "verifier 'exact' is unknown; use exact_match, math_verify, reasoning_gym, code, file.py:function",
         ),
         ("exact_match", {"styl": "tag"}, "verifier exact_match: options {'styl': 'tag'} don't fit"),
         ("exact_match", {"style": "last"}, "verifier style is 'last'; use one of whole, tag, boxed, hash"),

@@ -101,20 +101,20 @@ BIASED_EXPERTS = (
     SeededBug(
         "gate and up exchanged where they alternate", "one trainer", "megatron_gspo/models/mapping_rules.py",
         "[parts[0][..., i::2].t() for i in range(2)]", "[parts[0][..., i::2].t() for i in (1, 0)]",
-        ("tests/models/test_mapping_rules.py",),
+        ("tests/models/test_mapping_rules.py::test_alternating_outputs_become_gate_above_up",),
     ),
     SeededBug(
         "the two numbers of a byte of MXFP4 exchanged", "design", "megatron_gspo/models/mxfp4.py",
-        "(blocks & 15, blocks >> 4)", "(blocks >> 4, blocks & 15)", ("tests/models/test_mxfp4.py",),
+        "(blocks & 15, blocks >> 4)", "(blocks >> 4, blocks & 15)", ("tests/models/test_mxfp4.py::test_values_by_hand",),
     ),
     SeededBug(
         "experts of a stack in the wrong place", "design", "megatron_gspo/models/stacked_experts.py",
         "stack[expert].copy_(tensor)", "stack[len(filled)].copy_(tensor)",
-        ("tests/models/test_stacked_experts.py",),
+        ("tests/models/test_stacked_experts.py::test_slices_in_any_order_become_whole_tensors",),
     ),
     SeededBug(
         "the window lost while decoding", "design", "megatron_gspo/rollout/embedded/decode.py",
         "torch.arange(columns, device=device) >= columns - window", "torch.arange(columns, device=device) >= 0",
-        ("tests/rollout/embedded/test_embedded_engine.py",),
+        ("tests/rollout/embedded/test_embedded_engine.py::test_log_probs_equal_a_teacher_forced_pass",),
     ),
 )  # fmt: skip

@@ -38,12 +38,12 @@ def test_storage_of_routes_by_hand():
 
 
 def test_the_models_own_routes_come_from_its_config(tmp_path):
-    found = {"num_experts": 16, "num_experts_per_tok": 4, "num_hidden_layers": 6, "decoder_sparse_step": 2}
-    (tmp_path / "config.json").write_text(json.dumps({**found, "mlp_only_layers": [3]}))
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "moe_intermediate_size": 8}
+    every = {"model_type": "qwen3_moe", "vocab_size": 9, "num_experts_per_tok": 4, **sizes}
+    layers = {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    (tmp_path / "config.json").write_text(json.dumps({**every, "num_experts": 16, **layers}))
     found = model_of({"model": {"path": str(tmp_path)}})
     assert (found.layers, found.bytes_per_token) == (2, 8)  # layers 1, 3, 5 have experts, 3 is made dense
     assert model_of({"model": {"path": "nowhere"}}) is None
-    (tmp_path / "config.json").write_text(
-        '{"num_local_experts": 300, "num_experts_per_tok": 4, "num_hidden_layers": 4}'
-    )
+    (tmp_path / "config.json").write_text(json.dumps({**every, "num_local_experts": 300, "num_hidden_layers": 4}))
     assert model_of({"model": {"path": str(tmp_path)}}).bytes_per_token == 32

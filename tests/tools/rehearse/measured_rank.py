@@ -121,7 +121,7 @@ def shared_operations() -> Iterator[None]:
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
 
-    with mock.patch("megatron_gspo.mcore.layers.rms_norm", rms_norm), \
+    with mock.patch("megatron_gspo.mcore.norms.rms_norm", rms_norm), \
             mock.patch.object(F, "scaled_dot_product_attention", composed_attention):  # fmt: skip
         yield
 
