@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_gspo.mcore.device_copies import copy_to_device
+from megatron_gspo.mcore.gated_delta_net.chunk_layout import ChunkLayout, chunk_layout
 from megatron_gspo.mcore.operators import Permutation, pad_rows, permute, rotate, unpad_rows
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes
 from megatron_gspo.mcore.sinks import VarlenKernel, sink_attention, with_sink_dimension, with_sink_key
@@ -139,6 +140,7 @@ class PackedSequences(PackedSeqParams):
     cp_size: int = 1
     routes: MicroBatchRoutes | None = None
     rotations: dict[tuple[Rotary, torch.dtype], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    layouts: dict[int, ChunkLayout] = field(default_factory=dict)
 
     @cached_property
     def segments(self) -> Segments:
@@ -190,6 +192,13 @@ class PackedSequences(PackedSeqParams):
             cos, sin = ((wave * rotary.cosine_scale).to(dtype) for wave in (angles.cos(), angles.sin()))
             self.rotations[key] = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
         return self.rotations[key]
+
+    def chunks(self, before: int) -> ChunkLayout:
+        """The chunks of the delta rule, each with ``before`` tokens before it."""
+        if before not in self.layouts:
+            device = self.cu_seqlens_q.device
+            self.layouts[before] = chunk_layout(self.cu_seqlens, before, self.cp_size, device=device)
+        return self.layouts[before]
 
     @property
     def positions(self) -> Tensor:

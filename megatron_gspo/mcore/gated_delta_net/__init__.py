@@ -1,0 +1,1 @@
+"""Gated delta net: linear attention of Qwen3-Next and Qwen3.5."""
