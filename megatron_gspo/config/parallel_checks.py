@@ -51,6 +51,10 @@ def check_divisibility(parallel: ParallelConfig, hf: dict[str, Any]) -> None:
     has_dense = not experts or any(hf.get(key) for key in ("first_k_dense_replace", "mlp_layer_types"))
     for key in ("num_attention_heads", "num_key_value_heads") + (("intermediate_size",) if has_dense else ()):
         _divides("tensor_model_parallel_size", tensor, key, hf.get(key))
+    if heads := hf.get("linear_num_key_heads"):  # under context parallelism the ranks exchange heads for tokens
+        _divides("tensor_model_parallel_size", tensor, "linear_num_key_heads", heads)
+        context = parallel.context_parallel_size
+        _divides("context_parallel_size", context, f"linear_num_key_heads / {tensor} (TP)", heads // tensor)
     virtual = parallel.virtual_pipeline_model_parallel_size
     extra = parallel.extra_pipeline_layers
     layers = None if hf.get("num_hidden_layers") is None else hf["num_hidden_layers"] + extra

@@ -36,7 +36,7 @@ def export(policy: Policy, folder: Path) -> Path:
 def _publish(policy: Policy, folder: Path) -> Path:
     """Complete the checkpoint, with those tensors of the model's directory that are not trained as its last part."""
     parts = len(policy.sources)
-    if policy.shape.mtp_layers:
+    if policy.shape.carried:
         with CheckpointReader(policy.path) as reader:
             names = sorted(carried_names(reader.names, policy.shape))
             write_part(folder, ((name, reader.read(name)) for name in names), part=parts)

@@ -291,9 +291,18 @@ def join_shards(mapped_list: list[MappedParameter], ranks: Sequence[list[Tensor]
         parts = zip(*(rule.split(rank[i], shape) for rank in ranks), strict=True)
         for name, shards in zip(mapped.names, parts, strict=True):
             is_whole = len(shards) == 1 or rule.shard is Shard.NONE  # an expert's bias is on all of its ranks
-            whole = shards[0] if is_whole else torch.cat(shards, dim=rule.shard.value or 0)
+            whole = shards[0] if is_whole else _joined(shards, rule, name, shape)
             tensors[name] = whole[: shape.vocab_size] if rule.is_vocabulary else whole
     return tensors
+
+
+def _joined(shards: Sequence[Tensor], rule: Rule, name: str, shape: ModelShape) -> Tensor:
+    """One tensor from its shards by tensor-parallel rank."""
+    dim = rule.shard.value or 0
+    sizes = [size // len(shards) for size in rule.blocks_of(name, shards[0].shape[dim] * len(shards), shape)]
+    if len(sizes) == 1:
+        return torch.cat(list(shards), dim=dim)
+    return torch.cat([part for block in zip(*(x.split(sizes) for x in shards), strict=True) for part in block])
 
 
 def _broadcast(tensors: dict[str, Tensor], metadata: list[Any], stage: int, groups: ProcessGroups) -> dict[str, Tensor]:

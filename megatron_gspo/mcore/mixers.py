@@ -10,6 +10,7 @@ from typing import Any
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_gspo.mcore.attention import PackedAttention
+from megatron_gspo.mcore.gated_delta_net.layer import GatedDeltaNet
 from megatron_gspo.mcore.latent_attention import LatentAttention, LatentAttentionSubmodules
 from megatron_gspo.mcore.norms import RMSNorm
 from megatron_gspo.mcore.sink_attention import SinkAttention
@@ -36,6 +37,7 @@ def _attention_options(shape: ModelShape) -> dict[str, Any]:
         kv_channels=shape.head_dim,
         qk_layernorm=shape.query_key_norms,
         add_qkv_bias=shape.attention_bias,
+        attention_output_gate=shape.attention_gate,
     )
 
 
@@ -62,6 +64,11 @@ def _latent_attention(spec: Any, config: Any, shape: ModelShape | None) -> Any:
     return ModuleSpec(module=LatentAttention, params={"shape": shape}, submodules=linears)
 
 
+def _delta_net(spec: Any, shape: ModelShape) -> Any:
+    assert shape.delta_net is not None
+    return ModuleSpec(module=GatedDeltaNet, params={"sizes": shape.delta_net})
+
+
 MIXERS = {
     "attention": Mixer(_attention_options, _attention),
     "windowed_attention": Mixer(_attention_options, _attention, transformer_engine=False),
@@ -73,6 +80,10 @@ MIXERS = {
             "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
             "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
         },
+    ),
+    "gated_delta_net": Mixer(
+        lambda shape: {}, _delta_net, transformer_engine=False,
+        stored_names={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
     ),
 }  # fmt: skip
 

@@ -74,6 +74,7 @@ def _layers(shape: ModelShape, engine: bool) -> dict[str, Any]:
         ffn_hidden_size=shape.ffn_hidden_size,
         normalization="RMSNorm",
         layernorm_epsilon=shape.rms_norm_eps,
+        layernorm_zero_centered_gamma=shape.zero_centred_norms,
         gated_linear_unit=True,
         activation_func=quick_gelu if shape.glu_limit else torch.nn.functional.silu,
         activation_func_clamp_value=shape.glu_limit,

@@ -13,15 +13,22 @@ from megatron_gspo.mcore.operators import rms_norm
 class RMSNorm(torch.nn.RMSNorm):
     """Torch's RMSNorm, marked so that Megatron sums its gradient under sequence parallelism.
 
-    Megatron's own torch norm doesn't support sequence parallelism, which MoE with tensor parallelism requires.
+    Megatron's own torch norm doesn't support sequence parallelism, which MoE with tensor parallelism requires. With
+    ``layernorm_zero_centered_gamma`` it multiplies by 1 + weight, a sum that low precision would round off.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device_of(config))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.zero_centred = config.layernorm_zero_centered_gamma
+        if self.zero_centred:
+            torch.nn.init.zeros_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps or 0.0)
+        if not self.zero_centred:
+            return rms_norm(x, self.weight, self.eps or 0.0)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return rms_norm(x.to(dtype), 1.0 + self.weight.to(dtype), self.eps or 0.0).to(x.dtype)
 
 
 def device_of(config: Any) -> int | None:

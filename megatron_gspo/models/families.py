@@ -58,10 +58,9 @@ def names_of_own_type(names: Iterable[str], family: Family, shape: ModelShape) -
 
 
 def carried_names(names: Iterable[str], shape: ModelShape) -> set[str]:
-    """Those of the tensors of a checkpoint that are not trained: multi-token prediction, stored as layers behind the
-    last. They are converted and exported as they are."""
-    layers = range(shape.num_layers, shape.num_layers + shape.mtp_layers)
-    return {name for name in names if name.startswith(tuple(f"model.layers.{layer}." for layer in layers))}
+    """Those of the tensors of a checkpoint that are not trained, such as multi-token prediction's. They are converted
+    and exported as they are."""
+    return {name for name in names if name.startswith(shape.carried)}
 
 
 def with_value_head(shape: ModelShape) -> ModelShape:

@@ -92,7 +92,8 @@ class Rule:
     the tensors that it is made of, in the order of ``merge``. ``{layer}`` and ``{expert}`` stand for global numbers;
     ``name[{expert}]`` is a slice of a tensor of all experts (``stacked_experts.py``).
     ``applies``: whether a model of the family has the parameter. ``keeps_float32``: it is stored and sent in float32
-    whatever the type of the others.
+    whatever the type of the others. ``blocks``: sizes of row blocks of the first Hugging Face tensor, each of which
+    tensor parallelism cuts; None: it cuts the tensor as a whole.
     """
 
     megatron: tuple[str, ...]
@@ -102,6 +103,7 @@ class Rule:
     split: Callable[[Tensor, ModelShape], list[Tensor]] = _as_list
     applies: Callable[[ModelShape], bool] = _always
     keeps_float32: bool = False
+    blocks: Callable[[ModelShape], tuple[int, ...]] | None = None
 
     @property
     def is_expert(self) -> bool:
@@ -112,6 +114,13 @@ class Rule:
         """Whether the rows are the vocabulary, which Megatron pads to a multiple."""
         names = ("embedding.word_embeddings.weight", "output_layer.weight")
         return self.megatron[0] in names and self.shard is Shard.ROWS
+
+    def blocks_of(self, name: str, size: int, shape: ModelShape) -> tuple[int, ...]:
+        """The sizes of the parts of a tensor [size, ...] that tensor parallelism cuts one by one; ``name``: any of the
+        rule's, with or without a prefix."""
+        if self.blocks is None or not name.endswith(self.hugging_face[0]):
+            return (size,)
+        return self.blocks(shape)
 
     def names(self, layer: int = 0, expert: int = 0) -> list[str]:
         """The Hugging Face names for one layer and expert."""

@@ -33,6 +33,11 @@ _SIZES = (
     "qk_nope_head_dim",
     "qk_rope_head_dim",
     "v_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
 )
 
 
@@ -71,6 +76,38 @@ class LatentSizes:
 
 
 @dataclass(frozen=True)
+class DeltaNetSizes:
+    """Gated delta net: key_heads; value_heads, a multiple of key_heads; sizes of a head of both; kernel: tokens of the
+    convolution."""
+
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    kernel: int
+
+    @property
+    def values_per_key(self) -> int:
+        """Value heads that read one key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def convolved(self) -> int:
+        """Channels of a key head that the convolution reads: its query and key, and the values."""
+        return 2 * self.key_size + self.values_per_key * self.value_size
+
+    @property
+    def exchanged(self) -> int:
+        """Channels of a key head that the delta rule reads: the convolved ones, beta and decay."""
+        return self.convolved + 2 * self.values_per_key
+
+    @property
+    def projected(self) -> int:
+        """Channels of a key head that the projection makes: the exchanged ones and the output's gate."""
+        return self.exchanged + self.values_per_key * self.value_size
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Sizes and layer facts of a decoder-only transformer: all that tells its family from another, as data.
 
@@ -80,8 +117,10 @@ class ModelShape:
     of attention's output, router and experts. ``glu_limit``: of the experts' clamped gated unit
     (``mcore/gated_units.py``), None: it is SwiGLU. ``shared_expert_size``: width of the expert that every token goes
     to, 0: there is none; ``shared_expert_gate``: it has a gate of its own. ``latent``: sizes of the mixer
-    ``latent_attention``. ``mtp_layers``: layers of multi-token prediction in the checkpoint, which are not trained.
-    ``value_head``: the output is one value a position (PPO's value model).
+    ``latent_attention``; ``delta_net``: of ``gated_delta_net``. ``attention_gate``: the output of attention is
+    multiplied by a sigmoid of the layer's input. ``zero_centred_norms``: a norm multiplies by 1 + weight. ``carried``:
+    starts of the names of tensors in the checkpoint that are not trained. ``value_head``: the output is one value a
+    position (PPO's value model).
     """
 
     model_type: str
@@ -110,7 +149,10 @@ class ModelShape:
     shared_expert_size: int = 0
     shared_expert_gate: bool = False
     latent: LatentSizes | None = None
-    mtp_layers: int = 0
+    carried: tuple[str, ...] = ()
+    delta_net: DeltaNetSizes | None = None
+    attention_gate: bool = False
+    zero_centred_norms: bool = False
     value_head: bool = False
 
     def __post_init__(self) -> None:

@@ -51,7 +51,7 @@ class ParameterSlice:
 
     def read(self, source: TensorSource, shape: ModelShape) -> Tensor:
         """Read only the slices that the parameter needs, and merge them. A vocabulary is padded with 0."""
-        value = self.rule.merge([self._slice(source, name) for name in self.names], shape)
+        value = self.rule.merge([self._slice(source, name, shape) for name in self.names], shape)
         if self.rule.is_vocabulary and value.shape[0] < self.sizes[0]:
             value = torch.nn.functional.pad(value, (0, 0, 0, self.sizes[0] - value.shape[0]))
         return value.contiguous()
@@ -77,14 +77,17 @@ class ParameterSlice:
             if expert is not None and (count := source.shape(whole)[0]) != shape.num_experts:
                 raise ModelError(f"{whole} has {count} experts in the checkpoint; config.json has {shape.num_experts}")
 
-    def _slice(self, source: TensorSource, name: str) -> Tensor:
+    def _slice(self, source: TensorSource, name: str, shape: ModelShape) -> Tensor:
         dim = self.rule.shard.value
         if self.rule.shard is Shard.NONE or self.ranks == 1:
             return source.read(name)
-        size = source.shape(name)[dim]
-        each = self.sizes[0] if self.rule.is_vocabulary else size // self.ranks
-        start = min(self.rank * each, size)
-        return source.read(name, dim, start, min(start + each, size))
+        parts, first = [], 0
+        for size in self.rule.blocks_of(name, source.shape(name)[dim], shape):
+            each = self.sizes[0] if self.rule.is_vocabulary else size // self.ranks
+            start = min(self.rank * each, size)
+            parts.append(source.read(name, dim, first + start, first + min(start + each, size)))
+            first += size
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def split(self, value: Tensor, shape: ModelShape) -> dict[str, Tensor]:
         """The Hugging Face tensors (this rank's slices of them) in the parameter `value`; views where possible."""

@@ -52,7 +52,7 @@ def _without_bias(config: dict[str, Any], slides: Callable[[int], bool]) -> Mode
 def _qwen3_moe(config: dict[str, Any]) -> ModelShape:
     kind = "sliding_attention" if config.get("use_sliding_window") else "full_attention"
     only(config, "layer_types", [kind] * config["num_hidden_layers"])  # Transformers doesn't read it
-    return replace(_without_bias(config, lambda layer: True), **_experts(config))
+    return replace(_without_bias(config, lambda layer: True), **softmax_experts(config))
 
 
 def _qwen2_moe(config: dict[str, Any]) -> ModelShape:
@@ -65,11 +65,11 @@ def _qwen2_moe(config: dict[str, Any]) -> ModelShape:
         query_key_norms=False,
         shared_expert_gate=True,
         shared_expert_size=config["shared_expert_intermediate_size"],
-        **_experts(config),
+        **softmax_experts(config),
     )
 
 
-def _experts(config: dict[str, Any]) -> dict[str, Any]:
+def softmax_experts(config: dict[str, Any]) -> dict[str, Any]:
     """What the mixtures of experts have."""
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     layers = range(config["num_hidden_layers"])

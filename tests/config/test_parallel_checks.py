@@ -86,3 +86,12 @@ def test_experts_under_the_name_that_transformers_5_writes(hf_config: dict) -> N
     hf_config["num_local_experts"] = hf_config.pop("num_experts")
     assert divisible(hf_config, expert_model_parallel_size=2) is None
     assert divisible(hf_config, expert_model_parallel_size=3) == "parallel.expert_model_parallel_size"
+
+
+def test_heads_of_a_gated_delta_net_are_cut_by_tensor_and_context_parallelism(hf_config: dict) -> None:
+    hf_config["linear_num_key_heads"] = 2
+    assert divisible(hf_config, tensor_model_parallel_size=2) is None
+    assert divisible(hf_config, context_parallel_size=2) is None
+    assert divisible(hf_config, tensor_model_parallel_size=4) == "parallel.tensor_model_parallel_size"
+    both = {"tensor_model_parallel_size": 2, "context_parallel_size": 2}
+    assert divisible(hf_config, **both) == "parallel.context_parallel_size"

@@ -9,8 +9,29 @@ import torch
 from megatron_gspo.mcore.norms import RMSNorm
 
 
+def config(**changes: object) -> SimpleNamespace:
+    plain = dict(params_dtype=torch.float32, use_cpu_initialization=True, sequence_parallel=False,
+                 layernorm_zero_centered_gamma=False)  # fmt: skip
+    return SimpleNamespace(**{**plain, **changes})
+
+
 def test_norms_carry_the_mark_of_sequence_parallelism():
     for marked in (True, False):
-        config = SimpleNamespace(params_dtype=torch.float32, use_cpu_initialization=True, sequence_parallel=marked)
-        norm = RMSNorm(config, 8)
+        norm = RMSNorm(config(sequence_parallel=marked), 8)
         assert norm.weight.sequence_parallel is marked
+
+
+def test_a_zero_centred_norm_multiplies_by_one_more_than_its_weight():
+    norm = RMSNorm(config(layernorm_zero_centered_gamma=True), 2, eps=0.0)
+    assert norm.weight.tolist() == [0.0, 0.0]
+    norm.weight.data = torch.tensor([0.5, -0.5])
+    x = torch.tensor([[3.0, 4.0]])  # mean of squares 12.5
+    torch.testing.assert_close(norm(x), torch.tensor([[1.5 * 3, 0.5 * 4]]) / 12.5**0.5)
+
+
+def test_a_small_weight_of_a_zero_centred_norm_is_not_rounded_off():
+    """1 + 2**-9 is 1 in bfloat16; the product with 1.5 is not 1.5 in float32 and rounds to 1.5 + 2**-7 with 2**-7."""
+    norm = RMSNorm(config(layernorm_zero_centered_gamma=True, params_dtype=torch.bfloat16), 1, eps=0.0)
+    norm.weight.data = torch.tensor([2**-8 + 2**-10], dtype=torch.bfloat16)
+    found = norm(torch.tensor([[1.0]], dtype=torch.bfloat16))
+    assert found.dtype is torch.bfloat16 and found.item() == 1 + 2**-7

@@ -16,7 +16,7 @@ def test_facts_by_hand():
     assert shape.router == Router("sigmoid", True, 1.7, True, 4, 2)
     assert shape.mixers == ("latent_attention",) * 4 and shape.moe_layers == (False, True, True, True)
     assert (shape.rotary.dim, shape.rotary.interleaved, shape.rotary.yarn.factor) == (8, True, 8.0)
-    assert (shape.shared_expert_size, shape.shared_expert_gate, shape.mtp_layers) == (16, False, 1)
+    assert (shape.shared_expert_size, shape.shared_expert_gate, shape.carried) == (16, False, ("model.layers.4.",))
     assert (shape.num_experts, shape.experts_per_token, shape.head_dim) == (12, 4, 20)
 
 

@@ -9,15 +9,19 @@ import pytest
 import torch
 
 from megatron_gspo.models import FAMILIES, Shard
+from megatron_gspo.models.model_shape import DeltaNetSizes
+from megatron_gspo.models.qwen_next import QWEN_NEXT, merge_gated_qkv
 from tests.models.test_mapping_rules import SHAPE, numbered
 
 
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)
+@pytest.mark.parametrize("family", (*FAMILIES.values(), *QWEN_NEXT), ids=lambda family: family.model_type)
 def test_every_rule_gives_back_what_it_was_given(family):
     """Over the whole table, at the sizes of a small model and under its own sharding dimension."""
-    shape = replace(SHAPE, num_attention_heads=4, num_query_groups=2, head_dim=2)
-    rows = {"q_proj": 8, "k_proj": 4, "v_proj": 4}
+    sizes = DeltaNetSizes(key_heads=2, value_heads=4, key_size=2, value_size=3, kernel=4)
+    shape = replace(SHAPE, num_attention_heads=4, num_query_groups=2, head_dim=2, delta_net=sizes)
+    rows = {"k_proj": 4, "v_proj": 4, "in_proj_qkvz": 32, "in_proj_ba": 8, "conv1d": 20}
     for rule in (*family.outer, *chain(*family.mixers.values()), *family.dense, *family.experts):
+        rows["q_proj"] = 16 if rule.merge is merge_gated_qkv else 8
         parts = [
             numbered(next((count for key, count in rows.items() if key in name), 6), 4, start=1000 * i)
             for i, name in enumerate(rule.hugging_face)

@@ -7,7 +7,7 @@ from tests.seeded_bugs.seeded_bug import SeededBug
 LATENT, ATTENTION = "megatron_gspo/mcore/latent_attention.py", "megatron_gspo/mcore/attention.py"
 READER, ROTARY = "megatron_gspo/models/config_reader.py", "megatron_gspo/models/rotary.py"
 BIAS, MODEL = "megatron_gspo/mcore/expert_bias.py", "megatron_gspo/mcore/model.py"
-FILES, FAMILIES = "megatron_gspo/models/hf_checkpoint.py", "megatron_gspo/models/families.py"
+FILES = "megatron_gspo/models/hf_checkpoint.py"
 HOOKS = "megatron_gspo/mcore/routing_replay/router_hooks.py"
 MODULE = "tests/mcore/test_latent_attention.py::test_equals_transformers_module"
 TENSOR = "tests/mcore/test_latent_attention.py::test_tensor_parallel_ranks_share_latents_and_the_rotated_key"
@@ -126,9 +126,8 @@ OF_THE_FAMILIES = (
         (CONVERT + "test_weights_in_8_bits_are_read_as_their_dequantized_values",),
     ),
     SeededBug(
-        "names of any further layers pass as multi-token prediction", "design", FAMILIES,
-        "layers = range(shape.num_layers, shape.num_layers + shape.mtp_layers)",
-        "layers = range(shape.num_layers, shape.num_layers + 1 + shape.mtp_layers)",
+        "names of any further layers pass as multi-token prediction", "design", READER,
+        "for layer in range(first, first + number))", "for layer in range(first, first + 1 + number))",
         (CONVERT + "test_names_of_further_layers_are_refused_without_multi_token_prediction",),
     ),
 )  # fmt: skip

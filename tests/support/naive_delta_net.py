@@ -37,14 +37,15 @@ def silu(x: Tensor) -> Tensor:
 
 
 def naive_delta_rule(query: Tensor, key: Tensor, value: Tensor, gate: Tensor, beta: Tensor) -> Tensor:
-    """Outputs [t, e] of one head and sequence: ``query`` and ``key`` [t, d] as they enter the rule, ``value`` [t, e],
-    ``gate`` and ``beta`` [t]."""
-    state = query.new_zeros(key.shape[1], value.shape[1])
+    """Outputs [t, heads, e] of one sequence: ``query`` and ``key`` [t, heads, d] as they enter the rule, ``value``
+    [t, heads, e], ``gate`` and ``beta`` [t, heads]."""
+    state = query.new_zeros(key.shape[1], key.shape[2], value.shape[2])
     rows = []
     for q, k, v, g, b in zip(query, key, value, gate, beta, strict=True):
-        state = state * torch.exp(g)
-        state = state + torch.outer(k, b * (v - state.T @ k))
-        rows.append(state.T @ q)
+        state = state * torch.exp(g)[:, None, None]
+        known = torch.einsum("hde,hd->he", state, k)
+        state = state + torch.einsum("hd,he->hde", k, b[:, None] * (v - known))
+        rows.append(torch.einsum("hde,hd->he", state, q))
     return torch.stack(rows)
 
 
@@ -61,17 +62,14 @@ def naive_delta_net(hidden: Tensor, weights: DeltaNetWeights) -> Tensor:
     beta = 1 / (1 + torch.exp(-(hidden @ w.in_b.T)))
     gate = -torch.exp(w.log_rate) * torch.log1p(torch.exp(hidden @ w.in_a.T + w.dt_bias))
     z = hidden @ w.in_z.T
-    size, heads = len(w.norm), len(w.dt_bias)
-    outputs = []
-    for head in range(heads):
-        group = head // (heads // w.key_heads)
-        q, k = (x[:, group * w.key_size : (group + 1) * w.key_size] for x in (query, key))
-        q, k = (x / torch.sqrt((x * x).sum(1, keepdim=True) + 1e-6) for x in (q, k))
-        columns = slice(head * size, (head + 1) * size)
-        out = naive_delta_rule(q / math.sqrt(w.key_size), k, value[:, columns], gate[:, head], beta[:, head])
-        out = out / torch.sqrt((out * out).mean(1, keepdim=True) + w.eps) * w.norm
-        outputs.append(out * silu(z[:, columns]))
-    return torch.cat(outputs, dim=1) @ w.out.T
+    heads = len(w.dt_bias)
+    groups = [head // (heads // w.key_heads) for head in range(heads)]
+    q, k = (x.view(len(x), w.key_heads, w.key_size)[:, groups] for x in (query, key))
+    q, k = (x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    values = value.reshape(len(value), heads, -1)
+    out = naive_delta_rule(q / math.sqrt(w.key_size), k, values, gate, beta)
+    out = out / torch.sqrt((out * out).mean(-1, keepdim=True) + w.eps) * w.norm
+    return (out * silu(z.view_as(out))).flatten(1) @ w.out.T
 
 
 def naive_packed(hidden: Tensor, weights: DeltaNetWeights, bounds: list[int]) -> Tensor:

@@ -37,6 +37,10 @@ def window_config(**changes) -> PretrainedConfig:
     return dense_config(**{**windows, **changes})
 
 
+def next_config(**changes) -> PretrainedConfig:
+    return tiny_config("next", **{**_SIZES, "num_hidden_layers": 4, **changes})
+
+
 def reference_model(config: PretrainedConfig, seed: int = 0, scale: float = 6.0) -> PreTrainedModel:
     """The library's own model; weights scaled up so that its distributions are far from uniform."""
     torch.manual_seed(seed)

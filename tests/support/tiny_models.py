@@ -17,6 +17,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -39,11 +40,19 @@ _GPT_OSS: dict[str, object] = dict(
     intermediate_size=16, num_local_experts=8, num_experts_per_tok=2, sliding_window=5, swiglu_limit=0.8,
     rope_parameters=YARN | dict(truncate=False),
 )  # fmt: skip
+# Two layers of each kind, one of them dense; two value heads to a key head; half of each attention head is rotated.
+_NEXT: dict[str, object] = dict(
+    layer_types=["linear_attention", "full_attention"] * 2, linear_num_key_heads=4, linear_num_value_heads=8,
+    linear_key_head_dim=6, linear_value_head_dim=8, linear_conv_kernel_dim=4, moe_intermediate_size=16, num_experts=4,
+    num_experts_per_tok=2, shared_expert_intermediate_size=24, mlp_only_layers=[2], rms_norm_eps=1e-3,
+    rope_parameters=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5),
+)  # fmt: skip
 _FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, object]]] = {
     "deepseek": (DeepseekV3Config, _SIGMOID | _LATENT | dict(rope_parameters=_SCALED)),
     "moonlight": (DeepseekV3Config, _SIGMOID | _LATENT | dict(q_lora_rank=None, n_group=1, topk_group=1)),
     "glm_lite": (Glm4MoeLiteConfig, _SIGMOID | _LATENT | dict(rope_interleave=False, n_shared_experts=2)),
     "gpt_oss": (GptOssConfig, _GPT_OSS),
+    "next": (Qwen3NextConfig, _NEXT),
     "glm": (Glm4MoeConfig, _SIGMOID | dict(use_qk_norm=True, attention_bias=True)),
 }
 
@@ -106,8 +115,11 @@ def save_tiny_model(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
-            elif name.endswith("bias"):
+                centre = 0.0 if kind == "next" and "linear_attn" not in name else 1.0
+                parameter.uniform_(centre - 0.5, centre + 0.5)
+            elif name.endswith("A_log"):  # a state that lasts over several tokens
+                parameter.uniform_(-1.5, 0.5)
+            elif name.endswith(("bias", "conv1d.weight")):
                 parameter.uniform_(-0.5, 0.5)
             elif name.endswith("sinks"):
                 parameter.uniform_(0.0, 2.0)

@@ -57,7 +57,7 @@ def copy_carried(source: Path, target: Path, shape: ModelShape) -> dict[str, int
 
     Raises ``DiskError``.
     """
-    if not shape.mtp_layers:
+    if not shape.carried:
         return {}
     with open_carried(source, shape) as (reader, names):
         if reader is None or not names:
@@ -72,7 +72,7 @@ def copy_carried(source: Path, target: Path, shape: ModelShape) -> dict[str, int
 
 def compare_carried(one: Path, other: Path, shape: ModelShape) -> int:
     """Compare the carried tensors of two folders bit by bit; their number. ``ModelError`` names one that differs."""
-    if not shape.mtp_layers:
+    if not shape.carried:
         return 0
     with open_carried(one, shape) as (first, names), open_carried(other, shape) as (second, others):
         if unequal := set(names) ^ set(others):

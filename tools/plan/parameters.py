@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from megatron_gspo.config import ParallelConfig
+from megatron_gspo.errors import InputError
 from megatron_gspo.models.model_shape import ModelShape, padded_vocab_size
 
 
@@ -92,6 +93,8 @@ def attention_dim(shape: ModelShape) -> int:
 @cache
 def _layer_parameters(shape: ModelShape, tp: int, ep: int, etp: int, is_moe: bool) -> tuple[Parameter, ...]:
     h = shape.hidden_size
+    if unknown := sorted(set(shape.mixers) - _MIXERS.keys()):
+        raise InputError(f"model_type={shape.model_type}: the planner has no sizes of {unknown[0]}; use rehearse")
     found = [Parameter("input_layernorm", h), *_MIXERS[shape.mixers[0]](shape, tp), Parameter("pre_mlp_layernorm", h)]
     if not is_moe:
         width = shape.ffn_hidden_size // tp

@@ -10,7 +10,6 @@ delta rule: in between a rank has whole sequences, so that no state crosses rank
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,41 +29,16 @@ from megatron_gspo.mcore.attention import PackedSequences
 from megatron_gspo.mcore.gated_delta_net.chunk_layout import ChunkLayout, causal_convolution, to_wide_chunks
 from megatron_gspo.mcore.gated_delta_net.delta_rule import chunked_delta_rule
 from megatron_gspo.mcore.operators import pad_rows, rms_norm, unpad_rows
+from megatron_gspo.models.model_shape import DeltaNetSizes
 
 _NORM_EPS = 1e-6  # of the norms of queries and keys
 _SHARDED = {"conv1d.weight": 0, "dt_bias": 0, "A_log": 0}  # dimension that tensor parallelism cuts
 
 
-@dataclass(frozen=True)
-class DeltaNetSizes:
-    """key_heads, value_heads: a multiple of key_heads. key_size, value_size: of a head. kernel: tokens of the
-    convolution."""
+class _Weight(torch.nn.Module):
+    """A parameter under the name that it has in Megatron's layer."""
 
-    key_heads: int
-    value_heads: int
-    key_size: int
-    value_size: int
-    kernel: int
-
-    @property
-    def values_per_key(self) -> int:
-        """Value heads that read one key head."""
-        return self.value_heads // self.key_heads
-
-    @property
-    def convolved(self) -> int:
-        """Channels of a key head that the convolution reads: its query and key, and the values."""
-        return 2 * self.key_size + self.values_per_key * self.value_size
-
-    @property
-    def exchanged(self) -> int:
-        """Channels of a key head that the delta rule reads: the convolved ones, beta and decay."""
-        return self.convolved + 2 * self.values_per_key
-
-    @property
-    def projected(self) -> int:
-        """Channels of a key head that ``in_proj`` makes: the exchanged ones and the output's gate."""
-        return self.exchanged + self.values_per_key * self.value_size
+    weight: torch.nn.Parameter
 
 
 class GatedDeltaNet(MegatronModule):
@@ -75,8 +49,8 @@ class GatedDeltaNet(MegatronModule):
 
     sizes: DeltaNetSizes
 
-    def __init__(self, config: Any, submodules: Any, layer_number: int, *, sizes: DeltaNetSizes,
-                 pg_collection: Any, **_: Any) -> None:  # fmt: skip
+    def __init__(self, config: Any, layer_number: int, *, sizes: DeltaNetSizes, pg_collection: Any,
+                 **_: Any) -> None:  # fmt: skip
         super().__init__(config)
         self.sizes, self.layer_number = sizes, layer_number
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
@@ -88,10 +62,9 @@ class GatedDeltaNet(MegatronModule):
             )
         heads, values = sizes.key_heads // self.tp_group.size(), sizes.value_heads // self.tp_group.size()
         self.in_proj = self._linear(ColumnParallelLinear, sizes.key_heads * sizes.projected, gather_output=False)
-        self.conv1d = torch.nn.Module()
+        self.conv1d, self.out_norm = _Weight(), _Weight()
         self.conv1d.weight = self._sharded(heads * sizes.convolved, 1, sizes.kernel)
         self.dt_bias, self.A_log = self._sharded(values), self._sharded(values)
-        self.out_norm = torch.nn.Module()
         self.out_norm.weight = torch.nn.Parameter(self._empty(sizes.value_size))
         self.out_norm.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.out_proj = self._linear(RowParallelLinear, sizes.value_heads * sizes.value_size, input_is_parallel=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatron_gspo.config import SamplingParams
-from megatron_gspo.rollout.embedded.kv_cache import BufferCache
+from megatron_gspo.rollout.embedded.kv_cache import BufferCache, kinds_of
 from megatron_gspo.rollout.embedded.noisy_routers import NoisyRouters
 from megatron_gspo.rollout.embedded.route_recorder import DecodedRoutes, RouteRecorder
 from megatron_gspo.rollout.embedded.token_sampling import choose_tokens
@@ -150,7 +150,7 @@ def _prefill(
     padded = not bool(mask.all())
     columns = ids.shape[1]
     positions = (mask.cumsum(-1) - 1).clamp_(min=0)
-    cache = BufferCache(model.config.num_hidden_layers, columns)
+    cache = BufferCache(kinds_of(model.config), columns)
     if noise is not None:
         segments = torch.arange(len(mask), device=mask.device).repeat_interleave(columns)
         noise.set_tokens(_prompt_names(requests), segments, positions.reshape(-1))

@@ -20,6 +20,7 @@ from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.errors import EngineError
 from megatron_gspo.rollout.embedded.cpu_kernels import use_cpu_kernels, use_decode_attention
 from megatron_gspo.rollout.embedded.decode import DecodeBatch, Responses, decode
+from megatron_gspo.rollout.embedded.kv_cache import is_served, kinds_of
 from megatron_gspo.rollout.embedded.noisy_routers import NoisyRouters
 from megatron_gspo.rollout.embedded.route_recorder import RouteRecorder
 from megatron_gspo.rollout.embedded.token_sampling import sequence_uniforms
@@ -37,7 +38,7 @@ class Decoder(Protocol):
 
 
 class EmbeddedEngine:
-    """`RolloutEngine` on a Transformers causal language model whose attention is full or has windows.
+    """`RolloutEngine` on a Transformers causal language model whose attention is full, has windows or is linear.
 
     Samples do not depend on how prompts are batched or distributed over engines, except for the rounding of matrix
     products of different shapes: a draw within about 1e-7 of a boundary may select the other token.
@@ -221,7 +222,7 @@ def _build(
         if hasattr(source, "quantization_config"):  # of the published files; the weights come in the engine's dtype
             source = copy.deepcopy(source)
             del source.quantization_config
-        with no_init_weights():
+        with no_init_weights(), torch.random.fork_rng(devices=[]):  # gated delta nets draw decay rates all the same
             model = AutoModelForCausalLM.from_config(source, dtype=dtype)
         model.tie_weights()  # part of the initialization
     else:
@@ -240,9 +241,8 @@ def _build(
 
 
 def _refuse_others(config: PretrainedConfig) -> None:
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds - {"full_attention", "sliding_attention"}:
+    if not is_served(config):
         raise ValueError(
-            f"model type {config.model_type} has layers of {sorted(kinds)}: the embedded engine serves full attention "
-            "and windows only; use a server engine"
+            f"model type {config.model_type} has layers of {sorted(set(kinds_of(config)))}: the embedded engine serves "
+            "full attention, windows and linear attention beside them; use a server engine"
         )

@@ -1,12 +1,15 @@
-"""A key/value cache for decoding. It is written in place: a step copies one column, not the whole cache."""
+"""A key/value cache for decoding. It is written in place: a step copies one column, not the whole cache. Layers of
+linear attention keep their state instead."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers import PretrainedConfig
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
 
 class _BufferLayer(DynamicLayer):
@@ -57,11 +60,42 @@ class _BufferLayer(DynamicLayer):
         return self._key_buffer[:, :, : self.length], self._value_buffer[:, :, : self.length]
 
 
-class BufferCache(Cache):
-    """Transformers' cache interface over `_BufferLayer`s, which keep all columns, also of layers with a window."""
+class _StateLayer(LinearAttentionLayer):
+    """The state of a gated delta net and the last tokens of its convolution, of the same size after any length."""
 
-    def __init__(self, num_layers: int, capacity: int) -> None:
-        super().__init__(layers=[_BufferLayer(capacity) for _ in range(num_layers)])
+    def select_rows(self, rows: Tensor, capacity: int) -> None:
+        """Batch row i becomes the old row rows[i]."""
+        for states in (self.conv_states, self.recurrent_states):
+            for number, state in states.items():
+                states[number] = None if state is None else state.index_select(0, rows)
+
+
+_LAYERS: dict[str, Any] = {
+    "full_attention": _BufferLayer,
+    "sliding_attention": _BufferLayer,  # keeps all columns
+    "linear_attention": lambda capacity: _StateLayer(),
+}
+
+
+def kinds_of(config: PretrainedConfig) -> list[str]:
+    """The kind of each layer."""
+    return getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+
+
+def is_served(config: PretrainedConfig) -> bool:
+    """Whether `BufferCache` has all kinds of layers of a model."""
+    kinds = set(kinds_of(config))
+    return kinds <= _LAYERS.keys() and kinds != {"linear_attention"}
+
+
+class BufferCache(Cache):
+    """Transformers' cache interface over one layer of the given kind (`layer_types` of a config) each.
+
+    One of them must not be linear attention: it counts the tokens.
+    """
+
+    def __init__(self, kinds: Sequence[str], capacity: int) -> None:
+        super().__init__(layers=[_LAYERS[kind](capacity) for kind in kinds])
 
     def select_rows(self, rows: Tensor, capacity: int = 0) -> None:
         """Reorder, repeat or drop batch rows: row i becomes the old row rows[i] ([B'] int64).
@@ -69,4 +103,4 @@ class BufferCache(Cache):
         capacity: columns to allocate; doubled when they are used up.
         """
         for layer in self.layers:
-            layer.select_rows(rows, capacity)  # type: ignore[union-attr] # all are `_BufferLayer`s
+            layer.select_rows(rows, capacity)  # type: ignore[union-attr] # all are of _LAYERS

@@ -57,4 +57,6 @@ def _is_softmax_router(module: Any) -> bool:
     """Whether it returns (logits, weights, ids) of a softmax: over all experts, as in the Qwen families, or over the
     chosen ones, as in gpt-oss, which is the same normalised."""
     name = type(module).__name__
-    return name == "GptOssTopKRouter" or name.endswith("MoeTopKRouter") and hasattr(module, "norm_topk_prob")
+    if hasattr(module, "e_score_correction_bias"):
+        return False
+    return name == "GptOssTopKRouter" or name.endswith("TopKRouter") and hasattr(module, "norm_topk_prob")

@@ -18,7 +18,7 @@ def tokens_in_slots(lengths: tuple[int, ...], size: int) -> tuple[list[list[int 
     chunks, active = [], []
     for step in range(-(-max(lengths) // size)):
         going = [i for i, n in enumerate(lengths) if n > step * size]
-        going.sort(key=lambda i: -(-(-lengths[i] // size)))
+        going.sort(key=lambda i: -lengths[i] // size)
         active.append(len(going))
         for i in going:
             positions = range(step * size, (step + 1) * size)

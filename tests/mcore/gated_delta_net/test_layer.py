@@ -11,8 +11,9 @@ from transformers import Qwen3NextConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from megatron_gspo.mcore.attention import packed_sequences
-from megatron_gspo.mcore.gated_delta_net.layer import DeltaNetSizes, GatedDeltaNet
+from megatron_gspo.mcore.gated_delta_net.layer import GatedDeltaNet
 from megatron_gspo.mcore.model import transformer_config
+from megatron_gspo.models.model_shape import DeltaNetSizes
 from megatron_gspo.parallel.context_parallel import zigzag_indices
 from tests.mcore.test_model import shape_of
 from tests.support.configs import model_config, parallel
@@ -34,7 +35,8 @@ def naive_weights(seed: int = 0) -> DeltaNetWeights:
     keys, values = SIZES.key_heads * SIZES.key_size, SIZES.value_heads * SIZES.value_size
     drawn = dict(
         in_qkv=draw(2 * keys + values, HIDDEN, seed=seed) / 4, in_z=draw(values, HIDDEN, seed=seed + 1) / 4,
-        in_b=draw(SIZES.value_heads, HIDDEN, seed=seed + 2) / 4, in_a=draw(SIZES.value_heads, HIDDEN, seed=seed + 3) / 4,
+        in_b=draw(SIZES.value_heads, HIDDEN, seed=seed + 2) / 4,
+        in_a=draw(SIZES.value_heads, HIDDEN, seed=seed + 3) / 4,
         filters=draw(2 * keys + values, SIZES.kernel, seed=seed + 4), dt_bias=draw(SIZES.value_heads, seed=seed + 5),
         log_rate=draw(SIZES.value_heads, seed=seed + 6) - 1, norm=1 + draw(SIZES.value_size, seed=seed + 7) / 3,
         out=draw(HIDDEN, values, seed=seed + 8),
@@ -60,7 +62,7 @@ def grouped(weights: DeltaNetWeights) -> dict[str, Tensor]:
 def layer_of(layout: Any, dtype: str = "float64", **model: Any) -> tuple[GatedDeltaNet, Any]:
     groups = groups_of(layout)
     config = transformer_config(shape_of(), layout, model_config(dtype=dtype, **model))
-    return GatedDeltaNet(config, None, 1, sizes=SIZES, pg_collection=groups), groups
+    return GatedDeltaNet(config, 1, sizes=SIZES, pg_collection=groups), groups
 
 
 def shard(name: str, whole: Tensor, rank: int, ranks: int) -> Tensor:
@@ -179,5 +181,5 @@ def refusal(rank: int, world_size: int) -> str:
 
     collection = type("Groups", (), {"tp": groups.tp, "cp": Wide})
     with pytest.raises(ValueError) as raised:
-        GatedDeltaNet(layer.config, None, 1, sizes=SIZES, pg_collection=collection)
+        GatedDeltaNet(layer.config, 1, sizes=SIZES, pg_collection=collection)
     return str(raised.value)

@@ -14,6 +14,7 @@ from tests.support.reference_models import (
     dense_config,
     loaded_engine,
     moe_config,
+    next_config,
     prompts,
     reference_model,
     sink_config,
@@ -21,7 +22,8 @@ from tests.support.reference_models import (
     window_config,
 )
 
-CONFIGS = {"moe": moe_config, "dense": dense_config, "sinks": sink_config, "windows": window_config}
+CONFIGS = {"moe": moe_config, "dense": dense_config, "sinks": sink_config, "windows": window_config,
+           "next": next_config}  # fmt: skip
 SEEDS = {"sinks": 2}  # one whose samples end early and late
 
 
@@ -212,9 +214,9 @@ def test_what_cannot_be_served_is_refused_in_one_line(tmp_path):
         (moe_config(), {"eos_token_ids": [40]}, "eos_token_ids=.40."),
         (moe_config(eos_token_id=None), {}, "pass eos_token_ids"),
         (
-            dense_config(layer_types=["full_attention", "linear_attention"]),
+            dense_config(layer_types=["full_attention", "chunked_attention"]),
             {},
-            "full attention and windows only",
+            "full attention, windows and linear attention beside them",
         ),
     ]:
         with pytest.raises(ValueError, match=message):

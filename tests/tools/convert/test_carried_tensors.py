@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_gspo.models import ModelError
+from megatron_gspo.models import FAMILIES, ModelError
 from megatron_gspo.models.hf_checkpoint import INDEX, SINGLE, CheckpointReader
+from megatron_gspo.models.qwen_next import QWEN_NEXT
 from megatron_gspo.tools.convert.carried_tensors import CARRIED
 from megatron_gspo.tools.convert.torch_dcp_files import DistributedReader
 from tests.support.tiny_models import save_tiny_model
@@ -119,3 +120,18 @@ def test_weights_in_8_bits_are_read_as_their_dequantized_values(model, tmp_path)
     assert "quantization_config" not in config and config["dtype"] == "bfloat16"
     with CheckpointReader(source) as reader, CheckpointReader(tmp_path / "back") as other:
         assert all(torch.equal(reader.read(name), other.read(name)) for name in reader.names)
+
+
+def test_gated_delta_nets_and_their_multi_token_prediction_come_back_byte_by_byte(tmp_path, monkeypatch):
+    monkeypatch.setitem(FAMILIES, "qwen3_next", QWEN_NEXT[0])  # users are refused it
+    plain = Path(save_tiny_model(tmp_path / "plain", "next", dtype=torch.bfloat16))
+    run("to-megatron", plain, tmp_path / "one", "--tp", "2", "--pp", "2", "--verify")
+    run("to-hf", tmp_path / "one", tmp_path / "same", "--verify")
+    assert same_files(plain, tmp_path / "same")
+    tensors = load_file(plain / SINGLE) | {"mtp.fc.weight": torch.randn(32, 64).bfloat16(), "mtp.norm": torch.ones(3)}
+    source = changed(plain, tmp_path / "source", tensors)
+    run("to-megatron", source, tmp_path / "megatron", *LAYOUT, "--verify")
+    run("to-hf", tmp_path / "megatron", tmp_path / "back", "--verify")
+    with CheckpointReader(tmp_path / "back") as reader:
+        assert reader.names == set(tensors)
+        assert all(torch.equal(reader.read(name), tensor) for name, tensor in tensors.items())
