@@ -64,8 +64,8 @@ def _latent_attention(spec: Any, config: Any, shape: ModelShape | None) -> Any:
     return ModuleSpec(module=LatentAttention, params={"shape": shape}, submodules=linears)
 
 
-def _delta_net(spec: Any, shape: ModelShape) -> Any:
-    assert shape.delta_net is not None
+def _delta_net(spec: Any, config: Any, shape: ModelShape | None) -> Any:
+    assert shape is not None and shape.delta_net is not None
     return ModuleSpec(module=GatedDeltaNet, params={"sizes": shape.delta_net})
 
 

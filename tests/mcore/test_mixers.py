@@ -29,7 +29,7 @@ def test_attention():
 
 def test_gated_delta_net():
     sizes = DeltaNetSizes(key_heads=2, value_heads=4, key_size=3, value_size=5, kernel=4)
-    spec = MIXERS["gated_delta_net"].place(None, dense_shape(delta_net=sizes))
+    spec = MIXERS["gated_delta_net"].place(None, None, dense_shape(delta_net=sizes))
     assert spec.module is GatedDeltaNet and spec.params == {"sizes": sizes}
     assert (sizes.convolved, sizes.exchanged, sizes.projected) == (16, 20, 30)
 
