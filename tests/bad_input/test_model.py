@@ -200,7 +200,7 @@ CASES = (
          breaks=deepseek(model_type="glm4_moe_lite", mlp_layer_types=["dense", "odd", "sparse", "sparse"])),
     Case("noise in sigmoid routers", "noise is defined for softmax routers", breaks=deepseek(),
          overrides=("router_noise.engines=trainer", "router_noise.strength=0.5", "router_noise.stress_test=true")),
-    Case("model that is not supported yet", "model_type='qwen3_next' in config.json is not supported; known: ",
+    Case("model that is not supported yet", 'its config.json has model_type "qwen3_next"; use one of qwen3, ',
          breaks=of_kind("next")),
     Case("no weights", "has no *.safetensors weights; download them", breaks=without(WEIGHTS)),
     Case("pickled weights only", "only pickled ones (*.bin), which could run code when loaded", breaks=pickled_only,
