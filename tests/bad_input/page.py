@@ -46,7 +46,7 @@ FIXES = {
     "TP doesn't fit the world": "change `--nproc-per-node` or a size; without torchrun there is 1 process",
     "token budget below one sequence": "the budget must hold the longest prompt plus response (defaults 1024 each)",
     "one sample a prompt": "8 is usual; `sft` needs 1",
-    "unknown model type": "supported: qwen3, qwen3_moe, qwen2_moe; [add a family](extending.md#a-model-family)",
+    "unknown model type": "supported: [models](models.md); [add a family](extending.md#a-model-family)",
     "pickled weights only": "loading a pickle runs code; convert it where you trust it",
     "missing weight": "weights of another model, or an incomplete download",
     "integer weights": "quantised weights need their scales",

@@ -13,7 +13,7 @@ EXPERTS = ("tests/mcore/test_operators.py::test_experts",)
 UNIT = ("tests/mcore/test_gated_units.py::test_products_and_gradients",)
 FAMILY = "tests/equivalence/test_layouts.py::test_family[gpt_oss-"
 ETP2 = (FAMILY + "tp1-pp1-cp1-dp2-ep1-etp2]",)
-EP2 = (FAMILY + "tp2-pp1-cp1-dp1-ep2-etp1]",)
+EP2 = (FAMILY + "tp2-pp2-cp1-dp1-ep2-etp1]",)
 _SCALED = "out = (out * (lse - total).exp().t()[..., None]).to(out.dtype)\n"
 _SAVED = (
     "        ctx.kernel, ctx.state = kernel, state\n"
@@ -105,7 +105,8 @@ BIASED_EXPERTS = (
     ),
     SeededBug(
         "the two numbers of a byte of MXFP4 exchanged", "design", "megatron_gspo/models/mxfp4.py",
-        "(blocks & 15, blocks >> 4)", "(blocks >> 4, blocks & 15)", ("tests/models/test_mxfp4.py::test_values_by_hand",),
+        "(blocks & 15, blocks >> 4)", "(blocks >> 4, blocks & 15)",
+        ("tests/models/test_mxfp4.py::test_values_by_hand",),
     ),
     SeededBug(
         "experts of a stack in the wrong place", "design", "megatron_gspo/models/stacked_experts.py",
