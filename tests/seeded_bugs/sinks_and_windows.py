@@ -43,11 +43,6 @@ SINKS_AND_WINDOWS = (
         ALONE,
     ),
     SeededBug(
-        "the window ignored under context parallelism", "design", ATTENTION,
-        "window = bucket.keys if self.window is None else min(self.window, bucket.keys)",
-        "window = bucket.keys if self.window is None else min(self.window, bucket.queries)", ALONE,
-    ),
-    SeededBug(
         "the kernel's backward without the sink in its probabilities", "one trainer", SINKS,
         "ctx.save_for_backward(query, key, value, sinks, out, total)",
         "ctx.save_for_backward(query, key, value, sinks, out, lse)", KERNEL,
