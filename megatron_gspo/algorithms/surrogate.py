@@ -36,16 +36,21 @@ def clipped_surrogate(objective: Objective, ratio: Tensor, advantages: Tensor, *
     With `dual_clip` c the value is max(that, c * A) where A < 0 (arXiv:1912.09729, eq. 5).
     """
     with torch.no_grad():
-        low, high = objective.clip_range
-        lower = (advantages < 0) & (ratio < low)
-        upper = (advantages > 0) & (ratio > high)
-        cut, bound = lower | upper, ratio.clamp(low, high)
-        clip = Clip(lower, cut, None)
+        clip = _outside(objective, ratio, advantages)
+        cut, bound = clip.cut, ratio.clamp(*objective.clip_range)
         if objective.dual_clip is not None:
             dual = (advantages < 0) & (ratio > objective.dual_clip)
             bound = torch.where(dual, objective.dual_clip, bound)
             clip, cut = replace(clip, dual=dual), cut | dual
     return torch.where(cut, bound, ratio) * advantages, clip
+
+
+def _outside(objective: Objective, ratio: Tensor, advantages: Tensor) -> Clip:
+    """The tokens whose ratio has left the clip range in the direction of their advantage."""
+    low, high = objective.clip_range
+    lower = (advantages < 0) & (ratio < low)
+    upper = (advantages > 0) & (ratio > high)
+    return Clip(lower, lower | upper, None)
 
 
 def cispo_surrogate(
@@ -105,12 +110,10 @@ def minirl_surrogate(
     M is 0 where `clipped_surrogate` clips the ratio to the old policy.
     """  # fmt: skip
     with torch.no_grad():
-        low, high = objective.clip_range
-        lower = (advantages < 0) & (ratio < low)
-        cut = lower | ((advantages > 0) & (ratio > high))
+        clip = _outside(objective, ratio, advantages)
         largest = math.log(objective.number("max_weight"))
-        weight = (log_probs - rollout_log_probs).clamp(max=largest).exp().masked_fill(cut, 0)
-    return weight * advantages * log_probs, Clip(lower, cut, None)
+        weight = (log_probs - rollout_log_probs).clamp(max=largest).exp().masked_fill(clip.cut, 0)
+    return weight * advantages * log_probs, clip
 
 
 # surrogate(objective, ratio, advantages, log_ratio, log_probs, rollout_log_probs) -> (value to be maximised [T], what

@@ -72,8 +72,8 @@ OBJECTIVE = (
     ),
     SeededBug(
         "clipped for either sign of the advantage", "design", SURROGATE,
-        "        lower = (advantages < 0) & (ratio < low)\n        upper = (advantages > 0) & (ratio > high)\n",
-        "        lower = ratio < low\n        upper = ratio > high\n", (NAIVE,),
+        "    lower = (advantages < 0) & (ratio < low)\n    upper = (advantages > 0) & (ratio > high)\n",
+        "    lower = ratio < low\n    upper = ratio > high\n", (NAIVE,),
     ),
     SeededBug(
         "CISPO's weight has a gradient", "design", SURROGATE,
