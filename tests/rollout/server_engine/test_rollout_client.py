@@ -197,11 +197,19 @@ def test_a_pause_keeps_or_discards_the_requests_of_all_clients(run, keep):
 
 
 def broken_connection(rank: Rank) -> tuple:
-    """Rank 1 does not reach the first server."""
+    """Rank 1 does not reach the first server, and finds it down before the other one answers."""
     for server in rank.servers[:1]:
         server.refuses.add("rank1")
+    for server in rank.servers:
+        server.gate = False
     dist.barrier()
     rank.source.submit(prompts(6), SAMPLING, seed=5)
+    deadline = time.monotonic() + 30.0
+    while not rank.servers and len(rank.serving()) > 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    dist.barrier()
+    for server in rank.servers:
+        server.gate = True
     found = facts(rank.source.collect(6))
     return found, rank.serving(), rank.lines, rank.requests()
 
