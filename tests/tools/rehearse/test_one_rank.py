@@ -15,6 +15,15 @@ def test_a_model_is_shortened_in_its_config_alone(tmp_path: Path) -> None:
     assert json.loads((made / "config.json").read_text()) == {**config, "num_hidden_layers": 4, "max_window_layers": 4}
 
 
+def test_a_list_with_an_entry_for_each_layer_is_cut(tmp_path):
+    kinds = ["sliding_attention", "full_attention"] * 3
+    config = {"architectures": ["GptOssForCausalLM"], "num_hidden_layers": 6, "layer_types": kinds}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "made").mkdir()
+    made = json.loads((shortened_model(str(tmp_path), 4, tmp_path / "made") / "config.json").read_text())
+    assert made == {**config, "num_hidden_layers": 4, "layer_types": kinds[:4]}
+
+
 def test_overrides_follow_the_config() -> None:
     args = parser().parse_args(["a.yaml", "x.y=1", "--world", "4", "--rank", "3", "--output", "o.json"])
     assert (args.config, args.overrides, args.rank, args.layers, args.imbalance) == ("a.yaml", ["x.y=1"], 3, None, 1.0)

@@ -9,11 +9,12 @@ import pytest
 
 from megatron_gspo.config import load_config
 from megatron_gspo.tools.rehearse.__main__ import main
-from tests.launch.test_configs import CONFIGS, MODELS, processes
+from tests.launch.test_configs import CONFIGS, EXAMPLES, processes
 
 pytestmark = pytest.mark.slow  # minutes; .ci/run runs those with the fewest layers
 
-READY = [file for file in CONFIGS if file.stem.startswith("qwen3_")]
+SHIPPED = {folder.name: folder for folder in EXAMPLES.glob("*/models/*")}  # configurations of published models
+READY = [file for file in CONFIGS if Path(load_config(file).model.path or "").name in SHIPPED]
 LENGTHS = {"data.max_prompt_length": 512, "rollout.max_response_length": 1536}
 
 
@@ -21,6 +22,13 @@ def fewest_layers(file: Path) -> int:
     """Two layers a stage, of which embedding and loss may each count as one; without stages two."""
     parallel = load_config(file).parallel
     return 2 * parallel.pipeline_model_parallel_size - parallel.extra_pipeline_layers
+
+
+def exchanging_groups(file: Path) -> set[str]:
+    """The groups within a replica, by their names in a record, that the config's layout gives more than one rank."""
+    parallel = load_config(file).parallel
+    sizes = {"tp": parallel.tensor_model_parallel_size, "ep": parallel.expert_model_parallel_size}
+    return {name for name, size in sizes.items() if size > 1}
 
 
 def short(file: Path) -> list[str]:
@@ -32,7 +40,7 @@ def short(file: Path) -> list[str]:
 
 def rehearse(file: Path, output: Path, *arguments: str) -> dict:
     """The rehearsal's JSON document; it must find no problem."""
-    model = MODELS / Path(load_config(file).model.path).name
+    model = SHIPPED[Path(load_config(file).model.path).name]
     world = str(processes(file))
     code = main([str(file), f"model.path={model}", "--world", world, "--json", str(output), *arguments])
     document = json.loads(output.read_text())
@@ -48,11 +56,11 @@ def test_with_the_fewest_layers(file, tmp_path):
     document = rehearse(file, tmp_path / "found.json", "--layers", str(layers), "--ranks", ranks, *short(file))
     for role in document["roles"]:
         assert 0 < role["peak_activation_bytes"] < role["peak_bytes"]
-        assert {one["group"] for one in role["collectives"]} >= {"tp", "ep"}
+        assert {one["group"] for one in role["collectives"]} >= exchanging_groups(file)
 
 
 @pytest.mark.parametrize("file", READY, ids=lambda file: file.stem)
 def test_in_full(file, tmp_path):
     document = rehearse(file, tmp_path / "found.json", "--gpu", "h200" if "141gb" in file.stem else "h100")
     assert sorted(rank for role in document["roles"] for rank in role["stands_for"]) == list(range(processes(file)))
-    assert {"tp", "ep", "world"} <= set(document["compared_groups"])
+    assert exchanging_groups(file) | {"world"} <= set(document["compared_groups"])
