@@ -50,6 +50,7 @@ EVEN = [
     Case((12, 16, 12), 2, 2, dim=12, value_dim=5),
     Case((16, 4), 2, 1, dim=4, value_dim=10, rotary_base=10.0),
     Case((4, 20, 24, 8, 36), 4, 2, window=5),
+    Case((20, 36), 2, 1, window=14),  # longer than the part of a sequence that one of two ranks has
     Case((4, 20, 24, 8, 36), 4, 2, sinks=True, rotary_base=100.0),
     Case((40, 8, 44), 4, 2, dim=12, value_dim=4, window=3, sinks=True, scale=0.3),
 ]

@@ -13,6 +13,7 @@ EXPERTS = ("tests/mcore/test_operators.py::test_experts",)
 UNIT = ("tests/mcore/test_gated_units.py::test_products_and_gradients",)
 FAMILY = "tests/equivalence/test_layouts.py::test_family[gpt_oss-"
 ETP2 = (FAMILY + "tp1-pp1-cp1-dp2-ep1-etp2]",)
+EP2 = (FAMILY + "tp2-pp2-cp1-dp1-ep2-etp1]",)
 _SCALED = "out = (out * (lse - total).exp().t()[..., None]).to(out.dtype)\n"
 _SAVED = (
     "        ctx.kernel, ctx.state = kernel, state\n"
@@ -40,6 +41,11 @@ SINKS_AND_WINDOWS = (
         "a block of queries lacks the first key of its window", "design", ATTENTION,
         "start = max(bucket.least + first - window + 1, 0)", "start = max(bucket.least + first - window + 2, 0)",
         ALONE,
+    ),
+    SeededBug(
+        "the window ignored under context parallelism", "design", ATTENTION,
+        "window = bucket.keys if self.window is None else min(self.window, bucket.keys)",
+        "window = bucket.keys if self.window is None else min(self.window, bucket.queries)", ALONE,
     ),
     SeededBug(
         "the kernel's backward without the sink in its probabilities", "one trainer", SINKS,
@@ -87,5 +93,29 @@ BIASED_EXPERTS = (
     SeededBug(
         "an expert's bias counted by every expert-tensor rank in the gradient norm", "design", EXPERT_GRADIENTS,
         "bias.shared = not is_first", "bias.shared = False", ETP2,
+    ),
+    SeededBug(
+        "gradients of different experts' biases added up over tensor ranks", "Megatron-Core", EXPERT_GRADIENTS,
+        "bias.sequence_parallel = False", "pass", EP2,
+    ),
+    SeededBug(
+        "gate and up exchanged where they alternate", "one trainer", "megatron_gspo/models/mapping_rules.py",
+        "[parts[0][..., i::2].t() for i in range(2)]", "[parts[0][..., i::2].t() for i in (1, 0)]",
+        ("tests/models/test_mapping_rules.py::test_alternating_outputs_become_gate_above_up",),
+    ),
+    SeededBug(
+        "the two numbers of a byte of MXFP4 exchanged", "design", "megatron_gspo/models/mxfp4.py",
+        "(blocks & 15, blocks >> 4)", "(blocks >> 4, blocks & 15)",
+        ("tests/models/test_mxfp4.py::test_values_by_hand",),
+    ),
+    SeededBug(
+        "experts of a stack in the wrong place", "design", "megatron_gspo/models/stacked_experts.py",
+        "stack[expert].copy_(tensor)", "stack[len(filled)].copy_(tensor)",
+        ("tests/models/test_stacked_experts.py::test_slices_in_any_order_become_whole_tensors",),
+    ),
+    SeededBug(
+        "the window lost while decoding", "design", "megatron_gspo/rollout/embedded/decode.py",
+        "torch.arange(columns, device=device) >= columns - window", "torch.arange(columns, device=device) >= 0",
+        ("tests/rollout/embedded/test_embedded_engine.py::test_log_probs_equal_a_teacher_forced_pass",),
     ),
 )  # fmt: skip
