@@ -55,7 +55,7 @@ test-sglang: install
 	SERVER=$$($(RUN) -m megatron_gspo.tools.sglang_environment $(SGLANG)) && \
 	$(RUN) -m pytest tests/sglang --sglang-python $$SERVER $(ARGS)
 
-# Every layout against float64 under the installed megatron-core: its results and the page (five minutes, two cores).
+# Every layout against float64 under the installed megatron-core: its results and the page (twenty minutes, two cores).
 proof: install
 	$(RUN) -m tests.equivalence.table docs/equivalence.md $(ARGS)
 

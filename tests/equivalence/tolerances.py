@@ -22,7 +22,7 @@ through four layers. The first column is one process alone; a layout only change
 change is a difference of two float32 weights, so rounding of a weight near 1 is 1e-5 of a change of 1e-2. Adam's `eps`
 is 2e-4, the size of a gradient's entries: with 1e-8 the sign of an entry of rounding noise would decide a whole step.
 
-The passes that record and replay routes pack different micro-batches; their log-probs differ by at most three of
+The passes that record and replay routes pack different micro-batches; their log-probs differ by at most four of
 float32's steps of 4.8e-7 between 4 and 8 nats.
 
 Tests check that the comparison does not depend on rounding: no ratio within 2e-5 of a clip, no two experts' logits
