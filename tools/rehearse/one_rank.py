@@ -54,8 +54,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def shortened_model(path: str, layers: int, folder: Path) -> Path:
-    """A model directory with the config.json of another, and its first layers only; a list with an entry for each layer,
-    such as ``layer_types``, is cut with them."""
+    """A model directory with the config.json of another, and its first layers only; a list with an entry for each
+    layer, such as ``layer_types``, is cut with them."""
     data: dict[str, Any] = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
     for key, value in data.items():
         if isinstance(value, list) and len(value) == data["num_hidden_layers"]:
