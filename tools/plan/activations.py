@@ -188,7 +188,7 @@ def backward_bytes(z: Sizes, setting: Setting, *, is_moe: bool) -> float:
     weights = 3 * z.local * z.moe * z.h
     if setting.implementation == "torch":
         copied = weights * 2 / 3 if setting.on_gpu and z.a == 2 else 0.0
-        return z.a * (z.s * z.h + z.rows * (2 * z.h + 6 * z.moe) + weights + copied)
+        return z.a * (z.s * z.h + z.rows * (2 * z.h + 5 * z.moe) + weights + copied)
     return z.a * (z.s * z.h + z.rows * (2 * z.h + 3 * z.moe) + weights * 2 / 3)
 
 
