@@ -188,7 +188,8 @@ def backward_bytes(z: Sizes, setting: Setting, *, is_moe: bool) -> float:
     weights = 3 * z.local * z.moe * z.h
     if setting.implementation == "torch":
         copied = weights * 2 / 3 if setting.on_gpu and z.a == 2 else 0.0
-        return z.a * (z.s * z.h + z.rows * (2 * z.h + 5 * z.moe) + weights + copied)
+        of_rows = z.h + max(z.h + 4 * z.moe, 6 * z.moe)  # the gradient of their input, or within the gated unit
+        return z.a * (z.s * z.h + z.rows * of_rows + weights + copied)
     return z.a * (z.s * z.h + z.rows * (2 * z.h + 3 * z.moe) + weights * 2 / 3)
 
 
