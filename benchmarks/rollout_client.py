@@ -144,7 +144,8 @@ def flush(url: str) -> None:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """The whole result; a turn that isn't counted comes first."""
     from megatron_gspo.config import SGLangConfig
-    from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch, on_cpu, sglang_environment, sglang_version
+    from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch, on_cpu, sglang_environment
+    from megatron_gspo.servers.package_launch import package_version
     from megatron_gspo.servers.server_processes import LocalServers
 
     machine = hardware()
@@ -157,7 +158,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         )
         launch = SGLangLaunch(config, str(model), "float32", routed_experts=True, log_dir=name)
         environment = sglang_environment(launch.python, cpu=on_cpu(launch.args))
-        found = ".".join(map(str, sglang_version(args.sglang_python)))
+        found = ".".join(map(str, package_version(args.sglang_python, ("sglang",), "sglang")))
         with LocalServers(launch) as servers:
             url = servers.urls[0]
             ours = Ours(url, model, args, vocabulary)

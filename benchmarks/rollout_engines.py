@@ -153,9 +153,9 @@ def main() -> None:
     from megatron_gspo.config import SGLangConfig
     from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch
     from megatron_gspo.servers.server_processes import LocalServers
-    from megatron_gspo.tools.sglang_environment import sglang_python
+    from megatron_gspo.tools.server_environment import server_python
 
-    python = args.python or sglang_python()
+    python = args.python or server_python("sglang")
     runs: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in VARIANTS}
     machine = hardware()
     with tempfile.TemporaryDirectory() as folder:

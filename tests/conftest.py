@@ -14,7 +14,9 @@ settings.load_profile("ci")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--sglang-python", help="interpreter that has sglang: runs tests/sglang with real servers")
+    for engine in ("sglang", "vllm"):
+        text = f"interpreter that has {engine}: runs tests/{engine} with real servers"
+        parser.addoption(f"--{engine}-python", help=text)
     parser.addoption("--every", type=int, default=1, help="of the layouts in tests/equivalence, run one in so many")
 
 

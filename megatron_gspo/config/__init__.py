@@ -7,7 +7,7 @@ from megatron_gspo.config.data_sections import DataConfig, TaskConfig
 from megatron_gspo.config.model_sections import ModelConfig, ParallelConfig
 from megatron_gspo.config.rollout_sections import RolloutConfig, RoutingConfig, SamplingParams
 from megatron_gspo.config.schema import Config, load_config
-from megatron_gspo.config.server_sections import ServerConfig, SGLangConfig
+from megatron_gspo.config.server_sections import ServerConfig, SGLangConfig, VLLMConfig
 from megatron_gspo.config.training_sections import (
     CheckpointConfig,
     EvaluationConfig,
@@ -34,6 +34,7 @@ __all__ = [
     "TaskConfig",
     "TrackingConfig",
     "TrainingConfig",
+    "VLLMConfig",
     "from_command_line",
     "load_config",
     "refuse",

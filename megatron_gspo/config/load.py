@@ -81,21 +81,25 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
 _OVERRIDE = re.compile(r"(seed|run_dir|[a-z_]+(\.[a-z_0-9]+)+)=")
 
 
-def split_server_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(overrides, arguments for the SGLang servers): `--sglang.xyz value` and `--sglang.xyz=value` are for them, as
-    `--xyz value` and `--xyz=value`. A value is a following argument that is no override and starts without a dash."""
+_FOR_SERVERS = re.compile(r"--(sglang|vllm)\.(.*)", re.DOTALL)
+
+
+def split_server_arguments(arguments: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """(overrides, arguments for the servers by section): `--sglang.xyz value` and `--sglang.xyz=value` are for those of
+    `sglang`, as `--xyz value` and `--xyz=value`. A value is a following argument that is no override and starts without
+    a dash."""
     ours: list[str] = []
-    theirs: list[str] = []
-    after = False
+    theirs: dict[str, list[str]] = {}
+    after = ""
     for argument in arguments:
-        if argument.startswith("--sglang."):
-            theirs.append("--" + argument.removeprefix("--sglang."))
-            after = "=" not in argument
+        if found := _FOR_SERVERS.fullmatch(argument):
+            theirs.setdefault(found[1], []).append("--" + found[2])
+            after = "" if "=" in argument else found[1]
         elif after and not argument.startswith("--") and not _OVERRIDE.match(argument):
-            theirs.append(argument)
+            theirs[after].append(argument)
         else:
             ours.append(argument)
-            after = False
+            after = ""
     return ours, theirs
 
 

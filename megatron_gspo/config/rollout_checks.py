@@ -9,6 +9,7 @@ from megatron_gspo.config.config_error import ConfigError
 from megatron_gspo.config.data_sections import DataConfig
 from megatron_gspo.config.fields import default_of
 from megatron_gspo.config.rollout_sections import RolloutConfig
+from megatron_gspo.config.server_sections import ServerConfig
 from megatron_gspo.config.training_sections import EvaluationConfig
 
 
@@ -27,13 +28,13 @@ def check_sampling(rollout: RolloutConfig, evaluation: EvaluationConfig) -> None
         raise ConfigError("rollout.temperature", rollout.temperature, problem, "set it above 0, 1 is usual")
 
 
-def check_staleness(rollout: RolloutConfig, colocated: bool) -> None:
-    """overlap, max_staleness and oversampling of a server engine are compatible. colocated: sglang.colocated."""
+def check_staleness(rollout: RolloutConfig, servers: ServerConfig) -> None:
+    """overlap, max_staleness and oversampling of a server engine are compatible."""
     if rollout.overlap and not rollout.max_staleness:
         problem = "samples generated while training are one update behind"
         raise ConfigError("rollout.overlap", True, problem, "set rollout.max_staleness to 1 or more")
-    if rollout.overlap and colocated:
-        problem = "the servers release their memory while the trainer works (sglang.colocated)"
+    if rollout.overlap and servers.colocated:
+        problem = f"the servers release their memory while the trainer works ({servers.section}.colocated)"
         raise ConfigError("rollout.overlap", True, problem, "set one of the two to false")
     if rollout.max_staleness and rollout.oversampling > 1 + rollout.max_staleness:
         behind, limit = rollout.oversampling - 1, rollout.max_staleness
@@ -46,16 +47,17 @@ def check_staleness(rollout: RolloutConfig, colocated: bool) -> None:
         raise ConfigError("rollout.max_staleness", rollout.max_staleness, problem, fix)
 
 
-def check_offloading(rollout: RolloutConfig, colocated: bool) -> None:
-    """The engine generates on the trainer's GPUs, and not while it trains. colocated: sglang.colocated."""
+def check_offloading(rollout: RolloutConfig, servers: ServerConfig) -> None:
+    """The engine generates on the trainer's GPUs, and not while it trains. servers: of the engine."""
     if not rollout.offload_trainer:
         return
     if rollout.engine == "sft":
         problem, fix = "trains on reference answers (rollout.engine: sft)", "remove it"
     elif rollout.overlap:
         problem, fix = "the trainer works meanwhile (rollout.overlap)", "set one of the two to false"
-    elif rollout.engine == "sglang" and not colocated:
-        problem, fix = "the servers have GPUs of their own", "set sglang.colocated: true, or remove it"
+    elif (servers.urls or servers.num_servers) and not servers.colocated:
+        fix = f"set {servers.section}.colocated: true, or remove it"
+        problem = "the servers have GPUs of their own"
     else:
         return
     raise ConfigError("rollout.offload_trainer", True, problem, fix)

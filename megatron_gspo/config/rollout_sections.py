@@ -54,8 +54,9 @@ class SamplingParams:
 class RolloutConfig(SamplingParams):
     """Generation of the training samples. The section is the sampling parameters of the training samples."""
 
-    engine: Literal["embedded", "sglang", "sft"] = "embedded"
-    """Source of responses: the policy in Transformers (`embedded`), SGLang servers, or reference answers (`sft`)."""
+    engine: Literal["embedded", "sglang", "vllm", "sft"] = "embedded"
+    """Source of responses: the policy in Transformers (`embedded`), SGLang or vLLM servers, or reference answers
+    (`sft`)."""
     rollout_batch_size: Annotated[int, Ge(1)]
     """Prompts per rollout batch."""
     max_batch_size: Annotated[int, Ge(1)] = 256
@@ -69,7 +70,7 @@ class RolloutConfig(SamplingParams):
     `max_staleness`, continue after the update (then at most 1 + `max_staleness`)."""
     offload_trainer: bool | None = None
     """Keep the trainer's state in host memory while an engine on the same GPUs generates; null is true with
-    `sglang.colocated`."""
+    `colocated` servers."""
     environment: str | None = None
     """Factory of a multi-turn environment, as `data.verifier`, which it replaces; null is single-turn."""
     environment_options: dict[str, Any] = field(default_factory=dict)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -40,7 +40,7 @@ from megatron_gspo.config.rollout_checks import (
 )
 from megatron_gspo.config.rollout_sections import RolloutConfig, RouterNoiseConfig, RoutingConfig
 from megatron_gspo.config.server_checks import check_server_files, check_servers
-from megatron_gspo.config.server_sections import SGLangConfig
+from megatron_gspo.config.server_sections import ServerConfig, SGLangConfig, VLLMConfig
 from megatron_gspo.config.training_checks import (
     check_batches,
     check_critic,
@@ -80,6 +80,7 @@ class Config:
     data: DataConfig
     rollout: RolloutConfig
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
+    vllm: VLLMConfig = field(default_factory=VLLMConfig)
     training: TrainingConfig
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     router_noise: RouterNoiseConfig = field(default_factory=RouterNoiseConfig)
@@ -108,7 +109,7 @@ class Config:
         """
         self.check_sizes(world_size)
         check_run_dir(self.run_dir, self.checkpoint.resume)
-        check_server_files(self.sglang)
+        check_server_files(self.servers)
         check_environment_file(self.rollout)
         check_data_files(self.data)
         check_weight_files("model.path", self.model.path, self.model.init)
@@ -147,8 +148,8 @@ class Config:
         check_routing(self.routing, self.algorithm)
         check_router_noise(self.router_noise, self.rollout)
         check_evaluation(self.evaluation, self.data.has_eval_prompts)
-        check_servers(self.rollout, self.sglang)
-        check_offloading(self.rollout, self.sglang.colocated)
+        check_servers(self.rollout, self._server_sections)
+        check_offloading(self.rollout, self.servers)
 
     def dump(self) -> dict[str, Any]:
         """Plain data with every default written out; from_dict(dump()) is the same config."""
@@ -162,7 +163,16 @@ class Config:
     def offloads_trainer(self) -> bool:
         """`rollout.offload_trainer`, null resolved."""
         given = self.rollout.offload_trainer
-        return self.sglang.colocated if given is None else given
+        return self.servers.colocated if given is None else given
+
+    @property
+    def servers(self) -> ServerConfig:
+        """The section of `rollout.engine`'s servers; defaults for an engine without servers."""
+        return self._server_sections.get(self.rollout.engine, ServerConfig())
+
+    @property
+    def _server_sections(self) -> dict[str, ServerConfig]:
+        return {section.section: section for section in (self.sglang, self.vllm)}
 
     @property
     def critic_path(self) -> str:
@@ -176,18 +186,20 @@ class Config:
         return self.training.steps * self.training.ppo_epochs * per_epoch
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), *, server_args: Sequence[str] = ()) -> Config:
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), *, server_args: Mapping[str, Sequence[str]] | None = None
+) -> Config:
     """Load a YAML file, apply `key.sub=value` overrides and validate. Raises ConfigError.
 
-    server_args: appended to sglang.server_args; later arguments take precedence.
+    server_args: by section, appended to its `server_args`; later arguments take precedence.
     """
     data = read_file(path)
     data.pop("environment", None)  # where a finished run was, in its own config.yaml
     data = apply_overrides(data, overrides)
-    if server_args:
-        section = data.setdefault("sglang", {})
+    for name, arguments in (server_args or {}).items():
+        section = data.setdefault(name, {})
         if isinstance(section, dict) and isinstance(section.setdefault("server_args", []), list):
-            section["server_args"] = [*section["server_args"], *server_args]
+            section["server_args"] = [*section["server_args"], *arguments]
     return Config.from_dict(data)
 
 

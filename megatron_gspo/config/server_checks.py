@@ -2,92 +2,113 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_gspo.config.config_error import MISSING, ConfigError, show
 from megatron_gspo.config.fields import default_of
 from megatron_gspo.config.rollout_checks import check_staleness
 from megatron_gspo.config.rollout_sections import RolloutConfig
-from megatron_gspo.config.server_sections import SGLangConfig
+from megatron_gspo.config.server_sections import ServerConfig
 from megatron_gspo.config.server_urls import check_url, without_password
 
 _ASYNCHRONOUS = ("max_staleness", "overlap", "oversampling")
 
 
-def check_servers(rollout: RolloutConfig, sglang: SGLangConfig) -> None:
-    """Servers are named or to be started, their keys have an effect, and none contradicts another."""
-    if rollout.engine != "sglang":
-        _check_without_servers(rollout, sglang)
+def check_servers(rollout: RolloutConfig, sections: Mapping[str, ServerConfig]) -> None:
+    """Servers are named or to be started, their keys have an effect, and none contradicts another. sections: of the
+    engines that run in servers, by engine."""
+    for name, section in sections.items():
+        if name != rollout.engine and section != type(section)():
+            problem = f"describes servers, and rollout.engine = {show(rollout.engine)} has none of them"
+            raise ConfigError(name, MISSING, problem, f"set rollout.engine: {name}, or remove the section")
+    if rollout.engine not in sections:
+        _check_without_servers(rollout)
         return
-    if bool(sglang.urls) == bool(sglang.num_servers):
-        problem = "both name servers" if sglang.urls else "names no server, and neither does sglang.num_servers"
-        fix = "set sglang.urls (running servers) or sglang.num_servers (servers to start), one of them"
-        raise ConfigError("sglang.urls", sglang.urls, problem, fix)
-    _check_urls(sglang.urls)
-    check_staleness(rollout, sglang.colocated)
-    _check_timeouts(sglang)
-    if sglang.urls:
+    servers, name = sections[rollout.engine], rollout.engine
+    if bool(servers.urls) == bool(servers.num_servers):
+        problem = "both name servers" if servers.urls else f"names no server, and neither does {name}.num_servers"
+        fix = f"set {name}.urls (running servers) or {name}.num_servers (servers to start), one of them"
+        raise ConfigError(f"{name}.urls", servers.urls, problem, fix)
+    _check_urls(servers)
+    check_staleness(rollout, servers)
+    _check_timeouts(servers)
+    _check_started(servers)
+    _check_transport(servers)
+
+
+def _check_started(servers: ServerConfig) -> None:
+    name = servers.section
+    if servers.urls:
         for key in ("python", "port", "server_args"):
-            if value := getattr(sglang, key):
-                fix = "remove it, or set sglang.num_servers in place of sglang.urls"
-                raise ConfigError(f"sglang.{key}", value, "is for servers that the run starts", fix)
-    if sglang.port is not None and sglang.port + sglang.num_servers - 1 > 65535:
-        raise ConfigError("sglang.port", sglang.port, f"leaves no room for {sglang.num_servers} servers", "lower it")
+            if value := getattr(servers, key):
+                fix = f"remove it, or set {name}.num_servers in place of {name}.urls"
+                raise ConfigError(f"{name}.{key}", value, "is for servers that the run starts", fix)
+    if servers.port is not None and servers.port + servers.num_servers - 1 > 65535:
+        problem = f"leaves no room for {servers.num_servers} servers"
+        raise ConfigError(f"{name}.port", servers.port, problem, "lower it")
+
+
+def _check_transport(servers: ServerConfig) -> None:
+    name, transport = servers.section, servers.weight_transport
     for key in ("weight_changes_only", "weight_checksums"):
-        if getattr(sglang, key) and not sglang.uses_receiver:
-            fix = "set sglang.weight_transport: distributed and sglang.num_servers, or remove it"
-            raise ConfigError(f"sglang.{key}", True, "needs the receiver of servers that the run starts", fix)
-    if sglang.colocated and sglang.weight_transport == "distributed":
-        problem = "servers on the trainer's GPUs (sglang.colocated) can't be in an NCCL group with it"
-        raise ConfigError("sglang.weight_transport", "distributed", problem, "set it to ipc, or to disk")
-    if sglang.weight_dir is not None and sglang.weight_transport != "disk":
-        problem = f"has no effect with sglang.weight_transport = {show(sglang.weight_transport)}"
-        fix = "set sglang.weight_transport: disk, or remove it"
-        raise ConfigError("sglang.weight_dir", sglang.weight_dir, problem, fix)
+        if getattr(servers, key) and not servers.uses_receiver:
+            fix = f"set {name}.weight_transport: distributed and {name}.num_servers, or remove it"
+            raise ConfigError(f"{name}.{key}", True, "needs the receiver of servers that the run starts", fix)
+    if servers.weight_changes_only and not servers.loads_single_tensors:
+        problem, fix = "these servers load a layer from all of its tensors", "remove it"
+        raise ConfigError(f"{name}.weight_changes_only", True, problem, fix)
+    if servers.colocated and transport == "distributed":
+        problem = f"servers on the trainer's GPUs ({name}.colocated) can't be in an NCCL group with it"
+        fix = f"set it to {servers.colocated_transports}"
+        raise ConfigError(f"{name}.weight_transport", "distributed", problem, fix)
+    if servers.weight_dir is not None and transport != "disk":
+        problem = f"has no effect with {name}.weight_transport = {show(transport)}"
+        raise ConfigError(f"{name}.weight_dir", servers.weight_dir, problem,
+                          f"set {name}.weight_transport: disk, or remove it")  # fmt: skip
 
 
-def _check_timeouts(sglang: SGLangConfig) -> None:
-    if sglang.health_timeout <= 1:
+def _check_timeouts(servers: ServerConfig) -> None:
+    name = servers.section
+    if servers.health_timeout <= 1:
         problem = "a health check takes a second, in which the server generates a token"
-        raise ConfigError("sglang.health_timeout", sglang.health_timeout, problem, "set it to 2 or more")
-    if sglang.resolved_response_timeout < sglang.request_timeout:
-        problem = f"is less than the {sglang.request_timeout:g} s that one request may take"
-        fix = "raise it, or lower sglang.request_timeout"
-        raise ConfigError("sglang.response_timeout", sglang.response_timeout, problem, fix)
+        raise ConfigError(f"{name}.health_timeout", servers.health_timeout, problem, "set it to 2 or more")
+    if servers.resolved_response_timeout < servers.request_timeout:
+        problem = f"is less than the {servers.request_timeout:g} s that one request may take"
+        fix = f"raise it, or lower {name}.request_timeout"
+        raise ConfigError(f"{name}.response_timeout", servers.response_timeout, problem, fix)
 
 
-def _check_without_servers(rollout: RolloutConfig, sglang: SGLangConfig) -> None:
+def _check_without_servers(rollout: RolloutConfig) -> None:
     for key in _ASYNCHRONOUS:
         if (value := getattr(rollout, key)) != default_of(RolloutConfig, key):
             problem = f"the engine {rollout.engine} completes each batch before training on it"
-            raise ConfigError(f"rollout.{key}", value, problem, "set rollout.engine: sglang, or remove it")
-    if sglang != SGLangConfig():
-        problem = f"describes servers, and rollout.engine = {show(rollout.engine)} has none"
-        raise ConfigError("sglang", MISSING, problem, "set rollout.engine: sglang, or remove the section")
+            raise ConfigError(f"rollout.{key}", value, problem, "set rollout.engine: sglang or vllm, or remove it")
 
 
-def _check_urls(urls: Sequence[str]) -> None:
+def _check_urls(servers: ServerConfig) -> None:
+    urls, key = servers.urls, f"{servers.section}.urls"
     for url in urls:
         try:
             check_url(url)
         except ValueError:
             fix = "write http://host:port; a key goes into api_key_file"
-            raise ConfigError("sglang.urls", without_password(url), "is not the URL of a server", fix) from None
+            raise ConfigError(key, without_password(url), "is not the URL of a server", fix) from None
     if twice := [url for i, url in enumerate(urls) if url.rstrip("/") in [u.rstrip("/") for u in urls[:i]]]:
-        raise ConfigError("sglang.urls", twice[0], "is listed twice", "list every server once")
+        raise ConfigError(key, twice[0], "is listed twice", "list every server once")
 
 
-def check_server_files(sglang: SGLangConfig) -> None:
+def check_server_files(servers: ServerConfig) -> None:
     """The interpreter and the key file exist."""
-    if sglang.python is not None and not Path(sglang.python).is_file():
-        fix = "give the Python of the environment that SGLang is installed in, e.g. .venv-sglang/bin/python"
-        raise ConfigError("sglang.python", sglang.python, "no such file", fix)
-    if sglang.api_key_file is not None:
+    name = servers.section
+    if servers.python is not None and not Path(servers.python).is_file():
+        fix = f"give the Python of the environment that {name} is installed in, e.g. .venv-{name}/bin/python"
+        raise ConfigError(f"{name}.python", servers.python, "no such file", fix)
+    if servers.api_key_file is not None:
         try:
-            lines = Path(sglang.api_key_file).read_text(encoding="utf-8").splitlines()
+            lines = Path(servers.api_key_file).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError):
             lines = []
         if not lines or not lines[0].strip():
             problem, fix = "cannot be read, or its first line is empty", "put the key on its first line"
-            raise ConfigError("sglang.api_key_file", sglang.api_key_file, problem, fix)
+            raise ConfigError(f"{name}.api_key_file", servers.api_key_file, problem, fix)

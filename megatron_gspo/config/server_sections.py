@@ -1,4 +1,4 @@
-"""Section `sglang`, and what it shares with any engine that runs in server processes."""
+"""Sections `sglang` and `vllm`, and what they share."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ class ServerConfig:
     """Inference servers: where they are, how they are started, limits, and how weights reach them."""
 
     section: ClassVar[str] = "sglang"  # of the config, for messages
+    loads_single_tensors: ClassVar[bool] = True  # else a layer is loaded from all of its tensors
+    colocated_transports: ClassVar[str] = "ipc, or to disk"  # that servers on the trainer's GPUs take
     urls: tuple[str, ...] = ()
     """URLs of running servers (or of routers), as http://host:port."""
     num_servers: Annotated[int, Ge(0)] = 0
@@ -22,7 +24,7 @@ class ServerConfig:
     port: Annotated[int, Ge(1), Le(65535)] | None = None
     """Port of the first started server; others take the following ones. Null takes free ports."""
     server_args: tuple[str, ...] = ()
-    """Arguments of the started servers; on the command line --sglang.mem-fraction-static 0.7."""
+    """Arguments of the started servers; on the command line --sglang.tp-size 2 or --vllm.tensor-parallel-size 2."""
     start_timeout: Annotated[float, Gt(0)] = 600.0
     """Timeout of a server's start in seconds."""
     api_key_file: str | None = None
@@ -65,7 +67,7 @@ class ServerConfig:
     """Action when a check exceeds the tolerance."""
     colocated: bool = False
     """The servers share the trainer's GPUs and release their memory during training; not with `distributed`. `urls`
-    need --enable-memory-saver."""
+    need --enable-memory-saver (SGLang) or --enable-sleep-mode (vLLM)."""
 
     @property
     def uses_receiver(self) -> bool:
@@ -81,3 +83,19 @@ class ServerConfig:
 @dataclass(frozen=True, kw_only=True)
 class SGLangConfig(ServerConfig):
     """SGLang servers of `rollout.engine: sglang`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VLLMConfig(ServerConfig):
+    """vLLM servers of `rollout.engine: vllm`."""
+
+    section: ClassVar[str] = "vllm"
+    loads_single_tensors: ClassVar[bool] = False
+    colocated_transports: ClassVar[str] = "disk"
+    weight_transport: Literal["distributed", "disk"] = "distributed"
+    """Weights to servers by broadcast to our worker extension (`distributed`) or files (`disk`)."""
+
+    @property
+    def uses_receiver(self) -> bool:
+        """See `ServerConfig.uses_receiver`: `urls` have it too, or are refused."""
+        return self.weight_transport == "distributed"

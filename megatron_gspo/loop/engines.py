@@ -35,13 +35,11 @@ from megatron_gspo.rollout.in_process_source import InProcessSource
 from megatron_gspo.rollout.server_engine.rollout_client import RolloutClient
 from megatron_gspo.rollout.server_engine.server_api import ServedModel
 from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
+from megatron_gspo.rollout.server_kinds import SERVER_KINDS
 from megatron_gspo.rollout.server_source import ServerSource
 from megatron_gspo.rollout.sft_engine import DemonstrationEngine
-from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
-from megatron_gspo.rollout.sglang.sglang_args import first_server_gpu
-from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch, on_cpu
-from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
 from megatron_gspo.rollout.weight_distribution import WHOLE, Source, WeightDistribution
+from megatron_gspo.servers.server_gpus import first_server_gpu
 from megatron_gspo.servers.server_processes import LocalServers
 from megatron_gspo.weight_transport.transport import WeightTransport
 from megatron_gspo.weight_transport.update_group import local_address
@@ -75,7 +73,7 @@ def build_sources(
         if not evaluates:
             return training, None
         return training, in_process(given) if supervised else training
-    if config.rollout.engine == "sglang":
+    if config.rollout.engine in SERVER_KINDS:
         servers = _server_source(config, shape, tokenizer)
         if environments is None:
             return servers, servers
@@ -94,15 +92,15 @@ def episode_rules(config: Config) -> EpisodeRules:
 
 
 def _server_source(config: Config, shape: ModelShape, tokenizer: Any) -> ServerSource:
-    rank, clients = dist.get_rank(), client_ranks(config)
+    rank, clients, servers = dist.get_rank(), client_ranks(config), config.servers
     end_ids = stop_ids(config.model.path, tokenizer, shape.vocab_size)
     model = ServedModel(shape, end_ids, return_routes=config.routing.needs_rollout_routes)
     started: list[LocalServers] = []
 
     def start() -> list[str]:
-        if config.sglang.num_servers:
+        if servers.num_servers:
             started.append(_start_servers(config))
-        return list(started[0].urls if started else config.sglang.urls)
+        return list(started[0].urls if started else servers.urls)
 
     urls = run_on_rank_zero(start)
     client = engine = sender = None
@@ -110,22 +108,28 @@ def _server_source(config: Config, shape: ModelShape, tokenizer: Any) -> ServerS
         sources = weight_sources(config, urls)
         if rank in clients:
             client = RolloutClient(
-                urls, config.sglang, model, lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
-                api=SGLangAPI(), share=(clients.index(rank), len(clients)), log=log_servers,
+                urls, servers, model, lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+                api=SERVER_KINDS[config.rollout.engine].api, share=(clients.index(rank), len(clients)), log=log_servers,
             )  # fmt: skip
         if rank == 0:
             assert client is not None, "rank 0 is the first client"
-            engine = ServerEngine(config.sglang, client, _transport(config), log=log_servers,
+            engine = ServerEngine(servers, client, _transport(config), log=log_servers,
                                   processes=started[0] if started else None)  # fmt: skip
             sender = engine.sender
         elif rank in [source.rank for source in sources if source is not None]:
-            sender = WeightSender(config.sglang, _transport(config))
+            sender = WeightSender(servers, _transport(config))
     except BaseException:
         for processes in started:
             processes.stop()
         raise
-    return ServerSource(engine, client, clients, config.sglang, groups_per_step=config.rollout.rollout_batch_size,
-                        log=log_servers, distribution=WeightDistribution(engine, sender, sources))  # fmt: skip
+    source = ServerSource(engine, client, clients, servers, groups_per_step=config.rollout.rollout_batch_size,
+                          log=log_servers, distribution=WeightDistribution(engine, sender, sources))  # fmt: skip
+    try:
+        source.on_rank_zero(lambda engine: engine.check_servers())
+    except BaseException:
+        source.close()
+        raise
+    return source
 
 
 def client_ranks(config: Config) -> tuple[int, ...]:
@@ -133,7 +137,7 @@ def client_ranks(config: Config) -> tuple[int, ...]:
     collective."""
     groups = current_groups()
     first = run_on_rank_zero(lambda: dist.get_process_group_ranks(groups.dp))
-    on_first_node = bool(config.sglang.num_servers) or any(is_loopback(url) for url in config.sglang.urls)
+    on_first_node = bool(config.servers.num_servers) or any(is_loopback(url) for url in config.servers.urls)
     return tuple(rank for rank in first if not on_first_node or rank < _ranks_of_the_first_node())
 
 
@@ -141,15 +145,16 @@ def weight_sources(config: Config, urls: Sequence[str]) -> tuple[Source, ...]:
     """What the ranks send to the servers at `urls`; rank 0 alone sends where the servers listen on its node only, and
     ranks of other nodes would have to send them requests. A collective."""
     family, _ = family_of(read_config(config.model.path))
-    sources, sglang = default_sources(current_groups(), family), config.sglang
-    if sglang.weight_transport == "ipc":
+    sources, servers = default_sources(current_groups(), family), config.servers
+    if servers.weight_transport == "ipc":
         if family.stacks_experts and config.parallel.expert_model_parallel_size > 1:
             problem = f"a {family.model_type} server takes a layer's experts as one tensor, which no rank holds"
-            raise ConfigError("sglang.weight_transport", "ipc", problem, "set it to disk, tensor or distributed")
+            fix = "set it to disk, tensor or distributed"
+            raise ConfigError(f"{servers.section}.weight_transport", "ipc", problem, fix)
         return handle_sources(config, urls, _ranks_of_the_first_node())
     one_node = sources[-1].rank < _ranks_of_the_first_node()
-    by_rank_zero = sglang.weight_transport == "disk" or sglang.uses_receiver  # who sends all requests
-    return sources if one_node or bool(sglang.urls) or by_rank_zero else WHOLE
+    by_rank_zero = servers.weight_transport == "disk" or servers.uses_receiver  # who sends all requests
+    return sources if one_node or bool(servers.urls) or by_rank_zero else WHOLE
 
 
 def _ranks_of_the_first_node() -> int:
@@ -157,12 +162,12 @@ def _ranks_of_the_first_node() -> int:
 
 
 def _transport(config: Config) -> WeightTransport:
-    address = config.sglang.master_address
+    address = config.servers.master_address
     if dist.get_rank() >= _ranks_of_the_first_node():
         first_node = f"http://{os.environ['MASTER_ADDR']}"  # where servers that the run starts are
-        address = local_address(first_node) if config.sglang.num_servers else None
-    return make_transport(config.sglang, SGLangWeightEndpoints(), run_dir=config.run_dir, source=config.model.path,
-                          address=address)  # fmt: skip
+        address = local_address(first_node) if config.servers.num_servers else None
+    endpoints = SERVER_KINDS[config.rollout.engine].endpoints
+    return make_transport(config.servers, endpoints, run_dir=config.run_dir, source=config.model.path, address=address)
 
 
 def log_servers(line: str) -> None:
@@ -211,21 +216,21 @@ def unperturbed_rollout(engine: RolloutEngine | None) -> AbstractContextManager[
 
 
 def _start_servers(config: Config) -> LocalServers:
-    sglang = config.sglang
+    settings, kind = config.servers, SERVER_KINDS[config.rollout.engine]
     log_dir = str(Path(config.run_dir) / "servers")
     first_gpu = None
-    if not on_cpu(sglang.server_args):
+    if not kind.on_cpu(settings.server_args):
         first_gpu = first_server_gpu(
-            sglang.server_args,
-            sglang.num_servers,
+            settings,
+            kind.gpus_per_server(settings.server_args),
             trainer_gpus=int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if torch.cuda.is_available() else 0,
             visible_gpus=torch.cuda.device_count(),
-            colocated=sglang.colocated,
+            option_name=kind.gpu_option,
         )
-    launch = SGLangLaunch(sglang, config.model.path, config.model.dtype, config.routing.needs_rollout_routes, log_dir,
-                          first_gpu)  # fmt: skip
+    launch = kind.launch(settings, config.model.path, config.model.dtype, config.routing.needs_rollout_routes, log_dir,
+                         first_gpu)  # fmt: skip
     servers = LocalServers(launch, log=log_servers)
-    log_servers(f"starting {sglang.num_servers}; logs are in {log_dir}")
+    log_servers(f"starting {settings.num_servers}; logs are in {log_dir}")
     servers.start()
     return servers
 

@@ -26,13 +26,13 @@ _PROMPTS = 4
 def check_log_probs(
     groups: GroupSource, policy: Policy, prompts: Sequence[Prompt], config: Config, version: int, timers: Timers
 ) -> dict[str, float]:
-    """``log_prob_check/*``, every ``sglang.log_prob_check_interval`` updates: each server's log-probs of the first
+    """``log_prob_check/*``, every ``log_prob_check_interval`` updates: each server's log-probs of the first
     prompts' tokens against the policy's. Empty without servers.
 
-    Above ``sglang.log_prob_check_tolerance`` it warns, or raises `SharedEngineError` naming server and difference.
+    Above ``log_prob_check_tolerance`` it warns, or raises `SharedEngineError` naming server and difference.
     """
-    sglang = config.sglang
-    if not sglang.log_prob_check_interval or version % sglang.log_prob_check_interval:
+    servers = config.servers
+    if not servers.log_prob_check_interval or version % servers.log_prob_check_interval:
         return {}
     with timers("log_prob_check"):
         samples = [as_sample(prompt) for prompt in islice((p for p in prompts if p.length > 1), _PROMPTS)]
@@ -43,11 +43,11 @@ def check_log_probs(
         found = compute_log_probs(policy, batch, config.training, temperature=1.0).log_probs
         ours = values_everywhere(found, batch, policy.groups)
         mean, largest, server = compare(ours, theirs)
-    if not largest <= sglang.log_prob_check_tolerance:  # NaN too
+    if not largest <= servers.log_prob_check_tolerance:  # NaN too
         line = (f"weights {version}: the log-prob of a token differs by {largest:.3g} nats between the trainer and "
-                f"server {server}, sglang.log_prob_check_tolerance is {sglang.log_prob_check_tolerance:g}; compare "
-                "model, dtype and weights of both")  # fmt: skip
-        if sglang.log_prob_check_action == "stop":
+                f"server {server}, {servers.section}.log_prob_check_tolerance is "
+                f"{servers.log_prob_check_tolerance:g}; compare model, dtype and weights of both")  # fmt: skip
+        if servers.log_prob_check_action == "stop":
             raise SharedEngineError(line)
         if dist.get_rank() == 0:
             log_servers(line)

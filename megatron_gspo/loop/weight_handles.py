@@ -21,9 +21,9 @@ from megatron_gspo.weight_transport.weight_source import ServerPlace, hand_over
 def handle_sources(config: Config, urls: Sequence[str], ranks_per_node: int) -> tuple[Source, ...]:
     """The sources for the servers at `urls`; rank 0 alone for servers of the first node, if that node does not hold the
     whole model. A collective. Raises ConfigError: see `hand_over`."""
-    started, urls = bool(config.sglang.num_servers), [check_url(url) for url in urls]  # as `ServerInfo` has them
+    started, urls = bool(config.servers.num_servers), [check_url(url) for url in urls]  # as `ServerInfo` has them
     nodes = [0] * len(urls) if started else _nodes_of(urls, ranks_per_node)
-    places = server_places(config.sglang, urls, nodes, ranks_per_node)
+    places = server_places(config.servers, urls, nodes, ranks_per_node)
     try:
         return hand_over(config.parallel, dist.get_world_size(), ranks_per_node, places)
     except ConfigError:
@@ -32,15 +32,15 @@ def handle_sources(config: Config, urls: Sequence[str], ranks_per_node: int) -> 
         return WHOLE
 
 
-def server_places(sglang: ServerConfig, urls: Sequence[str], nodes: Sequence[int | None],
+def server_places(servers: ServerConfig, urls: Sequence[str], nodes: Sequence[int | None],
                   ranks_per_node: int) -> list[ServerPlace]:  # fmt: skip
     """Where the servers are. nodes: of each; the GPUs of servers that the run did not start are not known: those of a
     node are taken to share its GPUs evenly, in the order of `urls`."""
     places = []
     for number, (url, node) in enumerate(zip(urls, nodes, strict=True)):
-        if sglang.num_servers:
-            count, own = gpus_per_server(sglang.server_args), 0 if sglang.colocated else ranks_per_node
-            first = int(option(sglang.server_args, BASE_GPU) or own) + number * count
+        if servers.num_servers:
+            count, own = gpus_per_server(servers.server_args), 0 if servers.colocated else ranks_per_node
+            first = int(option(servers.server_args, BASE_GPU) or own) + number * count
         else:
             count = max(ranks_per_node // nodes.count(node), 1)
             first = nodes[:number].count(node) * count

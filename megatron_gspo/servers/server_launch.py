@@ -1,4 +1,4 @@
-"""What `LocalServers` needs of an engine to start its servers. SGLang's: `rollout/sglang/sglang_launch.py`."""
+"""What `LocalServers` needs of an engine to start its servers. Each engine's is in its folder of `rollout/`."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class ServerLaunch(Protocol):
         """The command line of server `index`. key_file: from `write_key`; None without an API key."""
         ...
 
-    def environment(self) -> dict[str, str]:
-        """Environment variables of the servers."""
+    def environment(self, index: int) -> dict[str, str]:
+        """Environment variables of server `index`."""
         ...
 
     def write_key(self, api_key: str) -> str:

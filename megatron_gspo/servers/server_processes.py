@@ -180,7 +180,7 @@ class LocalServers:
                 stdin=subprocess.PIPE if hide else subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=launch.environment(),
+                env=launch.environment(process.index),
                 start_new_session=True,
             )
         if process.supervisor.stdin is not None:

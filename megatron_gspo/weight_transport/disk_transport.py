@@ -90,7 +90,7 @@ class DiskTransport(WeightTransport):
             for part in (self._unfinished / _part_name(number) for number in range(parts)):
                 if not part.is_file():
                     raise DiskError(f"{part}: not there; ranks on all nodes write to this directory: set "
-                                    "sglang.weight_dir to one that all nodes share")  # fmt: skip
+                                    f"{self.endpoints.engine}.weight_dir to one that all nodes share")  # fmt: skip
                 found = json.loads(part.read_text())
                 weight_map |= found["weight_map"]
                 total += found["metadata"]["total_size"]

@@ -59,6 +59,12 @@ class ReceiverTransport(DistributedTransport):
         self._sums: dict[str, int] = {}  # of this transfer
         self._known: dict[str, int] = {}  # of the last one, if all servers of the group completed it
 
+    def unsupported(self, info: ServerInfo) -> str:
+        """See `WeightTransport.unsupported`: servers without the receiver, too."""
+        if info.receiver is False:
+            return ("has no receiver of weights; start it with megatron-gspo serve, or use weight_transport=disk")
+        return super().unsupported(info)
+
     def takes_all_sources(self, infos: list[ServerInfo]) -> bool:
         """See `WeightTransport.takes_all_sources`."""
         return True

@@ -1,11 +1,11 @@
-"""The requests of a weight update, which each kind of inference server defines; SGLang's are in `rollout/sglang/`."""
+"""The requests of a weight update, which each kind of inference server defines, in its folder of `rollout/`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_gspo.servers.http_client import ServerClient
 from megatron_gspo.weight_transport.buckets import Entry
@@ -20,7 +20,9 @@ class ServerInfo:
     weights. model_path: the directory that it loaded last. device: "cuda" or "cpu". tp_size, pp_size, dp_size:
     parallel ranks. max_input_tokens: longest prompt; max_total_tokens: capacity of its KV cache in tokens; None if not
     reported. routed_experts: whether it returns them. update_session: whether a weight update must be opened and closed
-    by requests of its own (SGLang since 0.5.23).
+    by requests of its own (SGLang since 0.5.23). speculative: whether it decodes speculatively. receiver: whether it
+    has our receiver of weights; None if it does not say. refusal: why its responses can't be used, with the fix; "" if
+    they can.
     """
 
     url: str
@@ -36,74 +38,90 @@ class ServerInfo:
     max_total_tokens: int | None
     routed_experts: bool
     update_session: bool
+    speculative: bool = False
+    receiver: bool | None = None
+    refusal: str = ""
+
+    def unusable(self, *, routes: bool) -> str:
+        """Why a run can't use its responses, with the fix; "" if it can. routes: whether the run needs them."""
+        if self.refusal:
+            return self.refusal
+        if routes and not self.routed_experts:
+            return "it returns no routed experts; start it with --enable-return-routed-experts"
+        if routes and self.speculative:
+            return "it decodes speculatively, which mixes up routed experts; start it without, or use routing.replay=r2"
+        return ""
 
 
-class WeightEndpoints(Protocol):
+class WeightEndpoints:
     """One kind of server. Stateless. Every method raises `ServerError`; timeout: seconds of each request.
 
-    init_group_path, broadcast_path: of `init_group` and `load_broadcast`, for error messages.
+    A kind that lacks a transport does not define its methods, and its config section does not accept it. engine: its
+    name, which is also that of the config section. init_group_path, broadcast_path: of `init_group` and
+    `load_broadcast`, for error messages.
     """
 
-    init_group_path: str
-    broadcast_path: str
+    engine: str
+    init_group_path: str = ""
+    broadcast_path: str = ""
 
     async def server_info(self, server: ServerClient, *, timeout: float) -> ServerInfo:
         """What the server reports about itself."""
-        ...
+        raise NotImplementedError
 
     async def weight_version(self, server: ServerClient, *, timeout: float) -> str:
         """The weight version that the server reports; "" if none."""
-        ...
+        raise NotImplementedError
 
     async def pause(self, server: ServerClient, *, timeout: float) -> None:
         """Stop generating; running requests return what they have with finish reason "abort"."""
-        ...
+        raise NotImplementedError
 
     async def resume(self, server: ServerClient, *, timeout: float) -> None:
         """Generate again."""
-        ...
+        raise NotImplementedError
 
     async def set_version(self, server: ServerClient, version: str, *, timeout: float) -> None:
         """Set the weight version that the server reports with each response."""
-        ...
+        raise NotImplementedError
 
     async def flush_cache(self, server: ServerClient, *, timeout: float) -> None:
         """Empty the prefix cache; waits for requests that are still ending."""
-        ...
+        raise NotImplementedError
 
     async def begin_update(self, server: ServerClient, *, timeout: float) -> None:
         """Open an update, on a server whose `ServerInfo.update_session` is set. One left open is closed first."""
-        ...
+        raise NotImplementedError
 
     async def end_update(self, server: ServerClient, *, timeout: float) -> None:
         """Close an update."""
-        ...
+        raise NotImplementedError
 
     async def load_checkpoint(self, server: ServerClient, path: Path, *, timeout: float) -> None:
         """Load a Hugging Face checkpoint."""
-        ...
+        raise NotImplementedError
 
     async def load_payloads(
         self, server: ServerClient, payloads: Sequence[Iterable[bytes | memoryview]], *, timeout: float
     ) -> None:
         """Load a bucket, encoded (`sglang_payload`), one payload for each tensor-parallel rank of the server."""
-        ...
+        raise NotImplementedError
 
     async def receive(self, server: ServerClient, requests: Sequence[dict[str, Any]], *, timeout: float) -> None:
         """Receive the weights of all sources, on a server with our receiver; a request for each tensor-parallel rank
         (`receiver/megatron_gspo_receiver.py`). Returns when the transfer has ended in any way."""
-        ...
+        raise NotImplementedError
 
     async def init_group(self, server: ServerClient, group: UpdateGroup, first_rank: int, *, timeout: float) -> None:
         """Join a process group, with consecutive ranks from `first_rank` on."""
-        ...
+        raise NotImplementedError
 
     async def load_broadcast(
         self, server: ServerClient, group_name: str, entries: Sequence[Entry], *, timeout: float
     ) -> None:
         """Receive a bucket by broadcast and load it."""
-        ...
+        raise NotImplementedError
 
     async def destroy_group(self, server: ServerClient, group_name: str, *, timeout: float) -> None:
         """Leave a process group."""
-        ...
+        raise NotImplementedError

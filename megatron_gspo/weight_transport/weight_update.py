@@ -255,7 +255,7 @@ class ServerUpdate:
         """Pause the server, whose weights are about to change."""
         timeout, endpoints = self._timeout, self._endpoints
         info = await endpoints.server_info(server, timeout=timeout)
-        reason = self._transport.unsupported(info)
+        reason = info.refusal or self._transport.unsupported(info)
         if reason:
             raise ServerError(f"server {server.url}: {reason}", retry=False)
         self._infos[server.url] = info

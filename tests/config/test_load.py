@@ -86,4 +86,9 @@ ARGUMENTS = {
 @pytest.mark.parametrize("case", ARGUMENTS)
 def test_arguments_pass_untouched(case):
     arguments, ours, theirs = ARGUMENTS[case]
-    assert split_server_arguments(arguments) == (ours, theirs)
+    assert split_server_arguments(arguments) == (ours, {"sglang": theirs} if theirs else {})
+
+
+def test_arguments_of_each_engine_come_apart():
+    found = split_server_arguments(["--vllm.a", "1", "--sglang.b=2", "seed=3", "--vllm.c", "4"])
+    assert found == (["seed=3"], {"vllm": ["--a", "1", "--c", "4"], "sglang": ["--b=2"]})

@@ -15,7 +15,21 @@ ON_SERVERS = ("rollout.engine=sglang", URL)
 AHEAD = (*ON_SERVERS, "rollout.overlap=true")
 
 
+ON_VLLM = ("rollout.engine=vllm", "vllm.urls=['http://a:1']")
+
 REFUSED = {
+    "vLLM without a server": (["rollout.engine=vllm"], "vllm.urls = []: names no server", "set vllm.urls"),
+    "servers of both engines": ([*ON_VLLM, "sglang.num_servers=1"],
+                                'sglang: describes servers, and rollout.engine = "vllm" has none of them',
+                                "set rollout.engine: sglang, or remove the section"),
+    "tensors to vLLM": ([*ON_VLLM, "vllm.weight_transport=tensor"], 'vllm.weight_transport = "tensor"',
+                        "distributed, disk"),
+    "changes to vLLM": ([*ON_VLLM, "vllm.weight_changes_only=true"],
+                        "vllm.weight_changes_only = true: these servers load a layer from all", "remove it"),
+    "a group with vLLM on shared GPUs": ([*ON_VLLM, "vllm.colocated=true"],
+                                         "vllm.weight_transport = \"distributed\": servers on the trainer's GPUs",
+                                         "set it to disk"),
+    "port of other vLLM servers": ([*ON_VLLM, "vllm.port=30000"], "vllm.port = 30000", "set vllm.num_servers"),
     "no server": (["rollout.engine=sglang"], "sglang.urls = []: names no server", "set sglang.urls"),
     "both": ([*ON_SERVERS, "sglang.num_servers=2"], 'sglang.urls = ["http://127.0.0.1:30000"]: both name',
              "one of them"),

@@ -29,7 +29,7 @@ from tests.config.building import fault
         ("training.steps=0", "training.steps = 0: is not allowed; set integer >= 1"),
         ("model.dtype=fp32", 'model.dtype = "fp32": is not allowed; set one of float32, bfloat16'),
         ("rollout.engine=embeded", 'rollout.engine = "embeded": is not allowed; set one of embedded, '
-         "sglang, sft, perhaps embedded"),
+         "sglang, vllm, sft, perhaps embedded"),
         ("data.overlong_prompts=cut", 'data.overlong_prompts = "cut": is not allowed; set one of drop, error'),
         ("optimizer.lr=.nan", "optimizer.lr = NaN: is not allowed; set number > 0"),
         ("tracking.wandb=3", "tracking.wandb = 3: is not allowed; set true or false or string"),

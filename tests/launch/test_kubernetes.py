@@ -11,7 +11,7 @@ import yaml
 from megatron_gspo.cli import COMMANDS, PROGRAM
 from megatron_gspo.config import load_config
 from megatron_gspo.config.load import split_server_arguments
-from megatron_gspo.tools import serve_sglang
+from megatron_gspo.tools import serve
 from tests.launch.test_configs import processes
 
 ROOT = Path(__file__).parents[2]
@@ -43,10 +43,10 @@ def test_the_pods_make_the_world_that_the_config_is_for(parts):
 def test_the_servers_are_those_that_the_run_is_told(parts):
     [container] = parts["StatefulSet"]["spec"]["template"]["spec"]["containers"]
     program, command = container["command"]
-    assert program == PROGRAM and COMMANDS[command].module == serve_sglang.__name__
+    assert program == PROGRAM and COMMANDS[command].module == serve.__name__
     ours, theirs = split_server_arguments(container["args"])
-    options = serve_sglang._parser().parse_args(ours)
-    assert (options.servers, options.port, theirs) == (2, 31000, ["--host=0.0.0.0", "--tp-size=4"])
+    options = serve._parser().parse_args(ours)
+    assert (options.servers, options.port, theirs) == (2, 31000, {"sglang": ["--host=0.0.0.0", "--tp-size=4"]})
     labels = parts["StatefulSet"]["spec"]["template"]["metadata"]["labels"]
     assert parts["Service"]["spec"]["selector"] == labels
     assert parts["StatefulSet"]["spec"]["selector"]["matchLabels"] == labels

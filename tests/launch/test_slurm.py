@@ -16,7 +16,7 @@ import yaml
 
 from megatron_gspo.config import load_config
 from megatron_gspo.config.load import split_server_arguments
-from megatron_gspo.tools import serve_sglang
+from megatron_gspo.tools import serve
 from tests.bad_input.ranks import run_ranks
 from tests.fault_injection.bitwise_diff import first_difference
 from tests.support.network_hosts import hosts, why_not
@@ -162,7 +162,7 @@ def test_the_last_nodes_serve_and_the_run_knows_them(tmp_path):
     words = serving[serving.index("serve") + 1 :]
     assert serving[serving.index("serve") - 2 : serving.index("serve")] == ["-m", "megatron_gspo"]
     ours, theirs = split_server_arguments(words)
-    tool = serve_sglang._launch(serve_sglang._parser().parse_args(ours), theirs)
+    tool = serve._launch(serve._parser().parse_args(ours), theirs)
     servers = tool.config
     assert (tool.model, servers.num_servers, servers.port, servers.python) == ("/models/m", 2, 31000, "/s/python")
     assert servers.start_timeout == load_config(SHIPPED).sglang.recovery_timeout  # a slow start is no failure to either

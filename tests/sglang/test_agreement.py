@@ -16,12 +16,12 @@ from megatron_gspo.mcore.train_step import compute_log_probs
 from megatron_gspo.rollout.sample_checks import check_samples
 from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.servers.server_processes import LocalServers
-from tests.sglang.clients import checkpoint_stream, counts_of, engine_on, prompts_of
-from tests.sglang.ties import without_ties
 from tests.support.configs import micro_batches_of, parallel
 from tests.support.distributed import run_distributed
 from tests.support.gathered import all_routes, everywhere
 from tests.support.routing_cases import policy_of, shape_of
+from tests.support.server_clients import checkpoint_stream, counts_of, engine_on, prompts_of
+from tests.support.ties import without_ties
 from tests.support.transformers_reference import load_reference, observe_routers, response_log_probs
 
 TOLERANCE = 2e-5  # nats, float32 against float64

@@ -18,12 +18,12 @@ from megatron_gspo.rollout.server_engine import generation_client
 from megatron_gspo.rollout.server_engine.request_stream import RequestStream, WeightsNeeded
 from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.servers.server_processes import LocalServers
-from tests.sglang.clients import checkpoint_stream, counts_of, engine_on, prompts_of
 from tests.sglang.conftest import StartServers
-from tests.sglang.faults import Fault, FaultProxy
 from tests.sglang.test_agreement import TOLERANCE, VOCABULARY, bare
-from tests.sglang.ties import TIE, smallest_margin
+from tests.support.fault_proxy import Fault, FaultProxy
 from tests.support.reference_models import checkpoint
+from tests.support.server_clients import checkpoint_stream, counts_of, engine_on, prompts_of
+from tests.support.ties import TIE, smallest_margin
 from tests.support.transformers_reference import load_reference, observe_routers, response_log_probs
 
 KEY = "a-key-that-nobody-may-see"

@@ -25,9 +25,9 @@ import yaml
 
 from megatron_gspo.servers.server_processes import LocalServers
 from tests.sglang.conftest import StartServers
-from tests.sglang.faults import Fault, FaultProxy
 from tests.sglang.test_servers import processes_of
 from tests.sglang.test_training import check_ledger
+from tests.support.fault_proxy import Fault, FaultProxy
 from tests.support.training_runs import base_config, records, tiny_model
 
 LOG_EVERY_BATCH = ("--decode-log-interval", "1")

@@ -15,8 +15,8 @@ from megatron_gspo.servers.server_processes import LocalServers
 from megatron_gspo.tools.make_tiny_model import TinyModel, write_tiny_model
 from megatron_gspo.train import train
 from tests.sglang.conftest import StartServers
-from tests.sglang.ties import FLIPS
 from tests.support.distributed import run_distributed
+from tests.support.ties import FLIPS
 from tests.support.training_runs import WORD, base_config, records
 
 AGREEMENT = 2e-5  # nats

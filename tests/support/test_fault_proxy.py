@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from tests.sglang.faults import CHANGES, Fault, FaultProxy
+from tests.support.fault_proxy import CHANGES, Fault, FaultProxy
 
 ROUTES = np.arange(4 * 2 * 2, dtype=np.int32)  # 4 rows, 2 layers, 2 experts
 ANSWER = {

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from megatron_gspo.rollout.server_kinds import SERVER_KINDS
 from megatron_gspo.tools.doctor.arguments import Options
 
 USAGE = "megatron-gspo doctor [CONFIG.yaml] [key=value ...] [--json] [--probe]"
@@ -47,7 +48,8 @@ def parse(arguments: Sequence[str]) -> Options:
         parser.error("--timeout and --world-size must be positive and finite")
     config = rest[0] if rest and "=" not in rest[0] and not rest[0].startswith("-") else ""
     overrides = rest[1:] if config else rest
-    if unknown := [word for word in overrides if word.startswith("-") and not word.startswith("--sglang.")]:
+    for_servers = tuple(f"--{engine}." for engine in SERVER_KINDS)
+    if unknown := [word for word in overrides if word.startswith("-") and not word.startswith(for_servers)]:
         parser.error(f"{unknown[0]}: no such option")
     if overrides and not config:
         parser.error(f"{overrides[0]}: an override needs a CONFIG.yaml before it")

@@ -31,7 +31,8 @@ def planned_memory(config: Config, shape: ModelShape, world_size: int, *, transf
         dtype_bytes=size,
         implementation=layers,
     )
-    engine = {"embedded": "embedded", "sglang": "colocated" if config.sglang.colocated else "sglang"}
+    of_servers = "colocated" if config.servers.colocated else "sglang"
+    engine = {"embedded": "embedded", "sglang": of_servers, "vllm": of_servers}
     cluster = Cluster(GPUS["h100"], world_size, engine.get(rollout.engine, "none"))  # its memory is not looked at
     setting = Setting(size, layers, model.recompute_granularity, model.recompute_num_layers or 1)
     states = stage_states(shape, config.parallel, world_size, size)

@@ -54,7 +54,7 @@ def situation(
         has_experts=has_experts,
         replay=config.routing.replay != "none",
         has_config=True,
-        starts_servers=bool(config.sglang.num_servers),
+        starts_servers=config.rollout.engine == "sglang" and bool(config.sglang.num_servers),
     )
 
 

@@ -15,6 +15,7 @@ from megatron_gspo.config.load import split_server_arguments
 from megatron_gspo.config.model_checks import read_hf_config
 from megatron_gspo.config.parallel_checks import check_divisibility, check_layout
 from megatron_gspo.models import ModelShape
+from megatron_gspo.rollout.server_kinds import SERVER_KINDS
 from megatron_gspo.tools.doctor import input_checks, issue_checks, machine_checks, sandbox_checks, storage_checks
 from megatron_gspo.tools.doctor.arguments import Options
 from megatron_gspo.tools.doctor.diagnostics import Finding, Report, examine, failed, note, ok
@@ -57,7 +58,7 @@ class Local:
         self._run("disk.space", lambda: self._disk(gpu))
         servers: dict[str, Any] = {}
         config = self.config
-        if self.launch.rank == 0 and config is not None and config.rollout.engine == "sglang":
+        if self.launch.rank == 0 and config is not None and config.rollout.engine in SERVER_KINDS:
             self._run("servers.answer", lambda: _check_servers(config, servers, with_ranks=bool(self.launch.host)))
         self._run(
             "known_issues.all",
@@ -154,11 +155,12 @@ def _check_servers(config: Config, versions: dict[str, Any], *, with_ranks: bool
     """Adds version and device of the servers to ``versions``, for the known issues. with_ranks: under a launcher."""
     from megatron_gspo.tools.doctor import server_checks  # aiohttp may be missing
 
-    if config.sglang.num_servers:
-        versions["sglang"], versions["servers_on_cpu"], found = server_checks.check_startable(config)
+    known = versions if config.rollout.engine == "sglang" else {}  # the known issues are sglang's
+    if config.servers.num_servers:
+        known["sglang"], known["servers_on_cpu"], found = server_checks.check_startable(config)
         return found
     answers = server_checks.query_servers(config)
     found_versions = [numbers(answer.version) for answer in answers.values() if not isinstance(answer, str)]
-    versions["sglang"] = min(found_versions, default=())
+    known["sglang"] = min(found_versions, default=())
     own = server_checks.judge_own_address(config) if with_ranks else []
     return server_checks.judge_servers(config, answers) + own

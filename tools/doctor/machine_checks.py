@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import psutil
 
-from megatron_gspo.config import Config
+from megatron_gspo.config import Config, ServerConfig
 from megatron_gspo.errors import show_bytes
 from megatron_gspo.servers.ports import LOOPBACK, is_free
 from megatron_gspo.servers.server_args import option
@@ -88,33 +88,37 @@ def check_ports(config: Config | None, environment: Mapping[str, str]) -> list[F
             )
         else:
             found.append(ok("ports.torchrun", f"port {_TORCHRUN_PORT}, torchrun's default, is free"))
-    if config is not None and config.sglang.num_servers and config.sglang.port is not None:
-        host = option(config.sglang.server_args, "--host") or LOOPBACK
-        ports = range(config.sglang.port, config.sglang.port + config.sglang.num_servers)
-        found.append(judge_server_ports(config.sglang.port, host, [port for port in ports if not is_free(host, port)]))
-        found += judge_ephemeral(ports, _ephemeral_range())
+    if config is not None and config.servers.num_servers and config.servers.port is not None:
+        host = option(config.servers.server_args, "--host") or LOOPBACK
+        ports = range(config.servers.port, config.servers.port + config.servers.num_servers)
+        found.append(judge_server_ports(config.servers, host, [port for port in ports if not is_free(host, port)]))
+        found += judge_ephemeral(config.servers, ports, _ephemeral_range())
     return found
 
 
-def judge_server_ports(first: int, host: str, taken: Sequence[int]) -> Finding:
+def judge_server_ports(servers: ServerConfig, host: str, taken: Sequence[int]) -> Finding:
+    section, first = servers.section, servers.port
     if not taken:
-        return ok("ports.sglang", f"the servers' ports from {first} on are free on {host}")
+        return ok(f"ports.{section}", f"the servers' ports from {first} on are free on {host}")
     return error(
-        "ports.sglang",
-        f"sglang.port = {first}: {_list(taken)} in use on {host}",
+        f"ports.{section}",
+        f"{section}.port = {first}: {_list(taken)} in use on {host}",
         "the servers could not start",
-        "choose another sglang.port, null for any, or end what listens there",
+        f"choose another {section}.port, null for any, or end what listens there",
     )
 
 
-def judge_ephemeral(ports: Sequence[int], ephemeral: tuple[int, int] | None) -> list[Finding]:
+def judge_ephemeral(
+    servers: ServerConfig, ports: Sequence[int], ephemeral: tuple[int, int] | None
+) -> list[Finding]:
     """Ports of outgoing connections are taken at any moment, so a server there may find its port in use one day."""
     if ephemeral is None or not (within := [port for port in ports if ephemeral[0] <= port <= ephemeral[1]]):
         return []
     return [
         note(
             "ports.ephemeral",
-            f"sglang.port: {_list(within)} among those of outgoing connections ({ephemeral[0]}-{ephemeral[1]})",
+            f"{servers.section}.port: {_list(within)} among those of outgoing connections "
+            f"({ephemeral[0]}-{ephemeral[1]})",
             "another program may hold it when a server starts again",
             f"choose one below {ephemeral[0]}",
         )

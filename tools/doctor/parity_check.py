@@ -9,6 +9,7 @@ import numpy as np
 
 from megatron_gspo.config import Config
 from megatron_gspo.errors import show_bytes
+from megatron_gspo.rollout.server_kinds import SERVER_KINDS
 from megatron_gspo.tools.doctor.diagnostics import Finding, error, note, ok, warning
 
 _PROMPTS, _RESPONSE = 4, 32
@@ -44,11 +45,10 @@ def check_parity(config: Config) -> list[Finding]:
 
 def _probing(config: Config) -> Config:
     """The same config with the probe of `loop/log_prob_check.py` on, which reports and doesn't stop."""
-    if config.rollout.engine != "sglang":
+    if config.rollout.engine not in SERVER_KINDS:
         return config
-    return replace(
-        config, sglang=replace(config.sglang, log_prob_check_interval=1, log_prob_check_action="warn")
-    )
+    probing = replace(config.servers, log_prob_check_interval=1, log_prob_check_action="warn")
+    return replace(config, **{config.rollout.engine: probing})
 
 
 def _compare(run) -> list[Finding]:  # type: ignore[no-untyped-def] # Run's module is imported late
@@ -57,7 +57,7 @@ def _compare(run) -> list[Finding]:  # type: ignore[no-untyped-def] # Run's modu
 
     run.groups.update_weights(run.policy.weights, version=0)
     found = _memory()
-    if run.config.rollout.engine == "sglang":
+    if run.config.rollout.engine in SERVER_KINDS:
         metrics = check_log_probs(run.groups, run.policy, run.prompts.prompts, run.config, 0, Timers())
         if not metrics:
             return [

@@ -1,4 +1,4 @@
-"""Checks of the SGLang servers of a config: the info of running ones, the version of those that the run starts."""
+"""Checks of the servers of a config: the info of running ones, the version of those that the run starts."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from megatron_gspo.config import Config
-from megatron_gspo.rollout.sglang.sglang_launch import on_cpu, sglang_version
-from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
+from megatron_gspo.rollout.server_kinds import SERVER_KINDS
 from megatron_gspo.servers.http_client import ServerClient, ServerError, open_session
+from megatron_gspo.servers.package_launch import package_version
 from megatron_gspo.servers.server_launch import read_api_key
 from megatron_gspo.tools.doctor.diagnostics import Finding, error, ok, warning
-from megatron_gspo.tools.doctor.version_checks import SGLANG, judge_version, numbers
-from megatron_gspo.weight_transport.server_endpoints import ServerInfo
+from megatron_gspo.tools.doctor.version_checks import SERVERS, judge_version, numbers
+from megatron_gspo.weight_transport.server_endpoints import ServerInfo, WeightEndpoints
 from megatron_gspo.weight_transport.weight_update import make_transport
 
 _SECONDS = 10.0  # for each request to a server
@@ -26,15 +26,16 @@ _ROUTES_ARE_RIGHT_ON_CPU = (0, 5, 23)  # patches/README.md, --disable-overlap-sc
 
 def query_servers(config: Config) -> dict[str, ServerInfo | str]:
     """By URL: the server's info, or the error of the request."""
-    return asyncio.run(_query(config.sglang.urls, read_api_key(config.sglang)))
+    endpoints = SERVER_KINDS[config.rollout.engine].endpoints
+    return asyncio.run(_query(config.servers.urls, read_api_key(config.servers), endpoints))
 
 
-async def _query(urls: Sequence[str], key: str | None) -> dict[str, ServerInfo | str]:
+async def _query(urls: Sequence[str], key: str | None, endpoints: WeightEndpoints) -> dict[str, ServerInfo | str]:
     session = await open_session()
 
     async def one(url: str) -> ServerInfo | str:
         try:
-            return await SGLangWeightEndpoints().server_info(ServerClient(url, session, api_key=key), timeout=_SECONDS)
+            return await endpoints.server_info(ServerClient(url, session, api_key=key), timeout=_SECONDS)
         except ServerError as failure:
             return str(failure)
 
@@ -53,8 +54,8 @@ def judge_servers(config: Config, found: dict[str, ServerInfo | str]) -> list[Fi
                 error(
                     "servers.answer",
                     answer,
-                    "the run waits sglang.recovery_timeout for it, then stops if no other answers",
-                    "start it, or fix sglang.urls",
+                    f"the run waits {config.servers.section}.recovery_timeout for it, then stops if no other answers",
+                    f"start it, or fix {config.servers.section}.urls",
                 )
             )
         else:
@@ -65,13 +66,19 @@ def judge_servers(config: Config, found: dict[str, ServerInfo | str]) -> list[Fi
 
 def judge_server(config: Config, server: ServerInfo) -> list[Finding]:
     """Version, routed experts, lengths and weight transport of one server."""
-    version = judge_version(SGLANG, server.version, gpu=True, where=f" at {server.url}")
+    version = judge_version(SERVERS[config.rollout.engine], server.version, gpu=True, where=f" at {server.url}")
     text = (
         f"{server.url}: {server.device}, TP {server.tp_size}, PP {server.pp_size}, DP {server.dp_size}, "
         f"serves {server.model_path}"
     )
-    faults = [*_judge_routes(config, server), *_judge_length(config, server), *_judge_weight_transport(config, server)]
+    faults = [*_judge_responses(server), *_judge_routes(config, server), *_judge_length(config, server),
+              *_judge_weight_transport(config, server)]  # fmt: skip
     return [version, *(faults or [ok("servers.answer", text)])]
+
+
+def _judge_responses(server: ServerInfo) -> list[Finding]:
+    head, _, fix = server.refusal.partition("; ")
+    return [error("servers.log_probs", f"{server.url}: {head}", "the run refuses it", fix)] if head else []
 
 
 def _judge_routes(config: Config, server: ServerInfo) -> list[Finding]:
@@ -86,7 +93,11 @@ def _judge_routes(config: Config, server: ServerInfo) -> list[Finding]:
                 "start it with --enable-return-routed-experts",
             )
         ]
-    if server.device == "cpu" and numbers(server.version) < _ROUTES_ARE_RIGHT_ON_CPU:
+    if reason := server.unusable(routes=True):
+        head, _, fix = reason.partition("; ")
+        return [error("servers.routes", f"{server.url}: {head}", "replay would train on wrong experts", fix)]
+    of_sglang = config.rollout.engine == "sglang"
+    if of_sglang and server.device == "cpu" and numbers(server.version) < _ROUTES_ARE_RIGHT_ON_CPU:
         return [
             warning(
                 "servers.routes",
@@ -124,8 +135,8 @@ def _judge_length(config: Config, server: ServerInfo) -> list[Finding]:
 
 
 def _judge_weight_transport(config: Config, server: ServerInfo) -> list[Finding]:
-    sglang = config.sglang
-    transport = make_transport(sglang, SGLangWeightEndpoints(), run_dir=config.run_dir, source=config.model.path)
+    servers, endpoints = config.servers, SERVER_KINDS[config.rollout.engine].endpoints
+    transport = make_transport(servers, endpoints, run_dir=config.run_dir, source=config.model.path)
     try:
         reason = transport.unsupported(server)
     finally:
@@ -133,7 +144,7 @@ def _judge_weight_transport(config: Config, server: ServerInfo) -> list[Finding]
     if not reason:
         return []
     head, _, fix = reason.partition("; ")
-    problem = f"weight_transport = {sglang.weight_transport} can't serve it"
+    problem = f"weight_transport = {servers.weight_transport} can't serve it"
     return [error("servers.weights", f"{server.url} {head}", problem, fix)]
 
 
@@ -152,14 +163,14 @@ def _judge_together(servers: list[ServerInfo]) -> list[Finding]:
 
 
 def _judge_address(config: Config) -> list[Finding]:
-    """Servers on other machines connect to the trainer at sglang.master_address."""
-    elsewhere = [url for url in config.sglang.urls if urlsplit(url).hostname not in _LOOPBACK]
-    address = config.sglang.master_address
-    if config.sglang.weight_transport == "distributed" and address in _LOOPBACK and elsewhere:
+    """Servers on other machines connect to the trainer at `master_address`."""
+    elsewhere = [url for url in config.servers.urls if urlsplit(url).hostname not in _LOOPBACK]
+    address = config.servers.master_address
+    if config.servers.weight_transport == "distributed" and address in _LOOPBACK and elsewhere:
         return [
             error(
                 "servers.address",
-                f"sglang.master_address = {address}, and {elsewhere[0]} may be on another machine",
+                f"{config.servers.section}.master_address = {address}, and {elsewhere[0]} may be on another machine",
                 "at a weight update it would connect to itself instead of the trainer",
                 "set an address of the first training node that the servers can reach",
             )
@@ -168,9 +179,9 @@ def _judge_address(config: Config) -> list[Finding]:
 
 
 def judge_own_address(config: Config) -> list[Finding]:
-    """Whether rank 0, in this process, can listen at sglang.master_address."""
-    address = config.sglang.master_address
-    if config.sglang.weight_transport != "distributed" or address is None:
+    """Whether rank 0, in this process, can listen at `master_address`."""
+    address = config.servers.master_address
+    if config.servers.weight_transport != "distributed" or address is None:
         return []
     try:
         family, kind, protocol, _, endpoint = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
@@ -181,7 +192,8 @@ def judge_own_address(config: Config) -> list[Finding]:
         return [
             error(
                 "servers.address",
-                f"sglang.master_address = {address}: rank 0 on {platform.node()} can't listen there ({reason})",
+                f"{config.servers.section}.master_address = {address}: rank 0 on {platform.node()} can't listen there "
+                f"({reason})",
                 "the servers connect there for the weights, and the run would stop",
                 "set an address of rank 0's node; static.sh keeps rank 0 on a given node",
             )
@@ -190,7 +202,9 @@ def judge_own_address(config: Config) -> list[Finding]:
 
 
 def check_startable(config: Config) -> tuple[tuple[int, ...], bool, list[Finding]]:
-    """(version, whether on a CPU, findings) of the SGLang that ``sglang.num_servers`` starts. Raises InputError."""
-    python = config.sglang.python or sys.executable
-    version, cpu = sglang_version(python), on_cpu(config.sglang.server_args)
-    return version, cpu, [judge_version(SGLANG, ".".join(map(str, version)), gpu=True, where=f" of {python}")]
+    """(version, whether on a CPU, findings) of the servers that the run starts. Raises InputError."""
+    servers, kind = config.servers, SERVER_KINDS[config.rollout.engine]
+    python = servers.python or sys.executable
+    version = package_version(python, kind.launch.packages, servers.section)
+    found = judge_version(SERVERS[servers.section], ".".join(map(str, version)), gpu=True, where=f" of {python}")
+    return version, kind.on_cpu(servers.server_args), [found]

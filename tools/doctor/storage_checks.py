@@ -9,20 +9,21 @@ from pathlib import Path
 from megatron_gspo.config import Config
 from megatron_gspo.errors import existing_part, show_bytes
 from megatron_gspo.models import ModelShape
+from megatron_gspo.rollout.server_kinds import SERVER_KINDS
 from megatron_gspo.tools.doctor.diagnostics import Finding, error, note, ok, warning
 from megatron_gspo.tools.doctor.disk_space import DTYPE_BYTES, Needs, needs
 from megatron_gspo.tools.plan.parameters import total_parameters
 
 SHARED_MEMORY = Path("/dev/shm")
-# Containers have 64 MiB by default, which is too little for NCCL and SGLang; NVIDIA starts its own with 1 GiB.
+# Containers have 64 MiB by default, which is too little for NCCL and servers; NVIDIA starts its own with 1 GiB.
 _SHARED_MEMORY_OF_A_RANK = 256 << 20
 _LITTLE = 1 << 30  # bytes; below it is a warning, without a config
 
 
 def needs_of(config: Config, shape: ModelShape) -> Needs:
-    """What a run of this config writes to its run_dir; weights for servers only if ``sglang.weight_dir`` is inside."""
-    inside = config.sglang.weight_dir is None or Path(config.sglang.weight_dir).is_relative_to(config.run_dir)
-    copies = 2 if config.rollout.engine == "sglang" and config.sglang.weight_transport == "disk" and inside else 0
+    """What a run of this config writes to its run_dir; weights for servers only if ``weight_dir`` is inside."""
+    inside = config.servers.weight_dir is None or Path(config.servers.weight_dir).is_relative_to(config.run_dir)
+    copies = 2 if config.rollout.engine in SERVER_KINDS and config.servers.weight_transport == "disk" and inside else 0
     return needs(
         total_parameters(shape),
         weight_bytes=DTYPE_BYTES[config.model.dtype],
@@ -41,9 +42,9 @@ def check_run_disk(config: Config, shape: ModelShape) -> list[Finding]:
 
 
 def check_weight_disk(config: Config, shape: ModelShape) -> list[Finding]:
-    """The disk of ``sglang.weight_dir`` outside of run_dir: space for two copies of the weights."""
-    folder = config.sglang.weight_dir
-    if config.sglang.weight_transport != "disk" or folder is None or Path(folder).is_relative_to(config.run_dir):
+    """The disk of ``weight_dir`` outside of run_dir: space for two copies of the weights."""
+    folder = config.servers.weight_dir
+    if config.servers.weight_transport != "disk" or folder is None or Path(folder).is_relative_to(config.run_dir):
         return []
     wanted = 2 * total_parameters(shape) * DTYPE_BYTES[config.model.dtype]
     free = shutil.disk_usage(existing_part(folder)).free + _size(Path(folder))
@@ -54,7 +55,7 @@ def check_weight_disk(config: Config, shape: ModelShape) -> list[Finding]:
                 "disk.weight_dir",
                 text,
                 "the weight updates would fail",
-                "free some space or set another sglang.weight_dir",
+                f"free some space or set another {config.servers.section}.weight_dir",
             )
         ]
     return [ok("disk.weight_dir", text)]

@@ -40,7 +40,10 @@ SUPPORTED = (
     Support("transformer-engine", ">=2.4", "", True, "fused layers, grouped experts"),
     Support("apex", "", "", True, "fused Adam"),
 )
-SGLANG = Support("sglang", ">=0.5.15", "0.5.23", True, "rollouts from servers")
+SERVERS = {
+    "sglang": Support("sglang", ">=0.5.15", "0.5.23", True, "rollouts from servers"),
+    "vllm": Support("vllm", ">=0.32", "0.32.0", True, "rollouts from servers"),
+}
 
 
 def installed() -> dict[str, str | None]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron_gspo.config import Config
 from megatron_gspo.mcore.policy import Policy
 from megatron_gspo.mcore.process_groups import compute_device
+from megatron_gspo.rollout.server_kinds import SERVER_KINDS
 from megatron_gspo.weight_transport.buckets import buckets
 from megatron_gspo.weight_transport.distributed_transport import DistributedTransport
 from megatron_gspo.weight_transport.tensor_transport import SharedMemoryTransport
@@ -32,11 +33,11 @@ def export(policy: Policy, config: Config) -> int:
 
 def _sent(stream: Iterator[tuple[str, Tensor]], config: Config) -> Iterator[Tensor]:
     """What leaves a source at a time: the buckets of a transport that sends from the GPU, else single tensors."""
-    transport = _ON_GPU.get(config.sglang.weight_transport) if config.rollout.engine == "sglang" else None
+    transport = _ON_GPU.get(config.servers.weight_transport) if config.rollout.engine in SERVER_KINDS else None
     if transport is None:
         yield from (tensor for _, tensor in stream)
         return
-    size = int(config.sglang.weight_bucket_mb * 2**20)
+    size = int(config.servers.weight_bucket_mb * 2**20)
     for bucket in buckets(stream, size, device=compute_device(), allocate=transport.allocate,
                           in_flight=transport.in_flight):  # fmt: skip
         yield bucket.data

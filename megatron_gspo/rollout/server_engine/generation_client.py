@@ -147,7 +147,7 @@ class GenerationClient:
                        time_left: float) -> None:  # fmt: skip
         """One request for the rest of `response`. time_left: seconds that its requests may still take."""
         version, training_version = self.pool.version, self.current_version
-        context = self._context(response, version or "")
+        context = self._context(response, version or "", self.api.gives_log_probs(sampling))
         request_seed = _request_seed(seed, response)
         request = self.api.generate_request(response.tokens, context, sampling, request_seed)
         body = await self._post(server, request, context.name, min(self._config.request_timeout, time_left))
@@ -196,7 +196,7 @@ class GenerationClient:
             task.cancel()
             server.tasks.discard(task)
 
-    def _context(self, response: PartialResponse, version: str) -> RequestContext:
+    def _context(self, response: PartialResponse, version: str, log_probs: bool) -> RequestContext:
         return RequestContext(
             name=response.name,
             context_length=response.prompt.length + response.num_tokens,
@@ -204,6 +204,7 @@ class GenerationClient:
             model=self.model,
             version=version,
             routes_start=response.routes_start,
+            log_probs=log_probs,
         )
 
 

@@ -72,6 +72,7 @@ class PartialResponse:
         response = np.concatenate([part.tokens for part in self.parts])
         versions = np.repeat(np.array(self.versions, dtype=np.int32), [len(part.tokens) for part in self.parts])
         reason = self.parts[-1].finish_reason
+        log_probs = [part.log_probs for part in self.parts if part.log_probs is not None]
         routes = missing = None
         if model.return_routes:
             parts = [part.routes for part in self.parts if part.routes is not None]
@@ -83,7 +84,7 @@ class PartialResponse:
             tokens=np.concatenate([self.prompt.token_ids, response]),
             prompt_length=self.prompt.length,
             loss_mask=np.ones(len(response), dtype=bool),
-            rollout_log_probs=np.concatenate([part.log_probs for part in self.parts]),
+            rollout_log_probs=np.concatenate(log_probs) if len(log_probs) == len(self.parts) else None,
             finish_reason="length" if reason == "abort" else reason,
             text=decode(response.tolist()),
             weight_version=int(versions.min()),

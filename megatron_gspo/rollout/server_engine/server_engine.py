@@ -44,6 +44,7 @@ class ServerEngine:
         self.weight_version: int | None = None
         self.client = client
         self._config, self._transport, self._api = config, transport, client.requests.api
+        self._endpoints = transport.endpoints
         self._processes, self._log = processes, log
         self._loop, self._pool, self._client = client.loop, client.pool, client.requests
         self._run_id = secrets.token_hex(4)  # marks this run's weights among those of other runs
@@ -54,6 +55,25 @@ class ServerEngine:
         self._updating = 0  # its version
         self._closed = False
         self._monitor = client.watch(self._monitor_processes(processes)) if processes is not None else None
+
+    def check_servers(self) -> None:
+        """Raise `EngineError` for a server whose responses the run can't use, before the first update. One that does
+        not answer is waited for later."""
+
+        async def reason(server: PooledServer) -> str:
+            try:
+                info = await self._endpoints.server_info(server.client, timeout=self._config.update_timeout)
+            except ServerError:
+                return ""
+            return info.unusable(routes=self.client.model.return_routes)
+
+        async def reasons() -> dict[str, str]:
+            servers = self._pool.servers
+            return dict(zip((s.url for s in servers), await asyncio.gather(*map(reason, servers)), strict=True))
+
+        for url, found in self._loop.run(reasons()).items():
+            if found:
+                raise EngineError(f"server {url}: {found}")
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> list[Sample]:
         """See `RolloutEngine.generate`. Raises `WeightsNeeded` if no server has the current weights."""

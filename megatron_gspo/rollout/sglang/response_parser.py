@@ -1,7 +1,6 @@
 """Parses and validates SGLang's responses to /generate.
 
-A server is another program, perhaps of another version, perhaps behind a proxy: lengths, types, ranges and versions are
-validated here, and nothing that it sends is unpickled. A response of 32,768 tokens with routes of 48 layers x 8 has 65
+A response of 32,768 tokens with routes of 48 layers x 8 has 65
 MiB, nearly all of it routes: they are decoded from the body that was received, in pieces, into an array of the smallest
 type, so that no second copy of them exists.
 """
@@ -9,25 +8,29 @@ type, so that no second copy of them exists.
 from __future__ import annotations
 
 import binascii
-from array import array
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
 import pybase64
 
-from megatron_gspo.data.sample import FINISH_REASONS
+from megatron_gspo.rollout.server_engine.response_checks import (
+    TokenId,
+    cached_tokens,
+    check_end,
+    checked_log_probs,
+    checked_reason,
+    checked_tokens,
+    decoded,
+    one_version,
+)
 from megatron_gspo.rollout.server_engine.server_api import RequestContext, ResponseError, ResponsePart
 from megatron_gspo.routing_replay.routes import expert_id_dtype
 
 _TOKEN_BYTES = 512  # of one output token in a response: id, log-prob and its text, up to 128 characters in a vocabulary
 _FIXED_BYTES = 64 * 1024
 _PIECE_IDS = 1 << 16  # expert ids that are decoded at a time: they stay in the processor's cache
-
-T = TypeVar("T")
-
-TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class TokenLogProb(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -98,7 +101,7 @@ def decode_response(body: bytes | bytearray, context: RequestContext) -> Generat
 
     Raises `ResponseError` for what is not JSON and for values of other types.
     """
-    return _decoded(_GENERATE, body, context)
+    return decoded(_GENERATE, body, context)
 
 
 def parse_response(response: GenerateResponse, context: RequestContext) -> ResponsePart:
@@ -109,18 +112,9 @@ def parse_response(response: GenerateResponse, context: RequestContext) -> Respo
     meta = response.meta_info
     reason = _finish_reason(meta, context)
     tokens, log_probs = _tokens(meta.output_token_logprobs, response.output_ids, context)
-    count, limit, stop_ids = len(tokens), context.max_new_tokens, context.model.stop_ids
-    if count > limit:
-        raise ResponseError(f"{context.name}: {count} tokens came back, at most {limit} were requested")
-    if reason == "length" and count != limit:
-        raise ResponseError(f"{context.name}: cut off for its length after {count} of {limit} tokens")
-    if reason == "stop" and (not count or (stop_ids and int(tokens[-1]) not in stop_ids)):
-        last = int(tokens[-1]) if count else "nothing"
-        raise ResponseError(f"{context.name}: stopped on {last}, which is not an end token ({sorted(stop_ids)})")
-    routes = _routes(meta.routed_experts, count, context) if context.model.return_routes else None
-    cached = meta.cached_tokens
-    if type(cached) is not int or not 0 <= cached <= context.context_length:  # only a statistic
-        cached = 0
+    check_end(tokens, reason, context)
+    routes = _routes(meta.routed_experts, len(tokens), context) if context.model.return_routes else None
+    cached = cached_tokens(meta.cached_tokens, context)
     return ResponsePart(tokens, log_probs, reason, routes, cached)
 
 
@@ -134,16 +128,7 @@ def is_empty(response: GenerateResponse, context: RequestContext) -> bool:
 
 def response_version(response: GenerateResponse, context: RequestContext) -> str:
     """The weight version of a response. Raises `ResponseError` for none or several."""
-    version, spans = response.meta_info.weight_version, response.meta_info.weight_versions or []
-    if not isinstance(version, str):
-        raise ResponseError(f"{context.name}: the response has no weight_version")
-    if not isinstance(spans, list) or not all(isinstance(span, dict) for span in spans):
-        raise ResponseError(f"{context.name}: weight_versions is {_shown(spans)}, not a list of spans")
-    for span in spans:
-        if span.get("version") != version and span.get("start") != span.get("end"):
-            change = f"from {_shown(span.get('version'))} to {_shown(version)}"
-            raise ResponseError(f"{context.name}: the weights changed {change} within it")
-    return version
+    return one_version(response.meta_info.weight_version, response.meta_info.weight_versions, context)
 
 
 def parse_input_log_probs(body: bytes | bytearray, context: RequestContext, tokens: Sequence[int]) -> np.ndarray:
@@ -152,7 +137,7 @@ def parse_input_log_probs(body: bytes | bytearray, context: RequestContext, toke
 
     Raises `ResponseError`.
     """
-    rows = _decoded(_SCORE, body, context).meta_info.input_token_logprobs
+    rows = decoded(_SCORE, body, context).meta_info.input_token_logprobs
     if len(rows) != len(tokens):
         raise ResponseError(f"{context.name}: input_token_logprobs has {len(rows)} entries for {len(tokens)} tokens")
     if any(row.log_prob is None for row in rows[1:]):
@@ -163,29 +148,10 @@ def parse_input_log_probs(body: bytes | bytearray, context: RequestContext, toke
     return log_probs
 
 
-def _decoded(decoder: msgspec.json.Decoder[T], body: bytes | bytearray, context: RequestContext) -> T:
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise ResponseError(f"{context.name}: the response has another form: {error}") from None
-    except (msgspec.DecodeError, ValueError, RecursionError):  # ValueError: not UTF-8
-        raise ResponseError(f"{context.name}: the response is not JSON ({len(body)} bytes)") from None
-
-
 def _finish_reason(meta: MetaInfo, context: RequestContext) -> str:
     reason = meta.finish_reason
     kind = reason.get("type") if isinstance(reason, dict) else None
-    if kind not in FINISH_REASONS:
-        raise ResponseError(f"{context.name}: finish_reason is {_shown(reason)}; expected one of {FINISH_REASONS}")
-    return kind
-
-
-def _shown(value: Any) -> str:
-    """A value in an error message: one line, short."""
-    try:
-        return repr(value)[:80]
-    except RecursionError:
-        return f"a deep {type(value).__name__}"
+    return checked_reason(kind, reason, context)
 
 
 def _tokens(
@@ -195,10 +161,7 @@ def _tokens(
     if rows is None:
         raise ResponseError(f"{context.name}: no output_token_logprobs came back")
     listed, log_probs = _pairs(rows, context)
-    ids, vocab_size = np.frombuffer(array("q", listed), np.int64), context.model.vocab_size
-    if len(ids) and ids.max() >= vocab_size:
-        wrong = ids[ids >= vocab_size][0]
-        raise ResponseError(f"{context.name}: token id {wrong} came back; the vocabulary has {vocab_size}")
+    ids = checked_tokens(listed, context)
     if msgspec.json.encode(listed) != bytes(output_ids):  # compared as text; parsed where that differs
         again = _output_ids(output_ids, context)
         if again is not None and again != listed:
@@ -208,20 +171,14 @@ def _tokens(
 
 def _output_ids(raw: msgspec.Raw, context: RequestContext) -> list[int] | None:
     """The ids of `output_ids`; None where there are none."""
-    return _decoded(_OUTPUT_IDS, b'{"output_ids":%b}' % (bytes(raw) or b"null"), context).output_ids
+    return decoded(_OUTPUT_IDS, b'{"output_ids":%b}' % (bytes(raw) or b"null"), context).output_ids
 
 
 def _pairs(
     rows: Sequence[TokenLogProb] | Sequence[InputTokenLogProb], context: RequestContext
 ) -> tuple[list[int], np.ndarray]:
     """Token ids and log-probs [n] float32."""
-    with np.errstate(over="ignore"):  # found below, as an infinity
-        values: list[Any] = [row.log_prob for row in rows]
-        log_probs = np.frombuffer(array("d", values), np.float64).astype(np.float32)
-    if not np.isfinite(log_probs).all() or (log_probs > 0).any():
-        wrong = log_probs[~np.isfinite(log_probs) | (log_probs > 0)][0]
-        raise ResponseError(f"{context.name}: the log-prob {wrong} came back; it must be finite and at most 0")
-    return [row.token for row in rows], log_probs
+    return [row.token for row in rows], checked_log_probs([row.log_prob for row in rows], context)
 
 
 def _routes(raw: msgspec.Raw, count: int, context: RequestContext) -> np.ndarray:

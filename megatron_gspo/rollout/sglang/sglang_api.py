@@ -19,6 +19,10 @@ _SCORE_BYTES_PER_TOKEN = 128  # of an input token's log-prob in a response
 class SGLangAPI:
     """See `ServerAPI`."""
 
+    def gives_log_probs(self, sampling: SamplingParams) -> bool:
+        """See `ServerAPI.gives_log_probs`."""
+        return True
+
     def generate_request(
         self, tokens: list[int], context: RequestContext, sampling: SamplingParams, seed: int
     ) -> Request:

@@ -11,20 +11,21 @@ from typing import Any
 
 import torch
 
-from megatron_gspo.errors import first_line
+from megatron_gspo.rollout.server_engine.endpoint_answers import count, has_endpoint, object_of, positive
 from megatron_gspo.servers.http_client import ServerClient, ServerError
 from megatron_gspo.weight_transport.buckets import Entry
 from megatron_gspo.weight_transport.receiver_transport import RECEIVER
-from megatron_gspo.weight_transport.server_endpoints import ServerInfo
+from megatron_gspo.weight_transport.server_endpoints import ServerInfo, WeightEndpoints
 from megatron_gspo.weight_transport.sglang_payload import FORMAT, json_with_base64
 from megatron_gspo.weight_transport.update_group import UpdateGroup
 
 _FLUSH_POLL_SECONDS = 0.05  # between two flushes of a server whose requests are still ending
 
 
-class SGLangWeightEndpoints:
+class SGLangWeightEndpoints(WeightEndpoints):
     """See `WeightEndpoints`. SGLang 0.5.15 to 0.5.23."""
 
+    engine = "sglang"
     init_group_path = "/init_weights_update_group"
     broadcast_path = "/update_weights_from_distributed"
 
@@ -34,8 +35,8 @@ class SGLangWeightEndpoints:
         /server_info returns every argument of the server, its API key included; only the fields of `ServerInfo` are
         kept.
         """
-        info = await _get_object(server, "/server_info", timeout)
-        model = await _get_object(server, "/model_info", timeout)
+        info = await object_of(server, "/server_info", timeout, "an SGLang server")
+        model = await object_of(server, "/model_info", timeout, "an SGLang server")
         return ServerInfo(
             url=server.url,
             version=str(info.get("version", "unknown")),
@@ -43,18 +44,19 @@ class SGLangWeightEndpoints:
             weight_version=str(model.get("weight_version", "")),
             model_path=str(model.get("model_path", "")),
             device=str(info.get("device", "unknown")),
-            tp_size=_count(info, "tp_size", server),
-            pp_size=_count(info, "pp_size", server),
-            dp_size=_count(info, "dp_size", server),
-            max_input_tokens=_positive(info.get("max_req_input_len")),
-            max_total_tokens=_positive(info.get("max_total_num_tokens")) or _positive(info.get("max_total_tokens")),
+            tp_size=count(info, "tp_size", server),
+            pp_size=count(info, "pp_size", server),
+            dp_size=count(info, "dp_size", server),
+            max_input_tokens=positive(info.get("max_req_input_len")),
+            max_total_tokens=positive(info.get("max_total_num_tokens")) or positive(info.get("max_total_tokens")),
             routed_experts=bool(info.get("enable_return_routed_experts", False)),
+            speculative=bool(info.get("speculative_algorithm")),
             update_session=await has_endpoint(server, "/begin_weight_update", timeout=timeout),
         )
 
     async def weight_version(self, server: ServerClient, *, timeout: float) -> str:
         """See `WeightEndpoints.weight_version`."""
-        return str((await _get_object(server, "/model_info", timeout)).get("weight_version", ""))
+        return str((await object_of(server, "/model_info", timeout, "an SGLang server")).get("weight_version", ""))
 
     async def pause(self, server: ServerClient, *, timeout: float) -> None:
         """See `WeightEndpoints.pause`."""
@@ -140,19 +142,6 @@ class SGLangWeightEndpoints:
         await server.post("/destroy_weights_update_group", {"group_name": group_name}, timeout=timeout)
 
 
-async def has_endpoint(server: ServerClient, path: str, *, timeout: float) -> bool:
-    """Whether the server has a POST endpoint: a GET of it is then answered "method not allowed" and has no effect."""
-    try:
-        await server.get(path, timeout=timeout)
-    except ServerError as error:
-        if error.status == 405:
-            return True
-        if error.status == 404:
-            return False
-        raise
-    return True
-
-
 async def _tensor_body(payloads: Sequence[Iterable[bytes | memoryview]], load_format: str) -> AsyncIterator[bytes]:
     fields: dict[str, Any] = {"load_format": load_format, "flush_cache": False}
     for piece in json_with_base64(fields, "serialized_named_tensors", payloads):
@@ -168,22 +157,3 @@ async def _post_checked(
         message = answer.get("message", answer) if isinstance(answer, dict) else answer
         words = " ".join(server.redact(str(message).encode()).decode().split())[:200]
         raise ServerError(f"server {server.url}{path}: did not succeed: {words}", status=200, retry=False)
-
-
-async def _get_object(server: ServerClient, path: str, timeout: float) -> dict[str, Any]:
-    answer = await server.get(path, timeout=timeout)
-    if not isinstance(answer, dict):
-        raise ServerError(f"server {server.url}{path}: answered {first_line(type(answer).__name__)}, not an object; "
-                          "is this an SGLang server?", retry=False)  # fmt: skip
-    return answer
-
-
-def _count(info: dict[str, Any], key: str, server: ServerClient) -> int:
-    value = info.get(key, 1)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ServerError(f"server {server.url}/server_info: {key} is {str(value)[:40]}, not a count", retry=False)
-    return value
-
-
-def _positive(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

@@ -1,7 +1,8 @@
 """Receives weights from several sources at the same time, inside of a server.
 
 SGLang calls `load` as a custom weight loader (``--custom-weight-loader megatron_gspo_receiver.load``) in each of its
-tensor-parallel ranks. The server's environment has none of this project: torch and the standard library only.
+tensor-parallel ranks; a worker extension of vLLM calls `receive` (``rollout/vllm/worker_extension``). The server's
+environment has none of this project: torch and the standard library only.
 
 A request is JSON: `rank` of this process in the groups; `transfer`, a unique name; `timeout` in seconds; `checksums`,
 whether to compute them; `sources`, each with `name`, `address`, `port`, `size` and `backend` of its process group. A
@@ -106,12 +107,22 @@ def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     """
     try:
         request = json.loads(bytes(named_tensors[0][1].cpu().tolist()))
-        _receive(model, request)
     except Exception:
+        logging.exception("megatron_gspo_receiver: the request can't be read")
+        return
+    receive(model, request)
+
+
+def receive(model: Any, request: dict[str, Any]) -> str:
+    """Receive what the request describes, and load it with ``model.load_weights``. Returns the error, if any."""
+    try:
+        return _receive(model, request)
+    except Exception as error:
         logging.exception("megatron_gspo_receiver: the weights were not received")
+        return _short(error) or type(error).__name__
 
 
-def _receive(model: Any, request: dict[str, Any]) -> None:
+def _receive(model: Any, request: dict[str, Any]) -> str:
     names = {source["name"] for source in request["sources"]}
     for old in [name for name in _groups if name not in names]:
         del _groups[old]
@@ -142,6 +153,7 @@ def _receive(model: Any, request: dict[str, Any]) -> None:
             group.keys.set(f"{request['transfer']}/done/{request['rank']}", error)
         except RuntimeError:  # the source has ended
             pass
+    return error
 
 
 def _load_bucket(model: Any, entries: list[list[Any]], data: torch.Tensor, checksums: bool) -> str:

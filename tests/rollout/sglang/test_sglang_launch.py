@@ -13,12 +13,10 @@ from megatron_gspo.config import ServerConfig
 from megatron_gspo.errors import InputError
 from megatron_gspo.rollout.sglang.sglang_launch import (
     SGLangLaunch,
-    check_model,
     on_cpu,
     patch_folder,
     server_command,
     sglang_environment,
-    sglang_version,
 )
 from megatron_gspo.servers.server_args import option
 from megatron_gspo.weight_transport.receiver_transport import RECEIVER_FOLDER
@@ -122,20 +120,3 @@ def test_servers_without_a_gpu_get_the_start_up_hook():
 def test_a_device_that_is_asked_for_decides():
     assert on_cpu(("--device", "cpu"))
     assert not on_cpu(("--device=npu",))
-
-
-def test_an_interpreter_without_sglang_and_one_that_is_absent():
-    with pytest.raises(InputError, match=r"sglang.python=.*sglang is not installed there"):
-        sglang_version(sys.executable)
-    with pytest.raises(InputError, match=r"sglang.python=/no/python: .*No such file"):
-        sglang_version("/no/python")
-
-
-def test_a_path_without_a_model_is_named_and_a_hub_name_is_left_to_sglang(tmp_path):
-    with pytest.raises(InputError, match=f"model path {tmp_path}: no config.json there"):
-        check_model(str(tmp_path))
-    with pytest.raises(InputError, match="model path /no/where"):
-        check_model("/no/where")
-    check_model("Qwen/Qwen3-30B-A3B")
-    (tmp_path / "config.json").write_text("{}")
-    check_model(str(tmp_path))

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from aiohttp import web
 
 from megatron_gspo.rollout.sglang import sglang_weight_endpoints
-from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints, has_endpoint
+from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
 from megatron_gspo.servers.http_client import ServerClient, ServerError
 from megatron_gspo.weight_transport.buckets import Entry
 from megatron_gspo.weight_transport.server_endpoints import WeightEndpoints
-from tests.servers.web_server import run_command
+from tests.support.scripted_endpoints import Server
 
 ENDPOINTS = SGLangWeightEndpoints()
 SUCCESS = {"success": True}
@@ -25,28 +22,10 @@ INFO = {"version": "0.5.23", "random_seed": 7, "startup_time": 8.5, "device": "c
         "api_key": "a-key"}  # fmt: skip
 
 
-class Server:
-    """Answers by path, in turn: an object, or a status. requests: (path, body)."""
-
-    def __init__(self, **answers: Any) -> None:
-        self.answers = {"/" + path: given if isinstance(given, list) else [given] for path, given in answers.items()}
-        self.requests: list[tuple[str, Any]] = []
-
-    async def handle(self, request: web.Request) -> web.Response:
-        self.requests.append((request.path, await request.json() if request.method == "POST" else None))
-        given = self.answers.get(request.path, [SUCCESS])
-        answer = given.pop(0) if len(given) > 1 else given[0]
-        return web.Response(status=answer) if isinstance(answer, int) else web.json_response(answer)
-
-    def run(self, command: Callable[[ServerClient], Any]) -> Any:
-        return run_command(command, self.handle)
-
-    @property
-    def paths(self) -> list[str]:
-        return [path for path, _ in self.requests]
+METHODS = [name for name, value in vars(WeightEndpoints).items() if callable(value) and not name.startswith("_")]
 
 
-@pytest.mark.parametrize("name", [name for name in vars(WeightEndpoints) if not name.startswith("_")])
+@pytest.mark.parametrize("name", METHODS)
 def test_it_follows_the_protocol(name):
     assert inspect.signature(getattr(SGLangWeightEndpoints, name)) == inspect.signature(getattr(WeightEndpoints, name))
 
@@ -67,11 +46,6 @@ def test_an_invalid_report(info, problem):
     with pytest.raises(ServerError, match=problem) as caught:
         Server(server_info=info, model_info={}).run(lambda s: ENDPOINTS.server_info(s, timeout=5))
     assert not caught.value.retry
-
-
-@pytest.mark.parametrize("status, found", [(405, True), (404, False), (200, True)])
-def test_an_endpoint_is_found_by_its_status(status, found):
-    assert Server(path=status).run(lambda s: has_endpoint(s, "/path", timeout=5)) is found
 
 
 def test_a_session_left_open_is_closed_first():

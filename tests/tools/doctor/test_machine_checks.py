@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from megatron_gspo.config import load_config
+from megatron_gspo.config import SGLangConfig, load_config
 from megatron_gspo.tools.doctor.machine_checks import check_ports, judge_ephemeral, judge_files, judge_threads
 from tests.support.doctor_processes import free_port
 
@@ -55,7 +55,7 @@ def test_a_server_port_in_use_is_an_error(config_file):
 
 
 def test_ports_of_outgoing_connections():
-    assert judge_ephemeral([30000, 30001], (32768, 60999)) == []
-    assert judge_ephemeral([40000], None) == []
-    [found] = judge_ephemeral([32767, 32768], (32768, 60999))
+    assert judge_ephemeral(SGLangConfig(), [30000, 30001], (32768, 60999)) == []
+    assert judge_ephemeral(SGLangConfig(), [40000], None) == []
+    [found] = judge_ephemeral(SGLangConfig(), [32767, 32768], (32768, 60999))
     assert found.level == "note" and "port 32768 is among" in found.what and found.fix == "choose one below 32768"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_gspo.tools.doctor.version_checks import (
-    SGLANG,
+    SERVERS,
     SUPPORTED,
     judge_accelerator,
     judge_version,
@@ -22,7 +22,7 @@ BY_NAME = {support.name: support for support in SUPPORTED}
 
 def test_ranges_are_those_of_the_installation():
     asked = dict(re.findall(r'"([a-z0-9-]+)(?:\[\w+\])?([<>=][^"]*)"', SETUP))
-    for support in (*SUPPORTED[1:], SGLANG):
+    for support in (*SUPPORTED[1:], *SERVERS.values()):
         if support.needs:
             assert asked[support.name] == support.needs, support.name
     assert re.search(r'python_requires="(.*)"', SETUP)[1] == BY_NAME["python"].needs
@@ -58,10 +58,10 @@ def test_one_version(name, version, level, says):
 
 
 def test_servers_versions():
-    assert judge_version(SGLANG, "0.5.15.post1", gpu=True, where=" at http://a:1").level == "ok"
-    old = judge_version(SGLANG, "0.5.9", gpu=True, where=" at http://a:1")
+    assert judge_version(SERVERS["sglang"], "0.5.15.post1", gpu=True, where=" at http://a:1").level == "ok"
+    old = judge_version(SERVERS["sglang"], "0.5.9", gpu=True, where=" at http://a:1")
     assert old.level == "warning" and old.what.startswith("sglang at http://a:1 0.5.9")
-    assert judge_version(SGLANG, "0.6.0", gpu=True).level == "note"
+    assert judge_version(SERVERS["sglang"], "0.6.0", gpu=True).level == "note"
 
 
 def test_optional_packages_are_not_missed_without_a_gpu():

@@ -1,9 +1,10 @@
-"""Start SGLang servers on this machine and keep them running until interrupted, for runs that set `sglang.urls`.
+"""Start inference servers on this machine and keep them running until interrupted, for runs that set their `urls`.
 
-    megatron-gspo serve --model DIR [--servers N] [--port PORT] [--sglang.xyz value ...]
+    megatron-gspo serve --model DIR [--engine vllm] [--servers N] [--port PORT] [--sglang.xyz value ...]
 
-Prints the `sglang.urls=[...]` argument for the run's command. `--sglang.xyz value` is passed to the servers as
-`--xyz value`. `--sglang.host 0.0.0.0` makes them reachable from other machines; set `--api-key-file` then.
+Prints the `sglang.urls=[...]` argument for the run's command. `--sglang.xyz value` (of vLLM `--vllm.xyz value`) is
+passed to the servers as `--xyz value`. `--sglang.host 0.0.0.0` makes them reachable from other machines; set
+`--api-key-file` then.
 
 example: megatron-gspo serve --model DIR --servers 2 --port 31000 --sglang.mem-fraction-static 0.7
 """
@@ -15,17 +16,19 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_gspo.config import ServerConfig
+from megatron_gspo.config import ServerConfig, SGLangConfig, VLLMConfig
 from megatron_gspo.config.load import split_server_arguments
 from megatron_gspo.errors import InputError, UserError
-from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch
+from megatron_gspo.rollout.server_kinds import SERVER_KINDS
+from megatron_gspo.servers.package_launch import PackageLaunch
 from megatron_gspo.servers.ports import LOOPBACK
 from megatron_gspo.servers.server_processes import LocalServers
 
 _POLL_SECONDS = 1.0
+_SECTIONS: dict[str, type[ServerConfig]] = {section.section: section for section in (SGLangConfig, VLLMConfig)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,31 +52,36 @@ def _parser() -> argparse.ArgumentParser:
         prog="megatron-gspo serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", required=True, help="Hugging Face directory")
+    parser.add_argument("--engine", choices=SERVER_KINDS, default="sglang", help="kind of servers (default sglang)")
     parser.add_argument("--servers", type=int, default=1, help="number of servers (default 1)")
     parser.add_argument("--port", type=int, help="of the first server; the next ones follow (default: free ports)")
-    parser.add_argument("--python", default=sys.executable, help="interpreter that has sglang (default: this one)")
-    parser.add_argument("--dtype", default="auto", help="as sglang's (default auto)")
+    parser.add_argument("--python", default=sys.executable, help="interpreter that has the engine (default: this one)")
+    parser.add_argument("--dtype", default="auto", help="as the servers' (default auto)")
     parser.add_argument("--routed-experts", action="store_true", help="return the routes of a mixture of experts")
     parser.add_argument("--api-key-file", type=Path, help="file whose first line is the key that every request needs")
-    parser.add_argument("--log-dir", default="sglang_logs", help="gets server_<i>.log (default sglang_logs)")
+    parser.add_argument("--log-dir", help="gets server_<i>.log (default sglang_logs or vllm_logs)")
     parser.add_argument("--start-timeout", type=float, default=600.0, help="seconds (default 600)")
     parser.add_argument("--max-restarts", type=int, default=3, help="of one server in a row (default 3)")
     parser.add_argument("--advertise", help="this machine's address in the printed URLs (default: its name)")
     return parser
 
 
-def _launch(options: argparse.Namespace, server_args: Sequence[str]) -> SGLangLaunch:
+def _launch(options: argparse.Namespace, server_args: Mapping[str, Sequence[str]]) -> PackageLaunch:
     if options.api_key_file:
         _check_key_file(options.api_key_file)
-    config = ServerConfig(
+    engine = options.engine
+    if others := [name for name in server_args if name != engine]:
+        raise InputError(f"--{others[0]}.*: the servers are {engine}'s; give --engine {others[0]}, or --{engine}.*")
+    config = _SECTIONS[engine](
         num_servers=options.servers,
         python=options.python,
         port=options.port,
-        server_args=tuple(server_args),
+        server_args=tuple(server_args.get(engine, ())),
         start_timeout=options.start_timeout,
         api_key_file=str(options.api_key_file) if options.api_key_file else None,
     )
-    return SGLangLaunch(config, options.model, options.dtype, options.routed_experts, options.log_dir)
+    log_dir = options.log_dir or f"{engine}_logs"
+    return SERVER_KINDS[engine].launch(config, options.model, options.dtype, options.routed_experts, log_dir)
 
 
 def _check_key_file(file: Path) -> None:
@@ -96,7 +104,7 @@ def _keep(servers: LocalServers, advertise: str | None) -> int:
     if host in ("0.0.0.0", "::"):
         name = advertise or socket.gethostname()
         urls = [f"http://{name}:{url.rsplit(':', 1)[1]}" for url in urls]
-    print(f"sglang.urls=[{','.join(urls)}]", flush=True)
+    print(f"{servers.launch.engine}.urls=[{','.join(urls)}]", flush=True)
     left = set(servers.urls)
     while left:
         time.sleep(_POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""tools/serve_sglang.py: what it prints, passes on, and leaves behind."""
+"""tools/serve.py: what it prints, passes on, and leaves behind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch
-from megatron_gspo.tools.serve_sglang import main
+from megatron_gspo.tools.serve import main
 from tests.servers.conftest import plan
 
 
@@ -23,7 +23,7 @@ def _hear_interrupts() -> None:
 
 @contextmanager
 def serving(launch: SGLangLaunch, *more: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "megatron_gspo.tools.serve_sglang", "--model", launch.model]
+    command = [sys.executable, "-m", "megatron_gspo.tools.serve", "--model", launch.model]
     command += ["--python", launch.python, "--log-dir", launch.log_dir, "--sglang.device", "cpu", *more]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                preexec_fn=_hear_interrupts)  # fmt: skip

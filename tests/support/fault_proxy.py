@@ -1,4 +1,4 @@
-"""A reverse proxy in front of a real SGLang server that breaks selected replies in a chosen way.
+"""A reverse proxy in front of a real server that breaks selected replies in a chosen way.
 
     with FaultProxy(server_url) as proxy:
         proxy.add(Fault("half"))                                    # the next /generate
@@ -56,14 +56,46 @@ def _old_version(answer: dict[str, Any]) -> None:
     _meta(answer).pop("weight_versions", None)
 
 
-# What changes the answer to a /generate (of several, the first)
-CHANGES: dict[str, Callable[[dict[str, Any]], None]] = {
+Changes = dict[str, Callable[[dict[str, Any]], None]]
+# What changes SGLang's answer to a /generate (of several, the first)
+CHANGES: Changes = {
     "wrong_lengths": _shorten,
     "nan": _set_log_prob(float("nan")),
     "positive": _set_log_prob(0.5),
     "foreign_token": _foreign_token,
     "few_routes": _cut_routes,
     "old_version": _old_version,
+}
+
+
+def _choice(answer: dict[str, Any]) -> dict[str, Any]:
+    return answer["choices"][0]
+
+
+def _set_vllm_log_prob(value: float) -> Callable[[dict[str, Any]], None]:
+    def change(answer: dict[str, Any]) -> None:
+        _choice(answer)["logprobs"]["content"][-1]["logprob"] = value
+
+    return change
+
+
+def _foreign_vllm_token(answer: dict[str, Any]) -> None:
+    _choice(answer)["token_ids"][-1] = _choice(answer)["logprobs"]["content"][-1]["token_id"] = 10**6
+
+
+def _old_vllm_version(answer: dict[str, Any]) -> None:
+    for span in _choice(answer)["weight_versions"]:
+        span["version"] = "another-life:0"
+
+
+# The same of vLLM's answer to /inference/v1/generate
+VLLM_CHANGES: Changes = {
+    "wrong_lengths": lambda answer: _choice(answer)["logprobs"]["content"].pop(),
+    "nan": _set_vllm_log_prob(-9999.0),  # as vLLM sends it
+    "positive": _set_vllm_log_prob(0.5),
+    "foreign_token": _foreign_vllm_token,
+    "few_routes": lambda answer: _choice(answer).update(routed_experts=None),
+    "old_version": _old_vllm_version,
 }
 # What becomes of the exchange itself
 EXCHANGES = {
@@ -80,11 +112,11 @@ EXCHANGES = {
 
 @dataclass
 class Fault:
-    """kind: a name in CHANGES or EXCHANGES. path: what the request's path begins with. times: how many requests it
-    befalls; skip: how many of them it spares before."""
+    """kind: a name in CHANGES or EXCHANGES. path: what the request's path begins with; None: that of generations.
+    times: how many requests it befalls; skip: how many of them it spares before."""
 
     kind: str
-    path: str = "/generate"
+    path: str | None = None
     times: int = 1
     skip: int = 0
     seconds: float = 0.0
@@ -97,10 +129,12 @@ class Fault:
 
 
 class FaultProxy(ThreadedServer):
-    """The proxy of a server at `upstream`. requests: the path of each request that came."""
+    """The proxy of a server at `upstream`. requests: the path of each request that came. generate: path of generations.
+    changes: of their answers, by name."""
 
-    def __init__(self, upstream: str) -> None:
+    def __init__(self, upstream: str, *, generate: str = "/generate", changes: Changes = CHANGES) -> None:
         super().__init__()
+        self.generate, self.changes = generate, changes
         self.upstream = upstream
         self.requests: list[str] = []
         self._faults: list[Fault] = []
@@ -136,7 +170,7 @@ class FaultProxy(ThreadedServer):
         with self._lock:
             self.requests.append(path)
             for fault in self._faults:
-                if not path.startswith(fault.path):
+                if not path.startswith(fault.path or self.generate):
                     continue
                 if fault.skip:
                     fault.skip -= 1
@@ -171,8 +205,8 @@ class FaultProxy(ThreadedServer):
             await response.prepare(request)
             await response.write(body[: len(body) // 2])
             return self._close(request, response)
-        if kind in CHANGES and answer.status == 200:
-            body = change_answer(body, CHANGES[kind])
+        if kind in self.changes and answer.status == 200:
+            body = change_answer(body, self.changes[kind])
         headers = {name: value for name, value in answer.headers.items() if name.lower() not in _NOT_PASSED_ON}
         return web.Response(status=answer.status, headers=headers, body=body)
 

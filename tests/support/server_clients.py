@@ -9,31 +9,34 @@ import numpy as np
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from megatron_gspo.config import SGLangConfig
+from megatron_gspo.config import SGLangConfig, VLLMConfig
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.loop.engines import stop_ids
 from megatron_gspo.models import family_of, read_config
 from megatron_gspo.rollout.server_engine.rollout_client import RolloutClient, server_metrics
 from megatron_gspo.rollout.server_engine.server_api import ServedModel
 from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
-from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
-from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
+from megatron_gspo.rollout.server_kinds import SERVER_KINDS
 from megatron_gspo.weight_transport.weight_update import make_transport
 from tests.support.reference_models import checkpoint
 from tests.support.transformers_reference import load_reference
 
+CONFIGS = {"sglang": SGLangConfig, "vllm": VLLMConfig}
 
-def engine_on(urls: Sequence[str], model: str, *, routes: bool = True, weight_transport: str = "tensor",
-              folder: Path | None = None, **settings: object) -> ServerEngine:  # fmt: skip
-    """An engine of servers that serve `model`. settings: of the config. Close it."""
+
+def engine_on(
+    urls: Sequence[str], model: str, *, kind: str = "sglang", routes: bool = True, weight_transport: str = "tensor",
+    folder: Path | None = None, **settings: object,
+) -> ServerEngine:  # fmt: skip
+    """An engine of servers that serve `model`. kind: "sglang" or "vllm". settings: of the config. Close it."""
     shape = family_of(read_config(model))[1]
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     served = ServedModel(shape, stop_ids(model, tokenizer, shape.vocab_size), return_routes=routes)
     given = dict(request_timeout=60.0, response_timeout=1800.0, retries=4, recovery_timeout=30.0, update_timeout=60.0,
                  health_interval=0.5, weight_bucket_mb=1.0)  # fmt: skip
-    config = SGLangConfig(urls=tuple(urls), weight_transport=weight_transport, **{**given, **settings})
-    transport = make_transport(config, SGLangWeightEndpoints(), run_dir=folder, source=model)
-    client = RolloutClient(config.urls, config, served, tokenizer.decode, api=SGLangAPI())
+    config = CONFIGS[kind](urls=tuple(urls), weight_transport=weight_transport, **{**given, **settings})
+    transport = make_transport(config, SERVER_KINDS[kind].endpoints, run_dir=folder, source=model)
+    client = RolloutClient(config.urls, config, served, tokenizer.decode, api=SERVER_KINDS[kind].api)
     return ServerEngine(config, client, transport)
 
 

@@ -1,0 +1,40 @@
+"""The engines that run in servers: what differs between them, by the name of `rollout.engine` and of their section."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron_gspo.rollout.server_engine.server_api import ServerAPI
+from megatron_gspo.rollout.sglang import sglang_args, sglang_launch
+from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
+from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
+from megatron_gspo.rollout.vllm import vllm_launch
+from megatron_gspo.rollout.vllm.vllm_api import VLLMAPI
+from megatron_gspo.rollout.vllm.vllm_weight_endpoints import VLLMWeightEndpoints
+from megatron_gspo.servers.package_launch import PackageLaunch
+from megatron_gspo.weight_transport.server_endpoints import WeightEndpoints
+
+
+@dataclass(frozen=True)
+class ServerKind:
+    """api, endpoints: of generation and of weights. launch: of started servers. on_cpu, gpus_per_server: of servers
+    with some arguments. gpu_option: the argument that sets a server's first GPU, if there is one."""
+
+    api: ServerAPI
+    endpoints: WeightEndpoints
+    launch: type[PackageLaunch]
+    on_cpu: Callable[[Sequence[str]], bool]
+    gpus_per_server: Callable[[Sequence[str]], int]
+    gpu_option: str | None
+
+
+SERVER_KINDS = {
+    "sglang": ServerKind(
+        SGLangAPI(), SGLangWeightEndpoints(), sglang_launch.SGLangLaunch, sglang_launch.on_cpu,
+        sglang_args.gpus_per_server, sglang_args.BASE_GPU,
+    ),
+    "vllm": ServerKind(
+        VLLMAPI(), VLLMWeightEndpoints(), vllm_launch.VLLMLaunch, vllm_launch.on_cpu, vllm_launch.gpus_per_server, None
+    ),
+}  # fmt: skip

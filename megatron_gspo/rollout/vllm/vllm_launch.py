@@ -1,0 +1,96 @@
+"""How a vLLM server is started on this node: command line, environment, reasons of its exit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from megatron_gspo.rollout.vllm.vllm_weight_endpoints import EXTENSION
+from megatron_gspo.servers.package_launch import PackageLaunch
+from megatron_gspo.servers.server_gpus import product_of_sizes
+from megatron_gspo.servers.server_launch import server_environment
+from megatron_gspo.weight_transport.receiver_transport import RECEIVER_FOLDER
+
+EXTENSION_FOLDER = Path(__file__).resolve().parent / "worker_extension"
+# See `ServerLaunch.exit_causes`; from the logs of vllm 0.32
+_EXIT_CAUSES = (
+    (
+        r"unrecognized arguments|error: (argument|ambiguous option|the following arguments)",
+        "vllm refused its arguments; correct vllm.server_args",
+    ),
+    (
+        r"^(ModuleNotFoundError|\S+): No module named",
+        "its vllm is incomplete; install it or name another interpreter in vllm.python",
+    ),
+    (
+        r"out of memory|OutOfMemoryError|MemoryError|can(no|')t allocate memory|No available memory for the cache",
+        "it ran out of memory; lower --gpu-memory-utilization or --max-num-seqs",
+    ),
+    (
+        r"Unsupported CPU attention configuration",
+        "vllm's attention on a CPU does not support the model's head_dim; use a GPU or another model",
+    ),
+    (
+        r"Unrecognized model in|Can't load.*config|Cannot find any model weights|Repo id must be|SafetensorError",
+        "its model can't be loaded; check the model path",
+    ),
+)
+_ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True)
+class VLLMLaunch(PackageLaunch):
+    """`ServerLaunch` of vLLM servers."""
+
+    engine: ClassVar[str] = "vllm"
+    packages: ClassVar[tuple[str, ...]] = ("vllm", "vllm-cpu")
+    reserved: ClassVar[Mapping[str, str]] = {"--port": "port", "--api-key": "api_key_file",
+                                             "--worker-extension-cls": "weight_transport"}  # fmt: skip
+    exit_causes: ClassVar[tuple[tuple[str, str], ...]] = _EXIT_CAUSES
+
+    def command(self, index: int, port: int, *, key_file: str | None) -> list[str]:
+        """See `ServerLaunch.command`."""
+        command = [self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model_path]
+        command += ["--host", self.host, "--port", str(port), "--dtype", self.dtype, "--enable-scale-out"]
+        command += ["--logprobs-mode", "processed_logprobs", "--enable-prompt-tokens-details"]
+        command += ["--generation-config", "vllm"]  # else the model's own sampling parameters
+        command += ["--disable-uvicorn-access-log", "--worker-extension-cls", EXTENSION]
+        if self.routed_experts:
+            command.append("--enable-return-routed-experts")
+        if on_cpu(self.args):
+            command.append("--enforce-eager")  # compiling takes minutes
+        elif self.config.colocated:
+            command.append("--enable-sleep-mode")
+        if key_file:
+            command += ["--config", key_file]
+        return command + list(self.args)
+
+    def environment(self, index: int) -> dict[str, str]:
+        """See `ServerLaunch.environment`: without a GPU option, a server gets its GPUs as the visible ones."""
+        environment = server_environment(self.python)
+        folders = [str(RECEIVER_FOLDER), str(EXTENSION_FOLDER), *filter(None, [environment.get("PYTHONPATH")])]
+        environment |= {"PYTHONPATH": os.pathsep.join(folders), "VLLM_SERVER_DEV_MODE": "1",
+                        "VLLM_NO_USAGE_STATS": "1"}  # fmt: skip
+        if on_cpu(self.args):
+            return {**_ON_CPU, **environment, "OMP_NUM_THREADS": "1"}
+        size = gpus_per_server(self.args)
+        first = (self.first_gpu or 0) + index * size
+        given = environment.get("CUDA_VISIBLE_DEVICES")
+        visible = given.split(",") if given else [str(gpu) for gpu in range(first + size)]
+        return environment | {"CUDA_VISIBLE_DEVICES": ",".join(visible[first : first + size])}
+
+
+def on_cpu(args: Sequence[str]) -> bool:
+    """Whether servers run without a GPU: vLLM takes the one of its build, so if torch finds none."""
+    return not torch.cuda.is_available()
+
+
+def gpus_per_server(server_args: Sequence[str]) -> int:
+    """Number of GPUs of a server with these arguments. Raises InputError for an invalid size."""
+    sizes = [("--tensor-parallel-size", "-tp"), ("--pipeline-parallel-size", "-pp"), ("--data-parallel-size", "-dp")]
+    return product_of_sizes(server_args, sizes, "vllm")

@@ -1,0 +1,112 @@
+"""vLLM's endpoints for weight updates (`WeightEndpoints`)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_gspo.rollout.server_engine.endpoint_answers import count, has_endpoint, object_of, positive
+from megatron_gspo.rollout.vllm.vllm_api import PATH
+from megatron_gspo.servers.http_client import ServerClient, ServerError
+from megatron_gspo.weight_transport.server_endpoints import ServerInfo, WeightEndpoints
+
+EXTENSION = "megatron_gspo_worker.WeightReceiver"  # as the servers import it
+_FLUSH_POLL_SECONDS = 0.05  # between two flushes of a server whose requests are still ending
+
+
+class VLLMWeightEndpoints(WeightEndpoints):
+    """See `WeightEndpoints`. vLLM 0.32 in its developer mode, which has the endpoints of weights and versions."""
+
+    engine = "vllm"
+
+    async def server_info(self, server: ServerClient, *, timeout: float) -> ServerInfo:
+        """See `WeightEndpoints.server_info`. Four requests; the first one takes seconds, in which vLLM collects its
+        environment."""
+        answer = await object_of(server, "/server_info?config_format=json", timeout, "a vLLM server with "
+                                 "VLLM_SERVER_DEV_MODE=1")  # fmt: skip
+        config = _section(answer, "vllm_config")
+        version = await object_of(server, "/version", timeout, "a vLLM server")
+        model, parallel, cache = (_section(config, name) for name in ("model_config", "parallel_config",
+                                                                      "cache_config"))  # fmt: skip
+        blocks, size = positive(cache.get("num_gpu_blocks")), positive(cache.get("block_size"))
+        receiver = parallel.get("worker_extension_cls") == EXTENSION
+        return ServerInfo(
+            url=server.url,
+            version=str(version.get("version", "unknown")),
+            start_id=str(config.get("instance_id")),
+            weight_version=await self.weight_version(server, timeout=timeout),
+            model_path=str(model.get("model", "")),
+            device=str(_section(config, "device_config").get("device", "unknown")).partition(":")[0],
+            tp_size=count(parallel, "tensor_parallel_size", server),
+            pp_size=count(parallel, "pipeline_parallel_size", server),
+            dp_size=count(parallel, "data_parallel_size", server),
+            max_input_tokens=positive(model.get("max_model_len")),
+            max_total_tokens=blocks * size if blocks and size else None,
+            routed_experts=bool(_section(config, "aux_output_config").get("enable_return_routed_experts", False)),
+            update_session=False,
+            speculative=config.get("speculative_config") is not None,
+            receiver=receiver,
+            refusal=_refusal(model, await has_endpoint(server, PATH, timeout=timeout), receiver),
+        )
+
+    async def weight_version(self, server: ServerClient, *, timeout: float) -> str:
+        """See `WeightEndpoints.weight_version`."""
+        return str((await object_of(server, "/weight_info", timeout, "a vLLM server")).get("weight_version", ""))
+
+    async def pause(self, server: ServerClient, *, timeout: float) -> None:
+        """See `WeightEndpoints.pause`."""
+        await server.post("/pause?mode=abort", {}, timeout=timeout)
+
+    async def resume(self, server: ServerClient, *, timeout: float) -> None:
+        """See `WeightEndpoints.resume`."""
+        await server.post("/resume", {}, timeout=timeout)
+
+    async def set_version(self, server: ServerClient, version: str, *, timeout: float) -> None:
+        """See `WeightEndpoints.set_version`."""
+        await server.post("/update_weight_version", {"new_version": version}, timeout=timeout)
+
+    async def flush_cache(self, server: ServerClient, *, timeout: float) -> None:
+        """See `WeightEndpoints.flush_cache`. vLLM answers `"success": false` while requests are still ending."""
+        deadline = asyncio.get_running_loop().time() + timeout
+        while True:
+            answer = await server.post("/reset_prefix_cache", {}, timeout=timeout)
+            if isinstance(answer, dict) and answer.get("success") is True:
+                return
+            if asyncio.get_running_loop().time() > deadline:
+                reason = f"the prefix cache was not emptied within {timeout:g} s"
+                raise ServerError(f"server {server.url}/reset_prefix_cache: {reason}", status=200, retry=True)
+            await asyncio.sleep(_FLUSH_POLL_SECONDS)
+
+    async def load_checkpoint(self, server: ServerClient, path: Path, *, timeout: float) -> None:
+        """See `WeightEndpoints.load_checkpoint`."""
+        await _call(server, "receive_checkpoint", timeout, args=[str(path)])
+
+    async def receive(self, server: ServerClient, requests: Sequence[dict[str, Any]], *, timeout: float) -> None:
+        """See `WeightEndpoints.receive`."""
+        await _call(server, "receive_weights", timeout, args=[json.dumps(list(requests))])
+
+
+async def _call(server: ServerClient, method: str, timeout: float, **arguments: Any) -> None:
+    """Call a method of every worker of the server."""
+    await server.post("/collective_rpc", {"method": method, "timeout": timeout, **arguments}, timeout=timeout)
+
+
+def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
+    value = config.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def _refusal(model: dict[str, Any], generates: bool, receiver: bool) -> str:
+    """Why the server's responses can't be used, with the fix; "" if they can."""
+    if (mode := model.get("logprobs_mode")) != "processed_logprobs":
+        return (f"its log-probs are {str(mode)[:40]}, before temperature; start it with "
+                "--logprobs-mode processed_logprobs")  # fmt: skip
+    if not generates:
+        return f"it has no {PATH}, which gives tokens with their weight version; start it with --enable-scale-out"
+    if not receiver:
+        return ("without our worker extension its weights may be wrong after an update; start it with "
+                f"megatron-gspo serve --engine vllm, or --worker-extension-cls {EXTENSION}")  # fmt: skip
+    return ""

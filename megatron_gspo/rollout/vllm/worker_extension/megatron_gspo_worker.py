@@ -1,0 +1,100 @@
+"""Receives weights inside of a vLLM server: ``--worker-extension-cls megatron_gspo_worker.WeightReceiver``.
+
+vLLM mixes the class into its worker, so that /collective_rpc calls its methods in each tensor-parallel rank. The
+server's environment has none of this project but this file and ``megatron_gspo_receiver``.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import megatron_gspo_receiver
+
+_MARK = "_megatron_gspo_patch"  # on a replacement: the original (patches/mark.py)
+
+
+def pack_reloaded_experts(method: Any) -> None:
+    """Have vLLM pack experts for its CPU kernel after every load of weights; 0.32.0 does so after the first alone.
+
+    Without it the kernel takes the unpacked weights of an update for packed ones, and log-probs are silently wrong.
+    method: vLLM's ``UnquantizedFusedMoEMethod``, whose ``_setup_kernel`` is replaced. Upstream:
+    ``vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py``. Delete when: ``_setup_kernel`` calls
+    ``fused_experts.process_weights_after_loading`` after an update too.
+    """
+    original = method._setup_kernel
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def setup_and_pack(self: Any, layer: Any, w13: Any, w2: Any) -> None:
+        is_update = self.moe_kernel is not None
+        original(self, layer, w13, w2)
+        if is_update:
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    setattr(setup_and_pack, _MARK, original)
+    method._setup_kernel = setup_and_pack
+
+
+class WeightReceiver:
+    """Methods of vLLM's worker."""
+
+    rank: int
+    vllm_config: Any
+    model_config: Any
+    model_runner: Any
+    reload_weights: Any
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Patch vLLM where the worker runs on a CPU, before it loads a model."""
+        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            pack_reloaded_experts(UnquantizedFusedMoEMethod)
+        return super().__new__(cls)
+
+    def receive_weights(self, requests: str) -> None:
+        """Load what the sources send. requests: JSON, a list of the receiver's requests, one for each rank.
+
+        vLLM packs weights for its kernels once a layer has them all, so the layers are opened for loading before the
+        first bucket and closed after the last. The receiver reports an error to the sources.
+        """
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        model = self.model_runner.get_model()
+        with set_current_vllm_config(self.vllm_config):
+            keep_unfinished_layers(model)
+            initialize_layerwise_reload(model)
+            if megatron_gspo_receiver.receive(model, json.loads(requests)[self.rank]):
+                keep_unfinished_layers(model)
+            else:
+                finalize_layerwise_reload(model, self.model_config)
+
+    def receive_checkpoint(self, path: str) -> None:
+        """Load a Hugging Face checkpoint."""
+        model = self.model_runner.get_model()
+        keep_unfinished_layers(model)
+        try:
+            self.reload_weights(weights_path=path)
+        except BaseException:
+            keep_unfinished_layers(model)
+            raise
+
+
+def keep_unfinished_layers(model: Any) -> None:
+    """Give the layers that a failed load left open their weights of before, and drop what it loaded for them.
+
+    vLLM would count that towards the next load, and close layers with parts of it uninitialised.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            if info.kernel_tensors is not None:
+                _place_kernel_tensors(layer, info)
+            info.reset()

@@ -1,0 +1,19 @@
+"""Every engine that runs in servers has a kind, under the name of its section."""
+
+from __future__ import annotations
+
+from megatron_gspo.config import SGLangConfig, VLLMConfig
+from megatron_gspo.config.load import split_server_arguments
+from megatron_gspo.rollout.server_kinds import SERVER_KINDS
+
+
+def test_every_name_is_that_of_section_endpoints_and_launch():
+    assert set(SERVER_KINDS) == {SGLangConfig.section, VLLMConfig.section}
+    for name, kind in SERVER_KINDS.items():
+        assert kind.endpoints.engine == kind.launch.engine == name
+        assert split_server_arguments([f"--{name}.x"]) == ([], {name: ["--x"]})
+
+
+def test_gpus_of_a_server():
+    assert SERVER_KINDS["sglang"].gpus_per_server(("--tp", "2")) == 2
+    assert SERVER_KINDS["vllm"].gpus_per_server(("-tp", "2", "-pp", "2")) == 4

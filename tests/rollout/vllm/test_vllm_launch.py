@@ -1,0 +1,69 @@
+"""What vLLM servers on this node are started with. No server is started here."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from megatron_gspo.config import VLLMConfig
+from megatron_gspo.errors import InputError
+from megatron_gspo.rollout.vllm.vllm_launch import EXTENSION_FOLDER, VLLMLaunch, gpus_per_server
+from megatron_gspo.servers.exit_reason import exit_reason
+from megatron_gspo.servers.server_args import option
+from megatron_gspo.weight_transport.receiver_transport import RECEIVER_FOLDER
+
+
+def launch(args: tuple[str, ...] = (), colocated: bool = False, **settings: object) -> VLLMLaunch:
+    config = VLLMConfig(num_servers=2, python="/env/python", server_args=args, colocated=colocated)
+    return VLLMLaunch(config, "hub/model", **settings)
+
+
+@pytest.fixture(params=[False, True], ids=["cpu", "gpu"])
+def gpu(request, monkeypatch) -> bool:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: request.param)
+    return request.param
+
+
+def test_the_command(gpu):
+    given = ("--max-num-seqs", "64", "--logprobs-mode=raw_logprobs")
+    made = launch(given, True, routed_experts=True).command(1, 31001, key_file="/key.yaml")
+    assert made[:4] == ["/env/python", "-m", "vllm.entrypoints.openai.api_server", "--model"]
+    expected = {"--model": "hub/model", "--host": "127.0.0.1", "--port": "31001", "--dtype": "auto", "--config":
+                "/key.yaml", "--generation-config": "vllm", "--worker-extension-cls":
+                "megatron_gspo_worker.WeightReceiver"}  # fmt: skip
+    assert {name: option(made, name) for name in expected} == expected
+    assert {"--enable-scale-out", "--enable-prompt-tokens-details", "--enable-return-routed-experts"} < set(made)
+    assert ("--enforce-eager" in made, "--enable-sleep-mode" in made) == (not gpu, gpu)
+    assert option(made[: -len(given)], "--logprobs-mode") == "processed_logprobs" and tuple(made[-3:]) == given
+
+
+def test_the_environment(gpu, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5,7,11,13")
+    monkeypatch.setenv("RANK", "3")
+    found = launch(("--tensor-parallel-size", "2"), first_gpu=1).environment(1)
+    assert found["PYTHONPATH"].split(os.pathsep) == [str(RECEIVER_FOLDER), str(EXTENSION_FOLDER)]
+    assert found["VLLM_SERVER_DEV_MODE"] == "1" and "RANK" not in found
+    assert found["CUDA_VISIBLE_DEVICES"] == ("7,11" if gpu else "2,3,5,7,11,13")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert launch(first_gpu=1).environment(1).get("CUDA_VISIBLE_DEVICES") == ("2" if gpu else None)
+    assert found.get("OMP_NUM_THREADS") == "1" or gpu
+
+
+def test_gpus_of_a_server():
+    assert gpus_per_server(("--tensor-parallel-size", "4", "-dp=2")) == 8
+    with pytest.raises(InputError, match="vllm.server_args: --tensor-parallel-size many: must be a positive number"):
+        gpus_per_server(("-tp", "many"))
+
+
+@pytest.mark.parametrize("argument, key", [("--port=1", "port"), ("--api-key", "api_key_file"),
+                                           ("--worker-extension-cls=x.Y", "weight_transport")])  # fmt: skip
+def test_what_the_client_needs_too_is_set_by_the_config(argument, key):
+    with pytest.raises(InputError, match=rf"vllm.server_args: \S+ is reserved; set vllm.{key} instead"):
+        launch((argument, "1"))
+
+
+def test_the_reason_of_an_exit():
+    log = "RuntimeError: Unsupported CPU attention configuration: head_dim=16 isa=2 kv_cache_idx=0\nshutdown\n"
+    assert "does not support the model's head_dim" in exit_reason(log, 1, launch().exit_causes, section="vllm")

@@ -1,0 +1,113 @@
+"""Requests of a weight update to vLLM. With real servers: tests/vllm/test_weights.py."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_gspo.rollout.vllm import vllm_weight_endpoints
+from megatron_gspo.rollout.vllm.vllm_weight_endpoints import EXTENSION, VLLMWeightEndpoints
+from megatron_gspo.servers.http_client import ServerError
+from megatron_gspo.weight_transport.receiver_transport import ReceiverTransport
+from megatron_gspo.weight_transport.server_endpoints import ServerInfo
+from tests.support.scripted_endpoints import Server
+
+ENDPOINTS = VLLMWeightEndpoints()
+# What vllm 0.32.0 reports, as far as it is read
+CONFIG = {
+    "model_config": {"model": "/m", "max_model_len": 512, "logprobs_mode": "processed_logprobs"},
+    "parallel_config": {"tensor_parallel_size": 2, "pipeline_parallel_size": 1, "data_parallel_size": 1,
+                        "worker_extension_cls": EXTENSION},
+    "cache_config": {"block_size": 128, "num_gpu_blocks": 4096},
+    "aux_output_config": {"enable_return_routed_experts": False},
+    "device_config": {"device": "cuda:0"},
+    "speculative_config": None,
+    "instance_id": "17",
+}  # fmt: skip
+
+
+def info(generates: int = 405, **changes: dict[str, Any]) -> ServerInfo:
+    config = copy.deepcopy(CONFIG)
+    for section, values in changes.items():
+        config[section] = (config[section] or {}) | values
+    server = Server(server_info={"vllm_config": config}, version={"version": "0.32.0"},
+                    weight_info={"weight_version": "a:1"}, **{"inference/v1/generate": generates})  # fmt: skip
+    return server.run(lambda s: ENDPOINTS.server_info(s, timeout=5))
+
+
+def test_what_a_server_reports():
+    found = info()
+    assert (found.version, found.device, found.weight_version, found.model_path) == ("0.32.0", "cuda", "a:1", "/m")
+    assert (found.tp_size, found.max_input_tokens, found.max_total_tokens, found.start_id) == (2, 512, 2**19, "17")
+    assert (found.routed_experts, found.speculative, found.receiver, found.refusal) == (False, False, True, "")
+    assert found.unusable(routes=False) == ""
+
+
+UNUSABLE = {
+    "raw log-probs": ({"model_config": {"logprobs_mode": "raw_logprobs"}}, "--logprobs-mode processed_logprobs"),
+    "no tokens": ({"generates": 404}, "start it with --enable-scale-out"),
+    "no extension": ({"parallel_config": {"worker_extension_cls": "theirs.Extension"}},
+                     "start it with megatron-gspo serve --engine vllm"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_a_server_whose_log_probs_would_be_wrong_is_refused(case):
+    changes, message = UNUSABLE[case]
+    assert message in info(**changes).unusable(routes=False)
+
+
+def test_routes_are_refused_where_the_server_gives_none_or_mixes_them_up():
+    assert "start it with --enable-return-routed-experts" in info().unusable(routes=True)
+    gives = {"aux_output_config": {"enable_return_routed_experts": True}}
+    assert info(**gives).unusable(routes=True) == ""
+    speculative = info(**gives, speculative_config={"method": "ngram"})
+    assert "decodes speculatively" in speculative.unusable(routes=True) and speculative.unusable(routes=False) == ""
+
+
+def test_a_transport_names_a_server_without_the_receiver():
+    bare = info(parallel_config={"worker_extension_cls": "theirs.Extension"})
+    assert "no receiver of weights; start it with megatron-gspo serve" in ReceiverTransport(ENDPOINTS).unsupported(bare)
+    assert ReceiverTransport(ENDPOINTS).unsupported(info()) == ""
+
+
+def test_a_server_in_another_mode_is_named():
+    with pytest.raises(ServerError, match="not an object; is this a vLLM server with VLLM_SERVER_DEV_MODE=1"):
+        Server(server_info="text").run(lambda s: ENDPOINTS.server_info(s, timeout=5))
+
+
+def test_the_requests_of_an_update():
+    server = Server()
+
+    async def update(s: Any) -> None:
+        await ENDPOINTS.pause(s, timeout=5)
+        await ENDPOINTS.set_version(s, "a:1:incomplete", timeout=5)
+        await ENDPOINTS.load_checkpoint(s, Path("/w"), timeout=5)
+        await ENDPOINTS.receive(s, [{"rank": 1}, {"rank": 2}], timeout=6)
+        await ENDPOINTS.flush_cache(s, timeout=5)
+        await ENDPOINTS.resume(s, timeout=5)
+
+    server.run(update)
+    assert server.requests == [
+        ("/pause?mode=abort", {}),
+        ("/update_weight_version", {"new_version": "a:1:incomplete"}),
+        ("/collective_rpc", {"method": "receive_checkpoint", "timeout": 5, "args": ["/w"]}),
+        ("/collective_rpc", {"method": "receive_weights", "timeout": 6,
+                             "args": [json.dumps([{"rank": 1}, {"rank": 2}])]}),
+        ("/reset_prefix_cache", {}),
+        ("/resume", {}),
+    ]  # fmt: skip
+
+
+def test_the_cache_is_emptied_when_the_requests_have_ended(monkeypatch):
+    monkeypatch.setattr(vllm_weight_endpoints, "_FLUSH_POLL_SECONDS", 0.0)
+    busy = {"success": False}
+    server = Server(reset_prefix_cache=[busy, busy, {"success": True}])
+    server.run(lambda s: ENDPOINTS.flush_cache(s, timeout=5))
+    assert server.paths == ["/reset_prefix_cache"] * 3
+    with pytest.raises(ServerError, match="the prefix cache was not emptied within"):
+        Server(reset_prefix_cache=busy).run(lambda s: ENDPOINTS.flush_cache(s, timeout=1))
