@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -48,7 +49,8 @@ def _probing(config: Config) -> Config:
     if config.rollout.engine not in SERVER_KINDS:
         return config
     probing = replace(config.servers, log_prob_check_interval=1, log_prob_check_action="warn")
-    return replace(config, **{config.rollout.engine: probing})
+    sections: dict[str, Any] = {config.rollout.engine: probing}
+    return replace(config, **sections)
 
 
 def _compare(run) -> list[Finding]:  # type: ignore[no-untyped-def] # Run's module is imported late

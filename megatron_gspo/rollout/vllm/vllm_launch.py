@@ -40,6 +40,7 @@ _EXIT_CAUSES = (
         "its model can't be loaded; check the model path",
     ),
 )
+_KEEP_ALIVE = "60"  # seconds; with vLLM's 5 a busy server closes connections that the client is about to use
 _ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
 
@@ -75,7 +76,7 @@ class VLLMLaunch(PackageLaunch):
         environment = server_environment(self.python)
         folders = [str(RECEIVER_FOLDER), str(EXTENSION_FOLDER), *filter(None, [environment.get("PYTHONPATH")])]
         environment |= {"PYTHONPATH": os.pathsep.join(folders), "VLLM_SERVER_DEV_MODE": "1",
-                        "VLLM_NO_USAGE_STATS": "1"}  # fmt: skip
+                        "VLLM_NO_USAGE_STATS": "1", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": _KEEP_ALIVE}  # fmt: skip
         if on_cpu(self.args):
             return {**_ON_CPU, **environment, "OMP_NUM_THREADS": "1"}
         size = gpus_per_server(self.args)

@@ -10,6 +10,7 @@ import torch
 from megatron_gspo.config import VLLMConfig
 from megatron_gspo.errors import InputError
 from megatron_gspo.rollout.vllm.vllm_launch import EXTENSION_FOLDER, VLLMLaunch, gpus_per_server
+from megatron_gspo.servers import http_client
 from megatron_gspo.servers.exit_reason import exit_reason
 from megatron_gspo.servers.server_args import option
 from megatron_gspo.weight_transport.receiver_transport import RECEIVER_FOLDER
@@ -44,6 +45,7 @@ def test_the_environment(gpu, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     found = launch(("--tensor-parallel-size", "2"), first_gpu=1).environment(1)
     assert found["PYTHONPATH"].split(os.pathsep) == [str(RECEIVER_FOLDER), str(EXTENSION_FOLDER)]
+    assert int(found["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > http_client._IDLE_SECONDS + 30
     assert found["VLLM_SERVER_DEV_MODE"] == "1" and "RANK" not in found
     assert found["CUDA_VISIBLE_DEVICES"] == ("7,11" if gpu else "2,3,5,7,11,13")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
