@@ -9,7 +9,8 @@ import subprocess
 
 import pytest
 
-from megatron_gspo.rollout.sglang.sglang_launch import patch_folder, sglang_version
+from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch, patch_folder
+from megatron_gspo.servers.package_launch import package_version
 
 # Run by the server's interpreter, with the hook: each part is tried, then taken away and tried again, in one process
 # since importing sglang takes seconds. torchvision comes first, in a fork: what is declared can't be taken back.
@@ -78,7 +79,7 @@ PARTS = {
 
 @pytest.mark.parametrize("part", PARTS)
 def test_upstream_works_with_the_hook_and_fails_without(attempts, sglang_python, part):
-    if part == "kernels" and sglang_version(sglang_python) < (0, 5, 23):
+    if part == "kernels" and package_version(sglang_python, SGLangLaunch.packages, "sglang") < (0, 5, 23):
         pytest.skip("this version imports no kernels on a CPU")
     assert attempts[part] == "works"
     without = attempts[f"{part} without"]
