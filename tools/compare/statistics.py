@@ -1,4 +1,4 @@
-"""Intervals, paired tests and bands over a few seeds, and over many prompts, by scipy.stats. Reports state every method.
+"""Intervals, paired tests and bands over a few seeds or many prompts, by scipy.stats. Reports state the methods.
 
 Typically five seeds: Student's t for intervals and tests, the exact sign-flip permutation test in addition, and Holm's
 correction where several variants are compared with one baseline. Prompts: the bootstrap.

@@ -32,7 +32,7 @@ class Rating:
 
 def expected_score(rating: ArrayLike, difficulty: ArrayLike) -> np.ndarray:
     """The probability that a model of `rating` solves a problem of rating `difficulty`."""
-    return 1.0 / (1.0 + np.exp((np.asarray(difficulty, np.float64) - rating) / SCALE))
+    return 1.0 / (1.0 + np.exp((np.asarray(difficulty, np.float64) - np.asarray(rating, np.float64)) / SCALE))
 
 
 def estimate_rating(solved: ArrayLike, difficulty: ArrayLike) -> Rating:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
@@ -16,12 +16,11 @@ from megatron_gspo.mcore.process_groups import compute_device
 from megatron_gspo.models import family_of, read_config
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from megatron_gspo.rollout.server_engine.rollout_client import RolloutClient
-from megatron_gspo.rollout.server_engine.server_api import ServedModel, ServerAPI
-from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
+from megatron_gspo.rollout.server_engine.server_api import ServedModel
+from megatron_gspo.rollout.server_kinds import SERVER_KINDS
 from megatron_gspo.servers.http_client import ServerError
 
 Groups = list[list[Sample]]
-SERVER_APIS: dict[str, Callable[[], ServerAPI]] = {"sglang": SGLangAPI}  # by `rollout.engine`
 _TAKE_SECONDS = 1.0  # finished groups are taken at least so often
 _VERSION_SECONDS = 30.0  # until a server has told its weights
 
@@ -93,9 +92,9 @@ def open_engine(config: Config, tokenizer: Any, urls: Sequence[str] = ()) -> Ite
     urls: of running servers that hold these weights; else servers are started, `sglang.num_servers` at least one.
     Raises ConfigError, EngineError or the errors of starting a server.
     """
-    if config.rollout.engine not in ("embedded", *SERVER_APIS):
+    if config.rollout.engine not in ("embedded", *SERVER_KINDS):
         raise ConfigError("rollout.engine", config.rollout.engine, "does not sample responses",
-                          f"set one of embedded, {', '.join(SERVER_APIS)}")  # fmt: skip
+                          f"set one of embedded, {', '.join(SERVER_KINDS)}")  # fmt: skip
     if config.rollout.engine == "embedded":
         engine = _embedded(config, tokenizer)
         try:
@@ -105,7 +104,7 @@ def open_engine(config: Config, tokenizer: Any, urls: Sequence[str] = ()) -> Ite
         return
     with ExitStack() as stack:
         if not urls:
-            servers = start_servers(config)
+            servers = start_servers(config, trainer_gpus=0)
             stack.callback(servers.stop)
             urls = servers.urls
         yield ServedResponses(_client(config, tokenizer, urls, stack))
@@ -125,8 +124,9 @@ def _client(config: Config, tokenizer: Any, urls: Sequence[str], stack: ExitStac
     """A client of the servers, which all serve the same version of the weights."""
     _, shape = family_of(read_config(config.model.path))
     model = ServedModel(shape, stop_ids(config.model.path, tokenizer, shape.vocab_size))
-    client = RolloutClient(urls, config.sglang, model, lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
-                           api=SERVER_APIS[config.rollout.engine](), log=log_servers)  # fmt: skip
+    servers, kind = getattr(config, config.rollout.engine), SERVER_KINDS[config.rollout.engine]
+    client = RolloutClient(urls, servers, model, lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+                           api=kind.api, log=log_servers)  # fmt: skip
     stack.callback(client.close)
     version = common_version(client)
     client.loop.run(client.pool.set_version(version, client.pool.servers))

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_gspo.config import Config
 from megatron_gspo.config.load import apply_overrides, read_file
-from megatron_gspo.tools.evaluate.response_engines import SERVER_APIS
+from megatron_gspo.rollout.server_kinds import SERVER_KINDS
 from megatron_gspo.tools.evaluate.targets import is_run, server_urls
 
 _ROLLOUT = ("engine", "max_response_length", "max_batch_size", "environment", "environment_options")
@@ -35,7 +35,7 @@ def evaluation_config(target: str, tasks: Sequence[Path], output: Path, override
         "rollout": _part(run, "rollout", _ROLLOUT) | {"engine": engine, "rollout_batch_size": 1},
         "training": {"steps": 1, "global_batch_size": 1},
     }
-    if engine in SERVER_APIS:
+    if engine in SERVER_KINDS:
         section = _part(run, engine, _CLIENT if urls else (*_CLIENT, *_STARTED))
         own = {"num_servers": section.get("num_servers") or 1,
                "server_args": [*section.get("server_args", []), *server_args]}  # fmt: skip
@@ -55,8 +55,8 @@ def given_keys(overrides: Sequence[str]) -> set[str]:
 def _engine(run: dict[str, Any], served: bool) -> str:
     """Default of `rollout.engine`: the run's; `sft` samples held-out responses from the embedded engine."""
     engine = run.get("rollout", {}).get("engine", "embedded")
-    if served and engine not in SERVER_APIS:
-        return next(iter(SERVER_APIS))
+    if served and engine not in SERVER_KINDS:
+        return next(iter(SERVER_KINDS))
     return "embedded" if engine == "sft" else engine
 
 

@@ -22,13 +22,13 @@ def packed(content: Any) -> str:
     return base64.b64encode(zlib.compress(pickle.dumps(json.dumps(content)))).decode()
 
 
-def livecodebench(date: str, private: list[dict[str, str]], starter: str = "", name: str | None = None) -> dict[str, Any]:
+def livecodebench(date: str, private: list[dict[str, str]], starter: str = "", name: str = "") -> dict[str, Any]:
     """A row of livecodebench/code_generation_lite; its first private test is its public one too."""
     return {
         "question_title": "Double", "question_content": "Print twice the number.", "platform": "atcoder",
         "question_id": f"q_{date}", "contest_id": "abc", "contest_date": date, "starter_code": starter,
         "difficulty": "easy", "public_test_cases": json.dumps(private[:1]), "private_test_cases": packed(private),
-        "metadata": json.dumps({} if name is None else {"func_name": name}),
+        "metadata": json.dumps({"func_name": name} if name else {}),
     }  # fmt: skip
 
 

@@ -52,9 +52,8 @@ def test_chunks_give_what_one_call_gives(model):
     chunks = list(EmbeddedResponses(engine).groups(asked, set(), SAMPLING, seed=5))
     assert [len(chunk) for chunk in chunks] == [3, 3, 1] and texts(chunks) == whole
     # what is done is not returned, and decides nothing: the others are decoded in the same chunks
-    batches = []
-    generate = engine.generate
-    engine.generate = lambda chunk, *args, **kw: batches.append([p.index for p in chunk]) or generate(chunk, *args, **kw)
+    batches, generate = [], engine.generate
+    engine.generate = lambda chunk, *a, **k: batches.append([p.index for p in chunk]) or generate(chunk, *a, **k)
     first = [group[0].prompt_index for group in chunks[0]]
     rest = list(EmbeddedResponses(engine).groups(asked, {*first, chunks[1][0][0].prompt_index}, SAMPLING, seed=5))
     assert texts(rest) == {key: ids for key, ids in whole.items() if key // 10 not in
@@ -64,7 +63,8 @@ def test_chunks_give_what_one_call_gives(model):
 
 def test_more_samples_than_a_batch(model):
     engine = EmbeddedEngine(model, tokenizer=character_tokenizer(), max_batch=3)
-    chunks = list(EmbeddedResponses(engine).groups(prompts(2), set(), replace(SAMPLING, n_samples_per_prompt=8), seed=5))
+    sampling = replace(SAMPLING, n_samples_per_prompt=8)
+    chunks = list(EmbeddedResponses(engine).groups(prompts(2), set(), sampling, seed=5))
     assert [[len(group) for group in chunk] for chunk in chunks] == [[8], [8]]
 
 

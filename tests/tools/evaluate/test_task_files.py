@@ -21,7 +21,9 @@ DATA = DataConfig(prompts="unused", verifier_timeout=60.0)
 
 
 @pytest.mark.parametrize("write", [write_jsonl, write_parquet])
-@pytest.mark.parametrize(("rows", "verifier"), [(AIME, "math_verify"), (LIVECODEBENCH, "code"), (CODEFORCES[:4], "code")])
+@pytest.mark.parametrize(
+    ("rows", "verifier"), [(AIME, "math_verify"), (LIVECODEBENCH, "code"), (CODEFORCES[:4], "code")]
+)
 def test_the_public_files_as_they_are(tmp_path, write, rows, verifier):
     file = write(tmp_path / f"task.{'jsonl' if write is write_jsonl else 'parquet'}", rows)
     task = load_task(file, TOKENIZER, DATA)
