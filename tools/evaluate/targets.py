@@ -76,7 +76,7 @@ def find_targets(target: str, model_path: str, steps: str | None) -> list[Target
         if not (Path(target) / "config.json").is_file():
             raise InputError(f"{target}: is no Hugging Face directory, run directory or server; "
                              "give a directory with config.json or config.yaml, or http://host:port")  # fmt: skip
-        return [Target(Path(target).resolve().name, Path(target), Path(target))]
+        return [Target(Path(target).absolute().name, Path(target), Path(target))]
     found = _of_run(Path(target))
     if not found:
         raise InputError(f"{target}: the run has neither an exported model nor a complete checkpoint; "
