@@ -45,12 +45,11 @@ def test_ratings_without_an_end_are_bounds(rating, text):
 
 
 def test_the_page_has_every_number(tmp_path):
-    tmp_path.mkdir(exist_ok=True)
     files = write_results([FIRST, SECOND], tmp_path, command="megatron-gspo evaluate run --steps 2,4", config=CONFIG)
     assert [file.name for file in files] == ["evaluation.html", "evaluation.json"]
     page = files[0].read_text()
     for text in ("25.0 [12.5, 50.0]", "10.0 [-5.0, 20.0]", "@1 25.0 [10.0, 50.0], @4 50.0 [25.0, 75.0]",
-                 "1234 [-inf, 1501] (2 problems)", "2 needs &lt;a&gt; checker", "megatron-gspo evaluate run --steps 2,4",
+                 "1234 [-inf, 1501] (2 problems)", "2 needs &lt;a&gt; checker", "evaluate run --steps 2,4",
                  "<td>77</td>", "Verifier: code"):  # fmt: skip
         assert text in page, text
     record = json.loads(files[1].read_text())
