@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def evaluate(options: argparse.Namespace, overrides: Sequence[str], server_args: Sequence[str],
+def evaluate(options: argparse.Namespace, overrides: Sequence[str], server_args: Mapping[str, Sequence[str]],
              command: str) -> list[Path]:  # fmt: skip
     """Run the evaluation of the parsed arguments; returns the written files. Raises UserError or ImportError."""
     # imported here because Megatron takes seconds, and --help and wrong arguments don't need it

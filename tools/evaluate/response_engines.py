@@ -124,7 +124,7 @@ def _client(config: Config, tokenizer: Any, urls: Sequence[str], stack: ExitStac
     """A client of the servers, which all serve the same version of the weights."""
     _, shape = family_of(read_config(config.model.path))
     model = ServedModel(shape, stop_ids(config.model.path, tokenizer, shape.vocab_size))
-    servers, kind = getattr(config, config.rollout.engine), SERVER_KINDS[config.rollout.engine]
+    servers, kind = config.servers, SERVER_KINDS[config.rollout.engine]
     client = RolloutClient(urls, servers, model, lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
                            api=kind.api, log=log_servers)  # fmt: skip
     stack.callback(client.close)

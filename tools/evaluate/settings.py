@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ _STARTED = ("num_servers", "python", "port", "server_args", "start_timeout")
 
 
 def evaluation_config(target: str, tasks: Sequence[Path], output: Path, overrides: Sequence[str] = (),
-                      server_args: Sequence[str] = ()) -> Config:  # fmt: skip
+                      server_args: Mapping[str, Sequence[str]] | None = None) -> Config:  # fmt: skip
     """The config of evaluating `target`. tasks: files in place of a run's own held-out prompts.
 
     Of a run's config it has what generation, verifier and servers need; servers of the run itself are never used, they
@@ -38,7 +38,7 @@ def evaluation_config(target: str, tasks: Sequence[Path], output: Path, override
     if engine in SERVER_KINDS:
         section = _part(run, engine, _CLIENT if urls else (*_CLIENT, *_STARTED))
         own = {"num_servers": section.get("num_servers") or 1,
-               "server_args": [*section.get("server_args", []), *server_args]}  # fmt: skip
+               "server_args": [*section.get("server_args", []), *(server_args or {}).get(engine, ())]}  # fmt: skip
         data[engine] = section | ({"urls": list(urls)} if urls else own)
     if tasks:
         data["data"] = data.get("data", {}) | {"task": None, "prompts": str(tasks[0]), "eval_prompts": str(tasks[0])}

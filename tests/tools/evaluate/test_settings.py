@@ -40,7 +40,7 @@ def test_a_model_directory_has_the_defaults():
 
 
 def test_a_run_gives_data_sampling_and_servers_of_its_own(tmp_path):
-    found = evaluation_config(run(tmp_path), [], OUT, server_args=["--device", "cpu"])
+    found = evaluation_config(run(tmp_path), [], OUT, server_args={"sglang": ["--device", "cpu"], "vllm": ["--no"]})
     assert (found.seed, found.rollout.max_response_length, found.evaluation.temperature) == (5, 99, 0.5)
     assert found.data.task.name == "spell_backward" and found.model.dtype == "float32"
     # servers are started: those of the run may hold other weights
@@ -57,7 +57,9 @@ def test_tasks_replace_the_runs_own(tmp_path):
     assert own.data.resolved_verifier == "a.py:f"
 
 
-@pytest.mark.parametrize(("engine", "found"), [("embedded", "embedded"), ("sft", "embedded"), ("sglang", "sglang")])
+@pytest.mark.parametrize(
+    ("engine", "found"), [("embedded", "embedded"), ("sft", "embedded"), ("sglang", "sglang"), ("vllm", "vllm")]
+)
 def test_the_engine_is_the_runs_or_the_users(tmp_path, engine, found):
     rollout = {"engine": engine, "rollout_batch_size": 4}
     sections = {"algorithm": {"name": "sft"}} if engine == "sft" else {}
