@@ -31,6 +31,7 @@ COMMANDS = {
     "doctor": Command("megatron_gspo.tools.doctor.__main__", "check machine, config, servers and ranks before a run"),
     "convert": Command("megatron_gspo.tools.convert.__main__", "convert checkpoints between Hugging Face and Megatron"),
     "compare": Command("megatron_gspo.tools.compare.__main__", "compare algorithms over seeds, or finished runs"),
+    "evaluate": Command("megatron_gspo.tools.evaluate.__main__", "evaluate a model, a run or servers on task files"),
     "serve": Command("megatron_gspo.tools.serve", "start SGLang or vLLM servers on this machine"),
     "examples": Command("megatron_gspo.tools.copy_examples", "copy the example configs and launch scripts to a folder"),
 }

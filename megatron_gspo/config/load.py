@@ -81,6 +81,11 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
 _OVERRIDE = re.compile(r"(seed|run_dir|[a-z_]+(\.[a-z_0-9]+)+)=")
 
 
+def is_override(argument: str) -> bool:
+    """Whether a command-line argument has the form `key.sub=value`."""
+    return _OVERRIDE.match(argument) is not None
+
+
 _FOR_SERVERS = re.compile(r"--(sglang|vllm)\.(.*)", re.DOTALL)
 
 
@@ -95,7 +100,7 @@ def split_server_arguments(arguments: Sequence[str]) -> tuple[list[str], dict[st
         if found := _FOR_SERVERS.fullmatch(argument):
             theirs.setdefault(found[1], []).append("--" + found[2])
             after = "" if "=" in argument else found[1]
-        elif after and not argument.startswith("--") and not _OVERRIDE.match(argument):
+        elif after and not argument.startswith("--") and not is_override(argument):
             theirs[after].append(argument)
         else:
             ours.append(argument)

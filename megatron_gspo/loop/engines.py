@@ -99,7 +99,8 @@ def _server_source(config: Config, shape: ModelShape, tokenizer: Any) -> ServerS
 
     def start() -> list[str]:
         if servers.num_servers:
-            started.append(_start_servers(config))
+            trainer_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if torch.cuda.is_available() else 0
+            started.append(start_servers(config, trainer_gpus=trainer_gpus))
         return list(started[0].urls if started else servers.urls)
 
     urls = run_on_rank_zero(start)
@@ -215,7 +216,11 @@ def unperturbed_rollout(engine: RolloutEngine | None) -> AbstractContextManager[
     return engine.unperturbed()
 
 
-def _start_servers(config: Config) -> LocalServers:
+def start_servers(config: Config, *, trainer_gpus: int) -> LocalServers:
+    """Start the servers that the config asks for, of ``model.path``. trainer_gpus: of this node, which they leave free.
+
+    Raises the errors of `LocalServers.start`.
+    """
     settings, kind = config.servers, SERVER_KINDS[config.rollout.engine]
     log_dir = str(Path(config.run_dir) / "servers")
     first_gpu = None
@@ -223,7 +228,7 @@ def _start_servers(config: Config) -> LocalServers:
         first_gpu = first_server_gpu(
             settings,
             kind.gpus_per_server(settings.server_args),
-            trainer_gpus=int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if torch.cuda.is_available() else 0,
+            trainer_gpus=trainer_gpus,
             visible_gpus=torch.cuda.device_count(),
             option_name=kind.gpu_option,
         )

@@ -26,8 +26,7 @@ def evaluate(
     """``eval/accuracy`` (mean@n), ``eval/pass@k`` and the response length on the held-out prompts."""
     evaluation = config.evaluation
     with timers("evaluate"):
-        seed = rollout_seed(config.seed, _EVALUATION_STREAM)
-        batch = groups.generate(prompts, evaluation_sampling(config), seed=seed)
+        batch = groups.generate(prompts, evaluation_sampling(config), seed=evaluation_seed(config.seed))
         batch, counts = rewards(batch, prompts, Timers())  # timed as part of the evaluation
     require_scores(batch, rewards.name)
     # a response that could not be scored counts as not solved
@@ -38,6 +37,11 @@ def evaluate(
         "eval/verifier_failures": float(sum(counts[name] for name in FAILURES)),
     }
     return found | {f"eval/pass@{k}": pass_at_k(scores, k) for k in evaluation.pass_at_k}
+
+
+def evaluation_seed(seed: int) -> int:
+    """The sampling seed of every evaluation of runs with this ``seed``."""
+    return rollout_seed(seed, _EVALUATION_STREAM)
 
 
 def evaluation_sampling(config: Config) -> SamplingParams:

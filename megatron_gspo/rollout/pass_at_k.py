@@ -24,11 +24,15 @@ def pass_at_k(rewards: ArrayLike, k: int, *, threshold: float = 1.0) -> float:
     (Chen et al. 2021, "Evaluating large language models trained on code", equation 1).
     rewards: [prompts, n]. Raises ValueError for a wrong shape, a non-finite reward or a k outside 1..n.
     """
+    return float(prompt_pass_at_k(rewards, k, threshold=threshold).mean())
+
+
+def prompt_pass_at_k(rewards: ArrayLike, k: int, *, threshold: float = 1.0) -> np.ndarray:
+    """[prompts] float64: `pass_at_k` of each prompt."""
     table = _table(rewards, k)
     n = table.shape[1]
     successes = (table >= threshold).sum(axis=1)
-    by_count = np.array([1.0 - math.comb(n - c, k) / math.comb(n, k) for c in range(n + 1)])
-    return float(by_count[successes].mean())
+    return np.array([1.0 - math.comb(n - c, k) / math.comb(n, k) for c in range(n + 1)])[successes]
 
 
 def _table(rewards: ArrayLike, k: int | None) -> np.ndarray:

@@ -14,6 +14,7 @@ from pathlib import Path
 from tests.bad_input import (
     test_config,
     test_disk,
+    test_evaluate,
     test_model,
     test_prompts,
     test_ranks,
@@ -34,6 +35,7 @@ GROUPS: dict[str, tuple[Case, ...]] = {
     "Verifiers": (*test_rewards.CASES,),
     "Files and disks": (*(case for case, _, _ in test_disk.CASES), test_disk.FULL_AGAIN),
     "Ranks": (*test_ranks.CASES,),
+    "Evaluation": (*test_evaluate.CASES,),
 }
 CASES = tuple(case for cases in GROUPS.values() for case in cases)
 # The cause or fix, by the name of a case, where the message does not name it.

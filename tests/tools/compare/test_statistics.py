@@ -2,12 +2,15 @@
 
 import itertools
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
 
 from megatron_gspo.tools.compare.statistics import (
+    Interval,
     band,
+    bootstrap_interval,
     holm,
     interval,
     paired_difference,
@@ -131,3 +134,28 @@ def test_band_interpolates_where_x_differs():
 def test_thin_keeps_the_ends():
     assert evenly_spaced(range(5), 9) == [0, 1, 2, 3, 4]
     assert evenly_spaced(range(101), 3) == [0, 50, 100]
+
+
+def test_the_bootstrap_is_a_naive_one_within_its_noise():
+    values = np.random.default_rng(0).choice([0.0, 0.25, 0.5, 1.0], 60)
+    found = bootstrap_interval(values)
+    rng = np.random.default_rng(1)
+    means = [values[[int(i) for i in rng.integers(0, 60, 60)]].mean() for _ in range(10_000)]
+    low, high = np.percentile(means, [2.5, 97.5])
+    assert found.mean == values.mean() and found.count == 60
+    assert (found.low, found.high) == pytest.approx((low, high), abs=0.01)
+    # the normal approximation of the mean
+    error = 1.96 * values.std() / np.sqrt(60)
+    assert (found.low, found.high) == pytest.approx((found.mean - error, found.mean + error), abs=0.01)
+    assert bootstrap_interval(values) == found
+
+
+def test_the_bootstrap_of_many_values_takes_little_memory_and_one_value_has_no_interval():
+    tracemalloc.start()
+    bootstrap_interval(np.linspace(0, 1, 5000))  # all resamples at once are 400 MB
+    assert tracemalloc.get_traced_memory()[1] < 150e6
+    tracemalloc.stop()
+    assert bootstrap_interval([0.5]) == Interval(0.5, None, None, 1)
+    assert bootstrap_interval([1.0, 1.0, 1.0]) == Interval(1.0, 1.0, 1.0, 3)
+    with pytest.raises(ValueError, match="at least one"):
+        bootstrap_interval([])

@@ -1,0 +1,83 @@
+"""Rows of the public layouts as the verifiers need them."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+import pytest
+
+from megatron_gspo.tools.evaluate.layouts import LeftOut, layout_of, parse_date, rating_of
+from tests.tools.evaluate.public_files import AIME, AIME_2025, CAPITALISED, CODEFORCES, LIVECODEBENCH
+
+
+@pytest.mark.parametrize(
+    ("row", "name", "verifier"),
+    [
+        (AIME[0], "math", "math_verify"),
+        (AIME_2025[0], "math", "math_verify"),
+        (CAPITALISED[0], "math", "math_verify"),
+        (LIVECODEBENCH[0], "livecodebench", "code"),
+        (CODEFORCES[0], "codeforces", "code"),
+        (CODEFORCES[0] | {"prompt": "ready-made"}, "codeforces", "code"),
+        ({"prompt": "a", "answer": "b"}, "plain", None),
+        ({"problem": "p", "prompt": "a", "answer": "b"}, "plain", None),  # it has what the config names
+        ({"text": "a"}, "plain", None),
+    ],
+)
+def test_the_fields_tell_the_layout(row, name, verifier):
+    found = layout_of(row, "prompt")
+    assert (found.name, found.verifier) == (name, verifier)
+
+
+def test_the_configured_key_makes_a_row_plain():
+    assert layout_of(AIME_2025[0], "question").name == "plain"
+
+
+@pytest.mark.parametrize(
+    ("row", "question", "answer"),
+    [(AIME[0], "What is 12 + 13?", "025"), (CAPITALISED[0], "What is 30 + 3?", 33)],
+)
+def test_math_has_question_and_answer(row, question, answer):
+    found = layout_of(row, "prompt").read(row, "python")
+    assert (found["prompt"], found["answer"]) == (question, answer)
+    assert row.items() <= found.items()
+
+
+def test_programs_of_livecodebench_read_stdin_or_complete_the_code():
+    layout = layout_of(LIVECODEBENCH[0], "prompt")
+    stdin = layout.read(LIVECODEBENCH[0], "python")["prompt"]
+    assert stdin.startswith("Print twice the number.\n\nReply with the whole Python program")
+    assert "standard input" in stdin
+    called = layout.read(LIVECODEBENCH[2], "python")["prompt"]
+    assert "```python\nclass Solution:\n    def double(self, n: int) -> int:\n```" in called
+    assert "standard input" not in called
+    assert "whole C++ program in one ```cpp block" in layout.read(LIVECODEBENCH[0], "cpp")["prompt"]
+
+
+def test_a_codeforces_problem_is_one_text_and_its_official_tests():
+    found = layout_of(CODEFORCES[0], "prompt").read(CODEFORCES[0], "python")
+    parts = ["Double", "Double a number.", "Input\nA number n.", "Output\nTwice n.", "Example\nInput:\n1\n\nOutput:\n2"]
+    assert found["prompt"].startswith("\n\n".join(parts))
+    assert "Limits: 1 s." in found["prompt"] and "None" not in found["prompt"]
+    assert found["tests"] == CODEFORCES[0]["official_tests"] and len(found["tests"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    list(zip(CODEFORCES[4:], ["needs a checker", "interactive", "reads a file", "no tests"], strict=True)),
+)
+def test_what_outputs_cannot_decide_is_left_out(row, reason):
+    with pytest.raises(LeftOut, match=reason):
+        layout_of(CODEFORCES[0], "prompt").read(row, "python")
+
+
+def test_dates_and_ratings():
+    assert parse_date("2024-08-03T07:30:00") == parse_date("2024-08-03T07:30:00Z") == datetime(2024, 8, 3, 7, 30)
+    assert parse_date(1704067200) == datetime(2024, 1, 1)
+    assert parse_date(datetime(2024, 1, 2)) == datetime(2024, 1, 2) and parse_date(None) is None
+    with pytest.raises(ValueError):
+        parse_date("soon")
+    assert layout_of(CODEFORCES[0], "prompt").date(CODEFORCES[0]) == datetime(2024, 1, 1)
+    assert [rating_of({"rating": value}) for value in (800, 1500.0, None, 0, float("nan"), True, "800")] == [
+        800.0, 1500.0, None, None, None, None, None,
+    ]  # fmt: skip

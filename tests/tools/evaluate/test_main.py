@@ -1,0 +1,92 @@
+"""The command on real runs: the training loop's accuracy, steps, a kill, and the page."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_gspo.tools.evaluate.__main__ import main
+from tests.support.command_line import ROWS, VERIFIER, in_fork, write_rows
+from tests.support.training_runs import base_config, launch, records, tiny_model
+from tests.tools.evaluate.public_files import write_parquet
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """Three steps with an evaluation and a checkpoint after each."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    model = tiny_model(folder / "model")
+    config = base_config(model, folder / "run", evaluation={"eval_interval": 1, "n_samples": 3, "pass_at_k": [1, 2]},
+                         checkpoint={"save_interval": 1, "keep": 9}, optimizer={"lr": 2e-2})  # fmt: skip
+    launch(config)
+    return folder / "run"
+
+
+def test_every_step_has_the_training_loops_accuracy(run, tmp_path, capsys):
+    assert main([str(run), "--steps", "all", "--output", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "evaluation.json").read_text())["scores"]
+    assert [each["step"] for each in found] == [1, 2, 3]
+    trained = {record["step"]: record for record in records(run)}
+    assert len({each["accuracy"]["mean"] for each in found}) == 3  # the steps differ, so the comparison says something
+    for each in found:
+        record = trained[each["step"]]
+        assert each["accuracy"]["mean"] == pytest.approx(record["eval/accuracy"], abs=1e-7)  # rewards are float32
+        assert each["pass_at_k"]["2"]["mean"] == pytest.approx(record["eval/pass@2"], abs=1e-12)
+        assert each["response_length"] == record["eval/response_length"]
+    assert [each["difference"] is None for each in found] == [True, False, False]
+    page = (tmp_path / "evaluation.html").read_text()
+    assert "step_000002" in page and page.count("<svg") == 2 and "held_out: mean@3" in page
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "evaluation.json")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["evaluation.html", "evaluation.json", "responses"]
+
+
+def evaluate(model: str, folder: Path, tasks: Path, *more: str) -> int:
+    return main([model, "--tasks", str(tasks), "--output", str(folder), "model.dtype=float32", "seed=3",
+                 "data.verifier_timeout=null", f"data.verifier={VERIFIER}:score", "evaluation.n_samples=2",
+                 "rollout.max_response_length=24", "rollout.max_batch_size=4", *more])  # fmt: skip
+
+
+def test_a_killed_evaluation_is_continued_to_the_same_bytes(run, tmp_path):
+    model = str(run / "hf")
+    tasks = write_rows(tmp_path / "words.jsonl", [{**row, "prompt": row["prompt"] + "x" * i}
+                                                  for i, row in enumerate(ROWS * 5)])  # fmt: skip
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert in_fork(lambda: evaluate(model, whole, tasks)).code in (0, None)
+    name = Path("responses") / "hf" / "words.jsonl"
+    child = multiprocessing.get_context("fork").Process(target=evaluate, args=(model, killed, tasks))
+    child.start()
+    deadline = time.monotonic() + 60
+    while not (killed / name).is_file() or (killed / name).stat().st_size < (whole / name).stat().st_size / 3:
+        assert child.is_alive() and time.monotonic() < deadline
+        time.sleep(0.002)
+    os.kill(child.pid, signal.SIGKILL)
+    child.join()
+    part = (killed / name).read_bytes()
+    assert 0 < len(part) < (whole / name).stat().st_size and not (killed / "evaluation.json").exists()
+    assert in_fork(lambda: evaluate(model, killed, tasks)).code in (0, None)
+    assert (killed / name).read_bytes() == (whole / name).read_bytes()
+    first, second = (json.loads((each / "evaluation.json").read_text()) for each in (whole, killed))
+    assert first["scores"] == second["scores"]
+
+
+def test_files_of_parquet_and_a_window(run, tmp_path, capsys):
+    rows = [{**row, "contest_date": f"2024-0{1 + i}-01"} for i, row in enumerate(ROWS)]
+    tasks = write_parquet(tmp_path / "words.parquet", rows)
+    assert evaluate(str(run / "hf"), tmp_path / "out", tasks, "--from", "2024-02-01", "--to", "2024-04-01") == 0
+    (found,) = json.loads((tmp_path / "out" / "evaluation.json").read_text())["scores"]
+    assert (found["prompts"], found["left_out"]) == (3, {"outside of the dates": 3})
+
+
+def test_an_unknown_date_and_help(capsys):
+    with pytest.raises(SystemExit):
+        main(["m", "--from", "soon"])
+    assert "'soon' is not a date; write YYYY-MM-DD" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "example: megatron-gspo evaluate" in capsys.readouterr().out

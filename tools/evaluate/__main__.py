@@ -1,0 +1,99 @@
+"""Evaluate a model on task files: accuracy, pass@k and ratings with intervals, on a page and as JSON.
+
+    megatron-gspo evaluate MODEL [--tasks FILE ...] [key=value ...]
+
+MODEL is a Hugging Face directory, a run directory, or the URLs of servers (http://host:port,...; then model.path=DIR
+names the directory of their model). Without --tasks, a run's own held-out prompts are evaluated. `key=value` sets keys
+of docs/config.md: sampling (evaluation.n_samples, rollout.max_response_length), prompts (data.chat_template), verifier,
+engine (rollout.engine). The same command continues an interrupted evaluation. docs/evaluate.md describes the layouts.
+
+example: megatron-gspo evaluate /models/Qwen3-30B-A3B --tasks aime_2024.jsonl evaluation.n_samples=16
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from megatron_gspo.config.load import is_override, split_server_arguments
+from megatron_gspo.errors import InputError, UserError, report
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: 0; 2 for invalid input, 1 for a failure; 130 interrupted. Errors are one line."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    ours, theirs = split_server_arguments(given)
+    overrides = [argument for argument in ours if is_override(argument)]
+    options = _parser().parse_args([argument for argument in ours if not is_override(argument)])
+    command = shlex.join(["megatron-gspo", "evaluate", *given])
+    try:
+        for file in evaluate(options, overrides, theirs, command):
+            print(file)
+    except ImportError as error:
+        fix = "" if "pip install" in str(error) else "; pip install 'megatron-gspo[plot]'"
+        print(f"megatron-gspo evaluate: {error}{fix}", file=sys.stderr)
+        return 2
+    except UserError as error:
+        return report(error)
+    except KeyboardInterrupt:
+        print("interrupted; run the same command again to continue", file=sys.stderr)
+        return 130
+    return 0
+
+
+def evaluate(options: argparse.Namespace, overrides: Sequence[str], server_args: Mapping[str, Sequence[str]],
+             command: str) -> list[Path]:  # fmt: skip
+    """Run the evaluation of the parsed arguments; returns the written files. Raises UserError or ImportError."""
+    # imported here because Megatron takes seconds, and --help and wrong arguments don't need it
+    from transformers.utils.logging import disable_progress_bar
+
+    from megatron_gspo.tools.evaluate.evaluation_page import print_scores, write_results
+    from megatron_gspo.tools.evaluate.run_tasks import Evaluation, load_tasks, run_evaluation, with_model
+    from megatron_gspo.tools.evaluate.settings import evaluation_config, given_keys
+    from megatron_gspo.tools.evaluate.targets import find_targets, is_run, server_urls
+
+    disable_progress_bar()
+    target, given = options.model, given_keys(overrides)
+    if not options.tasks and not is_run(target):
+        raise InputError("--tasks: names no file, and MODEL is no run with held-out prompts; give --tasks FILE")
+    if server_urls(target) and "model.path" not in given:
+        raise InputError("model.path: servers do not send their tokenizer; give model.path=DIR of their model")
+    output = options.output or (Path(target) if is_run(target) else Path("runs")) / "evaluation"
+    config = evaluation_config(target, options.tasks, output, overrides, server_args)
+    targets = find_targets(target, config.model.path, options.steps)
+    window = (options.first_date, options.last_date)
+    tasks = load_tasks(with_model(config, targets[0].source), options.tasks, given, window)
+    scores = run_evaluation(Evaluation(config, tuple(targets), tasks, output))
+    print_scores(scores)
+    return write_results(scores, output, command=command, config=config)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron-gspo evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", metavar="MODEL", help="Hugging Face directory, run directory or server URLs")
+    files = ".jsonl, .parquet or a directory saved by datasets"
+    parser.add_argument("--tasks", nargs="+", type=Path, default=[], metavar="FILE", help=files)
+    parser.add_argument("--steps", help="of a run: `all`, or steps separated by commas (default: the trained model)")
+    date = "of contest_date, inclusive; YYYY-MM-DD or with a time (a date is its midnight)"
+    parser.add_argument("--from", dest="first_date", type=_date, metavar="DATE", help=f"first {date}")
+    parser.add_argument("--to", dest="last_date", type=_date, metavar="DATE", help=f"last {date}")
+    folder = "of the results (default: evaluation/ in the run, or in runs/)"
+    parser.add_argument("--output", type=Path, metavar="DIR", help=folder)
+    return parser
+
+
+def _date(text: str) -> datetime:
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a date; write YYYY-MM-DD") from None
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,150 @@
+"""Where responses come from: the embedded engine in this process, or inference servers that hold the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from megatron_gspo.config import Config, ConfigError, SamplingParams
+from megatron_gspo.data.sample import Prompt, Sample
+from megatron_gspo.errors import EngineError, InputError, first_line
+from megatron_gspo.loop.engines import log_servers, start_servers, stop_ids
+from megatron_gspo.mcore.process_groups import compute_device
+from megatron_gspo.models import family_of, read_config
+from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
+from megatron_gspo.rollout.server_engine.rollout_client import RolloutClient
+from megatron_gspo.rollout.server_engine.server_api import ServedModel
+from megatron_gspo.rollout.server_kinds import SERVER_KINDS
+from megatron_gspo.servers.http_client import ServerError
+
+Groups = list[list[Sample]]
+_TAKE_SECONDS = 1.0  # finished groups are taken at least so often
+_VERSION_SECONDS = 30.0  # until a server has told its weights
+
+
+class ResponseEngine(Protocol):
+    """One set of weights that answers prompts."""
+
+    def groups(self, prompts: Sequence[Prompt], done: Collection[int], sampling: SamplingParams, *,
+               seed: int) -> Iterator[Groups]:  # fmt: skip
+        """The samples of every prompt whose index is not in `done`, some prompts at a time, as they are finished.
+
+        Raises InputError for a prompt that the model can't take.
+        """
+        ...
+
+
+class EmbeddedResponses:
+    """`ResponseEngine` on an `EmbeddedEngine`.
+
+    A prompt is decoded with the same others whatever is done, so that an evaluation that is continued repeats the bits
+    of one that was never interrupted.
+    """
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        self._engine = engine
+
+    def groups(self, prompts: Sequence[Prompt], done: Collection[int], sampling: SamplingParams, *,
+               seed: int) -> Iterator[Groups]:  # fmt: skip
+        """See `ResponseEngine.groups`."""
+        ordered = sorted(prompts, key=lambda prompt: (prompt.length, prompt.index))
+        size, n = max(self._engine.max_batch // sampling.n_samples_per_prompt, 1), sampling.n_samples_per_prompt
+        for start in range(0, len(ordered), size):
+            chunk = ordered[start : start + size]
+            if all(prompt.index in done for prompt in chunk):
+                continue
+            try:
+                samples = self._engine.generate(chunk, sampling, seed=seed)
+            except ValueError as error:
+                raise InputError(first_line(error)) from None
+            groups = [samples[i * n : (i + 1) * n] for i in range(len(chunk))]
+            yield [group for group in groups if group[0].prompt_index not in done]
+
+
+class ServedResponses:
+    """`ResponseEngine` on the servers of a client."""
+
+    def __init__(self, client: RolloutClient) -> None:
+        self._client = client
+
+    def groups(self, prompts: Sequence[Prompt], done: Collection[int], sampling: SamplingParams, *,
+               seed: int) -> Iterator[Groups]:  # fmt: skip
+        """See `ResponseEngine.groups`; the order is that in which the servers finish."""
+        stream = self._client.stream()
+        try:
+            left = len(stream.start([prompt for prompt in prompts if prompt.index not in done], sampling, seed=seed))
+        except ValueError as error:
+            raise InputError(first_line(error)) from None
+        while left:
+            groups = stream.take(left, patience=_TAKE_SECONDS)
+            left -= len(groups)
+            if groups:
+                yield groups
+
+
+@contextmanager
+def open_engine(config: Config, tokenizer: Any, urls: Sequence[str] = ()) -> Iterator[ResponseEngine]:
+    """The engine of `rollout.engine` with the weights of `model.path`, closed at the end.
+
+    urls: of running servers that hold these weights; else servers are started, `sglang.num_servers` at least one.
+    Raises ConfigError, EngineError or the errors of starting a server.
+    """
+    if config.rollout.engine not in ("embedded", *SERVER_KINDS):
+        raise ConfigError("rollout.engine", config.rollout.engine, "does not sample responses",
+                          f"set one of embedded, {', '.join(SERVER_KINDS)}")  # fmt: skip
+    if config.rollout.engine == "embedded":
+        engine = _embedded(config, tokenizer)
+        try:
+            yield EmbeddedResponses(engine)
+        finally:
+            engine.close()
+        return
+    with ExitStack() as stack:
+        if not urls:
+            servers = start_servers(config, trainer_gpus=0)
+            stack.callback(servers.stop)
+            urls = servers.urls
+        yield ServedResponses(_client(config, tokenizer, urls, stack))
+
+
+def _embedded(config: Config, tokenizer: Any) -> EmbeddedEngine:
+    path = config.model.path
+    try:
+        return EmbeddedEngine(path, tokenizer=tokenizer, dtype=getattr(torch, config.model.dtype),
+                              device=compute_device(), max_batch=config.rollout.max_batch_size)  # fmt: skip
+    except (ValueError, OSError) as error:
+        problem, fix = f"the embedded engine refuses it: {first_line(error)}", "fix it or use a server engine"
+        raise ConfigError("model.path", path, problem, fix) from error
+
+
+def _client(config: Config, tokenizer: Any, urls: Sequence[str], stack: ExitStack) -> RolloutClient:
+    """A client of the servers, which all serve the same version of the weights."""
+    _, shape = family_of(read_config(config.model.path))
+    model = ServedModel(shape, stop_ids(config.model.path, tokenizer, shape.vocab_size))
+    servers, kind = config.servers, SERVER_KINDS[config.rollout.engine]
+    client = RolloutClient(urls, servers, model, lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+                           api=kind.api, log=log_servers)  # fmt: skip
+    stack.callback(client.close)
+    version = common_version(client)
+    client.loop.run(client.pool.set_version(version, client.pool.servers))
+    return client
+
+
+def common_version(client: RolloutClient) -> str:
+    """The version of the weights that the servers report. Raises EngineError if they do not report the same one."""
+    found: dict[str, str | None] = {}
+    for server in client.pool.servers:
+        try:
+            asked = client.requests.api.weight_version(server.client, timeout=_VERSION_SECONDS)
+            found[server.url] = client.loop.run(asked)
+        except ServerError as error:
+            raise EngineError(f"{server.url} gives no version ({first_line(error)}); check the URL") from None
+    versions = set(found.values())
+    version = versions.pop()
+    if versions or version is None:
+        shown = ", ".join(f"{url}: {each}" for url, each in found.items())
+        raise EngineError(f"the servers do not report one version of the weights ({shown}); give servers of one model")
+    return version

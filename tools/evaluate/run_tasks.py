@@ -1,0 +1,164 @@
+"""Evaluates models on tasks: responses are generated, scored, kept, and summarised."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from megatron_gspo.config import Config, ConfigError, SamplingParams
+from megatron_gspo.data.sample import Sample
+from megatron_gspo.loop.evaluation import evaluation_sampling, evaluation_seed
+from megatron_gspo.loop.inputs import load_data, load_tokenizer
+from megatron_gspo.rewards.scorer import FAILURE, RewardScorer
+from megatron_gspo.rewards.verifiers import VerifierError
+from megatron_gspo.tools.evaluate.response_engines import ResponseEngine, open_engine
+from megatron_gspo.tools.evaluate.response_file import ResponseFile
+from megatron_gspo.tools.evaluate.targets import Target, hugging_face_folder
+from megatron_gspo.tools.evaluate.task_files import Task, Window, held_out_task, load_task, task_names
+from megatron_gspo.tools.evaluate.task_scores import TaskScores, prompt_accuracy, reward_table, score_task
+
+RESPONSES, MODELS = "responses", "models"  # folders of the output
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What is evaluated and how. output: folder of all results."""
+
+    config: Config
+    targets: tuple[Target, ...]
+    tasks: tuple[Task, ...]
+    output: Path
+
+
+def with_model(config: Config, path: Path) -> Config:
+    """The config with another `model.path`."""
+    return replace(config, model=replace(config.model, path=str(path)))
+
+
+def load_tasks(config: Config, files: Sequence[Path], given: set[str], window: Window) -> tuple[Task, ...]:
+    """The tasks of the files, else the run's own held-out prompts, tokenised for `model.path`.
+
+    given: the config's keys that the user has set for this evaluation. Raises InputError.
+    """
+    if config.rollout.environment is not None:
+        raise ConfigError("rollout.environment", config.rollout.environment, "episodes are not evaluated here",
+                          "the training loop evaluates them (evaluation.eval_interval)")  # fmt: skip
+    tokenizer, limit = load_tokenizer(config), config.evaluation.max_prompts
+    if not files:
+        _, held_out, _ = load_data(config, tokenizer)
+        return (held_out_task(held_out, config.data, "data.eval_prompts"),)
+    task_names(files)
+    return tuple(load_task(file, tokenizer, config.data, given, window, limit) for file in files)
+
+
+def run_evaluation(evaluation: Evaluation) -> list[TaskScores]:
+    """Answer and score what is missing, then summarise everything: each task's models in the order of the targets.
+
+    Raises the errors of engines, verifiers and files; every response so far is kept.
+    """
+    found: list[TaskScores] = []
+    first: dict[str, np.ndarray] = {}
+    with _progress() as bar:
+        for target in evaluation.targets:
+            with ExitStack() as stack:
+                kept = {task.name: stack.enter_context(_open(evaluation, target, task)) for task in evaluation.tasks}
+                _answer(evaluation, target, kept, bar)
+                for task in evaluation.tasks:
+                    records = kept[task.name].records
+                    own = prompt_accuracy(reward_table([records[prompt.index] for prompt in task.prompts]))
+                    ks = evaluation.config.evaluation.pass_at_k
+                    found.append(score_task(task, target.label, target.step, records, ks, first.get(task.name)))
+                    first.setdefault(task.name, own)
+    shutil.rmtree(evaluation.output / MODELS, ignore_errors=True)
+    return found
+
+
+def _open(evaluation: Evaluation, target: Target, task: Task) -> ResponseFile:
+    config, sampling = evaluation.config, sampling_of(evaluation.config)
+    settings = {
+        "weights": target.identity,
+        "task": task.fingerprint,
+        "sampling": asdict(sampling),
+        "seed": config.seed,
+        "engine": config.rollout.engine,
+        "dtype": config.model.dtype,
+    }
+    path = evaluation.output / RESPONSES / target.label / f"{task.name}.jsonl"
+    return ResponseFile(path, settings, sampling.n_samples_per_prompt)
+
+
+def sampling_of(config: Config) -> SamplingParams:
+    """How responses are sampled: as in the training loop's evaluation."""
+    section = evaluation_sampling(config)
+    return SamplingParams(**{field.name: getattr(section, field.name) for field in fields(SamplingParams)})
+
+
+def _answer(evaluation: Evaluation, target: Target, kept: dict[str, ResponseFile], bar: Progress) -> None:
+    """Generate and score the responses that are missing; opens no engine if none is."""
+    missing = [task for task in evaluation.tasks if len(kept[task.name].records) < len(task.prompts)]
+    if not missing:
+        return
+    scratch = evaluation.output / MODELS
+    convert = bar.add_task(f"{target.label}: to Hugging Face", total=None, visible=target.is_checkpoint, note="")
+
+    def report(done: int, total: int) -> None:
+        bar.update(convert, completed=done >> 20, total=total >> 20)
+
+    folder = hugging_face_folder(target, scratch, processes=os.cpu_count() or 1, report=report)
+    with folder as path:
+        bar.remove_task(convert)
+        config = with_model(evaluation.config, path)
+        with open_engine(config, load_tokenizer(config), target.urls) as engine:
+            for task in missing:
+                answer_task(engine, task, kept[task.name], config, bar, f"{target.label}: {task.name}")
+
+
+def answer_task(engine: ResponseEngine, task: Task, kept: ResponseFile, config: Config, bar: Progress,
+                title: str) -> None:  # fmt: skip
+    """Generate the responses that `kept` lacks, score them and add them to it as they are finished.
+
+    Raises VerifierError if the verifier fails on all responses so far.
+    """
+    sampling, data = sampling_of(config), task.data
+    row = bar.add_task(title, total=len(task.prompts), completed=len(kept.records), note="")
+    scorer = RewardScorer(data.resolved_verifier, data.resolved_verifier_options, timeout=data.verifier_timeout,
+                          workers=data.verifier_workers, failure_reward=data.verifier_failure_reward)  # fmt: skip
+    with scorer:
+        by_index = {prompt.index: prompt for prompt in task.prompts}
+        seed = evaluation_seed(config.seed)
+        for groups in engine.groups(task.prompts, set(kept.records), sampling, seed=seed):
+            samples = [sample for group in groups for sample in group]
+            scores = scorer.score_texts([(sample.text, by_index[sample.prompt_index]) for sample in samples])
+            if not kept.records and all(status != "ok" for status in scores.statuses):
+                raise VerifierError(f"verifier {data.resolved_verifier!r} failed on all {len(samples)} responses of a "
+                                    f"batch (the first: {scores.messages[0]}); fix it")  # fmt: skip
+            scored = [_scored(*each) for each in zip(samples, scores.rewards.tolist(), scores.statuses, scores.messages,
+                                                     strict=True)]  # fmt: skip
+            n = sampling.n_samples_per_prompt
+            kept.write([scored[i : i + n] for i in range(0, len(scored), n)])
+            accuracy = reward_table(list(kept.records.values())).mean()
+            bar.update(row, completed=len(kept.records), note=f"accuracy {100 * accuracy:.1f} %")
+
+
+def _scored(sample: Sample, reward: float, status: str, message: str) -> Sample:
+    failed: dict[str, Any] = {} if status == "ok" else {FAILURE: f"{status}: {message}"}
+    return replace(sample, reward=reward, metadata=sample.metadata | failed)
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """A bar on stderr for each model and task."""
+    columns = (TextColumn("{task.description}"), BarColumn(30), MofNCompleteColumn(), TextColumn("{task.fields[note]}"),
+               TimeRemainingColumn())  # fmt: skip
+    with Progress(*columns, console=Console(file=sys.stderr)) as bar:
+        yield bar
