@@ -7,10 +7,12 @@ from tests.seeded_bugs.seeded_bug import SeededBug
 ENGINE, TESTS = "megatron_gspo/rollout/server_engine", "tests/rollout/server_engine"
 PARSER, CLIENT = "megatron_gspo/rollout/sglang/response_parser.py", f"{ENGINE}/generation_client.py"
 POOL, STREAM = f"{ENGINE}/server_pool.py", f"{ENGINE}/request_stream.py"
+CHECKS, VLLM = f"{ENGINE}/response_checks.py", "megatron_gspo/rollout/vllm"
 HTTP = "megatron_gspo/servers/http_client.py"
 TRANSPORT = "megatron_gspo/weight_transport"
 STALE = "tests/rollout/test_weight_distribution.py::test_unchanged_tensors_are_not_sent_and_a_stale_one_is_caught"
 REFUSED = "tests/rollout/sglang/test_response_parser.py::test_what_is_wrong_is_refused_by_name"
+VLLM_PARSER = "tests/rollout/vllm/test_response_parser.py::test_"
 
 OF_THE_SERVERS = (
     SeededBug(
@@ -18,8 +20,8 @@ OF_THE_SERVERS = (
         "    log_prob: float\n", "    log_prob: Any\n", (REFUSED,),
     ),
     SeededBug(
-        "returned token ids are not checked against the vocabulary", "several trainers", PARSER,
-        "if len(ids) and ids.max() >= vocab_size:", "if False:", (REFUSED,),
+        "returned token ids are not checked against the vocabulary", "several trainers", CHECKS,
+        "if len(tokens) and tokens.max() >= vocab_size:", "if False:", (REFUSED,),
     ),
     SeededBug(
         "an answer with too few routes is stretched over the response", "one trainer", PARSER,
@@ -28,7 +30,7 @@ OF_THE_SERVERS = (
         (REFUSED,),
     ),
     SeededBug(
-        "an answer of two versions counts as the newer one's", "several trainers", PARSER,
+        "an answer of two versions counts as the newer one's", "several trainers", CHECKS,
         'if span.get("version") != version and', "if False and",
         ("tests/rollout/sglang/test_response_parser.py::test_the_version_is_one_and_named",),
     ),
@@ -123,5 +125,25 @@ OF_THE_SERVERS = (
     SeededBug(
         "tensors that were sent once are not sent again", "design", f"{TRANSPORT}/receiver_transport.py",
         "self._sums[name] != self._known.get(name):", "name not in self._known:", (STALE,),
+    ),
+    SeededBug(
+        "tokens of vLLM without a weight version are taken for those of the first", "design",
+        f"{VLLM}/response_parser.py", "    if starts != ends:", "    if False:",
+        (f"{VLLM_PARSER}a_wrong_answer_is_refused_by_name",),
+    ),
+    SeededBug(
+        "vLLM's stand-in for a log-prob of NaN is trained on", "design", f"{VLLM}/response_parser.py",
+        "    if _FLOOR in values:", "    if False:", (f"{VLLM_PARSER}a_wrong_answer_is_refused_by_name",),
+    ),
+    SeededBug(
+        "vLLM's log-probs of other tokens", "several trainers", f"{VLLM}/response_parser.py",
+        "    if [row.token_id for row in rows] != choice.token_ids:", "    if False:",
+        (f"{VLLM_PARSER}a_wrong_answer_is_refused_by_name",),
+    ),
+    SeededBug(
+        "routes of the response before those of the prompt", "design", f"{VLLM}/response_parser.py",
+        "(response.prompt_routed_experts, response.choices[0].routed_experts)",
+        "(response.choices[0].routed_experts, response.prompt_routed_experts)",
+        (f"{VLLM_PARSER}rows_that_come_apart_a_last_row_that_lacks_and_unknown_rows",),
     ),
 )  # fmt: skip

@@ -194,7 +194,7 @@ def _npy(text: str, context: RequestContext) -> np.ndarray:
     """The integers of a .npy file in base64. Nothing is unpickled."""
     try:
         array = np.load(io.BytesIO(pybase64.b64decode(text, validate=True)), allow_pickle=False)
-    except (binascii.Error, ValueError, EOFError, OSError):
+    except (binascii.Error, ValueError, EOFError, OSError, MemoryError):  # of a header that claims any size
         raise ResponseError(f"{context.name}: routed_experts is not a .npy file in base64") from None
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu":
         raise ResponseError(f"{context.name}: routed_experts has no integers")
