@@ -144,7 +144,7 @@ async def _read(response: aiohttp.ClientResponse, max_bytes: int, where: str) ->
 def _status_error(where: str, status: int, payload: bytes) -> ServerError:
     words = " ".join(payload[: 4 * _MAX_QUOTED].decode(errors="replace").split())[:_MAX_QUOTED]
     if status in (401, 403):
-        return ServerError(f"{where}: refused with {status}; set api_key_file to the server's key",
+        return ServerError(f"{where}: refused with {status}; set sglang.api_key_file (or vllm.api_key_file) to its key",
                            status=status, retry=False)
     retry = status in (408, 425, 429) or status >= 500
     return ServerError(f"{where}: answered {status}" + (f": {words}" if words else ""), status=status, retry=retry)

@@ -42,7 +42,7 @@ CASES = (
     Case("GSPO averaged over tokens", "is not gspo", ("algorithm.loss_agg_mode=token-mean",),
          shows=("seq-mean-token-mean",)),
     Case("unknown algorithm", "is not allowed; set one of", ("algorithm.name=reinforce",), shows=("gspo_token",)),
-    Case("unknown engine", "is not allowed; set one of", ("rollout.engine=vllm",), shows=("embedded",)),
+    Case("unknown engine", "is not allowed; set one of", ("rollout.engine=tensorrt",), shows=("embedded",)),
     Case("unknown schedule", "is not allowed; set one of", ("optimizer.lr_decay_style=wsd",), shows=("cosine",)),
     Case("unknown data type", "is not allowed; set one of", ("model.dtype=fp8",), shows=("bfloat16",)),
     Case("one sample a prompt", "group advantages compare at least two responses",

@@ -259,7 +259,7 @@ def test_a_key_is_needed_and_shown_nowhere(keyed, key_file, sglang_model, capfd,
     for file in (str(tmp_path / "wrong"), None):
         without = engine_on(keyed.urls, sglang_model, api_key_file=file)
         try:
-            with pytest.raises(EngineError, match=r"^server \S+: refused with 401; set sglang.api_key_file to the ser"):
+            with pytest.raises(EngineError, match=r"^server \S+: refused with 401; set sglang.api_key_file \(or vllm"):
                 without.update_weights(checkpoint_stream(sglang_model), version=0)
         finally:
             without.close()
