@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -11,23 +11,22 @@ import pytest
 import torch
 
 from megatron_gspo.config import SamplingParams
-from megatron_gspo.data.sample import Prompt, Sample
+from megatron_gspo.data.sample import Sample
 from megatron_gspo.errors import EngineError
 from megatron_gspo.rollout.sample_checks import check_samples
 from megatron_gspo.rollout.server_engine import generation_client
-from megatron_gspo.rollout.server_engine.request_stream import RequestStream, WeightsNeeded
+from megatron_gspo.rollout.server_engine.request_stream import RequestStream
 from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.servers.server_processes import LocalServers
 from tests.sglang.conftest import StartServers
 from tests.sglang.test_agreement import TOLERANCE, VOCABULARY, bare
-from tests.support.fault_proxy import Fault, FaultProxy
+from tests.support.fault_proxy import PASSING_FAULTS, Fault, FaultProxy
 from tests.support.reference_models import checkpoint
-from tests.support.server_clients import checkpoint_stream, counts_of, engine_on, prompts_of
+from tests.support.server_clients import SHORT, checkpoint_stream, counts_of, draw, engine_on, everything, prompts_of
 from tests.support.ties import TIE, smallest_margin
 from tests.support.transformers_reference import load_reference, observe_routers, response_log_probs
 
 KEY = "a-key-that-nobody-may-see"
-SHORT = SamplingParams(n_samples_per_prompt=2, max_response_length=8)
 
 
 @pytest.fixture(scope="module")
@@ -66,49 +65,9 @@ def engine(behind: ServerEngine, proxy: FaultProxy) -> Iterator[ServerEngine]:
     proxy.clear()
 
 
-def everything(stream: RequestStream, count: int, update: Callable[[], None]) -> list[Sample]:
-    """`count` groups, with an update whenever one is due, as in the loop."""
-    while True:
-        try:
-            return [sample for group in stream.take(count) for sample in group]
-        except WeightsNeeded:
-            update()
-
-
-def draw(engine: ServerEngine, model: str, prompts: Sequence[Prompt], sampling: SamplingParams = SHORT) -> list[Sample]:
-    """All samples of the prompts, checked; each is returned once."""
-    stream = engine.client.stream()
-    stream.start(prompts, sampling, seed=3)
-    samples = everything(stream, len(prompts),
-                         lambda: engine.update_weights(checkpoint_stream(model), version=engine.weight_version))
-    check_samples(samples, prompts, sampling, vocab_size=engine._client.model.vocab_size)
-    with pytest.raises(ValueError, match="only 0 groups"):
-        stream.take(1)
-    return samples
-
-
-# fault, how it is counted besides as a retry
-FAULTS = {
-    "hang": (Fault("hang"), None),
-    "error": (Fault("error"), None),
-    "late": (Fault("late", seconds=6.0), None),
-    "half": (Fault("half"), None),
-    "lost": (Fault("lost"), None),
-    "refuse": (Fault("refuse"), None),
-    "huge": (Fault("huge"), None),
-    "wrong lengths": (Fault("wrong_lengths"), "refused"),
-    "NaN": (Fault("nan"), "refused"),
-    "positive": (Fault("positive"), "refused"),
-    "foreign token": (Fault("foreign_token"), "refused"),
-    "few routes": (Fault("few_routes"), "refused"),
-    "old weights": (Fault("old_version"), "stale_responses"),
-    "twice": (Fault("error", times=2), None),
-}
-
-
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", PASSING_FAULTS)
 def test_a_fault_that_passes_is_survived_and_told(engine, proxy, sglang_model, name, monkeypatch):
-    fault, counted = FAULTS[name]
+    fault, counted = PASSING_FAULTS[name]
     times = fault.times
     waits = name in ("hang", "late")
     if waits:
@@ -117,7 +76,7 @@ def test_a_fault_that_passes_is_survived_and_told(engine, proxy, sglang_model, n
         monkeypatch.setattr(engine._client, "_config", impatient)
         counts_of(engine)
         proxy.requests.clear()
-    proxy.add(fault)
+    proxy.add(replace(fault))
     samples = draw(engine, sglang_model, prompts_of([5, 9, 12], VOCABULARY))
     assert proxy.pending == 0
     assert all(sample.weight_version == 0 for sample in samples)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import pytest
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from megatron_gspo.config import SGLangConfig, VLLMConfig
-from megatron_gspo.data.sample import Prompt
+from megatron_gspo.config import SamplingParams, SGLangConfig, VLLMConfig
+from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.loop.engines import stop_ids
 from megatron_gspo.models import family_of, read_config
+from megatron_gspo.rollout.sample_checks import check_samples
+from megatron_gspo.rollout.server_engine.request_stream import RequestStream, WeightsNeeded
 from megatron_gspo.rollout.server_engine.rollout_client import RolloutClient, server_metrics
 from megatron_gspo.rollout.server_engine.server_api import ServedModel
 from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
@@ -22,6 +25,7 @@ from tests.support.reference_models import checkpoint
 from tests.support.transformers_reference import load_reference
 
 CONFIGS = {"sglang": SGLangConfig, "vllm": VLLMConfig}
+SHORT = SamplingParams(n_samples_per_prompt=2, max_response_length=8)
 
 
 def engine_on(
@@ -57,3 +61,24 @@ def prompts_of(lengths: Sequence[int], vocabulary: int, seed: int = 0, shared: i
     start = rng.integers(3, vocabulary, shared)
     rest = [rng.integers(3, vocabulary, length - shared) for length in lengths]
     return [Prompt(i, np.concatenate([start, tail]), text="") for i, tail in enumerate(rest)]
+
+
+def everything(stream: RequestStream, count: int, update: Callable[[], None]) -> list[Sample]:
+    """`count` groups, with an update whenever one is due, as in the loop."""
+    while True:
+        try:
+            return [sample for group in stream.take(count) for sample in group]
+        except WeightsNeeded:
+            update()
+
+
+def draw(engine: ServerEngine, model: str, prompts: Sequence[Prompt], sampling: SamplingParams = SHORT) -> list[Sample]:
+    """All samples of the prompts, checked; each is returned once."""
+    stream = engine.client.stream()
+    stream.start(prompts, sampling, seed=3)
+    samples = everything(stream, len(prompts),
+                         lambda: engine.update_weights(checkpoint_stream(model), version=engine.weight_version))
+    check_samples(samples, prompts, sampling, vocab_size=engine._client.model.vocab_size)
+    with pytest.raises(ValueError, match="only 0 groups"):
+        stream.take(1)
+    return samples

@@ -1,0 +1,85 @@
+"""Faults between the client and a real vLLM server: every sample is returned once, as the server sampled it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from megatron_gspo.errors import EngineError
+from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
+from megatron_gspo.rollout.vllm.vllm_api import PATH
+from megatron_gspo.servers.server_processes import LocalServers
+from tests.support.fault_proxy import PASSING_FAULTS, VLLM_CHANGES, Fault, FaultProxy
+from tests.support.server_clients import checkpoint_stream, counts_of, draw, engine_on, prompts_of
+from tests.vllm.test_agreement import VOCABULARY
+
+FAULTS = [name for name in PASSING_FAULTS if name != "few routes"]  # a server on a CPU gives none
+
+
+@pytest.fixture(scope="module")
+def proxy(vllm_server: LocalServers) -> Iterator[FaultProxy]:
+    with FaultProxy(vllm_server.urls[0], generate=PATH, changes=VLLM_CHANGES) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def behind(proxy: FaultProxy, vllm_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerEngine]:
+    """An engine whose one server is behind the proxy. A hang in a request isn't taken for one of the server."""
+    engine = engine_on([proxy.url], vllm_model, kind="vllm", routes=False, weight_transport="disk",
+                       folder=tmp_path_factory.mktemp("weights"), health_timeout=20.0, update_timeout=15.0)  # fmt: skip
+    engine.update_weights(checkpoint_stream(vllm_model), version=0)
+    draw(engine, vllm_model, prompts_of([5], VOCABULARY))  # the server's first one may take seconds
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(behind: ServerEngine, proxy: FaultProxy) -> Iterator[ServerEngine]:
+    counts_of(behind)
+    proxy.requests.clear()
+    yield behind
+    proxy.clear()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_that_passes_is_survived_and_told(engine, proxy, vllm_model, name, monkeypatch):
+    fault, counted = PASSING_FAULTS[name]
+    times, waits = fault.times, name in ("hang", "late")
+    if waits:
+        monkeypatch.setattr(engine._client, "_config", replace(engine._client._config, request_timeout=4.0))
+    proxy.add(replace(fault))
+    samples = draw(engine, vllm_model, prompts_of([5, 9, 12], VOCABULARY))
+    assert proxy.pending == 0 and all(sample.weight_version == 0 for sample in samples)
+    counts = counts_of(engine)
+    assert counts["rollout/retries"] == times or (waits and counts["rollout/retries"] > times), "a slow machine's own"
+    assert counts["rollout/refused"] == (counted == "refused")
+    assert counts["rollout/stale_responses"] == (counted == "stale_responses")
+    assert counts["rollout/discarded_tokens"] == 0 and counts["rollout/servers"] == 1
+    updates = sum(path == "/resume" for path in proxy.requests)
+    assert updates == (counted == "stale_responses"), "only other weights need an update"
+
+
+def test_an_update_whose_request_fails_leaves_a_server_out_until_one_succeeds(engine, proxy, vllm_model):
+    version = engine.weight_version
+    proxy.add(Fault("error", path="/collective_rpc"))
+    engine._loop.run(engine._pool.mark_stale(engine._pool.servers[0], "so that it needs an update"))
+    with pytest.raises(EngineError, match=f"no server took weights {version}: .*collective_rpc.*500"):
+        engine.update_weights(checkpoint_stream(vllm_model), version=version)
+    assert not engine._pool.serving
+    assert engine.wait_for_server(20)
+    samples = draw(engine, vllm_model, prompts_of([5], VOCABULARY))  # updates it on the way
+    assert all(sample.weight_version == version for sample in samples) and counts_of(engine)["rollout/servers"] == 1
+
+
+def test_a_server_that_does_not_answer_an_update_is_dropped_within_the_deadline(engine, proxy, vllm_model, monkeypatch):
+    version = engine.weight_version
+    proxy.add(Fault("hang", path="/pause"))
+    engine._loop.run(engine._pool.mark_stale(engine._pool.servers[0], "so that it needs an update"))
+    with pytest.raises(EngineError, match=f"no server took weights {version}: .*/pause"):
+        engine.update_weights(checkpoint_stream(vllm_model), version=version)
+    assert not engine._pool.serving
+    assert engine.wait_for_server(30)
+    draw(engine, vllm_model, prompts_of([5], VOCABULARY))
+    assert counts_of(engine)["rollout/servers"] == 1
