@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from megatron_gspo.tools.make_tiny_model import TinyModel, write_tiny_model
 from tests.config.building import build, refused
 
 
@@ -27,8 +30,9 @@ def test_without_adapters_only_dropout_is_refused(plain: dict) -> None:
 
 
 @pytest.mark.parametrize("targets", ["[q_proj, gate]", "[]", "[lm_head]"])
-def test_targets_are_linear_layers_of_the_model(plain: dict, targets: str) -> None:
-    on = ("lora.rank=8", "model.init=pretrained")
+def test_targets_are_linear_layers_of_the_model(plain: dict, tmp_path: Path, targets: str) -> None:
+    write_tiny_model(tmp_path / "tiny", TinyModel(layers=1, experts=2))
+    on = ("lora.rank=8", "model.init=pretrained", f"model.path={tmp_path / 'tiny'}")
     build(plain, *on, "lora.targets=[q_proj, up_proj]").check_sizes(1)
     message = refused(plain, *on, f"lora.targets={targets}", world_size=1)
     assert message.startswith("lora.targets") and message.endswith("o_proj, gate_proj, up_proj, down_proj"), message

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import megatron_gspo.mcore.train_step  # noqa: F401  the fork server of the tests imports it once
@@ -26,9 +27,9 @@ from tests.support.transformers_reference import checkpoint_tensors, load_refere
 LAYOUTS = (parallel(tensor=2, expert=2), parallel(pipeline=2, expert_tensor=2, expert=1, tensor=2))
 
 
-def streams(rank: int, world_size: int, path: str, lora: LoRAConfig, tensors: dict[str, Tensor]) -> list[Any]:
+def streams(rank: int, world_size: int, path: str, lora: LoRAConfig, file: Path) -> list[Any]:
     """Of every layout the adapters to all ranks and to the sources, the merged weights, and the base's checksum."""
-    found = []
+    tensors, found = load_file(file), []
     for layout in LAYOUTS:
         policy = build_policy(model_config(path), layout, groups_of(layout), optimizer=adam(1e-3),
                               parts=TrainedParts(lora=lora, seed=3))  # fmt: skip
@@ -49,8 +50,10 @@ def case(request, tmp_path_factory) -> dict[str, Any]:
     path = save_tiny_model(folder / "model", **MODELS[name])
     model = adapted(load_reference(path).float(), path, lora)
     tensors = {name: t.clone() for name, t in adapter_tensors(model, torch.Tensor.detach, rank=lora.rank).items()}
+    file = folder / "tensors.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
     return dict(kind=request.param, path=path, lora=lora, model=model, tensors=tensors, folder=folder,
-                ranks=run_distributed(streams, 4, path, lora, tensors, timeout=120))  # fmt: skip
+                ranks=run_distributed(streams, 4, path, lora, file, timeout=120))  # fmt: skip
 
 
 def test_streams_have_every_adapter_in_every_layout(case):
