@@ -38,9 +38,8 @@ def marks(rank: int, world_size: int, path: str) -> dict[str, Any]:
             p: Any = expert.get_parameter(key)
             group = getattr(p, "summed_over", None)
             found[name, key] = (group.size() if group else 1, p.tensor_model_parallel, p.main_grad.clone())
-        trained = [p for p in unwrap(policy.chunks[0]).parameters() if p.requires_grad]
-        assert all(hasattr(p, "main_grad") == p.requires_grad for p in unwrap(policy.chunks[0]).parameters())
-        found[name] = sum(p.numel() for p in trained)
+        chunk = unwrap(policy.chunks[0])
+        found[name] = {key for key, p in chunk.named_parameters() if p.grad is not None or hasattr(p, "main_grad")}
     return found
 
 
@@ -63,3 +62,9 @@ def test_replicas_have_one_gradient(ranks):
     for key in (("shared", "linear_fc1.lora.lora_B"), ("etp", "linear_fc2.lora.lora_B")):
         assert first[key][2].any() and torch.equal(first[key][2], second[key][2]), key
     assert not torch.equal(first["ep", "linear_fc2.lora.lora_B"][2], second["ep", "linear_fc2.lora.lora_B"][2])
+
+
+def test_nothing_else_has_a_gradient(ranks):
+    for found in ranks:
+        for name in ("etp", "ep", "shared"):
+            assert found[name] and all(".lora." in key for key in found[name]), name
