@@ -21,6 +21,8 @@ from megatron_gspo.config.algorithm_section import AlgorithmConfig, with_preset
 from megatron_gspo.config.data_checks import check_data, check_data_files
 from megatron_gspo.config.data_sections import DataConfig
 from megatron_gspo.config.load import apply_overrides, read_file
+from megatron_gspo.config.lora_checks import check_lora, check_targets
+from megatron_gspo.config.lora_section import LoRAConfig
 from megatron_gspo.config.model_checks import (
     check_critic_model,
     check_experts,
@@ -85,6 +87,7 @@ class Config:
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     router_noise: RouterNoiseConfig = field(default_factory=RouterNoiseConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -126,6 +129,7 @@ class Config:
         check_divisibility(self.parallel, hf)
         check_experts(self.routing, self.router_noise, hf)
         check_positions(self.rollout, self.data.max_prompt_length, hf)
+        check_targets(self.lora, hf)
         if self.critic.path is not None:
             critic = read_hf_config(self.critic.path, "critic.path")
             check_family("critic.path", self.critic.path, critic)
@@ -142,6 +146,7 @@ class Config:
         check_parallel(self.parallel)
         check_global_batch(self.training, self.rollout.sequences)
         check_recompute(self.model)
+        check_lora(self.lora, self.model)
         check_schedule("optimizer", self.optimizer, self.optimizer_steps)
         check_critic(self.critic, self.algorithm, self.training.steps)
         check_schedule("critic", self.critic, self.optimizer_steps)
@@ -173,6 +178,11 @@ class Config:
     @property
     def _server_sections(self) -> dict[str, ServerConfig]:
         return {section.section: section for section in (self.sglang, self.vllm)}
+
+    @property
+    def trained_lora(self) -> LoRAConfig | None:
+        """The `lora` section, if adapters are trained."""
+        return self.lora if self.lora.is_on else None
 
     @property
     def critic_path(self) -> str:

@@ -10,6 +10,7 @@ from megatron_gspo.errors import DiskError
 from megatron_gspo.mcore.policy import Policy
 from megatron_gspo.models.families import carried_names
 from megatron_gspo.models.hf_checkpoint import CheckpointReader, begin_checkpoint, publish_checkpoint, write_part
+from megatron_gspo.models.peft_files import AdapterFacts, can_fuse, write_adapters
 from megatron_gspo.parallel.rank_zero import raise_on_every_rank, run_on_rank_zero
 
 
@@ -31,6 +32,23 @@ def export(policy: Policy, folder: Path) -> Path:
             pass
     raise_on_every_rank(failure, DiskError)
     return run_on_rank_zero(lambda: _publish(policy, folder))
+
+
+def export_adapters(policy: Policy, folder: Path) -> Path:
+    """Write the policy's adapters to ``folder`` in PEFT's format, for Transformers where all projections of the experts
+    have adapters of their own, else for servers.
+
+    A collective of all ranks: rank 0 collects them in host memory. Raises ``DiskError`` on every rank where it cannot
+    write.
+    """
+    lora = policy.lora
+    assert lora is not None
+    is_first = dist.get_rank() == 0
+    tensors = {name: tensor.cpu().clone() for name, tensor in policy.adapters() if is_first}
+    facts = AdapterFacts(lora.rank, lora.alpha, lora.rslora, policy.path, policy.base_checksum())
+    run_on_rank_zero(lambda: write_adapters(folder, tensors, facts, fused=can_fuse(tensors)), error=DiskError,
+                     what=f"{folder} is not written")  # fmt: skip
+    return folder
 
 
 def _publish(policy: Policy, folder: Path) -> Path:

@@ -25,7 +25,7 @@ from megatron_gspo.loop.offloading_source import OffloadingSource
 from megatron_gspo.loop.reward_scoring import EpisodeRewards, Rewards, VerifierRewards
 from megatron_gspo.loop.timers import UpdateClock
 from megatron_gspo.mcore.megatron_options import MegatronOptions
-from megatron_gspo.mcore.policy import Policy, build_policy, check_megatron_options
+from megatron_gspo.mcore.policy import Policy, TrainedParts, build_policy, check_megatron_options
 from megatron_gspo.mcore.process_groups import initialize
 from megatron_gspo.rewards.scorer import RewardScorer
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
@@ -95,11 +95,12 @@ def build_components(config: Config, *, engine: RolloutEngine | None = None) -> 
         groups,
         optimizer=config.optimizer,
         total_steps=config.optimizer_steps,
+        parts=TrainedParts(lora=config.trained_lora, seed=config.seed),
         options=options,
     )
     policy.config.timers = UpdateClock() if config.tracking.detailed_timers else None
     policy.critic = _critic(config, groups, options) if config.algorithm.needs_critic else None
-    reference = _reference(config, groups, options) if config.algorithm.needs_reference else None
+    reference = _reference(config, policy, options) if config.algorithm.needs_reference else None
     if engine is None and config.rollout.engine == "embedded":
         engine = embedded_engine(config, shape, tokenizer)
     source, eval_source = build_sources(
@@ -107,7 +108,8 @@ def build_components(config: Config, *, engine: RolloutEngine | None = None) -> 
     )
     if config.offloads_trainer:
         held_out_too = eval_source is source
-        source = OffloadingSource(source, policy, reference)
+        own = None if policy.lora is not None else reference  # a model of its own
+        source = OffloadingSource(source, policy, own)
         eval_source = source if held_out_too else eval_source
     return Components(
         config=config,
@@ -143,9 +145,12 @@ def build_rewards(config: Config, environments: EnvironmentPool | None) -> Rewar
 def _critic(config: Config, groups: Any, options: MegatronOptions) -> Policy:
     model = replace(config.model, path=config.critic_path)
     return build_policy(model, config.parallel, groups, optimizer=config.critic, total_steps=config.optimizer_steps,
-                        value_head=True, options=options)  # fmt: skip
+                        parts=TrainedParts(value_head=True), options=options)  # fmt: skip
 
 
-def _reference(config: Config, groups: Any, options: MegatronOptions) -> Policy:
+def _reference(config: Config, policy: Policy, options: MegatronOptions) -> Policy:
+    """The frozen start: the policy without its adapters, or a second model."""
+    if policy.lora is not None:
+        return policy.base()
     pretrained = replace(config.model, init="pretrained")
-    return build_policy(pretrained, config.parallel, groups, optimizer=None, options=options)
+    return build_policy(pretrained, config.parallel, policy.groups, optimizer=None, options=options)

@@ -20,7 +20,7 @@ from megatron_gspo.loop.critic import run_critic_steps, with_values
 from megatron_gspo.loop.engines import perturb_rollout, unperturbed_rollout
 from megatron_gspo.loop.evaluation import evaluate, is_evaluation_due
 from megatron_gspo.loop.generation import DataCursor, RolloutGenerator
-from megatron_gspo.loop.hf_export import export
+from megatron_gspo.loop.hf_export import export, export_adapters
 from megatron_gspo.loop.log_prob_check import check_log_probs
 from megatron_gspo.loop.log_probs import with_log_probs
 from megatron_gspo.loop.loss_masking import mask_samples
@@ -90,6 +90,8 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
         checkpoints.finish()
         state = replace(state, wall_seconds=time.monotonic() - started)
         exported = export(run.policy, Path(config.run_dir) / "hf") if config.checkpoint.export_hf else None
+        if run.policy.lora is not None and config.checkpoint.export_hf:
+            export_adapters(run.policy, Path(config.run_dir) / "adapters")
         if run.policy.critic is not None and config.checkpoint.export_hf:
             export(run.policy.critic, Path(config.run_dir) / "critic_hf")
         logger.finish(asdict(state) | {"exported": exported and str(exported)})

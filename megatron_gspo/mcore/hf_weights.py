@@ -30,13 +30,19 @@ Section = tuple[int, int]  # layer, piece of it
 @dataclass(frozen=True)
 class MappedParameter:
     """A local parameter, its name in the model, its mapping rule, and its global layer (-1 outside of the layers) and
-    expert."""
+    expert. adapter: of a linear layer, if it has one."""
 
     name: str
     parameter: Tensor
     rule: Rule
     layer: int
     expert: int
+    adapter: Any = None
+
+    @property
+    def tensor(self) -> Tensor:
+        """What is exported: the parameter, with its adapter merged."""
+        return self.parameter if self.adapter is None else self.adapter.merged(self.parameter)
 
     @property
     def names(self) -> list[str]:
@@ -52,7 +58,7 @@ class MappedParameter:
 
 def map_parameters(chunk: Any, family: Family, shape: ModelShape, groups: ProcessGroups) -> Iterator[MappedParameter]:
     """Every weight of an (unwrapped) model chunk with its rule; one that no rule matches raises ``ValueError``."""
-    layers = chunk.decoder.layers
+    layers, modules = chunk.decoder.layers, dict(chunk.named_modules())
     for name, parameter in held_tensors(chunk):
         found = _LAYER.fullmatch(name)
         layer = layers[int(found[1])].layer_number - 1 if found else -1
@@ -67,12 +73,14 @@ def map_parameters(chunk: Any, family: Family, shape: ModelShape, groups: Proces
         rule = next((rule for rule in rules if local in rule.megatron), None)
         if rule is None:
             raise ValueError(f"no rule of family {family.model_type} matches the Megatron parameter {name}")
-        yield MappedParameter(name, parameter, rule, layer, expert)
+        adapter = getattr(modules.get(name.removesuffix(".weight")), "lora", None)
+        yield MappedParameter(name, parameter, rule, layer, expert, adapter)
 
 
 def held_tensors(chunk: Any) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor of all weights: the parameters and the buffers that checkpoints hold (the routers' bias)."""
-    yield from chunk.named_parameters()
+    """Name and tensor of all weights: the parameters and the buffers that checkpoints hold (the routers' bias). Without
+    adapters, which are no part of the model."""
+    yield from ((name, parameter) for name, parameter in chunk.named_parameters() if ".lora." not in name)
     for prefix, module in chunk.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
@@ -109,24 +117,24 @@ def _is_finite(value: Tensor) -> bool:
 
 
 def export_weights(chunks: list[Any], family: Family, shape: ModelShape, groups: ProcessGroups, *,
-                   value: Callable[[Tensor], Tensor | None] = torch.Tensor.detach,
+                   value: Callable[[Tensor], Tensor | None] | None = None,
                    piece: int = PIECE) -> Iterator[tuple[str, Tensor]]:
     """Stream (Hugging Face name, whole tensor) to every rank, layer after layer; a collective of all ranks.
 
     Memory above the model: at most three times ``piece`` bytes, or three times the largest parameter if larger,
     if the consumer keeps one tensor at a time; one more such buffer with pipeline stages. Unsharded tensors are views
     of the parameters. Every rank must consume the stream to its end. ``value`` maps a parameter to the tensor of the
-    same size that is sent: the weight itself, or its gradient; None leaves it out. Where checkpoints hold the experts
-    in one tensor, a layer's experts come on top.
+    same size that is sent, such as its gradient; None leaves it out. By default the weights are sent, merged with their
+    adapters. Where checkpoints hold the experts in one tensor, a layer's experts come on top.
     """
-    slices = _export_slices(chunks, family, shape, groups, value, piece)
+    slices = export_layers(mapped_layers(chunks, family, shape, groups, value), shape, groups, piece)
     return stack_experts(slices, shape.num_experts) if family.stacks_experts else slices
 
 
-def _export_slices(chunks: list[Any], family: Family, shape: ModelShape, groups: ProcessGroups,
-                   value: Callable[[Tensor], Tensor | None], piece: int) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
-    """The stream of `export_weights` with each expert's slices."""
-    sections = _sections(mapped_layers(chunks, family, shape, groups, value), groups, piece)
+def export_layers(layers: dict[int, list[MappedParameter]], shape: ModelShape, groups: ProcessGroups,
+                  piece: int = PIECE) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
+    """The stream of `export_weights` of the parameters of this stage's layers, with each expert's slices."""
+    sections = _sections(layers, groups, piece)
     owners, metadata = _owners(sections, shape, groups)
     for section in sorted(owners):
         stage = owners[section]
@@ -140,9 +148,9 @@ def _export_slices(chunks: list[Any], family: Family, shape: ModelShape, groups:
 
 
 def mapped_layers(chunks: list[Any], family: Family, shape: ModelShape, groups: ProcessGroups,
-                  value: Callable[[Tensor], Tensor | None]) -> dict[int, list[MappedParameter]]:
+                  value: Callable[[Tensor], Tensor | None] | None) -> dict[int, list[MappedParameter]]:
     """The parameters of each layer of this stage that are exported, with ``value`` of the parameter in its place; those
-    without a value are left out.
+    without a value are left out. None: the parameter and its adapter.
 
     Parameters outside of the layers have the layer -1 - stage. The first stage exports a tied embedding.
     """
@@ -151,8 +159,10 @@ def mapped_layers(chunks: list[Any], family: Family, shape: ModelShape, groups: 
         for mapped in map_parameters(chunk, family, shape, groups):
             if mapped.layer >= 0 or not (shape.tied_embeddings and groups.pp.rank() and mapped.rule.is_vocabulary):
                 layer = mapped.layer if mapped.layer >= 0 else -1 - groups.pp.rank()
-                if (tensor := value(mapped.parameter)) is not None:
-                    layers.setdefault(layer, []).append(replace(mapped, parameter=tensor))
+                tensor = mapped.parameter.detach() if value is None else value(mapped.parameter)
+                adapter = mapped.adapter if value is None else None
+                if tensor is not None:
+                    layers.setdefault(layer, []).append(replace(mapped, parameter=tensor, adapter=adapter))
     return layers
 
 
@@ -230,8 +240,8 @@ def _whole(mapped_list: list[MappedParameter], shape: ModelShape, groups: Proces
     sharded = [mapped for mapped in mapped_list if not mapped.rule.is_expert and mapped.rule.shard is not Shard.NONE]
     tensors = join_experts(experts, _gather(experts, groups.expert_tp_ep), shape, groups) if experts else {}
     tensors |= join_shards(sharded, _gather(sharded, groups.tp), shape)
-    own = (mapped for mapped in mapped_list if not mapped.rule.is_expert and mapped.rule.shard is Shard.NONE)
-    return tensors | {mapped.names[0]: mapped.parameter for mapped in own}
+    own = [mapped for mapped in mapped_list if not mapped.rule.is_expert and mapped.rule.shard is Shard.NONE]
+    return tensors | join_shards(own, [[mapped.tensor for mapped in own]], shape)
 
 
 def join_experts(experts: list[MappedParameter], ranks: Sequence[list[Tensor]], shape: ModelShape,
@@ -251,7 +261,7 @@ def join_experts(experts: list[MappedParameter], ranks: Sequence[list[Tensor]], 
 
 def _gather(mapped_list: list[MappedParameter], group: Any) -> list[list[Tensor]]:
     """Every rank's parameters of ``mapped_list``: outer list by rank of ``group``, inner as ``mapped_list``."""
-    parameters = [mapped.parameter for mapped in mapped_list]
+    parameters = [mapped.tensor for mapped in mapped_list]
     if group.size() == 1 or not parameters:
         return [parameters] * group.size()
     everyone = parameters[0].new_empty(group.size(), sum(parameter.numel() for parameter in parameters))

@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, get_tr
 from torch import Tensor
 
 from megatron_gspo.mcore.gated_units import SWIGLU, ClampedGLU, GatedUnit
+from megatron_gspo.mcore.lora.adapter import expert_adapters
 from megatron_gspo.mcore.mixers import MIXERS
 from megatron_gspo.mcore.norms import RMSNorm
 from megatron_gspo.mcore.operators import (
@@ -40,10 +41,13 @@ class FusedSequentialMLP(SequentialMLP):
         up, down = ([getattr(expert, name) for expert in self.local_experts] for name in ("linear_fc1", "linear_fc2"))
         for linear in up + down:
             _run_pre_hooks(linear)
+            if hasattr(linear, "lora"):
+                _run_pre_hooks(linear.lora)
         biases = {}
         if self.config.add_bias_linear:
             biases = dict(up_bias=[linear.bias for linear in up], down_bias=[linear.bias for linear in down])
         weights = ExpertWeights([linear.weight for linear in up], [linear.weight for linear in down],
+                                up_adapter=expert_adapters(up), down_adapter=expert_adapters(down),
                                 down_bias_share=1 / self.tp_group.size(), **biases)  # fmt: skip
         unit = _unit_of(self.config)
         assert unit is not None

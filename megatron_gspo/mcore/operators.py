@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_gspo.mcore.device_copies import copy_to_device
+from megatron_gspo.mcore.expert_products import STRIDE, ExpertProducts, GroupedProducts, LoopedProducts
 from megatron_gspo.mcore.gated_units import SWIGLU, GatedUnit
-
-_STRIDE = 8  # the grouped kernel takes bfloat16 in strides of 16 bytes
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -195,18 +195,54 @@ def masked_entries(mask: Tensor, per_row: int) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
+class LowRank:
+    """What is added to each expert's weight: ``b[e] @ a[e]``, with ``a`` [r, in] and ``b`` [out, r], scaled."""
+
+    a: Sequence[Any]
+    b: Sequence[Any]
+
+
+@dataclass(frozen=True)
 class ExpertWeights:
-    """``up[e]`` [2 f, h], gate over linear; ``down[e]`` [h, f]; their biases [2 f] and [h], or none.
+    """``up[e]`` [2 f, h], gate over linear; ``down[e]`` [h, f]; their biases [2 f] and [h], and adapters, or none.
 
     down_bias_share: the part of ``down_bias`` that is added here, where tensor-parallel ranks' outputs are summed. Each
     rank's gradient is that of the whole bias.
     """
 
-    up: Sequence[Tensor]
-    down: Sequence[Tensor]
-    up_bias: Sequence[Tensor] = ()
-    down_bias: Sequence[Tensor] = ()
+    up: Sequence[Any]
+    down: Sequence[Any]
+    up_bias: Sequence[Any] = ()
+    down_bias: Sequence[Any] = ()
+    up_adapter: LowRank | None = None
+    down_adapter: LowRank | None = None
     down_bias_share: float = 1.0
+
+    def _parts(self) -> list[Sequence[Any]]:
+        adapters = [(each.a, each.b) if each else ((), ()) for each in (self.up_adapter, self.down_adapter)]
+        return [self.up, self.down, self.up_bias, self.down_bias, *adapters[0], *adapters[1]]
+
+    def tensors(self) -> list[Any]:
+        """All of them, in one list."""
+        return [tensor for part in self._parts() for tensor in part]
+
+    def replaced(self, tensors: Sequence[Any]) -> ExpertWeights:
+        """The same with other values in the place of `tensors`."""
+        rest = iter(tensors)
+        parts = [list(islice(rest, len(part))) for part in self._parts()]
+        up, down, up_bias, down_bias = parts[:4]
+        up_adapter, down_adapter = (LowRank(*parts[i : i + 2]) if parts[i] else None for i in (4, 6))
+        return ExpertWeights(up, down, up_bias, down_bias, up_adapter, down_adapter, self.down_bias_share)
+
+    def sizes(self) -> ExpertWeights:
+        """The same without the tensors, which a graph must not keep besides those that it saves."""
+        return self.replaced([None] * len(self.tensors()))
+
+    @property
+    def widths(self) -> list[int]:
+        """Of the hidden state and of the adapters."""
+        adapters = [each for each in (self.up_adapter, self.down_adapter) if each is not None]
+        return [self.down[0].shape[1], *(each.a[0].shape[0] for each in adapters)]
 
 
 def gated_experts(x: Tensor, probs: Tensor, counts: Tensor, weights: ExpertWeights,
@@ -216,18 +252,18 @@ def gated_experts(x: Tensor, probs: Tensor, counts: Tensor, weights: ExpertWeigh
     ``x`` [n, h]; ``probs`` [n]; ``counts`` [experts]: rows of each expert. On a GPU in bfloat16 the host doesn't read
     ``counts``.
     """
-    if grouped_products_apply(x, weights.down[0].shape[1]):
+    if grouped_products_apply(x, *weights.widths):
         if counts.device != x.device:  # expert parallelism has them on the host
             counts = copy_to_device({"counts": counts}, x.device)["counts"]
         products: ExpertProducts = GroupedProducts(counts.cumsum(0, dtype=torch.int32), counts == 0)
     else:
         products = LoopedProducts(counts.tolist())
-    kind = products, unit, weights.down_bias_share
-    return _GatedExperts.apply(x, probs, kind, *weights.up, *weights.down, *weights.up_bias, *weights.down_bias)
+    return _GatedExperts.apply(x, probs, (products, unit, weights.sizes()), *weights.tensors())
 
 
-def grouped_products_apply(x: Tensor, ffn_size: int) -> bool:
-    """Whether torch has a grouped kernel for rows ``x`` [n, h]: of bfloat16 on a GPU, in strides of 16 bytes.
+def grouped_products_apply(x: Tensor, *widths: int) -> bool:
+    """Whether torch has a grouped kernel for rows ``x`` [n, h] and rows of ``widths``: of bfloat16 on a GPU, in strides
+    of 16 bytes.
 
     On a CPU torch's grouped product is a loop too, and the weights would be copied for nothing.
     """
@@ -235,125 +271,83 @@ def grouped_products_apply(x: Tensor, ffn_size: int) -> bool:
         x.is_cuda
         and x.dtype == torch.bfloat16
         and x.shape[0] > 0
-        and x.shape[1] % _STRIDE == ffn_size % _STRIDE == 0
+        and not any(width % STRIDE for width in (x.shape[1], *widths))
         and hasattr(torch.nn.functional, "grouped_mm")
     )
 
 
-class ExpertProducts(Protocol):
-    """The matrix products of experts whose rows are next to each other."""
-
-    def rows_by_weights(self, rows: Tensor, weights: Sequence[Tensor], *, transpose: bool) -> Tensor:
-        """``rows`` [n, a] of each expert times its weight [a, b], or [b, a] with ``transpose``; [n, b]."""
-
-    def weight_gradients(self, grad: Tensor, rows: Tensor) -> Sequence[Tensor]:
-        """``grad.t() @ rows`` of each expert's rows: ``grad`` [n, b], ``rows`` [n, a], results [b, a]."""
-
-    def rows_of(self, vectors: Sequence[Tensor], rows: int) -> Tensor:
-        """Each expert's vector [a] for each of its rows, [rows, a]."""
-
-    def sums(self, rows: Tensor) -> Sequence[Tensor]:
-        """The sum of each expert's rows: ``rows`` [n, a], results [a]."""
-
-
-@dataclass(frozen=True)
-class LoopedProducts:
-    """One product after the other, in any dtype. counts: rows of each expert, on the host."""
-
-    counts: list[int]
-
-    def rows_by_weights(self, rows: Tensor, weights: Sequence[Tensor], *, transpose: bool) -> Tensor:
-        result = rows.new_empty(rows.shape[0], weights[0].shape[0 if transpose else 1])
-        for part, weight, out in zip(rows.split(self.counts), weights, result.split(self.counts), strict=True):
-            torch.mm(part, weight.t() if transpose else weight, out=out)
-        return result
-
-    def weight_gradients(self, grad: Tensor, rows: Tensor) -> Sequence[Tensor]:
-        parts = zip(grad.split(self.counts), rows.split(self.counts), strict=True)
-        return [g.t() @ part for g, part in parts]
-
-    def rows_of(self, vectors: Sequence[Tensor], rows: int) -> Tensor:
-        return torch.cat([vector.expand(count, -1) for vector, count in zip(vectors, self.counts, strict=True)])
-
-    def sums(self, rows: Tensor) -> Sequence[Tensor]:
-        return [part.sum(0) for part in rows.split(self.counts)]
-
-
-@dataclass(frozen=True)
-class GroupedProducts:
-    """One kernel for all experts. offsets: [experts] int32, where each expert's rows end; empty: [experts] bool.
-
-    The kernel needs the weights in one tensor. They are copied for each product, since Megatron's parameter buffer
-    decides where they are: for 30B-A3B with EP 8 at most 96 MiB at a time.
-    """
-
-    offsets: Tensor
-    empty: Tensor
-
-    def rows_by_weights(self, rows: Tensor, weights: Sequence[Tensor], *, transpose: bool) -> Tensor:
-        stacked = torch.stack(tuple(weights))
-        by_expert = stacked.transpose(1, 2) if transpose else stacked
-        return torch.nn.functional.grouped_mm(rows, by_expert, offs=self.offsets)
-
-    def weight_gradients(self, grad: Tensor, rows: Tensor) -> Sequence[Tensor]:
-        result = torch.nn.functional.grouped_mm(grad.t(), rows, offs=self.offsets)
-        # on Blackwell the kernel doesn't write the result of an expert without rows (pytorch#172439)
-        return result.masked_fill_(self.empty[:, None, None], 0.0).unbind(0)
-
-    def rows_of(self, vectors: Sequence[Tensor], rows: int) -> Tensor:
-        places = torch.arange(rows, dtype=torch.int32, device=self.offsets.device)
-        return torch.stack(tuple(vectors)).index_select(0, torch.searchsorted(self.offsets, places, right=True))
-
-    def sums(self, rows: Tensor) -> Sequence[Tensor]:
-        ones = rows.new_ones(rows.shape[0], _STRIDE)  # of the kernel's least width; one column is the sum
-        return [product[:, 0] for product in self.weight_gradients(rows, ones)]
-
-
 class _GatedExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, probs: Tensor, kind: tuple[ExpertProducts, GatedUnit, float],
-                *weights: Tensor) -> Tensor:  # fmt: skip
-        products, unit, share = kind
-        up, down, up_bias, down_bias = _parts(weights)
-        hidden = products.rows_by_weights(x, up, transpose=True)
-        if up_bias:
-            hidden += products.rows_of(up_bias, len(x))
+    def forward(ctx: Any, x: Tensor, probs: Tensor, kind: tuple[ExpertProducts, GatedUnit, ExpertWeights],
+                *tensors: Tensor) -> Tensor:  # fmt: skip
+        products, unit, like = kind
+        weights = like.replaced(tensors)
+        hidden = _linear(products, x, weights.up, weights.up_adapter)
+        if weights.up_bias:
+            hidden += products.rows_of(weights.up_bias, len(x))
         scaled = _scaled(unit.product(*hidden.chunk(2, dim=1)), probs)
         ctx.kind = kind
-        ctx.save_for_backward(x, probs, hidden, *weights)
-        out = products.rows_by_weights(scaled, down, transpose=True)
-        if down_bias:
-            out += _scaled(products.rows_of(down_bias, len(x)), probs * share)
+        ctx.save_for_backward(x, probs, hidden, *tensors)
+        out = _linear(products, scaled, weights.down, weights.down_adapter)
+        if weights.down_bias:
+            out += _scaled(products.rows_of(weights.down_bias, len(x)), probs * weights.down_bias_share)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, probs, hidden, *weights = ctx.saved_tensors
-        (products, unit, share), grad = ctx.kind, grad.contiguous()
-        up, down, up_bias, down_bias = _parts(weights)
+        x, probs, hidden, *tensors = ctx.saved_tensors
+        (products, unit, like), grad = ctx.kind, grad.contiguous()
+        weights, wanted = like.replaced(tensors), like.replaced(ctx.needs_input_grad[3:])
         gate, linear = hidden.chunk(2, dim=1)
         product = unit.product(gate, linear)
-        grad_scaled = products.rows_by_weights(grad, down, transpose=False)
-        grad_down = products.weight_gradients(grad, _scaled(product, probs))
+        grad_scaled, down = _linear_backward(
+            products, grad, _scaled(product, probs), weights.down, weights.down_adapter, wanted.down
+        )
         grad_probs = product.mul_(grad_scaled).sum(1)
-        grad_down_bias: Sequence[Tensor] = ()
-        if down_bias:
-            grad_probs += (grad * products.rows_of(down_bias, len(x))).sum(1) * share
-            grad_down_bias = products.sums(_scaled(grad, probs))
+        down_bias: Sequence[Tensor] = ()
+        if weights.down_bias:
+            share = weights.down_bias_share
+            grad_probs += (grad * products.rows_of(weights.down_bias, len(x))).sum(1) * share
+            down_bias = products.sums(_scaled(grad, probs))
         grad_hidden = torch.empty_like(hidden)
         unit.backward(_scaled(grad_scaled, probs), gate, linear, grad_hidden.chunk(2, dim=1))
-        grad_up = products.weight_gradients(grad_hidden, x)
-        grad_up_bias = products.sums(grad_hidden) if up_bias else ()
-        grad_x = products.rows_by_weights(grad_hidden, up, transpose=False)
-        return grad_x, grad_probs.to(probs.dtype), None, *grad_up, *grad_down, *grad_up_bias, *grad_down_bias
+        grad_x, up = _linear_backward(products, grad_hidden, x, weights.up, weights.up_adapter, wanted.up)
+        up_bias = products.sums(grad_hidden) if weights.up_bias else ()
+        found = ExpertWeights(up.weight, down.weight, up_bias, down_bias, up.adapter, down.adapter)
+        return grad_x, grad_probs.to(probs.dtype), None, *found.tensors()
 
 
-def _parts(weights: Sequence[Tensor]) -> tuple[Sequence[Tensor], ...]:
-    """The experts' up and down weights, and their biases, if there are any."""
-    experts = sum(weight.dim() == 2 for weight in weights) // 2
-    up, down, up_bias, down_bias = (weights[i * experts : (i + 1) * experts] for i in range(4))
-    return up, down, up_bias, down_bias
+@dataclass(frozen=True)
+class _LinearGradients:
+    """Of the weights, None where they are frozen, and of their adapters."""
+
+    weight: Sequence[Any]
+    adapter: LowRank | None
+
+
+def _linear(products: ExpertProducts, x: Tensor, weight: Sequence[Tensor], adapter: LowRank | None) -> Tensor:
+    """Each expert's rows times its weight, and by way of ``adapter`` times ``b @ a`` without forming that."""
+    out = products.rows_by_weights(x, weight, transpose=True)
+    if adapter is not None:
+        low = products.rows_by_weights(x, adapter.a, transpose=True)
+        out += products.rows_by_weights(low, adapter.b, transpose=True)
+    return out
+
+
+def _linear_backward(products: ExpertProducts, grad: Tensor, x: Tensor, weight: Sequence[Tensor],
+                     adapter: LowRank | None, wanted: Sequence[Any]) -> tuple[Tensor, _LinearGradients]:
+    """The gradient of ``x``, and those of what is trained. wanted: whether the weights' are."""
+    trained = any(wanted)
+    grad_weight = products.weight_gradients(grad, x) if trained else [None] * len(weight)
+    grad_x = products.rows_by_weights(grad, weight, transpose=False)
+    if adapter is None:
+        return grad_x, _LinearGradients(grad_weight, None)
+    low = products.rows_by_weights(x, adapter.a, transpose=True)
+    grad_low = products.rows_by_weights(grad, adapter.b, transpose=False)
+    grad_x += products.rows_by_weights(grad_low, adapter.a, transpose=False)
+    found = LowRank(products.weight_gradients(grad_low, x), products.weight_gradients(grad, low))
+    return grad_x, _LinearGradients(grad_weight, found)
 
 
 def _scaled(rows: Tensor, probs: Tensor) -> Tensor:

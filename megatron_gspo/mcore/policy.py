@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from megatron_gspo.config import ModelConfig, OptimizerConfig, ParallelConfig, RoutingConfig
+from megatron_gspo.config import LoRAConfig, ModelConfig, OptimizerConfig, ParallelConfig, RoutingConfig
 from megatron_gspo.mcore.forward_step import unwrap
-from megatron_gspo.mcore.hf_weights import export_weights, load_weights
+from megatron_gspo.mcore.hf_weights import export_layers, export_weights, load_weights
 from megatron_gspo.mcore.layers import transformer_engine_available
+from megatron_gspo.mcore.lora.adapter_weights import AdapterSource, adapter_layers, fill_adapters, first_values
+from megatron_gspo.mcore.lora.attach import adapters_off, attach_adapters
+from megatron_gspo.mcore.lora.base_checksum import base_checksum
+from megatron_gspo.mcore.lora.reduction import finalize_gradients
 from megatron_gspo.mcore.megatron_options import MegatronOptions, construct, resolve_options
 from megatron_gspo.mcore.model import build_model, torch_dtype, transformer_config
 from megatron_gspo.mcore.offload import PolicyMemory
@@ -36,7 +41,8 @@ class Policy:
     """``chunks`` are wrapped by DistributedDataParallel; ``path`` is the Hugging Face directory that it came from.
 
     ``critic``: the value model that is trained with it (PPO), which is a ``Policy`` with a value head. ``memory`` moves
-    what the policy holds between steps to host memory and back; the critic has its own.
+    what the policy holds between steps to host memory and back; the critic has its own. ``lora``: of the adapters, if
+    they are what is trained; ``is_base``: passes leave them out.
     """
 
     chunks: list[Any]
@@ -47,6 +53,9 @@ class Policy:
     optimizer: Any = None
     scheduler: Any = None
     critic: Policy | None = None
+    lora: LoRAConfig | None = None
+    is_base: bool = False
+    _checksum: str = field(init=False, default="")
     memory: PolicyMemory = field(init=False)
 
     def __post_init__(self) -> None:
@@ -75,6 +84,16 @@ class Policy:
         """The models that are trained, by the prefix of their names in checkpoints."""
         return {"": self} if self.critic is None else {"": self, "critic.": self.critic}
 
+    def base(self) -> Policy:
+        """The same model without its adapters, as a frozen reference: no second model."""
+        found = replace(self, optimizer=None, scheduler=None, critic=None, is_base=True)
+        found.memory = self.memory
+        return found
+
+    def active_adapters(self) -> AbstractContextManager[None]:
+        """A context for passes of the model: without adapters where it is the `base`."""
+        return adapters_off(self.chunks) if self.is_base else nullcontext()
+
     def gather_weights(self, *, always: bool = False) -> None:
         """Gather the updated weights on every rank, to read them without a forward pass.
 
@@ -87,36 +106,81 @@ class Policy:
                 chunk.start_param_sync(force_sync=True)
 
     def weights(self, source: WeightSource | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Stream the weights under their Hugging Face names; a collective of all ranks.
+        """Stream the weights under their Hugging Face names, merged with their adapters; a collective of all ranks.
 
         ``source``: only what it sends (`mcore/weight_sources.py`), to its rank alone; those of an update begin with
         number 0. None: all, to every rank.
         """
-        self.memory.restore_weights()
-        if source is None or source.number == 0:  # a collective: the sources after it send at the same time
-            self.gather_weights()
-        chunks = [unwrap(chunk) for chunk in self.chunks]
+        chunks = self._chunks_to_send(source)
         if source is None:
             return export_weights(chunks, self.family, self.shape, self.groups)
         return export_source(source, chunks, self.family, self.shape, self.groups)
 
+    def adapters(self, source: WeightSource | None = None) -> Iterator[tuple[str, Tensor]]:
+        """As `weights`, the adapters alone under PEFT's names (without its prefix). The policy must have ``lora``."""
+        chunks = self._chunks_to_send(source)
+        assert self.lora is not None
+        layers = adapter_layers(chunks, self.lora, self.family, self.shape, self.groups)
+        if source is None:
+            return export_layers(layers, self.shape, self.groups)
+        return export_source(source, chunks, self.family, self.shape, self.groups, layers=layers)
+
+    def set_adapters(self, source: AdapterSource) -> None:
+        """Give the adapters and the optimizer's copies of them the values of ``source``, of which each rank takes its
+        own slices."""
+        assert self.lora is not None
+        chunks = [unwrap(chunk) for chunk in self.chunks]
+        fill_adapters(source, chunks, self.lora, self.family, self.shape, self.groups)
+        if self.optimizer is not None:
+            self.optimizer.reload_model_params()
+
+    def base_checksum(self) -> str:
+        """Of the frozen weights that adapters belong to; "" without ``lora``. A collective of all ranks the first
+        time."""
+        if self.lora is not None and not self._checksum:
+            chunks = [unwrap(chunk) for chunk in self.chunks]
+            self._checksum = base_checksum(chunks, self.family, self.shape, self.groups)
+        return self._checksum
+
+    def _chunks_to_send(self, source: WeightSource | None) -> list[Any]:
+        self.memory.restore_weights()
+        if source is None or source.number == 0:  # a collective: the sources after it send at the same time
+            self.gather_weights()
+        return [unwrap(chunk) for chunk in self.chunks]
+
+
+@dataclass(frozen=True)
+class TrainedParts:
+    """What is trained besides or in place of the model's weights: a value head, and adapters.
+
+    seed: of the adapters' first values.
+    """
+
+    value_head: bool = False
+    lora: LoRAConfig | None = None
+    seed: int = 0
+
 
 def build_policy(model: ModelConfig, parallel: ParallelConfig, groups: ProcessGroups, *,
-                 optimizer: OptimizerConfig | None, total_steps: int = 1, value_head: bool = False,
+                 optimizer: OptimizerConfig | None, total_steps: int = 1, parts: TrainedParts = TrainedParts(),  # noqa: B008
                  options: MegatronOptions = MegatronOptions()) -> Policy:  # noqa: B008
     """Build the model of a Hugging Face directory, load its weights and create its optimizer.
 
     With ``model.init: random`` only ``config.json`` is read, and Megatron initializes the weights. Without
     ``optimizer`` (a frozen reference policy) there are no gradient buffers. ``total_steps``: optimizer steps of the
-    learning-rate schedule. ``value_head``: build a value model of the same sizes. ``options``: passed through to
-    Megatron's config classes.
+    learning-rate schedule. ``parts``: with a value head it is a value model of the same sizes; with adapters, which
+    torch layers alone can have, the weights are frozen. ``options``: passed through to Megatron's config classes.
     """
-    path, is_pretrained = model.path, model.init == "pretrained"
+    path, is_pretrained, lora = model.path, model.init == "pretrained", parts.lora
     family, shape = family_of(read_config(path))
-    shape = with_value_head(shape) if value_head else shape
+    shape = with_value_head(shape) if parts.value_head else shape
+    model = replace(model, implementation="torch") if lora is not None else model
     chunks = build_model(shape, parallel, model, groups, options)
     if is_pretrained:
         load_weights(chunks, path, family, shape, groups)
+    if lora is not None:
+        attach_adapters(chunks, lora, family, shape, groups)
+        fill_adapters(first_values(parts.seed), chunks, lora, family, shape, groups)
     if optimizer is None:
         for chunk in chunks:
             chunk.requires_grad_(False)
@@ -132,7 +196,8 @@ def build_policy(model: ModelConfig, parallel: ParallelConfig, groups: ProcessGr
     _fuse(adam)
     _check_gradient_norm(adam)
     config.grad_scale_func = adam.scale_loss
-    return Policy(wrapped, groups, family, shape, path, adam, _schedule(adam, optimizer, total_steps))
+    schedule = _schedule(adam, optimizer, total_steps)
+    return Policy(wrapped, groups, family, shape, path, adam, schedule, lora=lora)
 
 
 def check_megatron_options(given: Mapping[str, Any], shape: ModelShape, parallel: ParallelConfig, model: ModelConfig,
@@ -166,7 +231,7 @@ def ddp_config(parallel: ParallelConfig, options: MegatronOptions = MegatronOpti
 
 def _connect(config: Any, chunks: list[Any], parallel: ParallelConfig) -> None:
     """Set the functions that Megatron's schedule calls to reduce gradients and gather parameters."""
-    config.finalize_model_grads_func = finalize_model_grads
+    config.finalize_model_grads_func = finalize_gradients
     if parallel.overlap_grad_reduce:
         config.no_sync_func = [chunk.no_sync for chunk in chunks]
         config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]

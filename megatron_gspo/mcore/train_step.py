@@ -78,7 +78,7 @@ def compute_log_probs(policy: Policy, batch: SampleBatch, training: TrainingConf
     step = log_prob_forward_step(policy.groups, num_microbatches=len(batches.batches), temperature=temperature,
                                  vocab_size=policy.shape.vocab_size, with_entropy=with_entropy, routing=routes)
     policy.memory.restore_weights()
-    with torch.no_grad():
+    with torch.no_grad(), policy.active_adapters():
         outputs = run_schedule(policy, step, batches, forward_only=True)
     for micro_batch in routes or ():
         micro_batch.check_uses(forward_only=True)

@@ -6,7 +6,7 @@ the tensor-parallel ranks of a source take part in its stream, and only the sour
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -43,20 +43,20 @@ def default_sources(groups: ProcessGroups, family: Family) -> tuple[WeightSource
 
 
 def export_source(source: WeightSource, chunks: list[Any], family: Family, shape: ModelShape, groups: ProcessGroups, *,
-                  value: Callable[[Tensor], Tensor] = torch.Tensor.detach,
+                  layers: dict[int, list[MappedParameter]] | None = None,
                   piece: int = PIECE) -> Iterator[tuple[str, Tensor]]:
     """Stream (Hugging Face name, whole tensor) of what a source sends to its rank; nothing to the other ranks.
 
     Every rank may call it, and must consume the stream to its end; the source's tensor-parallel ranks have to. The
     streams of `default_sources` together are `export_weights`. Ranks take part in several of them in the order of the
-    sources. Memory above the model and ``value``: as `export_weights`.
+    sources. Memory above the model: as `export_weights`. layers: what is exported; None: the weights.
     """
     sends_shared = source.shared and dist.get_global_rank(groups.tp, 0) == source.rank
     experts = groups.expert_tp_ep if family.stacks_experts else groups.expert_tp  # those that hold a source's experts
     sends_experts = source.experts and dist.get_global_rank(experts, 0) == source.rank
     if not (sends_shared or sends_experts):  # most ranks, for each of the sources
         return
-    layers = mapped_layers(chunks, family, shape, groups, value)
+    layers = mapped_layers(chunks, family, shape, groups, None) if layers is None else layers
     parameters = [mapped for layer in sorted(layers) for mapped in layers[layer]]
     if sends_shared:
         yield from _export([mapped for mapped in parameters if not mapped.rule.is_expert], groups.tp, shape, groups,
@@ -72,14 +72,13 @@ def _export(parameters: list[MappedParameter], group: Any, shape: ModelShape, gr
     every = group is groups.expert_tp_ep
     for section in pieces_of(parameters, groups, piece, of_one_source=not every):
         sharded = [mapped for mapped in section if every or mapped.rule.shard is not Shard.NONE]
-        ranks = _gather_on_first([mapped.parameter for mapped in sharded], group)
+        ranks = _gather_on_first([mapped.tensor for mapped in sharded], group)
         if group.rank() == 0:
             join = join_experts(sharded, ranks, shape, groups) if every else join_shards(sharded, ranks, shape)
             yield from join.items()
             del ranks, join  # before the next are gathered
-            for mapped in section:
-                if not every and mapped.rule.shard is Shard.NONE:
-                    yield mapped.names[0], mapped.parameter
+            whole = [mapped for mapped in section if not every and mapped.rule.shard is Shard.NONE]
+            yield from join_shards(whole, [[mapped.tensor for mapped in whole]], shape).items()
 
 
 def _gather_on_first(parameters: list[Tensor], group: Any) -> list[list[Tensor]]:

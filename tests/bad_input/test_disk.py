@@ -73,7 +73,7 @@ def test_metrics_on_a_full_disk(model, tmp_path):
     config = small_config(model, tmp_path, training={"steps": 4})
     config["tracking"]["samples_per_step"] = 0
     case = Case("metrics on a full disk", "cannot be written: file too large", code=1, shows=("metrics.jsonl",))
-    with largest_file(6_000):
+    with largest_file(7_000):
         check(case, with_engine(config, MyEngine()))
 
 

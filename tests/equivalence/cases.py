@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_gspo.algorithms import Objective, preset
+from megatron_gspo.config import LoRAConfig
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.routing_replay.router_noise import RouterNoise
 from tests.equivalence.layouts import Arrangement, turn_of
@@ -77,7 +78,7 @@ class Case:
     ``scored``: the scenario whose log-probs and entropies are also computed without a loss, in every cut of ``runs``.
     ``distributed_optimizers``: one training each.
     ``overlap``: gradients are reduced during the backward pass, weights gathered during the next forward pass.
-    ``replays``: routes are recorded and replayed too.
+    ``replays``: routes are recorded and replayed too. ``lora``: what is trained are adapters.
     """
 
     arrangement: Arrangement
@@ -87,6 +88,7 @@ class Case:
     distributed_optimizers: tuple[bool, ...]
     overlap: bool = False
     replays: bool = False
+    lora: LoRAConfig | None = None
 
 
 def case_of(arrangement: Arrangement) -> Case:
@@ -97,6 +99,13 @@ def case_of(arrangement: Arrangement) -> Case:
         runs += tuple((name, "packed") for name in REPLAYED)
     return Case(arrangement, dict(recompute=turn.recompute), runs, turn.one_by_one, turn.distributed_optimizers,
                 replays=arrangement.moe)
+
+
+def lora_case(arrangement: Arrangement, lora: LoRAConfig) -> Case:
+    """Adapters in an arrangement: one sequence-level and one token-level objective, replayed routes, and training."""
+    turn = turn_of(arrangement)
+    runs = (("gspo", "packed"), ("grpo", "one by one")) + (("grpo, replayed", "packed"),) * arrangement.moe
+    return Case(arrangement, dict(recompute=turn.recompute), runs, "gspo", turn.distributed_optimizers, lora=lora)
 
 
 TRAINING = Scenario(preset("gspo", epsilon_low=0.08, epsilon_high=0.09, kl_loss_coef=0.1, entropy_coef=0.01), 0.05)

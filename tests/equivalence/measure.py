@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.equivalence.cases import ALL, REPLAYED, SCENARIOS, Case
+from tests.equivalence.lora import ADAPTERS, save_lora_truth
 from tests.equivalence.run import Errors, run_case
 from tests.equivalence.truth import save_truth
 from tests.support.distributed import run_distributed
@@ -38,6 +39,14 @@ class Models:
             scenarios = SCENARIOS if MODELS[name]["kind"] == "dense" else ALL if name == "moe" else SCENARIOS | REPLAYED
             self._made[name] = path, save_truth(path, self._folder / f"{name}.pt", tuple(scenarios))
         return self._made[name]
+
+    def adapted(self, kind: str) -> tuple[str, str]:
+        """A model with the truth about adapters of a kind."""
+        if kind not in self._made:
+            name, lora = ADAPTERS[kind]
+            path = save_tiny_model(self._folder / kind, **MODELS[name])
+            self._made[kind] = path, save_lora_truth(path, lora, self._folder / f"{kind}.pt")
+        return self._made[kind]
 
 
 def launch(model: tuple[str, str], case: Case) -> list[Errors]:

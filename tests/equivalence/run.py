@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,8 +17,9 @@ from megatron_gspo.data.packing import OPTIONAL_FIELDS
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.mcore.forward_step import unwrap
-from megatron_gspo.mcore.hf_weights import export_weights
-from megatron_gspo.mcore.policy import Policy, build_policy
+from megatron_gspo.mcore.hf_weights import export_layers, export_weights, held_tensors
+from megatron_gspo.mcore.lora.adapter_weights import adapter_layers
+from megatron_gspo.mcore.policy import Policy, TrainedParts, build_policy
 from megatron_gspo.mcore.process_groups import initialize
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
 from megatron_gspo.mcore.train_step import (
@@ -75,7 +77,9 @@ def run_case(rank: int, world_size: int, path: str, case: Case, truth_file: str)
     truth: Truth = torch.load(truth_file, weights_only=False)
     groups = initialize(case.arrangement.layout(), seed=1)
     errors = Errors()
-    policy = _build(path, case, groups, distributed_optimizer=False)
+    policy = _build(path, case, groups, truth, distributed_optimizer=False)
+    if truth.base_log_probs is not None:
+        compare_base(policy, truth, errors)
     for name, cut in case.runs:
         if name == case.scored:
             compare_scores(policy, name, cut, truth.scenarios[name], errors)
@@ -85,19 +89,37 @@ def run_case(rank: int, world_size: int, path: str, case: Case, truth_file: str)
             compare_recorded(policy, cut, truth.scenarios["gspo"].samples, truth.routers, errors)
     for distributed in case.distributed_optimizers:
         if distributed:
-            policy = _build(path, case, groups, distributed_optimizer=True)
+            policy = _build(path, case, groups, truth, distributed_optimizer=True)
         compare_training(policy, truth, errors, f"distributed optimizer {'on' if distributed else 'off'}")
     return errors
 
 
-def _build(path: str, case: Case, groups: Any, *, distributed_optimizer: bool) -> Policy:
+def _build(path: str, case: Case, groups: Any, truth: Truth, *, distributed_optimizer: bool) -> Policy:
     layout = replace(
         case.arrangement.layout(), use_distributed_optimizer=distributed_optimizer, overlap_grad_reduce=case.overlap,
         overlap_param_gather=case.overlap and distributed_optimizer,
         **{name: value for name, value in case.model.items() if name != "recompute"},
     )  # fmt: skip
     model = model_config(path, recompute_granularity=case.model.get("recompute", "none"), implementation="torch")
-    return build_policy(model, layout, groups, optimizer=OPTIMIZER, total_steps=OPTIMIZER_STEPS)
+    parts = TrainedParts(lora=case.lora)
+    policy = build_policy(model, layout, groups, optimizer=OPTIMIZER, total_steps=OPTIMIZER_STEPS, parts=parts)
+    if truth.adapters is not None:
+        policy.set_adapters(lambda name, sizes: truth.adapters[name])
+    return policy
+
+
+def compare_base(policy: Policy, truth: Truth, errors: Errors) -> None:
+    """Log-probs with the adapters off, as of a reference policy."""
+    samples = truth.scenarios["gspo"].samples
+    scores = compute_log_probs(policy.base(), SampleBatch.of(samples), CUTS["packed"], temperature=1.0)
+    every = everywhere(scores.log_probs, samples, policy.groups)
+    errors.add("base log-prob", _distance(every, truth.base_log_probs), "gspo")
+
+
+def frozen_weights(policy: Policy) -> list[Tensor]:
+    """A copy of what must not change."""
+    chunks = (unwrap(chunk) for chunk in policy.chunks)
+    return [tensor.detach().clone() for chunk in chunks for _, tensor in held_tensors(chunk)]
 
 
 def compare_scores(policy: Policy, name: str, cut: str, expected: Expected, errors: Errors) -> None:
@@ -148,14 +170,18 @@ def run_pass(policy: Policy, scenario: Scenario, batching: TrainingConfig, sampl
     outputs = forward_backward(policy, scenario.objective, batches, temperature=scenario.temperature, routing=routing)
     log_probs = values_of([output["log_probs"] for output in outputs], batches, samples, policy.groups)
     metrics = finish_metrics(summed_metrics([output["metrics"] for output in outputs], policy))
-    chunks = [unwrap(chunk) for chunk in policy.chunks]
-    gradients = {
-        name: value.clone().cpu()
-        for name, value in export_weights(
-            chunks, policy.family, policy.shape, policy.groups, value=lambda p: getattr(p, "main_grad", None)
-        )
-    }
+    gradients = {name: value.clone().cpu() for name, value in exported_gradients(policy)}
     return Pass(log_probs, metrics, gradients)
+
+
+def exported_gradients(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """Every gradient, whole, by Hugging Face name; a frozen weight has none."""
+    chunks = [unwrap(chunk) for chunk in policy.chunks]
+    shape, groups = policy.shape, policy.groups
+    yield from export_weights(chunks, policy.family, shape, groups, value=lambda p: getattr(p, "main_grad", None))
+    if policy.lora is not None:
+        yield from export_layers(adapter_layers(chunks, policy.lora, policy.family, shape, groups, "main_grad"), shape,
+                                 groups)  # fmt: skip
 
 
 def _carried(samples: list[Any]) -> list[str]:
@@ -163,11 +189,16 @@ def _carried(samples: list[Any]) -> list[str]:
 
 
 def compare_training(policy: Policy, truth: Truth, errors: Errors, where: str) -> None:
-    """An optimizer step on each of the mini-batches, then what has become of the weights."""
+    """An optimizer step on each of the mini-batches, then what has become of the weights, or of the adapters alone."""
+    frozen = frozen_weights(policy)
     for index, samples in enumerate(truth.mini_batches):
         result = train_mini_batch(policy, SampleBatch.of(samples), TRAINING.objective, CUTS["packed"], temperature=1.0)
         errors.add_metrics(result.metrics, truth.training.steps[index], f"{where}, step {index}", "step metric")
     before = truth.training.before
-    update = {name: value.double().cpu() - before[name] for name, value in policy.weights()}
+    stream = policy.weights() if policy.lora is None else policy.adapters()
+    update = {name: value.double().cpu() - before[name] for name, value in stream}
+    if policy.lora is not None:
+        changed = sum(int((a != b).sum()) for a, b in zip(frozen, frozen_weights(policy), strict=True))
+        errors.add("frozen weight", changed, where)
     parameter, error = worst_error(update, truth.training.update)
     errors.add("update", error, f"{where}: {parameter}")

@@ -7,7 +7,17 @@ from dataclasses import fields
 
 import pytest
 
-from tests.equivalence.layouts import DENSE, FAMILIES, MOE, RECOMPUTE, SCENARIO_NAMES, Arrangement, layouts, turn_of
+from tests.equivalence.layouts import (
+    DENSE,
+    FAMILIES,
+    LORA,
+    MOE,
+    RECOMPUTE,
+    SCENARIO_NAMES,
+    Arrangement,
+    layouts,
+    turn_of,
+)
 
 
 def test_counts_by_hand():
@@ -45,6 +55,14 @@ def test_every_size_meets_every_choice(found):
 def test_other_families_meet_every_size_in_at_least_twenty_layouts():
     for chosen in FAMILIES.values():
         assert len(chosen) >= 20 and max(a.world_size for a in chosen) == 8
+        for name in ("tensor", "pipeline", "interleaved", "context", "data", "expert", "expert_tensor"):
+            assert len({getattr(a, name) for a in chosen}) == 2, name
+
+
+def test_adapters_meet_every_size_in_at_least_twenty_layouts():
+    assert len(LORA["each"]) >= 20
+    for chosen in (LORA["each"], LORA["shared"]):
+        assert max(a.world_size for a in chosen) == 8
         for name in ("tensor", "pipeline", "interleaved", "context", "data", "expert", "expert_tensor"):
             assert len({getattr(a, name) for a in chosen}) == 2, name
 

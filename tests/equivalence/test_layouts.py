@@ -10,10 +10,11 @@ from itertools import cycle
 
 import pytest
 
-from tests.equivalence.cases import OTHERS, Case, case_of
-from tests.equivalence.layouts import DENSE, FAMILIES, MOE, Arrangement
+from tests.equivalence.cases import OTHERS, Case, case_of, lora_case
+from tests.equivalence.layouts import DENSE, FAMILIES, LORA, MOE, Arrangement
+from tests.equivalence.lora import ADAPTERS
 from tests.equivalence.measure import Models, launch
-from tests.equivalence.tolerances import OF_EXPERTS, TOLERANCES
+from tests.equivalence.tolerances import OF_EXPERTS, OF_LORA, TOLERANCES
 
 SINGLE = Arrangement()
 TP2 = Arrangement(tensor=2, sequence_parallel=True)
@@ -31,12 +32,13 @@ def check(model: tuple[str, str], case: Case) -> None:
         f"rank {rank}: {kind} is off by {error:.1e} ({where})"
         for rank, errors in enumerate(ranks)
         for kind, (error, where) in errors.worst.items()
-        if not error < TOLERANCES[kind]
+        if not error < (TOLERANCES | OF_LORA)[kind]
     ]
     assert not wrong, "\n".join(wrong)
     measured = {kind for errors in ranks for kind in errors.worst}
     absent = set() if case.distributed_optimizers else {"step metric", "update"}
-    assert measured == set(TOLERANCES) - absent - (set() if case.replays else set(OF_EXPERTS))
+    absent |= set() if case.replays else set(OF_EXPERTS)
+    assert measured == set(TOLERANCES) - absent | set(OF_LORA if case.lora else ())
 
 
 @pytest.mark.parametrize("arrangement", MOE, ids=lambda a: a.name)
@@ -57,6 +59,16 @@ def test_dense(models, arrangement):
 def test_family(models, family, arrangement):
     """DeepSeek-V3 with YaRN, Moonlight, GLM-4.7-Flash with halves rotated, and GLM-4.5."""
     check(models(family), case_of(arrangement))
+
+
+@pytest.mark.parametrize(
+    ("kind", "arrangement"),
+    [(kind, arrangement) for kind, chosen in LORA.items() for arrangement in chosen],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_lora(models, kind, arrangement):
+    """Adapters against PEFT's, and those that experts share against a loop."""
+    check(models.adapted(kind), lora_case(arrangement, ADAPTERS[kind][1]))
 
 
 def special(arrangement: Arrangement, *runs: tuple[str, str], **model: object) -> Case:

@@ -14,6 +14,10 @@ TOLERANCES = {
     "router figure": 1e-5,  # entropy in nats, load as a share
     "route": 1e-9,  # tokens with another expert than they should have: none
 }
+OF_LORA = {
+    "base log-prob": 1e-5,  # nats; with the adapters off
+    "frozen weight": 1e-9,  # values of the base that training has changed: none
+}
 OF_EXPERTS = ("replayed log-prob", "router figure", "route")
 
 REASON = """

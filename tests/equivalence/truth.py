@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,12 +55,15 @@ class Expected:
 @dataclass(frozen=True)
 class Truth:
     """All that a model's launches are compared with. ``routers``: what they do with the samples of ``gspo`` under
-    ``NOISE``."""
+    ``NOISE``. ``adapters``: the first values, and ``base_log_probs`` of ``gspo``'s samples without them.
+    """
 
     scenarios: dict[str, Expected]
     mini_batches: list[list[Sample]]
     training: Training
     routers: Routers | None = None
+    adapters: dict[str, Tensor] | None = None
+    base_log_probs: Tensor | None = None
 
 
 def scenario_samples(model: torch.nn.Module, scenario: Scenario, seed: int = SEED, scale: int = 1) -> list[Sample]:
@@ -73,13 +76,14 @@ def scenario_samples(model: torch.nn.Module, scenario: Scenario, seed: int = SEE
     return with_old_log_probs(samples, log_probs, scenario.spread, seed + 1, outlier=3)
 
 
-def expect(model: torch.nn.Module, scenario: Scenario, scale: int = 1) -> Expected:
+def expect(model: torch.nn.Module, scenario: Scenario, scale: int = 1,
+           gradients_of: Callable[..., dict[str, Tensor]] = checkpoint_gradients) -> Expected:  # fmt: skip
     """The truth of one scenario; ``scale``: of `make_samples`."""
     samples = scenario_samples(model, scenario, scale=scale)
     model.zero_grad()
     batch = whole_batch(model, samples, scenario.temperature)
     loops.naive_loss(scenario.objective, batch, batch.log_probs, batch.entropy).backward()
-    gradients = {name: gradient.clone() for name, gradient in checkpoint_gradients(model).items()}
+    gradients = {name: gradient.clone() for name, gradient in gradients_of(model).items()}
     return Expected(samples, naive_metrics(scenario.objective, batch), gradients, without_gradient(batch))
 
 

@@ -103,7 +103,7 @@ def run_step(policy: Policy, objective: Objective, batches: MicroBatches, watch:
 
 def watched(rank: int, world_size: int, path: str, name: str, dtype: str) -> tuple[list[str], int]:
     if dtype == "bfloat16":  # as on a GPU
-        operators.grouped_products_apply = lambda x, ffn_size: True
+        operators.grouped_products_apply = lambda x, *widths: True
     policy = build_policy(model_config(path, dtype=dtype), parallel(), groups_of(parallel()), optimizer=adam(lr=1e-3))
     objective = replace(preset(name), entropy_coef=0.01)
     samples = [replace(sample, old_log_probs=np.full(len(sample.loss_mask), -3.0, dtype=np.float32))

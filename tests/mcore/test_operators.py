@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_gspo.mcore.expert_products import GroupedProducts, LoopedProducts
 from megatron_gspo.mcore.gated_units import SWIGLU, ClampedGLU, GatedUnit
 from megatron_gspo.mcore.operators import (
     ExpertWeights,
-    GroupedProducts,
-    LoopedProducts,
+    LowRank,
     Permutation,
     _GatedExperts,
     gated_experts,
@@ -109,16 +109,23 @@ COUNTS = [[4, 3, 5], [0, 12, 0], [12, 0, 0], [5, 0, 7], [12], [0, 1, 0], [0, 0]]
 CLAMPED = ClampedGLU(limit=0.7)
 
 
-def experts_of(counts: list[int], h: int = 6, f: int = 4, *, biases: bool = False) -> list[Tensor]:
-    """Rows, probabilities and, expert after expert, the weights up and down, and their biases, in float64."""
+def experts_of(counts: list[int], h: int = 6, f: int = 4, *, biases: bool = False, rank: int = 0) -> list[Tensor]:
+    """Rows, probabilities and, expert after expert, the weights up and down, their biases, and adapters of ``rank``, in
+    float64."""
     n, sizes = sum(counts), [(2 * f, h), (h, f)] + [(2 * f,), (h,)] * biases
-    weights = [draw(*size, seed=2 + 10 * kind + i) for kind, size in enumerate(sizes) for i in range(len(counts))]
+    sizes += [(rank, h), (2 * f, rank), (rank, f), (h, rank)] * (rank > 0)
+    scale = [1.0] * (len(sizes) - 4 * (rank > 0)) + [0.3] * 4  # what adapters add is smaller than the weights
+    weights = [(draw(*size, seed=2 + 10 * kind + i).detach() * scale[kind]).requires_grad_()
+               for kind, size in enumerate(sizes) for i in range(len(counts))]  # fmt: skip
     return [draw(n, h), draw(n, seed=1), *weights]
 
 
 def weights_of(tensors: list[Tensor], counts: list[int], share: float = 1.0) -> ExpertWeights:
     parts = [tensors[2 + i : 2 + i + len(counts)] for i in range(0, len(tensors) - 2, len(counts))]
-    return ExpertWeights(*parts, down_bias_share=share)
+    up, down, *rest = parts
+    biases, adapters = (rest[:2], rest[2:]) if rest and rest[0][0].dim() == 1 else ([(), ()], rest)
+    low = [LowRank(*adapters[:2]), LowRank(*adapters[2:])] if adapters else [None, None]
+    return ExpertWeights(up, down, *biases, *low, down_bias_share=share)
 
 
 def experts_one_by_one(
@@ -126,7 +133,11 @@ def experts_one_by_one(
 ) -> Tensor:
     x, probs, parts, weights = *tensors[:2], [], weights_of(tensors, counts)
     for e, (rows, p) in enumerate(zip(x.split(counts), probs.split(counts), strict=True)):
-        hidden = rows @ weights.up[e].t() + (weights.up_bias[e] if weights.up_bias else 0)
+        up, down = (
+            weight[e] if low is None else weight[e] + low.b[e] @ low.a[e]
+            for weight, low in ((weights.up, weights.up_adapter), (weights.down, weights.down_adapter))
+        )
+        hidden = rows @ up.t() + (weights.up_bias[e] if weights.up_bias else 0)
         gate, linear = hidden.chunk(2, dim=1)
         if unit is SWIGLU:
             made = torch.sigmoid(gate) * gate * linear
@@ -134,18 +145,35 @@ def experts_one_by_one(
             gate = torch.where(gate > 0.7, 0.7, gate)
             linear = torch.where(linear.abs() > 0.7, 0.7 * linear.sign(), linear)
             made = torch.sigmoid(1.702 * gate) * gate * (linear + 1)
-        out = made @ weights.down[e].t() + (weights.down_bias[e] * share if weights.down_bias else 0)
+        out = made @ down.t() + (weights.down_bias[e] * share if weights.down_bias else 0)
         parts.append(out * p[:, None])
     return torch.cat(parts)
 
 
-@pytest.mark.parametrize("unit, biases", [(SWIGLU, False), (CLAMPED, True)], ids=["swiglu", "clamped, biases"])
+KINDS = {"swiglu": (SWIGLU, False, 0), "clamped, biases": (CLAMPED, True, 0), "adapters": (SWIGLU, False, 3)}
+
+
+@pytest.mark.parametrize("unit, biases, rank", [*KINDS.values(), (CLAMPED, True, 3)], ids=[*KINDS, "all"])
 @pytest.mark.parametrize("counts", COUNTS)
-def test_experts(counts, unit, biases):
-    tensors = experts_of(counts, biases=biases)
+def test_experts(counts, unit, biases, rank):
+    tensors = experts_of(counts, biases=biases, rank=rank)
     expected = experts_one_by_one(tensors, counts, unit)
     found = gated_experts(*tensors[:2], torch.tensor(counts), weights_of(tensors, counts), unit)
     assert_same(found, expected, tensors)
+
+
+def test_frozen_weights_get_no_gradient_and_cost_no_product(monkeypatch):
+    counts, made = [4, 0, 5], []
+    tensors = experts_of(counts, rank=3)
+    weights = weights_of(tensors, counts)
+    for weight in (*weights.up, *weights.down):
+        weight.requires_grad_(False)
+    monkeypatch.setattr(LoopedProducts, "weight_gradients", lambda self, g, x: made.append(g) or [
+        a.t() @ b for a, b in zip(g.split(self.counts), x.split(self.counts), strict=True)])  # fmt: skip
+    trained = [tensor for tensor in tensors if tensor.requires_grad]
+    found = gated_experts(*tensors[:2], torch.tensor(counts), weights)
+    assert_same(found, experts_one_by_one(tensors, counts), trained)
+    assert len(made) == 4, "one for each matrix of the adapters"
 
 
 def test_tensor_parallel_ranks_add_a_bias_once_and_have_its_whole_gradient():
@@ -171,19 +199,20 @@ def results(y: Tensor, inputs: list[Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="this torch has no grouped_mm")
-@pytest.mark.parametrize("unit, biases", [(SWIGLU, False), (CLAMPED, True)], ids=["swiglu", "clamped, biases"])
+@pytest.mark.parametrize("unit, biases, rank", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("counts", [counts for counts in COUNTS if sum(counts)])
-def test_grouped_products_are_those_of_the_loop(counts, unit, biases):
+def test_grouped_products_are_those_of_the_loop(counts, unit, biases, rank):
     """In bfloat16, which the kernel needs: near float64, and nearer to the loop in bfloat16."""
-    tensors = experts_of(counts, h=32, f=16, biases=biases)
+    tensors = experts_of(counts, h=32, f=16, biases=biases, rank=8 * (rank > 0))
     low = [t.detach().bfloat16().requires_grad_() for t in tensors]
     exact = [t.detach().double().requires_grad_() for t in low]
     expected = results(experts_one_by_one(exact, counts, unit), exact)
     sizes = torch.tensor(counts)
     grouped = GroupedProducts(sizes.cumsum(0, dtype=torch.int32), sizes == 0)
-    looped = LoopedProducts(counts)
+    looped, weights = LoopedProducts(counts), weights_of(low, counts)
     grouped_found, looped_found = (
-        results(_GatedExperts.apply(*low[:2], (products, unit, 1.0), *low[2:]), low) for products in (grouped, looped)
+        results(_GatedExperts.apply(*low[:2], (products, unit, weights.sizes()), *weights.tensors()), low)
+        for products in (grouped, looped)
     )
     for a, b, truth in zip(grouped_found, looped_found, expected, strict=True):
         scale = float(truth.abs().max())
@@ -206,6 +235,7 @@ def test_where_torch_has_a_grouped_kernel(change, applies):
     rows = SimpleNamespace(**{"is_cuda": True, "dtype": torch.bfloat16, "shape": (3, 32), **change})
     assert grouped_products_apply(rows, 16) is applies
     assert grouped_products_apply(rows, 12) is False
+    assert grouped_products_apply(rows, 16, 4) is False, "an adapter of rank 4"
 
 
 def test_older_torch_has_no_grouped_kernel(monkeypatch):

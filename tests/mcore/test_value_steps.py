@@ -16,7 +16,7 @@ from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.mcore.forward_step import unwrap
 from megatron_gspo.mcore.hf_weights import export_weights
-from megatron_gspo.mcore.policy import Policy, build_policy
+from megatron_gspo.mcore.policy import Policy, TrainedParts, build_policy
 from megatron_gspo.mcore.value_steps import compute_values, train_critic_mini_batch
 from tests.equivalence.cases import make_samples
 from tests.support.configs import adam, micro_batches_of, model_config, parallel
@@ -64,8 +64,9 @@ def with_targets(samples: list[Sample], values: list[np.ndarray]) -> list[Sample
 
 def critic_of(path: str, layout: Any) -> Policy:
     layout = replace(layout, use_distributed_optimizer=False)  # which keeps a part of the gradients on each rank
-    return build_policy(model_config(path, implementation="torch"), layout, groups_of(layout), value_head=True,
-                        optimizer=adam(1e-2, clip_grad=0.0, adam_eps=2e-4), total_steps=4)  # fmt: skip
+    return build_policy(model_config(path, implementation="torch"), layout, groups_of(layout),
+                        parts=TrainedParts(value_head=True), total_steps=4,
+                        optimizer=adam(1e-2, clip_grad=0.0, adam_eps=2e-4))  # fmt: skip
 
 
 def export(critic: Policy, value: Any) -> dict[str, Tensor]:

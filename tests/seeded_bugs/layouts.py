@@ -193,7 +193,7 @@ LAYOUT = (
     ),
     SeededBug(
         "gradients not reduced at the end of the backward pass", "design", "megatron_gspo/mcore/policy.py",
-        "config.finalize_model_grads_func = finalize_model_grads", "config.finalize_model_grads_func = None", (DP2,),
+        "config.finalize_model_grads_func = finalize_gradients", "config.finalize_model_grads_func = None", (DP2,),
     ),
     SeededBug(
         "largest values of a metric added up over micro-batches", "design", "megatron_gspo/mcore/train_step.py",

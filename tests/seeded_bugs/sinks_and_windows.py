@@ -75,16 +75,16 @@ BIASED_EXPERTS = (
               ".mul_(linear)", UNIT),
     SeededBug(
         "the bias of linear_fc1 dropped", "several trainers", OPERATORS,
-        "hidden += products.rows_of(up_bias, len(x))", "pass", EXPERTS,
+        "hidden += products.rows_of(weights.up_bias, len(x))", "pass", EXPERTS,
     ),
     SeededBug(
         "the bias of linear_fc2 without the routing weight", "design", OPERATORS,
-        "_scaled(products.rows_of(down_bias, len(x)), probs * share)",
-        "products.rows_of(down_bias, len(x)) * share", EXPERTS,
+        "_scaled(products.rows_of(weights.down_bias, len(x)), probs * weights.down_bias_share)",
+        "products.rows_of(weights.down_bias, len(x)) * weights.down_bias_share", EXPERTS,
     ),
     SeededBug(
         "no gradient of a routing weight through a bias", "design", OPERATORS,
-        "grad_probs += (grad * products.rows_of(down_bias, len(x))).sum(1) * share", "pass", EXPERTS,
+        "grad_probs += (grad * products.rows_of(weights.down_bias, len(x))).sum(1) * share", "pass", EXPERTS,
     ),
     SeededBug(
         "the bias of linear_fc2 added by every expert-tensor rank", "Megatron-Core, which refuses the layout",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.equivalence.layouts import FAMILIES, layouts
+from tests.equivalence.layouts import FAMILIES, LORA, layouts
 from tests.seeded_bugs.all_bugs import GROUPS, SEEDED_BUGS
 from tests.seeded_bugs.run import COPIED
 from tests.seeded_bugs.seeded_bug import SeededBug
@@ -59,7 +59,7 @@ def test_a_bug_fits_the_code(bug: SeededBug):
     assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source)), "the bug changes nothing"
     assert bug.tests
     names = {arrangement.name for moe in (True, False) for arrangement in layouts(moe=moe)}
-    names |= {f"{family}-{arrangement.name}" for family, found in FAMILIES.items() for arrangement in found}
+    names |= {f"{family}-{arrangement.name}" for family, found in (FAMILIES | LORA).items() for arrangement in found}
     for test in bug.tests:
         file, _, function = test.partition("::")
         function, _, case = function.partition("[")

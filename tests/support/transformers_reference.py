@@ -253,14 +253,14 @@ class Training:
 
 def naive_training(
     model: torch.nn.Module, objective: Objective, mini_batches: Sequence[Sequence[Sample]], settings: OptimizerConfig,
-    total_steps: int,
+    total_steps: int, tensors: Callable[..., dict[str, Tensor]] = checkpoint_tensors,
 ) -> Training:
     """One AdamW step a mini-batch in float64, as Megatron defines it; the model is changed in place.
 
     Weight decay for matrices and the embedding, none for vectors (norms, biases); gradients scaled down to the global
-    norm ``clip_grad``; the learning rate of `learning_rate`.
+    norm ``clip_grad``; the learning rate of `learning_rate`. ``tensors``: those that are compared.
     """
-    before = checkpoint_tensors(model, lambda p: p.detach().clone())
+    before = tensors(model, lambda p: p.detach().clone())
     named = list(model.named_parameters())
     vectors = [p for name, p in named if p.dim() == 1 or name.endswith("_bias")]  # of all experts in one tensor
     matrices = [p for name, p in named if p.dim() > 1 and not name.endswith("_bias")]
@@ -279,7 +279,7 @@ def naive_training(
         adam.step()
         batches.append(without_gradient(batch))
         steps.append({**naive_metrics(objective, batch), "grad_norm": float(norm), "lr": adam.param_groups[0]["lr"]})
-    after = checkpoint_tensors(model, lambda p: p.detach().clone())
+    after = tensors(model, lambda p: p.detach().clone())
     return Training(steps, before, {name: after[name] - before[name] for name in after}, batches)
 
 

@@ -21,14 +21,15 @@ _LITTLE = 1 << 30  # bytes; below it is a warning, without a config
 
 
 def needs_of(config: Config, shape: ModelShape) -> Needs:
-    """What a run of this config writes to its run_dir; weights for servers only if ``weight_dir`` is inside."""
+    """What a run of this config writes to its run_dir; weights for servers only if ``weight_dir`` is inside.
+    Checkpoints of adapters are not counted."""
     inside = config.servers.weight_dir is None or Path(config.servers.weight_dir).is_relative_to(config.run_dir)
     copies = 2 if config.rollout.engine in SERVER_KINDS and config.servers.weight_transport == "disk" and inside else 0
     return needs(
         total_parameters(shape),
         weight_bytes=DTYPE_BYTES[config.model.dtype],
         keep=config.checkpoint.keep,
-        saves=bool(config.checkpoint.save_interval),
+        saves=bool(config.checkpoint.save_interval) and not config.lora.is_on,
         exports=config.checkpoint.export_hf,
         weight_copies=copies,
     )

@@ -28,7 +28,7 @@ from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.checkpoint.owned_state import start_optimizer
 from megatron_gspo.mcore.megatron_options import MegatronOptions
 from megatron_gspo.mcore.micro_batches import packing_rules
-from megatron_gspo.mcore.policy import Policy, build_policy, check_megatron_options
+from megatron_gspo.mcore.policy import Policy, TrainedParts, build_policy, check_megatron_options
 from megatron_gspo.mcore.policy_tensors import gradients, optimizer_states, weights
 from megatron_gspo.mcore.process_groups import ProcessGroups, every_group, initialize, shutdown
 from megatron_gspo.mcore.train_step import StepResult, train_mini_batch
@@ -124,13 +124,17 @@ def _build(run: _Run, options: MegatronOptions) -> tuple[Policy, Policy | None]:
     with run.phase("build", "buffers"):
         groups = initialize(config.parallel, seed=config.seed)
         policy = build_policy(model, config.parallel, groups, optimizer=config.optimizer,
-                              total_steps=config.optimizer_steps, options=options)  # fmt: skip
-        if config.algorithm.needs_reference:
+                              total_steps=config.optimizer_steps, options=options,
+                              parts=TrainedParts(lora=config.trained_lora, seed=config.seed))  # fmt: skip
+        if config.algorithm.needs_reference and policy.lora is not None:
+            reference = policy.base()
+        elif config.algorithm.needs_reference:
             reference = build_policy(model, config.parallel, groups, optimizer=None, options=options)
         if config.algorithm.needs_critic:
             of_critic = replace(model, path=config.critic_path)
-            policy.critic = build_policy(of_critic, config.parallel, groups, optimizer=config.critic, value_head=True,
-                                         total_steps=config.optimizer_steps, options=options)  # fmt: skip
+            policy.critic = build_policy(of_critic, config.parallel, groups, optimizer=config.critic,
+                                         parts=TrainedParts(value_head=True), total_steps=config.optimizer_steps,
+                                         options=options)  # fmt: skip
         for trained in policy.trained.values():
             start_optimizer(trained)  # so that the rehearsed step is like any later one
     sizes: dict[str, int] = {}
@@ -138,7 +142,7 @@ def _build(run: _Run, options: MegatronOptions) -> tuple[Policy, Policy | None]:
         for kind, tensors in (("optimizer", optimizer_states(trained.chunks, trained.optimizer)),
                               ("gradients", gradients(trained.chunks)), ("weights", weights(trained.chunks))):
             sizes[kind] = sizes.get(kind, 0) + memory.relabel(kind, tensors)
-    if reference is not None:
+    if reference is not None and policy.lora is None:
         sizes["reference"] = memory.relabel("weights", weights(reference.chunks))
     memory.states = sizes
     return policy, reference

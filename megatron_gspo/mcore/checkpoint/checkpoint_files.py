@@ -43,16 +43,18 @@ def begin_checkpoint(folder: Path, step: int) -> Path:
 
 
 def publish_checkpoint(partial: Path, final: Path, state: Mapping[str, Any], *, keep: int,
-                       steps: Mapping[str, int] | None = None) -> None:
+                       steps: Mapping[str, int] | None = None, base: str = "") -> None:
     """Complete ``partial`` with ``state`` (JSON-able) and the step counts of optimizer and schedule, rename it to
-    ``final`` and remove all but the newest ``keep``.
+    ``final`` and remove all but the newest ``keep``. base: checksum of the weights that its adapters belong to; "" for
+    whole weights.
 
     Everything is on the disk before the rename, so that a power failure leaves no incomplete checkpoint; the ranks
     have flushed their own files.
     """
     files = [file for file in partial.rglob("*") if file.is_file() and file.name != ROLLOUTS]
     sizes = {str(file.relative_to(partial)): file.stat().st_size for file in files}
-    (partial / STATE).write_text(json.dumps({"state": dict(state), "steps": dict(steps or {}), "files": sizes}))
+    content = {"state": dict(state), "steps": dict(steps or {}), "files": sizes, "base": base}
+    (partial / STATE).write_text(json.dumps(content))
     for file in (*files, partial / STATE, partial):
         if file.suffix != RANK_FILE:
             _flush(file)
@@ -123,6 +125,20 @@ def fault_of(path: Path) -> str:
 def read_state(path: Path) -> dict[str, Any]:
     """The ``state`` of a complete checkpoint."""
     return dict(json.loads((path / STATE).read_text(encoding="utf-8"))["state"])
+
+
+def check_base(path: Path, base: str) -> None:
+    """Raise ``CheckpointError`` unless a checkpoint is of adapters to the weights with the checksum ``base``, or for ""
+    of whole weights."""
+    found = json.loads((path / STATE).read_text(encoding="utf-8")).get("base", "")
+    if found == base:
+        return
+    if not found or not base:
+        kinds = ("adapters", "whole weights") if found else ("whole weights", "adapters")
+        problem = "{} holds {}, the run trains {}; set lora.rank as it was, or another run_dir".format(path, *kinds)
+    else:
+        problem = f"{path} holds adapters to weights with checksum {found}, model.path has {base}; set model.path back"
+    raise CheckpointError(problem)
 
 
 def _remove(checkpoint: Path) -> None:

@@ -107,10 +107,11 @@ def _pieces_to_read(policy: Policy) -> list[Piece]:
 
 
 def stored_objects(policy: Policy) -> dict[str, bytes]:
-    """Key -> what Megatron stores of a layer besides tensors, as its ``torch_dist`` format does."""
+    """Key -> what Megatron stores of a layer besides tensors, as its ``torch_dist`` format does; nothing of a frozen
+    base."""
     found = {}
     for prefix, model in policy.trained.items():
-        for chunk in model.chunks:
+        for chunk in model.chunks if model.lora is None else ():
             for value in unwrap(chunk).sharded_state_dict().values():
                 if isinstance(value, ShardedObject) and is_main_replica(value.replica_id):
                     stream = io.BytesIO()
@@ -158,9 +159,12 @@ def set_optimizer_step(policy: Policy, step: int) -> None:
 
 
 def _sharded_tensors(policy: Policy) -> Iterator[tuple[Tensor, ShardedTensor]]:
-    """Each parameter (or buffer) with Megatron's description of it: two of a gated ``linear_fc1``."""
+    """Each parameter (or buffer) with Megatron's description of it: two of a gated ``linear_fc1``. With adapters only
+    theirs: the rest is the base, which stays as it is."""
     for chunk in policy.chunks:
         for value in unwrap(chunk).sharded_state_dict().values():
+            if policy.lora is not None and not getattr(value.data, "requires_grad", False):
+                continue
             if isinstance(value, ShardedTensorFactory):
                 for part in nested_values(value.build()):
                     yield value.data, part

@@ -23,6 +23,7 @@ from megatron_gspo.errors import first_line
 from megatron_gspo.mcore.checkpoint.checkpoint_files import (
     CheckpointError,
     begin_checkpoint,
+    check_base,
     checkpoint_path,
     publish_checkpoint,
     read_state,
@@ -136,7 +137,8 @@ def begin_save(
     steps: dict[str, int] = {}
     for prefix, model in policy.trained.items():
         steps |= {f"{prefix}optimizer": optimizer_step(model), f"{prefix}schedule": model.scheduler.num_steps}
-    publish = functools.partial(_publish, partial, final, json.loads(text), keep=keep, steps=steps)
+    rest = dict(keep=keep, steps=steps, base=policy.base_checksum())
+    publish = functools.partial(_publish, partial, final, json.loads(text), **rest)
     return AsyncSave(image, partial, publish, final)
 
 
@@ -158,6 +160,8 @@ def load_checkpoint(policy: Policy, path: Path) -> dict[str, Any]:
         model.gather_weights()  # a running gather must not overwrite what is read
     moments: list[Piece] = []
     steps: dict[str, int] = {}
+
+    check_base(path, policy.base_checksum())
 
     def read_weights() -> None:
         for model in policy.trained.values():
@@ -200,12 +204,12 @@ def _write(image: FileImage, folder: Path, stop: threading.Event) -> None:
         write_index(folder, dist.get_rank(), image.parts)
 
 
-def _publish(partial: Path, final: Path, state: Mapping[str, Any], *, keep: int, steps: Mapping[str, int]) -> None:
+def _publish(partial: Path, final: Path, state: Mapping[str, Any], **rest: Any) -> None:
     """Join the ranks' indices and give the directory its name: flushing it and removing an old one take long."""
     parts = [part for rank in range(dist.get_world_size()) for part in read_index(partial, rank)]
     write_metadata_file(partial, parts)
     write_metadata_files(partial)
-    publish_checkpoint(partial, final, state, keep=keep, steps=steps)
+    publish_checkpoint(partial, final, state, **rest)
 
 
 def _raise_failure(failure: str, folder: Path) -> None:

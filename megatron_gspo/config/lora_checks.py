@@ -1,0 +1,44 @@
+"""Checks of the `lora` section. Each raises ConfigError."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_gspo.config.config_error import ConfigError
+from megatron_gspo.config.lora_section import LoRAConfig
+from megatron_gspo.config.model_sections import ModelConfig
+from megatron_gspo.models.adapter_rules import linear_names
+from megatron_gspo.models.families import family_of
+from megatron_gspo.models.model_shape import ModelError
+
+
+def check_lora(lora: LoRAConfig, model: ModelConfig) -> None:
+    """What adapters don't go with."""
+    if lora.dropout:
+        problem = "old and new log-probs would be of different random models, and the ratio of an unchanged one not 1"
+        raise ConfigError("lora.dropout", lora.dropout, problem, "set it to 0")
+    if not lora.is_on:
+        return
+    for key, value, allowed, problem in (
+        ("model.implementation", model.implementation, ("auto", "torch"), "adapters are of torch layers"),
+        ("model.init", model.init, ("pretrained",), "adapters need a checkpoint's weights, which stay as they are"),
+        ("model.expert_bias_update_rate", model.expert_bias_update_rate, (0.0,), "with lora.rank the base is frozen"),
+    ):
+        if value not in allowed:
+            raise ConfigError(key, value, problem, f"set it to {allowed[-1]}")
+
+
+def check_targets(lora: LoRAConfig, hf: dict[str, Any]) -> None:
+    """The model has linear layers of these names. hf: its config.json."""
+    if not lora.is_on or lora.targets is None:
+        return
+    try:
+        known = linear_names(*family_of(hf))
+    except ModelError:  # has a message of its own
+        return
+    for name in lora.targets:
+        if name not in known:
+            problem = f"{name} is no linear layer of the model that can have an adapter"
+            raise ConfigError("lora.targets", list(lora.targets), problem, f"use some of {', '.join(known)}")
+    if not lora.targets:
+        raise ConfigError("lora.targets", [], "no layer has an adapter", f"use some of {', '.join(known)}")

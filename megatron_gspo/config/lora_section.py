@@ -1,0 +1,37 @@
+"""Section `lora`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRAConfig:
+    """Low-rank adapters (LoRA) that are trained in place of the model's weights."""
+
+    rank: Annotated[int, Ge(0)] = 0
+    """Rank of the adapters; 0: none, all weights are trained."""
+    alpha: Annotated[float, Gt(0)] = 16.0
+    """An adapter adds alpha / rank times B A to its weight."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead (rsLoRA)."""
+    dropout: Annotated[float, Ge(0)] = 0.0
+    """Must be 0: with dropout the ratio of an unchanged policy is not 1."""
+    targets: tuple[str, ...] | None = None
+    """Linear layers with an adapter, e.g. [q_proj, v_proj]; null: all but router, embedding and output layer."""
+    experts: Literal["each", "shared"] = "each"
+    """An adapter for each expert, or one that all experts of a layer share."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether adapters are trained."""
+        return self.rank > 0
+
+    @property
+    def scale(self) -> float:
+        """What B A is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)

@@ -1,0 +1,1 @@
+"""Low-rank adapters (LoRA) for Megatron's linear layers and experts."""

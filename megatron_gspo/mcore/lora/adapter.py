@@ -1,0 +1,159 @@
+"""The adapter of one linear layer, and Megatron's linear layers with one (LoRA, arXiv:2106.09685, section 4.1).
+
+Column parallel: A is on every rank, B is cut by rows. Row parallel: A is cut by columns, B is on every rank. Only the
+product with A, of a few columns, is communicated. An expert's rank adds its part of the output to the other ranks'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+from torch.nn.functional import linear
+
+from megatron_gspo.mcore.latent_attention import LatentProjection
+from megatron_gspo.mcore.operators import LowRank
+
+
+class Adapter(torch.nn.Module):
+    """``scale * B @ A``, added to a weight [out, in] that is made of several Hugging Face tensors.
+
+    ``lora_A`` [parts * rank, in]: a matrix for each tensor that is adapted. ``lora_B`` [out, rank]: a tensor's rows are
+    multiplied with its own A; those of tensors without an adapter stay 0. ``rows``: of each part.
+    """
+
+    rows_of_part: Tensor | None
+
+    def __init__(self, weight: Tensor, rank: int, scale: float, rows: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.rank, self.scale, self.rows, self.enabled = rank, scale, tuple(rows), True
+        self.lora_A = torch.nn.Parameter(weight.new_zeros(len(rows) * rank, weight.shape[1]))
+        self.lora_B = torch.nn.Parameter(weight.new_zeros(weight.shape[0], rank))
+        of_part = None
+        if len(rows) > 1 or len(rows[0]) < weight.shape[0]:
+            of_part = torch.zeros(weight.shape[0], len(rows), device="cpu")
+            for part, places in enumerate(rows):
+                of_part[places, part] = 1.0
+            of_part = of_part.to(weight.device, weight.dtype)
+        self.register_buffer("rows_of_part", of_part, persistent=False)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """A and the scaled B as two plain matrices: [parts * rank, in] and [out, parts * rank]."""
+        return self.lora_A, self.expanded(self.lora_B)
+
+    def expanded(self, b: Tensor) -> Tensor:
+        """Scaled, with the rows of each part in its own columns: [..., out, rank] to [..., out, parts * rank]."""
+        b = b * self.scale
+        if self.rows_of_part is None:
+            return b
+        return (b[..., None, :] * self.rows_of_part[..., None]).flatten(-2)
+
+    @torch.no_grad()
+    def merged(self, weight: Tensor) -> Tensor:
+        """The weight with what the adapter adds, a new tensor; the product is of float32 or wider, as in PEFT."""
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        merged = weight.clone()
+        for part, rows in enumerate(self.rows):
+            a, b = self.lora_A[part * self.rank : (part + 1) * self.rank], self.lora_B
+            places = rows.to(weight.device)
+            update = (b[places].to(dtype) @ a.to(dtype)) * self.scale
+            merged[places] += update.to(weight.dtype)
+        return merged
+
+
+def expert_adapters(linears: Sequence[Any]) -> LowRank | None:
+    """The adapters of a layer's local experts, expert by expert; None where they have none, or while they are off."""
+    first = getattr(linears[0], "lora", None)
+    if first is None or not first.enabled:
+        return None
+    b = first.expanded(torch.stack([linear.lora.lora_B for linear in linears]))
+    return LowRank([linear.lora.lora_A for linear in linears], b.unbind(0))
+
+
+class AdaptedColumnParallelLinear(ColumnParallelLinear):
+    """Megatron's, with an adapter."""
+
+    lora: Adapter
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(input_, *args, **kwargs)
+        if not self.lora.enabled:
+            return output, bias
+        a, b = self.lora()
+        low = linear(input_, a)
+        if self.sequence_parallel and not self.is_expert:
+            low = gather_from_sequence_parallel_region(low, group=self.tp_group)
+        elif not self.is_expert:
+            low = copy_to_tensor_model_parallel_region(low, group=self.tp_group)
+        return output + linear(low, b), bias
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (),
+                           metadata: Any = None) -> dict[str, Any]:  # fmt: skip
+        stored = _stored(self, {"weight": 0, "bias": 0, "lora.lora_B": 0}, prefix, sharded_offsets, metadata)
+        key = f"{prefix}lora.lora_B"
+        if getattr(self, "gated", False):  # each rank has rows of the gate and of the other half, as of the weight
+            stored[key] = apply_swiglu_sharded_factory(stored[key], sharded_offsets)
+        return stored
+
+
+class AdaptedRowParallelLinear(RowParallelLinear):
+    """Megatron's, with an adapter."""
+
+    lora: Adapter
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(input_)
+        if not self.lora.enabled:
+            return output, bias
+        a, b = self.lora()
+        low = linear(input_, a)  # a part of the sum over this rank's columns
+        if self.sequence_parallel and not self.is_expert:
+            low = reduce_scatter_to_sequence_parallel_region(low, group=self.tp_group)
+        elif not self.is_expert:
+            low = reduce_from_tensor_model_parallel_region(low, group=self.tp_group)
+        return output + linear(low, b), bias
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (),
+                           metadata: Any = None) -> dict[str, Any]:  # fmt: skip
+        return _stored(self, {"weight": 1, "lora.lora_A": 1}, prefix, sharded_offsets, metadata)
+
+
+class AdaptedLatentProjection(LatentProjection):
+    """A product of a rank's own tokens, with an adapter that all tensor-parallel ranks hold."""
+
+    lora: Adapter
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = super().forward(input)
+        if not self.lora.enabled:
+            return output
+        a, b = self.lora()
+        return output + linear(linear(input, a), b)
+
+
+ADAPTED = {
+    ColumnParallelLinear: AdaptedColumnParallelLinear,
+    RowParallelLinear: AdaptedRowParallelLinear,
+    LatentProjection: AdaptedLatentProjection,
+}
+
+
+def _stored(module: Any, axes: dict[str, int], prefix: str, sharded_offsets: tuple[Any, ...],
+            metadata: Any) -> dict[str, Any]:  # fmt: skip
+    """Megatron's description of a module's tensors in a checkpoint. axes: the dimension that is cut, by name."""
+    return make_sharded_tensors_for_checkpoint(
+        module.state_dict(prefix="", keep_vars=True), prefix, axes, sharded_offsets, tp_group=module.tp_group,
+        dp_cp_group=metadata["dp_cp_group"],
+    )  # fmt: skip

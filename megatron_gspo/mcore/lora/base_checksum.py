@@ -1,0 +1,91 @@
+"""A checksum of a model's frozen weights that is the same in every parallel layout."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_gspo.mcore.hf_weights import MappedParameter, map_parameters
+from megatron_gspo.mcore.process_groups import ProcessGroups, compute_device
+from megatron_gspo.models import Family, ModelShape, Shard
+
+_ELEMENTS = 1 << 22  # at once, as 64-bit integers
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@torch.no_grad()
+def base_checksum(chunks: Sequence[Any], family: Family, shape: ModelShape, groups: ProcessGroups) -> str:
+    """16 hexadecimal digits of names, places and bits of all weights of the (unwrapped) chunks; adapters don't count.
+
+    Each element's bits times a number for its tensor, row and column, summed modulo 2 ** 64, each element once. A
+    collective of all ranks.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=compute_device())
+    for chunk in chunks:
+        for mapped in map_parameters(chunk, family, shape, groups):
+            if _counts(mapped, shape, groups):
+                for factor, part, places in _parts(mapped, shape, groups):
+                    total += factor * _sum(part, places)
+    dist.all_reduce(total)
+    return f"{int(total) & (2**64 - 1):016x}"
+
+
+def _counts(mapped: MappedParameter, shape: ModelShape, groups: ProcessGroups) -> bool:
+    """Whether this rank is the first of those that hold these values."""
+    if mapped.rule.is_expert:
+        replica, tensor = parallel_state.get_expert_data_parallel_rank(), groups.expert_tp.rank()
+    else:
+        replica, tensor = groups.dp_cp.rank(), groups.tp.rank()
+    is_copy = shape.tied_embeddings and groups.pp.rank() > 0 and mapped.rule.is_vocabulary
+    return replica == 0 and not is_copy and (tensor == 0 or mapped.rule.shard is not Shard.NONE)
+
+
+def _parts(mapped: MappedParameter, shape: ModelShape,
+           groups: ProcessGroups) -> Iterator[tuple[int, Tensor, list[Tensor]]]:  # fmt: skip
+    """For each Hugging Face tensor its factor, this rank's part [rows, columns], and the places of these in the whole
+    tensor. The padding of a vocabulary is left out."""
+    local, rule = mapped.local_slice(groups), mapped.rule
+    for name, part in local.split(mapped.parameter.detach(), shape).items():
+        part = part.reshape(len(part), -1)
+        places = [torch.arange(size, device=part.device) for size in part.shape]
+        cut = rule.shard.value
+        if cut is not None:
+            blocks = rule.blocks_of(name, part.shape[cut] * local.ranks, shape)
+            places[cut] = _places(blocks, local.rank, local.ranks).to(part.device)
+        if rule.is_vocabulary:
+            kept = int((places[0] < shape.vocab_size).sum())
+            part, places[0] = part[:kept], places[0][:kept]
+        yield int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little") | 1, part, places
+
+
+def _places(blocks: Sequence[int], rank: int, ranks: int) -> Tensor:
+    """Of what a rank holds where each block of a dimension is cut over the ranks."""
+    found, first = [], 0
+    for size in blocks:
+        each = size // ranks
+        found.append(torch.arange(first + rank * each, first + (rank + 1) * each))
+        first += size
+    return torch.cat(found)
+
+
+def _sum(part: Tensor, places: Sequence[Tensor]) -> Tensor:
+    """The sum of bits * number of row * number of column, int64."""
+    rows, columns = (_mixed(numbers + offset) for numbers, offset in zip(places, (0, 1 << 40), strict=True))
+    total = rows.new_zeros(())
+    step = max(_ELEMENTS // max(part.shape[1], 1), 1)
+    for first in range(0, len(part), step):
+        bits = part[first : first + step].contiguous().view(_INTEGERS[part.element_size()]).to(torch.int64)
+        total += ((bits * columns).sum(1) * rows[first : first + step]).sum()
+    return total
+
+
+def _mixed(numbers: Tensor) -> Tensor:
+    """Odd numbers without a pattern, modulo 2 ** 64."""
+    mixed = numbers * 0x5851F42D4C957F2D + 0x14057B7EF767814F
+    return ((mixed ^ (mixed >> 29)) * 0x2545F4914F6CDD1D) | 1

@@ -1,0 +1,71 @@
+"""Which linear layers of a model can have a low-rank adapter, and the names of its tensors, as PEFT has them.
+
+The adapter of a Megatron parameter that is made of several Hugging Face tensors has a matrix A for each of them, one
+below the other, and one B with the rows of the parameter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatron_gspo.models.family import Family
+from megatron_gspo.models.mapping_rules import Rule, Shard
+from megatron_gspo.models.model_shape import ModelShape
+
+_LINEAR = re.compile(r"(.+\.)?linear_\w+\.weight(\{expert\})?")  # Megatron's names of linear layers
+
+
+def linear_name(hugging_face: str) -> str:
+    """The field's name of a linear layer, such as ``q_proj``, from that of its weight."""
+    return hugging_face.removesuffix(".weight").rpartition(".")[2]
+
+
+def is_linear(rule: Rule) -> bool:
+    """Whether a parameter is the weight of a linear layer that can have an adapter: not the router's, the output
+    layer's or the embedding's, nor one whose rows are cut in blocks or stored for all experts at once."""
+    stored_whole = all(name.endswith(".weight") for name in rule.hugging_face)
+    return rule.blocks is None and stored_whole and _LINEAR.fullmatch(rule.megatron[0]) is not None
+
+
+def linear_names(family: Family, shape: ModelShape) -> list[str]:
+    """The names of a model's linear layers that can have adapters, in the order of a layer, each once."""
+    rules = (rule for layer in range(shape.num_layers) for rule in family.layer_rules(shape, layer))
+    return list(dict.fromkeys(linear_name(name) for rule in rules if is_linear(rule) for name in rule.hugging_face))
+
+
+def adapted_parts(rule: Rule, targets: Collection[str] | None) -> tuple[int, ...]:
+    """The places of a rule's Hugging Face tensors that have an adapter. targets: names; None: all."""
+    if not is_linear(rule):
+        return ()
+    names = [linear_name(name) for name in rule.hugging_face]
+    return tuple(i for i, name in enumerate(names) if targets is None or name in targets)
+
+
+def rows_of_parts(rule: Rule, parts: tuple[int, ...], rows: int, shape: ModelShape) -> list[Tensor]:
+    """For each of ``parts`` the rows of the parameter [rows, in] that are its tensor's, in that order, int64."""
+    places = torch.arange(rows, device="cpu")[:, None]
+    split = rule.split(places, shape)
+    return [split[part].flatten() for part in parts]
+
+
+def adapter_rules(rule: Rule, parts: tuple[int, ...]) -> tuple[Rule, Rule]:
+    """The rules of A [parts * rank, in] and B [out, rank] of a parameter's adapter, for the way out."""
+    names = [rule.hugging_face[part].removesuffix(".weight") for part in parts]
+
+    def split_a(tensor: Tensor, shape: ModelShape) -> list[Tensor]:
+        return list(tensor.chunk(len(parts)))
+
+    def split_b(tensor: Tensor, shape: ModelShape) -> list[Tensor]:
+        split = rule.split(tensor, shape)
+        return [split[part] for part in parts]
+
+    a, b = (tuple(f"{name}.lora_{which}.weight" for name in names) for which in "AB")
+    columns = rule.shard if rule.shard is Shard.COLUMNS else Shard.NONE
+    rows = rule.shard if rule.shard is Shard.ROWS else Shard.NONE
+    return (replace(rule, hugging_face=a, shard=columns, split=split_a),
+            replace(rule, hugging_face=b, shard=rows, split=split_b))  # fmt: skip

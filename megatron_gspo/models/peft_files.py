@@ -1,0 +1,151 @@
+"""Adapters in PEFT's format: a directory with ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+Servers take the experts one by one. Transformers holds a layer's experts in two tensors, ``gate_up_proj`` [experts,
+2 f, h] and ``down_proj``, and PEFT their adapters in one A and one B each: A [experts * r, in] expert after expert, B
+[out, r * experts] with the experts fastest. There the adapters of gate and up are one of twice the rank, with 0 off the
+diagonal of B, and twice the alpha.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_gspo.models.model_shape import ModelError
+
+_PREFIX = "base_model.model."
+_EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.lora_([AB])\.weight")
+_FUSED = re.compile(r"(.+\.mlp\.experts)\.(base_layer\.)?lora_([AB])\.weight")
+_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+_GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+
+
+@dataclass(frozen=True)
+class AdapterFacts:
+    """Of all adapters of a directory. base: the model's directory; checksum: of its weights, or ""."""
+
+    rank: int
+    alpha: float
+    rslora: bool = False
+    base: str = ""
+    checksum: str = ""
+
+
+def write_adapters(folder: Path, tensors: Mapping[str, Tensor], facts: AdapterFacts, *, fused: bool) -> None:
+    """Write adapters, whole tensors by name (`Policy.adapters`), atomically. fused: for Transformers, else for servers.
+
+    Raises ``ModelError`` where only a part of a layer's experts has adapters.
+    """
+    partial = folder.with_name(f".partial_{folder.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    stored = _fuse(tensors, facts.rank) if fused else dict(tensors)
+    stored = {f"{_PREFIX}{name}": tensor.detach().cpu().contiguous().clone() for name, tensor in stored.items()}
+    save_file(stored, partial / "adapter_model.safetensors", {"format": "pt", "base_checksum": facts.checksum})
+    config = json.dumps(_config(list(tensors), facts, fused=fused), indent=2)
+    (partial / "adapter_config.json").write_text(config)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+
+
+def read_adapters(folder: str | Path) -> tuple[dict[str, Tensor], AdapterFacts]:
+    """The adapters of a directory of either kind, experts one by one, and what they have in common.
+
+    Raises ``ModelError`` naming the file where it is not one.
+    """
+    folder = Path(folder)
+    try:
+        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+            metadata = file.metadata() or {}
+            stored = {name.removeprefix(_PREFIX): file.get_tensor(name) for name in list(file.keys())}
+        facts = AdapterFacts(
+            int(config["r"]), float(config["lora_alpha"]), bool(config.get("use_rslora", False)),
+            config.get("base_model_name_or_path") or "", metadata.get("base_checksum", ""),
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{folder} holds no adapters in PEFT's format ({error})") from error
+    return _split(stored, facts.rank), facts
+
+
+def can_fuse(names: Iterable[str]) -> bool:
+    """Whether adapters can be written for Transformers: all of the experts' projections have one, or none."""
+    found = {match[3] for name in names if (match := _EXPERT.fullmatch(name))}
+    return len(found) in (0, len(_OF_EXPERTS))
+
+
+def _fuse(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    layers: dict[str, dict[tuple[str, str], dict[int, Tensor]]] = {}
+    for name, tensor in tensors.items():
+        if match := _EXPERT.fullmatch(name):
+            layers.setdefault(match[1], {}).setdefault((match[3], match[4]), {})[int(match[2])] = tensor
+        else:
+            found[name] = tensor
+    for prefix, experts in layers.items():
+        stacks = {key: torch.stack([of[e] for e in range(len(of))]) for key, of in experts.items()}
+        if missing := [name for name in _OF_EXPERTS if (name, "A") not in stacks]:
+            raise ModelError(f"{prefix} has no adapters of {missing[0]}: write it for servers, experts one by one")
+        a = torch.cat([stacks["gate_proj", "A"], stacks["up_proj", "A"]], dim=1)
+        gate, up = stacks["gate_proj", "B"], stacks["up_proj", "B"]
+        b = gate.new_zeros(len(gate), 2 * gate.shape[1], 2 * rank)
+        b[:, : gate.shape[1], :rank], b[:, gate.shape[1] :, rank:] = gate, up
+        outer = stacks["down_proj", "A"], stacks["down_proj", "B"]
+        for key, (low, high) in ((f"{prefix}.base_layer", (a, b)), (prefix, outer)):
+            found[f"{key}.lora_A.weight"] = low.flatten(0, 1)
+            found[f"{key}.lora_B.weight"] = high.permute(1, 2, 0).flatten(1)
+    return found
+
+
+def _split(stored: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, tensor in stored.items():
+        match = _FUSED.fullmatch(name)
+        if match is None:
+            found[name] = tensor
+            continue
+        prefix, names, which = match[1], _OF_EXPERTS[:2] if match[2] else _OF_EXPERTS[2:], match[3]
+        width = rank * len(names)
+        if which == "A":
+            parts = [part.chunk(len(names)) for part in tensor.view(-1, width, tensor.shape[1])]
+        else:
+            by_expert = tensor.view(len(tensor), width, -1).permute(2, 0, 1)
+            parts = [tuple(half[:, i * rank : (i + 1) * rank] for i, half in enumerate(own.chunk(len(names))))
+                     for own in by_expert]  # fmt: skip
+        for expert, own in enumerate(parts):
+            for part, value in zip(names, own, strict=True):
+                found[f"{prefix}.{expert}.{part}.lora_{which}.weight"] = value
+    return found
+
+
+def _config(names: list[str], facts: AdapterFacts, *, fused: bool) -> dict[str, Any]:
+    """PEFT's own fields. It takes the names of experts' projections for the fused parameters, so that other linear
+    layers of these names are targeted as parameters, which is the same adapter."""
+    of_experts = [name for name in names if _EXPERT.fullmatch(name)]
+    layers = {name.rsplit(".lora_", 1)[0] for name in names}
+    leaves = {name.rpartition(".")[2] for name in layers}
+    config: dict[str, Any] = dict(
+        peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=facts.base, r=facts.rank,
+        lora_alpha=facts.alpha, use_rslora=facts.rslora, lora_dropout=0.0, bias="none", fan_in_fan_out=False,
+        inference_mode=True, init_lora_weights=True, target_modules=sorted(leaves),
+    )  # fmt: skip
+    if fused and of_experts:
+        dense = {layer.split(".", 3)[-1] for layer in layers if ".mlp." in layer and ".experts." not in layer}
+        config |= dict(
+            target_modules=sorted(leaves - set(_OF_EXPERTS)),
+            target_parameters=sorted({_GATE_UP, _DOWN} | {f"{name}.weight" for name in dense}),
+            rank_pattern={_GATE_UP: 2 * facts.rank},
+            alpha_pattern={_GATE_UP: facts.alpha * (math.sqrt(2) if facts.rslora else 2)},
+        )
+    return config

@@ -1,0 +1,38 @@
+"""What adapters don't go with; see also tests/bad_input."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_gspo.tools.make_tiny_model import TinyModel, write_tiny_model
+from tests.config.building import build, refused
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "fix"),
+    [
+        ("lora.dropout=0.1", "lora.dropout = 0.1", "set it to 0"),
+        ("model.implementation=transformer_engine", "model.implementation", "set it to torch"),
+        ("model.init=random", "model.init", "set it to pretrained"),
+        ("model.expert_bias_update_rate=0.001", "model.expert_bias_update_rate", "set it to 0.0"),
+    ],
+)
+def test_refused_choices(plain: dict, override: str, key: str, fix: str) -> None:
+    message = refused(plain, "lora.rank=8", "model.init=pretrained", override)
+    assert message.startswith(key) and message.endswith(fix), message
+
+
+def test_without_adapters_only_dropout_is_refused(plain: dict) -> None:
+    assert build(plain, "model.init=random").trained_lora is None
+    assert refused(plain, "lora.dropout=0.1").startswith("lora.dropout")
+
+
+@pytest.mark.parametrize("targets", ["[q_proj, gate]", "[]", "[lm_head]"])
+def test_targets_are_linear_layers_of_the_model(plain: dict, tmp_path: Path, targets: str) -> None:
+    write_tiny_model(tmp_path / "tiny", TinyModel(layers=1, experts=2))
+    on = ("lora.rank=8", "model.init=pretrained", f"model.path={tmp_path / 'tiny'}")
+    build(plain, *on, "lora.targets=[q_proj, up_proj]").check_sizes(1)
+    message = refused(plain, *on, f"lora.targets={targets}", world_size=1)
+    assert message.startswith("lora.targets") and message.endswith("o_proj, gate_proj, up_proj, down_proj"), message

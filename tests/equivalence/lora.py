@@ -1,0 +1,40 @@
+"""The truth about adapters: PEFT on Transformers in float64, and a loop for those that experts share."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from megatron_gspo.config import LoRAConfig
+from tests.equivalence.cases import ALL, OPTIMIZER, OPTIMIZER_STEPS, REPLAYED, TRAINING
+from tests.equivalence.truth import Truth, expect, scenario_samples
+from tests.support.peft_reference import adapted, adapter_gradients, adapter_tensors
+from tests.support.transformers_reference import gates_of, load_reference, naive_training, whole_batch
+
+# Model and adapters; "some": parts of fused weights alone. Ranks that divide nothing, scales that are no power of two.
+ADAPTERS = {
+    "each": ("moe", LoRAConfig(rank=3, alpha=5.0)),
+    "shared": ("moe", LoRAConfig(rank=3, alpha=4.0, rslora=True, experts="shared")),
+    "some": ("dense", LoRAConfig(rank=5, alpha=7.0, targets=("q_proj", "v_proj", "o_proj", "up_proj"))),
+    "latent": ("deepseek", LoRAConfig(rank=3, alpha=4.0)),
+    "dense parts": ("shared", LoRAConfig(rank=3, alpha=4.0)),
+}
+
+
+def save_lora_truth(path: str, lora: LoRAConfig, file: Path) -> str:
+    """Write the truth about the model at ``path`` with random adapters; returns the file."""
+    model = load_reference(path)
+    names = ["gspo", "grpo", *(REPLAYED if gates_of(model) else ())]
+    model = adapted(model, path, lora)
+    tensors, gradients = (partial(function, rank=lora.rank) for function in (adapter_tensors, adapter_gradients))
+    scenarios = {name: expect(model, ALL[name], gradients_of=gradients) for name in names}
+    before = {name: tensor.clone() for name, tensor in tensors(model, torch.Tensor.detach).items()}
+    with torch.no_grad():
+        base = whole_batch(load_reference(path), scenarios["gspo"].samples).log_probs
+    mini_batches = [scenario_samples(model, TRAINING, seed) for seed in (10, 11, 12)]
+    model.zero_grad()
+    training = naive_training(model, TRAINING.objective, mini_batches, OPTIMIZER, OPTIMIZER_STEPS, tensors)
+    torch.save(Truth(scenarios, mini_batches, training, adapters=before, base_log_probs=base), file)
+    return str(file)

@@ -1,0 +1,119 @@
+"""Adapters in and out: PEFT loads what is exported and scores the same, merged weights are PEFT's, in two layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import megatron_gspo.mcore.train_step  # noqa: F401  the fork server of the tests imports it once
+from megatron_gspo.config import LoRAConfig
+from megatron_gspo.mcore.policy import TrainedParts, build_policy
+from megatron_gspo.models.peft_files import AdapterFacts, read_adapters, write_adapters
+from tests.equivalence.lora import ADAPTERS
+from tests.equivalence.measure import MODELS
+from tests.support.configs import adam, model_config, parallel
+from tests.support.distributed import run_distributed
+from tests.support.parallel_groups import groups_of
+from tests.support.peft_reference import adapted, adapter_tensors
+from tests.support.tiny_models import save_tiny_model
+from tests.support.transformers_reference import checkpoint_tensors, load_reference
+
+LAYOUTS = (parallel(tensor=2, expert=2), parallel(pipeline=2, expert_tensor=2, expert=1, tensor=2))
+
+
+def streams(rank: int, world_size: int, path: str, lora: LoRAConfig, file: Path) -> list[Any]:
+    """Of every layout the adapters to all ranks and to the sources, the merged weights, and the base's checksum."""
+    tensors, found = load_file(file), []
+    for layout in LAYOUTS:
+        policy = build_policy(model_config(path), layout, groups_of(layout), optimizer=adam(1e-3),
+                              parts=TrainedParts(lora=lora, seed=3))  # fmt: skip
+        first = {name: tensor.clone() for name, tensor in policy.adapters()}
+        policy.set_adapters(lambda name, sizes: tensors[name])
+        own: dict[str, Tensor] = {}
+        for source in policy.sources:
+            own |= {name: tensor.clone() for name, tensor in policy.adapters(source)}
+        merged = {name: tensor.clone() for name, tensor in policy.weights()}
+        found.append((first, dict(policy.adapters()), own, merged, policy.base_checksum()))
+    return found
+
+
+@pytest.fixture(scope="module", params=["each", "shared", "latent"])
+def case(request, tmp_path_factory) -> dict[str, Any]:
+    name, lora = ADAPTERS[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    path = save_tiny_model(folder / "model", **MODELS[name])
+    model = adapted(load_reference(path).float(), path, lora)
+    tensors = {name: t.clone() for name, t in adapter_tensors(model, torch.Tensor.detach, rank=lora.rank).items()}
+    file = folder / "tensors.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+    return dict(kind=request.param, path=path, lora=lora, model=model, tensors=tensors, folder=folder,
+                ranks=run_distributed(streams, 4, path, lora, file, timeout=120))  # fmt: skip
+
+
+def test_streams_have_every_adapter_in_every_layout(case):
+    tensors = case["tensors"]
+    for at in range(len(LAYOUTS)):
+        sent: dict[str, Tensor] = {}
+        for first, everywhere, own, _, _ in (rank[at] for rank in case["ranks"]):
+            assert set(everywhere) == set(tensors)
+            assert all(torch.equal(everywhere[name], tensors[name]) for name in tensors)
+            assert not set(own) & set(sent), "sent twice"
+            sent |= own
+            one = case["ranks"][0][0][0]
+            assert all(torch.equal(first[name], one[name]) for name in one), "first values depend on the layout"
+        assert set(sent) == set(tensors) and all(torch.equal(sent[name], tensors[name]) for name in tensors)
+    for name, tensor in case["ranks"][0][0][0].items():
+        bound = tensor.shape[1] ** -0.5 if ".lora_A." in name else 0.0
+        assert float(tensor.abs().max()) <= bound and bool(tensor.any()) == (bound > 0)
+
+
+def test_merged_weights_are_those_of_peft(case):
+    if case["kind"] == "shared":  # which PEFT doesn't have
+        scale, base = case["lora"].scale, checkpoint_tensors(load_reference(case["path"]).float(), torch.Tensor.detach)
+        wanted = dict(base)
+        for name in case["tensors"]:
+            if ".lora_A." in name:
+                b = case["tensors"][name.replace("lora_A", "lora_B")]
+                weight = name.replace(".lora_A", "")
+                wanted[weight] = base[weight] + (b @ case["tensors"][name]) * scale
+    else:
+        wanted = checkpoint_tensors(case["model"].merge_and_unload(), torch.Tensor.detach)
+    for merged in (rank[at][3] for rank in case["ranks"] for at in range(len(LAYOUTS))):
+        assert set(merged) == set(wanted)
+        for name, tensor in merged.items():
+            assert torch.allclose(tensor, wanted[name], rtol=0, atol=5e-7), name  # a product's last bits
+
+
+def test_the_checksum_is_one_for_every_layout_and_another_for_other_weights(case):
+    (checksum,) = {rank[at][4] for rank in case["ranks"] for at in range(len(LAYOUTS))}
+    assert len(checksum) == 16 and int(checksum, 16)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_peft_loads_the_files_and_scores_the_same(case, fused):
+    if case["kind"] == "shared" and fused:
+        pytest.skip("as files for each expert they are those of `each`")
+    lora, folder = case["lora"], case["folder"] / f"adapters_{fused}"
+    facts = AdapterFacts(lora.rank, lora.alpha, lora.rslora, base=case["path"], checksum="ab")
+    write_adapters(folder, case["tensors"], facts, fused=fused)
+    tensors, read = read_adapters(folder)
+    assert read == facts and set(tensors) == set(case["tensors"])
+    assert all(torch.equal(tensors[name], case["tensors"][name]) for name in tensors)
+    if not fused:
+        return
+    fresh = load_reference(case["path"])
+    loaded = PeftModel.from_pretrained(fresh, str(folder))
+    tokens = torch.arange(2, 40)[None]
+    case_model = adapted(load_reference(case["path"]).float(), case["path"], lora).double()
+    with torch.no_grad():
+        found, wanted = (model(input_ids=tokens, use_cache=False).logits for model in (loaded, case_model))
+        with loaded.disable_adapter():
+            base = loaded(input_ids=tokens, use_cache=False).logits
+    assert float((found - wanted).abs().max()) < 1e-5 < 1e-2 < float((found - base).abs().max())
+    assert Path(folder / "adapter_config.json").is_file()

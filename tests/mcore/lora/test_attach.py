@@ -1,0 +1,115 @@
+"""Training with adapters alone: what is frozen and saved, the base with adapters off, exact resume in any layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+
+from megatron_gspo.algorithms import preset
+from megatron_gspo.config import LoRAConfig, ParallelConfig
+from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.mcore.checkpoint.checkpoint_files import CheckpointError
+from megatron_gspo.mcore.checkpoint.save_load import load_checkpoint, save_checkpoint
+from megatron_gspo.mcore.lora.attach import adapters_of
+from megatron_gspo.mcore.policy import Policy, TrainedParts, build_policy
+from megatron_gspo.mcore.policy_tensors import gradients
+from megatron_gspo.mcore.train_step import compute_log_probs, train_mini_batch
+from tests.equivalence.cases import make_samples, max_difference
+from tests.support.configs import adam, micro_batches_of, model_config, parallel
+from tests.support.distributed import run_distributed
+from tests.support.parallel_groups import groups_of
+from tests.support.tiny_models import save_tiny_model
+
+TRAINING = micro_batches_of(64)
+LORA = LoRAConfig(rank=2, alpha=3.0)
+
+
+def policy_in(path: str, layout: ParallelConfig, lora: LoRAConfig | None = LORA) -> Policy:
+    return build_policy(model_config(path), layout, groups_of(layout), optimizer=adam(1e-2), total_steps=6,
+                        parts=TrainedParts(lora=lora, seed=1))  # fmt: skip
+
+
+def step(policy: Policy, seed: int) -> dict[str, torch.Tensor]:
+    batch = SampleBatch.of(make_samples(seed, count=4))
+    train_mini_batch(policy, batch, preset("sft"), TRAINING, temperature=1.0)
+    return {name: tensor.clone() for name, tensor in policy.adapters()}
+
+
+def scores(policy: Policy) -> dict[int, Any]:
+    return compute_log_probs(policy, SampleBatch.of(make_samples(count=4)), TRAINING, temperature=1.0).log_probs
+
+
+def life(rank: int, world_size: int, path: str, other: str, folder: str, experts: str) -> dict[str, Any]:
+    """Two steps with a checkpoint between them; resumed here and in another layout."""
+    lora = replace(LORA, experts=experts)
+    layout = parallel(tensor=2, expert_tensor=2)
+    base = scores(policy_in(path, layout, None))
+    policy = policy_in(path, layout, lora)
+    found: dict[str, Any] = {"unchanged at first": max_error(scores(policy), base)}
+    found["saved"] = step(policy, 0)
+    found["trained"], found["base"] = max_error(scores(policy), base), max_error(scores(policy.base()), base)
+    found["back on"] = all(adapter.enabled for adapter in adapters_of(policy.chunks))
+    at = save_checkpoint(policy, Path(folder), 1, {}, keep=1)
+    found["keys"] = set(FileSystemReader(at).read_metadata().state_dict_metadata)
+    trained = sum(p.numel() for chunk in policy.chunks for p in chunk.parameters() if p.requires_grad)
+    found["trained elements"], found["buffers"] = trained, sum(t.numel() for t in gradients(policy.chunks))
+    found["next"] = step(policy, 1)
+    for name, other_layout in (("same", layout), ("pipeline", parallel(pipeline=2)), ("experts", parallel(expert=2))):
+        fresh = policy_in(path, other_layout, lora)
+        load_checkpoint(fresh, at)
+        loaded = {key: tensor.clone() for key, tensor in fresh.adapters()}
+        found[name] = max_difference(loaded, found["saved"]), max_difference(step(fresh, 1), found["next"])
+    for name, wrong in (("other base", policy_in(other, parallel(tensor=2), lora)),
+                        ("whole weights", policy_in(path, parallel(tensor=2), None))):  # fmt: skip
+        with pytest.raises(CheckpointError) as caught:
+            load_checkpoint(wrong, at)
+        found[name] = str(caught.value)
+    return found
+
+
+def max_error(a: dict[int, Any], b: dict[int, Any]) -> float:
+    return max((float(abs(a[i] - b[i]).max()) for i in a), default=0.0)
+
+
+@pytest.fixture(scope="module", params=["each", "shared"])
+def ranks(request, tmp_path_factory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp(request.param)
+    path, other = (save_tiny_model(folder / str(seed), num_hidden_layers=2, seed=seed) for seed in (0, 1))
+    return run_distributed(life, 2, path, other, str(folder / "checkpoints"), request.param, timeout=150)
+
+
+def test_the_base_is_there_with_adapters_off(ranks):
+    for found in ranks:
+        assert found["unchanged at first"] == found["base"] == 0.0 and found["back on"]
+        assert found["trained"] > 1e-3
+
+
+def test_checkpoints_hold_adapters_alone(ranks):
+    keys = ranks[0]["keys"]
+    assert keys and all(".lora." in key for key in keys)
+    assert any("optimizer.state.exp_avg." in key for key in keys)
+
+
+def test_gradients_are_of_adapters_alone(ranks):
+    """But for the padding of Megatron's buffers: each tensor to 64 elements, a buffer to 128."""
+    for found in ranks:
+        assert 0 < found["trained elements"] <= found["buffers"] < 4 * found["trained elements"]
+
+
+def test_resume_is_exact_here_and_the_same_training_elsewhere(ranks):
+    for found in ranks:
+        assert found["same"] == (0.0, 0.0)
+        for name in ("pipeline", "experts"):
+            loaded, after = found[name]
+            assert loaded == 0.0 and after < 1e-4, name
+
+
+def test_other_checkpoints_are_refused(ranks):
+    for found in ranks:
+        assert "set model.path back" in found["other base"] and "checksum" in found["other base"]
+        assert "holds adapters, the run trains whole weights" in found["whole weights"]

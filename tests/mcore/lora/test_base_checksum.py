@@ -1,0 +1,31 @@
+"""The sum sees every element's bits and place, and parts add up to the whole."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_gspo.mcore.lora.base_checksum import _places, _sum
+
+
+def places(rows: int, columns: int) -> list[torch.Tensor]:
+    return [torch.arange(rows), torch.arange(columns)]
+
+
+def test_shards_add_up_to_the_whole():
+    weight = torch.randn(8, 6)
+    whole = _sum(weight, places(8, 6))
+    rows = sum(_sum(weight[4 * r : 4 * r + 4], [_places([8], r, 2), torch.arange(6)]) for r in range(2))
+    columns = sum(_sum(weight[:, 3 * r : 3 * r + 3], [torch.arange(8), _places([6], r, 2)]) for r in range(2))
+    assert whole == rows == columns
+    assert _places([4, 8], 1, 2).tolist() == [2, 3, 8, 9, 10, 11], "each block is cut"
+
+
+def test_one_bit_and_one_exchange_show():
+    weight = torch.arange(12.0).view(3, 4)
+    whole = _sum(weight, places(3, 4))
+    changed = weight.clone()
+    changed.view(torch.int32)[1, 2] ^= 1
+    exchanged = [weight.roll(1, 0), weight.roll(1, 1), torch.cat([weight[:, :2], weight[:, [3, 2]]], dim=1)]
+    for other in (changed, *exchanged):
+        assert _sum(other, places(3, 4)) != whole
+    assert _sum(weight.bfloat16(), places(3, 4)) != whole
