@@ -41,7 +41,7 @@ def export_adapters(policy: Policy, folder: Path) -> Path:
     A collective of all ranks: rank 0 collects them in host memory. Raises ``DiskError`` on every rank where it cannot
     write.
     """
-    lora = policy.lora
+    lora = policy.trained_lora
     assert lora is not None
     is_first = dist.get_rank() == 0
     tensors = {name: tensor.cpu().clone() for name, tensor in policy.adapters() if is_first}

@@ -108,7 +108,7 @@ def build_components(config: Config, *, engine: RolloutEngine | None = None) -> 
     )
     if config.offloads_trainer:
         held_out_too = eval_source is source
-        own = None if policy.lora is not None else reference  # a model of its own
+        own = None if policy.trained_lora is not None else reference  # a model of its own
         source = OffloadingSource(source, policy, own)
         eval_source = source if held_out_too else eval_source
     return Components(
@@ -150,7 +150,7 @@ def _critic(config: Config, groups: Any, options: MegatronOptions) -> Policy:
 
 def _reference(config: Config, policy: Policy, options: MegatronOptions) -> Policy:
     """The frozen start: the policy without its adapters, or a second model."""
-    if policy.lora is not None:
+    if policy.trained_lora is not None:
         return policy.base()
     pretrained = replace(config.model, init="pretrained")
     return build_policy(pretrained, config.parallel, policy.groups, optimizer=None, options=options)

@@ -90,7 +90,7 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
         checkpoints.finish()
         state = replace(state, wall_seconds=time.monotonic() - started)
         exported = export(run.policy, Path(config.run_dir) / "hf") if config.checkpoint.export_hf else None
-        if run.policy.lora is not None and config.checkpoint.export_hf:
+        if run.policy.trained_lora is not None and config.checkpoint.export_hf:
             export_adapters(run.policy, Path(config.run_dir) / "adapters")
         if run.policy.critic is not None and config.checkpoint.export_hf:
             export(run.policy.critic, Path(config.run_dir) / "critic_hf")

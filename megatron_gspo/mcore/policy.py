@@ -41,8 +41,8 @@ class Policy:
     """``chunks`` are wrapped by DistributedDataParallel; ``path`` is the Hugging Face directory that it came from.
 
     ``critic``: the value model that is trained with it (PPO), which is a ``Policy`` with a value head. ``memory`` moves
-    what the policy holds between steps to host memory and back; the critic has its own. ``lora``: of the adapters, if
-    they are what is trained; ``is_base``: passes leave them out.
+    what the policy holds between steps to host memory and back; the critic has its own. ``trained_lora``: of the
+    adapters, if they are what is trained; ``is_base``: passes leave them out.
     """
 
     chunks: list[Any]
@@ -53,7 +53,7 @@ class Policy:
     optimizer: Any = None
     scheduler: Any = None
     critic: Policy | None = None
-    lora: LoRAConfig | None = None
+    trained_lora: LoRAConfig | None = None
     is_base: bool = False
     _checksum: str = field(init=False, default="")
     memory: PolicyMemory = field(init=False)
@@ -117,10 +117,10 @@ class Policy:
         return export_source(source, chunks, self.family, self.shape, self.groups)
 
     def adapters(self, source: WeightSource | None = None) -> Iterator[tuple[str, Tensor]]:
-        """As `weights`, the adapters alone under PEFT's names (without its prefix). The policy must have ``lora``."""
+        """As `weights`, the adapters alone under PEFT's names (without its prefix). Needs ``trained_lora``."""
         chunks = self._chunks_to_send(source)
-        assert self.lora is not None
-        layers = adapter_layers(chunks, self.lora, self.family, self.shape, self.groups)
+        assert self.trained_lora is not None
+        layers = adapter_layers(chunks, self.trained_lora, self.family, self.shape, self.groups)
         if source is None:
             return export_layers(layers, self.shape, self.groups)
         return export_source(source, chunks, self.family, self.shape, self.groups, layers=layers)
@@ -128,16 +128,16 @@ class Policy:
     def set_adapters(self, source: AdapterSource) -> None:
         """Give the adapters and the optimizer's copies of them the values of ``source``, of which each rank takes its
         own slices."""
-        assert self.lora is not None
+        assert self.trained_lora is not None
         chunks = [unwrap(chunk) for chunk in self.chunks]
-        fill_adapters(source, chunks, self.lora, self.family, self.shape, self.groups)
+        fill_adapters(source, chunks, self.trained_lora, self.family, self.shape, self.groups)
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
 
     def base_checksum(self) -> str:
-        """Of the frozen weights that adapters belong to; "" without ``lora``. A collective of all ranks the first
+        """Of the frozen weights that adapters belong to; "" without adapters. A collective of all ranks the first
         time."""
-        if self.lora is not None and not self._checksum:
+        if self.trained_lora is not None and not self._checksum:
             chunks = [unwrap(chunk) for chunk in self.chunks]
             self._checksum = base_checksum(chunks, self.family, self.shape, self.groups)
         return self._checksum
@@ -197,7 +197,7 @@ def build_policy(model: ModelConfig, parallel: ParallelConfig, groups: ProcessGr
     _check_gradient_norm(adam)
     config.grad_scale_func = adam.scale_loss
     schedule = _schedule(adam, optimizer, total_steps)
-    return Policy(wrapped, groups, family, shape, path, adam, schedule, lora=lora)
+    return Policy(wrapped, groups, family, shape, path, adam, schedule, trained_lora=lora)
 
 
 def check_megatron_options(given: Mapping[str, Any], shape: ModelShape, parallel: ParallelConfig, model: ModelConfig,

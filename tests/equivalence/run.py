@@ -179,9 +179,9 @@ def exported_gradients(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     chunks = [unwrap(chunk) for chunk in policy.chunks]
     shape, groups = policy.shape, policy.groups
     yield from export_weights(chunks, policy.family, shape, groups, value=lambda p: getattr(p, "main_grad", None))
-    if policy.lora is not None:
-        yield from export_layers(adapter_layers(chunks, policy.lora, policy.family, shape, groups, "main_grad"), shape,
-                                 groups)  # fmt: skip
+    if policy.trained_lora is not None:
+        layers = adapter_layers(chunks, policy.trained_lora, policy.family, shape, groups, "main_grad")
+        yield from export_layers(layers, shape, groups)
 
 
 def _carried(samples: list[Any]) -> list[str]:
@@ -195,9 +195,9 @@ def compare_training(policy: Policy, truth: Truth, errors: Errors, where: str) -
         result = train_mini_batch(policy, SampleBatch.of(samples), TRAINING.objective, CUTS["packed"], temperature=1.0)
         errors.add_metrics(result.metrics, truth.training.steps[index], f"{where}, step {index}", "step metric")
     before = truth.training.before
-    stream = policy.weights() if policy.lora is None else policy.adapters()
+    stream = policy.weights() if policy.trained_lora is None else policy.adapters()
     update = {name: value.double().cpu() - before[name] for name, value in stream}
-    if policy.lora is not None:
+    if policy.trained_lora is not None:
         changed = sum(int((a != b).sum()) for a, b in zip(frozen, frozen_weights(policy), strict=True))
         errors.add("frozen weight", changed, where)
     parameter, error = worst_error(update, truth.training.update)

@@ -117,7 +117,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
         events: list[str] = []
         logger, checkpoints = Logger(events), Checkpoints(events)
         prompts = [make_prompt(i) for i in range(4)]
-        policy = SimpleNamespace(weights=lambda: iter(()), critic=None)
+        policy = SimpleNamespace(weights=lambda: iter(()), critic=None, trained_lora=None)
         closes = SimpleNamespace(close=lambda: None)
         groups: Any = Groups(events, fails_at)
         parts = Components(

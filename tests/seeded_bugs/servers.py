@@ -17,7 +17,7 @@ VLLM_PARSER = "tests/rollout/vllm/test_response_parser.py::test_"
 OF_THE_SERVERS = (
     SeededBug(
         "log-probs that are text or bools are taken for numbers", "this project", PARSER,
-        "    log_prob: float\n", "    log_prob: Any\n", (f"{REFUSED}[a bool]",),
+        "    log_prob: float\n", "    log_prob: float | bool\n", (REFUSED,),
     ),
     SeededBug(
         "returned token ids are not checked against the vocabulary", "several trainers", CHECKS,

@@ -126,7 +126,7 @@ def _build(run: _Run, options: MegatronOptions) -> tuple[Policy, Policy | None]:
         policy = build_policy(model, config.parallel, groups, optimizer=config.optimizer,
                               total_steps=config.optimizer_steps, options=options,
                               parts=TrainedParts(lora=config.trained_lora, seed=config.seed))  # fmt: skip
-        if config.algorithm.needs_reference and policy.lora is not None:
+        if config.algorithm.needs_reference and policy.trained_lora is not None:
             reference = policy.base()
         elif config.algorithm.needs_reference:
             reference = build_policy(model, config.parallel, groups, optimizer=None, options=options)
@@ -142,7 +142,7 @@ def _build(run: _Run, options: MegatronOptions) -> tuple[Policy, Policy | None]:
         for kind, tensors in (("optimizer", optimizer_states(trained.chunks, trained.optimizer)),
                               ("gradients", gradients(trained.chunks)), ("weights", weights(trained.chunks))):
             sizes[kind] = sizes.get(kind, 0) + memory.relabel(kind, tensors)
-    if reference is not None and policy.lora is None:
+    if reference is not None and policy.trained_lora is None:
         sizes["reference"] = memory.relabel("weights", weights(reference.chunks))
     memory.states = sizes
     return policy, reference

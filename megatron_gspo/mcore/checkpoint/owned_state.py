@@ -111,7 +111,7 @@ def stored_objects(policy: Policy) -> dict[str, bytes]:
     base."""
     found = {}
     for prefix, model in policy.trained.items():
-        for chunk in model.chunks if model.lora is None else ():
+        for chunk in model.chunks if model.trained_lora is None else ():
             for value in unwrap(chunk).sharded_state_dict().values():
                 if isinstance(value, ShardedObject) and is_main_replica(value.replica_id):
                     stream = io.BytesIO()
@@ -163,7 +163,7 @@ def _sharded_tensors(policy: Policy) -> Iterator[tuple[Tensor, ShardedTensor]]:
     theirs: the rest is the base, which stays as it is."""
     for chunk in policy.chunks:
         for value in unwrap(chunk).sharded_state_dict().values():
-            if policy.lora is not None and not getattr(value.data, "requires_grad", False):
+            if policy.trained_lora is not None and not getattr(value.data, "requires_grad", False):
                 continue
             if isinstance(value, ShardedTensorFactory):
                 for part in nested_values(value.build()):
