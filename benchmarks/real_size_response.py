@@ -77,11 +77,11 @@ class Response:
         from megatron_gspo.rollout.server_engine.partial_response import PartialResponse
         from megatron_gspo.routing_replay.routes import check_routes
 
-        answer = self.api.decode_response(body, self.context)
-        assert not self.api.is_empty(answer, self.context)
-        assert self.api.response_version(answer, self.context) == VERSION
+        answer = self.api.responses.decode_response(body, self.context)
+        assert not self.api.responses.is_empty(answer, self.context)
+        assert self.api.responses.response_version(answer, self.context) == VERSION
         partial = PartialResponse(self.prompt, 0, self.tokens)
-        partial.add(self.api.parse_response(answer, self.context), 3)
+        partial.add(self.api.responses.parse_response(answer, self.context), 3)
         sample = partial.to_sample(self.model, lambda ids: "")
         check_samples([sample], [self.prompt], self.sampling, vocab_size=WORDS)
         if self.is_routed:

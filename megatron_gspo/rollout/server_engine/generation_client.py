@@ -115,7 +115,7 @@ class GenerationClient:
         body = await server.post_for_bytes(
             request.path, request.body, timeout=self._config.request_timeout, max_bytes=request.max_bytes
         )
-        return self.api.parse_scores(body, context, tokens)
+        return self.api.responses.parse_input_log_probs(body, context, tokens)
 
     async def pause(self) -> None:
         """Start no request until `pool.resume()`; those in flight may come back without a token, by anyone's abort."""
@@ -152,16 +152,16 @@ class GenerationClient:
         request = self.api.generate_request(response.tokens, context, sampling, request_seed)
         body = await self._post(server, request, context.name, min(self._config.request_timeout, time_left))
         try:
-            answer = self.api.decode_response(body, context)
-            if self.api.is_empty(answer, context):
+            answer = self.api.responses.decode_response(body, context)
+            if self.api.responses.is_empty(answer, context):
                 return
-            found = self.api.response_version(answer, context)
+            found = self.api.responses.response_version(answer, context)
             if found != version:
                 reason = f"answered with weights {found[:80]!r} instead of {version!r}"
                 if server.version == version:
                     await self.pool.mark_stale(server, reason)
                 raise _StaleResponse(f"server {server.url}: {reason}")
-            part = self.api.parse_response(answer, context)
+            part = self.api.responses.parse_response(answer, context)
         except ResponseError as error:
             await self.pool.mark_failed(server, str(error))
             raise

@@ -13,6 +13,8 @@ from megatron_gspo.errors import EngineError
 from megatron_gspo.models import ModelShape
 from megatron_gspo.servers.http_client import ServerClient
 
+SCORE_BYTES_PER_TOKEN = 128  # of an input token's log-prob in a response
+
 
 class ResponseError(EngineError):
     """An invalid response of a server; one line with the request, what was found and what was expected."""
@@ -83,32 +85,11 @@ class Request:
     max_bytes: int
 
 
-class ServerAPI(Protocol):
-    """Endpoints and message formats of one kind of inference server. Stateless.
-
-    The methods with a `ServerClient` send one request each and raise `ServerError`; timeout: seconds.
-    """
-
-    def gives_log_probs(self, sampling: SamplingParams) -> bool:
-        """Whether the log-probs of its responses are over the whole vocabulary; else they are not requested."""
-        ...
-
-    def generate_request(
-        self, tokens: list[int], context: RequestContext, sampling: SamplingParams, seed: int
-    ) -> Request:
-        """Continue `tokens`. seed: 63 bits, of this request alone."""
-        ...
-
-    def prefill_request(self, tokens: list[int], context: RequestContext) -> Request:
-        """Compute the prefix cache of a prompt without generating."""
-        ...
-
-    def score_request(self, tokens: list[int], context: RequestContext) -> Request:
-        """Return the log-probs of the input."""
-        ...
+class ResponseParser(Protocol):
+    """Parses and validates the responses of one kind of inference server; a module with these functions."""
 
     def decode_response(self, body: bytes | bytearray, context: RequestContext) -> Any:
-        """The response to `generate_request` from its body, for the three methods below; it may refer to the body.
+        """The response to `generate_request` from its body, for the three functions below; it may refer to the body.
 
         Raises `ResponseError` for a body of another form.
         """
@@ -126,11 +107,41 @@ class ServerAPI(Protocol):
         """The validated response, which no longer refers to the body. Raises `ResponseError`."""
         ...
 
-    def parse_scores(self, body: bytes | bytearray, context: RequestContext, tokens: Sequence[int]) -> np.ndarray:
+    def parse_input_log_probs(
+        self, body: bytes | bytearray, context: RequestContext, tokens: Sequence[int]
+    ) -> np.ndarray:
         """[len(tokens) - 1] float32: log-probs (temperature 1) of tokens[1:], from the body of a response.
 
         Raises `ResponseError`.
         """
+        ...
+
+
+class ServerAPI(Protocol):
+    """Endpoints and message formats of one kind of inference server. Stateless.
+
+    responses: its parser. The methods with a `ServerClient` send one request each and raise `ServerError`; timeout:
+    seconds.
+    """
+
+    responses: ResponseParser
+
+    def gives_log_probs(self, sampling: SamplingParams) -> bool:
+        """Whether the log-probs of its responses are over the whole vocabulary; else they are not requested."""
+        ...
+
+    def generate_request(
+        self, tokens: list[int], context: RequestContext, sampling: SamplingParams, seed: int
+    ) -> Request:
+        """Continue `tokens`. seed: 63 bits, of this request alone."""
+        ...
+
+    def prefill_request(self, tokens: list[int], context: RequestContext) -> Request:
+        """Compute the prefix cache of a prompt without generating."""
+        ...
+
+    def score_request(self, tokens: list[int], context: RequestContext) -> Request:
+        """Return the log-probs of the input."""
         ...
 
     async def weight_version(self, server: ServerClient, *, timeout: float) -> str | None:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from megatron_gspo.config import SamplingParams
-from megatron_gspo.rollout.server_engine.server_api import Request, RequestContext, ResponsePart
+from megatron_gspo.rollout.server_engine.server_api import (
+    SCORE_BYTES_PER_TOKEN,
+    Request,
+    RequestContext,
+    ResponseParser,
+)
 from megatron_gspo.rollout.sglang import response_parser
 from megatron_gspo.servers.http_client import ServerClient
 
 _PATH = "/generate"
-_SCORE_BYTES_PER_TOKEN = 128  # of an input token's log-prob in a response
 
 
 class SGLangAPI:
     """See `ServerAPI`."""
+
+    responses: ResponseParser = response_parser
 
     def gives_log_probs(self, sampling: SamplingParams) -> bool:
         """See `ServerAPI.gives_log_probs`."""
@@ -49,28 +52,8 @@ class SGLangAPI:
         """See `ServerAPI.score_request`."""
         body = {"input_ids": tokens, "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
                 "return_logprob": True, "logprob_start_len": 0}  # fmt: skip
-        max_bytes = response_parser.max_response_bytes(context) + _SCORE_BYTES_PER_TOKEN * len(tokens)
+        max_bytes = response_parser.max_response_bytes(context) + SCORE_BYTES_PER_TOKEN * len(tokens)
         return Request(_PATH, body, max_bytes)
-
-    def decode_response(self, body: bytes | bytearray, context: RequestContext) -> Any:
-        """See `ServerAPI.decode_response`."""
-        return response_parser.decode_response(body, context)
-
-    def is_empty(self, response: Any, context: RequestContext) -> bool:
-        """See `ServerAPI.is_empty`."""
-        return response_parser.is_empty(response, context)
-
-    def response_version(self, response: Any, context: RequestContext) -> str:
-        """See `ServerAPI.response_version`."""
-        return response_parser.response_version(response, context)
-
-    def parse_response(self, response: Any, context: RequestContext) -> ResponsePart:
-        """See `ServerAPI.parse_response`."""
-        return response_parser.parse_response(response, context)
-
-    def parse_scores(self, body: bytes | bytearray, context: RequestContext, tokens: Sequence[int]) -> np.ndarray:
-        """See `ServerAPI.parse_scores`."""
-        return response_parser.parse_input_log_probs(body, context, tokens)
 
     async def weight_version(self, server: ServerClient, *, timeout: float) -> str | None:
         """See `ServerAPI.weight_version`."""
