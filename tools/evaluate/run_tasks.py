@@ -135,7 +135,8 @@ def answer_task(engine: ResponseEngine, task: Task, kept: ResponseFile, config: 
                           workers=data.verifier_workers, failure_reward=data.verifier_failure_reward)  # fmt: skip
     with scorer:
         by_index = {prompt.index: prompt for prompt in task.prompts}
-        seed = evaluation_seed(config.seed)
+        seed, n = evaluation_seed(config.seed), sampling.n_samples_per_prompt
+        total = reward_table(list(kept.records.values())).sum()
         for groups in engine.groups(task.prompts, set(kept.records), sampling, seed=seed):
             samples = [sample for group in groups for sample in group]
             scores = scorer.score_texts([(sample.text, by_index[sample.prompt_index]) for sample in samples])
@@ -144,9 +145,9 @@ def answer_task(engine: ResponseEngine, task: Task, kept: ResponseFile, config: 
                                     f"batch (the first: {scores.messages[0]}); fix it")  # fmt: skip
             scored = [_scored(*each) for each in zip(samples, scores.rewards.tolist(), scores.statuses, scores.messages,
                                                      strict=True)]  # fmt: skip
-            n = sampling.n_samples_per_prompt
             kept.write([scored[i : i + n] for i in range(0, len(scored), n)])
-            accuracy = reward_table(list(kept.records.values())).mean()
+            total += reward_table([kept.records[group[0].prompt_index] for group in groups]).sum()
+            accuracy = total / (len(kept.records) * n)
             bar.update(row, completed=len(kept.records), note=f"accuracy {100 * accuracy:.1f} %")
 
 
