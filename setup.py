@@ -50,7 +50,7 @@ setup(
     package_data={
         "megatron_gspo": ["py.typed"],
         "megatron_gspo.patches": ["README.md", "sglang_on_cpu/*", "vllm_on_cpu/*"],
-        "megatron_gspo.tools": ["page_colours.css", "page_style.css"],
+        "megatron_gspo.tools": ["page_colours.css", "page_head.html", "page_style.css"],
         "megatron_gspo.tools.compare": ["glance.svg", "report.html"],
         "megatron_gspo.tools.evaluate": ["report.html"],
         "megatron_gspo.tools.rehearse.fake_device": ["fake_cuda.cpp"],

@@ -1,4 +1,4 @@
-"""Pages and pictures from the templates of this folder's packages, which share ``page_style.css``."""
+"""Pages and pictures from the templates of this folder's packages, which share ``page_head.html`` and its style."""
 
 from __future__ import annotations
 
