@@ -55,7 +55,7 @@ def check_offloading(rollout: RolloutConfig, servers: ServerConfig) -> None:
         problem, fix = "trains on reference answers (rollout.engine: sft)", "remove it"
     elif rollout.overlap:
         problem, fix = "the trainer works meanwhile (rollout.overlap)", "set one of the two to false"
-    elif (servers.urls or servers.num_servers) and not servers.colocated:
+    elif servers.is_set and not servers.colocated:
         fix = f"set {servers.section}.colocated: true, or remove it"
         problem = "the servers have GPUs of their own"
     else:

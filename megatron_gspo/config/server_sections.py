@@ -70,6 +70,11 @@ class ServerConfig:
     need --enable-memory-saver (SGLang) or --enable-sleep-mode (vLLM)."""
 
     @property
+    def is_set(self) -> bool:
+        """Whether there are servers, running or to be started."""
+        return bool(self.urls or self.num_servers)
+
+    @property
     def uses_receiver(self) -> bool:
         """Whether servers receive weights with our receiver, from all sources at the same time."""
         return bool(self.num_servers) and self.weight_transport == "distributed"

@@ -153,7 +153,7 @@ class MetricsLogger:
         if ratios is not None:
             with writing(self._directory.ratios):
                 self._directory.write_ratios(step, ratios)
-        if self._config.servers.urls or self._config.servers.num_servers:  # samples may be older than their step
+        if self._config.servers.is_set:  # samples may be older than their step
             with writing(self._directory.rollouts):
                 self._directory.write_rollouts(step, rollout_record(batch.table, cursor))
 

@@ -37,7 +37,7 @@ class _Target:
 
 def attach_adapters(chunks: Sequence[Any], lora: LoRAConfig, family: Family, shape: ModelShape,
                     groups: ProcessGroups) -> None:  # fmt: skip
-    """Freeze the (unwrapped) chunks and add adapters that change nothing: A is 0 too until `reset_adapters`.
+    """Freeze the (unwrapped) chunks and add adapters that change nothing: A is 0 too until `fill_adapters`.
 
     The chunks must consist of torch layers.
     """

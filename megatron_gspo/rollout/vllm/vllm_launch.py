@@ -41,7 +41,7 @@ _EXIT_CAUSES = (
     ),
 )
 _KEEP_ALIVE = "60"  # seconds; with vLLM's 5 a busy server closes connections that the client is about to use
-_ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+_ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # unless set
 
 
 @dataclass(frozen=True)
