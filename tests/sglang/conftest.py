@@ -10,35 +10,26 @@ import pytest
 from megatron_gspo.config import SGLangConfig
 from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch
 from megatron_gspo.servers.server_processes import LocalServers
-from megatron_gspo.tools.make_tiny_model import character_tokenizer
-from tests.support.tiny_models import save_tiny_model
+from tests.support.real_servers import python_of, save_character_model, skip_without_python
 
 HERE = Path(__file__).parent
 StartServers = Callable[..., LocalServers]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--sglang-python") is None:
-        skip = pytest.mark.skip(reason="needs a real SGLang server: make test-sglang")
-        for item in items:
-            if HERE in item.path.parents:
-                item.add_marker(skip)
+    skip_without_python(config, items, HERE, "sglang")
 
 
 @pytest.fixture(scope="session")
 def sglang_python(request: pytest.FixtureRequest) -> str:
     """The interpreter that has sglang."""
-    return str(Path(request.config.getoption("--sglang-python")).absolute())
+    return python_of(request.config, "sglang")
 
 
 @pytest.fixture(scope="session")
 def sglang_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Directory of a random float32 Qwen3-MoE: 4 layers, 8 experts, 2 active, and a character tokenizer."""
-    folder = tmp_path_factory.mktemp("sglang") / "model"
-    tokenizer = character_tokenizer()
-    save_tiny_model(folder, vocab_size=-(-len(tokenizer) // 8) * 8)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return save_character_model(tmp_path_factory.mktemp("sglang") / "model")
 
 
 @pytest.fixture(scope="session")

@@ -10,36 +10,27 @@ import pytest
 from megatron_gspo.config import VLLMConfig
 from megatron_gspo.rollout.vllm.vllm_launch import VLLMLaunch
 from megatron_gspo.servers.server_processes import LocalServers
-from megatron_gspo.tools.make_tiny_model import character_tokenizer
-from tests.support.tiny_models import save_tiny_model
+from tests.support.real_servers import python_of, save_character_model, skip_without_python
 
 HERE = Path(__file__).parent
 StartServer = Callable[..., LocalServers]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--vllm-python") is None:
-        skip = pytest.mark.skip(reason="needs a real vLLM server: make test-vllm")
-        for item in items:
-            if HERE in item.path.parents:
-                item.add_marker(skip)
+    skip_without_python(config, items, HERE, "vllm")
 
 
 @pytest.fixture(scope="session")
 def vllm_python(request: pytest.FixtureRequest) -> str:
     """The interpreter that has vllm."""
-    return str(Path(request.config.getoption("--vllm-python")).absolute())
+    return python_of(request.config, "vllm")
 
 
 @pytest.fixture(scope="session")
 def vllm_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Directory of a random float32 Qwen3-MoE: 4 layers, 8 experts, 2 active, and a character tokenizer. vLLM's
     attention on a CPU needs heads of 32 dimensions or more; it pads the experts."""
-    folder = tmp_path_factory.mktemp("vllm") / "model"
-    tokenizer = character_tokenizer()
-    save_tiny_model(folder, vocab_size=-(-len(tokenizer) // 8) * 8, head_dim=32)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return save_character_model(tmp_path_factory.mktemp("vllm") / "model", head_dim=32)
 
 
 @pytest.fixture(scope="session")
