@@ -135,7 +135,8 @@ def answer_task(engine: ResponseEngine, task: Task, kept: ResponseFile, config: 
                           workers=data.verifier_workers, failure_reward=data.verifier_failure_reward)  # fmt: skip
     with scorer:
         by_index = {prompt.index: prompt for prompt in task.prompts}
-        seed, n = evaluation_seed(config.seed), sampling.n_samples_per_prompt
+        n = sampling.n_samples_per_prompt
+        seed = evaluation_seed(config.seed)
         total = reward_table(list(kept.records.values())).sum()
         for groups in engine.groups(task.prompts, set(kept.records), sampling, seed=seed):
             samples = [sample for group in groups for sample in group]
