@@ -5,8 +5,11 @@ EXTRAS ?= all
 # On Python 3.11 this exact version has a CPU build on the package index; any other request brings CUDA.
 TORCH ?= torch==2.13.0
 ARGS ?=
-JOBS ?= 3
+JOBS ?= 4
 COMPARISON ?= examples/qwen3_moe/compare_small.yaml
+
+# Where the environment forbids it to keep bytecode, each of the tests' hundreds of processes would compile the project.
+unexport PYTHONDONTWRITEBYTECODE
 
 RUN = OMP_NUM_THREADS=1 $(VENV)/bin/python
 STAMP = $(VENV)/.installed
@@ -35,8 +38,8 @@ compare: install
 collapse:
 	$(MAKE) compare COMPARISON=examples/collapse/small.yaml
 
-# JOBS processes take test files in turn, one more than two cores since some tests wait for a deadline; JOBS=0 is one
-# process, for a debugger. test: every 16th layout, no slow tests.
+# JOBS processes take test files in turn, more than two cores since many tests wait, for a deadline or a process; JOBS=0
+# is one process, for a debugger. test: every 16th layout, no slow tests.
 PYTEST = $(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 test: install
 	$(PYTEST) -m "not slow" --every 16 $(ARGS)

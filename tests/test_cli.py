@@ -98,8 +98,8 @@ def installed(tmp_path_factory) -> Path:
 
 
 def environment(site: Path) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return {**kept, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")}
+    return {**kept, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
 
 
 def run_installed(site: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
