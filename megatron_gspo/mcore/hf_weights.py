@@ -58,33 +58,47 @@ class MappedParameter:
 
 def map_parameters(chunk: Any, family: Family, shape: ModelShape, groups: ProcessGroups) -> Iterator[MappedParameter]:
     """Every weight of an (unwrapped) model chunk with its rule; one that no rule matches raises ``ValueError``."""
-    layers, modules = chunk.decoder.layers, dict(chunk.named_modules())
-    for name, parameter in held_tensors(chunk):
+    layers = chunk.decoder.layers
+    rules: dict[int, dict[str, Rule]] = {}  # by Megatron name; a layer may have thousands of parameters
+    for name, parameter, module in _held(chunk):
         found = _LAYER.fullmatch(name)
         layer = layers[int(found[1])].layer_number - 1 if found else -1
         local = found[2] if found else name
-        rules = family.layer_rules(shape, layer) if found else family.outer_rules(shape)
+        if layer not in rules:
+            own = family.layer_rules(shape, layer) if found else family.outer_rules(shape)
+            rules[layer] = {key: rule for rule in own for key in rule.megatron}
         expert = 0
         if is_expert := _EXPERT.fullmatch(local):
             expert = int(is_expert[2]) + groups.ep.rank() * (shape.num_experts // groups.ep.size())
             local = f"{is_expert[1]}{{expert}}{is_expert[3]}"
         if shape.tied_embeddings and local == "output_layer.weight":  # the last pipeline stage's copy of the embedding
             local = "embedding.word_embeddings.weight"
-        rule = next((rule for rule in rules if local in rule.megatron), None)
+        rule = rules[layer].get(local)
         if rule is None:
             raise ValueError(f"no rule of family {family.model_type} matches the Megatron parameter {name}")
-        adapter = getattr(modules.get(name.removesuffix(".weight")), "lora", None)
+        adapter = getattr(module, "lora", None) if name.endswith(".weight") else None
         yield MappedParameter(name, parameter, rule, layer, expert, adapter)
 
 
 def held_tensors(chunk: Any) -> Iterator[tuple[str, Tensor]]:
     """Name and tensor of all weights: the parameters and the buffers that checkpoints hold (the routers' bias). Without
     adapters, which are no part of the model."""
-    yield from ((name, parameter) for name, parameter in chunk.named_parameters() if ".lora." not in name)
-    for prefix, module in chunk.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}", buffer
+    yield from ((name, tensor) for name, tensor, _module in _held(chunk))
+
+
+def _held(chunk: Any) -> Iterator[tuple[str, Tensor, torch.nn.Module]]:
+    """The same with the module of each. One walk over the modules, of which a layer may have hundreds."""
+    seen: set[Tensor] = set()  # a tied parameter is in two modules
+    buffers: list[tuple[str, Tensor, torch.nn.Module]] = []
+    for path, module in chunk.named_modules():
+        prefix = f"{path}." if path else ""
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter not in seen and ".lora." not in prefix:
+                seen.add(parameter)
+                yield prefix + name, parameter, module
+        buffers += [(prefix + name, buffer, module) for name, buffer in module._buffers.items()
+                    if buffer is not None and name not in module._non_persistent_buffers_set]  # fmt: skip
+    yield from buffers
 
 
 def load_weights(chunks: list[Any], path: str, family: Family, shape: ModelShape, groups: ProcessGroups) -> None:
