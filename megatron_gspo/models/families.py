@@ -12,10 +12,11 @@ from megatron_gspo.models.glm import GLM
 from megatron_gspo.models.gpt_oss import GPT_OSS
 from megatron_gspo.models.model_shape import ModelError, ModelShape, check_sizes
 from megatron_gspo.models.qwen import QWEN
+from megatron_gspo.models.qwen_next import QWEN_NEXT
 from megatron_gspo.models.rule_tables import VALUE_HEAD
 from megatron_gspo.models.stacked_experts import checkpoint_names
 
-FAMILIES = {family.model_type: family for family in (*QWEN, *DEEPSEEK, *GLM, *GPT_OSS)}
+FAMILIES = {family.model_type: family for family in (*QWEN, *QWEN_NEXT, *DEEPSEEK, *GLM, *GPT_OSS)}
 
 
 def family_of(config: dict[str, Any]) -> tuple[Family, ModelShape]:

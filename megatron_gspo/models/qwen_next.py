@@ -1,6 +1,6 @@
 """Qwen3-Next: gated delta nets, and at every fourth layer attention with a gate.
 
-Source: transformers ``modeling_qwen3_next.py``. Not in ``FAMILIES``, so refused: its gradients are not proven yet.
+Source: transformers ``modeling_qwen3_next.py``.
 """
 
 from __future__ import annotations

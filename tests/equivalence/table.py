@@ -1,6 +1,6 @@
 """Measure every layout and write the page of the documentation:
 
-    python -m tests.equivalence.table docs/equivalence.md
+    python -m tests.equivalence.table docs/equivalence.md [--models NAME ...]
 
 runs what ``test_layouts.py`` runs under the installed megatron-core, keeps the errors as
 ``benchmarks/results/equivalence-<version>.json`` and writes the page from the results of all versions there.
@@ -84,6 +84,12 @@ def failures(record: dict[str, Any]) -> list[str]:
     ]
 
 
+def joined(last: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
+    """The last record with the models of another in place of its own."""
+    models = {key: last[key] | record[key] for key in ("layouts", "defects")}
+    return last | models | {"seconds": last["seconds"] + record["seconds"]}
+
+
 def load_records(folder: Path = RESULTS) -> list[dict[str, Any]]:
     """The results of all versions of megatron-core, the oldest first."""
     records = [json.loads(path.read_text()) for path in folder.glob("equivalence-*.json")]
@@ -93,14 +99,19 @@ def load_records(folder: Path = RESULTS) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("page", type=Path, help="where to write the page")
+    every = {"moe": MOE, "dense": DENSE, **FAMILIES}
+    parser.add_argument("--models", nargs="+", default=list(every), choices=list(every), metavar="NAME",
+                        help="measure these only and keep the last results of the others")  # fmt: skip
     parser.add_argument("--render-only", action="store_true", help="measure nothing, use the results that are there")
     arguments = parser.parse_args()
     console = Console()
     wrong: list[str] = []
     if not arguments.render_only:
-        record = measure({"moe": MOE, "dense": DENSE, **FAMILIES}, console)
+        record = measure({name: every[name] for name in arguments.models}, console)
         wrong = failures(record)
         file = RESULTS / f"equivalence-{record['versions']['megatron-core']}.json"
+        if set(arguments.models) != set(every):
+            record = joined(json.loads(file.read_text()), record)
         save(file, record)
         console.print(f"wrote {file} after {record['seconds']} s")
     arguments.page.write_text(render(load_records()))

@@ -9,7 +9,7 @@ import pytest
 from tests.equivalence.cases import case_of
 from tests.equivalence.layouts import DENSE, MOE
 from tests.equivalence.page import layouts_on, render
-from tests.equivalence.table import failures, load_records
+from tests.equivalence.table import failures, joined, load_records
 from tests.equivalence.tolerances import OF_EXPERTS, TOLERANCES
 
 PAGE = Path(__file__).parents[2] / "docs" / "equivalence.md"
@@ -40,3 +40,11 @@ def test_the_results_are_complete_and_within_tolerance(index):
             assert set(row["errors"]) == set(TOLERANCES) - (set() if a.moe else set(OF_EXPERTS))
             assert (row["processes"], row["recompute"]) == (a.world_size, case.model["recompute"])
             assert row["one_by_one"] == case.scored and len(row["distributed_optimizer"]) >= 1
+
+
+def test_models_that_are_measured_alone_join_the_last_results():
+    last = {"layouts": {"moe": 1, "dense": 2}, "defects": {"moe": 3}, "seconds": 10, "date": "2026-11-01"}
+    new = {"layouts": {"dense": 4}, "defects": {"dense": 5}, "seconds": 2, "date": "2026-12-01"}
+    assert joined(last, new) == {
+        "layouts": {"moe": 1, "dense": 4}, "defects": {"moe": 3, "dense": 5}, "seconds": 12, "date": "2026-11-01",
+    }  # fmt: skip

@@ -35,8 +35,8 @@ def test_names_are_those_that_transformers_writes(tmp_path, model):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(model_type="llama"), r"model_type='llama' .* known: deepseek_v3, .*, qwen2_moe, qwen3, qwen3_moe$"),
-        (dict(model_type="qwen3_next"), "model_type='qwen3_next' in config.json is not supported; known: "),
+        (dict(model_type="llama"), r"model_type='llama' .* known: deepseek_v3, .*, qwen3, qwen3_moe, qwen3_next$"),
+        (dict(model_type="qwen3_5_moe"), "model_type='qwen3_5_moe' in config.json is not supported; known: "),
         (dict(model_type=None), "model_type=None"),
         (dict(attention_bias=True), "attention_bias=true"),
         (dict(layer_types=["linear_attention"] * 4), "layer_types=.*linear_attention"),

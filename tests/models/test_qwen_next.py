@@ -1,7 +1,4 @@
-"""Sizes and layer facts of Qwen3-Next, and how its tensors become Megatron's parameters.
-
-The family is not in ``FAMILIES``: its gradients are not proven yet.
-"""
+"""Sizes and layer facts of Qwen3-Next, and how its tensors become Megatron's parameters."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.seeded_bugs.adapters import ADAPTERS
+from tests.seeded_bugs.delta_nets import DELTA_NETS
 from tests.seeded_bugs.evaluation import EVALUATION
 from tests.seeded_bugs.families import OF_THE_FAMILIES
 from tests.seeded_bugs.layouts import CONVERSION, LAYOUT, MEGATRON, PARALLEL, RESUME
@@ -18,6 +19,6 @@ GROUPS = {
     "LAYOUT": LAYOUT, "RESUME": RESUME, "ROUTING": ROUTING, "OF_THE_ROLLOUTS": OF_THE_ROLLOUTS,
     "OF_THE_SERVERS": OF_THE_SERVERS, "OF_THE_FAMILIES": OF_THE_FAMILIES, "SINKS_AND_WINDOWS": SINKS_AND_WINDOWS,
     "BIASED_EXPERTS": BIASED_EXPERTS, "OF_THE_SANDBOX": OF_THE_SANDBOX,
-    "EVALUATION": EVALUATION, "ADAPTERS": ADAPTERS,
+    "DELTA_NETS": DELTA_NETS, "EVALUATION": EVALUATION, "ADAPTERS": ADAPTERS,
 }  # fmt: skip
 SEEDED_BUGS = tuple(bug for bugs in GROUPS.values() for bug in bugs)

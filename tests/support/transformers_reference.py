@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 from megatron_gspo.algorithms import Objective
@@ -23,11 +24,38 @@ from megatron_gspo.routing_replay.routes import expert_id_dtype
 from tests.algorithms import reference as loops
 
 
+class DoublePrecision(TorchFunctionMode):
+    """Within this context no float64 tensor is converted to float32, as Transformers does in norms, softmaxes and the
+    delta rule whatever the model's type."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(isinstance(x, Tensor) and x.dtype is torch.float64 for x in args[:1]):
+            if func is Tensor.float:
+                return args[0]
+            args = tuple(_not_float32(x) for x in args)
+            kwargs = {name: _not_float32(x) for name, x in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _not_float32(x: Any) -> Any:
+    return torch.float64 if x is torch.float32 else x
+
+
 def load_reference(path: str) -> torch.nn.Module:
-    """The Hugging Face model in float64, experts computed one by one."""
+    """The Hugging Face model in float64, in all that it computes, experts one by one."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
+    for parameter in model.parameters():  # some routers are kept in float32
+        parameter.data = parameter.data.double()
+    forward = model.forward
+
+    def in_double_precision(*args: Any, **kwargs: Any) -> Any:
+        with DoublePrecision():
+            return forward(*args, **kwargs)
+
+    model.forward = in_double_precision
     return model.train()
 
 
