@@ -63,6 +63,7 @@ from megatron_gspo.config.training_sections import (
     TrainingConfig,
 )
 from megatron_gspo.config.validate import STRICT, validate
+from megatron_gspo.models.quantization.plan import QuantizationPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +187,11 @@ class Config:
     def trained_lora(self) -> LoRAConfig | None:
         """The `lora` section, if adapters are trained."""
         return self.lora if self.lora.is_on else None
+
+    @property
+    def quantization_plan(self) -> QuantizationPlan | None:
+        """What `rollout.quantization` makes of the model's weights; None: they stay as they are. Raises ConfigError."""
+        return resolve_quantization(self.rollout.quantization, read_hf_config(self.model.path))
 
     @property
     def critic_path(self) -> str:

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,9 @@ def _transport(config: Config) -> WeightTransport:
         first_node = f"http://{os.environ['MASTER_ADDR']}"  # where servers that the run starts are
         address = local_address(first_node) if config.servers.num_servers else None
     endpoints = SERVER_KINDS[config.rollout.engine].endpoints
-    return make_transport(config.servers, endpoints, run_dir=config.run_dir, source=config.model.path, address=address)
+    plan = config.quantization_plan
+    return make_transport(config.servers, endpoints, run_dir=config.run_dir, source=config.model.path, address=address,
+                          quantization=None if plan is None else plan.config)  # fmt: skip
 
 
 def log_servers(line: str) -> None:
@@ -222,6 +225,9 @@ def start_servers(config: Config, *, trainer_gpus: int) -> LocalServers:
     Raises the errors of `LocalServers.start`.
     """
     settings, kind = config.servers, SERVER_KINDS[config.rollout.engine]
+    if (plan := config.quantization_plan) is not None:
+        args = (*kind.quantized_args(plan.config), *settings.server_args)
+        settings = replace(settings, server_args=args)
     log_dir = str(Path(config.run_dir) / "servers")
     first_gpu = None
     if not kind.on_cpu(settings.server_args):

@@ -205,8 +205,9 @@ def write_checkpoint(
 ) -> Path:
     """Write a Hugging Face checkpoint from a stream of (name, tensor); config and tokenizer come from ``source``.
 
-    quantization: the config's ``quantization_config``. Memory: one shard. Atomic: everything is written to a temporary directory, which is renamed at the end; an existing
-    ``path`` is replaced. Returns ``path``. Raises ``DiskError`` where it cannot be written.
+    quantization: the config's ``quantization_config``. Memory: one shard. Atomic: everything is written to a temporary
+    directory, which is renamed at the end; an existing ``path`` is replaced. Returns ``path``. Raises ``DiskError``
+    where it cannot be written.
     """
     begin_checkpoint(path)
     write_part(path, tensors, dtype=dtype, max_shard_bytes=max_shard_bytes)

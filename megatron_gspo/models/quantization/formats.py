@@ -1,4 +1,4 @@
-"""Formats of eight bits: a weight [out, in] as values of one byte and float32 scales. Values times scales is the weight.
+"""Formats of eight bits: a weight [out, in] is values of one byte times float32 scales.
 
 - ``fp8_block``: E4M3 with a scale for each block of 128 x 128, as DeepSeek-V3's and Qwen3's FP8 checkpoints.
 - ``fp8_tensor``: E4M3 with one scale.

@@ -53,13 +53,13 @@ def chosen_modules(known: Sequence[str], modules: Sequence[str], exclude: Sequen
     for entry in modules:
         found = _matches(entry, known, "modules")
         if kept.issuperset(found):
-            raise ModuleListError("modules", entry, "all modules of this name are excluded too", "remove one of the two")
+            raise ModuleListError("modules", entry, "all modules of this name are excluded", "remove one of the two")
         chosen.update(found)
     chosen -= kept
     if not chosen:
         raise ModuleListError("modules", list(modules), "names no module", f"use some of {_examples(known)}")
-    _check_complete(known, chosen | kept)
-    _check_fused(known, chosen)
+    _check_complete(known, chosen | kept, modules)
+    _check_fused(known, chosen, modules)
     return frozenset(chosen)
 
 
@@ -81,15 +81,15 @@ def _matches(entry: str, known: Sequence[str], key: str) -> list[str]:
     return found
 
 
-def _check_complete(known: Sequence[str], named: set[str]) -> None:
+def _check_complete(known: Sequence[str], named: set[str], modules: Sequence[str]) -> None:
     missing = [module for module in known if module not in named]
     if missing:
         problem = f"{len(missing)} linear modules are in neither list, the first is {missing[0]}"
         fix = f"add {_generalised(missing)[0]} to modules or to exclude"
-        raise ModuleListError("modules", "given", problem, fix)
+        raise ModuleListError("modules", list(modules), problem, fix)
 
 
-def _check_fused(known: Sequence[str], chosen: set[str]) -> None:
+def _check_fused(known: Sequence[str], chosen: set[str], modules: Sequence[str]) -> None:
     groups: dict[str, list[str]] = {}
     for module in known:
         fused = next((name for names in _FUSED if _last(module) in names for name in names[:1]), None)
@@ -100,7 +100,7 @@ def _check_fused(known: Sequence[str], chosen: set[str]) -> None:
         if any(inside) and not all(inside):
             one, other = members[inside.index(True)], members[inside.index(False)]
             problem = f"lists {one} without {other}, and engines keep both in one parameter"
-            raise ModuleListError("modules", "given", problem, "list both, or exclude both")
+            raise ModuleListError("modules", list(modules), problem, "list both, or exclude both")
 
 
 def _experts_of(module: str) -> str:

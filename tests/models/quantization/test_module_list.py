@@ -55,8 +55,8 @@ def test_a_star_is_one_component():
 
 def test_a_name_is_no_part_of_another():
     """`mlp.gate` is not `mlp.gate_proj`, layer 1 is not layer 11, and a dot is no wildcard."""
-    for entry in ("mlp.gate", "layers.1.mlp.gate", "model.layers.1.mlp.gat", "model.layers.1.mlp", "modelXlayers.1.mlp.gate",
-                  "model.layers.1*.mlp.gate", "gate", ""):  # fmt: skip
+    for entry in ("mlp.gate", "layers.1.mlp.gate", "model.layers.1.mlp.gat", "model.layers.1.mlp",
+                  "modelXlayers.1.mlp.gate", "model.layers.1*.mlp.gate", "gate", ""):  # fmt: skip
         with pytest.raises(ModuleListError, match="matches no linear module"):
             chosen_modules(KNOWN, (*ALL, entry), ())
 
@@ -67,7 +67,7 @@ def test_a_name_is_no_part_of_another():
         (ALL[:3], (), "modules", "1 linear modules are in neither list, the first is lm_head"),
         ((), ("model.layers.*.mlp.gate",), "modules", "names no module"),
         (ALL, ("model.layers.*.mlp.gates",), "exclude", "did you mean model.layers.*.mlp.gate?"),
-        (ALL, ("lm_head",), "modules", "all modules of this name are excluded too"),
+        (ALL, ("lm_head",), "modules", "all modules of this name are excluded"),
         (ALL, ("model.layers.0.self_attn.k_proj",), "modules", "q_proj without model.layers.0.self_attn.k_proj"),
         (ALL, ("model.layers.1.mlp.up_proj",), "modules", "gate_proj without model.layers.1.mlp.up_proj"),
         (ALL, ("model.layers.*.mlp.experts.1.*",), "modules", "experts.0.down_proj without"),
