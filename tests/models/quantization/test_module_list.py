@@ -56,7 +56,7 @@ def test_a_star_is_one_component():
 def test_a_name_is_no_part_of_another():
     """`mlp.gate` is not `mlp.gate_proj`, layer 1 is not layer 11, and a dot is no wildcard."""
     for entry in ("mlp.gate", "layers.1.mlp.gate", "model.layers.1.mlp.gat", "model.layers.1.mlp",
-                  "modelXlayers.1.mlp.gate", "model.layers.1*.mlp.gate", "gate", ""):  # fmt: skip
+                  "modelXlayers.1.mlp.gate", "model.layers.1*.mlp.gate", "gate", "model.layers.*.gate"):  # fmt: skip
         with pytest.raises(ModuleListError, match="matches no linear module"):
             chosen_modules(KNOWN, (*ALL, entry), ())
 
