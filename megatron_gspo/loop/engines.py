@@ -101,7 +101,7 @@ def _server_source(config: Config, shape: ModelShape, tokenizer: Any) -> ServerS
     def start() -> list[str]:
         if servers.num_servers:
             trainer_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if torch.cuda.is_available() else 0
-            started.append(start_servers(config, trainer_gpus=trainer_gpus))
+            started.append(start_servers(with_quantized_servers(config), trainer_gpus=trainer_gpus))
         return list(started[0].urls if started else servers.urls)
 
     urls = run_on_rank_zero(start)
@@ -132,6 +132,16 @@ def _server_source(config: Config, shape: ModelShape, tokenizer: Any) -> ServerS
         source.close()
         raise
     return source
+
+
+def with_quantized_servers(config: Config) -> Config:
+    """The config with the arguments of servers that get quantised weights, if they do: they start without any."""
+    plan, servers = config.quantization_plan, config.servers
+    if plan is None:
+        return config
+    args = (*SERVER_KINDS[config.rollout.engine].quantized_args(plan.config), *servers.server_args)
+    sections: dict[str, Any] = {servers.section: replace(servers, server_args=args)}
+    return replace(config, **sections)
 
 
 def client_ranks(config: Config) -> tuple[int, ...]:
@@ -225,9 +235,6 @@ def start_servers(config: Config, *, trainer_gpus: int) -> LocalServers:
     Raises the errors of `LocalServers.start`.
     """
     settings, kind = config.servers, SERVER_KINDS[config.rollout.engine]
-    if (plan := config.quantization_plan) is not None:
-        args = (*kind.quantized_args(plan.config), *settings.server_args)
-        settings = replace(settings, server_args=args)
     log_dir = str(Path(config.run_dir) / "servers")
     first_gpu = None
     if not kind.on_cpu(settings.server_args):
