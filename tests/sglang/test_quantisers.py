@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
 
 import torch
 
 from megatron_gspo.models.quantization.formats import FORMATS, dequantize_blocks, quantize_blocks
+from megatron_gspo.rollout.sglang.sglang_launch import sglang_environment
 
 SCRIPT = """
 import sys
@@ -27,9 +27,8 @@ def test_bytes_and_values_are_those_of_sglang(sglang_python: str, tmp_path: Path
     weights = [torch.randn(576, 200).bfloat16(), torch.randn(256, 384)]
     blocks = [quantize_blocks(weight) for weight in weights]
     torch.save((weights, blocks), tmp_path / "weights.pt")
-    environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1"}
     subprocess.run([sglang_python, "-c", SCRIPT, tmp_path / "weights.pt", tmp_path / "found.pt"], check=True,
-                   env=environment)  # fmt: skip
+                   env=sglang_environment(sglang_python, cpu=True))  # fmt: skip
     found, whole = torch.load(tmp_path / "found.pt")
     for weight, (values, scales) in zip(weights, found, strict=True):
         ours = FORMATS["fp8_tensor"].quantize(weight)
