@@ -191,7 +191,8 @@ class Config:
     @property
     def quantization_plan(self) -> QuantizationPlan | None:
         """What `rollout.quantization` makes of the model's weights; None: they stay as they are. Raises ConfigError."""
-        return resolve_quantization(self.rollout.quantization, read_hf_config(self.model.path))
+        section = self.rollout.quantization
+        return resolve_quantization(section, read_hf_config(self.model.path)) if section.is_on else None
 
     @property
     def critic_path(self) -> str:
