@@ -65,9 +65,4 @@ QUANTIZATION = (
         "dict.fromkeys(_experts_of(module) or module for module in modules)",
         "dict.fromkeys(module for module in modules if not _experts_of(module))", LOADED,
     ),
-    SeededBug(
-        "the engine gets weights that are not quantised", "design", "megatron_gspo/loop/setup.py",
-        "        return quantized\n", "        return self.policy.weights\n",
-        ("tests/train/test_quantized_rollouts.py::test_the_mismatch_is_that_of_the_format",),
-    ),
 )  # fmt: skip
