@@ -38,7 +38,7 @@ QUANTIZATION = (
         BLOCKS,
     ),
     SeededBug(
-        "integers truncated instead of rounded", "design", FORMATS, ".div_(scales).round_()", ".div_(scales).trunc_()",
+        "integers truncated instead of rounded", "design", FORMATS, "(found / scales).round_()", "(found / scales).trunc_()",
         ROWS,
     ),
     SeededBug(

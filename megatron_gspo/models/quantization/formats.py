@@ -71,7 +71,7 @@ def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     found = weight.float()
     largest = found.abs().amax(dim=1, keepdim=True)
     scales = torch.where(largest > _SMALLEST, largest / _INT8_MAX, 1.0)
-    return found.div_(scales).round_().clamp_(-_INT8_MAX, _INT8_MAX).to(torch.int8), scales
+    return (found / scales).round_().clamp_(-_INT8_MAX, _INT8_MAX).to(torch.int8), scales
 
 
 def _dequantize(values: Tensor, scales: Tensor) -> Tensor:

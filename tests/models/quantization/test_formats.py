@@ -99,6 +99,16 @@ def test_the_error_is_half_a_step_of_a_naive_loop(name, size):
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_weight_itself_stays_as_it_is(name, dtype):
+    """A stream has views of the parameters that are trained."""
+    tensor = weight(256, 384, dtype)
+    before = tensor.clone()
+    FORMATS[name].quantize(tensor)
+    assert torch.equal(tensor, before)
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_zeros_and_tiny_numbers_stay_finite(name):
     each = FORMATS[name]
     tensor = torch.zeros(3, 5)
