@@ -38,8 +38,13 @@ QUANTIZATION = (
         BLOCKS,
     ),
     SeededBug(
-        "integers truncated instead of rounded", "design", FORMATS, "(found / scales).round_()", "(found / scales).trunc_()",
-        ROWS,
+        "integers truncated instead of rounded", "design", FORMATS,
+        "(found / scales).round_()", "(found / scales).trunc_()", ROWS,
+    ),
+    SeededBug(
+        "a float32 weight divided in place", "this project", FORMATS,
+        "(found / scales).round_()", "found.div_(scales).round_()",
+        (ROOM + "test_formats.py::test_the_weight_itself_stays_as_it_is",),
     ),
     SeededBug(
         "integers scaled to 128", "design", FORMATS, "largest / _INT8_MAX, 1.0)", "largest / 128, 1.0)", ROWS,
