@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
+from megatron_gspo.config.quantization_section import QuantizationConfig
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -80,6 +82,8 @@ class RolloutConfig(SamplingParams):
     max_turn_length: Annotated[int, Ge(1)] | None = None
     """Maximum tokens of one turn's response; null is what remains of `max_response_length`, which limits the whole
     episode with its observations."""
+    quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
+    """Weights in eight bits for the engine."""
 
     @property
     def streams(self) -> bool:

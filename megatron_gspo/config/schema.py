@@ -33,6 +33,7 @@ from megatron_gspo.config.model_checks import (
 )
 from megatron_gspo.config.model_sections import ModelConfig, ParallelConfig
 from megatron_gspo.config.parallel_checks import check_divisibility, check_layout, check_parallel
+from megatron_gspo.config.quantization_checks import check_quantization, resolve_quantization
 from megatron_gspo.config.renamed_keys import refuse_old_keys
 from megatron_gspo.config.rollout_checks import (
     check_environment,
@@ -62,6 +63,7 @@ from megatron_gspo.config.training_sections import (
     TrainingConfig,
 )
 from megatron_gspo.config.validate import STRICT, validate
+from megatron_gspo.models.quantization.plan import QuantizationPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +132,7 @@ class Config:
         check_experts(self.routing, self.router_noise, hf)
         check_positions(self.rollout, self.data.max_prompt_length, hf)
         check_targets(self.lora, hf)
+        resolve_quantization(self.rollout.quantization, hf)
         if self.critic.path is not None:
             critic = read_hf_config(self.critic.path, "critic.path")
             check_family("critic.path", self.critic.path, critic)
@@ -142,6 +145,7 @@ class Config:
         check_sampling(self.rollout, self.evaluation)
         check_rollout_correction(self.algorithm)
         check_environment(self.rollout, self.algorithm, self.data)
+        check_quantization(self.rollout)
         check_data(self.data)
         check_parallel(self.parallel)
         check_global_batch(self.training, self.rollout.sequences)
@@ -183,6 +187,12 @@ class Config:
     def trained_lora(self) -> LoRAConfig | None:
         """The `lora` section, if adapters are trained."""
         return self.lora if self.lora.is_on else None
+
+    @property
+    def quantization_plan(self) -> QuantizationPlan | None:
+        """What `rollout.quantization` makes of the model's weights; None: they stay as they are. Raises ConfigError."""
+        section = self.rollout.quantization
+        return resolve_quantization(section, read_hf_config(self.model.path)) if section.is_on else None
 
     @property
     def critic_path(self) -> str:

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def _server_source(config: Config, shape: ModelShape, tokenizer: Any) -> ServerS
     def start() -> list[str]:
         if servers.num_servers:
             trainer_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if torch.cuda.is_available() else 0
-            started.append(start_servers(config, trainer_gpus=trainer_gpus))
+            started.append(start_servers(with_quantized_servers(config), trainer_gpus=trainer_gpus))
         return list(started[0].urls if started else servers.urls)
 
     urls = run_on_rank_zero(start)
@@ -131,6 +132,16 @@ def _server_source(config: Config, shape: ModelShape, tokenizer: Any) -> ServerS
         source.close()
         raise
     return source
+
+
+def with_quantized_servers(config: Config) -> Config:
+    """The config with the arguments of servers that get quantised weights, if they do: they start without any."""
+    plan, servers = config.quantization_plan, config.servers
+    if plan is None:
+        return config
+    args = (*SERVER_KINDS[config.rollout.engine].quantized_args(plan.config), *servers.server_args)
+    sections: dict[str, Any] = {servers.section: replace(servers, server_args=args)}
+    return replace(config, **sections)
 
 
 def client_ranks(config: Config) -> tuple[int, ...]:
@@ -168,7 +179,9 @@ def _transport(config: Config) -> WeightTransport:
         first_node = f"http://{os.environ['MASTER_ADDR']}"  # where servers that the run starts are
         address = local_address(first_node) if config.servers.num_servers else None
     endpoints = SERVER_KINDS[config.rollout.engine].endpoints
-    return make_transport(config.servers, endpoints, run_dir=config.run_dir, source=config.model.path, address=address)
+    plan = config.quantization_plan
+    return make_transport(config.servers, endpoints, run_dir=config.run_dir, source=config.model.path, address=address,
+                          quantization=None if plan is None else plan.config)  # fmt: skip
 
 
 def log_servers(line: str) -> None:

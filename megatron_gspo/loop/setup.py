@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
+from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from megatron_gspo.config import Config
@@ -29,7 +31,8 @@ from megatron_gspo.mcore.policy import Policy, TrainedParts, build_policy, check
 from megatron_gspo.mcore.process_groups import initialize
 from megatron_gspo.rewards.scorer import RewardScorer
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
-from megatron_gspo.rollout.group_source import GroupSource
+from megatron_gspo.rollout.group_source import GroupSource, Weights
+from megatron_gspo.weight_transport.weight_source import WeightSource
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,18 @@ class Components:
     def trains_on_rollouts(self) -> bool:
         """Whether training samples come from the policy, so that the engine needs its weights after every step."""
         return not self.config.algorithm.is_supervised
+
+    @cached_property
+    def weights(self) -> Weights:
+        """The stream of the policy's weights as the engine gets them: quantised, if they are, tensor by tensor."""
+        plan = self.config.quantization_plan
+        if plan is None:
+            return self.policy.weights
+
+        def quantized(source: WeightSource | None = None, /) -> Iterator[tuple[str, Tensor]]:
+            return plan.quantize(self.policy.weights(source))
+
+        return quantized
 
     def close(self) -> None:
         """End worker processes and engines."""

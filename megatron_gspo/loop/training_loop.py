@@ -155,7 +155,7 @@ def _prepare_start(run: Components, state: LoopState, logger: MetricsLogger, tim
     """Send the weights to the engine, begin to perturb its routers if configured, and evaluate them at the start
     of a new run."""
     if run.trains_on_rollouts:
-        run.groups.update_weights(run.policy.weights, version=state.step)
+        run.groups.update_weights(run.weights, version=state.step)
     noise = run.config.router_noise
     if noise.target_flip_rate is not None and state.noise_strength is None:
         strength, rate = calibrated_strength(run, state.step)
@@ -176,7 +176,7 @@ def _prepare_next(run: Components, step: int, timers: Timers) -> tuple[dict[str,
     try:
         if run.trains_on_rollouts:
             with timers("weight_sync"):
-                run.groups.update_weights(run.policy.weights, version=step)
+                run.groups.update_weights(run.weights, version=step)
             metrics |= check_log_probs(run.groups, run.policy, run.prompts.prompts, run.config, step, timers)
             metrics |= run.groups.metrics()
         if run.eval_prompts and is_evaluation_due(run.config, step):
@@ -191,7 +191,7 @@ def _evaluate(run: Components, version: int, timers: Timers) -> dict[str, float]
     seed_generators(run.config.seed, version, EVALUATION)
     if not run.trains_on_rollouts:  # the held-out samples are the engine's only ones
         with timers("weight_sync"):
-            run.eval_groups.update_weights(run.policy.weights, version=version)
+            run.eval_groups.update_weights(run.weights, version=version)
     metrics = evaluate(run.eval_groups, run.rewards, run.eval_prompts, run.config, timers)
     if run.config.router_noise.in_rollout:
         with unperturbed_rollout(run.engine):

@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron_gspo.errors import DiskError, describe_disk, first_line, writing
 from megatron_gspo.models.model_shape import ModelError, read_config, read_json
 from megatron_gspo.models.mxfp4 import BLOCKS, SCALES, dequantized
+from megatron_gspo.models.quantization.formats import dequantize_blocks
 from megatron_gspo.models.stacked_experts import tensor_of
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -159,7 +160,7 @@ class CheckpointReader:
             return found
         scales = self._file(name + _SCALE).get_tensor(name + _SCALE)
         firsts = (start if dim == 0 else 0, start if dim == 1 else 0)
-        return _dequantized(found, scales, firsts, self._block)
+        return dequantize_blocks(found, scales, firsts=firsts, block=self._block).bfloat16()
 
     def _read_mxfp4(self, name: str, index: int | None, part: tuple[int | None, int, int | None]) -> Tensor:
         """Published models store its transpose: the rows of the blocks are the last dimension here."""
@@ -175,18 +176,6 @@ class CheckpointReader:
 
 def _is_scale(name: str) -> bool:
     return name.endswith(_SCALE)
-
-
-def _dequantized(values: Tensor, scales: Tensor, firsts: tuple[int, int], block: tuple[int, int]) -> Tensor:
-    """``values`` [n, m] of 8 bits times the scale of each one's block, multiplied in float32; bfloat16.
-
-    ``scales`` [blocks of rows, blocks of columns] of the whole tensor, in which the values begin at ``firsts``.
-    """
-    rows, columns = (
-        torch.arange(first, first + size) // length
-        for first, size, length in zip(firsts, values.shape, block, strict=True)
-    )
-    return (values.float() * scales.float()[rows][:, columns]).bfloat16()
 
 
 def read_index(folder: Path) -> dict[str, str]:
@@ -212,15 +201,17 @@ def write_checkpoint(
     source: str | Path,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    quantization: dict[str, Any] | None = None,
 ) -> Path:
     """Write a Hugging Face checkpoint from a stream of (name, tensor); config and tokenizer come from ``source``.
 
-    Memory: one shard. Atomic: everything is written to a temporary directory, which is renamed at the end; an existing
-    ``path`` is replaced. Returns ``path``. Raises ``DiskError`` where it cannot be written.
+    quantization: the config's ``quantization_config``. Memory: one shard. Atomic: everything is written to a temporary
+    directory, which is renamed at the end; an existing ``path`` is replaced. Returns ``path``. Raises ``DiskError``
+    where it cannot be written.
     """
     begin_checkpoint(path)
     write_part(path, tensors, dtype=dtype, max_shard_bytes=max_shard_bytes)
-    return publish_checkpoint(path, source=source)
+    return publish_checkpoint(path, source=source, quantization=quantization)
 
 
 def begin_checkpoint(path: str | Path) -> None:
@@ -256,7 +247,7 @@ def write_part(
     with writing(path):
         for name, tensor in tensors:
             value = tensor.detach().to("cpu", dtype).contiguous().clone()
-            written[value.dtype] += value.nbytes
+            written[value.dtype] += value.nbytes if value.element_size() > 1 else 0  # of weights that aren't quantised
             if size + value.nbytes > max_shard_bytes:
                 take()
                 size = 0
@@ -269,8 +260,11 @@ def write_part(
         (folder / _part_name(part)).write_text(json.dumps(found))
 
 
-def publish_checkpoint(path: str | Path, *, source: str | Path, parts: int = 1) -> Path:
+def publish_checkpoint(path: str | Path, *, source: str | Path, parts: int = 1,
+                       quantization: dict[str, Any] | None = None) -> Path:  # fmt: skip
     """Complete a checkpoint of so many parts, all of which are written, and rename it. Returns ``path``.
+
+    quantization: see `write_checkpoint`.
 
     Raises ``DiskError`` where it cannot be written, or for a part that is not there.
     """
@@ -287,7 +281,7 @@ def publish_checkpoint(path: str | Path, *, source: str | Path, parts: int = 1) 
                   for number, names in enumerate(each["shards"])]  # fmt: skip
         _finish_names(partial, shards, sum(each["bytes"] for each in found))
         written = next((each["dtype"] for each in found if each["dtype"]), None)
-        copy_companions(source, partial, written and getattr(torch, written))
+        copy_companions(source, partial, written and getattr(torch, written), quantization)
         old = final.with_name(final.name + ".old")
         shutil.rmtree(old, ignore_errors=True)
         if final.exists():
@@ -309,9 +303,10 @@ def _shard_name(part: int, number: int) -> str:
     return f"shard-{part:05d}-{number:05d}"
 
 
-def copy_companions(source: str | Path, target: str | Path, dtype: torch.dtype | None = None) -> None:
-    """Copy config, tokenizer and chat template of one model directory to another, whose config then names ``dtype`` and
-    no quantization: what loads the weights casts them to the type that it finds there."""
+def copy_companions(source: str | Path, target: str | Path, dtype: torch.dtype | None = None,
+                    quantization: dict[str, Any] | None = None) -> None:  # fmt: skip
+    """Copy config, tokenizer and chat template of one model directory to another, whose config then names ``dtype``,
+    which what loads the weights casts them to, and ``quantization`` or none. dtype None: the config is unchanged."""
     for pattern in _COMPANIONS:
         for file in Path(source).glob(pattern):
             shutil.copyfile(file, Path(target) / file.name)  # without its mode: a source may be read-only
@@ -319,9 +314,12 @@ def copy_companions(source: str | Path, target: str | Path, dtype: torch.dtype |
         return
     config = read_config(target)
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    wanted = str(dtype).removeprefix("torch.")
-    if config.pop("quantization_config", None) is not None or config.get(key) != wanted:
-        (Path(target) / "config.json").write_text(json.dumps(config | {key: wanted}, indent=2) + "\n")
+    changed = config | {key: str(dtype).removeprefix("torch.")}
+    changed.pop("quantization_config", None)
+    if quantization is not None:
+        changed["quantization_config"] = quantization
+    if changed != config:
+        (Path(target) / "config.json").write_text(json.dumps(changed, indent=2) + "\n")
 
 
 def _write_shard(file: Path, tensors: dict[str, Tensor]) -> None:

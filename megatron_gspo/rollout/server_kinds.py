@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_gspo.rollout.server_engine.server_api import ServerAPI
 from megatron_gspo.rollout.sglang import sglang_args, sglang_launch
@@ -19,7 +21,8 @@ from megatron_gspo.weight_transport.server_endpoints import WeightEndpoints
 @dataclass(frozen=True)
 class ServerKind:
     """api, endpoints: of generation and of weights. launch: of started servers. on_cpu, gpus_per_server: of servers
-    with some arguments. gpu_option: the argument that sets a server's first GPU, if there is one."""
+    with some arguments. gpu_option: the argument that sets a server's first GPU, if there is one. config_option:
+    the one whose JSON changes the model's config."""
 
     api: ServerAPI
     endpoints: WeightEndpoints
@@ -27,14 +30,22 @@ class ServerKind:
     on_cpu: Callable[[Sequence[str]], bool]
     gpus_per_server: Callable[[Sequence[str]], int]
     gpu_option: str | None
+    config_option: str
+
+    def quantized_args(self, quantization: Mapping[str, Any]) -> list[str]:
+        """The arguments of a server whose model has this `quantization_config`, and no weights until the first
+        update."""
+        return [self.config_option, json.dumps({"quantization_config": quantization}), "--load-format", "dummy"]
 
 
 SERVER_KINDS = {
     "sglang": ServerKind(
         SGLangAPI(), SGLangWeightEndpoints(), sglang_launch.SGLangLaunch, sglang_launch.on_cpu,
         sglang_args.gpus_per_server, sglang_args.BASE_GPU,
+        "--json-model-override-args",
     ),
     "vllm": ServerKind(
-        VLLMAPI(), VLLMWeightEndpoints(), vllm_launch.VLLMLaunch, vllm_launch.on_cpu, vllm_launch.gpus_per_server, None
+        VLLMAPI(), VLLMWeightEndpoints(), vllm_launch.VLLMLaunch, vllm_launch.on_cpu, vllm_launch.gpus_per_server, None,
+        "--hf-overrides",
     ),
 }  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron_gspo.errors import DiskError, writing
+from megatron_gspo.models.model_shape import read_config
 from megatron_gspo.servers.http_client import ServerClient
 from megatron_gspo.weight_transport.buckets import Bucket
 from megatron_gspo.weight_transport.server_endpoints import ServerInfo, WeightEndpoints
@@ -39,9 +40,12 @@ class DiskTransport(WeightTransport):
     stores = True
     needs_session = False
 
-    def __init__(self, endpoints: WeightEndpoints, directory: Path, *, source: Path | None = None) -> None:
+    def __init__(self, endpoints: WeightEndpoints, directory: Path, *, source: Path | None = None,
+                 quantization: dict[str, Any] | None = None) -> None:  # fmt: skip
+        """quantization: the config's `quantization_config`; None: that of `source`."""
         super().__init__(endpoints)
         self._directory, self._source = directory.absolute(), source  # a server has another working directory
+        self._quantization = quantization
         self.checkpoint: Path | None = None  # the newest complete one, where it was published
         self._unfinished = self._directory
         self._weight_map: dict[str, str] = {}
@@ -103,6 +107,9 @@ class DiskTransport(WeightTransport):
         if self._source is not None:
             for file in (file for pattern in _COMPANIONS for file in self._source.glob(pattern)):
                 shutil.copyfile(file, self._unfinished / file.name)
+            if self._quantization is not None:
+                config = read_config(self._source) | {"quantization_config": self._quantization}
+                (self._unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if whole.exists():
             shutil.rmtree(whole)
         os.rename(self._unfinished, whole)

@@ -304,13 +304,15 @@ def make_transport(
     source: str | Path | None = None,
     backend: str | None = None,
     address: str | None = None,
+    quantization: dict[str, Any] | None = None,
 ) -> WeightTransport:
     """The transport of `config.weight_transport`, for one source.
 
     run_dir: "disk" writes to `run_dir`/weights if `config.weight_dir` is not set. Servers must read the directory under
     the same path, and no other run may use it. source: the Hugging Face directory whose config and tokenizer are
     copied. backend: "gloo" or "nccl"; None: by the server's device. address: this
-    node's as the servers reach it; None: that of the route to them.
+    node's as the servers reach it; None: that of the route to them. quantization: the `quantization_config` of
+    checkpoints of the weights.
 
     Raises ValueError for an unknown name or a missing directory.
     """
@@ -320,7 +322,8 @@ def make_transport(
             raise ValueError(f"{section}.weight_transport=disk: set {section}.weight_dir, which servers read "
                              "checkpoints from")  # fmt: skip
         directory = Path(config.weight_dir) if config.weight_dir else Path(str(run_dir)) / "weights"
-        return DiskTransport(endpoints, directory, source=None if source is None else Path(source))
+        companions = None if source is None else Path(source)
+        return DiskTransport(endpoints, directory, source=companions, quantization=quantization)
     if name == "tensor":
         return TensorTransport(endpoints)
     if name == "distributed":

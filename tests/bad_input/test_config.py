@@ -11,6 +11,7 @@ from tests.support.command_line import Case, Outcome, check, command_line, small
 
 TP, PP, CP = (f"parallel.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context"))
 EP, ETP = "parallel.expert_model_parallel_size", "parallel.expert_tensor_parallel_size"
+FP8, ATTENTION = "rollout.quantization.format=fp8_block", "rollout.quantization.modules=[model.layers.*.self_attn.*]"
 VP = "parallel.virtual_pipeline_model_parallel_size"
 
 
@@ -93,6 +94,15 @@ CASES = (
          shows=("lora.dropout = 0.1", "set it to 0")),
     Case("adapter on the router", "is no linear layer of the model that can have an adapter",
          ("lora.rank=8", "lora.targets=[q_proj, gate]"), shows=("use some of q_proj",)),
+    Case("quantised weights of no module", "matches no linear module; * stands for one component; did you mean",
+         (FP8, "rollout.quantization.modules=[q_proj]"), shows=("model.layers.*.self_attn.q_proj?",)),
+    Case("module in neither list", "linear modules are in neither list, the first is", (FP8, ATTENTION),
+         shows=("add model.layers.*.mlp.gate to modules or to exclude",)),
+    Case("half of a fused weight", "and engines keep both in one parameter",
+         (FP8, ATTENTION, "rollout.quantization.exclude=[model.layers.*.self_attn.k_proj, model.layers.*.mlp.*, "
+          "model.layers.*.mlp.experts.*.*, lm_head]"), shows=("list both, or exclude both",)),
+    Case("modules without a format", "has no effect with rollout.quantization.format = none", (ATTENTION,),
+         shows=("set a format",)),
     Case("expert capacity", "drops tokens by the load of their batch", ("megatron.moe_expert_capacity_factor=1.5",)),
     Case("per-token loss", "divides the loss again, which is normalized by the global batch",
          ("megatron.calculate_per_token_loss=true",)),

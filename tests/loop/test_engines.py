@@ -13,7 +13,14 @@ from transformers import AutoTokenizer
 from megatron_gspo.config import Config, ConfigError
 from megatron_gspo.environments.episode_engine import EpisodeEngine
 from megatron_gspo.environments.episodes import EpisodeRules
-from megatron_gspo.loop.engines import build_sources, embedded_engine, episode_rules, perturb_rollout, stop_ids
+from megatron_gspo.loop.engines import (
+    build_sources,
+    embedded_engine,
+    episode_rules,
+    perturb_rollout,
+    stop_ids,
+    with_quantized_servers,
+)
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from megatron_gspo.rollout.in_process_source import InProcessSource
 from megatron_gspo.rollout.sft_engine import DemonstrationEngine
@@ -132,3 +139,19 @@ def test_a_model_without_an_end_token_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="set eos_token_id in its config.json"):
         stop_ids(str(tmp_path), SimpleNamespace(eos_token_id=None), 1000)
+
+
+def test_servers_of_quantised_weights_start_without_any(tmp_path):
+    """Their own arguments come last, so that they win; a config without quantization is unchanged."""
+    model = tiny_model(tmp_path / "model")
+    lists = {"modules": ["model.layers.*.mlp.experts.*.*"],
+             "exclude": ["model.layers.*.self_attn.*", "model.layers.*.mlp.gate", "lm_head"]}  # fmt: skip
+    servers = {"num_servers": 1, "server_args": ["--tp", "2"]}
+    rollout = {"engine": "sglang", "quantization": {"format": "fp8_block", **lists}}
+    made = with_quantized_servers(config(model, rollout=rollout, sglang=servers))
+    option, text, *rest = made.sglang.server_args
+    assert option == "--json-model-override-args" and rest == ["--load-format", "dummy", "--tp", "2"]
+    found = json.loads(text)["quantization_config"]
+    assert found["quant_method"] == "fp8" and "model.layers.0.self_attn.q_proj" in found["modules_to_not_convert"]
+    plain = config(model, rollout={"engine": "sglang"}, sglang=servers)
+    assert with_quantized_servers(plain) is plain

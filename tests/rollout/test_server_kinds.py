@@ -17,3 +17,9 @@ def test_every_name_is_that_of_section_endpoints_and_launch():
 def test_gpus_of_a_server():
     assert SERVER_KINDS["sglang"].gpus_per_server(("--tp", "2")) == 2
     assert SERVER_KINDS["vllm"].gpus_per_server(("-tp", "2", "-pp", "2")) == 4
+
+
+def test_a_server_of_quantised_weights_starts_without_any():
+    for kind, option in (("sglang", "--json-model-override-args"), ("vllm", "--hf-overrides")):
+        args = SERVER_KINDS[kind].quantized_args({"quant_method": "fp8"})
+        assert args == [option, '{"quantization_config": {"quant_method": "fp8"}}', "--load-format", "dummy"]

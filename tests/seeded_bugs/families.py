@@ -122,7 +122,7 @@ OF_THE_FAMILIES = (
     ),
     SeededBug(
         "config of an export still names a quantization", "one trainer", FILES,
-        'if config.pop("quantization_config", None) is not None or', "if",
+        '    changed.pop("quantization_config", None)\n', "",
         (CONVERT + "test_weights_in_8_bits_are_read_as_their_dequantized_values",),
     ),
     SeededBug(

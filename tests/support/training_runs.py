@@ -71,7 +71,7 @@ def launch(config: dict[str, Any], processes: int = 1, *overrides: str, check: b
 def first_step(config: Config, *, engine: RolloutEngine | None = None) -> tuple[list[Sample], dict[str, float]]:
     """The samples as they are trained on and the metrics of a run's first step, in this process's world."""
     with build_components(config, engine=engine) as run:
-        run.groups.update_weights(run.policy.weights, version=0)
+        run.groups.update_weights(run.weights, version=0)
         checkpoints = CheckpointManager(run.policy, config.checkpoint, config.run_dir, None)
         trained = train_step(run, LoopState(), checkpoints, Timers())
     return all_samples(trained.batch), trained.metrics

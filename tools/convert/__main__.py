@@ -1,4 +1,4 @@
-"""Convert checkpoints between Hugging Face and Megatron: `megatron-gspo convert to-megatron|to-hf|verify`."""
+"""Convert checkpoints: `megatron-gspo convert to-megatron|to-hf|verify|quantize`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from megatron_gspo.config.fields import choices, field_types
+from megatron_gspo.config.quantization_section import QuantizationConfig
 from megatron_gspo.errors import UserError, report
 from megatron_gspo.tools.convert.work_units import UNIT_BYTES
 
 DTYPES = ("float32", "bfloat16", "float16")  # names of torch's
+FORMATS = choices(field_types(QuantizationConfig)["format"])[1:]  # but "none"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -25,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "to-megatron": commands.run_to_megatron,
         "to-hf": commands.run_to_hugging_face,
         "verify": commands.run_verify,
+        "quantize": commands.run_quantize,
     }
     try:
         actions[options.command](options)
@@ -67,7 +72,18 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("checkpoint", type=Path, help=checkpoint)
     text = "also compare both models' log-probs of this text, in float32: takes the memory of the whole model"
     check.add_argument("--probe", metavar="TEXT", help=text)
+    _add_quantize(commands)
     return parser
+
+
+def _add_quantize(commands: Any) -> None:
+    quantize = commands.add_parser("quantize", help="Hugging Face -> Hugging Face in eight bits")
+    quantize.add_argument("source", type=Path, help="Hugging Face directory")
+    quantize.add_argument("out", type=Path)
+    quantize.add_argument("--format", choices=tuple(FORMATS), required=True, help="as rollout.quantization.format")
+    for name, text in (("modules", "are quantised"), ("exclude", "are not")):
+        text = f"linear modules that {text}; * is one whole component"
+        quantize.add_argument(f"--{name}", nargs="+", default=[], metavar="NAME", help=text)
 
 
 def _positive(text: str) -> int:

@@ -24,6 +24,7 @@ from megatron_gspo.models import family_of, read_config
 from megatron_gspo.models.families import names_of_own_type
 from megatron_gspo.models.hf_checkpoint import CheckpointReader
 from megatron_gspo.models.parameter_slices import CheckpointChunk
+from megatron_gspo.tools.convert.quantize import quantize_checkpoint
 from megatron_gspo.tools.convert.to_hugging_face import to_hugging_face
 from megatron_gspo.tools.convert.to_megatron import COMPANIONS, to_megatron
 from megatron_gspo.tools.convert.torch_dcp_files import DistributedReader
@@ -66,6 +67,11 @@ def run_to_hugging_face(options: argparse.Namespace) -> None:
     if options.verify:
         _compare(out, checkpoint, chunks, options, result=out)
     print(out)
+
+
+def run_quantize(options: argparse.Namespace) -> None:
+    """``convert quantize``: raises the errors of ``quantize_checkpoint``."""
+    print(quantize_checkpoint(options.source, options.out, options.format, options.modules, options.exclude))
 
 
 def _dtype(options: argparse.Namespace) -> torch.dtype | None:

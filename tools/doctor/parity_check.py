@@ -57,7 +57,7 @@ def _compare(run) -> list[Finding]:  # type: ignore[no-untyped-def] # Run's modu
     from megatron_gspo.loop.log_prob_check import check_log_probs
     from megatron_gspo.loop.timers import Timers
 
-    run.groups.update_weights(run.policy.weights, version=0)
+    run.groups.update_weights(run.weights, version=0)
     found = _memory()
     if run.config.rollout.engine in SERVER_KINDS:
         metrics = check_log_probs(run.groups, run.policy, run.prompts.prompts, run.config, 0, Timers())

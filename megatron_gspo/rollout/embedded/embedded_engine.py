@@ -18,6 +18,7 @@ from transformers.initialization import no_init_weights
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.errors import EngineError
+from megatron_gspo.models.quantization.plan import dequantized
 from megatron_gspo.rollout.embedded.cpu_kernels import use_cpu_kernels, use_decode_attention
 from megatron_gspo.rollout.embedded.decode import DecodeBatch, Responses, decode
 from megatron_gspo.rollout.embedded.kv_cache import is_served, kinds_of
@@ -124,11 +125,12 @@ class EmbeddedEngine:
         return [samples[place] for place in range(len(order))]
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """See `RolloutEngine.update_weights`. After an error `generate` refuses until one succeeds."""
+        """See `RolloutEngine.update_weights`; weights in eight bits are dequantised. After an error `generate` refuses
+        until one succeeds."""
         if self._targets is None:
             raise RuntimeError("update_weights after close: build a new EmbeddedEngine")
         self.weight_version = None
-        self._targets.write(named_tensors)
+        self._targets.write(dequantized(named_tensors))
         self.weight_version = version
 
     def pause(self) -> None:

@@ -1,0 +1,62 @@
+"""`rollout.quantization`: what has no effect, and what does not go with a model. Commands are in `tests/bad_input`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_gspo.config import Config, ConfigError
+from megatron_gspo.config.quantization_checks import resolve_quantization
+from megatron_gspo.config.quantization_section import QuantizationConfig
+from tests.support.tiny_models import tiny_config
+from tests.support.training_runs import base_config
+
+ALL = ("model.layers.*.self_attn.*", "model.layers.*.mlp.experts.*.*")
+REST = ("model.layers.*.mlp.gate", "lm_head")
+
+
+def section(**fields: Any) -> QuantizationConfig:
+    return QuantizationConfig(**{"format": "int8", "modules": ALL, "exclude": REST, **fields})
+
+
+def test_nothing_is_quantised_by_default():
+    config = Config.from_dict(base_config("model", Path("run")))
+    assert config.quantization_plan is None and not config.rollout.quantization.is_on
+
+
+def test_a_plan_of_the_section():
+    plan = resolve_quantization(section(), tiny_config().to_dict())
+    assert plan is not None and plan.format.name == "int8"
+    assert "model.layers.3.mlp.experts.7.up_proj" in plan.modules and "lm_head" in plan.kept
+
+
+@pytest.mark.parametrize(
+    ("quantization", "text"),
+    [
+        ({"format": "int8", "engine": "sft"}, "come from no model; set it to none"),
+        ({"exclude": ["lm_head"]}, r"has no effect with rollout\.quantization\.format = none"),
+        ({"format": "fp4"}, "fp8_tensor"),
+    ],
+)
+def test_choices_that_contradict_each_other(quantization, text):
+    sft = {"engine": "sft", "n_samples_per_prompt": 1} if quantization.pop("engine", "") else {}
+    sections = {"algorithm": {"name": "sft"}, "training": {"global_batch_size": 4}} if sft else {}
+    plain = base_config("model", Path("run"), rollout={**sft, "quantization": quantization}, **sections)
+    with pytest.raises(ConfigError, match=text):
+        Config.from_dict(plain)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "key"),
+    [
+        ("moe", {"modules": ("model.layers.*.self_attn.qproj",)}, "modules"),
+        ("moe", {"exclude": ("lm_heads",)}, "exclude"),
+        ("gpt_oss", {}, "format"),
+    ],
+)
+def test_lists_that_do_not_go_with_the_model(kind, changes, key):
+    with pytest.raises(ConfigError) as caught:
+        resolve_quantization(section(**changes), tiny_config(kind).to_dict())
+    assert caught.value.key == f"rollout.quantization.{key}" and "\n" not in str(caught.value)
