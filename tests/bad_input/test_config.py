@@ -93,6 +93,8 @@ CASES = (
          shows=("lora.dropout = 0.1", "set it to 0")),
     Case("adapter on the router", "is no linear layer of the model that can have an adapter",
          ("lora.rank=8", "lora.targets=[q_proj, gate]"), shows=("use some of q_proj",)),
+    Case("adapters to start from that are not there", "has no adapter_config.json",
+         ("lora.rank=8", "lora.adapter_path=nowhere"), shows=("lora.adapter_path", "give a PEFT directory, or null")),
     Case("expert capacity", "drops tokens by the load of their batch", ("megatron.moe_expert_capacity_factor=1.5",)),
     Case("per-token loss", "divides the loss again, which is normalized by the global batch",
          ("megatron.calculate_per_token_loss=true",)),
