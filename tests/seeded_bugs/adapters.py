@@ -25,7 +25,7 @@ ADAPTERS = (
     SeededBug(
         "rsLoRA's adapters converted with LoRA's scale", "several trainers", "megatron_gspo/models/peft_files.py",
         "return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)", "return self.alpha / self.rank",
-        ("tests/tools/convert/test_adapters.py::test_merged_weights_are_those_of_the_policy",),
+        ("tests/models/test_peft_files.py::test_the_scale_by_hand",),
     ),
     SeededBug(
         "the engine gets weights without their adapters", "several trainers", "megatron_gspo/mcore/hf_weights.py",
