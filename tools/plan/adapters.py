@@ -44,9 +44,9 @@ def layer_adapters(shape: ModelShape, parallel: ParallelConfig, lora: LoRAConfig
     """The adapters of one transformer layer on one rank."""
     rules = {}
     for rule in FAMILIES[shape.model_type].layer_rules(shape, shape.moe_layers.index(is_moe)):
-        if parts := adapted_parts(rule, lora.targets):
+        if adapted := adapted_parts(rule, lora.targets):
             name = rule.megatron[0].removeprefix("self_attention.").removeprefix("mlp.").replace("{expert}", "")
-            rules[name.removesuffix(".weight")] = (len(parts), rule.shard is Shard.ROWS)
+            rules[name.removesuffix(".weight")] = (len(adapted), rule.shard is Shard.ROWS)
     found: list[LayerAdapter] = []
     shared = lora.experts == "shared"
     local = shape.num_experts // parallel.expert_model_parallel_size
