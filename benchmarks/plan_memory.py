@@ -234,9 +234,8 @@ def planned(case: Case, measured: dict[str, Any], *, even: bool = False) -> dict
     """The plan's estimate of that rank; ``even``: with an even share of the experts' rows."""
     shape = family_of(tiny_config(case.kind, **case.model).to_dict())[1]
     width = 4 if case.dtype == "float32" else 2
-    states = exact_states(
-        shape, case.parallel, case.world, measured["stage"], width, measured["data_rank"], measured["expert_data_rank"]
-    )
+    places = measured["data_rank"], measured["expert_data_rank"]
+    states = exact_states(shape, case.parallel, case.world, measured["stage"], width, places)
     batch = MicroBatch(measured["tokens"], max(case.lengths), None if even else measured["expert_rows"],
                        measured["scored"])  # fmt: skip
     setting = Setting(width, "torch", case.recompute, on_gpu=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from megatron_gspo.config.config_error import ConfigError
@@ -18,6 +19,8 @@ def check_lora(lora: LoRAConfig, model: ModelConfig) -> None:
         problem = "old and new log-probs would be of different random models, and the ratio of an unchanged one not 1"
         raise ConfigError("lora.dropout", lora.dropout, problem, "set it to 0")
     if not lora.is_on:
+        if lora.adapter_path is not None:
+            raise ConfigError("lora.rank", 0, "lora.adapter_path has adapters", "set it to their rank")
         return
     for key, value, allowed, problem in (
         ("model.implementation", model.implementation, ("auto", "torch"), "adapters are of torch layers"),
@@ -26,6 +29,13 @@ def check_lora(lora: LoRAConfig, model: ModelConfig) -> None:
     ):
         if value not in allowed:
             raise ConfigError(key, value, problem, f"set it to {allowed[-1]}")
+
+
+def check_adapter_files(lora: LoRAConfig) -> None:
+    """The adapters to start from are there."""
+    if lora.adapter_path is not None and not (Path(lora.adapter_path) / "adapter_config.json").is_file():
+        problem = "has no adapter_config.json"
+        raise ConfigError("lora.adapter_path", lora.adapter_path, problem, "give a PEFT directory, or null")
 
 
 def check_targets(lora: LoRAConfig, hf: dict[str, Any]) -> None:

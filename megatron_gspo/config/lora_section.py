@@ -25,6 +25,8 @@ class LoRAConfig:
     """Linear layers with an adapter, e.g. [q_proj, v_proj]; null: all but router, embedding and output layer."""
     experts: Literal["each", "shared"] = "each"
     """An adapter for each expert, or one that all experts of a layer share."""
+    adapter_path: str | None = None
+    """PEFT directory of adapters to start from, of this rank, alpha and targets; null: A is random and B is 0."""
 
     @property
     def is_on(self) -> bool:

@@ -21,7 +21,7 @@ from megatron_gspo.config.algorithm_section import AlgorithmConfig, with_preset
 from megatron_gspo.config.data_checks import check_data, check_data_files
 from megatron_gspo.config.data_sections import DataConfig
 from megatron_gspo.config.load import apply_overrides, read_file
-from megatron_gspo.config.lora_checks import check_lora, check_targets
+from megatron_gspo.config.lora_checks import check_adapter_files, check_lora, check_targets
 from megatron_gspo.config.lora_section import LoRAConfig
 from megatron_gspo.config.model_checks import (
     check_critic_model,
@@ -117,6 +117,7 @@ class Config:
         check_server_files(self.servers)
         check_environment_file(self.rollout)
         check_data_files(self.data)
+        check_adapter_files(self.lora)
         check_weight_files("model.path", self.model.path, self.model.init)
         if self.critic.path is not None:
             check_weight_files("critic.path", self.critic.path, self.model.init)

@@ -14,6 +14,7 @@ from megatron_gspo.config import Config
 from megatron_gspo.data.prompts import PromptError, PromptSource
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.environments.environment_pool import EnvironmentPool
+from megatron_gspo.loop.adapter_start import start_from_adapters
 from megatron_gspo.loop.engines import build_sources, embedded_engine
 from megatron_gspo.loop.inputs import (
     check_prompts,
@@ -113,6 +114,8 @@ def build_components(config: Config, *, engine: RolloutEngine | None = None) -> 
         parts=TrainedParts(lora=config.trained_lora, seed=config.seed),
         options=options,
     )
+    if policy.trained_lora is not None and policy.trained_lora.adapter_path is not None:
+        start_from_adapters(policy, policy.trained_lora)
     policy.config.timers = UpdateClock() if config.tracking.detailed_timers else None
     policy.critic = _critic(config, groups, options) if config.algorithm.needs_critic else None
     reference = _reference(config, policy, options) if config.algorithm.needs_reference else None

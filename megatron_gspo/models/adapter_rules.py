@@ -53,6 +53,13 @@ def rows_of_parts(rule: Rule, parts: tuple[int, ...], rows: int, shape: ModelSha
     return [split[part].flatten() for part in parts]
 
 
+def add_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """``weight`` [out, in] + ``scale * b @ a``, a new tensor: the product is of float32 or wider, rounded to the type
+    of the weight before it is added, as in PEFT."""
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    return weight + ((b.to(dtype) @ a.to(dtype)) * scale).to(weight.dtype)
+
+
 def adapter_rules(rule: Rule, parts: tuple[int, ...]) -> tuple[Rule, Rule]:
     """The rules of A [parts * rank, in] and B [out, rank] of a parameter's adapter, for the way out."""
     names = [rule.hugging_face[part].removesuffix(".weight") for part in parts]

@@ -41,6 +41,11 @@ class AdapterFacts:
     base: str = ""
     checksum: str = ""
 
+    @property
+    def scale(self) -> float:
+        """What B A is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
 
 def write_adapters(folder: Path, tensors: Mapping[str, Tensor], facts: AdapterFacts, *, fused: bool) -> None:
     """Write adapters, whole tensors by name (`Policy.adapters`), atomically. fused: for Transformers, else for servers.

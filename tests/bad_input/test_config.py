@@ -103,6 +103,8 @@ CASES = (
           "model.layers.*.mlp.experts.*.*, lm_head]"), shows=("list both, or exclude both",)),
     Case("modules without a format", "has no effect with rollout.quantization.format = none", (ATTENTION,),
          shows=("set a format",)),
+    Case("adapters to start from that are not there", "has no adapter_config.json",
+         ("lora.rank=8", "lora.adapter_path=nowhere"), shows=("lora.adapter_path", "give a PEFT directory, or null")),
     Case("expert capacity", "drops tokens by the load of their batch", ("megatron.moe_expert_capacity_factor=1.5",)),
     Case("per-token loss", "divides the loss again, which is normalized by the global batch",
          ("megatron.calculate_per_token_loss=true",)),

@@ -24,9 +24,10 @@ def test_refused_choices(plain: dict, override: str, key: str, fix: str) -> None
     assert message.startswith(key) and message.endswith(fix), message
 
 
-def test_without_adapters_only_dropout_is_refused(plain: dict) -> None:
+def test_without_adapters_dropout_and_a_start_are_refused(plain: dict) -> None:
     assert build(plain, "model.init=random").trained_lora is None
     assert refused(plain, "lora.dropout=0.1").startswith("lora.dropout")
+    assert refused(plain, "lora.adapter_path=somewhere").startswith("lora.rank = 0: lora.adapter_path has adapters")
 
 
 @pytest.mark.parametrize("targets", ["[q_proj, gate]", "[]", "[lm_head]"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -42,12 +44,17 @@ def tiny(tmp_path_factory) -> str:
 
 
 def load(file: Path, tiny: str, folder: Path) -> Config:
-    """The config with this machine's paths: model sizes as shipped, random weights, six prompts."""
+    """The config with this machine's paths: sizes as shipped, six prompts, random weights. Adapters refuse these: their
+    model directory has a file of weights that nothing reads."""
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"{i} + 1", "answer": str(i + 1)}) + "\n" for i in range(6)))
     data = yaml.safe_load(file.read_text())
     shipped = next(EXAMPLES.glob(f"*/models/{Path(data['model']['path']).name}"), tiny)
-    overrides = [f"model.path={shipped}", "model.init=random", f"run_dir={folder}/run"]
+    if "lora" in data:
+        shipped = shutil.copytree(shipped, folder / "model", dirs_exist_ok=True)
+        (shipped / "model.safetensors").touch()
+    overrides = [f"model.path={shipped}", f"run_dir={folder}/run"]
+    overrides += [] if "lora" in data else ["model.init=random"]
     overrides += [f"data.{key}={prompts}" for key in ("prompts", "eval_prompts") if key in data["data"]]
     if "python" in data.get("sglang", {}):
         overrides.append(f"sglang.python={sys.executable}")
@@ -84,7 +91,7 @@ def test_variants_differ_only_where_the_algorithms_do(file):
 
 def test_there_is_a_variant_of_each():
     large = {file.stem for file in CONFIGS if file.stem.startswith("qwen3_")}
-    assert len(large) == 8 and {stem.replace("_grpo_r2", "_gspo") for stem in large} <= large
+    assert len(large) == 10 and {stem.replace("_grpo_r2", "_gspo") for stem in large} <= large
     assert len(GRPO) == 5
 
 
@@ -115,11 +122,14 @@ def planned(config: Config, world: int) -> Memory:
     _, shape = family_of(hf)
     rollout, training = config.rollout, config.training
     work = Workload(rollout.max_response_length, config.data.max_prompt_length, rollout.rollout_batch_size,
-                    rollout.n_samples_per_prompt, training.global_batch_size, routes=False)  # fmt: skip
+                    rollout.n_samples_per_prompt, training.global_batch_size, routes=False,
+                    lora=config.trained_lora)  # fmt: skip
     cluster = Cluster(GPUS["h100"], world)
     per_rank = training.global_batch_size // config.parallel.data_parallel_size(world)
-    states = stage_states(shape, config.parallel, world, 2)
+    states = stage_states(shape, config.parallel, world, 2, config.trained_lora)
     setting = Setting(recompute=config.model.recompute_granularity)
+    if config.lora.is_on:
+        setting = dataclasses.replace(setting, implementation="torch", lora=config.trained_lora)
     tokens = training.max_tokens_per_micro_batch
     inputs = PlanInputs(shape, work, cluster, Assumptions())
     return worst_memory(inputs, config.parallel, states, tokens, per_rank, setting)

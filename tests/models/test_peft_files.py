@@ -26,6 +26,11 @@ def adapters(names: tuple[str, ...] = tuple(SIZES)) -> dict[str, Tensor]:
     return found
 
 
+def test_the_scale_by_hand() -> None:
+    assert FACTS.scale == pytest.approx(3.0 / 1.41421356)
+    assert AdapterFacts(rank=2, alpha=3.0).scale == 1.5
+
+
 def test_fused_experts_add_what_each_adds(tmp_path: Path) -> None:
     tensors = adapters()
     write_adapters(tmp_path / "a", tensors, FACTS, fused=True)

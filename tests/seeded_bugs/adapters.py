@@ -19,8 +19,13 @@ ADAPTERS = (
         "        b = b * self.scale\n", "        b = b * self.scale * self.scale\n", BY_HAND,
     ),
     SeededBug(
-        "merged weights without an adapter's scale", "several trainers", ADAPTER,
-        "@ a.to(dtype)) * self.scale", "@ a.to(dtype))", BY_HAND,
+        "merged weights without an adapter's scale", "several trainers", "megatron_gspo/models/adapter_rules.py",
+        "@ a.to(dtype)) * scale)", "@ a.to(dtype)))", BY_HAND,
+    ),
+    SeededBug(
+        "rsLoRA's adapters converted with LoRA's scale", "several trainers", "megatron_gspo/models/peft_files.py",
+        "return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)", "return self.alpha / self.rank",
+        ("tests/models/test_peft_files.py::test_the_scale_by_hand",),
     ),
     SeededBug(
         "the engine gets weights without their adapters", "several trainers", "megatron_gspo/mcore/hf_weights.py",

@@ -1,4 +1,4 @@
-"""Convert checkpoints: `megatron-gspo convert to-megatron|to-hf|verify|quantize`."""
+"""Convert checkpoints: `megatron-gspo convert to-megatron|to-hf|to-peft|merge|quantize|verify`."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     actions = {
         "to-megatron": commands.run_to_megatron,
         "to-hf": commands.run_to_hugging_face,
+        "to-peft": commands.run_to_peft,
+        "merge": commands.run_merge,
         "verify": commands.run_verify,
         "quantize": commands.run_quantize,
     }
@@ -43,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-gspo convert",
-        description="Convert checkpoints between Hugging Face and Megatron, and compare the two.",
+        description="Convert checkpoints between Hugging Face, PEFT and Megatron, and compare them.",
         epilog="example: megatron-gspo convert to-megatron /models/Qwen3-30B-A3B OUT --tp 2 --ep 8 --verify",
     )
     commands = parser.add_subparsers(dest="command", required=True)
@@ -67,6 +69,19 @@ def _parser() -> argparse.ArgumentParser:
     back.add_argument("out", type=Path)
     back.add_argument("--source", type=Path, help="Hugging Face directory with config, tokenizer and index")
     back.add_argument("--max-shard-gib", type=_size, default=4.0, help="largest file, if the source has no index")
+    text = "Hugging Face directory of the adapters' base (default: the run's model.path)"
+    peft = commands.add_parser("to-peft", help="Megatron checkpoint of adapters -> PEFT")
+    peft.add_argument("checkpoint", type=Path, help=checkpoint)
+    peft.add_argument("out", type=Path)
+    peft.add_argument("--source", type=Path, help=text)
+    peft.add_argument("--by-expert", action="store_true", help="experts one by one, for servers (default: fused, for "
+                      "Transformers)")  # fmt: skip
+    peft.add_argument("--verify", action="store_true", help="compare both, bit for bit")
+    merge = commands.add_parser("merge", help="adapters and their base -> Hugging Face")
+    merge.add_argument("adapters", type=Path, help=f"PEFT directory, or of adapters a {checkpoint}")
+    merge.add_argument("out", type=Path)
+    merge.add_argument("--source", type=Path, help=text)
+    merge.add_argument("--dtype", choices=DTYPES, help="type of the result (default: the base's)")
     check = commands.add_parser("verify", parents=[common], help="compare a Hugging Face and a Megatron checkpoint")
     check.add_argument("hugging_face", type=Path)
     check.add_argument("checkpoint", type=Path, help=checkpoint)

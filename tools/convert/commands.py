@@ -24,6 +24,8 @@ from megatron_gspo.models import family_of, read_config
 from megatron_gspo.models.families import names_of_own_type
 from megatron_gspo.models.hf_checkpoint import CheckpointReader
 from megatron_gspo.models.parameter_slices import CheckpointChunk
+from megatron_gspo.models.peft_files import read_adapters
+from megatron_gspo.tools.convert import adapters
 from megatron_gspo.tools.convert.quantize import quantize_checkpoint
 from megatron_gspo.tools.convert.to_hugging_face import to_hugging_face
 from megatron_gspo.tools.convert.to_megatron import COMPANIONS, to_megatron
@@ -57,6 +59,8 @@ def run_to_megatron(options: argparse.Namespace) -> None:
 def run_to_hugging_face(options: argparse.Namespace) -> None:
     """``convert to-hf``: raises the errors of ``to_hugging_face`` and ``verify``."""
     checkpoint = find_checkpoint(options.checkpoint)
+    if adapters.adapters_of_run(options.checkpoint, checkpoint) is not None:
+        raise InputError(f"{checkpoint} holds adapters; use convert merge, or convert to-peft")
     source = options.source or find_source(options.checkpoint, checkpoint)
     chunks = chunks_of(source)
     with _progress("to Hugging Face") as report:
@@ -72,6 +76,37 @@ def run_to_hugging_face(options: argparse.Namespace) -> None:
 def run_quantize(options: argparse.Namespace) -> None:
     """``convert quantize``: raises the errors of ``quantize_checkpoint``."""
     print(quantize_checkpoint(options.source, options.out, options.format, options.modules, options.exclude))
+
+
+def run_to_peft(options: argparse.Namespace) -> None:
+    """``convert to-peft``: raises the errors of ``adapters.py``."""
+    found = _trained_adapters(options.checkpoint, options.source)[0]
+    out = adapters.write_peft(found, options.out, by_expert=options.by_expert)
+    if options.verify:
+        print(f"{adapters.compare(found, out)} tensors are equal, bit for bit", file=sys.stderr)
+    print(out)
+
+
+def run_merge(options: argparse.Namespace) -> None:
+    """``convert merge``: raises the errors of ``adapters.py``."""
+    if (options.adapters / "adapter_config.json").is_file():
+        found = adapters.Adapters(*read_adapters(options.adapters))
+        source = options.source or Path(found.facts.base)
+        if not (source / "config.json").is_file():
+            raise InputError(f"{options.adapters}: their base {source} is not there; pass --source DIR")
+    else:
+        found, source = _trained_adapters(options.adapters, options.source)
+    print(adapters.merge(found, source, options.out, dtype=_dtype(options)))
+
+
+def _trained_adapters(path: Path, source: Path | None) -> tuple[adapters.Adapters, Path]:
+    """The adapters of a run or of one of its checkpoints, and their base."""
+    checkpoint = find_checkpoint(path)
+    lora = adapters.adapters_of_run(path, checkpoint)
+    if lora is None:
+        raise InputError(f"{path}: no run with lora.rank in its config.yaml; give a run directory, or its checkpoint")
+    source = source or find_source(path, checkpoint)
+    return adapters.read_megatron(checkpoint, lora, source), source
 
 
 def _dtype(options: argparse.Namespace) -> torch.dtype | None:

@@ -33,13 +33,16 @@ class Needs:
 
 
 def needs(
-    parameters: int, *, weight_bytes: int, keep: int, saves: bool, exports: bool, weight_copies: int = 0
-) -> Needs:
-    """weight_bytes: of a parameter in the model's dtype. keep: checkpoints that stay. weight_copies: for servers."""
+    parameters: int, *, weight_bytes: int, keep: int, saves: bool, exports: bool, weight_copies: int = 0,
+    adapters: int | None = None,
+) -> Needs:  # fmt: skip
+    """weight_bytes: of a parameter in the model's dtype. keep: checkpoints that stay. weight_copies: for servers.
+    adapters: their parameters, if they are what is trained: checkpoints hold them alone, the export both."""
     model = parameters * weight_bytes
+    trained = parameters if adapters is None else adapters
     return Needs(
-        checkpoint=parameters * (_MOMENTS + _MAIN + weight_bytes % _MAIN) if saves else 0,
+        checkpoint=trained * (_MOMENTS + _MAIN + weight_bytes % _MAIN) if saves else 0,
         checkpoints=keep + 1 if saves else 0,
-        export=model if exports else 0,
+        export=model + (adapters or 0) * weight_bytes if exports else 0,
         weights=model * weight_copies,
     )

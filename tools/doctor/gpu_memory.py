@@ -18,7 +18,9 @@ def planned_memory(config: Config, shape: ModelShape, world_size: int, *, transf
     """Bytes on the fullest rank of a run of ``world_size`` GPUs, which the config's layout must divide."""
     model, rollout, training = config.model, config.rollout, config.training
     size = DTYPE_BYTES[model.dtype]
-    layers = "transformer_engine" if transformer_engine and model.implementation != "torch" else "torch"
+    lora = config.trained_lora
+    own = model.implementation == "torch" or lora is not None or not transformer_engine
+    layers = "torch" if own else "transformer_engine"
     work = Workload(
         rollout.max_response_length,
         config.data.max_prompt_length,
@@ -30,12 +32,13 @@ def planned_memory(config: Config, shape: ModelShape, world_size: int, *, transf
         routes=config.routing.replay != "none",
         dtype_bytes=size,
         implementation=layers,
+        lora=lora,
     )
     of_servers = "colocated" if config.servers.colocated else "sglang"
     engine = {"embedded": "embedded", "sglang": of_servers, "vllm": of_servers}
     cluster = Cluster(GPUS["h100"], world_size, engine.get(rollout.engine, "none"))  # its memory is not looked at
-    setting = Setting(size, layers, model.recompute_granularity, model.recompute_num_layers or 1)
-    states = stage_states(shape, config.parallel, world_size, size)
+    setting = Setting(size, layers, model.recompute_granularity, model.recompute_num_layers or 1, lora=lora)
+    states = stage_states(shape, config.parallel, world_size, size, lora)
     sequences = max(training.global_batch_size // config.parallel.data_parallel_size(world_size), 1)
     tokens = training.max_tokens_per_micro_batch  # one sequence a micro-batch: as many of them as there can be
     inputs = PlanInputs(shape, work, cluster, Assumptions())

@@ -118,9 +118,6 @@ class Local:
             check_divisibility(self.config.parallel, read_hf_config(self.config.model.path))
         except ConfigError:
             return []  # reported by _check
-        if self.config.lora.is_on:
-            text = "the plan counts full training, lora.rank trains adapters"
-            return [note("machine.gpu_memory", text, "no memory is judged", "see it with megatron-gspo rehearse")]
         available = torch.cuda.get_device_properties(self.launch.local_rank).total_memory if gpu else None
         engine = not gpu or importlib.util.find_spec("transformer_engine") is not None
         memory = planned_memory(self.config, self.shape, self._world_size, transformer_engine=engine)

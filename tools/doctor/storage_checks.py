@@ -12,6 +12,7 @@ from megatron_gspo.models import ModelShape
 from megatron_gspo.rollout.server_kinds import SERVER_KINDS
 from megatron_gspo.tools.doctor.diagnostics import Finding, error, note, ok, warning
 from megatron_gspo.tools.doctor.disk_space import DTYPE_BYTES, Needs, needs
+from megatron_gspo.tools.plan.adapters import total_adapters
 from megatron_gspo.tools.plan.parameters import total_parameters
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -21,17 +22,17 @@ _LITTLE = 1 << 30  # bytes; below it is a warning, without a config
 
 
 def needs_of(config: Config, shape: ModelShape) -> Needs:
-    """What a run of this config writes to its run_dir; weights for servers only if ``weight_dir`` is inside.
-    Checkpoints of adapters are not counted."""
+    """What a run of this config writes to its run_dir; weights for servers only if ``weight_dir`` is inside."""
     inside = config.servers.weight_dir is None or Path(config.servers.weight_dir).is_relative_to(config.run_dir)
     copies = 2 if config.rollout.engine in SERVER_KINDS and config.servers.weight_transport == "disk" and inside else 0
     return needs(
         total_parameters(shape),
         weight_bytes=DTYPE_BYTES[config.model.dtype],
         keep=config.checkpoint.keep,
-        saves=bool(config.checkpoint.save_interval) and not config.lora.is_on,
+        saves=bool(config.checkpoint.save_interval),
         exports=config.checkpoint.export_hf,
         weight_copies=copies,
+        adapters=None if config.trained_lora is None else total_adapters(shape, config.trained_lora),
     )
 
 

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron_gspo.config import ConfigError, LoRAConfig
+from megatron_gspo.config.lora_checks import check_targets
 from megatron_gspo.errors import InputError, UserError, report
 from megatron_gspo.models import ModelShape, family_of, read_config
 from megatron_gspo.models.model_shape import read_json
@@ -52,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
         ("global-batch-size", 256, "sequences per optimizer step"),
         ("engine-gpus", 0, "GPUs of the servers; 0 is as many as --gpus"),
         ("engine-tensor", 1, "GPUs per SGLang server"),
+        ("lora-rank", 0, "rank of adapters, which are then all that is trained; 0: all weights are"),
         ("top", 10, "layouts to show"),
     ):
         made.add_argument(f"--{name}", type=int, default=default, help=f"{about} (default: %(default)s)")
@@ -59,6 +62,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--colocated", action="store_true", help="SGLang on the trainer's GPUs: --engine colocated")
     made.add_argument("--reference", action="store_true", help="a frozen reference policy, for a KL term")
     made.add_argument("--value-model", action="store_true", help="PPO's value model, of the policy's size")
+    made.add_argument("--lora-targets", metavar="NAMES", help="linear layers with an adapter, as q_proj,v_proj "
+                      "(default: all)")  # fmt: skip
+    made.add_argument("--lora-experts", choices=("each", "shared"), default="each", help="see lora.experts")
     made.add_argument("--no-replay", action="store_true", help="no routing replay")
     made.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     made.add_argument("--implementation", choices=("transformer_engine", "torch"), default="transformer_engine",
@@ -79,6 +85,22 @@ def load_model(path: str) -> tuple[dict[str, Any], ModelShape]:
         raise InputError(f"--model {path}: no such file; give a Hugging Face model directory or its config.json")
     hf = read_json(place) if place.is_file() else read_config(place)
     return hf, family_of(hf)[1]
+
+
+def adapters(args: argparse.Namespace, hf: dict[str, Any]) -> LoRAConfig | None:
+    """The adapters that the options ask for, which a model with this config.json has."""
+    if args.lora_rank < 1:
+        return None
+    if args.value_model:
+        problem = "the plan has no times of a value model beside adapters"
+        raise InputError(f"--lora-rank {args.lora_rank}: {problem}; leave out --value-model, or use rehearse")
+    targets = None if args.lora_targets is None else tuple(args.lora_targets.split(","))
+    lora = LoRAConfig(rank=args.lora_rank, targets=targets, experts=args.lora_experts)
+    try:
+        check_targets(lora, hf)
+    except ConfigError as error:
+        raise InputError(f"--lora-targets {args.lora_targets}: {error.problem}; {error.fix}") from None
+    return lora
 
 
 def inputs(args: argparse.Namespace) -> tuple[Workload, Cluster, Assumptions]:
@@ -138,7 +160,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args = parser().parse_args(arguments)
         hf, shape = load_model(args.model)
         work, cluster, assume = inputs(args)
-        if shape.latent is not None:  # Transformer Engine's layers can't be built
+        work = dataclasses.replace(work, lora=adapters(args, hf))
+        if shape.latent is not None or work.lora is not None:  # Transformer Engine's layers can't be built
             work = dataclasses.replace(work, implementation="torch")
         check_workload(work, shape.max_position_embeddings)
         basis = basis_of(shape, work)

@@ -13,13 +13,15 @@ sequence parallelism), a bytes per element.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import mul
 
-from megatron_gspo.config import ParallelConfig
+from megatron_gspo.config import LoRAConfig, ParallelConfig
 from megatron_gspo.models.model_shape import ModelShape, padded_vocab_size
 from megatron_gspo.parallel.log_probs import CHUNK_BYTES
 from megatron_gspo.parallel.vocabulary_tiles import TILE, tile_elements, tile_shape
+from megatron_gspo.tools.plan.adapters import LayerAdapter, layer_adapters
 from megatron_gspo.tools.plan.parameters import (
     attention_dim,
     chunk_layers,
@@ -34,13 +36,15 @@ INDEX = 8  # int64
 @dataclass(frozen=True)
 class Setting:
     """How a pass is computed. ``implementation``: ``torch`` or ``transformer_engine``; ``recompute`` as in the config;
-    ``on_gpu``: fused norms, the variable-length attention kernel (of 2-byte types), outputs sent on are freed."""
+    ``on_gpu``: fused norms, the variable-length attention kernel (of 2-byte types), outputs sent on are freed; ``lora``
+    of the adapters, if they are what is trained, in torch layers."""
 
     dtype_bytes: int = 2
     implementation: str = "transformer_engine"
     recompute: str = "none"
     recompute_num_layers: int = 1
     on_gpu: bool = True
+    lora: LoRAConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,19 @@ class Sizes:
     qk_norm: bool
     scored: float
     latents: int = 0
+    adapters: Mapping[bool, tuple[LayerAdapter, ...]] | None = None  # of a layer, by whether it has experts
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether only adapters are trained."""
+        return self.adapters is not None
+
+    def saved_for(self, *names: str) -> int:
+        """How many of these linear layers need their input in the backward: frozen ones if they have an adapter."""
+        if self.adapters is None:
+            return len(names)
+        adapted = {adapter.name for of_kind in self.adapters.values() for adapter in of_kind}
+        return sum(name in adapted for name in names)
 
 
 def sizes_of(shape: ModelShape, parallel: ParallelConfig, batch: MicroBatch, setting: Setting) -> Sizes:
@@ -104,7 +121,11 @@ def sizes_of(shape: ModelShape, parallel: ParallelConfig, batch: MicroBatch, set
         shared=shape.shared_expert_size // tp, sent=ep * etp > 1,
         mask=t * batch.longest * (2 * cp + 1) / (4 * cp) if masked else 0.0, qk_norm=shape.query_key_norms,
         scored=t if batch.scored is None else batch.scored,
-    )
+        adapters=None if setting.lora is None else {
+            kind: layer_adapters(shape, parallel, setting.lora, kind)
+            for kind in layer_kinds(shape, range(shape.num_layers))
+        },
+    )  # fmt: skip
 
 
 def _norm(z: Sizes, elements: float, setting: Setting) -> float:
@@ -119,7 +140,9 @@ def attention_bytes(z: Sizes, setting: Setting) -> dict[str, float]:
     torch_layers, cpu = setting.implementation == "torch", not setting.on_gpu
     per_row = 4 if z.a < 4 or setting.on_gpu else z.a
     query, key = z.t * z.query * z.d, z.t * z.groups * z.d
-    saved = {"norm": _norm(z, z.s * z.h, setting) + per_row * z.s, "qkv input": z.a * z.s * z.h}
+    saved = {"norm": _norm(z, z.s * z.h, setting) + per_row * z.s}
+    if z.saved_for("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj"):
+        saved["qkv input"] = z.a * z.s * z.h
     if z.qk_norm:
         # the key's norm, or the value, keeps the whole product of queries, keys and values alive; the query's norm has
         # a copy of its part, unless with one group that is a view
@@ -140,7 +163,7 @@ def attention_bytes(z: Sizes, setting: Setting) -> dict[str, float]:
     else:  # rotated keys; the values lie in the product above; context parallelism passes them on, block by block
         core += z.a * key
     if setting.recompute == "selective":  # the inputs, normalised or as they come; and the projection's
-        core = z.a * (2 * query + (key if z.qk_norm else 0.0))
+        core = z.a * (query + query * z.saved_for("linear_proj") + (key if z.qk_norm else 0.0))
         if torch_layers and "qkv" not in saved and (not z.qk_norm or (cpu and z.a < 4)):
             core += z.a * (query + 2 * key)  # the values keep the product of qkv alive, which nothing else does
     return saved | {"attention": core}
@@ -150,10 +173,10 @@ def mlp_bytes(z: Sizes, setting: Setting) -> dict[str, float]:
     """Saved by a dense MLP with its norm: the input of both products, gate and up projection, and in torch the
     activation and a copy of the up projection."""
     per_row = 4 if z.a < 4 or setting.on_gpu else z.a
-    copies = 5 if setting.implementation == "torch" else 3
+    copies = (4 if setting.implementation == "torch" else 2) + z.saved_for("linear_fc2")
     return {
         "mlp norm": _norm(z, z.s * z.h, setting) + per_row * z.s,
-        "mlp": z.a * (z.s * z.h + copies * z.t * z.ffn),
+        "mlp": z.a * (z.s * z.h * z.saved_for("linear_fc1") + copies * z.t * z.ffn),
     }
 
 
@@ -166,26 +189,47 @@ def moe_bytes(z: Sizes, setting: Setting) -> dict[str, float]:
     width = 2 if torch_layers else 3  # Transformer Engine saves the product of the second too
     saved["experts"] = z.rows * (z.a * (z.h + width * z.moe) + 4)
     if z.shared:
-        copies = 5 if torch_layers else 3
-        saved["shared expert"] = z.a * (z.s * z.h + copies * z.t * z.shared)
+        copies = (4 if torch_layers else 2) + z.saved_for("shared_experts.linear_fc2")
+        of_input = z.s * z.h * z.saved_for("shared_experts.linear_fc1")
+        saved["shared expert"] = z.a * (of_input + copies * z.t * z.shared)
     # of a copy its token and expert, its place in the probabilities and among its token's copies; Megatron's own
     # permutation has the order, a mask and all probabilities
     permutation = (4 * z.k + 1) * INDEX if torch_layers else z.k * INDEX + z.experts * (1 + 4)
     return saved | {"permutation": z.s * permutation}
 
 
+def adapter_bytes(z: Sizes, *, is_moe: bool) -> dict[str, float]:
+    """Saved by one layer's adapters besides the inputs of their layers: each B, scaled and with the rows of each tensor
+    in columns of its own, and of dense ones the product with A, of all tensor-parallel ranks' tokens where it is
+    gathered."""
+    if z.adapters is None:
+        return {}
+    matrices = rows = 0.0
+    for one in z.adapters[is_moe]:
+        matrices += one.rows * one.width * one.copies
+        rows += 0.0 if one.expert else one.width * (z.t if one.gathers else z.s)
+    return {"adapters": z.a * (matrices + rows)}
+
+
 def layer_bytes(z: Sizes, setting: Setting, *, is_moe: bool) -> dict[str, float]:
     """All that one layer saves for its backward, without recomputation of the whole layer."""
-    return attention_bytes(z, setting) | (moe_bytes(z, setting) if is_moe else mlp_bytes(z, setting))
+    mlp = moe_bytes(z, setting) if is_moe else mlp_bytes(z, setting)
+    return attention_bytes(z, setting) | mlp | adapter_bytes(z, is_moe=is_moe)
 
 
 def backward_bytes(z: Sizes, setting: Setting, *, is_moe: bool) -> float:
     """The most that a layer's backward holds above what it has saved: gradients of its widest part, in the torch
     experts the gradients of all their weights and on a GPU, where one kernel computes a product of all experts, a copy
-    of its weights; with Transformer Engine the gradients of one product."""
+    of its weights; with Transformer Engine the gradients of one product. Frozen experts have no gradients of weights;
+    their adapters' products are added to the weights'."""
     if not is_moe:
         return z.a * (z.s * z.h + (3 if setting.recompute == "full" else 2) * z.t * z.ffn)
     weights = 3 * z.local * z.moe * z.h
+    if z.is_frozen:
+        copied = weights * 2 / 3 if setting.on_gpu and z.a == 2 else 0.0
+        widest = max(z.rows * (2 * z.h + 4 * z.moe) + copied, z.rows * (3 * z.h + 4 * z.moe),
+                     z.rows * (z.h + 6 * z.moe))  # fmt: skip
+        return z.a * (z.s * z.h + widest)
     if setting.implementation == "torch":
         copied = weights * 2 / 3 if setting.on_gpu and z.a == 2 else 0.0
         of_rows = z.h + max(z.h + 4 * z.moe, 6 * z.moe)  # the gradient of their input, or within the gated unit
@@ -228,7 +272,7 @@ def passing(parallel: ParallelConfig, stage: int) -> int:
 @dataclass(frozen=True)
 class Head:
     """Bytes of the log-prob head (``parallel/log_probs.py``). saved: between its forward and its backward; working: the
-    most that the backward adds; weight_gradient: of the output weight, part of ``working``."""
+    most that the backward adds; weight_gradient: of the output weight, part of ``working``; 0 if it is frozen."""
 
     saved: float
     working: float
@@ -248,11 +292,12 @@ def head_bytes(z: Sizes, shape: ModelShape, parallel: ParallelConfig, setting: S
     saved = norm + z.a * z.s * z.h + z.scored * (INDEX + 40) + shares + (4 * tokens * rows if keeps else 0)
     everyone = 4 * z.scored * z.h if converts else z.a * z.scored * z.h if parallel.use_sequence_parallel else 0
     tiles = 4 * tile[0] * tile[1]
+    trains = not z.is_frozen
     if z.a < 4:  # the float32 gradient of a tile of the weight; a CPU converts that tile too
-        tiles += (8 if converts else 4) * tile[1] * z.h
+        tiles += 4 * (converts + trains) * tile[1] * z.h
     if z.a < 4 and setting.on_gpu:  # low-precision copy; one tile's product before it is added
-        tiles += 2 * tile[0] * tile[1] + 4 * max(tile[0], tile[1] if tokens > tile[0] else 0) * z.h
-    gradient = z.a * rows * z.h
+        tiles += 2 * tile[0] * tile[1] + 4 * max(tile[0], tile[1] if trains and tokens > tile[0] else 0) * z.h
+    gradient = z.a * rows * z.h if trains else 0
     return Head(saved, everyone + tiles + 4 * z.scored * z.h + gradient, gradient)
 
 
@@ -283,7 +328,8 @@ def peak_bytes(shape: ModelShape, parallel: ParallelConfig, stage: int, batch: M
         kept.append(of_layers + (shared_bytes(z, setting) if own else 0.0) + (stream if is_sent and not freed else 0.0))
     held = max(sum(map(mul, counts, kept)) for counts in in_flight(parallel, stage, micro_batches))
     held += stream * passing(parallel, stage)
-    held += z.a * z.t * z.h if parallel.use_sequence_parallel else 0.0  # Megatron's buffer for gathered tokens
+    if parallel.use_sequence_parallel and not z.is_frozen:
+        held += z.a * z.t * z.h  # Megatron's buffer for gathered tokens, of gradients of weights
     moments = {"layer": (0.0, working)}
     tied_here = shape.tied_embeddings and stages == 1
     if stage == stages - 1:
@@ -294,7 +340,7 @@ def peak_bytes(shape: ModelShape, parallel: ParallelConfig, stage: int, batch: M
     worst = max(moments, key=lambda name: sum(moments[name]))
     found = {"saved": held, "head": moments[worst][0], "working": moments[worst][1]}
     table = z.a * z.h * embedding_rows(shape, parallel)
-    least = (2 if tied_here else 1) * table if stage == 0 else 0.0  # the embedding's gradient, after all else is freed
+    least = (2 if tied_here else 1) * table if stage == 0 and not z.is_frozen else 0.0  # its gradient
     if least > sum(found.values()):
         found = {"saved": 0.0, "head": 0.0, "working": least}
     return found | {"total": sum(found.values())}

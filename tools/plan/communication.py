@@ -84,11 +84,12 @@ def context_seconds(z: Sizes, parallel: ParallelConfig, links: Links, assume: As
 def layer_passes(setting: Setting) -> dict[str, float]:
     """Communication of a layer's forward and backward, by dimension, over that of its forward.
 
-    Weight gradients gather the input again under TP. Transformer Engine passes keys and values on again under CP, where
-    the torch layers have kept them.
+    Gradients of weights, which frozen ones don't have, gather the input again under TP. Transformer Engine passes keys
+    and values on again under CP, where the torch layers have kept them.
     """
     full, context = setting.recompute == "full", 2 if setting.implementation == "torch" else 3
-    return {"tensor": 2.5 + full, "expert": 2.0 + full, "context": context + (setting.recompute != "none")}
+    tensor = 2.5 if setting.lora is None else 2.0
+    return {"tensor": tensor + full, "expert": 2.0 + full, "context": context + (setting.recompute != "none")}
 
 
 def pipeline_bytes(z: Sizes, parallel: ParallelConfig, stage: int) -> float:
@@ -99,10 +100,10 @@ def pipeline_bytes(z: Sizes, parallel: ParallelConfig, stage: int) -> float:
     return 2 * neighbours * z.a * z.s * z.h
 
 
-def outer_bytes(z: Sizes, parallel: ParallelConfig, stage: int) -> float:
-    """One micro-batch over TP outside of layers, forward and backward: of the embedding, and of the rows that the
-    log-prob head scores, whose gradient is float32."""
-    embedding = 2 * z.a * z.t if stage == 0 else 0.0
+def outer_bytes(z: Sizes, parallel: ParallelConfig, stage: int, *, is_frozen: bool = False) -> float:
+    """One micro-batch over TP outside of layers, forward and backward: of the embedding, which has no backward if it
+    is frozen, and of the rows that the log-prob head scores, whose gradient is float32."""
+    embedding = (1 if is_frozen else 2) * z.a * z.t if stage == 0 else 0.0
     head = (2 * z.a + 4) * z.scored if stage == parallel.pipeline_model_parallel_size - 1 else 0.0
     return (embedding + head) * z.h
 
@@ -110,12 +111,14 @@ def outer_bytes(z: Sizes, parallel: ParallelConfig, stage: int) -> float:
 def mini_batch_bytes(shape: ModelShape, parallel: ParallelConfig, gpus: int, stage: int, batch: MicroBatch,
                      micro_batches: int, setting: Setting) -> dict[str, int]:
     """Of a rank's collectives in the forward and backward passes and the optimizer step of a mini-batch, by purpose;
-    hidden states, gradients and weights without the few bytes of counts, probabilities and statistics."""
+    hidden states, gradients and weights without the few bytes of counts, probabilities, statistics and the adapters'
+    products (of a token their rank where a hidden state has the hidden size)."""
     z, passes = sizes_of(shape, parallel, batch, setting), layer_passes(setting)
     kinds = layer_kinds(shape, stage_layers(shape, parallel, stage))
     layers = sum(count * tensor_bytes(z, is_moe=kind) for kind, count in kinds.items())
     parts = {
-        "tensor": (parallel.tensor_model_parallel_size, passes["tensor"] * layers + outer_bytes(z, parallel, stage)),
+        "tensor": (parallel.tensor_model_parallel_size, passes["tensor"] * layers
+                   + outer_bytes(z, parallel, stage, is_frozen=setting.lora is not None)),
         "context": (parallel.context_parallel_size,
                     passes["context"] * kinds.total() * context_bytes(z, parallel)),
         "expert": (parallel.expert_model_parallel_size, passes["expert"] * kinds[True] * expert_bytes(z)),
@@ -123,8 +126,8 @@ def mini_batch_bytes(shape: ModelShape, parallel: ParallelConfig, gpus: int, sta
         "pipeline": (parallel.pipeline_model_parallel_size, pipeline_bytes(z, parallel, stage)),
     }  # fmt: skip
     found = {name: round(micro_batches * size) for name, (ranks, size) in parts.items() if ranks > 1}
-    both = split_states(shape, parallel, gpus, stage, setting.dtype_bytes)
-    gathers = weight_gathers(parallel, has_experts=both[1].weights > 0)
+    both = split_states(shape, parallel, gpus, stage, setting.dtype_bytes, setting.lora)
+    gathers = weight_gathers(parallel, has_experts=both[1].trained > 0)
     for kind, states, ranks in zip(("", "expert "), both, data_ranks(parallel, gpus), strict=True):
         if ranks > 1:
             found[f"{kind}gradients"], found[f"{kind}weights"] = data_bytes(states, parallel, gathers)
@@ -141,9 +144,9 @@ def send_seconds(z: Sizes, parallel: ParallelConfig, links: Links, gpus: int) ->
 
 
 def data_bytes(states: States, parallel: ParallelConfig, gathers: int) -> tuple[int, int]:
-    """Once an optimizer step, whole buffers: (gradients reduced in float32, weights gathered ``gathers`` times).
+    """Once an optimizer step, whole buffers: (gradients reduced in float32, their weights gathered ``gathers`` times).
     Without the distributed optimizer no weights are gathered."""
-    return states.gradients, gathers * states.weights if parallel.use_distributed_optimizer else 0
+    return states.gradients, gathers * states.trained if parallel.use_distributed_optimizer else 0
 
 
 def weight_gathers(parallel: ParallelConfig, *, has_experts: bool) -> int:
@@ -158,7 +161,7 @@ def data_seconds(dense: States, expert: States, parallel: ParallelConfig, gpus: 
     gradients are summed, which moves them twice."""
     seconds = 0.0
     stage = gpus // parallel.pipeline_model_parallel_size
-    gathers = weight_gathers(parallel, has_experts=expert.weights > 0)
+    gathers = weight_gathers(parallel, has_experts=expert.trained > 0)
     for states, ranks in zip((dense, expert), data_ranks(parallel, gpus), strict=True):
         reduced, gathered = data_bytes(states, parallel, gathers)
         moved = reduced + (gathered if parallel.use_distributed_optimizer else reduced)

@@ -98,13 +98,14 @@ def _expert_ids(shape: ModelShape, work: Workload, layers: Iterable[int]) -> int
 
 
 def owned_bytes(shape: ModelShape, parallel: ParallelConfig, gpus: int, stage: int, work: Workload) -> float:
-    """Weights and optimizer state that a rank alone writes: its range of the distributed optimizer's buffers."""
-    optimizer = rank_states(shape, parallel, gpus, stage, work.dtype_bytes).optimizer
+    """Trained weights and optimizer state that a rank alone writes: its range of the optimizer's buffers."""
+    optimizer = rank_states(shape, parallel, gpus, stage, work.dtype_bytes, work.lora).optimizer
     state = MOMENT_BYTES + (MASTER_BYTES if work.dtype_bytes < 4 else 0)
     return optimizer * (1 + work.dtype_bytes / state)
 
 
 def source_bytes(shape: ModelShape, parallel: ParallelConfig, gpus: int, stage: int, work: Workload) -> float:
-    """Weights that the first source of a stage sends: whole tensors, all but the experts of other sources."""
+    """Weights that the first source of a stage sends, merged with their adapters: whole tensors, all but the experts of
+    other sources."""
     whole = replace(parallel, tensor_model_parallel_size=1, expert_tensor_parallel_size=1)
     return rank_states(shape, whole, gpus, stage, work.dtype_bytes).weights

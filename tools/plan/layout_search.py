@@ -133,7 +133,7 @@ def best_of(shape: ModelShape, parallel: ParallelConfig, work: Workload, cluster
     the smallest choice lacks."""
     inputs = PlanInputs(shape, work, cluster, assume)
     room = cluster.gpu.memory * (1 - assume.reserve)
-    states = stage_states(shape, parallel, cluster.gpus, work.dtype_bytes)
+    states = stage_states(shape, parallel, cluster.gpus, work.dtype_bytes, work.lora)
     hopeless = max(held.total for held in states.values()) + assume.runtime_gib * GIB > room
     per_rank = work.global_batch_size / parallel.data_parallel_size(cluster.gpus) * assume.packing_imbalance
     per_rank *= work.mean_length(assume.mean_response)
@@ -172,7 +172,7 @@ def best_of(shape: ModelShape, parallel: ParallelConfig, work: Workload, cluster
 
 
 def _setting(work: Workload, recompute: str) -> Setting:
-    return Setting(work.dtype_bytes, work.implementation, recompute)
+    return Setting(work.dtype_bytes, work.implementation, recompute, lora=work.lora)
 
 
 def limits(plan: Plan, cluster: Cluster) -> list[str]:

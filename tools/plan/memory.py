@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from megatron_gspo.config import ParallelConfig
+from megatron_gspo.config import LoRAConfig, ParallelConfig
 from megatron_gspo.models.families import with_value_head
 from megatron_gspo.models.model_shape import ModelShape
 from megatron_gspo.routing_replay.routes import expert_id_dtype
@@ -77,7 +77,7 @@ def stage_memory(inputs: PlanInputs, parallel: ParallelConfig, stage: int, state
     engine = {"colocated": assume.engine_residual_gib * GIB, "embedded": whole}.get(cluster.engine, 0.0)
     return Memory(
         stage=stage, weights=states.weights, gradients=states.gradients, optimizer=states.optimizer,
-        reference=states.weights if work.reference else 0.0,
+        reference=states.weights if work.reference and work.lora is None else 0.0,
         activations=peak["total"] * (1 + assume.fragmentation),
         head=0.0 if head is None else head.saved + head.working,
         routes=route_bytes(shape, parallel, work, cluster, assume) if work.routes else 0.0,
@@ -85,15 +85,16 @@ def stage_memory(inputs: PlanInputs, parallel: ParallelConfig, stage: int, state
     )  # fmt: skip
 
 
-def stage_states(shape: ModelShape, parallel: ParallelConfig, gpus: int, dtype_bytes: int) -> dict[int, States]:
-    """States of the stages that can be the fullest, by stage.
+def stage_states(shape: ModelShape, parallel: ParallelConfig, gpus: int, dtype_bytes: int,
+                 lora: LoRAConfig | None = None) -> dict[int, States]:  # fmt: skip
+    """States of the stages that can be the fullest, by stage. lora: see `rank_states`.
 
     The first has the most micro-batches in flight. The second has more layers if the embedding counts as a layer. The
     last has the output layer.
     """
     last = parallel.pipeline_model_parallel_size - 1
     stages = sorted({0, last} | ({min(1, last)} if parallel.extra_pipeline_layers else set()))
-    return {stage: rank_states(shape, parallel, gpus, stage, dtype_bytes) for stage in stages}
+    return {stage: rank_states(shape, parallel, gpus, stage, dtype_bytes, lora) for stage in stages}
 
 
 def worst_memory(inputs: PlanInputs, parallel: ParallelConfig, states: dict[int, States], tokens: int,

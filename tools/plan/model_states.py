@@ -3,19 +3,21 @@
 Sources (megatron-core 0.16 to 0.19): ``distributed/param_and_grad_buffer.py`` for buffers and padding,
 ``optimizer/distrib_optimizer.py`` for the range of each data-parallel rank, ``optimizer/optimizer.py`` for float32
 master weights. ``mcore/policy.py`` sets ``grad_reduce_in_fp32`` and torch's AdamW, which has a 4-byte step count per
-parameter tensor. With ``overlap_grad_reduce`` the first chunk of the first stage has several buckets, each padded to a
-multiple of 128 and of the ranks; `exact_states` counts this padding, `rank_states` does not.
+parameter tensor. Frozen weights are outside of the buffers. With ``overlap_grad_reduce`` the first chunk of the first
+stage has several buckets, each padded to a multiple of 128 and of the ranks; `exact_states` counts this padding,
+`rank_states` does not.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_gspo.config import ParallelConfig
+from megatron_gspo.config import LoRAConfig, ParallelConfig
 from megatron_gspo.models.model_shape import ModelShape
+from megatron_gspo.tools.plan.adapters import adapter_counts, chunk_adapters
 from megatron_gspo.tools.plan.parameters import (
     Parameter,
     chunk_layers,
@@ -33,20 +35,25 @@ STEP_BYTES = 4  # torch's Adam stores the step of each parameter as a tensor
 
 @dataclass(frozen=True)
 class States:
-    """Bytes that a rank holds between steps."""
+    """Bytes that a rank holds between steps. frozen: of the weights, those that are not trained."""
 
     weights: int
     gradients: int
     optimizer: int
+    frozen: int = 0
 
     @property
     def total(self) -> int:
         return self.weights + self.gradients + self.optimizer
 
     def __add__(self, other: States) -> States:
-        return States(
-            self.weights + other.weights, self.gradients + other.gradients, self.optimizer + other.optimizer
-        )
+        return States(self.weights + other.weights, self.gradients + other.gradients,
+                      self.optimizer + other.optimizer, self.frozen + other.frozen)  # fmt: skip
+
+    @property
+    def trained(self) -> int:
+        """Bytes of the weights that are trained, with the padding of their buffers."""
+        return self.weights - self.frozen
 
 
 def data_ranks(parallel: ParallelConfig, gpus: int) -> tuple[int, int]:
@@ -64,41 +71,58 @@ def own_expert_buffer(parallel: ParallelConfig) -> bool:
     )
 
 
-def rank_states(shape: ModelShape, parallel: ParallelConfig, gpus: int, stage: int, dtype_bytes: int) -> States:
-    """States of a rank of a pipeline stage, with the optimizer state of the largest data-parallel shard.
+def rank_states(shape: ModelShape, parallel: ParallelConfig, gpus: int, stage: int, dtype_bytes: int,
+                lora: LoRAConfig | None = None) -> States:  # fmt: skip
+    """States of a rank of a pipeline stage, with the optimizer state of the largest data-parallel shard. lora: of the
+    adapters, if they are what is trained.
 
     Computed from sums per kind of layer. An optimizer shard is an equal part of its buffer with padding and step
     counts, which exceeds the exact size by less than 256 elements per tensor and chunk.
     """
-    dense, expert = split_states(shape, parallel, gpus, stage, dtype_bytes)
+    dense, expert = split_states(shape, parallel, gpus, stage, dtype_bytes, lora)
     return dense + expert
 
 
-def split_states(shape: ModelShape, parallel: ParallelConfig, gpus: int, stage: int, dtype_bytes: int
-                 ) -> tuple[States, States]:
+def split_states(shape: ModelShape, parallel: ParallelConfig, gpus: int, stage: int, dtype_bytes: int,
+                 lora: LoRAConfig | None = None) -> tuple[States, States]:  # fmt: skip
     """`rank_states` of all chunks of a stage: (dense parameters, experts)."""
     dense = expert = States(0, 0, 0)
     for chunk in range(parallel.virtual_pipeline_model_parallel_size or 1):
-        added = chunk_states(shape, parallel, gpus, stage, chunk, dtype_bytes)
+        added = chunk_states(shape, parallel, gpus, stage, chunk, dtype_bytes, lora)
         dense, expert = dense + added[0], expert + added[1]
     return dense, expert
 
 
 def chunk_states(shape: ModelShape, parallel: ParallelConfig, gpus: int, stage: int, chunk: int,
-                 dtype_bytes: int) -> tuple[States, States]:
+                 dtype_bytes: int, lora: LoRAConfig | None = None) -> tuple[States, States]:  # fmt: skip
     """States of one model chunk: (dense parameters, experts)."""
     kinds = layer_kinds(shape, chunk_layers(shape, parallel, stage, chunk))
     before, after = outer_parameters(shape, parallel, stage, chunk)
     counts = (Counter(part.count for part in (*before, *after)), Counter[int]())
-    for kind, layers in kinds.items():
-        for total, of_layer in zip(counts, layer_counts(shape, parallel, is_moe=kind), strict=True):
-            for count, copies in of_layer.items():
-                total[count] += copies * layers
+    _add_layers(counts, {kind: layer_counts(shape, parallel, is_moe=kind) for kind in kinds}, kinds)
+    trained, frozen = counts, [States(0, 0, 0)] * 2
+    if lora is not None:
+        trained = (Counter[int](), Counter[int]())
+        _add_layers(trained, {kind: adapter_counts(shape, parallel, lora, kind) for kind in kinds}, kinds)
+        frozen = [_frozen(sum(count * copies for count, copies in of.items()), dtype_bytes) for of in counts]
     found = [
-        _summed(total.items(), parallel.use_distributed_optimizer, ranks, dtype_bytes)
-        for total, ranks in zip(counts, data_ranks(parallel, gpus), strict=True)
+        _summed(total.items(), parallel.use_distributed_optimizer, ranks, dtype_bytes) + base
+        for total, ranks, base in zip(trained, data_ranks(parallel, gpus), frozen, strict=True)
     ]
     return found[0], found[1]
+
+
+def _add_layers(counts: tuple[Counter[int], Counter[int]],
+                of_layer: Mapping[bool, tuple[Counter[int], Counter[int]]], kinds: Counter[bool]) -> None:  # fmt: skip
+    """Add the tensors of layers: ``of_layer`` of one of a kind, ``kinds`` how many there are."""
+    for kind, layers in kinds.items():
+        for total, each in zip(counts, of_layer[kind], strict=True):
+            for count, copies in each.items():
+                total[count] += copies * layers
+
+
+def _frozen(elements: int, dtype_bytes: int) -> States:
+    return States(dtype_bytes * elements, 0, 0, dtype_bytes * elements)
 
 
 def _summed(counts: Collection[tuple[int, int]], distributed: bool, ranks: int, dtype_bytes: int) -> States:
@@ -114,20 +138,22 @@ def _summed(counts: Collection[tuple[int, int]], distributed: bool, ranks: int, 
 
 
 def exact_states(shape: ModelShape, parallel: ParallelConfig, gpus: int, stage: int, dtype_bytes: int,
-                 data_rank: int, expert_data_rank: int) -> States:
+                 places: tuple[int, int], lora: LoRAConfig | None = None) -> States:  # fmt: skip
     """Exact states of one rank, for comparison with measured bytes; visits every parameter.
 
-    data_rank, expert_data_rank: its index among the ranks with the same dense, and with the same expert, weights.
+    places: its index among the ranks with the same dense, and with the same expert, weights. lora: see `rank_states`.
     """
     total = States(0, 0, 0)
-    ranks = data_ranks(parallel, gpus)
     apart = own_expert_buffer(parallel)
     for chunk in range(parallel.virtual_pipeline_model_parallel_size or 1):
         bucket = _bucket_size(parallel, gpus) if stage == 0 and chunk == 0 else None
         parts = list(chunk_parameters(shape, parallel, stage, chunk))
+        if lora is not None:
+            total += _frozen(sum(part.count for part in parts), dtype_bytes)
+            parts = list(chunk_adapters(shape, parallel, lora, stage, chunk))
         dense = [part for part in parts if not (part.expert and apart)]
         expert = [part for part in parts if part.expert and apart]
-        for group, size, place in ((dense, ranks[0], data_rank), (expert, ranks[1], expert_data_rank)):
+        for group, size, place in zip((dense, expert), data_ranks(parallel, gpus), places, strict=True):
             total += buffer_states(group, parallel.use_distributed_optimizer, size, place, dtype_bytes, bucket)
     return total
 

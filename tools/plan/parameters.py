@@ -20,12 +20,18 @@ from megatron_gspo.models.model_shape import ModelShape, padded_vocab_size
 @dataclass(frozen=True)
 class Parameter:
     """One tensor of a rank: its elements, whether it is an expert's, and whether it is a tied embedding that another
-    pipeline stage holds too (Megatron's ``shared_embedding``, which gets a bucket of its own)."""
+    pipeline stage holds too (Megatron's ``shared_embedding``, which gets a bucket of its own). columns: of the weight
+    of a linear layer, 0 for others."""
 
     name: str
     count: int
     expert: bool = False
     shared: bool = False
+    columns: int = 0
+
+
+def _linear(name: str, rows: int, columns: int, *, expert: bool = False) -> Parameter:
+    return Parameter(name, rows * columns, expert, columns=columns)
 
 
 def layer_parameters(shape: ModelShape, parallel: ParallelConfig, *, is_moe: bool) -> tuple[Parameter, ...]:
@@ -44,10 +50,10 @@ def _attention(shape: ModelShape, tp: int) -> list[Parameter]:
     found: list[Parameter] = []
     if "sink_attention" in shape.mixers:
         found.append(Parameter("softmax_offset", shape.num_attention_heads // tp))
-    found.append(Parameter("linear_proj", query // tp * h))
+    found.append(_linear("linear_proj", h, query // tp))
     if shape.linear_bias:
         found.append(Parameter("linear_proj.bias", h))
-    found.append(Parameter("linear_qkv", rows // tp * h))
+    found.append(_linear("linear_qkv", rows // tp, h))
     if shape.attention_bias:
         found.append(Parameter("linear_qkv.bias", rows // tp))
     if shape.query_key_norms:
@@ -60,19 +66,19 @@ def _latent_attention(shape: ModelShape, tp: int) -> list[Parameter]:
     assert sizes is not None
     query = heads * (sizes.plain_dim + shape.rotary.dim)
     if sizes.query_rank is None:
-        found = [Parameter("linear_q_proj", query * h)]
+        found = [_linear("linear_q_proj", query, h)]
     else:
         found = [
-            Parameter("linear_q_down_proj", sizes.query_rank * h),
+            _linear("linear_q_down_proj", sizes.query_rank, h),
             Parameter("q_layernorm", sizes.query_rank),
-            Parameter("linear_q_up_proj", query * sizes.query_rank),
+            _linear("linear_q_up_proj", query, sizes.query_rank),
         ]
     return [
         *found,
-        Parameter("linear_kv_down_proj", (sizes.key_value_rank + shape.rotary.dim) * h),
+        _linear("linear_kv_down_proj", sizes.key_value_rank + shape.rotary.dim, h),
         Parameter("kv_layernorm", sizes.key_value_rank),
-        Parameter("linear_kv_up_proj", heads * (sizes.plain_dim + sizes.value_dim) * sizes.key_value_rank),
-        Parameter("linear_proj", heads * sizes.value_dim * h),
+        _linear("linear_kv_up_proj", heads * (sizes.plain_dim + sizes.value_dim), sizes.key_value_rank),
+        _linear("linear_proj", h, heads * sizes.value_dim),
     ]
 
 
@@ -98,14 +104,14 @@ def _layer_parameters(shape: ModelShape, tp: int, ep: int, etp: int, is_moe: boo
     found = [Parameter("input_layernorm", h), *_MIXERS[shape.mixers[0]](shape, tp), Parameter("pre_mlp_layernorm", h)]
     if not is_moe:
         width = shape.ffn_hidden_size // tp
-        return (*found, Parameter("linear_fc1", 2 * width * h), Parameter("linear_fc2", width * h))
+        return (*found, _linear("linear_fc1", 2 * width, h), _linear("linear_fc2", h, width))
     width = shape.moe_ffn_hidden_size // etp
     found.append(Parameter("router", shape.num_experts * h))
     if shape.linear_bias:
         found.append(Parameter("router.bias", shape.num_experts))
     for index in range(shape.num_experts // ep):
-        found.append(Parameter(f"experts.{index}.linear_fc1", 2 * width * h, expert=True))
-        found.append(Parameter(f"experts.{index}.linear_fc2", width * h, expert=True))
+        found.append(_linear(f"experts.{index}.linear_fc1", 2 * width, h, expert=True))
+        found.append(_linear(f"experts.{index}.linear_fc2", h, width, expert=True))
         if shape.linear_bias:
             found.append(Parameter(f"experts.{index}.linear_fc1.bias", 2 * width, expert=True))
             found.append(Parameter(f"experts.{index}.linear_fc2.bias", h, expert=True))
@@ -113,8 +119,8 @@ def _layer_parameters(shape: ModelShape, tp: int, ep: int, etp: int, is_moe: boo
         width = shape.shared_expert_size // tp
         if shape.shared_expert_gate:
             found.append(Parameter("shared_experts.gate", h))
-        found.append(Parameter("shared_experts.linear_fc1", 2 * width * h))
-        found.append(Parameter("shared_experts.linear_fc2", width * h))
+        found.append(_linear("shared_experts.linear_fc1", 2 * width, h))
+        found.append(_linear("shared_experts.linear_fc2", h, width))
     return tuple(found)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_gspo.models.model_shape import ModelShape
+from megatron_gspo.tools.plan.adapters import total_adapters
 from megatron_gspo.tools.plan.assumptions import Assumptions, reasons
 from megatron_gspo.tools.plan.basis import ESTIMATED, EXPLAINED, basis_of
 from megatron_gspo.tools.plan.hardware import GIB
@@ -28,12 +29,18 @@ def describe(shape: ModelShape, work: Workload, cluster: Cluster, *, sizes: bool
     return (
         f"{shape.model_type}, {total_parameters(shape) / 1e9:.1f} billion parameters, "
         f"{active_parameters(shape) / 1e9:.1f} active per token; "
-        f"{work.implementation} layers, {'bfloat16' if work.dtype_bytes == 2 else 'float32'}\n"
+        f"{work.implementation} layers, {'bfloat16' if work.dtype_bytes == 2 else 'float32'}{_adapters(shape, work)}\n"
         f"{work.rollout_batch_size} prompts x {work.n_samples} responses of up to {work.prompt_length} + "
         f"{work.response_length} tokens, mini-batches of {work.global_batch_size}; "
         f"{f'{cluster.gpus} x ' if sizes else ''}{gpu.name} "
         f"({gpu.memory / GIB:.1f} GiB), {engine}"
     )
+
+
+def _adapters(shape: ModelShape, work: Workload) -> str:
+    if work.lora is None:
+        return ""
+    return f"; adapters of rank {work.lora.rank}, {total_adapters(shape, work.lora) / 1e6:.1f} million parameters"
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

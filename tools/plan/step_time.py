@@ -2,7 +2,8 @@
 
 FLOPs per token: 2 per weight in the forward pass and twice that in the backward; attention adds 2 h_q L for causal
 sequences of L tokens (Narayanan et al., arXiv:2104.04473, appendix, with half of the scores masked). The backward of
-the output layer recomputes the logits. Pipeline: m micro-batches take (m + (PP - 1) / VP) times the time of the slowest
+the output layer recomputes the logits. Frozen weights have no gradient: their backward is as long as their forward; the
+adapters' own products are not counted. Pipeline: m micro-batches take (m + (PP - 1) / VP) times the time of the slowest
 stage for one.
 """
 
@@ -140,12 +141,18 @@ def computed_again(stage: Pass, recompute: str) -> float:
     return {"none": 0.0, "selective": stage.attention, "full": stage.products + stage.attention}[recompute]
 
 
+def weight_passes(setting: Setting) -> int:
+    """Products with a weight in forward and backward: output, gradient of the input, its own if it is trained."""
+    return 3 if setting.lora is None else 2
+
+
 def stage_seconds(stage: Pass, setting: Setting) -> tuple[float, float]:
     """Seconds of a micro-batch on a stage, without the output layer: (forward and backward, forward only)."""
     communication = stage.tensor + stage.expert + stage.context
     trained = sum(times * getattr(stage, name) for name, times in layer_passes(setting).items())
     computed = stage.products + stage.attention
-    train = 3 * computed + computed_again(stage, setting.recompute) + trained + 2 * stage.send
+    products = weight_passes(setting) * stage.products + 3 * stage.attention
+    train = products + computed_again(stage, setting.recompute) + trained + 2 * stage.send
     return train, computed + communication + stage.send
 
 
@@ -170,21 +177,20 @@ def step_time(inputs: PlanInputs, parallel: ParallelConfig, budget: int, setting
     scores = scored + values
     forwards = updates * count * scores  # micro-batches of the scoring passes
     trained = updates * count * (1 + values)
-    # In training the output layer is computed 4 times: forward, recomputation, and twice for the gradients.
-    head = last.head / stages
+    head, heads = last.head / stages, weight_passes(setting) + 1  # in training its logits are computed twice
     train_all = (count + (stages - 1) / chunks) * updates * (
-        max(train_stage, train_last + 4 * last.head) + values * max(train_stage, train_last)
+        max(train_stage, train_last + heads * last.head) + values * max(train_stage, train_last)
     )
     score_all = (updates * count + (stages - 1) / chunks) * (
         scored * max(score_stage, score_last + last.head) + values * max(score_stage, score_last)
     )
-    busy_head = updates * count * (4 + scored) * head
+    busy_head = updates * count * (heads + scored) * head
     busy = trained * train_stage + forwards * score_stage + busy_head
-    dense, expert = split_states(shape, parallel, cluster.gpus, 0, setting.dtype_bytes)
+    dense, expert = split_states(shape, parallel, cluster.gpus, 0, setting.dtype_bytes, setting.lora)
     reduced = data_seconds(dense, expert, parallel, cluster.gpus, Links.of(cluster.gpu, assume), assume)
     passes = {name: times * trained + forwards for name, times in layer_passes(setting).items()}
     return StepTime(
-        products=(3 * trained + forwards) * usual.products + busy_head,
+        products=(weight_passes(setting) * trained + forwards) * usual.products + busy_head,
         attention=(3 * trained + forwards) * usual.attention,
         recompute=trained * computed_again(usual, setting.recompute),
         tensor=passes["tensor"] * usual.tensor, expert=passes["expert"] * usual.expert,
@@ -201,12 +207,13 @@ def step_time(inputs: PlanInputs, parallel: ParallelConfig, budget: int, setting
 def _optimizer_seconds(states: States, gpu: Gpu) -> float:
     """Adam is limited by memory bandwidth: states are read and written; gradients are read for the norm and for the
     update, and zeroed."""
-    return (2 * states.optimizer + 3 * states.gradients + states.weights) / (0.8 * gpu.hbm)
+    return (2 * states.optimizer + 3 * states.gradients + states.trained) / (0.8 * gpu.hbm)
 
 
 def model_flops(shape: ModelShape, work: Workload, assume: Assumptions) -> float:
-    """FLOPs of training on a rollout batch without recomputation and log-prob passes: 6 N per token, and attention."""
+    """FLOPs of training on a rollout batch without recomputation and log-prob passes: 6 N per token, 4 N with a frozen
+    base, and attention."""
     length = work.mean_length(assume.mean_response)
     weights = active_parameters(shape) - shape.vocab_size * shape.hidden_size * (0 if shape.tied_embeddings else 1)
     attention = 2 * shape.num_layers * shape.num_attention_heads * attention_dim(shape) * length
-    return work.sequences * length * (6 * weights + 3 * attention)
+    return work.sequences * length * ((6 if work.lora is None else 4) * weights + 3 * attention)

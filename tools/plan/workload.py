@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_gspo.config import LoRAConfig
 from megatron_gspo.errors import InputError
 from megatron_gspo.models.model_shape import ModelShape
 from megatron_gspo.tools.plan.assumptions import Assumptions
@@ -17,7 +18,7 @@ class Workload:
     """One rollout batch and its training. Lengths in tokens; ``global_batch_size`` in sequences per optimizer step.
 
     reference: with a frozen reference policy. value_model: with one of the policy's size (PPO). routes: expert ids are
-    replayed.
+    replayed. lora: of the adapters, if they are what is trained; the reference is then the policy without them.
     """
 
     response_length: int
@@ -30,6 +31,7 @@ class Workload:
     routes: bool = True
     dtype_bytes: int = 2
     implementation: str = "transformer_engine"
+    lora: LoRAConfig | None = None
 
     @property
     def sequences(self) -> int:

@@ -20,8 +20,10 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 
-from megatron_gspo.config import ModelConfig, ParallelConfig
+from megatron_gspo.config import LoRAConfig, ModelConfig, ParallelConfig
 from megatron_gspo.mcore.hf_weights import MappedParameter, map_parameters
+from megatron_gspo.mcore.lora.adapter_weights import adapter_parameters
+from megatron_gspo.mcore.lora.attach import attach_adapters
 from megatron_gspo.mcore.meta_device import meta_model, simulated_rank, smallest_world
 from megatron_gspo.mcore.process_groups import ProcessGroups
 from megatron_gspo.models import Family, ModelShape
@@ -56,6 +58,19 @@ def checkpoint_metadata(family: Family, shape: ModelShape, parallel: ParallelCon
                     for found in _chunks(value, parameters[name], groups):
                         chunks[found.key, found.offsets] = found
     return CheckpointMetadata(tuple(chunks.values()), objects)
+
+
+def adapter_chunks(family: Family, shape: ModelShape, lora: LoRAConfig) -> tuple[CheckpointChunk, ...]:
+    """The chunks of a checkpoint of adapters, each matrix whole. Only in a process without ``torch.distributed``."""
+    found: list[CheckpointChunk] = []
+    with simulated_rank(ParallelConfig(), 1, 0) as groups:
+        for model in meta_model(shape, ParallelConfig(), ModelConfig(path="", dtype="float32"), groups):
+            attach_adapters([model], lora, family, shape, groups)
+            parameters = adapter_parameters(model, lora, family, shape, groups)
+            for name, value in model.sharded_state_dict().items():
+                if name in parameters:
+                    found += _chunks(value, parameters[name], groups)
+    return tuple(found)
 
 
 def _chunks(value: ShardedTensor | ShardedTensorFactory, parameter: MappedParameter,

@@ -25,6 +25,7 @@ from torch.nn.functional import linear
 
 from megatron_gspo.mcore.latent_attention import LatentProjection
 from megatron_gspo.mcore.operators import LowRank
+from megatron_gspo.models.adapter_rules import add_product
 
 
 class Adapter(torch.nn.Module):
@@ -62,14 +63,11 @@ class Adapter(torch.nn.Module):
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        """The weight with what the adapter adds, a new tensor; the product is of float32 or wider, as in PEFT."""
-        dtype = torch.promote_types(weight.dtype, torch.float32)
+        """The weight with what the adapter adds, a new tensor; see `add_product`."""
         merged = weight.clone()
         for part, rows in enumerate(self.rows):
-            a, b = self.lora_A[part * self.rank : (part + 1) * self.rank], self.lora_B
-            places = rows.to(weight.device)
-            update = (b[places].to(dtype) @ a.to(dtype)) * self.scale
-            merged[places] += update.to(weight.dtype)
+            a, places = self.lora_A[part * self.rank : (part + 1) * self.rank], rows.to(weight.device)
+            merged[places] = add_product(weight[places], a, self.lora_B[places], self.scale)
         return merged
 
 

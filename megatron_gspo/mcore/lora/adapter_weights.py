@@ -57,6 +57,14 @@ def adapter_layers(chunks: Sequence[Any], lora: LoRAConfig, family: Family, shap
     return layers
 
 
+def adapter_parameters(chunk: Any, lora: LoRAConfig, family: Family, shape: ModelShape,
+                       groups: ProcessGroups) -> dict[str, MappedParameter]:  # fmt: skip
+    """A and B of each weight of a model chunk, by their names in the chunk. Experts that share one have it each."""
+    return {f"{found.base.name.removesuffix('weight')}lora.lora_{which}": mapped
+            for found in _adapted([chunk], lora, family, shape, groups)
+            for which, mapped in (("A", found.a), ("B", found.b))}  # fmt: skip
+
+
 @torch.no_grad()
 def fill_adapters(source: AdapterSource, chunks: Sequence[Any], lora: LoRAConfig, family: Family, shape: ModelShape,
                   groups: ProcessGroups) -> None:  # fmt: skip

@@ -37,7 +37,7 @@ KEYS = dict(
     vp="parallel.virtual_pipeline_model_parallel_size", cp="parallel.context_parallel_size",
     ep="parallel.expert_model_parallel_size", etp="parallel.expert_tensor_parallel_size",
     recompute="model.recompute_granularity", overlap="parallel.overlap_grad_reduce",
-    gather="parallel.overlap_param_gather",
+    gather="parallel.overlap_param_gather", lora="lora.rank", targets="lora.targets", adapters="lora.experts",
 )  # fmt: skip
 
 
@@ -103,6 +103,10 @@ LAYOUTS = (
     variant(SMALL, 16, 2, tp=2, cp=2, ep=4, recompute="none"),
     variant(SMALL, 16, 2, tp=2, ep=4, etp=2),
     variant(SMALL, 16, 2, tp=2, ep=8, gather="true"),
+    variant(SMALL, 8, 2, tp=1, ep=8, lora=8),
+    variant(SMALL, 16, 2, tp=2, ep=8, recompute="none", lora=16, overlap="false"),
+    variant(SMALL, 8, 4, tp=1, pp=2, ep=4, recompute="selective", lora=8, targets="[q_proj,v_proj]"),
+    variant(SMALL, 16, 2, tp=2, cp=2, ep=4, etp=2, lora=8, adapters="shared"),
     Layout("235b_24x8_gspo", LARGE, 128, 14),
     variant(LARGE, 64, 6, tp=4, pp=4, vp="null", ep=16),
     variant("qwen3_30b_a3b_4x8_gspo", 16, 4, tp=2, pp=4, ep=2),
@@ -148,11 +152,11 @@ def planned(layout: Layout, record: RankRecord) -> tuple[dict[str, int], dict[st
     """Of the record's rank: bytes of states and the peak of activations; bytes of collectives."""
     config, shape = layout.config, layout.shape
     parallel, stage, count = config.parallel, record.coordinates["pp"], len(record.micro_batches)
-    places = [record.groups[name].index(record.rank) for name in ("dp_cp", "expert_dp")]
-    states = exact_states(shape, parallel, record.world, stage, 2, *places)
+    places = record.groups["dp_cp"].index(record.rank), record.groups["expert_dp"].index(record.rank)
+    states = exact_states(shape, parallel, record.world, stage, 2, places, config.trained_lora)
     length = config.data.max_prompt_length + config.rollout.max_response_length
     batch = MicroBatch(max(record.micro_batches), length, scored=scored_positions(config, record))
-    setting = Setting(2, "torch", config.model.recompute_granularity)
+    setting = Setting(2, "torch", config.model.recompute_granularity, lora=config.trained_lora)
     peak = peak_bytes(shape, parallel, stage, batch, count, setting)
     memory = {name: getattr(states, name) for name in STATES} | {"activations": round(peak["total"])}
     return memory, mini_batch_bytes(shape, parallel, record.world, stage, batch, count, setting)
@@ -164,13 +168,15 @@ def rehearsed(record: RankRecord) -> dict[str, int]:
 
 
 def rehearsed_traffic(record: RankRecord) -> dict[str, int]:
-    """The same of the rehearsal. Left out: sums over ranks, of the norms' and routers' gradients, and tensors below
-    `LEAST` bytes, such as counts, experts' probabilities and the head's statistics."""
+    """The same of the rehearsal. Left out: sums over ranks, of the norms' and routers' gradients, and within a
+    replica tensors below `LEAST` bytes, such as counts, experts' probabilities and the head's statistics."""
     found: Counter[str] = Counter()
     for one in record.collectives:
         # overlap_param_gather leaves the weights to the next forward pass: here the log-prob pass
-        phases = ("old_log_probs", *STEP) if one.group in DATA_GROUPS else STEP
-        if one.phase in phases and len(one.ranks) > 1 and one.bytes >= LEAST and one.op != "allreduce":
+        of_states = one.group in DATA_GROUPS
+        phases = ("old_log_probs", *STEP) if of_states else STEP
+        is_large = of_states or one.bytes >= LEAST
+        if one.phase in phases and len(one.ranks) > 1 and is_large and one.op != "allreduce":
             found[_purpose(one)] += one.bytes
     return dict(found)
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.tools.plan.agreement import LAYOUTS, Comparison, Layout, compare, comparison_table, records
 
+SHARED = "30b tp=2 cp=2 ep=4 etp=2 lora=8 adapters=shared"
 SAME = Comparison(
     "a rank", dict(weights=1, gradients=2, optimizer=3, activations=104),
     dict(weights=1, gradients=2, optimizer=3, activations=100), dict(tp=5), dict(tp=5),
@@ -15,7 +16,7 @@ SAME = Comparison(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["30b_4x8_gspo", "30b tp=1 cp=2 ep=8"])
+@pytest.mark.parametrize("name", ["30b_4x8_gspo", "30b tp=1 cp=2 ep=8", SHARED])
 def test_a_plan_agrees_with_its_rehearsal(name: str) -> None:
     layout = next(one for one in LAYOUTS if one.name == name)
     for record in records(layout):

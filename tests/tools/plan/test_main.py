@@ -55,6 +55,8 @@ BAD = {
     "--response-length 0": (["--response-length", "0"], "at least 1"),
     "--response-length x": (["--response-length", "x"], "invalid int"),
     "--global-batch-size 100": (["--global-batch-size", "100"], "give a divisor"),
+    "--lora-targets x": (["--lora-rank", "8", "--lora-targets", "x"], "use some of q_proj"),
+    "--lora-rank 8": (["--lora-rank", "8", "--value-model"], "use rehearse"),
     "--engine-tensor 3": (["--engine-tensor", "3"], "give a divisor"),
     "--assume speed=2": (["--assume", "speed=2"], "is not an assumption"),
     "--assume matmul_efficiency=x": (["--assume", "matmul_efficiency=x"], "is not a number"),

@@ -72,7 +72,7 @@ def test_the_fast_states_bound_the_exact_ones(gpus: int, tp: int, pp: int, ep: i
     fast = rank_states(shape, parallel, gpus, 0, 2)
     places = [(0, 0), (dense - 1, expert - 1), (dense // 2, expert // 2)]
     for place in places:
-        exact = exact_states(shape, parallel, gpus, 0, 2, *place)
+        exact = exact_states(shape, parallel, gpus, 0, 2, place)
         assert (exact.weights, exact.gradients) == (fast.weights, fast.gradients)
         assert exact.optimizer <= fast.optimizer + 4 * 2000  # step counts lie unevenly
     assert fast.optimizer == pytest.approx(exact.optimizer, rel=1e-3)
