@@ -19,7 +19,8 @@ from megatron_gspo.weight_transport.server_endpoints import WeightEndpoints
 @dataclass(frozen=True)
 class ServerKind:
     """api, endpoints: of generation and of weights. launch: of started servers. on_cpu, gpus_per_server: of servers
-    with some arguments. gpu_option: the argument that sets a server's first GPU, if there is one."""
+    with some arguments. gpu_option: the argument that sets a server's first GPU, if there is one. length_options,
+    memory_options: arguments that set the longest sequence and the size of the KV cache, for messages."""
 
     api: ServerAPI
     endpoints: WeightEndpoints
@@ -27,14 +28,18 @@ class ServerKind:
     on_cpu: Callable[[Sequence[str]], bool]
     gpus_per_server: Callable[[Sequence[str]], int]
     gpu_option: str | None
+    length_options: str
+    memory_options: str
 
 
 SERVER_KINDS = {
     "sglang": ServerKind(
         SGLangAPI(), SGLangWeightEndpoints(), sglang_launch.SGLangLaunch, sglang_launch.on_cpu,
-        sglang_args.gpus_per_server, sglang_args.BASE_GPU,
+        sglang_args.gpus_per_server, sglang_args.BASE_GPU, "--context-length", "--mem-fraction-static or "
+        "--max-total-tokens",
     ),
     "vllm": ServerKind(
-        VLLMAPI(), VLLMWeightEndpoints(), vllm_launch.VLLMLaunch, vllm_launch.on_cpu, vllm_launch.gpus_per_server, None
+        VLLMAPI(), VLLMWeightEndpoints(), vllm_launch.VLLMLaunch, vllm_launch.on_cpu, vllm_launch.gpus_per_server, None,
+        "--max-model-len", "--gpu-memory-utilization or --max-model-len",
     ),
 }  # fmt: skip
