@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
         ("n-samples", 8, "responses per prompt"),
         ("global-batch-size", 256, "sequences per optimizer step"),
         ("engine-gpus", 0, "GPUs of the servers; 0 is as many as --gpus"),
-        ("engine-tensor", 1, "GPUs per SGLang server"),
+        ("engine-tensor", 1, "GPUs per server"),
         ("top", 10, "layouts to show"),
     ):
         made.add_argument(f"--{name}", type=int, default=default, help=f"{about} (default: %(default)s)")
