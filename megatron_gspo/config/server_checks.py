@@ -52,16 +52,17 @@ def _check_started(servers: ServerConfig) -> None:
 def _check_transport(servers: ServerConfig) -> None:
     name, transport = servers.section, servers.weight_transport
     for key in ("weight_changes_only", "weight_checksums"):
-        if getattr(servers, key) and not servers.uses_receiver:
+        by_server = key == "weight_checksums" and servers.has_weight_checker
+        if getattr(servers, key) and not servers.uses_receiver and not by_server:
             fix = f"set {name}.weight_transport: distributed and {name}.num_servers, or remove it"
             raise ConfigError(f"{name}.{key}", True, "needs the receiver of servers that the run starts", fix)
     if servers.weight_changes_only and not servers.loads_single_tensors:
         problem, fix = "these servers load a layer from all of its tensors", "remove it"
         raise ConfigError(f"{name}.weight_changes_only", True, problem, fix)
-    if servers.colocated and transport == "distributed":
+    if servers.colocated and transport in ("distributed", "nccl"):
         problem = f"servers on the trainer's GPUs ({name}.colocated) can't be in an NCCL group with it"
         fix = f"set it to {servers.colocated_transports}"
-        raise ConfigError(f"{name}.weight_transport", "distributed", problem, fix)
+        raise ConfigError(f"{name}.weight_transport", transport, problem, fix)
     if servers.weight_dir is not None and transport != "disk":
         problem = f"has no effect with {name}.weight_transport = {show(transport)}"
         raise ConfigError(f"{name}.weight_dir", servers.weight_dir, problem,

@@ -14,6 +14,7 @@ class ServerConfig:
 
     section: ClassVar[str] = "sglang"  # of the config, for messages
     loads_single_tensors: ClassVar[bool] = True  # else a layer is loaded from all of its tensors
+    has_weight_checker: ClassVar[bool] = False  # the servers compute checksums of what they serve, on every transport
     colocated_transports: ClassVar[str] = "ipc, or to disk"  # that servers on the trainer's GPUs take
     urls: tuple[str, ...] = ()
     """URLs of running servers (or of routers), as http://host:port."""
@@ -29,15 +30,15 @@ class ServerConfig:
     """Timeout of a server's start in seconds."""
     api_key_file: str | None = None
     """File with the servers' API key on its first line; null: no key."""
-    weight_transport: Literal["distributed", "tensor", "disk", "ipc"] = "distributed"
-    """Weights to servers by broadcast in a process group (`distributed`), HTTP (`tensor`), files (`disk`) or memory
-    handles within a node (`ipc`)."""
+    weight_transport: Literal["distributed", "tensor", "disk", "ipc", "nccl", "cuda_ipc"] = "distributed"
+    """How weights reach the servers; each kind takes some of these."""
     weight_bucket_mb: Annotated[float, Gt(0)] = 512.0
     """Weights that a rank sends at once, in MiB."""
     weight_changes_only: bool = False
     """Send only tensors that have changed since the last update, with `distributed` and servers that the run starts."""
     weight_checksums: bool = False
-    """Compare the checksum of every tensor after an update, with the same."""
+    """Compare the checksum of every tensor after an update, with the same; vLLM servers also prove, with any transport,
+    that it wrote every parameter."""
     weight_dir: str | None = None
     """Directory of `disk`, the same path on all servers; null is `run_dir`/weights."""
     master_address: str | None = None
@@ -80,6 +81,11 @@ class ServerConfig:
         return bool(self.num_servers) and self.weight_transport == "distributed"
 
     @property
+    def has_one_source(self) -> bool:
+        """Whether rank 0 must send all weights: the servers take them from one process."""
+        return False
+
+    @property
     def resolved_response_timeout(self) -> float:
         """`response_timeout` in seconds, null resolved."""
         return 3 * self.request_timeout if self.response_timeout is None else self.response_timeout
@@ -89,6 +95,10 @@ class ServerConfig:
 class SGLangConfig(ServerConfig):
     """SGLang servers of `rollout.engine: sglang`."""
 
+    weight_transport: Literal["distributed", "tensor", "disk", "ipc"] = "distributed"
+    """Weights to servers by broadcast in a process group (`distributed`), HTTP (`tensor`), files (`disk`) or memory
+    handles within a node (`ipc`)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class VLLMConfig(ServerConfig):
@@ -96,11 +106,18 @@ class VLLMConfig(ServerConfig):
 
     section: ClassVar[str] = "vllm"
     loads_single_tensors: ClassVar[bool] = False
-    colocated_transports: ClassVar[str] = "disk"
-    weight_transport: Literal["distributed", "disk"] = "distributed"
-    """Weights to servers by broadcast to our worker extension (`distributed`) or files (`disk`)."""
+    has_weight_checker: ClassVar[bool] = True
+    colocated_transports: ClassVar[str] = "disk, or to cuda_ipc"
+    weight_transport: Literal["distributed", "disk", "nccl", "cuda_ipc"] = "distributed"
+    """Weights to servers by broadcast to our worker extension (`distributed`), files (`disk`), or vLLM's own transfer
+    engines from rank 0 (`nccl`, `cuda_ipc`; GPUs only)."""
 
     @property
     def uses_receiver(self) -> bool:
         """See `ServerConfig.uses_receiver`: `urls` have it too, or are refused."""
         return self.weight_transport == "distributed"
+
+    @property
+    def has_one_source(self) -> bool:
+        """See `ServerConfig.has_one_source`."""
+        return self.weight_transport in ("nccl", "cuda_ipc")

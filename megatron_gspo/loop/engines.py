@@ -164,6 +164,8 @@ def weight_sources(config: Config, urls: Sequence[str]) -> tuple[Source, ...]:
             fix = "set it to disk, tensor or distributed"
             raise ConfigError(f"{servers.section}.weight_transport", "ipc", problem, fix)
         return handle_sources(config, urls, _ranks_of_the_first_node())
+    if servers.has_one_source:
+        return WHOLE
     one_node = sources[-1].rank < _ranks_of_the_first_node()
     by_rank_zero = servers.weight_transport == "disk" or servers.uses_receiver  # who sends all requests
     return sources if one_node or bool(servers.urls) or by_rank_zero else WHOLE

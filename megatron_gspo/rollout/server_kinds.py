@@ -21,8 +21,9 @@ from megatron_gspo.weight_transport.server_endpoints import WeightEndpoints
 @dataclass(frozen=True)
 class ServerKind:
     """api, endpoints: of generation and of weights. launch: of started servers. on_cpu, gpus_per_server: of servers
-    with some arguments. gpu_option: the argument that sets a server's first GPU, if there is one. config_option:
-    the one whose JSON changes the model's config."""
+    with some arguments. gpu_option: the argument that sets a server's first GPU, if there is one. config_option: the one
+    whose JSON changes the model's config. length_options, memory_options: those that set the longest sequence and the
+    size of the KV cache, for messages."""
 
     api: ServerAPI
     endpoints: WeightEndpoints
@@ -31,6 +32,8 @@ class ServerKind:
     gpus_per_server: Callable[[Sequence[str]], int]
     gpu_option: str | None
     config_option: str
+    length_options: str
+    memory_options: str
 
     def quantized_args(self, quantization: Mapping[str, Any]) -> list[str]:
         """The arguments of a server whose model has this `quantization_config`, and no weights until the first
@@ -41,11 +44,11 @@ class ServerKind:
 SERVER_KINDS = {
     "sglang": ServerKind(
         SGLangAPI(), SGLangWeightEndpoints(), sglang_launch.SGLangLaunch, sglang_launch.on_cpu,
-        sglang_args.gpus_per_server, sglang_args.BASE_GPU,
-        "--json-model-override-args",
+        sglang_args.gpus_per_server, sglang_args.BASE_GPU, "--json-model-override-args", "--context-length",
+        "--mem-fraction-static or --max-total-tokens",
     ),
     "vllm": ServerKind(
         VLLMAPI(), VLLMWeightEndpoints(), vllm_launch.VLLMLaunch, vllm_launch.on_cpu, vllm_launch.gpus_per_server, None,
-        "--hf-overrides",
+        "--hf-overrides", "--max-model-len", "--gpu-memory-utilization or --max-model-len",
     ),
 }  # fmt: skip

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,13 @@ class ServerInfo:
 
     version: of the server's software, for messages only. start_id: differs after a restart. weight_version: of its
     weights. model_path: the directory that it loaded last. device: "cuda" or "cpu". tp_size, pp_size, dp_size:
-    parallel ranks. max_input_tokens: longest prompt; max_total_tokens: capacity of its KV cache in tokens; None if not
-    reported. routed_experts: whether it returns them. update_session: whether a weight update must be opened and closed
-    by requests of its own (SGLang since 0.5.23). speculative: whether it decodes speculatively. receiver: whether it
-    has our receiver of weights; None if it does not say. refusal: why its responses can't be used, with the fix; "" if
-    they can.
+    parallel ranks. max_input_tokens: longest prompt; max_total_tokens: longest sequence that it can hold, in tokens;
+    None if not reported. routed_experts: whether it returns them. update_session: whether a weight update must be
+    opened and closed by requests of its own (SGLang since 0.5.23). speculative: whether it decodes speculatively.
+    receiver: whether it has our receiver of weights; None if it does not say. transfer_engine: its own for weights,
+    by name; "" if none. keeps_memory: why it can't free its GPU
+    memory while it is idle, with the fix; "" if it can or does not say. refusal: why its responses can't be used, with
+    the fix; "" if they can.
     """
 
     url: str
@@ -40,12 +42,17 @@ class ServerInfo:
     update_session: bool
     speculative: bool = False
     receiver: bool | None = None
+    transfer_engine: str = ""
+    keeps_memory: str = ""
     refusal: str = ""
 
-    def unusable(self, *, routes: bool) -> str:
-        """Why a run can't use its responses, with the fix; "" if it can. routes: whether the run needs them."""
+    def unusable(self, *, routes: bool, colocated: bool = False) -> str:
+        """Why a run can't use it, with the fix; "" if it can. routes: whether the run needs them. colocated: whether it
+        must free its memory while the run trains."""
         if self.refusal:
             return self.refusal
+        if colocated and self.keeps_memory:
+            return self.keeps_memory
         if routes and not self.routed_experts:
             return "it returns no routed experts; start it with --enable-return-routed-experts"
         if routes and self.speculative:
@@ -53,15 +60,25 @@ class ServerInfo:
         return ""
 
 
+@dataclass(frozen=True)
+class ClearedWeights:
+    """The parameters of a server that were set to zero before an update. digests: of those whose digest changed with
+    it, by name; only these can be proven. total: number of all."""
+
+    digests: Mapping[str, str] = field(default_factory=dict)
+    total: int = 0
+
+
 class WeightEndpoints:
     """One kind of server. Stateless. Every method raises `ServerError`; timeout: seconds of each request.
 
     A kind that lacks a transport does not define its methods, and its config section does not accept it. engine: its
-    name, which is also that of the config section. init_group_path, broadcast_path: of `init_group` and
-    `load_broadcast`, for error messages.
+    name, which is also that of the config section. own_transports: those of this kind alone, by name. init_group_path,
+    broadcast_path: of `init_group` and `load_broadcast`, for error messages.
     """
 
     engine: str
+    own_transports: Mapping[str, Callable[[WeightEndpoints], Any]] = {}  # `WeightTransport`, which imports this module
     init_group_path: str = ""
     broadcast_path: str = ""
 
@@ -88,6 +105,14 @@ class WeightEndpoints:
     async def flush_cache(self, server: ServerClient, *, timeout: float) -> None:
         """Empty the prefix cache; waits for requests that are still ending."""
         raise NotImplementedError
+
+    async def clear_weights(self, server: ServerClient, *, timeout: float) -> ClearedWeights:
+        """Set all parameters of a paused server to zero, for `unwritten`. A kind without such a check does nothing."""
+        return ClearedWeights()
+
+    async def unwritten(self, server: ServerClient, cleared: ClearedWeights, *, timeout: float) -> list[str]:
+        """Names of parameters that no update has written since `clear_weights`, sorted."""
+        return []
 
     async def begin_update(self, server: ServerClient, *, timeout: float) -> None:
         """Open an update, on a server whose `ServerInfo.update_session` is set. One left open is closed first."""

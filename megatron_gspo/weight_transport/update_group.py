@@ -63,7 +63,7 @@ class UpdateGroup:
     async def join(self) -> None:
         """Connect to the servers' ranks, which must be joining. Raises GroupError."""
         try:
-            self._group = await _in_thread(self._connect)
+            self._group = await in_thread(self._connect)
         except (RuntimeError, ValueError) as error:
             raise GroupError(f"no process group with it: {_short(error)}") from None
 
@@ -154,7 +154,7 @@ def local_address(url: str) -> str:
         raise GroupError(f"no route to it ({error.strerror or error})") from None
 
 
-async def _in_thread(function: Callable[[], T]) -> T:
+async def in_thread(function: Callable[[], T]) -> T:
     """The function's result, from a daemon thread: unlike an executor's, one that hangs doesn't keep the program."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()

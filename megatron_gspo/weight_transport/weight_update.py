@@ -39,7 +39,7 @@ from megatron_gspo.weight_transport.receiver_transport import (
     abort_transfer,
     receive_requests,
 )
-from megatron_gspo.weight_transport.server_endpoints import ServerInfo, WeightEndpoints
+from megatron_gspo.weight_transport.server_endpoints import ClearedWeights, ServerInfo, WeightEndpoints
 from megatron_gspo.weight_transport.tensor_transport import SharedMemoryTransport, TensorTransport
 from megatron_gspo.weight_transport.transport import Sent, Target, WeightTransport
 
@@ -129,7 +129,8 @@ class ServerUpdate:
     """The steps of an update around the transfers of its sources, on one rank.
 
     pending: servers of the current transfer, by URL. failures: url -> reason; such a server may be half updated, and
-    what it generates has no valid version until an update succeeds.
+    what it generates has no valid version until an update succeeds. cleared: url -> the parameters that the server was
+    asked to prove, with a transport's `checksums`.
     """
 
     def __init__(self, loop: EventLoop, servers: Sequence[ServerClient], transport: WeightTransport, *, version: str,
@@ -143,6 +144,7 @@ class ServerUpdate:
         self._attempts = 0  # of the transfer
         self.pending: dict[str, Target] = {}
         self.failures: dict[str, ServerError] = {}
+        self.cleared: dict[str, ClearedWeights] = {}
 
     def begin(self) -> None:
         """Pause the servers; if the transport stores the weights, they are paused when all are stored."""
@@ -263,6 +265,8 @@ class ServerUpdate:
         await endpoints.set_version(server, f"{self._version}:incomplete", timeout=timeout)
         if self._has_session(info):
             await endpoints.begin_update(server, timeout=timeout)
+        if self._transport.checksums:
+            self.cleared[server.url] = await endpoints.clear_weights(server, timeout=timeout)
 
     async def _serve(self, server: ServerClient) -> None:
         """Make the server serve its new weights."""
@@ -270,6 +274,10 @@ class ServerUpdate:
         await self._transport.load(server, timeout)
         if self._has_session(self._infos[server.url]):
             await endpoints.end_update(server, timeout=timeout)
+        if cleared := self.cleared.get(server.url):
+            if missed := await endpoints.unwritten(server, cleared, timeout=timeout):
+                raise ServerError(f"server {server.url}: the update did not write {len(missed)} of its parameters, "
+                                  f"the first: {missed[0][:120]}", retry=False)  # fmt: skip
         await endpoints.flush_cache(server, timeout=timeout)
         await endpoints.set_version(server, self._version, timeout=timeout)
         reported = await endpoints.weight_version(server, timeout=timeout)
@@ -323,7 +331,9 @@ def make_transport(
                              "checkpoints from")  # fmt: skip
         directory = Path(config.weight_dir) if config.weight_dir else Path(str(run_dir)) / "weights"
         companions = None if source is None else Path(source)
-        return DiskTransport(endpoints, directory, source=companions, quantization=quantization)
+        disk = DiskTransport(endpoints, directory, source=companions, quantization=quantization)
+        disk.checksums = config.weight_checksums
+        return disk
     if name == "tensor":
         return TensorTransport(endpoints)
     if name == "distributed":
@@ -333,6 +343,10 @@ def make_transport(
         return DistributedTransport(endpoints, address=address, backend=backend)
     if name == "ipc":
         return SharedMemoryTransport(endpoints)
+    if own := endpoints.own_transports.get(name):
+        transport = own(endpoints)
+        transport.checksums = config.weight_checksums
+        return transport
     raise ValueError(f"{section}.weight_transport={name}: choose one of {', '.join(TRANSPORTS)}")
 
 

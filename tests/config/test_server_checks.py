@@ -137,6 +137,12 @@ def test_keys_of_our_receiver(plain, key):
             build(plain, *started, *others)
 
 
+def test_vllm_proves_an_update_on_every_transport(plain):
+    for transport in ("disk", "distributed"):
+        given = (*ON_VLLM, "vllm.weight_checksums=true", f"vllm.weight_transport={transport}")
+        assert build(plain, *given).vllm.weight_checksums
+
+
 def test_nothing_listens_beyond_this_machine_unless_told_to():
     from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch
 

@@ -89,6 +89,13 @@ def test_variants_differ_only_where_the_algorithms_do(file):
         assert load_config(gspo).rollout.sequences == 4 * load_config(gspo).training.global_batch_size
 
 
+def test_the_example_of_vllm_differs_in_the_servers_only():
+    ours, theirs = (flat(load_config(EXAMPLES / "qwen3_moe" / f"{name}_30b_a3b_4x8_gspo.yaml").dump())
+                    for name in ("vllm", "qwen3"))  # fmt: skip
+    different = {key for key in ours | theirs if ours.get(key) != theirs.get(key)}
+    assert {key for key in different if not key.startswith(("vllm.", "sglang."))} == {"run_dir", "rollout.engine"}
+
+
 def test_there_is_a_variant_of_each():
     large = {file.stem for file in CONFIGS if file.stem.startswith("qwen3_")}
     assert len(large) == 10 and {stem.replace("_grpo_r2", "_gspo") for stem in large} <= large

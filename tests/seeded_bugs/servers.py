@@ -146,4 +146,15 @@ OF_THE_SERVERS = (
         "(response.choices[0].routed_experts, response.prompt_routed_experts)",
         (f"{VLLM_PARSER}rows_that_come_apart_a_last_row_that_lacks_and_unknown_rows",),
     ),
+    SeededBug(
+        "a parameter that an update leaves out counts as written", "design", f"{VLLM}/vllm_weight_endpoints.py",
+        "if found.get(name) == digest)", "if name not in found)",
+        ("tests/rollout/vllm/test_vllm_weight_endpoints.py::test_the_proof_of_an_update_names_what_was_not_written",),
+    ),
+    SeededBug(
+        "a draw that vLLM drops advances the request's generator", "vLLM 0.32 on a CPU",
+        f"{VLLM}/worker_extension/megatron_gspo_worker.py",
+        "            generator.set_state(state)\n", "            del generator, state\n",
+        ("tests/rollout/vllm/worker_extension/test_megatron_gspo_worker.py::test_a_dropped_draw_is_drawn_again",),
+    ),
 )  # fmt: skip

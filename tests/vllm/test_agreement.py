@@ -29,7 +29,8 @@ VOCABULARY = 96  # of the character tokenizer's ids, all below the model's vocab
 
 @pytest.fixture(scope="module")
 def engine(vllm_server: LocalServers, vllm_model: str) -> Iterator[ServerEngine]:
-    engine = engine_on(vllm_server.urls, vllm_model, kind="vllm", routes=False, weight_transport="distributed")
+    engine = engine_on(vllm_server.urls, vllm_model, kind="vllm", routes=False, weight_transport="distributed",
+                       health_timeout=60.0)  # fmt: skip
     engine.check_servers()
     engine.update_weights(checkpoint_stream(vllm_model), version=0)
     yield engine

@@ -28,7 +28,7 @@ TRANSPORTS = ("disk", "distributed")
 @pytest.fixture(scope="module", params=TRANSPORTS)
 def engine(request, vllm_server: LocalServers, vllm_model: str, tmp_path_factory) -> Iterator[ServerEngine]:
     engine = engine_on(vllm_server.urls, vllm_model, kind="vllm", routes=False, weight_transport=request.param,
-                       folder=tmp_path_factory.mktemp("weights"), weight_checksums=request.param == "distributed")
+                       folder=tmp_path_factory.mktemp("weights"), weight_checksums=True)
     yield engine
     engine.close()
 
@@ -48,11 +48,15 @@ def update(engine: ServerEngine, model: torch.nn.Module, version: int) -> None:
     engine.update_weights(weights.items(), version=version)
 
 
-def digests(engine: ServerEngine) -> dict[str, str]:
-    """SHA-256 of the server's parameters, by vLLM's own check. On a CPU, those that it has packed are empty."""
+def all_digests(engine: ServerEngine) -> dict[str, str]:
+    """SHA-256 of the server's parameters, by vLLM's own check."""
     server = engine._pool.servers[0].client
-    answer = engine._loop.run(server.post("/weight_checker", {"action": "checksum"}, timeout=60))
-    return {name: digest for name, digest in answer["checksums"].items() if digest != EMPTY}
+    return engine._loop.run(server.post("/weight_checker", {"action": "checksum"}, timeout=60))["checksums"]
+
+
+def digests(engine: ServerEngine) -> dict[str, str]:
+    """Those of parameters that have bytes: on a CPU vLLM keeps those that it packs elsewhere."""
+    return {name: digest for name, digest in all_digests(engine).items() if digest != EMPTY}
 
 
 def check(engine: ServerEngine, model: torch.nn.Module, version: int) -> list[Sample]:
@@ -83,6 +87,58 @@ def test_an_update_gives_the_weights_of_its_version(engine: ServerEngine, vllm_m
     assert len(found[1]) >= 10 and all(found[1][name] != found[2][name] for name in found[1])
     for version, each in found.items():
         assert seen.setdefault(version, each) == each, "both transports give the same parameters"
+
+
+def test_an_update_that_leaves_a_parameter_out_is_found(engine: ServerEngine, vllm_model: str) -> None:
+    """By /weight_checker: what was sent arrived, and the layers are complete."""
+    weights = {name: tensor.float() for name, tensor in checkpoint(model_of(vllm_model, 3)).items()}
+    del weights["model.norm.weight"]
+    reason = r"the update did not write 1 of its parameters, the first: \S*:model.norm.weight"
+    with pytest.raises(EngineError, match=f"no server took weights 3: http://.*{reason}"):
+        engine.update_weights(weights.items(), version=3)
+    assert not engine._pool.serving
+    update(engine, model_of(vllm_model, 3), 3)
+    check(engine, model_of(vllm_model, 3), 3)
+
+
+def test_what_a_cpu_cannot_prove_is_told_once(engine: ServerEngine, vllm_model: str, monkeypatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(engine, "_log", lines.append)
+    engine._told.clear()
+    for _ in range(2):
+        engine._loop.run(engine._pool.mark_stale(engine._pool.servers[0], "so that it needs an update"))
+        update(engine, model_of(vllm_model, 3), 3)
+    proven, total = len(digests(engine)), len(all_digests(engine))
+    assert 10 <= proven < total, "vLLM packs experts and projections for its CPU kernels"
+    assert [f"prove {proven} of {total} parameters" in line for line in lines] == [True]
+
+
+@pytest.mark.parametrize(("transport", "engine"), [("nccl", "nccl"), ("cuda_ipc", "ipc")])
+def test_transfer_engines_of_vllm_are_refused_on_a_cpu(vllm_server, vllm_model, transport, engine) -> None:
+    refused = engine_on(vllm_server.urls, vllm_model, kind="vllm", routes=False, weight_transport=transport)
+    try:
+        with pytest.raises(EngineError, match=f"server http://.*: vLLM's {engine} transfer engine needs GPUs on both"):
+            update(refused, model_of(vllm_model, 1), 1)
+    finally:
+        refused.close()
+
+
+def test_a_server_that_frees_no_memory_is_refused_where_it_is_colocated(vllm_server, vllm_model, tmp_path) -> None:
+    """On a CPU it answers to /sleep and /wake_up, and has its weights in between."""
+    colocated = engine_on(vllm_server.urls, vllm_model, kind="vllm", routes=False, weight_transport="disk",
+                          folder=tmp_path, colocated=True)  # fmt: skip
+    try:
+        with pytest.raises(EngineError, match=r"^server http://\S+: it can't free its memory .*--enable-sleep-mode"):
+            colocated.check_servers()
+        server, api = colocated._pool.servers[0].client, colocated._api
+        before = all_digests(colocated)
+        colocated._loop.run(api.release_memory(server, timeout=30))
+        assert all_digests(colocated) == before
+        for kind in ("weights", "kv_cache"):
+            colocated._loop.run(api.restore_memory(server, kind, timeout=30))
+        colocated._loop.run(api.check_health(server, timeout=30))
+    finally:
+        colocated.close()
 
 
 def test_a_failed_update_leaves_the_server_out_until_one_succeeds(engine: ServerEngine, vllm_model: str) -> None:

@@ -71,14 +71,21 @@ def judge_server(config: Config, server: ServerInfo) -> list[Finding]:
         f"{server.url}: {server.device}, TP {server.tp_size}, PP {server.pp_size}, DP {server.dp_size}, "
         f"serves {server.model_path}"
     )
-    faults = [*_judge_responses(server), *_judge_routes(config, server), *_judge_length(config, server),
-              *_judge_weight_transport(config, server)]  # fmt: skip
+    faults = [*_judge_responses(server), *_judge_memory(config, server), *_judge_routes(config, server),
+              *_judge_length(config, server), *_judge_weight_transport(config, server)]  # fmt: skip
     return [version, *(faults or [ok("servers.answer", text)])]
 
 
 def _judge_responses(server: ServerInfo) -> list[Finding]:
     head, _, fix = server.refusal.partition("; ")
     return [error("servers.log_probs", f"{server.url}: {head}", "the run refuses it", fix)] if head else []
+
+
+def _judge_memory(config: Config, server: ServerInfo) -> list[Finding]:
+    if not config.servers.colocated or not server.keeps_memory:
+        return []
+    head, _, fix = server.keeps_memory.partition("; ")
+    return [error("servers.memory", f"{server.url}: {head}", "the run refuses it", fix)]
 
 
 def _judge_routes(config: Config, server: ServerInfo) -> list[Finding]:
@@ -111,14 +118,14 @@ def _judge_routes(config: Config, server: ServerInfo) -> list[Finding]:
 
 
 def _judge_length(config: Config, server: ServerInfo) -> list[Finding]:
-    prompt, limit = config.data.max_prompt_length, server.max_input_tokens
+    prompt, limit, kind = config.data.max_prompt_length, server.max_input_tokens, SERVER_KINDS[config.rollout.engine]
     if limit is not None and prompt > limit:
         return [
             error(
                 "servers.length",
                 f"{server.url} takes prompts of at most {limit} tokens, data.max_prompt_length = {prompt}",
                 "it refuses longer ones",
-                "start it with a larger --context-length, or lower data.max_prompt_length",
+                f"start it with a larger {kind.length_options}, or lower data.max_prompt_length",
             )
         ]
     longest, capacity = prompt + config.rollout.max_response_length, server.max_total_tokens
@@ -126,9 +133,9 @@ def _judge_length(config: Config, server: ServerInfo) -> list[Finding]:
         return [
             error(
                 "servers.length",
-                f"{server.url} has a KV cache of {capacity} tokens, prompt and response may take {longest}",
+                f"{server.url} holds sequences of at most {capacity} tokens, prompt and response may take {longest}",
                 "it aborts the longest responses",
-                "start it with more --mem-fraction-static or --max-total-tokens, or lower rollout.max_response_length",
+                f"start it with more {kind.memory_options}, or lower rollout.max_response_length",
             )
         ]
     return []

@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
         ("n-samples", 8, "responses per prompt"),
         ("global-batch-size", 256, "sequences per optimizer step"),
         ("engine-gpus", 0, "GPUs of the servers; 0 is as many as --gpus"),
-        ("engine-tensor", 1, "GPUs per SGLang server"),
+        ("engine-tensor", 1, "GPUs per server"),
         ("lora-rank", 0, "rank of adapters, which are then all that is trained; 0: all weights are"),
         ("top", 10, "layouts to show"),
     ):

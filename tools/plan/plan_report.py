@@ -14,7 +14,7 @@ from megatron_gspo.tools.plan.hardware import GIB
 from megatron_gspo.tools.plan.layout_search import Plan, Search, limits
 from megatron_gspo.tools.plan.layouts import name_of
 from megatron_gspo.tools.plan.parameters import active_parameters, total_parameters
-from megatron_gspo.tools.plan.workload import Cluster, Workload
+from megatron_gspo.tools.plan.workload import OWN_GPUS, Cluster, Workload
 
 
 def describe(shape: ModelShape, work: Workload, cluster: Cluster, *, sizes: bool = True) -> str:
@@ -22,7 +22,7 @@ def describe(shape: ModelShape, work: Workload, cluster: Cluster, *, sizes: bool
     gpu = cluster.gpu
     own = f"{cluster.engine_gpus} GPUs" if sizes else "GPUs"
     engine = {
-        "sglang": f"engines on {own} of their own",
+        **dict.fromkeys(OWN_GPUS, f"engines on {own} of their own"),
         "colocated": "engines on the same GPUs", "embedded": "the embedded engine (not timed)",
         "none": "generation not counted",
     }[cluster.engine]  # fmt: skip

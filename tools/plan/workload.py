@@ -10,7 +10,8 @@ from megatron_gspo.models.model_shape import ModelShape
 from megatron_gspo.tools.plan.assumptions import Assumptions
 from megatron_gspo.tools.plan.hardware import Gpu
 
-ENGINES = ("sglang", "colocated", "embedded", "none")
+OWN_GPUS = ("sglang", "vllm")  # engines on GPUs of their own; they cost the same
+ENGINES = (*OWN_GPUS, "colocated", "embedded", "none")
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ class Workload:
 class Cluster:
     """Training and generation hardware.
 
-    gpus: training GPUs. engine: ``sglang`` on ``engine_gpus`` further GPUs, ``colocated`` SGLang on the training GPUs,
-    the ``embedded`` engine, or ``none``. engine_tensor: GPUs per engine.
+    gpus: training GPUs. engine: ``sglang`` or ``vllm`` on ``engine_gpus`` further GPUs, ``colocated`` SGLang on the
+    training GPUs, the ``embedded`` engine, or ``none``. engine_tensor: GPUs per engine.
     """
 
     gpu: Gpu
@@ -64,7 +65,7 @@ class Cluster:
     @property
     def serving(self) -> int:
         """GPUs that generate."""
-        return {"sglang": self.engine_gpus, "colocated": self.gpus, "embedded": self.gpus, "none": 0}[self.engine]
+        return self.engine_gpus if self.engine in OWN_GPUS else 0 if self.engine == "none" else self.gpus
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,9 @@ def check_cluster(cluster: Cluster) -> None:
     if cluster.gpus < 1 or (cluster.gpus > node and cluster.gpus % node):
         fix = max(cluster.gpus - cluster.gpus % node, 1)
         raise InputError(f"--gpus {cluster.gpus}: nodes have {node} GPUs; give 1 to {node} or a multiple, as {fix}")
-    if cluster.engine == "sglang" and cluster.engine_gpus < 1:
+    if cluster.engine in OWN_GPUS and cluster.engine_gpus < 1:
         raise InputError(f"--engine-gpus {cluster.engine_gpus}: engines need GPUs; give 1 or more, or --engine none")
-    if cluster.engine in ("sglang", "colocated") and (
+    if cluster.engine in (*OWN_GPUS, "colocated") and (
         cluster.engine_tensor < 1 or cluster.serving % cluster.engine_tensor
     ):
         raise InputError(

@@ -19,7 +19,7 @@ from megatron_gspo.rollout.server_engine.server_pool import NoServerError, Poole
 from megatron_gspo.servers.http_client import ServerClient, ServerError
 from megatron_gspo.servers.server_processes import LocalServers
 from megatron_gspo.weight_transport.receiver_transport import Offer
-from megatron_gspo.weight_transport.server_endpoints import ServerInfo
+from megatron_gspo.weight_transport.server_endpoints import ClearedWeights, ServerInfo
 from megatron_gspo.weight_transport.transport import Sent, WeightTransport
 from megatron_gspo.weight_transport.weight_sender import WeightSender
 from megatron_gspo.weight_transport.weight_update import ServerUpdate, UpdatePlan
@@ -53,6 +53,7 @@ class ServerEngine:
         self._update: ServerUpdate | None = None
         self._targets: list[PooledServer] = []  # of the update
         self._updating = 0  # its version
+        self._told: set[str] = set()  # URLs of servers whose checksums prove only some parameters
         self._closed = False
         self._monitor = client.watch(self._monitor_processes(processes)) if processes is not None else None
 
@@ -65,7 +66,7 @@ class ServerEngine:
                 info = await self._endpoints.server_info(server.client, timeout=self._config.update_timeout)
             except ServerError:
                 return ""
-            return info.unusable(routes=self.client.model.return_routes)
+            return info.unusable(routes=self.client.model.return_routes, colocated=self._config.colocated)
 
         async def reasons() -> dict[str, str]:
             servers = self._pool.servers
@@ -167,11 +168,22 @@ class ServerEngine:
                 self._restore_memory("kv_cache")
                 self._memory_released = False
         update, self._update = self._running_update, None
+        self._report_proofs(update.cleared)
         self._loop.run(self._apply_update(self._targets, update.failures))
         self._loop.run(self._pool.resume())
         self.weight_version = self._updating
         if not self._pool.serving:
             raise NoServerError(f"no server took weights {self._updating}: {self._pool.describe()}")
+
+    def _report_proofs(self, cleared: Mapping[str, ClearedWeights]) -> None:
+        """Log, once per server, how many parameters its checksums can prove, unless all."""
+        for url, parameters in cleared.items():
+            proven = len(parameters.digests)
+            if proven < parameters.total and url not in self._told:
+                total = parameters.total
+                self._log(f"{url}: its checksums prove {proven} of {total} parameters; the others were zero, or are "
+                          "packed for its kernel")  # fmt: skip
+                self._told.add(url)
 
     @property
     def _running_update(self) -> ServerUpdate:

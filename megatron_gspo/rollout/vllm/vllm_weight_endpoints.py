@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_gspo.rollout.server_engine.endpoint_answers import count, has_endpoint, object_of, positive
+from megatron_gspo.rollout.vllm.transfer_engines import CUDAIPCTransport, NCCLTransport
 from megatron_gspo.rollout.vllm.vllm_api import PATH
 from megatron_gspo.servers.http_client import ServerClient, ServerError
-from megatron_gspo.weight_transport.server_endpoints import ServerInfo, WeightEndpoints
+from megatron_gspo.weight_transport.server_endpoints import ClearedWeights, ServerInfo, WeightEndpoints
 
 EXTENSION = "megatron_gspo_worker.WeightReceiver"  # as the servers import it
+_KEEPS_MEMORY = "it can't free its memory for the trainer; start it on a GPU with --enable-sleep-mode"
+_CHECKER = "/weight_checker"
 _FLUSH_POLL_SECONDS = 0.05  # between two flushes of a server whose requests are still ending
 
 
@@ -21,6 +24,7 @@ class VLLMWeightEndpoints(WeightEndpoints):
     """See `WeightEndpoints`. vLLM 0.32 in its developer mode, which has the endpoints of weights and versions."""
 
     engine = "vllm"
+    own_transports = {"nccl": NCCLTransport, "cuda_ipc": CUDAIPCTransport}
 
     async def server_info(self, server: ServerClient, *, timeout: float) -> ServerInfo:
         """See `WeightEndpoints.server_info`. Four requests; the first one takes seconds, in which vLLM collects its
@@ -32,6 +36,8 @@ class VLLMWeightEndpoints(WeightEndpoints):
         model, parallel, cache = (_section(config, name) for name in ("model_config", "parallel_config",
                                                                       "cache_config"))  # fmt: skip
         blocks, size = positive(cache.get("num_gpu_blocks")), positive(cache.get("block_size"))
+        longest = positive(model.get("max_model_len"))  # of prompt and response
+        limits = [limit for limit in (longest, blocks * size if blocks and size else None) if limit]
         receiver = parallel.get("worker_extension_cls") == EXTENSION
         return ServerInfo(
             url=server.url,
@@ -43,12 +49,14 @@ class VLLMWeightEndpoints(WeightEndpoints):
             tp_size=count(parallel, "tensor_parallel_size", server),
             pp_size=count(parallel, "pipeline_parallel_size", server),
             dp_size=count(parallel, "data_parallel_size", server),
-            max_input_tokens=positive(model.get("max_model_len")),
-            max_total_tokens=blocks * size if blocks and size else None,
+            max_input_tokens=longest,
+            max_total_tokens=min(limits, default=None),
             routed_experts=bool(_section(config, "aux_output_config").get("enable_return_routed_experts", False)),
             update_session=False,
             speculative=config.get("speculative_config") is not None,
             receiver=receiver,
+            transfer_engine=str(_section(config, "weight_transfer_config").get("backend", "")),
+            keeps_memory="" if model.get("enable_sleep_mode") else _KEEPS_MEMORY,
             refusal=_refusal(model, await has_endpoint(server, PATH, timeout=timeout), receiver),
         )
 
@@ -80,6 +88,20 @@ class VLLMWeightEndpoints(WeightEndpoints):
                 raise ServerError(f"server {server.url}/reset_prefix_cache: {reason}", status=200, retry=True)
             await asyncio.sleep(_FLUSH_POLL_SECONDS)
 
+    async def clear_weights(self, server: ServerClient, *, timeout: float) -> ClearedWeights:
+        """See `WeightEndpoints.clear_weights`. A digest that stays is of a parameter that was zero, or without bytes:
+        vLLM 0.32 keeps those that it packs for a CPU kernel elsewhere."""
+        before = await _digests(server, timeout)
+        await server.post(_CHECKER, {"action": "reset"}, timeout=timeout)
+        after = await _digests(server, timeout)
+        changed = {name: digest for name, digest in after.items() if digest != before.get(name)}
+        return ClearedWeights(changed, len(after))
+
+    async def unwritten(self, server: ServerClient, cleared: ClearedWeights, *, timeout: float) -> list[str]:
+        """See `WeightEndpoints.unwritten`."""
+        found = await _digests(server, timeout)
+        return sorted(name for name, digest in cleared.digests.items() if found.get(name) == digest)
+
     async def load_checkpoint(self, server: ServerClient, path: Path, *, timeout: float) -> None:
         """See `WeightEndpoints.load_checkpoint`."""
         await _call(server, "receive_checkpoint", timeout, args=[str(path)])
@@ -87,6 +109,15 @@ class VLLMWeightEndpoints(WeightEndpoints):
     async def receive(self, server: ServerClient, requests: Sequence[dict[str, Any]], *, timeout: float) -> None:
         """See `WeightEndpoints.receive`."""
         await _call(server, "receive_weights", timeout, args=[json.dumps(list(requests))])
+
+
+async def _digests(server: ServerClient, timeout: float) -> dict[str, str]:
+    """SHA-256 of each parameter of each worker, by name. Raises `ServerError`."""
+    answer = await server.post(_CHECKER, {"action": "checksum"}, timeout=timeout)
+    digests = answer.get("checksums") if isinstance(answer, dict) else None
+    if not isinstance(digests, dict) or not digests:
+        raise ServerError(f"server {server.url}{_CHECKER}: no checksums came back", status=200, retry=False)
+    return digests
 
 
 async def _call(server: ServerClient, method: str, timeout: float, **arguments: Any) -> None:

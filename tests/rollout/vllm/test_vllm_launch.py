@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 import torch
@@ -38,6 +39,32 @@ def test_the_command(gpu):
     assert {"--enable-scale-out", "--enable-prompt-tokens-details", "--enable-return-routed-experts"} < set(made)
     assert ("--enforce-eager" in made, "--enable-sleep-mode" in made) == (not gpu, gpu)
     assert option(made[: -len(given)], "--logprobs-mode") == "processed_logprobs" and tuple(made[-3:]) == given
+
+
+def test_colocated_servers_are_refused_on_a_cpu_before_they_start(gpu, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    config = VLLMConfig(num_servers=1, python=sys.executable, colocated=True)
+    made = VLLMLaunch(config, str(tmp_path))
+    made.__dict__["version"] = (0, 32, 0)  # of an interpreter that has it
+    if gpu:
+        made.check()
+        return
+    with pytest.raises(InputError, match="^vllm.colocated=true: vLLM frees no memory on a CPU; set it to false$"):
+        made.check()
+
+
+@pytest.mark.parametrize(("transport", "engine"), [("nccl", "nccl"), ("cuda_ipc", "ipc")])
+def test_servers_with_a_transfer_engine_of_their_own(gpu, tmp_path, transport, engine):
+    (tmp_path / "config.json").write_text("{}")
+    made = VLLMLaunch(VLLMConfig(num_servers=1, weight_transport=transport), str(tmp_path))
+    made.__dict__["version"] = (0, 32, 0)  # of an interpreter that has it
+    assert option(made.command(0, 1, key_file=None), "--weight-transfer-config") == f'{{"backend": "{engine}"}}'
+    if gpu:
+        made.check()
+        assert ("VLLM_ALLOW_INSECURE_SERIALIZATION" in made.environment(0)) == (engine == "ipc")
+        return
+    with pytest.raises(InputError, match=f"^vllm.weight_transport={transport}: vLLM's own transfer engines need GPUs"):
+        made.check()
 
 
 def test_the_environment(gpu, monkeypatch):

@@ -13,7 +13,7 @@ from megatron_gspo.rollout.vllm import vllm_weight_endpoints
 from megatron_gspo.rollout.vllm.vllm_weight_endpoints import EXTENSION, VLLMWeightEndpoints
 from megatron_gspo.servers.http_client import ServerError
 from megatron_gspo.weight_transport.receiver_transport import ReceiverTransport
-from megatron_gspo.weight_transport.server_endpoints import ServerInfo
+from megatron_gspo.weight_transport.server_endpoints import ClearedWeights, ServerInfo
 from tests.support.scripted_endpoints import Server
 
 ENDPOINTS = VLLMWeightEndpoints()
@@ -30,10 +30,10 @@ CONFIG = {
 }  # fmt: skip
 
 
-def info(generates: int = 405, **changes: dict[str, Any]) -> ServerInfo:
+def info(generates: int = 405, **changes: Any) -> ServerInfo:
     config = copy.deepcopy(CONFIG)
     for section, values in changes.items():
-        config[section] = (config[section] or {}) | values
+        config[section] = (config.get(section) or {}) | values if isinstance(values, dict) else values
     server = Server(server_info={"vllm_config": config}, version={"version": "0.32.0"},
                     weight_info={"weight_version": "a:1"}, **{"inference/v1/generate": generates})  # fmt: skip
     return server.run(lambda s: ENDPOINTS.server_info(s, timeout=5))
@@ -42,7 +42,8 @@ def info(generates: int = 405, **changes: dict[str, Any]) -> ServerInfo:
 def test_what_a_server_reports():
     found = info()
     assert (found.version, found.device, found.weight_version, found.model_path) == ("0.32.0", "cuda", "a:1", "/m")
-    assert (found.tp_size, found.max_input_tokens, found.max_total_tokens, found.start_id) == (2, 512, 2**19, "17")
+    assert (found.tp_size, found.max_input_tokens, found.max_total_tokens, found.start_id) == (2, 512, 512, "17")
+    assert info(cache_config={"num_gpu_blocks": 2}).max_total_tokens == 256
     assert (found.routed_experts, found.speculative, found.receiver, found.refusal) == (False, False, True, "")
     assert found.unusable(routes=False) == ""
 
@@ -101,6 +102,30 @@ def test_the_requests_of_an_update():
         ("/reset_prefix_cache", {}),
         ("/resume", {}),
     ]  # fmt: skip
+
+
+def test_the_proof_of_an_update_names_what_was_not_written():
+    """Of five parameters one was zero before and one has no bytes: their digests say nothing."""
+    def sums(**digests: str) -> dict[str, Any]:
+        return {"checksums": {"a": "a1", "b": "b1", "c": "c1", "zero": "z", "empty": "e"} | digests}
+
+    zeros = sums(a="a0", b="b0", c="c0")
+    server = Server(weight_checker=[sums(), {"status": "reset"}, zeros, sums(a="a2", b="b0", c="c0")])
+
+    async def steps(s: Any) -> tuple[ClearedWeights, list[str]]:
+        cleared = await ENDPOINTS.clear_weights(s, timeout=5)
+        return cleared, await ENDPOINTS.unwritten(s, cleared, timeout=5)
+
+    assert server.run(steps) == (ClearedWeights({"a": "a0", "b": "b0", "c": "c0"}, 5), ["b", "c"])
+    assert [body["action"] for _, body in server.requests] == ["checksum", "reset", "checksum", "checksum"]
+    with pytest.raises(ServerError, match="/weight_checker: no checksums came back"):
+        Server(weight_checker={"checksums": {}}).run(lambda s: ENDPOINTS.clear_weights(s, timeout=5))
+
+
+def test_a_colocated_server_must_free_its_memory():
+    awake = info()
+    assert "--enable-sleep-mode" in awake.unusable(routes=False, colocated=True) and not awake.unusable(routes=False)
+    assert info(model_config={"enable_sleep_mode": True}).unusable(routes=False, colocated=True) == ""
 
 
 def test_the_cache_is_emptied_when_the_requests_have_ended(monkeypatch):

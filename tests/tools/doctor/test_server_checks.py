@@ -38,7 +38,7 @@ def test_a_server_that_is_well(config):
     "changes, check, says",
     [
         ({"max_input_tokens": 16}, "servers.length", "takes prompts of at most 16 tokens, data.max_prompt_length = 32"),
-        ({"max_total_tokens": 36}, "servers.length", "has a KV cache of 36 tokens, prompt and response may take 38"),
+        ({"max_total_tokens": 36}, "servers.length", "holds sequences of at most 36 tokens"),
         ({"pp_size": 2}, "servers.weights", "has pp_size 2"),
         ({"dp_size": 4}, "servers.weights", "has dp_size 4"),
     ],
@@ -47,6 +47,20 @@ def test_a_server_that_cannot_serve_this_run(config, changes, check, says):
     faults = [f for f in judge_server(config, replace(SERVER, **changes)) if f.level != "ok"]
     assert [(f.level, f.check) for f in faults] == [("error", check)]
     assert says in faults[0].what and faults[0].fix
+
+
+def test_a_vllm_server(config_file):
+    """Its limits are named by its own arguments, and a colocated one must free its memory."""
+    section = {"urls": [SERVER.url], "weight_transport": "disk", "colocated": True}
+    ours = load_config(config_file(rollout={"engine": "vllm"}, vllm=section))
+    server = replace(SERVER, version="0.32.0", update_session=False, receiver=True)
+    assert levels(ours, server) == [("ok", "versions.vllm"), ("ok", "servers.answer")]
+    for changes, check, fix in (({"max_input_tokens": 16}, "servers.length", "--max-model-len"),
+                                ({"max_total_tokens": 36}, "servers.length", "--gpu-memory-utilization"),
+                                ({"keeps_memory": "it keeps it; start another"}, "servers.memory", "start another"),
+                                ({"refusal": "raw; change it"}, "servers.log_probs", "change it")):  # fmt: skip
+        [_, fault] = judge_server(ours, replace(server, **changes))
+        assert (fault.level, fault.check) == ("error", check) and fix in fault.fix
 
 
 def test_routes_that_a_run_needs(config_file):

@@ -30,7 +30,7 @@ def test_a_workload_that_cannot_be(change, message):
 
 
 @pytest.mark.parametrize(
-    "engine, serving", [("sglang", 8), ("colocated", 16), ("embedded", 16), ("none", 0)]
+    "engine, serving", [("sglang", 8), ("vllm", 8), ("colocated", 16), ("embedded", 16), ("none", 0)]
 )
 def test_gpus_that_generate(engine, serving):
     cluster = Cluster(find_gpu("h200"), 16, engine, engine_gpus=8)

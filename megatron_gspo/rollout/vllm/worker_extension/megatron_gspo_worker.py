@@ -38,6 +38,41 @@ def pack_reloaded_experts(method: Any) -> None:
     method._setup_kernel = setup_and_pack
 
 
+def undo_dropped_draws(runner: Any) -> None:
+    """Have vLLM undo, on a CPU too, the draws that it drops; 0.32.0 ends there with an error, and so does the server.
+
+    vLLM draws a token for every request of a step, drops it where the prompt is computed in parts and is not complete,
+    and sets the request's generator back by its offset, which generators on a CPU do not have. Here they are set back
+    by their states. runner: vLLM's ``GPUModelRunner``, whose ``_sample`` and ``_bookkeeping_sync`` are replaced.
+    Upstream: ``vllm/v1/worker/gpu_model_runner.py``. Delete when: ``_bookkeeping_sync`` does not call ``get_offset`` on
+    a CPU.
+    """
+    sample, bookkeep = runner._sample, runner._bookkeeping_sync
+    if hasattr(sample, _MARK):
+        return
+
+    @functools.wraps(sample)
+    def sample_and_undo(self: Any, *args: Any, **kwargs: Any) -> Any:
+        dropped = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
+        generators = [self.input_batch.generators[i] for i in dropped if i in self.input_batch.generators]
+        states = [generator.get_state() for generator in generators]
+        output = sample(self, *args, **kwargs)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        return output
+
+    @functools.wraps(bookkeep)
+    def bookkeep_without_generators(self: Any, *args: Any, **kwargs: Any) -> Any:
+        generators, self.input_batch.generators = self.input_batch.generators, {}
+        try:
+            return bookkeep(self, *args, **kwargs)
+        finally:
+            self.input_batch.generators = generators
+
+    setattr(sample_and_undo, _MARK, sample)
+    runner._sample, runner._bookkeeping_sync = sample_and_undo, bookkeep_without_generators
+
+
 class WeightReceiver:
     """Methods of vLLM's worker."""
 
@@ -53,7 +88,10 @@ class WeightReceiver:
         from vllm.platforms import current_platform
 
         if current_platform.is_cpu():
+            from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
             pack_reloaded_experts(UnquantizedFusedMoEMethod)
+            undo_dropped_draws(GPUModelRunner)
         return super().__new__(cls)
 
     def receive_weights(self, requests: str) -> None:
@@ -73,6 +111,11 @@ class WeightReceiver:
                 keep_unfinished_layers(model)
             else:
                 finalize_layerwise_reload(model, self.model_config)
+
+    def reset_transfer(self) -> None:
+        """Close what a failed transfer of vLLM's own engine has left open."""
+        keep_unfinished_layers(self.model_runner.get_model())
+        self._weight_update_active = False
 
     def receive_checkpoint(self, path: str) -> None:
         """Load a Hugging Face checkpoint."""
