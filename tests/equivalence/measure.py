@@ -43,11 +43,12 @@ class Models:
 
     def adapted(self, kind: str) -> tuple[str, str]:
         """A model with the truth about adapters of a kind."""
-        if kind not in self._made:
+        key = f"adapters {kind}"
+        if key not in self._made:
             name, lora = ADAPTERS[kind]
-            path = save_tiny_model(self._folder / kind, **MODELS[name])
-            self._made[kind] = path, save_lora_truth(path, lora, self._folder / f"{kind}.pt")
-        return self._made[kind]
+            path = save_tiny_model(self._folder / key, **MODELS[name])
+            self._made[key] = path, save_lora_truth(path, lora, self._folder / f"{key}.pt")
+        return self._made[key]
 
 
 def launch(model: tuple[str, str], case: Case) -> list[Errors]:

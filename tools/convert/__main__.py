@@ -10,13 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_gspo.config.fields import choices, field_types
-from megatron_gspo.config.quantization_section import QuantizationConfig
 from megatron_gspo.errors import UserError, report
 from megatron_gspo.tools.convert.work_units import UNIT_BYTES
 
 DTYPES = ("float32", "bfloat16", "float16")  # names of torch's
-FORMATS = choices(field_types(QuantizationConfig)["format"])[1:]  # but "none"
+FORMATS = ("fp8_block", "fp8_tensor", "int8")  # rollout.quantization.format's
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
