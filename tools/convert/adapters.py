@@ -19,7 +19,7 @@ from megatron_gspo.mcore.checkpoint.checkpoint_files import STATE
 from megatron_gspo.mcore.checkpoint.checkpoint_metadata import adapter_chunks
 from megatron_gspo.models.adapter_rules import add_product
 from megatron_gspo.models.families import carried_names, family_of
-from megatron_gspo.models.hf_checkpoint import CheckpointReader, begin_checkpoint, publish_checkpoint, write_part
+from megatron_gspo.models.hf_checkpoint import CheckpointReader, write_checkpoint
 from megatron_gspo.models.model_shape import ModelError, read_config
 from megatron_gspo.models.peft_files import AdapterFacts, can_fuse, read_adapters, write_adapters
 from megatron_gspo.tools.convert.to_hugging_face import as_stored, by_part, read_part
@@ -98,9 +98,7 @@ def merge(adapters: Adapters, source: Path, out: Path, *, dtype: torch.dtype | N
                 value = value if name in carried or dtype is None else value.to(dtype)
                 yield name, _merged(name, value, adapters) if name in targets else value
 
-        begin_checkpoint(out)
-        write_part(out, stream())
-    return publish_checkpoint(out, source=source)
+        return write_checkpoint(out, stream(), source=source)
 
 
 def _merged(name: str, weight: Tensor, adapters: Adapters) -> Tensor:

@@ -13,7 +13,14 @@ from megatron_gspo.models.adapter_rules import adapted_parts
 from megatron_gspo.models.families import FAMILIES
 from megatron_gspo.models.mapping_rules import Shard
 from megatron_gspo.models.model_shape import ModelShape
-from megatron_gspo.tools.plan.parameters import Parameter, chunk_layers, layer_kinds, layer_parameters
+from megatron_gspo.tools.plan.parameters import (
+    Parameter,
+    chunk_layers,
+    counts_by_size,
+    layer_kinds,
+    layer_parameters,
+    local_experts,
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,7 @@ def layer_adapters(shape: ModelShape, parallel: ParallelConfig, lora: LoRAConfig
             rules[name.removesuffix(".weight")] = (len(adapted), rule.shard is Shard.ROWS)
     found: list[LayerAdapter] = []
     shared = lora.experts == "shared"
-    local = shape.num_experts // parallel.expert_model_parallel_size
+    local = local_experts(shape, parallel)
     for part in layer_parameters(shape, parallel, is_moe=is_moe):
         parts, gathers = rules.get(re.sub(r"^experts\.\d+\.", "experts.", part.name), (0, False))
         if not parts or (part.expert and shared and not part.name.startswith("experts.0.")):
@@ -72,8 +79,8 @@ def chunk_adapters(shape: ModelShape, parallel: ParallelConfig, lora: LoRAConfig
 def adapter_counts(shape: ModelShape, parallel: ParallelConfig, lora: LoRAConfig, is_moe: bool
                    ) -> tuple[Counter[int], Counter[int]]:  # fmt: skip
     """How many matrices of each size the adapters of a layer have on a rank: dense ones, experts'."""
-    parts = [part for adapter in layer_adapters(shape, parallel, lora, is_moe) for part in adapter.parameters]
-    return Counter(part.count for part in parts if not part.expert), Counter(p.count for p in parts if p.expert)
+    adapters = layer_adapters(shape, parallel, lora, is_moe)
+    return counts_by_size([part for adapter in adapters for part in adapter.parameters])
 
 
 def total_adapters(shape: ModelShape, lora: LoRAConfig) -> int:

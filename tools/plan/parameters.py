@@ -8,7 +8,7 @@ EP and each over ETP) and the layer specs of ``mcore/layers.py``.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -126,7 +126,11 @@ def _layer_parameters(shape: ModelShape, tp: int, ep: int, etp: int, is_moe: boo
 
 @cache
 def _layer_counts(shape: ModelShape, tp: int, ep: int, etp: int, is_moe: bool) -> tuple[Counter[int], Counter[int]]:
-    parts = _layer_parameters(shape, tp, ep, etp, is_moe)
+    return counts_by_size(_layer_parameters(shape, tp, ep, etp, is_moe))
+
+
+def counts_by_size(parts: Sequence[Parameter]) -> tuple[Counter[int], Counter[int]]:
+    """How many of the tensors have each size: dense ones, experts'."""
     return Counter(part.count for part in parts if not part.expert), Counter(p.count for p in parts if p.expert)
 
 
