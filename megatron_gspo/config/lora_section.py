@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
+
+from megatron_gspo.models.adapter_rules import adapter_scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,4 +37,4 @@ class LoRAConfig:
     @property
     def scale(self) -> float:
         """What B A is multiplied by."""
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+        return adapter_scale(self.rank, self.alpha, self.rslora)

@@ -6,6 +6,7 @@ below the other, and one B with the rows of the parameter.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection
 from dataclasses import replace
@@ -51,6 +52,11 @@ def rows_of_parts(rule: Rule, parts: tuple[int, ...], rows: int, shape: ModelSha
     places = torch.arange(rows, device="cpu")[:, None]
     split = rule.split(places, shape)
     return [split[part].flatten() for part in parts]
+
+
+def adapter_scale(rank: int, alpha: float, rslora: bool) -> float:
+    """What B A is multiplied by: alpha / rank, with rsLoRA alpha / sqrt(rank)."""
+    return alpha / (math.sqrt(rank) if rslora else rank)
 
 
 def add_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:

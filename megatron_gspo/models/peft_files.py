@@ -22,6 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_gspo.models.adapter_rules import adapter_scale
 from megatron_gspo.models.model_shape import ModelError
 
 _PREFIX = "base_model.model."
@@ -44,7 +45,7 @@ class AdapterFacts:
     @property
     def scale(self) -> float:
         """What B A is multiplied by."""
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+        return adapter_scale(self.rank, self.alpha, self.rslora)
 
 
 def write_adapters(folder: Path, tensors: Mapping[str, Tensor], facts: AdapterFacts, *, fused: bool) -> None:

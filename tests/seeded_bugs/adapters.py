@@ -24,7 +24,7 @@ ADAPTERS = (
     ),
     SeededBug(
         "rsLoRA's adapters converted with LoRA's scale", "several trainers", "megatron_gspo/models/peft_files.py",
-        "return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)", "return self.alpha / self.rank",
+        "adapter_scale(self.rank, self.alpha, self.rslora)", "adapter_scale(self.rank, self.alpha, False)",
         ("tests/models/test_peft_files.py::test_the_scale_by_hand",),
     ),
     SeededBug(
