@@ -1,11 +1,12 @@
 """Compare a result with the committed one, row by row, as ratios of ours to the peer; exit code 1 after a regression.
 
-    python benchmarks/run_all.py --results build/benchmarks && python benchmarks/check_regression.py
+    python benchmarks/run_all.py --results build/benchmarks && python benchmarks/check_regression.py --confirm 2
 
 A row got *worse* where its ratio did by more than ``NOTICED`` and the quartiles of both results lie apart; by more than
 ``--loss`` it is a loss. Lost too: rows that are gone though their benchmark ran, benchmarks that failed, and targets
 that were reached and are now missed by the better quartile as well. The ratio to a peer in the same run, and not the
-time, is what survives another machine; a row of memory or bytes doesn't vary at all.
+time, is what survives another machine; a row of memory or bytes doesn't vary at all. With ``--confirm`` the benchmarks
+that lost run again in turns with the old code (confirm_losses.py), and only what loses in each pair too is a loss.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import ROOT, Row, Spread, machine_kind, number
+from benchmarks.confirm_losses import OLD, checkout, in_turns, revision_of, run_from
+from benchmarks.peers.environment import peers_python
 from benchmarks.report import rows_of
 from benchmarks.result_files import LATEST, latest_file
 
@@ -29,11 +32,14 @@ LOSS = 0.25  # a larger one fails: of 205 ratios of two runs one was 0.20 apart 
 NEW = ROOT / "build" / "benchmarks"
 
 
+Key = tuple[str, ...]  # of a row; of a benchmark that failed, its name alone
+
+
 @dataclass
 class Findings:
-    """What changed for the worse; ``losses`` make the check fail, ``worse`` and ``notes`` are printed."""
+    """What changed for the worse, in lines; ``losses``, by the row's key, make the check fail."""
 
-    losses: list[str] = field(default_factory=list)
+    losses: dict[Key, str] = field(default_factory=dict)
     worse: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -63,11 +69,17 @@ def compare_rows(row: Row, old: Row, loss: float, findings: Findings) -> None:
     if change > NOTICED and apart(row, old):
         ratio = f"{number(old.ratio.median)} -> {number(row.ratio.median)}"
         line = f"{name}: ours / peer {ratio}, {100 * change:.0f} % worse"
-        (findings.losses if change > loss else findings.worse).append(line)
+        if change > loss:
+            findings.losses[row.key] = line
+        else:
+            findings.worse.append(line)
     if row.met is False and old.met is True and row.target == old.target:
         sign = ">=" if row.better == "higher" else "<="
         line = f"{name}: target {sign} {row.target:g} reached before ({number(old.found)}), now {number(row.found)}"
-        (findings.losses if surely_missed(row) else findings.worse).append(line)
+        if surely_missed(row):
+            findings.losses[row.key] = line
+        else:
+            findings.worse.append(line)
 
 
 def describe(row: Row) -> str:
@@ -85,7 +97,7 @@ def compare(new: Mapping[str, Any], old: Mapping[str, Any], *, loss: float = LOS
     kinds = [machine_kind(result["hardware"]) for result in (new, old)]
     if kinds[0] != kinds[1]:
         findings.notes.append(f"another machine ({kinds[0]}, before {kinds[1]}): ratios may differ for that alone")
-    findings.losses += [f"{name} failed: {reason}" for name, reason in new["failures"].items()]
+    findings.losses |= {(name,): f"{name} failed: {reason}" for name, reason in new["failures"].items()}
     rows = {row.key: row for row in rows_of(new)}
     ran = {row.benchmark for row in rows.values()}
     absent = []
@@ -93,11 +105,40 @@ def compare(new: Mapping[str, Any], old: Mapping[str, Any], *, loss: float = LOS
         if before.key in rows:
             compare_rows(rows[before.key], before, loss, findings)
         elif before.benchmark in ran:
-            findings.losses.append(f"{describe(before)}: the row is gone")
+            findings.losses[before.key] = f"{describe(before)}: the row is gone"
         elif before.benchmark not in absent:
             absent.append(before.benchmark)
     findings.notes += [f"{name} did not run" for name in absent if name not in new["failures"]]
     return findings
+
+
+def confirm(first: Findings, pairs: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]], loss: float) -> Findings:
+    """``first`` with those losses alone that each of ``pairs`` (new, old) has again; the others become notes.
+
+    A row that the old code lacks too isn't lost. A pair in which either benchmark failed clears none of its rows.
+    """
+    findings = Findings(dict(first.losses), list(first.worse), list(first.notes))
+    for new, old in pairs:
+        again = compare(new, old, loss=loss).losses
+        for key in list(findings.losses):
+            if key in again:
+                findings.losses[key] = again[key]
+            elif key[0] not in {**new["failures"], **old["failures"]}:
+                findings.notes.append(f"not lost beside the old code, in turns: {findings.losses.pop(key)}")
+        if not findings.losses:
+            break
+    return findings
+
+
+def confirm_in_turns(first: Findings, count: int, loss: float, revision: str) -> Findings:
+    """`confirm` with ``count`` pairs of runs of the benchmarks that lost, the old code being ``revision``."""
+    names = sorted({key[0] for key in first.losses})
+    print(f"{len(first.losses)} lost against the committed result; in turns with {revision[:12]}: {', '.join(names)}")
+    peers = peers_python()
+    with checkout(revision, OLD) as old:
+        roots = {"old": old, "new": ROOT}
+        pairs = in_turns(lambda code: run_from(roots[code], names, peers), count)
+        return confirm(first, pairs, loss)
 
 
 def newest(folder: Path) -> Path:
@@ -111,7 +152,7 @@ def newest(folder: Path) -> Path:
 
 def show(findings: Findings, count: int) -> None:
     """The findings on standard output, losses last."""
-    for title, lines in (("note", findings.notes), ("worse", findings.worse), ("LOST", findings.losses)):
+    for title, lines in (("note", findings.notes), ("worse", findings.worse), ("LOST", findings.losses.values())):
         for line in lines:
             print(f"{title}: {line}")
     verdict = f"{len(findings.losses)} LOST, " if findings.losses else "nothing lost, "
@@ -123,10 +164,15 @@ def main() -> int:
     parser.add_argument("new", type=Path, nargs="?", help=f"(default: the newest file in {NEW.relative_to(ROOT)})")
     parser.add_argument("--against", type=Path, help="(default: the committed result)")
     parser.add_argument("--loss", type=float, default=LOSS, help="share that fails (default: %(default)s)")
+    parser.add_argument("--confirm", type=int, default=0, metavar="PAIRS", help="run what lost again, old code and new")
+    parser.add_argument("--revision", help="the old code (default: the commit of the committed result)")
     args = parser.parse_args()
     try:
-        new, old = (json.loads(file.read_text()) for file in (args.new or newest(NEW), args.against or latest_file()))
+        against = args.against or latest_file()
+        new, old = (json.loads(file.read_text()) for file in (args.new or newest(NEW), against))
         findings = compare(new, old, loss=args.loss)
+        if args.confirm and findings.losses:
+            findings = confirm_in_turns(findings, args.confirm, args.loss, args.revision or revision_of(against))
     except (OSError, ValueError, KeyError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2

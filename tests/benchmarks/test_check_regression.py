@@ -8,7 +8,7 @@ import os
 import pytest
 
 from benchmarks import check_regression
-from benchmarks.check_regression import compare, newest, worse_by
+from benchmarks.check_regression import compare, confirm, newest, worse_by
 from tests.support.benchmark_results import result, row
 
 
@@ -31,34 +31,71 @@ def test_worse_by_looks_the_right_way():
 def test_a_loss_is_large_and_beyond_the_quartiles(new, old, width, losses, worse):
     found = compare(result(row(ratio=new, width=width)), result(row(ratio=old, width=width)))
     assert (len(found.losses), len(found.worse), found.notes) == (losses, worse, [])
-    for line in found.losses + found.worse:
+    for line in [*found.losses.values(), *found.worse]:
         assert f"bench: a, against peer: ours / peer 1 -> {new:g}, {round(100 * (new - 1))} % worse" == line
 
 
 def test_rates_lose_downwards():
     old = result(row(ratio=2.6, better="higher"))
-    assert compare(result(row(ratio=1.3, better="higher")), old).losses[0].endswith("2.6 -> 1.3, 100 % worse")
-    assert compare(result(row(ratio=5.2, better="higher")), old).losses == []
+    (line,) = compare(result(row(ratio=1.3, better="higher")), old).losses.values()
+    assert line.endswith("2.6 -> 1.3, 100 % worse")
+    assert compare(result(row(ratio=5.2, better="higher")), old).losses == {}
 
 
 def test_rows_that_vanish_are_lost_and_benchmarks_that_did_not_run_are_told():
     old = result(row("a"), row("b"), row("c", benchmark="other"))
     found = compare(result(row("a")), old)
-    assert found.losses == ["bench: b, against peer: the row is gone"]
+    assert found.losses == {("bench", "b", "peer"): "bench: b, against peer: the row is gone"}
     assert found.notes == ["other did not run"]
     found = compare(result(row("a"), row("b"), failures={"other": "exit code 1"}), old)
-    assert found.losses == ["other failed: exit code 1"] and found.notes == []
+    assert found.losses == {("other",): "other failed: exit code 1"} and found.notes == []
 
 
 def test_a_target_newly_missed_is_lost_where_the_better_quartile_misses_it_too():
     old = result(row(ratio=1.0, target=1.05))
     assert compare(result(row(ratio=1.04, width=0.1, target=1.05)), old).worse == []
     found = compare(result(row(ratio=1.06, width=0.1, target=1.05)), old)
-    assert (found.losses, len(found.worse)) == ([], 1)
+    assert (found.losses, len(found.worse)) == ({}, 1)
     found = compare(result(row(ratio=1.08, width=0.01, target=1.05)), old)
-    assert found.losses == ["bench: a, against peer: target <= 1.05 reached before (1), now 1.08"]
+    assert list(found.losses.values()) == ["bench: a, against peer: target <= 1.05 reached before (1), now 1.08"]
     missed_before = result(row(ratio=1.10, target=1.05))
-    assert compare(result(row(ratio=1.12, target=1.05)), missed_before).losses == []
+    assert compare(result(row(ratio=1.12, target=1.05)), missed_before).losses == {}
+
+
+def pair(**ratios):
+    """Results of new code, with `ratios` by the row's name, and of old code, in which all are 1."""
+    return result(*(row(name, ratio=ratio) for name, ratio in ratios.items())), result(*map(row, ratios))
+
+
+def test_a_loss_is_one_that_each_pair_shows_again():
+    first = compare(*pair(a=1.5, b=1.5, c=1.5, d=1.1))
+    found = confirm(first, [pair(a=1.4, b=1.0, c=1.5, d=1.0), pair(a=1.3, b=1.5, c=0.9, d=1.0)], 0.25)
+    assert list(found.losses.values()) == ["bench: a, against peer: ours / peer 1 -> 1.3, 30 % worse"]
+    assert [note.split(": ")[2] for note in found.notes] == ["b, against peer", "c, against peer"]
+    assert len(found.worse) == 1 and len(first.losses) == 3  # the first findings stay as they were
+
+
+def test_no_pair_runs_once_nothing_is_lost():
+    def pairs():
+        yield pair(a=1.0)
+        pytest.fail("a second pair ran")
+
+    assert confirm(compare(*pair(a=1.5)), pairs(), 0.25).losses == {}
+
+
+def test_a_row_that_is_gone_in_new_code_alone_stays_lost():
+    both, without = result(row("a"), row("b")), result(row("a"))
+    first = compare(without, both)
+    assert confirm(first, [(without, both)], 0.25).losses == first.losses != {}
+    assert confirm(first, [(without, without)], 0.25).losses == {}
+
+
+@pytest.mark.parametrize("failed", [0, 1])
+def test_a_pair_of_which_one_failed_clears_nothing(failed):
+    first, two = compare(*pair(a=1.5)), list(pair(a=1.0))
+    two[failed] = result(failures={"bench": "exit code 1"})
+    assert confirm(first, [tuple(two)], 0.25).losses == first.losses
+    assert confirm(first, [tuple(two), pair(a=1.0)], 0.25).losses == {}
 
 
 def test_other_machines_are_told_and_quick_runs_refused():
