@@ -39,7 +39,7 @@ from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.rollout.server_kinds import SERVER_KINDS
 from megatron_gspo.rollout.server_source import ServerSource
 from megatron_gspo.rollout.sft_engine import DemonstrationEngine
-from megatron_gspo.rollout.weight_distribution import WHOLE, Source, WeightDistribution
+from megatron_gspo.rollout.weight_distribution import WHOLE, Source, WeightDistribution, senders_of
 from megatron_gspo.servers.server_gpus import first_server_gpu
 from megatron_gspo.servers.server_processes import LocalServers
 from megatron_gspo.weight_transport.transport import WeightTransport
@@ -118,7 +118,7 @@ def _server_source(config: Config, shape: ModelShape, tokenizer: Any) -> ServerS
             engine = ServerEngine(servers, client, _transport(config), log=log_servers,
                                   processes=started[0] if started else None)  # fmt: skip
             sender = engine.sender
-        elif rank in [source.rank for source in sources if source is not None]:
+        elif any(rank in senders_of(source) for source in sources):
             sender = WeightSender(servers, _transport(config))
     except BaseException:
         for processes in started:

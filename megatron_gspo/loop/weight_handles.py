@@ -8,28 +8,21 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
-from megatron_gspo.config import Config, ConfigError, ServerConfig
+from megatron_gspo.config import Config, ServerConfig
 from megatron_gspo.config.server_urls import check_url
 from megatron_gspo.parallel.rank_zero import run_on_rank_zero
 from megatron_gspo.rollout.sglang.sglang_args import BASE_GPU, gpus_per_server
-from megatron_gspo.rollout.weight_distribution import WHOLE, Source
 from megatron_gspo.servers.server_args import option
 from megatron_gspo.weight_transport.sglang_payload import is_this_machine
-from megatron_gspo.weight_transport.weight_source import ServerPlace, hand_over
+from megatron_gspo.weight_transport.weight_source import ServerPlace, WeightSource, hand_over
 
 
-def handle_sources(config: Config, urls: Sequence[str], ranks_per_node: int) -> tuple[Source, ...]:
-    """The sources for the servers at `urls`; rank 0 alone for servers of the first node, if that node does not hold the
-    whole model. A collective. Raises ConfigError: see `hand_over`."""
+def handle_sources(config: Config, urls: Sequence[str], ranks_per_node: int) -> tuple[WeightSource, ...]:
+    """The sources for the servers at `urls`. A collective. Raises ConfigError: see `hand_over`."""
     started, urls = bool(config.servers.num_servers), [check_url(url) for url in urls]  # as `ServerInfo` has them
     nodes = [0] * len(urls) if started else _nodes_of(urls, ranks_per_node)
     places = server_places(config.servers, urls, nodes, ranks_per_node)
-    try:
-        return hand_over(config.parallel, dist.get_world_size(), ranks_per_node, places)
-    except ConfigError:
-        if any(nodes) or None in nodes:
-            raise
-        return WHOLE
+    return hand_over(config.parallel, dist.get_world_size(), ranks_per_node, places)
 
 
 def server_places(servers: ServerConfig, urls: Sequence[str], nodes: Sequence[int | None],

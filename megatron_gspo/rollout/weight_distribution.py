@@ -1,18 +1,22 @@
-"""The weights of all sources to the servers: rank 0 is the servers' client, every source sends its own tensors."""
+"""The weights of all sources to the servers: rank 0 is the servers' client, every source sends its own tensors.
+
+A source may have relays, ranks of other nodes that send the same tensors to the servers of their nodes."""
 
 from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_gspo.parallel.rank_zero import run_on_rank_zero
 from megatron_gspo.rollout.group_source import Weights
 from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.weight_transport.server_endpoints import ServerInfo
+from megatron_gspo.weight_transport.weight_relay import relay_groups, relayed
 from megatron_gspo.weight_transport.weight_sender import WeightSender
 from megatron_gspo.weight_transport.weight_source import WeightSource
 from megatron_gspo.weight_transport.weight_update import UpdatePlan
@@ -20,6 +24,11 @@ from megatron_gspo.weight_transport.weight_update import UpdatePlan
 T = TypeVar("T")
 Source = WeightSource | None
 WHOLE: tuple[Source, ...] = (None,)  # where rank 0 sends all tensors
+
+
+def senders_of(source: Source) -> tuple[int, ...]:
+    """The ranks that send a source's tensors to servers."""
+    return (0,) if source is None else tuple(source.senders)
 
 
 class _FailedError(Exception):
@@ -31,8 +40,10 @@ class WeightDistribution:
 
     def __init__(self, engine: ServerEngine | None, sender: WeightSender | None,
                  sources: Sequence[Source] = WHOLE) -> None:  # fmt: skip
-        """engine: on rank 0. sender: on the rank of each source. sources: see `mcore/weight_sources.py`."""
+        """engine: on rank 0. sender: on each rank that sends (`senders_of`). sources: see `mcore/weight_sources.py`. A
+        collective of all ranks."""
         self._engine, self._sender, self._sources = engine, sender, tuple(sources)
+        self._relay_groups = relay_groups(self._sources)
         self._attempts = itertools.count()
         self._failure: Exception | None = None
 
@@ -58,23 +69,32 @@ class WeightDistribution:
     def _transfer(self, turn: Sequence[Source], weights: Weights, plan: UpdatePlan,
                   infos: Sequence[ServerInfo]) -> None:  # fmt: skip
         """The sources of a turn send at the same time; rank 0 gets their reports through the store of all ranks."""
-        attempt = next(self._attempts)
-        served = {info.url for source in turn for info in (source.targets(infos) if source else infos)}
+        attempt, rank = next(self._attempts), dist.get_rank()
+        senders = [(source, sender) for source in turn for sender in senders_of(source)]
+        targets = [source.targets(infos, sender) if source else infos for source, sender in senders]
+        served = {info.url for each in targets for info in each}
         assert len(served) == len(infos), f"no source sends to {[info.url for info in infos if info.url not in served]}"
-        mine = [number for number, source in enumerate(turn) if dist.get_rank() == (source.rank if source else 0)]
+        mine = [number for number, (_, sender) in enumerate(senders) if sender == rank]
         if plan.with_offers:
             transfer = f"{plan.version}/{attempt}"
             offers = {number: self._own_sender.offer(infos, transfer) for number in mine}
-            self._report(f"{attempt}/offers", len(turn), offers, lambda engine, found: engine.receive(found, transfer))
+            self._report(f"{attempt}/offers", len(senders), offers,
+                         lambda engine, found: engine.receive(found, transfer))  # fmt: skip
         results = {}
-        for number, source in enumerate(turn):
-            stream = weights(source)
-            if number in mine:
-                targets, part = (source.targets(infos), source.number) if source else (infos, 0)
-                results[number] = self._own_sender.send(targets, stream, version=plan.version, part=part)
+        for source in turn:
+            stream = self._stream(source, weights)
+            if (source, rank) in senders:
+                number, part = senders.index((source, rank)), source.number if source else 0
+                results[number] = self._own_sender.send(targets[number], stream, version=plan.version, part=part)
             for _ in stream:  # producing it is a collective
                 pass
-        self._report(f"{attempt}/results", len(turn), results, lambda engine, found: engine.record_transfer(found))
+        self._report(f"{attempt}/results", len(senders), results, lambda engine, found: engine.record_transfer(found))
+
+    def _stream(self, source: Source, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+        """What a source sends, on each of the ranks that send it."""
+        stream = weights(source)
+        group = self._relay_groups.get(source.number) if source else None
+        return iter(stream) if source is None or group is None else relayed(stream, source.rank, group)
 
     @property
     def _own_sender(self) -> WeightSender:
@@ -83,7 +103,7 @@ class WeightDistribution:
 
     def _report(self, name: str, count: int, own: Mapping[int, Any],
                 take: Callable[[Any, list[Any]], None]) -> None:  # fmt: skip
-        """Values of the sources of a turn to rank 0, in the order of the turn; `own`: of this rank, by place."""
+        """Values of the senders of a turn to rank 0, in their order; `own`: of this rank, by place."""
         store = dist.distributed_c10d._get_default_store()
         for number, value in own.items():
             store.set(f"weights/{name}/{number}", pickle.dumps(value))  # type: ignore[arg-type]

@@ -10,16 +10,26 @@ from megatron_gspo.weight_transport.server_endpoints import ServerInfo
 
 
 @dataclass(frozen=True)
+class Relay:
+    """A rank that gets another rank's tensors and sends them to the servers at these URLs."""
+
+    rank: int
+    servers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class WeightSource:
     """A rank and what it sends: of its pipeline stage, what is not an expert's (`shared`), and its own `experts`.
 
-    servers: URLs of those that it sends to; None: all. number: place among the `count` sources of an update.
+    servers: URLs of those that it sends to; None: all. relays: ranks of other nodes that send its tensors to other
+    servers. number: place among the `count` sources of an update.
     """
 
     rank: int
     shared: bool = True
     experts: bool = True
     servers: tuple[str, ...] | None = None
+    relays: tuple[Relay, ...] = ()
     number: int = 0
     count: int = 1
 
@@ -28,9 +38,16 @@ class WeightSource:
         """Whether no source follows it."""
         return self.number == self.count - 1
 
-    def targets(self, infos: Sequence[ServerInfo]) -> list[ServerInfo]:
-        """Those of these servers that it sends to."""
-        return [info for info in infos if self.servers is None or info.url in self.servers]
+    @property
+    def senders(self) -> dict[int, tuple[str, ...] | None]:
+        """Each rank that sends its tensors, and to which servers; None: all."""
+        found = {} if self.servers == () else {self.rank: self.servers}
+        return found | {relay.rank: relay.servers for relay in self.relays}
+
+    def targets(self, infos: Sequence[ServerInfo], rank: int) -> list[ServerInfo]:
+        """Those of these servers that a rank sends to."""
+        servers = self.senders[rank]
+        return [info for info in infos if servers is None or info.url in servers]
 
 
 @dataclass(frozen=True)
@@ -54,27 +71,36 @@ def hand_over(parallel: ParallelConfig, world: int, ranks_per_node: int,
     tensors and each expert-parallel rank's experts from the nearest rank of its node that has them.
 
     A server's tensor-parallel ranks all get handles to the same whole tensors and copy their slices. Nearest: on one of
-    the server's GPUs, else by the difference of the GPUs' numbers, then the lowest rank.
+    the server's GPUs, else by the difference of the GPUs' numbers, then the lowest rank. Where no rank of the node has
+    a part, one of another node sends it to one relay on each such node; the parts take a node's ranks in turn.
 
-    Raises ConfigError for a server on no rank's node, or on a node that does not hold the whole model.
+    Raises ConfigError for a server on no rank's node.
     """
     taken: dict[tuple[int, bool], list[str]] = {}  # (rank, whether experts) -> servers
+    lacking: dict[_Part, dict[int, list[str]]] = {}  # part -> relay -> servers
     for place in places:
         if place.node is None:
             problem = f"server {place.url} is not on a machine of the ranks, and memory handles work within one"
-            raise _refusal(problem)
+            raise ConfigError("sglang.weight_transport", "ipc", problem, "set it to disk or tensor")
         first = place.node * ranks_per_node
         ranks = range(first, min(first + ranks_per_node, world))
-        for part, holders in _holders(parallel, world, ranks).items():
-            if not holders:
-                problem = (f"server {place.url} is on the node of ranks {ranks[0]} to {ranks[-1]}, none of which "
-                           f"sends {part}, and memory handles work within a node")  # fmt: skip
-                raise _refusal(problem)
-            nearest = min(holders, key=lambda rank: (_distance(rank - first, place.gpus), rank))
-            servers = taken.setdefault((nearest, part.expert is not None), [])
+        for number, (part, holders) in enumerate(_holders(parallel, world, ranks).items()):
+            if holders:
+                nearest = min(holders, key=lambda rank: (_distance(rank - first, place.gpus), rank))
+                servers = taken.setdefault((nearest, part.expert is not None), [])
+            else:
+                servers = lacking.setdefault(part, {}).setdefault(ranks[number % len(ranks)], [])
             if place.url not in servers:
                 servers.append(place.url)
-    return numbered([WeightSource(rank, not experts, experts, tuple(taken[rank, experts]))
+    relays: dict[tuple[int, bool], tuple[Relay, ...]] = {}
+    everywhere = _holders(parallel, world, range(world)) if lacking else {}
+    for part, found in lacking.items():
+        keys = [(rank, part.expert is not None) for rank in everywhere[part]]
+        origin = next((key for key in keys if key in taken), keys[0])  # one that exports it anyway, if there is one
+        taken.setdefault(origin, [])
+        relays[origin] = tuple(Relay(rank, tuple(servers)) for rank, servers in found.items())
+    return numbered([WeightSource(rank, not experts, experts, tuple(taken[rank, experts]),
+                                  relays.get((rank, experts), ()))
                      for rank, experts in sorted(taken)])  # fmt: skip
 
 
@@ -84,10 +110,6 @@ class _Part:
 
     stage: int
     expert: int | None
-
-    def __str__(self) -> str:
-        experts = f"the experts of expert-parallel rank {self.expert}"
-        return f"{'the parameters but experts' if self.expert is None else experts} of pipeline stage {self.stage}"
 
 
 def _holders(parallel: ParallelConfig, world: int, ranks: range) -> dict[_Part, list[int]]:
@@ -111,8 +133,3 @@ def _holders(parallel: ParallelConfig, world: int, ranks: range) -> dict[_Part, 
 
 def _distance(gpu: int, gpus: range) -> int:
     return 0 if gpu in gpus else min(abs(gpu - gpus[0]), abs(gpu - gpus[-1]))
-
-
-def _refusal(problem: str) -> ConfigError:
-    fix = "set it to disk or tensor, or choose a layout in which each node with servers holds the whole model"
-    return ConfigError("sglang.weight_transport", "ipc", problem, fix)

@@ -21,11 +21,11 @@ from megatron_gspo.rollout.server_engine.rollout_client import RolloutClient
 from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
 from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
-from megatron_gspo.rollout.weight_distribution import WHOLE, WeightDistribution
+from megatron_gspo.rollout.weight_distribution import WHOLE, WeightDistribution, senders_of
 from megatron_gspo.servers.http_client import ServerClient
 from megatron_gspo.weight_transport.receiver.megatron_gspo_receiver import checksum as receiver_checksum
 from megatron_gspo.weight_transport.weight_sender import WeightSender
-from megatron_gspo.weight_transport.weight_source import WeightSource, numbered
+from megatron_gspo.weight_transport.weight_source import Relay, WeightSource, numbered
 from megatron_gspo.weight_transport.weight_update import make_transport
 from tests.support.distributed import run_distributed
 from tests.support.sglang_generator import MODEL
@@ -49,7 +49,7 @@ class Rank:
         made = make_transport(config, SGLangWeightEndpoints())
         self.rank, self.version = dist.get_rank(), 0
         self.engine = None
-        sends = self.rank in [source.rank for source in sources if source]
+        sends = any(self.rank in senders_of(source) for source in sources)
         sender = WeightSender(config, made) if sends else None
         if self.rank == 0:
             client = RolloutClient(urls, config, MODEL, str, api=SGLangAPI(), log=lambda line: None)
@@ -160,6 +160,49 @@ def test_sources_hand_their_tensors_to_the_servers_beside_them_at_the_same_time(
         first, second = run_distributed(by_handles, 4, servers)[0]
     assert first["held"] == truth(2, (0, 1)) and second["held"] == truth(2, (1, 3))
     assert first["buckets"] == second["buckets"] == 2 * 2 * 2, "two updates of two sources, with two buckets each"
+
+
+def by_relays(number: int, world: int, servers: list[tuple[str, int]]) -> Any:
+    """Ranks 0 and 1 are on one node, 2 and 3 on the other; each node lacks a source's tensors."""
+    first, second = [url for url, _ in servers]
+    sources = numbered([WeightSource(0, servers=(first,), relays=(Relay(2, (second,)),)),
+                        WeightSource(1, servers=(), relays=(Relay(3, (second,)), Relay(0, (first,)))),
+                        WeightSource(3, servers=(second,), relays=(Relay(1, (first,)),))])  # fmt: skip
+    rank = Rank([first, second], "ipc", "", sources)
+    assert rank.update(1) is None and rank.update(2) is None
+    found = [held(rank, url) for url in (first, second)] if number == 0 else []
+    rank.close()
+    return found, rank.streams
+
+
+def test_a_node_that_lacks_tensors_gets_them_by_a_relay() -> None:
+    with weight_servers(*[(None, "127.0.0.1")] * 2) as servers:
+        found = run_distributed(by_relays, 4, servers)
+    assert [server["held"] for server in found[0][0]] == [truth(2)] * 2
+    assert [streams for _, streams in found] == [2, 2, 0, 2], "each source reads its tensors once an update"
+
+
+def a_relays_server_dies(number: int, world: int, servers: list[tuple[str, int]]) -> Any:
+    first, second = [url for url, _ in servers]
+    sources = numbered([WeightSource(0, servers=(first,), relays=(Relay(2, (second,)),))])
+    rank = Rank([first, second], "ipc", "", sources)
+    assert rank.update(1) is None
+
+    def kill(at: int) -> None:
+        if at == 3 and rank.version == 2:
+            os.kill(servers[1][1], signal.SIGKILL)
+
+    rank.at = kill
+    failures = [rank.update(2), rank.update(3)]
+    found = held(rank, first)["held"] if number == 0 else {}
+    rank.close()
+    return found, failures
+
+
+def test_a_server_that_dies_behind_a_relay_is_dropped() -> None:
+    with weight_servers(*[(None, "127.0.0.1")] * 2) as servers:
+        found, failures = run_distributed(a_relays_server_dies, 4, servers)[0]
+    assert found == truth(3, (0,)) and failures == [None, None]
 
 
 def only_changes(number: int, world: int, url: str) -> Any:

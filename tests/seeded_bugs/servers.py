@@ -10,6 +10,8 @@ POOL, STREAM = f"{ENGINE}/server_pool.py", f"{ENGINE}/request_stream.py"
 CHECKS, VLLM = f"{ENGINE}/response_checks.py", "megatron_gspo/rollout/vllm"
 HTTP = "megatron_gspo/servers/http_client.py"
 TRANSPORT = "megatron_gspo/weight_transport"
+SOURCES, RELAYS = (f"tests/weight_transport/test_weight_{name}" for name in (
+    "source.py", "relay.py::test_relays_get_every_tensor_to_the_bit"))  # fmt: skip
 STALE = "tests/rollout/test_weight_distribution.py::test_unchanged_tensors_are_not_sent_and_a_stale_one_is_caught"
 REFUSED = "tests/rollout/sglang/test_response_parser.py::test_what_is_wrong_is_refused_by_name"
 VLLM_PARSER = "tests/rollout/vllm/test_response_parser.py::test_"
@@ -117,6 +119,21 @@ OF_THE_SERVERS = (
         "the experts of one rank are not handed over to a server", "design", f"{TRANSPORT}/weight_source.py",
         "for number in range(expert):", "for number in range(max(expert - 1, 1)):",
         ("tests/weight_transport/test_weight_source.py::test_every_server_gets_every_tensor_once_from_its_own_node",),
+    ),
+    SeededBug(
+        "a relay serves the first server of its node alone", "design", f"{TRANSPORT}/weight_source.py",
+        "if place.url not in servers:", "if not servers or holders and place.url not in servers:",
+        (f"{SOURCES}::test_a_node_without_a_part_of_the_model_gets_it_once_from_another_by_a_relay",),
+    ),
+    SeededBug(
+        "a relay hands over the tensors of the first broadcast alone", "design", f"{TRANSPORT}/weight_relay.py",
+        "while (bucket := _receive(rank, group, device)) is not None:",
+        "for bucket in list(iter(lambda: _receive(rank, group, device), None))[:1]:", (RELAYS,),
+    ),
+    SeededBug(
+        "a relay also reads the weights as their source does", "design", "megatron_gspo/rollout/weight_distribution.py",
+        "return iter(stream) if source is None or group is None else", "return iter(stream) if True else",
+        ("tests/rollout/test_weight_distribution.py::test_a_node_that_lacks_tensors_gets_them_by_a_relay",),
     ),
     SeededBug(
         "a stale tensor passes the checksums of an update", "design", f"{TRANSPORT}/receiver/megatron_gspo_receiver.py",

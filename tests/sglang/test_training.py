@@ -35,16 +35,18 @@ def servers(start_servers: StartServers, model: str) -> LocalServers:
     return start_servers(count=2, model=model)
 
 
-def run(model: str, run_dir: Path, urls: list[str], processes: int = 1, **sections: dict[str, Any]) -> list[dict]:
+def run(model: str, run_dir: Path, urls: list[str], processes: int = 1, nodes: int = 1,
+        **sections: dict[str, Any]) -> list[dict]:  # fmt: skip
+    """nodes: what the processes take themselves to be spread over."""
     rollout = {"engine": "sglang", **sections.pop("rollout", {})}
     sglang = {"urls": urls, "health_interval": 0.5, **sections.pop("sglang", {})}
     config = base_config(model, run_dir, rollout=rollout, sglang=sglang, **sections)
-    run_distributed(train_here, processes, config, timeout=120.0)
+    run_distributed(train_here, processes, config, nodes, timeout=120.0)
     return [record for record in records(run_dir) if record["step"] > 0]
 
 
-def train_here(rank: int, world_size: int, config: dict[str, Any]) -> None:
-    os.environ["WORLD_SIZE"] = str(world_size)  # as torchrun sets it
+def train_here(rank: int, world_size: int, config: dict[str, Any], nodes: int) -> None:
+    os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size // nodes)}  # as torchrun sets them
     train(Config.from_dict(config))
 
 
@@ -79,10 +81,14 @@ def test_each_way_of_the_weights(servers: LocalServers, model: str, tmp_path: Pa
     check_ledger(tmp_path / "run", batch=4, n=4, staleness=0)
 
 
-@pytest.mark.parametrize("layout", ["expert_model_parallel_size", "pipeline_model_parallel_size"])
-def test_two_ranks_hand_over_their_own_tensors(servers: LocalServers, model: str, tmp_path: Path, layout: str) -> None:
-    """Half of the experts, or of the layers, are on each rank; the servers get handles to the memory of both."""
-    found = run(model, tmp_path / "run", servers.urls, processes=2, parallel={layout: 2},
+@pytest.mark.parametrize(("layout", "nodes"), [
+    ("expert_model_parallel_size", 1), ("pipeline_model_parallel_size", 1), ("pipeline_model_parallel_size", 2),
+])  # fmt: skip
+def test_two_ranks_hand_over_their_own_tensors(servers: LocalServers, model: str, tmp_path: Path, layout: str,
+                                               nodes: int) -> None:  # fmt: skip
+    """Half of the experts, or of the layers, are on each rank; the servers get handles to the memory of both, or where
+    the second rank is another node, of the first rank, which then relays the second's."""
+    found = run(model, tmp_path / "run", servers.urls, processes=2, nodes=nodes, parallel={layout: 2},
                 sglang={"weight_transport": "ipc", "log_prob_check_interval": 1}, training={"steps": 3})  # fmt: skip
     assert len(found) == 3
     for record in found:

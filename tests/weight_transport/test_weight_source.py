@@ -9,7 +9,7 @@ from megatron.core.parallel_state import RankGenerator
 
 import megatron_gspo.mcore  # noqa: F401  Megatron's patches
 from megatron_gspo.config import ConfigError, ParallelConfig
-from megatron_gspo.weight_transport.weight_source import ServerPlace, WeightSource, hand_over, numbered
+from megatron_gspo.weight_transport.weight_source import Relay, ServerPlace, WeightSource, hand_over, numbered
 from tests.support.configs import parallel
 
 NODE = 8
@@ -91,15 +91,36 @@ def test_a_rank_hands_its_tensors_to_all_servers_that_have_no_nearer_one() -> No
         (4, True, (low, high)), (4, False, (low, high))]  # fmt: skip
 
 
-@pytest.mark.parametrize(("layout", "world", "lacks"), [
-    (parallel(tensor=4, pipeline=2, expert=4), 16, "the parameters but experts of pipeline stage 1"),  # 30B
-    (parallel(tensor=4, pipeline=8, expert=8), 512, "the parameters but experts of pipeline stage 1"),  # 235B
-    (parallel(tensor=4, expert=16), 512, "the experts of expert-parallel rank 8 of pipeline stage 0"),
+@pytest.mark.parametrize(("layout", "world"), [
+    (parallel(tensor=4, pipeline=2, expert=4), 16),  # 30B
+    (parallel(tensor=4, pipeline=8, expert=8), 512),  # 235B
+    (parallel(tensor=4, expert=16), 512),
 ])  # fmt: skip
-def test_a_node_without_a_part_of_the_model_is_refused(layout: ParallelConfig, world: int, lacks: str) -> None:
-    words = f"server http://node0:0 is on the node of ranks 0 to 7, none of which sends {lacks}, .*; set it to disk"
-    with pytest.raises(ConfigError, match=f'^sglang.weight_transport = "ipc": {words}'):
-        hand_over(layout, world, NODE, places(world, 8))
+def test_a_node_without_a_part_of_the_model_gets_it_once_from_another_by_a_relay(layout: ParallelConfig,
+                                                                                 world: int) -> None:  # fmt: skip
+    shared, experts, stages = groups(layout, world)
+    servers = places(world, 4)
+    sources = hand_over(layout, world, NODE, servers)
+    for server in servers:
+        got = []  # (stage, expert-parallel rank, or None for what is not an expert's)
+        for source in sources:
+            for sender, urls in source.senders.items():
+                assert urls is not None and sender // NODE in {int(url[11:].split(":")[0]) for url in urls}
+                if server.url in urls:
+                    (stage,) = [number for number, ranks in enumerate(stages) if source.rank in ranks]
+                    assert source.rank in (experts if source.experts else shared)
+                    got.append((stage, experts[source.rank] if source.experts else None))
+        parts = [None, *range(layout.expert_model_parallel_size)]
+        assert sorted(got, key=str) == sorted(((s, part) for s in range(len(stages)) for part in parts), key=str)
+    relayed = [source for source in sources if source.relays]
+    parts = {(source.rank, source.experts) for source in relayed}
+    most = len(stages) * (1 + layout.expert_model_parallel_size)
+    assert len(parts) == len(relayed) <= most, "one origin of each part"
+    for source in relayed:
+        nodes = [rank // NODE for rank in (source.rank, *(relay.rank for relay in source.relays))]
+        assert len(set(nodes)) == len(nodes), "one copy to each node"
+    busiest = max(sum(relay.rank == rank for source in relayed for relay in source.relays) for rank in range(world))
+    assert busiest <= -(-len(relayed) // NODE) + 1, "the parts are spread over a node's ranks"
 
 
 def test_a_server_on_no_machine_of_the_ranks_is_refused() -> None:
@@ -111,4 +132,6 @@ def test_sources_know_their_place_and_their_servers() -> None:
     infos: Any = [type("Info", (), {"url": url}) for url in ("a", "b")]
     every, some = numbered([WeightSource(3), WeightSource(1, servers=("b", "c"))])
     assert [(s.number, s.count, s.is_last) for s in (every, some)] == [(0, 2, False), (1, 2, True)]
-    assert every.targets(infos) == infos and some.targets(infos) == infos[1:]
+    assert every.targets(infos, 3) == infos and some.targets(infos, 1) == infos[1:]
+    far = WeightSource(3, servers=(), relays=(Relay(5, ("a",)), Relay(9, ("b",))))
+    assert list(far.senders) == [5, 9] and far.targets(infos, 9) == infos[1:], "it hands nothing over itself"

@@ -1,0 +1,60 @@
+"""One source's tensors from its rank to ranks of other nodes, which hand them to the servers beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_gspo.parallel.host_exchange import group_device
+from megatron_gspo.weight_transport.buckets import Bucket, Entry, buckets
+from megatron_gspo.weight_transport.weight_source import WeightSource
+
+PIECE = 48 * 2**20  # bytes of a broadcast; a larger tensor goes alone
+
+
+def relay_groups(sources: Sequence[WeightSource | None]) -> dict[int, ProcessGroup]:
+    """A process group of each source that has relays, by the source's number: its rank and those of its relays.
+
+    A collective of all ranks.
+    """
+    made = {source.number: dist.new_group([source.rank, *(relay.rank for relay in source.relays)])
+            for source in sources if source is not None and source.relays}  # fmt: skip
+    return {number: group for number, group in made.items() if isinstance(group, ProcessGroup)}  # those of this rank
+
+
+def relayed(stream: Iterable[tuple[str, Tensor]], rank: int, group: ProcessGroup,
+            piece: int = PIECE) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
+    """The source's stream on every rank of the group; each tensor is broadcast once, whatever the number of ranks.
+
+    stream: of the source, which the other ranks read too, since producing it may be collective. rank: the source's in
+    the world. Tensors are valid until the next is asked for. A collective of the group; memory: `piece`, or the largest
+    tensor if that is larger.
+    """
+    device = group_device(group)
+    if dist.get_rank() != rank:
+        for _ in stream:
+            pass
+        while (bucket := _receive(rank, group, device)) is not None:
+            yield from bucket.tensors()
+        return
+    for bucket in buckets(stream, piece, device=device):
+        dist.broadcast_object_list([bucket.entries], src=rank, group=group, device=device)
+        dist.broadcast(bucket.data, src=rank, group=group)
+        yield from bucket.tensors()
+    dist.broadcast_object_list([()], src=rank, group=group, device=device)
+
+
+def _receive(rank: int, group: ProcessGroup, device: torch.device) -> Bucket | None:
+    """The next bucket; None: there is none."""
+    found: list[tuple[Entry, ...]] = [()]
+    dist.broadcast_object_list(found, src=rank, group=group, device=device)
+    (entries,) = found
+    if not entries:
+        return None
+    data = torch.empty(entries[-1].stop, dtype=torch.uint8, device=device)
+    dist.broadcast(data, src=rank, group=group)
+    return Bucket(entries, data)
