@@ -14,15 +14,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import ROOT, Row, Spread, machine_kind, number
-from benchmarks.confirm_losses import OLD, checkout, in_turns, revision_of, run_from
+from benchmarks.confirm_losses import OLD, checkout, in_turns, revision_of
 from benchmarks.peers.environment import peers_python
 from benchmarks.report import rows_of
 from benchmarks.result_files import LATEST, latest_file
@@ -33,6 +34,7 @@ NEW = ROOT / "build" / "benchmarks"
 
 
 Key = tuple[str, ...]  # of a row; of a benchmark that failed, its name alone
+RunPair = Callable[[int, Sequence[str]], tuple[Mapping[str, Any], Mapping[str, Any]]]
 
 
 @dataclass
@@ -112,33 +114,35 @@ def compare(new: Mapping[str, Any], old: Mapping[str, Any], *, loss: float = LOS
     return findings
 
 
-def confirm(first: Findings, pairs: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]], loss: float) -> Findings:
-    """``first`` with those losses alone that each of ``pairs`` (new, old) has again; the others become notes.
+def confirm(first: Findings, count: int, run_pair: RunPair, loss: float) -> Findings:
+    """``first`` with those losses alone that each of ``count`` pairs has again; the others become notes.
 
-    A row that the old code lacks too isn't lost. A pair in which either benchmark failed clears none of its rows.
+    run_pair: (number of the pair, benchmarks) -> results of the new code and the old. A row that the old code lacks too
+    isn't lost. A pair in which either benchmark failed clears none of its rows.
     """
     findings = Findings(dict(first.losses), list(first.worse), list(first.notes))
-    for new, old in pairs:
+    for turn in range(count):
+        names = sorted({key[0] for key in findings.losses})
+        if not names:
+            break
+        new, old = run_pair(turn, names)
         again = compare(new, old, loss=loss).losses
         for key in list(findings.losses):
             if key in again:
                 findings.losses[key] = again[key]
             elif key[0] not in {**new["failures"], **old["failures"]}:
                 findings.notes.append(f"not lost beside the old code, in turns: {findings.losses.pop(key)}")
-        if not findings.losses:
-            break
     return findings
 
 
 def confirm_in_turns(first: Findings, count: int, loss: float, revision: str) -> Findings:
-    """`confirm` with ``count`` pairs of runs of the benchmarks that lost, the old code being ``revision``."""
-    names = sorted({key[0] for key in first.losses})
-    print(f"{len(first.losses)} lost against the committed result; in turns with {revision[:12]}: {', '.join(names)}")
+    """`confirm` with pairs of runs, the old code being ``revision``."""
+    print(*first.losses.values(), sep="\n")
+    print(f"lost against the committed result; these benchmarks run again, in turns with {revision[:12]}", flush=True)
     peers = peers_python()
     with checkout(revision, OLD) as old:
         roots = {"old": old, "new": ROOT}
-        pairs = in_turns(lambda code: run_from(roots[code], names, peers), count)
-        return confirm(first, pairs, loss)
+        return confirm(first, count, partial(in_turns, roots, peers), loss)
 
 
 def newest(folder: Path) -> Path:

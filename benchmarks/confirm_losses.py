@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,12 +68,11 @@ def run_from(root: Path, names: Sequence[str], peers_python: str) -> Result:
         raise ValueError(f"{' '.join(command)} in {root} wrote no result: {error}") from None
 
 
-def in_turns(run: Callable[[str], Result], pairs: int) -> Iterator[tuple[Result, Result]]:
-    """``pairs`` results of (new, old); the order alternates, so that neither always runs on the warmer machine."""
-    for number in range(pairs):
-        order = ("old", "new") if number % 2 == 0 else ("new", "old")
-        results = {}
-        for code in order:
-            say(f"-- pair {number + 1} of {pairs}: {code} code")
-            results[code] = run(code)
-        yield results["new"], results["old"]
+def in_turns(roots: Mapping[str, Path], peers_python: str, number: int, names: Sequence[str]) -> tuple[Result, Result]:
+    """Results of the "new" code and the "old", run from these folders. The order alternates with the pair's number, so
+    that neither always runs on the warmer machine."""
+    results = {}
+    for code in ("new", "old") if number % 2 else ("old", "new"):
+        say(f"-- pair {number + 1}, {code} code: {', '.join(names)}")
+        results[code] = run_from(roots[code], names, peers_python)
+    return results["new"], results["old"]

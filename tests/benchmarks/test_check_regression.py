@@ -67,35 +67,47 @@ def pair(**ratios):
     return result(*(row(name, ratio=ratio) for name, ratio in ratios.items())), result(*map(row, ratios))
 
 
+def confirmed(first, *pairs):
+    """What `confirm` finds, and the benchmarks that each of its pairs ran."""
+    ran = []
+
+    def run_pair(number, names):
+        ran.append(list(names))
+        return pairs[number]
+
+    return confirm(first, len(pairs), run_pair, 0.25), ran
+
+
 def test_a_loss_is_one_that_each_pair_shows_again():
     first = compare(*pair(a=1.5, b=1.5, c=1.5, d=1.1))
-    found = confirm(first, [pair(a=1.4, b=1.0, c=1.5, d=1.0), pair(a=1.3, b=1.5, c=0.9, d=1.0)], 0.25)
+    found, ran = confirmed(first, pair(a=1.4, b=1.0, c=1.5, d=1.0), pair(a=1.3, b=1.5, c=0.9, d=1.0))
     assert list(found.losses.values()) == ["bench: a, against peer: ours / peer 1 -> 1.3, 30 % worse"]
     assert [note.split(": ")[2] for note in found.notes] == ["b, against peer", "c, against peer"]
     assert len(found.worse) == 1 and len(first.losses) == 3  # the first findings stay as they were
+    assert ran == [["bench"]] * 2
 
 
-def test_no_pair_runs_once_nothing_is_lost():
-    def pairs():
-        yield pair(a=1.0)
-        pytest.fail("a second pair ran")
-
-    assert confirm(compare(*pair(a=1.5)), pairs(), 0.25).losses == {}
+def test_what_is_no_longer_lost_does_not_run_again():
+    old = result(row(), row(benchmark="other"))
+    slow = result(row(ratio=1.5), row(benchmark="other", ratio=1.5))
+    half = result(row(ratio=1.5), row(benchmark="other"))
+    found, ran = confirmed(compare(slow, old), (half, old), (old, old), (slow, old))
+    assert found.losses == {} and ran == [["bench", "other"], ["bench"]]
 
 
 def test_a_row_that_is_gone_in_new_code_alone_stays_lost():
     both, without = result(row("a"), row("b")), result(row("a"))
     first = compare(without, both)
-    assert confirm(first, [(without, both)], 0.25).losses == first.losses != {}
-    assert confirm(first, [(without, without)], 0.25).losses == {}
+    assert confirmed(first, (without, both))[0].losses == first.losses != {}
+    assert confirmed(first, (without, without))[0].losses == {}
 
 
 @pytest.mark.parametrize("failed", [0, 1])
 def test_a_pair_of_which_one_failed_clears_nothing(failed):
     first, two = compare(*pair(a=1.5)), list(pair(a=1.0))
     two[failed] = result(failures={"bench": "exit code 1"})
-    assert confirm(first, [tuple(two)], 0.25).losses == first.losses
-    assert confirm(first, [tuple(two), pair(a=1.0)], 0.25).losses == {}
+    assert confirmed(first, tuple(two))[0].losses == first.losses
+    assert confirmed(first, tuple(two), pair(a=1.0))[0].losses == {}
 
 
 def test_other_machines_are_told_and_quick_runs_refused():

@@ -69,8 +69,11 @@ def test_errors_name_the_file_the_revision_and_the_command(repository, tmp_path)
         run_from(repository, ["a"], os.devnull)
 
 
-def test_pairs_alternate_which_code_runs_first():
+def test_pairs_alternate_which_code_runs_first(monkeypatch, tmp_path):
     ran = []
-    found = list(in_turns(lambda code: ran.append(code) or {"code": code}, 2))
-    assert ran == ["old", "new", "new", "old"]
+    monkeypatch.setattr(confirm_losses, "run_from", lambda *given: ran.append(given) or {"code": given[0].name})
+    roots = {"old": tmp_path / "old", "new": tmp_path / "new"}
+    found = [in_turns(roots, "peers", number, ["a"]) for number in range(2)]
+    assert [root.name for root, *_ in ran] == ["old", "new", "new", "old"]
+    assert {(*names, peers) for _, names, peers in ran} == {("a", "peers")}
     assert found == [({"code": "new"}, {"code": "old"})] * 2
