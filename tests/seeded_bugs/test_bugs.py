@@ -10,7 +10,7 @@ import pytest
 
 from tests.equivalence.layouts import FAMILIES, LORA, layouts
 from tests.seeded_bugs.all_bugs import GROUPS, SEEDED_BUGS
-from tests.seeded_bugs.run import COPIED
+from tests.seeded_bugs.run import COPIED, check_imports, copy_project
 from tests.seeded_bugs.seeded_bug import SeededBug
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,6 +31,13 @@ def test_the_copy_holds_what_the_tests_import():
     tests = {ROOT / test.partition("::")[0] for bug in SEEDED_BUGS for test in bug.tests}
     own = {folder.name for folder in ROOT.iterdir() if folder.is_dir()}
     assert set().union(*map(imported, tests)) & own <= set(COPIED)
+
+
+def test_every_file_is_imported_from_the_copy(tmp_path):
+    (tmp_path / "empty").mkdir()
+    check_imports(copy_project(tmp_path / "copy"), sorted({bug.file for bug in SEEDED_BUGS}))
+    with pytest.raises(RuntimeError, match="cli.py is imported from .*, not the copy"):
+        check_imports(tmp_path / "empty", ["megatron_gspo/cli.py"])
 
 
 def test_the_pages_say_how_many():
