@@ -8,6 +8,8 @@ from typing import Any
 from megatron_gspo.config.config_error import ConfigError
 from megatron_gspo.config.lora_section import LoRAConfig
 from megatron_gspo.config.model_sections import ModelConfig
+from megatron_gspo.config.rollout_sections import RolloutConfig
+from megatron_gspo.config.server_sections import ServerConfig
 from megatron_gspo.models.adapter_rules import linear_names
 from megatron_gspo.models.families import family_of
 from megatron_gspo.models.model_shape import ModelError
@@ -29,6 +31,26 @@ def check_lora(lora: LoRAConfig, model: ModelConfig) -> None:
     ):
         if value not in allowed:
             raise ConfigError(key, value, problem, f"set it to {allowed[-1]}")
+
+
+def check_adapter_updates(lora: LoRAConfig, rollout: RolloutConfig, servers: ServerConfig) -> None:
+    """What updates of the adapters alone need."""
+    if lora.weight_updates == "merged":
+        return
+    key, given = "lora.weight_updates", lora.weight_updates
+    if not lora.is_on:
+        raise ConfigError(key, given, "lora.rank is 0: there are no adapters", "set it to merged")
+    if rollout.engine == "embedded":
+        raise ConfigError(key, given, "the embedded engine has no adapters", "set it to merged")
+    if rollout.quantization.is_on:
+        problem = "rollout.quantization quantises the weights of each update, and the base is not sent"
+        raise ConfigError(key, given, problem, "set it to merged")
+    if servers.weight_transport != "disk":
+        problem = f"{servers.section}.weight_transport is {servers.weight_transport}, and adapters go by files"
+        raise ConfigError(key, given, problem, f"set {servers.section}.weight_transport to disk")
+    if servers.weight_checksums:
+        problem = f"{servers.section}.weight_checksums sets the weights to zero, and the base is not sent"
+        raise ConfigError(key, given, problem, f"set {servers.section}.weight_checksums to false")
 
 
 def check_adapter_files(lora: LoRAConfig) -> None:

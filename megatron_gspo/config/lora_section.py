@@ -26,6 +26,8 @@ class LoRAConfig:
     """Linear layers with an adapter, e.g. [q_proj, v_proj]; null: all but router, embedding and output layer."""
     experts: Literal["each", "shared"] = "each"
     """An adapter for each expert, or one that all experts of a layer share."""
+    weight_updates: Literal["merged", "adapters"] = "merged"
+    """What servers get: the merged weights, or the adapters alone by files, which they add to the base themselves."""
     adapter_path: str | None = None
     """PEFT directory of adapters to start from, of this rank, alpha and targets; null: A is random and B is 0."""
 

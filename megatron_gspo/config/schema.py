@@ -21,7 +21,7 @@ from megatron_gspo.config.algorithm_section import AlgorithmConfig, with_preset
 from megatron_gspo.config.data_checks import check_data, check_data_files
 from megatron_gspo.config.data_sections import DataConfig
 from megatron_gspo.config.load import apply_overrides, read_file
-from megatron_gspo.config.lora_checks import check_adapter_files, check_lora, check_targets
+from megatron_gspo.config.lora_checks import check_adapter_files, check_adapter_updates, check_lora, check_targets
 from megatron_gspo.config.lora_section import LoRAConfig
 from megatron_gspo.config.model_checks import (
     check_critic_model,
@@ -159,6 +159,7 @@ class Config:
         check_router_noise(self.router_noise, self.rollout)
         check_evaluation(self.evaluation, self.data.has_eval_prompts)
         check_servers(self.rollout, self._server_sections)
+        check_adapter_updates(self.lora, self.rollout, self.servers)
         check_offloading(self.rollout, self.servers)
 
     def dump(self) -> dict[str, Any]:

@@ -28,6 +28,8 @@ from megatron_gspo.loop.weight_handles import handle_sources
 from megatron_gspo.mcore.process_groups import compute_device, current_groups
 from megatron_gspo.mcore.weight_sources import default_sources
 from megatron_gspo.models import ModelShape, family_of, read_config
+from megatron_gspo.models.adapter_rules import linear_names
+from megatron_gspo.models.peft_files import AdapterFacts
 from megatron_gspo.parallel.rank_zero import run_on_rank_zero
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from megatron_gspo.rollout.engine_protocol import RolloutEngine, end_tokens
@@ -42,10 +44,12 @@ from megatron_gspo.rollout.sft_engine import DemonstrationEngine
 from megatron_gspo.rollout.weight_distribution import WHOLE, Source, WeightDistribution, senders_of
 from megatron_gspo.servers.server_gpus import first_server_gpu
 from megatron_gspo.servers.server_processes import LocalServers
+from megatron_gspo.weight_transport.adapter_transport import AdapterTransport
+from megatron_gspo.weight_transport.server_endpoints import ADAPTERS
 from megatron_gspo.weight_transport.transport import WeightTransport
 from megatron_gspo.weight_transport.update_group import local_address
 from megatron_gspo.weight_transport.weight_sender import WeightSender
-from megatron_gspo.weight_transport.weight_update import make_transport
+from megatron_gspo.weight_transport.weight_update import make_transport, weight_directory
 
 
 def build_sources(
@@ -95,13 +99,14 @@ def episode_rules(config: Config) -> EpisodeRules:
 def _server_source(config: Config, shape: ModelShape, tokenizer: Any) -> ServerSource:
     rank, clients, servers = dist.get_rank(), client_ranks(config), config.servers
     end_ids = stop_ids(config.model.path, tokenizer, shape.vocab_size)
-    model = ServedModel(shape, end_ids, return_routes=config.routing.needs_rollout_routes)
+    model = ServedModel(shape, end_ids, return_routes=config.routing.needs_rollout_routes,
+                        adapters=ADAPTERS if config.lora.weight_updates == "adapters" else "")  # fmt: skip
     started: list[LocalServers] = []
 
     def start() -> list[str]:
         if servers.num_servers:
             trainer_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if torch.cuda.is_available() else 0
-            started.append(start_servers(with_quantized_servers(config), trainer_gpus=trainer_gpus))
+            started.append(start_servers(with_update_arguments(config), trainer_gpus=trainer_gpus))
         return list(started[0].urls if started else servers.urls)
 
     urls = run_on_rank_zero(start)
@@ -134,13 +139,18 @@ def _server_source(config: Config, shape: ModelShape, tokenizer: Any) -> ServerS
     return source
 
 
-def with_quantized_servers(config: Config) -> Config:
-    """The config with the arguments of servers that get quantised weights, if they do: they start without any."""
-    plan, servers = config.quantization_plan, config.servers
-    if plan is None:
+def with_update_arguments(config: Config) -> Config:
+    """The config with the arguments that servers need for what they get: quantised weights, without which they start,
+    or adapters alone."""
+    plan, servers, kind = config.quantization_plan, config.servers, SERVER_KINDS[config.rollout.engine]
+    if plan is not None:
+        args = kind.quantized_args(plan.config)
+    elif config.lora.weight_updates == "adapters":
+        targets = config.lora.targets or linear_names(*family_of(read_config(config.model.path)))
+        args = kind.adapter_args(config.lora.rank, targets, servers.server_args)
+    else:
         return config
-    args = (*SERVER_KINDS[config.rollout.engine].quantized_args(plan.config), *servers.server_args)
-    sections: dict[str, Any] = {servers.section: replace(servers, server_args=args)}
+    sections: dict[str, Any] = {servers.section: replace(servers, server_args=(*args, *servers.server_args))}
     return replace(config, **sections)
 
 
@@ -181,6 +191,9 @@ def _transport(config: Config) -> WeightTransport:
         first_node = f"http://{os.environ['MASTER_ADDR']}"  # where servers that the run starts are
         address = local_address(first_node) if config.servers.num_servers else None
     endpoints = SERVER_KINDS[config.rollout.engine].endpoints
+    if config.lora.weight_updates == "adapters":
+        facts = AdapterFacts(config.lora.rank, config.lora.alpha, config.lora.rslora, config.model.path)
+        return AdapterTransport(endpoints, weight_directory(config.servers, config.run_dir), facts)
     plan = config.quantization_plan
     return make_transport(config.servers, endpoints, run_dir=config.run_dir, source=config.model.path, address=address,
                           quantization=None if plan is None else plan.config)  # fmt: skip

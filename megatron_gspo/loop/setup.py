@@ -70,7 +70,10 @@ class Components:
 
     @cached_property
     def weights(self) -> Weights:
-        """The stream of the policy's weights as the engine gets them: quantised, if they are, tensor by tensor."""
+        """The stream of what the engine gets of the policy: its adapters, or its weights, quantised tensor by tensor if
+        they are."""
+        if self.config.lora.weight_updates == "adapters":
+            return self.policy.adapters
         plan = self.config.quantization_plan
         if plan is None:
             return self.policy.weights

@@ -23,7 +23,8 @@ class ServerKind:
     """api, endpoints: of generation and of weights. launch: of started servers. on_cpu, gpus_per_server: of servers
     with some arguments. gpu_option: the argument that sets a server's first GPU, if there is one. config_option: the
     one whose JSON changes the model's config. length_options, memory_options: those that set the longest sequence and
-    the size of the KV cache, for messages."""
+    the size of the KV cache, for messages. adapter_args: (rank, names of
+    the linear layers, arguments) -> further arguments of servers that get LoRA adapters alone."""
 
     api: ServerAPI
     endpoints: WeightEndpoints
@@ -34,6 +35,7 @@ class ServerKind:
     config_option: str
     length_options: str
     memory_options: str
+    adapter_args: Callable[[int, Sequence[str], Sequence[str]], list[str]]
 
     def quantized_args(self, quantization: Mapping[str, Any]) -> list[str]:
         """The arguments of a server whose model has this `quantization_config`, and no weights until the first
@@ -45,10 +47,11 @@ SERVER_KINDS = {
     "sglang": ServerKind(
         SGLangAPI(), SGLangWeightEndpoints(), sglang_launch.SGLangLaunch, sglang_launch.on_cpu,
         sglang_args.gpus_per_server, sglang_args.BASE_GPU, "--json-model-override-args", "--context-length",
-        "--mem-fraction-static or --max-total-tokens",
+        "--mem-fraction-static or --max-total-tokens", sglang_launch.adapter_args,
     ),
     "vllm": ServerKind(
         VLLMAPI(), VLLMWeightEndpoints(), vllm_launch.VLLMLaunch, vllm_launch.on_cpu, vllm_launch.gpus_per_server, None,
         "--hf-overrides", "--max-model-len", "--gpu-memory-utilization or --max-model-len",
+        vllm_launch.adapter_args,
     ),
 }  # fmt: skip

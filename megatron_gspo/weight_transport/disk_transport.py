@@ -100,16 +100,20 @@ class DiskTransport(WeightTransport):
                 total += found["metadata"]["total_size"]
                 part.unlink()
             (self._unfinished / INDEX).write_text(json.dumps(_index(weight_map, total), indent=2) + "\n")
+            self.complete(self._unfinished)
             self._rename(whole)
         self.checkpoint = whole
 
-    def _rename(self, whole: Path) -> None:
+    def complete(self, folder: Path) -> None:
+        """Add the files that a checkpoint has beside its weights."""
         if self._source is not None:
             for file in (file for pattern in _COMPANIONS for file in self._source.glob(pattern)):
-                shutil.copyfile(file, self._unfinished / file.name)
+                shutil.copyfile(file, folder / file.name)
             if self._quantization is not None:
                 config = read_config(self._source) | {"quantization_config": self._quantization}
-                (self._unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+                (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+    def _rename(self, whole: Path) -> None:
         if whole.exists():
             shutil.rmtree(whole)
         os.rename(self._unfinished, whole)

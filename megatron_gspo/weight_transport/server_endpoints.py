@@ -11,6 +11,8 @@ from megatron_gspo.servers.http_client import ServerClient
 from megatron_gspo.weight_transport.buckets import Entry
 from megatron_gspo.weight_transport.update_group import UpdateGroup
 
+ADAPTERS = "policy"  # the name of the adapters that are trained, on a server
+
 
 @dataclass(frozen=True)
 class ServerInfo:
@@ -21,10 +23,10 @@ class ServerInfo:
     parallel ranks. max_input_tokens: longest prompt; max_total_tokens: longest sequence that it can hold, in tokens;
     None if not reported. routed_experts: whether it returns them. update_session: whether a weight update must be
     opened and closed by requests of its own (SGLang since 0.5.23). speculative: whether it decodes speculatively.
-    receiver: whether it has our receiver of weights; None if it does not say. transfer_engine: its own for weights,
-    by name; "" if none. keeps_memory: why it can't free its GPU
-    memory while it is idle, with the fix; "" if it can or does not say. refusal: why its responses can't be used, with
-    the fix; "" if they can.
+    receiver: whether it has our receiver of weights; None if it does not say. adapters: whether it takes LoRA adapters.
+    transfer_engine: its own for weights, by name; "" if none. keeps_memory: why it can't free its GPU memory while it
+    is idle, with the fix; "" if it can or does not say. refusal: why its responses can't be used, with the fix; "" if
+    they can.
     """
 
     url: str
@@ -42,6 +44,7 @@ class ServerInfo:
     update_session: bool
     speculative: bool = False
     receiver: bool | None = None
+    adapters: bool = False
     transfer_engine: str = ""
     keeps_memory: str = ""
     refusal: str = ""
@@ -124,6 +127,10 @@ class WeightEndpoints:
 
     async def load_checkpoint(self, server: ServerClient, path: Path, *, timeout: float) -> None:
         """Load a Hugging Face checkpoint."""
+        raise NotImplementedError
+
+    async def load_adapters(self, server: ServerClient, path: Path, *, timeout: float) -> None:
+        """Load adapters in PEFT's format as `ADAPTERS`, in place of those of that name."""
         raise NotImplementedError
 
     async def load_payloads(

@@ -304,6 +304,14 @@ class ServerUpdate:
         return info.update_session and self._transport.needs_session
 
 
+def weight_directory(config: ServerConfig, run_dir: str | Path | None) -> Path:
+    """Where "disk" writes: `run_dir`/weights if `config.weight_dir` is not set. Raises ValueError without either."""
+    if config.weight_dir is None and run_dir is None:
+        raise ValueError(f"{config.section}.weight_transport=disk: set {config.section}.weight_dir, which servers read "
+                         "checkpoints from")  # fmt: skip
+    return Path(config.weight_dir) if config.weight_dir else Path(str(run_dir)) / "weights"
+
+
 def make_transport(
     config: ServerConfig,
     endpoints: WeightEndpoints,
@@ -316,8 +324,8 @@ def make_transport(
 ) -> WeightTransport:
     """The transport of `config.weight_transport`, for one source.
 
-    run_dir: "disk" writes to `run_dir`/weights if `config.weight_dir` is not set. Servers must read the directory under
-    the same path, and no other run may use it. source: the Hugging Face directory whose config and tokenizer are
+    run_dir: see `weight_directory`. Servers must read the directory under the same path, and no other run may use it.
+    source: the Hugging Face directory whose config and tokenizer are
     copied. backend: "gloo" or "nccl"; None: by the server's device. address: this
     node's as the servers reach it; None: that of the route to them. quantization: the `quantization_config` of
     checkpoints of the weights.
@@ -326,10 +334,7 @@ def make_transport(
     """
     name, section = config.weight_transport, config.section
     if name == "disk":
-        if config.weight_dir is None and run_dir is None:
-            raise ValueError(f"{section}.weight_transport=disk: set {section}.weight_dir, which servers read "
-                             "checkpoints from")  # fmt: skip
-        directory = Path(config.weight_dir) if config.weight_dir else Path(str(run_dir)) / "weights"
+        directory = weight_directory(config, run_dir)
         companions = None if source is None else Path(source)
         disk = DiskTransport(endpoints, directory, source=companions, quantization=quantization)
         disk.checksums = config.weight_checksums

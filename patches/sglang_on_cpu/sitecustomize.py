@@ -13,6 +13,7 @@ Upstream, sglang 0.5.15.post1 to 0.5.23, whose CPU build is on no index:
    (``sglang/srt/state_capturer/base.py``, ``BaseHostCache``).
 3. torchvision, which sglang imports, describes two operators of its C++ library that failed to load because
    it was built for CUDA (``torchvision/_meta_registrations.py``: ``operator torchvision::nms does not exist``).
+4. The layers and batches of LoRA adapters (``sglang/srt/lora``, its torch backend too) are pinned on every device.
 
 Delete when: the wheel serves a mixture of experts with ``--device cpu --enable-return-routed-experts`` by itself.
 """
@@ -110,6 +111,35 @@ def unpin_host_cache(base: ModuleType) -> None:
     base.BaseHostCache.__init__ = init_unpinned
 
 
+class _UnpinnedTorch:
+    """torch without pinned memory."""
+
+    def __init__(self, torch: ModuleType) -> None:
+        self._torch = torch
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._torch, name)
+        if name not in ("tensor", "empty", "zeros"):
+            return found
+        return lambda *args, pin_memory=False, **options: found(*args, **options)
+
+
+def unpin_adapters(module: ModuleType) -> None:
+    """Keep what a module of ``sglang.srt.lora`` makes in ordinary memory."""
+    torch = module.torch
+    if isinstance(torch, _UnpinnedTorch):
+        return
+    pin = torch.Tensor.pin_memory
+    if not torch.cuda.is_available() and not hasattr(pin, MARK):
+
+        def unpinned(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return self
+
+        setattr(unpinned, MARK, pin)
+        torch.Tensor.pin_memory = unpinned
+    module.torch = _UnpinnedTorch(torch)  # type: ignore[attr-defined]
+
+
 def define_vision_operators(extension: ModuleType) -> None:
     """Declare the operators that torchvision describes, where its library didn't load; nothing implements them."""
     if extension._has_ops():
@@ -131,6 +161,9 @@ def install() -> None:
         AfterImport(
             {
                 "sglang.srt.state_capturer.base": unpin_host_cache,
+                "sglang.srt.lora.layers": unpin_adapters,
+                "sglang.srt.lora.lora": unpin_adapters,
+                "sglang.srt.lora.backend.torch_backend": unpin_adapters,
                 "torchvision.extension": define_vision_operators,
             }
         ),

@@ -37,3 +37,27 @@ def test_targets_are_linear_layers_of_the_model(plain: dict, tmp_path: Path, tar
     build(plain, *on, "lora.targets=[q_proj, up_proj]").check_sizes(1)
     message = refused(plain, *on, f"lora.targets={targets}", world_size=1)
     assert message.startswith("lora.targets") and message.endswith("o_proj, gate_proj, up_proj, down_proj"), message
+
+
+SGLANG = ("rollout.engine=sglang", "sglang.urls=[http://a:1]", "sglang.weight_transport=disk")
+VLLM = ("rollout.engine=vllm", "vllm.urls=[http://a:1]", "vllm.weight_transport=disk")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem", "fix"),
+    [
+        ((*SGLANG, "lora.rank=0"), "there are no adapters", "set it to merged"),
+        ((), "the embedded engine has no adapters", "set it to merged"),
+        ((*SGLANG, "sglang.weight_transport=distributed"), "adapters go by files",
+         "set sglang.weight_transport to disk"),
+        ((*SGLANG, "rollout.quantization.format=int8", "rollout.quantization.modules=[lm_head]"),
+         "the base is not sent", "set it to merged"),
+        ((*VLLM, "vllm.weight_checksums=true"), "sets the weights to zero", "set vllm.weight_checksums to false"),
+    ],
+)  # fmt: skip
+def test_what_updates_of_adapters_alone_need(plain: dict, overrides: tuple[str, ...], problem: str, fix: str) -> None:
+    given = ("lora.rank=8", "model.init=pretrained", "lora.weight_updates=adapters")
+    for servers in (SGLANG, VLLM):
+        assert build(plain, *given, *servers).lora.weight_updates == "adapters"
+    message = refused(plain, *given, *overrides)
+    assert message.startswith('lora.weight_updates = "adapters"') and problem in message and message.endswith(fix)

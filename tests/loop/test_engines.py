@@ -19,7 +19,7 @@ from megatron_gspo.loop.engines import (
     episode_rules,
     perturb_rollout,
     stop_ids,
-    with_quantized_servers,
+    with_update_arguments,
 )
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from megatron_gspo.rollout.in_process_source import InProcessSource
@@ -148,10 +148,25 @@ def test_servers_of_quantised_weights_start_without_any(tmp_path):
              "exclude": ["model.layers.*.self_attn.*", "model.layers.*.mlp.gate", "lm_head"]}  # fmt: skip
     servers = {"num_servers": 1, "server_args": ["--tp", "2"]}
     rollout = {"engine": "sglang", "quantization": {"format": "fp8_block", **lists}}
-    made = with_quantized_servers(config(model, rollout=rollout, sglang=servers))
+    made = with_update_arguments(config(model, rollout=rollout, sglang=servers))
     option, text, *rest = made.sglang.server_args
     assert option == "--json-model-override-args" and rest == ["--load-format", "dummy", "--tp", "2"]
     found = json.loads(text)["quantization_config"]
     assert found["quant_method"] == "fp8" and "model.layers.0.self_attn.q_proj" in found["modules_to_not_convert"]
     plain = config(model, rollout={"engine": "sglang"}, sglang=servers)
-    assert with_quantized_servers(plain) is plain
+    assert with_update_arguments(plain) is plain
+
+
+@pytest.mark.parametrize(("engine", "expected"), [
+    ("sglang", ["--max-loras-per-batch", "1", "--max-lora-rank", "12", "--lora-backend", "torch_native"]),
+    ("vllm", ["--max-loras", "1", "--max-lora-rank", "16"]),  # the next that vLLM takes
+])  # fmt: skip
+def test_servers_that_get_adapters_alone_start_with_room_for_them(engine, expected, tmp_path):
+    model, targets = tiny_model(tmp_path / "model"), ["q_proj", "o_proj"]
+    servers = {"num_servers": 1, "weight_transport": "disk", "server_args": ["--tp", "2"]}
+    for given, found in ((targets, targets), (None, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
+                                                     "down_proj"])):  # fmt: skip
+        lora = {"rank": 12, "targets": given, "weight_updates": "adapters"}
+        made = with_update_arguments(config(model, rollout={"engine": engine}, lora=lora, **{engine: servers}))
+        args = ["--enable-lora", *expected, "--lora-target-modules", *found, "--tp", "2"]
+        assert list(made.servers.server_args) == args

@@ -11,9 +11,24 @@ STREAMS = ("tests/mcore/lora/test_adapter_weights.py::test_streams_have_every_ad
 MERGED = ("tests/mcore/lora/test_adapter_weights.py::test_merged_weights_are_those_of_peft",)
 BASE = ("tests/mcore/lora/test_attach.py::test_the_base_is_there_with_adapters_off",)
 REPLICAS = ("tests/mcore/lora/test_reduction.py::test_replicas_have_one_gradient",)
+SENT = "tests/weight_transport/test_adapter_transport.py::test_"
 TP2 = ("tests/equivalence/test_layouts.py::test_lora[each-tp2-pp1-cp1-dp1-ep1-etp1]",)
 
 ADAPTERS = (
+    SeededBug(
+        "servers get the adapters of one source alone", "design", "megatron_gspo/weight_transport/adapter_transport.py",
+        "tensors = {name: tensor for part in parts if", "tensors = {name: tensor for part in parts[-1:] if",
+        (f"{SENT}the_sources_files_become_one_in_peft_format",),
+    ),
+    SeededBug(
+        "a server keeps its old adapters", "design", "megatron_gspo/rollout/vllm/vllm_weight_endpoints.py",
+        '"load_inplace": True}', '"load_inplace": False}', (f"{SENT}vllm_loads_them_in_place_of_the_last_ones",),
+    ),
+    SeededBug(
+        "requests ask for the base without its adapters", "design", "megatron_gspo/rollout/sglang/sglang_api.py",
+        'if context.model.adapters else body', 'if not context.model else body',
+        ("tests/rollout/server_engine/test_server_api.py::test_every_request_names_the_adapters",),
+    ),
     SeededBug(
         "an adapter's product scaled twice", "several trainers", ADAPTER,
         "        b = b * self.scale\n", "        b = b * self.scale * self.scale\n", BY_HAND,

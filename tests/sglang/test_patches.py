@@ -53,6 +53,17 @@ def kernels():
     sys.modules.pop("sglang.kernels.ops.kvcache.cache_move", None)
     importlib.import_module("sglang.kernels.ops.kvcache.cache_move")
 
+def adapters():
+    from sglang.srt.lora import layers
+    from sglang.srt.lora.backend import torch_backend
+    assert layers.torch.tensor([1], pin_memory=True).tolist() == torch.ones(1).pin_memory().tolist() == [1]
+    assert torch_backend.torch.zeros((1,), dtype=torch.int32, pin_memory=True).tolist() == [0]
+
+attempt("adapters", adapters)
+from sglang.srt.lora import layers
+layers.torch = torch
+attempt("adapters without", adapters)
+
 attempt("kernels", kernels)
 sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, hook.KernelStandIn)]
 attempt("kernels without", kernels)
@@ -73,6 +84,7 @@ def attempts(sglang_python: str) -> dict[str, str]:
 PARTS = {
     "vision": "operator torchvision::nms does not exist",
     "cache": "CUDA|accelerator|NVIDIA|cudart",
+    "adapters": "pin_memory|pinned memory|accelerator",
     "kernels": "No module named 'sgl_kernel'",
 }
 

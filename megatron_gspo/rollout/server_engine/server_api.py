@@ -25,12 +25,13 @@ class ServedModel:
     """The model that the servers run.
 
     shape: sizes; a token id outside the vocabulary is never sent. stop_ids: end tokens. return_routes: whether requests
-    request the routed experts.
+    request the routed experts. adapters: name of the LoRA adapters that requests ask for; "": the model without any.
     """
 
     shape: ModelShape
     stop_ids: tuple[int, ...] = ()
     return_routes: bool = False
+    adapters: str = ""
 
     @property
     def vocab_size(self) -> int:

@@ -38,20 +38,20 @@ class SGLangAPI:
             "stop_token_ids": list(context.model.stop_ids),
             "sampling_seed": seed,
         }
-        body: dict[str, Any] = {"input_ids": tokens, "sampling_params": params, "return_logprob": True}
+        body = _body(tokens, params, context) | {"return_logprob": True}
         if context.model.return_routes:
             body |= {"return_routed_experts": True, "routed_experts_start_len": context.routes_start}
         return Request(_PATH, body, response_parser.max_response_bytes(context))
 
     def prefill_request(self, tokens: list[int], context: RequestContext) -> Request:
         """See `ServerAPI.prefill_request`."""
-        body = {"input_ids": tokens, "sampling_params": {"max_new_tokens": 0, "temperature": 0.0}}
+        body = _body(tokens, {"max_new_tokens": 0, "temperature": 0.0}, context)
         return Request(_PATH, body, response_parser.max_response_bytes(context))
 
     def score_request(self, tokens: list[int], context: RequestContext) -> Request:
         """See `ServerAPI.score_request`."""
-        body = {"input_ids": tokens, "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
-                "return_logprob": True, "logprob_start_len": 0}  # fmt: skip
+        params = {"max_new_tokens": 1, "temperature": 0.0}
+        body = _body(tokens, params, context) | {"return_logprob": True, "logprob_start_len": 0}
         max_bytes = response_parser.max_response_bytes(context) + SCORE_BYTES_PER_TOKEN * len(tokens)
         return Request(_PATH, body, max_bytes)
 
@@ -76,3 +76,8 @@ class SGLangAPI:
     async def restore_memory(self, server: ServerClient, kind: str, *, timeout: float) -> None:
         """See `ServerAPI.restore_memory`."""
         await server.post("/resume_memory_occupation", {"tags": [kind]}, timeout=timeout)
+
+
+def _body(tokens: list[int], params: dict[str, Any], context: RequestContext) -> dict[str, Any]:
+    body: dict[str, Any] = {"input_ids": tokens, "sampling_params": params}
+    return body | {"lora_path": context.model.adapters} if context.model.adapters else body

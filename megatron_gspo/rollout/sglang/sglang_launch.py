@@ -87,6 +87,13 @@ def on_cpu(args: Sequence[str]) -> bool:
     return not torch.cuda.is_available()
 
 
+def adapter_args(rank: int, targets: Sequence[str], args: Sequence[str]) -> list[str]:
+    """Further arguments of a server with these that gets adapters alone. targets: the linear layers that have one."""
+    found = ["--enable-lora", "--max-loras-per-batch", "1", "--max-lora-rank", str(rank)]
+    found += ["--lora-backend", "torch_native"] if on_cpu(args) else []  # the others are written in Triton
+    return [*found, "--lora-target-modules", *targets]
+
+
 def server_command(launch: SGLangLaunch, index: int, port: int, *, cpu: bool, version: tuple[int, ...],
                    config_file: str | None = None) -> list[str]:  # fmt: skip
     """The command line of server `index`. version: of sglang. config_file: with the API key, which `ps` would show."""

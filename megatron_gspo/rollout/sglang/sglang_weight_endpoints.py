@@ -15,7 +15,7 @@ from megatron_gspo.rollout.server_engine.endpoint_answers import count, has_endp
 from megatron_gspo.servers.http_client import ServerClient, ServerError
 from megatron_gspo.weight_transport.buckets import Entry
 from megatron_gspo.weight_transport.receiver_transport import RECEIVER
-from megatron_gspo.weight_transport.server_endpoints import ServerInfo, WeightEndpoints
+from megatron_gspo.weight_transport.server_endpoints import ADAPTERS, ServerInfo, WeightEndpoints
 from megatron_gspo.weight_transport.sglang_payload import FORMAT, json_with_base64
 from megatron_gspo.weight_transport.update_group import UpdateGroup
 
@@ -51,6 +51,7 @@ class SGLangWeightEndpoints(WeightEndpoints):
             max_total_tokens=positive(info.get("max_total_num_tokens")) or positive(info.get("max_total_tokens")),
             routed_experts=bool(info.get("enable_return_routed_experts", False)),
             speculative=bool(info.get("speculative_algorithm")),
+            adapters=bool(info.get("enable_lora")),
             update_session=await has_endpoint(server, "/begin_weight_update", timeout=timeout),
         )
 
@@ -105,6 +106,16 @@ class SGLangWeightEndpoints(WeightEndpoints):
         body: dict[str, Any] = {"model_path": str(path), "load_format": "auto", "flush_cache": False}
         await _post_checked(server, "/update_weights_from_disk", body, timeout)
 
+    async def load_adapters(self, server: ServerClient, path: Path, *, timeout: float) -> None:
+        """See `WeightEndpoints.load_adapters`. SGLang answers 400 to unloading what it has not loaded."""
+        try:
+            await server.post("/unload_lora_adapter", {"lora_name": ADAPTERS}, timeout=timeout)
+        except ServerError as error:
+            if error.status != 400:
+                raise
+        body: dict[str, Any] = {"lora_name": ADAPTERS, "lora_path": str(path)}
+        await _post_checked(server, "/load_lora_adapter", body, timeout)
+
     async def load_payloads(
         self, server: ServerClient, payloads: Sequence[Iterable[bytes | memoryview]], *, timeout: float
     ) -> None:
@@ -154,6 +165,7 @@ async def _post_checked(
     """POST. Raises `ServerError` unless the response has `"success": true`."""
     answer = await server.post(path, body, timeout=timeout)
     if not isinstance(answer, dict) or answer.get("success") is not True:
-        message = answer.get("message", answer) if isinstance(answer, dict) else answer
+        found = answer if isinstance(answer, dict) else {}
+        message = found.get("message") or found.get("error_message") or answer
         words = " ".join(server.redact(str(message).encode()).decode().split())[:200]
         raise ServerError(f"server {server.url}{path}: did not succeed: {words}", status=200, retry=False)

@@ -41,17 +41,18 @@ class VLLMAPI:
             "logprobs": 0 if context.log_probs else None,
             "routed_experts_prompt_start": context.routes_start,
         }
-        return _request(tokens, params, response_parser.max_response_bytes(context))
+        return _request(tokens, params, response_parser.max_response_bytes(context), context.model.adapters)
 
     def prefill_request(self, tokens: list[int], context: RequestContext) -> Request:
         """See `ServerAPI.prefill_request`. vLLM generates at least one token."""
-        return _request(tokens, {"max_tokens": 1, "temperature": 0.0}, response_parser.max_response_bytes(context))
+        params, max_bytes = {"max_tokens": 1, "temperature": 0.0}, response_parser.max_response_bytes(context)
+        return _request(tokens, params, max_bytes, context.model.adapters)
 
     def score_request(self, tokens: list[int], context: RequestContext) -> Request:
         """See `ServerAPI.score_request`."""
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         max_bytes = response_parser.max_response_bytes(context) + SCORE_BYTES_PER_TOKEN * len(tokens)
-        return _request(tokens, params, max_bytes)
+        return _request(tokens, params, max_bytes, context.model.adapters)
 
     async def weight_version(self, server: ServerClient, *, timeout: float) -> str | None:
         """See `ServerAPI.weight_version`."""
@@ -77,5 +78,6 @@ class VLLMAPI:
         await server.post(f"/wake_up?tags={kind}", {}, timeout=timeout)
 
 
-def _request(tokens: list[int], params: dict[str, Any], max_bytes: int) -> Request:
-    return Request(PATH, {"token_ids": tokens, "sampling_params": {**params, "detokenize": False}}, max_bytes)
+def _request(tokens: list[int], params: dict[str, Any], max_bytes: int, adapters: str = "") -> Request:
+    body: dict[str, Any] = {"token_ids": tokens, "sampling_params": {**params, "detokenize": False}}
+    return Request(PATH, body | {"model": adapters} if adapters else body, max_bytes)

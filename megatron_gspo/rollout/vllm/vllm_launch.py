@@ -45,6 +45,7 @@ _EXIT_CAUSES = (
 )
 _TRANSFER_ENGINES = {"nccl": NCCLTransport.backend, "cuda_ipc": CUDAIPCTransport.backend}  # by weight_transport
 _KEEP_ALIVE = "60"  # seconds; with vLLM's 5 a busy server closes connections that the client is about to use
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM 0.32's --max-lora-rank takes no others
 _ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # unless set
 
 
@@ -93,6 +94,8 @@ class VLLMLaunch(PackageLaunch):
         folders = [str(RECEIVER_FOLDER), str(EXTENSION_FOLDER), *filter(None, [environment.get("PYTHONPATH")])]
         environment |= {"PYTHONPATH": os.pathsep.join(folders), "VLLM_SERVER_DEV_MODE": "1",
                         "VLLM_NO_USAGE_STATS": "1", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": _KEEP_ALIVE}  # fmt: skip
+        if "--enable-lora" in self.args:
+            environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if on_cpu(self.args):
             return {**_ON_CPU, **environment, "OMP_NUM_THREADS": "1"}
         if self.config.weight_transport == "cuda_ipc":
@@ -102,6 +105,12 @@ class VLLMLaunch(PackageLaunch):
         given = environment.get("CUDA_VISIBLE_DEVICES")
         visible = given.split(",") if given else [str(gpu) for gpu in range(first + size)]
         return environment | {"CUDA_VISIBLE_DEVICES": ",".join(visible[first : first + size])}
+
+
+def adapter_args(rank: int, targets: Sequence[str], args: Sequence[str]) -> list[str]:
+    """Further arguments of a server with these that gets adapters alone. targets: the linear layers that have one."""
+    largest = next((size for size in _LORA_RANKS if size >= rank), rank)
+    return ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(largest), "--lora-target-modules", *targets]
 
 
 def on_cpu(args: Sequence[str]) -> bool:

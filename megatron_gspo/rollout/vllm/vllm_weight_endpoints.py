@@ -12,7 +12,7 @@ from megatron_gspo.rollout.server_engine.endpoint_answers import count, has_endp
 from megatron_gspo.rollout.vllm.transfer_engines import CUDAIPCTransport, NCCLTransport
 from megatron_gspo.rollout.vllm.vllm_api import PATH
 from megatron_gspo.servers.http_client import ServerClient, ServerError
-from megatron_gspo.weight_transport.server_endpoints import ClearedWeights, ServerInfo, WeightEndpoints
+from megatron_gspo.weight_transport.server_endpoints import ADAPTERS, ClearedWeights, ServerInfo, WeightEndpoints
 
 EXTENSION = "megatron_gspo_worker.WeightReceiver"  # as the servers import it
 _KEEPS_MEMORY = "it can't free its memory for the trainer; start it on a GPU with --enable-sleep-mode"
@@ -55,6 +55,7 @@ class VLLMWeightEndpoints(WeightEndpoints):
             update_session=False,
             speculative=config.get("speculative_config") is not None,
             receiver=receiver,
+            adapters=config.get("lora_config") is not None,
             transfer_engine=str(_section(config, "weight_transfer_config").get("backend", "")),
             keeps_memory="" if model.get("enable_sleep_mode") else _KEEPS_MEMORY,
             refusal=_refusal(model, await has_endpoint(server, PATH, timeout=timeout), receiver),
@@ -105,6 +106,11 @@ class VLLMWeightEndpoints(WeightEndpoints):
     async def load_checkpoint(self, server: ServerClient, path: Path, *, timeout: float) -> None:
         """See `WeightEndpoints.load_checkpoint`."""
         await _call(server, "receive_checkpoint", timeout, args=[str(path)])
+
+    async def load_adapters(self, server: ServerClient, path: Path, *, timeout: float) -> None:
+        """See `WeightEndpoints.load_adapters`."""
+        body = {"lora_name": ADAPTERS, "lora_path": str(path), "load_inplace": True}
+        await server.post("/v1/load_lora_adapter", body, timeout=timeout)
 
     async def receive(self, server: ServerClient, requests: Sequence[dict[str, Any]], *, timeout: float) -> None:
         """See `WeightEndpoints.receive`."""

@@ -1,0 +1,107 @@
+"""Adapters alone: what the sources wrote is one directory in PEFT's format, which the servers load by name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+
+from megatron_gspo.models.peft_files import AdapterFacts, read_adapters
+from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
+from megatron_gspo.rollout.vllm.vllm_weight_endpoints import VLLMWeightEndpoints
+from megatron_gspo.servers.http_client import ServerClient, ServerError, open_session
+from megatron_gspo.weight_transport.adapter_transport import AdapterTransport
+from megatron_gspo.weight_transport.buckets import buckets
+
+FACTS = AdapterFacts(rank=2, alpha=8.0, rslora=True, base="/models/base")
+LAYER = "model.layers.0.self_attn.q_proj.lora_"
+EXPERT = "model.layers.0.mlp.experts.{}.down_proj.lora_"
+PARTS = [
+    {f"{LAYER}A.weight": torch.randn(2, 6), f"{LAYER}B.weight": torch.randn(8, 2)},
+    {f"{EXPERT.format(e)}{m}.weight": torch.randn(2, 4) if m == "A" else torch.randn(6, 2)
+     for e in range(3) for m in "AB"},
+]  # fmt: skip
+
+
+def written(folder: Path, versions: tuple[str, ...] = ("0a:1",)) -> AdapterTransport:
+    """The transport of rank 0 after updates of two sources."""
+    first = AdapterTransport(SGLangWeightEndpoints(), folder, FACTS)
+    for version in versions:
+        first.prepare(version)
+        for part, tensors in enumerate(PARTS):
+            source = AdapterTransport(SGLangWeightEndpoints(), folder, FACTS)
+            source.begin(version, part)
+            for bucket in buckets(tensors.items(), 40):
+                source.take(bucket)
+            asyncio.run(source.finish(1.0))
+        first.publish(len(PARTS))
+    return first
+
+
+def test_the_sources_files_become_one_in_peft_format(tmp_path: Path) -> None:
+    checkpoint = written(tmp_path, ("0a:1", "0a:2")).checkpoint
+    assert checkpoint is not None and [path.name for path in tmp_path.iterdir()] == [checkpoint.name]
+    assert [path.name for path in checkpoint.iterdir()] == ["adapters"]
+    tensors, facts = read_adapters(checkpoint / "adapters")
+    assert facts == FACTS
+    expected = PARTS[0] | PARTS[1]
+    assert tensors.keys() == expected.keys() and all(torch.equal(tensors[name], expected[name]) for name in expected)
+    config = json.loads((checkpoint / "adapters" / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["down_proj", "q_proj"]
+
+
+def test_a_server_without_adapters_is_refused(tmp_path: Path) -> None:
+    transport = AdapterTransport(SGLangWeightEndpoints(), tmp_path, FACTS)
+    able, other = (SimpleNamespace(adapters=adapters) for adapters in (True, False))
+    assert transport.unsupported(able) == ""  # type: ignore[arg-type]
+    assert "--enable-lora" in transport.unsupported(other)  # type: ignore[arg-type]
+
+
+async def loaded(endpoints: Any, answers: dict[str, tuple[int, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
+    """The requests of one load to a server with these answers."""
+    seen: list[tuple[str, dict[str, Any]]] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append((request.path, await request.json()))
+        status, body = answers.get(request.path, (200, {"success": True}))
+        return web.json_response(body, status=status)
+
+    app = web.Application()
+    app.router.add_post("/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+    session = await open_session()
+    try:
+        await endpoints.load_adapters(ServerClient(f"http://127.0.0.1:{port}", session), Path("/a/b"), timeout=5.0)
+    finally:
+        await session.close()
+        await runner.cleanup()
+    return seen
+
+
+@pytest.mark.parametrize("status", [200, 400])
+def test_sglang_loads_them_in_place_of_the_last_ones(status: int) -> None:
+    seen = asyncio.run(loaded(SGLangWeightEndpoints(), {"/unload_lora_adapter": (status, {"success": status == 200})}))
+    assert seen == [("/unload_lora_adapter", {"lora_name": "policy"}),
+                    ("/load_lora_adapter", {"lora_name": "policy", "lora_path": "/a/b"})]  # fmt: skip
+
+
+def test_vllm_loads_them_in_place_of_the_last_ones() -> None:
+    assert asyncio.run(loaded(VLLMWeightEndpoints(), {})) == [
+        ("/v1/load_lora_adapter", {"lora_name": "policy", "lora_path": "/a/b", "load_inplace": True})]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "status"), [("/unload_lora_adapter", 500), ("/load_lora_adapter", 200)])
+def test_a_server_that_did_not_load_them_has_failed(path: str, status: int) -> None:
+    answer = {"success": False, "error_message": "rank too high"}
+    with pytest.raises(ServerError, match=f"{path}.*" + ("rank too high" if status == 200 else "500")):
+        asyncio.run(loaded(SGLangWeightEndpoints(), {path: (status, answer)}))
