@@ -161,8 +161,8 @@ PATCHES = (
         "sglang 0.5.15.post1 - 0.5.23 on a machine without a GPU",
         "with `--enable-lora` layers and batches are pinned on any device, also by the torch backend: the server fails "
         "at start",
-        "[`lora/layers.py`](sglang-0.5.23:srt/lora/layers.py#L479), "
-        "[`torch_backend.py`](sglang-0.5.23:srt/lora/backend/torch_backend.py#L237)",
+        "[`MergedColumnParallelLinearWithLoRA`](sglang-0.5.23:srt/lora/layers.py#L479), "
+        "[`TorchNativeLoRABackend`](sglang-0.5.23:srt/lora/backend/torch_backend.py#L237)",
         "`tests/sglang/test_patches.py::test_upstream_works_with_the_hook_and_fails_without`",
         "upstream pins for a GPU only",
         lambda s: s.starts_servers and s.servers_on_cpu,
