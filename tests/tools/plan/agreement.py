@@ -7,6 +7,7 @@ NAME selects layouts by a part of their names. ``--records FOLDER`` keeps the re
 from __future__ import annotations
 
 import argparse
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,8 +25,7 @@ from megatron_gspo.tools.rehearse.records import Collective, RankRecord, read_re
 from megatron_gspo.tools.rehearse.roles import choose_ranks
 from megatron_gspo.tools.rehearse.summary import FailedRank
 
-EXAMPLES = Path(__file__).parents[3] / "examples" / "qwen3_moe"
-MODELS = {"30b": "Qwen3-30B-A3B", "235b": "Qwen3-235B-A22B"}
+EXAMPLES = Path(__file__).parents[3] / "examples"
 STATES = ("weights", "gradients", "optimizer")
 GROUPS = {"tp": "tensor", "cp": "context", "ep": "expert", "expert_tp": "expert tensor"}
 DATA_GROUPS = {"dp_cp": "", "expert_dp": "expert "}
@@ -53,12 +53,13 @@ class Layout:
 
     @property
     def path(self) -> str:
-        return str(EXAMPLES / f"{self.file}.yaml")
+        return str(next(EXAMPLES.glob(f"*/{self.file}.yaml")))
 
     @property
     def overrides(self) -> tuple[str, ...]:
         """Two sequences a micro-batch, and more micro-batches than a rehearsal runs."""
-        model = EXAMPLES / "models" / MODELS[self.file.split("_")[1]]
+        published = Path(load_config(self.path).model.path or "").name
+        model = Path(self.path).parent / "models" / published
         found = [f"model.path={model}", *(f"{KEYS[key]}={value}" for key, value in self.changes)]
         parallel = load_config(self.path, found).parallel
         batch = 2 * parallel.data_parallel_size(self.world) * 2 * max(parallel.pipeline_model_parallel_size, 1)
@@ -86,10 +87,12 @@ class Layout:
 def variant(file: str, world: int, layers: int, **changes: object) -> Layout:
     """A layout named by its model and changes."""
     words = [f"{key}={value}" for key, value in changes.items()]
-    return Layout(" ".join([file.split("_")[1], *words]), file, world, layers, tuple(changes.items()))
+    size = next(word for word in file.split("_") if re.fullmatch(r"\d+b", word))
+    return Layout(" ".join([size, *words]), file, world, layers, tuple(changes.items()))
 
 
 SMALL, LARGE = "qwen3_30b_a3b_4x8_gspo", "qwen3_235b_a22b_24x8_gspo"
+NEXT = "qwen3_next_80b_a3b_6x8_gspo"
 LAYOUTS = (
     Layout("30b_4x8_gspo", SMALL, 16, 2),
     Layout("30b_1x8_80gb_gspo", "qwen3_30b_a3b_1x8_80gb_gspo", 8, 2),
@@ -110,6 +113,12 @@ LAYOUTS = (
     Layout("235b_24x8_gspo", LARGE, 128, 14),
     variant(LARGE, 64, 6, tp=4, pp=4, vp="null", ep=16),
     variant("qwen3_30b_a3b_4x8_gspo", 16, 4, tp=2, pp=4, ep=2),
+    Layout("80b_6x8_gspo", NEXT, 32, 8),
+    variant(NEXT, 8, 4, pp=1, ep=8, recompute="none"),
+    variant(NEXT, 16, 4, tp=2, pp=1, ep=8, recompute="selective"),
+    variant(NEXT, 8, 4, pp=1, cp=2, ep=8, recompute="none"),
+    variant(NEXT, 16, 4, tp=2, pp=1, cp=2, ep=8),
+    variant(NEXT, 8, 8, pp=2, vp=2, ep=4),
 )
 
 
