@@ -82,15 +82,16 @@ def sigmoid_experts(config: dict[str, Any]) -> dict[str, Any]:
         experts_per_token=chosen,
         moe_ffn_hidden_size=config["moe_intermediate_size"],
         router=router,
-        carried=_layers_behind(config),
+        carried=layers_behind(config),
         shared_expert_size=config["moe_intermediate_size"] * (config.get("n_shared_experts") or 0),
     )
 
 
-def _layers_behind(config: dict[str, Any]) -> tuple[str, ...]:
+def layers_behind(config: dict[str, Any]) -> tuple[str, ...]:
     """Multi-token prediction, stored as layers behind the last."""
     first = config["num_hidden_layers"]
-    number = config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0
+    keys = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
+    number = next((config[key] for key in keys if config.get(key)), 0)
     return tuple(f"model.layers.{layer}." for layer in range(first, first + number))
 
 
