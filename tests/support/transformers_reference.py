@@ -245,10 +245,10 @@ def checkpoint_tensors(model: torch.nn.Module, value: Callable[[Tensor], Tensor]
                 tensors[f"{name.removesuffix('down_proj')}{e}.down_proj.weight"] = down
         else:
             tensors[name] = whole
-    return {_stored_name(name, model.config.model_type): tensor for name, tensor in tensors.items()}
+    return {stored_name(name, model.config.model_type): tensor for name, tensor in tensors.items()}
 
 
-def _stored_name(name: str, model_type: str) -> str:
+def stored_name(name: str, model_type: str) -> str:
     """The name in files; Transformers renames MiniMax-M2's tensors."""
     if model_type == "minimax_m2":
         for own, stored in ((".mlp.", ".block_sparse_moe."), (".gate_proj.", ".w1."), (".up_proj.", ".w3."),

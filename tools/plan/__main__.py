@@ -88,7 +88,7 @@ def load_model(path: str) -> tuple[dict[str, Any], ModelShape]:
 
 
 def may_use_transformer_engine(shape: ModelShape) -> bool:
-    return shape.latent is None and shape.delta_net is None
+    return set(shape.mixers) == {"attention"}
 
 
 def adapters(args: argparse.Namespace, hf: dict[str, Any]) -> LoRAConfig | None:

@@ -93,6 +93,7 @@ class Sizes:
     scored: float
     latents: int = 0
     output_gate: bool = False
+    joint_norms: bool = False
     wide_norms: bool = False  # that compute in float32 and save it
     delta_net: DeltaNet | None = None
     adapters: Mapping[LayerKind, tuple[LayerAdapter, ...]] | None = None
@@ -131,6 +132,7 @@ def sizes_of(shape: ModelShape, parallel: ParallelConfig, batch: MicroBatch, set
         shared=shape.shared_expert_size // tp, shared_gate=shape.shared_expert_gate, sent=ep * etp > 1,
         mask=t * batch.longest * (2 * cp + 1) / (4 * cp) if masked else 0.0, qk_norm=shape.query_key_norms,
         scored=t if batch.scored is None else batch.scored, output_gate=shape.attention_gate,
+        joint_norms="joint_norm_attention" in shape.mixers,
         wide_norms=shape.zero_centred_norms, delta_net=delta_net_of(shape, parallel, t, batch.longest),
         adapters=None if setting.lora is None else {
             kind: layer_adapters(shape, parallel, setting.lora, kind)
@@ -161,12 +163,13 @@ def attention_bytes(z: Sizes, setting: Setting) -> dict[str, float]:
         saved["q and k norms"] = kept + per_row * z.t * (z.query + z.groups)
     elif z.qk_norm:
         # the key's norm, or the value, keeps the whole product of queries, keys and values alive; the query's norm has
-        # a copy of its part, unless with one group that is a view
+        # a copy of its part, unless with one group that is a view; and the key's, if it is over all heads
         if torch_layers and cpu and z.a < 4:
             kept = _norm(z, query + key, setting)
         else:
             kept = z.a * (query + 2 * key + (query if z.groups > 1 else 0.0) + (0.0 if torch_layers else key))
-        saved["q and k norms"] = kept + per_row * z.t * (z.query + z.groups)
+            kept += z.a * key if z.joint_norms and z.groups > 1 else 0.0
+        saved["q and k norms"] = kept + per_row * z.t * (2 if z.joint_norms else z.query + z.groups)
     elif z.latents:  # of each latent its product and its norm; queries and keys are put together anew
         saved["latents"] = 2 * z.a * z.s * z.latents + per_row * z.s * 2
     elif not torch_layers or (not cpu and z.keys == z.t):  # the values are a part of this product

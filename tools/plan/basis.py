@@ -13,13 +13,13 @@ from megatron_gspo.tools.plan.workload import Workload
 
 REHEARSED, ESTIMATED = "rehearsed", "estimated"
 # model types of which `tests.tools.plan.agreement` compares rehearsals
-_COMPARED = ("qwen3_moe", "qwen3_next")
+_COMPARED = ("qwen3_moe", "qwen3_next", "minimax_m2")
 EXPLAINED = (
-    f"{REHEARSED}: the formula agrees with rehearsals of Qwen3-30B-A3B, Qwen3-235B-A22B and"
-    f" Qwen3-Next-80B-A3B; the assumptions "
+    f"{REHEARSED}: the formula agrees with rehearsals of Qwen3-30B-A3B, Qwen3-235B-A22B,"
+    f" Qwen3-Next-80B-A3B and MiniMax-M2; the assumptions "
     f"expert_imbalance and fragmentation come on top. {ESTIMATED}: no rehearsal has this figure."
 )
-_MIXERS = {"attention", "gated_delta_net"}
+_MIXERS = {"attention", "gated_delta_net", "joint_norm_attention"}
 _COLLECTIVES = ("tensor", "context", "expert", "expert tensor", "pipeline", "gradients", "weights", "expert gradients",
                 "expert weights")  # fmt: skip
 

@@ -69,7 +69,9 @@ def _attention(shape: ModelShape, tp: int) -> list[Parameter]:
     if shape.attention_bias:
         found.append(Parameter("linear_qkv.bias", rows // tp))
     if shape.query_key_norms:
-        found += [Parameter("q_layernorm", d), Parameter("k_layernorm", d)]
+        joint = "joint_norm_attention" in shape.mixers  # of all heads of the rank
+        heads = (query // tp, shape.num_query_groups * d // tp) if joint else (d, d)
+        found += [Parameter("q_layernorm", heads[0]), Parameter("k_layernorm", heads[1])]
     return found
 
 
@@ -113,6 +115,7 @@ _MIXERS = {
     "attention": _attention,
     "windowed_attention": _attention,
     "sink_attention": _attention,
+    "joint_norm_attention": _attention,
     "latent_attention": _latent_attention,
     "gated_delta_net": _gated_delta_net,
 }

@@ -38,6 +38,7 @@ KEYS = dict(
     ep="parallel.expert_model_parallel_size", etp="parallel.expert_tensor_parallel_size",
     recompute="model.recompute_granularity", overlap="parallel.overlap_grad_reduce",
     gather="parallel.overlap_param_gather", lora="lora.rank", targets="lora.targets", adapters="lora.experts",
+    embedding="parallel.account_for_embedding_in_pipeline_split", loss="parallel.account_for_loss_in_pipeline_split",
 )  # fmt: skip
 
 
@@ -92,7 +93,7 @@ def variant(file: str, world: int, layers: int, **changes: object) -> Layout:
 
 
 SMALL, LARGE = "qwen3_30b_a3b_4x8_gspo", "qwen3_235b_a22b_24x8_gspo"
-NEXT = "qwen3_next_80b_a3b_6x8_gspo"
+NEXT, MINIMAX = "qwen3_next_80b_a3b_6x8_gspo", "minimax_m2_230b_a10b_24x8_gspo"
 LAYOUTS = (
     Layout("30b_4x8_gspo", SMALL, 16, 2),
     Layout("30b_1x8_80gb_gspo", "qwen3_30b_a3b_1x8_80gb_gspo", 8, 2),
@@ -119,6 +120,9 @@ LAYOUTS = (
     variant(NEXT, 8, 4, pp=1, cp=2, ep=8, recompute="none"),
     variant(NEXT, 16, 4, tp=2, pp=1, cp=2, ep=8),
     variant(NEXT, 8, 8, pp=2, vp=2, ep=4),
+    variant(MINIMAX, 8, 2, tp=1, pp=1, vp="null", ep=8, recompute="none", embedding="false", loss="false"),
+    variant(MINIMAX, 16, 2, tp=4, pp=1, vp="null", cp=2, ep=8, embedding="false", loss="false"),
+    variant(MINIMAX, 16, 6, tp=2, pp=4, vp="null", ep=4),
 )
 
 

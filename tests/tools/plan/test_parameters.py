@@ -19,7 +19,7 @@ from megatron_gspo.tools.plan.parameters import (
 )
 from tests.support.configs import model_config, parallel
 from tests.support.distributed import run_distributed
-from tests.support.model_shapes import LARGE, NEXT, SMALL, dense_shape, shape_of
+from tests.support.model_shapes import LARGE, MINIMAX_M2, NEXT, SMALL, dense_shape, shape_of
 from tests.support.tiny_models import tiny_config
 
 
@@ -59,6 +59,15 @@ def test_published_sizes_of_gated_delta_nets() -> None:
     total = outer + 48 * (experts + 2 * 2048) + 36 * delta + 12 * attention
     assert total_parameters(shape) == total == 79_674_391_296  # as published, of the files of Qwen3-Coder-Next
     assert active_parameters(shape) == total - 48 * 502 * 3 * 512 * 2048 == 3_874_929_408
+
+
+def test_published_sizes_of_minimax_m2() -> None:
+    """230 billion parameters, 10 billion active, without its multi-token prediction."""
+    shape = shape_of(MINIMAX_M2)
+    attention = (48 + 2 * 8) * 128 * 3072 + 48 * 128 * 3072 + 56 * 128  # with norms of all heads
+    layer = attention + 256 * 3 * 1536 * 3072 + 256 * 3072 + 2 * 3072
+    assert total_parameters(shape) == 62 * layer + 2 * 200064 * 3072 + 3072 == pytest.approx(228.7e9, rel=1e-3)
+    assert active_parameters(shape) == total_parameters(shape) - 62 * 248 * 3 * 1536 * 3072
 
 
 def test_stages_hold_every_layer_once() -> None:
@@ -127,5 +136,5 @@ def test_megatron_registers_the_same_tensors_in_the_same_order() -> None:
           for hf in (read_config(SMALL), {**shared, "tie_word_embeddings": True}) for place in (0, 7)],
     ]
     cases += [(tiny_config(kind).to_dict(), dict(tp=2, pp=2, ep=2, vp=2), 4, 3)
-              for kind in ("deepseek", "moonlight", "glm", "next")]  # fmt: skip
+              for kind in ("deepseek", "moonlight", "glm", "next", "minimax")]  # fmt: skip
     assert run_distributed(_same_as_megatron, 1, cases) == [[]]
