@@ -1,5 +1,7 @@
-"""Attention whose queries, and whose keys, of all heads are normalised together (MiniMax-M2): the mean square of a token
-is over all tensor-parallel ranks' heads."""
+"""Attention whose queries, and whose keys, are normalised over all heads together (MiniMax-M2).
+
+The mean square of a token is over all tensor-parallel ranks' heads.
+"""
 
 from __future__ import annotations
 

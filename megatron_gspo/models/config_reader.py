@@ -95,6 +95,13 @@ def layers_behind(config: dict[str, Any]) -> tuple[str, ...]:
     return tuple(f"model.layers.{layer}." for layer in range(first, first + number))
 
 
+# Why a kind of rotary embedding is no function of a token and those before it.
+_UNDEFINED = {
+    "dynamic": "beyond max_position_embeddings its frequencies depend on the longest sequence so far, so that a response's "
+    "log-probs while it is generated are not those of one pass over it; set it to default: up to there they are the same",
+}
+
+
 def rotary_of(config: dict[str, Any], dim: int, *, interleaved: bool = False,
               types: tuple[str, ...] = ("default",)) -> Rotary:
     """The rotary embedding of a config.json, of ``dim`` dimensions. Transformers 5 keeps it in ``rope_parameters``.
@@ -104,6 +111,8 @@ def rotary_of(config: dict[str, Any], dim: int, *, interleaved: bool = False,
     """
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind in _UNDEFINED and kind not in types:
+        raise ModelError(f"rope_type={kind!r} in config.json is not supported: {_UNDEFINED[kind]}")
     if kind not in types:
         known = f"only {types[0]!r} is" if len(types) == 1 else f"known: {', '.join(types)}"
         raise ModelError(f"rope_type={kind!r} in config.json is not supported; {known}")

@@ -257,8 +257,8 @@ def backward_bytes(z: Sizes, setting: Setting, kind: LayerKind) -> float:
     above = z.a * z.s * z.h + delta_nets.backward_bytes(z.delta_net, z.a)
     if setting.recompute != "full":
         above += delta_nets.kept_bytes(z.delta_net, z.a)
-    gone = sum((moe_bytes if kind.is_moe else mlp_bytes)(z, setting).values()) + delta_nets.gated_norm_bytes(z.delta_net, z.a)
-    return max(widest, above - gone)
+    mlp = (moe_bytes if kind.is_moe else mlp_bytes)(z, setting)
+    return max(widest, above - sum(mlp.values()) - delta_nets.gated_norm_bytes(z.delta_net, z.a))
 
 
 def mlp_backward_bytes(z: Sizes, setting: Setting, *, is_moe: bool) -> float:

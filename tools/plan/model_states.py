@@ -114,7 +114,8 @@ def chunk_states(shape: ModelShape, parallel: ParallelConfig, gpus: int, stage: 
 
 
 def _add_layers(counts: tuple[Counter[int], Counter[int]],
-                of_layer: Mapping[LayerKind, tuple[Counter[int], Counter[int]]], kinds: Counter[LayerKind]) -> None:  # fmt: skip
+                of_layer: Mapping[LayerKind, tuple[Counter[int], Counter[int]]],
+                kinds: Counter[LayerKind]) -> None:  # fmt: skip
     """Add the tensors of layers: ``of_layer`` of one of a kind, ``kinds`` how many there are."""
     for kind, layers in kinds.items():
         for total, each in zip(counts, of_layer[kind], strict=True):

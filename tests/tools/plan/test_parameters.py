@@ -10,8 +10,8 @@ from transformers import DeepseekV3Config
 from megatron_gspo.config import ParallelConfig
 from megatron_gspo.models import family_of
 from megatron_gspo.tools.plan.parameters import (
-    active_parameters,
     LayerKind,
+    active_parameters,
     chunk_layers,
     chunk_parameters,
     layer_parameters,
