@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from megatron_gspo.tools.plan.activations import MicroBatch, Setting, peak_bytes
 from megatron_gspo.tools.plan.communication import mini_batch_bytes
 from megatron_gspo.tools.plan.model_states import exact_states
 from megatron_gspo.tools.plan.plan_report import table
+from megatron_gspo.tools.rehearse.one_rank import shortened_model
 from megatron_gspo.tools.rehearse.rank_processes import RankJob, rehearse_ranks
 from megatron_gspo.tools.rehearse.records import Collective, RankRecord, read_record, write_record
 from megatron_gspo.tools.rehearse.roles import choose_ranks
@@ -74,8 +76,9 @@ class Layout:
 
     @property
     def shape(self) -> ModelShape:
-        data = read_config(self.config.model.path) | {"num_hidden_layers": self.layers}
-        return family_of(data)[1]
+        with tempfile.TemporaryDirectory() as folder:
+            path = shortened_model(self.config.model.path or "", self.layers, Path(folder))
+            return family_of(read_config(path))[1]
 
     @property
     def ranks(self) -> str:
@@ -115,11 +118,10 @@ LAYOUTS = (
     variant(LARGE, 64, 6, tp=4, pp=4, vp="null", ep=16),
     variant("qwen3_30b_a3b_4x8_gspo", 16, 4, tp=2, pp=4, ep=2),
     Layout("80b_6x8_gspo", NEXT, 32, 8),
+    variant(NEXT, 8, 4, pp=1, ep=8),
     variant(NEXT, 8, 4, pp=1, ep=8, recompute="none"),
-    variant(NEXT, 16, 4, tp=2, pp=1, ep=8, recompute="selective"),
-    variant(NEXT, 8, 4, pp=1, cp=2, ep=8, recompute="none"),
-    variant(NEXT, 16, 4, tp=2, pp=1, cp=2, ep=8),
-    variant(NEXT, 8, 8, pp=2, vp=2, ep=4),
+    variant(NEXT, 8, 4, pp=1, tp=2, cp=2, ep=8, recompute="none"),
+    variant(NEXT, 8, 8, pp=2, vp=2, ep=4, recompute="selective"),
     variant(MINIMAX, 8, 2, tp=1, pp=1, vp="null", ep=8, recompute="none", embedding="false", loss="false"),
     variant(MINIMAX, 16, 2, tp=4, pp=1, vp="null", cp=2, ep=8, embedding="false", loss="false"),
     variant(MINIMAX, 16, 6, tp=2, pp=4, vp="null", ep=4),

@@ -118,5 +118,6 @@ def test_a_model_of_both_kinds_of_layers(recompute: str) -> None:
     if recompute == "none":
         assert peaks[1] - peaks[0] == pytest.approx(3 * more)
         assert peaks[2] - peaks[1] > more  # the last layer's delta rule runs again where all is held
-    else:  # one layer runs again at a time
-        assert peaks[1] == peaks[2] and peaks[1] - peaks[0] == pytest.approx(more)
+    else:  # one layer runs again at a time; behind the last gated delta net the input of a layer is gone
+        stream = 2 * 4096 * 2048
+        assert [peaks[1] - peaks[0], peaks[2] - peaks[1]] == pytest.approx([more - stream, stream])
