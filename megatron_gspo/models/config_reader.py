@@ -97,8 +97,9 @@ def layers_behind(config: dict[str, Any]) -> tuple[str, ...]:
 
 # Why a kind of rotary embedding is no function of a token and those before it.
 _UNDEFINED = {
-    "dynamic": "beyond max_position_embeddings its frequencies depend on the longest sequence so far, so that a response's "
-    "log-probs while it is generated are not those of one pass over it; set it to default: up to there they are the same",
+    "dynamic": "beyond max_position_embeddings its frequencies depend on the longest sequence so far, so that the "
+    "log-probs of a response while it is generated are not those of one pass over it; set it to default: up to there "
+    "they are the same",
 }
 
 
