@@ -13,13 +13,12 @@ from megatron_gspo.tools.plan.workload import Workload
 
 REHEARSED, ESTIMATED = "rehearsed", "estimated"
 # model types of which `tests.tools.plan.agreement` compares rehearsals
-_COMPARED = ("qwen3_moe", "qwen3_next", "minimax_m2")
+_COMPARED = ("qwen3_moe", "qwen3_next")
 EXPLAINED = (
-    f"{REHEARSED}: the formula agrees with rehearsals of Qwen3-30B-A3B, Qwen3-235B-A22B,"
-    f" Qwen3-Next-80B-A3B and MiniMax-M2; the assumptions "
-    f"expert_imbalance and fragmentation come on top. {ESTIMATED}: no rehearsal has this figure."
+    f"{REHEARSED}: the formula agrees with rehearsals of Qwen3-30B-A3B, Qwen3-235B-A22B and Qwen3-Next-80B-A3B; the "
+    f"assumptions expert_imbalance and fragmentation come on top. {ESTIMATED}: no rehearsal has this figure."
 )
-_MIXERS = {"attention", "gated_delta_net", "joint_norm_attention"}
+_MIXERS = {"attention", "gated_delta_net"}
 _COLLECTIVES = ("tensor", "context", "expert", "expert tensor", "pipeline", "gradients", "weights", "expert gradients",
                 "expert weights")  # fmt: skip
 
