@@ -11,6 +11,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_gspo.mcore.attention import PackedAttention
 from megatron_gspo.mcore.gated_delta_net.layer import GatedDeltaNet
+from megatron_gspo.mcore.joint_norms import JointNormAttention
 from megatron_gspo.mcore.latent_attention import LatentAttention, LatentAttentionSubmodules
 from megatron_gspo.mcore.norms import RMSNorm
 from megatron_gspo.mcore.sink_attention import SinkAttention
@@ -54,6 +55,16 @@ def _sink_attention(spec: Any, config: Any, shape: ModelShape | None) -> Any:
     return spec
 
 
+def _joint_norm_options(shape: ModelShape) -> dict[str, Any]:
+    return _attention_options(shape) | dict(qk_layernorm=False)  # Megatron's name for norms of one head
+
+
+def _joint_norm_attention(spec: Any, config: Any, shape: ModelShape | None) -> Any:
+    spec = _attention(spec, config, shape)
+    spec.module = JointNormAttention
+    return spec
+
+
 def _latent_options(shape: ModelShape) -> dict[str, Any]:
     assert shape.latent is not None
     return dict(num_query_groups=shape.num_attention_heads, kv_channels=shape.latent.plain_dim + shape.rotary.dim)
@@ -73,6 +84,7 @@ MIXERS = {
     "attention": Mixer(_attention_options, _attention),
     "windowed_attention": Mixer(_attention_options, _attention, transformer_engine=False),
     "sink_attention": Mixer(_attention_options, _sink_attention, transformer_engine=False),
+    "joint_norm_attention": Mixer(_joint_norm_options, _joint_norm_attention, transformer_engine=False),
     "latent_attention": Mixer(
         _latent_options, _latent_attention, transformer_engine=False,
         stored_names={

@@ -82,16 +82,25 @@ def sigmoid_experts(config: dict[str, Any]) -> dict[str, Any]:
         experts_per_token=chosen,
         moe_ffn_hidden_size=config["moe_intermediate_size"],
         router=router,
-        carried=_layers_behind(config),
+        carried=layers_behind(config),
         shared_expert_size=config["moe_intermediate_size"] * (config.get("n_shared_experts") or 0),
     )
 
 
-def _layers_behind(config: dict[str, Any]) -> tuple[str, ...]:
+def layers_behind(config: dict[str, Any]) -> tuple[str, ...]:
     """Multi-token prediction, stored as layers behind the last."""
     first = config["num_hidden_layers"]
-    number = config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0
+    keys = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
+    number = next((config[key] for key in keys if config.get(key)), 0)
     return tuple(f"model.layers.{layer}." for layer in range(first, first + number))
+
+
+# Why a kind of rotary embedding is no function of a token and those before it.
+_UNDEFINED = {
+    "dynamic": "beyond max_position_embeddings its frequencies depend on the longest sequence so far, so that the "
+    "log-probs of a response while it is generated are not those of one pass over it; set it to default: up to there "
+    "they are the same",
+}
 
 
 def rotary_of(config: dict[str, Any], dim: int, *, interleaved: bool = False,
@@ -103,6 +112,8 @@ def rotary_of(config: dict[str, Any], dim: int, *, interleaved: bool = False,
     """
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind in _UNDEFINED and kind not in types:
+        raise ModelError(f"rope_type={kind!r} in config.json is not supported: {_UNDEFINED[kind]}")
     if kind not in types:
         known = f"only {types[0]!r} is" if len(types) == 1 else f"known: {', '.join(types)}"
         raise ModelError(f"rope_type={kind!r} in config.json is not supported; {known}")

@@ -10,13 +10,14 @@ from megatron_gspo.models.deepseek import DEEPSEEK
 from megatron_gspo.models.family import Family
 from megatron_gspo.models.glm import GLM
 from megatron_gspo.models.gpt_oss import GPT_OSS
+from megatron_gspo.models.minimax import MINIMAX
 from megatron_gspo.models.model_shape import ModelError, ModelShape, check_sizes
 from megatron_gspo.models.qwen import QWEN
 from megatron_gspo.models.qwen_next import QWEN_NEXT
 from megatron_gspo.models.rule_tables import VALUE_HEAD
 from megatron_gspo.models.stacked_experts import checkpoint_names
 
-FAMILIES = {family.model_type: family for family in (*QWEN, *QWEN_NEXT, *DEEPSEEK, *GLM, *GPT_OSS)}
+FAMILIES = {family.model_type: family for family in (*QWEN, *QWEN_NEXT, *DEEPSEEK, *GLM, *GPT_OSS, *MINIMAX)}
 
 
 def family_of(config: dict[str, Any]) -> tuple[Family, ModelShape]:

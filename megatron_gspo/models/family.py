@@ -16,7 +16,8 @@ from megatron_gspo.models.stacked_experts import tensor_of
 class Family:
     """A model type: how to read its sizes and layer facts, and the rules of its layers (names relative to the layer).
 
-    ``mixers``: the rules of what mixes the tokens, by its kind in ``ModelShape.mixers``.
+    ``mixers``: the rules of what mixes the tokens, by its kind in ``ModelShape.mixers``. ``in_transformers``: parts of
+    names in checkpoints, each with what Transformers' own models have in its place.
     """
 
     model_type: str
@@ -25,6 +26,7 @@ class Family:
     dense: tuple[Rule, ...]
     experts: tuple[Rule, ...] = ()
     outer: tuple[Rule, ...] = OUTER
+    in_transformers: tuple[tuple[str, str], ...] = ()
 
     @property
     def stacks_experts(self) -> bool:
@@ -35,6 +37,12 @@ class Family:
         """The rules of layer ``layer``, its mixer's first."""
         rules = self.mixers[shape.mixers[layer]] + (self.experts if shape.moe_layers[layer] else self.dense)
         return tuple(rule for rule in rules if rule.applies(shape))
+
+    def name_in_transformers(self, name: str) -> str:
+        """The name of a checkpoint's tensor in Transformers' own model, experts one by one."""
+        for stored, own in self.in_transformers:
+            name = name.replace(stored, own)
+        return name
 
     def outer_rules(self, shape: ModelShape) -> tuple[Rule, ...]:
         """The rules outside of the layers; with tied embeddings there is no output weight."""

@@ -38,6 +38,7 @@ _SIZES = (
     "linear_key_head_dim",
     "linear_value_head_dim",
     "linear_conv_kernel_dim",
+    "rotary_dim",
 )
 
 

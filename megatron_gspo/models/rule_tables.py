@@ -55,6 +55,11 @@ QUERY_KEY_NORMS = (
     Rule(("self_attention.q_layernorm.weight",), ("self_attn.q_norm.weight",), applies=_has_norms),
     Rule(("self_attention.k_layernorm.weight",), ("self_attn.k_norm.weight",), applies=_has_norms),
 )
+# Over all heads: each tensor-parallel rank has the part of its heads.
+JOINT_NORMS = (
+    Rule(("self_attention.q_layernorm.weight",), ("self_attn.q_norm.weight",), Shard.ROWS),
+    Rule(("self_attention.k_layernorm.weight",), ("self_attn.k_norm.weight",), Shard.ROWS),
+)
 ATTENTION_BIAS = (
     Rule(
         ("self_attention.linear_qkv.bias",),

@@ -20,6 +20,7 @@ MODELS = {
     "moonlight": dict(kind="moonlight", seed=6),
     "glm_lite": dict(kind="glm_lite", seed=5),
     "glm": dict(kind="glm", seed=7),
+    "minimax": dict(kind="minimax", seed=7),
     "gpt_oss": dict(kind="gpt_oss"),
     "next": dict(kind="next", seed=24, initializer_range=0.1),
     "windows": dict(kind="dense", use_sliding_window=True, sliding_window=4, max_window_layers=2, rope_parameters=YARN),

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 from megatron_gspo.mcore.attention import PackedAttention
 from megatron_gspo.mcore.gated_delta_net.layer import GatedDeltaNet
+from megatron_gspo.mcore.joint_norms import JointNormAttention
 from megatron_gspo.mcore.mixers import MIXERS, mixer_options
 from megatron_gspo.mcore.norms import RMSNorm
 from megatron_gspo.mcore.sink_attention import SinkAttention
@@ -25,6 +26,15 @@ def test_attention():
         sinks = MIXERS["sink_attention"].place(spec, config, shape).submodules
         assert sinks.core_attention is SinkAttention
         assert found.q_layernorm is found.k_layernorm is (RMSNorm if norms else None)
+
+
+def test_joint_norms_are_not_megatrons_norms_of_one_head():
+    shape = dense_shape(mixers=("joint_norm_attention",) * 2)
+    assert mixer_options(shape)["qk_layernorm"] is False  # with it Megatron would sum their gradients over the ranks
+    spec = SimpleNamespace(module=None, submodules=SimpleNamespace(core_attention=None, q_layernorm=None))
+    found = MIXERS["joint_norm_attention"].place(spec, SimpleNamespace(qk_layernorm=False), shape)
+    assert found.module is JointNormAttention and found.submodules.core_attention is PackedAttention
+    assert found.submodules.q_layernorm is None and not MIXERS["joint_norm_attention"].transformer_engine
 
 
 def test_gated_delta_net():

@@ -23,6 +23,7 @@ def test_names_of_families():
     latent = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     assert linear_names(*family_of(tiny_config("deepseek").to_dict())) == latent
     assert linear_names(*family_of(tiny_config("gpt_oss").to_dict())) == ALL[:4], "its experts are stored in one tensor"
+    assert linear_names(*family_of(tiny_config("minimax").to_dict())) == ALL[:4], "Transformers renames its experts"
 
 
 def test_parts_and_their_rows():

@@ -6,8 +6,10 @@ from tests.seeded_bugs.adapters import ADAPTERS
 from tests.seeded_bugs.delta_nets import DELTA_NETS
 from tests.seeded_bugs.evaluation import EVALUATION
 from tests.seeded_bugs.families import OF_THE_FAMILIES
+from tests.seeded_bugs.joint_norms import JOINT_NORMS
 from tests.seeded_bugs.layouts import CONVERSION, LAYOUT, MEGATRON, PARALLEL, RESUME
 from tests.seeded_bugs.objective import DATA, OBJECTIVE
+from tests.seeded_bugs.plans import PLANS
 from tests.seeded_bugs.quantization import QUANTIZATION
 from tests.seeded_bugs.rollouts import OF_THE_ROLLOUTS
 from tests.seeded_bugs.routing import ROUTING
@@ -21,6 +23,6 @@ GROUPS = {
     "OF_THE_SERVERS": OF_THE_SERVERS, "OF_THE_FAMILIES": OF_THE_FAMILIES, "SINKS_AND_WINDOWS": SINKS_AND_WINDOWS,
     "BIASED_EXPERTS": BIASED_EXPERTS, "OF_THE_SANDBOX": OF_THE_SANDBOX,
     "DELTA_NETS": DELTA_NETS, "EVALUATION": EVALUATION, "ADAPTERS": ADAPTERS,
-    "QUANTIZATION": QUANTIZATION,
+    "QUANTIZATION": QUANTIZATION, "JOINT_NORMS": JOINT_NORMS, "PLANS": PLANS,
 }  # fmt: skip
 SEEDED_BUGS = tuple(bug for bugs in GROUPS.values() for bug in bugs)

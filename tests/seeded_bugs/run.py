@@ -29,7 +29,7 @@ from tests.seeded_bugs.all_bugs import SEEDED_BUGS
 from tests.seeded_bugs.seeded_bug import SeededBug
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("megatron_gspo", "patches", "tools", "benchmarks", "tests", "setup.py", "pyproject.toml")
+COPIED = ("megatron_gspo", "patches", "tools", "benchmarks", "tests", "examples", "setup.py", "pyproject.toml")
 LIMIT = 300.0  # seconds of pytest with a bug
 LIMIT_OF_ALL = 1800.0  # the same, of all tests without one
 ASSERTED = ("assert ", "AssertionError", "Failed: DID NOT RAISE")  # how pytest's message of a failed assertion begins

@@ -5,8 +5,10 @@ from pathlib import Path
 from megatron_gspo.models import ModelShape, family_of, read_config
 from megatron_gspo.models.rotary import Rotary
 
-FOLDER = Path(__file__).parents[2] / "examples" / "qwen3_moe" / "models"
-SMALL, LARGE = FOLDER / "Qwen3-30B-A3B", FOLDER / "Qwen3-235B-A22B"
+FOLDER = Path(__file__).parents[2] / "examples"
+SMALL, LARGE = (FOLDER / "qwen3_moe" / "models" / name for name in ("Qwen3-30B-A3B", "Qwen3-235B-A22B"))
+NEXT = FOLDER / "qwen3_next" / "models" / "Qwen3-Next-80B-A3B"
+MINIMAX_M2 = FOLDER / "minimax_m2" / "models" / "MiniMax-M2"
 
 
 def shape_of(path: Path) -> ModelShape:

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from tests.support.tiny_models import tiny_config
+from tests.support.transformers_reference import stored_name
 
 VOCABULARY = 40
 EOS = 1  # of tiny_config
@@ -71,7 +72,7 @@ def checkpoint(model: PreTrainedModel) -> dict[str, torch.Tensor]:
                 tensors[f"{prefix}.{expert}.up_proj.weight"] = weight[half:].clone()
         if kind not in ("gate_up_proj", "down_proj"):
             tensors[name] = tensor.clone()
-    return tensors
+    return {stored_name(name, model.config.model_type): tensor for name, tensor in tensors.items()}
 
 
 def loaded_engine(config: PretrainedConfig, weights: Mapping[str, torch.Tensor], **settings: Any) -> EmbeddedEngine:

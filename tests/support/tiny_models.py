@@ -13,6 +13,7 @@ from transformers import (
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GptOssConfig,
+    MiniMaxM2Config,
     PretrainedConfig,
     Qwen2MoeConfig,
     Qwen3Config,
@@ -47,12 +48,18 @@ _NEXT: dict[str, object] = dict(
     num_experts_per_tok=2, shared_expert_intermediate_size=24, mlp_only_layers=[2], rms_norm_eps=1e-3,
     rope_parameters=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5),
 )  # fmt: skip
+# Half of each head is rotated; another epsilon than the default.
+_MINIMAX: dict[str, object] = dict(
+    intermediate_size=16, num_local_experts=8, num_experts_per_tok=2, rms_norm_eps=1e-3,
+    rope_parameters=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5),
+)  # fmt: skip
 _FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, object]]] = {
     "deepseek": (DeepseekV3Config, _SIGMOID | _LATENT | dict(rope_parameters=_SCALED)),
     "moonlight": (DeepseekV3Config, _SIGMOID | _LATENT | dict(q_lora_rank=None, n_group=1, topk_group=1)),
     "glm_lite": (Glm4MoeLiteConfig, _SIGMOID | _LATENT | dict(rope_interleave=False, n_shared_experts=2)),
     "gpt_oss": (GptOssConfig, _GPT_OSS),
     "next": (Qwen3NextConfig, _NEXT),
+    "minimax": (MiniMaxM2Config, _MINIMAX),
     "glm": (Glm4MoeConfig, _SIGMOID | dict(use_qk_norm=True, attention_bias=True)),
 }
 

@@ -97,7 +97,7 @@ def gates_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 def is_sigmoid(gate: Any) -> bool:
     """Whether scores are sigmoids of the logits, and a bias is added for the choice."""
-    return hasattr(gate, "e_score_correction_bias")
+    return hasattr(gate, "e_score_correction_bias") or type(gate).__name__ == "MiniMaxM2TopKRouter"
 
 
 def shares_of(gate: Any, logits: Tensor) -> Tensor:
@@ -245,7 +245,16 @@ def checkpoint_tensors(model: torch.nn.Module, value: Callable[[Tensor], Tensor]
                 tensors[f"{name.removesuffix('down_proj')}{e}.down_proj.weight"] = down
         else:
             tensors[name] = whole
-    return tensors
+    return {stored_name(name, model.config.model_type): tensor for name, tensor in tensors.items()}
+
+
+def stored_name(name: str, model_type: str) -> str:
+    """The name in files; Transformers renames MiniMax-M2's tensors."""
+    if model_type == "minimax_m2":
+        for own, stored in ((".mlp.", ".block_sparse_moe."), (".gate_proj.", ".w1."), (".up_proj.", ".w3."),
+                            (".down_proj.", ".w2.")):  # fmt: skip
+            name = name.replace(own, stored)
+    return name
 
 
 def checkpoint_gradients(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -87,6 +87,10 @@ def load_model(path: str) -> tuple[dict[str, Any], ModelShape]:
     return hf, family_of(hf)[1]
 
 
+def may_use_transformer_engine(shape: ModelShape) -> bool:
+    return set(shape.mixers) == {"attention"}
+
+
 def adapters(args: argparse.Namespace, hf: dict[str, Any]) -> LoRAConfig | None:
     """The adapters that the options ask for, which a model with this config.json has."""
     if args.lora_rank < 1:
@@ -161,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hf, shape = load_model(args.model)
         work, cluster, assume = inputs(args)
         work = dataclasses.replace(work, lora=adapters(args, hf))
-        if shape.latent is not None or work.lora is not None:  # Transformer Engine's layers can't be built
+        if not may_use_transformer_engine(shape) or work.lora is not None:  # Transformer Engine's layers can't be built
             work = dataclasses.replace(work, implementation="torch")
         check_workload(work, shape.max_position_embeddings)
         basis = basis_of(shape, work)

@@ -21,10 +21,14 @@ from megatron_gspo.config import LoRAConfig, ParallelConfig
 from megatron_gspo.models.model_shape import ModelShape, padded_vocab_size
 from megatron_gspo.parallel.log_probs import CHUNK_BYTES
 from megatron_gspo.parallel.vocabulary_tiles import TILE, tile_elements, tile_shape
+from megatron_gspo.tools.plan import delta_nets
 from megatron_gspo.tools.plan.adapters import LayerAdapter, layer_adapters
+from megatron_gspo.tools.plan.delta_nets import DeltaNet, delta_net_of
 from megatron_gspo.tools.plan.parameters import (
+    LayerKind,
     attention_dim,
     chunk_layers,
+    kind_of,
     layer_kinds,
     local_experts,
 )
@@ -73,6 +77,7 @@ class Sizes:
     query: int
     groups: int
     d: int
+    rotated: int
     ffn: int
     moe: int
     experts: int
@@ -81,12 +86,17 @@ class Sizes:
     etp: int
     rows: float
     shared: int
+    shared_gate: bool
     sent: bool
     mask: float
     qk_norm: bool
     scored: float
     latents: int = 0
-    adapters: Mapping[bool, tuple[LayerAdapter, ...]] | None = None  # of a layer, by whether it has experts
+    output_gate: bool = False
+    joint_norms: bool = False
+    wide_norms: bool = False  # that compute in float32 and save it
+    delta_net: DeltaNet | None = None
+    adapters: Mapping[LayerKind, tuple[LayerAdapter, ...]] | None = None
 
     @property
     def is_frozen(self) -> bool:
@@ -114,13 +124,16 @@ def sizes_of(shape: ModelShape, parallel: ParallelConfig, batch: MicroBatch, set
     return Sizes(
         a=setting.dtype_bytes, h=shape.hidden_size, s=s, t=t, keys=batch.tokens * copies,
         query=shape.num_attention_heads // tp, groups=shape.num_query_groups // tp, d=attention_dim(shape),
+        rotated=shape.rotary.dim,
         latents=0 if shape.latent is None else shape.latent.key_value_rank + (shape.latent.query_rank or 0),
         ffn=shape.ffn_hidden_size // tp, moe=shape.moe_ffn_hidden_size // etp, experts=shape.num_experts,
         local=local_experts(shape, parallel) if shape.is_moe else 0, k=k, etp=etp,
         rows=even if batch.expert_rows is None else batch.expert_rows,
-        shared=shape.shared_expert_size // tp, sent=ep * etp > 1,
+        shared=shape.shared_expert_size // tp, shared_gate=shape.shared_expert_gate, sent=ep * etp > 1,
         mask=t * batch.longest * (2 * cp + 1) / (4 * cp) if masked else 0.0, qk_norm=shape.query_key_norms,
-        scored=t if batch.scored is None else batch.scored,
+        scored=t if batch.scored is None else batch.scored, output_gate=shape.attention_gate,
+        joint_norms="joint_norm_attention" in shape.mixers,
+        wide_norms=shape.zero_centred_norms, delta_net=delta_net_of(shape, parallel, t, batch.longest),
         adapters=None if setting.lora is None else {
             kind: layer_adapters(shape, parallel, setting.lora, kind)
             for kind in layer_kinds(shape, range(shape.num_layers))
@@ -129,28 +142,34 @@ def sizes_of(shape: ModelShape, parallel: ParallelConfig, batch: MicroBatch, set
 
 
 def _norm(z: Sizes, elements: float, setting: Setting) -> float:
-    """Saved by an RMSNorm in addition to its output: its input. The caller adds one number per row. On a CPU torch
-    computes a low-precision norm in float32 steps and saves two of them."""
+    """Saved by an RMSNorm in addition to its output: its input, zero-centred norms' in float32. The caller adds one
+    number per row. On a CPU torch computes a low-precision norm in float32 steps and saves two of them."""
+    if z.wide_norms:
+        return elements * max(z.a, 4)
     composed = setting.implementation == "torch" and not setting.on_gpu and z.a < 4
     return elements * (8 if composed else z.a)
 
 
 def attention_bytes(z: Sizes, setting: Setting) -> dict[str, float]:
-    """Saved by one layer up to the residual sum behind the attention."""
+    """Saved by one layer of attention up to the residual sum behind it."""
     torch_layers, cpu = setting.implementation == "torch", not setting.on_gpu
     per_row = 4 if z.a < 4 or setting.on_gpu else z.a
     query, key = z.t * z.query * z.d, z.t * z.groups * z.d
     saved = {"norm": _norm(z, z.s * z.h, setting) + per_row * z.s}
     if z.saved_for("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj"):
         saved["qkv input"] = z.a * z.s * z.h
-    if z.qk_norm:
+    if z.qk_norm and z.wide_norms:  # and the product of queries, their gate, keys and values, which the values keep
+        kept = _norm(z, query + key, setting) + z.a * ((1 + z.output_gate) * query + 2 * key)
+        saved["q and k norms"] = kept + per_row * z.t * (z.query + z.groups)
+    elif z.qk_norm:
         # the key's norm, or the value, keeps the whole product of queries, keys and values alive; the query's norm has
-        # a copy of its part, unless with one group that is a view
+        # a copy of its part, unless with one group that is a view; and the key's, if it is over all heads
         if torch_layers and cpu and z.a < 4:
             kept = _norm(z, query + key, setting)
         else:
             kept = z.a * (query + 2 * key + (query if z.groups > 1 else 0.0) + (0.0 if torch_layers else key))
-        saved["q and k norms"] = kept + per_row * z.t * (z.query + z.groups)
+            kept += z.a * key if z.joint_norms and z.groups > 1 else 0.0
+        saved["q and k norms"] = kept + per_row * z.t * (2 if z.joint_norms else z.query + z.groups)
     elif z.latents:  # of each latent its product and its norm; queries and keys are put together anew
         saved["latents"] = 2 * z.a * z.s * z.latents + per_row * z.s * 2
     elif not torch_layers or (not cpu and z.keys == z.t):  # the values are a part of this product
@@ -166,7 +185,17 @@ def attention_bytes(z: Sizes, setting: Setting) -> dict[str, float]:
         core = z.a * (query + query * z.saved_for("linear_proj") + (key if z.qk_norm else 0.0))
         if torch_layers and "qkv" not in saved and (not z.qk_norm or (cpu and z.a < 4)):
             core += z.a * (query + 2 * key)  # the values keep the product of qkv alive, which nothing else does
+    if z.output_gate:  # its sigmoid in float32, and the product with the output that the projection takes
+        core += (max(z.a, 4) + z.a * z.saved_for("linear_proj")) * query
     return saved | {"attention": core}
+
+
+def delta_net_bytes(z: Sizes, setting: Setting) -> dict[str, float]:
+    """Saved by one layer of a gated delta net up to the residual sum behind it."""
+    assert z.delta_net is not None
+    inputs, outputs = z.s * z.h * z.saved_for("in_proj"), z.t * z.delta_net.values * z.saved_for("out_proj")
+    rule = delta_nets.saved_bytes(z.delta_net, z.a, keeps_rule=setting.recompute == "full")
+    return {"norm": _norm(z, z.s * z.h, setting) + 4 * z.s, "projections": z.a * (inputs + outputs), "delta net": rule}
 
 
 def mlp_bytes(z: Sizes, setting: Setting) -> dict[str, float]:
@@ -190,35 +219,50 @@ def moe_bytes(z: Sizes, setting: Setting) -> dict[str, float]:
     saved["experts"] = z.rows * (z.a * (z.h + width * z.moe) + 4)
     if z.shared:
         copies = (4 if torch_layers else 2) + z.saved_for("shared_experts.linear_fc2")
-        of_input = z.s * z.h * z.saved_for("shared_experts.linear_fc1")
-        saved["shared expert"] = z.a * (of_input + copies * z.t * z.shared)
+        gated = z.s * z.h if z.shared_gate else 0.0  # its output; its input is the router's
+        saved["shared expert"] = z.a * (copies * z.t * z.shared + gated)
     # of a copy its token and expert, its place in the probabilities and among its token's copies; Megatron's own
     # permutation has the order, a mask and all probabilities
     permutation = (4 * z.k + 1) * INDEX if torch_layers else z.k * INDEX + z.experts * (1 + 4)
     return saved | {"permutation": z.s * permutation}
 
 
-def adapter_bytes(z: Sizes, *, is_moe: bool) -> dict[str, float]:
+def adapter_bytes(z: Sizes, kind: LayerKind) -> dict[str, float]:
     """Saved by one layer's adapters besides the inputs of their layers: each B, scaled and with the rows of each tensor
     in columns of its own, and of dense ones the product with A, of all tensor-parallel ranks' tokens where it is
     gathered."""
     if z.adapters is None:
         return {}
     matrices = rows = 0.0
-    for one in z.adapters[is_moe]:
+    for one in z.adapters[kind]:
         matrices += one.rows * one.width * one.copies
         rows += 0.0 if one.expert else one.width * (z.t if one.gathers else z.s)
     return {"adapters": z.a * (matrices + rows)}
 
 
-def layer_bytes(z: Sizes, setting: Setting, *, is_moe: bool) -> dict[str, float]:
+def layer_bytes(z: Sizes, setting: Setting, kind: LayerKind) -> dict[str, float]:
     """All that one layer saves for its backward, without recomputation of the whole layer."""
-    mlp = moe_bytes(z, setting) if is_moe else mlp_bytes(z, setting)
-    return attention_bytes(z, setting) | mlp | adapter_bytes(z, is_moe=is_moe)
+    mixer = delta_net_bytes if kind.mixer == "gated_delta_net" else attention_bytes
+    mlp = moe_bytes if kind.is_moe else mlp_bytes
+    return mixer(z, setting) | mlp(z, setting) | adapter_bytes(z, kind)
 
 
-def backward_bytes(z: Sizes, setting: Setting, *, is_moe: bool) -> float:
-    """The most that a layer's backward holds above what it has saved: gradients of its widest part, in the torch
+def backward_bytes(z: Sizes, setting: Setting, kind: LayerKind) -> float:
+    """The most that a layer's backward holds above what it has saved, in its MLP or, where the MLP's part is gone, in a
+    gated delta net; attention needs less than the MLP."""
+    widest = mlp_backward_bytes(z, setting, is_moe=kind.is_moe)
+    if kind.mixer != "gated_delta_net":
+        return widest
+    assert z.delta_net is not None
+    above = z.a * z.s * z.h + delta_nets.backward_bytes(z.delta_net, z.a)
+    if setting.recompute != "full":
+        above += delta_nets.kept_bytes(z.delta_net, z.a)
+    mlp = (moe_bytes if kind.is_moe else mlp_bytes)(z, setting)
+    return max(widest, above - sum(mlp.values()) - delta_nets.gated_norm_bytes(z.delta_net, z.a))
+
+
+def mlp_backward_bytes(z: Sizes, setting: Setting, *, is_moe: bool) -> float:
+    """The most that a MLP's backward holds above what its layer has saved: gradients of its widest part, in the torch
     experts the gradients of all their weights and on a GPU, where one kernel computes a product of all experts, a copy
     of its weights; with Transformer Engine the gradients of one product. Frozen experts have no gradients of weights;
     their adapters' products are added to the weights'."""
@@ -248,11 +292,18 @@ def shared_bytes(z: Sizes, setting: Setting) -> float:
     """Once a micro-batch, for all its layers: the rotary angles and in torch the indices of gathered keys and of padded
     batches."""
     if setting.implementation != "torch":
-        return 4 * z.t * z.d
+        return 4 * z.t * z.rotated
     both_ways = 1 if setting.recompute == "none" else 2  # a layer that runs again needs them as the forward did
     gathered = z.keys if z.keys > z.t else 0.0
     padded = 0.0 if setting.on_gpu else both_ways * INDEX * (z.t + gathered)
-    return 2 * z.a * z.t * z.d + padded + 3 * INDEX * gathered
+    return 2 * z.a * z.t * z.rotated + padded + 3 * INDEX * gathered
+
+
+def gone_bytes(shape: ModelShape, chunks: list[range], kind: LayerKind, saved: Mapping[LayerKind, float]) -> float:
+    """What the layers behind the last one of a kind have saved, which is gone in its backward; in the chunk where that
+    is least."""
+    reverse = [[kind_of(shape, layer) for layer in own[::-1]] for own in chunks]
+    return min(sum(saved[behind] for behind in own[: own.index(kind)]) for own in reverse if kind in own)
 
 
 def embedding_rows(shape: ModelShape, parallel: ParallelConfig) -> int:
@@ -313,13 +364,14 @@ def peak_bytes(shape: ModelShape, parallel: ParallelConfig, stage: int, batch: M
     layers = [chunk_layers(shape, parallel, stage, chunk) for chunk in range(chunks)]
     kinds = layer_kinds(shape, [layer for chunk in layers for layer in chunk])
     stream, unit = z.a * z.s * z.h, max(min(setting.recompute_num_layers, max(map(len, layers))), 1)
-    saved = {kind: sum(layer_bytes(z, setting, is_moe=kind).values()) for kind in kinds}
-    working = max((backward_bytes(z, setting, is_moe=kind) for kind in kinds), default=0.0)
-    if kinds[True] and z.sent:
-        working = max(working, dispatch_bytes(z))
+    saved = {kind: sum(layer_bytes(z, setting, kind).values()) for kind in kinds}
+    above = {kind: max(backward_bytes(z, setting, kind), dispatch_bytes(z) if kind.is_moe and z.sent else 0.0)
+             for kind in kinds}  # fmt: skip
     if setting.recompute == "full" and saved:
-        working += unit * (max(saved.values()) - stream) + stream  # what runs again, and its output once more
+        for kind in kinds:
+            above[kind] += unit * (saved[kind] - stream) + stream  # what runs again, and its output once more
         saved = dict.fromkeys(saved, stream / unit)
+    working = max((above[kind] - gone_bytes(shape, layers, kind, saved) for kind in kinds), default=0.0)
     kept = []
     for chunk, own in enumerate(layers):
         of_layers = sum(saved[kind] * count for kind, count in layer_kinds(shape, own).items())

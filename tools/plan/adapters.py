@@ -14,9 +14,11 @@ from megatron_gspo.models.families import FAMILIES
 from megatron_gspo.models.mapping_rules import Shard
 from megatron_gspo.models.model_shape import ModelShape
 from megatron_gspo.tools.plan.parameters import (
+    LayerKind,
     Parameter,
     chunk_layers,
     counts_by_size,
+    kind_of,
     layer_kinds,
     layer_parameters,
     local_experts,
@@ -46,18 +48,18 @@ class LayerAdapter:
 
 
 @cache
-def layer_adapters(shape: ModelShape, parallel: ParallelConfig, lora: LoRAConfig, is_moe: bool
+def layer_adapters(shape: ModelShape, parallel: ParallelConfig, lora: LoRAConfig, kind: LayerKind
                    ) -> tuple[LayerAdapter, ...]:  # fmt: skip
     """The adapters of one transformer layer on one rank."""
     rules = {}
-    for rule in FAMILIES[shape.model_type].layer_rules(shape, shape.moe_layers.index(is_moe)):
+    for rule in FAMILIES[shape.model_type].layer_rules(shape, _first(shape, kind)):
         if adapted := adapted_parts(rule, lora.targets):
             name = rule.megatron[0].removeprefix("self_attention.").removeprefix("mlp.").replace("{expert}", "")
             rules[name.removesuffix(".weight")] = (len(adapted), rule.shard is Shard.ROWS)
     found: list[LayerAdapter] = []
     shared = lora.experts == "shared"
     local = local_experts(shape, parallel)
-    for part in layer_parameters(shape, parallel, is_moe=is_moe):
+    for part in layer_parameters(shape, parallel, kind):
         parts, gathers = rules.get(re.sub(r"^experts\.\d+\.", "experts.", part.name), (0, False))
         if not parts or (part.expert and shared and not part.name.startswith("experts.0.")):
             continue
@@ -67,19 +69,23 @@ def layer_adapters(shape: ModelShape, parallel: ParallelConfig, lora: LoRAConfig
     return tuple(found)
 
 
+def _first(shape: ModelShape, kind: LayerKind) -> int:
+    return next(layer for layer in range(shape.num_layers) if kind_of(shape, layer) == kind)
+
+
 def chunk_adapters(shape: ModelShape, parallel: ParallelConfig, lora: LoRAConfig, stage: int, chunk: int = 0
                    ) -> Iterator[Parameter]:  # fmt: skip
     """Every matrix of the adapters of a model chunk on a rank of ``stage``, in Megatron's order."""
     for layer in chunk_layers(shape, parallel, stage, chunk):
-        for adapter in layer_adapters(shape, parallel, lora, shape.moe_layers[layer]):
+        for adapter in layer_adapters(shape, parallel, lora, kind_of(shape, layer)):
             yield from adapter.parameters
 
 
 @cache
-def adapter_counts(shape: ModelShape, parallel: ParallelConfig, lora: LoRAConfig, is_moe: bool
+def adapter_counts(shape: ModelShape, parallel: ParallelConfig, lora: LoRAConfig, kind: LayerKind
                    ) -> tuple[Counter[int], Counter[int]]:  # fmt: skip
     """How many matrices of each size the adapters of a layer have on a rank: dense ones, experts'."""
-    adapters = layer_adapters(shape, parallel, lora, is_moe)
+    adapters = layer_adapters(shape, parallel, lora, kind)
     return counts_by_size([part for adapter in adapters for part in adapter.parameters])
 
 

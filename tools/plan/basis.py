@@ -12,10 +12,13 @@ from megatron_gspo.tools.plan.step_time import StepTime
 from megatron_gspo.tools.plan.workload import Workload
 
 REHEARSED, ESTIMATED = "rehearsed", "estimated"
+# model types of which `tests.tools.plan.agreement` compares rehearsals
+_COMPARED = ("qwen3_moe", "qwen3_next")
 EXPLAINED = (
-    f"{REHEARSED}: the formula agrees with rehearsals of Qwen3-30B-A3B and Qwen3-235B-A22B; the assumptions "
-    f"expert_imbalance and fragmentation come on top. {ESTIMATED}: no rehearsal has this figure."
+    f"{REHEARSED}: the formula agrees with rehearsals of Qwen3-30B-A3B, Qwen3-235B-A22B and Qwen3-Next-80B-A3B; the "
+    f"assumptions expert_imbalance and fragmentation come on top. {ESTIMATED}: no rehearsal has this figure."
 )
+_MIXERS = {"attention", "gated_delta_net"}
 _COLLECTIVES = ("tensor", "context", "expert", "expert tensor", "pipeline", "gradients", "weights", "expert gradients",
                 "expert weights")  # fmt: skip
 
@@ -23,12 +26,12 @@ _COLLECTIVES = ("tensor", "context", "expert", "expert tensor", "pipeline", "gra
 def basis_of(shape: ModelShape, work: Workload) -> dict[str, Any]:
     """`REHEARSED` or `ESTIMATED` for each figure, under its keys in ``Plan.to_json``.
 
-    Rehearsals have torch layers in bfloat16, all of them with experts and none with a shared one. Transformer Engine
-    exchanges as many bytes, except over context-parallel ranks.
+    Rehearsals have torch layers in bfloat16, all of them with experts and without windows. Transformer Engine exchanges
+    as many bytes, except over context-parallel ranks.
     """
     torch_layers = work.implementation == "torch"
-    usual = set(shape.mixers) == {"attention"} and all(shape.moe_layers) and not shape.shared_expert_size
-    same_layers = usual and torch_layers and work.dtype_bytes == 2
+    compared = shape.model_type in _COMPARED and set(shape.mixers) <= _MIXERS and all(shape.moe_layers)
+    same_layers = compared and torch_layers and work.dtype_bytes == 2
     activations = REHEARSED if same_layers else ESTIMATED
     states = dict.fromkeys(("weights", "gradients", "optimizer", "reference"), REHEARSED)
     memory = {field.name: ESTIMATED for field in fields(Memory) if field.name != "stage"} | {"total": ESTIMATED}

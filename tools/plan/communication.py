@@ -14,6 +14,7 @@ from megatron_gspo.config import ParallelConfig
 from megatron_gspo.models.model_shape import ModelShape
 from megatron_gspo.tools.plan.activations import MicroBatch, Setting, Sizes, sizes_of
 from megatron_gspo.tools.plan.assumptions import Assumptions
+from megatron_gspo.tools.plan.delta_nets import exchanged_bytes
 from megatron_gspo.tools.plan.hardware import Gpu
 from megatron_gspo.tools.plan.model_states import States, data_ranks, own_expert_buffer, split_states
 from megatron_gspo.tools.plan.parameters import layer_kinds, stage_layers
@@ -37,9 +38,9 @@ class Links:
 
 
 def tensor_bytes(z: Sizes, *, is_moe: bool) -> float:
-    """One layer's forward, gathered size: a gather before and a scatter after the attention, and the same around a
-    dense MLP; an expert layer takes the tokens as they lie."""
-    return (2 if is_moe else 4) * z.a * z.t * z.h
+    """One layer's forward, gathered size: a gather before and a scatter after its mixer, and the same around a dense
+    MLP or a shared expert; the other experts take the tokens as they lie."""
+    return (2 if is_moe and not z.shared else 4) * z.a * z.t * z.h
 
 
 def tensor_seconds(z: Sizes, parallel: ParallelConfig, links: Links, *, is_moe: bool) -> float:
@@ -69,27 +70,39 @@ def expert_seconds(z: Sizes, parallel: ParallelConfig, links: Links, assume: Ass
     return seconds + expert_tensor_bytes(z) * (etp - 1) / etp / links.rate(etp)
 
 
-def context_bytes(z: Sizes, parallel: ParallelConfig) -> float:
-    """One layer's forward: keys and values of all ranks."""
+def context_bytes(z: Sizes, parallel: ParallelConfig, mixer: str) -> float:
+    """One layer's forward: keys and values of all ranks; a gated delta net's heads for tokens and back."""
+    if mixer == "gated_delta_net":
+        assert z.delta_net is not None
+        return exchanged_bytes(z.delta_net, z.a)
     return parallel.context_parallel_size * z.a * z.t * 2 * z.groups * z.d
 
 
-def context_seconds(z: Sizes, parallel: ParallelConfig, links: Links, assume: Assumptions) -> float:
-    """One layer's forward: the other ranks' keys and values, the part that attention doesn't hide."""
+def context_seconds(z: Sizes, parallel: ParallelConfig, mixer: str, links: Links, assume: Assumptions) -> float:
+    """One layer's forward: the other ranks' keys and values, the part that attention doesn't hide; of a gated delta
+    net all."""
     cp = parallel.context_parallel_size
-    received = context_bytes(z, parallel) * (cp - 1) / cp
-    return assume.context_exposed * received / links.rate(cp * parallel.tensor_model_parallel_size)
+    received = context_bytes(z, parallel, mixer) * (cp - 1) / cp
+    exposed = 1.0 if mixer == "gated_delta_net" else assume.context_exposed
+    return exposed * received / links.rate(cp * parallel.tensor_model_parallel_size)
 
 
 def layer_passes(setting: Setting) -> dict[str, float]:
-    """Communication of a layer's forward and backward, by dimension, over that of its forward.
+    """Communication of a layer's forward and backward, by dimension, over that of its forward; `context_passes` apart.
 
-    Gradients of weights, which frozen ones don't have, gather the input again under TP. Transformer Engine passes keys
-    and values on again under CP, where the torch layers have kept them.
+    Gradients of weights, which frozen ones don't have, gather the input again under TP.
     """
-    full, context = setting.recompute == "full", 2 if setting.implementation == "torch" else 3
+    full = setting.recompute == "full"
     tensor = 2.5 if setting.lora is None else 2.0
-    return {"tensor": tensor + full, "expert": 2.0 + full, "context": context + (setting.recompute != "none")}
+    return {"tensor": tensor + full, "expert": 2.0 + full}
+
+
+def context_passes(setting: Setting, mixer: str) -> float:
+    """The same of context parallelism. Transformer Engine passes keys and values on again, where the torch layers have
+    kept them; a gated delta net's exchanges are repeated with whole layers only."""
+    if mixer == "gated_delta_net":
+        return 2.0 + (setting.recompute == "full")
+    return (2.0 if setting.implementation == "torch" else 3.0) + (setting.recompute != "none")
 
 
 def pipeline_bytes(z: Sizes, parallel: ParallelConfig, stage: int) -> float:
@@ -115,14 +128,16 @@ def mini_batch_bytes(shape: ModelShape, parallel: ParallelConfig, gpus: int, sta
     products (of a token their rank where a hidden state has the hidden size)."""
     z, passes = sizes_of(shape, parallel, batch, setting), layer_passes(setting)
     kinds = layer_kinds(shape, stage_layers(shape, parallel, stage))
-    layers = sum(count * tensor_bytes(z, is_moe=kind) for kind, count in kinds.items())
+    layers = sum(count * tensor_bytes(z, is_moe=kind.is_moe) for kind, count in kinds.items())
+    context = sum(count * context_passes(setting, kind.mixer) * context_bytes(z, parallel, kind.mixer)
+                  for kind, count in kinds.items())  # fmt: skip
+    experts = sum(count for kind, count in kinds.items() if kind.is_moe)
     parts = {
         "tensor": (parallel.tensor_model_parallel_size, passes["tensor"] * layers
                    + outer_bytes(z, parallel, stage, is_frozen=setting.lora is not None)),
-        "context": (parallel.context_parallel_size,
-                    passes["context"] * kinds.total() * context_bytes(z, parallel)),
-        "expert": (parallel.expert_model_parallel_size, passes["expert"] * kinds[True] * expert_bytes(z)),
-        "expert tensor": (parallel.expert_tensor_size, passes["expert"] * kinds[True] * expert_tensor_bytes(z)),
+        "context": (parallel.context_parallel_size, context),
+        "expert": (parallel.expert_model_parallel_size, passes["expert"] * experts * expert_bytes(z)),
+        "expert tensor": (parallel.expert_tensor_size, passes["expert"] * experts * expert_tensor_bytes(z)),
         "pipeline": (parallel.pipeline_model_parallel_size, pipeline_bytes(z, parallel, stage)),
     }  # fmt: skip
     found = {name: round(micro_batches * size) for name, (ranks, size) in parts.items() if ranks > 1}

@@ -29,12 +29,13 @@ class Generation:
 
 
 def kv_bytes(shape: ModelShape, engine_tensor: int, dtype_bytes: int) -> float:
-    """Keys and values of one token over all layers and all GPUs of an engine, which repeats heads it can't split, and
-    the latents from which all heads are made."""
+    """Keys and values of one token over all layers of attention and all GPUs of an engine, which repeats heads it can't
+    split, and the latents from which all heads are made. A gated delta net has none; its state is not counted."""
     if shape.latent is not None:
         return shape.num_layers * (shape.latent.key_value_rank + shape.rotary.dim) * dtype_bytes * engine_tensor
     copies = max(1.0, engine_tensor / shape.num_query_groups)
-    return 2 * shape.num_layers * shape.num_query_groups * shape.head_dim * dtype_bytes * copies
+    layers = sum(mixer != "gated_delta_net" for mixer in shape.mixers)
+    return 2 * layers * shape.num_query_groups * shape.head_dim * dtype_bytes * copies
 
 
 def weights_read(shape: ModelShape, tokens: float, dtype_bytes: int) -> float:

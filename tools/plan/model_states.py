@@ -19,6 +19,7 @@ from megatron_gspo.config import LoRAConfig, ParallelConfig
 from megatron_gspo.models.model_shape import ModelShape
 from megatron_gspo.tools.plan.adapters import adapter_counts, chunk_adapters
 from megatron_gspo.tools.plan.parameters import (
+    LayerKind,
     Parameter,
     chunk_layers,
     chunk_parameters,
@@ -99,7 +100,7 @@ def chunk_states(shape: ModelShape, parallel: ParallelConfig, gpus: int, stage: 
     kinds = layer_kinds(shape, chunk_layers(shape, parallel, stage, chunk))
     before, after = outer_parameters(shape, parallel, stage, chunk)
     counts = (Counter(part.count for part in (*before, *after)), Counter[int]())
-    _add_layers(counts, {kind: layer_counts(shape, parallel, is_moe=kind) for kind in kinds}, kinds)
+    _add_layers(counts, {kind: layer_counts(shape, parallel, kind) for kind in kinds}, kinds)
     trained, frozen = counts, [States(0, 0, 0)] * 2
     if lora is not None:
         trained = (Counter[int](), Counter[int]())
@@ -113,7 +114,8 @@ def chunk_states(shape: ModelShape, parallel: ParallelConfig, gpus: int, stage: 
 
 
 def _add_layers(counts: tuple[Counter[int], Counter[int]],
-                of_layer: Mapping[bool, tuple[Counter[int], Counter[int]]], kinds: Counter[bool]) -> None:  # fmt: skip
+                of_layer: Mapping[LayerKind, tuple[Counter[int], Counter[int]]],
+                kinds: Counter[LayerKind]) -> None:  # fmt: skip
     """Add the tensors of layers: ``of_layer`` of one of a kind, ``kinds`` how many there are."""
     for kind, layers in kinds.items():
         for total, each in zip(counts, of_layer[kind], strict=True):

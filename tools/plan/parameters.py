@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from megatron_gspo.config import ParallelConfig
-from megatron_gspo.errors import InputError
 from megatron_gspo.models.model_shape import ModelShape, padded_vocab_size
 
 
@@ -30,13 +30,24 @@ class Parameter:
     columns: int = 0
 
 
+class LayerKind(NamedTuple):
+    """What a layer's sizes depend on: its mixer, as in ``ModelShape.mixers``, and whether it has experts."""
+
+    mixer: str
+    is_moe: bool
+
+
+def kind_of(shape: ModelShape, layer: int) -> LayerKind:
+    return LayerKind(shape.mixers[layer], shape.moe_layers[layer])
+
+
 def _linear(name: str, rows: int, columns: int, *, expert: bool = False) -> Parameter:
     return Parameter(name, rows * columns, expert, columns=columns)
 
 
-def layer_parameters(shape: ModelShape, parallel: ParallelConfig, *, is_moe: bool) -> tuple[Parameter, ...]:
+def layer_parameters(shape: ModelShape, parallel: ParallelConfig, kind: LayerKind) -> tuple[Parameter, ...]:
     """The parameters of one transformer layer on one rank."""
-    return _layer_parameters(shape, *_sizes(parallel), is_moe)
+    return _layer_parameters(shape, *_sizes(parallel), kind)
 
 
 def _sizes(parallel: ParallelConfig) -> tuple[int, int, int]:
@@ -46,7 +57,8 @@ def _sizes(parallel: ParallelConfig) -> tuple[int, int, int]:
 
 def _attention(shape: ModelShape, tp: int) -> list[Parameter]:
     h, d = shape.hidden_size, shape.head_dim
-    query, rows = shape.num_attention_heads * d, (shape.num_attention_heads + 2 * shape.num_query_groups) * d
+    query = shape.num_attention_heads * d
+    rows = (1 + shape.attention_gate) * query + 2 * shape.num_query_groups * d
     found: list[Parameter] = []
     if "sink_attention" in shape.mixers:
         found.append(Parameter("softmax_offset", shape.num_attention_heads // tp))
@@ -57,7 +69,9 @@ def _attention(shape: ModelShape, tp: int) -> list[Parameter]:
     if shape.attention_bias:
         found.append(Parameter("linear_qkv.bias", rows // tp))
     if shape.query_key_norms:
-        found += [Parameter("q_layernorm", d), Parameter("k_layernorm", d)]
+        joint = "joint_norm_attention" in shape.mixers  # of all heads of the rank
+        heads = (query // tp, shape.num_query_groups * d // tp) if joint else (d, d)
+        found += [Parameter("q_layernorm", heads[0]), Parameter("k_layernorm", heads[1])]
     return found
 
 
@@ -82,12 +96,28 @@ def _latent_attention(shape: ModelShape, tp: int) -> list[Parameter]:
     ]
 
 
-# The parameters of a layer's mixer, by its kind in ``ModelShape.mixers``; those of all layers have the same.
+def _gated_delta_net(shape: ModelShape, tp: int) -> list[Parameter]:
+    sizes, h = shape.delta_net, shape.hidden_size
+    assert sizes is not None
+    heads, values = sizes.key_heads // tp, sizes.value_heads // tp
+    return [
+        Parameter("dt_bias", values),
+        Parameter("A_log", values),
+        _linear("in_proj", heads * sizes.projected, h),
+        Parameter("conv1d", heads * sizes.convolved * sizes.kernel),
+        Parameter("out_norm", sizes.value_size),
+        _linear("out_proj", h, values * sizes.value_size),
+    ]
+
+
+# The parameters of a layer's mixer, by its kind in ``ModelShape.mixers``.
 _MIXERS = {
     "attention": _attention,
     "windowed_attention": _attention,
     "sink_attention": _attention,
+    "joint_norm_attention": _attention,
     "latent_attention": _latent_attention,
+    "gated_delta_net": _gated_delta_net,
 }
 
 
@@ -97,12 +127,10 @@ def attention_dim(shape: ModelShape) -> int:
 
 
 @cache
-def _layer_parameters(shape: ModelShape, tp: int, ep: int, etp: int, is_moe: bool) -> tuple[Parameter, ...]:
+def _layer_parameters(shape: ModelShape, tp: int, ep: int, etp: int, kind: LayerKind) -> tuple[Parameter, ...]:
     h = shape.hidden_size
-    if unknown := sorted(set(shape.mixers) - _MIXERS.keys()):
-        raise InputError(f"model_type={shape.model_type}: the planner has no sizes of {unknown[0]}; use rehearse")
-    found = [Parameter("input_layernorm", h), *_MIXERS[shape.mixers[0]](shape, tp), Parameter("pre_mlp_layernorm", h)]
-    if not is_moe:
+    found = [Parameter("input_layernorm", h), *_MIXERS[kind.mixer](shape, tp), Parameter("pre_mlp_layernorm", h)]
+    if not kind.is_moe:
         width = shape.ffn_hidden_size // tp
         return (*found, _linear("linear_fc1", 2 * width, h), _linear("linear_fc2", h, width))
     width = shape.moe_ffn_hidden_size // etp
@@ -125,8 +153,8 @@ def _layer_parameters(shape: ModelShape, tp: int, ep: int, etp: int, is_moe: boo
 
 
 @cache
-def _layer_counts(shape: ModelShape, tp: int, ep: int, etp: int, is_moe: bool) -> tuple[Counter[int], Counter[int]]:
-    return counts_by_size(_layer_parameters(shape, tp, ep, etp, is_moe))
+def _layer_counts(shape: ModelShape, tp: int, ep: int, etp: int, kind: LayerKind) -> tuple[Counter[int], Counter[int]]:
+    return counts_by_size(_layer_parameters(shape, tp, ep, etp, kind))
 
 
 def counts_by_size(parts: Sequence[Parameter]) -> tuple[Counter[int], Counter[int]]:
@@ -134,9 +162,9 @@ def counts_by_size(parts: Sequence[Parameter]) -> tuple[Counter[int], Counter[in
     return Counter(part.count for part in parts if not part.expert), Counter(p.count for p in parts if p.expert)
 
 
-def layer_counts(shape: ModelShape, parallel: ParallelConfig, *, is_moe: bool) -> tuple[Counter[int], Counter[int]]:
+def layer_counts(shape: ModelShape, parallel: ParallelConfig, kind: LayerKind) -> tuple[Counter[int], Counter[int]]:
     """How many tensors of each size a layer has on a rank: dense ones, experts'."""
-    return _layer_counts(shape, *_sizes(parallel), is_moe)
+    return _layer_counts(shape, *_sizes(parallel), kind)
 
 
 def local_experts(shape: ModelShape, parallel: ParallelConfig) -> int:
@@ -186,15 +214,14 @@ def chunk_parameters(shape: ModelShape, parallel: ParallelConfig, stage: int, ch
     """Every parameter of a model chunk on a rank of ``stage``, in Megatron's order."""
     before, after = outer_parameters(shape, parallel, stage, chunk)
     yield from before
-    kinds = {is_moe: layer_parameters(shape, parallel, is_moe=is_moe) for is_moe in (False, True)}
     for layer in chunk_layers(shape, parallel, stage, chunk):
-        yield from kinds[shape.moe_layers[layer]]
+        yield from layer_parameters(shape, parallel, kind_of(shape, layer))
     yield from after
 
 
-def layer_kinds(shape: ModelShape, layers: list[int] | range) -> Counter[bool]:
-    """How many of the layers have experts (True) and how many have none (False)."""
-    return Counter(shape.moe_layers[layer] for layer in layers)
+def layer_kinds(shape: ModelShape, layers: list[int] | range) -> Counter[LayerKind]:
+    """How many of the layers are of each kind."""
+    return Counter(kind_of(shape, layer) for layer in layers)
 
 
 @cache
@@ -213,9 +240,9 @@ def _parameters(shape: ModelShape, experts: int) -> int:
     whole = ParallelConfig()
     outer = (1 if shape.tied_embeddings else 2) * shape.vocab_size * shape.hidden_size + shape.hidden_size
     total = outer
-    for is_moe, layers in layer_kinds(shape, range(shape.num_layers)).items():
-        parts = layer_parameters(shape, whole, is_moe=is_moe)
+    for kind, layers in layer_kinds(shape, range(shape.num_layers)).items():
+        parts = layer_parameters(shape, whole, kind)
         dense = sum(part.count for part in parts if not part.expert)
         one = sum(part.count for part in parts if part.expert) // max(shape.num_experts, 1)
-        total += layers * (dense + (one * experts if is_moe else 0))
+        total += layers * (dense + (one * experts if kind.is_moe else 0))
     return total

@@ -14,10 +14,12 @@ from dataclasses import dataclass, fields
 
 from megatron_gspo.config import ParallelConfig
 from megatron_gspo.models.model_shape import ModelShape
+from megatron_gspo.tools.plan import delta_nets
 from megatron_gspo.tools.plan.activations import MicroBatch, Setting, Sizes, embedding_rows, sizes_of
 from megatron_gspo.tools.plan.assumptions import Assumptions
 from megatron_gspo.tools.plan.communication import (
     Links,
+    context_passes,
     context_seconds,
     data_seconds,
     expert_seconds,
@@ -31,8 +33,8 @@ from megatron_gspo.tools.plan.host_costs import exposed_seconds
 from megatron_gspo.tools.plan.memory import expert_rows
 from megatron_gspo.tools.plan.model_states import States, split_states
 from megatron_gspo.tools.plan.parameters import (
+    LayerKind,
     active_parameters,
-    attention_dim,
     layer_counts,
     layer_kinds,
     stage_layers,
@@ -80,15 +82,23 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Pass:
-    """Seconds of a forward pass of one micro-batch on one stage."""
+    """Seconds of a forward pass of one micro-batch on one stage; ``contexts``: by the layers' mixer."""
 
     products: float
     attention: float
     head: float
     tensor: float
     expert: float
-    context: float
+    contexts: dict[str, float]
     send: float
+
+
+def mixer_flops(z: Sizes, mixer: str, length: float) -> float:
+    """FLOPs of one layer's forward pass between its projections, in sequences of ``length`` tokens."""
+    if mixer == "gated_delta_net":
+        assert z.delta_net is not None
+        return delta_nets.flops(z.delta_net)
+    return z.t * 2 * z.query * z.d * length
 
 
 def forward_pass(inputs: PlanInputs, parallel: ParallelConfig, stage: int, tokens: float, length: float,
@@ -102,26 +112,27 @@ def forward_pass(inputs: PlanInputs, parallel: ParallelConfig, stage: int, token
     kinds = layer_kinds(shape, stage_layers(shape, parallel, stage))
     each = {kind: layer_seconds(z, shape, parallel, speed, cluster, assume, kind) for kind in kinds}
     products = sum(count * each[kind] for kind, count in kinds.items())
-    layers = sum(kinds.values())
-    attention = layers * z.t * 2 * z.query * z.d * length / (cluster.gpu.flops * assume.attention_efficiency)
+    scores = sum(count * mixer_flops(z, kind.mixer, length) for kind, count in kinds.items())
+    attention = scores / (cluster.gpu.flops * assume.attention_efficiency)
     last = stage == parallel.pipeline_model_parallel_size - 1
     head = 2 * z.t * z.h * embedding_rows(shape, parallel) / speed if last else 0.0
     return Pass(
         products, attention, head,
-        tensor=sum(count * tensor_seconds(z, parallel, links, is_moe=kind) for kind, count in kinds.items()),
-        expert=kinds[True] * expert_seconds(z, parallel, links, assume) if kinds[True] else 0.0,
-        context=layers * context_seconds(z, parallel, links, assume),
+        tensor=sum(count * tensor_seconds(z, parallel, links, is_moe=kind.is_moe) for kind, count in kinds.items()),
+        expert=sum(count * expert_seconds(z, parallel, links, assume) for kind, count in kinds.items() if kind.is_moe),
+        contexts={mixer: sum(count * context_seconds(z, parallel, mixer, links, assume)
+                             for kind, count in kinds.items() if kind.mixer == mixer) for mixer in set(shape.mixers)},
         send=send_seconds(z, parallel, links, cluster.gpus),
     )  # fmt: skip
 
 
 def layer_seconds(z: Sizes, shape: ModelShape, parallel: ParallelConfig, speed: float, cluster: Cluster,
-                  assume: Assumptions, is_moe: bool) -> float:
+                  assume: Assumptions, kind: LayerKind) -> float:
     """Matrix products of one layer in the forward pass, without attention scores; element-wise operations are a
     constant share of them."""
-    weights = sum(size * tensors for size, tensors in layer_counts(shape, parallel, is_moe=is_moe)[0].items())
+    weights = sum(size * tensors for size, tensors in layer_counts(shape, parallel, kind)[0].items())
     dense = 2 * z.t * weights / speed
-    if not is_moe:
+    if not kind.is_moe:
         return dense * (1 + assume.elementwise_share)
     each = z.rows / z.local
     grouped = cluster.gpu.flops * assume.expert_efficiency * each / (each + assume.expert_half_rows)
@@ -148,8 +159,9 @@ def weight_passes(setting: Setting) -> int:
 
 def stage_seconds(stage: Pass, setting: Setting) -> tuple[float, float]:
     """Seconds of a micro-batch on a stage, without the output layer: (forward and backward, forward only)."""
-    communication = stage.tensor + stage.expert + stage.context
+    communication = stage.tensor + stage.expert + sum(stage.contexts.values())
     trained = sum(times * getattr(stage, name) for name, times in layer_passes(setting).items())
+    trained += sum(context_passes(setting, mixer) * seconds for mixer, seconds in stage.contexts.items())
     computed = stage.products + stage.attention
     products = weight_passes(setting) * stage.products + 3 * stage.attention
     train = products + computed_again(stage, setting.recompute) + trained + 2 * stage.send
@@ -194,7 +206,8 @@ def step_time(inputs: PlanInputs, parallel: ParallelConfig, budget: int, setting
         attention=(3 * trained + forwards) * usual.attention,
         recompute=trained * computed_again(usual, setting.recompute),
         tensor=passes["tensor"] * usual.tensor, expert=passes["expert"] * usual.expert,
-        context=passes["context"] * usual.context,
+        context=sum((context_passes(setting, mixer) * trained + forwards) * seconds
+                    for mixer, seconds in usual.contexts.items()),
         pipeline=(2 * trained + forwards) * usual.send,
         data=updates * (1 + values) * reduced,
         bubble=max(0.0, train_all + score_all - busy),
@@ -215,5 +228,7 @@ def model_flops(shape: ModelShape, work: Workload, assume: Assumptions) -> float
     base, and attention."""
     length = work.mean_length(assume.mean_response)
     weights = active_parameters(shape) - shape.vocab_size * shape.hidden_size * (0 if shape.tied_embeddings else 1)
-    attention = 2 * shape.num_layers * shape.num_attention_heads * attention_dim(shape) * length
+    kinds = layer_kinds(shape, range(shape.num_layers))
+    z = sizes_of(shape, ParallelConfig(), MicroBatch(1, 1), Setting())
+    attention = sum(count * mixer_flops(z, kind.mixer, length) for kind, count in kinds.items())
     return work.sequences * length * ((6 if work.lora is None else 4) * weights + 3 * attention)

@@ -16,7 +16,7 @@ from megatron_gspo.models.model_shape import ModelShape
 
 _OTHERS = ("embed_tokens", "conv1d")  # modules besides norms whose weight is no linear layer's
 # What servers, and for experts Transformers, put into one parameter, which has one type.
-_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\..+")
 
 

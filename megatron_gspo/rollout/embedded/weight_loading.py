@@ -6,12 +6,14 @@ projection. `WeightTargets` maps every checkpoint name to its slice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from megatron_gspo.models.families import FAMILIES
 
 
 @dataclass(frozen=True)
@@ -21,11 +23,13 @@ class WeightTargets:
     slices: checkpoint name -> view into the model's parameter or buffer.
     fused: the model's own name of a fused parameter -> (parameter, the checkpoint names that it covers).
     tied: name that may be absent -> name whose tensor it shares.
+    own_name: of a checkpoint's tensor, in the model.
     """
 
     slices: dict[str, Tensor]
     fused: dict[str, tuple[Tensor, tuple[str, ...]]]
     tied: dict[str, str]
+    own_name: Callable[[str], str]
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> WeightTargets:
@@ -44,7 +48,8 @@ class WeightTargets:
             if parts:
                 fused[name] = (tensor, tuple(parts))
             slices.update(parts or {name: tensor})
-        return cls(slices, fused, tied)
+        family = FAMILIES.get(model.config.model_type)
+        return cls(slices, fused, tied, str if family is None else family.name_in_transformers)
 
     @torch.no_grad()
     def write(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -61,6 +66,7 @@ class WeightTargets:
         for name, tensor in named_tensors:
             if error:
                 continue  # producing the stream may be collective: the other ranks would hang
+            name = self.own_name(name)
             if name in self.tied:
                 extra.append((name, tensor))
                 continue

@@ -28,13 +28,24 @@ def family_and_shape(kind: str, **overrides: object):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_element_of_every_tensor_is_there_once(layout):
-    family, shape = family_and_shape("moe", vocab_size=95, mlp_only_layers=[1])
+    each_element_once(layout, *family_and_shape("moe", vocab_size=95, mlp_only_layers=[1]))
+
+
+def test_norms_over_all_heads_are_cut_like_their_heads():
+    sizes = each_element_once(LAYOUTS[1], *family_and_shape("minimax"))
+    norms = {key: size for key, size in sizes.items() if key.startswith("decoder.layers.0.self_attention.q_layernorm")}
+    assert list(norms.values()) == [(4 * 16,)]
+
+
+def each_element_once(layout, family, shape) -> dict[str, tuple[int, ...]]:
+    """The whole size of each tensor, all of whose elements are there once."""
     counts: dict[str, torch.Tensor] = {}
     for chunk in checkpoint_metadata(family, shape, layout).chunks:
         whole = counts.setdefault(chunk.key, torch.zeros(chunk.whole, dtype=torch.int8))
         region = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
         whole[region] += 1
     assert counts and all(bool((count == 1).all()) for count in counts.values())
+    return {key: tuple(count.shape) for key, count in counts.items()}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)

@@ -17,6 +17,7 @@ from megatron_gspo.models.quantization.module_list import (
 )
 from megatron_gspo.models.qwen_next import QWEN_NEXT
 from tests.support.tiny_models import tiny_config
+from tests.support.transformers_reference import stored_name
 
 KNOWN = ["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj", "model.layers.0.self_attn.v_proj",
          "model.layers.1.self_attn.o_proj", "model.layers.1.mlp.gate", "model.layers.1.mlp.gate_proj",
@@ -25,7 +26,8 @@ KNOWN = ["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj", "
 ALL = ("model.layers.*.self_attn.*", "model.layers.*.mlp.*", "model.layers.*.mlp.experts.*.*", "lm_head")
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe", "shared", "deepseek", "moonlight", "glm", "glm_lite", "next"])
+@pytest.mark.parametrize("kind", ["dense", "moe", "shared", "deepseek", "moonlight", "glm", "glm_lite", "next",
+                                  "minimax"])
 def test_linear_modules_are_those_of_transformers(kind):
     """All `nn.Linear`, and the router and experts, which Transformers has as parameters of other modules."""
     config = tiny_config(kind)
@@ -38,6 +40,7 @@ def test_linear_modules_are_those_of_transformers(kind):
             expected |= {f"{name}.{i}.{each}" for i in range(module.gate_up_proj.shape[0]) for each in projections}
         elif name.endswith("mlp.gate"):
             expected.add(name)
+    expected = {stored_name(f"{name}.", config.model_type)[:-1] for name in expected}
     families = FAMILIES | {family.model_type: family for family in QWEN_NEXT}
     family = families[config.model_type]
     found = linear_modules(family, family.shape(config.to_dict()))

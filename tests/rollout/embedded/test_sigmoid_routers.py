@@ -18,7 +18,7 @@ from tests.support.reference_models import (
 )
 from tests.support.tiny_models import tiny_config
 
-KINDS = ("deepseek", "moonlight", "glm_lite", "glm")
+KINDS = ("deepseek", "moonlight", "glm_lite", "glm", "minimax")
 
 
 def build(kind):

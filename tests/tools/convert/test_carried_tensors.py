@@ -133,3 +133,26 @@ def test_gated_delta_nets_and_their_multi_token_prediction_come_back_byte_by_byt
     with CheckpointReader(tmp_path / "back") as reader:
         assert reader.names == set(tensors)
         assert all(torch.equal(reader.read(name), tensor) for name, tensor in tensors.items())
+
+
+def test_minimax_m2_in_8_bits_with_multi_token_prediction_comes_back_dequantized(tmp_path):
+    """Norms over all heads, cut by two; biases in float32; a scale for each block of 16 x 8."""
+    plain = Path(save_tiny_model(tmp_path / "plain", "minimax", dtype=torch.bfloat16))
+    run("to-megatron", plain, tmp_path / "one", "--tp", "2", "--pp", "2", "--verify")
+    run("to-hf", tmp_path / "one", tmp_path / "same", "--verify")
+    assert same_files(plain, tmp_path / "same")
+    expected = load_file(plain / SINGLE) | {"model.layers.4.eh_proj.weight": torch.randn(32, 64).bfloat16()}
+    name = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+    values = (expected[name].float() * 20).to(torch.float8_e4m3fn)
+    scales = torch.rand(2, 2) + 0.01  # of 32 x 16
+    whole = scales.repeat_interleave(16, 0).repeat_interleave(8, 1)
+    source = changed(plain, tmp_path / "source", expected | {name: values, f"{name}_scale_inv": scales},
+                     num_mtp_modules=1, quantization_config={"quant_method": "fp8", "weight_block_size": [16, 8]})
+    expected[name] = (values.float() * whole).bfloat16()
+    run("to-megatron", source, tmp_path / "megatron", *LAYOUT, "--verify")
+    run("to-hf", tmp_path / "megatron", tmp_path / "back", "--verify")
+    with CheckpointReader(tmp_path / "back") as reader:
+        assert reader.names == set(expected)
+        for stored, tensor in expected.items():
+            found = reader.read(stored)
+            assert found.dtype == tensor.dtype and torch.equal(found, tensor), stored

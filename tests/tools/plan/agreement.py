@@ -7,6 +7,8 @@ NAME selects layouts by a part of their names. ``--records FOLDER`` keeps the re
 from __future__ import annotations
 
 import argparse
+import re
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,13 +21,13 @@ from megatron_gspo.tools.plan.activations import MicroBatch, Setting, peak_bytes
 from megatron_gspo.tools.plan.communication import mini_batch_bytes
 from megatron_gspo.tools.plan.model_states import exact_states
 from megatron_gspo.tools.plan.plan_report import table
+from megatron_gspo.tools.rehearse.one_rank import shortened_model
 from megatron_gspo.tools.rehearse.rank_processes import RankJob, rehearse_ranks
 from megatron_gspo.tools.rehearse.records import Collective, RankRecord, read_record, write_record
 from megatron_gspo.tools.rehearse.roles import choose_ranks
 from megatron_gspo.tools.rehearse.summary import FailedRank
 
-EXAMPLES = Path(__file__).parents[3] / "examples" / "qwen3_moe"
-MODELS = {"30b": "Qwen3-30B-A3B", "235b": "Qwen3-235B-A22B"}
+EXAMPLES = Path(__file__).parents[3] / "examples"
 STATES = ("weights", "gradients", "optimizer")
 GROUPS = {"tp": "tensor", "cp": "context", "ep": "expert", "expert_tp": "expert tensor"}
 DATA_GROUPS = {"dp_cp": "", "expert_dp": "expert "}
@@ -38,6 +40,7 @@ KEYS = dict(
     ep="parallel.expert_model_parallel_size", etp="parallel.expert_tensor_parallel_size",
     recompute="model.recompute_granularity", overlap="parallel.overlap_grad_reduce",
     gather="parallel.overlap_param_gather", lora="lora.rank", targets="lora.targets", adapters="lora.experts",
+    embedding="parallel.account_for_embedding_in_pipeline_split", loss="parallel.account_for_loss_in_pipeline_split",
 )  # fmt: skip
 
 
@@ -53,12 +56,13 @@ class Layout:
 
     @property
     def path(self) -> str:
-        return str(EXAMPLES / f"{self.file}.yaml")
+        return str(next(EXAMPLES.glob(f"*/{self.file}.yaml")))
 
     @property
     def overrides(self) -> tuple[str, ...]:
         """Two sequences a micro-batch, and more micro-batches than a rehearsal runs."""
-        model = EXAMPLES / "models" / MODELS[self.file.split("_")[1]]
+        published = Path(load_config(self.path).model.path or "").name
+        model = Path(self.path).parent / "models" / published
         found = [f"model.path={model}", *(f"{KEYS[key]}={value}" for key, value in self.changes)]
         parallel = load_config(self.path, found).parallel
         batch = 2 * parallel.data_parallel_size(self.world) * 2 * max(parallel.pipeline_model_parallel_size, 1)
@@ -72,8 +76,9 @@ class Layout:
 
     @property
     def shape(self) -> ModelShape:
-        data = read_config(self.config.model.path) | {"num_hidden_layers": self.layers}
-        return family_of(data)[1]
+        with tempfile.TemporaryDirectory() as folder:
+            path = shortened_model(self.config.model.path or "", self.layers, Path(folder))
+            return family_of(read_config(path))[1]
 
     @property
     def ranks(self) -> str:
@@ -86,10 +91,12 @@ class Layout:
 def variant(file: str, world: int, layers: int, **changes: object) -> Layout:
     """A layout named by its model and changes."""
     words = [f"{key}={value}" for key, value in changes.items()]
-    return Layout(" ".join([file.split("_")[1], *words]), file, world, layers, tuple(changes.items()))
+    size = next(word for word in file.split("_") if re.fullmatch(r"\d+b", word))
+    return Layout(" ".join([size, *words]), file, world, layers, tuple(changes.items()))
 
 
 SMALL, LARGE = "qwen3_30b_a3b_4x8_gspo", "qwen3_235b_a22b_24x8_gspo"
+NEXT, MINIMAX = "qwen3_next_80b_a3b_6x8_gspo", "minimax_m2_230b_a10b_24x8_gspo"
 LAYOUTS = (
     Layout("30b_4x8_gspo", SMALL, 16, 2),
     Layout("30b_1x8_80gb_gspo", "qwen3_30b_a3b_1x8_80gb_gspo", 8, 2),
@@ -110,6 +117,14 @@ LAYOUTS = (
     Layout("235b_24x8_gspo", LARGE, 128, 14),
     variant(LARGE, 64, 6, tp=4, pp=4, vp="null", ep=16),
     variant("qwen3_30b_a3b_4x8_gspo", 16, 4, tp=2, pp=4, ep=2),
+    Layout("80b_6x8_gspo", NEXT, 32, 8),
+    variant(NEXT, 8, 4, pp=1, ep=8),
+    variant(NEXT, 8, 4, pp=1, ep=8, recompute="none"),
+    variant(NEXT, 8, 4, pp=1, tp=2, cp=2, ep=8, recompute="none"),
+    variant(NEXT, 8, 8, pp=2, vp=2, ep=4, recompute="selective"),
+    variant(MINIMAX, 8, 2, tp=1, pp=1, vp="null", ep=8, recompute="none", embedding="false", loss="false"),
+    variant(MINIMAX, 16, 2, tp=4, pp=1, vp="null", cp=2, ep=8, embedding="false", loss="false"),
+    variant(MINIMAX, 16, 6, tp=2, pp=4, vp="null", ep=4),
 )
 
 

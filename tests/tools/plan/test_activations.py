@@ -16,9 +16,11 @@ from megatron_gspo.tools.plan.activations import (
     peak_bytes,
     sizes_of,
 )
+from megatron_gspo.tools.plan.parameters import LayerKind
 from tests.support.model_shapes import SMALL, dense_shape, shape_of
 
 CPU = Setting(4, "torch", on_gpu=False)
+DENSE, EXPERTS = LayerKind("attention", False), LayerKind("attention", True)
 
 
 def test_a_dense_layer_by_hand() -> None:
@@ -32,7 +34,7 @@ def test_a_dense_layer_by_hand() -> None:
         + 8 + 1 + 8  # norm and input of the MLP
         + 12 + 6 + 6 + 6  # gate over up; silu of the gate, up, their product
     )  # fmt: skip
-    assert sum(layer_bytes(z, CPU, is_moe=False).values()) == 32 * 4 * elements
+    assert sum(layer_bytes(z, CPU, DENSE).values()) == 32 * 4 * elements
 
 
 def test_an_expert_layer_by_hand() -> None:
@@ -44,7 +46,7 @@ def test_an_expert_layer_by_hand() -> None:
     experts = 2 * (4 * 8 + 4 * 6 + 4)  # per copy: input, gate over up, weight
     permutation = 2 * 4 * 8 + 8  # a copy's token, expert, place in the probabilities and order; a token's first copy
     whole = attention + 4 * 17 + router + experts + permutation
-    assert sum(layer_bytes(z, CPU, is_moe=True).values()) == 32 * whole
+    assert sum(layer_bytes(z, CPU, EXPERTS).values()) == 32 * whole
 
 
 def test_parallel_dimensions_cut_what_they_should() -> None:
@@ -109,7 +111,7 @@ def test_recomputation_keeps_a_layers_input() -> None:
     shape, parallel, batch = shape_of(SMALL), ParallelConfig(expert_model_parallel_size=8), MicroBatch(8192, 8192)
     peaks = {mode: peak_bytes(shape, parallel, 0, batch, 4, Setting(recompute=mode)) for mode in ("none", "full")}
     z = sizes_of(shape, parallel, batch, Setting())
-    layer = sum(layer_bytes(z, Setting(), is_moe=True).values())
+    layer = sum(layer_bytes(z, Setting(), EXPERTS).values())
     assert peaks["none"]["saved"] == pytest.approx(48 * layer, rel=0.01)
     assert peaks["full"]["total"] < 0.2 * peaks["none"]["total"]
     inputs = 48 * 2 * 8192 * 2048

@@ -10,31 +10,33 @@ from megatron_gspo.config import LoRAConfig, ParallelConfig
 from megatron_gspo.models import read_config
 from megatron_gspo.tools.plan.adapters import adapter_counts, chunk_adapters, layer_adapters, total_adapters
 from megatron_gspo.tools.plan.model_states import exact_states, rank_states
+from megatron_gspo.tools.plan.parameters import LayerKind
 from tests.support.configs import model_config, parallel
 from tests.support.distributed import run_distributed
 from tests.support.model_shapes import SMALL, shape_of
 from tests.support.tiny_models import tiny_config
 
+EXPERTS = LayerKind("attention", True)
 EACH, SHARED = LoRAConfig(rank=8), LoRAConfig(rank=8, experts="shared")
 
 
 def test_a_layer_by_hand() -> None:
     """Qwen3-30B-A3B: 32 query and 2 x 4 key and value heads of 128, hidden 2048, 128 experts of 768."""
-    whole = layer_adapters(shape_of(SMALL), ParallelConfig(), EACH, True)
+    whole = layer_adapters(shape_of(SMALL), ParallelConfig(), EACH, EXPERTS)
     sizes = {one.name: [part.count for part in one.parameters] for one in whole[:4]}
     assert sizes == {"linear_proj": [8 * 4096, 2048 * 8], "linear_qkv": [3 * 8 * 2048, 5120 * 8],
                      "experts.0.linear_fc1": [2 * 8 * 2048, 1536 * 8],
                      "experts.0.linear_fc2": [8 * 768, 2048 * 8]}  # fmt: skip
     assert len(whole) == 2 + 2 * 128
     assert [one.gathers for one in whole[:4]] == [False, True, False, False]
-    assert len(layer_adapters(shape_of(SMALL), ParallelConfig(), SHARED, True)) == 4
+    assert len(layer_adapters(shape_of(SMALL), ParallelConfig(), SHARED, EXPERTS)) == 4
     assert total_adapters(shape_of(SMALL), EACH) == 421_920_768  # docs/lora.md
 
 
 def test_parts_of_a_layer_by_hand() -> None:
     lora = LoRAConfig(rank=4, targets=("k_proj", "up_proj"))
     sizes = ParallelConfig(tensor_model_parallel_size=2, expert_model_parallel_size=8, expert_tensor_parallel_size=2)
-    dense, experts = adapter_counts(shape_of(SMALL), sizes, lora, True)
+    dense, experts = adapter_counts(shape_of(SMALL), sizes, lora, EXPERTS)
     assert dense == {4 * 2048: 1, 2560 * 4: 1}  # A whole, half of B's rows
     assert experts == {4 * 2048: 16, 768 * 4: 16}
 

@@ -16,7 +16,7 @@ SAME = Comparison(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["30b_4x8_gspo", "30b tp=1 cp=2 ep=8", SHARED])
+@pytest.mark.parametrize("name", ["30b_4x8_gspo", "30b tp=1 cp=2 ep=8", SHARED, "80b pp=1 ep=8"])
 def test_a_plan_agrees_with_its_rehearsal(name: str) -> None:
     layout = next(one for one in LAYOUTS if one.name == name)
     for record in records(layout):
@@ -44,8 +44,9 @@ def test_layouts_use_every_dimension() -> None:
     for key in ("tensor_model", "pipeline_model", "context", "expert_model"):
         assert any(getattr(one, f"{key}_parallel_size") > 1 for one in parallel), key
     assert any(one.virtual_pipeline_model_parallel_size for one in parallel)
-    assert {layout.shape.num_experts for layout in LAYOUTS} == {128}
-    assert {layout.shape.hidden_size for layout in LAYOUTS} == {2048, 4096}
+    assert {layout.shape.num_experts for layout in LAYOUTS} == {128, 256, 512}
+    assert {layout.shape.hidden_size for layout in LAYOUTS} == {2048, 3072, 4096}
+    assert any("gated_delta_net" in layout.shape.mixers for layout in LAYOUTS)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)

@@ -10,7 +10,7 @@ import pytest
 from megatron_gspo.tools.plan.__main__ import main
 from megatron_gspo.tools.plan.basis import ESTIMATED, REHEARSED, basis_of
 from megatron_gspo.tools.plan.workload import Workload
-from tests.support.model_shapes import SMALL, dense_shape, shape_of
+from tests.support.model_shapes import NEXT, SMALL, dense_shape, shape_of
 
 TORCH = Workload(8192, implementation="torch")
 OPTIONS = ["--model", str(SMALL), "--gpus", "32", "--gpu", "h200", "--response-length", "8192", "--layout",
@@ -63,10 +63,11 @@ def test_only_layers_that_were_rehearsed_are() -> None:
     shape = shape_of(SMALL)
     assert basis_of(shape, TORCH)["memory_bytes"]["activations"] == REHEARSED
     assert basis_of(shape, TORCH)["collective_bytes"]["context"] == REHEARSED
+    assert basis_of(shape_of(NEXT), TORCH)["memory_bytes"]["activations"] == REHEARSED
     engine = basis_of(shape, Workload(8192))
     assert engine["activations_bytes"]["full"] == engine["collective_bytes"]["context"] == ESTIMATED
     assert engine["memory_bytes"]["weights"] == engine["collective_bytes"]["expert"] == REHEARSED
     for other, work in ((dense_shape(), TORCH), (shape, dataclasses.replace(TORCH, dtype_bytes=4)),
-                        (dataclasses.replace(shape, shared_expert_size=8), TORCH)):  # fmt: skip
+                        (dataclasses.replace(shape, mixers=("windowed_attention",) * 48), TORCH)):  # fmt: skip
         found = basis_of(other, work)["memory_bytes"]
         assert found["activations"] == ESTIMATED and found["optimizer"] == REHEARSED

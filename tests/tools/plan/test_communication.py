@@ -10,6 +10,7 @@ from megatron_gspo.config import ParallelConfig
 from megatron_gspo.tools.plan.activations import MicroBatch, Setting, sizes_of
 from megatron_gspo.tools.plan.communication import (
     Links,
+    context_passes,
     context_seconds,
     data_seconds,
     expert_seconds,
@@ -47,7 +48,7 @@ def test_collectives_by_hand() -> None:
     of_etp = 0.5 * 16 * 8000 * 2048 * (2 + 4) / 1e11
     assert expert_seconds(z, parallel, LINKS, IDEAL) == pytest.approx(2 * 3 / 4 * 8 * 8000 * 2048 * 2 / 1e11 + of_etp)
     z, parallel = z_of(cp=2)  # the other 4000 tokens' keys and values, 4 heads of 128 each
-    assert context_seconds(z, parallel, LINKS, IDEAL) == pytest.approx(4000 * 2 * 4 * 128 * 2 / 1e11)
+    assert context_seconds(z, parallel, "attention", LINKS, IDEAL) == pytest.approx(4000 * 2 * 4 * 128 * 2 / 1e11)
     z, parallel = z_of(pp=4)  # neighbours of a stage of 8 GPUs are on another node
     assert send_seconds(z, parallel, LINKS, 32) == pytest.approx(8000 * 2048 * 2 / 1e10)
 
@@ -57,8 +58,9 @@ def test_collectives_by_hand() -> None:
     ("transformer_engine", "none", (2.5, 2, 3)), ("transformer_engine", "full", (3.5, 3, 4)),
 ])  # fmt: skip
 def test_passes_of_a_layer(implementation: str, recompute: str, expected: tuple[float, ...]) -> None:
-    found = layer_passes(Setting(2, implementation, recompute))
-    assert (found["tensor"], found["expert"], found["context"]) == expected
+    setting = Setting(2, implementation, recompute)
+    found = layer_passes(setting)
+    assert (found["tensor"], found["expert"], context_passes(setting, "attention")) == expected
 
 
 def test_neighbours_in_a_pipeline() -> None:

@@ -10,6 +10,7 @@ from transformers import DeepseekV3Config
 from megatron_gspo.config import ParallelConfig
 from megatron_gspo.models import family_of
 from megatron_gspo.tools.plan.parameters import (
+    LayerKind,
     active_parameters,
     chunk_layers,
     chunk_parameters,
@@ -18,13 +19,13 @@ from megatron_gspo.tools.plan.parameters import (
 )
 from tests.support.configs import model_config, parallel
 from tests.support.distributed import run_distributed
-from tests.support.model_shapes import LARGE, SMALL, dense_shape, shape_of
+from tests.support.model_shapes import LARGE, MINIMAX_M2, NEXT, SMALL, dense_shape, shape_of
 from tests.support.tiny_models import tiny_config
 
 
 def test_a_layer_by_hand() -> None:
     # q 2 x 4, k and v 4 each: 16 rows of 8; projection 8 x 8; MLP 2 x 6 x 8 and 6 x 8; norms 8 + 8 + 4 + 4
-    parts = layer_parameters(dense_shape(), ParallelConfig(), is_moe=False)
+    parts = layer_parameters(dense_shape(), ParallelConfig(), LayerKind("attention", False))
     assert sum(part.count for part in parts) == 16 * 8 + 8 * 8 + 2 * 6 * 8 + 6 * 8 + 8 + 8 + 4 + 4
     assert total_parameters(dense_shape()) == 2 * 360 + 2 * 10 * 8 + 8
     assert total_parameters(dense_shape(tied_embeddings=True)) == 2 * 360 + 10 * 8 + 8
@@ -46,6 +47,27 @@ def test_published_sizes_of_latent_attention() -> None:
     layers = 61 * (attention + 2 * 7168) + 3 * 3 * 7168 * 18432 + 58 * (256 * 7168 + 257 * 3 * 7168 * 2048)
     assert total_parameters(shape) == layers + 2 * 129280 * 7168 + 7168 == pytest.approx(671.0e9, rel=1e-3)
     assert active_parameters(shape) == pytest.approx(37.5e9, rel=5e-3)
+
+
+def test_published_sizes_of_gated_delta_nets() -> None:
+    """Qwen3-Next-80B-A3B without its multi-token prediction: 36 gated delta nets and 12 layers of gated attention."""
+    shape = shape_of(NEXT)
+    outer = 2 * 151936 * 2048 + 2048
+    experts = 512 * 3 * 512 * 2048 + 512 * 2048 + 3 * 512 * 2048 + 2048  # with router, shared expert and its gate
+    delta = 12352 * 2048 + 8192 * 4 + 2 * 32 + 128 + 4096 * 2048  # q k v z, b and a; filters; rates; norm; output
+    attention = (2 * 4096 + 2 * 512) * 2048 + 2 * 256 + 4096 * 2048
+    total = outer + 48 * (experts + 2 * 2048) + 36 * delta + 12 * attention
+    assert total_parameters(shape) == total == 79_674_391_296  # as published, of the files of Qwen3-Coder-Next
+    assert active_parameters(shape) == total - 48 * 502 * 3 * 512 * 2048 == 3_874_929_408
+
+
+def test_published_sizes_of_minimax_m2() -> None:
+    """230 billion parameters, 10 billion active, without its multi-token prediction."""
+    shape = shape_of(MINIMAX_M2)
+    attention = (48 + 2 * 8) * 128 * 3072 + 48 * 128 * 3072 + 56 * 128  # with norms of all heads
+    layer = attention + 256 * 3 * 1536 * 3072 + 256 * 3072 + 2 * 3072
+    assert total_parameters(shape) == 62 * layer + 2 * 200064 * 3072 + 3072 == pytest.approx(228.7e9, rel=1e-3)
+    assert active_parameters(shape) == total_parameters(shape) - 62 * 248 * 3 * 1536 * 3072
 
 
 def test_stages_hold_every_layer_once() -> None:
@@ -114,5 +136,5 @@ def test_megatron_registers_the_same_tensors_in_the_same_order() -> None:
           for hf in (read_config(SMALL), {**shared, "tie_word_embeddings": True}) for place in (0, 7)],
     ]
     cases += [(tiny_config(kind).to_dict(), dict(tp=2, pp=2, ep=2, vp=2), 4, 3)
-              for kind in ("deepseek", "moonlight", "glm")]  # fmt: skip
+              for kind in ("deepseek", "moonlight", "glm", "next", "minimax")]  # fmt: skip
     assert run_distributed(_same_as_megatron, 1, cases) == [[]]

@@ -1,0 +1,68 @@
+"""MiniMax-M2: grouped queries, rotary embedding of a part of each head, norms of all heads together, sigmoid routers.
+
+Source: transformers ``modeling_minimax_m2.py``, and the files of the published models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megatron_gspo.models.config_reader import decoder, layers_behind, only, rotary_of
+from megatron_gspo.models.family import Family
+from megatron_gspo.models.mapping_rules import Rule
+from megatron_gspo.models.model_shape import ModelShape, Router
+from megatron_gspo.models.rule_tables import ATTENTION, DENSE, EXPERTS, JOINT_NORMS
+
+_ONLY = (
+    ("scoring_func", "sigmoid"), ("use_routing_bias", True), ("use_qk_norm", True), ("qk_norm_type", "per_layer"),
+    ("shared_intermediate_size", 0), ("hidden_act", "silu"), ("attention_bias", False), ("router_jitter_noise", 0.0),
+    ("sliding_window", None),
+)  # fmt: skip
+# Parts of names in the published files, and what Transformers has in their place.
+_IN_TRANSFORMERS = (
+    (".block_sparse_moe.", ".mlp."), (".w1.", ".gate_proj."), (".w3.", ".up_proj."), (".w2.", ".down_proj."),
+)  # fmt: skip
+
+
+def _stored(name: str) -> str:
+    """The name in published files of a tensor that other families have under ``name``, relative to the layer."""
+    name = name.replace("mlp.gate.e_score", "mlp.e_score")
+    for stored, usual in _IN_TRANSFORMERS:
+        name = f".{name}".replace(usual, stored)[1:]
+    return name
+
+
+def _renamed(rule: Rule) -> Rule:
+    return replace(rule, hugging_face=tuple(map(_stored, rule.hugging_face)))
+
+
+def _minimax_m2(config: dict[str, Any]) -> ModelShape:
+    layers = config["num_hidden_layers"]
+    for key, known in (*_ONLY, ("attn_type_list", [1] * layers)):
+        only(config, key, known)
+    config = {"rope_theta": 5e6, **config}
+    shape = decoder(config)
+    parameters = config.get("rope_parameters") or {}
+    width = config.get("rotary_dim") or int(shape.head_dim * config.get("partial_rotary_factor", 1.0))
+    if "partial_rotary_factor" in parameters:
+        width = int(shape.head_dim * parameters["partial_rotary_factor"])
+    return replace(
+        shape,
+        rotary=rotary_of(config, width),
+        mixers=("joint_norm_attention",) * layers,
+        moe_layers=(True,) * layers,
+        num_experts=config["num_local_experts"],
+        experts_per_token=config["num_experts_per_tok"],
+        moe_ffn_hidden_size=config["intermediate_size"],
+        router=Router("sigmoid", expert_bias=True),
+        carried=layers_behind(config),
+    )
+
+
+MINIMAX = (
+    Family(
+        "minimax_m2", _minimax_m2, {"joint_norm_attention": ATTENTION + JOINT_NORMS}, DENSE,
+        tuple(map(_renamed, EXPERTS)), in_transformers=_IN_TRANSFORMERS,
+    ),
+)  # fmt: skip

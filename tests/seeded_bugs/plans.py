@@ -1,0 +1,40 @@
+"""Bugs in the planned sizes of gated delta nets and of the layers beside them."""
+
+from __future__ import annotations
+
+from tests.seeded_bugs.seeded_bug import SeededBug
+
+PARAMETERS, SAVED = "tools/plan/parameters.py", "tools/plan/activations.py"
+TALK, ENGINE = "tools/plan/communication.py", "tools/plan/engine_memory.py"
+BY_HAND = "tests/tools/plan/test_delta_nets.py::"
+
+PLANS = (
+    SeededBug(
+        "plan: the filters of a gated delta net are of one token", "design", PARAMETERS,
+        "heads * sizes.convolved * sizes.kernel", "heads * sizes.convolved",
+        (BY_HAND + "test_parameters_of_a_layer_by_hand",),
+    ),
+    SeededBug(
+        "plan: gated attention without the gate's rows", "design", PARAMETERS,
+        "(1 + shape.attention_gate) * query", "query", (BY_HAND + "test_the_gate_of_attention_has_rows_of_its_own",),
+    ),
+    SeededBug(
+        "plan: a shared expert takes tokens as they lie", "this project", TALK,
+        "2 if is_moe and not z.shared else 4", "2 if is_moe else 4",
+        (BY_HAND + "test_ranks_exchange_heads_for_tokens",),
+    ),
+    SeededBug(
+        "plan: whole layers do not repeat the exchange of heads for tokens", "design", TALK,
+        'return 2.0 + (setting.recompute == "full")', "return 2.0", (BY_HAND + "test_ranks_exchange_heads_for_tokens",),
+    ),
+    SeededBug(
+        "plan: the delta rule is kept where it runs again", "design", SAVED,
+        'keeps_rule=setting.recompute == "full"', 'keeps_rule=setting.recompute != "full"',
+        (BY_HAND + "test_a_model_of_both_kinds_of_layers",),
+    ),
+    SeededBug(
+        "plan: keys and values of gated delta nets in the engine", "design", ENGINE,
+        'sum(mixer != "gated_delta_net" for mixer in shape.mixers)', "shape.num_layers",
+        (BY_HAND + "test_only_attention_has_keys_and_values_in_an_engine",),
+    ),
+)  # fmt: skip
