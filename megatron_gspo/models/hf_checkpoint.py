@@ -312,14 +312,22 @@ def copy_companions(source: str | Path, target: str | Path, dtype: torch.dtype |
             shutil.copyfile(file, Path(target) / file.name)  # without its mode: a source may be read-only
     if dtype is None:
         return
-    config = read_config(target)
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    changed = config | {key: str(dtype).removeprefix("torch.")}
+    config = read_json(Path(target) / "config.json")
+    changed = _with_dtype(config, str(dtype).removeprefix("torch."))
     changed.pop("quantization_config", None)
     if quantization is not None:
         changed["quantization_config"] = quantization
     if changed != config:
         (Path(target) / "config.json").write_text(json.dumps(changed, indent=2) + "\n")
+
+
+def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """The config with this type where it names the language model's, at its top or in ``text_config``."""
+    text, keys = config.get("text_config"), {"torch_dtype", "dtype"}
+    changed = config | dict.fromkeys(keys & config.keys(), dtype)
+    if isinstance(text, dict) and keys & text.keys():
+        return changed | {"text_config": text | dict.fromkeys(keys & text.keys(), dtype)}
+    return changed if keys & config.keys() else changed | {"dtype": dtype}
 
 
 def _write_shard(file: Path, tensors: dict[str, Tensor]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron_gspo.errors import DiskError, writing
-from megatron_gspo.models.model_shape import read_config
+from megatron_gspo.models.model_shape import read_json
 from megatron_gspo.servers.http_client import ServerClient
 from megatron_gspo.weight_transport.buckets import Bucket
 from megatron_gspo.weight_transport.server_endpoints import ServerInfo, WeightEndpoints
@@ -108,7 +108,7 @@ class DiskTransport(WeightTransport):
             for file in (file for pattern in _COMPANIONS for file in self._source.glob(pattern)):
                 shutil.copyfile(file, self._unfinished / file.name)
             if self._quantization is not None:
-                config = read_config(self._source) | {"quantization_config": self._quantization}
+                config = read_json(self._source / "config.json") | {"quantization_config": self._quantization}
                 (self._unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if whole.exists():
             shutil.rmtree(whole)

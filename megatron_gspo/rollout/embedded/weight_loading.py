@@ -61,6 +61,7 @@ class WeightTargets:
         for name, tensor in named_tensors:
             if error:
                 continue  # producing the stream may be collective: the other ranks would hang
+            name = name.replace("model.language_model.", "model.", 1)  # Transformers' own names of a part that is alone
             if name in self.tied:
                 extra.append((name, tensor))
                 continue
