@@ -193,10 +193,7 @@ def language_config(config: dict[str, Any]) -> dict[str, Any]:
         return config
     tied = config.get("tie_word_embeddings")
     if tied is not None and text.get("tie_word_embeddings", tied) != tied:
-        raise ModelError(
-            f"tie_word_embeddings={tied} in config.json and {not tied} in its text_config; set both to what the "
-            "weights are"
-        )
+        raise ModelError(f"tie_word_embeddings={tied} in config.json and {not tied} in its text_config")
     return {**config, **text, "model_type": config.get("model_type")}
 
 
