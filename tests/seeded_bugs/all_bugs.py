@@ -9,6 +9,7 @@ from tests.seeded_bugs.families import OF_THE_FAMILIES
 from tests.seeded_bugs.layouts import CONVERSION, LAYOUT, MEGATRON, PARALLEL, RESUME
 from tests.seeded_bugs.objective import DATA, OBJECTIVE
 from tests.seeded_bugs.quantization import QUANTIZATION
+from tests.seeded_bugs.qwen35 import OF_QWEN35
 from tests.seeded_bugs.rollouts import OF_THE_ROLLOUTS
 from tests.seeded_bugs.routing import ROUTING
 from tests.seeded_bugs.sandbox import OF_THE_SANDBOX
@@ -21,6 +22,6 @@ GROUPS = {
     "OF_THE_SERVERS": OF_THE_SERVERS, "OF_THE_FAMILIES": OF_THE_FAMILIES, "SINKS_AND_WINDOWS": SINKS_AND_WINDOWS,
     "BIASED_EXPERTS": BIASED_EXPERTS, "OF_THE_SANDBOX": OF_THE_SANDBOX,
     "DELTA_NETS": DELTA_NETS, "EVALUATION": EVALUATION, "ADAPTERS": ADAPTERS,
-    "QUANTIZATION": QUANTIZATION,
+    "QUANTIZATION": QUANTIZATION, "OF_QWEN35": OF_QWEN35,
 }  # fmt: skip
 SEEDED_BUGS = tuple(bug for bugs in GROUPS.values() for bug in bugs)
