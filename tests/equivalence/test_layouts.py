@@ -16,7 +16,7 @@ from tests.equivalence.lora import ADAPTERS
 from tests.equivalence.measure import Models, launch
 from tests.equivalence.tolerances import OF_EXPERTS, OF_LORA, TOLERANCES
 
-SINGLE = Arrangement()
+SINGLE, SINGLE_DENSE = Arrangement(), Arrangement(moe=False)
 TP2 = Arrangement(tensor=2, sequence_parallel=True)
 CUTS = ("all in one", "threes")
 
@@ -59,6 +59,17 @@ def test_dense(models, arrangement):
 def test_family(models, family, arrangement):
     """DeepSeek-V3 with YaRN, Moonlight, GLM-4.7-Flash with halves rotated, and GLM-4.5."""
     check(models(family), case_of(arrangement))
+
+
+@pytest.mark.parametrize(
+    "arrangement",
+    [SINGLE_DENSE, Arrangement(context=2, moe=False), Arrangement(tensor=2, sequence_parallel=True, moe=False),
+     Arrangement(pipeline=2, moe=False)],
+    ids=lambda a: a.name,
+)  # fmt: skip
+def test_dense_language_model_with_tied_embeddings(models, arrangement):
+    """Qwen3.5 without experts."""
+    check(models("qwen35"), case_of(arrangement))
 
 
 @pytest.mark.parametrize(
