@@ -117,6 +117,9 @@ def test_a_rank_reads_its_rows_of_the_whole_projection(ranks):
     rule = next(rule for rule in family.layer_rules(shape, 0) if "in_proj" in rule.megatron[0])
     checkpoint = Memory(dict(zip(rule.names_in(0, 0), sizes.values(), strict=True)))
     whole = ParameterSlice(rule, 0, 0, (4 * 48, 3)).read(checkpoint, shape)
+    start = "model.language_model.layers.0.linear_attn.in_proj_"
+    for name, first, size in (("b", 28, 2), ("a", 30, 2), ("z", 32, 16)):  # behind the 28 rows of queries, keys, values
+        assert torch.equal(whole[first : first + size], checkpoint.tensors[f"{start}{name}.weight"][:size]), name
     parts = [ParameterSlice(rule, 0, 0, (4 * 48 // ranks, 3), rank, ranks) for rank in range(ranks)]
     assert torch.equal(torch.cat([part.read(checkpoint, shape) for part in parts]), whole)
     assert parts[0].whole_sizes(shape) == dict(zip(rule.names_in(0, 0), sizes.values(), strict=True))

@@ -9,7 +9,7 @@ TABLES, RULES = "megatron_gspo/models/qwen35.py", "megatron_gspo/models/rule_tab
 FACTS = "megatron_gspo/models/model_shape.py"
 TESTS = "tests/models/test_qwen35.py::"
 ROWS = (TESTS + "test_rows_lie_head_by_head",)
-ONE_RANK = ("tests/equivalence/test_layouts.py::test_family[qwen35_moe-tp1-pp1-cp1-dp1-ep1-etp1]",)
+OF_A_RANK = (TESTS + "test_a_rank_reads_its_rows_of_the_whole_projection",)
 
 OF_QWEN35 = (
     SeededBug(
@@ -24,11 +24,11 @@ OF_QWEN35 = (
     ),
     SeededBug(
         "separate projections: a rank's rows cut through queries, keys and values as one", "design", TABLES,
-        "        blocks=convolved_blocks,\n", "", (TESTS + "test_a_rank_reads_its_rows_of_the_whole_projection",),
+        "        blocks=convolved_blocks,\n", "", OF_A_RANK,
     ),
     SeededBug(
         "separate projections: steps read as betas", "several converters", TABLES,
-        'for part in ("qkv", "z", "b", "a")', 'for part in ("qkv", "z", "a", "b")', ONE_RANK,
+        'for part in ("qkv", "z", "b", "a")', 'for part in ("qkv", "z", "a", "b")', OF_A_RANK,
     ),
     SeededBug(
         "experts in one tensor: a rank's rows cut through gate and up as one", "several converters", RULES,
@@ -44,7 +44,8 @@ OF_QWEN35 = (
         "language model in a part: the engine does not know its names", "design",
         "megatron_gspo/rollout/embedded/weight_loading.py",
         'name = name.replace("model.language_model.", "model.", 1)', "name = str(name)",
-        ("tests/rollout/embedded/test_embedded_engine.py::test_log_probs_equal_a_teacher_forced_pass[1.0-0-part]",),
+        ("tests/rollout/embedded/test_weight_loading.py::"
+         "test_a_language_model_that_is_alone_takes_the_names_that_it_has_as_a_part",),
     ),
     SeededBug(
         "language model in a part: the vision tower is no carried part", "several trainers", TABLES,
