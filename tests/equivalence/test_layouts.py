@@ -11,12 +11,12 @@ from itertools import cycle
 import pytest
 
 from tests.equivalence.cases import OTHERS, Case, case_of, lora_case
-from tests.equivalence.layouts import DENSE, FAMILIES, LORA, MOE, Arrangement
+from tests.equivalence.layouts import DENSE, FAMILIES, LANGUAGE_MODELS, LORA, MOE, Arrangement
 from tests.equivalence.lora import ADAPTERS
 from tests.equivalence.measure import Models, launch
 from tests.equivalence.tolerances import OF_EXPERTS, OF_LORA, TOLERANCES
 
-SINGLE, SINGLE_DENSE = Arrangement(), Arrangement(moe=False)
+SINGLE = Arrangement()
 TP2 = Arrangement(tensor=2, sequence_parallel=True)
 CUTS = ("all in one", "threes")
 
@@ -62,14 +62,13 @@ def test_family(models, family, arrangement):
 
 
 @pytest.mark.parametrize(
-    "arrangement",
-    [SINGLE_DENSE, Arrangement(context=2, moe=False), Arrangement(tensor=2, sequence_parallel=True, moe=False),
-     Arrangement(pipeline=2, moe=False)],
-    ids=lambda a: a.name,
-)  # fmt: skip
-def test_dense_language_model_with_tied_embeddings(models, arrangement):
-    """Qwen3.5 without experts."""
-    check(models("qwen35"), case_of(arrangement))
+    ("model", "arrangement"),
+    [(model, arrangement) for model, chosen in LANGUAGE_MODELS.items() for arrangement in chosen],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_language_model(models, model, arrangement):
+    """Qwen3.5, a part of a model with images."""
+    check(models(model), case_of(arrangement))
 
 
 @pytest.mark.parametrize(

@@ -158,4 +158,4 @@ def test_a_language_model_comes_back_byte_by_byte_with_its_vision_and_multi_toke
         for name, tensor in tensors.items():
             found = reader.read(name)
             assert found.dtype == tensor.dtype and torch.equal(found, tensor), name
-    assert (tmp_path / "back" / "config.json").read_bytes() == (plain / "config.json").read_bytes()
+    assert (tmp_path / "back" / "config.json").read_bytes() == (source / "config.json").read_bytes()
