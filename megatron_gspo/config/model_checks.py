@@ -9,20 +9,25 @@ from megatron_gspo.config.config_error import ConfigError, show
 from megatron_gspo.config.fields import default_of
 from megatron_gspo.config.rollout_sections import RolloutConfig, RouterNoiseConfig, RoutingConfig
 from megatron_gspo.models.families import FAMILIES, family_of
-from megatron_gspo.models.model_shape import ModelError, check_sizes, experts_of, read_config
+from megatron_gspo.models.model_shape import ModelError, check_sizes, experts_of, language_config, read_json
 
 
 def read_hf_config(path: str | Path, key: str = "model.path") -> dict[str, Any]:
-    """config.json of a Hugging Face model directory."""
-    if not (Path(path) / "config.json").is_file():
+    """config.json of a Hugging Face model directory, as `read_config` has it."""
+    file = Path(path) / "config.json"
+    if not file.is_file():
         problem = "has no config.json" if Path(path).is_dir() else "is not a directory"
         fix = "give a local Hugging Face model directory (hf download MODEL --local-dir DIR)"
         raise ConfigError(key, str(path), problem, fix)
     try:
-        return read_config(path)
+        content = read_json(file)
     except ModelError:
         problem = "its config.json is not a JSON object"
         raise ConfigError(key, str(path), problem, "download it again") from None
+    try:
+        return language_config(content)
+    except ModelError as error:
+        raise ConfigError(key, str(path), str(error), "download it again") from None
 
 
 def check_family(key: str, path: str, hf: dict[str, Any]) -> None:

@@ -11,17 +11,20 @@ from megatron_gspo.models.family import Family
 from megatron_gspo.models.glm import GLM
 from megatron_gspo.models.gpt_oss import GPT_OSS
 from megatron_gspo.models.minimax import MINIMAX
-from megatron_gspo.models.model_shape import ModelError, ModelShape, check_sizes
+from megatron_gspo.models.model_shape import ModelError, ModelShape, check_sizes, language_config
 from megatron_gspo.models.qwen import QWEN
+from megatron_gspo.models.qwen35 import QWEN35
 from megatron_gspo.models.qwen_next import QWEN_NEXT
 from megatron_gspo.models.rule_tables import VALUE_HEAD
 from megatron_gspo.models.stacked_experts import checkpoint_names
 
-FAMILIES = {family.model_type: family for family in (*QWEN, *QWEN_NEXT, *DEEPSEEK, *GLM, *GPT_OSS, *MINIMAX)}
+_ALL = (*QWEN, *QWEN_NEXT, *QWEN35, *DEEPSEEK, *GLM, *GPT_OSS, *MINIMAX)
+FAMILIES = {family.model_type: family for family in _ALL}
 
 
 def family_of(config: dict[str, Any]) -> tuple[Family, ModelShape]:
     """The family and sizes of a Hugging Face config; ``ModelError`` for an unknown ``model_type``."""
+    config = language_config(config)
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
         raise ModelError(
@@ -43,7 +46,7 @@ def hugging_face_names(family: Family, shape: ModelShape) -> Iterator[str]:
     for layer in range(shape.num_layers):
         for rule in family.layer_rules(shape, layer):
             for expert in range(shape.num_experts) if rule.is_expert else (0,):
-                yield from (f"model.layers.{layer}.{name}" for name in rule.names(layer, expert))
+                yield from rule.names_in(layer, expert)
     for rule in rest:
         yield from rule.names()
 

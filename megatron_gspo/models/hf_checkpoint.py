@@ -31,7 +31,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_SHARD_BYTES = 4 << 30
 # files of a model other than its weights, copied to an export unchanged
-_COMPANIONS = (
+COMPANIONS = (
     "config.json",
     "generation_config.json",
     "tokenizer*",
@@ -40,6 +40,7 @@ _COMPANIONS = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",
+    "*preprocessor_config.json",  # of images and videos
 )
 
 
@@ -307,19 +308,27 @@ def copy_companions(source: str | Path, target: str | Path, dtype: torch.dtype |
                     quantization: dict[str, Any] | None = None) -> None:  # fmt: skip
     """Copy config, tokenizer and chat template of one model directory to another, whose config then names ``dtype``,
     which what loads the weights casts them to, and ``quantization`` or none. dtype None: the config is unchanged."""
-    for pattern in _COMPANIONS:
+    for pattern in COMPANIONS:
         for file in Path(source).glob(pattern):
             shutil.copyfile(file, Path(target) / file.name)  # without its mode: a source may be read-only
     if dtype is None:
         return
-    config = read_config(target)
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    changed = config | {key: str(dtype).removeprefix("torch.")}
+    config = read_json(Path(target) / "config.json")
+    changed = _with_dtype(config, str(dtype).removeprefix("torch."))
     changed.pop("quantization_config", None)
     if quantization is not None:
         changed["quantization_config"] = quantization
     if changed != config:
         (Path(target) / "config.json").write_text(json.dumps(changed, indent=2) + "\n")
+
+
+def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """The config with this type where it names the language model's, at its top or in ``text_config``."""
+    text, keys = config.get("text_config"), {"torch_dtype", "dtype"}
+    changed = config | dict.fromkeys(keys & config.keys(), dtype)
+    if isinstance(text, dict) and keys & text.keys():
+        return changed | {"text_config": text | dict.fromkeys(keys & text.keys(), dtype)}
+    return changed if keys & config.keys() else changed | {"dtype": dtype}
 
 
 def _write_shard(file: Path, tensors: dict[str, Tensor]) -> None:

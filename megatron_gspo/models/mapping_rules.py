@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_gspo.models.model_shape import ModelShape
+from megatron_gspo.models.stacked_experts import tensor_of
 
 
 class Shard(Enum):
@@ -93,7 +94,7 @@ class Rule:
     ``name[{expert}]`` is a slice of a tensor of all experts (``stacked_experts.py``).
     ``applies``: whether a model of the family has the parameter. ``keeps_float32``: it is stored and sent in float32
     whatever the type of the others. ``blocks``: sizes of row blocks of the first Hugging Face tensor, each of which
-    tensor parallelism cuts; None: it cuts the tensor as a whole.
+    tensor parallelism cuts; None: it cuts the tensor as a whole. ``prefix``: of the names of a layer.
     """
 
     megatron: tuple[str, ...]
@@ -104,6 +105,7 @@ class Rule:
     applies: Callable[[ModelShape], bool] = _always
     keeps_float32: bool = False
     blocks: Callable[[ModelShape], tuple[int, ...]] | None = None
+    prefix: str = "model.layers.{layer}."
 
     @property
     def is_expert(self) -> bool:
@@ -118,7 +120,8 @@ class Rule:
     def blocks_of(self, name: str, size: int, shape: ModelShape) -> tuple[int, ...]:
         """The sizes of the parts of a tensor [size, ...] that tensor parallelism cuts one by one; ``name``: any of the
         rule's, with or without a prefix."""
-        if self.blocks is None or not name.endswith(self.hugging_face[0]):
+        first = self.hugging_face[0].removesuffix("[{expert}]")
+        if self.blocks is None or not tensor_of(name)[0].endswith(first):
             return (size,)
         return self.blocks(shape)
 
@@ -128,5 +131,5 @@ class Rule:
 
     def names_in(self, layer: int, expert: int) -> list[str]:
         """The whole Hugging Face names; layer -1 is outside of the layers."""
-        prefix = f"model.layers.{layer}." if layer >= 0 else ""
+        prefix = self.prefix.format(layer=layer) if layer >= 0 else ""
         return [prefix + name for name in self.names(layer, expert)]

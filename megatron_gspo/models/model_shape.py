@@ -173,14 +173,29 @@ def padded_vocab_size(shape: ModelShape, tensor_size: int) -> int:
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """``config.json`` of a Hugging Face model directory, as a dict.
+    """``config.json`` of a Hugging Face model directory, as a dict: `language_config` of it.
 
     Raises ``ModelError`` with one line that names the file.
     """
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ModelError(f"model.path={path}: no config.json there; give a Hugging Face model directory")
-    return read_json(file)
+    return language_config(read_json(file))
+
+
+def language_config(config: dict[str, Any]) -> dict[str, Any]:
+    """A ``config.json`` with the keys of its ``text_config``, if it has one, beside the others and in their place.
+
+    Models that read images too keep their language model's keys there. ``model_type`` stays the whole model's. Raises
+    ``ModelError`` where the two disagree on tied embeddings.
+    """
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        return config
+    tied = config.get("tie_word_embeddings")
+    if tied is not None and text.get("tie_word_embeddings", tied) != tied:
+        raise ModelError(f"tie_word_embeddings={tied} in config.json and {not tied} in its text_config")
+    return {**config, **text, "model_type": config.get("model_type")}
 
 
 def read_json(file: Path) -> dict[str, Any]:

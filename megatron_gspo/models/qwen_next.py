@@ -28,47 +28,47 @@ def delta_sizes(shape: ModelShape) -> DeltaNetSizes:
     return shape.delta_net
 
 
-def _grouped(parts: Sequence[Tensor], heads: int) -> Tensor:
+def grouped(parts: Sequence[Tensor], heads: int) -> Tensor:
     """The rows of each part cut into ``heads`` equal runs, and all parts' runs of one head next to each other."""
     runs = [part.reshape(heads, -1, *part.shape[1:]) for part in parts]
     return torch.cat(runs, dim=1).flatten(0, 1)
 
 
-def _ungrouped(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """The inverse of ``_grouped`` for runs of ``sizes`` rows."""
-    grouped = tensor.reshape(-1, sum(sizes), *tensor.shape[1:])
-    return [part.flatten(0, 1) for part in grouped.split(list(sizes), dim=1)]
+def ungrouped(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """The inverse of ``grouped`` for runs of ``sizes`` rows."""
+    heads = tensor.reshape(-1, sum(sizes), *tensor.shape[1:])
+    return [part.flatten(0, 1) for part in heads.split(list(sizes), dim=1)]
 
 
 def merge_gated_qkv(parts: Sequence[Tensor], shape: ModelShape) -> Tensor:
     """``[q ... q gate ... gate k v]`` for each query group of this shard; query rows alternate with their gate's, head
     by head."""
     both, key, value = parts
-    query, gate = _ungrouped(both, (shape.head_dim, shape.head_dim))
-    return _grouped((query, gate, key, value), key.shape[0] // shape.head_dim)
+    query, gate = ungrouped(both, (shape.head_dim, shape.head_dim))
+    return grouped((query, gate, key, value), key.shape[0] // shape.head_dim)
 
 
 def split_gated_qkv(tensor: Tensor, shape: ModelShape) -> list[Tensor]:
     """The inverse of ``merge_gated_qkv``."""
     rows = shape.num_attention_heads // shape.num_query_groups * shape.head_dim
-    query, gate, key, value = _ungrouped(tensor, (rows, rows, shape.head_dim, shape.head_dim))
-    return [_grouped((query, gate), query.shape[0] // shape.head_dim), key, value]
+    query, gate, key, value = ungrouped(tensor, (rows, rows, shape.head_dim, shape.head_dim))
+    return [grouped((query, gate), query.shape[0] // shape.head_dim), key, value]
 
 
 def merge_projection(parts: Sequence[Tensor], shape: ModelShape) -> Tensor:
     """``[q k v b a z]`` for each key head of this shard from ``[q k v z]`` and ``[b a]`` for each."""
     sizes = delta_sizes(shape)
     gate = sizes.projected - sizes.exchanged
-    inputs, z = _ungrouped(parts[0], (sizes.convolved, gate))
-    return _grouped((inputs, parts[1], z), inputs.shape[0] // sizes.convolved)
+    inputs, z = ungrouped(parts[0], (sizes.convolved, gate))
+    return grouped((inputs, parts[1], z), inputs.shape[0] // sizes.convolved)
 
 
 def split_projection(tensor: Tensor, shape: ModelShape) -> list[Tensor]:
     """The inverse of ``merge_projection``."""
     sizes = delta_sizes(shape)
     runs = (sizes.convolved, 2 * sizes.values_per_key, sizes.projected - sizes.exchanged)
-    inputs, rates, z = _ungrouped(tensor, runs)
-    return [_grouped((inputs, z), inputs.shape[0] // sizes.convolved), rates]
+    inputs, rates, z = ungrouped(tensor, runs)
+    return [grouped((inputs, z), inputs.shape[0] // sizes.convolved), rates]
 
 
 def convolved_blocks(shape: ModelShape) -> tuple[int, ...]:
@@ -82,29 +82,29 @@ def merge_filters(parts: Sequence[Tensor], shape: ModelShape) -> Tensor:
     """``[q k v]`` for each key head of this shard from all queries, keys and values."""
     sizes, blocks = delta_sizes(shape), convolved_blocks(shape)
     heads = parts[0].shape[0] * sizes.key_heads // sum(blocks)
-    return _grouped(parts[0].split([block * heads // sizes.key_heads for block in blocks]), heads)
+    return grouped(parts[0].split([block * heads // sizes.key_heads for block in blocks]), heads)
 
 
 def split_filters(tensor: Tensor, shape: ModelShape) -> list[Tensor]:
     """The inverse of ``merge_filters``."""
     sizes = delta_sizes(shape)
     runs = (sizes.key_size, sizes.key_size, sizes.values_per_key * sizes.value_size)
-    return [torch.cat(_ungrouped(tensor, runs))]
+    return [torch.cat(ungrouped(tensor, runs))]
 
 
 GATED_ATTENTION = tuple(
     replace(rule, merge=merge_gated_qkv, split=split_gated_qkv) if "linear_qkv.weight" in rule.megatron[0] else rule
     for rule in ATTENTION + QUERY_KEY_NORMS
 )
-_DELTA_NET = (
+_PROJECTION = Rule(
+    ("self_attention.in_proj.weight",),
+    ("linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight"),
+    Shard.ROWS,
+    merge_projection,
+    split_projection,
+)
+DELTA_NET = (  # all but the projection
     Rule(("input_layernorm.weight",), ("input_layernorm.weight",)),
-    Rule(
-        ("self_attention.in_proj.weight",),
-        ("linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight"),
-        Shard.ROWS,
-        merge_projection,
-        split_projection,
-    ),
     Rule(
         ("self_attention.conv1d.weight",),
         ("linear_attn.conv1d.weight",),
@@ -120,13 +120,13 @@ _DELTA_NET = (
 )
 
 
-def _qwen3_next(config: dict[str, Any]) -> ModelShape:
+def gated_decoder(config: dict[str, Any]) -> ModelShape:
+    """What the decoders with gated delta nets have, without experts."""
     for key, known in (("attention_bias", False), ("hidden_act", "silu")):
         only(config, key, known)
     shape = decoder(config)
     parameters = config.get("rope_parameters") or {}
     share = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))
-    experts = softmax_experts(config) if config["num_experts"] else {}
     return replace(
         shape,
         rotary=rotary_of(config, int(shape.head_dim * share)),
@@ -135,10 +135,18 @@ def _qwen3_next(config: dict[str, Any]) -> ModelShape:
         attention_gate=True,
         zero_centred_norms=True,
         carried=("mtp.",),
-        shared_expert_gate=True,
-        shared_expert_size=config["shared_expert_intermediate_size"],
-        **experts,
     )
+
+
+def with_experts(shape: ModelShape, config: dict[str, Any]) -> ModelShape:
+    """The decoder with experts, and an expert that every token goes to, which has a gate."""
+    shared = config["shared_expert_intermediate_size"]
+    return replace(shape, shared_expert_gate=True, shared_expert_size=shared, **softmax_experts(config))
+
+
+def _qwen3_next(config: dict[str, Any]) -> ModelShape:
+    shape = gated_decoder(config)
+    return with_experts(shape, config) if config["num_experts"] else shape
 
 
 def _mixers(config: dict[str, Any]) -> tuple[str, ...]:
@@ -168,7 +176,7 @@ def _delta_net(config: dict[str, Any]) -> DeltaNetSizes:
 
 QWEN_NEXT = (
     Family(
-        "qwen3_next", _qwen3_next, {"attention": GATED_ATTENTION, "gated_delta_net": _DELTA_NET}, DENSE,
+        "qwen3_next", _qwen3_next, {"attention": GATED_ATTENTION, "gated_delta_net": (*DELTA_NET, _PROJECTION)}, DENSE,
         EXPERTS + SHARED_EXPERT,
     ),
 )  # fmt: skip

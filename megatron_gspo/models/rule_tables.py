@@ -5,6 +5,10 @@ Sources: the checkpoints of each family and Megatron-Core's parameter names, wit
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+
 from megatron_gspo.models.mapping_rules import (
     Rule,
     Shard,
@@ -103,6 +107,17 @@ EXPERTS = (
         Shard.COLUMNS,
     ),
 )
+# Of all experts in one tensor each, an expert's gate rows above its up rows.
+STACKED_EXPERTS = (
+    *(rule for rule in EXPERTS if not rule.is_expert),
+    Rule(
+        EXPERTS[-2].megatron,
+        ("mlp.experts.gate_up_proj[{expert}]",),
+        Shard.ROWS,
+        blocks=lambda shape: (shape.moe_ffn_hidden_size,) * 2,
+    ),
+    Rule(EXPERTS[-1].megatron, ("mlp.experts.down_proj[{expert}]",), Shard.COLUMNS),
+)
 LATENT_ATTENTION = (
     Rule(("input_layernorm.weight",), ("input_layernorm.weight",)),
     Rule(("self_attention.linear_q_proj.weight",), ("self_attn.q_proj.weight",), Shard.ROWS, applies=_without_latent),
@@ -162,3 +177,15 @@ BIASED_EXPERTS = (
     ),
     Rule((_EXPERT + "linear_fc2.bias",), ("mlp.experts.down_proj_bias[{expert}]",)),
 )  # fmt: skip
+
+
+def in_language_model(rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    """The same rules for the checkpoint of a model that reads images too, whose language model is a part of it."""
+    return tuple(
+        replace(
+            rule,
+            prefix=rule.prefix.replace("model.", "model.language_model.", 1),
+            hugging_face=tuple(re.sub(r"^model\.", "model.language_model.", name) for name in rule.hugging_face),
+        )
+        for rule in rules
+    )

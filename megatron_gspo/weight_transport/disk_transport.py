@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from megatron_gspo.errors import DiskError, writing
-from megatron_gspo.models.model_shape import read_config
+from megatron_gspo.models.hf_checkpoint import COMPANIONS
+from megatron_gspo.models.model_shape import read_json
 from megatron_gspo.servers.http_client import ServerClient
 from megatron_gspo.weight_transport.buckets import Bucket
 from megatron_gspo.weight_transport.server_endpoints import ServerInfo, WeightEndpoints
@@ -20,8 +21,6 @@ from megatron_gspo.weight_transport.transport import Sent, WeightTransport
 
 INDEX = "model.safetensors.index.json"
 _PREFIX, _UNFINISHED = "weights-", ".unfinished-"
-_COMPANIONS = ("config.json", "generation_config.json", "tokenizer*", "vocab.json", "merges.txt",
-               "special_tokens_map.json", "added_tokens.json", "chat_template*")  # fmt: skip
 # https://github.com/huggingface/safetensors: names of element types in a file's header
 _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
           torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32",
@@ -107,10 +106,10 @@ class DiskTransport(WeightTransport):
     def complete(self, folder: Path) -> None:
         """Add the files that a checkpoint has beside its weights."""
         if self._source is not None:
-            for file in (file for pattern in _COMPANIONS for file in self._source.glob(pattern)):
+            for file in (file for pattern in COMPANIONS for file in self._source.glob(pattern)):
                 shutil.copyfile(file, folder / file.name)
             if self._quantization is not None:
-                config = read_config(self._source) | {"quantization_config": self._quantization}
+                config = read_json(self._source / "config.json") | {"quantization_config": self._quantization}
                 (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
     def _rename(self, whole: Path) -> None:

@@ -37,6 +37,13 @@ def of_kind(kind, **changes):
     return write
 
 
+def of_part(kind, **changes):
+    """The same with changes of the language model's keys."""
+    return lambda config, folder: of_kind(kind, text_config=tiny_config(kind).text_config.to_dict() | changes)(
+        config, folder
+    )
+
+
 def deepseek(**changes):
     return of_kind("deepseek", **changes)
 
@@ -203,8 +210,8 @@ CASES = (
          breaks=deepseek(model_type="glm4_moe_lite", mlp_layer_types=["dense", "odd", "sparse", "sparse"])),
     Case("noise in sigmoid routers", "noise is defined for softmax routers", breaks=deepseek(),
          overrides=("router_noise.engines=trainer", "router_noise.strength=0.5", "router_noise.stress_test=true")),
-    Case("model that is not supported yet", 'its config.json has model_type "qwen3_5_moe"; use one of qwen3, ',
-         breaks=of_kind("next", model_type="qwen3_5_moe")),
+    Case("model that is not supported", 'its config.json has model_type "qwen3_vl_moe"; use one of qwen3, ',
+         breaks=of_kind("next", model_type="qwen3_vl_moe")),
     Case("norms of each head", "qk_norm_type='per_head' in a minimax_m2 config.json is not supported",
          breaks=of_kind("minimax", qk_norm_type="per_head"), shows=("known: 'per_layer'",)),
     Case("a shared expert of MiniMax-M2", "shared_intermediate_size=8 in a minimax_m2 config.json is not supported",
@@ -213,6 +220,24 @@ CASES = (
          breaks=of_kind("minimax", attn_type_list=[1, 0, 1, 1]), shows=("attn_type_list=[1, 0, 1, 1]",)),
     Case("rotated dimensions that are no size", "rotary_dim=0 in config.json is not a size",
          breaks=of_kind("minimax", rotary_dim=0)),
+    Case("language model of another family", "model_type='qwen3_moe' in the text_config of a qwen3_5_moe config.json",
+         breaks=of_part("qwen35_moe", model_type="qwen3_moe"), shows=("known: 'qwen3_5_moe_text'",)),
+    Case("keys of a language model that has no place of its own", "of a qwen3_5_moe model lacks the key 'text_config'",
+         breaks=of_kind("qwen35_moe_text", model_type="qwen3_5_moe")),
+    Case("embeddings tied in one place only", "tie_word_embeddings=False in config.json and True in its text_config",
+         breaks=of_part("qwen35", tie_word_embeddings=True)),
+    Case("attention without its gate", "attn_output_gate=False in a qwen3_5_moe config.json is not supported",
+         breaks=of_part("qwen35_moe", attn_output_gate=False), shows=("known: True",)),
+    Case("state of a delta net in another type", "mamba_ssm_dtype='bfloat16' in a qwen3_5 config.json",
+         breaks=of_part("qwen35", mamba_ssm_dtype="bfloat16"), shows=("known: 'float32'",)),
+    Case("weights of experts that do not sum to 1", "norm_topk_prob=False in a qwen3_5_moe_text config.json",
+         breaks=of_kind("qwen35_moe_text", norm_topk_prob=False), shows=("known: True",)),
+    Case("dense layer where all have experts", "mlp_only_layers=[1] in a qwen3_5_moe config.json is not supported",
+         breaks=of_part("qwen35_moe", mlp_only_layers=[1]), shows=("known: []",)),
+    Case("rotary embedding of a language model", "rope_type='yarn' in config.json is not supported",
+         breaks=of_part("qwen35", rope_parameters={"rope_type": "yarn"}), shows=("only 'default' is",)),
+    Case("size of a language model", "linear_num_key_heads=0 in config.json is not a size",
+         breaks=of_part("qwen35", linear_num_key_heads=0)),
     Case("no weights", "has no *.safetensors weights; download them", breaks=without(WEIGHTS)),
     Case("pickled weights only", "only pickled ones (*.bin), which could run code when loaded", breaks=pickled_only,
          shows=("save_pretrained",)),

@@ -23,6 +23,8 @@ MODELS = {
     "minimax": dict(kind="minimax", seed=7),
     "gpt_oss": dict(kind="gpt_oss"),
     "next": dict(kind="next", seed=24, initializer_range=0.1),
+    "qwen35_moe": dict(kind="qwen35_moe", seed=0, initializer_range=0.1),
+    "qwen35": dict(kind="qwen35", seed=0, initializer_range=0.1, tie_word_embeddings=True, vocab_size=95),
     "windows": dict(kind="dense", use_sliding_window=True, sliding_window=4, max_window_layers=2, rope_parameters=YARN),
     "shared": dict(kind="shared", seed=7),  # one in which no expert's gradient is too small to compare
 }
@@ -38,7 +40,8 @@ class Models:
     def __call__(self, name: str) -> tuple[str, str]:
         if name not in self._made:
             path = save_tiny_model(self._folder / name, **MODELS[name])
-            scenarios = SCENARIOS if MODELS[name]["kind"] == "dense" else ALL if name == "moe" else SCENARIOS | REPLAYED
+            dense = MODELS[name]["kind"] in ("dense", "qwen35")
+            scenarios = SCENARIOS if dense else ALL if name == "moe" else SCENARIOS | REPLAYED
             self._made[name] = path, save_truth(path, self._folder / f"{name}.pt", tuple(scenarios))
         return self._made[name]
 

@@ -62,6 +62,7 @@ OTHER_FAMILIES = {
     "gpt_oss": "gpt-oss: sinks, windows, biased experts",
     "next": "Qwen3-Next: gated delta nets, gated attention",
     "minimax": "MiniMax-M2: norms over all heads",
+    "qwen35_moe": "Qwen3.5: language model with experts", "qwen35": "Qwen3.5: dense language model, tied embeddings",
     "glm_lite": "GLM-4.7-Flash: halves rotated", "glm": "GLM-4.5: grouped queries, half of each head rotated",
 }  # fmt: skip
 COLUMNS = 3  # layouts in a line

@@ -24,7 +24,7 @@ from rich.progress import Progress
 from benchmarks.result_files import save
 from tests.equivalence.cases import case_of
 from tests.equivalence.defects import measure_defects
-from tests.equivalence.layouts import DENSE, FAMILIES, MOE, Arrangement
+from tests.equivalence.layouts import DENSE, FAMILIES, LANGUAGE_MODELS, MOE, Arrangement
 from tests.equivalence.measure import Models, launch, worst_of
 from tests.equivalence.page import render
 from tests.equivalence.run import Errors
@@ -99,7 +99,7 @@ def load_records(folder: Path = RESULTS) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("page", type=Path, help="where to write the page")
-    every = {"moe": MOE, "dense": DENSE, **FAMILIES}
+    every = {"moe": MOE, "dense": DENSE, **FAMILIES, **LANGUAGE_MODELS}
     parser.add_argument("--models", nargs="+", default=list(every), choices=list(every), metavar="NAME",
                         help="measure these only and keep the last results of the others")  # fmt: skip
     parser.add_argument("--render-only", action="store_true", help="measure nothing, use the results that are there")

@@ -10,6 +10,7 @@ import pytest
 from tests.equivalence.layouts import (
     DENSE,
     FAMILIES,
+    LANGUAGE_MODELS,
     LORA,
     MOE,
     RECOMPUTE,
@@ -53,7 +54,7 @@ def test_every_size_meets_every_choice(found):
 
 
 def test_other_families_meet_every_size_in_at_least_twenty_layouts():
-    for chosen in FAMILIES.values():
+    for chosen in (*FAMILIES.values(), LANGUAGE_MODELS["qwen35_moe"]):
         assert len(chosen) >= 20 and max(a.world_size for a in chosen) == 8
         for name in ("tensor", "pipeline", "interleaved", "context", "data", "expert", "expert_tensor"):
             assert len({getattr(a, name) for a in chosen}) == 2, name

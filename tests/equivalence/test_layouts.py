@@ -11,7 +11,7 @@ from itertools import cycle
 import pytest
 
 from tests.equivalence.cases import OTHERS, Case, case_of, lora_case
-from tests.equivalence.layouts import DENSE, FAMILIES, LORA, MOE, Arrangement
+from tests.equivalence.layouts import DENSE, FAMILIES, LANGUAGE_MODELS, LORA, MOE, Arrangement
 from tests.equivalence.lora import ADAPTERS
 from tests.equivalence.measure import Models, launch
 from tests.equivalence.tolerances import OF_EXPERTS, OF_LORA, TOLERANCES
@@ -59,6 +59,16 @@ def test_dense(models, arrangement):
 def test_family(models, family, arrangement):
     """DeepSeek-V3 with YaRN, Moonlight, GLM-4.7-Flash with halves rotated, and GLM-4.5."""
     check(models(family), case_of(arrangement))
+
+
+@pytest.mark.parametrize(
+    ("model", "arrangement"),
+    [(model, arrangement) for model, chosen in LANGUAGE_MODELS.items() for arrangement in chosen],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_language_model(models, model, arrangement):
+    """Qwen3.5, a part of a model with images."""
+    check(models(model), case_of(arrangement))
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,17 @@ def test_gpt_oss_has_the_published_size():
     assert (active_parameters(shape) - embedding) / 1e9 == pytest.approx(3.6, abs=0.05)
 
 
+def test_qwen35_has_the_published_size():
+    """34.7 billion parameters of the language model by Transformers' count, of which 8 of 256 experts' are active."""
+    config = AutoConfig.from_pretrained(EXAMPLES / "qwen3_5_moe" / "models" / "Qwen3.5-35B-A3B", local_files_only=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    assert (experts / 1e9, sum(sizes.values()) / 1e9) == pytest.approx((32.21, 34.66), abs=0.005)
+    assert (sum(sizes.values()) - experts * (1 - 8 / 256)) / 1e9 == pytest.approx(3.46, abs=0.005)
+
+
 @pytest.mark.parametrize(("name", "total", "active"), [("30B-A3B", 30.5, 3.3), ("235B-A22B", 235.1, 22.2)])
 def test_the_models_have_the_published_sizes(name, total, active):
     """Billions of parameters, counted by Transformers; those of 8 of 128 experts are active."""

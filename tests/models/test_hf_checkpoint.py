@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_gspo.models import ModelError
-from megatron_gspo.models.hf_checkpoint import INDEX, SINGLE, CheckpointReader, write_checkpoint
+from megatron_gspo.models.hf_checkpoint import INDEX, SINGLE, CheckpointReader, copy_companions, write_checkpoint
 from tests.support.tiny_models import save_tiny_model
 
 
@@ -128,3 +128,20 @@ def test_a_broken_stream_leaves_the_old_export(source, tensors, tmp_path):
     write_checkpoint(path, doubled.items(), source=source)
     assert same(read_all(path), doubled)
     assert [file.name for file in tmp_path.iterdir()] == ["export"]
+
+
+@pytest.mark.parametrize(("given", "written"), [
+    (dict(text_config=dict(dtype="float32", vocab_size=3)), dict(text_config=dict(dtype="bfloat16", vocab_size=3))),
+    (dict(torch_dtype="float16", text_config={}), dict(torch_dtype="bfloat16", text_config={})),
+    (dict(dtype="float16", text_config=dict(dtype="float32")),
+     dict(dtype="bfloat16", text_config=dict(dtype="bfloat16"))),
+    (dict(vision_config=dict(dtype="float32")), dict(vision_config=dict(dtype="float32"), dtype="bfloat16")),
+])  # fmt: skip
+def test_a_language_model_that_is_a_part_has_the_type_in_its_own_config(given, written, tmp_path):
+    """What loads it would cast it back; the vision tower is not written in another type."""
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    (tmp_path / "out").mkdir()
+    copy_companions(tmp_path, tmp_path / "out", torch.bfloat16)
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == written
+    assert (tmp_path / "out" / "preprocessor_config.json").is_file()

@@ -11,6 +11,7 @@ from tests.seeded_bugs.layouts import CONVERSION, LAYOUT, MEGATRON, PARALLEL, RE
 from tests.seeded_bugs.objective import DATA, OBJECTIVE
 from tests.seeded_bugs.plans import PLANS
 from tests.seeded_bugs.quantization import QUANTIZATION
+from tests.seeded_bugs.qwen35 import OF_QWEN35
 from tests.seeded_bugs.rollouts import OF_THE_ROLLOUTS
 from tests.seeded_bugs.routing import ROUTING
 from tests.seeded_bugs.sandbox import OF_THE_SANDBOX
@@ -24,5 +25,6 @@ GROUPS = {
     "BIASED_EXPERTS": BIASED_EXPERTS, "OF_THE_SANDBOX": OF_THE_SANDBOX,
     "DELTA_NETS": DELTA_NETS, "EVALUATION": EVALUATION, "ADAPTERS": ADAPTERS,
     "QUANTIZATION": QUANTIZATION, "JOINT_NORMS": JOINT_NORMS, "PLANS": PLANS,
+    "OF_QWEN35": OF_QWEN35,
 }  # fmt: skip
 SEEDED_BUGS = tuple(bug for bugs in GROUPS.values() for bug in bugs)

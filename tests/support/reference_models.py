@@ -42,6 +42,11 @@ def next_config(**changes) -> PretrainedConfig:
     return tiny_config("next", **{**_SIZES, "num_hidden_layers": 4, **changes})
 
 
+def part_config(**changes) -> PretrainedConfig:
+    """Qwen3.5 with experts, as the language model of a model with images."""
+    return tiny_config("qwen35_moe", **{**_SIZES, "num_hidden_layers": 4, **changes})
+
+
 def reference_model(config: PretrainedConfig, seed: int = 0, scale: float = 6.0) -> PreTrainedModel:
     """The library's own model; weights scaled up so that its distributions are far from uniform."""
     torch.manual_seed(seed)
@@ -59,8 +64,9 @@ def checkpoint(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     tensors = {}
     for name, tensor in model.state_dict().items():
         prefix, _, kind = name.rpartition(".")
-        if model.config.model_type == "gpt_oss":  # as in memory
-            tensors[name] = tensor.clone()
+        if model.config.model_type in ("gpt_oss", "qwen3_5_moe_text"):  # as in memory, the latter as part of a model
+            is_part = model.config.model_type != "gpt_oss"
+            tensors[name.replace("model.", "model.language_model.", 1) if is_part else name] = tensor.clone()
             continue
         for expert in range(tensor.shape[0] if kind in ("gate_up_proj", "down_proj") else 0):
             weight = tensor[expert]

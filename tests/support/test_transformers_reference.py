@@ -9,14 +9,14 @@ from tests.support.tiny_models import save_tiny_model
 from tests.support.transformers_reference import DoublePrecision, load_reference
 
 
-@pytest.mark.parametrize("kind", ["moe", "next", "deepseek"])
+@pytest.mark.parametrize("kind", ["moe", "next", "qwen35_moe", "deepseek"])
 def test_norms_are_not_rounded_to_float32(kind, tmp_path):
     model = load_reference(save_tiny_model(tmp_path, kind))
     errors: list[float] = []
 
     def compare(norm, inputs, output):
         [x] = inputs
-        weight = norm.weight + (1.0 if kind == "next" else 0.0)
+        weight = norm.weight + (0.0 if kind in ("moe", "deepseek") else 1.0)
         expected = x / (x.square().mean(-1, keepdim=True) + model.config.rms_norm_eps).sqrt() * weight
         errors.append(float((output - expected).abs().max()))
 

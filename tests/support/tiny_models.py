@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     DeepseekV3Config,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
@@ -16,6 +17,10 @@ from transformers import (
     MiniMaxM2Config,
     PretrainedConfig,
     Qwen2MoeConfig,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
@@ -41,18 +46,29 @@ _GPT_OSS: dict[str, object] = dict(
     intermediate_size=16, num_local_experts=8, num_experts_per_tok=2, sliding_window=5, swiglu_limit=0.8,
     rope_parameters=YARN | dict(truncate=False),
 )  # fmt: skip
-# Two layers of each kind, one of them dense; two value heads to a key head; half of each attention head is rotated.
-_NEXT: dict[str, object] = dict(
+# Two layers of each kind; two value heads to a key head; half of each attention head is rotated.
+_DELTA: dict[str, object] = dict(
     layer_types=["linear_attention", "full_attention"] * 2, linear_num_key_heads=4, linear_num_value_heads=8,
-    linear_key_head_dim=6, linear_value_head_dim=8, linear_conv_kernel_dim=4, moe_intermediate_size=16, num_experts=4,
-    num_experts_per_tok=2, shared_expert_intermediate_size=24, mlp_only_layers=[2], rms_norm_eps=1e-3,
-    rope_parameters=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5),
+    linear_key_head_dim=6, linear_value_head_dim=8, linear_conv_kernel_dim=4, rms_norm_eps=1e-3,
 )  # fmt: skip
 # Half of each head is rotated; another epsilon than the default.
 _MINIMAX: dict[str, object] = dict(
     intermediate_size=16, num_local_experts=8, num_experts_per_tok=2, rms_norm_eps=1e-3,
     rope_parameters=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5),
 )  # fmt: skip
+_HALF = dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5)
+_FEW: dict[str, object] = dict(
+    moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, shared_expert_intermediate_size=24
+)
+_NEXT = _DELTA | _FEW | dict(mlp_only_layers=[2], rope_parameters=_HALF)
+# The sections of the rotated half would move its frequencies about if they had positions of their own.
+_QWEN35 = _DELTA | dict(rope_parameters=_HALF | dict(mrope_section=[2, 1, 1], mrope_interleaved=True))
+_VISION = dict(
+    depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32, num_position_embeddings=16
+)
+# As the published models are, with a vision tower.
+_PUBLISHED: dict[str, type[PretrainedConfig]] = {"qwen35": Qwen3_5Config, "qwen35_moe": Qwen3_5MoeConfig}
+_ZERO_CENTRED = {"next", "qwen35", "qwen35_text", "qwen35_moe", "qwen35_moe_text"}
 _FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, object]]] = {
     "deepseek": (DeepseekV3Config, _SIGMOID | _LATENT | dict(rope_parameters=_SCALED)),
     "moonlight": (DeepseekV3Config, _SIGMOID | _LATENT | dict(q_lora_rank=None, n_group=1, topk_group=1)),
@@ -60,6 +76,8 @@ _FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, object]]] = {
     "gpt_oss": (GptOssConfig, _GPT_OSS),
     "next": (Qwen3NextConfig, _NEXT),
     "minimax": (MiniMaxM2Config, _MINIMAX),
+    "qwen35_text": (Qwen3_5TextConfig, _QWEN35),
+    "qwen35_moe_text": (Qwen3_5MoeTextConfig, _QWEN35 | _FEW),
     "glm": (Glm4MoeConfig, _SIGMOID | dict(use_qk_norm=True, attention_bias=True)),
 }
 
@@ -86,6 +104,10 @@ def tiny_config(kind: str = "moe", **overrides: object) -> PretrainedConfig:
         eos_token_id=1,
         pad_token_id=0,
     )
+    if kind in _PUBLISHED:
+        text = tiny_config(f"{kind}_text", **overrides).to_dict()
+        tied = text["tie_word_embeddings"]
+        return _PUBLISHED[kind](text_config=text, vision_config=_VISION, tie_word_embeddings=tied)
     if kind in _FAMILIES:
         family, facts = _FAMILIES[kind]
         if "qk_rope_head_dim" in facts:
@@ -118,11 +140,12 @@ def save_tiny_model(
 ) -> str:
     """Write a random model; returns the directory. Norms and biases are drawn too, so that a swap of two shows."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(tiny_config(kind, **overrides)).to(dtype)
+    auto = AutoModelForImageTextToText if kind in _PUBLISHED else AutoModelForCausalLM
+    model = auto.from_config(tiny_config(kind, **overrides)).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                centre = 0.0 if kind == "next" and "linear_attn" not in name else 1.0
+                centre = 0.0 if kind in _ZERO_CENTRED and "linear_attn" not in name else 1.0
                 parameter.uniform_(centre - 0.5, centre + 0.5)
             elif name.endswith("A_log"):  # a state that lasts over several tokens
                 parameter.uniform_(-1.5, 0.5)
@@ -133,7 +156,8 @@ def save_tiny_model(
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.data = torch.empty(buffer.shape).uniform_(-0.12, 0.12)  # float32, as published
-    model.save_pretrained(path)
+    # the published files have the experts of a layer in one tensor, as Transformers has in memory
+    model.save_pretrained(path, save_original_format=kind not in _PUBLISHED)
     return str(path)
 
 

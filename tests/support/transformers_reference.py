@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,6 +49,7 @@ def load_reference(path: str) -> torch.nn.Module:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
+    model.is_part = "text_config" in json.loads((Path(path) / "config.json").read_text())  # of a model with images
     for parameter in model.parameters():  # some routers are kept in float32
         parameter.data = parameter.data.double()
     forward = model.forward
@@ -226,15 +229,17 @@ def checkpoint_tensors(model: torch.nn.Module, value: Callable[[Tensor], Tensor]
     """``value`` of every parameter, and of the routers' biases, under the names of a Hugging Face checkpoint, ``[whole
     tensor]`` each.
 
-    Transformers fuses the experts in memory; here they are split as they are on disk. gpt-oss has them fused there too.
+    Transformers fuses the experts in memory; here they are split as they are on disk. gpt-oss and the language model of
+    a model with images have them fused there too; the latter's names say of what it is a part.
     """
     tensors: dict[str, Tensor] = {}
-    fused = any(name.endswith("gate_up_proj_bias") for name, _ in model.named_parameters())
+    is_part = getattr(model, "is_part", False)
+    fused = is_part or any(name.endswith("gate_up_proj_bias") for name, _ in model.named_parameters())
     biases = [(name, tensor) for name, tensor in model.named_buffers() if name.endswith("e_score_correction_bias")]
     for name, parameter in [*model.named_parameters(), *(biases if with_buffers else ())]:
         whole = value(parameter)
         if fused:
-            tensors[name] = whole
+            tensors[name.replace("model.", "model.language_model.", 1) if is_part else name] = whole
         elif name.endswith("experts.gate_up_proj"):
             prefix = name.removesuffix("gate_up_proj")
             for e, both in enumerate(whole):

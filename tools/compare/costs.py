@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from megatron_gspo.models import ModelError, family_of
+from megatron_gspo.models import ModelError, family_of, read_config
 from megatron_gspo.models.model_shape import experts_of
 from megatron_gspo.routing_replay.routes import expert_id_dtype
 from megatron_gspo.tools.compare.run_records import Run, mean_of
@@ -105,14 +103,10 @@ def estimated_storage(models: Sequence[PublishedModel], batch: tuple[int, int] =
 
 def model_of(config: Mapping[str, Any], name: str = "this model") -> PublishedModel | None:
     """The compared model, from the config.json of its directory; None where that isn't there or has no experts."""
-    path = Path(str(config.get("model", {}).get("path", ""))) / "config.json"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    if not experts_of(found):
-        return None
-    try:
+        found = read_config(str(config.get("model", {}).get("path", "")))
+        if not experts_of(found):
+            return None
         _, shape = family_of(found)
     except ModelError:
         return None

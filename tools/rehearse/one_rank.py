@@ -57,12 +57,13 @@ def shortened_model(path: str, layers: int, folder: Path) -> Path:
     """A model directory with the config.json of another, and its first layers only; a list with an entry for each
     layer, such as ``layer_types``, is cut with them."""
     data: dict[str, Any] = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
-    for key, value in data.items():
-        if isinstance(value, list) and len(value) == data["num_hidden_layers"]:
-            data[key] = value[:layers]
-    data["num_hidden_layers"] = layers
-    if "max_window_layers" in data:
-        data["max_window_layers"] = layers
+    keys = data["text_config"] if isinstance(data.get("text_config"), dict) else data
+    for key, value in keys.items():
+        if isinstance(value, list) and len(value) == keys["num_hidden_layers"]:
+            keys[key] = value[:layers]
+    keys["num_hidden_layers"] = layers
+    if "max_window_layers" in keys:
+        keys["max_window_layers"] = layers
     (folder / "config.json").write_text(json.dumps(data), encoding="utf-8")
     return folder
 

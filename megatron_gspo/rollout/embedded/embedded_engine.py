@@ -220,6 +220,7 @@ def _build(
     source: str | Path | PretrainedConfig, dtype: torch.dtype, device: torch.device
 ) -> PreTrainedModel:
     if isinstance(source, PretrainedConfig):
+        source = source.get_text_config()  # of a model that reads images too
         _refuse_others(source)
         if hasattr(source, "quantization_config"):  # of the published files; the weights come in the engine's dtype
             source = copy.deepcopy(source)

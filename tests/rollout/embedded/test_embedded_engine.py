@@ -15,6 +15,7 @@ from tests.support.reference_models import (
     loaded_engine,
     moe_config,
     next_config,
+    part_config,
     prompts,
     reference_model,
     sink_config,
@@ -23,7 +24,7 @@ from tests.support.reference_models import (
 )
 
 CONFIGS = {"moe": moe_config, "dense": dense_config, "sinks": sink_config, "windows": window_config,
-           "next": next_config}  # fmt: skip
+           "next": next_config, "part": part_config}  # fmt: skip
 SEEDS = {"sinks": 2}  # one whose samples end early and late
 
 

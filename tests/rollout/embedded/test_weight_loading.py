@@ -1,8 +1,11 @@
+from contextlib import suppress
+
 import pytest
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
 from megatron_gspo.config import SamplingParams
+from megatron_gspo.rollout.embedded.weight_loading import WeightTargets
 from tests.support.reference_models import checkpoint, dense_config, loaded_engine, moe_config, prompts, reference_model
 
 EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
@@ -12,6 +15,13 @@ def logits(model):
     ids = torch.arange(2, 22).view(2, 10)
     with torch.no_grad():
         return model(ids).logits
+
+
+def test_a_language_model_that_is_alone_takes_the_names_that_it_has_as_a_part():
+    targets = WeightTargets({"model.norm.weight": torch.zeros(2)}, {}, {})
+    with suppress(ValueError):
+        targets.write([("model.language_model.norm.weight", torch.tensor([1.0, 2.0]))])
+    assert targets.slices["model.norm.weight"].tolist() == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(

@@ -156,3 +156,27 @@ def test_minimax_m2_in_8_bits_with_multi_token_prediction_comes_back_dequantized
         for stored, tensor in expected.items():
             found = reader.read(stored)
             assert found.dtype == tensor.dtype and torch.equal(found, tensor), stored
+@pytest.mark.parametrize("kind", ["qwen35_moe", "qwen35", "qwen35_moe_text"])
+def test_a_language_model_comes_back_byte_by_byte_with_its_vision_and_multi_token_prediction(kind, tmp_path):
+    """As Qwen3.5 is published: bfloat16, decay rates and the norm behind them in float32."""
+    plain = Path(save_tiny_model(tmp_path / "plain", kind, dtype=torch.bfloat16))
+    g = torch.Generator().manual_seed(2)
+    tensors = load_file(plain / SINGLE)
+    for name in [name for name in tensors if name.endswith(("A_log", "linear_attn.norm.weight"))]:
+        tensors[name] = torch.randn(tensors[name].shape, generator=g)
+    source = changed(plain, tmp_path / "source", tensors)
+    run("to-megatron", source, tmp_path / "one", "--tp", "2", "--pp", "2", "--verify")
+    run("to-hf", tmp_path / "one", tmp_path / "same", "--verify")
+    with CheckpointReader(tmp_path / "same") as reader:
+        assert all(reader.read(name).dtype == tensor.dtype for name, tensor in tensors.items())
+    tensors |= {"mtp.fc.weight": torch.randn(32, 64, generator=g).bfloat16(), "mtp.norm.weight": torch.ones(3)}
+    source = changed(plain, tmp_path / "with mtp", tensors)
+    expert = ["--ep", "2", "--etp", "2"] if "moe" in kind else []
+    run("to-megatron", source, tmp_path / "megatron", "--tp", "2", *expert, "--verify")
+    run("to-hf", tmp_path / "megatron", tmp_path / "back", "--verify")
+    with CheckpointReader(tmp_path / "back") as reader:
+        assert reader.names == set(tensors)
+        for name, tensor in tensors.items():
+            found = reader.read(name)
+            assert found.dtype == tensor.dtype and torch.equal(found, tensor), name
+    assert (tmp_path / "back" / "config.json").read_bytes() == (source / "config.json").read_bytes()
