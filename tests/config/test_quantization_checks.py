@@ -32,8 +32,9 @@ def test_config_json_is_read_once(tmp_path):
     quantization = {"format": "int8", "modules": list(ALL), "exclude": list(REST)}
     config = Config.from_dict(base_config(str(model), tmp_path / "run", rollout={"quantization": quantization}))
     plan = config.quantization_plan
-    (model / "config.json").unlink()
     assert plan is not None and config.quantization_plan is plan
+    (model / "config.json").unlink()
+    assert config.quantization_plan is plan
     assert Config.from_dict(config.dump()) == config
 
 
