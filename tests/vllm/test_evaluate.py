@@ -36,8 +36,9 @@ ONE_OF = "def score(response, prompt):\n    return float(len(response) == 1 and 
 @pytest.fixture(scope="module")
 def served(vllm_server: LocalServers, vllm_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The URL of the server, which has the weights of the model's directory."""
+    limits = {"health_timeout": 60.0, "update_timeout": 300.0}  # of a busy machine
     engine = engine_on(vllm_server.urls, vllm_model, kind="vllm", routes=False, weight_transport="disk",
-                       folder=tmp_path_factory.mktemp("weights"), health_timeout=60.0)  # fmt: skip
+                       folder=tmp_path_factory.mktemp("weights"), **limits)  # fmt: skip
     engine.update_weights(checkpoint_stream(vllm_model), version=0)
     engine.close()
     return vllm_server.urls[0]
