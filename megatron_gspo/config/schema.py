@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -190,7 +191,7 @@ class Config:
         """The `lora` section, if adapters are trained."""
         return self.lora if self.lora.is_on else None
 
-    @property
+    @cached_property
     def quantization_plan(self) -> QuantizationPlan | None:
         """What `rollout.quantization` makes of the model's weights; None: they stay as they are. Raises ConfigError."""
         section = self.rollout.quantization

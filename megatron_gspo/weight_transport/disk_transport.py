@@ -40,9 +40,9 @@ class DiskTransport(WeightTransport):
     needs_session = False
 
     def __init__(self, endpoints: WeightEndpoints, directory: Path, *, source: Path | None = None,
-                 quantization: dict[str, Any] | None = None) -> None:  # fmt: skip
+                 quantization: dict[str, Any] | None = None, checksums: bool = False) -> None:  # fmt: skip
         """quantization: the config's `quantization_config`; None: that of `source`."""
-        super().__init__(endpoints)
+        super().__init__(endpoints, checksums=checksums)
         self._directory, self._source = directory.absolute(), source  # a server has another working directory
         self._quantization = quantization
         self.checkpoint: Path | None = None  # the newest complete one, where it was published

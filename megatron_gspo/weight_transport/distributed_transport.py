@@ -34,9 +34,10 @@ class DistributedTransport(WeightTransport):
 
     in_flight = _IN_FLIGHT
 
-    def __init__(self, endpoints: WeightEndpoints, *, address: str | None = None, backend: str | None = None) -> None:
+    def __init__(self, endpoints: WeightEndpoints, *, address: str | None = None, backend: str | None = None,
+                 checksums: bool = False) -> None:  # fmt: skip
         """address: this machine's, as the servers reach it; None: that of the route to the first server."""
-        super().__init__(endpoints)
+        super().__init__(endpoints, checksums=checksums)
         self._address, self._backend = address, backend
         self._gpu = torch.cuda.current_device() if torch.cuda.is_available() else 0  # the event loop's thread has GPU 0
         self._run_id, self._group_numbers = uuid.uuid4().hex[:8], itertools.count()

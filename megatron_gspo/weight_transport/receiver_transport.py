@@ -53,8 +53,8 @@ class ReceiverTransport(DistributedTransport):
 
     def __init__(self, endpoints: WeightEndpoints, *, address: str | None = None, backend: str | None = None,
                  changes_only: bool = False, checksums: bool = False) -> None:  # fmt: skip
-        super().__init__(endpoints, address=address, backend=backend)
-        self._changes_only, self.checksums = changes_only, checksums
+        super().__init__(endpoints, address=address, backend=backend, checksums=checksums)
+        self._changes_only = changes_only
         self._transfer, self._number = "", 0
         self._sums: dict[str, int] = {}  # of this transfer
         self._known: dict[str, int] = {}  # of the last one, if all servers of the group completed it
@@ -62,7 +62,7 @@ class ReceiverTransport(DistributedTransport):
     def unsupported(self, info: ServerInfo) -> str:
         """See `WeightTransport.unsupported`: servers without the receiver, too."""
         if info.receiver is False:
-            return ("has no receiver of weights; start it with megatron-gspo serve, or use weight_transport=disk")
+            return "has no receiver of weights; start it with megatron-gspo serve, or use weight_transport=disk"
         return super().unsupported(info)
 
     def takes_all_sources(self, infos: list[ServerInfo]) -> bool:

@@ -81,7 +81,7 @@ class WeightEndpoints:
     """
 
     engine: str
-    own_transports: Mapping[str, Callable[[WeightEndpoints], Any]] = {}  # `WeightTransport`, which imports this module
+    own_transports: Mapping[str, Callable[..., Any]] = {}  # classes of `WeightTransport`, which imports this module
     init_group_path: str = ""
     broadcast_path: str = ""
 

@@ -41,19 +41,18 @@ class WeightTransport:
     stores: the weights of all sources are taken before any server is paused; else servers are paused first.
     needs_session: servers with `ServerInfo.update_session` need it around this transport's requests.
     device, allocate: of the buffers, as `buckets` takes them; read when the servers have been opened.
-    in_flight: buckets that are sent at the same time. checksums: whether the servers prove an update by checksums
-    (`WeightEndpoints.clear_weights`).
+    in_flight: buckets that are sent at the same time.
     """
 
     stores = False
     needs_session = True
     in_flight = 1
-    checksums = False
     device: torch.device | None = torch.device("cpu")
     allocate: Callable[[int, torch.device], Tensor] | None = None
 
-    def __init__(self, endpoints: WeightEndpoints) -> None:
-        self.endpoints = endpoints
+    def __init__(self, endpoints: WeightEndpoints, *, checksums: bool = False) -> None:
+        """checksums: whether the servers prove an update by checksums (`WeightEndpoints.clear_weights`)."""
+        self.endpoints, self.checksums = endpoints, checksums
         self.targets: dict[str, Target] = {}
         self.failures: dict[str, ServerError] = {}
 

@@ -332,26 +332,22 @@ def make_transport(
 
     Raises ValueError for an unknown name or a missing directory.
     """
-    name, section = config.weight_transport, config.section
+    name, section, checksums = config.weight_transport, config.section, config.weight_checksums
     if name == "disk":
         directory = weight_directory(config, run_dir)
         companions = None if source is None else Path(source)
-        disk = DiskTransport(endpoints, directory, source=companions, quantization=quantization)
-        disk.checksums = config.weight_checksums
-        return disk
+        return DiskTransport(endpoints, directory, source=companions, quantization=quantization, checksums=checksums)
     if name == "tensor":
         return TensorTransport(endpoints)
     if name == "distributed":
         if config.uses_receiver:
             return ReceiverTransport(endpoints, address=address, backend=backend,
-                                     changes_only=config.weight_changes_only, checksums=config.weight_checksums)
+                                     changes_only=config.weight_changes_only, checksums=checksums)  # fmt: skip
         return DistributedTransport(endpoints, address=address, backend=backend)
     if name == "ipc":
         return SharedMemoryTransport(endpoints)
     if own := endpoints.own_transports.get(name):
-        transport = own(endpoints)
-        transport.checksums = config.weight_checksums
-        return transport
+        return own(endpoints, checksums=checksums)
     raise ValueError(f"{section}.weight_transport={name}: choose one of {', '.join(TRANSPORTS)}")
 
 

@@ -10,7 +10,7 @@ import pytest
 from megatron_gspo.config import Config, ConfigError
 from megatron_gspo.config.quantization_checks import resolve_quantization
 from megatron_gspo.config.quantization_section import QuantizationConfig
-from tests.support.tiny_models import tiny_config
+from tests.support.tiny_models import save_tiny_model, tiny_config
 from tests.support.training_runs import base_config
 
 ALL = ("model.layers.*.self_attn.*", "model.layers.*.mlp.experts.*.*")
@@ -24,6 +24,18 @@ def section(**fields: Any) -> QuantizationConfig:
 def test_nothing_is_quantised_by_default():
     config = Config.from_dict(base_config("model", Path("run")))
     assert config.quantization_plan is None and not config.rollout.quantization.is_on
+
+
+def test_config_json_is_read_once(tmp_path):
+    """A plan holds for a whole run, whatever becomes of the model's directory."""
+    model = Path(save_tiny_model(tmp_path / "model"))
+    quantization = {"format": "int8", "modules": list(ALL), "exclude": list(REST)}
+    config = Config.from_dict(base_config(str(model), tmp_path / "run", rollout={"quantization": quantization}))
+    plan = config.quantization_plan
+    assert plan is not None and config.quantization_plan is plan
+    (model / "config.json").unlink()
+    assert config.quantization_plan is plan
+    assert Config.from_dict(config.dump()) == config
 
 
 def test_a_plan_of_the_section():

@@ -53,6 +53,11 @@ EVALUATION = (
         (f"{TESTS}/test_response_file.py::test_responses_of_other_settings_are_refused",),
     ),
     SeededBug(
+        "servers are asked for their version one after the other", "this project", ENGINES,
+        "await asyncio.gather(*(ask(server) for server in servers))", "[await ask(server) for server in servers]",
+        (f"{TESTS}/test_response_engines.py::test_servers_are_asked_for_their_version_at_the_same_time",),
+    ),
+    SeededBug(
         "the end of the window is a day late", "design", f"{EVALUATE}/task_files.py",
         "(last is not None and date > last)", "(last is not None and date.date() > last.date())",
         (f"{TESTS}/test_task_files.py::test_a_window_of_dates",),

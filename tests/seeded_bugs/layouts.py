@@ -77,6 +77,12 @@ PARALLEL = (
 
 CONVERSION = (
     SeededBug(
+        "a conversion writes into a directory with files", "design", "tools/convert/work_directory.py",
+        "if out.exists() and not (out.is_dir() and not any(out.iterdir())):", "if out.is_file():",
+        ("tests/tools/convert/test_work_directory.py::test_a_second_process_and_an_existing_output_are_refused",
+         "tests/tools/convert/test_quantize.py::test_what_is_refused"),
+    ),
+    SeededBug(
         "gate and up projection exchanged", "design", "megatron_gspo/models/mapping_rules.py",
         "return torch.cat(list(parts), dim=0)", "return torch.cat(list(parts)[::-1], dim=0)",
         ("tests/models/test_mapping_rules.py::test_gate_lies_above_up",),

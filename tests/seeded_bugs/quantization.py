@@ -58,6 +58,11 @@ QUANTIZATION = (
         "    _check_complete(known, chosen | kept, modules)\n", "", FAULTS,
     ),
     SeededBug(
+        "config.json is read again at each use of the plan", "this project", "megatron_gspo/config/schema.py",
+        "    @cached_property\n", "    @property\n",
+        ("tests/config/test_quantization_checks.py::test_config_json_is_read_once",),
+    ),
+    SeededBug(
         "a star matches several components", "design", LIST, 'r"[^.]+" if part', 'r".+" if part', NAMES,
     ),
     SeededBug(

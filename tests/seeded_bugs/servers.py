@@ -14,6 +14,7 @@ SOURCES, RELAYS = (f"tests/weight_transport/test_weight_{name}" for name in (
     "source.py", "relay.py::test_relays_get_every_tensor_to_the_bit"))  # fmt: skip
 STALE = "tests/rollout/test_weight_distribution.py::test_unchanged_tensors_are_not_sent_and_a_stale_one_is_caught"
 REFUSED = "tests/rollout/sglang/test_response_parser.py::test_what_is_wrong_is_refused_by_name"
+TOLD = "tests/weight_transport/test_weight_update.py::test_every_transport_to_vllm_is_told_of_checksums"
 VLLM_PARSER = "tests/rollout/vllm/test_response_parser.py::test_"
 
 OF_THE_SERVERS = (
@@ -167,6 +168,14 @@ OF_THE_SERVERS = (
         "a parameter that an update leaves out counts as written", "design", f"{VLLM}/vllm_weight_endpoints.py",
         "if found.get(name) == digest)", "if name not in found)",
         ("tests/rollout/vllm/test_vllm_weight_endpoints.py::test_the_proof_of_an_update_names_what_was_not_written",),
+    ),
+    SeededBug(
+        "checkpoints for servers are never proven", "this project", f"{TRANSPORT}/disk_transport.py",
+        "super().__init__(endpoints, checksums=checksums)", "super().__init__(endpoints)", (TOLD,),
+    ),
+    SeededBug(
+        "updates through vLLM's own engines are never proven", "this project", f"{TRANSPORT}/weight_update.py",
+        "return own(endpoints, checksums=checksums)", "return own(endpoints)", (TOLD,),
     ),
     SeededBug(
         "a draw that vLLM drops advances the request's generator", "vLLM 0.32 on a CPU",

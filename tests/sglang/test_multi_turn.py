@@ -8,9 +8,9 @@ import pytest
 
 from megatron_gspo.tools.make_tiny_model import TinyModel, write_tiny_model
 from tests.sglang.conftest import StartServers
-from tests.sglang.test_training import AGREEMENT, check_ledger, run
+from tests.sglang.test_training import AGREEMENT, run
 from tests.support.ties import FLIPS
-from tests.support.training_runs import WORD
+from tests.support.training_runs import WORD, check_ledger
 from tests.train.test_multi_turn import FAILING, ROLLOUT
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -21,7 +20,9 @@ from megatron_gspo.config import SGLangConfig
 from megatron_gspo.errors import EngineError
 from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch
 from megatron_gspo.servers.server_processes import LocalServers
+from tests.support.real_servers import main_process, processes_of
 
+MODULE = "sglang.launch_server"
 KEY = "a-key-that-nobody-may-see"
 # A trainer, by torchrun: its servers must not take its place in the process group for theirs.
 TRAINER = """
@@ -46,17 +47,6 @@ def generate(url: str, key: str = "") -> dict:
     request = urllib.request.Request(f"{url}/generate", data=json.dumps(body).encode(), headers=headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)
-
-
-def processes_of(url: str) -> list[psutil.Process]:
-    """The server at a URL, its children, and the supervisor that started it."""
-    port = url.rsplit(":", 1)[1]
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        command = process.info["cmdline"] or []
-        if "sglang.launch_server" in command and port in command:
-            found += [process, *process.children(recursive=True)]
-    return list({process.pid: process for process in found}.values())
 
 
 def wait_for(condition: Callable[[], object], seconds: float) -> object:
@@ -86,9 +76,8 @@ def test_a_server_serves_and_comes_back_after_sigkill(sglang_server, trainer):
     url = sglang_server.urls[0]
     before = generate(url)
     assert len(before["output_ids"]) == 4 and before["meta_info"]["routed_experts"]
-    old = processes_of(url)
-    server = next(process for process in old if process.cmdline()[1:3] == ["-m", "sglang.launch_server"])
-    os.kill(server.pid, signal.SIGKILL)
+    old = processes_of(url, MODULE)
+    main_process(url, MODULE).kill()
     assert wait_for(sglang_server.poll, 30).died == [url]
     changes = wait_for(sglang_server.poll, 240)
     assert changes.restarted == [url] and not changes.given_up
@@ -105,7 +94,7 @@ def test_the_api_key_is_asked_for_and_nobody_sees_it(trainer):
     with pytest.raises(urllib.error.HTTPError, match="401"):
         generate(trainer.url)
     assert generate(trainer.url, KEY)["meta_info"]["completion_tokens"] == 4
-    commands = [" ".join(process.cmdline()) for process in processes_of(trainer.url)]
+    commands = [" ".join(process.cmdline()) for process in processes_of(trainer.url, MODULE)]
     assert len(commands) >= 4 and not any(KEY in command for command in commands)
     log = Path(trainer.log_dir) / "server_0.log"
     assert log.stat().st_mode & 0o077 == 0
@@ -115,7 +104,7 @@ def test_the_api_key_is_asked_for_and_nobody_sees_it(trainer):
 
 
 def test_a_server_ends_with_its_trainer(trainer):
-    left = processes_of(trainer.url)
+    left = processes_of(trainer.url, MODULE)
     assert any("sglang::scheduler" in " ".join(process.cmdline()) for process in left)
     trainer.kill()
     wait_for(lambda: not [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE], 30)

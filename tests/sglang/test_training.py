@@ -3,7 +3,6 @@ of the policy that the weights came from: an update that is missed, late or half
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from megatron_gspo.train import train
 from tests.sglang.conftest import StartServers
 from tests.support.distributed import run_distributed
 from tests.support.ties import FLIPS
-from tests.support.training_runs import WORD, base_config, records
+from tests.support.training_runs import WORD, base_config, check_ledger, ledger, records
 
 AGREEMENT = 2e-5  # nats
 
@@ -49,24 +48,6 @@ def run(model: str, run_dir: Path, urls: list[str], processes: int = 1, nodes: i
 def train_here(rank: int, world_size: int, config: dict[str, Any], nodes: int) -> None:
     os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size // nodes)}  # as torchrun sets them
     train(Config.from_dict(config))
-
-
-def ledger(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
-
-
-def check_ledger(run_dir: Path, *, batch: int, n: int, staleness: int) -> None:
-    """Every sample once, no prompt in two steps, what was drawn is trained on or pending, versions as bounded."""
-    trained: list[int] = []
-    for row in ledger(run_dir):
-        pairs = [(prompt, sample) for prompt, sample, _, _ in row["samples"]]
-        assert len(pairs) == len(set(pairs)) == batch * n
-        assert {sample for _, sample in pairs} == set(range(n))
-        assert all(row["step"] - 1 - staleness <= old <= new <= row["step"] - 1 for *_, old, new in row["samples"])
-        trained += sorted({prompt for prompt, _ in pairs})
-        assert not set(trained) & set(row["pending"])
-        assert len(trained) + len(row["pending"]) == row["cursor"]
-    assert len(trained) == len(set(trained)), "the runs are shorter than an epoch"
 
 
 @pytest.mark.parametrize("route", ["disk", "tensor", "distributed"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_gspo.tools.make_tiny_model import character_tokenizer
@@ -31,3 +32,19 @@ def save_character_model(folder: Path, **sizes: int) -> str:
     save_tiny_model(folder, vocab_size=-(-len(tokenizer) // 8) * 8, **sizes)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+def processes_of(url: str, module: str) -> list[psutil.Process]:
+    """The server at a URL, which runs ``python -m module``, its children, and the supervisor that started it."""
+    port = url.rsplit(":", 1)[1]
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or []
+        if module in command and port in command:
+            found += [process, *process.children(recursive=True)]
+    return list({process.pid: process for process in found}.values())
+
+
+def main_process(url: str, module: str) -> psutil.Process:
+    """The process of the server at a URL, child of its supervisor."""
+    return next(process for process in processes_of(url, module) if process.cmdline()[1:3] == ["-m", module])

@@ -87,3 +87,22 @@ def records(run_dir: str | Path) -> list[dict[str, Any]]:
     """The run's metrics, without what depends on the clock."""
     lines = (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if not k.startswith(("time/", "perf/"))} for line in lines]
+
+
+def ledger(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of `rollouts.jsonl`: the samples of each step and what was pending at its end."""
+    return [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
+
+
+def check_ledger(run_dir: Path, *, batch: int, n: int, staleness: int) -> None:
+    """Every sample once, no prompt in two steps, what was drawn is trained on or pending, versions as bounded."""
+    trained: list[int] = []
+    for row in ledger(run_dir):
+        pairs = [(prompt, sample) for prompt, sample, _, _ in row["samples"]]
+        assert len(pairs) == len(set(pairs)) == batch * n
+        assert {sample for _, sample in pairs} == set(range(n))
+        assert all(row["step"] - 1 - staleness <= old <= new <= row["step"] - 1 for *_, old, new in row["samples"])
+        trained += sorted({prompt for prompt, _ in pairs})
+        assert not set(trained) & set(row["pending"])
+        assert len(trained) + len(row["pending"]) == row["cursor"]
+    assert len(trained) == len(set(trained)), "the runs are shorter than an epoch"

@@ -13,7 +13,7 @@ from megatron_gspo.servers.server_processes import LocalServers
 from tests.support.real_servers import python_of, save_character_model, skip_without_python
 
 HERE = Path(__file__).parent
-StartServer = Callable[..., LocalServers]
+StartServers = Callable[..., LocalServers]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -34,16 +34,14 @@ def vllm_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def start_server(
-    vllm_python: str, vllm_model: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[StartServer]:
-    """`start_server(*arguments)` gives `LocalServers` with one that serves `vllm_model` in float32; it is stopped at
-    the end of the session."""
+def start_servers(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServers]:
+    """`start_servers(count=2, model=DIR)` gives `LocalServers` that serve it in float32; all are stopped at the end of
+    the session."""
     started: list[LocalServers] = []
 
-    def start(*arguments: str) -> LocalServers:
-        config = VLLMConfig(num_servers=1, python=vllm_python, server_args=arguments)
-        servers = LocalServers(VLLMLaunch(config, vllm_model, "float32", log_dir=str(tmp_path_factory.mktemp("logs"))))
+    def start(*, count: int, model: str) -> LocalServers:
+        config = VLLMConfig(num_servers=count, python=vllm_python)
+        servers = LocalServers(VLLMLaunch(config, model, "float32", log_dir=str(tmp_path_factory.mktemp("logs"))))
         started.append(servers)
         servers.start()
         return servers
@@ -54,6 +52,6 @@ def start_server(
 
 
 @pytest.fixture(scope="session")
-def vllm_server(start_server: StartServer) -> LocalServers:
+def vllm_server(start_servers: StartServers, vllm_model: str) -> LocalServers:
     """One server that the whole session shares: a test leaves it running, unpaused, and with any weights."""
-    return start_server()
+    return start_servers(count=1, model=vllm_model)

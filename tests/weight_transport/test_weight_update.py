@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_gspo.config import ServerConfig
+from megatron_gspo.config import ServerConfig, VLLMConfig
 from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
+from megatron_gspo.rollout.vllm.vllm_weight_endpoints import VLLMWeightEndpoints
 from megatron_gspo.servers.http_client import EventLoop, ServerClient, open_session
 from megatron_gspo.weight_transport.disk_transport import DiskTransport
 from megatron_gspo.weight_transport.server_endpoints import ServerInfo
@@ -29,6 +30,13 @@ INFO = ServerInfo(
 def transport_of(name: str, folder: Path) -> WeightTransport:
     config = ServerConfig(weight_transport=name, weight_dir=str(folder))  # type: ignore[arg-type]
     return make_transport(config, SGLangWeightEndpoints())
+
+
+@pytest.mark.parametrize("checksums", [False, True])
+@pytest.mark.parametrize("name", ["disk", "distributed", "nccl", "cuda_ipc"])
+def test_every_transport_to_vllm_is_told_of_checksums(name: str, checksums: bool, tmp_path: Path) -> None:
+    config = VLLMConfig(weight_transport=name, weight_dir=str(tmp_path), weight_checksums=checksums)  # type: ignore[arg-type]
+    assert make_transport(config, VLLMWeightEndpoints()).checksums is checksums
 
 
 @pytest.fixture

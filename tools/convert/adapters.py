@@ -14,7 +14,6 @@ from torch import Tensor
 from megatron_gspo.config import LoRAConfig
 from megatron_gspo.config.load import read_file
 from megatron_gspo.config.validate import validate
-from megatron_gspo.errors import InputError
 from megatron_gspo.mcore.checkpoint.checkpoint_files import STATE
 from megatron_gspo.mcore.checkpoint.checkpoint_metadata import adapter_chunks
 from megatron_gspo.models.adapter_rules import add_product
@@ -24,6 +23,7 @@ from megatron_gspo.models.model_shape import ModelError, read_config
 from megatron_gspo.models.peft_files import AdapterFacts, can_fuse, read_adapters, write_adapters
 from megatron_gspo.tools.convert.to_hugging_face import as_stored, by_part, read_part
 from megatron_gspo.tools.convert.torch_dcp_files import open_checkpoint
+from megatron_gspo.tools.convert.work_directory import check_output
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,7 @@ def read_megatron(checkpoint: Path, lora: LoRAConfig, source: Path) -> Adapters:
 
 def write_peft(adapters: Adapters, out: Path, *, by_expert: bool) -> Path:
     """Write a PEFT directory, for Transformers, or with ``by_expert`` for servers. Returns ``out``."""
-    if out.exists():
-        raise InputError(f"{out} exists; give another directory")
+    check_output(out)
     write_adapters(out, adapters.tensors, adapters.facts, fused=not by_expert and can_fuse(adapters.tensors))
     return out
 
@@ -84,8 +83,7 @@ def merge(adapters: Adapters, source: Path, out: Path, *, dtype: torch.dtype | N
 
     dtype: to which the base is cast first; None: as it is. Raises ``ModelError`` for an adapter of no tensor of it.
     """
-    if out.exists():
-        raise InputError(f"{out} exists; give another directory")
+    check_output(out)
     with CheckpointReader(source) as reader:
         names, carried = sorted(reader.names), carried_names(reader.names, family_of(read_config(source))[1])
         targets = {name.rpartition(".lora_")[0] + ".weight" for name in adapters.tensors}

@@ -14,6 +14,7 @@ from megatron_gspo.models.families import carried_names
 from megatron_gspo.models.hf_checkpoint import CheckpointReader, write_checkpoint
 from megatron_gspo.models.quantization.module_list import ModuleListError
 from megatron_gspo.models.quantization.plan import quantization_plan
+from megatron_gspo.tools.convert.work_directory import check_output
 
 
 def quantize_checkpoint(source: Path, out: Path, name: str, modules: Sequence[str], exclude: Sequence[str]) -> Path:
@@ -23,8 +24,7 @@ def quantize_checkpoint(source: Path, out: Path, name: str, modules: Sequence[st
     Memory: one shard. Raises ``InputError`` for an existing ``out`` and for lists that do not go with the model,
     ``ModelError`` for a checkpoint that is not this model's, ``DiskError``.
     """
-    if out.exists():
-        raise InputError(f"{out} exists; remove it or choose another directory")
+    check_output(out)
     family, shape = family_of(read_config(source))
     try:
         plan = quantization_plan(name, modules, exclude, family, shape)

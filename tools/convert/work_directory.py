@@ -32,10 +32,7 @@ class Workspace:
         self.done: dict[int, Any] = {}
 
     def __enter__(self) -> Workspace:
-        if self.out.exists() and not (self.out.is_dir() and not any(self.out.iterdir())):
-            raise InputError(f"{self.out} exists; remove it or choose another output")
-        if not (above := existing_part(self.out)).is_dir():
-            raise InputError(f"{self.out}: {above} is not a directory; choose another output")
+        check_output(self.out)
         with writing(self.folder):
             self.result.mkdir(parents=True, exist_ok=True)
             self._lock = (self.folder / "lock").open("w")
@@ -108,6 +105,15 @@ class Workspace:
             os.replace(self.result, self.out)
             shutil.rmtree(self.folder, ignore_errors=True)
         return self.out
+
+
+def check_output(out: str | Path) -> None:
+    """Raise ``InputError`` unless a directory can be written to ``out``: nothing is there, or an empty directory."""
+    out = Path(os.path.abspath(out))
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise InputError(f"{out} exists; remove it or choose another output")
+    if not (above := existing_part(out)).is_dir():
+        raise InputError(f"{out}: {above} is not a directory; choose another output")
 
 
 def file_stamps(folder: Path) -> dict[str, list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from megatron_gspo.rollout.server_engine.rollout_client import RolloutClient
 from megatron_gspo.rollout.server_engine.server_api import ServedModel
 from megatron_gspo.rollout.server_kinds import SERVER_KINDS
-from megatron_gspo.servers.http_client import ServerError
+from megatron_gspo.servers.http_client import ServerClient, ServerError
 
 Groups = list[list[Sample]]
 _TAKE_SECONDS = 1.0  # finished groups are taken at least so often
@@ -135,16 +136,24 @@ def _client(config: Config, tokenizer: Any, urls: Sequence[str], stack: ExitStac
 
 def common_version(client: RolloutClient) -> str:
     """The version of the weights that the servers report. Raises EngineError if they do not report the same one."""
-    found: dict[str, str | None] = {}
-    for server in client.pool.servers:
-        try:
-            asked = client.requests.api.weight_version(server.client, timeout=_VERSION_SECONDS)
-            found[server.url] = client.loop.run(asked)
-        except ServerError as error:
-            raise EngineError(f"{server.url} gives no version ({first_line(error)}); check the URL") from None
+    found = client.loop.run(_versions(client))
     versions = set(found.values())
     version = versions.pop()
     if versions or version is None:
         shown = ", ".join(f"{url}: {each}" for url, each in found.items())
         raise EngineError(f"the servers do not report one version of the weights ({shown}); give servers of one model")
     return version
+
+
+async def _versions(client: RolloutClient) -> dict[str, str | None]:
+    """URL -> the version that each server reports; all are asked at the same time."""
+
+    async def ask(server: ServerClient) -> str | None:
+        try:
+            return await client.requests.api.weight_version(server, timeout=_VERSION_SECONDS)
+        except ServerError as error:
+            raise EngineError(f"{server.url} gives no version ({first_line(error)}); check the URL") from None
+
+    servers = [server.client for server in client.pool.servers]
+    found = await asyncio.gather(*(ask(server) for server in servers))
+    return {server.url: version for server, version in zip(servers, found, strict=True)}

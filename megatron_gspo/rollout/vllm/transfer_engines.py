@@ -79,8 +79,8 @@ class NCCLTransport(TransferEngineTransport):
 
     backend = "nccl"
 
-    def __init__(self, endpoints: WeightEndpoints) -> None:
-        super().__init__(endpoints)
+    def __init__(self, endpoints: WeightEndpoints, *, checksums: bool = False) -> None:
+        super().__init__(endpoints, checksums=checksums)
         self._group: NCCLGroup | None = None
         self._members: dict[str, str] = {}  # start_id of each server of the group
 

@@ -225,6 +225,14 @@ def test_the_examples_load_and_hold_every_algorithm(name):
     }
 
 
+def test_the_comparison_of_engines_varies_nothing_else():
+    comparison = load_comparison(EXAMPLES / "compare_engines.yaml")
+    ours, vllm = (resolve(comparison, run).dump() for run in report_runs(comparison, {})[:2])
+    assert (ours["rollout"].pop("engine"), vllm["rollout"].pop("engine")) == ("embedded", "vllm")
+    assert {key for key in ours if ours[key] != vllm[key]} == {"run_dir", "vllm"}
+    assert len(comparison.config.seeds) >= 3
+
+
 def test_the_file_in_the_documentation_loads(tmp_path):
     page = (EXAMPLES.parents[1] / "docs" / "comparison.md").read_text()
     text = page.split("```yaml\n")[1].split("```")[0]

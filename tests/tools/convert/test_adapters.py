@@ -117,10 +117,12 @@ def test_what_can_t_be_converted_is_one_line(saved: dict[str, Any], tmp_path: Pa
     tensors = {f"model.layers.9.self_attn.q_proj.lora_{which}.weight": torch.zeros(2, 2) for which in "AB"}
     write_adapters(tmp_path / "strange", tensors, AdapterFacts(2, 2.0, base=saved["path"]), fused=False)
     (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "mine").write_text("precious")
     capsys.readouterr()
     for arguments, what in (
         (["to-hf", run, tmp_path / "out"], "holds adapters; use convert merge"),
-        (["to-peft", run, tmp_path / "there"], "there exists"),
+        (["to-peft", run, tmp_path / "there"], "there exists; remove it or choose another output"),
+        (["merge", run, tmp_path / "there"], "there exists; remove it or choose another output"),
         (["to-peft", run, tmp_path / "out", "--source", other], "it is not of config.json's model"),
         (["merge", tmp_path / "strange", tmp_path / "out"], "has no model.layers.9.self_attn.q_proj.weight"),
         (["merge", other, tmp_path / "out"], "is neither a distributed checkpoint nor a run directory"),
@@ -129,7 +131,7 @@ def test_what_can_t_be_converted_is_one_line(saved: dict[str, Any], tmp_path: Pa
             main([*map(str, arguments)])
         text = capsys.readouterr().err
         assert exit.value.code == 2 and what in text and text.count("\n") == 1, text
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out").exists() and (tmp_path / "there" / "mine").read_text() == "precious"
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:

@@ -50,7 +50,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(InputError, match="--modules lm_heads: matches no linear module"):
         quantize_checkpoint(source, out, "int8", ["lm_heads"], [])
-    with pytest.raises(InputError, match="exists; remove it"):
+    with pytest.raises(InputError, match="exists; remove it or choose another output"):
         quantize_checkpoint(source, source, "int8", ["lm_head"], [])
     assert not out.exists() and not out.with_name("out.partial").exists()
     with pytest.raises(SystemExit) as ended:

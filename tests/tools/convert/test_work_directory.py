@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_gspo.errors import DiskError, InputError
-from megatron_gspo.tools.convert.work_directory import Workspace, file_stamps
+from megatron_gspo.tools.convert.work_directory import Workspace, check_output, file_stamps
 
 JOB = {"source": "a", "sizes": [1, 2]}
 
@@ -41,9 +41,13 @@ def test_a_second_process_and_an_existing_output_are_refused(tmp_path):
         with pytest.raises(InputError, match="in use by another conversion"), Workspace(tmp_path / "out", JOB):
             pass
     (tmp_path / "there").mkdir()
+    check_output(tmp_path / "there")
     (tmp_path / "there" / "file").touch()
     with pytest.raises(InputError, match="there exists; remove it"), Workspace(tmp_path / "there", JOB):
         pass
+    for out in ("there/file", "there/file/out"):
+        with pytest.raises(InputError, match="exists; remove it|is not a directory; choose another output"):
+            check_output(tmp_path / out)
 
 
 def test_room_is_checked(tmp_path):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import threading
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from aiohttp import web
 
 from megatron_gspo.config import Config, ConfigError, SamplingParams
 from megatron_gspo.data.sample import Prompt
@@ -13,6 +17,7 @@ from megatron_gspo.errors import EngineError, InputError
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from megatron_gspo.tools.evaluate.response_engines import EmbeddedResponses, open_engine
 from megatron_gspo.tools.make_tiny_model import character_tokenizer
+from tests.servers.web_server import WebServer
 from tests.support.sglang_generator import Generator, expected
 from tests.support.tiny_models import save_tiny_model
 
@@ -97,6 +102,22 @@ def test_servers_of_different_weights_are_refused(model):
         with pytest.raises(EngineError, match="do not report one version of the weights"):
             with open_engine(config(model, sglang={"urls": list(urls)}), character_tokenizer(), urls):
                 pass
+
+
+def test_servers_are_asked_for_their_version_at_the_same_time(model):
+    """Each tells it when both have been asked."""
+    both = threading.Barrier(2)
+
+    async def answer(request):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            await asyncio.to_thread(both.wait, 10)
+        return web.json_response({"weight_version": "default"})
+
+    with WebServer(answer) as one, WebServer(answer) as two:
+        urls = (one.url, two.url)
+        settings = config(model, sglang={"urls": list(urls), "health_interval": 60.0})
+        with open_engine(settings, character_tokenizer(), urls):
+            assert not both.broken
 
 
 def test_a_server_that_is_not_there(model):

@@ -1,0 +1,164 @@
+"""`megatron-gspo evaluate` on a real vLLM server: the answers and the accuracy of the model itself, and a kill."""
+
+from __future__ import annotations
+
+import json
+import math
+import string
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_gspo.rollout.vllm.vllm_api import PATH
+from megatron_gspo.servers.server_processes import LocalServers
+from megatron_gspo.tools.evaluate.__main__ import main
+from megatron_gspo.tools.make_tiny_model import character_tokenizer
+from tests.support.command_line import write_rows
+from tests.support.fault_proxy import VLLM_CHANGES, Fault, FaultProxy
+from tests.support.server_clients import checkpoint_stream, engine_on
+from tests.support.ties import TIE, smallest_margin
+from tests.support.transformers_reference import load_reference
+
+LENGTH, SOLVED, OTHERS = 6, 7, 5
+TEMPERATURE, SAMPLES = 0.05, 64  # a random model's probabilities are nearly equal at 1
+MARGIN = 1e-4  # between the two best logits: float32 is off by 2e-6
+TOKENIZER = character_tokenizer()
+EXACT = "def score(response, prompt):\n    return float(response == prompt.answer)\n"
+ONE_OF = "def score(response, prompt):\n    return float(len(response) == 1 and response in prompt.answer)\n"
+
+
+@pytest.fixture(scope="module")
+def served(vllm_server: LocalServers, vllm_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The URL of the server, which has the weights of the model's directory."""
+    limits = {"health_timeout": 60.0, "update_timeout": 300.0}  # of a busy machine
+    engine = engine_on(vllm_server.urls, vllm_model, kind="vllm", routes=False, weight_transport="disk",
+                       folder=tmp_path_factory.mktemp("weights"), **limits)  # fmt: skip
+    engine.update_weights(checkpoint_stream(vllm_model), version=0)
+    engine.close()
+    return vllm_server.urls[0]
+
+
+@pytest.fixture(scope="module")
+def model(vllm_model: str) -> torch.nn.Module:
+    """Transformers' model in float64."""
+    return load_reference(vllm_model)
+
+
+def encode(text: str) -> torch.Tensor:
+    return TOKENIZER(text, return_tensors="pt").input_ids
+
+
+@torch.no_grad()
+def greedy(model: torch.nn.Module, text: str) -> tuple[str, float]:
+    """What the model says to a text, and the smallest margin by which it is that."""
+    tokens, margin, said = encode(text), math.inf, []
+    while len(said) < LENGTH and (not said or said[-1] != TOKENIZER.eos_token_id):
+        best = model(input_ids=tokens, use_cache=False).logits[0, -1].topk(2)
+        margin = min(margin, float(best.values[0] - best.values[1]))
+        said.append(int(best.indices[0]))
+        tokens = torch.cat([tokens, best.indices[None, :1]], dim=1)
+    is_clear = smallest_margin(model, tokens[0].numpy()) > TIE
+    return TOKENIZER.decode(said, skip_special_tokens=True), margin if is_clear else 0.0
+
+
+@pytest.fixture(scope="module")
+def said(model: torch.nn.Module) -> dict[str, str]:
+    """Twelve prompts of 3 to 60 characters, and what the model says to each by greedy decoding."""
+    rng, found = np.random.default_rng(0), {}
+    for length in rng.integers(3, 60, 2 * (SOLVED + OTHERS)):
+        text = "".join(rng.choice(list(string.ascii_letters + string.digits), length))
+        answer, margin = greedy(model, text)
+        if margin > MARGIN and len(found) < SOLVED + OTHERS:
+            found[text] = answer
+    assert len(found) == SOLVED + OTHERS and len(set(found.values())) > OTHERS, "prompts must matter"
+    return found
+
+
+def evaluation(where: str, model: str, tasks: Path, output: Path, verifier: str, *more: str) -> list[str]:
+    """The arguments of an evaluation. where: a server's URL, or the model's directory. verifier: its text."""
+    file = output.with_suffix(".py")
+    file.write_text(verifier)
+    engine = ["rollout.engine=vllm", "vllm.health_interval=60", f"model.path={model}"] if where != model else []
+    return [where, "--tasks", str(tasks), "--output", str(output), *engine, "model.dtype=float32",
+            "data.verifier_timeout=null", f"data.verifier={file}:score", *more]  # fmt: skip
+
+
+def accuracy(output: Path) -> float:
+    (found,) = json.loads((output / "evaluation.json").read_text())["scores"]
+    return found["accuracy"]["mean"]
+
+
+def responses(output: Path) -> list[dict[str, Any]]:
+    """All of them, by prompt and sample."""
+    (file,) = (output / "responses").rglob("*.jsonl")
+    records = [json.loads(line) for line in file.read_text().splitlines()[1:]]
+    return sorted(records, key=lambda record: (record["prompt_index"], record["sample_index"]))
+
+
+def test_greedy_answers_are_those_of_transformers(served, vllm_model, said, tmp_path):
+    rows = [{"prompt": text, "answer": answer if i < SOLVED else f"not {answer}"}
+            for i, (text, answer) in enumerate(said.items())]  # fmt: skip
+    tasks = write_rows(tmp_path / "echo.jsonl", rows)
+    settings = ["evaluation.temperature=0", f"rollout.max_response_length={LENGTH}"]
+    for where in (served, vllm_model):
+        output = tmp_path / ("served" if where == served else "embedded")
+        assert main(evaluation(where, vllm_model, tasks, output, EXACT, *settings)) == 0
+        assert [record["response"] for record in responses(output)] == list(said.values())
+        assert accuracy(output) == pytest.approx(SOLVED / (SOLVED + OTHERS))
+
+
+@torch.no_grad()
+def test_sampled_accuracy_is_that_of_the_models_probabilities(served, vllm_model, model, said, tmp_path):
+    """A prompt's answers are the first characters that have half of the probability, or a little more."""
+    characters = TOKENIZER.batch_decode([[i] for i in range(model.config.vocab_size)], skip_special_tokens=True)
+    rows, exact, at_one = [], [], []
+    for text in said:
+        logits = model(input_ids=encode(text), use_cache=False).logits[0, -1]
+        shares = torch.softmax(logits / TEMPERATURE, 0)
+        order = [i for i in shares.argsort(descending=True).tolist() if len(characters[i]) == 1]
+        chosen = order[: int((shares[order].cumsum(0) < 0.5).sum()) + 1]
+        rows.append({"prompt": text, "answer": "".join(characters[i] for i in chosen)})
+        exact.append(float(shares[chosen].sum()))
+        at_one.append(float(torch.softmax(logits, 0)[chosen].sum()))
+    tasks = write_rows(tmp_path / "first.jsonl", rows)
+    settings = [f"evaluation.temperature={TEMPERATURE}", f"evaluation.n_samples={SAMPLES}",
+                "rollout.max_response_length=1"]  # fmt: skip
+    deviation = math.sqrt(sum(p * (1 - p) for p in exact) / SAMPLES) / len(exact)
+    assert abs(np.mean(at_one) - np.mean(exact)) > 10 * deviation, "the temperature must matter"
+    for where in (served, vllm_model):
+        output = tmp_path / ("served" if where == served else "embedded")
+        assert main(evaluation(where, vllm_model, tasks, output, ONE_OF, *settings)) == 0
+        assert accuracy(output) == pytest.approx(np.mean(exact), abs=4 * deviation)
+
+
+def test_a_killed_evaluation_is_continued(served, vllm_model, said, tmp_path):
+    """Of 24 requests 16 are answered before the kill: at least 4 of 12 prompts are finished. What is finished is not
+    asked for again, and in the end all responses are those of an evaluation that was never interrupted."""
+    tasks = write_rows(tmp_path / "echo.jsonl", [{"prompt": text, "answer": "?"} for text in said])
+    settings = ["evaluation.temperature=1", "evaluation.n_samples=2", f"rollout.max_response_length={LENGTH}"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert main(evaluation(served, vllm_model, tasks, whole, EXACT, *settings)) == 0
+    with FaultProxy(served, generate=PATH, changes=VLLM_CHANGES) as proxy:
+        proxy.add(Fault("hang", skip=16, times=1000))
+        arguments = evaluation(proxy.url, vllm_model, tasks, killed, EXACT, *settings)
+        process = subprocess.Popen([sys.executable, "-m", "megatron_gspo", "evaluate", *arguments])
+        deadline, finished = time.monotonic() + 300, 0
+        while finished < 4:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+            finished = len(responses(killed)) // 2 if list(killed.rglob("*.jsonl")) else 0
+        process.kill()
+        process.wait()
+        finished = len(responses(killed)) // 2
+        assert 4 <= finished < len(said) and not (killed / "evaluation.json").exists()
+        proxy.clear()
+        proxy.requests.clear()
+        assert main(arguments) == 0
+        assert proxy.requests.count(PATH) == 2 * (len(said) - finished)
+    assert responses(killed) == responses(whole) and accuracy(killed) == accuracy(whole)
