@@ -112,6 +112,9 @@ def test_a_model_of_both_kinds_of_layers(recompute: str) -> None:
         own = dataclasses.replace(shape, num_layers=4, moe_layers=(True,) * 4, mixers=mixers, windows=(None,) * 4)
         peaks.append(peak_bytes(own, parallel, 0, batch, 2, setting)["total"])
     z = sizes_of(shape, parallel, batch, setting)
+    assert z.delta_net is not None
+    rule = saved_bytes(z.delta_net, 2, keeps_rule=recompute == "full")  # which else runs again in the backward
+    assert layer_bytes(z, setting, DELTA)["delta net"] == rule
     more = sum(layer_bytes(z, setting, DELTA).values()) - sum(
         layer_bytes(z, setting, LayerKind("attention", True)).values()
     )
