@@ -41,7 +41,7 @@ def test_names_are_those_that_transformers_writes(tmp_path, model):
     ("change", "message"),
     [
         (dict(model_type="llama"), r"model_type='llama' .* known: deepseek_v3, .*, qwen3, qwen3_5, .*, qwen3_next$"),
-        (dict(model_type="minimax_m2"), "model_type='minimax_m2' in config.json is not supported; known: "),
+        (dict(model_type="minimax"), "model_type='minimax' in config.json is not supported; known: "),
         (dict(model_type=None), "model_type=None"),
         (dict(attention_bias=True), "attention_bias=true"),
         (dict(layer_types=["linear_attention"] * 4), "layer_types=.*linear_attention"),

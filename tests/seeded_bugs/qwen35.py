@@ -41,9 +41,8 @@ OF_QWEN35 = (
         (TESTS + "test_names_of_the_two_kinds_of_files",),
     ),
     SeededBug(
-        "language model in a part: the engine does not know its names", "design",
-        "megatron_gspo/rollout/embedded/weight_loading.py",
-        'name = name.replace("model.language_model.", "model.", 1)', "name = str(name)",
+        "language model in a part: the engine does not know its names", "design", TABLES,
+        '_ALONE = (("model.language_model.", "model."),)', "_ALONE = ()",
         ("tests/rollout/embedded/test_weight_loading.py::"
          "test_a_language_model_that_is_alone_takes_the_names_that_it_has_as_a_part",),
     ),

@@ -2,11 +2,13 @@ from contextlib import suppress
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.rollout.embedded.weight_loading import WeightTargets
 from tests.support.reference_models import checkpoint, dense_config, loaded_engine, moe_config, prompts, reference_model
+from tests.support.tiny_models import tiny_config
 
 EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
 
@@ -18,10 +20,11 @@ def logits(model):
 
 
 def test_a_language_model_that_is_alone_takes_the_names_that_it_has_as_a_part():
-    targets = WeightTargets({"model.norm.weight": torch.zeros(2)}, {}, {})
-    with suppress(ValueError):
-        targets.write([("model.language_model.norm.weight", torch.tensor([1.0, 2.0]))])
-    assert targets.slices["model.norm.weight"].tolist() == [1.0, 2.0]
+    targets = WeightTargets.of(AutoModelForCausalLM.from_config(tiny_config("qwen35_text")))
+    new = torch.arange(32.0)
+    with suppress(ValueError):  # the others are missing
+        targets.write([("model.language_model.norm.weight", new)])
+    assert torch.equal(targets.slices["model.norm.weight"], new)
 
 
 @pytest.mark.parametrize(
