@@ -48,8 +48,10 @@ class WeightTargets:
             if parts:
                 fused[name] = (tensor, tuple(parts))
             slices.update(parts or {name: tensor})
-        family = FAMILIES.get(model.config.model_type)
-        return cls(slices, fused, tied, str if family is None else family.name_in_transformers)
+        own_name: Callable[[str], str] = str
+        if (family := FAMILIES.get(model.config.model_type)) is not None:
+            own_name = family.name_in_transformers
+        return cls(slices, fused, tied, own_name)
 
     @torch.no_grad()
     def write(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
