@@ -1,6 +1,6 @@
 """vLLM servers that die, hang and are restarted while a run trains on them; see `tests/support/faulty_runs.py`.
 
-Servers start seven times in all, a minute or two each: `make test-vllm` runs these tests, `.ci/run` does not.
+Servers start nine times in all, a minute or two each: `make test-vllm` runs these tests, `.ci/run` does not.
 """
 
 from __future__ import annotations
