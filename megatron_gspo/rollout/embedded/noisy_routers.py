@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from megatron_gspo.rollout.embedded.model_modules import modules_of
 from megatron_gspo.routing_replay.router_noise import RouterNoise, perturb, token_seeds
 
+_ALWAYS_NORMALISED = ("GptOssTopKRouter", "Qwen3_5MoeTopKRouter")  # without `norm_topk_prob`
+
 
 class NoisyRouters:
     """Makes the softmax routers of `model` choose experts by perturbed logits. `remove` undoes it.
@@ -59,4 +61,4 @@ def _is_softmax_router(module: Any) -> bool:
     name = type(module).__name__
     if hasattr(module, "e_score_correction_bias"):
         return False
-    return name == "GptOssTopKRouter" or name.endswith("TopKRouter") and hasattr(module, "norm_topk_prob")
+    return name in _ALWAYS_NORMALISED or name.endswith("TopKRouter") and hasattr(module, "norm_topk_prob")
