@@ -5,12 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.rollout.embedded.noisy_routers import NoisyRouters
 from megatron_gspo.rollout.embedded.route_recorder import RouteRecorder
 from megatron_gspo.routing_replay.router_noise import RouterNoise, pass_seed
 from tests.support.reference_models import checkpoint, dense_config, loaded_engine, moe_config, prompts, reference_model
+from tests.support.tiny_models import tiny_config
 
 SAMPLING = SamplingParams(3, 12)
 CONFIG = dict(num_experts=16, num_experts_per_tok=4)
@@ -90,3 +92,10 @@ def test_noise_can_rest():
 def test_a_model_without_softmax_routers_is_refused():
     with pytest.raises(ValueError, match="model type qwen3 has no softmax router"):
         NoisyRouters(reference_model(dense_config()))
+
+
+@pytest.mark.parametrize("kind", ["moe", "shared", "next", "qwen35_moe_text", "gpt_oss"])
+def test_every_softmax_router_is_found(kind):
+    model = AutoModelForCausalLM.from_config(tiny_config(kind))
+    layers = sum(type(module).__name__.endswith(("Experts", "ExpertsInterleaved")) for module in model.modules())
+    assert len(NoisyRouters(model)._hooks) == layers > 0
