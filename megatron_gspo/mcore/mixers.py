@@ -75,6 +75,11 @@ def _latent_attention(spec: Any, config: Any, shape: ModelShape | None) -> Any:
     return ModuleSpec(module=LatentAttention, params={"shape": shape}, submodules=linears)
 
 
+def _delta_net_options(shape: ModelShape) -> dict[str, Any]:
+    """Checkpoints name each layer's parameters: they aren't those of every layer, so that they can't be stacked."""
+    return dict(hetereogenous_dist_checkpoint=True)  # Megatron's spelling
+
+
 def _delta_net(spec: Any, config: Any, shape: ModelShape | None) -> Any:
     assert shape is not None and shape.delta_net is not None
     return ModuleSpec(module=GatedDeltaNet, params={"sizes": shape.delta_net})
@@ -94,7 +99,7 @@ MIXERS = {
         },
     ),
     "gated_delta_net": Mixer(
-        lambda shape: {}, _delta_net, transformer_engine=False,
+        _delta_net_options, _delta_net, transformer_engine=False,
         stored_names={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
     ),
 }  # fmt: skip
