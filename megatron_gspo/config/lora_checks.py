@@ -35,7 +35,7 @@ def check_lora(lora: LoRAConfig, model: ModelConfig) -> None:
 
 def check_adapter_updates(lora: LoRAConfig, rollout: RolloutConfig, servers: ServerConfig) -> None:
     """What updates of the adapters alone need."""
-    if lora.weight_updates == "merged":
+    if not lora.sends_adapters:
         return
     key, given = "lora.weight_updates", lora.weight_updates
     if not lora.is_on:

@@ -37,6 +37,11 @@ class LoRAConfig:
         return self.rank > 0
 
     @property
+    def sends_adapters(self) -> bool:
+        """Whether servers get the adapters alone."""
+        return self.weight_updates == "adapters"
+
+    @property
     def scale(self) -> float:
         """What B A is multiplied by."""
         return adapter_scale(self.rank, self.alpha, self.rslora)

@@ -100,7 +100,7 @@ def _server_source(config: Config, shape: ModelShape, tokenizer: Any) -> ServerS
     rank, clients, servers = dist.get_rank(), client_ranks(config), config.servers
     end_ids = stop_ids(config.model.path, tokenizer, shape.vocab_size)
     model = ServedModel(shape, end_ids, return_routes=config.routing.needs_rollout_routes,
-                        adapters=ADAPTERS if config.lora.weight_updates == "adapters" else "")  # fmt: skip
+                        adapters=ADAPTERS if config.lora.sends_adapters else "")  # fmt: skip
     started: list[LocalServers] = []
 
     def start() -> list[str]:
@@ -145,7 +145,7 @@ def with_update_arguments(config: Config) -> Config:
     plan, servers, kind = config.quantization_plan, config.servers, SERVER_KINDS[config.rollout.engine]
     if plan is not None:
         args = kind.quantized_args(plan.config)
-    elif config.lora.weight_updates == "adapters":
+    elif config.lora.sends_adapters:
         targets = config.lora.targets or linear_names(*family_of(read_config(config.model.path)))
         args = kind.adapter_args(config.lora.rank, targets, servers.server_args)
     else:
@@ -191,7 +191,7 @@ def _transport(config: Config) -> WeightTransport:
         first_node = f"http://{os.environ['MASTER_ADDR']}"  # where servers that the run starts are
         address = local_address(first_node) if config.servers.num_servers else None
     endpoints = SERVER_KINDS[config.rollout.engine].endpoints
-    if config.lora.weight_updates == "adapters":
+    if config.lora.sends_adapters:
         facts = AdapterFacts(config.lora.rank, config.lora.alpha, config.lora.rslora, config.model.path)
         return AdapterTransport(endpoints, weight_directory(config.servers, config.run_dir), facts)
     plan = config.quantization_plan

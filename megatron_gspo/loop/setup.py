@@ -72,7 +72,7 @@ class Components:
     def weights(self) -> Weights:
         """The stream of what the engine gets of the policy: its adapters, or its weights, quantised tensor by tensor if
         they are."""
-        if self.config.lora.weight_updates == "adapters":
+        if self.config.lora.sends_adapters:
             return self.policy.adapters
         plan = self.config.quantization_plan
         if plan is None:

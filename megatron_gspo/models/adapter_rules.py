@@ -19,7 +19,6 @@ from megatron_gspo.models.mapping_rules import Rule, Shard
 from megatron_gspo.models.model_shape import ModelShape
 
 _LINEAR = re.compile(r"(.+\.)?linear_\w+\.weight(\{expert\})?")  # Megatron's names of linear layers
-_RENAMED = re.compile(r"w\d")
 
 
 def linear_name(hugging_face: str) -> str:
@@ -29,11 +28,11 @@ def linear_name(hugging_face: str) -> str:
 
 def is_linear(rule: Rule) -> bool:
     """Whether a parameter is the weight of a linear layer that can have an adapter: not the router's, the output
-    layer's or the embedding's, nor one whose rows are cut in blocks or stored for all experts at once, nor an expert's
-    that Transformers has under another name than the files (``w1``)."""
+    layer's or the embedding's, nor one whose rows are cut in blocks or stored for all experts at once, nor one
+    that its family excludes."""
     stored_whole = all(name.endswith(".weight") for name in rule.hugging_face)
-    renamed = any(_RENAMED.fullmatch(linear_name(name)) for name in rule.hugging_face)
-    return rule.blocks is None and stored_whole and not renamed and _LINEAR.fullmatch(rule.megatron[0]) is not None
+    is_layer = _LINEAR.fullmatch(rule.megatron[0]) is not None
+    return rule.takes_adapter and rule.blocks is None and stored_whole and is_layer
 
 
 def linear_names(family: Family, shape: ModelShape) -> list[str]:

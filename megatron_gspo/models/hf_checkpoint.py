@@ -31,7 +31,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_SHARD_BYTES = 4 << 30
 # files of a model other than its weights, copied to an export unchanged
-COMPANIONS = (
+_COMPANIONS = (
     "config.json",
     "generation_config.json",
     "tokenizer*",
@@ -308,7 +308,7 @@ def copy_companions(source: str | Path, target: str | Path, dtype: torch.dtype |
                     quantization: dict[str, Any] | None = None) -> None:  # fmt: skip
     """Copy config, tokenizer and chat template of one model directory to another, whose config then names ``dtype``,
     which what loads the weights casts them to, and ``quantization`` or none. dtype None: the config is unchanged."""
-    for pattern in COMPANIONS:
+    for pattern in _COMPANIONS:
         for file in Path(source).glob(pattern):
             shutil.copyfile(file, Path(target) / file.name)  # without its mode: a source may be read-only
     if dtype is None:

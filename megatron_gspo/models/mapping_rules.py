@@ -95,6 +95,7 @@ class Rule:
     ``applies``: whether a model of the family has the parameter. ``keeps_float32``: it is stored and sent in float32
     whatever the type of the others. ``blocks``: sizes of row blocks of the first Hugging Face tensor, each of which
     tensor parallelism cuts; None: it cuts the tensor as a whole. ``prefix``: of the names of a layer.
+    ``takes_adapter``: False for a linear layer that can't have one.
     """
 
     megatron: tuple[str, ...]
@@ -106,6 +107,7 @@ class Rule:
     keeps_float32: bool = False
     blocks: Callable[[ModelShape], tuple[int, ...]] | None = None
     prefix: str = "model.layers.{layer}."
+    takes_adapter: bool = True
 
     @property
     def is_expert(self) -> bool:

@@ -34,7 +34,8 @@ def _stored(name: str) -> str:
 
 
 def _renamed(rule: Rule) -> Rule:
-    return replace(rule, hugging_face=tuple(map(_stored, rule.hugging_face)))
+    """The rule under the names of published files; PEFT's adapters have those of Transformers' models."""
+    return replace(rule, hugging_face=tuple(map(_stored, rule.hugging_face)), takes_adapter=False)
 
 
 def _minimax_m2(config: dict[str, Any]) -> ModelShape:

@@ -23,8 +23,8 @@ class ServerKind:
     """api, endpoints: of generation and of weights. launch: of started servers. on_cpu, gpus_per_server: of servers
     with some arguments. gpu_option: the argument that sets a server's first GPU, if there is one. config_option: the
     one whose JSON changes the model's config. length_options, memory_options: those that set the longest sequence and
-    the size of the KV cache, for messages. adapter_args: (rank, names of
-    the linear layers, arguments) -> further arguments of servers that get LoRA adapters alone."""
+    the size of the KV cache, for messages. adapter_args: (rank, names of the linear layers, arguments) ->
+    further arguments of servers that get LoRA adapters alone."""
 
     api: ServerAPI
     endpoints: WeightEndpoints

@@ -1,6 +1,7 @@
 """The weights of all sources to the servers: rank 0 is the servers' client, every source sends its own tensors.
 
-A source may have relays, ranks of other nodes that send the same tensors to the servers of their nodes."""
+A source may have relays, ranks of other nodes that send the same tensors to the servers of their nodes.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ Source = WeightSource | None
 WHOLE: tuple[Source, ...] = (None,)  # where rank 0 sends all tensors
 
 
-def senders_of(source: Source) -> tuple[int, ...]:
-    """The ranks that send a source's tensors to servers."""
-    return (0,) if source is None else tuple(source.senders)
+def senders_of(source: Source) -> dict[int, tuple[str, ...] | None]:
+    """Each rank that sends a source's tensors, and to which servers; None: all."""
+    return {0: None} if source is None else source.senders
 
 
 class _FailedError(Exception):
@@ -70,22 +71,22 @@ class WeightDistribution:
                   infos: Sequence[ServerInfo]) -> None:  # fmt: skip
         """The sources of a turn send at the same time; rank 0 gets their reports through the store of all ranks."""
         attempt, rank = next(self._attempts), dist.get_rank()
-        senders = [(source, sender) for source in turn for sender in senders_of(source)]
-        targets = [source.targets(infos, sender) if source else infos for source, sender in senders]
-        served = {info.url for each in targets for info in each}
-        assert len(served) == len(infos), f"no source sends to {[info.url for info in infos if info.url not in served]}"
-        mine = [number for number, (_, sender) in enumerate(senders) if sender == rank]
+        senders = [(source, *sender) for source in turn for sender in senders_of(source).items()]
+        served = [servers for *_, servers in senders]
+        unserved = {info.url for info in infos}.difference(*(servers or () for servers in served))
+        assert None in served or not unserved, f"no source sends to {sorted(unserved)}"
+        mine = {source: number for number, (source, sender, _) in enumerate(senders) if sender == rank}
         if plan.with_offers:
             transfer = f"{plan.version}/{attempt}"
-            offers = {number: self._own_sender.offer(infos, transfer) for number in mine}
+            offers = {number: self._own_sender.offer(infos, transfer) for number in mine.values()}
             self._report(f"{attempt}/offers", len(senders), offers,
                          lambda engine, found: engine.receive(found, transfer))  # fmt: skip
         results = {}
         for source in turn:
             stream = self._stream(source, weights)
-            if (source, rank) in senders:
-                number, part = senders.index((source, rank)), source.number if source else 0
-                results[number] = self._own_sender.send(targets[number], stream, version=plan.version, part=part)
+            if source in mine:
+                targets, part = (source.targets(infos, rank), source.number) if source else (infos, 0)
+                results[mine[source]] = self._own_sender.send(targets, stream, version=plan.version, part=part)
             for _ in stream:  # producing it is a collective
                 pass
         self._report(f"{attempt}/results", len(senders), results, lambda engine, found: engine.record_transfer(found))

@@ -17,7 +17,8 @@ _FOLDER = "adapters"  # within what is published
 class AdapterTransport(DiskTransport):
     """As `DiskTransport`, with the adapters in place of the weights.
 
-    Every source writes its own; rank 0 joins them into the one file that servers read. Memory of rank 0: all adapters.
+    Every source writes its own; rank 0 joins them into the one file that servers read. Memory of rank 0: all adapters,
+    twice.
     """
 
     def __init__(self, endpoints: WeightEndpoints, directory: Path, facts: AdapterFacts) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron_gspo.errors import DiskError, writing
-from megatron_gspo.models.hf_checkpoint import COMPANIONS
+from megatron_gspo.models.hf_checkpoint import copy_companions
 from megatron_gspo.models.model_shape import read_json
 from megatron_gspo.servers.http_client import ServerClient
 from megatron_gspo.weight_transport.buckets import Bucket
@@ -106,8 +106,7 @@ class DiskTransport(WeightTransport):
     def complete(self, folder: Path) -> None:
         """Add the files that a checkpoint has beside its weights."""
         if self._source is not None:
-            for file in (file for pattern in COMPANIONS for file in self._source.glob(pattern)):
-                shutil.copyfile(file, folder / file.name)
+            copy_companions(self._source, folder)
             if self._quantization is not None:
                 config = read_json(self._source / "config.json") | {"quantization_config": self._quantization}
                 (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -325,10 +325,9 @@ def make_transport(
     """The transport of `config.weight_transport`, for one source.
 
     run_dir: see `weight_directory`. Servers must read the directory under the same path, and no other run may use it.
-    source: the Hugging Face directory whose config and tokenizer are
-    copied. backend: "gloo" or "nccl"; None: by the server's device. address: this
-    node's as the servers reach it; None: that of the route to them. quantization: the `quantization_config` of
-    checkpoints of the weights.
+    source: the Hugging Face directory whose config and tokenizer are copied. backend: "gloo" or "nccl"; None: by the
+    server's device. address: this node's as the servers reach it; None: that of the route to them. quantization: the
+    `quantization_config` of checkpoints of the weights.
 
     Raises ValueError for an unknown name or a missing directory.
     """

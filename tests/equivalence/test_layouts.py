@@ -53,22 +53,12 @@ def test_dense(models, arrangement):
 
 @pytest.mark.parametrize(
     ("family", "arrangement"),
-    [(family, arrangement) for family, chosen in FAMILIES.items() for arrangement in chosen],
+    [(family, arrangement) for family, chosen in (FAMILIES | LANGUAGE_MODELS).items() for arrangement in chosen],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_family(models, family, arrangement):
-    """DeepSeek-V3 with YaRN, Moonlight, GLM-4.7-Flash with halves rotated, and GLM-4.5."""
+    """The other families; those of `LANGUAGE_MODELS` are a part of a model that reads images too."""
     check(models(family), case_of(arrangement))
-
-
-@pytest.mark.parametrize(
-    ("model", "arrangement"),
-    [(model, arrangement) for model, chosen in LANGUAGE_MODELS.items() for arrangement in chosen],
-    ids=lambda value: getattr(value, "name", value),
-)
-def test_language_model(models, model, arrangement):
-    """Qwen3.5, a part of a model with images."""
-    check(models(model), case_of(arrangement))
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,10 @@ from aiohttp import web
 from megatron_gspo.models.peft_files import AdapterFacts, read_adapters
 from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
 from megatron_gspo.rollout.vllm.vllm_weight_endpoints import VLLMWeightEndpoints
-from megatron_gspo.servers.http_client import ServerClient, ServerError, open_session
+from megatron_gspo.servers.http_client import ServerError
 from megatron_gspo.weight_transport.adapter_transport import AdapterTransport
 from megatron_gspo.weight_transport.buckets import buckets
+from tests.servers.web_server import run_command
 
 FACTS = AdapterFacts(rank=2, alpha=8.0, rslora=True, base="/models/base")
 LAYER = "model.layers.0.self_attn.q_proj.lora_"
@@ -63,7 +64,7 @@ def test_a_server_without_adapters_is_refused(tmp_path: Path) -> None:
     assert "--enable-lora" in transport.unsupported(other)  # type: ignore[arg-type]
 
 
-async def loaded(endpoints: Any, answers: dict[str, tuple[int, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
+def loaded(endpoints: Any, answers: dict[str, tuple[int, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
     """The requests of one load to a server with these answers."""
     seen: list[tuple[str, dict[str, Any]]] = []
 
@@ -72,31 +73,19 @@ async def loaded(endpoints: Any, answers: dict[str, tuple[int, dict[str, Any]]])
         status, body = answers.get(request.path, (200, {"success": True}))
         return web.json_response(body, status=status)
 
-    app = web.Application()
-    app.router.add_post("/{path:.*}", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
-    session = await open_session()
-    try:
-        await endpoints.load_adapters(ServerClient(f"http://127.0.0.1:{port}", session), Path("/a/b"), timeout=5.0)
-    finally:
-        await session.close()
-        await runner.cleanup()
+    run_command(lambda server: endpoints.load_adapters(server, Path("/a/b"), timeout=5.0), answer)
     return seen
 
 
 @pytest.mark.parametrize("status", [200, 400])
 def test_sglang_loads_them_in_place_of_the_last_ones(status: int) -> None:
-    seen = asyncio.run(loaded(SGLangWeightEndpoints(), {"/unload_lora_adapter": (status, {"success": status == 200})}))
+    seen = loaded(SGLangWeightEndpoints(), {"/unload_lora_adapter": (status, {"success": status == 200})})
     assert seen == [("/unload_lora_adapter", {"lora_name": "policy"}),
                     ("/load_lora_adapter", {"lora_name": "policy", "lora_path": "/a/b"})]  # fmt: skip
 
 
 def test_vllm_loads_them_in_place_of_the_last_ones() -> None:
-    assert asyncio.run(loaded(VLLMWeightEndpoints(), {})) == [
+    assert loaded(VLLMWeightEndpoints(), {}) == [
         ("/v1/load_lora_adapter", {"lora_name": "policy", "lora_path": "/a/b", "load_inplace": True})]  # fmt: skip
 
 
@@ -104,4 +93,4 @@ def test_vllm_loads_them_in_place_of_the_last_ones() -> None:
 def test_a_server_that_did_not_load_them_has_failed(path: str, status: int) -> None:
     answer = {"success": False, "error_message": "rank too high"}
     with pytest.raises(ServerError, match=f"{path}.*" + ("rank too high" if status == 200 else "500")):
-        asyncio.run(loaded(SGLangWeightEndpoints(), {path: (status, answer)}))
+        loaded(SGLangWeightEndpoints(), {path: (status, answer)})

@@ -88,6 +88,7 @@ def load_model(path: str) -> tuple[dict[str, Any], ModelShape]:
 
 
 def may_use_transformer_engine(shape: ModelShape) -> bool:
+    """Whether all layers have a mixer that Transformer Engine's layers can be built for."""
     return set(shape.mixers) == {"attention"}
 
 

@@ -48,6 +48,15 @@ def test_the_bias_stays_in_float32_and_files_come_back_byte_by_byte(model, tmp_p
     assert kinds.pop(BIAS) is torch.float32 and torch.float16 in kinds.values()
 
 
+def assert_holds(folder, expected):
+    """The checkpoint has these tensors, each of its type and to the bit, and no others."""
+    with CheckpointReader(folder) as reader:
+        assert reader.names == set(expected)
+        for name, tensor in expected.items():
+            found = reader.read(name)
+            assert found.dtype == tensor.dtype and torch.equal(found, tensor), name
+
+
 def mtp_layer() -> dict[str, torch.Tensor]:
     """Some tensors of a fifth layer, which the model does not have."""
     g = torch.Generator().manual_seed(1)
@@ -65,11 +74,7 @@ def test_layers_of_multi_token_prediction_come_back_unchanged(model, tmp_path):
     run("to-hf", tmp_path / "megatron", tmp_path / "back", "--verify")
     weight_map = json.loads((tmp_path / "back" / INDEX).read_text())["weight_map"]
     assert {name for name, file in weight_map.items() if file == CARRIED} == set(carried)
-    with CheckpointReader(tmp_path / "back") as reader:
-        assert reader.names == set(tensors)
-        for name, tensor in tensors.items():
-            found = reader.read(name)
-            assert found.dtype == tensor.dtype and torch.equal(found, tensor), name
+    assert_holds(tmp_path / "back", tensors)
     file = tmp_path / "megatron" / "hf" / CARRIED
     damaged = load_file(file)
     damaged["model.layers.4.enorm.weight"][3] += 1
@@ -130,9 +135,7 @@ def test_gated_delta_nets_and_their_multi_token_prediction_come_back_byte_by_byt
     source = changed(plain, tmp_path / "source", tensors)
     run("to-megatron", source, tmp_path / "megatron", *LAYOUT, "--verify")
     run("to-hf", tmp_path / "megatron", tmp_path / "back", "--verify")
-    with CheckpointReader(tmp_path / "back") as reader:
-        assert reader.names == set(tensors)
-        assert all(torch.equal(reader.read(name), tensor) for name, tensor in tensors.items())
+    assert_holds(tmp_path / "back", tensors)
 
 
 def test_minimax_m2_in_8_bits_with_multi_token_prediction_comes_back_dequantized(tmp_path):
@@ -151,11 +154,9 @@ def test_minimax_m2_in_8_bits_with_multi_token_prediction_comes_back_dequantized
     expected[name] = (values.float() * whole).bfloat16()
     run("to-megatron", source, tmp_path / "megatron", *LAYOUT, "--verify")
     run("to-hf", tmp_path / "megatron", tmp_path / "back", "--verify")
-    with CheckpointReader(tmp_path / "back") as reader:
-        assert reader.names == set(expected)
-        for stored, tensor in expected.items():
-            found = reader.read(stored)
-            assert found.dtype == tensor.dtype and torch.equal(found, tensor), stored
+    assert_holds(tmp_path / "back", expected)
+
+
 @pytest.mark.parametrize("kind", ["qwen35_moe", "qwen35", "qwen35_moe_text"])
 def test_a_language_model_comes_back_byte_by_byte_with_its_vision_and_multi_token_prediction(kind, tmp_path):
     """As Qwen3.5 is published: bfloat16, decay rates and the norm behind them in float32."""
@@ -174,9 +175,5 @@ def test_a_language_model_comes_back_byte_by_byte_with_its_vision_and_multi_toke
     expert = ["--ep", "2", "--etp", "2"] if "moe" in kind else []
     run("to-megatron", source, tmp_path / "megatron", "--tp", "2", *expert, "--verify")
     run("to-hf", tmp_path / "megatron", tmp_path / "back", "--verify")
-    with CheckpointReader(tmp_path / "back") as reader:
-        assert reader.names == set(tensors)
-        for name, tensor in tensors.items():
-            found = reader.read(name)
-            assert found.dtype == tensor.dtype and torch.equal(found, tensor), name
+    assert_holds(tmp_path / "back", tensors)
     assert (tmp_path / "back" / "config.json").read_bytes() == (source / "config.json").read_bytes()
