@@ -20,11 +20,11 @@ MODELS = {
     "moonlight": dict(kind="moonlight", seed=6),
     "glm_lite": dict(kind="glm_lite", seed=5),
     "glm": dict(kind="glm", seed=7),
-    "minimax": dict(kind="minimax", seed=7),
+    "minimax": dict(kind="minimax", seed=21),
     "gpt_oss": dict(kind="gpt_oss"),
     "next": dict(kind="next", seed=24, initializer_range=0.1),
-    "qwen35_moe": dict(kind="qwen35_moe", seed=0, initializer_range=0.1),
-    "qwen35": dict(kind="qwen35", seed=0, initializer_range=0.1, tie_word_embeddings=True, vocab_size=95),
+    "qwen35_moe": dict(kind="qwen35_moe", seed=2, initializer_range=0.1),
+    "qwen35": dict(kind="qwen35", seed=40, initializer_range=0.1, tie_word_embeddings=True, vocab_size=95),
     "windows": dict(kind="dense", use_sliding_window=True, sliding_window=4, max_window_layers=2, rope_parameters=YARN),
     "shared": dict(kind="shared", seed=7),  # one in which no expert's gradient is too small to compare
 }

@@ -13,7 +13,7 @@ from megatron_gspo.algorithms import Objective
 from tests.algorithms.reference import Batch
 from tests.equivalence.cases import OPTIMIZER, OTHERS, SCENARIOS, TRAINING
 from tests.equivalence.defects import measure_defects
-from tests.equivalence.layouts import FAMILIES, SCENARIO_NAMES
+from tests.equivalence.layouts import FAMILIES, LANGUAGE_MODELS, SCENARIO_NAMES
 from tests.equivalence.measure import MODELS
 from tests.equivalence.tolerances import TOLERANCES
 from tests.equivalence.truth import expect, find_truth
@@ -25,7 +25,7 @@ from tests.support.transformers_reference import gates_of, is_sigmoid, learning_
 MARGIN = 2e-5
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES | LANGUAGE_MODELS]
 
 
 @pytest.fixture(scope="module", params=["moe", "dense", "shared", *SLOW])
@@ -62,8 +62,10 @@ def test_the_mini_batches_are_awkward(truth):
 def test_every_parameter_has_a_gradient_that_an_error_can_be_measured_by(truth):
     """Where the terms of a gradient all but cancel, its rounding errors are as large as it is."""
     biased = any(name.endswith("e_score_correction_bias") for name in truth.training.update)
-    least = 0.007 if biased else 0.02  # of twelve experts some are rarely chosen
     for name, expected in truth.scenarios.items():
+        tied = not any(key.endswith("lm_head.weight") for key in expected.gradients)
+        # of twelve experts some are rarely chosen; a tied embedding's gradient, in the mean, is two
+        least = 0.007 if biased or tied else 0.02
         norms = torch.stack([gradient.norm() for gradient in expected.gradients.values()])
         assert norms.min() > least * norms.square().mean().sqrt(), name
 
@@ -103,7 +105,7 @@ def gap(values: torch.Tensor, k: int) -> float:
     return float((found[:, k - 1] - found[:, k]).min()) if k < values.shape[1] else math.inf
 
 
-@pytest.mark.parametrize("name", ["moe", *SLOW])
+@pytest.mark.parametrize("name", ["moe", *(name for name in SLOW if name.values != ("qwen35",))])
 def test_no_choice_of_experts_hangs_on_rounding(name, tmp_path):
     model = load_reference(save_tiny_model(tmp_path, **MODELS[name]))
     gaps: list[float] = []

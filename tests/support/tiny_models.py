@@ -53,7 +53,7 @@ _DELTA: dict[str, object] = dict(
 )  # fmt: skip
 # Half of each head is rotated; another epsilon than the default.
 _MINIMAX: dict[str, object] = dict(
-    intermediate_size=16, num_local_experts=8, num_experts_per_tok=2, rms_norm_eps=1e-3,
+    intermediate_size=16, num_local_experts=4, num_experts_per_tok=2, rms_norm_eps=1e-3,
     rope_parameters=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5),
 )  # fmt: skip
 _HALF = dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5)
