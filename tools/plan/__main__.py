@@ -16,7 +16,7 @@ from megatron_gspo.config import ConfigError, LoRAConfig
 from megatron_gspo.config.lora_checks import check_targets
 from megatron_gspo.errors import InputError, UserError, report
 from megatron_gspo.models import ModelShape, family_of, read_config
-from megatron_gspo.models.model_shape import read_json
+from megatron_gspo.models.model_shape import language_config, read_json
 from megatron_gspo.tools.plan import plan_report
 from megatron_gspo.tools.plan.assumptions import Assumptions, parse_assumptions
 from megatron_gspo.tools.plan.basis import basis_of
@@ -26,7 +26,9 @@ from megatron_gspo.tools.plan.layouts import name_of, parse_layout
 from megatron_gspo.tools.plan.memory import RECOMPUTE
 from megatron_gspo.tools.plan.workload import ENGINES, Cluster, Workload, check_cluster, check_workload
 
-_SHORT = {"none of": "nothing fits", "at most": "mini-batch too small"}  # reasons, in a table
+_SHORT = {  # reasons, in a table
+    "none of": "nothing fits", "an engine of": "engine too small", "at most": "mini-batch too small",
+}  # fmt: skip
 SCALE = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -83,7 +85,7 @@ def load_model(path: str) -> tuple[dict[str, Any], ModelShape]:
     place = Path(path)
     if not place.exists():
         raise InputError(f"--model {path}: no such file; give a Hugging Face model directory or its config.json")
-    hf = read_json(place) if place.is_file() else read_config(place)
+    hf = language_config(read_json(place)) if place.is_file() else read_config(place)
     return hf, family_of(hf)[1]
 
 

@@ -7,13 +7,14 @@ Transformer Inference", arXiv:2211.05102, section 2).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megatron_gspo.errors import InputError, show_bytes
 from megatron_gspo.models.model_shape import ModelShape
 from megatron_gspo.tools.plan.assumptions import Assumptions
 from megatron_gspo.tools.plan.hardware import GIB
 from megatron_gspo.tools.plan.parameters import active_parameters, total_parameters
-from megatron_gspo.tools.plan.workload import Cluster, Workload
+from megatron_gspo.tools.plan.workload import OWN_GPUS, Cluster, Workload
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,21 @@ def generation(shape: ModelShape, work: Workload, cluster: Cluster, assume: Assu
     tail = (work.response_length - mean) * step_seconds(
         shape, max(1.0, together / 8), work.longest, cluster, assume, work.dtype_bytes)  # fmt: skip
     return Generation(prefill + bulk + tail, tail, together, sync)
+
+
+def check_engine(shape: ModelShape, work: Workload, cluster: Cluster, assume: Assumptions) -> None:
+    """Raise ``InputError`` if an engine on GPUs of its own has no room for the weights and one longest sequence."""
+    if cluster.engine not in OWN_GPUS:
+        return  # on the training GPUs it depends on the layout
+    if lacking := generation(shape, work, cluster, assume, 0.0).shortfall:
+        larger = (replace(cluster, engine_tensor=2**i) for i in range(cluster.serving.bit_length()))
+        fitting = (each.engine_tensor for each in larger if not generation(shape, work, each, assume, 0.0).shortfall)
+        least = next(fitting, None)
+        raise InputError(
+            f"--engine-tensor {cluster.engine_tensor}: an engine of {cluster.engine_tensor} x {cluster.gpu.name} lacks "
+            f"{show_bytes(lacking)} for the weights and one longest sequence; "
+            + (f"give at least {least}" if least else "raise --engine-gpus with it, or take larger GPUs")
+        )
 
 
 def sync_seconds(weights: float, engines: int, cluster: Cluster, assume: Assumptions) -> float:

@@ -12,7 +12,7 @@ from megatron_gspo.models.model_shape import ModelShape
 from megatron_gspo.tools.plan.activations import MicroBatch, Setting
 from megatron_gspo.tools.plan.assumptions import Assumptions
 from megatron_gspo.tools.plan.communication import mini_batch_bytes
-from megatron_gspo.tools.plan.engine_memory import Generation, generation
+from megatron_gspo.tools.plan.engine_memory import Generation, check_engine, generation
 from megatron_gspo.tools.plan.hardware import GIB
 from megatron_gspo.tools.plan.host_costs import HostCosts, host_costs
 from megatron_gspo.tools.plan.layouts import feasible, name_of
@@ -94,7 +94,9 @@ def budget_of(parallel: ParallelConfig, work: Workload, factor: int) -> int:
 
 def search(hf: dict[str, Any], shape: ModelShape, work: Workload, cluster: Cluster, assume: Assumptions,
            fixed: Fixed = Fixed()) -> Search:  # noqa: B008 (frozen)
-    """Evaluate every valid layout, or the given one. Raises ``InputError`` if none divides model and GPUs."""
+    """Evaluate every valid layout, or the given one. Raises ``InputError`` if none divides model and GPUs, or if the
+    model does not fit into an engine on GPUs of its own."""
+    check_engine(shape, work, cluster, assume)
     layouts, refused = feasible(hf, cluster.gpus, cluster.gpu.node, work.global_batch_size)
     if fixed.layout is not None:
         layouts = [fixed.layout]

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from megatron_gspo.tools.plan.__main__ import main
-from tests.support.model_shapes import SMALL
+from tests.support.model_shapes import LARGE, SMALL
 
+QWEN35 = SMALL.parents[2] / "qwen3_5_moe" / "models" / "Qwen3.5-35B-A3B"
 BASE = ["--model", str(SMALL), "--gpus", "8", "--gpu", "h200", "--response-length", "8192"]
 
 
@@ -39,6 +40,16 @@ def test_scale_is_one_table(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert "100 %" in rows[1]
 
 
+def test_a_language_model_within_a_model_of_images(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its directory and its config.json give the same plan."""
+    sizes = ["--gpus", "16", "--gpu", "h200", "--response-length", "4096", "--layout", "EP8"]
+    pages = []
+    for model in (QWEN35, QWEN35 / "config.json"):
+        assert main(["--model", str(model), *sizes]) == 0
+        pages.append(capsys.readouterr().out)
+    assert pages[0] == pages[1] and "34.7 billion parameters" in pages[0]
+
+
 def test_the_command() -> None:
     command = [sys.executable, "-m", "megatron_gspo.tools.plan", *BASE, "--gpu", "h300"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -58,6 +69,7 @@ BAD = {
     "--lora-targets x": (["--lora-rank", "8", "--lora-targets", "x"], "use some of q_proj"),
     "--lora-rank 8": (["--lora-rank", "8", "--value-model"], "use rehearse"),
     "--engine-tensor 3": (["--engine-tensor", "3"], "give a divisor"),
+    "--engine-tensor 1": (["--model", str(LARGE), "--gpu", "h100"], "give at least 8"),
     "--assume speed=2": (["--assume", "speed=2"], "is not an assumption"),
     "--assume matmul_efficiency=x": (["--assume", "matmul_efficiency=x"], "is not a number"),
     "--assume matmul_efficiency=0": (["--assume", "matmul_efficiency=0"], "above 0"),
