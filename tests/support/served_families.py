@@ -1,0 +1,49 @@
+"""What a real server of a family must give: Transformers' log-probs and routes, also of weights that it is sent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from megatron_gspo.config import SamplingParams
+from megatron_gspo.rollout.sample_checks import check_samples
+from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
+from tests.support.real_servers import save_character_model
+from tests.support.server_clients import checkpoint_stream, prompts_of
+from tests.support.ties import without_ties
+from tests.support.transformers_reference import load_reference, observe_routers, response_log_probs
+
+TOLERANCE = 2e-5  # nats, float32 against float64
+SAMPLING = SamplingParams(n_samples_per_prompt=2, max_response_length=12, temperature=0.8)
+
+
+def two_models(folder: Path, kind: str, **sizes: int) -> tuple[str, str]:
+    """The model that a server loads and one of other weights, which it is sent."""
+    return (save_character_model(folder / "served", kind=kind, **sizes),
+            save_character_model(folder / "sent", kind=kind, seed=1, **sizes))  # fmt: skip
+
+
+def assert_served(engine: ServerEngine, model: str, sent: str) -> None:
+    """The server scores as Transformers does and takes the same routes, before and after it gets the weights of
+    ``sent``."""
+    _assert_agrees(engine, model)
+    engine.update_weights(checkpoint_stream(sent), version=1)
+    _assert_agrees(engine, sent)
+
+
+def _assert_agrees(engine: ServerEngine, model: str) -> None:
+    prompts = prompts_of([3, 7, 40, 80], 96)
+    found = engine.generate(prompts, SAMPLING, seed=5)
+    check_samples(found, prompts, SAMPLING, vocab_size=engine._client.model.vocab_size)
+    reference = load_reference(model)
+    samples = without_ties(reference, found)
+    assert len(samples) >= len(found) // 2
+    plain = [replace(sample, routed_experts=None, missing_routes=None) for sample in samples]
+    for sample, bare in zip(samples, plain, strict=True):
+        expected = response_log_probs(reference, bare, temperature=0.8)[0].detach().numpy()
+        np.testing.assert_allclose(sample.rollout_log_probs, expected, rtol=0, atol=TOLERANCE)
+    if samples[0].routed_experts is not None:
+        for sample, routes in zip(samples, observe_routers(reference, plain).routes, strict=True):
+            np.testing.assert_array_equal(np.sort(sample.routed_experts, -1), np.sort(routes, -1))
