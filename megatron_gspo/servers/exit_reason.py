@@ -21,8 +21,11 @@ def exit_reason(log: str, code: int | None, causes: Sequence[tuple[str, str]] = 
         for line in reversed(lines):
             if re.search(pattern, line, re.IGNORECASE):
                 return f"{meaning} ({shorten(line)!r})"
+    raised = next((line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception)(: |$)", line)), "")
     if code is None:
         ended = f"it did not answer within {section}.start_timeout"
+    elif code in (137, -9) and raised:  # a server whose scheduler failed kills its own processes
+        ended = f"it failed with {shorten(raised)!r}"
     elif code in (137, -9):
         ended = "it was killed by SIGKILL, which is how Linux ends a process when memory runs out"
     elif code > 128 or code < 0:

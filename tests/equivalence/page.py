@@ -40,8 +40,8 @@ or two ranks each, up to 8 processes on two CPU cores. On every rank:
 
 A test checks that every parallel size occurs with every objective, cut, recomputation and optimizer. Communication
 overlap, the allgather dispatcher, tied embeddings with a padded vocabulary and dense layers between experts have their
-own cases in `tests/equivalence/test_layouts.py`. DeepSeek-V3, Moonlight, GLM-4.7-Flash, GLM-4.5 and gpt-oss are
-compared in a third of the layouts each: every feature is on, and biases are drawn so that a dropped one changes routes.
+own cases in `tests/equivalence/test_layouts.py`. The other [families](models.md) are compared in a third of the layouts
+each: every feature is on, and biases are drawn so that a dropped one changes routes.
 
 ## Tolerances
 

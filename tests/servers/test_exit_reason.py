@@ -23,6 +23,8 @@ from megatron_gspo.servers.exit_reason import exit_reason
          "it ran out of memory; lower --mem-fraction-static"),
         ("safetensors_rust.SafetensorError: Error while deserializing header", 1, "check the model path"),
         ("serving", 137, "it was killed by SIGKILL, which is how Linux ends a process when memory runs out"),
+        ("RuntimeError: 0 active drivers ([]).\n[09:20:56] SIGQUIT received.\nkill_process_tree called", 137,
+         "it failed with 'RuntimeError: 0 active drivers ([]).'; the end of its log: "),
         ("serving", 134, "it was ended by signal 6; the end of its log: serving"),
         ("a\n\nb\nc\nd\n", 3, "it exited with code 3; the end of its log: b | c | d"),
         ("", 0, "it exited with code 0; the end of its log: empty"),
