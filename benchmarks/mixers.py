@@ -79,8 +79,10 @@ def step_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
     def step() -> Tensor:
         found = module(hidden, *args[1:], **kwargs)
-        output = found[0] if isinstance(found, tuple) else found
-        torch.autograd.grad(output, [hidden, *weights], towards, allow_unused=True)  # biases are added by the layer
+        output, bias = (*found, None)[:2] if isinstance(found, tuple) else (found, None)
+        if isinstance(bias, nn.Parameter):  # Megatron's layer adds it
+            output = output + bias
+        torch.autograd.grad(output, [hidden, *weights], towards)
         return output.detach().reshape(-1, hidden.shape[-1])
 
     return step
