@@ -43,7 +43,7 @@ def test_gated_delta_net():
     assert spec.module is GatedDeltaNet and spec.params == {"sizes": sizes}
     assert (sizes.convolved, sizes.exchanged, sizes.projected) == (16, 20, 30)
     mixed = dense_shape(num_layers=2, mixers=("gated_delta_net", "attention"))
-    assert mixer_options(mixed)["hetereogenous_dist_checkpoint"] is True
+    assert mixer_options(mixed).get("hetereogenous_dist_checkpoint") is True
 
 
 def test_a_gate_of_attention():
