@@ -23,7 +23,18 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from benchmarks.common import Row, Spread, by_turns, interleave, run_from_command_line, say, time_row, timed
+from benchmarks.common import (
+    Row,
+    Spread,
+    by_turns,
+    hardware,
+    interleave,
+    run_from_command_line,
+    say,
+    time_row,
+    timed,
+    versions,
+)  # fmt: skip
 from benchmarks.step_vs_megatron import tiny_policy
 from tests.support.tiny_models import save_tiny_model
 
@@ -55,7 +66,7 @@ KINDS = {
     "gated attention (Qwen3-Next)": Kind("next", _DELTA, layer=1),
     "attention, half rotated (GLM-4.5)": Kind("glm", {}),
     "norms over all heads (MiniMax-M2)": Kind("minimax", {}),
-    "sinks and a window of 128 (gpt-oss)": Kind("gpt_oss", dict(sliding_window=128)),
+    "sinks and a window of 128 (gpt-oss)": Kind("gpt_oss", dict(sliding_window=128), grows=1.1),
     "sinks (gpt-oss)": Kind("gpt_oss", dict(sliding_window=128), layer=1),
 }
 
@@ -114,12 +125,13 @@ def growth(lengths: Sequence[int], seconds: Sequence[float]) -> float:
     return float(np.polyfit([math.log(length) for length in lengths], [math.log(each) for each in seconds], 1)[0])
 
 
-def measure(args: argparse.Namespace) -> list[Row]:
-    """The rows of the table."""
+def measure(args: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
+    """The rows of the table, and what they were measured on."""
     from megatron_gspo.config import ParallelConfig
     from megatron_gspo.mcore.process_groups import initialize
 
     torch.set_num_threads(1)
+    machine = hardware()
     lengths = LENGTHS[:2] if args.quick else LENGTHS
     groups = initialize(ParallelConfig(), seed=0)
     rows, grown = [], []
@@ -139,7 +151,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
         grown.append(Row("mixers", f"{name}: growth", "linear", "exponent", "lower", target=kind.grows,
                          ratio=Spread.exactly(found), ours=Spread.exactly(found), peer=Spread.exactly(1.0),
                          note=f"{lengths[0]:,} to {lengths[-1]:,} tokens"))  # fmt: skip
-    return [*rows, *grown]
+    return [*rows, *grown], {"hardware": machine, "versions": versions()}
 
 
 def main() -> None:
