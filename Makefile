@@ -39,10 +39,10 @@ collapse:
 	$(MAKE) compare COMPARISON=examples/collapse/small.yaml
 
 # JOBS processes take test files in turn, more than two cores since many tests wait, for a deadline or a process; JOBS=0
-# is one process, for a debugger. test: every 24th layout, no slow tests.
+# is one process, for a debugger. test: every 32nd layout, no slow tests.
 PYTEST = $(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 test: install
-	$(PYTEST) -m "not slow" --every 24 $(ARGS)
+	$(PYTEST) -m "not slow" --every 32 $(ARGS)
 
 test-all: install
 	$(PYTEST) $(ARGS)

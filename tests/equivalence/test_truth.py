@@ -25,10 +25,10 @@ from tests.support.transformers_reference import gates_of, is_sigmoid, learning_
 MARGIN = 2e-5
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES | LANGUAGE_MODELS]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("shared", *FAMILIES, *LANGUAGE_MODELS)]
 
 
-@pytest.fixture(scope="module", params=["moe", "dense", "shared", *SLOW])
+@pytest.fixture(scope="module", params=["moe", "dense", *SLOW])
 def path(request, tmp_path_factory):
     return save_tiny_model(tmp_path_factory.mktemp("models") / request.param, **MODELS[request.param])
 

@@ -178,7 +178,14 @@ def test_the_header_has_the_memory_of_the_layout(file, tiny, tmp_path):
     assert f"| {told[4]} GiB |" in next(line for line in page.splitlines() if file.name in line and "|" in line)
 
 
-@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", GRPO, ids=lambda file: file.stem)
+def test_a_variant_has_the_model_and_the_layout_of_the_other(file):
+    other = file.with_stem(file.stem.replace("_grpo_r2", "_gspo"))
+    found = [(config.model, config.parallel) for config in (load_config(file), load_config(other))]
+    assert found[0] == found[1] and processes(file) == processes(other)
+
+
+@pytest.mark.parametrize("file", [file for file in CONFIGS if file not in GRPO], ids=lambda file: file.stem)
 def test_every_stage_is_built(file, tiny, tmp_path):
     """Every stage's model is built on the meta device in the full world; all stages together hold the whole model."""
     config = load(file, tiny, tmp_path)
