@@ -155,12 +155,13 @@ def fail_in_every_way(begin: Begin, kind: FaultyServers, servers: LocalServers) 
     with ExitStack() as stack:
         first, second = (stack.enter_context(FaultProxy(url, generate=kind.generate, changes=kind.changes))
                          for url in servers.urls)  # fmt: skip
-        for name in ("error", "half", "wrong_lengths", "late", "old_version"):
-            first.add(Fault(name, seconds=2.0))
         kill_first, kill_second = (main_process(url, kind.module).kill for url in servers.urls)
         second.add(Fault("call", path=kind.update_path, skip=3, action=kill_second))
         run = begin(steps=8, rollout={"max_staleness": 1, "overlap": True, "oversampling": 2.0},
                     servers={"urls": [first.url, second.url]})  # fmt: skip
+        run.wait_for(lambda: run.steps >= 1)  # before, some requests are log-prob checks, on the same path
+        for name in ("error", "half", "wrong_lengths", "late", "old_version"):
+            first.add(Fault(name, seconds=2.0))
         run.wait_for(lambda: "another-life" in run.output)  # a kill before would end that request too
         first.add(Fault("call", skip=4, action=kill_first, seconds=0.1))
         run.wait_for(lambda: not first.pending and not second.pending)
