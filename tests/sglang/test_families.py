@@ -16,7 +16,7 @@ from tests.support.server_clients import engine_on
 
 pytestmark = pytest.mark.slow  # a server for each
 
-HAS_EXPERTS = {"dense": False, "shared": True, "glm": True}
+HAS_EXPERTS = {"dense": False, "glm": True}
 
 
 @pytest.mark.parametrize("kind", HAS_EXPERTS)
