@@ -8,10 +8,10 @@ the growth of our time: the exponent of a power law through the times at all len
 from __future__ import annotations
 
 import argparse
-import math
+import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.common import (
     Row,
-    Spread,
     by_turns,
+    count_row,
     hardware,
     interleave,
     run_from_command_line,
@@ -34,7 +34,8 @@ from benchmarks.common import (
     time_row,
     timed,
     versions,
-)  # fmt: skip
+)
+from benchmarks.scaling import exponent
 from benchmarks.step_vs_megatron import tiny_policy
 from tests.support.tiny_models import save_tiny_model
 
@@ -120,11 +121,6 @@ def contestants(path: str, policy: Any, kind: Kind, length: int) -> dict[str, Ca
     return steps
 
 
-def growth(lengths: Sequence[int], seconds: Sequence[float]) -> float:
-    """The exponent of the power law that fits best, by least squares of logarithms."""
-    return float(np.polyfit([math.log(length) for length in lengths], [math.log(each) for each in seconds], 1)[0])
-
-
 def measure(args: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
     """The rows of the table, and what they were measured on."""
     from megatron_gspo.config import ParallelConfig
@@ -137,7 +133,7 @@ def measure(args: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
     rows, grown = [], []
     for name, kind in KINDS.items():
         with tempfile.TemporaryDirectory() as folder:
-            path = save_tiny_model(folder, kind.family, **{**SIZES, **kind.sizes})
+            path = save_tiny_model(folder, kind.family, **(SIZES | kind.sizes))
             policy = tiny_policy(path, ParallelConfig(), groups)
             steps = {length: contestants(path, policy, kind, length) for length in lengths}
         longest = steps[lengths[-1]]
@@ -147,10 +143,9 @@ def measure(args: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
                              note=f"{lengths[-1]:,} tokens, hidden size {SIZES['hidden_size']}"))  # fmt: skip
         times = by_turns({length: lambda step=steps[length]["ours"]: timed(step).cpu for length in lengths},
                          repeats=args.repeats, seconds=args.seconds / len(KINDS))  # fmt: skip
-        found = growth(lengths, [Spread.of(times[length]).median for length in lengths])
-        grown.append(Row("mixers", f"{name}: growth", "linear", "exponent", "lower", target=kind.grows,
-                         ratio=Spread.exactly(found), ours=Spread.exactly(found), peer=Spread.exactly(1.0),
-                         note=f"{lengths[0]:,} to {lengths[-1]:,} tokens"))  # fmt: skip
+        found, _ = exponent(lengths, [statistics.median(times[length]) for length in lengths])
+        grown.append(count_row("mixers", f"{name}: growth", found, 1.0, unit="exponent", peer_name="linear",
+                               target=kind.grows, note=f"{lengths[0]:,} to {lengths[-1]:,} tokens"))  # fmt: skip
     return [*rows, *grown], {"hardware": machine, "versions": versions()}
 
 

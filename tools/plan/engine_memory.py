@@ -90,8 +90,9 @@ def check_engine(shape: ModelShape, work: Workload, cluster: Cluster, assume: As
     if cluster.engine not in OWN_GPUS:
         return  # on the training GPUs it depends on the layout
     if lacking := generation(shape, work, cluster, assume, 0.0).shortfall:
-        larger = (replace(cluster, engine_tensor=2**i) for i in range(cluster.serving.bit_length()))
-        fitting = (each.engine_tensor for each in larger if not generation(shape, work, each, assume, 0.0).shortfall)
+        divisors = (size for size in range(1, cluster.serving + 1) if cluster.serving % size == 0)
+        others = (replace(cluster, engine_tensor=size) for size in divisors)
+        fitting = (each.engine_tensor for each in others if not generation(shape, work, each, assume, 0.0).shortfall)
         least = next(fitting, None)
         raise InputError(
             f"--engine-tensor {cluster.engine_tensor}: an engine of {cluster.engine_tensor} x {cluster.gpu.name} lacks "
