@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -64,8 +66,8 @@ def run_units(
 
     record: called in this process with each unit's number and result, which must be picklable, before
     ``workers.report``. The first failure ends all units and is raised; a process that dies raises ``RunError``.
-    Processes are forked, since spawned ones would import everything again: call this before
-    any other thread is started.
+    Processes end with this one, also when it is killed. As with any start method but fork, a script that uses several
+    has ``if __name__ == "__main__":``.
     """
     left = [unit for unit in units if unit.number not in finished]
     total = sum(unit.size for unit in units)
@@ -76,10 +78,19 @@ def run_units(
         workers.report(done, total)
 
 
-def _use_one_thread() -> None:
+def _start_worker() -> None:
     import torch  # not at the top: the command line reads UNIT_BYTES before anything heavy is imported
 
     torch.set_num_threads(1)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    """Without this a worker waits for its next unit for ever when the conversion is killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "not a process of multiprocessing"
+    parent.join()
+    os._exit(1)
 
 
 def _results(do: Callable[[Any], T], units: Sequence[Unit], processes: int) -> Iterator[tuple[Unit, T]]:
@@ -87,8 +98,11 @@ def _results(do: Callable[[Any], T], units: Sequence[Unit], processes: int) -> I
     if processes == 1 or len(units) < 2:
         yield from ((unit, do(unit.work)) for unit in units)
         return
-    context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(min(processes, len(units)), context, _use_one_thread) as pool:
+    # Forked from a server of one thread, which imports once: a fork of this process, with the progress bar's thread and
+    # those of libraries, can hang or crash.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([do.__module__])
+    with ProcessPoolExecutor(min(processes, len(units)), context, _start_worker) as pool:
         futures = {pool.submit(do, unit.work): unit for unit in units}
         try:
             for future in as_completed(futures):
