@@ -1,5 +1,7 @@
 """hypothesis profiles: `ci` is the default; `pytest --hypothesis-profile=thorough` looks further, at random."""
 
+import gc
+
 from hypothesis import HealthCheck, Phase, settings
 
 slow_machine = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -30,3 +32,9 @@ def pytest_collection_modifyitems(items):
         return starts[0] if starts else len(LONGEST_FIRST)
 
     items.sort(key=place)
+
+
+def pytest_collection_finish():
+    """What all tests of this process share is no garbage: each collection would look through millions of objects."""
+    gc.collect()
+    gc.freeze()

@@ -63,6 +63,8 @@ def transformer_config(shape: ModelShape, parallel: ParallelConfig, model: Model
     config = construct(TransformerConfig, keywords, options.transformer)
     if shape.linear_bias:  # refused with expert-tensor parallelism: Megatron's own experts would add it on every rank
         config.add_bias_linear = True
+    if _on_meta_device():  # no values to draw: most of the time that a build takes
+        config.init_method = config.output_layer_init_method = lambda weight: weight
     return config
 
 
