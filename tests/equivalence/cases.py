@@ -92,7 +92,7 @@ class Case:
 
 
 def case_of(arrangement: Arrangement) -> Case:
-    """What the suite and the page run in an arrangement."""
+    """All weights in an arrangement: every scenario, routing replay with experts, and training."""
     turn = turn_of(arrangement)
     runs = tuple((name, "packed") for name in SCENARIOS) + ((turn.one_by_one, "one by one"),)
     if arrangement.moe:

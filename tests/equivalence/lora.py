@@ -15,11 +15,11 @@ from tests.support.transformers_reference import gates_of, load_reference, naive
 
 # Model and adapters; "some": parts of fused weights alone. Ranks that divide nothing, scales that are no power of two.
 ADAPTERS = {
-    "each": ("moe", LoRAConfig(rank=3, alpha=5.0)),
-    "shared": ("moe", LoRAConfig(rank=3, alpha=4.0, rslora=True, experts="shared")),
-    "some": ("dense", LoRAConfig(rank=5, alpha=7.0, targets=("q_proj", "v_proj", "o_proj", "up_proj"))),
-    "latent": ("deepseek", LoRAConfig(rank=3, alpha=4.0)),
-    "dense parts": ("shared", LoRAConfig(rank=3, alpha=4.0)),
+    "lora_each": ("moe", LoRAConfig(rank=3, alpha=5.0)),
+    "lora_shared": ("moe", LoRAConfig(rank=3, alpha=4.0, rslora=True, experts="shared")),
+    "lora_some": ("dense", LoRAConfig(rank=5, alpha=7.0, targets=("q_proj", "v_proj", "o_proj", "up_proj"))),
+    "lora_latent": ("deepseek", LoRAConfig(rank=3, alpha=4.0)),
+    "lora_dense_parts": ("shared", LoRAConfig(rank=3, alpha=4.0)),
 }
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.equivalence.cases import ALL, REPLAYED, SCENARIOS, Case
+from tests.equivalence.cases import ALL, REPLAYED, SCENARIOS, Case, case_of, lora_case
+from tests.equivalence.layouts import Arrangement
 from tests.equivalence.lora import ADAPTERS, save_lora_truth
 from tests.equivalence.run import Errors, run_case
 from tests.equivalence.truth import save_truth
@@ -38,21 +39,24 @@ class Models:
         self._made: dict[str, tuple[str, str]] = {}
 
     def __call__(self, name: str) -> tuple[str, str]:
-        if name not in self._made:
+        """A model of `MODELS`, or one with the truth about adapters of `ADAPTERS`."""
+        if name in self._made:
+            return self._made[name]
+        if name in ADAPTERS:
+            model, lora = ADAPTERS[name]
+            path = save_tiny_model(self._folder / name, **MODELS[model])
+            self._made[name] = path, save_lora_truth(path, lora, self._folder / f"{name}.pt")
+        else:
             path = save_tiny_model(self._folder / name, **MODELS[name])
             dense = MODELS[name]["kind"] in ("dense", "qwen35")
             scenarios = SCENARIOS if dense else ALL if name == "moe" else SCENARIOS | REPLAYED
             self._made[name] = path, save_truth(path, self._folder / f"{name}.pt", tuple(scenarios))
         return self._made[name]
 
-    def adapted(self, kind: str) -> tuple[str, str]:
-        """A model with the truth about adapters of a kind."""
-        key = f"adapters {kind}"
-        if key not in self._made:
-            name, lora = ADAPTERS[kind]
-            path = save_tiny_model(self._folder / key, **MODELS[name])
-            self._made[key] = path, save_lora_truth(path, lora, self._folder / f"{key}.pt")
-        return self._made[key]
+
+def case_for(name: str, arrangement: Arrangement) -> Case:
+    """What the suite and the page run of a model, or of one with adapters, in an arrangement."""
+    return lora_case(arrangement, ADAPTERS[name][1]) if name in ADAPTERS else case_of(arrangement)
 
 
 def launch(model: tuple[str, str], case: Case) -> list[Errors]:

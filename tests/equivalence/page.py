@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from tests.equivalence.layouts import DENSE, MOE
-from tests.equivalence.tolerances import REASON, TOLERANCES
+from tests.equivalence.tolerances import OF_LORA, REASON, TOLERANCES
 
 Record = dict[str, Any]
 
@@ -41,7 +41,9 @@ or two ranks each, up to 8 processes on two CPU cores. On every rank:
 A test checks that every parallel size occurs with every objective, cut, recomputation and optimizer. Communication
 overlap, the allgather dispatcher, tied embeddings with a padded vocabulary and dense layers between experts have their
 own cases in `tests/equivalence/test_layouts.py`. The other [families](models.md) are compared in a third of the layouts
-each: every feature is on, and biases are drawn so that a dropped one changes routes.
+each: every feature is on, and biases are drawn so that a dropped one changes routes. [Adapters](lora.md) are compared
+with PEFT on Transformers, and those that experts share with a loop: the gradient of every adapter, log-probs with the
+adapters off, and no value of the base may change.
 
 ## Tolerances
 
@@ -65,6 +67,11 @@ OTHER_FAMILIES = {
     "qwen35_moe": "Qwen3.5: language model with experts", "qwen35": "Qwen3.5: dense language model, tied embeddings",
     "glm_lite": "GLM-4.7-Flash: halves rotated", "glm": "GLM-4.5: grouped queries, half of each head rotated",
 }  # fmt: skip
+ADAPTERS = {
+    "lora_each": "LoRA of all linear layers, each expert's own", "lora_shared": "LoRA shared by a layer's experts",
+    "lora_some": "LoRA of some layers of the dense model", "lora_latent": "LoRA of DeepSeek-V3",
+    "lora_dense_parts": "LoRA of Qwen2-MoE, with a shared expert",
+}  # fmt: skip
 COLUMNS = 3  # layouts in a line
 
 
@@ -79,7 +86,7 @@ def render(records: list[Record]) -> str:
         "\n## Layout by layout\n\nThe largest relative gradient error on any rank, times 1e6, for megatron-core\n"
         f"{versions}. `i`: interleaved; `nosp`: without sequence parallelism.\n"
     )
-    titles = {"moe": "Mixture of experts", "dense": "Dense", **OTHER_FAMILIES}
+    titles = {"moe": "Mixture of experts", "dense": "Dense", **OTHER_FAMILIES, **ADAPTERS}
     for model, title in titles.items():
         if not all(model in r["layouts"] for r in records):  # measured before the family was added
             continue
@@ -89,10 +96,12 @@ def render(records: list[Record]) -> str:
 
 def _tolerances(records: list[Record]) -> str:
     lines = ["", "| error | one process | all layouts | tolerance |", "| --- | --- | --- | --- |"]
-    for kind, tolerance in TOLERANCES.items():
+    for kind, tolerance in (TOLERANCES | OF_LORA).items():
         rows = [(row["processes"], row["errors"][kind][0])
                 for r in records for layouts in r["layouts"].values() for row in layouts.values()
                 if kind in row["errors"]]  # fmt: skip
+        if not rows:
+            continue
         alone = max(error for processes, error in rows if processes == 1)
         lines.append(f"| {kind} | {alone:.1e} | {max(error for _, error in rows):.1e} | {tolerance:.0e} |")
     return "\n".join(lines) + "\n"

@@ -22,13 +22,14 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.result_files import save
-from tests.equivalence.cases import case_of
+from tests.equivalence.cases import Case
 from tests.equivalence.defects import measure_defects
-from tests.equivalence.layouts import DENSE, FAMILIES, LANGUAGE_MODELS, MOE, Arrangement
-from tests.equivalence.measure import Models, launch, worst_of
+from tests.equivalence.layouts import DENSE, FAMILIES, LANGUAGE_MODELS, LORA, MOE, Arrangement
+from tests.equivalence.lora import ADAPTERS
+from tests.equivalence.measure import Models, case_for, launch, worst_of
 from tests.equivalence.page import render
 from tests.equivalence.run import Errors
-from tests.equivalence.tolerances import TOLERANCES
+from tests.equivalence.tolerances import OF_LORA, TOLERANCES
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -51,12 +52,13 @@ def measure(arrangements: dict[str, list[Arrangement]], console: Console) -> dic
             found[model] = {}
             for arrangement in chosen:
                 progress.update(task, description=f"{model} {arrangement.name}")
-                row = _row(arrangement, worst_of(launch(models(model), case_of(arrangement))))
+                case = case_for(model, arrangement)
+                row = _row(case, worst_of(launch(models(model), case)))
                 found[model][arrangement.name] = row
                 figures = ", ".join(f"{kind} {error:.1e}" for kind, (error, _) in row["errors"].items())
                 progress.console.print(f"{model} {arrangement.name}: {figures}", highlight=False)
                 progress.advance(task)
-        defects = {model: measure_defects(models(model)[0]) for model in arrangements}
+        defects = {model: measure_defects(models(model)[0]) for model in arrangements if model not in ADAPTERS}
     return {
         "versions": {name: version(name) for name in ("megatron-core", "torch", "transformers")},
         "python": platform.python_version(), "machine": machine(), "date": date.today().isoformat(),
@@ -64,10 +66,10 @@ def measure(arrangements: dict[str, list[Arrangement]], console: Console) -> dic
     }  # fmt: skip
 
 
-def _row(arrangement: Arrangement, errors: Errors) -> dict[str, Any]:
-    case = case_of(arrangement)
+def _row(case: Case, errors: Errors) -> dict[str, Any]:
     return {
-        "processes": arrangement.world_size, **case.model, "one_by_one": case.scored,
+        "processes": case.arrangement.world_size, **case.model,
+        "one_by_one": next(scenario for scenario, cut in case.runs if cut == "one by one"),
         "distributed_optimizer": [("off", "on")[on] for on in case.distributed_optimizers],
         "errors": {kind: [float(f"{error:.3g}"), where] for kind, (error, where) in sorted(errors.worst.items())},
     }  # fmt: skip
@@ -80,7 +82,7 @@ def failures(record: dict[str, Any]) -> list[str]:
         for model, rows in record["layouts"].items()
         for name, row in rows.items()
         for kind, (error, where) in row["errors"].items()
-        if not error < TOLERANCES[kind]
+        if not error < (TOLERANCES | OF_LORA)[kind]
     ]
 
 
@@ -99,7 +101,7 @@ def load_records(folder: Path = RESULTS) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("page", type=Path, help="where to write the page")
-    every = {"moe": MOE, "dense": DENSE, **FAMILIES, **LANGUAGE_MODELS}
+    every = {"moe": MOE, "dense": DENSE, **FAMILIES, **LANGUAGE_MODELS, **LORA}
     parser.add_argument("--models", nargs="+", default=list(every), choices=list(every), metavar="NAME",
                         help="measure these only and keep the last results of the others")  # fmt: skip
     parser.add_argument("--render-only", action="store_true", help="measure nothing, use the results that are there")

@@ -10,10 +10,9 @@ from itertools import cycle
 
 import pytest
 
-from tests.equivalence.cases import OTHERS, Case, case_of, lora_case
+from tests.equivalence.cases import OTHERS, Case, case_of
 from tests.equivalence.layouts import DENSE, FAMILIES, LANGUAGE_MODELS, LORA, MOE, Arrangement
-from tests.equivalence.lora import ADAPTERS
-from tests.equivalence.measure import Models, launch
+from tests.equivalence.measure import Models, case_for, launch
 from tests.equivalence.tolerances import OF_EXPERTS, OF_LORA, TOLERANCES
 
 SINGLE = Arrangement()
@@ -62,13 +61,13 @@ def test_family(models, family, arrangement):
 
 
 @pytest.mark.parametrize(
-    ("kind", "arrangement"),
-    [(kind, arrangement) for kind, chosen in LORA.items() for arrangement in chosen],
+    ("name", "arrangement"),
+    [(name, arrangement) for name, chosen in LORA.items() for arrangement in chosen],
     ids=lambda value: getattr(value, "name", value),
 )
-def test_lora(models, kind, arrangement):
+def test_lora(models, name, arrangement):
     """Adapters against PEFT's, and those that experts share against a loop."""
-    check(models.adapted(kind), lora_case(arrangement, ADAPTERS[kind][1]))
+    check(models(name), case_for(name, arrangement))
 
 
 def special(arrangement: Arrangement, *runs: tuple[str, str], **model: object) -> Case:

@@ -12,7 +12,7 @@ MERGED = ("tests/mcore/lora/test_adapter_weights.py::test_merged_weights_are_tho
 BASE = ("tests/mcore/lora/test_attach.py::test_the_base_is_there_with_adapters_off",)
 REPLICAS = ("tests/mcore/lora/test_reduction.py::test_replicas_have_one_gradient",)
 SENT = "tests/weight_transport/test_adapter_transport.py::test_"
-TP2 = ("tests/equivalence/test_layouts.py::test_lora[each-tp2-pp1-cp1-dp1-ep1-etp1]",)
+TP2 = ("tests/equivalence/test_layouts.py::test_lora[lora_each-tp2-pp1-cp1-dp1-ep1-etp1]",)
 
 ADAPTERS = (
     SeededBug(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -39,8 +39,8 @@ def start_servers(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) ->
     the session."""
     started: list[LocalServers] = []
 
-    def start(*, count: int, model: str) -> LocalServers:
-        config = VLLMConfig(num_servers=count, python=vllm_python)
+    def start(*, count: int, model: str, server_args: Sequence[str] = ()) -> LocalServers:
+        config = VLLMConfig(num_servers=count, python=vllm_python, server_args=list(server_args))
         servers = LocalServers(VLLMLaunch(config, model, "float32", log_dir=str(tmp_path_factory.mktemp("logs"))))
         started.append(servers)
         servers.start()

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 from megatron_gspo.config import Config
+from megatron_gspo.rollout.vllm import vllm_launch
 from megatron_gspo.servers.server_processes import LocalServers
 from megatron_gspo.train import train
 from tests.support.distributed import run_distributed
+from tests.support.real_servers import save_character_model
 from tests.support.training_runs import base_config, records
+from tests.vllm.conftest import StartServers
 
 AGREEMENT = 2e-5  # nats
 
@@ -49,3 +52,18 @@ def test_two_ranks_send_their_own_experts_one_step_ahead(vllm_server: LocalServe
     assert [record["staleness/max"] for record in found] == [0.0, 1.0, 1.0]
     assert all(record["log_prob_check/abs_diff_max"] < AGREEMENT for record in found)
     assert found[0]["mismatch/abs_diff_max"] < AGREEMENT < found[1]["mismatch/abs_diff_max"]
+
+
+def test_adapters_alone_are_sent_and_added_to_the_base(start_servers: StartServers, tmp_path: Path) -> None:
+    """Of all linear layers of a dense model: adapters of experts need a GPU."""
+    model = save_character_model(tmp_path / "model", "dense", head_dim=32)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    server = start_servers(count=1, model=model, server_args=vllm_launch.adapter_args(4, targets, []))
+    lora = {"rank": 4, "alpha": 32.0, "targets": targets, "weight_updates": "adapters"}
+    servers = {"urls": server.urls, "weight_transport": "disk", "log_prob_check_interval": 1}
+    found = run(model, tmp_path / "run", servers, 2, parallel={"tensor_model_parallel_size": 2}, lora=lora,
+                optimizer={"lr": 2e-2}, training={"steps": 4})  # fmt: skip
+    assert len(found) == 4
+    for record in found:
+        assert record["mismatch/abs_diff_max"] < AGREEMENT and record["log_prob_check/abs_diff_max"] < AGREEMENT
+        assert record["ratio_token/max"] > 1.001, "the updates must move what is compared"

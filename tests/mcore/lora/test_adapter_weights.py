@@ -45,7 +45,7 @@ def streams(rank: int, world_size: int, path: str, lora: LoRAConfig, file: Path)
 
 @pytest.fixture(scope="module", params=["each", "shared", "latent"])
 def case(request, tmp_path_factory) -> dict[str, Any]:
-    name, lora = ADAPTERS[request.param]
+    name, lora = ADAPTERS[f"lora_{request.param}"]
     folder = tmp_path_factory.mktemp(request.param)
     path = save_tiny_model(folder / "model", **MODELS[name])
     model = adapted(load_reference(path).float(), path, lora)
