@@ -1,7 +1,7 @@
 """Adapters of rank 8 on all linear layers beside training all weights: time and memory of a step, in one process.
 
-Both are one model with the same samples: ``train_mini_batch``'s forward-backward with GSPO and the optimizer step. Times
-are in float32 on one core. The bytes of weights, gradient buffers and optimizer are those of bfloat16 models; the peak
+Both are one model with the same samples: forward and backward with GSPO, and the optimizer step. Times are in float32
+on one core. The bytes of weights, gradient buffers and optimizer are those of bfloat16 models; the peak
 is that of what a step makes (activations, and gradients that have no buffer), in float32.
 """
 
@@ -96,7 +96,8 @@ def measure(args: argparse.Namespace) -> list[Row]:
             states[name] = state_bytes(trained)
     common = dict(peer_name="all weights trained")
     return [
-        time_row("lora", f"training step, rank {RANK}", taken["ours"], taken["all weights"], target=TIME_TARGET, **common),
+        time_row("lora", f"training step, rank {RANK}", taken["ours"], taken["all weights"], target=TIME_TARGET,
+                 **common),
         count_row("lora", f"weights, gradients and optimizer, bfloat16, rank {RANK}", states["ours"] / 2**20,
                   states["all weights"] / 2**20, unit="MiB", target=STATES_TARGET, **common),
         count_row("lora", f"peak of what a step makes, rank {RANK}", peaks["ours"] / 2**20,

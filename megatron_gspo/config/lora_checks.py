@@ -10,7 +10,7 @@ from megatron_gspo.config.lora_section import LoRAConfig
 from megatron_gspo.config.model_sections import ModelConfig
 from megatron_gspo.config.rollout_sections import RolloutConfig
 from megatron_gspo.config.server_sections import ServerConfig
-from megatron_gspo.models.adapter_rules import linear_names
+from megatron_gspo.models.adapter_rules import linear_names, router_names
 from megatron_gspo.models.families import family_of
 from megatron_gspo.models.model_shape import ModelError
 
@@ -65,12 +65,18 @@ def check_targets(lora: LoRAConfig, hf: dict[str, Any]) -> None:
     if not lora.is_on or lora.targets is None:
         return
     try:
-        known = linear_names(*family_of(hf))
+        family, shape = family_of(hf)
     except ModelError:  # has a message of its own
         return
+    routers = router_names(family, shape)
+    known = linear_names(family, shape) + routers
     for name in lora.targets:
         if name not in known:
             problem = f"{name} is no linear layer of the model that can have an adapter"
             raise ConfigError("lora.targets", list(lora.targets), problem, f"use some of {', '.join(known)}")
     if not lora.targets:
         raise ConfigError("lora.targets", [], "no layer has an adapter", f"use some of {', '.join(known)}")
+    if lora.sends_adapters and (named := [name for name in lora.targets if name in routers]):
+        problem = f"servers can't add an adapter to {named[0]}, the router"
+        fix = "leave it out, or set lora.weight_updates to merged"
+        raise ConfigError("lora.targets", list(lora.targets), problem, fix)

@@ -23,7 +23,7 @@ class LoRAConfig:
     dropout: Annotated[float, Ge(0)] = 0.0
     """Must be 0: with dropout the ratio of an unchanged policy is not 1."""
     targets: tuple[str, ...] | None = None
-    """Linear layers with an adapter, e.g. [q_proj, v_proj]; null: all but router, embedding and output layer."""
+    """Linear layers with an adapter, e.g. [q_proj, v_proj], and the router (gate); null: all without the router."""
     experts: Literal["each", "shared"] = "each"
     """An adapter for each expert, or one that all experts of a layer share."""
     weight_updates: Literal["merged", "adapters"] = "merged"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import torch
@@ -19,6 +19,7 @@ from megatron_gspo.models.mapping_rules import Rule, Shard
 from megatron_gspo.models.model_shape import ModelShape
 
 _LINEAR = re.compile(r"(.+\.)?linear_\w+\.weight(\{expert\})?")  # Megatron's names of linear layers
+_ROUTER = re.compile(r"(.+\.)?router\.weight")
 
 
 def linear_name(hugging_face: str) -> str:
@@ -27,23 +28,37 @@ def linear_name(hugging_face: str) -> str:
 
 
 def is_linear(rule: Rule) -> bool:
-    """Whether a parameter is the weight of a linear layer that can have an adapter: not the router's, the output
-    layer's or the embedding's, nor one whose rows are cut in blocks or stored for all experts at once, nor one
-    that its family excludes."""
+    """Whether a parameter is the weight of a linear layer that has an adapter unless targets are named: not the
+    router's, the output layer's or the embedding's, nor one whose rows are cut in blocks or stored for all experts at
+    once, nor one that its family excludes."""
     stored_whole = all(name.endswith(".weight") for name in rule.hugging_face)
     is_layer = _LINEAR.fullmatch(rule.megatron[0]) is not None
     return rule.takes_adapter and rule.blocks is None and stored_whole and is_layer
 
 
+def is_router(rule: Rule) -> bool:
+    """Whether a parameter is a router's weight, which has an adapter only where targets name it."""
+    return rule.takes_adapter and _ROUTER.fullmatch(rule.megatron[0]) is not None
+
+
 def linear_names(family: Family, shape: ModelShape) -> list[str]:
-    """The names of a model's linear layers that can have adapters, in the order of a layer, each once."""
+    """The names of a model's linear layers that have adapters by default, in the order of a layer, each once."""
+    return _names(is_linear, family, shape)
+
+
+def router_names(family: Family, shape: ModelShape) -> list[str]:
+    """The names of a model's routers, such as ``gate``; none of a dense model."""
+    return _names(is_router, family, shape)
+
+
+def _names(chosen: Callable[[Rule], bool], family: Family, shape: ModelShape) -> list[str]:
     rules = (rule for layer in range(shape.num_layers) for rule in family.layer_rules(shape, layer))
-    return list(dict.fromkeys(linear_name(name) for rule in rules if is_linear(rule) for name in rule.hugging_face))
+    return list(dict.fromkeys(linear_name(name) for rule in rules if chosen(rule) for name in rule.hugging_face))
 
 
 def adapted_parts(rule: Rule, targets: Collection[str] | None) -> tuple[int, ...]:
-    """The places of a rule's Hugging Face tensors that have an adapter. targets: names; None: all."""
-    if not is_linear(rule):
+    """The places of a rule's Hugging Face tensors that have an adapter. targets: names; None: all but the router's."""
+    if not (is_linear(rule) or (is_router(rule) and targets is not None)):
         return ()
     names = [linear_name(name) for name in rule.hugging_face]
     return tuple(i for i, name in enumerate(names) if targets is None or name in targets)

@@ -28,6 +28,7 @@ from megatron_gspo.models.model_shape import ModelError
 _PREFIX = "base_model.model."
 _EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.lora_([AB])\.weight")
 _FUSED = re.compile(r"(.+\.mlp\.experts)\.(base_layer\.)?lora_([AB])\.weight")
+_ROUTER = re.compile(r".+\.mlp\.(gate|router)")  # in Transformers no linear layer, but a module with a parameter
 _OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 _GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 
@@ -140,18 +141,26 @@ def _config(names: list[str], facts: AdapterFacts, *, fused: bool) -> dict[str, 
     layers of these names are targeted as parameters, which is the same adapter."""
     of_experts = [name for name in names if _EXPERT.fullmatch(name)]
     layers = {name.rsplit(".lora_", 1)[0] for name in names}
-    leaves = {name.rpartition(".")[2] for name in layers}
+    parameters = {f"{_in_layer(name)}.weight" for name in layers if _ROUTER.fullmatch(name)}
+    leaves = {name.rpartition(".")[2] for name in layers if not _ROUTER.fullmatch(name)}
     config: dict[str, Any] = dict(
         peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=facts.base, r=facts.rank,
         lora_alpha=facts.alpha, use_rslora=facts.rslora, lora_dropout=0.0, bias="none", fan_in_fan_out=False,
         inference_mode=True, init_lora_weights=True, target_modules=sorted(leaves),
     )  # fmt: skip
     if fused and of_experts:
-        dense = {layer.split(".", 3)[-1] for layer in layers if ".mlp." in layer and ".experts." not in layer}
+        dense = {_in_layer(layer) for layer in layers if ".mlp." in layer and ".experts." not in layer}
+        parameters |= {_GATE_UP, _DOWN} | {f"{name}.weight" for name in dense}
         config |= dict(
             target_modules=sorted(leaves - set(_OF_EXPERTS)),
-            target_parameters=sorted({_GATE_UP, _DOWN} | {f"{name}.weight" for name in dense}),
             rank_pattern={_GATE_UP: 2 * facts.rank},
             alpha_pattern={_GATE_UP: facts.alpha * (math.sqrt(2) if facts.rslora else 2)},
         )
+    if parameters:
+        config |= dict(target_parameters=sorted(parameters))
     return config
+
+
+def _in_layer(name: str) -> str:
+    """``mlp.gate`` of ``model.layers.1.mlp.gate``."""
+    return name.split(".", 3)[-1]

@@ -30,13 +30,22 @@ def test_without_adapters_dropout_and_a_start_are_refused(plain: dict) -> None:
     assert refused(plain, "lora.adapter_path=somewhere").startswith("lora.rank = 0: lora.adapter_path has adapters")
 
 
-@pytest.mark.parametrize("targets", ["[q_proj, gate]", "[]", "[lm_head]"])
+@pytest.mark.parametrize("targets", ["[q_proj, gates]", "[]", "[lm_head]"])
 def test_targets_are_linear_layers_of_the_model(plain: dict, tmp_path: Path, targets: str) -> None:
     write_tiny_model(tmp_path / "tiny", TinyModel(layers=1, experts=2))
     on = ("lora.rank=8", "model.init=pretrained", f"model.path={tmp_path / 'tiny'}")
     build(plain, *on, "lora.targets=[q_proj, up_proj]").check_sizes(1)
     message = refused(plain, *on, f"lora.targets={targets}", world_size=1)
-    assert message.startswith("lora.targets") and message.endswith("o_proj, gate_proj, up_proj, down_proj"), message
+    assert message.startswith("lora.targets") and message.endswith("gate_proj, up_proj, down_proj, gate"), message
+
+
+def test_servers_have_no_adapters_of_routers(plain: dict, tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "tiny", TinyModel(layers=1, experts=2))
+    on = ("lora.rank=8", "model.init=pretrained", f"model.path={tmp_path / 'tiny'}", "lora.targets=[q_proj, gate]")
+    build(plain, *on, *SGLANG).check_sizes(1)
+    message = refused(plain, *on, *SGLANG, "lora.weight_updates=adapters", world_size=1)
+    assert "can't add an adapter to gate, the router" in message, message
+    assert message.endswith("set lora.weight_updates to merged")
 
 
 SGLANG = ("rollout.engine=sglang", "sglang.urls=[http://a:1]", "sglang.weight_transport=disk")

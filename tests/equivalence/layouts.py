@@ -104,5 +104,5 @@ FAMILIES = {"deepseek": MOE[::3], "moonlight": MOE[1::3], "glm_lite": MOE[2::3],
 # Qwen3.5, the language model of a model with images: with experts, and dense with tied embeddings.
 LANGUAGE_MODELS = {"qwen35_moe": MOE[-1::-3], "qwen35": DENSE[::8]}
 # Adapters; the names are those of `lora.ADAPTERS`.
-LORA = {"lora_each": MOE[1::3], "lora_shared": MOE[2::6], "lora_some": DENSE[::5], "lora_latent": MOE[5::14],
-        "lora_dense_parts": MOE[9::14]}  # fmt: skip
+LORA = {"lora_each": MOE[1::3], "lora_shared": MOE[2::6], "lora_some": DENSE[::5], "lora_router": MOE[4::9],
+        "lora_latent": MOE[5::14], "lora_dense_parts": MOE[9::14]}  # fmt: skip

@@ -13,11 +13,13 @@ from tests.equivalence.truth import Truth, expect, scenario_samples
 from tests.support.peft_reference import adapted, adapter_gradients, adapter_tensors
 from tests.support.transformers_reference import gates_of, load_reference, naive_training, whole_batch
 
+ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # Model and adapters; "some": parts of fused weights alone. Ranks that divide nothing, scales that are no power of two.
 ADAPTERS = {
     "lora_each": ("moe", LoRAConfig(rank=3, alpha=5.0)),
     "lora_shared": ("moe", LoRAConfig(rank=3, alpha=4.0, rslora=True, experts="shared")),
     "lora_some": ("dense", LoRAConfig(rank=5, alpha=7.0, targets=("q_proj", "v_proj", "o_proj", "up_proj"))),
+    "lora_router": ("moe", LoRAConfig(rank=3, alpha=4.0, targets=(*ALL_LINEAR, "gate"))),
     "lora_latent": ("deepseek", LoRAConfig(rank=3, alpha=4.0)),
     "lora_dense_parts": ("shared", LoRAConfig(rank=3, alpha=4.0)),
 }

@@ -70,6 +70,7 @@ OTHER_FAMILIES = {
 ADAPTERS = {
     "lora_each": "LoRA of all linear layers, each expert's own", "lora_shared": "LoRA shared by a layer's experts",
     "lora_some": "LoRA of some layers of the dense model", "lora_latent": "LoRA of DeepSeek-V3",
+    "lora_router": "LoRA of all linear layers and the router",
     "lora_dense_parts": "LoRA of Qwen2-MoE, with a shared expert",
 }  # fmt: skip
 COLUMNS = 3  # layouts in a line

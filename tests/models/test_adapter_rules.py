@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_gspo.models import Shard, family_of, read_config
-from megatron_gspo.models.adapter_rules import adapted_parts, adapter_rules, linear_names, rows_of_parts
+from megatron_gspo.models.adapter_rules import adapted_parts, adapter_rules, linear_names, router_names, rows_of_parts
 from tests.support.tiny_models import tiny_config
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -26,10 +26,18 @@ def test_names_of_families():
     assert linear_names(*family_of(tiny_config("minimax").to_dict())) == ALL[:4], "Transformers renames its experts"
 
 
+def test_names_of_routers():
+    names = dict(moe=["gate"], deepseek=["gate"], gpt_oss=["router"], dense=[], minimax=[])
+    for kind, wanted in names.items():
+        assert router_names(*family_of(tiny_config(kind).to_dict())) == wanted, kind
+
+
 def test_parts_and_their_rows():
     rule, shape = rule_of("q_proj")
     assert adapted_parts(rule, None) == (0, 1, 2) and adapted_parts(rule, ("v_proj", "o_proj")) == (2,)
-    assert adapted_parts(rule_of("mlp.gate.weight")[0], None) == ()
+    router = rule_of("mlp.gate.weight")[0]
+    assert adapted_parts(router, None) == () == adapted_parts(router, ("gate_proj",))
+    assert adapted_parts(router, ("gate",)) == (0,)
     tensors = [torch.arange(n)[:, None] + start for n, start in ((64, 0), (32, 100), (32, 200))]
     fused = rule.merge(tensors, shape)
     for part, rows in zip(tensors, rows_of_parts(rule, (0, 1, 2), 128, shape), strict=True):

@@ -16,6 +16,7 @@ from megatron_gspo.models import family_of, read_config
 from megatron_gspo.models.adapter_rules import linear_names
 
 EXPERTS = ("gate_proj", "up_proj", "down_proj")
+ROUTERS = ("gate", "router")  # parameters of a module that is no linear layer
 FUSED = "mlp.experts.gate_up_proj"
 
 
@@ -30,7 +31,8 @@ def adapted(model: torch.nn.Module, path: str, lora: LoRAConfig, seed: int = 0) 
         if lora.experts == "each":
             parameters |= {FUSED, "mlp.experts.down_proj"}
             config |= dict(rank_pattern={FUSED: 2 * lora.rank}, alpha_pattern={FUSED: 2 * lora.alpha})
-        names = [name for name in names if name not in EXPERTS]
+        parameters |= {f"mlp.{name}.weight" for name in names if name in ROUTERS}
+        names = [name for name in names if name not in (*EXPERTS, *ROUTERS)]
         config |= dict(target_parameters=sorted(parameters))
     wrapped = get_peft_model(model, LoraConfig(target_modules=names, **config))
     if shape.is_moe and lora.experts == "shared":

@@ -134,7 +134,7 @@ def _layer_parameters(shape: ModelShape, tp: int, ep: int, etp: int, kind: Layer
         width = shape.ffn_hidden_size // tp
         return (*found, _linear("linear_fc1", 2 * width, h), _linear("linear_fc2", h, width))
     width = shape.moe_ffn_hidden_size // etp
-    found.append(Parameter("router", shape.num_experts * h))
+    found.append(_linear("router", shape.num_experts, h))
     if shape.linear_bias:
         found.append(Parameter("router.bias", shape.num_experts))
     for index in range(shape.num_experts // ep):

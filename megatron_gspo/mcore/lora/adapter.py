@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn.functional import linear
@@ -141,10 +142,24 @@ class AdaptedLatentProjection(LatentProjection):
         return output + linear(linear(input, a), b)
 
 
+class AdaptedRouter(TopKRouter):
+    """Megatron's, with an adapter that all tensor-parallel ranks hold; its part of the logits is of their type."""
+
+    lora: Adapter
+
+    def gating(self, input: Tensor) -> Tensor:
+        logits = super().gating(input)
+        if not self.lora.enabled:
+            return logits
+        a, b = (matrix.to(logits.dtype) for matrix in self.lora())
+        return logits + linear(linear(input.to(logits.dtype), a), b)
+
+
 ADAPTED = {
     ColumnParallelLinear: AdaptedColumnParallelLinear,
     RowParallelLinear: AdaptedRowParallelLinear,
     LatentProjection: AdaptedLatentProjection,
+    TopKRouter: AdaptedRouter,
 }
 
 

@@ -43,7 +43,7 @@ def streams(rank: int, world_size: int, path: str, lora: LoRAConfig, file: Path)
     return found
 
 
-@pytest.fixture(scope="module", params=["each", "shared", "latent"])
+@pytest.fixture(scope="module", params=["each", "shared", "router", "latent"])
 def case(request, tmp_path_factory) -> dict[str, Any]:
     name, lora = ADAPTERS[f"lora_{request.param}"]
     folder = tmp_path_factory.mktemp(request.param)

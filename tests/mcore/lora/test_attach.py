@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,12 @@ from tests.support.parallel_groups import groups_of
 from tests.support.tiny_models import save_tiny_model
 
 TRAINING = micro_batches_of(64)
-LORA = LoRAConfig(rank=2, alpha=3.0)
+ALL_AND_ROUTER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "gate")
+KINDS = {"each": LoRAConfig(rank=2, alpha=3.0),
+         "shared": LoRAConfig(rank=2, alpha=3.0, experts="shared", targets=ALL_AND_ROUTER)}  # fmt: skip
 
 
-def policy_in(path: str, layout: ParallelConfig, lora: LoRAConfig | None = LORA) -> Policy:
+def policy_in(path: str, layout: ParallelConfig, lora: LoRAConfig | None) -> Policy:
     return build_policy(model_config(path), layout, groups_of(layout), optimizer=adam(1e-2), total_steps=6,
                         parts=TrainedParts(lora=lora, seed=1))  # fmt: skip
 
@@ -44,9 +45,9 @@ def scores(policy: Policy) -> dict[int, Any]:
     return compute_log_probs(policy, SampleBatch.of(make_samples(count=4)), TRAINING, temperature=1.0).log_probs
 
 
-def life(rank: int, world_size: int, path: str, other: str, folder: str, experts: str) -> dict[str, Any]:
+def life(rank: int, world_size: int, path: str, other: str, folder: str, kind: str) -> dict[str, Any]:
     """Two steps with a checkpoint between them; resumed here and in another layout."""
-    lora = replace(LORA, experts=experts)
+    lora = KINDS[kind]
     layout = parallel(tensor=2, expert_tensor=2)
     base = scores(policy_in(path, layout, None))
     policy = policy_in(path, layout, lora)
@@ -76,7 +77,7 @@ def max_error(a: dict[int, Any], b: dict[int, Any]) -> float:
     return max((float(abs(a[i] - b[i]).max()) for i in a), default=0.0)
 
 
-@pytest.fixture(scope="module", params=["each", "shared"])
+@pytest.fixture(scope="module", params=list(KINDS))
 def ranks(request, tmp_path_factory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp(request.param)
     path, other = (save_tiny_model(folder / str(seed), num_hidden_layers=2, seed=seed) for seed in (0, 1))

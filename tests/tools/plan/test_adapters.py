@@ -34,10 +34,10 @@ def test_a_layer_by_hand() -> None:
 
 
 def test_parts_of_a_layer_by_hand() -> None:
-    lora = LoRAConfig(rank=4, targets=("k_proj", "up_proj"))
+    lora = LoRAConfig(rank=4, targets=("k_proj", "up_proj", "gate"))
     sizes = ParallelConfig(tensor_model_parallel_size=2, expert_model_parallel_size=8, expert_tensor_parallel_size=2)
     dense, experts = adapter_counts(shape_of(SMALL), sizes, lora, EXPERTS)
-    assert dense == {4 * 2048: 1, 2560 * 4: 1}  # A whole, half of B's rows
+    assert dense == {4 * 2048: 2, 2560 * 4: 1, 128 * 4: 1}  # A whole, half of k_proj's rows in B, all of the router's
     assert experts == {4 * 2048: 16, 768 * 4: 16}
 
 
@@ -78,7 +78,7 @@ def _attached(rank: int, world: int, cases: list[Any]) -> list[str]:
 
 
 def test_the_same_are_attached_in_the_same_order() -> None:
-    some = LoRAConfig(rank=4, targets=("v_proj", "gate_proj", "down_proj"))
+    some = LoRAConfig(rank=4, targets=("v_proj", "gate_proj", "down_proj", "gate"))
     small = {**read_config(SMALL), "num_hidden_layers": 8}
     cases = [(small, lora, dict(tensor=2, pipeline=2, expert=16, expert_tensor=2, virtual_pipeline=2), 64, 63)
              for lora in (EACH, SHARED, some)]  # fmt: skip
