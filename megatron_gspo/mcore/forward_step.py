@@ -43,7 +43,13 @@ def _without_output_layer(model: Any) -> Iterator[None]:
     if output_layer is None:
         yield
         return
-    output_layer.forward = lambda hidden, *args, **kwargs: (hidden, None)
+
+    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        # The gradient comes back from GPTModel's transpose with another stride of the batch dimension of 1, for which
+        # torch multiplies token by token with a frozen weight; these views give it the usual one.
+        return hidden.flatten(0, 1).unflatten(0, hidden.shape[:2]), None
+
+    output_layer.forward = forward
     try:
         yield
     finally:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.equivalence.cases import case_of
-from tests.equivalence.layouts import DENSE, MOE
+from tests.equivalence.layouts import DENSE, FAMILIES, LANGUAGE_MODELS, LORA, MOE
 from tests.equivalence.page import layouts_on, render
 from tests.equivalence.table import failures, joined, load_records
 from tests.equivalence.tolerances import OF_EXPERTS, TOLERANCES
@@ -32,6 +32,8 @@ def test_the_page_is_what_the_results_say():
 def test_the_results_are_complete_and_within_tolerance(index):
     record = load_records()[index]
     assert failures(record) == []
+    for name, arrangements in (FAMILIES | LANGUAGE_MODELS | LORA).items():
+        assert sorted(record["layouts"][name]) == sorted(a.name for a in arrangements), name
     for model, arrangements in (("moe", MOE), ("dense", DENSE)):
         rows = record["layouts"][model]
         assert list(rows) == [a.name for a in arrangements]

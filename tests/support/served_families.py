@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-
-import numpy as np
 
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.rollout.sample_checks import check_samples
 from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from tests.support.real_servers import save_character_model
+from tests.support.server_agreement import assert_agrees
 from tests.support.server_clients import checkpoint_stream, prompts_of
 from tests.support.ties import without_ties
-from tests.support.transformers_reference import load_reference, observe_routers, response_log_probs
+from tests.support.transformers_reference import load_reference
 
-TOLERANCE = 2e-5  # nats, float32 against float64
 SAMPLING = SamplingParams(n_samples_per_prompt=2, max_response_length=12, temperature=0.8)
 
 
@@ -37,13 +34,6 @@ def _assert_agrees(engine: ServerEngine, model: str) -> None:
     found = engine.generate(prompts, SAMPLING, seed=5)
     check_samples(found, prompts, SAMPLING, vocab_size=engine._client.model.vocab_size)
     reference = load_reference(model)
-    has_routes = found[0].routed_experts is not None
-    samples = without_ties(reference, found) if has_routes else found
+    samples = found if found[0].routed_experts is None else without_ties(reference, found)
     assert len(samples) >= len(found) // 2
-    plain = [replace(sample, routed_experts=None, missing_routes=None) for sample in samples]
-    for sample, bare in zip(samples, plain, strict=True):
-        expected = response_log_probs(reference, bare, temperature=0.8)[0].detach().numpy()
-        np.testing.assert_allclose(sample.rollout_log_probs, expected, rtol=0, atol=TOLERANCE)
-    if has_routes:
-        for sample, routes in zip(samples, observe_routers(reference, plain).routes, strict=True):
-            np.testing.assert_array_equal(np.sort(sample.routed_experts, -1), np.sort(routes, -1))
+    assert_agrees(samples, reference, temperature=SAMPLING.temperature)

@@ -19,11 +19,11 @@ from tests.support.configs import micro_batches_of, parallel
 from tests.support.distributed import run_distributed
 from tests.support.gathered import everywhere
 from tests.support.routing_cases import policy_of
+from tests.support.server_agreement import TOLERANCE, assert_agrees
 from tests.support.server_clients import checkpoint_stream, counts_of, engine_on, prompts_of
 from tests.support.ties import without_ties
 from tests.support.transformers_reference import load_reference, response_log_probs
 
-TOLERANCE = 2e-5  # nats, float32 against float64
 VOCABULARY = 96  # of the character tokenizer's ids, all below the model's vocabulary
 
 
@@ -50,11 +50,8 @@ def samples(engine: ServerEngine, vllm_model: str) -> list[Sample]:
 
 
 def test_transformers_scores_them_alike(samples: list[Sample], vllm_model: str) -> None:
-    model = load_reference(vllm_model)
     assert {sample.finish_reason for sample in samples} >= {"length"}
-    for sample in samples:
-        log_probs = response_log_probs(model, sample, temperature=0.8)[0].detach().numpy()
-        np.testing.assert_allclose(sample.rollout_log_probs, log_probs, rtol=0, atol=TOLERANCE)
+    assert_agrees(samples, load_reference(vllm_model), temperature=0.8)
 
 
 def megatron(rank: int, world: int, path: str, samples: list[Sample]) -> list[np.ndarray]:
@@ -70,9 +67,8 @@ def test_megatron_scores_them_alike(samples: list[Sample], vllm_model: str) -> N
 
 def test_greedy_log_probs_are_at_temperature_one(engine: ServerEngine, vllm_model: str) -> None:
     model, sampling = load_reference(vllm_model), SamplingParams(1, 12, temperature=0.0, top_p=0.5)
-    for sample in without_ties(model, engine.generate(prompts_of([5, 70], VOCABULARY, seed=3), sampling, seed=2)):
-        log_probs = response_log_probs(model, sample)[0].detach().numpy()
-        np.testing.assert_allclose(sample.rollout_log_probs, log_probs, rtol=0, atol=TOLERANCE)
+    found = engine.generate(prompts_of([5, 70], VOCABULARY, seed=3), sampling, seed=2)
+    assert_agrees(without_ties(model, found), model, temperature=1.0)
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.7}, {"top_k": 5}], ids=["top_p", "top_k"])
