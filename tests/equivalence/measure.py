@@ -43,9 +43,9 @@ class Models:
         if name in self._made:
             return self._made[name]
         if name in ADAPTERS:
-            model, lora = ADAPTERS[name]
-            path = save_tiny_model(self._folder / name, **MODELS[model])
-            self._made[name] = path, save_lora_truth(path, lora, self._folder / f"{name}.pt")
+            kind = ADAPTERS[name]
+            path = save_tiny_model(self._folder / name, **MODELS[kind.model])
+            self._made[name] = path, save_lora_truth(path, kind, self._folder / f"{name}.pt")
         else:
             path = save_tiny_model(self._folder / name, **MODELS[name])
             dense = MODELS[name]["kind"] in ("dense", "qwen35")
@@ -56,7 +56,7 @@ class Models:
 
 def case_for(name: str, arrangement: Arrangement) -> Case:
     """What the suite and the page run of a model, or of one with adapters, in an arrangement."""
-    return lora_case(arrangement, ADAPTERS[name][1]) if name in ADAPTERS else case_of(arrangement)
+    return lora_case(arrangement, ADAPTERS[name].lora) if name in ADAPTERS else case_of(arrangement)
 
 
 def launch(model: tuple[str, str], case: Case) -> list[Errors]:

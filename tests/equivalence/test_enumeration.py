@@ -61,8 +61,8 @@ def test_other_families_meet_every_size_in_at_least_twenty_layouts():
 
 
 def test_adapters_meet_every_size_in_at_least_twenty_layouts():
-    assert len(LORA["each"]) >= 20
-    for chosen in (LORA["each"], LORA["shared"]):
+    assert len(LORA["lora_each"]) >= 20
+    for chosen in (LORA["lora_each"], LORA["lora_shared"]):
         assert max(a.world_size for a in chosen) == 8
         for name in ("tensor", "pipeline", "interleaved", "context", "data", "expert", "expert_tensor"):
             assert len({getattr(a, name) for a in chosen}) == 2, name

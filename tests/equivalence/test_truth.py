@@ -14,9 +14,10 @@ from tests.algorithms.reference import Batch
 from tests.equivalence.cases import OPTIMIZER, OTHERS, SCENARIOS, TRAINING
 from tests.equivalence.defects import measure_defects
 from tests.equivalence.layouts import FAMILIES, LANGUAGE_MODELS, SCENARIO_NAMES
-from tests.equivalence.measure import MODELS
+from tests.equivalence.lora import ADAPTERS
+from tests.equivalence.measure import MODELS, Models
 from tests.equivalence.tolerances import TOLERANCES
-from tests.equivalence.truth import expect, find_truth
+from tests.equivalence.truth import Truth, expect, find_truth
 from tests.support.configs import adam
 from tests.support.tiny_models import save_tiny_model
 from tests.support.transformers_reference import gates_of, is_sigmoid, learning_rate, load_reference
@@ -68,6 +69,15 @@ def test_every_parameter_has_a_gradient_that_an_error_can_be_measured_by(truth):
         least = 0.007 if biased or tied else 0.02
         norms = torch.stack([gradient.norm() for gradient in expected.gradients.values()])
         assert norms.min() > least * norms.square().mean().sqrt(), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_every_adapter_has_a_gradient_that_an_error_can_be_measured_by(name, tmp_path):
+    truth: Truth = torch.load(Models(tmp_path)(name)[1], weights_only=False)
+    for scenario, expected in truth.scenarios.items():
+        norms = torch.stack([gradient.norm() for gradient in expected.gradients.values()])
+        assert norms.min() > 0.003 * norms.median(), scenario  # of many small matrices some have few tokens
 
 
 def decisions(objective: Objective, batch: Batch) -> Iterator[float]:

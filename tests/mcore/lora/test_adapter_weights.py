@@ -45,7 +45,8 @@ def streams(rank: int, world_size: int, path: str, lora: LoRAConfig, file: Path)
 
 @pytest.fixture(scope="module", params=["each", "shared", "router", "latent"])
 def case(request, tmp_path_factory) -> dict[str, Any]:
-    name, lora = ADAPTERS[f"lora_{request.param}"]
+    kind = ADAPTERS[f"lora_{request.param}"]
+    name, lora = kind.model, kind.lora
     folder = tmp_path_factory.mktemp(request.param)
     path = save_tiny_model(folder / "model", **MODELS[name])
     model = adapted(load_reference(path).float(), path, lora)
