@@ -1,8 +1,8 @@
 """Adapters of rank 8 on all linear layers beside training all weights: time and memory of a step, in one process.
 
 Both are one model with the same samples: forward and backward with GSPO, and the optimizer step. Times are in float32
-on one core. The bytes of weights, gradient buffers and optimizer are those of bfloat16 models; the peak
-is that of what a step makes (activations, and gradients that have no buffer), in float32.
+on one core. The bytes of weights, gradient buffers and optimizer are those of bfloat16 models; the peak is that of what
+a step makes (activations, and gradients that have no buffer), in float32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.common import Row, count_row, interleave, run_from_command_line, say, time_row
 from benchmarks.live_storages import LiveStorages, storage_bytes
-from benchmarks.step_vs_megatron import MAX_TOKENS, make_samples
+from benchmarks.step_vs_megatron import MAX_TOKENS, make_samples, tiny_policy
 from tests.support.tiny_models import save_tiny_model
 
 SIZES = dict(hidden_size=512, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, head_dim=64,
@@ -30,16 +30,6 @@ SEQUENCES, PROMPT, RESPONSE = 8, 64, 448
 RANK = 8
 # The products with the frozen weights remain, forward and to the input: time falls by a third at most.
 TIME_TARGET, STATES_TARGET = 1.0, 0.2
-
-
-def policy(path: str, groups: Any, dtype: str, rank: int | None) -> Any:
-    """The model at ``path`` with Adam: all weights are trained, or adapters of ``rank``."""
-    from megatron_gspo.config import LoRAConfig, ModelConfig, OptimizerConfig, ParallelConfig
-    from megatron_gspo.mcore.policy import TrainedParts, build_policy
-
-    parts = TrainedParts(lora=None if rank is None else LoRAConfig(rank=rank, alpha=2.0 * rank))
-    return build_policy(ModelConfig(path=path, dtype=dtype), ParallelConfig(), groups,
-                        optimizer=OptimizerConfig(lr=1e-6), parts=parts)  # fmt: skip
 
 
 def step_of(policy: Any, samples: list[Any]) -> Callable[[], None]:
@@ -76,22 +66,23 @@ def peak_bytes(step: Callable[[], None]) -> int:
 
 def measure(args: argparse.Namespace) -> list[Row]:
     """Rows of time, states and peak: ours is adapters, the peer all weights."""
-    from megatron_gspo.config import ParallelConfig
+    from megatron_gspo.config import LoRAConfig, ParallelConfig
     from megatron_gspo.mcore.process_groups import initialize
 
     torch.set_num_threads(1)
-    groups = initialize(ParallelConfig(), seed=0)
+    layout = ParallelConfig()
+    groups = initialize(layout, seed=0)
     with tempfile.TemporaryDirectory() as folder:
         path = save_tiny_model(Path(folder) / "model", **SIZES)
         samples = make_samples(SEQUENCES, PROMPT, RESPONSE, SIZES["vocab_size"])
-        kinds = {"ours": RANK, "all weights": None}
-        steps = {name: step_of(policy(path, groups, "float32", rank), samples) for name, rank in kinds.items()}
+        kinds = {"ours": LoRAConfig(rank=RANK, alpha=2.0 * RANK), "all weights": None}
+        steps = {name: step_of(tiny_policy(path, layout, groups, lora=lora), samples) for name, lora in kinds.items()}
         say(f"a step with adapters of rank {RANK} and with all weights")
         taken = interleave(steps, repeats=args.repeats, warmup=1, seconds=args.seconds)
         peaks = {name: peak_bytes(step) for name, step in steps.items()}
         states = {}
-        for name, rank in kinds.items():
-            trained = policy(path, groups, "bfloat16", rank)
+        for name, lora in kinds.items():
+            trained = tiny_policy(path, layout, groups, dtype="bfloat16", lora=lora)
             step_of(trained, samples)()
             states[name] = state_bytes(trained)
     common = dict(peer_name="all weights trained")

@@ -80,13 +80,13 @@ def bare_forward_step(groups: Any) -> Callable[..., Any]:
     return forward_step
 
 
-def tiny_policy(path: str, parallel: Any, groups: Any, lr: float = 1e-6) -> Any:
-    """The model of a Hugging Face directory in float32 with Adam, at a rate that hardly changes the weights."""
+def tiny_policy(path: str, parallel: Any, groups: Any, *, dtype: str = "float32", lora: Any = None) -> Any:
+    """The model of a Hugging Face directory with Adam, at a rate that hardly changes the weights, or its adapters."""
     from megatron_gspo.config import ModelConfig, OptimizerConfig
-    from megatron_gspo.mcore.policy import build_policy
+    from megatron_gspo.mcore.policy import TrainedParts, build_policy
 
-    model = ModelConfig(path=str(path), dtype="float32")
-    return build_policy(model, parallel, groups, optimizer=OptimizerConfig(lr=lr, weight_decay=0.0))
+    model, optimizer = ModelConfig(path=str(path), dtype=dtype), OptimizerConfig(lr=1e-6, weight_decay=0.0)
+    return build_policy(model, parallel, groups, optimizer=optimizer, parts=TrainedParts(lora=lora))
 
 
 def steps_of(policy: Any, samples: list[Any], max_tokens: int, *, peer: str) -> dict[str, Callable[[], None]]:

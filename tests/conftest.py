@@ -35,6 +35,6 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What all tests of this process share is no garbage: each collection would look through millions of objects."""
+    """The garbage collector need not look through the millions of objects that all tests of this process share."""
     gc.collect()
     gc.freeze()

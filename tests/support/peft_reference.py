@@ -13,10 +13,9 @@ from torch.nn.utils import parametrize
 
 from megatron_gspo.config import LoRAConfig
 from megatron_gspo.models import family_of, read_config
-from megatron_gspo.models.adapter_rules import linear_names
+from megatron_gspo.models.adapter_rules import linear_names, router_names
 
 EXPERTS = ("gate_proj", "up_proj", "down_proj")
-ROUTERS = ("gate", "router")  # parameters of a module that is no linear layer
 FUSED = "mlp.experts.gate_up_proj"
 
 
@@ -31,8 +30,9 @@ def adapted(model: torch.nn.Module, path: str, lora: LoRAConfig, seed: int = 0) 
         if lora.experts == "each":
             parameters |= {FUSED, "mlp.experts.down_proj"}
             config |= dict(rank_pattern={FUSED: 2 * lora.rank}, alpha_pattern={FUSED: 2 * lora.alpha})
-        parameters |= {f"mlp.{name}.weight" for name in names if name in ROUTERS}
-        names = [name for name in names if name not in (*EXPERTS, *ROUTERS)]
+        routers = router_names(family, shape)  # parameters of a module that is no linear layer
+        parameters |= {f"mlp.{name}.weight" for name in names if name in routers}
+        names = [name for name in names if name not in (*EXPERTS, *routers)]
         config |= dict(target_parameters=sorted(parameters))
     wrapped = get_peft_model(model, LoraConfig(target_modules=names, **config))
     if shape.is_moe and lora.experts == "shared":

@@ -185,7 +185,7 @@ def find_source(path: Path, checkpoint: Path) -> Path:
 def _progress(title: str) -> Iterator[Any]:
     """A progress bar on stderr; yields the function (bytes done, total) that updates it.
 
-    It starts with the first update: its thread must not run when processes are forked.
+    It starts with the first update, so that a conversion with nothing left to do shows none.
     """
     columns = (
         TextColumn("{task.description}"), BarColumn(30), DownloadColumn(binary_units=True), TransferSpeedColumn(),

@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
@@ -151,8 +152,9 @@ class AdaptedRouter(TopKRouter):
         logits = super().gating(input)
         if not self.lora.enabled:
             return logits
-        a, b = (matrix.to(logits.dtype) for matrix in self.lora())
-        return logits + linear(linear(input.to(logits.dtype), a), b)
+        a, b = self.lora()
+        low = router_gating_linear(input, a, None, logits.dtype)  # keeps no copy of the input in that type
+        return logits + linear(low, b.to(logits.dtype))
 
 
 ADAPTED = {
