@@ -17,6 +17,7 @@ from megatron_gspo.tracking import read_metrics
 
 _CLOCK = ("time/", "perf/")  # metrics that differ between any two runs
 _OWN = ("wall_seconds", "exported")  # and entries of summary and state
+_EXPORTS = ("hf", "critic_hf", "adapters")  # where a run has them
 _LEFT = ("*.tmp", "*.partial", "*.old", ".partial_*", ".removed_*")  # names of what is being written or removed
 
 
@@ -27,7 +28,7 @@ def first_difference(run: Path, other: Path) -> str:
 
 def _differences(run: Path, other: Path) -> Iterator[str]:
     yield from (f"{path.relative_to(run)} was left behind" for name in _LEFT for path in run.rglob(name))
-    for folder in ("hf", "samples", "checkpoints"):
+    for folder in (*_EXPORTS, "samples", "checkpoints"):
         names, wanted = _names(run / folder), _names(other / folder)
         if names != wanted:
             yield f"{folder}/ holds {', '.join(sorted(names ^ wanted))} in one run only"
@@ -35,8 +36,9 @@ def _differences(run: Path, other: Path) -> Iterator[str]:
     for file in sorted((other / "samples").iterdir()):
         if file.read_bytes() != (run / "samples" / file.name).read_bytes():
             yield f"samples/{file.name}"
-    for file in sorted((other / "hf").glob("*.safetensors")):
-        yield from _tensors(f"hf/{file.name}", load_file(run / "hf" / file.name), load_file(file))
+    for file in sorted(file for folder in _EXPORTS for file in (other / folder).glob("*.safetensors")):
+        name = file.relative_to(other)
+        yield from _tensors(str(name), load_file(run / name), load_file(file))
     for path in sorted((other / "checkpoints").iterdir()):
         mine = run / "checkpoints" / path.name
         yield from _tensors(f"checkpoints/{path.name}", read_checkpoint(mine), read_checkpoint(path))

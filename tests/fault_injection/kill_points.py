@@ -21,7 +21,9 @@ CALLS = {
     "generation": "megatron_gspo.rollout.embedded.embedded_engine:EmbeddedEngine._decode_batch",
     "verification": "megatron_gspo.rewards.scorer:RewardScorer.score_texts",
     "log-probs": "megatron_gspo.loop.log_probs:compute_log_probs",
+    "values": "megatron_gspo.loop.critic:compute_values",
     "gradients": "megatron_gspo.loop.optimizer_steps:train_mini_batch",
+    "value gradients": "megatron_gspo.loop.critic:train_critic_mini_batch",
     "update": "torch.optim:Adam.step",
     "weight update": "megatron_gspo.rollout.embedded.weight_loading:_fault",
     "evaluation": "megatron_gspo.loop.evaluation:evaluation_sampling",
@@ -35,6 +37,7 @@ FILES = {
     "metrics": "metrics.jsonl",
     "samples": "samples/",
     "export": "hf",
+    "value model's export": "critic_hf",
     "config": "config.yaml",
     "summary": "summary.json",
 }

@@ -24,9 +24,10 @@ def write_checkpoint(folder: Path, moment: torch.Tensor) -> None:
 
 
 def write_run(folder: Path) -> Path:
-    for name in ("hf", "samples", "checkpoints"):
+    for name in ("hf", "critic_hf", "samples", "checkpoints"):
         (folder / name).mkdir(parents=True)
-    save_file({"a": torch.tensor([0.0, float("nan")])}, folder / "hf" / "model.safetensors")
+    for name in ("hf", "critic_hf"):
+        save_file({"a": torch.tensor([0.0, float("nan")])}, folder / name / "model.safetensors")
     (folder / "samples" / "step_000004.jsonl").write_text('{"reward": 1.0}\n')
     (folder / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1, "loss": 0.1, "time/step": 1.5}\n')
     (folder / "summary.json").write_text('{"step": 4, "wall_seconds": 2.5}')
@@ -52,6 +53,9 @@ def change_metric(run: Path) -> None:
 CHANGES = {
     "hf/model.safetensors: a": lambda run: save_file(
         {"a": torch.tensor([-0.0, float("nan")])}, run / "hf" / "model.safetensors"
+    ),
+    "critic_hf/model.safetensors: a": lambda run: save_file(
+        {"a": torch.tensor([0.0, 1.0])}, run / "critic_hf" / "model.safetensors"
     ),
     "hf/ holds more in one run only": lambda run: (run / "hf" / "more").touch(),
     "samples/step_000004.jsonl": lambda run: (run / "samples" / "step_000004.jsonl").write_text('{"reward": 1}\n'),
