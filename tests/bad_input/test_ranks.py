@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +19,7 @@ import yaml
 from tests.bad_input.ranks import run_ranks
 from tests.support.command_line import Case, small_config
 from tests.support.sglang_generator import Generator
+from tests.support.waiting import wait_for
 
 VERIFIER = Path(__file__).with_name("broken_verifier.py")
 LOST = "lost contact with another rank ("
@@ -57,10 +57,7 @@ def test_a_rank_that_is_killed(model, tmp_path):
 
 def kill_when(condition: Callable[[], bool], log: Path) -> None:
     """Kill the process whose error stream is `log`, once the condition holds."""
-    deadline = time.monotonic() + 100
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(condition, 100)
     for stream in Path("/proc").glob("[0-9]*/fd/2"):
         with contextlib.suppress(OSError):
             if stream.readlink() == log:
@@ -142,10 +139,7 @@ def test_under_torchrun_a_dead_rank_ends_all_and_one_line_says_it(model, tmp_pat
         assert started.returncode != 0
         lines = [line for line in text.splitlines() if line.startswith("error: ")]
         assert len(lines) == 1 and (LOST in lines[0] or STOPPED.phrase in lines[0]), text[-3000:]
-        end = time.monotonic() + 5
-        while (left := members(started.pid)) and time.monotonic() < end:
-            time.sleep(0.1)
-        assert not left
+        wait_for(lambda: not members(started.pid), 5, pause=0.1)
     finally:
         for process in members(started.pid):
             os.kill(process, signal.SIGKILL)

@@ -20,6 +20,7 @@ from megatron_gspo.data.prompt_files import PromptError
 from megatron_gspo.data.prompts import PromptSet, load_prompts
 from tests.support.prompt_rows import write_jsonl
 from tests.support.samples import CharTokenizer
+from tests.support.waiting import wait_for
 
 ROWS = [
     {"prompt": "a b", "answer": "c", "level": 1, "more": {"x": [1.5, None, 10**30, "é"], "y": True}},
@@ -195,8 +196,7 @@ def test_a_writer_that_is_killed(file):
     """Who waits for it takes over, and removes what it left."""
     log, other = file.parent / "log", file.parent / "other"
     first = start(file, log, 30.0)
-    while not list((file.parent / "cache").glob("*.tmp")):
-        time.sleep(0.01)
+    wait_for(lambda: list((file.parent / "cache").glob("*.tmp")))
     second = start(file, other, 0.0)
     time.sleep(0.2)
     assert second.exitcode is None

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from tests.bad_input.ranks import free_port, run_ranks
 from tests.fault_injection.bitwise_diff import first_difference
 from tests.support.network_hosts import Host, hosts, why_not
 from tests.support.training_runs import base_config, tiny_model
+from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "examples" / "launch"
@@ -94,11 +94,9 @@ def hear_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen, log: Path, seconds: float = LIMIT) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None and time.monotonic() < end, log.read_text()[-3000:]
-        time.sleep(0.05)
+def wait_in_run(condition: Callable[[], bool], process: subprocess.Popen, log: Path) -> None:
+    """The process must not end before."""
+    wait_for(condition, LIMIT, alive=lambda: process.poll() is None, said=log.read_text)
 
 
 def lines(file: Path) -> int:
@@ -116,10 +114,10 @@ def test_a_host_loses_power_and_comes_back(machines, model, start, tmp_path):
     logs = [tmp_path / "head.txt", tmp_path / "other.txt"]
     first = start("c10d.sh", logs[0], [str(config)], on=head, ADDRESS=head.address, **settings)
     second = start("c10d.sh", logs[1], [str(config)], on=other, ADDRESS=other.address, **settings)
-    wait_for(lambda: lines(run_dir / "metrics.jsonl") >= 3, first, logs[0])
+    wait_in_run(lambda: lines(run_dir / "metrics.jsonl") >= 3, first, logs[0])
     assert other.kill() >= 4  # the script, torchrun and two ranks
     assert second.wait(10) != 0
-    wait_for(lambda: "start 1 of 1 again" in logs[0].read_text(), first, logs[0])
+    wait_in_run(lambda: "start 1 of 1 again" in logs[0].read_text(), first, logs[0])
     second = start("c10d.sh", logs[1], [str(config)], on=other, ADDRESS=other.address, **settings)
     codes = [process.wait(LIMIT) for process in (first, second)]
 
@@ -150,7 +148,7 @@ def test_one_script_is_asked_and_both_say_that_the_run_has_stopped(model, start,
         start("static.sh", log, arguments, NODES=2, PROCESSES=1, **variables)
         for log, variables in zip(logs, (ours, operators), strict=True)
     )
-    wait_for(lambda: lines(run_dir / "metrics.jsonl") >= 1, first, logs[0])
+    wait_in_run(lambda: lines(run_dir / "metrics.jsonl") >= 1, first, logs[0])
     second.send_signal(signal.SIGTERM)
     assert [first.wait(LIMIT), second.wait(LIMIT)] == [75, 75], logs[0].read_text()
     done = lines(run_dir / "metrics.jsonl")
@@ -162,7 +160,7 @@ def test_one_script_is_asked_and_both_say_that_the_run_has_stopped(model, start,
 def test_an_interrupt_ends_the_run_at_once(model, start, tmp_path):
     log = tmp_path / "log.txt"
     running = start("static.sh", log, configure_one(model, tmp_path / "run"), PROCESSES=1)
-    wait_for(lambda: lines(tmp_path / "run" / "metrics.jsonl") >= 1, running, log)
+    wait_in_run(lambda: lines(tmp_path / "run" / "metrics.jsonl") >= 1, running, log)
     running.send_signal(signal.SIGINT)
     assert running.wait(60) not in (0, 75)
     assert "stopped by SIGTERM" in log.read_text() and not list(tmp_path.glob("run/checkpoints/step_*"))

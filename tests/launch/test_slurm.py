@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from tests.bad_input.ranks import run_ranks
 from tests.fault_injection.bitwise_diff import first_difference
 from tests.support.network_hosts import hosts, why_not
 from tests.support.training_runs import base_config, tiny_model
+from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "examples" / "qwen3_moe" / "qwen3_235b_a22b_24x8_gspo.yaml"
@@ -89,9 +89,7 @@ def test_before_its_time_limit_a_job_saves_and_is_queued_again(nodes, tmp_path):
     file, run_dir = tmp_path / "run.yaml", tmp_path / "run"
     file.write_text(yaml.safe_dump(configs["run"]))
     job = submit(tmp_path, nodes, [str(file)], PROCESSES=1)
-    end = time.monotonic() + LIMIT
-    while lines(run_dir / "metrics.jsonl") < 1 and job.poll() is None and time.monotonic() < end:
-        time.sleep(0.02)
+    wait_for(lambda: lines(run_dir / "metrics.jsonl") >= 1, LIMIT, alive=lambda: job.poll() is None)
     job.send_signal(signal.SIGUSR1)
     assert job.wait(LIMIT) == 75, (tmp_path / "job.txt").read_text()[-3000:]
     done = lines(run_dir / "metrics.jsonl")
@@ -134,9 +132,7 @@ def test_a_job_that_is_cancelled_is_not_queued_again(number, requeued, tmp_path)
     (tmp_path / "static.sh").write_text(STOPPER)
     (tmp_path / "static.sh").chmod(0o755)
     job = submit(tmp_path, ["here"], [str(tmp_path / "ready")], SCRIPTS=tmp_path)
-    end = time.monotonic() + LIMIT
-    while not (tmp_path / "ready").exists() and time.monotonic() < end:
-        time.sleep(0.02)
+    wait_for((tmp_path / "ready").exists)
     job.send_signal(number)
     assert job.wait(LIMIT) == 75
     assert (["requeue", "17"] in calls(tmp_path)) == requeued
@@ -152,9 +148,7 @@ def test_the_last_nodes_serve_and_the_run_knows_them(tmp_path):
     nodes = ["node1", "node2", "node3"]
     job = submit(tmp_path, nodes, [str(file), "seed=3"], SHIM_ONLY_RECORD=1, **settings)
     assert job.wait(LIMIT) == 0, (tmp_path / "job.txt").read_text()
-    end = time.monotonic() + LIMIT
-    while len(calls(tmp_path)) < 2 and time.monotonic() < end:  # the job doesn't wait for its servers
-        time.sleep(0.05)
+    wait_for(lambda: len(calls(tmp_path)) >= 2)  # the job doesn't wait for its servers
     serving, training = sorted(calls(tmp_path), key=lambda call: "serve" not in call)
 
     step = ["--cpu-bind=none", "--kill-on-bad-exit=0"]

@@ -12,6 +12,7 @@ import pytest
 from megatron_gspo.rewards.scorer import RewardScorer
 from tests.rewards.conftest import VERIFIER
 from tests.support.scored_responses import run
+from tests.support.waiting import wait_for
 
 
 def alive(pid):
@@ -21,17 +22,10 @@ def alive(pid):
         return False
 
 
-def wait_until_gone(pids, seconds=10):
-    end = time.monotonic() + seconds
-    while any(alive(pid) for pid in pids) and time.monotonic() < end:
-        time.sleep(0.05)
-    return not any(alive(pid) for pid in pids)
-
-
 def test_a_hung_verifier_dies_with_its_children(scorer, tmp_path):
     scores = run(scorer, ["child"], file=str(tmp_path / "pid"))
     assert scores.statuses == ("timeout",)
-    assert wait_until_gone([int((tmp_path / "pid").read_text())])
+    wait_for(lambda: not alive(int((tmp_path / "pid").read_text())))
 
 
 def test_workers_are_reused_replaced_when_dead_and_reaped(verifier):
@@ -54,7 +48,7 @@ def test_collecting_the_scorer_ends_its_workers(verifier):
     pids = scorer._pool.process_ids
     del scorer
     gc.collect()
-    assert wait_until_gone(pids, seconds=0)
+    assert not any(alive(pid) for pid in pids)
 
 
 SCRIPT = """
@@ -77,7 +71,7 @@ def test_no_worker_outlives_its_parent(verifier, text, ends):
         assert len(pids) == 2
         if ends == "killed":
             parent.kill()
-    assert wait_until_gone(pids)
+    wait_for(lambda: not any(alive(pid) for pid in pids))
 
 
 def test_the_kernel_ends_a_busy_worker_that_nobody_watches():

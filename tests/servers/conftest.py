@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,11 +73,3 @@ def plan(launch: SGLangLaunch, what: str) -> None:
 
 def running(processes: list[psutil.Process]) -> list[int]:
     return [p.pid for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 20.0) -> object:
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"nothing within {seconds} s"
-        time.sleep(0.02)
-    return value

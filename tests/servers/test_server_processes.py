@@ -21,7 +21,8 @@ from megatron_gspo.errors import EngineError, InputError
 from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch
 from megatron_gspo.servers import server_processes as servers
 from megatron_gspo.servers.server_processes import LocalServers
-from tests.servers.conftest import plan, running, wait_for, with_config
+from tests.servers.conftest import plan, running, with_config
+from tests.support.waiting import wait_for
 
 
 @pytest.fixture

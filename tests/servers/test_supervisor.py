@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 from megatron_gspo.servers import supervisor
-from tests.servers.conftest import running, wait_for
+from tests.servers.conftest import running
+from tests.support.waiting import wait_for
 
 KEY = "it's \\ \"secret\" \u00e9"
 

@@ -25,6 +25,7 @@ from tests.support.reference_models import checkpoint
 from tests.support.server_clients import SHORT, checkpoint_stream, counts_of, draw, engine_on, everything, prompts_of
 from tests.support.ties import TIE, smallest_margin
 from tests.support.transformers_reference import load_reference, observe_routers, response_log_probs
+from tests.support.waiting import wait_for
 
 KEY = "a-key-that-nobody-may-see"
 
@@ -268,10 +269,7 @@ def test_one_that_is_gone_and_comes_back_with_the_same_weights(pair, proxy, sgla
     proxy.add(Fault("refuse", path="/", times=12))
     draw(pair, sglang_model, prompts_of([10] * 6, VOCABULARY, seed=2))
     assert counts_of(pair)["rollout/requests"] == 12
-    deadline = time.monotonic() + 60
-    while counts_of(pair)["rollout/servers"] < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_for(lambda: counts_of(pair)["rollout/servers"] >= 2, pause=0.1)
     assert proxy.pending == 0 or all(member.alive for member in pair._pool.servers)
     proxy.clear()
 

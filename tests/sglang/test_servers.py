@@ -7,10 +7,9 @@ import os
 import re
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -21,6 +20,7 @@ from megatron_gspo.errors import EngineError
 from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch
 from megatron_gspo.servers.server_processes import LocalServers
 from tests.support.real_servers import main_process, processes_of
+from tests.support.waiting import wait_for
 
 MODULE = "sglang.launch_server"
 KEY = "a-key-that-nobody-may-see"
@@ -47,14 +47,6 @@ def generate(url: str, key: str = "") -> dict:
     request = urllib.request.Request(f"{url}/generate", data=json.dumps(body).encode(), headers=headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)
-
-
-def wait_for(condition: Callable[[], object], seconds: float) -> object:
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"nothing within {seconds} s"
-        time.sleep(0.1)
-    return value
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import base64
 import os
 import shutil
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from megatron_gspo.weight_transport.disk_transport import DiskTransport
 from megatron_gspo.weight_transport.transport import WeightTransport
 from megatron_gspo.weight_transport.weight_update import TRANSPORTS, make_transport, update_servers
 from tests.support.tiny_models import save_tiny_model
+from tests.support.waiting import wait_for
 
 PROMPT = torch.randint(2, 96, (400,), generator=torch.Generator().manual_seed(3)).tolist()
 LAYERS, EXPERTS = 4, 8  # of `save_tiny_model`
@@ -308,5 +308,4 @@ def test_killed_in_mid_update(
     assert len(failures[url].splitlines()) == 1
     assert all(next(each, None) is None for each in streams)
     assert_serves(client, sglang_url, weights[1], "g:2")
-    while url not in victims.poll().restarted:
-        time.sleep(0.5)
+    wait_for(lambda: url in victims.poll().restarted, 240, pause=0.5)

@@ -25,6 +25,7 @@ from megatron_gspo.servers.server_processes import LocalServers
 from tests.support.fault_proxy import Changes, Fault, FaultProxy
 from tests.support.real_servers import main_process, processes_of
 from tests.support.training_runs import base_config, check_ledger, ledger, records
+from tests.support.waiting import wait_for
 
 MIN_DECODING = 4  # running requests of a server in the middle of a step: responses end at different times
 # a random model samples its end token about once in a hundred tokens
@@ -85,12 +86,7 @@ class TrainingRun:
 
     def wait_for(self, condition: Callable[[], Any]) -> Any:
         """The first true value of `condition`. The run must not end before."""
-        deadline = time.monotonic() + SECONDS
-        while not (value := condition()):
-            assert self.process.poll() is None, f"the run has ended: {self.output[-3000:]}"
-            assert time.monotonic() < deadline, f"timeout: {self.output[-3000:]}"
-            time.sleep(0.02)
-        return value
+        return wait_for(condition, SECONDS, alive=lambda: self.process.poll() is None, said=lambda: self.output)
 
     def end(self, code: int = 0) -> str:
         """All output, after the run has ended with this exit code."""

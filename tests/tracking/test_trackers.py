@@ -1,12 +1,12 @@
 """The adapters write to the real packages, offline; a missing or failing one is reported in one line."""
 
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from megatron_gspo.tracking import RunInfo, TrackerSet, make_trackers
+from tests.support.waiting import wait_for
 
 
 def read_events(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -54,10 +54,7 @@ def test_wandb_writes_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     identity = (tmp_path / "wandb_id").read_text().strip()
     files = list((tmp_path / "wandb").glob(f"offline-run-*-{identity}/*.wandb"))
     assert len(files) == 1
-    deadline = time.monotonic() + 60.0  # its own process writes the file, when it gets a turn
-    while b"reward/mean" not in files[0].read_bytes() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert b"reward/mean" in files[0].read_bytes()
+    wait_for(lambda: b"reward/mean" in files[0].read_bytes())  # its own process writes the file, when it gets a turn
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])

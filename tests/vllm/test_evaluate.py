@@ -7,7 +7,6 @@ import math
 import string
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from tests.support.fault_proxy import VLLM_CHANGES, Fault, FaultProxy
 from tests.support.server_clients import checkpoint_stream, engine_on
 from tests.support.ties import TIE, smallest_margin
 from tests.support.transformers_reference import load_reference
+from tests.support.waiting import wait_for
 
 LENGTH, SOLVED, OTHERS = 6, 7, 5
 TEMPERATURE, SAMPLES = 0.05, 64  # a random model's probabilities are nearly equal at 1
@@ -148,11 +148,8 @@ def test_a_killed_evaluation_is_continued(served, vllm_model, said, tmp_path):
         proxy.add(Fault("hang", skip=16, times=1000))
         arguments = evaluation(proxy.url, vllm_model, tasks, killed, EXACT, *settings)
         process = subprocess.Popen([sys.executable, "-m", "megatron_gspo", "evaluate", *arguments])
-        deadline, finished = time.monotonic() + 300, 0
-        while finished < 4:
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
-            finished = len(responses(killed)) // 2 if list(killed.rglob("*.jsonl")) else 0
+        wait_for(lambda: list(killed.rglob("*.jsonl")) and len(responses(killed)) // 2 >= 4, 300,
+                 alive=lambda: process.poll() is None)  # fmt: skip
         process.kill()
         process.wait()
         finished = len(responses(killed)) // 2

@@ -14,6 +14,7 @@ import pytest
 from megatron_gspo.rewards.sandbox.command import Command, Limits, SandboxError
 from megatron_gspo.rewards.sandbox.launcher_client import Launcher
 from tests.rewards.sandbox.mechanisms import MECHANISMS, descendants, isolation_of
+from tests.support.waiting import wait_for
 
 
 @pytest.fixture(scope="module")
@@ -74,15 +75,11 @@ def test_its_programs_end_with_it(ready):
     worker = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
     worker.stdin.write(pickle.dumps((setup, program(python, "import time; time.sleep(50)", 60.0))))
     worker.stdin.close()
-    end = time.monotonic() + 20
-    while len(running := descendants(worker.pid)) < 3 and time.monotonic() < end:
-        time.sleep(0.02)
-    assert len(running) >= 3  # the launcher, the first process and the program
+    wait_for(lambda: len(descendants(worker.pid)) >= 3)  # the launcher, the first process and the program
+    running = descendants(worker.pid)
     worker.kill()
     worker.wait()
-    while any(Path(f"/proc/{pid}").exists() for pid in running) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in running)
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in running), 20)
 
 
 def test_it_ends_with_its_object(ready):

@@ -17,6 +17,7 @@ from megatron_gspo.errors import EngineError
 from megatron_gspo.rollout.server_engine.request_stream import WeightsNeeded
 from tests.support.served_models import served_model
 from tests.support.sglang_generator import SAMPLING, Generator, Setup, expected, prompts
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 
@@ -225,8 +226,7 @@ def test_a_server_that_is_lost_gives_back_a_prompt_too(server):
         setup.client.model = served_model(max_length=1000)
         [prompt] = [Prompt(0, np.arange(70), "")]
         setup.stream.start([prompt], SAMPLING, seed=1)
-        while not hung.bodies:
-            time.sleep(0.005)
+        wait_for(lambda: hung.bodies)
         setup.loop.run(setup.pool.mark_down(setup.pool.servers[0], "gone"))
         assert len(setup.stream.take(1, patience=20.0)) == 1
 

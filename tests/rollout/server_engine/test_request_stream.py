@@ -19,15 +19,9 @@ from megatron_gspo.rollout.server_engine.partial_response import PartialResponse
 from megatron_gspo.rollout.server_engine.request_stream import GroupRequest, WeightsNeeded, select_groups
 from megatron_gspo.rollout.server_engine.server_pool import NoServerError
 from tests.support.sglang_generator import SAMPLING, Generator, Setup, expected, prompts
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def indices(groups: list[list]) -> list[int]:
@@ -39,7 +33,7 @@ def test_groups_come_in_the_order_of_their_start_each_once(server):
     with Setup(server.url) as setup:
         assert setup.stream.start(prompts(5), SAMPLING, seed=1) == [0, 1, 2, 3, 4]
         assert [prompt.index for prompt in setup.stream.prompts] == [0, 1, 2, 3, 4]
-        wait_for(lambda: setup.client.counts["requests"] == 10)
+        wait_for(lambda: setup.client.counts["requests"] == 10, pause=0.005)
         assert indices(setup.stream.take(2)) == [0, 1]
         assert setup.stream.start([Prompt(9, np.arange(4), "")], SAMPLING, seed=1) == [5]
         assert [prompt.index for prompt in setup.stream.prompts] == [2, 3, 4, 9]
@@ -61,7 +55,7 @@ def test_patience_gives_what_there_is(server):
 
 def interrupted(setup: Setup, server: Generator, version: str) -> None:
     """All requests in flight return after one token; `version` is then the current one."""
-    wait_for(lambda: len(server.bodies) >= setup.waiting)
+    wait_for(lambda: len(server.bodies) >= setup.waiting, pause=0.005)
     setup.stream.stop(keep=True)
     server.version = version
     setup.serve(version)
@@ -95,7 +89,7 @@ def test_a_kept_stream_goes_on_by_itself_with_the_next_take(server):
     server.gate = False
     with Setup(server.url) as setup:
         setup.stream.start(prompts(1), SAMPLING, seed=1)
-        wait_for(lambda: len(server.bodies) == 2)
+        wait_for(lambda: len(server.bodies) == 2, pause=0.005)
         setup.stream.stop(keep=True)
         server.gate = True
         assert len(server.bodies) == 2
@@ -107,7 +101,7 @@ def test_what_is_not_kept_is_given_back_and_counted(server):
     with Setup(server.url) as setup:
         wanted = prompts(2)
         setup.stream.start(wanted, SAMPLING, seed=1)
-        wait_for(lambda: len(server.bodies) == 4)
+        wait_for(lambda: len(server.bodies) == 4, pause=0.005)
         assert setup.stream.stop(keep=False) == wanted
         assert setup.stream.prompts == [] and setup.client.counts["discarded_tokens"] == 4
         server.gate = True
@@ -143,7 +137,7 @@ def test_a_group_that_is_due_is_waited_for_and_comes_first(server):
         go_on = hold_back(server, 10)  # its nine tokens and the one that was drawn
         server.gate = True
         setup.stream.start([Prompt(i, np.arange(5), "") for i in (1, 2, 3)], SAMPLING, seed=1)
-        wait_for(lambda: setup.client.counts["requests"] >= 8)
+        wait_for(lambda: setup.client.counts["requests"] >= 8, pause=0.005)
         assert indices(setup.stream.take(1)) == [1], "no bound: who is done first"
         assert indices(setup.stream.take(1, oldest=2)) == [2], "version 3 is younger than the bound"
         assert setup.stream.take(1, oldest=3, patience=0.2) == []
@@ -160,7 +154,7 @@ def test_places_are_kept_for_groups_that_are_due(server):
         go_on = hold_back(server, 10)
         server.gate = True
         setup.stream.start([Prompt(i, np.arange(5), "") for i in (1, 2, 3)], SAMPLING, seed=1)
-        wait_for(lambda: setup.client.counts["requests"] >= 8)
+        wait_for(lambda: setup.client.counts["requests"] >= 8, pause=0.005)
         assert indices(setup.stream.take(2, oldest=3, patience=0.1)) == [1]  # one place is group 0's
         go_on()
         assert indices(setup.stream.take(1, oldest=3)) == [0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -28,6 +27,7 @@ from tests.support.distributed import run_distributed
 from tests.support.random_samples import all_samples
 from tests.support.scripted_servers import collective_weights
 from tests.support.sglang_generator import MODEL, SAMPLING, Generator, expected, prompts
+from tests.support.waiting import wait_for
 
 VERSION = 3
 
@@ -64,10 +64,7 @@ class Rank:
 
     def wait_for_requests(self, count: int) -> None:
         """On every rank."""
-        deadline = time.monotonic() + 20
-        while self.servers and sum(len(server.bodies) for server in self.servers) < count:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for(lambda: not self.servers or sum(len(server.bodies) for server in self.servers) >= count)
         dist.barrier()
 
 
@@ -204,9 +201,7 @@ def broken_connection(rank: Rank) -> tuple:
         server.gate = False
     dist.barrier()
     rank.source.submit(prompts(6), SAMPLING, seed=5)
-    deadline = time.monotonic() + 30.0
-    while not rank.servers and len(rank.serving()) > 1 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(lambda: rank.servers or len(rank.serving()) <= 1)
     dist.barrier()
     for server in rank.servers:
         server.gate = True

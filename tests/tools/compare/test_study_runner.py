@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from megatron_gspo.tools.compare.study_runner import (
     last_words,
     run_one,
 )
+from tests.support.waiting import wait_for
 from tests.tools.compare.synthetic import write_comparison
 
 # Stands where a run's process stands: writes a run directory of the resolved config, or fails, or waits.
@@ -158,9 +158,7 @@ def test_a_stop_ends_the_processes_and_leaves_no_failure(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", script], cwd=root, stdout=subprocess.PIPE, text=True,
                                env={**os.environ, "PYTHONPATH": str(root)})  # fmt: skip
     folder = tmp_path / "out" / "runs" / "base"
-    deadline = time.monotonic() + 60
-    while len(list(folder.glob("*/seed_1/started"))) < 2 and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_for(lambda: len(list(folder.glob("*/seed_1/started"))) == 2)
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=30)
     assert process.returncode == 130 and "run the same command again to continue" in said

@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from megatron_gspo.tools.evaluate.__main__ import main
 from tests.support.command_line import ROWS, VERIFIER, in_fork, write_rows
 from tests.support.training_runs import base_config, launch, records, tiny_model
+from tests.support.waiting import wait_for
 from tests.tools.evaluate.public_files import write_parquet
 
 
@@ -61,10 +61,9 @@ def test_a_killed_evaluation_is_continued_to_the_same_bytes(run, tmp_path):
     name = Path("responses") / "hf" / "words.jsonl"
     child = multiprocessing.get_context("fork").Process(target=evaluate, args=(model, killed, tasks))
     child.start()
-    deadline = time.monotonic() + 60
-    while not (killed / name).is_file() or (killed / name).stat().st_size < (whole / name).stat().st_size / 3:
-        assert child.is_alive() and time.monotonic() < deadline
-        time.sleep(0.002)
+    third = (whole / name).stat().st_size / 3
+    wait_for(lambda: (killed / name).is_file() and (killed / name).stat().st_size >= third, pause=0.002,
+             alive=child.is_alive)  # fmt: skip
     os.kill(child.pid, signal.SIGKILL)
     child.join()
     part = (killed / name).read_bytes()
