@@ -45,9 +45,10 @@ def check_adapter_updates(lora: LoRAConfig, rollout: RolloutConfig, servers: Ser
     if rollout.quantization.is_on:
         problem = "rollout.quantization quantises the weights of each update, and the base is not sent"
         raise ConfigError(key, given, problem, "set it to merged")
-    if servers.weight_transport != "disk":
-        problem = f"{servers.section}.weight_transport is {servers.weight_transport}, and adapters go by files"
-        raise ConfigError(key, given, problem, f"set {servers.section}.weight_transport to disk")
+    if servers.weight_transport not in servers.adapter_transports:
+        problem = f"{servers.section}.weight_transport is {servers.weight_transport}, which adapters alone don't have"
+        raise ConfigError(key, given, problem,
+                          f"set {servers.section}.weight_transport to {' or '.join(servers.adapter_transports)}")
     if servers.weight_checksums:
         problem = f"{servers.section}.weight_checksums sets the weights to zero, and the base is not sent"
         raise ConfigError(key, given, problem, f"set {servers.section}.weight_checksums to false")

@@ -27,7 +27,8 @@ class LoRAConfig:
     experts: Literal["each", "shared"] = "each"
     """An adapter for each expert, or one that all experts of a layer share."""
     weight_updates: Literal["merged", "adapters"] = "merged"
-    """What servers get: the merged weights, or the adapters alone by files, which they add to the base themselves."""
+    """What servers get: the merged weights, or the adapters alone, which they add to the base themselves; by files
+    (weight_transport: disk) or, SGLang, in a request (tensor)."""
     adapter_path: str | None = None
     """PEFT directory of adapters to start from, of this rank, alpha and targets; null: A is random and B is 0."""
 

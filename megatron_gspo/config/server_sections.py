@@ -16,6 +16,7 @@ class ServerConfig:
     loads_single_tensors: ClassVar[bool] = True  # else a layer is loaded from all of its tensors
     has_weight_checker: ClassVar[bool] = False  # the servers compute checksums of what they serve, on every transport
     colocated_transports: ClassVar[str] = "ipc, or to disk"  # that servers on the trainer's GPUs take
+    adapter_transports: ClassVar[tuple[str, ...]] = ("disk",)  # of LoRA adapters alone
     urls: tuple[str, ...] = ()
     """URLs of running servers (or of routers), as http://host:port."""
     num_servers: Annotated[int, Ge(0)] = 0
@@ -95,6 +96,7 @@ class ServerConfig:
 class SGLangConfig(ServerConfig):
     """SGLang servers of `rollout.engine: sglang`."""
 
+    adapter_transports: ClassVar[tuple[str, ...]] = ("disk", "tensor")
     weight_transport: Literal["distributed", "tensor", "disk", "ipc"] = "distributed"
     """Weights to servers by broadcast in a process group (`distributed`), HTTP (`tensor`), files (`disk`) or memory
     handles within a node (`ipc`)."""

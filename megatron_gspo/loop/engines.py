@@ -44,7 +44,7 @@ from megatron_gspo.rollout.sft_engine import DemonstrationEngine
 from megatron_gspo.rollout.weight_distribution import WHOLE, Source, WeightDistribution, senders_of
 from megatron_gspo.servers.server_gpus import first_server_gpu
 from megatron_gspo.servers.server_processes import LocalServers
-from megatron_gspo.weight_transport.adapter_transport import AdapterTransport
+from megatron_gspo.weight_transport.adapter_transport import AdapterFileTransport, AdapterTensorTransport
 from megatron_gspo.weight_transport.server_endpoints import ADAPTERS
 from megatron_gspo.weight_transport.transport import WeightTransport
 from megatron_gspo.weight_transport.update_group import local_address
@@ -174,7 +174,7 @@ def weight_sources(config: Config, urls: Sequence[str]) -> tuple[Source, ...]:
             fix = "set it to disk, tensor or distributed"
             raise ConfigError(f"{servers.section}.weight_transport", "ipc", problem, fix)
         return handle_sources(config, urls, _ranks_of_the_first_node())
-    if servers.has_one_source:
+    if servers.has_one_source or (config.lora.sends_adapters and servers.weight_transport == "tensor"):
         return WHOLE
     one_node = sources[-1].rank < _ranks_of_the_first_node()
     by_rank_zero = servers.weight_transport == "disk" or servers.uses_receiver  # who sends all requests
@@ -193,7 +193,9 @@ def _transport(config: Config) -> WeightTransport:
     endpoints = SERVER_KINDS[config.rollout.engine].endpoints
     if config.lora.sends_adapters:
         facts = AdapterFacts(config.lora.rank, config.lora.alpha, config.lora.rslora, config.model.path)
-        return AdapterTransport(endpoints, weight_directory(config.servers, config.run_dir), facts)
+        if config.servers.weight_transport == "tensor":
+            return AdapterTensorTransport(endpoints, facts)
+        return AdapterFileTransport(endpoints, weight_directory(config.servers, config.run_dir), facts)
     plan = config.quantization_plan
     return make_transport(config.servers, endpoints, run_dir=config.run_dir, source=config.model.path, address=address,
                           quantization=None if plan is None else plan.config)  # fmt: skip

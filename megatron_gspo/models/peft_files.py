@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_gspo.models.adapter_rules import adapter_scale
 from megatron_gspo.models.model_shape import ModelError
 
-_PREFIX = "base_model.model."
+NAME_PREFIX = "base_model.model."  # of every tensor in a file
 _EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.lora_([AB])\.weight")
 _FUSED = re.compile(r"(.+\.mlp\.experts)\.(base_layer\.)?lora_([AB])\.weight")
 _ROUTER = re.compile(r".+\.mlp\.(gate|router)")  # in Transformers no linear layer, but a module with a parameter
@@ -58,9 +58,9 @@ def write_adapters(folder: Path, tensors: Mapping[str, Tensor], facts: AdapterFa
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     stored = _fuse(tensors, facts.rank) if fused else dict(tensors)
-    stored = {f"{_PREFIX}{name}": tensor.detach().cpu().contiguous().clone() for name, tensor in stored.items()}
+    stored = {f"{NAME_PREFIX}{name}": tensor.detach().cpu().contiguous().clone() for name, tensor in stored.items()}
     save_file(stored, partial / "adapter_model.safetensors", {"format": "pt", "base_checksum": facts.checksum})
-    config = json.dumps(_config(list(tensors), facts, fused=fused), indent=2)
+    config = json.dumps(adapter_config(tensors, facts, fused=fused), indent=2)
     (partial / "adapter_config.json").write_text(config)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
@@ -76,7 +76,7 @@ def read_adapters(folder: str | Path) -> tuple[dict[str, Tensor], AdapterFacts]:
         config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
         with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
             metadata = file.metadata() or {}
-            stored = {name.removeprefix(_PREFIX): file.get_tensor(name) for name in list(file.keys())}
+            stored = {name.removeprefix(NAME_PREFIX): file.get_tensor(name) for name in list(file.keys())}
         facts = AdapterFacts(
             int(config["r"]), float(config["lora_alpha"]), bool(config.get("use_rslora", False)),
             config.get("base_model_name_or_path") or "", metadata.get("base_checksum", ""),
@@ -136,9 +136,13 @@ def _split(stored: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
     return found
 
 
-def _config(names: list[str], facts: AdapterFacts, *, fused: bool) -> dict[str, Any]:
-    """PEFT's own fields. It takes the names of experts' projections for the fused parameters, so that other linear
-    layers of these names are targeted as parameters, which is the same adapter."""
+def adapter_config(names: Iterable[str], facts: AdapterFacts, *, fused: bool) -> dict[str, Any]:
+    """The content of ``adapter_config.json`` of adapters of these names (`Policy.adapters`).
+
+    PEFT takes the names of experts' projections for the fused parameters, so that other linear layers of these names
+    are targeted as parameters, which is the same adapter.
+    """
+    names = list(names)
     of_experts = [name for name in names if _EXPERT.fullmatch(name)]
     layers = {name.rsplit(".lora_", 1)[0] for name in names}
     parameters = {f"{_in_layer(name)}.weight" for name in layers if _ROUTER.fullmatch(name)}

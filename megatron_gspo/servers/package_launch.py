@@ -120,7 +120,12 @@ def package_version(python: str, packages: tuple[str, ...], section: str) -> tup
     if done.returncode:
         problem = f"{section} is not installed there; name an interpreter that has it"
         raise InputError(f"{section}.python={python}: {problem}")
-    numbers = re.match(r"[\d.]*\d", done.stdout.strip())
+    return release(done.stdout.strip())
+
+
+def release(version: str) -> tuple[int, ...]:
+    """(0, 5, 15) of 0.5.15.post1; () if it does not begin with a number."""
+    numbers = re.match(r"[\d.]*\d", version)
     return tuple(int(part) for part in numbers[0].split(".")) if numbers else ()
 
 

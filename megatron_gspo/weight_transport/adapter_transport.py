@@ -1,20 +1,26 @@
-"""LoRA adapters alone, by files in PEFT's format, to servers that add them to the base model that they have loaded."""
+"""LoRA adapters alone, in PEFT's format, to servers that add them to the base model that they have loaded."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors.torch import load_file
+from torch import Tensor
 
-from megatron_gspo.models.peft_files import AdapterFacts, write_adapters
+from megatron_gspo.models.peft_files import NAME_PREFIX, AdapterFacts, adapter_config, write_adapters
 from megatron_gspo.servers.http_client import ServerClient
+from megatron_gspo.weight_transport.buckets import Bucket, buckets
 from megatron_gspo.weight_transport.disk_transport import DiskTransport
 from megatron_gspo.weight_transport.server_endpoints import ServerInfo, WeightEndpoints
+from megatron_gspo.weight_transport.sglang_payload import by_value
+from megatron_gspo.weight_transport.transport import Sent, WeightTransport
 
 _FOLDER = "adapters"  # within what is published
+_TAKES_NONE = "takes no LoRA adapters; start it with --enable-lora, or set lora.weight_updates to merged"
 
 
-class AdapterTransport(DiskTransport):
+class AdapterFileTransport(DiskTransport):
     """As `DiskTransport`, with the adapters in place of the weights.
 
     Every source writes its own; rank 0 joins them into the one file that servers read. Memory of rank 0: all adapters,
@@ -27,9 +33,7 @@ class AdapterTransport(DiskTransport):
 
     def unsupported(self, info: ServerInfo) -> str:
         """A server must have been started with adapters."""
-        if info.adapters:
-            return ""
-        return "takes no LoRA adapters; start it with --enable-lora, or set lora.weight_updates to merged"
+        return "" if info.adapters else _TAKES_NONE
 
     def complete(self, folder: Path) -> None:
         """Join the sources' files, in PEFT's format, experts one by one."""
@@ -44,3 +48,52 @@ class AdapterTransport(DiskTransport):
         """See `WeightTransport.load`."""
         assert self.checkpoint is not None
         await self.endpoints.load_adapters(server, self.checkpoint / _FOLDER, timeout=timeout)
+
+
+class AdapterTensorTransport(WeightTransport):
+    """Adapters by value in one request, which is how servers take them: rank 0 sends those of all ranks.
+
+    The request has one copy for each of a server's tensor-parallel ranks. Memory of rank 0: all adapters, twice.
+    """
+
+    needs_session = False
+
+    def __init__(self, endpoints: WeightEndpoints, facts: AdapterFacts) -> None:
+        super().__init__(endpoints)
+        self._facts = facts
+        self._tensors: dict[str, Tensor] = {}
+
+    def unsupported(self, info: ServerInfo) -> str:
+        """A server must have been started with adapters, and take them in a request."""
+        if not info.adapters:
+            return _TAKES_NONE
+        if not info.adapter_tensors:
+            engine = self.endpoints.engine
+            return (f"is {engine} {info.version}, which takes no adapters in a request; set "
+                    f"{engine}.weight_transport to disk")  # fmt: skip
+        return super().unsupported(info)
+
+    def begin(self, version: str, part: int) -> None:
+        """See `WeightTransport.begin`."""
+        self._tensors = {}
+
+    def take(self, bucket: Bucket) -> None:
+        """Keep the bucket's tensors."""
+        self._tensors |= {name: tensor.clone() for name, tensor in bucket.tensors()}
+
+    async def finish(self, timeout: float) -> Sent:
+        """Send all that was kept."""
+        if self.targets:
+            config = adapter_config(self._tensors, self._facts, fused=False)
+            whole = sum(tensor.nbytes for tensor in self._tensors.values())
+            [bucket] = buckets(self._named(), whole)  # all have one type, so none begins another bucket
+            payload = by_value(bucket)
+            await self.on_each(lambda target: self.endpoints.load_adapter_payloads(
+                target.client, config, [payload] * target.info.tp_size, timeout=timeout))  # fmt: skip
+        return await super().finish(timeout)
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        """The kept tensors under the names of a file, each forgotten as it is read."""
+        while self._tensors:
+            name = next(iter(self._tensors))
+            yield f"{NAME_PREFIX}{name}", self._tensors.pop(name)

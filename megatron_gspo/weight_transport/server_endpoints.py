@@ -23,7 +23,8 @@ class ServerInfo:
     parallel ranks. max_input_tokens: longest prompt; max_total_tokens: longest sequence that it can hold, in tokens;
     None if not reported. routed_experts: whether it returns them. update_session: whether a weight update must be
     opened and closed by requests of its own (SGLang since 0.5.23). speculative: whether it decodes speculatively.
-    receiver: whether it has our receiver of weights; None if it does not say. adapters: whether it takes LoRA adapters.
+    receiver: whether it has our receiver of weights; None if it does not say. adapters: whether it takes LoRA adapters;
+    adapter_tensors: also in a request.
     transfer_engine: its own for weights, by name; "" if none. keeps_memory: why it can't free its GPU memory while it
     is idle, with the fix; "" if it can or does not say. refusal: why its responses can't be used, with the fix; "" if
     they can.
@@ -45,6 +46,7 @@ class ServerInfo:
     speculative: bool = False
     receiver: bool | None = None
     adapters: bool = False
+    adapter_tensors: bool = False
     transfer_engine: str = ""
     keeps_memory: str = ""
     refusal: str = ""
@@ -131,6 +133,13 @@ class WeightEndpoints:
 
     async def load_adapters(self, server: ServerClient, path: Path, *, timeout: float) -> None:
         """Load adapters in PEFT's format as `ADAPTERS`, in place of those of that name."""
+        raise NotImplementedError
+
+    async def load_adapter_payloads(
+        self, server: ServerClient, config: Mapping[str, Any], payloads: Sequence[Iterable[bytes | memoryview]], *,
+        timeout: float,
+    ) -> None:
+        """`load_adapters` of adapters in the request, encoded as for `load_payloads`; config: PEFT's."""
         raise NotImplementedError
 
     async def load_payloads(

@@ -57,8 +57,10 @@ VLLM = ("rollout.engine=vllm", "vllm.urls=[http://a:1]", "vllm.weight_transport=
     [
         ((*SGLANG, "lora.rank=0"), "there are no adapters", "set it to merged"),
         ((), "the embedded engine has no adapters", "set it to merged"),
-        ((*SGLANG, "sglang.weight_transport=distributed"), "adapters go by files",
-         "set sglang.weight_transport to disk"),
+        ((*SGLANG, "sglang.weight_transport=distributed"), "which adapters alone don't have",
+         "set sglang.weight_transport to disk or tensor"),
+        ((*VLLM, "vllm.weight_transport=distributed"), "which adapters alone don't have",
+         "set vllm.weight_transport to disk"),
         ((*SGLANG, "rollout.quantization.format=int8", "rollout.quantization.modules=[lm_head]"),
          "the base is not sent", "set it to merged"),
         ((*VLLM, "vllm.weight_checksums=true"), "sets the weights to zero", "set vllm.weight_checksums to false"),
@@ -66,7 +68,7 @@ VLLM = ("rollout.engine=vllm", "vllm.urls=[http://a:1]", "vllm.weight_transport=
 )  # fmt: skip
 def test_what_updates_of_adapters_alone_need(plain: dict, overrides: tuple[str, ...], problem: str, fix: str) -> None:
     given = ("lora.rank=8", "model.init=pretrained", "lora.weight_updates=adapters")
-    for servers in (SGLANG, VLLM):
+    for servers in (SGLANG, (*SGLANG, "sglang.weight_transport=tensor"), VLLM):
         assert build(plain, *given, *servers).lora.weight_updates == "adapters"
     message = refused(plain, *given, *overrides)
     assert message.startswith('lora.weight_updates = "adapters"') and problem in message and message.endswith(fix)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import pickle
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +19,11 @@ from megatron_gspo.models.peft_files import AdapterFacts, read_adapters
 from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
 from megatron_gspo.rollout.vllm.vllm_weight_endpoints import VLLMWeightEndpoints
 from megatron_gspo.servers.http_client import ServerError
-from megatron_gspo.weight_transport.adapter_transport import AdapterTransport
+from megatron_gspo.weight_transport.adapter_transport import AdapterFileTransport, AdapterTensorTransport
 from megatron_gspo.weight_transport.buckets import buckets
+from megatron_gspo.weight_transport.transport import Sent, Target
 from tests.servers.web_server import run_command
+from tests.weight_transport.test_weight_update import INFO
 
 FACTS = AdapterFacts(rank=2, alpha=8.0, rslora=True, base="/models/base")
 LAYER = "model.layers.0.self_attn.q_proj.lora_"
@@ -30,13 +35,13 @@ PARTS = [
 ]  # fmt: skip
 
 
-def written(folder: Path, versions: tuple[str, ...] = ("0a:1",)) -> AdapterTransport:
+def written(folder: Path, versions: tuple[str, ...] = ("0a:1",)) -> AdapterFileTransport:
     """The transport of rank 0 after updates of two sources."""
-    first = AdapterTransport(SGLangWeightEndpoints(), folder, FACTS)
+    first = AdapterFileTransport(SGLangWeightEndpoints(), folder, FACTS)
     for version in versions:
         first.prepare(version)
         for part, tensors in enumerate(PARTS):
-            source = AdapterTransport(SGLangWeightEndpoints(), folder, FACTS)
+            source = AdapterFileTransport(SGLangWeightEndpoints(), folder, FACTS)
             source.begin(version, part)
             for bucket in buckets(tensors.items(), 40):
                 source.take(bucket)
@@ -58,7 +63,7 @@ def test_the_sources_files_become_one_in_peft_format(tmp_path: Path) -> None:
 
 
 def test_a_server_without_adapters_is_refused(tmp_path: Path) -> None:
-    transport = AdapterTransport(SGLangWeightEndpoints(), tmp_path, FACTS)
+    transport = AdapterFileTransport(SGLangWeightEndpoints(), tmp_path, FACTS)
     able, other = (SimpleNamespace(adapters=adapters) for adapters in (True, False))
     assert transport.unsupported(able) == ""  # type: ignore[arg-type]
     assert "--enable-lora" in transport.unsupported(other)  # type: ignore[arg-type]
@@ -94,3 +99,54 @@ def test_a_server_that_did_not_load_them_has_failed(path: str, status: int) -> N
     answer = {"success": False, "error_message": "rank too high"}
     with pytest.raises(ServerError, match=f"{path}.*" + ("rank too high" if status == 200 else "500")):
         loaded(SGLangWeightEndpoints(), {path: (status, answer)})
+
+
+def sent_in_a_request(tp_size: int) -> dict[str, Any]:
+    """The body with which SGLang gets the adapters of `PARTS`, which came in small buckets."""
+    seen: list[tuple[str, dict[str, Any]]] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append((request.path, await request.json()))
+        return web.json_response({"success": True})
+
+    async def update(server: Any) -> None:
+        transport = AdapterTensorTransport(SGLangWeightEndpoints(), FACTS)
+        for _ in range(2):  # the second update does not have the first one's tensors
+            transport.begin("0a:1", 0)
+            await transport.open({server.url: Target(server, replace(INFO, url=server.url, tp_size=tp_size))}, 5.0)
+            for bucket in buckets((PARTS[0] | PARTS[1]).items(), 100):
+                transport.take(bucket)
+                if len(bucket.entries) > 1:
+                    bucket.data.zero_()  # its memory is used again; a large tensor has its own
+                await transport.send(bucket, 5.0)
+            assert await transport.finish(5.0) == Sent()
+            seen[:-2] = []
+
+    run_command(update, answer)
+    (unload, _), (load, body) = seen
+    assert (unload, load) == ("/unload_lora_adapter", "/load_lora_adapter_from_tensors")
+    return body
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_sglang_gets_all_adapters_in_one_request(tp_size: int) -> None:
+    expected = PARTS[0] | PARTS[1]
+    body = sent_in_a_request(tp_size)
+    assert body["lora_name"] == "policy" and body["load_format"] == "flattened_bucket"
+    assert body["config_dict"]["target_modules"] == ["down_proj", "q_proj"] and body["config_dict"]["r"] == 2
+    payloads = body["serialized_named_tensors"]
+    assert len(payloads) == tp_size and len(set(payloads)) == 1
+    content = pickle.loads(base64.b64decode(payloads[0]))
+    flat = content["flattened_tensor"]
+    found = {e.name: flat[e.start_idx : e.end_idx].view(e.dtype).view(e.shape) for e in content["metadata"]}
+    assert found.keys() == {f"base_model.model.{name}" for name in expected}
+    assert all(torch.equal(found[f"base_model.model.{name}"], expected[name]) for name in expected)
+
+
+def test_a_server_that_takes_no_adapters_in_a_request_is_refused() -> None:
+    transport = AdapterTensorTransport(SGLangWeightEndpoints(), FACTS)
+    able = replace(INFO, adapters=True, adapter_tensors=True)
+    assert transport.unsupported(able) == ""
+    assert "--enable-lora" in transport.unsupported(replace(able, adapters=False))
+    assert "sglang.weight_transport to disk" in transport.unsupported(replace(able, adapter_tensors=False))
+    assert "dp_size 2" in transport.unsupported(replace(able, dp_size=2))

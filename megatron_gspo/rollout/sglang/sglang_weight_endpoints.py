@@ -13,12 +13,14 @@ import torch
 
 from megatron_gspo.rollout.server_engine.endpoint_answers import count, has_endpoint, object_of, positive
 from megatron_gspo.servers.http_client import ServerClient, ServerError
+from megatron_gspo.servers.package_launch import release
 from megatron_gspo.weight_transport.buckets import Entry
 from megatron_gspo.weight_transport.receiver_transport import RECEIVER
 from megatron_gspo.weight_transport.server_endpoints import ADAPTERS, ServerInfo, WeightEndpoints
 from megatron_gspo.weight_transport.sglang_payload import FORMAT, json_with_base64
 from megatron_gspo.weight_transport.update_group import UpdateGroup
 
+_ADAPTER_TENSORS = (0, 5, 17)  # before, adapters in a request have another form
 _FLUSH_POLL_SECONDS = 0.05  # between two flushes of a server whose requests are still ending
 
 
@@ -52,6 +54,7 @@ class SGLangWeightEndpoints(WeightEndpoints):
             routed_experts=bool(info.get("enable_return_routed_experts", False)),
             speculative=bool(info.get("speculative_algorithm")),
             adapters=bool(info.get("enable_lora")),
+            adapter_tensors=release(str(info.get("version", ""))) >= _ADAPTER_TENSORS,
             update_session=await has_endpoint(server, "/begin_weight_update", timeout=timeout),
         )
 
@@ -107,26 +110,31 @@ class SGLangWeightEndpoints(WeightEndpoints):
         await _post_checked(server, "/update_weights_from_disk", body, timeout)
 
     async def load_adapters(self, server: ServerClient, path: Path, *, timeout: float) -> None:
-        """See `WeightEndpoints.load_adapters`. SGLang answers 400 to unloading what it has not loaded."""
-        try:
-            await server.post("/unload_lora_adapter", {"lora_name": ADAPTERS}, timeout=timeout)
-        except ServerError as error:
-            if error.status != 400:
-                raise
+        """See `WeightEndpoints.load_adapters`."""
+        await _unload_adapters(server, timeout)
         body: dict[str, Any] = {"lora_name": ADAPTERS, "lora_path": str(path)}
         await _post_checked(server, "/load_lora_adapter", body, timeout)
+
+    async def load_adapter_payloads(
+        self, server: ServerClient, config: Mapping[str, Any], payloads: Sequence[Iterable[bytes | memoryview]], *,
+        timeout: float,
+    ) -> None:
+        """See `WeightEndpoints.load_adapter_payloads`."""
+        await _unload_adapters(server, timeout)
+        fields = {"lora_name": ADAPTERS, "config_dict": config, "load_format": FORMAT}
+        await _post_checked(server, "/load_lora_adapter_from_tensors", _tensor_body(fields, payloads), timeout)
 
     async def load_payloads(
         self, server: ServerClient, payloads: Sequence[Iterable[bytes | memoryview]], *, timeout: float
     ) -> None:
         """See `WeightEndpoints.load_payloads`. The cache is flushed at the end: with ending requests, 0.5.15 fails."""
-        await _post_checked(server, "/update_weights_from_tensor", _tensor_body(payloads, FORMAT), timeout)
+        await _post_checked(server, "/update_weights_from_tensor", _weights_body(payloads, FORMAT), timeout)
 
     async def receive(self, server: ServerClient, requests: Sequence[dict[str, Any]], *, timeout: float) -> None:
         """See `WeightEndpoints.receive`."""
         texts = [torch.tensor(list(json.dumps(request).encode()), dtype=torch.uint8) for request in requests]
         payloads = [[pickle.dumps([("request", text)])] for text in texts]
-        await _post_checked(server, "/update_weights_from_tensor", _tensor_body(payloads, RECEIVER), timeout)
+        await _post_checked(server, "/update_weights_from_tensor", _weights_body(payloads, RECEIVER), timeout)
 
     async def init_group(self, server: ServerClient, group: UpdateGroup, first_rank: int, *, timeout: float) -> None:
         """See `WeightEndpoints.init_group`."""
@@ -153,8 +161,22 @@ class SGLangWeightEndpoints(WeightEndpoints):
         await server.post("/destroy_weights_update_group", {"group_name": group_name}, timeout=timeout)
 
 
-async def _tensor_body(payloads: Sequence[Iterable[bytes | memoryview]], load_format: str) -> AsyncIterator[bytes]:
-    fields: dict[str, Any] = {"load_format": load_format, "flush_cache": False}
+async def _unload_adapters(server: ServerClient, timeout: float) -> None:
+    """SGLang answers 400 to unloading what it has not loaded."""
+    try:
+        await server.post("/unload_lora_adapter", {"lora_name": ADAPTERS}, timeout=timeout)
+    except ServerError as error:
+        if error.status != 400:
+            raise
+
+
+def _weights_body(payloads: Sequence[Iterable[bytes | memoryview]], load_format: str) -> AsyncIterator[bytes]:
+    return _tensor_body({"load_format": load_format, "flush_cache": False}, payloads)
+
+
+async def _tensor_body(
+    fields: dict[str, Any], payloads: Sequence[Iterable[bytes | memoryview]]
+) -> AsyncIterator[bytes]:
     for piece in json_with_base64(fields, "serialized_named_tensors", payloads):
         yield piece
 
