@@ -69,7 +69,4 @@ def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
 
     `values`: bool or floating. Untrained positions must be 0 in `values` or in `weights`.
     """
-    is_bool = values.dtype == torch.bool  # summed without a copy as int64 or floating point
-    if weights.dim() == 0:
-        return values.sum(dtype=torch.int32 if is_bool else None) * weights
-    return (torch.where(values, weights, 0) if is_bool else values * weights).sum()
+    return values.sum() * weights if weights.dim() == 0 else (values * weights).sum()

@@ -45,21 +45,20 @@ def gae_advantages(rewards: Tensor, values: Tensor, *, gamma: float = 1.0, lam: 
 
 def discounted_sums(terms: Tensor, discount: float, counts: Tensor) -> Tensor:
     """`y_t = terms_t + discount * y_(t+1)` of [n] terms, up to the end of its trajectory, by products of 64 x 64
-    matrices; [n]. counts: steps of each trajectory, at least 1."""
-    blocks_of = (counts + _BLOCK - 1) // _BLOCK  # each begins a block
+    matrices; [n], on the CPU. counts: steps of each trajectory, at least 1."""
+    blocks_of = -(-counts // _BLOCK)  # each begins a block
     shifts = (blocks_of * _BLOCK).cumsum(0) - blocks_of * _BLOCK - (counts.cumsum(0) - counts)
     places = torch.arange(len(terms)) + shifts.repeat_interleave(counts)
     blocks = terms.new_zeros(int(blocks_of.sum()) * _BLOCK)
     blocks[places] = terms
-    place = torch.arange(_BLOCK, device=terms.device)
+    place = torch.arange(_BLOCK)
     powers = torch.as_tensor(discount, dtype=terms.dtype) ** (place - place[:, None]).clamp_min(0)
     sums = blocks.view(-1, _BLOCK) @ powers.triu().T
-    is_last = torch.zeros(len(sums), dtype=torch.bool)
-    is_last[blocks_of.cumsum(0) - 1] = True
-    after, following, whole = [], 0.0, discount**_BLOCK  # the sum that begins after each block, from the last one on
-    for first, ends in zip(reversed(sums[:, 0].tolist()), reversed(is_last.tolist()), strict=True):
-        after.append(0.0 if ends else following)
-        following = first + whole * after[-1]
-    carried = terms.new_tensor(after[::-1])
+    begins, last = sums[:, 0].tolist(), set((blocks_of.cumsum(0) - 1).tolist())
+    after = [0.0] * len(begins)  # the sum that begins after each block
+    for i in reversed(range(len(begins))):
+        if i not in last:
+            after[i] = begins[i + 1] + discount**_BLOCK * after[i + 1]
+    carried = terms.new_tensor(after)
     powers_to_end = torch.as_tensor(discount, dtype=terms.dtype) ** (_BLOCK - place)
     return (sums + carried[:, None] * powers_to_end).view(-1)[places]

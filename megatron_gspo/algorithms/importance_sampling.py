@@ -88,7 +88,6 @@ def sequence_importance_weights(
     return weights.index_select(0, segments.segment_ids)
 
 
-@torch.no_grad()
 def token_rejection_mask(
     log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor, *, lower: float, upper: float
 ) -> Tensor:
@@ -100,7 +99,6 @@ def token_rejection_mask(
     return mask & _inside(d, lower, upper)
 
 
-@torch.no_grad()
 def sequence_rejection_mask(
     log_probs: Tensor, rollout_log_probs: Tensor, segments: Segments, *, lower: float, upper: float
 ) -> Tensor:
@@ -113,7 +111,6 @@ def sequence_rejection_mask(
     return mask & inside.index_select(0, segments.segment_ids)
 
 
-@torch.no_grad()
 def token_divergence_mask(
     log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor, *, largest: float
 ) -> Tensor:
@@ -121,12 +118,10 @@ def token_divergence_mask(
     (KPop): [T] bool.
     """
     d, mask = _log_ratio(log_probs, rollout_log_probs, loss_mask)
-    ours = torch.where(mask, log_probs, 0)
-    theirs = ours - d
-    return mask & (torch.maximum(binary_kl(ours, theirs), binary_kl(theirs, ours)) <= largest)
+    theirs = log_probs - d
+    return mask & (torch.maximum(binary_kl(log_probs, theirs), binary_kl(theirs, log_probs)) <= largest)
 
 
-@torch.no_grad()
 def sequence_divergence_mask(
     log_probs: Tensor, rollout_log_probs: Tensor, segments: Segments, *, largest: float
 ) -> Tensor:

@@ -38,7 +38,7 @@ class RatioStats:
     clip: Clip
     clipped: Tensor
     in_clipped_sequences: Tensor
-    off_policy: Tensor | None = None
+    off_policy: Tensor | None
 
 
 def _extreme(values: Tensor, trained: Tensor, reduce: Callable[[Tensor], Tensor], neutral: float) -> Tensor:

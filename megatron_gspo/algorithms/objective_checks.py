@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from .presets import PRESETS
 
-Objective = Any  # objective.py imports this module; that a field has its type is checked here
+Objective: TypeAlias = Any  # objective.py imports this module; that a field has its type is checked here
 
 # The clip range depends on the ratio level. A token ratio changes by tens of percent within one rollout batch
 # (published clip 0.2 / 0.27). A sequence ratio is a geometric mean over |y| tokens and changes about sqrt(|y|)

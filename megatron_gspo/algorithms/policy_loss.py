@@ -82,7 +82,8 @@ def policy_loss(
 
     base = log_probs if old_log_probs is None or not objective.has_ratio else log_probs - old_log_probs.detach()
     log_ratio = segments.trained(base, dtype)
-    advantages = segments.loss_mask.to(dtype) if advantages is None else segments.trained(advantages.detach(), dtype)
+    advantages = torch.ones_like(log_probs) if advantages is None else advantages.detach()
+    advantages = segments.trained(advantages, dtype)
     scores = [segments.trained(value, dtype) for value in _scores(objective, log_probs, extras)]
     surrogate_of = RATIO_LEVELS[objective.importance_sampling_level]
     surrogate, lengths, stats = surrogate_of(objective, log_ratio, advantages, segments, *scores)

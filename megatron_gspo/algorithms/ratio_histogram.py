@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,14 +25,15 @@ _GROWTH = math.log((1 + _OF_THE_LOG) / (1 - _OF_THE_LOG))
 _HALF = 0.99 * math.log1p(RELATIVE_ERROR)  # half-width of the equal bins, nats
 _BORDER = _HALF / _OF_THE_LOG
 _GROWING = math.ceil(math.log(_BORDER / _SMALLEST) / _GROWTH)
-_EQUAL = math.ceil((_LARGEST - _BORDER) / (2 * _HALF))
+_EQUAL = math.ceil(_LARGEST / (2 * _HALF))
 _ONE_SIGN = _GROWING + _EQUAL  # bins of positive log-ratios; as many are negative, and one is 0
 _PART = 128  # bins that are summed before ranks exchange them
-_PARTS = -(-(2 * _ONE_SIGN + 1) // _PART)
+_PARTS = 2 * _ONE_SIGN // _PART + 1
 _BINS = _PARTS * _PART
 _PIECE = 1 << 16  # log-ratios
+_FINITE = 700.0  # nats; the largest ratio that is reported is exp of this
 
-Reduce = Callable[[Tensor], Tensor]
+Reduce: TypeAlias = Callable[[Tensor], Tensor]
 """Combines a tensor over ranks."""
 
 
@@ -62,22 +64,23 @@ class RatioHistogram:
         sum_ranks, max_ranks: add int64 tensors, and take the largest of float64 ones, over the ranks: three calls with
         9 KB in all, first of parts of the histogram and then of the bins that quantiles lie in.
         """
-        parts = sum_ranks(self.counts.view(_PARTS, _PART).sum(1)).cumsum(0)
-        total = int(parts[-1])
+        counts = sum_ranks(self.counts.view(_PARTS, _PART).sum(1))
+        up_to = counts.cumsum(0)
+        total = int(up_to[-1])
         largest = max_ranks(self.extremes)
         if not total:
             return {}
         below = {name: int(q * (total - 1)) for name, q in QUANTILES.items()}
         inner = [name for name in QUANTILES if name not in ("min", "max")]
         wanted = torch.tensor([min(below[name] + i, total - 1) for name in inner for i in (0, 1)])
-        at = torch.searchsorted(parts, wanted, right=True)
+        at = torch.searchsorted(up_to, wanted, right=True)
         fine = sum_ranks(self.counts.view(_PARTS, _PART)[at]).cumsum(1)
-        before = torch.where(at > 0, parts[at - 1], 0)
+        before = (up_to - counts)[at]
         bins = at * _PART + torch.searchsorted(fine, (wanted - before)[:, None], right=True).squeeze(1)
         smallest, greatest = -float(largest[0]), float(largest[1])
         limits = (-math.inf, math.inf) if math.isnan(smallest) else (smallest, greatest)
         ratios = _centres(bins).clamp(*limits).exp().view(-1, 2)
-        found = {"min": math.exp(min(smallest, 700.0)), "max": math.exp(min(greatest, 700.0))}
+        found = {"min": math.exp(min(smallest, _FINITE)), "max": math.exp(min(greatest, _FINITE))}
         for name, (a, b) in zip(inner, ratios.tolist(), strict=True):
             found[name] = a + (b - a) * (QUANTILES[name] * (total - 1) - below[name])
         return {name: found[name] for name in QUANTILES}
@@ -91,7 +94,7 @@ def _bins_of(d: Tensor) -> Tensor:
     # without a choice by masks, which costs as much as all the rest: 0 below `_SMALLEST`, and all growing bins above
     # the border
     growing = size.div(_SMALLEST).log_().div_(_GROWTH).floor_().clamp_(-1, _GROWING - 1).add_(1)
-    equal = size.sub_(_BORDER).div_(2 * _HALF).floor_().add_(1).clamp_(0, _EQUAL)
+    equal = size.sub_(_BORDER).div_(2 * _HALF).floor_().add_(1).clamp_(min=0)
     return growing.add_(equal).copysign_(d).add_(_ONE_SIGN).int()
 
 
@@ -102,4 +105,4 @@ def _centres(bins: Tensor) -> Tensor:
     growing = _SMALLEST * (index * _GROWTH).exp() * (1 + _OF_THE_LOG)  # bin (a, a * growth): a (1 + alpha)
     equal = _BORDER + (index - _GROWING + 0.5) * 2 * _HALF
     size = torch.where(index < _GROWING, growing, equal)
-    return torch.where(step == 0, 0.0, size * step.sign())
+    return torch.where(step == 0, 0.0, size.copysign(step))

@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from .ratio import sequence_ratio, token_ratio
 from .segments import Segments
 from .surrogate import SURROGATES, Clip
 
-Surrogate = tuple[Tensor, Tensor, RatioStats | None]
+Surrogate: TypeAlias = tuple[Tensor, Tensor, RatioStats | None]
 
 
 def without_ratio(

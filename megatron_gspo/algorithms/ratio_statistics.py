@@ -20,8 +20,7 @@ def ratio_histograms(
     Returns:
         `token`: of trained tokens. `sequence`: of the length-normalised ratios of sequences that have one.
     """
-    is_trained = loss_mask != 0
-    trained = slice(None) if is_trained.all() else is_trained.nonzero().squeeze(1)
+    trained = loss_mask.nonzero().squeeze(1)
     log_ratio = log_probs.detach()[trained].double() - old_log_probs.detach()[trained]
     ids = segment_ids[trained]
     lengths = torch.bincount(ids)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 from torch import Tensor
 
 from .aggregation import TokenWeights, weighted_sum
@@ -10,7 +12,7 @@ from .objective import Objective
 from .ratio import token_ratio
 from .segments import Segments
 
-Regularizer = tuple[Tensor | None, dict[str, Tensor]]
+Regularizer: TypeAlias = tuple[Tensor | None, dict[str, Tensor]]
 
 
 def regularizers(
@@ -55,12 +57,12 @@ def kl_regularizer(
     With `unbiased_kl` each token counts `exp(log_ratio)` times, which has a gradient. `kl/ref` is the token mean of
     k3, for any estimator of the term.
     """
-    kind, limit = objective.kl_loss_type, objective.max_log_ratio
-    kl = kl_penalty(log_probs, ref_log_probs, kind, max_log_ratio=limit)
-    k3 = kl if kind == "k3" else kl_penalty(log_probs, ref_log_probs, max_log_ratio=limit)
-    metrics = {"kl/ref": weighted_sum(k3.detach(), weights.token)}
+    limit = objective.max_log_ratio
+    k3 = kl_penalty(log_probs.detach(), ref_log_probs, max_log_ratio=limit)
+    metrics = {"kl/ref": weighted_sum(k3, weights.token)}
     if objective.kl_loss_coef <= 0:
         return None, metrics
+    kl = kl_penalty(log_probs, ref_log_probs, objective.kl_loss_type, max_log_ratio=limit)
     if objective.unbiased_kl:
         kl = kl * token_ratio(log_ratio, limit)[0]
     term = objective.kl_loss_coef * weighted_sum(kl, weights.objective)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-SumOverContext = Callable[[Tensor], Tensor]
+SumOverContext: TypeAlias = Callable[[Tensor], Tensor]
 
 
 def segment_sums(values: Tensor, segment_ids: Tensor, num_segments: int) -> Tensor:

@@ -74,7 +74,7 @@ def sapo_surrogate(objective: Objective, ratio: Tensor, advantages: Tensor, *_: 
     Value 2 / tau * A and slope A at a ratio of 1; the slope falls smoothly on both sides.
     """
     positive, negative = objective.number("tau_pos"), objective.number("tau_neg")
-    tau = torch.full_like(ratio, negative, requires_grad=False).masked_fill(advantages > 0, positive)
+    tau = torch.full_like(ratio, negative).masked_fill(advantages > 0, positive)
     none = torch.zeros_like(advantages, dtype=torch.bool)
     return torch.sigmoid(tau * (ratio - 1)) * (4 / tau) * advantages, Clip(none, none, None)
 

@@ -30,7 +30,7 @@ def turn_numbers(episode_ids: Tensor) -> Tensor:
     starts = torch.ones_like(episode_ids, dtype=torch.bool)
     starts[1:] = episode_ids[1:] != episode_ids[:-1]
     positions = torch.arange(len(episode_ids), device=episode_ids.device)
-    return positions - positions[starts][starts.cumsum(0) - 1] if len(episode_ids) else positions
+    return positions - torch.where(starts, positions, 0).cummax(0).values
 
 
 def turn_advantages(
@@ -64,4 +64,4 @@ def turn_advantages(
     returns = turn_returns(rewards, episode_ids, discount)
     pairs = torch.stack([torch.as_tensor(group_ids), turn_numbers(torch.as_tensor(episode_ids))])
     _, compared = torch.unique(pairs, dim=1, return_inverse=True)
-    return group_advantages(returns, compared.to(returns.device), std=std, baseline=baseline)
+    return group_advantages(returns, compared, std=std, baseline=baseline)

@@ -18,6 +18,7 @@ from megatron_gspo.algorithms import (
 )
 from megatron_gspo.algorithms.advantages import as_rewards
 from megatron_gspo.algorithms.segments import segment_sums
+from megatron_gspo.algorithms.turn_advantages import turn_numbers
 
 from .reference import call_policy_loss, complete_preset
 
@@ -64,6 +65,10 @@ def test_rewards():
     rewards, ids = as_rewards(values(), torch.zeros(6, dtype=torch.long))
     assert (rewards.device, ids.device, rewards.dtype) == (META, META, torch.float64)
     assert overlong_penalty(values(), max_length=3, buffer=2).device == META
+
+
+def test_turns():
+    assert turn_numbers(IDS).device == META
 
 
 def test_a_filter_has_to_read_its_count():

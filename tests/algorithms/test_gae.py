@@ -58,6 +58,12 @@ def test_trajectories_end_to_end_are_those_alone(gamma, lam):
         gae_advantages(rewards, values, lengths=lengths[:-1] + [64])
 
 
+def test_no_trajectory():
+    for lengths in (None, [], [0]):
+        advantages, returns = gae_advantages(torch.zeros(0), torch.zeros(0), lengths=lengths)
+        assert advantages.tolist() == returns.tolist() == []
+
+
 def test_sums_stay_exact_over_a_long_response():
     sums = discounted_sums(torch.ones(32_768, dtype=torch.float64), 1.0, torch.tensor([32_768]))
     assert sums.tolist() == list(range(32_768, 0, -1))

@@ -217,13 +217,15 @@ def test_which_metrics_there_are(name):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_log_probs_decide_the_dtype(name):
-    """Advantages may be integers and the other log-probs float64: loss and metrics stay float32."""
+    """Advantages may be integers or float64, the other log-probs float64: loss and metrics stay float32."""
     batch = random_batch(0, drift=0.01)
     arguments = batch.arguments()
     arguments["log_probs"] = batch.log_probs.float().requires_grad_()
-    arguments["advantages"] = torch.ones(len(batch.advantages), dtype=torch.long)
-    objective = complete_preset(name, kl_loss_coef=0.1, entropy_coef=0.1)
-    loss, metrics = call_policy_loss(
-        objective, **arguments, num_sequences=batch.num_sequences, num_tokens=batch.num_tokens
-    )
-    assert {x.dtype for x in (loss, *metrics.values())} == {torch.float32}
+    masked = {} if name == "sft" else {"off_policy_mask_threshold": 0.1}
+    objective = complete_preset(name, kl_loss_coef=0.1, entropy_coef=0.1, **masked)
+    for dtype in (torch.long, torch.float64):
+        arguments["advantages"] = torch.ones(len(batch.advantages), dtype=dtype)
+        loss, metrics = call_policy_loss(
+            objective, **arguments, num_sequences=batch.num_sequences, num_tokens=batch.num_tokens
+        )
+        assert {x.dtype for x in (loss, *metrics.values())} == {torch.float32}

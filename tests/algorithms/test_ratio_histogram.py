@@ -93,6 +93,21 @@ def test_extremes_beyond_the_range_are_exact():
         assert math.isnan(broken["max"]) and broken["p50"] == 1.0
 
 
+def test_a_quantile_is_not_beyond_the_extremes():
+    """The centre of the bin of -0.03 is below it, that of 0.03 above."""
+    for d in (-0.03, 0.03):
+        found = RatioHistogram.of(torch.full((9,), d, dtype=torch.float64)).quantiles()
+        assert found["min"] == found["p01"] == found["p50"] == found["p99"] == found["max"] == math.exp(d)
+
+
+def test_the_largest_ratios():
+    """A log-ratio beyond 32 nats counts as 32, and no ratio is infinite."""
+    found = RatioHistogram.of(torch.tensor([0.0, 32.6, 40.0])).quantiles()
+    assert found["p50"] == pytest.approx(math.exp(32.0), rel=RELATIVE_ERROR)
+    found = RatioHistogram.of(torch.full((3,), 800.0)).quantiles()
+    assert found["min"] == found["max"] == math.exp(700.0)
+
+
 def of_ranks(rank: int, world: int, values: torch.Tensor) -> tuple[dict[str, float], int]:
     sent = 0
 

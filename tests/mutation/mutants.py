@@ -68,12 +68,18 @@ def _changes(node: cst.CSTNode) -> Iterator[tuple[str, cst.CSTNode]]:
 
 
 def _nodes(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """All nodes but annotations (nothing reads them), decorators' insides, `__all__` and, as mutmut has it, calls
-    of len and isinstance.
+    """All nodes but annotations and type aliases (nothing reads them), decorators' insides, `__all__`, `strict` of zip
+    (an assertion), and, as mutmut has it, calls of len and isinstance.
     """
     exported = m.Assign(targets=[m.AssignTarget(target=m.Name("__all__"))])
+    alias = m.AnnAssign(annotation=m.Annotation(annotation=m.Name("TypeAlias")))
+    alias |= m.Assign(value=m.Call(func=m.Name("TypeVar")))
     spared = m.Call(func=m.Name("len") | m.Name("isinstance"))
-    if m.matches(node, m.Annotation() | m.Decorator() | exported | spared):
+    if m.matches(node, m.Annotation() | m.Decorator() | exported | alias | spared):
+        return
+    if m.matches(node, m.Call(func=m.Name("zip"), args=[m.AtLeastN(n=1), m.Arg(keyword=m.Name("strict"))])):
+        for child in node.children[:-1]:
+            yield from _nodes(child)
         return
     yield node
     for child in node.children:

@@ -14,6 +14,8 @@ ROOT = Path(__file__).parents[2]
 SOURCE = '''"""Module."""
 
 __all__ = ["f"]
+T = TypeVar("T")
+Alias: TypeAlias = tuple[int]
 LIMIT = 0.5
 
 
@@ -21,6 +23,10 @@ LIMIT = 0.5
 def f(x: "int", scale: float = 2.0) -> "int":
     """Doc."""
     return x * scale if len(x) < 3 else -x
+
+
+def g(x, y):
+    return zip(x, 2, strict=True)
 '''
 
 
@@ -37,6 +43,7 @@ def test_tables_defaults_and_decorated_bodies_are_mutated_but_not_what_nothing_r
         ("number", "return x * scale if len(x) < 4 else -x"),
         ("if_exp", "return x * scale if (len(x) < 3) and False else -x"),
         ("if_exp", "return x * scale if (len(x) < 3) or True else -x"),
+        ("number", "return zip(x, 3, strict=True)"),
     }
     for mutant in mutants(SOURCE):
         compile(mutant.source, "mutant", "exec")
