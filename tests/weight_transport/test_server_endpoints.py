@@ -15,8 +15,8 @@ METHODS = [name for name, _ in inspect.getmembers(WeightEndpoints, inspect.isfun
 def test_there_is_a_method_for_every_step_of_an_update():
     steps = {"server_info", "pause", "begin_update", "end_update", "flush_cache", "set_version", "weight_version",
              "resume"}  # fmt: skip
-    ways = {"load_checkpoint", "load_adapters", "load_payloads", "init_group", "load_broadcast", "destroy_group",
-            "receive"}  # fmt: skip
+    ways = {"load_checkpoint", "load_adapters", "load_adapter_payloads", "load_payloads", "init_group",
+            "load_broadcast", "destroy_group", "receive"}  # fmt: skip
     proof = {"clear_weights", "unwritten"}
     assert set(METHODS) == steps | ways | proof
 
