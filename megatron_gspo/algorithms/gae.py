@@ -55,10 +55,10 @@ def discounted_sums(terms: Tensor, discount: float, counts: Tensor) -> Tensor:
     powers = torch.as_tensor(discount, dtype=terms.dtype) ** (place - place[:, None]).clamp_min(0)
     sums = blocks.view(-1, _BLOCK) @ powers.triu().T
     begins, last = sums[:, 0].tolist(), set((blocks_of.cumsum(0) - 1).tolist())
-    after = [0.0] * len(begins)  # the sum that begins after each block
+    after, whole = [0.0] * len(begins), discount**_BLOCK  # after: the sum that begins after each block
     for i in reversed(range(len(begins))):
         if i not in last:
-            after[i] = begins[i + 1] + discount**_BLOCK * after[i + 1]
+            after[i] = begins[i + 1] + whole * after[i + 1]
     carried = terms.new_tensor(after)
     powers_to_end = torch.as_tensor(discount, dtype=terms.dtype) ** (_BLOCK - place)
     return (sums + carried[:, None] * powers_to_end).view(-1)[places]
