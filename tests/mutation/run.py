@@ -41,7 +41,7 @@ FIRST = {
     "filters": ["test_filters"],
     "importance_sampling": ["test_importance_sampling", "test_messages"],
     "kl": ["test_kl"],
-    "metrics": ["test_metrics", "test_policy_loss", "test_robustness"],
+    "metrics": ["test_metrics", "test_worked_cases", "test_policy_loss", "test_robustness"],
     "objective": ["test_objective", "test_presets", "test_messages"],
     "objective_checks": ["test_objective_checks", "test_messages"],
     "policy_loss": ["test_worked_cases", "test_device", "test_messages"],
