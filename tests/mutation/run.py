@@ -33,33 +33,19 @@ COPIED = ("megatron_gspo", "tests", "patches", "tools", "pyproject.toml", "setup
 MEMORY = 12 * 2**30  # bytes of address space of one test run: a mutant of a tile size may allocate anything
 STATUS = {0: "survived", 1: "killed", 2: "killed", 5: "no tests"}  # pytest's exit codes; 2: broken import
 
-# What runs first on a mutant of a module (or of any other module of the package); then everything.
+# What runs first on a mutant, after its module's own test: of the module, else of its package. Then everything.
 FIRST = {
     "algorithms": ["test_worked_cases", "test_device"],
-    "advantages": ["test_advantages"],
-    "aggregation": ["test_aggregation", "test_worked_cases"],
-    "filters": ["test_filters"],
-    "importance_sampling": ["test_importance_sampling", "test_messages"],
-    "kl": ["test_kl"],
-    "metrics": ["test_metrics", "test_worked_cases", "test_policy_loss", "test_robustness"],
-    "objective": ["test_objective", "test_presets", "test_messages"],
-    "objective_checks": ["test_objective_checks", "test_messages"],
+    "aggregation": ["test_worked_cases"],
+    "importance_sampling": ["test_messages"],
+    "metrics": ["test_worked_cases", "test_policy_loss", "test_robustness"],
+    "objective": ["test_presets", "test_messages"],
+    "objective_checks": ["test_messages"],
     "policy_loss": ["test_worked_cases", "test_device", "test_messages"],
-    "presets": ["test_presets", "test_objective_checks", "test_messages"],
-    "ratio": ["test_ratio", "test_worked_cases", "test_device"],
-    "ratio_levels": ["test_ratio_levels", "test_worked_cases", "test_device"],
-    "ratio_histogram": ["test_ratio_histogram"],
-    "ratio_statistics": ["test_ratio_statistics"],
-    "regularizers": ["test_regularizers", "test_worked_cases"],
-    "segments": ["test_segments", "test_device"],
-    "surrogate": ["test_surrogate", "test_worked_cases"],
-    "turn_advantages": ["test_turn_advantages"],
-    "parallel": ["test_context_parallel", "test_subgroups"],
-    "collectives": ["test_collectives", "test_subgroups"],
-    "log_probs": ["test_log_probs_limits", "test_log_probs"],
-    "metric_reduction": ["test_metric_reduction", "test_subgroups"],
-    "rank_zero": ["test_rank_zero"],
-    "vocabulary_tiles": ["test_vocabulary_tiles", "test_log_probs_limits", "test_log_probs"],
+    "presets": ["test_objective_checks", "test_messages"],
+    "parallel": ["test_subgroups"],
+    "log_probs": ["test_log_probs_limits"],
+    "vocabulary_tiles": ["test_log_probs_limits", "test_log_probs"],
 }
 IGNORED = ["tests/algorithms/test_imports.py"]  # looks at imports alone, in a process of its own
 EVERYTHING = {
@@ -79,8 +65,8 @@ EVERYTHING = {
 def stages(file: str, root: Path = ROOT) -> list[list[str]]:
     """pytest's arguments for a mutant of `file`: its module's own tests, then the others."""
     package, module = Path(file).parts[-2], Path(file).stem
-    names = FIRST.get(f"{package}/{module}") or FIRST.get(module) or FIRST[package]
-    first = [f"tests/{package}/{name}.py" for name in names]
+    names = [f"test_{module}", *FIRST.get(module, FIRST[package])]
+    first = [path for name in names if (root / (path := f"tests/{package}/{name}.py")).exists()]
     others = [path for path in EVERYTHING[package] if (root / path).exists()]
     return [first, [*others, *(f"--ignore={path}" for path in (*first, *IGNORED))]]
 
