@@ -195,6 +195,8 @@ def main() -> int:
     parser.add_argument("--markdown", type=Path, help="also write the table to this file")
     args = parser.parse_args()
     bugs = [d for d in SEEDED_BUGS if not args.words or any(word in d.name for word in args.words)]
+    if not bugs:
+        parser.error(f"{' '.join(args.words)}: in no bug's name; the names are in docs/seeded_bugs.md")
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="seeded_bugs_") as name:
         copies = [copy_project(Path(name).resolve() / f"copy_{slot}") for slot in range(args.slots)]

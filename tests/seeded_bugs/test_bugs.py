@@ -10,7 +10,7 @@ import pytest
 
 from tests.equivalence.layouts import FAMILIES, LORA, layouts
 from tests.seeded_bugs.all_bugs import GROUPS, SEEDED_BUGS
-from tests.seeded_bugs.run import COPIED, check_imports, copy_project
+from tests.seeded_bugs.run import COPIED, check_imports, copy_project, main
 from tests.seeded_bugs.seeded_bug import SeededBug
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,3 +72,11 @@ def test_a_bug_fits_the_code(bug: SeededBug):
         function, _, case = function.partition("[")
         assert function in functions(ROOT / file), test
         assert not case or case.removesuffix("]") in names, test
+
+
+def test_words_that_no_bug_has_are_an_error(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["run.py", "nothing-like-it"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert "nothing-like-it: in no bug's name" in capsys.readouterr().err
