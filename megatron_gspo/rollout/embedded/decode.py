@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -111,15 +114,10 @@ class _State:
             self.noise.set_tokens(self.sequences, rows, self.positions[:, 0])
         columns = self.cache.get_seq_length() + 1
         mask = None if self.key_mask is None else self.key_mask[..., :columns]
-        out = model(
-            input_ids=tokens[:, None],
-            attention_mask=_masks(model.config, mask, columns, tokens.device),
-            position_ids=self.positions,
-            past_key_values=self.cache,
-            use_cache=True,
-        )
+        mask = _masks(model.config, mask, columns, tokens.device)
+        logits = _last_logits(model, tokens[:, None], mask, self.positions, self.cache)
         self.positions = self.positions + 1
-        return out.logits[:, -1]
+        return logits
 
     def select_rows(self, rows: Tensor) -> None:
         self.cache.select_rows(rows, self.cache.get_seq_length() + _RESERVE)
@@ -154,21 +152,26 @@ def _prefill(
     if noise is not None:
         segments = torch.arange(len(mask), device=mask.device).repeat_interleave(columns)
         noise.set_tokens(_prompt_names(requests), segments, positions.reshape(-1))
-    out = model(
-        input_ids=ids,
-        attention_mask=mask if padded else None,
-        position_ids=positions,
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    )
+    logits = _last_logits(model, ids, mask if padded else None, positions, cache)
     key_mask = None
     if padded:
         key_mask = torch.nn.functional.pad(mask.bool(), (0, limit), value=True)[rows, None, None]
     cache.select_rows(rows, columns + min(limit, _RESERVE))
     names = np.stack([requests.prompt_index[requests.rows], requests.sample_index], axis=1)
     state = _State(cache, mask.sum(-1, keepdim=True)[rows], key_mask, torch.from_numpy(names).to(model.device), noise)
-    return out.logits[:, -1].index_select(0, rows), state
+    return logits.index_select(0, rows), state
+
+
+def _last_logits(model: PreTrainedModel, tokens: Tensor, mask: Any, positions: Tensor, cache: BufferCache) -> Tensor:
+    """Logits [B, V] after the last of the tokens [B, L], whose keys and values are added to the cache."""
+    keep = {"use_cache": True, "logits_to_keep": 1, _cache_argument(type(model).forward): cache}
+    return model(input_ids=tokens, attention_mask=mask, position_ids=positions, **keep).logits[:, -1]
+
+
+@functools.cache
+def _cache_argument(forward: Callable[..., Any]) -> str:
+    """Transformers renames the argument from ``past_key_values``, model by model."""
+    return "cache" if "cache" in signature(forward).parameters else "past_key_values"
 
 
 def _prompt_names(requests: DecodeBatch) -> Tensor:

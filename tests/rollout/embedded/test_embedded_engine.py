@@ -52,6 +52,12 @@ def test_log_probs_equal_a_teacher_forced_pass(kind, temperature, top_k):
         )
 
 
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_no_deprecated_argument_is_passed(kind):
+    build(kind)[1].generate(prompts(2), SamplingParams(1, 3), seed=0)
+
+
 def test_samples_are_prompt_major_and_end_where_they_should():
     _, engine = build()
     questions = prompts(6)
