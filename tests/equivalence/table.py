@@ -13,6 +13,7 @@ import json
 import platform
 import tempfile
 import time
+from collections.abc import Iterator
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -41,10 +42,11 @@ def machine() -> str:
     return f"{len(names)} cores of {names[0]}" if names else platform.machine()
 
 
-def measure(arrangements: dict[str, list[Arrangement]], console: Console) -> dict[str, Any]:
-    """Launch them all; the record that becomes the result file."""
+def measure(arrangements: dict[str, list[Arrangement]], console: Console) -> Iterator[dict[str, Any]]:
+    """Launch them all; after each model the record so far, which becomes the result file."""
     started = time.monotonic()
     found: dict[str, dict[str, Any]] = {}
+    defects: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder, Progress(console=console) as progress:
         models = Models(Path(folder))
         task = progress.add_task("layouts", total=sum(map(len, arrangements.values())))
@@ -58,12 +60,13 @@ def measure(arrangements: dict[str, list[Arrangement]], console: Console) -> dic
                 figures = ", ".join(f"{kind} {error:.1e}" for kind, (error, _) in row["errors"].items())
                 progress.console.print(f"{model} {arrangement.name}: {figures}", highlight=False)
                 progress.advance(task)
-        defects = {model: measure_defects(models(model)[0]) for model in arrangements if model not in ADAPTERS}
-    return {
-        "versions": {name: version(name) for name in ("megatron-core", "torch", "transformers")},
-        "python": platform.python_version(), "machine": machine(), "date": date.today().isoformat(),
-        "seconds": round(time.monotonic() - started), "layouts": found, "defects": defects,
-    }  # fmt: skip
+            if model not in ADAPTERS:
+                defects[model] = measure_defects(models(model)[0])
+            yield {
+                "versions": {name: version(name) for name in ("megatron-core", "torch", "transformers")},
+                "python": platform.python_version(), "machine": machine(), "date": date.today().isoformat(),
+                "seconds": round(time.monotonic() - started), "layouts": found, "defects": defects,
+            }  # fmt: skip
 
 
 def _row(case: Case, errors: Errors) -> dict[str, Any]:
@@ -109,12 +112,13 @@ def main() -> None:
     console = Console()
     wrong: list[str] = []
     if not arguments.render_only:
-        record = measure({name: every[name] for name in arguments.models}, console)
-        wrong = failures(record)
-        file = RESULTS / f"equivalence-{record['versions']['megatron-core']}.json"
-        if set(arguments.models) != set(every):
-            record = joined(json.loads(file.read_text()), record)
-        save(file, record)
+        file = RESULTS / f"equivalence-{version('megatron-core')}.json"
+        last = json.loads(file.read_text()) if file.exists() else None
+        for record in measure({name: every[name] for name in arguments.models}, console):
+            wrong = failures(record)
+            if last is not None and set(record["layouts"]) != set(every):
+                record = joined(last, record)
+            save(file, record)  # after each model: what an interrupted run has measured is kept
         console.print(f"wrote {file} after {record['seconds']} s")
     arguments.page.write_text(render(load_records()))
     console.print(f"wrote {arguments.page}")
