@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutation.report import PACKAGES, ROOT
+from tests.mutation.report import ROOT, unmeasured
 
-FILES = sorted(
-    str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*.py")
-    if path.name != "__init__.py"
-)  # fmt: skip
+pytest.importorskip("mutmut", reason="the dev extra is not installed")
+
+FILES = unmeasured({})  # all of them
 
 
 def report(folder: Path, statuses: dict[str, str]) -> subprocess.CompletedProcess[str]:

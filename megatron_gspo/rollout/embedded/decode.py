@@ -164,8 +164,8 @@ def _prefill(
 
 def _last_logits(model: PreTrainedModel, tokens: Tensor, mask: Any, positions: Tensor, cache: BufferCache) -> Tensor:
     """Logits [B, V] after the last of the tokens [B, L], whose keys and values are added to the cache."""
-    keep = {"use_cache": True, "logits_to_keep": 1, _cache_argument(type(model).forward): cache}
-    return model(input_ids=tokens, attention_mask=mask, position_ids=positions, **keep).logits[:, -1]
+    options = {"use_cache": True, "logits_to_keep": 1, _cache_argument(type(model).forward): cache}
+    return model(input_ids=tokens, attention_mask=mask, position_ids=positions, **options).logits[:, -1]
 
 
 @functools.cache
