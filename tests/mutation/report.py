@@ -20,8 +20,10 @@ import tomllib
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+sys.path.insert(0, str(ROOT))
+from tests.mutation.run import PACKAGES, load, modules  # noqa: E402
+
 WANTED = 0.95  # of all mutants, killed
-PACKAGES = ("megatron_gspo/algorithms", "megatron_gspo/parallel")
 
 
 def counted(mutants: list[dict]) -> Counter[str]:
@@ -36,9 +38,7 @@ def share(counts: Counter[str]) -> float:
 
 def unmeasured(results: dict[str, list[dict]]) -> list[str]:
     """Files without results, or with some only: there the killed come first, which would bias the share."""
-    modules = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if path.name != "__init__.py"]
-    files = sorted(str(path.relative_to(ROOT)) for path in modules)
-    return [file for file in files if file not in results or counted(results[file])["not run"]]
+    return [file for file in modules() if file not in results or counted(results[file])["not run"]]
 
 
 def table(results: dict[str, list[dict]]) -> list[str]:
@@ -92,8 +92,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "mutation")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "mutation.md")
     options = parser.parse_args()
-    from run import load
-
     loaded = load(options.out / "results.jsonl")
     results = {
         file: sorted(found.values(), key=lambda m: m["line"]) for file, found in sorted(loaded.items())

@@ -24,11 +24,13 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("megatron_gspo/algorithms", "megatron_gspo/parallel")
 COPIED = ("megatron_gspo", "tests", "patches", "tools", "pyproject.toml", "setup.py")
 MEMORY = 12 * 2**30  # bytes of address space of one test run: a mutant of a tile size may allocate anything
 STATUS = {0: "survived", 1: "killed", 2: "killed", 5: "no tests"}  # pytest's exit codes; 2: broken import
@@ -60,6 +62,13 @@ EVERYTHING = {
         "tests/properties/test_log_probs.py",
     ],
 }
+
+
+def modules(paths: Iterable[str] = PACKAGES) -> list[str]:
+    """The files that are mutated, of files and folders of the project."""
+    found = [ROOT / path for path in paths]
+    files = [file for path in found for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
+    return [str(file.relative_to(ROOT)) for file in files if file.name != "__init__.py"]
 
 
 def stages(file: str, root: Path = ROOT) -> list[list[str]]:
@@ -256,7 +265,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("paths", nargs="*", default=["megatron_gspo/algorithms", "megatron_gspo/parallel"])
+    parser.add_argument("paths", nargs="*", default=PACKAGES)
     parser.add_argument("--slots", type=int, default=2, help="mutants tested at a time")
     parser.add_argument("--only", help="only mutants with this status in the last results, and new ones")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "mutation")
@@ -277,13 +286,7 @@ def main() -> None:
     from mutants import mutants
 
     torch.set_num_threads(1)
-    found = [ROOT / path for path in options.paths]
-    files = [
-        str(file.relative_to(ROOT))
-        for path in found
-        for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])
-        if file.name != "__init__.py"
-    ]
+    files = modules(options.paths)
     slots = [make_slot(options.out / f"slot{i}") for i in range(options.slots)]
     store = options.out / "results.jsonl"
     results = load(store)
