@@ -22,7 +22,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
-K, T = TypeVar("K"), TypeVar("T")
+K = TypeVar("K")
+T = TypeVar("T")
 
 SCHEMA = 2
 ROOT = Path(__file__).resolve().parent.parent

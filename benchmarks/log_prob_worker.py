@@ -86,7 +86,7 @@ def call(function: Function, inputs: Inputs, case: Case) -> Outputs:
         with torch.no_grad():
             found = function(hidden, weight, labels, case.entropy)
         return [found[0], *([found[1]] if case.entropy and found[1] is not None else [])]
-    leaves = [tensor.detach().requires_grad_() for tensor in (hidden, weight)]
+    leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
     log_probs, entropy = function(*leaves, labels, case.entropy)
     loss = log_probs.float().mean()
     if case.entropy and entropy is not None:

@@ -49,9 +49,10 @@ def make_model(path: Path) -> int:
     tokenizer.eos_token = None
     config = Qwen3MoeConfig(
         vocab_size=-(-len(tokenizer) // 8) * 8, hidden_size=64, intermediate_size=128, moe_intermediate_size=32,
-        num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts=EXPERTS,
+        num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2, num_experts=EXPERTS,
         num_experts_per_tok=TOP, max_position_embeddings=2048, tie_word_embeddings=False, initializer_range=0.2,
         bos_token_id=None, eos_token_id=None, pad_token_id=None,
+        **{"head_dim": 32},  # read by the model, not declared by the class
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
     tokenizer.save_pretrained(path)

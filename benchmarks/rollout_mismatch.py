@@ -45,9 +45,10 @@ def write_model(folder: Path) -> None:
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=104, hidden_size=128, intermediate_size=96, moe_intermediate_size=96, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts=8, num_experts_per_tok=2,
+        num_attention_heads=4, num_key_value_heads=2, num_experts=8, num_experts_per_tok=2,
         norm_topk_prob=True, max_position_embeddings=512, tie_word_embeddings=False, initializer_range=0.1,
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        **{"head_dim": 32},  # read by the model, not declared by the class
     )  # fmt: skip
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

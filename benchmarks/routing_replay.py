@@ -36,7 +36,7 @@ def contestants(path: str, args: argparse.Namespace) -> tuple[dict[str, Callable
     from megatron_gspo.routing_replay.routes import RouteShape
 
     groups = initialize(ParallelConfig(), seed=0)
-    policy = tiny_policy(path, ParallelConfig(), groups, lr=1e-9)
+    policy = tiny_policy(path, ParallelConfig(), groups)
     shape = RouteShape.of_model(policy.shape)
     samples = make_samples(args.sequences, args.prompt_length, args.response_length, policy.shape.vocab_size)
     training = TrainingConfig(steps=1, global_batch_size=1, max_tokens_per_micro_batch=args.max_tokens)

@@ -144,7 +144,7 @@ class _Servers:
 def _distribution(given: dict[str, Any], update: Update) -> WeightDistribution:
     from megatron_gspo.weight_transport import distributed_transport
 
-    distributed_transport.UpdateGroup = _Counted  # type: ignore[misc]
+    distributed_transport.UpdateGroup = _Counted
     config = ServerConfig(urls=tuple(given["urls"]), num_servers=int(update.receiver), update_timeout=_TIMEOUT,
                           weight_bucket_mb=update.mebibytes / BUCKETS * 4, health_interval=_TIMEOUT)  # fmt: skip
     transport: WeightTransport = make_transport(config, SGLangWeightEndpoints(), address=given["address"])

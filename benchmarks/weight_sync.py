@@ -57,8 +57,9 @@ def make_model(path: Path, mebibytes: int) -> dict[str, torch.Tensor]:
     layers = max(1, round(mebibytes / (16 * 3 * 0.5 + 6)))  # 16 experts of 3 tensors; attention takes 6 MiB
     config = Qwen3MoeConfig(
         vocab_size=-(-len(tokenizer) // 8) * 8, hidden_size=512, intermediate_size=512, moe_intermediate_size=256,
-        num_hidden_layers=layers, num_attention_heads=16, num_key_value_heads=8, head_dim=64, num_experts=16,
+        num_hidden_layers=layers, num_attention_heads=16, num_key_value_heads=8, num_experts=16,
         num_experts_per_tok=2, max_position_embeddings=512, tie_word_embeddings=False, eos_token_id=1, pad_token_id=0,
+        **{"head_dim": 64},  # read by the model, not declared by the class
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
     tokenizer.save_pretrained(path)

@@ -89,7 +89,7 @@ class World:
             for pipe in found:
                 rank = self._pipes.index(pipe)
                 try:
-                    answers[rank] = pipe.recv()
+                    answers[rank] = self._pipes[rank].recv()
                 except EOFError:
                     answers[rank] = "ended without a word"
                 if isinstance(answers[rank], str):
