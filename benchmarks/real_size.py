@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import hardware, number, say, versions
-from benchmarks.real_size_checkpoint import checkpoint_costs
+from benchmarks.real_size_checkpoint import checkpoint_costs, limited_disk_rates
 from benchmarks.real_size_data import data_plane
 from benchmarks.real_size_figure import Figure, NotMeasuredError
 from benchmarks.real_size_response import response_memory, response_time
@@ -29,7 +29,8 @@ from benchmarks.real_size_weights import weight_updates
 from benchmarks.result_files import save
 
 MEASUREMENTS: tuple[Callable[[bool], list[Figure]], ...] = (
-    response_time, response_memory, data_plane, weight_updates, checkpoint_costs, prompt_start, large_worlds
+    response_time, response_memory, data_plane, weight_updates, checkpoint_costs, limited_disk_rates, prompt_start,
+    large_worlds,
 )  # fmt: skip
 
 

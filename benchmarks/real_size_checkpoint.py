@@ -3,6 +3,9 @@
 Dense models with float32 weights and Adam, without training: 1 rank, 2 data-parallel ranks, and 2 x 2 with tensor
 parallelism. Before and after each save (load) the same ranks each write (read) a plain file of the size of their own
 part, past the page cache: the rate of a shared disk changes by the second. A ratio is the median over the repeats.
+
+Where the disk is faster than the cores, a load takes as long as its ranks need to hand each other the weights. So saves
+and loads are measured a second time on a disk with a limit, as the trainer's links are for updates of weights.
 """
 
 from __future__ import annotations
@@ -15,46 +18,68 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT, say
+from benchmarks.limited_disk import join, limited_disk
 from benchmarks.real_size_figure import Figure, memory, reset_peak
 
 _GIB, _BLOCK = 2**30, 16 << 20
 _WORLDS = {1: (1, 4), 2: (1, 10), 4: (2, 23)}  # ranks -> tensor-parallel ranks, layers
 _REPEATS = 3
+_RATE = 400_000_000  # bytes per second of the limited disk, each way
 
 
 def checkpoint_costs(quick: bool) -> list[Figure]:
     """Memory, waiting and rates of saves and loads at 1, 2 and 4 ranks."""
-    found = {ranks: _in_world(ranks, quick) for ranks in _WORLDS}
-    rows = []
-    for what, key, target, unit in (
+    return _figures({ranks: _in_world(ranks, quick, _REPEATS) for ranks in _WORLDS}, (
         ("checkpoint save: host memory beyond the model", "save_memory", 1.2, "times what a rank owns"),
         ("checkpoint load: host memory beyond the model", "load_memory", 1.2, "times what a rank owns"),
         ("checkpoint save: the loop waits", "wait", 1.5, "times a copy in memory"),
         ("checkpoint save", "save", 1.2, "times the disk's time"),
         ("checkpoint load", "load", 1.2, "times the disk's time"),
-    ):
-        rows += [
-            Figure(f"{what}, ranks with {result['owned'] / _GIB:.2f} GiB each: {ranks}", result[key], target, unit)
-            for ranks, result in found.items()
-        ]
-    return rows
+    ))  # fmt: skip
 
 
-def _in_world(ranks: int, quick: bool) -> dict[str, float]:
-    """The largest memory of any rank, and medians of the times and ratios that the ranks have together."""
+def limited_disk_rates(quick: bool) -> list[Figure]:
+    """Rates of saves and loads at 1, 2 and 4 ranks on a disk with a limit."""
+    (ROOT / "build").mkdir(exist_ok=True)
+    rate = _RATE // 2 if quick else _RATE
+    disk = f"a disk of {rate // 10**6} MB/s"
+    with limited_disk(ROOT / "build", rate) as group:
+        found = {ranks: _in_world(ranks, quick, 1, group) for ranks in _WORLDS}
+    return _figures(found, (
+        (f"checkpoint save to {disk}", "save", 1.2, "times the disk's time"),
+        (f"checkpoint load from {disk}", "load", 1.2, "times the disk's time"),
+    ))  # fmt: skip
+
+
+def _figures(found: dict[int, dict[str, float]], rows: Sequence[tuple[str, str, float, str]]) -> list[Figure]:
+    """found: of `_in_world` by ranks. rows: name, key of its result, target, unit."""
+    return [
+        Figure(f"{what}, ranks with {result['owned'] / _GIB:.2f} GiB each: {ranks}", result[key], target, unit)
+        for what, key, target, unit in rows
+        for ranks, result in found.items()
+    ]
+
+
+def _in_world(ranks: int, quick: bool, repeats: int, group: Path | None = None) -> dict[str, float]:
+    """The largest memory of any rank, and medians of the times and ratios that the ranks have together.
+
+    group: of a limited disk, which the ranks join.
+    """
     from benchmarks.worlds import fork_server
 
     (ROOT / "build").mkdir(exist_ok=True)
     folder = tempfile.mkdtemp(dir=ROOT / "build")  # on a disk, not in a memory file system
     try:
         context = fork_server()
-        processes = [context.Process(target=_rank, args=(rank, ranks, folder, quick)) for rank in range(ranks)]
+        processes = [
+            context.Process(target=_rank, args=(rank, ranks, folder, quick, repeats, group)) for rank in range(ranks)
+        ]
         for process in processes:
             process.start()
         for process in processes:
@@ -72,7 +97,7 @@ def _in_world(ranks: int, quick: bool) -> dict[str, float]:
     return found
 
 
-def _rank(rank: int, ranks: int, folder: str, quick: bool) -> None:
+def _rank(rank: int, ranks: int, folder: str, quick: bool, repeats: int, group: Path | None) -> None:
     import torch
     import torch.distributed as dist
 
@@ -80,6 +105,8 @@ def _rank(rank: int, ranks: int, folder: str, quick: bool) -> None:
     from megatron_gspo.mcore.checkpoint.save_load import begin_save, load_checkpoint, make_image
 
     torch.set_num_threads(1)
+    if group is not None:
+        join(group)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=10))
@@ -96,7 +123,7 @@ def _rank(rank: int, ranks: int, folder: str, quick: bool) -> None:
     first, save_memory = time.perf_counter() - began, memory("VmHWM") - before
     taken: dict[str, list[float]] = defaultdict(list)
     load_memory = 0
-    for repeat in range(1, 2 if quick else _REPEATS + 1):
+    for repeat in range(1, 2 if quick else repeats + 1):
         waits: list[float] = []
         copies, writes, reads = [_together(plain.copy)], [_together(plain.write)], []
         saved = _together(lambda step=repeat, waits=waits: _save(policy, saves, step, image, waits))

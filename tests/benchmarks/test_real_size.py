@@ -10,9 +10,10 @@ import pytest
 
 from benchmarks import weight_links
 from benchmarks.common import ROOT
+from benchmarks.limited_disk import limited_disk
 from benchmarks.real_size import table
 from benchmarks.real_size_data import measure_ranks
-from benchmarks.real_size_figure import Figure
+from benchmarks.real_size_figure import Figure, NotMeasuredError
 from benchmarks.real_size_response import EXPERTS, LAYERS, TOP, Response, response_body
 
 
@@ -61,5 +62,20 @@ def test_a_quick_run(tmp_path):
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     found = json.loads((tmp_path / "found.json").read_text())
     weights = 0 if "weight_updates" in found["not_measured"] else 4
-    assert len(found["rows"]) == 3 + 6 + weights + 15 + 1 + 3
+    disks = 0 if "limited_disk_rates" in found["not_measured"] else 6
+    assert len(found["rows"]) == 3 + 6 + weights + 15 + disks + 1 + 3
     assert all({"what", "ours", "target", "met"} <= set(row) for row in found["rows"])
+
+
+@pytest.mark.slow
+def test_a_limited_disk_has_the_writes_of_its_processes(tmp_path):
+    text = "import os, sys; from pathlib import Path; from benchmarks.limited_disk import join\n"
+    text += "join(Path(sys.argv[1])); file = open(sys.argv[2], 'wb', 0)\n"
+    text += "file.write(bytes(2**20)); os.fsync(file.fileno())"
+    try:
+        with limited_disk(tmp_path, 10**9) as group:
+            subprocess.run([sys.executable, "-c", text, group, tmp_path / "file"], cwd=ROOT, check=True)
+            counted = (group / "blkio.throttle.io_service_bytes").read_text()
+    except NotMeasuredError as reason:
+        pytest.skip(str(reason))
+    assert int(counted.split()[-1]) >= 2**20 and not group.exists()
