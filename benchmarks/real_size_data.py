@@ -50,11 +50,11 @@ def data_plane(quick: bool) -> list[Figure]:
     responses, length, most = 32 if quick else 256, 4096, 8
     figures = []
     # half a second a rank without routes varies by a tenth from run to run
-    for routes, limit, turns in ((True, 8.0, 1), (False, 0.7, 1 if quick else 3)):
+    for routes, limit, turns in ((True, 8.0, 1), (False, 0.7, 1 if quick else 5)):
         kind = "with" if routes else "without"
         measures = {ranks: partial(measure_ranks, ranks, responses, length, routes=routes) for ranks in (2, most)}
         found = by_turns(measures, repeats=turns, seconds=math.inf)
-        few, many = (statistics.median(_slowest(ranks) for ranks in found[count]) for count in measures)
+        few, many = (_slowest(found[count]) for count in measures)
         worst = max(found[most][-1], key=lambda one: sum(one.seconds.values()))
         phases = {f"{phase}, s": value / worst.tokens * 1e6 for phase, value in worst.seconds.items()}
         say(f"per million tokens {kind} routes:", *(f"{name} {value:.2f}" for name, value in phases.items()))
@@ -68,9 +68,10 @@ def data_plane(quick: bool) -> list[Figure]:
     return figures
 
 
-def _slowest(ranks: list[Measured]) -> float:
-    """CPU seconds per million tokens of the rank that takes longest."""
-    return max(sum(one.seconds.values()) / one.tokens * 1e6 for one in ranks)
+def _slowest(turns: list[list[Measured]]) -> float:
+    """CPU seconds per million tokens of the rank that takes longest; of each rank the median of its turns."""
+    by_rank = zip(*turns, strict=True)
+    return max(statistics.median(sum(one.seconds.values()) / one.tokens * 1e6 for one in rank) for rank in by_rank)
 
 
 def measure_ranks(ranks: int, responses: int, length: int, *, routes: bool) -> list[Measured]:
