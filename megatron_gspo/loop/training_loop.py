@@ -154,6 +154,11 @@ def train_step(run: Components, state: LoopState, checkpoints: CheckpointManager
 def _prepare_start(run: Components, state: LoopState, logger: MetricsLogger, timers: Timers) -> LoopState:
     """Send the weights to the engine, begin to perturb its routers if configured, and evaluate them at the start
     of a new run."""
+    if state.step >= run.config.training.steps:
+        logger.say(
+            f"{run.config.run_dir} is trained: it is at step {state.step}, training.steps is "
+            f"{run.config.training.steps}; more steps continue it, another run_dir begins a new run"
+        )
     if run.trains_on_rollouts:
         run.groups.update_weights(run.weights, version=state.step)
     noise = run.config.router_noise

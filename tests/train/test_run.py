@@ -97,6 +97,13 @@ def test_layouts_agree(finished, tmp_path):
                 assert ours[name] == pytest.approx(theirs[name], rel=2e-3, abs=1e-5), (ours["step"], name)
 
 
+def test_a_run_that_is_at_its_end_says_so(finished):
+    config, folder, _ = finished
+    done = launch(config, 4)
+    assert f"{folder} is trained: it is at step 4, training.steps is 4; more steps continue it" in done.log
+    assert [row["step"] for row in records(folder)] == [0, 1, 2, 3, 4]
+
+
 def test_supervised_cold_start(model, tmp_path):
     config = base_config(
         model,
