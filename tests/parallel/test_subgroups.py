@@ -8,6 +8,7 @@ from megatron_gspo.parallel import reduce_metrics
 from megatron_gspo.parallel.collectives import gather_rows, group_rank, group_size, scatter_summed_rows, sum_in_place
 from megatron_gspo.parallel.context_parallel import all_gather_tokens, sum_over
 from megatron_gspo.parallel.host_exchange import (
+    broadcast_array,
     broadcast_bytes,
     exchange_bytes,
     gather_bytes,
@@ -47,6 +48,7 @@ def _host_values_in_pairs(rank, mine, first, second):
     found = gather_rows_of_ranks(np.arange(rank + 1), mine)
     assert [rows.tolist() for rows in found] == [list(range(first + 1)), list(range(second + 1))]
     assert broadcast_bytes(b"%d" % rank if rank == second else None, mine, 1).tobytes() == b"%d" % second
+    assert broadcast_array(np.array([rank, rank]), mine, 1).tolist() == [second, second]
     found = exchange_bytes([b"%d to 0" % rank, b"%d to 1, longer" % rank], mine)
     wanted = "to 0" if rank == first else "to 1, longer"
     assert [part.tobytes().decode() for part in found] == [f"{first} {wanted}", f"{second} {wanted}"]
