@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import hardware, number, say, versions
+from benchmarks.common import ROOT, hardware, number, say, versions
 from benchmarks.real_size_checkpoint import checkpoint_costs, limited_disk_rates
 from benchmarks.real_size_data import data_plane
 from benchmarks.real_size_figure import Figure, NotMeasuredError
@@ -32,6 +32,9 @@ MEASUREMENTS: tuple[Callable[[bool], list[Figure]], ...] = (
     response_time, response_memory, data_plane, weight_updates, checkpoint_costs, limited_disk_rates, prompt_start,
     large_worlds,
 )  # fmt: skip
+
+
+RESULT = ROOT / "build" / "real_size.json"
 
 
 def measure(quick: bool, only: str = "") -> tuple[list[Figure], dict[str, str]]:
@@ -66,15 +69,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="smaller sizes and fewer repeats where it takes long")
     names = [function.__name__ for function in MEASUREMENTS]
     parser.add_argument("--only", default="", choices=names, help="this measurement alone")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--json", type=Path, default=RESULT, help="where the rows are written (default: %(default)s)")
     args = parser.parse_args()
     machine = hardware()
     figures, missing = measure(args.quick, args.only)
     print(table(figures))
-    if args.json:
-        save(args.json, {"date": datetime.date.today().isoformat(), "quick": args.quick, "hardware": machine,
-                         "versions": versions(), "not_measured": missing,
-                         "rows": [figure.to_json() for figure in figures]})  # fmt: skip
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    save(args.json, {"date": datetime.date.today().isoformat(), "quick": args.quick, "hardware": machine,
+                     "versions": versions(), "not_measured": missing,
+                     "rows": [figure.to_json() for figure in figures]})  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import gc
-import math
 import multiprocessing
 import os
 import statistics
@@ -18,14 +17,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
 import numpy as np
 
-from benchmarks.common import by_turns, say
+from benchmarks.common import say
 from benchmarks.real_size_figure import Figure, memory, reset_peak
 from benchmarks.real_size_response import Connection, Response, Upstream, response_body
 
@@ -49,41 +47,42 @@ def data_plane(quick: bool) -> list[Figure]:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # two virtual cores may share a real one
     responses, length, most = 32 if quick else 256, 4096, 8
     figures = []
-    # half a second a rank without routes varies by a tenth from run to run
-    for routes, limit, turns in ((True, 8.0, 1), (False, 0.7, 1 if quick else 5)):
+    turns = 1 if quick else 3
+    for routes, limit in ((True, 8.0), (False, 0.7)):
         kind = "with" if routes else "without"
-        measures = {ranks: partial(measure_ranks, ranks, responses, length, routes=routes) for ranks in (2, most)}
-        found = by_turns(measures, repeats=turns, seconds=math.inf)
-        few, many = (_slowest(found[count]) for count in measures)
-        worst = max(found[most][-1], key=lambda one: sum(one.seconds.values()))
+        few, many = (measure_ranks(ranks, responses, length, routes=routes, turns=turns) for ranks in (2, most))
+        worst = max((taken[-1] for taken in many), key=lambda one: sum(one.seconds.values()))
         phases = {f"{phase}, s": value / worst.tokens * 1e6 for phase, value in worst.seconds.items()}
         say(f"per million tokens {kind} routes:", *(f"{name} {value:.2f}" for name, value in phases.items()))
         of = f"{responses * most:,} responses of {length:,} tokens {kind} routes over {most} ranks"
-        figures.append(Figure(f"{of}: a rank's host, per million tokens", many, limit, "s of one core", phases))
-        figures.append(Figure(f"{of}: the same, against 2 ranks", many / few, 1.25, "times", {"2 ranks, s": few}))
-        every = [one for ranks in found[most] for one in ranks]
+        slow, slow_of_two = _slowest(many), _slowest(few)
+        figures.append(Figure(f"{of}: a rank's host, per million tokens", slow, limit, "s of one core", phases))
+        parts = {"2 ranks, s": slow_of_two}
+        figures.append(Figure(f"{of}: the same, against 2 ranks", slow / slow_of_two, 1.25, "times", parts))
+        every = [one for taken in many for one in taken]
         beyond = max((one.peak - 200 * MIB) / one.share for one in every)
         held = {"share, MiB": worst.share / MIB, "peak, MiB": max(one.peak for one in every) / MIB}
         figures.append(Figure(f"{of}: host memory of a rank beyond 200 MiB", beyond, 1.25, "times its share", held))
     return figures
 
 
-def _slowest(turns: list[list[Measured]]) -> float:
+def _slowest(ranks: list[list[Measured]]) -> float:
     """CPU seconds per million tokens of the rank that takes longest; of each rank the median of its turns."""
-    by_rank = zip(*turns, strict=True)
-    return max(statistics.median(sum(one.seconds.values()) / one.tokens * 1e6 for one in rank) for rank in by_rank)
+    return max(statistics.median(sum(one.seconds.values()) / one.tokens * 1e6 for one in taken) for taken in ranks)
 
 
-def measure_ranks(ranks: int, responses: int, length: int, *, routes: bool) -> list[Measured]:
-    """Each of ``ranks`` receives ``responses`` of ``length`` tokens; by rank."""
+def measure_ranks(ranks: int, responses: int, length: int, *, routes: bool, turns: int = 1) -> list[list[Measured]]:
+    """Each of ``ranks`` receives ``responses`` of ``length`` tokens, so many times; by rank and turn."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, Upstream(response_body(length, routes=routes)) as upstream:
         with context.Pool(ranks) as pool:
-            given = [(rank, ranks, responses, length, routes, folder, upstream.url) for rank in range(ranks)]
+            given = [(rank, ranks, responses, length, routes, turns, folder, upstream.url) for rank in range(ranks)]
             return pool.starmap(_rank, given, chunksize=1)
 
 
-def _rank(rank: int, ranks: int, responses: int, length: int, routes: bool, folder: str, url: str) -> Measured:
+def _rank(
+    rank: int, ranks: int, responses: int, length: int, routes: bool, turns: int, folder: str, url: str
+) -> list[Measured]:
     import torch
     import torch.distributed as dist
 
@@ -95,7 +94,7 @@ def _rank(rank: int, ranks: int, responses: int, length: int, routes: bool, fold
     try:
         with Connection(url) as connection, (Path(folder) / "turn").open("w") as turn:
             _Host(connection, turn, GROUP, length, routes).run()  # imports, allocator
-            return _Host(connection, turn, responses, length, routes).run()
+            return [_Host(connection, turn, responses, length, routes).run() for _ in range(turns)]
     finally:
         dist.barrier()
         dist.destroy_process_group()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import chain
 
 import pytest
 
@@ -37,7 +38,7 @@ def test_a_response_becomes_a_checked_sample_and_a_batch():
 @pytest.mark.slow
 def test_ranks_of_a_small_batch():
     """Tokens and routes of a share, by hand: 16 responses of 9 tokens to a prompt of one."""
-    for found in measure_ranks(2, 16, 9, routes=True):
+    for found in chain.from_iterable(measure_ranks(2, 16, 9, routes=True, turns=2)):
         assert found.tokens == 16 * 10 and found.share >= 16 * (10 * 8 + 9 * (LAYERS * TOP + 1 + 4))
         assert set(found.seconds) == {
             "receive and check", "plan and move", "pack", "collect", "metrics", "advantages"
