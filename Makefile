@@ -79,6 +79,7 @@ bench: install
 # The same into build/, and a comparison with the committed result; fails where a benchmark did or a ratio to a peer got
 # much worse, and does so again in two pairs of runs of the old code and the new.
 bench-check: install
+	rm -f build/benchmarks/*.json
 	-$(RUN) benchmarks/run_all.py --results build/benchmarks $(ARGS)
 	$(RUN) benchmarks/check_regression.py --confirm 2
 

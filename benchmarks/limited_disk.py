@@ -26,14 +26,19 @@ def limited_disk(folder: Path, rate: int) -> Iterator[Path]:
     except OSError as error:
         raise NotMeasuredError(f"no control group that limits a disk: {error}") from None
     try:
-        for way in ("read", "write"):
-            limit = f"{os.major(device)}:{os.minor(device)} {rate}"
-            (group / f"blkio.throttle.{way}_bps_device").write_text(limit)
+        _set_limits(group, f"{os.major(device)}:{os.minor(device)} {rate}")
         yield group
-    except OSError as error:
-        raise NotMeasuredError(f"{group} cannot limit the disk of {folder}: {error}") from None
     finally:
         group.rmdir()
+
+
+def _set_limits(group: Path, limit: str) -> None:
+    """limit: device and rate, as the kernel reads them."""
+    try:
+        for way in ("read", "write"):
+            (group / f"blkio.throttle.{way}_bps_device").write_text(limit)
+    except OSError as error:
+        raise NotMeasuredError(f"{group} takes no limit of {limit}: {error}") from None
 
 
 def join(group: Path) -> None:

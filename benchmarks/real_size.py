@@ -32,8 +32,6 @@ MEASUREMENTS: tuple[Callable[[bool], list[Figure]], ...] = (
     response_time, response_memory, data_plane, weight_updates, checkpoint_costs, limited_disk_rates, prompt_start,
     large_worlds,
 )  # fmt: skip
-
-
 RESULT = ROOT / "build" / "real_size.json"
 
 

@@ -153,7 +153,7 @@ def train_step(run: Components, state: LoopState, checkpoints: CheckpointManager
 
 def _prepare_start(run: Components, state: LoopState, logger: MetricsLogger, timers: Timers) -> LoopState:
     """Send the weights to the engine, begin to perturb its routers if configured, and evaluate them at the start
-    of a new run."""
+    of a new run. Says so where no step is left."""
     if state.step >= run.config.training.steps:
         logger.say(
             f"{run.config.run_dir} is trained: it is at step {state.step}, training.steps is "

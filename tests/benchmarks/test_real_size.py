@@ -80,3 +80,11 @@ def test_a_limited_disk_has_the_writes_of_its_processes(tmp_path):
     except NotMeasuredError as reason:
         pytest.skip(str(reason))
     assert int(counted.split()[-1]) >= 2**20 and not group.exists()
+
+
+def test_an_error_on_a_limited_disk_is_not_a_disk_without_a_limit(tmp_path):
+    try:
+        with pytest.raises(FileNotFoundError), limited_disk(tmp_path, 10**9):
+            (tmp_path / "absent").read_text()
+    except NotMeasuredError as reason:
+        pytest.skip(str(reason))
