@@ -30,7 +30,7 @@ $(STAMP): setup.py
 demo: install
 	$(RUN) -m megatron_gspo demo $(ARGS)
 
-# GRPO, GRPO with Routing Replay and GSPO from one cold start, and one report of them. COMPARISON=... takes another file.
+# Every objective and Routing Replay from one cold start, and one report of them. COMPARISON=... takes another file.
 compare: install
 	$(RUN) -m megatron_gspo compare $(COMPARISON) $(ARGS)
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from megatron_gspo.algorithms.presets import PRESETS
 from megatron_gspo.config import ConfigError, load_config
 from megatron_gspo.config.load import apply_overrides
 from megatron_gspo.tools.compare.study_plan import (
@@ -223,6 +224,16 @@ def test_the_examples_load_and_hold_every_algorithm(name):
         ("gspo_token", "none", "recompute"),
         ("gspo", "none", "rollout"),
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "runs", "trials"), [("compare_small.yaml", 32, 0), ("compare_objectives_tuned.yaml", 42, 84)]
+)
+def test_the_comparisons_of_objectives_have_every_preset(name, runs, trials):
+    comparison = load_comparison(EXAMPLES / name)
+    specs = report_runs(comparison, {})
+    assert (len(specs), len(list(search_runs(comparison)))) == (runs, trials)
+    assert {resolve(comparison, run).algorithm.name for run in specs} == {*PRESETS} - {"sft"}
 
 
 def test_the_comparison_of_engines_varies_nothing_else():
