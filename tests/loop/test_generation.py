@@ -24,7 +24,7 @@ from megatron_gspo.rollout.in_process_source import InProcessSource
 from tests.support import spelling_verifier
 from tests.support.distributed import run_distributed
 from tests.support.samples import make_prompt, make_sample
-from tests.support.scripted_engine import ScriptedEngine
+from tests.support.scripted_engine import ScriptedEngine, ScriptedResponse
 from tests.support.scripted_servers import ScriptedServers, collective_weights, scripted_response, server_source
 from tests.support.training_runs import base_config
 
@@ -173,28 +173,34 @@ def test_servers_generate_while_the_first_groups_are_scored(workers, waiting, mo
     assert np.array_equal(found.batch.table, at_once.batch.table) and indices(found.batch) == indices(at_once.batch)
 
 
-def drawn_from_servers(rank: int, world: int, parts: int) -> tuple[list, list]:
-    """A step's rows and the rewards of this rank's samples, of servers that finish the last group first. Both ranks are
-    clients and score."""
-    source = server_source(ScriptedServers(scripted_response), clients=(0, 1))
-    source.update_weights(collective_weights, version=0)
+def numbered(prompt: Prompt, number: int, seed: int) -> ScriptedResponse:
+    return ScriptedResponse([5 + number, 6 + prompt.index, 1], [-1.0] * 3, text=f"{prompt.index} {number}")
+
+
+def drawn_from_servers(rank: int, world: int) -> list[tuple[list, list]]:
+    """A step in parts and one at once: its rows, and this rank's texts with their rewards. The servers finish the last
+    group first; both ranks are clients and score."""
+    found = []
     with RewardScorer(f"{spelling_verifier.__file__}:score", timeout=None) as scorer:
-        made = generator(rollout={**SERVERS, "rollout_batch_size": 9}, sglang=SGLANG)
-        made = replace(made, groups=source, rewards=VerifierRewards(scorer, "spelling"))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("megatron_gspo.loop.generation._PARTS", parts)
-            batch = made.draw(1, DataCursor(), Timers()).batch
-    return batch.table.tolist(), [(i, sample.text, sample.reward) for i, sample in batch.held.items()]
+        for parts in (4, 1):
+            source = server_source(ScriptedServers(numbered), clients=(0, 1))
+            source.update_weights(collective_weights, version=0)
+            made = generator(rollout={**SERVERS, "rollout_batch_size": 9}, sglang=SGLANG)
+            made = replace(made, groups=source, rewards=VerifierRewards(scorer, "spelling"))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("megatron_gspo.loop.generation._PARTS", parts)
+                batch = made.draw(1, DataCursor(), Timers()).batch
+            found.append((batch.table.tolist(), [(i, sample.text) for i, sample in batch.held.items()]))
+    return found
 
 
+@pytest.mark.slow
 def test_parts_of_several_ranks_are_the_batch_that_is_collected_at_once():
-    in_parts, at_once = (run_distributed(drawn_from_servers, 2, parts) for parts in (4, 1))
-    assert in_parts == at_once
-    rewards = [row[1] for row in in_parts[0][0]]
-    assert len(rewards) == 18 and len(set(rewards)) > 1 and in_parts[0][0] == in_parts[1][0]
-    held = {i: (text, reward) for _, own in in_parts for i, text, reward in own}
-    assert [held[i][1] for i in range(18)] == pytest.approx(rewards)
-    assert [spelling_verifier.score(held[i][0], None) for i in range(18)] == pytest.approx(rewards)
+    first, second = run_distributed(drawn_from_servers, 2)
+    assert first[0] == first[1] and second[0] == second[1], "in parts and at once"
+    table, texts = first[0][0], dict([*first[0][1], *second[0][1]])
+    assert table == second[0][0] and [texts[i] for i in range(18)] == [f"{i} {j}" for i in range(9) for j in (0, 1)]
+    assert [row[1] for row in table] == pytest.approx([spelling_verifier.score(texts[i], None) for i in range(18)])
 
 
 def test_what_is_generated_at_once_is_scored_at_once():
