@@ -3,7 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/sandbox.py
 
 Ours: an empty program on one test case, with each full isolation of this machine, from source text to verdict.
-Peer: `python -I -S -c pass`, the same interpreter. Both run on as many threads as there are cores.
+Peer: `python -I -S -c pass`, the same interpreter. Both run on as many threads as there are cores. Then the same with
+one worker in place of one for each core.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def one_test(sandbox: LocalSandbox) -> None:
 
 
 def measure(args: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
-    """A row for each isolation that works here."""
+    """Two rows for each isolation that works here: against the bare interpreter, and against one worker."""
     interpreter, cores = find_interpreter(), len(os.sched_getaffinity(0))
     command = [interpreter.executable, "-I", "-S", "-c", "pass"]
 
@@ -96,15 +97,23 @@ def measure(args: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
         jobs = [partial(one_test, sandbox) for sandbox in own]
         pids = [pid for sandbox in own for pid in sandbox._launcher.process_ids]
         measures[name] = partial(turn, jobs, args.count, pids)
+        measures[_one(name)] = partial(turn, jobs[:1], args.count, pids[:1])
     taken = by_turns(measures, repeats=args.repeats, seconds=args.seconds)
     for sandbox in itertools.chain.from_iterable(sandboxes.values()):
         sandbox.close()
+    against: list[tuple[str, str, str, float | None]]
+    against = [(name, "bare", "bare python -I -S -c pass", TARGET) for name in sandboxes]
+    against += [(name, _one(name), "1 worker", None) for name in sandboxes]
     rows = [
-        rate_row("sandbox", f"programs on one test, {name}", taken[name], taken["bare"], unit="programs/s",
-                 peer_name="bare python -I -S -c pass", target=TARGET, note=f"{cores} cores, full isolation")
-        for name in sandboxes
+        rate_row("sandbox", f"programs on one test, {name}", taken[name], taken[other], unit="programs/s",
+                 peer_name=peer, target=target, note=f"{cores} cores, a worker on each, full isolation")
+        for name, other, peer, target in against
     ]  # fmt: skip
     return rows, {"day": datetime.date.today().isoformat(), "hardware": hardware(), "versions": versions()}
+
+
+def _one(name: str) -> str:
+    return f"{name}, 1 worker"
 
 
 def main() -> None:

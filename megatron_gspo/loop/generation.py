@@ -7,9 +7,9 @@
 | the same and ``max_staleness`` | as many as bring it to that number   | paused while training, then continued        |
 | ``max_staleness``, ``overlap`` | those of ``max_staleness`` steps     | continue while training, over weight updates |
 
-Groups are collected in the order in which they were submitted, as far as they are finished. Groups with tokens that
-would be older than ``max_staleness`` before a later step can take them are waited for, so long responses are neither
-dropped nor deferred.
+Groups are collected in the order in which they were submitted, as far as they are finished; from servers in parts, each
+of which is scored while the servers generate the others. Groups with tokens that would be older than ``max_staleness``
+before a later step can take them are waited for, so long responses are neither dropped nor deferred.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 import numpy as np
+import torch.distributed as dist
 
 from megatron_gspo.config import Config
 from megatron_gspo.data.prompts import PromptSource
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.loop.reward_scoring import Rewards, in_varied_group, require_scores
 from megatron_gspo.loop.timers import Timers
+from megatron_gspo.parallel.collectives import group_size
 from megatron_gspo.rollout.group_source import GroupSource
 
+_PARTS = 8  # of a step's groups, which are scored one after another
 _TRIES = 3  # batches without a new prompt, after which a small data set has no more
 
 
@@ -135,13 +138,31 @@ class RolloutGenerator:
                  timers: Timers) -> tuple[SampleBatch, Counter[str], DataCursor]:
         """``count`` groups with their rewards, failures by kind, and the cursor without their prompts."""
         staleness = self.config.rollout.max_staleness
-        with timers("generate"):
-            batch = self.groups.collect(count, oldest_version=step - staleness if staleness else None)
-        taken = set(batch.table["prompt_index"].tolist())
+        oldest, part_size = step - staleness if staleness else None, self._part_size(count)
+        submitted = {index: place for place, index in enumerate(self.groups.pending())}
+        batch, failures = SampleBatch.of([]), Counter[str]()
+        for begin in range(0, count, part_size):
+            with timers("generate"):
+                part = self.groups.collect(min(part_size, count - begin), oldest_version=oldest)
+            prompts = [self.prompts.prompts[index] for index in sorted(set(part.table["prompt_index"].tolist()))]
+            scored, counts = self.rewards(part, prompts, timers)
+            batch = batch.joined(scored)
+            failures.update(counts)
+        indices = batch.table["prompt_index"].tolist()
+        taken = set(indices)
         cursor = DataCursor(cursor.drawn, tuple(index for index in cursor.pending if index not in taken))
-        prompts = [self.prompts.prompts[index] for index in sorted(taken)]
-        batch, failures = self.rewards(batch, prompts, timers)
+        # as if collected at once, whichever group finished first
+        batch = batch.select(np.argsort([submitted[index] for index in indices], kind="stable"))
         return batch, failures, cursor
+
+    def _part_size(self, count: int) -> int:
+        """Groups that are scored together: all where nothing is generated meanwhile, else at least as many as occupy
+        the verifier's workers of all ranks."""
+        rollout = self.config.rollout
+        if rollout.engine == "embedded" or rollout.environment is not None:
+            return count
+        workers = self.config.data.verifier_workers * group_size(dist.group.WORLD)
+        return max(math.ceil(count / _PARTS), math.ceil(workers / rollout.n_samples_per_prompt))
 
     def _reference_answers(self, cursor: DataCursor, timers: Timers) -> Rollout:
         """Supervised training: the prompts' answers, without rewards."""

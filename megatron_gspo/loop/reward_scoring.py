@@ -28,10 +28,14 @@ _ABORTED = FINISH_REASONS.index("abort")
 
 
 class Rewards(Protocol):
-    """Scores samples. name: of the verifier or environment, for messages."""
+    """Scores samples. name: of the verifier or environment, for messages. description: what it says of itself at the
+    start of a run, None for nothing."""
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def description(self) -> str | None: ...
 
     def __call__(
         self, batch: SampleBatch, prompts: Sequence[Prompt], timers: Timers
@@ -53,6 +57,11 @@ class VerifierRewards:
 
     scorer: RewardScorer
     name: str
+
+    @property
+    def description(self) -> str | None:
+        """See `Rewards`."""
+        return self.scorer.description
 
     def __call__(
         self, batch: SampleBatch, prompts: Sequence[Prompt], timers: Timers
@@ -86,6 +95,7 @@ class EpisodeRewards:
     environments: EnvironmentPool
     name: str
     failure_reward: float | None
+    description: str | None = None
 
     def __call__(
         self, batch: SampleBatch, prompts: Sequence[Prompt], timers: Timers

@@ -153,7 +153,9 @@ def train_step(run: Components, state: LoopState, checkpoints: CheckpointManager
 
 def _prepare_start(run: Components, state: LoopState, logger: MetricsLogger, timers: Timers) -> LoopState:
     """Send the weights to the engine, begin to perturb its routers if configured, and evaluate them at the start
-    of a new run. Says so where no step is left."""
+    of a new run. Prints what the verifier says of itself, and that no step is left where none is."""
+    if run.rewards.description is not None:
+        logger.say(run.rewards.description)
     if state.step >= run.config.training.steps:
         logger.say(
             f"{run.config.run_dir} is trained: it is at step {state.step}, training.steps is "

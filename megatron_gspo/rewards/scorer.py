@@ -43,7 +43,8 @@ class RewardScorer:
 
     With a time limit the verifier runs in worker processes (`RewardPool`), which run until `close`, are killed when a
     response takes too long, and may crash. timeout=None runs it in this process: faster for cheap verifiers; exceptions
-    are counted, but a hang or a crash affects the training process.
+    are counted, but a hang or a crash affects the training process. description: what the verifier says of itself in
+    one line, None for nothing.
     """
 
     def __init__(
@@ -68,8 +69,10 @@ class RewardScorer:
         self._verifier: Verifier | None = None
         if timeout is None:
             self._verifier = load_verifier(verifier, options)
+            self.description: str | None = getattr(self._verifier, "description", None)
         else:
             self._pool = RewardPool(verifier, options, timeout=timeout, workers=workers)
+            self.description = self._pool.description
 
     def score(self, samples: Sequence[Sample], prompts: Iterable[Prompt]) -> Scores:
         """Rewards of the samples; each gets the prompt whose index is its prompt_index. Changes no sample.

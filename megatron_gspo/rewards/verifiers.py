@@ -18,7 +18,9 @@ from megatron_gspo.errors import InputError
 from megatron_gspo.rewards.answer_extraction import STYLES, extract_answer
 
 Verifier = Callable[[str, Prompt], float]
-"""verifier(response_text, prompt) -> reward, a finite number. It may raise; `RewardScorer` counts it."""
+"""verifier(response_text, prompt) -> reward, a finite number. It may raise; `RewardScorer` counts it.
+
+Its attribute `description`, if it has one, is a line that a run prints at its start."""
 
 
 class VerifierError(InputError):
@@ -128,12 +130,11 @@ def make_reasoning_gym(style: str = "whole", partial_credit: bool = True) -> Ver
 
 
 def make_code(**options: Any) -> Verifier:
-    """Runs the response's program on the prompt's test cases in a sandbox; see `sandbox.code_verifier.make_code`."""
-    from megatron_gspo.rewards.sandbox.code_verifier import SandboxError
-    from megatron_gspo.rewards.sandbox.code_verifier import make_code as make
+    """Runs the response's program on the prompt's test cases in a sandbox; see `sandbox.code_verifier`."""
+    from megatron_gspo.rewards.sandbox.code_verifier import CodeVerifier, SandboxError
 
     try:
-        return make(**options)
+        return CodeVerifier(**options)
     except SandboxError as error:
         raise VerifierError(f"verifier code: {error}") from error
 

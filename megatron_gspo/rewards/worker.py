@@ -4,7 +4,8 @@ Started by worker_pool.py as `python -m megatron_gspo.rewards.worker FD PARENT_P
 `multiprocessing`, whose spawned children would import the training script, and torch with it, again.
 
 Protocol: the parent sends (verifier name, options), then pickled (text, prompt) pairs; each is answered by one JSON
-object {"status": ..., "value": number or null, "message": text or null}. `serve` also runs environments.
+object {"status": ..., "value": number or null, "message": text or null}; the message of the first reply is what the
+verifier says of itself, its `description`. `serve` also runs environments.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ def _one_line(text: str) -> str:
 def _load(connection: Connection, load: Callable[[str, Any], Any]) -> tuple[Any, Reply]:
     try:
         name, options = pickle.loads(connection.recv_bytes())
-        return load(name, options), ("ok", None, None)
+        served = load(name, options)
+        description = getattr(served, "description", None)
+        return served, ("ok", None, None if description is None else _one_line(str(description)))
     except (Exception, SystemExit) as error:
         return None, ("error", None, _one_line(str(error)))
 

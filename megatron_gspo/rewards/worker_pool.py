@@ -55,6 +55,7 @@ class RewardPool:
 
     A worker that exceeds the time limit is killed with all processes that it started, and replaced; so is one that
     dies. If replacements can't start, the remaining requests are errors: `run` never raises for what a verifier does.
+    description: what the verifier says of itself in one line, None for nothing.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class RewardPool:
         self._first_message = pickle.dumps((verifier, options))
         self._timeout = timeout
         self._start_timeout = start_timeout
+        self.description: str | None = None
         self._workers: list[_Worker] = []
         self._finalizer = weakref.finalize(self, _stop_all, self._workers, os.getpid())
         self._last_failure = "no reward worker could be started"
@@ -189,6 +191,7 @@ class RewardPool:
             worker.task = worker.deadline = None
         elif status == "ok":
             worker.ready, worker.deadline, worker.failed_starts = True, None, 0
+            self.description = message
         else:
             self._fail(worker, replies, (status, None, message), starting)
 

@@ -15,13 +15,17 @@ from megatron_gspo.data.prompts import PromptSource
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.data.sample_batch import SampleBatch, rows_of
 from megatron_gspo.loop.generation import DataCursor, RolloutGenerator, next_prompts, rollout_seed
+from megatron_gspo.loop.reward_scoring import VerifierRewards
 from megatron_gspo.loop.rollout_log import rollout_record
 from megatron_gspo.loop.timers import Timers
+from megatron_gspo.rewards.scorer import RewardScorer
 from megatron_gspo.rewards.verifiers import VerifierError
 from megatron_gspo.rollout.in_process_source import InProcessSource
+from tests.support import spelling_verifier
+from tests.support.distributed import run_distributed
 from tests.support.samples import make_prompt, make_sample
-from tests.support.scripted_engine import ScriptedEngine
-from tests.support.scripted_servers import scripted_response
+from tests.support.scripted_engine import ScriptedEngine, ScriptedResponse
+from tests.support.scripted_servers import ScriptedServers, collective_weights, scripted_response, server_source
 from tests.support.training_runs import base_config
 
 PROMPTS = PromptSource([make_prompt(i) for i in range(10)], shuffle=False)
@@ -131,6 +135,81 @@ SERVERS = {"engine": "sglang"}
 SGLANG = {"urls": ["http://a:1"]}
 
 
+class LastFirst(Source):
+    """Servers that finish the group first that was submitted last. waiting: groups that were not collected when a part
+    was scored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: list[int] = []
+
+    def collect(self, count: int, *, oldest_version: int | None = None) -> SampleBatch:
+        self._requests.reverse()
+        taken = super().collect(count, oldest_version=oldest_version)
+        self._requests.reverse()
+        return taken.select(np.argsort(taken.table["prompt_index"], kind="stable"))
+
+    def scores(self, rewards: Rewards) -> Any:
+        def scored(batch: SampleBatch, prompts: Sequence[Prompt], timers: Timers) -> Any:
+            self.waiting.append(len(self.pending()))
+            return rewards(batch, prompts, timers)
+
+        scored.name = rewards.name
+        return scored
+
+
+@pytest.mark.parametrize(
+    ("workers", "waiting"), [(1, [7, 5, 3, 1, 0]), (7, [5, 1, 0]), (99, [0])], ids=["parts", "workers", "one"]
+)
+def test_servers_generate_while_the_first_groups_are_scored(workers, waiting, monkeypatch):
+    monkeypatch.setattr("megatron_gspo.loop.generation._PARTS", 5)
+    size = {"rollout_batch_size": 9}
+    sections = {"rollout": {**SERVERS, **size}, "sglang": SGLANG, "data": {"verifier_workers": workers}}
+    served, source = generator(**sections), LastFirst()
+    found = replace(served, groups=source, rewards=source.scores(Rewards())).draw(1, DataCursor(), Timers())
+    assert source.waiting == waiting
+    at_once = generator(rollout=size).draw(1, DataCursor(), Timers())
+    assert found.cursor == at_once.cursor and found.metrics == at_once.metrics
+    assert np.array_equal(found.batch.table, at_once.batch.table) and indices(found.batch) == indices(at_once.batch)
+
+
+def numbered(prompt: Prompt, number: int, seed: int) -> ScriptedResponse:
+    return ScriptedResponse([5 + number, 6 + prompt.index, 1], [-1.0] * 3, text=f"{prompt.index} {number}")
+
+
+def drawn_from_servers(rank: int, world: int) -> list[tuple[list, list]]:
+    """A step in parts and one at once: its rows, and this rank's texts with their rewards. The servers finish the last
+    group first; both ranks are clients and score."""
+    found = []
+    with RewardScorer(f"{spelling_verifier.__file__}:score", timeout=None) as scorer:
+        for parts in (4, 1):
+            source = server_source(ScriptedServers(numbered), clients=(0, 1))
+            source.update_weights(collective_weights, version=0)
+            made = generator(rollout={**SERVERS, "rollout_batch_size": 9}, sglang=SGLANG)
+            made = replace(made, groups=source, rewards=VerifierRewards(scorer, "spelling"))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("megatron_gspo.loop.generation._PARTS", parts)
+                batch = made.draw(1, DataCursor(), Timers()).batch
+            found.append((batch.table.tolist(), [(i, sample.text) for i, sample in batch.held.items()]))
+    return found
+
+
+@pytest.mark.slow
+def test_parts_of_several_ranks_are_the_batch_that_is_collected_at_once():
+    first, second = run_distributed(drawn_from_servers, 2)
+    assert first[0] == first[1] and second[0] == second[1], "in parts and at once"
+    table, texts = first[0][0], dict([*first[0][1], *second[0][1]])
+    assert table == second[0][0] and [texts[i] for i in range(18)] == [f"{i} {j}" for i in range(9) for j in (0, 1)]
+    assert [row[1] for row in table] == pytest.approx([spelling_verifier.score(texts[i], None) for i in range(18)])
+
+
+def test_what_is_generated_at_once_is_scored_at_once():
+    source = LastFirst()
+    made = replace(generator(rollout={"rollout_batch_size": 9}), groups=source, rewards=source.scores(Rewards()))
+    made.draw(0, DataCursor(), Timers())
+    assert source.waiting == [0]
+
+
 def test_oversampled_groups_are_discarded_and_their_prompts_come_first():
     made = generator(rollout={**SERVERS, "oversampling": 1.5}, sglang=SGLANG)
     rollout = made.draw(0, DataCursor(), Timers())
@@ -146,7 +225,7 @@ def test_oversampled_groups_are_discarded_and_their_prompts_come_first():
 def test_stale_groups_continue_and_a_resumed_run_begins_them_again():
     made = generator(rollout={**SERVERS, "oversampling": 1.5, "max_staleness": 2}, sglang=SGLANG)
     rollout = made.draw(6, DataCursor(), Timers())
-    assert made.groups.oldest == [4] and rollout.cursor == DataCursor(5, (3, 4))
+    assert set(made.groups.oldest) == {4} and rollout.cursor == DataCursor(5, (3, 4))
     made.prepare_for_training(6, rollout.cursor)
     assert made.groups.paused == [True] and made.groups.pending() == [3, 4]
     resumed = replace(made, groups=Source())

@@ -22,8 +22,18 @@ EVALUATION = (
     ),
     SeededBug(
         "the interval of a rating has half its width", "design", ELO,
-        "log_likelihood(best) - CHI_SQUARE / 2", "log_likelihood(best) - CHI_SQUARE / 8",
-        (f"{TESTS}/test_elo.py::test_the_interval_covers_the_true_rating_as_often_as_it_says",),
+        "half = _NORMAL_QUANTILE / math.sqrt(curvature)", "half = _NORMAL_QUANTILE / math.sqrt(curvature) / 2",
+        (f"{TESTS}/test_elo.py::test_the_interval_has_the_true_rating_as_often_as_it_says",),
+    ),
+    SeededBug(
+        "a rating without its prior", "this project", ELO,
+        " - (rating - PRIOR_MEAN) / PRIOR_STD**2\n", "\n",
+        (f"{TESTS}/test_elo.py::test_the_published_formula_by_a_search_over_all_ratings",),
+    ),
+    SeededBug(
+        "problems whose file lacks tests are scored", "this project", f"{EVALUATE}/layouts.py",
+        '    if row.get("official_tests_complete") is False:\n        raise LeftOut("incomplete tests")\n', "",
+        (f"{TESTS}/test_layouts.py::test_what_outputs_cannot_decide_is_left_out",),
     ),
     SeededBug(
         "a response without a score counts as an average one", "several trainers", SCORES,

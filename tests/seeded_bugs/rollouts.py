@@ -82,4 +82,9 @@ OF_THE_ROLLOUTS = (
         "routed_experts=routes[i][0],", "routed_experts=routes[i - 1][0],",
         ("tests/rollout/test_sample_codec.py::test_samples_survive_the_wire",),
     ),
+    SeededBug(
+        "groups have the order in which servers finished them", "design", "megatron_gspo/loop/generation.py",
+        '        batch = batch.select(np.argsort([submitted[index] for index in indices], kind="stable"))\n', "",
+        ("tests/loop/test_generation.py::test_servers_generate_while_the_first_groups_are_scored",),
+    ),
 )  # fmt: skip

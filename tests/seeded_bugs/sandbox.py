@@ -74,4 +74,9 @@ OF_THE_SANDBOX = (
         "            self._breaker.record(False)\n", "",
         (f"{TESTS}/test_fusion_client.py::test_a_server_that_fails_is_left_alone",),
     ),
+    SeededBug(
+        "programs run with less isolation than required", "design", f"{SANDBOX}/sandboxes.py",
+        "if config.require_isolation and isolation.missing:", "if False:",
+        (f"{TESTS}/test_sandboxes.py::test_less_isolation_than_required_is_refused",),
+    ),
 )  # fmt: skip

@@ -17,8 +17,8 @@ from megatron_gspo.data.sample import Prompt
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from megatron_gspo.tools.evaluate.__main__ import main
 from megatron_gspo.tools.make_tiny_model import TinyModel, character_tokenizer, write_tiny_model
-from tests.sglang.harness_environment import harness_python
 from tests.support.command_line import write_rows
+from tests.support.harness_environment import harness_python
 
 LENGTH = 6
 SOLVED, OTHERS = 7, 5

@@ -3,3 +3,6 @@
 
 def score(response: str, prompt) -> float:
     return (sum(map(ord, response)) % 7) / 6
+
+
+score.description = "verifier spelling: the sum of the letters"

@@ -52,6 +52,7 @@ def test_a_run_writes_its_directory(finished):
         assert rows[-1][name] is not None, name
     assert {"eval/accuracy", "eval/pass@2"} <= set(rows[0]) & set(rows[2]) & set(rows[4])
     assert rows[1]["updates"] == 2 and rows[1]["mismatch/abs_diff_max"] < 1e-4
+    assert done.log.count("verifier spelling: the sum of the letters\n") == 1, "what the verifier says, of one rank"
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["exit"] == "finished" and summary["step"] == 4 and summary["wall_seconds"] > 0
     assert summary["accuracy_before"] == rows[0]["eval/accuracy"]

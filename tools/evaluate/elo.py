@@ -1,9 +1,10 @@
-"""A rating from the problems that a model solves, by Elo's model.
+"""A rating from the problems that a model solves: the estimate of LiveCodeBench Pro (arXiv 2506.11928, appendix A3.2).
 
 A model of rating r solves a problem of rating d with probability 1 / (1 + 10^((d - r) / 400)): Elo's expected score,
-and what Codeforces means by a problem's rating (solved by half of the participants of that rating). r maximises the
-likelihood of what was solved; LiveCodeBench Pro (arXiv 2506.11928) rates models against problems with this likelihood
-and a prior, which is left out here. The rank in a contest (CodeElo, arXiv 2501.01257) is another estimate.
+and what Codeforces means by a problem's rating (solved by half of the participants of that rating). With a Gaussian
+prior the rating is the maximum of the posterior, and its standard deviation is that of the posterior's curvature there.
+The paper does not give the prior's numbers. Here they are of 717,421 rated participants of Codeforces, whose ratings
+CodeElo (arXiv 2501.01257) publishes: a model is taken for one of them until its results say otherwise.
 """
 
 from __future__ import annotations
@@ -14,19 +15,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-CHI_SQUARE = 3.841458820694124  # 95 % quantile, one degree of freedom
+PRIOR_MEAN, PRIOR_STD = 1056.0, 446.0  # rating points
 SCALE = 400.0 / math.log(10.0)  # rating points per nat
-_BEYOND = 8000.0  # rating points outside of the problems' ratings; there the likelihood is flat in float64
+_NORMAL_QUANTILE = 1.959963984540054  # 97.5 %
+_BEYOND = 8000.0  # rating points outside of the problems' ratings; there the prior alone has a slope
 
 
 @dataclass(frozen=True)
 class Rating:
-    """rating: None where all problems are solved, or none. low, high: 95 % interval by the likelihood ratio; None where
-    it has no end. problems: how many have a rating."""
+    """rating: mode of the posterior. low, high: 95 % interval of its normal approximation. problems: how many have a
+    rating."""
 
-    rating: float | None
-    low: float | None
-    high: float | None
+    rating: float
+    low: float
+    high: float
     problems: int
 
 
@@ -36,7 +38,7 @@ def expected_score(rating: ArrayLike, difficulty: ArrayLike) -> np.ndarray:
 
 
 def estimate_rating(solved: ArrayLike, difficulty: ArrayLike) -> Rating:
-    """The maximum-likelihood rating and its likelihood-ratio interval.
+    """The maximum a posteriori rating and its interval.
 
     solved: [problems] share of each problem's responses that solve it, in [0, 1]; a problem counts once, however many
     responses it has. difficulty: [problems] their ratings. Raises ValueError for other values or shapes.
@@ -48,21 +50,12 @@ def estimate_rating(solved: ArrayLike, difficulty: ArrayLike) -> Rating:
         raise ValueError("difficulty must be finite, and solved in [0, 1]")
     from scipy.optimize import brentq  # of the extra "plot"
 
-    low, high = float(d.min()) - _BEYOND, float(d.max()) + _BEYOND
-
     def slope(rating: float) -> float:
-        return float((y - expected_score(rating, d)).sum())
+        return float((y - expected_score(rating, d)).sum()) / SCALE - (rating - PRIOR_MEAN) / PRIOR_STD**2
 
-    def log_likelihood(rating: float) -> float:
-        x = (d - rating) / SCALE
-        return float(-(y * np.logaddexp(0.0, x) + (1.0 - y) * np.logaddexp(0.0, -x)).sum())
-
-    best = low if not y.any() else high if (y == 1).all() else brentq(slope, low, high, xtol=1e-9)
-    cut = log_likelihood(best) - CHI_SQUARE / 2
-
-    def end(outside: float) -> float | None:
-        if best == outside:
-            return None
-        return float(brentq(lambda rating: log_likelihood(rating) - cut, *sorted((best, outside)), xtol=1e-6))
-
-    return Rating(None if best in (low, high) else float(best), end(low), end(high), len(y))
+    ends = min(d.min(), PRIOR_MEAN) - _BEYOND, max(d.max(), PRIOR_MEAN) + _BEYOND
+    best = float(brentq(slope, *ends, xtol=1e-9))
+    p = expected_score(best, d)
+    curvature = float((p * (1.0 - p)).sum()) / SCALE**2 + 1.0 / PRIOR_STD**2
+    half = _NORMAL_QUANTILE / math.sqrt(curvature)
+    return Rating(best, best - half, best + half, len(y))

@@ -54,12 +54,8 @@ def page_context(scores: Sequence[TaskScores], command: str, config: Config) -> 
 
 
 def rating_text(found: Rating) -> str:
-    """`1650 [1580, 1724]`; an end that is infinite, and the rating then, as a bound."""
-    low = "-inf" if found.low is None else f"{found.low:.0f}"
-    high = "inf" if found.high is None else f"{found.high:.0f}"
-    if found.rating is None:
-        return f">= {low}" if found.high is None else f"<= {high}"
-    return f"{found.rating:.0f} [{low}, {high}]"
+    """`1650 [1580, 1724]`."""
+    return f"{found.rating:.0f} [{found.low:.0f}, {found.high:.0f}]"
 
 
 def _section(scores: Sequence[TaskScores]) -> dict[str, Any]:

@@ -73,7 +73,8 @@ def _livecodebench(row: Row, language: str) -> dict[str, Any]:
 
 
 def _codeforces(row: Row, language: str) -> dict[str, Any]:
-    """Problems that are interactive, accept several outputs or read files can't be scored by comparing outputs."""
+    """Problems that are interactive, accept several outputs or read files can't be scored by comparing outputs, and a
+    wrong program may pass tests of which the file lacks some."""
     if row.get("interaction_format"):
         raise LeftOut("interactive")
     if row.get("generated_checker"):
@@ -82,6 +83,8 @@ def _codeforces(row: Row, language: str) -> dict[str, Any]:
         raise LeftOut("reads a file")
     if not row.get("official_tests"):
         raise LeftOut("no tests")
+    if row.get("official_tests_complete") is False:
+        raise LeftOut("incomplete tests")
     parts = [row.get("title"), row["description"]]
     parts += [f"{head}\n{row[key]}" for head, key in _SECTIONS if row.get(key)]
     parts += [f"Example\nInput:\n{each['input']}\nOutput:\n{each['output']}" for each in row.get("examples") or ()]

@@ -133,6 +133,8 @@ def answer_task(engine: ResponseEngine, task: Task, kept: ResponseFile, config: 
     row = bar.add_task(title, total=len(task.prompts), completed=len(kept.records), note="")
     scorer = RewardScorer(data.resolved_verifier, data.resolved_verifier_options, timeout=data.verifier_timeout,
                           workers=data.verifier_workers, failure_reward=data.verifier_failure_reward)  # fmt: skip
+    if scorer.description is not None:
+        bar.console.print(f"{title}: {scorer.description}", markup=False, highlight=False, soft_wrap=True)
     with scorer:
         by_index = {prompt.index: prompt for prompt in task.prompts}
         n = sampling.n_samples_per_prompt

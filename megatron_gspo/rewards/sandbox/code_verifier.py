@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any, Literal
 
 from megatron_gspo.config.code_section import CodeConfig
@@ -29,22 +28,26 @@ def open_sandbox(config: CodeConfig) -> Sandbox:
     return FusionSandbox(config) if config.sandbox_url is not None else open_local_sandbox(config)
 
 
-def make_code(*, time_budget: float | None = None, **options: Any) -> Callable[[str, Prompt], NamedReward]:
+class CodeVerifier:
     """The verifier: the reward of a response, named after its first test that is not passed.
 
-    options: fields of `CodeConfig`. time_budget: see `run_tests`.
-    Raises SandboxError in one line if programs can't run here; TypeError for an unknown option.
+    description: one line, where programs run and how they are isolated.
     """
-    config = CodeConfig(**options)
-    sandbox = open_sandbox(config)
 
-    def code(text: str, prompt: Prompt) -> NamedReward:
+    def __init__(self, *, time_budget: float | None = None, **options: Any) -> None:
+        """options: fields of `CodeConfig`. time_budget: see `run_tests`.
+
+        Raises SandboxError in one line if programs can't run here; TypeError for an unknown option.
+        """
+        self._config, self._time_budget = CodeConfig(**options), time_budget
+        self._sandbox = open_sandbox(self._config)
+        self.description = f"verifier code: {self._sandbox.describe()}"
+
+    def __call__(self, text: str, prompt: Prompt) -> NamedReward:
         tests = read_tests(prompt.metadata)
-        verdicts = run_tests(sandbox, text, tests, config, time_budget=time_budget)
+        verdicts = run_tests(self._sandbox, text, tests, self._config, time_budget=self._time_budget)
         first = next((verdict for verdict in verdicts if verdict != "passed"), "passed")
-        return NamedReward(score(verdicts, len(tests.cases), config.score), first)
-
-    return code
+        return NamedReward(score(verdicts, len(tests.cases), self._config.score), first)
 
 
 def score(verdicts: list[Verdict], count: int, rule: Literal["all", "fraction"]) -> float:
@@ -97,4 +100,4 @@ def _is_right(outcome: Outcome, case: Case, function: str | None, tolerance: flo
     return any(same_text(outcome.stdout, expected, tolerance) for expected in case.accepted)
 
 
-__all__ = ["SandboxError", "make_code", "open_sandbox", "run_tests", "score"]
+__all__ = ["CodeVerifier", "SandboxError", "open_sandbox", "run_tests", "score"]

@@ -39,6 +39,10 @@ class FusionSandbox:
         """See `Sandbox`. A compile error is an outcome of each run."""
         return lambda stdin: self._run(source, stdin)
 
+    def describe(self) -> str:
+        """See `Sandbox`."""
+        return f"{self._url} runs and isolates the programs"
+
     def close(self) -> None:
         """See `Sandbox`."""
 

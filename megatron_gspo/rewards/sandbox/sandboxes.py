@@ -31,6 +31,10 @@ class Sandbox(Protocol):
         """Compile the program if its language is compiled. Raises CompileError, or SandboxError."""
         ...
 
+    def describe(self) -> str:
+        """A line for users: where programs run and what isolates them."""
+        ...
+
     def close(self) -> None:
         """End what runs."""
         ...
@@ -59,6 +63,10 @@ class LocalSandbox:
         if self._language == "cpp":
             return self._runner(("./main",), {"main": self._compile(content)})
         return self._runner((self._python, "-I", "-S", "main.py"), {"main.py": content})
+
+    def describe(self) -> str:
+        """See `Sandbox`."""
+        return self.isolation.describe()
 
     def close(self) -> None:
         """See `Sandbox`."""

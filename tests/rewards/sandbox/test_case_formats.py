@@ -8,8 +8,22 @@ import zlib
 
 import pytest
 
+from megatron_gspo.config import DataConfig
+from megatron_gspo.config.code_section import CodeConfig
+from megatron_gspo.data.prompts import load_prompts
 from megatron_gspo.rewards.sandbox import case_formats
 from megatron_gspo.rewards.sandbox.case_formats import Case, CodeTests, read_tests
+from megatron_gspo.rewards.sandbox.code_verifier import run_tests
+from megatron_gspo.tools.make_tiny_model import character_tokenizer
+from tests.rewards.sandbox.mechanisms import any_sandbox
+from tests.tools.evaluate.public_files import write_jsonl, write_parquet
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    sandbox = any_sandbox(time_limit=2.0)
+    yield sandbox
+    sandbox.close()
 
 
 def packed(content):
@@ -59,6 +73,41 @@ TWO = CodeTests(None, (Case("1\n", ("2\n",)), Case("3\n", ("4\n",))))
 )  # fmt: skip
 def test_formats(row, tests):
     assert read_tests(row) == tests
+
+
+PUBLIC = {  # rows of the public files: the key of the prompt, and the fields that they have
+    "APPS": ("question", {
+        "problem_id": 0, "question": "Add one to n.", "solutions": "[]", "difficulty": "interview", "url": "",
+        "input_output": json.dumps({"inputs": ["1\n", "3\n"], "outputs": ["2\n", "4\n"]}), "starter_code": "",
+    }),
+    "TACO": ("question", {
+        "question": "Add one to n.", "solutions": "[]", "starter_code": "", "difficulty": "EASY", "raw_tags": "[]",
+        "input_output": json.dumps({"inputs": ["1\n", "3\n"], "outputs": ["2\n", "4\n"]}), "name": None,
+        "source": "codechef", "tags": "[]", "skill_types": "[]", "url": None, "Expected Auxiliary Space": None,
+        "time_limit": "1 seconds", "date": "2019-07-01", "picture_num": None, "memory_limit": None,
+        "Expected Time Complexity": None,
+    }),
+    "CodeContests": ("description", {
+        "name": "1_A. Next", "description": "Add one to n.", "source": 2, "difficulty": 7,
+        "public_tests": {"input": ["1\n"], "output": ["2\n"]}, "private_tests": {"input": [], "output": []},
+        "generated_tests": {"input": ["3\n"], "output": ["4\n"]},
+        "solutions": {"language": [3], "solution": ["print(int(input()) + 1)"]}, "cf_rating": 800,
+        "time_limit": {"seconds": 1, "nanos": 0}, "memory_limit_bytes": 256000000, "cf_tags": ["math"],
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("data_set", PUBLIC)
+def test_rows_of_public_files_are_loaded_and_scored(sandbox, tmp_path, data_set, suffix):
+    key, row = PUBLIC[data_set]
+    path = (write_jsonl if suffix == "jsonl" else write_parquet)(tmp_path / f"rows.{suffix}", [row])
+    data = DataConfig(prompts=str(path), prompt_key=key, answer_key=None, verifier="code")
+    (prompt,) = load_prompts(path, character_tokenizer(), data).prompts
+    assert prompt.text == "Add one to n." and read_tests(prompt.metadata) == TWO
+    config = CodeConfig(time_limit=2.0)
+    for program, verdicts in (("print(int(input()) + 1)", ["passed"] * 2), ("print(2)", ["passed", "wrong_answer"])):
+        assert run_tests(sandbox, program, read_tests(prompt.metadata), config) == verdicts
 
 
 @pytest.mark.parametrize(

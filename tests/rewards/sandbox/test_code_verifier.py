@@ -9,7 +9,7 @@ import pytest
 
 from megatron_gspo.config.code_section import CodeConfig
 from megatron_gspo.rewards.sandbox.case_formats import read_tests
-from megatron_gspo.rewards.sandbox.code_verifier import make_code, run_tests, score
+from megatron_gspo.rewards.sandbox.code_verifier import CodeVerifier, run_tests, score
 from megatron_gspo.rewards.scorer import RewardScorer
 from megatron_gspo.rewards.verifiers import VerifierError
 from tests.rewards.sandbox.fusion_server import fusion_server
@@ -101,4 +101,13 @@ def test_a_sandbox_that_cannot_start_is_refused_in_one_line():
     with pytest.raises(VerifierError, match="/no/python does not run as a Python interpreter"):
         scorer(python="/no/python")
     with pytest.raises(TypeError, match="unexpected keyword argument 'time'"):
-        make_code(time=1.0)
+        CodeVerifier(time=1.0)
+
+
+def test_the_verifier_says_what_isolates_programs(sandbox):
+    python = sandbox._python  # one that the sandbox's user can run
+    with scorer(python=python) as scorer_:
+        assert scorer_.description == f"verifier code: {sandbox.isolation.describe()}"
+        assert scorer_.description.endswith("isolates file system, network, processes, system calls")
+    with fusion_server() as server, RewardScorer("code", {"sandbox_url": server.url}, timeout=None) as scorer_:
+        assert scorer_.description == f"verifier code: {server.url}/run_code runs and isolates the programs"

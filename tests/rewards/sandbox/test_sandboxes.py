@@ -1,10 +1,13 @@
 """Which sandbox runs the programs, and what it says where it cannot."""
 
+import os
+
 import pytest
 
 from megatron_gspo.config.code_section import CodeConfig
+from megatron_gspo.rewards.sandbox import sandboxes
 from megatron_gspo.rewards.sandbox.command import Mechanism, SandboxError, Setup
-from megatron_gspo.rewards.sandbox.isolation import GUARANTEES, Isolation
+from megatron_gspo.rewards.sandbox.isolation import GUARANTEES, Isolation, find_isolation
 from megatron_gspo.rewards.sandbox.sandboxes import describe_lack, open_local_sandbox
 from tests.rewards.sandbox.mechanisms import any_sandbox
 
@@ -17,6 +20,21 @@ def test_what_is_missing_is_named_with_the_fix():
         "install bubblewrap, or allow user namespaces (docs/code_rewards.md), or set it to false"
     )
     assert "install pyseccomp" in describe_lack(Isolation(setup, GUARANTEES[:3]))
+
+
+def test_less_isolation_than_required_is_refused(monkeypatch):
+    if not os.path.exists("/usr/bin/python3"):
+        pytest.skip("no interpreter that other users can run")
+    alone = (Mechanism("limits", False),)
+    monkeypatch.setattr(sandboxes, "find_isolation", lambda interpreter: find_isolation(interpreter, alone))
+    with pytest.raises(SandboxError, match="require_isolation = true: no isolation of file system, .*to false"):
+        open_local_sandbox(CodeConfig(python="/usr/bin/python3"))
+    sandbox = open_local_sandbox(CodeConfig(python="/usr/bin/python3", require_isolation=False))
+    try:
+        assert sandbox.describe().startswith("limits isolates ") and "file system" not in sandbox.describe()
+        assert sandbox.prepare("print(2 + 3)")("").stdout == b"5\n"
+    finally:
+        sandbox.close()
 
 
 def test_an_interpreter_that_does_not_run_is_named():

