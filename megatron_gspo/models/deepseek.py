@@ -58,6 +58,6 @@ def _latent(config: dict[str, Any], moe_layers: tuple[bool, ...]) -> ModelShape:
 _RULES = {"latent_attention": LATENT_ATTENTION}, DENSE, EXPERTS + UNGATED_SHARED_EXPERTS
 DEEPSEEK = (
     Family("deepseek_v3", _deepseek, *_RULES),
-    Family("kimi_k2", _deepseek, *_RULES),
+    Family("kimi_k2", _deepseek, *_RULES, type_in_transformers="deepseek_v3"),
     Family("glm4_moe_lite", _glm_lite, *_RULES),
 )
