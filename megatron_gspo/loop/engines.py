@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig
 
 from megatron_gspo.config import Config, ConfigError
 from megatron_gspo.config.rollout_sections import RouterNoiseConfig
@@ -32,6 +31,7 @@ from megatron_gspo.models.adapter_rules import linear_names
 from megatron_gspo.models.peft_files import AdapterFacts
 from megatron_gspo.parallel.rank_zero import run_on_rank_zero
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
+from megatron_gspo.rollout.embedded.transformers_config import transformers_config
 from megatron_gspo.rollout.engine_protocol import RolloutEngine, end_tokens
 from megatron_gspo.rollout.group_source import GroupSource, engine_name
 from megatron_gspo.rollout.in_process_source import InProcessSource
@@ -209,7 +209,7 @@ def log_servers(line: str) -> None:
 
 def embedded_engine(config: Config, shape: ModelShape, tokenizer: Any) -> EmbeddedEngine:
     """An engine without weights, which come with the first update."""
-    source = AutoConfig.from_pretrained(config.model.path, local_files_only=True)
+    source = transformers_config(config.model.path)
     try:
         return EmbeddedEngine(
             source,

@@ -12,8 +12,13 @@ from megatron_gspo.models.rotary import Rotary, Yarn
 
 
 def decoder(config: dict[str, Any], *, rope_types: tuple[str, ...] = ("default",)) -> ModelShape:
-    """What all families have: a dense decoder with grouped queries; ``rope_types``: see `rotary_of`."""
+    """What all families have: a dense decoder with grouped queries and SwiGLU; ``rope_types``: see `rotary_of`.
+
+    A family with other kinds of layers reads their ``layer_types`` and gives None in its place.
+    """
     heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
+    for key, known in (("hidden_act", "silu"), ("layer_types", ["full_attention"] * layers), ("index_topk", None)):
+        only(config, key, known)
     if config.get("use_sliding_window"):
         raise ModelError("use_sliding_window=true in config.json is not supported; set it to false")
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
@@ -55,11 +60,23 @@ def only(config: dict[str, Any], key: str, known: Any) -> None:
         raise ModelError(f"{key}={value!r} in a {config['model_type']} config.json is not supported; known: {known!r}")
 
 
+def softmax_router(config: dict[str, Any], *, normalize: bool = True) -> Router:
+    """A router by the softmax of its logits, without what DeepSeek-V3's have."""
+    only(config, "scoring_func", "softmax")
+    without_groups(config)
+    return Router(normalize=normalize)
+
+
+def without_groups(config: dict[str, Any]) -> None:
+    """Refuse groups of experts and a scaling factor, of a family whose routers have none."""
+    for key, known in (("n_group", 1), ("topk_group", 1), ("routed_scaling_factor", 1.0)):
+        only(config, key, known)
+
+
 def sigmoid_experts(config: dict[str, Any]) -> dict[str, Any]:
     """The experts of DeepSeek-V3 and of what followed it: sigmoid scores, a bias for the choice, groups, a scaling
     factor and shared experts without a gate, as fields of ``ModelShape``."""
-    for key, known in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("hidden_act", "silu"),
-                       ("norm_topk_prob", True)):  # fmt: skip
+    for key, known in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("norm_topk_prob", True)):
         only(config, key, known)
     experts, chosen = config["n_routed_experts"], config["num_experts_per_tok"]
     groups, chosen_groups = config.get("n_group") or 1, config.get("topk_group") or 1

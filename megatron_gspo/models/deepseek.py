@@ -33,8 +33,10 @@ def _glm_lite(config: dict[str, Any]) -> ModelShape:
 
 
 def _latent(config: dict[str, Any], moe_layers: tuple[bool, ...]) -> ModelShape:
-    only(config, "attention_bias", False)
-    only(config, "num_key_value_heads", config["num_attention_heads"])
+    for key, known in (("attention_bias", False), ("num_key_value_heads", config["num_attention_heads"]),
+                       ("use_qk_norm", False)):  # fmt: skip
+        only(config, key, known)
+    only({**config, **(config.get("rope_parameters") or {})}, "partial_rotary_factor", 1.0)
     dim = config["qk_rope_head_dim"]
     sizes = LatentSizes(
         query_rank=config.get("q_lora_rank"),
@@ -56,6 +58,6 @@ def _latent(config: dict[str, Any], moe_layers: tuple[bool, ...]) -> ModelShape:
 _RULES = {"latent_attention": LATENT_ATTENTION}, DENSE, EXPERTS + UNGATED_SHARED_EXPERTS
 DEEPSEEK = (
     Family("deepseek_v3", _deepseek, *_RULES),
-    Family("kimi_k2", _deepseek, *_RULES),
+    Family("kimi_k2", _deepseek, *_RULES, type_in_transformers="deepseek_v3"),
     Family("glm4_moe_lite", _glm_lite, *_RULES),
 )

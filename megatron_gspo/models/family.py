@@ -17,7 +17,8 @@ class Family:
     """A model type: how to read its sizes and layer facts, and the rules of its layers (names relative to the layer).
 
     ``mixers``: the rules of what mixes the tokens, by its kind in ``ModelShape.mixers``. ``in_transformers``: parts of
-    names in checkpoints, each with what Transformers' own models have in its place.
+    names in checkpoints, each with what Transformers' own models have in its place. ``type_in_transformers``: the type
+    under which Transformers has the model, where it does not know this one.
     """
 
     model_type: str
@@ -27,6 +28,7 @@ class Family:
     experts: tuple[Rule, ...] = ()
     outer: tuple[Rule, ...] = OUTER
     in_transformers: tuple[tuple[str, str], ...] = ()
+    type_in_transformers: str | None = None
 
     @property
     def stacks_experts(self) -> bool:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron_gspo.models.config_reader import decoder, only, rotary_of, windows_of
+from megatron_gspo.models.config_reader import decoder, only, rotary_of, softmax_router, windows_of
 from megatron_gspo.models.family import Family
-from megatron_gspo.models.model_shape import ModelError, ModelShape, Router
+from megatron_gspo.models.model_shape import ModelError, ModelShape
 from megatron_gspo.models.rule_tables import (
     ATTENTION,
     ATTENTION_BIAS,
@@ -26,7 +26,7 @@ _ROPE = dict(rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, trunc
 
 
 def _gpt_oss(config: dict[str, Any]) -> ModelShape:
-    for key, known in (("hidden_act", "silu"), ("attention_bias", True), ("swiglu_alpha", 1.702)):
+    for key, known in (("attention_bias", True), ("swiglu_alpha", 1.702)):
         only(config, key, known)
     layers, limit = config["num_hidden_layers"], config.get("swiglu_limit", 7.0)
     if not isinstance(limit, int | float) or not limit > 0:
@@ -48,7 +48,7 @@ def _gpt_oss(config: dict[str, Any]) -> ModelShape:
         num_experts=config["num_local_experts"],
         experts_per_token=config["num_experts_per_tok"],
         moe_ffn_hidden_size=config["intermediate_size"],
-        router=Router(),
+        router=softmax_router(config),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron_gspo.models.config_reader import decoder, layers_behind, only, rotary_of
+from megatron_gspo.models.config_reader import decoder, layers_behind, only, rotary_of, without_groups
 from megatron_gspo.models.family import Family
 from megatron_gspo.models.mapping_rules import Rule
 from megatron_gspo.models.model_shape import ModelShape, Router
@@ -16,8 +16,7 @@ from megatron_gspo.models.rule_tables import ATTENTION, DENSE, EXPERTS, JOINT_NO
 
 _ONLY = (
     ("scoring_func", "sigmoid"), ("use_routing_bias", True), ("use_qk_norm", True), ("qk_norm_type", "per_layer"),
-    ("shared_intermediate_size", 0), ("hidden_act", "silu"), ("attention_bias", False), ("router_jitter_noise", 0.0),
-    ("sliding_window", None),
+    ("shared_intermediate_size", 0), ("attention_bias", False), ("router_jitter_noise", 0.0), ("sliding_window", None),
 )  # fmt: skip
 # Parts of names in the published files, and what Transformers has in their place.
 _IN_TRANSFORMERS = (
@@ -42,6 +41,7 @@ def _minimax_m2(config: dict[str, Any]) -> ModelShape:
     layers = config["num_hidden_layers"]
     for key, known in (*_ONLY, ("attn_type_list", [1] * layers)):
         only(config, key, known)
+    without_groups(config)
     config = {"rope_theta": 5e6, **config}
     shape = decoder(config)
     parameters = config.get("rope_parameters") or {}

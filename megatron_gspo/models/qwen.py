@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from megatron_gspo.models.config_reader import decoder, only, windows_of
+from megatron_gspo.models.config_reader import decoder, only, softmax_router, windows_of
 from megatron_gspo.models.family import Family
-from megatron_gspo.models.model_shape import ModelError, ModelShape, Router
+from megatron_gspo.models.model_shape import ModelError, ModelShape
 from megatron_gspo.models.rule_tables import (
     ATTENTION,
     ATTENTION_BIAS,
@@ -32,7 +32,8 @@ def _decoder(config: dict[str, Any], slides: Callable[[int], bool]) -> ModelShap
     ]
     windows = windows_of(own, kinds)
     return replace(
-        decoder({**config, "use_sliding_window": None}, rope_types=("default", "yarn")), windows=windows,
+        decoder({**config, "use_sliding_window": None, "layer_types": None}, rope_types=("default", "yarn")),
+        windows=windows,
         mixers=tuple("attention" if window is None else "windowed_attention" for window in windows),
     )  # fmt: skip
 
@@ -79,7 +80,7 @@ def softmax_experts(config: dict[str, Any]) -> dict[str, Any]:
         num_experts=experts,
         experts_per_token=config["num_experts_per_tok"],
         moe_ffn_hidden_size=config["moe_intermediate_size"],
-        router=Router(normalize=bool(config.get("norm_topk_prob", False))),
+        router=softmax_router(config, normalize=bool(config.get("norm_topk_prob", False))),
     )
 
 

@@ -41,8 +41,7 @@ from megatron_gspo.models.rule_tables import (
 
 # Keys of published configs that Transformers does not read, with what it computes.
 _FIXED: tuple[tuple[str, Any], ...] = (
-    ("attn_output_gate", True), ("mamba_ssm_dtype", "float32"), ("mlp_only_layers", []), ("decoder_sparse_step", 1),
-    ("norm_topk_prob", True),
+    ("mamba_ssm_dtype", "float32"), ("mlp_only_layers", []), ("decoder_sparse_step", 1), ("norm_topk_prob", True),
 )  # fmt: skip
 
 

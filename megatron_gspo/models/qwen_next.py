@@ -122,9 +122,9 @@ DELTA_NET = (  # all but the projection
 
 def gated_decoder(config: dict[str, Any]) -> ModelShape:
     """What the decoders with gated delta nets have, without experts."""
-    for key, known in (("attention_bias", False), ("hidden_act", "silu")):
+    for key, known in (("attention_bias", False), ("attn_output_gate", True)):
         only(config, key, known)
-    shape = decoder(config)
+    shape = decoder({**config, "layer_types": None})  # has kinds of its own
     parameters = config.get("rope_parameters") or {}
     share = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))
     return replace(

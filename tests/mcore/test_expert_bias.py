@@ -16,7 +16,7 @@ from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
 from megatron_gspo.models.hf_checkpoint import CheckpointReader
 from tests.support.configs import parallel
 from tests.support.distributed import run_distributed
-from tests.support.routing_cases import policy_of, routers, run_pass, scored_samples, shape_of
+from tests.support.routing_cases import policy_of, routers, run_pass, scored_samples, shape_of, with_random_routes
 from tests.support.tiny_models import save_tiny_model
 
 NAME = "mlp.gate.e_score_correction_bias"
@@ -117,9 +117,13 @@ def test_entropy_is_that_of_the_scores_without_the_bias(path):
         assert entropy == pytest.approx(float(by_hand), rel=1e-5)
 
 
-def updated(rank: int, world_size: int, path: str) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Bias before and after a mini-batch with an update rate, and tokens of each expert on this rank."""
-    policy = policy_of(path, parallel(), expert_bias_update_rate=0.25)
+RATE = 0.25
+
+
+def updated(rank: int, world_size: int, path: str, layout: Any, replay: bool) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Bias before and after a mini-batch with an update rate, and tokens of each expert on this rank. Replayed routes
+    are among the first six experts."""
+    policy = policy_of(path, layout, expert_bias_update_rate=RATE)
     counts: dict[int, Tensor] = {}
     before = [router.expert_bias.clone() for router in routers(policy)]
 
@@ -131,17 +135,35 @@ def updated(rank: int, world_size: int, path: str) -> list[tuple[Tensor, Tensor,
 
     for number, router in enumerate(routers(policy)):
         router.register_forward_hook(count(number))
-    samples = scored_samples(8)
-    run_pass(policy, samples[4 * rank : 4 * rank + 4] if world_size > 1 else samples, ReplayOptions(shape_of(policy)))
+    samples, shape, data = scored_samples(8), shape_of(policy), policy.groups.dp
+    samples = with_random_routes(samples, shape, among=6) if replay else samples
+    run_pass(policy, samples[data.rank() :: data.size()], ReplayOptions(shape, replay=replay))
     return [(before[i], router.expert_bias, counts[i]) for i, router in enumerate(routers(policy))]
 
 
-def test_an_update_rate_moves_it_towards_an_even_load(path):
-    [rows] = run_distributed(updated, 1, path)
-    for before, after, load in rows:
-        mean = load.double().mean()
-        step = torch.tensor([0.25 * ((mean > n).double() - (mean < n).double()) for n in load.double()])
-        assert torch.allclose(after.double() - before.double(), step, atol=1e-6) and step.abs().sum() > 1
+def towards_even(load: Tensor) -> Tensor:
+    """How a bias moves by tokens of each expert."""
+    mean = load.double().mean()
+    return torch.tensor([RATE * ((mean > n).double() - (mean < n).double()) for n in load.double()])
+
+
+@pytest.mark.parametrize("replay", [False, True], ids=["live", "replayed"])
+@pytest.mark.parametrize("world, layout", [(1, parallel()), (2, parallel()), (2, parallel(tensor=2, expert=2))],
+                         ids=["one rank", "data 2", "tensor 2, expert 2"])  # fmt: skip
+def test_an_update_rate_moves_it_towards_an_even_load(world, layout, replay, path):
+    """Of all ranks together: each has its own tokens."""
+    ranks = run_distributed(updated, world, path, layout, replay)
+    alone = 0
+    for rows in zip(*ranks, strict=True):  # of a layer
+        step = towards_even(sum(load for _, _, load in rows))
+        for before, after, load in rows:
+            assert torch.allclose(after.double() - before.double(), step, atol=1e-6)
+            assert torch.equal(after, rows[0][1])
+            alone += not torch.equal(step, towards_even(load))
+        assert step.abs().sum() > 1
+        if replay:
+            assert torch.equal(step, torch.tensor([-RATE] * 6 + [RATE] * 6))
+    assert replay or (alone > 0) == (world > 1), "the load of one rank alone would move it elsewhere"
 
 
 def mapped(rank: int, world_size: int, path: str) -> list[str]:

@@ -18,6 +18,8 @@ from transformers.initialization import no_init_weights
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.errors import EngineError
+from megatron_gspo.models.families import FAMILIES
+from megatron_gspo.models.hf_checkpoint import CheckpointReader
 from megatron_gspo.models.quantization.plan import dequantized
 from megatron_gspo.rollout.embedded.cpu_kernels import use_cpu_kernels, use_decode_attention
 from megatron_gspo.rollout.embedded.decode import DecodeBatch, Responses, decode
@@ -25,6 +27,7 @@ from megatron_gspo.rollout.embedded.kv_cache import is_served, kinds_of
 from megatron_gspo.rollout.embedded.noisy_routers import NoisyRouters
 from megatron_gspo.rollout.embedded.route_recorder import RouteRecorder
 from megatron_gspo.rollout.embedded.token_sampling import sequence_uniforms
+from megatron_gspo.rollout.embedded.transformers_config import transformers_config
 from megatron_gspo.rollout.embedded.weight_loading import WeightTargets
 from megatron_gspo.rollout.engine_protocol import end_tokens
 from megatron_gspo.routing_replay.router_noise import RouterNoise, pass_seed
@@ -233,14 +236,30 @@ def _build(
             raise ValueError(
                 f"model folder {source} has no config.json: give a local Hugging Face checkpoint"
             )
-        model = AutoModelForCausalLM.from_pretrained(source, local_files_only=True, dtype=dtype)
+        config = transformers_config(source)
+        model = AutoModelForCausalLM.from_pretrained(source, config=config, local_files_only=True, dtype=dtype)
         _refuse_others(model.config)
+    _widen_bias(model, source)
     model = model.to(device).eval().requires_grad_(False)
     if device.type == "cpu":
         use_cpu_kernels(model)
     elif any(hasattr(module, "sinks") for module in model.modules()):  # Transformers' own takes other masks
         use_decode_attention(model)
     return model
+
+
+def _widen_bias(model: PreTrainedModel, source: str | Path | PretrainedConfig) -> None:
+    """Keep the bias of sigmoid routers in float32, to the bit: Transformers gives MiniMax-M2's the model's type."""
+    biases = {name: each for name, each in model.named_buffers() if name.endswith(".e_score_correction_bias")}
+    rounded = {name: bias for name, bias in biases.items() if bias.dtype != torch.float32}
+    for bias in rounded.values():
+        bias.data = bias.data.float()
+    if rounded and not isinstance(source, PretrainedConfig):
+        own_name = FAMILIES[model.config.model_type].name_in_transformers
+        with CheckpointReader(source) as reader:
+            for stored in reader.names:
+                if (name := own_name(stored)) in rounded:
+                    rounded[name].copy_(reader.read(stored))
 
 
 def _refuse_others(config: PretrainedConfig) -> None:

@@ -35,7 +35,10 @@ def changed(model: Path, folder: Path, tensors: dict[str, torch.Tensor], **confi
     return folder
 
 
-def test_the_bias_stays_in_float32_and_files_come_back_byte_by_byte(model, tmp_path):
+@pytest.mark.parametrize("kind", ["deepseek", "moonlight", "glm_lite", "glm"])
+def test_the_bias_stays_in_float32_and_files_come_back_byte_by_byte(kind, model, tmp_path):
+    if kind != "deepseek":
+        model = Path(save_tiny_model(tmp_path / "plain", kind, dtype=torch.bfloat16))
     run("to-megatron", model, tmp_path / "megatron", *LAYOUT, "--verify")
     stored = DistributedReader(tmp_path / "megatron")
     assert stored.dtype("decoder.layers.2.mlp.router.expert_bias") is torch.float32
@@ -92,9 +95,11 @@ def test_names_of_further_layers_are_refused_without_multi_token_prediction(mode
 
 
 def test_weights_in_8_bits_are_read_as_their_dequantized_values(model, tmp_path):
-    """Blocks of 16 x 8, which do not divide every tensor; scales of each by a loop over its elements."""
+    """Blocks of 16 x 8, which do not divide every tensor; scales of each by a loop over its elements. Those of
+    multi-token prediction are carried as these values."""
     quantized, expected = {}, {}
-    for name, tensor in load_file(model / SINGLE).items():
+    carried = mtp_layer()
+    for name, tensor in (load_file(model / SINGLE) | carried).items():
         quantized[name] = expected[name] = tensor
         if tensor.dim() == 2 and "_proj" in name:
             rows, columns = tensor.shape
@@ -107,7 +112,8 @@ def test_weights_in_8_bits_are_read_as_their_dequantized_values(model, tmp_path)
                     values[i, j] *= scales[i // 16, j // 8]
             expected[name] = values.bfloat16()
     settings = {"quant_method": "fp8", "weight_block_size": [16, 8]}
-    source = changed(model, tmp_path / "source", quantized, quantization_config=settings)
+    assert sum(f"{name}_scale_inv" in quantized for name in carried) == 2
+    source = changed(model, tmp_path / "source", quantized, quantization_config=settings, num_nextn_predict_layers=1)
     with CheckpointReader(source) as reader:
         assert reader.names == set(expected)
         for name, value in expected.items():
@@ -118,8 +124,7 @@ def test_weights_in_8_bits_are_read_as_their_dequantized_values(model, tmp_path)
                     assert torch.equal(reader.read(name, dim, start, stop), part), name
     run("to-megatron", source, tmp_path / "megatron", *LAYOUT, "--verify")
     run("to-hf", tmp_path / "megatron", tmp_path / "back", "--verify")
-    back = load_file(tmp_path / "back" / SINGLE)
-    assert set(back) == set(expected) and all(torch.equal(back[name], expected[name]) for name in back)
+    assert_holds(tmp_path / "back", expected)
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     assert "quantization_config" not in config and config["dtype"] == "bfloat16"
     with CheckpointReader(source) as reader, CheckpointReader(tmp_path / "back") as other:

@@ -1,0 +1,132 @@
+"""Families with experts in the embedded engine: log-probs, routes and biases, against Transformers' own passes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_gspo.config import SamplingParams
+from megatron_gspo.models import family_of, read_config
+from megatron_gspo.models.hf_checkpoint import CheckpointReader
+from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
+from megatron_gspo.rollout.embedded.transformers_config import transformers_config
+from megatron_gspo.routing_replay.router_noise import RouterNoise
+from tests.support.reference_models import (
+    VOCABULARY,
+    checkpoint,
+    loaded_engine,
+    prompts,
+    reference_model,
+    teacher_forced,
+)
+from tests.support.tiny_models import save_tiny_model, tiny_config
+
+SIGMOID = ("deepseek", "moonlight", "glm_lite", "glm", "minimax")  # routers with a bias
+DELTA = ("next", "qwen35_moe")  # with gated delta nets
+SOFTMAX = ("gpt_oss", *DELTA)
+BIAS = ".e_score_correction_bias"
+
+
+def build(kind):
+    """A reference with a bias in its sigmoid routers, and an engine that got its weights."""
+    layers = 4 if kind in SOFTMAX else 3
+    config = tiny_config(kind, vocab_size=VOCABULARY, num_hidden_layers=layers, max_position_embeddings=64)
+    # the two forms of a delta rule, token by token and chunked, differ in the rounding of their sums
+    reference = reference_model(config, scale=0.6 if kind in DELTA else 1.5)
+    for bias in biases(reference).values():
+        bias.copy_(torch.linspace(-0.4, 0.4, len(bias)))
+    return reference, loaded_engine(config, checkpoint(reference), return_routed_experts=True)
+
+
+def biases(model):
+    return {name: buffer for name, buffer in model.named_buffers() if name.endswith(BIAS)}
+
+
+def routes_of(model, tokens):
+    """[L - 1, layers, k] sorted: the experts that the modules of a plain pass were called with."""
+    seen = []
+    hooks = [
+        layer.mlp.experts.register_forward_pre_hook(lambda module, args: seen.append(args[1]))
+        for layer in model.model.layers
+        if hasattr(layer.mlp, "experts")
+    ]
+    model(torch.from_numpy(tokens[:-1])[None])
+    for hook in hooks:
+        hook.remove()
+    return np.stack([ids.sort(-1).values.numpy() for ids in seen], axis=1)
+
+
+def sampled(engine):
+    samples = engine.generate(prompts(5), SamplingParams(2, 12), seed=1)
+    assert len({sample.length for sample in samples}) > 3
+    return samples
+
+
+def check(samples, reference):
+    """Log-probs and routes are those of plain passes; returns the routes."""
+    routes = [routes_of(reference, sample.tokens) for sample in samples]
+    for sample, expected in zip(samples, routes, strict=True):
+        np.testing.assert_allclose(sample.rollout_log_probs, teacher_forced(reference, sample), atol=1e-5)
+        np.testing.assert_array_equal(np.sort(sample.routed_experts, -1), expected)
+    return routes
+
+
+@pytest.mark.parametrize("kind", SIGMOID + SOFTMAX)
+def test_log_probs_and_routes_are_those_of_a_plain_pass(kind):
+    reference, engine = build(kind)
+    samples = sampled(engine)
+    routes = check(samples, reference)
+    layers = np.unique(np.concatenate(routes), axis=0)
+    assert len(layers) > 10 and (layers[:, 0] != layers[:, -1]).any(), "tokens and layers differ in their routes"
+    if kind in SIGMOID:
+        for bias in biases(reference).values():
+            bias.zero_()
+        without = [routes_of(reference, sample.tokens) for sample in samples]
+        assert any((a != b).any() for a, b in zip(routes, without, strict=True)), "the bias changes the choice"
+
+
+@pytest.mark.parametrize("kind", SIGMOID)
+def test_a_bias_stays_in_float32_to_the_bit_in_a_bfloat16_engine(kind, tmp_path):
+    """Read from files, and sent to an engine of a config."""
+    folder = save_tiny_model(tmp_path, kind, dtype=torch.bfloat16)
+    family, _ = family_of(read_config(folder))
+    with CheckpointReader(folder) as reader:
+        tensors = {name: reader.read(name) for name in reader.names}
+    read = EmbeddedEngine(folder, dtype=torch.bfloat16)
+    sent = EmbeddedEngine(transformers_config(folder), dtype=torch.bfloat16)
+    for version, (engine, change) in enumerate(((read, 0.0), (sent, 0.0), (read, 1 / 3), (sent, 1 / 3))):
+        stream = {name: value + change * name.endswith(BIAS) for name, value in tensors.items()}
+        if version:
+            engine.update_weights(stream.items(), version=version)
+        found = biases(engine.model)
+        expected = {family.name_in_transformers(name): stream[name] for name in stream if name.endswith(BIAS)}
+        assert found.keys() == expected.keys() != set()
+        for name, bias in found.items():
+            assert bias.dtype == torch.float32 and torch.equal(bias, expected[name]), name
+        assert any(not torch.equal(bias, bias.bfloat16().float()) for bias in found.values())
+        assert engine.model.lm_head.weight.dtype == torch.bfloat16
+        engine.generate(prompts(1), SamplingParams(1, 2), seed=0)
+
+
+def test_kimi_k2_is_served_as_deepseek_v3(tmp_path):
+    """A type that Transformers does not know, with a config of its own code: from files, and with weights sent."""
+    folder = Path(save_tiny_model(tmp_path, "deepseek", vocab_size=VOCABULARY, max_position_embeddings=64))
+    reference = AutoModelForCausalLM.from_pretrained(folder).eval().requires_grad_(False)
+    content = json.loads((folder / "config.json").read_text())
+    content |= {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+    (folder / "config.json").write_text(json.dumps(content))
+    with CheckpointReader(folder) as reader:
+        tensors = {name: reader.read(name) for name in reader.names}
+    sent = loaded_engine(transformers_config(folder), tensors, return_routed_experts=True)
+    for engine in (EmbeddedEngine(folder, return_routed_experts=True), sent):
+        check(sampled(engine), reference)
+
+
+def test_noise_is_refused():
+    with pytest.raises(ValueError, match="deepseek_v3 has no softmax router"):
+        build("deepseek")[1].perturb_routers(RouterNoise(0.5, seed=1))
