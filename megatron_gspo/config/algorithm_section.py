@@ -44,8 +44,8 @@ class AlgorithmConfig(Objective):
     """Minimum of these weights."""
     rollout_rs: Literal["none", "token", "geometric", "token_binary_kl", "sequence_k3"] = "none"
     """Exclude from the loss where the engines differ too much. `token`: ratio (old policy / rollout engine) outside the
-    thresholds. `geometric`: its geometric mean over a sequence. `token_binary_kl`: binary KL of a token, `sequence_k3`: mean
-    of k3 over a sequence, above `rollout_rs_divergence`."""
+    thresholds. `geometric`: its geometric mean over a sequence. `token_binary_kl`: binary KL of a token, `sequence_k3`:
+    mean of k3 over a sequence, above `rollout_rs_divergence`."""
     rollout_rs_threshold: Annotated[float, Ge(1)] | None = None
     """Upper threshold; null is 2 with `token`; `geometric` needs one."""
     rollout_rs_threshold_lower: Annotated[float, Gt(0), Le(1)] | None = None

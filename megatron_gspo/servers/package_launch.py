@@ -28,7 +28,8 @@ class PackageLaunch:
     routed_experts: whether servers return them. log_dir: directory of `server_<i>.log`. first_gpu: the first server's
     first GPU, from which on the servers take consecutive ones; None: 0, or what the arguments say.
 
-    packages: names under which the package is published. reserved: options that the client decides about too, and their keys.
+    packages: names under which the package is published. reserved: options that the client decides about, and
+    their keys.
 
     Raises InputError for reserved arguments, and if no server is to be started.
     """

@@ -190,7 +190,7 @@ def naive_binary_kl(log_p, log_q):
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_weights_and_masks_against_a_naive_loop(level):
-    """Of 8 batches: truncated and raised weights, the band of the ratio, KPop's binary KL by token and the mean of k3 by
+    """Of 8 batches: truncated and raised weights, the band of the ratio, KPop's binary KL by token, the mean of k3 by
     sequence."""
     trained = left = close = 0
     for seed in range(8):

@@ -1,4 +1,4 @@
-"""verl's importance weights and rejection masks (verl.trainer.ppo.rollout_corr_helper) on the same log-probs as ours."""
+"""verl's importance weights and rejection masks (verl.trainer.ppo.rollout_corr_helper) on the same log-probs."""
 
 from __future__ import annotations
 
