@@ -6,8 +6,8 @@ Ours gives 11 metrics; verl's gives 4, TRL's 7, which it reads from the device w
 
 *Share of a step*: the loss of all micro-batches of a mini-batch against the whole optimizer step on it (packing,
 forward, backward, gradient norm, Adam), with the models and responses of `step_vs_megatron.py`. These models are tiny:
-the loss costs as much per token as with a large one, the step costs less, so this share is the largest. The last size
-has a row for every preset.
+the loss costs as much per token as with a large one, the step costs less, so this share is the largest. Every preset
+has a row, in short responses and in long ones.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from benchmarks.step_vs_megatron import MAX_TOKENS, SIZES, Size, make_samples, t
 SIZES_OF_LOSS = ("8x128", "32x512", "128x1024", "512x2048")  # responses x tokens
 SAME = 1e-5
 SHARE = 0.01  # of a step
-STEPS = SIZES | {"16k tokens, 16k words": Size(16, 32, 1024, 16_384)}
 
 
 def beside_peers(python: str, folder: Path, args: argparse.Namespace) -> list[Row]:
@@ -99,14 +98,14 @@ def shares(args: argparse.Namespace) -> list[Row]:
     from megatron_gspo.mcore.process_groups import initialize
 
     groups, rows = initialize(ParallelConfig(), seed=0), []
-    for name, size in STEPS.items():
-        presets = ["gspo", *(p for p in PRESETS if p != "gspo")] if name == list(STEPS)[-1] else ["gspo"]
+    presets = ["gspo", *(p for p in PRESETS if p != "gspo")]
+    for name, size in SIZES.items():
         if args.quick:
             size = replace(size, response=64)
         with tempfile.TemporaryDirectory() as folder:
             write_model(folder, size.vocabulary)
             taken = interleave(losses_and_step(Path(folder), size, groups, presets), repeats=args.repeats, warmup=1,
-                               seconds=args.seconds / len(STEPS))  # fmt: skip
+                               seconds=args.seconds / len(SIZES))  # fmt: skip
         for chosen in presets:
             of = "" if chosen == "gspo" else f" of {chosen}"
             rows.append(time_row("policy_loss", f"policy loss and metrics{of}, share of a step, {name}", taken[chosen],

@@ -18,10 +18,11 @@ OF_OTHERS = {
     "CONTRIBUTING.md": {"a/b.py", "tests/a/test_b.py"},
     "README.md": {"verifier.py"},
     "docs/algorithms.md": {
-        "--tis-level", "--use-rollout-logprobs", "--use-tis", "bypass_mode", "m_it", "rollout_it",
+        "--use-rollout-logprobs", "--use-tis", "bypass_mode", "g_i", "m_it", "rollout_it", "rs_level", "tis_level",
         "token_mask", "token_truncate",
     },
     "docs/launch.md": {"GraceTime", "NCCL_IB_HCA"},
+    "docs/peers.md": {"ppo_utils.py", "vanilla_tis_function"},
     "docs/resume.md": {"rollout.bin"},
     "docs/sglang.md": {"sglang.bench_serving"},
     "patches/README.md": {

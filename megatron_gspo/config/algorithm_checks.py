@@ -66,7 +66,7 @@ def check_rollout_correction(algorithm: AlgorithmConfig) -> None:
     if algorithm.needs_rollout_log_probs and algorithm.old_log_probs == "rollout":
         problem = f"{algorithm.name} clips by the training engine's old log-probs"
         raise ConfigError("algorithm.old_log_probs", "rollout", problem, "set it to recompute")
-    ratios, divergences = ("token", "sequence"), ("token_binary_kl", "sequence_k3")
+    ratios, divergences = ("token", "geometric"), ("token_binary_kl", "sequence_k3")
     for method, key, kinds in (
         ("rollout_is", "rollout_is_threshold", ratios),
         ("rollout_is", "rollout_is_threshold_lower", ratios),
@@ -83,7 +83,7 @@ def check_rollout_correction(algorithm: AlgorithmConfig) -> None:
         problem = f"is the largest divergence of algorithm.rollout_rs = {algorithm.rollout_rs}"
         fix = "set it, sequence_k3 is published with 0.001"
         raise ConfigError("algorithm.rollout_rs_divergence", None, problem, fix)
-    if algorithm.rollout_rs == "sequence" and algorithm.rollout_rs_threshold is None:
+    if algorithm.rollout_rs == "geometric" and algorithm.rollout_rs_threshold is None:
         problem = "the ratio of a sequence is closer to 1 the longer it is, so no threshold fits all lengths"
         fix = "set it beyond mismatch/ratio_sequence/p99, 1.001 or so for thousands of tokens"
         raise ConfigError("algorithm.rollout_rs_threshold", None, problem, fix)

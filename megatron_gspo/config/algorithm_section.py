@@ -35,18 +35,19 @@ class AlgorithmConfig(Objective):
         "none", "token_tis", "bounded_token_tis", "icepop", "k3_rejection_token_tis"
     ] = "none"
     """Published setting of the `rollout_is*` and `rollout_rs*` keys that are not set."""
-    rollout_is: Literal["none", "token", "sequence"] = "none"
-    """Importance weights (old policy / rollout engine) on the advantages, by token or length-normalised by sequence."""
+    rollout_is: Literal["none", "token", "geometric"] = "none"
+    """Importance weights (old policy / rollout engine) on the advantages: of each token, or the geometric mean of a
+    sequence's."""
     rollout_is_threshold: Annotated[float, Ge(1)] = 2.0
     """Maximum of these weights."""
     rollout_is_threshold_lower: Annotated[float, Ge(0), Le(1)] = 0.0
     """Minimum of these weights."""
-    rollout_rs: Literal["none", "token", "sequence", "token_binary_kl", "sequence_k3"] = "none"
-    """Exclude from the loss where the engines differ too much. `token`, `sequence`: ratio (old policy / rollout engine,
-    length-normalised by sequence) outside the thresholds. `token_binary_kl`: binary KL of a token, `sequence_k3`: mean
-    of k3 over a sequence, above `rollout_rs_divergence`."""
+    rollout_rs: Literal["none", "token", "geometric", "token_binary_kl", "sequence_k3"] = "none"
+    """Exclude from the loss where the engines differ too much. `token`: ratio (old policy / rollout engine) outside the
+    thresholds. `geometric`: its geometric mean over a sequence. `token_binary_kl`: binary KL of a token, `sequence_k3`:
+    mean of k3 over a sequence, above `rollout_rs_divergence`."""
     rollout_rs_threshold: Annotated[float, Ge(1)] | None = None
-    """Upper threshold; null is 2 by token, by sequence it must be set."""
+    """Upper threshold; null is 2 with `token`; `geometric` needs one."""
     rollout_rs_threshold_lower: Annotated[float, Gt(0), Le(1)] | None = None
     """Lower threshold; null is 1 / `rollout_rs_threshold`."""
     rollout_rs_divergence: Annotated[float, Gt(0)] | None = None

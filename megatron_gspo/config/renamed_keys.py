@@ -12,10 +12,14 @@ from megatron_gspo.config.config_error import ConfigError, show
 
 @dataclass(frozen=True)
 class Renamed:
-    """The new name of a key, and what its old values are now (unchanged if not listed)."""
+    """The new name of a key, and what its old values are now (unchanged if not listed).
+
+    problem: what the error says of an old value; empty is that it was renamed.
+    """
 
     new: str
     values: dict[Any, Any] | Callable[[Any], Any] | None = None
+    problem: str = ""
 
     def value(self, old: Any) -> Any:
         """The new value for an old one."""
@@ -34,16 +38,25 @@ _AGGREGATIONS = {
     "constant": "seq-mean-token-sum-norm",
 }
 
+# The name has two meanings in the field; older versions had the second.
+_SEQUENCE_RATIO = {"sequence": "geometric"}
+_TWO_MEANINGS = (
+    "has two meanings: the product of a sequence's token ratios (verl, TRL), which is not offered, and their "
+    "geometric mean"
+)
+
 # Old key -> new key. A row whose names are equal lists values that changed.
 RENAMED_KEYS: dict[str, Renamed] = {
     "algorithm.research_override": Renamed("algorithm.allow_nonstandard"),
     "algorithm.aggregation": Renamed("algorithm.loss_agg_mode", _AGGREGATIONS),
     "algorithm.constant_length": Renamed("algorithm.loss_scale_factor"),
     "algorithm.kl_estimator": Renamed("algorithm.kl_loss_type"),
-    "algorithm.rollout_correction": Renamed("algorithm.rollout_is"),
+    "algorithm.rollout_correction": Renamed("algorithm.rollout_is", _SEQUENCE_RATIO),
     "algorithm.rollout_correction_cap": Renamed("algorithm.rollout_is_threshold"),
-    "algorithm.rollout_mask": Renamed("algorithm.rollout_rs"),
+    "algorithm.rollout_is": Renamed("algorithm.rollout_is", _SEQUENCE_RATIO, _TWO_MEANINGS),
+    "algorithm.rollout_mask": Renamed("algorithm.rollout_rs", _SEQUENCE_RATIO),
     "algorithm.rollout_mask_low": Renamed("algorithm.rollout_rs_threshold_lower"),
+    "algorithm.rollout_rs": Renamed("algorithm.rollout_rs", _SEQUENCE_RATIO, _TWO_MEANINGS),
     "algorithm.rollout_mask_high": Renamed("algorithm.rollout_rs_threshold"),
     "algorithm.zero_variance_groups": Renamed("algorithm.dynamic_sampling", {"keep": False, "refill": True}),
     "algorithm.max_refills": Renamed("algorithm.max_num_gen_batches", _with_the_first),
@@ -77,7 +90,7 @@ def refuse_old_keys(data: dict[str, Any]) -> None:
     for old, row, value in _old_entries(data):
         new = row.value(value)
         if old == row.new:
-            raise ConfigError(old, value, "was renamed", f"write {old}: {_yaml(new)}")
+            raise ConfigError(old, value, row.problem or "was renamed", f"write {old}: {_yaml(new)}")
         raise ConfigError(old, value, f"was renamed to {row.new}", f"write {row.new}: {_yaml(new)}")
 
 

@@ -28,7 +28,8 @@ class PackageLaunch:
     routed_experts: whether servers return them. log_dir: directory of `server_<i>.log`. first_gpu: the first server's
     first GPU, from which on the servers take consecutive ones; None: 0, or what the arguments say.
 
-    packages: names under which the package is published. reserved: options that the client needs too, and their keys.
+    packages: names under which the package is published. reserved: options that the client decides about, and
+    their keys.
 
     Raises InputError for reserved arguments, and if no server is to be started.
     """
@@ -49,7 +50,7 @@ class PackageLaunch:
         for argument in self.args:
             if key := self.reserved.get(argument.split("=", 1)[0]):
                 name = argument.split("=", 1)[0]
-                raise InputError(f"{section}.server_args: {name} is reserved; set {section}.{key} instead")
+                raise InputError(f"{section}.server_args: {name} is reserved; set {key} instead")
         if self.config.api_key_file is not None and option(self.args, "--config"):
             raise InputError(f"{section}.server_args: --config can't be combined with an API key, which is passed by "
                              "it; give its contents as arguments")  # fmt: skip

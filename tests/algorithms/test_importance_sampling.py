@@ -162,39 +162,60 @@ def test_rejection_masks_by_hand():
                 mask(*given, lower=low, upper=high)
 
 
-def naive(train, rollout, mask, ids, level, cap, low, high):
-    """(weights, kept) token by token, in Python floats."""
-    weights, kept = [], []
+LOWER, CAP, BAND, KPOP, K3 = 0.9, 1.05, (0.85, 1.15), 0.005, 0.01  # each cuts some and not all
+
+
+def naive(train, rollout, mask, ids, level):
+    """(weights, kept by the band, kept by the divergence) token by token, in Python floats."""
+    weights, inside, close = [], [], []
     for t, chosen in enumerate(mask):
         of = [t] if level == "token" else [u for u, i in enumerate(ids) if i == ids[t]]
         d = [train[u] - rollout[u] for u in of if mask[u]]
         ratio = math.exp(sum(d) / len(d)) if d else 1.0
-        weights.append(min(ratio, cap))
-        kept.append(bool(chosen) and low <= ratio <= high)
-    return weights, kept
+        weights.append(max(min(ratio, CAP), LOWER))
+        inside.append(bool(chosen) and BAND[0] <= ratio <= BAND[1])
+        if level == "token":
+            divergence = max(naive_binary_kl(train[t], rollout[t]), naive_binary_kl(rollout[t], train[t]))
+        else:
+            divergence = sum(math.exp(x) - 1 - x for x in d) / max(len(d), 1)
+        close.append(bool(chosen) and divergence <= (KPOP if level == "token" else K3))
+    return weights, inside, close
+
+
+def naive_binary_kl(log_p, log_q):
+    """Of "this token or another"; 1e-8 as in verl, since the others may have no probability left."""
+    p, q = math.exp(log_p), math.exp(log_q)
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p + 1e-8) / (1 - q + 1e-8))
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_weights_and_masks_against_a_naive_loop(level):
-    trained = left = 0
+    """Of 8 batches: truncated and raised weights, the band of the ratio, KPop's binary KL by token, the mean of k3 by
+    sequence."""
+    trained = left = close = 0
     for seed in range(8):
         g = torch.Generator().manual_seed(seed)
         ids = torch.randint(0, 6, (80,), generator=g).sort().values
         mask = (torch.rand(80, generator=g) < 0.7) & (ids != 3)  # a sequence without a trained token
-        rollout = -3 * torch.rand(80, generator=g, dtype=torch.float64)
-        shift = 0.1 * torch.randn(6, generator=g)[ids]
-        train = rollout + shift + 0.5 * torch.randn(80, generator=g, dtype=torch.float64)
-        cap, low, high = 1.05, 0.85, 1.15
-        weights, kept = naive(train.tolist(), rollout.tolist(), mask.tolist(), ids.tolist(), level, cap, low, high)
+        rollout = -0.1 - 3 * torch.rand(80, generator=g, dtype=torch.float64)
+        scale = 0.05 + 0.15 * torch.rand(6, generator=g)[ids]
+        train = rollout + 0.1 * torch.randn(6, generator=g)[ids] + scale * torch.randn(80, generator=g).double()
+        train = train.clamp(max=-1e-3)
+        weights, inside, within = naive(train.tolist(), rollout.tolist(), mask.tolist(), ids.tolist(), level)
         if level == "sequence":
-            of_weights, of_masks, where = sequence_importance_weights, sequence_rejection_mask, Segments(mask, ids, 6)
+            of_weights, of_masks, of_divergence = (
+                sequence_importance_weights, sequence_rejection_mask, sequence_divergence_mask)  # fmt: skip
+            where, largest = Segments(mask, ids, 6), K3
         else:
-            of_weights, of_masks, where = token_importance_weights, token_rejection_mask, mask
-        got = of_weights(train, rollout, where, threshold=cap)
-        torch.testing.assert_close(got, torch.tensor(weights, dtype=torch.float64))
-        assert of_masks(train, rollout, where, lower=low, upper=high).tolist() == kept
-        trained, left = trained + int(mask.sum()), left + sum(kept)
-    assert 0.1 < left / trained < 0.9
+            of_weights, of_masks, of_divergence = token_importance_weights, token_rejection_mask, token_divergence_mask
+            where, largest = mask, KPOP
+        got = of_weights(train, rollout, where, threshold=CAP, lower=LOWER)
+        torch.testing.assert_close(got[mask], torch.tensor(weights, dtype=torch.float64)[mask])
+        assert got[mask].min() == LOWER or level == "sequence"
+        assert of_masks(train, rollout, where, lower=BAND[0], upper=BAND[1]).tolist() == inside
+        assert of_divergence(train, rollout, where, largest=largest).tolist() == within
+        trained, left, close = trained + int(mask.sum()), left + sum(inside), close + sum(within)
+    assert 0.1 < left / trained < 0.9 and 0.1 < close / trained < 0.9
 
 
 def test_rejection_masks_over_context_ranks():

@@ -62,6 +62,7 @@ def test_the_off_policy_mask_takes_what_is_beyond_its_threshold(level):
         objective = preset(name, off_policy_mask_threshold=threshold)
         _, _, stats = RATIO_LEVELS[level](objective, log_ratio, advantages, one)
         assert masked is None if stats.off_policy is None else stats.off_policy.tolist() == masked
+    assert len(rows) == 3  # one sum over the context ranks for each, with a mask too
     assert rows[0] - rows[2] == (level != "sequence")
 
 

@@ -248,17 +248,37 @@ RATIOS, SCORES = (1.4, 0.25), (math.log(0.7), math.log(0.1))
 
 
 def two_tokens(name, advantage, rollout=OLD, **fields):
-    """Loss, gradient to both log-probs and metrics. rollout: probabilities in the rollout engine."""
+    """Loss, gradient to both log-probs and metrics. advantage: one, or two. rollout: probabilities in the engine."""
     old = torch.tensor(OLD, dtype=torch.float64).log()
     log_probs = torch.tensor(NEW, dtype=torch.float64).log().requires_grad_()
     loss, metrics = call_policy_loss(
         complete_preset(name, **fields), log_probs=log_probs, old_log_probs=old, num_sequences=1, num_tokens=2,
-        advantages=torch.full_like(old, advantage), loss_mask=torch.ones(2),
+        advantages=torch.tensor(advantage, dtype=torch.float64).expand(2), loss_mask=torch.ones(2),
         segment_ids=torch.zeros(2, dtype=torch.long),
         rollout_log_probs=torch.tensor(rollout, dtype=torch.float64).log(),
     )  # fmt: skip
     loss.backward()
     return loss.item(), log_probs.grad.tolist(), finish_metrics(metrics)
+
+
+@pytest.mark.parametrize(("name", "high", "divisor"), [("dr_grpo", 1.2, 8), ("dapo", 1.28, 2), ("ppo", 1.2, 2)])
+def test_clipped_token_ratios_and_their_divisors(name, high, divisor):
+    """A > 0 clips 1.4 and A < 0 clips 0.25 at 0.8. A sum over N * 8, over the tokens, over the tokens."""
+    fields = {"loss_scale_factor": 8.0} if name == "dr_grpo" else {}
+    loss, grad, metrics = two_tokens(name, 1.0, **fields)
+    assert loss == pytest.approx(-(high + 0.25) / divisor) and grad == pytest.approx([0, -0.25 / divisor])
+    assert (metrics["clip_fraction/upper"], metrics["clip_fraction/lower"]) == (0.5, 0)
+    loss, grad, metrics = two_tokens(name, -1.0, **fields)
+    assert loss == pytest.approx((1.4 + 0.8) / divisor) and grad == pytest.approx([1.4 / divisor, 0])
+    assert (metrics["clip_fraction/upper"], metrics["clip_fraction/lower"]) == (0, 0.5)
+
+
+def test_ppo_has_an_advantage_per_token():
+    loss, grad, _ = two_tokens("ppo", [2.0, -1.0])  # both are clipped
+    assert loss == pytest.approx(-(1.2 * 2 - 0.8) / 2) and grad == [0, 0]
+    loss, grad, metrics = two_tokens("ppo", [-2.0, 1.0])  # neither
+    assert loss == pytest.approx((1.4 * 2 - 0.25) / 2) and grad == pytest.approx([1.4, -0.25 / 2])
+    assert metrics["clip_fraction/tokens"] == 0
 
 
 def test_cispo_truncates_the_weight_and_keeps_every_gradient():

@@ -42,6 +42,8 @@ CASES = (
          ("algorithm.name=grpo", "algorithm.epsilon_low=3e-4"), shows=("epsilon_low = 0.0003", "use about 0.2")),
     Case("GSPO averaged over tokens", "is not gspo", ("algorithm.loss_agg_mode=token-mean",),
          shows=("seq-mean-token-mean",)),
+    Case("weights by sequence", "has two meanings: the product of a sequence's token ratios",
+         ("algorithm.rollout_is=sequence",), shows=("write algorithm.rollout_is: geometric",)),
     Case("unknown algorithm", "is not allowed; set one of", ("algorithm.name=reinforce",), shows=("gspo_token",)),
     Case("unknown engine", "is not allowed; set one of", ("rollout.engine=tensorrt",), shows=("embedded",)),
     Case("unknown schedule", "is not allowed; set one of", ("optimizer.lr_decay_style=wsd",), shows=("cosine",)),

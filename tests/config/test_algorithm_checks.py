@@ -48,10 +48,10 @@ NOISE = ["router_noise={engines: both, strength: 0.5, stress_test: true}"]
         (["algorithm.rollout_is_threshold=3.0"], "algorithm.rollout_is_threshold = 3.0: has no effect", "token"),
         (
             ["algorithm.rollout_rs_threshold_lower=0.9"], "algorithm.rollout_rs_threshold_lower = 0.9: has no",
-            "or sequence",
+            "or geometric",
         ),
-        (["algorithm.rollout_rs_threshold=1.1"], "algorithm.rollout_rs_threshold = 1.1: has no effect", "or sequence"),
-        (["algorithm.rollout_rs=sequence"], "algorithm.rollout_rs_threshold = null: the ratio of a sequence", "1.001"),
+        (["algorithm.rollout_rs_threshold=1.1"], "algorithm.rollout_rs_threshold = 1.1: has no effect", "or geometric"),
+        (["algorithm.rollout_rs=geometric"], "algorithm.rollout_rs_threshold = null: the ratio of a sequence", "1.001"),
         (["algorithm.rollout_is_threshold_lower=0.5"], "algorithm.rollout_is_threshold_lower = 0.5: has no", "token"),
         (["algorithm.rollout_rs_denominator=all"], 'algorithm.rollout_rs_denominator = "all": has no', "sequence_k3"),
         (
@@ -63,7 +63,7 @@ NOISE = ["router_noise={engines: both, strength: 0.5, stress_test: true}"]
             ["algorithm.rollout_rs=sequence_k3", "algorithm.rollout_rs_divergence=0.1",
              "algorithm.rollout_rs_threshold=2.0"],
             "algorithm.rollout_rs_threshold = 2.0: has no effect with algorithm.rollout_rs = sequence_k3",
-            "set that to token or sequence",
+            "set that to token or geometric",
         ),
         (
             ["algorithm.rollout_rs=sequence_k3"],

@@ -97,4 +97,4 @@ def test_thresholds_of_rejection_sampling(plain: dict) -> None:
     assert band("=token") == (0.5, 2.0)
     assert band("=token", "_threshold=4.0") == (0.25, 4.0)
     assert band("=token", "_threshold_lower=0.1") == (0.1, 2.0)
-    assert band("=sequence", "_threshold=1.25", "_threshold_lower=0.9") == (0.9, 1.25)
+    assert band("=geometric", "_threshold=1.25", "_threshold_lower=0.9") == (0.9, 1.25)

@@ -15,6 +15,10 @@ VALUES = {
     "algorithm.zero_variance_groups": ("refill", True),
     "algorithm.max_refills": (3, 4),
     "rollout.engine": ("demonstrations", "sft"),
+    "algorithm.rollout_is": ("sequence", "geometric"),
+    "algorithm.rollout_rs": ("sequence", "geometric"),
+    "algorithm.rollout_correction": ("sequence", "geometric"),
+    "algorithm.rollout_mask": ("sequence", "geometric"),
 }
 
 
@@ -54,6 +58,13 @@ def test_the_new_names_are_keys_and_the_old_ones_are_not() -> None:
 )
 def test_values_of_the_aggregation(old: str, new: str) -> None:
     assert upgrade_old_keys({"algorithm": {"aggregation": old}}) == {"algorithm": {"loss_agg_mode": new}}
+
+
+@pytest.mark.parametrize("key", ["rollout_is", "rollout_rs"])
+def test_sequence_is_refused_with_both_of_its_meanings(key: str) -> None:
+    with pytest.raises(ConfigError, match=r"product of .* \(verl, TRL\).* geometric mean; write .*: geometric$"):
+        refuse_old_keys({"algorithm": {key: "sequence"}})
+    refuse_old_keys({"algorithm": {key: "token"}})
 
 
 def test_new_data_is_unchanged(plain: dict) -> None:

@@ -16,6 +16,7 @@ SERVERS = ["rollout.engine=sglang", "sglang.num_servers=1"]
     [
         (["rollout.top_p=0.9"], "rollout.top_p = 0.9: training log-probs are", "set 1, or evaluation.top_p"),
         (["rollout.top_k=20"], "rollout.top_k = 20: training log-probs are", "set 0, or evaluation.top_k"),
+        (["rollout.min_p=0.1"], "rollout.min_p = 0.1: is not a key", ""),
         (["rollout.temperature=0"], "rollout.temperature = 0.0: greedy responses", "set it above 0"),
         (["evaluation.temperature=0", "evaluation.top_k=3"], "evaluation.top_k = 3: has no effect", "remove it"),
         (["evaluation.temperature=0", "evaluation.top_p=0.5"], "evaluation.top_p = 0.5: has no effect", "remove it"),

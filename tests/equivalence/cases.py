@@ -63,6 +63,7 @@ OTHERS = {
     "dppo_kl": Scenario(preset("dppo_kl", divergence_threshold=1e-4, kl_loss_coef=0.1, unbiased_kl=True), 0.2,
                         per_token=True),
     "minirl": Scenario(preset("minirl", max_weight=1.2), 0.2, per_token=True),
+    "ppo": Scenario(preset("ppo"), 0.2, per_token=True),
 }  # fmt: skip
 ALL = SCENARIOS | REPLAYED | OTHERS
 NOISE = RouterNoise(0.5, seed=6)  # while routes are recorded: each token's choice must not depend on the layout

@@ -6,7 +6,7 @@ One launch a layout; every rank compares what it holds. Run one of them with, fo
 
 from __future__ import annotations
 
-from itertools import cycle
+from itertools import cycle, product
 
 import pytest
 
@@ -78,6 +78,16 @@ def special(arrangement: Arrangement, *runs: tuple[str, str], **model: object) -
 @pytest.mark.parametrize("arrangement", [SINGLE, TP2, Arrangement(context=2)], ids=lambda a: a.name)
 def test_other_objectives_and_cuts(models, arrangement):
     check(models("moe"), special(arrangement, *zip(OTHERS, cycle(CUTS), strict=False)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arrangement",
+    [Arrangement(pipeline=2), Arrangement(data=2, expert=2), Arrangement(pipeline=2, context=2, expert=2)],
+    ids=lambda a: a.name,
+)
+def test_other_objectives_in_every_cut(models, arrangement):
+    check(models("moe"), special(arrangement, *product(OTHERS, CUTS)))
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,14 @@ def test_each_warning_is_printed_once(rank: Any, tmp_path: Path, capsys: pytest.
     assert "step 2: the" not in text and "step 2: every" not in text and "0 prompts" not in text
 
 
+def test_steps_that_train_the_value_model_alone_are_no_warning(
+    rank: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with logger(tmp_path / "run") as made:
+        made.log(1, {"updates": 0.0, "critic/loss": 0.1})
+    assert "masked" not in "".join(capsys.readouterr())
+
+
 def test_a_resumed_run_replaces_the_steps_after_its_checkpoint(rank: Any, tmp_path: Path) -> None:
     with logger(tmp_path / "run") as made:
         for step in (1, 2, 3):

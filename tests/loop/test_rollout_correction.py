@@ -45,7 +45,7 @@ def test_weights_by_hand():
 
 
 def test_weights_of_sequences_by_hand():
-    algorithm = AlgorithmConfig.preset(rollout_is="sequence", rollout_is_threshold=1.2)
+    algorithm = AlgorithmConfig.preset(rollout_is="geometric", rollout_is_threshold=1.2)
     (first, second), found = corrected(two_samples(), algorithm)
     mean = math.sqrt(3 / 4)
     np.testing.assert_allclose(first.advantages, [-2 * mean] * 3, rtol=1e-6)
@@ -56,7 +56,7 @@ def test_weights_of_sequences_by_hand():
 
 def test_the_weight_of_a_sequence_is_that_of_the_tokens_left():
     algorithm = AlgorithmConfig.preset(rollout_rs="token", rollout_rs_threshold=4.0, rollout_rs_threshold_lower=0.5,
-                                rollout_is="sequence", rollout_is_threshold=5.0)  # fmt: skip
+                                rollout_is="geometric", rollout_is_threshold=5.0)  # fmt: skip
     (first, second), found = corrected(two_samples(), algorithm)
     assert first.loss_mask.tolist() == [True, False, False] and second.loss_mask.all()
     np.testing.assert_allclose(first.advantages, [-6, -6, -6], rtol=1e-6)
@@ -102,7 +102,7 @@ def test_published_settings_of_the_correction():
 
 
 def test_a_masked_sequence_has_no_weight():
-    algorithm = AlgorithmConfig.preset(rollout_rs="sequence", rollout_rs_threshold=1.4, rollout_is="sequence")
+    algorithm = AlgorithmConfig.preset(rollout_rs="geometric", rollout_rs_threshold=1.4, rollout_is="geometric")
     (first, second), found = corrected(two_samples(), algorithm)
     assert first.loss_mask.tolist() == [True, True, False] and not second.loss_mask.any()
     assert found["rollout_rs/tokens"] == 0.5 and found["rollout_rs/sequences"] == 0.5

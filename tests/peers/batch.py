@@ -14,7 +14,7 @@ from megatron_gspo.algorithms import LossExtras, Objective, finish_metrics, poli
 
 @dataclass(frozen=True)
 class Padded:
-    """log-probs and `mask` (float32, 1 where trained) [B, R]; `advantages` [B], one a response."""
+    """log-probs and `mask` (float32, 1 where trained) [B, R]; `advantages` [B], one a response, or [B, R]."""
 
     log_probs: Tensor
     old_log_probs: Tensor
@@ -90,7 +90,7 @@ def ours(objective: Objective, batch: Padded, *, micro_batch: int | None = None,
             objective,
             log_probs=leaf.flatten(),
             old_log_probs=part.old_log_probs.flatten(),
-            advantages=part.advantages.repeat_interleave(width),
+            advantages=part.advantages.reshape(count, -1).expand(count, width).flatten(),
             loss_mask=part.mask.flatten(),
             segment_ids=torch.arange(count).repeat_interleave(width),
             num_sequences=batch.num_sequences,

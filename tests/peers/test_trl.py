@@ -15,7 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_gspo.algorithms import Objective, group_advantages, preset
+from megatron_gspo.algorithms import (
+    Objective,
+    group_advantages,
+    preset,
+    token_importance_weights,
+    token_rejection_mask,
+)
 
 from .batch import Padded, Result, assert_same, cuts, make_batch, ours
 
@@ -126,7 +132,7 @@ def test_kl_is_equal_without_the_bias_correction(make: Make, pair: str) -> None:
     batch = make_batch(drift=drift)
     theirs = run(make(**settings(objective, loss_type), use_bias_correction_kl=False), batch)
     our = ours(objective, batch, with_ref=True)
-    assert_same(theirs, our, tolerance=1e-11)
+    assert_same(theirs, our)
     assert theirs.metrics["kl"] == pytest.approx(our.metrics["kl/ref"], rel=1e-6)
 
 
@@ -180,7 +186,7 @@ def test_newer_objectives_are_equal(make: Make, pair: str, micro_batch: int) -> 
     batch = make_batch(drift=drift)
     our = ours(objective, batch, micro_batch=micro_batch, with_ref=True)
     settings = {"beta": 0.0, "importance_sampling_level": level, "loss_type": loss_type, **options}
-    assert_same(run(make(micro_batch=micro_batch, **settings), batch), our, tolerance=1e-11)
+    assert_same(run(make(micro_batch=micro_batch, **settings), batch), our)
     if objective.off_policy_mask_threshold is not None:
         assert 0 < our.metrics["off_policy_mask/sequences"] < 1
 
@@ -195,7 +201,88 @@ def test_gmpo_is_equal(make: Make) -> None:
     assert_same(run(make(FedGMPO, epsilon=0.4, epsilon_high=0.4, beta=0.0), batch), ours(preset("gmpo"), batch))
 
 
+# Corrections for the rollout engine, of real rollouts: completions, log-probs of both engines and rewards are given.
+
+
+class Sampled(FedTrainer):
+    """Its engine returns `self.rollout` [B, R] as the log-probs of completions of random tokens."""
+
+    rollout: Tensor
+    tool_mask: Tensor
+
+    def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
+        ids = torch.randint(4, 20, self.rollout.shape, generator=torch.Generator().manual_seed(0)).tolist()
+        return ([[4]] * len(prompts), ids, self.tool_mask.long().tolist(), ["."] * len(prompts), self.rollout.tolist(),
+                {}, None, None)  # fmt: skip
+
+
+def corrected(make: Make, batch: Padded, rollout: Tensor, **options: Any) -> tuple[Result, Tensor, Tensor]:
+    """TRL's loss with `importance_sampling_ratio`, its ratio [B, R] and its advantages."""
+    trainer = make(Sampled, beta=0.0, loss_type="grpo", epsilon=0.2, epsilon_high=0.27, scale_rewards="none",
+                   **{f"vllm_importance_sampling_{name}": value for name, value in options.items()})  # fmt: skip
+    trainer.use_vllm = True  # only after the constructor, which would start one
+    trainer.rollout, trainer.tool_mask, trainer.fed = rollout, batch.mask, batch.old_log_probs
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # of the tensor that it makes of the engine's log-probs
+    try:
+        inputs = trainer._generate_and_score_completions([{"prompt": "1+1="} for _ in range(len(batch))])
+    finally:
+        torch.set_default_dtype(default)
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.fed = batch.log_probs.clone().requires_grad_()
+    loss = trainer._compute_loss(trainer.model, inputs)
+    result = Result(loss.item(), torch.autograd.grad(loss, trainer.fed)[0], {})
+    return result, inputs["importance_sampling_ratio"], inputs["advantages"].double()
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask"])
+def test_token_corrections_are_equal(make: Make, mode: str) -> None:
+    """`rollout_is: token` with both bounds, and IcePop: TRL's masked tokens stay in the denominators."""
+    batch = make_batch(drift=0.2)
+    noise = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    rollout = batch.old_log_probs + 0.7 * noise
+    theirs, ratio, advantages = corrected(make, batch, rollout, mode=mode, clip_min=0.5, clip_max=2.0)
+    flat = batch.old_log_probs.flatten(), rollout.flatten(), batch.mask.flatten()
+    if mode == "token_truncate":
+        weights = token_importance_weights(*flat, threshold=2.0, lower=0.5)
+    else:
+        kept = token_rejection_mask(*flat, lower=0.5, upper=2.0)
+        assert 0 < kept.sum() < batch.num_tokens
+        weights = token_importance_weights(*flat, threshold=2.0) * kept
+    weights, trained = weights.view_as(batch.mask), batch.mask > 0
+    torch.testing.assert_close(ratio[trained], weights[trained], rtol=1e-12, atol=0)
+    our = ours(preset("grpo"), replace(batch, advantages=advantages[:, None] * weights))
+    assert_same(theirs, our)
+
+
+def test_the_default_mode_is_a_mask_of_the_product(make: Make) -> None:
+    """`sequence_mask` up to 3, without a lower bound; neither our `geometric` nor a weight of 1."""
+    batch = make_batch(drift=0.2)
+    rollout = batch.old_log_probs + 0.1
+    rollout[3] -= 0.6
+    _, ratio, _ = corrected(make, batch, rollout)
+    product = ((batch.old_log_probs - rollout) * batch.mask).sum(1, keepdim=True).exp()
+    assert (product > 3).any()
+    torch.testing.assert_close(ratio, torch.where(product > 3, 0, product), rtol=1e-12, atol=0)
+
+
 # What TRL computes differently.
+
+
+def test_there_is_no_trainer_of_dppo_ppo_or_gspo_token() -> None:
+    experimental = Path(trl.__file__).parent / "experimental"
+    assert (experimental / "gmpo").is_dir()
+    assert not any((experimental / name).exists() for name in ("dppo", "ppo", "gspo_token"))
+    assert not hasattr(trl, "PPOTrainer")
+
+
+def test_sapos_temperatures_are_rounded_to_float32(make: Make) -> None:
+    """At the published 1.05; with the rounded temperature ours is equal."""
+    batch = make_batch(drift=0.5)
+    theirs = run(make(beta=0.0, loss_type="sapo", importance_sampling_level="token"), batch)
+    rounded = torch.tensor(1.05, dtype=torch.float32).item()
+    assert_same(theirs, ours(preset("sapo", tau_neg=rounded), batch))
+    assert 1e-10 < abs(theirs.loss / ours(preset("sapo"), batch).loss - 1) < 1e-6
 
 
 def test_neither_gspo_nor_grpo_is_the_default() -> None:

@@ -23,6 +23,10 @@ OBJECTIVES: dict[str, Objective] = {
     "gspo_token_constant": preset(
         "gspo_token", loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=7, allow_nonstandard=True
     ),
+    **{f"{name}_off_policy": preset(name, off_policy_mask_threshold=limit)
+       for name, limit in (("grpo", 0.02), ("gspo", 2e-4), ("gmpo", 0.02))},
+    "grpo_log_ratio": preset("grpo", log_ratio_coef=0.1),
+    "dapo_unbiased_kl": preset("dapo", kl_loss_coef=0.1, unbiased_kl=True),
     "clamped_early": preset("grpo", max_log_ratio=0.5),
     "gspo_clamped_early": preset("gspo", max_log_ratio=0.01),
 }

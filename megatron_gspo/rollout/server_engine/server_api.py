@@ -14,6 +14,9 @@ from megatron_gspo.models import ModelShape
 from megatron_gspo.servers.http_client import ServerClient
 
 SCORE_BYTES_PER_TOKEN = 128  # of an input token's log-prob in a response
+# Sampling parameters, under the same names in every engine, that would change the distribution of the tokens, turned
+# off. They are sent, since a server may have defaults of its own (SGLang's --preferred-sampling-params).
+OTHER_SAMPLING = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 
 class ResponseError(EngineError):

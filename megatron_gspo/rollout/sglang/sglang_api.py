@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.rollout.server_engine.server_api import (
+    OTHER_SAMPLING,
     SCORE_BYTES_PER_TOKEN,
     Request,
     RequestContext,
@@ -35,6 +36,7 @@ class SGLangAPI:
             "temperature": 0.0 if sampling.greedy else sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
+            **OTHER_SAMPLING,
             "stop_token_ids": list(context.model.stop_ids),
             "sampling_seed": seed,
         }

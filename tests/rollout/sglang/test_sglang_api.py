@@ -29,13 +29,14 @@ def test_it_follows_the_protocol(name):
     assert inspect.signature(getattr(SGLangAPI, name)) == inspect.signature(getattr(ServerAPI, name))
 
 
-def test_a_sampled_request():
+def test_a_sampled_request_names_every_parameter_that_a_server_could_default():
     sampling = SamplingParams(n_samples_per_prompt=2, max_response_length=9, temperature=0.7, top_p=0.9, top_k=0)
     request = API.generate_request([2, 3, 4], context(routes_start=2), sampling, 11)
     assert request.path == "/generate"
     assert request.body == {
         "input_ids": [2, 3, 4], "return_logprob": True, "return_routed_experts": True, "routed_experts_start_len": 2,
         "sampling_params": {"max_new_tokens": 7, "temperature": 0.7, "top_p": 0.9, "top_k": -1,
+                            "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
                             "stop_token_ids": [1, 5], "sampling_seed": 11},
     }  # fmt: skip
 

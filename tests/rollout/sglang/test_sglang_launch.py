@@ -85,11 +85,12 @@ def test_passed_arguments_come_last_and_as_they_are():
 
 @pytest.mark.parametrize(
     "argument, key",
-    [("--port", "port"), ("--port=1", "port"), ("--api-key", "api_key_file"),
-     ("--custom-weight-loader", "weight_transport")],  # fmt: skip
+    [("--port", "sglang.port"), ("--port=1", "sglang.port"), ("--api-key", "sglang.api_key_file"),
+     ("--custom-weight-loader", "sglang.weight_transport"),
+     ("--preferred-sampling-params", "rollout.temperature")],  # fmt: skip
 )
 def test_arguments_that_the_client_must_know_have_keys_of_their_own(argument, key):
-    with pytest.raises(InputError, match=rf"{argument.split('=')[0]} is reserved; set sglang.{key} instead"):
+    with pytest.raises(InputError, match=rf"{argument.split('=')[0]} is reserved; set {key} instead"):
         launch(args=(argument, "1"))
     with pytest.raises(InputError, match="--config can't be combined with an API key"):
         launch(api_key_file="key", args=("--config", "file.yaml"))

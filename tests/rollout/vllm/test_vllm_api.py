@@ -27,6 +27,7 @@ def test_a_generation_names_every_parameter_that_a_server_could_default():
         "token_ids": [5, 6, 7, 8, 9],
         "sampling_params": {
             "max_tokens": 4, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "stop_token_ids": [1], "ignore_eos": True,
+            "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
             "seed": 2**62 + 1, "logprobs": 0, "routed_experts_prompt_start": 3, "detokenize": False,
         },
     }  # fmt: skip
