@@ -6,6 +6,7 @@ from tests.seeded_bugs.adapters import ADAPTERS
 from tests.seeded_bugs.delta_nets import DELTA_NETS
 from tests.seeded_bugs.evaluation import EVALUATION
 from tests.seeded_bugs.families import OF_THE_FAMILIES
+from tests.seeded_bugs.family_engines import FAMILY_ENGINES
 from tests.seeded_bugs.joint_norms import JOINT_NORMS
 from tests.seeded_bugs.layouts import CONVERSION, LAYOUT, MEGATRON, PARALLEL, RESUME
 from tests.seeded_bugs.objective import DATA, OBJECTIVE
@@ -25,6 +26,6 @@ GROUPS = {
     "BIASED_EXPERTS": BIASED_EXPERTS, "OF_THE_SANDBOX": OF_THE_SANDBOX,
     "DELTA_NETS": DELTA_NETS, "EVALUATION": EVALUATION, "ADAPTERS": ADAPTERS,
     "QUANTIZATION": QUANTIZATION, "JOINT_NORMS": JOINT_NORMS, "PLANS": PLANS,
-    "OF_QWEN35": OF_QWEN35,
+    "OF_QWEN35": OF_QWEN35, "FAMILY_ENGINES": FAMILY_ENGINES,
 }  # fmt: skip
 SEEDED_BUGS = tuple(bug for bugs in GROUPS.values() for bug in bugs)
