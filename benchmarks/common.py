@@ -187,6 +187,12 @@ def count_row(benchmark: str, name: str, ours: float, peer: float, *, unit: str,
     return Row(benchmark, name, unit=unit, better="lower", ratio=ratio, ours=own, peer=other, **more)
 
 
+def markdown(headings: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    """A table."""
+    lines = [headings, ["---"] * len(headings), *cells]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def number(value: float) -> str:
     """Three significant digits, thousands separated: 12,400; 3.14; 0.0021."""
     if abs(value) < 999.5:

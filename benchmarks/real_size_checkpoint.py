@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.common import ROOT, say
 from benchmarks.limited_disk import join, limited_disk
-from benchmarks.real_size_figure import Figure, memory, reset_peak
+from benchmarks.real_size_figure import Figure, forget, memory, reset_peak
 
 _GIB, _BLOCK = 2**30, 16 << 20
 _WORLDS = {1: (1, 4), 2: (1, 10), 4: (2, 23)}  # ranks -> tensor-parallel ranks, layers
@@ -50,7 +50,7 @@ def limited_disk_rates(quick: bool) -> list[Figure]:
     rate = _RATE // 2 if quick else _RATE
     disk = f"a disk of {rate // 10**6} MB/s"
     with limited_disk(ROOT / "build", rate) as group:
-        found = {ranks: _in_world(ranks, quick, 1, group) for ranks in _WORLDS}
+        found = {ranks: _in_world(ranks, quick, _REPEATS, group) for ranks in _WORLDS}
     return _figures(found, (
         (f"checkpoint save to {disk}", "save", 1.2, "times the disk's time"),
         (f"checkpoint load from {disk}", "load", 1.2, "times the disk's time"),
@@ -129,7 +129,7 @@ def _rank(rank: int, ranks: int, folder: str, quick: bool, repeats: int, group: 
         saved = _together(lambda step=repeat, waits=waits: _save(policy, saves, step, image, waits))
         copies.append(_together(plain.copy))
         writes.append(_together(plain.write))
-        _forget(saves)
+        forget(saves)
         reads.append(_together(plain.read))
         before = reset_peak()
         loaded = _together(lambda step=repeat: load_checkpoint(policy, saves / f"step_{step:06d}"))
@@ -200,15 +200,6 @@ class _Plain:
             os.readv(file, [self._blocks[0].numpy()])
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(file)
-
-
-def _forget(folder: Path) -> None:
-    """Drop the files from the page cache."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            file = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(file)
 
 
 def _policy(folder: Path, ranks: int, quick: bool) -> Any:

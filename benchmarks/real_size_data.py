@@ -1,7 +1,8 @@
 """What each rank's host does with a rollout batch, from the servers' answers to the metrics, without a model.
 
-Every rank is the client of its share and trains what the plan gives it: data parallelism alone, gloo between
-processes on one machine. A pass's log-probs are random numbers.
+Gloo between processes on one machine. The first rank of a replica is the client of its share, and each of its ranks
+holds what the plan gives it: replicas of one rank, and of two tensor-parallel ones. A pass's log-probs are random
+numbers.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from benchmarks.real_size_response import Connection, Response, Upstream, respon
 
 GROUP = 16  # responses to a prompt
 MIB = 2**20
+# The most that a rank of 8 may take, relative to one of 2 with the same share, to count as flat: our own choice.
+_FLAT = 1.25
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Measured:
 
 
 def data_plane(quick: bool) -> list[Figure]:
-    """A rollout batch over 8 data-parallel ranks: memory and CPU time of each rank's host, from answers to metrics."""
+    """A rollout batch over data-parallel replicas: memory and CPU time of each rank's host, from answers to metrics."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # two virtual cores may share a real one
     responses, length, most = 32 if quick else 256, 4096, 8
     figures = []
@@ -51,19 +54,31 @@ def data_plane(quick: bool) -> list[Figure]:
     for routes, limit in ((True, 8.0), (False, 0.7)):
         kind = "with" if routes else "without"
         few, many = (measure_ranks(ranks, responses, length, routes=routes, turns=turns) for ranks in (2, most))
-        worst = max((taken[-1] for taken in many), key=lambda one: sum(one.seconds.values()))
-        phases = {f"{phase}, s": value / worst.tokens * 1e6 for phase, value in worst.seconds.items()}
-        say(f"per million tokens {kind} routes:", *(f"{name} {value:.2f}" for name, value in phases.items()))
         of = f"{responses * most:,} responses of {length:,} tokens {kind} routes over {most} ranks"
         slow, slow_of_two = _slowest(many), _slowest(few)
-        figures.append(Figure(f"{of}: a rank's host, per million tokens", slow, limit, "s of one core", phases))
+        figures.append(_per_million(of, many, limit))
         parts = {"2 ranks, s": slow_of_two}
-        figures.append(Figure(f"{of}: the same, against 2 ranks", slow / slow_of_two, 1.25, "times", parts))
-        every = [one for taken in many for one in taken]
-        beyond = max((one.peak - 200 * MIB) / one.share for one in every)
-        held = {"share, MiB": worst.share / MIB, "peak, MiB": max(one.peak for one in every) / MIB}
-        figures.append(Figure(f"{of}: host memory of a rank beyond 200 MiB", beyond, 1.25, "times its share", held))
-    return figures
+        figures.append(Figure(f"{of}: the same, against 2 ranks", slow / slow_of_two, _FLAT, "times", parts))
+        figures.append(_held(of, many))
+    pairs = measure_ranks(4, responses, length, routes=True, turns=turns, tensor=2)
+    of = f"replicas of TP 2, {responses * 2:,} responses of {length:,} tokens with routes over 4 ranks"
+    return [*figures, _per_million(of, pairs, 8.0), _held(of, pairs)]
+
+
+def _per_million(of: str, ranks: list[list[Measured]], limit: float) -> Figure:
+    """CPU time of the slowest rank; its parts are those of the last turn of the rank that took longest in it."""
+    worst = max((taken[-1] for taken in ranks), key=lambda one: sum(one.seconds.values()))
+    phases = {f"{phase}, s": value / worst.tokens * 1e6 for phase, value in worst.seconds.items()}
+    say(f"{of}, per million tokens:", *(f"{name} {value:.2f}" for name, value in phases.items()))
+    return Figure(f"{of}: a rank's host, per million tokens", _slowest(ranks), limit, "s of one core", phases)
+
+
+def _held(of: str, ranks: list[list[Measured]]) -> Figure:
+    """Most memory of any rank in any turn."""
+    most = max((one for taken in ranks for one in taken), key=lambda one: (one.peak - 200 * MIB) / one.share)
+    parts = {"share, MiB": most.share / MIB, "peak, MiB": most.peak / MIB}
+    beyond = (most.peak - 200 * MIB) / most.share
+    return Figure(f"{of}: host memory of a rank beyond 200 MiB", beyond, 1.25, "times its share", parts)
 
 
 def _slowest(ranks: list[list[Measured]]) -> float:
@@ -71,21 +86,24 @@ def _slowest(ranks: list[list[Measured]]) -> float:
     return max(statistics.median(sum(one.seconds.values()) / one.tokens * 1e6 for one in taken) for taken in ranks)
 
 
-def measure_ranks(ranks: int, responses: int, length: int, *, routes: bool, turns: int = 1) -> list[list[Measured]]:
-    """Each of ``ranks`` receives ``responses`` of ``length`` tokens, so many times; by rank and turn."""
+def measure_ranks(ranks: int, responses: int, length: int, *, routes: bool, turns: int = 1, tensor: int = 1
+                  ) -> list[list[Measured]]:  # fmt: skip
+    """Each replica, of ``tensor`` of the ``ranks``, receives ``responses`` of ``length`` tokens, so many times; by rank
+    and turn."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, Upstream(response_body(length, routes=routes)) as upstream:
         with context.Pool(ranks) as pool:
-            given = [(rank, ranks, responses, length, routes, turns, folder, upstream.url) for rank in range(ranks)]
+            sizes = (ranks, tensor, responses, length, routes, turns)
+            given = [(rank, sizes, folder, upstream.url) for rank in range(ranks)]
             return pool.starmap(_rank, given, chunksize=1)
 
 
-def _rank(
-    rank: int, ranks: int, responses: int, length: int, routes: bool, turns: int, folder: str, url: str
-) -> list[Measured]:
+def _rank(rank: int, sizes: tuple[int, int, int, int, bool, int], folder: str, url: str) -> list[Measured]:
+    """sizes: see `measure_ranks`."""
     import torch
     import torch.distributed as dist
 
+    ranks, tensor, responses, length, routes, turns = sizes
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
@@ -93,33 +111,47 @@ def _rank(
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=patience)
     try:
         with Connection(url) as connection, (Path(folder) / "turn").open("w") as turn:
-            _Host(connection, turn, GROUP, length, routes).run()  # imports, allocator
-            return [_Host(connection, turn, responses, length, routes).run() for _ in range(turns)]
+            groups = _groups(tensor)
+            _Host(connection, turn, groups, GROUP, length, routes).run()  # imports, allocator
+            return [_Host(connection, turn, groups, responses, length, routes).run() for _ in range(turns)]
     finally:
         dist.barrier()
         dist.destroy_process_group()
 
 
+def _groups(tensor: int) -> Any:
+    """This rank's groups: tensor-parallel ranks are neighbours. A collective of the world."""
+    import torch.distributed as dist
+
+    one = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    if tensor == 1:
+        return SimpleNamespace(tp=one, cp=one, pp=one, dp=dist.group.WORLD, is_last_stage=True, shared=())
+    ranks = range(dist.get_world_size())
+    tp, _ = dist.new_subgroups_by_enumeration([list(ranks[start : start + tensor]) for start in ranks[::tensor]])
+    dp, _ = dist.new_subgroups_by_enumeration([list(ranks[first::tensor]) for first in range(tensor)])
+    return SimpleNamespace(tp=tp, cp=one, pp=one, dp=dp, is_last_stage=True, shared=(None, None, tp))
+
+
 class _Host:
     """One rank's work, phase by phase."""
 
-    def __init__(self, connection: Connection, turn: IO[str], responses: int, length: int, routes: bool) -> None:
+    def __init__(
+        self, connection: Connection, turn: IO[str], groups: Any, responses: int, length: int, routes: bool
+    ) -> None:
         import torch.distributed as dist
 
         from megatron_gspo.config import Config
 
-        one = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
-        self.world = dist.group.WORLD
-        self.groups: Any = SimpleNamespace(tp=one, cp=one, pp=one, dp=self.world, is_last_stage=True)
-        self.rank, self.responses, self.routes = dist.get_rank(), responses, routes
+        self.world, self.groups = dist.group.WORLD, groups
+        self.responses, self.routes = responses, routes
         self.seconds: dict[str, float] = {}
         self.connection, self.turn, self.client = connection, turn, Response(length, routes=routes)
-        ranks = dist.get_world_size()
+        replicas = groups.dp.size()
         self.config = Config.from_dict({
             "run_dir": "run", "model": {"path": "model"}, "data": {"prompts": "prompts", "verifier": "exact_match"},
-            "rollout": {"rollout_batch_size": ranks * responses // GROUP, "n_samples_per_prompt": GROUP,
+            "rollout": {"rollout_batch_size": replicas * responses // GROUP, "n_samples_per_prompt": GROUP,
                         "max_response_length": length},
-            "training": {"steps": 1, "global_batch_size": ranks * responses // 4,
+            "training": {"steps": 1, "global_batch_size": replicas * responses // 4,
                          "max_tokens_per_micro_batch": 4 * length},
         })  # fmt: skip
 
@@ -145,10 +177,12 @@ class _Host:
         return Measured(self.seconds, share, memory("VmHWM") - before, int(sum(s.length for s in batch.samples)))
 
     def receive(self, count: int) -> Any:
-        """Receive, parse and check the servers' answers; one rank at a time, whose data stay in the core's cache."""
+        """Receive, parse and check the servers' answers; one client at a time, whose data stay in the core's cache."""
         from megatron_gspo.data.sample_batch import SampleBatch
 
-        places = range(self.rank * count, (self.rank + 1) * count)
+        count *= self.groups.tp.rank() == 0  # the others of a replica are no clients
+        first = self.groups.dp.rank() * count
+        places = range(first, first + count)
         with self.phase("receive and check"):
             fcntl.flock(self.turn, fcntl.LOCK_EX)
             samples = self.connection.bodies(count, self.client.sample)
@@ -168,8 +202,8 @@ class _Host:
                                 moe_token_dispatcher_type="alltoall")  # fmt: skip
         with self.phase("plan and move"):
             rules = packing_rules(self.config.training, model, self.groups)
-            plan = plan_step(batch.lengths, replica_homes(batch, self.world), self.config, rules, 0)
-            return plan, move_samples(batch, plan.replica, self.world, ())
+            plan = plan_step(batch.lengths, replica_homes(batch, self.groups.dp), self.config, rules, 0)
+            return plan, move_samples(batch, plan.replica, self.groups.dp, self.groups.shared)
 
     def prepare(self, batch: Any, plan: Any) -> Any:
         """The passes before the updates, masks, advantages."""

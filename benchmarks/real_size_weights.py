@@ -32,8 +32,9 @@ def weight_updates(quick: bool) -> list[Figure]:
     what = f"{size:g} MiB of weights to 8 servers, trainer's link {RATE} Mbit/s"
     return [
         Figure(f"{what}: broadcasts of a bucket", most.broadcasts / BUCKETS, 1, "", {}),
-        Figure(f"{what}: bytes leaving the trainer", most.sent / one.sent, 4, "times those to 1", sent),
-        Figure(f"{what}: time", most.seconds / before.seconds, 0.65, "of a group per server", seconds),
+        Figure(f"{what}: bytes leaving the trainer", most.sent / one.sent, 4, "times those to 1", sent,
+               before.sent / one.sent),
+        Figure(f"{what}: time", most.seconds / before.seconds, 0.65, "of a group per server", seconds, 1.0),
         Figure(f"{what.replace('8', '2')}: time from PP 2 x EP 2 sources", costs["PP 2 x EP 2"].seconds
                / costs["1 source"].seconds, 1 / 1.7, "of one source"),
     ]  # fmt: skip

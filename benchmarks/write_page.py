@@ -7,6 +7,8 @@ A page shows rows of the committed result between two comments, with patterns of
 
     <!-- benchmarks: loop_vs_trl/*; step_vs_megatron/* -->
     <!-- /benchmarks -->
+
+`real_size_page.py` has the tables of docs/scaling.md.
 """
 
 from __future__ import annotations
@@ -14,13 +16,13 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import ROOT, Row, machine_kind, number, ratio_text
+from benchmarks import real_size_page
+from benchmarks.common import ROOT, Row, machine_kind, markdown, number, ratio_text
 from benchmarks.report import Result, by_benchmark, listing, machine, missed, packages, rows_of, select
 from benchmarks.result_files import read_latest
 
@@ -87,11 +89,6 @@ def _cells(row: Row) -> list[str]:
     return [row.name, row.peer_name, ratio_text(row.ratio), f"{number(row.ours.median)} {row.unit}", target]
 
 
-def markdown(headings: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    lines = [headings, ["---"] * len(headings), *cells]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def filled(text: str, result: Result) -> str:
     """A page's text with the rows that its blocks name. Raises ``ValueError`` for a pattern without a row."""
 
@@ -116,6 +113,8 @@ def pages(root: Path, result: Result) -> dict[Path, str]:
                 wanted[file.relative_to(root)] = filled(text, result)
             except ValueError as error:
                 raise ValueError(f"{file.relative_to(root)}: {error}") from None
+        elif real_size_page.BLOCK.search(text):
+            wanted[file.relative_to(root)] = real_size_page.filled(text)
     return wanted
 
 

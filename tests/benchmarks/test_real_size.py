@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import subprocess
 import sys
@@ -12,18 +13,24 @@ import pytest
 from benchmarks import weight_links
 from benchmarks.common import ROOT
 from benchmarks.limited_disk import limited_disk
-from benchmarks.real_size import table
+from benchmarks.real_size import Result, table
 from benchmarks.real_size_data import measure_ranks
 from benchmarks.real_size_figure import Figure, NotMeasuredError
+from benchmarks.real_size_page import LINES
 from benchmarks.real_size_response import EXPERTS, LAYERS, TOP, Response, response_body
 
 
 def test_a_target_is_the_most_that_is_allowed():
     assert Figure("time", 0.25, 0.25, "s").met and not Figure("time", 0.26, 0.25, "s").met
     assert Figure("time", 0.5, 0.25, "s").to_json() == {
-        "what": "time", "ours": 0.5, "target": 0.25, "unit": "s", "parts": {}, "met": False
+        "what": "time", "ours": 0.5, "target": 0.25, "unit": "s", "parts": {}, "before": None, "met": False
     }  # fmt: skip
     assert "| time | 0.5 s | <= 0.25 | NO |" in table([Figure("time", 0.5, 0.25, "s")])
+
+
+def test_a_quick_run_has_its_own_time_as_a_row():
+    figures = Result([Figure("time", 0.5, 0.25, "s")], {}, {"a": 400.0, "b": 90.0}).with_own_time()
+    assert figures[1].ours == 490.0 and figures[1].parts == {"a, s": 400.0, "b, s": 90.0} and not figures[1].met
 
 
 def test_a_response_becomes_a_checked_sample_and_a_batch():
@@ -36,9 +43,10 @@ def test_a_response_becomes_a_checked_sample_and_a_batch():
 
 
 @pytest.mark.slow
-def test_ranks_of_a_small_batch():
+@pytest.mark.parametrize("ranks, tensor", [(2, 1), (4, 2)])
+def test_ranks_of_a_small_batch(ranks, tensor):
     """Tokens and routes of a share, by hand: 16 responses of 9 tokens to a prompt of one."""
-    for found in chain.from_iterable(measure_ranks(2, 16, 9, routes=True, turns=2)):
+    for found in chain.from_iterable(measure_ranks(ranks, 16, 9, routes=True, turns=2, tensor=tensor)):
         assert found.tokens == 16 * 10 and found.share >= 16 * (10 * 8 + 9 * (LAYERS * TOP + 1 + 4))
         assert set(found.seconds) == {
             "receive and check", "plan and move", "pack", "collect", "metrics", "advantages"
@@ -64,8 +72,13 @@ def test_a_quick_run(tmp_path):
     found = json.loads((tmp_path / "found.json").read_text())
     weights = 0 if "weight_updates" in found["not_measured"] else 4
     disks = 0 if "limited_disk_rates" in found["not_measured"] else 6
-    assert len(found["rows"]) == 3 + 6 + weights + 15 + disks + 1 + 3
+    node = 0 if "weights_of_a_node" in found["not_measured"] else 1
+    assert len(found["rows"]) == 3 + 8 + weights + 15 + disks + 1 + node + 3 + 1
     assert all({"what", "ours", "target", "met"} <= set(row) for row in found["rows"])
+    assert sum(found["seconds"].values()) == found["rows"][-1]["ours"]
+    if not found["not_measured"]:
+        names = [row["what"] for row in found["rows"]]
+        assert all(fnmatch.filter(names, pattern) for line in LINES for pattern in line.rows)
 
 
 @pytest.mark.slow

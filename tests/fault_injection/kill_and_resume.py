@@ -202,7 +202,8 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the run's config")
     parser.add_argument("--trials", type=int, default=30, help="runs that are killed (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default: %(default)s)")
-    parser.add_argument("--processes", type=int, default=2, help="even: TP 2 and EP 2 (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=2, help="even: TP 2 and EP 2; 4 are two replicas "
+                        "(default: %(default)s)")  # fmt: skip
     parser.add_argument("--folder", type=Path, help="keep everything there (default: a temporary folder)")
     parser.add_argument("--only", type=int, help="this trial alone")
     options = parser.parse_args()

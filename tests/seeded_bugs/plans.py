@@ -1,4 +1,4 @@
-"""Bugs in the planned sizes of gated delta nets and of the layers beside them."""
+"""Bugs in planned sizes of gated delta nets and of the layers beside them, and in a host's rates."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from tests.seeded_bugs.seeded_bug import SeededBug
 PARAMETERS, SAVED = "tools/plan/parameters.py", "tools/plan/activations.py"
 TALK, ENGINE = "tools/plan/communication.py", "tools/plan/engine_memory.py"
 BY_HAND = "tests/tools/plan/test_delta_nets.py::"
+MEASURED, OF_RESULTS = "benchmarks/real_size_page.py", "tests/benchmarks/test_real_size_page.py::"
 
 PLANS = (
     SeededBug(
@@ -36,5 +37,15 @@ PLANS = (
         "plan: keys and values of gated delta nets in the engine", "design", ENGINE,
         'sum(mixer != "gated_delta_net" for mixer in shape.mixers)', "shape.num_layers",
         (BY_HAND + "test_only_attention_has_keys_and_values_in_an_engine",),
+    ),
+    SeededBug(
+        "plan: a host's rate is of an older measurement", "this project", "tools/plan/assumptions.py",
+        "receive_ns_id: float = _a(6.4", "receive_ns_id: float = _a(9.5",
+        (OF_RESULTS + "test_the_plan_has_the_rates_of_the_newest_result",),
+    ),
+    SeededBug(
+        "plan: the oldest result of a row counts", "design", MEASURED,
+        'for file in folder.glob(f"20*-{name}.json"))', 'for file in folder.glob(f"20*-{name}.json"))[::-1]',
+        (OF_RESULTS + "test_the_newest_row_counts_and_gets_what_was_before",),
     ),
 )  # fmt: skip

@@ -16,6 +16,9 @@ from megatron_gspo.servers.exit_reason import exit_reason
          "its port is in use; choose another sglang.port"),
         ("usage: launch_server.py [-h]\nlaunch_server.py: error: unrecognized arguments: --no-such 1", 2,
          "correct sglang.server_args ('launch_server.py: error: unrecognized arguments: --no-such 1')"),
+        ("ValueError: Currently only ['fa3', 'triton'] attention backends are supported for deterministic inference, "
+         "but you explicitly specified 'torch_native'.", 1,
+         "or leave out --enable-deterministic-inference (\"ValueError: Currently only ['fa3', 'triton']"),
         ("/env/bin/python: No module named sglang.launch_server", 1, "name another interpreter in sglang.python"),
         ("INFO (/v1/responses) disabled (ModuleNotFoundError: No module named 'openai_harmony')\nRuntimeError: odd", 1,
          "it exited with code 1; the end of its log: INFO"),

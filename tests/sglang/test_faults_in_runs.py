@@ -38,7 +38,8 @@ def servers(start_servers: StartServers, kind: FaultyServers) -> LocalServers:
 def own_server(kind: FaultyServers, sglang_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future]:
     """`kill_and_stop_own_server` runs beside the other tests, because it mostly waits for a server to start."""
     servers = {"num_servers": 1, "python": sglang_python, "server_args": list(LOG_EVERY_BATCH)}
-    run = TrainingRun(kind, tmp_path_factory.mktemp("own") / "run", steps=4, servers=servers)
+    run = TrainingRun(kind, tmp_path_factory.mktemp("own") / "run", steps=4, servers=servers,
+                      processes=faulty_runs.CLIENTS)  # fmt: skip
     with ThreadPoolExecutor(1) as pool:
         yield pool.submit(faulty_runs.kill_and_stop_own_server, run)
         run.kill()

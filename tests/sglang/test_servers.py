@@ -102,8 +102,12 @@ def test_a_server_ends_with_its_trainer(trainer):
     wait_for(lambda: not [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE], 30)
 
 
-def test_arguments_that_sglang_refuses_are_named(sglang_model, sglang_python, tmp_path):
-    config = SGLangConfig(num_servers=1, python=sglang_python, server_args=("--no-such-option", "1"))
-    with pytest.raises(EngineError, match="correct sglang.server_args.*--no-such-option") as error:
+@pytest.mark.parametrize(("args", "message"), [
+    (("--no-such-option", "1"), "correct sglang.server_args.*--no-such-option"),
+    (("--enable-deterministic-inference",), "none without a GPU; .*deterministic inference, but .* 'torch_native'"),
+])  # fmt: skip
+def test_arguments_that_sglang_refuses_are_named(sglang_model, sglang_python, tmp_path, args, message):
+    config = SGLangConfig(num_servers=1, python=sglang_python, server_args=args)
+    with pytest.raises(EngineError, match=message) as error:
         LocalServers(SGLangLaunch(config, sglang_model, log_dir=str(tmp_path))).start()
     assert "\n" not in str(error.value) and str(tmp_path / "server_0.log") in str(error.value)

@@ -63,7 +63,7 @@ def decoding(url: str, log: Path) -> Watch:
 
 def test_a_server_of_the_run_is_killed_and_another_time_hangs(begin, vllm_python):
     own = {"num_servers": 1, "python": vllm_python}
-    faulty_runs.kill_and_stop_own_server(begin(steps=4, servers=own))
+    faulty_runs.kill_and_stop_own_server(begin(steps=4, servers=own, processes=faulty_runs.CLIENTS))
 
 
 def test_servers_fail_in_every_way_are_killed_and_restart_with_old_weights(begin, kind, servers):

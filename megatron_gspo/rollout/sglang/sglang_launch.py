@@ -30,6 +30,11 @@ _EXIT_CAUSES = (
         "sglang refused its arguments; correct sglang.server_args",
     ),
     (
+        r"attention backends are supported for deterministic inference",
+        "sglang has no deterministic attention of this kind, and none without a GPU; take one of those with "
+        "--attention-backend, or leave out --enable-deterministic-inference",
+    ),
+    (
         r"^(ModuleNotFoundError|\S+): No module named",
         "its sglang is incomplete; install it or name another interpreter in sglang.python",
     ),
