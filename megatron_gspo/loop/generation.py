@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_gspo.config import Config
+from megatron_gspo.data.chosen_prompts import ChosenPrompts
 from megatron_gspo.data.prompts import PromptSource
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.loop.reward_scoring import Rewards, in_varied_group, require_scores
@@ -119,17 +120,17 @@ class RolloutGenerator:
             cursor = next_prompts(self.prompts, cursor, math.ceil(count * rollout.oversampling), used)
         else:
             drawn, position = self.prompts.batch(cursor.drawn, count)
-            cursor = DataCursor(position, tuple(prompt.index for prompt in drawn if prompt.index not in used))
+            cursor = DataCursor(position, tuple(index for index in drawn.indices if index not in used))
         self._submit_pending(cursor, seed_step)
         return cursor
 
     def _submit_pending(self, cursor: DataCursor, seed_step: int) -> None:
         """Submit the pending prompts that are not in flight: new ones, and those that were discarded."""
         in_flight = set(self.groups.pending())
-        prompts = [self.prompts.prompts[index] for index in cursor.pending if index not in in_flight]
-        if prompts:
+        new = [index for index in cursor.pending if index not in in_flight]
+        if new:
             seed = rollout_seed(self.config.seed, seed_step)
-            self.groups.submit(prompts, self.config.rollout, seed=seed)
+            self.groups.submit(ChosenPrompts.by_index(self.prompts.prompts, new), self.config.rollout, seed=seed)
 
     def _collect(self, count: int, step: int, cursor: DataCursor,
                  timers: Timers) -> tuple[SampleBatch, Counter[str], DataCursor]:
@@ -139,8 +140,7 @@ class RolloutGenerator:
             batch = self.groups.collect(count, oldest_version=step - staleness if staleness else None)
         taken = set(batch.table["prompt_index"].tolist())
         cursor = DataCursor(cursor.drawn, tuple(index for index in cursor.pending if index not in taken))
-        prompts = [self.prompts.prompts[index] for index in sorted(taken)]
-        batch, failures = self.rewards(batch, prompts, timers)
+        batch, failures = self.rewards(batch, self.prompts.prompts, timers)
         return batch, failures, cursor
 
     def _reference_answers(self, cursor: DataCursor, timers: Timers) -> Rollout:
@@ -159,7 +159,7 @@ def next_prompts(prompts: PromptSource, cursor: DataCursor, count: int, used: Se
     while (missing := count - len(pending)) > 0 and tries < _TRIES:
         batch, drawn = prompts.batch(drawn, min(missing, len(prompts)))
         known = used | set(pending)
-        new = [prompt.index for prompt in batch if prompt.index not in known]
+        new = [index for index in batch.indices if index not in known]
         tries = 0 if new else tries + 1
         pending += new
     return DataCursor(drawn, tuple(pending))

@@ -38,6 +38,7 @@ class Rewards(Protocol):
     ) -> tuple[SampleBatch, Counter[str]]:
         """The samples with their rewards, known to every rank, and how many got each of ``FAILURES`` or ``VERDICTS``.
 
+        prompts: of the data, by index; a rank reads those of the responses that it scores.
         The reward of a failure is ``data.verifier_failure_reward`` or NaN; its reason is in the sample's metadata.
         """
         ...
@@ -62,8 +63,9 @@ class VerifierRewards:
             size = group_size(batch.group)
             scorers = np.arange(len(batch)) % size
             texts = _sent({i: sample.text for i, sample in batch.held.items()}, scorers, batch.group)
-            by_index, table = {prompt.index: prompt for prompt in prompts}, batch.table
-            scores = self.scorer.score_texts([(text, by_index[table["prompt_index"][i]]) for i, text in texts.items()])
+            of = {int(index): prompts[index] for index in np.unique(batch.table["prompt_index"][list(texts)])}
+            asked = batch.table["prompt_index"].tolist()
+            scores = self.scorer.score_texts([(text, of[asked[i]]) for i, text in texts.items()])
             rewards = batch.shared(dict(zip(texts, scores.rewards.tolist(), strict=True)))
             kinds = scores.counts | scores.verdicts
             counts = Counter(dict(zip(kinds, map(int, batch.sum(*kinds.values())), strict=True)))

@@ -30,7 +30,8 @@ def split_prompts(prompts: Sequence[Prompt], num_ranks: int) -> list[list[int]]:
     Prompts are assigned in order of length, alternating the direction over the ranks, which balances the lengths.
     Deterministic.
     """
-    order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i].token_ids), i))
+    lengths = [prompt.length for prompt in prompts]  # each is read once
+    order = sorted(range(len(prompts)), key=lambda i: (-lengths[i], i))
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     for turn in range(0, len(order), num_ranks):
         dealt = order[turn : turn + num_ranks]
