@@ -12,6 +12,7 @@ import numpy as np
 
 from megatron_gspo.config import DataConfig
 from megatron_gspo.config.data_checks import check_prompt_format
+from megatron_gspo.data.chosen_prompts import ChosenPrompts
 from megatron_gspo.data.prompt_files import Location, PromptError, Row, read_rows
 from megatron_gspo.data.sample import Prompt, json_able
 
@@ -129,7 +130,7 @@ class PromptSource:
         raw = np.random.PCG64(np.random.SeedSequence([self._seed, epoch])).random_raw(len(self))
         return np.argsort(raw, kind="stable")
 
-    def batch(self, cursor: int, size: int) -> tuple[list[Prompt], int]:
+    def batch(self, cursor: int, size: int) -> tuple[ChosenPrompts, int]:
         """`size` different prompts from `cursor` on, and the cursor after them; a pure function.
 
         A batch does not span epochs: the same prompt twice would merge two groups into one. If fewer than `size`
@@ -146,7 +147,7 @@ class PromptSource:
         if offset + size > total:
             epoch, offset = epoch + 1, 0
         chosen = self.order(epoch)[offset : offset + size]
-        return [self.prompts[i] for i in chosen.tolist()], epoch * total + offset + size
+        return ChosenPrompts.by_index(self.prompts, chosen.tolist()), epoch * total + offset + size
 
 
 def _field(location: Location, row: Row, key: str, setting: str) -> Any:

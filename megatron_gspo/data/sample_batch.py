@@ -20,8 +20,8 @@ from megatron_gspo.parallel.host_exchange import (
     broadcast_bytes,
     exchange_bytes,
     gather_bytes,
-    gather_rows_of_ranks,
     max_over_ranks,
+    rows_in_place,
     sum_over_ranks,
 )
 
@@ -90,15 +90,9 @@ class SampleBatch:
     @classmethod
     def gathered(cls, samples: Sequence[Sample], places: Sequence[int], group: dist.ProcessGroup | None) -> SampleBatch:
         """Samples of which each rank of the group passes its own, with their positions. A collective."""
-        placed = np.dtype([("place", np.int64), ("row", ROW)])
-        mine = np.zeros(len(samples), dtype=placed)
-        mine["place"], mine["row"] = places, rows_of(samples, group_rank(group))
-        everyone = np.concatenate(gather_rows_of_ranks(mine, group))
-        order = np.argsort(everyone["place"], kind="stable")
-        if not np.array_equal(everyone["place"][order], np.arange(len(order))):
-            raise ValueError(f"{len(order)} samples do not have the positions 0 to {len(order) - 1}")
+        table = rows_in_place(rows_of(samples, group_rank(group)), places, group)
         held = dict(sorted(zip(map(int, places), samples, strict=True)))
-        return cls(everyone["row"][order], held, group)
+        return cls(table, held, group)
 
     def __len__(self) -> int:
         return len(self.table)
@@ -213,9 +207,9 @@ class SampleBatch:
     def gather(self, payload: bytes | memoryview) -> list[np.ndarray] | None:
         """Every holder's bytes on the world's rank 0; None elsewhere. A collective of the replicas."""
         if self.pipeline is not None:  # to the first stage
-            stages = group_size(self.pipeline)
-            parts = [payload if self._is_last_stage and stage == 0 else b"" for stage in range(stages)]
-            payload = exchange_bytes(parts, self.pipeline)[-1].data
+            last = group_size(self.pipeline) - 1
+            sent = exchange_bytes({0: payload} if self._is_last_stage else {}, [(last, 0)], self.pipeline)
+            payload = sent[last].data if sent else b""
         return gather_bytes(payload, self.group)
 
     def sum(self, *values: float) -> list[float]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_gspo.config import Config, SamplingParams
+from megatron_gspo.data.chosen_prompts import ChosenPrompts
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.loop.generation import rollout_seed
 from megatron_gspo.loop.reward_scoring import Rewards, require_scores
@@ -26,7 +27,8 @@ def evaluate(
     """``eval/accuracy`` (mean@n), ``eval/pass@k`` and the response length on the held-out prompts."""
     evaluation = config.evaluation
     with timers("evaluate"):
-        batch = groups.generate(prompts, evaluation_sampling(config), seed=evaluation_seed(config.seed))
+        chosen = ChosenPrompts.by_index(prompts, range(len(prompts)))
+        batch = groups.generate(chosen, evaluation_sampling(config), seed=evaluation_seed(config.seed))
         batch, counts = rewards(batch, prompts, Timers())  # timed as part of the evaluation
     require_scores(batch, rewards.name)
     # a response that could not be scored counts as not solved

@@ -23,6 +23,7 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_gspo.config import Config
+from megatron_gspo.data.chosen_prompts import ChosenPrompts
 from megatron_gspo.data.prompts import PromptSource
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.loop.reward_scoring import Rewards, in_varied_group, require_scores
@@ -122,17 +123,17 @@ class RolloutGenerator:
             cursor = next_prompts(self.prompts, cursor, math.ceil(count * rollout.oversampling), used)
         else:
             drawn, position = self.prompts.batch(cursor.drawn, count)
-            cursor = DataCursor(position, tuple(prompt.index for prompt in drawn if prompt.index not in used))
+            cursor = DataCursor(position, tuple(index for index in drawn.indices if index not in used))
         self._submit_pending(cursor, seed_step)
         return cursor
 
     def _submit_pending(self, cursor: DataCursor, seed_step: int) -> None:
         """Submit the pending prompts that are not in flight: new ones, and those that were discarded."""
         in_flight = set(self.groups.pending())
-        prompts = [self.prompts.prompts[index] for index in cursor.pending if index not in in_flight]
-        if prompts:
+        new = [index for index in cursor.pending if index not in in_flight]
+        if new:
             seed = rollout_seed(self.config.seed, seed_step)
-            self.groups.submit(prompts, self.config.rollout, seed=seed)
+            self.groups.submit(ChosenPrompts.by_index(self.prompts.prompts, new), self.config.rollout, seed=seed)
 
     def _collect(self, count: int, step: int, cursor: DataCursor,
                  timers: Timers) -> tuple[SampleBatch, Counter[str], DataCursor]:
@@ -144,8 +145,7 @@ class RolloutGenerator:
         for begin in range(0, count, part_size):
             with timers("generate"):
                 part = self.groups.collect(min(part_size, count - begin), oldest_version=oldest)
-            prompts = [self.prompts.prompts[index] for index in sorted(set(part.table["prompt_index"].tolist()))]
-            scored, counts = self.rewards(part, prompts, timers)
+            scored, counts = self.rewards(part, self.prompts.prompts, timers)
             batch = batch.joined(scored)
             failures.update(counts)
         indices = batch.table["prompt_index"].tolist()
@@ -180,7 +180,7 @@ def next_prompts(prompts: PromptSource, cursor: DataCursor, count: int, used: Se
     while (missing := count - len(pending)) > 0 and tries < _TRIES:
         batch, drawn = prompts.batch(drawn, min(missing, len(prompts)))
         known = used | set(pending)
-        new = [prompt.index for prompt in batch if prompt.index not in known]
+        new = [index for index in batch.indices if index not in known]
         tries = 0 if new else tries + 1
         pending += new
     return DataCursor(drawn, tuple(pending))

@@ -30,18 +30,24 @@ from megatron_gspo.tracking.run_directory import RunDirectory, evenly_spaced
 from megatron_gspo.tracking.run_environment import describe_environment
 from megatron_gspo.tracking.trackers import RunInfo, make_trackers
 
+_RATIO_TOKENS = 1 << 18  # of a file of ratios, about: rank 0 collects and sorts them
+
 
 def ratio_arrays(update: Update, tokenizer: Any) -> dict[str, np.ndarray] | None:
     """By trained token of an update: ``log_ratio`` f32 (current less old policy, before the update), ``sequence`` i32
     (its position in the mini-batch), ``advantage`` f32, ``token_ids`` i32, ``token_text``, and if measured ``flipped``
-    i8 (1: another expert in at least one layer, 0: none, -1: not compared).
+    i8 (1: another expert in at least one layer, 0: none, -1: not compared). Of a mini-batch with more than
+    `_RATIO_TOKENS` trained tokens, those of evenly picked sequences, about so many.
 
     On rank 0, None elsewhere. A collective of the batch's group.
     """
+    count, tokens = len(update.batch), int(update.batch.table["trained"].sum())
+    chosen = set(evenly_spaced(range(count), max(count * _RATIO_TOKENS // max(tokens, 1), 1)))
     columns: dict[str, list[np.ndarray]] = {"log_ratio": [], "sequence": [], "advantage": [], "token_ids": []}
     if update.flips is not None:
         columns["flipped"] = []
-    for i, sample in update.batch.held.items():
+    for i in sorted(chosen & update.batch.held.keys()):
+        sample = update.batch.held[i]
         mask = sample.loss_mask
         columns["log_ratio"].append((update.log_probs[i] - sample.old_log_probs)[mask])
         columns["sequence"].append(np.full(int(mask.sum()), i, dtype=np.int32))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -42,6 +42,7 @@ class Rewards(Protocol):
     ) -> tuple[SampleBatch, Counter[str]]:
         """The samples with their rewards, known to every rank, and how many got each of ``FAILURES`` or ``VERDICTS``.
 
+        prompts: of the data, by index; a rank reads those of the responses that it scores.
         The reward of a failure is ``data.verifier_failure_reward`` or NaN; its reason is in the sample's metadata.
         """
         ...
@@ -53,7 +54,8 @@ class Rewards(Protocol):
 
 @dataclass(frozen=True)
 class VerifierRewards:
-    """Rewards of a verifier. Each rank scores every N-th response of N ranks, whose texts are sent to it."""
+    """Rewards of a verifier. Each rank scores the responses that it holds; texts move from ranks with more than their
+    part to ranks with less."""
 
     scorer: RewardScorer
     name: str
@@ -68,11 +70,12 @@ class VerifierRewards:
     ) -> tuple[SampleBatch, Counter[str]]:
         """See `Rewards`."""
         with timers("verify"):
-            size = group_size(batch.group)
-            scorers = np.arange(len(batch)) % size
-            texts = _sent({i: sample.text for i, sample in batch.held.items()}, scorers, batch.group)
-            by_index, table = {prompt.index: prompt for prompt in prompts}, batch.table
-            scores = self.scorer.score_texts([(text, by_index[table["prompt_index"][i]]) for i, text in texts.items()])
+            holders, group = batch.table["holder"], batch.group
+            scorers = balanced_scorers(holders, group_size(group))
+            texts = _sent({i: sample.text for i, sample in batch.held.items()}, holders, scorers, group)
+            of = {int(index): prompts[index] for index in np.unique(batch.table["prompt_index"][list(texts)])}
+            asked = batch.table["prompt_index"].tolist()
+            scores = self.scorer.score_texts([(text, of[asked[i]]) for i, text in texts.items()])
             rewards = batch.shared(dict(zip(texts, scores.rewards.tolist(), strict=True)))
             kinds = scores.counts | scores.verdicts
             counts = Counter(dict(zip(kinds, map(int, batch.sum(*kinds.values())), strict=True)))
@@ -80,7 +83,7 @@ class VerifierRewards:
             if any(counts[name] for name in FAILURES):
                 given = zip(texts, scores.statuses, scores.messages, strict=True)
                 own = {i: f"{status}: {message}" for i, status, message in given if status != "ok"}
-                scored = _with_reasons(scored, own)
+                scored = _with_reasons(scored, own, scorers)
         return scored, counts
 
     def close(self) -> None:
@@ -132,21 +135,49 @@ def score_episodes(samples: Sequence[Sample], failure_reward: float | None) -> t
     return scored, failures
 
 
-def _sent(values: Mapping[int, str], target: np.ndarray, group: dist.ProcessGroup | None) -> dict[int, str]:
-    """Texts by position: each from the rank that has it to rank ``target[position]``, ascending. A collective."""
-    parts: list[dict[int, str]] = [{} for _ in range(group_size(group))]
+def balanced_scorers(holders: np.ndarray, size: int) -> np.ndarray:
+    """[N] the rank that scores each response, at most ceil(N / size) of each of `size` ranks. It is its holder, or for
+    what a holder has beyond that the next ranks with room, which are often on its node.
+
+    holders: [N] ranks.
+    """
+    part = -(-len(holders) // size)
+    scorers = holders.copy()
+    ends = np.cumsum(np.bincount(holders, minlength=size))
+    held = np.split(np.argsort(holders, kind="stable"), ends[:-1])
+    room = [part - min(len(own), part) for own in held]
+    waiting: deque[int] = deque()
+    for turn in range(2 * size):  # twice around: what the last ranks have may go to the first
+        rank = turn % size
+        if turn < size:
+            waiting.extend(held[rank][part:].tolist())
+        while room[rank] and waiting:
+            scorers[waiting.popleft()] = rank
+            room[rank] -= 1
+    return scorers
+
+
+def _sent(
+    values: Mapping[int, str], source: np.ndarray, target: np.ndarray, group: dist.ProcessGroup | None
+) -> dict[int, str]:
+    """Texts by position: each from rank ``source[position]``, if it has one, to ``target[position]``, ascending. A
+    collective."""
+    kept = {i: text for i, text in values.items() if target[i] == group_rank(group)}
+    parts: dict[int, dict[int, str]] = {}
     for i, text in values.items():
-        parts[target[i]][i] = text
-    kept, parts[group_rank(group)] = parts[group_rank(group)], {}
-    received = exchange_bytes([json.dumps(part).encode() if part else b"" for part in parts], group)
-    for part in received:
+        if i not in kept:
+            parts.setdefault(int(target[i]), {})[i] = text
+    moving = source != target
+    links = np.stack([source[moving], target[moving]], axis=1)
+    payload = {rank: json.dumps(part).encode() for rank, part in parts.items()}
+    for part in exchange_bytes(payload, links, group).values():
         kept |= {int(i): text for i, text in json.loads(part.tobytes() or b"{}").items()}
     return dict(sorted(kept.items()))
 
 
-def _with_reasons(batch: SampleBatch, own: Mapping[int, str]) -> SampleBatch:
+def _with_reasons(batch: SampleBatch, own: Mapping[int, str], scorers: np.ndarray) -> SampleBatch:
     """The samples with the reasons of failures in their metadata. own: those of this rank's scores. A collective."""
-    reasons = _sent(own, batch.table["holder"], batch.group)
+    reasons = _sent(own, scorers, batch.table["holder"], batch.group)
     return batch.map(
         lambda i, sample: replace(sample, metadata={**sample.metadata, FAILURE: reasons[i]}) if i in reasons else sample
     )

@@ -25,7 +25,7 @@ from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.data.sample_batch import ROW, SampleBatch
 from megatron_gspo.loop.generation import DataCursor, Rollout
 from megatron_gspo.mcore.checkpoint.checkpoint_files import ROLLOUTS
-from megatron_gspo.parallel.host_exchange import gather_rows_of_ranks
+from megatron_gspo.parallel.host_exchange import gather_rows_of_ranks, sum_over_ranks
 from megatron_gspo.parallel.rank_zero import first_failure, run_on_rank_zero
 from megatron_gspo.rollout.sample_codec import decode_samples, encode_samples
 
@@ -68,8 +68,9 @@ class RolloutCache:
         except (TypeError, ValueError) as error:  # metadata that JSON can't represent
             failed = f"{type(error).__name__}: {error}"
         parts = np.concatenate(gather_rows_of_ranks(own, batch.group))
-        head = self._head(rollout, parts)
-        offset = len(head) + batch.table.nbytes + int(parts["bytes"][: dist.get_rank()].sum())
+        head = self._head(rollout, parts) if dist.get_rank() == 0 else b""  # it alone reads the prompts
+        [head_bytes] = sum_over_ranks(np.array([len(head)], dtype=np.int64), batch.group).tolist()
+        offset = head_bytes + batch.table.nbytes + int(parts["bytes"][: dist.get_rank()].sum())
         if dist.get_rank() == 0 and not failed:
             failed = _attempt(lambda: _write(temporary, "wb", 0, [head, batch.table.tobytes()]))
         problem = first_failure(failed, batch.group)

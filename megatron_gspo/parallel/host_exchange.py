@@ -5,7 +5,7 @@ Backends without host memory (NCCL) get device buffers, so callers bound what th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -62,6 +62,24 @@ def gather_rows_of_ranks(rows: np.ndarray, group: ProcessGroup | None) -> list[n
     ]
 
 
+def rows_in_place(rows: np.ndarray, places: Sequence[int], group: ProcessGroup | None) -> np.ndarray:
+    """[n] the rows of all ranks in their places, on every rank, of a dtype of whole 8-byte words.
+
+    rows: this rank's. places: theirs, of 0 to n - 1. Raises ValueError on every rank unless each place has one row. The
+    ranks sum zeros but for their own rows: n rows and 8 bytes for each, whatever the size of the group.
+    """
+    [count] = sum_over_ranks(np.array([len(rows)], dtype=np.int64), group).tolist()
+    own = np.asarray(places, dtype=np.int64)
+    inside = (own >= 0) & (own < count)
+    words = np.zeros((count, 1 + rows.dtype.itemsize // 8), dtype=np.int64)
+    np.add.at(words[:, 0], own[inside], 1)
+    words[own[inside], 1:] = rows[inside].view(np.int64).reshape(-1, words.shape[1] - 1)
+    words = sum_over_ranks(words, group)
+    if not (words[:, 0] == 1).all():
+        raise ValueError(f"{count} samples do not have the positions 0 to {count - 1}")
+    return np.ascontiguousarray(words[:, 1:]).view(rows.dtype).reshape(count)
+
+
 def broadcast_bytes(payload: Bytes | np.ndarray | None, group: ProcessGroup | None, source: int = 0) -> np.ndarray:
     """The payload of the group's rank `source` as a writable uint8 array, on every rank. The others pass None."""
     mine = _as_array(payload)
@@ -90,23 +108,41 @@ def broadcast_array(values: np.ndarray, group: ProcessGroup, source: int) -> np.
     return moved.cpu().numpy()
 
 
-def exchange_bytes(parts: Sequence[Bytes], group: ProcessGroup | None) -> list[np.ndarray]:
-    """parts[r] goes to rank r; returns what each rank sent here, by rank: views into one writable uint8 array."""
-    if group_size(group) == 1:
-        return [_as_array(parts[0])]
-    device = group_device(group)
-    sent = torch.tensor([len(part) for part in parts], dtype=torch.int64, device=device)
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
+def exchange_bytes(
+    parts: Mapping[int, Bytes], links: np.ndarray | Sequence[tuple[int, int]], group: ProcessGroup | None
+) -> dict[int, np.ndarray]:
+    """parts[r] goes to rank r; returns what came here by sender, ascending, as writable uint8 arrays.
+
+    links: [n, 2] every (sender, receiver) of a part of any rank, the same on every rank; without a part its bytes are
+    empty. A part of this rank for itself is not sent. The ranks learn the sizes by a sum of 8 bytes per link, so that
+    no rank connects to others than those of its own parts.
+    """
+    me, size = group_rank(group), group_size(group)
+    pairs = np.unique(np.asarray(links, dtype=np.int64).reshape(-1, 2), axis=0)
+    found = {me: _as_array(parts.get(me))} if (pairs == me).all(axis=1).any() else {}
+    pairs = pairs[pairs[:, 0] != pairs[:, 1]]
+    leaves, comes = pairs[:, 0] == me, pairs[:, 1] == me
+    assert parts.keys() <= {me, *pairs[leaves, 1].tolist()}, "a part without a link"
+    lengths = np.zeros(len(pairs), dtype=np.int64)
+    lengths[leaves] = [len(parts.get(to, b"")) for to in pairs[leaves, 1].tolist()]
+    lengths = sum_over_ranks(lengths, group)
+    if not lengths.any():
+        return dict(sorted((found | {rank: _as_array(None) for rank in pairs[comes, 0].tolist()}).items()))
+    sent, received = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
+    sent[pairs[leaves, 1]], received[pairs[comes, 0]] = lengths[leaves], lengths[comes]
     outgoing = np.empty(int(sent.sum()), dtype=np.uint8)
     at = 0
-    for part in parts:
+    for to in pairs[leaves, 1].tolist():  # ascending
+        part = parts.get(to, b"")
         outgoing[at : at + len(part)] = np.frombuffer(part, dtype=np.uint8)
         at += len(part)
-    sizes = received.tolist()
-    incoming = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-    dist.all_to_all_single(incoming, torch.from_numpy(outgoing).to(device), sizes, sent.tolist(), group=group)
-    return np.split(incoming.cpu().numpy(), np.cumsum(sizes)[:-1])
+    device = group_device(group)
+    incoming = torch.empty(int(received.sum()), dtype=torch.uint8, device=device)
+    moved = torch.from_numpy(outgoing).to(device)
+    dist.all_to_all_single(incoming, moved, received.tolist(), sent.tolist(), group=group)
+    ends = np.cumsum(lengths[comes])
+    found |= zip(pairs[comes, 0].tolist(), np.split(incoming.cpu().numpy(), ends[:-1]), strict=False)
+    return dict(sorted(found.items()))
 
 
 def gather_bytes(payload: Bytes, group: ProcessGroup | None) -> list[np.ndarray] | None:
@@ -117,8 +153,8 @@ def gather_bytes(payload: Bytes, group: ProcessGroup | None) -> list[np.ndarray]
     if 0 not in ranks:
         return None
     target = ranks.index(0)
-    found = exchange_bytes([payload if rank == target else b"" for rank in range(len(ranks))], group)
-    return found if group_rank(group) == target else None
+    found = exchange_bytes({target: payload}, [(rank, target) for rank in range(len(ranks))], group)
+    return list(found.values()) if group_rank(group) == target else None
 
 
 def _as_array(payload: Bytes | np.ndarray | None) -> np.ndarray:

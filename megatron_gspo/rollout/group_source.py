@@ -20,6 +20,7 @@ import numpy as np
 from torch import Tensor
 
 from megatron_gspo.config import SamplingParams
+from megatron_gspo.data.chosen_prompts import ChosenPrompts, PromptRef
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.weight_transport.weight_source import WeightSource
@@ -35,7 +36,8 @@ class Weights(Protocol):
 
 
 class GroupSource(Protocol):
-    """Groups of samples for the loop. Every method is a collective: all ranks call it with the same arguments.
+    """Groups of samples for the loop. Every method is a collective: all ranks call it with the same arguments. A rank
+    reads those `ChosenPrompts` alone whose responses it requests or generates.
 
     An error of one rank is raised on all of them as an `EngineError`; one that is a
     `SharedEngineError` leaves the ranks able to communicate.
@@ -97,7 +99,7 @@ class GroupSource(Protocol):
 
 @dataclass(frozen=True)
 class _Request:
-    prompt: Prompt
+    prompt: PromptRef
     sampling: SamplingParams
     seed: int
 
@@ -114,7 +116,7 @@ class GenerateOnCollect(ABC):
 
     def submit(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> None:
         """See `GroupSource.submit`."""
-        self._requests += [_Request(prompt, sampling, seed) for prompt in prompts]
+        self._requests += [_Request(prompt, sampling, seed) for prompt in ChosenPrompts.of(prompts).refs]
 
     def collect(self, count: int, *, oldest_version: int | None = None) -> SampleBatch:
         """See `GroupSource.collect`; all samples have the current weights."""
@@ -122,7 +124,7 @@ class GenerateOnCollect(ABC):
         taken, self._requests = self._requests[:count], self._requests[count:]
         return reduce(
             SampleBatch.joined,
-            (self.generate([request.prompt for request in requests], sampling, seed=seed)
+            (self.generate(ChosenPrompts(request.prompt for request in requests), sampling, seed=seed)
              for (sampling, seed), requests in groupby(taken, key=lambda request: (request.sampling, request.seed))),
         )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import MutableMapping, Sequence
 from dataclasses import replace
 
@@ -30,7 +31,8 @@ def split_prompts(prompts: Sequence[Prompt], num_ranks: int) -> list[list[int]]:
     Prompts are assigned in order of length, alternating the direction over the ranks, which balances the lengths.
     Deterministic.
     """
-    order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i].token_ids), i))
+    lengths = [prompt.length for prompt in prompts]  # each is read once
+    order = sorted(range(len(prompts)), key=lambda i: (-lengths[i], i))
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     for turn in range(0, len(order), num_ranks):
         dealt = order[turn : turn + num_ranks]
@@ -113,8 +115,8 @@ def move_samples(
     replica: [N] rank in `dp`, the group of this rank's counterparts in the replicas. shared: groups whose product is a
     replica, the pipeline first: its first rank receives the samples and passes them on. routes: the layers whose routes
     this rank keeps; None, on every rank: all. Samples go in rounds of `BUCKET_BYTES`, from the ranks of `batch.group`
-    that hold them, and `batch.held` is emptied as they leave. What a replica of one rank has generated and trains is
-    not sent. A collective of the world.
+    that hold them, and `batch.held` is emptied as they leave. What its replica's first rank holds is not sent between
+    replicas, nor is a round in which nothing moves. A collective of the world.
     """  # fmt: skip
     table, me = batch.table.copy(), group_rank(dp)
     table["holder"] = replica
@@ -132,7 +134,7 @@ def move_samples(
     held = {i: leaving.pop(i) for i in np.flatnonzero(stays).tolist() if i in leaving}
     for number in range(int(rounds.max(initial=-1)) + 1):
         moving = rounds == number
-        received = _send_round(leaving, np.flatnonzero(moving), target, batch.group)
+        received = _send_round(leaving, np.flatnonzero(moving), batch.table["holder"], target, batch.group)
         senders = len(np.unique(batch.table["holder"][moving & (replica == me)]))
         arrived: list[np.ndarray | None] = [part for part in received if len(part)]
         for part in arrived or [None] * senders:
@@ -152,16 +154,18 @@ def exchange_rounds(sizes: np.ndarray, source: np.ndarray, target: np.ndarray, b
 
     sizes: [N] bytes. source, target: [N] ranks.
     """
-    sent: dict[int, int] = {}
-    received: dict[int, int] = {}
+    sent: defaultdict[int, list[int]] = defaultdict(list)  # by round
+    received: defaultdict[int, list[int]] = defaultdict(list)
     rounds = np.empty(len(sizes), dtype=np.int64)
     for i, (size, a, b) in enumerate(zip(sizes.tolist(), source.tolist(), target.tolist(), strict=True)):
-        start = max(sent.get(a, 0), received.get(b, 0))
-        if start % bucket and start % bucket + size > bucket:  # not in what is left of the round
-            start += bucket - start % bucket
-        rounds[i] = start // bucket
-        sent[a] = received[b] = start + size
-    return np.unique(rounds, return_inverse=True)[1].reshape(-1)  # without rounds in which nothing moves
+        first = 0  # the first with room at both ends: they need not wait for other ranks' rounds
+        while any(used and used + size > bucket for one in (sent[a], received[b]) for used in one[first : first + 1]):
+            first += 1
+        for one in (sent[a], received[b]):
+            one += [0] * (first + 1 - len(one))
+            one[first] += size
+        rounds[i] = first
+    return rounds
 
 
 def _sizes(batch: SampleBatch) -> np.ndarray:
@@ -182,17 +186,22 @@ def _first_ranks(
 
 
 def _send_round(
-    leaving: MutableMapping[int, Sample], positions: np.ndarray, target: np.ndarray, group: dist.ProcessGroup | None
+    leaving: MutableMapping[int, Sample],
+    positions: np.ndarray,
+    holder: np.ndarray,
+    target: np.ndarray,
+    group: dist.ProcessGroup | None,
 ) -> list[np.ndarray]:
-    """This rank's samples of a round to their targets; what came here. Sent samples are dropped."""
-    parts: list[bytes] = []
+    """This rank's samples of a round to their targets; what came here, or was here. Sent samples are dropped."""
+    parts: dict[int, bytes] = {}
     own = [i for i in positions.tolist() if i in leaving]
-    for rank in range(group_size(group)):
+    for rank in np.unique(target[own]).tolist():
         mine = [i for i in own if target[i] == rank]
-        parts.append(encode_samples([leaving[i] for i in mine], mine) if mine else b"")
+        parts[rank] = encode_samples([leaving[i] for i in mine], mine)
     for i in own:
         del leaving[i]
-    return exchange_bytes(parts, group)
+    links = np.stack([holder[positions], target[positions]], axis=1)
+    return list(exchange_bytes(parts, links, group).values())
 
 
 def _layers_of_stages(
@@ -222,7 +231,7 @@ def _to_stages(
     part: np.ndarray | None, pipeline: dist.ProcessGroup, stages: Sequence[np.ndarray | None]
 ) -> np.ndarray:
     """The first stage's samples, on each stage what it reads of them, with the routes of its own layers."""
-    parts = [b""] * len(stages)
+    parts: dict[int, bytes] = {}
     if part is not None:
         placed = decode_samples(part)
         places = [place for place, _ in placed]
@@ -231,7 +240,7 @@ def _to_stages(
             if stage < len(stages) - 1:
                 read = [stage_input(sample, tokens=stage == 0) for sample in read]
             parts[stage] = encode_samples(read, places)
-    return exchange_bytes(parts, pipeline)[0]
+    return exchange_bytes(parts, [(0, stage) for stage in range(len(stages))], pipeline)[0]
 
 
 def _of_layers(sample: Sample, layers: Sequence[int] | np.ndarray | None) -> Sample:

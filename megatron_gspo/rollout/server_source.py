@@ -16,6 +16,7 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_gspo.config import SamplingParams, ServerConfig
+from megatron_gspo.data.chosen_prompts import ChosenPrompts, PromptRef
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.errors import EngineError, SharedEngineError
@@ -122,9 +123,10 @@ class ServerSource:
     def own_share(self, prompts: Sequence[Prompt], seed: int = 0) -> list[int]:
         """The positions of the prompts that this rank requests. seed: of the requests; the first client depends on it
         alone, so that a resumed run has the same shares."""
+        if self._client is None:
+            return []
         shares = split_prompts(prompts, len(self._clients))
-        number = self._clients.index(dist.get_rank()) if self._client is not None else None
-        return [] if number is None else shares[(number - seed) % len(shares)]
+        return shares[(self._clients.index(dist.get_rank()) - seed) % len(shares)]
 
     def on_rank_zero(self, action: Callable[[ServerEngine], T]) -> T:
         """`run_on_rank_zero` with the engine; its `EngineError` becomes a `SharedEngineError`."""
@@ -230,7 +232,7 @@ class _Group:
     """A group in flight, as every rank has it; see `GroupProgress`."""
 
     ticket: int
-    prompt: Prompt
+    prompt: PromptRef
     sampling: SamplingParams
     finished: bool = False
     oldest_version: int | None = None
@@ -256,7 +258,8 @@ class _Requests:
             self._own |= {first + i: ticket for i, ticket in zip(share, tickets, strict=True)}
 
         self._source.on_clients(start)
-        self.pending |= {first + i: _Group(first + i, prompt, sampling) for i, prompt in enumerate(prompts)}
+        refs = ChosenPrompts.of(prompts).refs
+        self.pending |= {first + i: _Group(first + i, ref, sampling) for i, ref in enumerate(refs)}
         self._next_ticket += len(prompts)
 
     def collect(self, count: int, oldest: int | None) -> SampleBatch:
@@ -266,7 +269,7 @@ class _Requests:
         taken = [self.pending.pop(ticket) for ticket in sorted(group.ticket for group in chosen)]
         share = [i for i, group in enumerate(taken) if group.ticket in self._own]
         samples = self._source.on_clients(lambda client: self._take([taken[i].ticket for i in share])) or []
-        return self._source.checked(samples, share, [group.prompt for group in taken], taken[0].sampling)
+        return self._source.checked(samples, share, ChosenPrompts(group.prompt for group in taken), taken[0].sampling)
 
     def stop(self, *, keep: bool) -> None:
         if self._stream is not None:

@@ -77,7 +77,7 @@ def test_other_batch_sizes_go_on_from_the_same_cursor():
     both, end = prompts.batch(2, 5)
     first, cursor = prompts.batch(2, 4)
     second, cursor = prompts.batch(cursor, 1)
-    assert first + second == both and cursor == end == 7
+    assert [*first, *second] == [*both] and cursor == end == 7
 
 
 def test_a_batch_larger_than_the_source_is_refused():

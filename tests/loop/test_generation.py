@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_gspo.config import Config
+from megatron_gspo.data.chosen_prompts import ChosenPrompts
 from megatron_gspo.data.prompts import PromptSource
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.data.sample_batch import SampleBatch, rows_of
@@ -23,7 +24,7 @@ from megatron_gspo.rewards.verifiers import VerifierError
 from megatron_gspo.rollout.in_process_source import InProcessSource
 from tests.support import spelling_verifier
 from tests.support.distributed import run_distributed
-from tests.support.samples import make_prompt, make_sample
+from tests.support.samples import ReadItems, make_prompt, make_sample
 from tests.support.scripted_engine import ScriptedEngine, ScriptedResponse
 from tests.support.scripted_servers import ScriptedServers, collective_weights, scripted_response, server_source
 from tests.support.training_runs import base_config
@@ -63,7 +64,7 @@ class Rewards:
 
     def __call__(self, batch: SampleBatch, prompts: Sequence[Prompt], timers: Timers) -> Any:
         samples = batch.samples
-        assert {sample.prompt_index for sample in samples} == {prompt.index for prompt in prompts}
+        assert all(prompts[sample.prompt_index].index == sample.prompt_index for sample in samples)
         rewards = [float("nan") if self.fails else float(self._solved(sample)) for sample in samples]
         return batch.with_columns(reward=np.array(rewards)), Counter(error=len(samples) if self.fails else 0)
 
@@ -98,6 +99,33 @@ def test_a_step_draws_the_next_prompts():
     assert made.groups.submitted == [([2, 3, 4], rollout_seed(7, 4))] and made.groups.oldest == [None]
     assert rollout.metrics == {"verifier/error": 0.0, "groups/generated": 3.0}
     assert made.prepare_for_training(4, rollout.cursor) == DataCursor(5) and made.groups.paused == [False]
+
+
+class Idle(Source):
+    """As a rank that is no client: it knows the rows of the samples."""
+
+    def submit(self, prompts: Sequence[Prompt], sampling: Any, *, seed: int) -> None:
+        self.submitted.append((ChosenPrompts.of(prompts).indices, seed))
+
+    def collect(self, count: int, *, oldest_version: int | None = None) -> SampleBatch:
+        indices = self.submitted[-1][0][:count]
+        batch = SampleBatch.of([make_sample(1, 2, prompt_index=i, sample_index=j) for i in indices for j in (0, 1)])
+        return replace(batch, held={})
+
+
+class Known(Rewards):
+    def __call__(self, batch: SampleBatch, prompts: Sequence[Prompt], timers: Timers) -> Any:
+        return batch.with_columns(reward=batch.table["sample_index"].astype(float)), Counter(error=0)
+
+
+def test_a_rank_without_requests_reads_no_prompt():
+    data = ReadItems(PROMPTS.prompts)
+    for sections in ({}, {"rollout": {**SERVERS, "oversampling": 1.5}, "sglang": SGLANG}):
+        made = replace(generator(Known(), prompts=PromptSource(data, shuffle=False), **sections), groups=Idle())
+        drawn = made.draw(0, DataCursor(), Timers())
+        made.prepare_for_training(0, drawn.cursor)
+        assert drawn.batch.table["prompt_index"].tolist() == [0, 0, 1, 1, 2, 2]
+    assert data.read == []
 
 
 def test_dynamic_sampling_replaces_groups_of_equal_rewards():

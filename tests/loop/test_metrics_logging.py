@@ -144,6 +144,16 @@ def test_a_file_that_cannot_be_written_is_a_disk_error(rank: Any, tmp_path: Path
             made.write_step(1, SampleBatch.of(samples()), ROUTING, update_of([]), DataCursor(6))
 
 
+def test_ratios_of_a_large_mini_batch_are_of_some_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = ratio_arrays(update_of(samples()), TOKENIZER)
+    for tokens, chosen in ((18, range(6)), (9, [0, 2, 5]), (2, [0])):
+        monkeypatch.setattr("megatron_gspo.loop.metrics_logging._RATIO_TOKENS", tokens)
+        found = ratio_arrays(update_of(samples()), TOKENIZER)
+        assert found["sequence"].tolist() == [i for i in chosen for _ in range(3)]
+        of_chosen = np.isin(whole["sequence"], chosen)
+        assert all(np.array_equal(values[of_chosen], found[name]) for name, values in whole.items())
+
+
 def test_ratios_are_of_the_trained_tokens_in_order() -> None:
     batch = [make_sample(1, 3, seed=1, mask=[True, False, True]), make_sample(2, 2, seed=2)]
     flips = {0: np.array([1, 0, -1], dtype=np.int8), 1: np.array([0, 1], dtype=np.int8)}

@@ -10,6 +10,7 @@ from megatron_gspo.data.sample_batch import SampleBatch, rows_of
 from megatron_gspo.data.turn_spans import spans
 from megatron_gspo.loop.reward_scoring import (
     VerifierRewards,
+    balanced_scorers,
     counts_in_group,
     in_varied_group,
     require_scores,
@@ -20,8 +21,8 @@ from megatron_gspo.rewards.named_reward import NamedReward
 from megatron_gspo.rewards.scorer import FAILURE, RewardScorer
 from megatron_gspo.rewards.verifiers import VerifierError
 from tests.loop.episodes import episode
-from tests.support.distributed import run_distributed
-from tests.support.samples import make_prompt, make_sample
+from tests.support.distributed import collectives_so_far, run_distributed
+from tests.support.samples import ReadItems, make_prompt, make_sample
 
 
 def test_a_failure_is_worth_what_the_config_says():
@@ -35,10 +36,13 @@ def test_a_failure_is_worth_what_the_config_says():
     assert first.reward == -2.0 and [span.reward for span in spans(first)] == [0.0, -2.0]
 
 
-def scored_on_ranks(rank: int, world: int) -> tuple[list, dict, list]:
-    """Five samples on two ranks; the verifier fails on every third text."""
+def scored_on_ranks(rank: int, world: int, first: list[int]) -> tuple[list, dict, dict, list]:
+    """Five samples on two ranks, of which rank 0 holds `first`; the verifier fails on every third text."""
+    scored_here = []
 
     def verifier(response, prompt):
+        assert int(response) == prompt.index
+        scored_here.append(prompt.index)
         if int(response) % 3 == 0:
             raise ValueError("no multiple of three")
         return NamedReward(float(response), "odd" if int(response) % 2 else "even")
@@ -48,24 +52,54 @@ def scored_on_ranks(rank: int, world: int) -> tuple[list, dict, list]:
     scorer.verdicts = ("even", "odd", "none")
     samples = [make_sample(1, 2, seed=i, text=str(i), metadata={"kept": i}) for i in range(5)]
     rewards = VerifierRewards(scorer, "verifier 'mine'")
-    mine = [i for i in range(5) if i % 3 % world == rank]  # rank 0 has 0, 2, 3
+    mine = [i for i in range(5) if (i in first) == (rank == 0)]
     batch = SampleBatch.gathered([samples[i] for i in mine], mine, dist.group.WORLD)
-    scored, failures = rewards(batch, [make_prompt(i) for i in range(5)], Timers())
+    prompts, so_far = ReadItems([make_prompt(i) for i in range(5)]), collectives_so_far()
+    scored, failures = rewards(batch, prompts, Timers())
+    exchanges = collectives_so_far() - so_far - 2  # without the rewards and the counts
+    assert sorted(prompts.read) == sorted(scored_here), "a prompt is read where its response is scored"
     assert all(np.isnan(sample.reward) for sample in samples), "the given samples do not change"
     assert sorted(scored.held) == mine
     np.testing.assert_equal([sample.reward for sample in scored.samples], scored.table["reward"][mine])
-    return scored.table["reward"].tolist(), dict(failures), {i: s.metadata for i, s in scored.held.items()}
+    metadata = {i: s.metadata for i, s in scored.held.items()}
+    return scored.table["reward"].tolist(), dict(failures), metadata, sorted(scored_here), exchanges
 
 
-def test_each_rank_scores_a_share_and_all_get_the_rewards():
-    first, second = run_distributed(scored_on_ranks, 2)
+@pytest.mark.parametrize(
+    ("held", "scored", "exchanges"),
+    [([0, 2, 3], [[0, 2, 3], [1, 4]], 0), ([0, 1, 2, 3], [[0, 1, 2], [3, 4]], 4), ([], [[3, 4], [0, 1, 2]], 4)],
+)
+def test_each_rank_scores_a_share_and_all_get_the_rewards(held, scored, exchanges):
+    """exchanges: the sizes and bytes of the texts that move, and of the reasons back."""
+    first, second = run_distributed(scored_on_ranks, 2, held)
     assert repr(first[:2]) == repr(second[:2])
+    assert [first[3], second[3]] == scored and first[4] == second[4] == exchanges
     rewards, failures, metadata = *first[:2], first[2] | second[2]
     np.testing.assert_equal(rewards, [np.nan, 1.0, 2.0, np.nan, 4.0])
     assert failures == {"error": 2, "invalid": 0, "timeout": 0, "even": 2, "odd": 1, "none": 0}
     assert metadata[1] == {"kept": 1} and metadata[3] == {
         "kept": 3, FAILURE: "error: ValueError: no multiple of three",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("holders", "scorers"),
+    [([1, 0, 1, 0], [1, 0, 1, 0]), ([1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 2, 2, 2, 0]),
+     ([2, 2, 2, 2, 0], [2, 2, 0, 1, 0]), ([], [])],
+)  # fmt: skip
+def test_responses_are_scored_where_they_are_unless_a_rank_holds_too_many(holders, scorers):
+    assert balanced_scorers(np.array(holders, dtype=np.int32), 3).tolist() == scorers
+
+
+def test_scorers_are_balanced_and_no_more_than_needed_moves():
+    rng = np.random.default_rng(0)
+    for size in (1, 5, 64):
+        for count in (1, 63, 200):
+            holders = rng.integers(0, rng.integers(1, size + 1), count)
+            scorers, part = balanced_scorers(holders, size), -(-count // size)
+            assert np.bincount(scorers, minlength=size).max() <= part
+            beyond = np.maximum(np.bincount(holders, minlength=size) - part, 0).sum()
+            assert (scorers != holders).sum() == beyond
 
 
 def test_groups_of_equal_rewards_are_found():

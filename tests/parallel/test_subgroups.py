@@ -14,6 +14,7 @@ from megatron_gspo.parallel.host_exchange import (
     gather_bytes,
     gather_rows_of_ranks,
     max_over_ranks,
+    rows_in_place,
     sum_over_ranks,
 )
 from megatron_gspo.parallel.rank_zero import first_failure
@@ -46,12 +47,14 @@ def _host_values_in_pairs(rank, mine, first, second):
     assert sum_over_ranks(np.array([float(rank)]), mine).tolist() == [first + second]
     assert max_over_ranks(np.array([rank, -rank]), mine).tolist() == [second, -first]
     found = gather_rows_of_ranks(np.arange(rank + 1), mine)
+    assert rows_in_place(np.array([rank]), [rank // 2], mine).tolist() == [first, second]
     assert [rows.tolist() for rows in found] == [list(range(first + 1)), list(range(second + 1))]
     assert broadcast_bytes(b"%d" % rank if rank == second else None, mine, 1).tobytes() == b"%d" % second
     assert broadcast_array(np.array([rank, rank]), mine, 1).tolist() == [second, second]
-    found = exchange_bytes([b"%d to 0" % rank, b"%d to 1, longer" % rank], mine)
+    parts = {0: b"%d to 0" % rank, 1: b"%d to 1, longer" % rank}
+    found = exchange_bytes(parts, [(0, 0), (0, 1), (1, 0), (1, 1)], mine)
     wanted = "to 0" if rank == first else "to 1, longer"
-    assert [part.tobytes().decode() for part in found] == [f"{first} {wanted}", f"{second} {wanted}"]
+    assert [part.tobytes().decode() for part in found.values()] == [f"{first} {wanted}", f"{second} {wanted}"]
     gathered = gather_bytes(b"%d" % rank, mine)  # on the world's rank 0
     assert gathered is None if rank else [part.tobytes() for part in gathered] == [b"0", b"2"]
     alone = gather_bytes(b"x", None)  # each rank's own group; the world's rank 0 gets it

@@ -24,7 +24,7 @@ from megatron_gspo.rollout.sample_exchange import (
     split_prompts,
 )
 from megatron_gspo.routing_replay.routes import RouteShape
-from tests.support.distributed import run_distributed
+from tests.support.distributed import collectives_so_far, run_distributed
 from tests.support.random_samples import all_samples, assert_same, random_sample
 from tests.support.reference_models import checkpoint, loaded_engine, moe_config, prompts, reference_model
 from tests.support.scripted_engine import ScriptedEngine, ScriptedResponse
@@ -109,6 +109,11 @@ def moved(rank, world, layout, stages):
     for holders in ([0], [0, 1, 2, 3], [3, 1]):
         for sample_exchange.BUCKET_BYTES in (1, 64 << 20):
             held = move(rank, groups, everything, replica, holders, stages[dist.get_rank(groups["pp"])])
+    sample_exchange.BUCKET_BYTES = 1
+    firsts, homes = mesh.mesh[0, :, 0, 0].tolist(), np.arange(len(everything)) % layout["dp"]
+    passes_on = max(layout["pp"], layout["cp"], layout["tp"]) == world  # over the same group
+    move(rank, groups, everything, homes, [firsts[home] for home in homes], stages[dist.get_rank(groups["pp"])],
+         sends=passes_on)  # fmt: skip
     whole = SampleBatch.of(everything)  # every rank holds all
     assert replica_homes(whole, groups["dp"]) is None
     there = move_samples(whole, replica, groups["dp"], (groups["pp"],), shape_of(stages[dist.get_rank(groups["pp"])]))
@@ -147,8 +152,8 @@ def bases(sample):
             yield array
 
 
-def move(rank, groups, everything, replica, holders, layers):
-    """Checks that what arrives is right and complete."""
+def move(rank, groups, everything, replica, holders, layers, sends=True):
+    """Checks that what arrives is right and complete. sends: whether anything may go over the world."""
     mine = [i for i in range(len(everything)) if holders[i % len(holders)] == rank]
     batch = SampleBatch.gathered([everything[i] for i in mine], mine, dist.group.WORLD)
     shared = groups["pp"], groups["cp"], groups["tp"]
@@ -157,7 +162,9 @@ def move(rank, groups, everything, replica, holders, layers):
     dist.all_reduce(replica_of_rank)
     homes = [int(replica_of_rank[holders[i % len(holders)]]) for i in range(len(everything))]
     assert replica_homes(batch, groups["dp"]).tolist() == homes
+    so_far = collectives_so_far()
     there = move_samples(batch, replica, groups["dp"], shared, shape_of(layers))
+    assert sends or collectives_so_far() == so_far + 2, "the ranks learn sizes and first ranks; what stays is not sent"
     own = dist.get_rank(groups["dp"])
     assert list(there.packed) == np.flatnonzero(replica == own).tolist() and there.group is groups["dp"]
     check_held(there, everything, layers)

@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_gspo.data.chosen_prompts import ChosenPrompts
 from megatron_gspo.errors import EngineError, SharedEngineError
 from megatron_gspo.rollout.server_engine.server_pool import NoServerError
 from tests.support.distributed import run_distributed
 from tests.support.random_samples import all_samples
+from tests.support.samples import ReadItems
 from tests.support.scripted_servers import (
     PROMPTS,
     SAMPLING,
@@ -108,12 +110,16 @@ def shared(rank: int, world: int, clients: tuple[int, ...], slow: float) -> tupl
     servers = ScriptedServers(scripted_response, slow=slow * (rank == clients[-1])) if rank in clients else None
     source = server_source(servers, clients=clients)
     source.update_weights(collective_weights, version=3)
-    source.submit(PROMPTS[:4], SAMPLING, seed=1)
-    source.submit(PROMPTS[4:], SAMPLING, seed=2)
+    read = ReadItems(PROMPTS)
+    prompts = ChosenPrompts.by_index(read, range(len(PROMPTS)))
+    source.submit(prompts[:4], SAMPLING, seed=1)
+    source.submit(prompts[4:], SAMPLING, seed=2)
+    assert source.pending() == prompts.indices
     first = source.collect(5)
     source.submit(PROMPTS[:3], SAMPLING, seed=6)
-    second = source.generate(PROMPTS[3:], SAMPLING, seed=7)
+    second = source.generate(prompts[3:], SAMPLING, seed=7)
     third = source.collect(3)
+    assert bool(read.read) == (rank in clients), "the clients alone read prompts"
     batches = (first, second, third)
     versions = {state.training_version for state in servers.followed} if servers else set()
     found = [keys(all_samples(batch)) for batch in batches], [batch.table.tolist() for batch in batches]

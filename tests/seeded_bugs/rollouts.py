@@ -9,6 +9,7 @@ MISMATCH = "megatron_gspo/loop/rollout_correction.py"
 HAND = "tests/environments/test_episodes.py::test_an_episode_by_hand"
 EXCHANGE = "megatron_gspo/rollout/sample_exchange.py"
 PLACED = "tests/rollout/test_sample_exchange.py::test_every_sample_is_on_each_rank_of_its_replica_and_nowhere_else"
+HOST, SCORED = "megatron_gspo/parallel/host_exchange.py", "tests/loop/test_reward_scoring.py"
 BATCH = "megatron_gspo/data/sample_batch.py"
 STAGES = "tests/data/test_sample_batch.py::test_all_stages_know_what_the_last_ones_hold"
 NAIVE = "tests/algorithms/test_turn_advantages.py::test_against_a_naive_loop"
@@ -62,6 +63,21 @@ OF_THE_ROLLOUTS = (
     SeededBug(
         "a sequence is on two replicas", "design", EXCHANGE,
         "mine = [i for i in own if target[i] == rank]", "mine = [i for i in own if target[i] >= rank]", (PLACED,),
+    ),
+    SeededBug(
+        "the rows of a rank's samples are in each other's places", "design", HOST,
+        "words[own[inside], 1:] = rows[inside]", "words[own[inside][::-1], 1:] = rows[inside]",
+        ("tests/data/test_sample_batch.py::test_what_ranks_know_of_each_others_samples",),
+    ),
+    SeededBug(
+        "what stays on its rank is sent through the world", "this project", HOST,
+        "    pairs = pairs[pairs[:, 0] != pairs[:, 1]]\n", "",
+        ("tests/parallel/test_host_exchange.py::test_what_ranks_exchange",),
+    ),
+    SeededBug(
+        "a rank scores all that it holds", "this project", "megatron_gspo/loop/reward_scoring.py",
+        "waiting.extend(held[rank][part:].tolist())", "waiting.extend([])",
+        (f"{SCORED}::test_responses_are_scored_where_they_are_unless_a_rank_holds_too_many",),
     ),
     SeededBug(
         "a sequence is trained by two replicas", "design", "megatron_gspo/data/micro_batch_plan.py",

@@ -16,6 +16,18 @@ class CharTokenizer:
         return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
 
 
+class ReadItems(list):
+    """A list that knows which of its items were read by index."""
+
+    def __init__(self, items):
+        super().__init__(items)
+        self.read = []
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return super().__getitem__(index)
+
+
 def make_prompt(index=0, text="2+2=", answer="4", **metadata):
     return Prompt(index, np.array([ord(letter) for letter in text]), text, answer, metadata)
 
