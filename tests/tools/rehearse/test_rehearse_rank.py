@@ -78,7 +78,7 @@ def agreement(record: RankRecord, group: str) -> list[tuple[Any, ...]]:
 
 @on_fake_gpu
 def test_a_value_model_is_rehearsed_too() -> None:
-    """Of the policy's sizes: as many weights but for the output layer, and no host synchronisation of ours."""
+    """Of the policy's sizes: as many weights but for the output layer, and our code waits at the end of a pass only."""
     plain = rehearsed(1, 2, tensor_model_parallel_size=2, expert_model_parallel_size=2)
     found = rehearsed(1, 2, overrides=PPO, tensor_model_parallel_size=2, expert_model_parallel_size=2)
     assert {"values", "critic"} <= set(found.phases) and not {"values", "critic"} & set(plain.phases)
@@ -89,8 +89,8 @@ def test_a_value_model_is_rehearsed_too() -> None:
     assert found.checkpoint.bytes > 1.8 * plain.checkpoint.bytes
     assert not [f for f in found.findings if f.kind != "made_up_value"]
     syncs = [(s.phase, s.kind) for s in found.host_syncs
-             if s.phase in ("values", "critic") and "token_dispatcher.py" not in s.where[0]]  # fmt: skip
-    assert syncs == [("values", "copy to host"), ("critic", "item"), ("critic", "copy to host")]  # norm and metrics
+             if s.phase in ("values", "critic") and s.where[0].startswith("megatron_gspo/")]  # fmt: skip
+    assert syncs == [("values", "copy to host"), ("critic", "copy to host")]  # results and metrics
 
 
 @on_fake_gpu
