@@ -24,14 +24,15 @@ from benchmarks.common import ROOT, hardware, number, say, versions
 from benchmarks.real_size_checkpoint import checkpoint_costs, limited_disk_rates
 from benchmarks.real_size_data import data_plane
 from benchmarks.real_size_figure import Figure, NotMeasuredError
+from benchmarks.real_size_micro_batch import micro_batch_inputs
 from benchmarks.real_size_response import response_memory, response_time
 from benchmarks.real_size_start import large_worlds, prompt_start, weights_of_a_node
 from benchmarks.real_size_weights import weight_updates
 from benchmarks.result_files import save
 
 MEASUREMENTS: tuple[Callable[[bool], list[Figure]], ...] = (
-    response_time, response_memory, data_plane, weight_updates, checkpoint_costs, limited_disk_rates, prompt_start,
-    weights_of_a_node, large_worlds,
+    response_time, response_memory, micro_batch_inputs, data_plane, weight_updates, checkpoint_costs,
+    limited_disk_rates, prompt_start, weights_of_a_node, large_worlds,
 )  # fmt: skip
 RESULT = ROOT / "build" / "real_size.json"
 QUICK_SECONDS = 480.0  # that all measurements may take with --quick

@@ -18,16 +18,17 @@ def copy_to_device(tensors: Mapping[str, Tensor], device: torch.device | str) ->
     results are views of one buffer. Values of int64 must fit in int32.
     """
     device = torch.device(device)
-    narrow = {name: value.int() if value.dtype == torch.int64 else value for name, value in tensors.items()}
-    ends = list(accumulate(-(-value.nbytes // _ALIGNMENT) * _ALIGNMENT for value in narrow.values()))
-    starts = dict(zip(narrow, [0, *ends], strict=False))
+    kinds = {name: torch.int32 if value.dtype == torch.int64 else value.dtype for name, value in tensors.items()}
+    sizes = {name: value.numel() * kinds[name].itemsize for name, value in tensors.items()}
+    ends = list(accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes.values()))
+    starts = dict(zip(tensors, [0, *ends], strict=False))
     staging = torch.empty(ends[-1] if ends else 0, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
     def place(buffer: Tensor, name: str) -> Tensor:
-        value, start = narrow[name], starts[name]
-        return buffer[start : start + value.nbytes].view(value.dtype).view(value.shape)
+        start = starts[name]
+        return buffer[start : start + sizes[name]].view(kinds[name]).view(tensors[name].shape)
 
-    for name, value in narrow.items():
-        place(staging, name).copy_(value)
+    for name, value in tensors.items():
+        place(staging, name).copy_(value)  # converts on the way
     moved = staging.to(device, non_blocking=True)
-    return {name: place(moved, name) for name in narrow}
+    return {name: place(moved, name) for name in tensors}

@@ -1,4 +1,5 @@
-"""The GPU lane: the tests of this folder on the GPUs of this machine, then ``benchmarks/gpu.py``.
+"""The GPU lane: the tests of this folder on the GPUs of this machine, then ``benchmarks/gpu.py``, beside the memory
+that a rehearsal of its step predicts.
 
     python -m tests.gpu [--wheels FOLDER] [arguments for pytest]
 
@@ -12,11 +13,14 @@ import argparse
 import os
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ROOT / "build" / "gpu"
+STEP = ROOT / "build" / "gpu_step"  # the benchmark's step, as a config
+REHEARSED = STEP / "rehearsed.json"
 
 
 def reason_to_skip(devices: Path = Path("/dev")) -> str | None:
@@ -51,25 +55,45 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
-def commands(pytest_arguments: list[str]) -> list[list[str]]:
+def commands(pytest_arguments: list[str]) -> dict[str, list[str]]:
     """What the lane runs, in this order."""
-    tests = [sys.executable, "-m", "pytest", "tests/gpu", "-k", "not cpu", "-rs", "--durations=10", *pytest_arguments]
-    return [tests, [sys.executable, "benchmarks/gpu.py"]]
+    python, benchmark = sys.executable, "benchmarks/gpu.py"
+    return {
+        "tests": [python, "-m", "pytest", "tests/gpu", "-k", "not cpu", "-rs", "--durations=10", *pytest_arguments],
+        "config": [python, benchmark, "--config", str(STEP)],
+        "rehearsal": [python, "-m", "megatron_gspo", "rehearse", str(STEP / "config.yaml"), "--world", "1",
+                      "--json", str(REHEARSED)],
+        "benchmark": [python, benchmark, "--rehearsed", str(REHEARSED)],
+    }  # fmt: skip
+
+
+def run(steps: dict[str, list[str]]) -> list[str]:
+    """The steps that fail, of all; without a rehearsal the benchmark measures alone."""
+    REHEARSED.unlink(missing_ok=True)
+    failed = []
+    for name, command in steps.items():
+        if name == "benchmark" and not REHEARSED.exists():
+            command = command[: command.index("--rehearsed")]
+        if subprocess.run(command, cwd=ROOT, env=environment()).returncode:
+            failed.append(name)
+    return failed
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheels", type=Path, help="folder of wheels to install first")
     arguments, others = parser.parse_known_args()
+    began = time.monotonic()
     reason = reason_to_skip()
     if reason is not None:
         print(f"make gpu: skipped: {reason}")
         return
     if arguments.wheels:
         install(arguments.wheels)
-    codes = [subprocess.run(command, cwd=ROOT, env=environment()).returncode for command in commands(others)]
-    if any(codes):
-        raise SystemExit("the GPU lane failed: see above")
+    failed = run(commands(others))
+    print(f"make gpu: {(time.monotonic() - began) / 60:.1f} minutes")
+    if failed:
+        raise SystemExit(f"the GPU lane failed: {', '.join(failed)}; see above")
 
 
 if __name__ == "__main__":

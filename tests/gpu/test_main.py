@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from tests.gpu import __main__ as lane
 from tests.gpu.__main__ import ROOT, commands, install, reason_to_skip
 from tests.gpu.wheels import OWN, closure, download_command, needed
 
@@ -34,8 +35,24 @@ def test_a_gpu_that_torch_cannot_use_is_an_error(tmp_path, monkeypatch):
 
 
 def test_the_lane_runs_files_that_exist():
-    tests, benchmark = commands(["-x"])
-    assert tests[-1] == "-x" and (ROOT / tests[3]).is_dir() and (ROOT / benchmark[1]).is_file()
+    steps = commands(["-x"])
+    assert list(steps) == ["tests", "config", "rehearsal", "benchmark"]
+    assert steps["tests"][-1] == "-x" and (ROOT / steps["tests"][3]).is_dir()
+    assert steps["config"][1] == steps["benchmark"][1] and (ROOT / steps["config"][1]).is_file()
+    assert steps["rehearsal"][4] == f"{steps['config'][-1]}/config.yaml"
+    assert steps["rehearsal"][-1] == steps["benchmark"][-1]
+
+
+def test_a_step_that_fails_is_named_and_the_others_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(lane, "REHEARSED", tmp_path / "rehearsed.json")
+    python = [sys.executable, "-c"]
+    wrote = f"open({str(tmp_path / 'ran')!r}, 'a').write(repr(sys.argv[1:]))"
+    steps = {"tests": [*python, "raise SystemExit(1)"], "rehearsal": [*python, "1 / 0"],
+             "benchmark": [*python, f"import sys; {wrote}", "--rehearsed", "file"]}  # fmt: skip
+    assert lane.run(steps) == ["tests", "rehearsal"]
+    steps["rehearsal"] = [*python, f"open({str(lane.REHEARSED)!r}, 'w')"]
+    assert lane.run(steps) == ["tests"]
+    assert (tmp_path / "ran").read_text() == "[]['--rehearsed', 'file']"
 
 
 def test_a_folder_without_wheels_is_refused(tmp_path):

@@ -216,7 +216,8 @@ RULES: dict[Any, Rule] = {
 
 PRODUCTS = frozenset({
     aten.mm.default, aten.mm.out, aten.addmm.default, aten.addmm.out, aten.addmm_.default, aten.bmm.default,
-    aten.bmm.out, aten.baddbmm.default, aten.mv.default, aten.dot.default, aten._grouped_mm.default,
+    aten.bmm.out, aten.baddbmm.default, aten.baddbmm.out, aten.baddbmm_.default, aten.mv.default, aten.dot.default,
+    aten._grouped_mm.default,
 })  # fmt: skip
 """Products whose kernels take one dtype."""
 

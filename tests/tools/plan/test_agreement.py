@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import sys
 
 import pytest
 
-from tests.tools.plan.agreement import LAYOUTS, Comparison, Layout, compare, comparison_table, records
+from megatron_gspo.tools.rehearse.records import Collective
+from tests.tools.plan import agreement
+from tests.tools.plan.agreement import (
+    LAYOUTS,
+    Comparison,
+    Layout,
+    compare,
+    comparison_table,
+    records,
+    rehearsed_traffic,
+    share_left_out,
+)
+from tests.tools.rehearse import synthetic_records
+
+MIB = 2**20
 
 SHARED = "30b tp=2 cp=2 ep=4 etp=2 lora=8 adapters=shared"
 SAME = Comparison(
@@ -16,7 +32,8 @@ SAME = Comparison(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["30b_4x8_gspo", "30b tp=1 cp=2 ep=8", SHARED, "80b pp=1 ep=8"])
+@pytest.mark.parametrize("name", ["30b_4x8_gspo", "30b tp=1 cp=2 ep=8", "30b tp=1 pp=2 vp=2 ep=4", "235b_24x8_gspo",
+                                  SHARED, "80b pp=1 ep=8"])  # fmt: skip
 def test_a_plan_agrees_with_its_rehearsal(name: str) -> None:
     layout = next(one for one in LAYOUTS if one.name == name)
     for record in records(layout):
@@ -36,6 +53,35 @@ def test_disagreement_is_shown() -> None:
     assert not other.states_agree and other.unequal_traffic == ["tp 0/5"]
     lines = comparison_table([SAME, other]).splitlines()
     assert "| equal: tp" in lines[-2] and "+4 " in lines[-1] and "tp 0/5" in lines[-1]
+
+
+@pytest.mark.parametrize("changed, agrees", [
+    ({}, True),
+    (dict(planned_traffic=dict(tp=4)), False),
+    (dict(planned=SAME.planned | dict(weights=0)), False),
+    (dict(planned=SAME.planned | dict(activations=106)), False),
+])  # fmt: skip
+def test_a_disagreement_is_a_failure_and_is_written(changed, agrees, tmp_path, monkeypatch, capsys):
+    found = dataclasses.replace(SAME, left_out=0.01, **changed)
+    monkeypatch.setattr(agreement, "records", lambda layout, folder: [None])
+    monkeypatch.setattr(agreement, "compare", lambda layout, record: found)
+    monkeypatch.setattr(sys, "argv", ["agreement", "30b_4x8_gspo", "--json", str(tmp_path / "found.json")])
+    assert agreement.main() == (not agrees)
+    [row] = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert row["agrees"] is agrees and row["planned_traffic"] == found.planned_traffic
+    assert capsys.readouterr().out.rstrip(" |\n").endswith("1.00 %")
+
+
+def test_what_is_left_out_has_its_share():
+    def one(op: str, group: str, size: int, phase: str = "forward_backward") -> Collective:
+        return Collective(op, group, (0, 1), "bfloat16", size, (), phase)
+
+    gather = "allgather_base"
+    calls = (one(gather, "tp", 3 * MIB), one(gather, "tp", MIB // 2), one("allreduce", "tp", MIB // 2),
+             one(gather, "dp_cp", MIB // 4), one("alltoall_base", "ep", MIB, "weight_export"))  # fmt: skip
+    found = dataclasses.replace(synthetic_records.record(), collectives=calls)
+    assert share_left_out(found) == pytest.approx(1 / 4.25)
+    assert rehearsed_traffic(found) == {"tensor": 3 * MIB, "weights": MIB // 4}
 
 
 def test_layouts_use_every_dimension() -> None:

@@ -1,4 +1,4 @@
-"""The tests of `on_fake_gpu`: one process for all of pytest's workers runs them from the start of the session."""
+"""The tests of `on_fake_gpu`: one process for all workers of pytest runs the selected ones from the start."""
 
 import contextlib
 import fcntl
@@ -19,13 +19,14 @@ SECONDS = 900.0  # that it may take; it takes a minute
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the process before the first test, so that no worker waits for all of it."""
-    needed = any("fake_gpu_outcomes" in getattr(item, "fixturenames", ()) for item in session.items)
-    if not needed or session.config.option.collectonly:
+    functions = [getattr(item, "function", None) for item in session.items]
+    names = [function.on_fake_gpu[0] for function in functions if hasattr(function, "on_fake_gpu")]
+    if not names or session.config.option.collectonly:
         return
     folder = shared_folder(session.config._tmp_path_factory)  # type: ignore[attr-defined]
     with contextlib.suppress(BlockingIOError), locked(folder) as lock:
         if not (folder / "outcomes.json").exists():
-            start(folder, lock)
+            start(folder, lock, names)
 
 
 @pytest.fixture(scope="session")
@@ -62,10 +63,11 @@ def locked(folder: Path, seconds: float = 0.0) -> Iterator[IO[str]]:
         yield lock
 
 
-def start(folder: Path, lock: IO[str]) -> None:
-    """The process inherits the lock, and with it holds it until it ends."""
+def start(folder: Path, lock: IO[str], names: list[str]) -> None:
+    """Run these tests in the process, which inherits the lock and with it holds it until it ends."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.tools.rehearse.on_fake_gpu", str(folder / "outcomes.json")]
+    module = "tests.tools.rehearse.on_fake_gpu"
+    command = [sys.executable, "-W", "ignore", "-m", module, str(folder / "outcomes.json"), *names]
     with open(folder / "log", "w") as log:
         subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, pass_fds=[lock.fileno()]

@@ -1,18 +1,14 @@
 """Tests that run in one process of their own, with the fake CUDA device, which must be there before torch.
 
-``python -m tests.tools.rehearse.on_fake_gpu OUTPUT`` runs them all and writes the traceback of each that fails.
+``python -m tests.tools.rehearse.on_fake_gpu OUTPUT NAME...`` runs these and writes the traceback of each that fails.
 """
 
 import importlib
 import json
-import os
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-FOLDER = Path(__file__).parent
 
 
 def on_fake_gpu(function: Callable[[], None]) -> Callable[[dict[str, str]], None]:
@@ -23,29 +19,20 @@ def on_fake_gpu(function: Callable[[], None]) -> Callable[[dict[str, str]], None
         assert not fake_gpu_outcomes[name], fake_gpu_outcomes[name]
 
     test.__doc__ = function.__doc__
-    test.on_fake_gpu = function  # type: ignore[attr-defined]
+    test.on_fake_gpu = name, function  # type: ignore[attr-defined]
     return test
 
 
-def modules() -> list[str]:
-    """Test modules of this folder; those whose name has ONLY of the environment in it."""
-    root = FOLDER.parents[2]
-    only = os.environ.get("ONLY", "test_")
-    files = [path for path in sorted(FOLDER.rglob("test_*.py")) if only in path.name]
-    return [".".join(path.relative_to(root).with_suffix("").parts) for path in files]
-
-
-def outcomes() -> dict[str, str]:
+def outcomes(names: list[str]) -> dict[str, str]:
+    """The traceback of each test, or nothing, in the order of ``names``."""
     found: dict[str, str] = {}
-    for module in map(importlib.import_module, modules()):
-        tests: dict[str, Any] = {name: getattr(value, "on_fake_gpu", None) for name, value in vars(module).items()}
-        for name, function in tests.items():
-            if function is not None:
-                try:
-                    function()
-                    found[f"{module.__name__}.{name}"] = ""
-                except Exception:
-                    found[f"{module.__name__}.{name}"] = traceback.format_exc()
+    for name in names:
+        module, _, test = name.rpartition(".")
+        try:
+            getattr(importlib.import_module(module), test).on_fake_gpu[1]()
+            found[name] = ""
+        except Exception:
+            found[name] = traceback.format_exc()
     return found
 
 
@@ -60,7 +47,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     with fake_cuda(HostLog()):
-        Path(sys.argv[1]).write_text(json.dumps(outcomes()))
+        Path(sys.argv[1]).write_text(json.dumps(outcomes(sys.argv[2:])))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 """FLOPs; real tensors stand for the device's."""
 
+import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_gspo.tools.rehearse.flops import FlopLog
 from megatron_gspo.tools.rehearse.known_values import KnownValues
+from megatron_gspo.tools.rehearse.rehearsal_error import RehearsalError
 
 aten = torch.ops.aten
 
@@ -30,7 +33,52 @@ def test_rows_of_a_grouped_product_are_counted_once() -> None:
     assert log.counts["build"]["aten::_grouped_mm"] == 3 * 2 * 6 * 4 * 5 + 2 * 2 * 5 * 4 * 5
 
 
+def test_products_in_place_and_of_vectors_are_counted() -> None:
+    log = FlopLog(KnownValues())
+    total, a, b, vector = torch.zeros(3, 5), torch.ones(3, 4), torch.ones(4, 5), torch.ones(4)
+    log.count(aten.addmm_.default, (total, a, b), {"beta": 0}, total)
+    log.count(aten.baddbmm_.default, (total[None], a[None], b[None]), {"alpha": -1}, total[None])
+    log.count(aten.mv.default, (a, vector), {}, torch.ones(3))
+    log.count(aten.addmv_.default, (torch.ones(3), a, vector), {}, torch.ones(3))
+    log.count(aten.dot.default, (vector, vector), {}, torch.ones(()))
+    assert log.counts["build"] == {
+        "aten::addmm_": 2 * 3 * 4 * 5, "aten::baddbmm_": 2 * 3 * 4 * 5, "aten::mv": 2 * 3 * 4,
+        "aten::addmv_": 2 * 3 * 4, "aten::dot": 2 * 4,
+    }  # fmt: skip
+
+
+def test_a_triangular_system_takes_half_of_a_product() -> None:
+    log = FlopLog(KnownValues())
+    system, right = torch.eye(4).expand(7, 4, 4), torch.ones(7, 4, 3)
+    log.count(aten.linalg_solve_triangular.default, (system, right), {"upper": False}, right)
+    assert log.counts["build"] == {"aten::linalg_solve_triangular": 7 * (2 * 4 * 4 * 3) // 2}
+
+
 def test_other_operations_have_none() -> None:
     log = FlopLog(KnownValues())
-    log.count(aten.add.Tensor, (torch.ones(2), torch.ones(2)), {}, torch.ones(2))
+    for func, args in ((aten.add.Tensor, (torch.ones(2), torch.ones(2))), (aten.relu_.default, (torch.ones(2),)),
+                       (aten.linalg_vector_norm.default, (torch.ones(2),)),
+                       (aten.upsample_bilinear2d.default, ()), (aten.index_put_.default, ())):  # fmt: skip
+        log.count(func, args, {}, torch.ones(2))
     assert not log.counts
+
+
+@pytest.mark.parametrize("func", [
+    aten.addbmm.default, aten.addbmm_.default, aten.linear.default, aten.linalg_lu.default,
+    aten._native_multi_head_attention.default, aten._conv_depthwise2d.default,
+    aten.linalg_cholesky_ex.default, aten._int_mm.default, aten._scaled_grouped_mm.default,
+], ids=str)  # fmt: skip
+def test_a_product_without_a_formula_is_an_error_that_names_it(func) -> None:
+    with pytest.raises(RehearsalError, match=func._overloadpacket._qualified_op_name):
+        FlopLog(KnownValues()).count(func, (), {}, None)
+
+
+def test_attention_of_unknown_lengths_is_an_error() -> None:
+    with FakeTensorMode():
+        bounds = torch.empty(3, dtype=torch.int32)
+    query = torch.ones(4, 1, 8)
+    count = FlopLog(KnownValues()).count
+    from torch.nn.attention import varlen  # noqa: F401  registers the operation
+
+    with pytest.raises(RehearsalError, match="lengths"):
+        count(torch.ops.torch_attn._varlen_attn.default, (query, query, query, bounds, bounds, 2, 2), {}, query)

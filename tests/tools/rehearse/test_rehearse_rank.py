@@ -7,8 +7,9 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from megatron_gspo.tools.rehearse.records import RankRecord
+from megatron_gspo.tools.rehearse.records import HostSync, RankRecord
 
 from .on_fake_gpu import on_fake_gpu
 
@@ -40,14 +41,33 @@ def config(
 
 @functools.lru_cache
 def rehearsed(rank: int, world: int, imbalance: float = 1.0, **parallel: Any) -> RankRecord:
+    return with_waits(rank, world, imbalance, **parallel)[0]
+
+
+def with_waits(rank: int, world: int, imbalance: float = 1.0, **parallel: Any) -> tuple[RankRecord, list[HostSync]]:
+    """A rehearsal, and where the host waits between the first and the last operation of a pass's micro-batches."""
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    from megatron_gspo.mcore import train_step
     from megatron_gspo.tools.rehearse.fake_device.cuda_api import fake_cuda
     from megatron_gspo.tools.rehearse.fake_gpu import FakeGpu
     from megatron_gspo.tools.rehearse.rehearse_rank import rehearse_rank
 
     layout = config(**parallel)
     gpu = FakeGpu(expert_parallel=layout.parallel.expert_model_parallel_size, imbalance=imbalance)
-    with fake_cuda(gpu.host):
-        return rehearse_rank(layout, rank, world, gpu)
+    waits: list[HostSync] = []
+    original = train_step.run_schedule
+
+    def run_schedule(*args: Any, **kwargs: Any) -> list[Any]:
+        before = gpu.host.syncs
+        outputs = original(*args, **kwargs)
+        waits.extend(sync for sync in gpu.host.syncs if sync not in before)
+        return outputs
+
+    # a stream of the class would record its waits in the log of the process's first rehearsal
+    stream = mock.patch.object(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", None)
+    with fake_cuda(gpu.host), stream, mock.patch.object(train_step, "run_schedule", run_schedule):
+        return rehearse_rank(layout, rank, world, gpu), waits
 
 
 def agreement(record: RankRecord, group: str) -> list[tuple[Any, ...]]:
@@ -58,7 +78,7 @@ def agreement(record: RankRecord, group: str) -> list[tuple[Any, ...]]:
 
 @on_fake_gpu
 def test_a_value_model_is_rehearsed_too() -> None:
-    """Of the policy's sizes: as many weights but for the output layer, and no host synchronisation of ours."""
+    """Of the policy's sizes: as many weights but for the output layer, and our code waits at the end of a pass only."""
     plain = rehearsed(1, 2, tensor_model_parallel_size=2, expert_model_parallel_size=2)
     found = rehearsed(1, 2, overrides=PPO, tensor_model_parallel_size=2, expert_model_parallel_size=2)
     assert {"values", "critic"} <= set(found.phases) and not {"values", "critic"} & set(plain.phases)
@@ -68,8 +88,9 @@ def test_a_value_model_is_rehearsed_too() -> None:
     assert found.memory.states["optimizer"] > 1.8 * plain.memory.states["optimizer"]
     assert found.checkpoint.bytes > 1.8 * plain.checkpoint.bytes
     assert not [f for f in found.findings if f.kind != "made_up_value"]
-    syncs = [(s.phase, s.kind) for s in found.host_syncs if s.phase in ("values", "critic")]
-    assert syncs == [("values", "copy to host"), ("critic", "item"), ("critic", "copy to host")]  # norm and metrics
+    syncs = [(s.phase, s.kind) for s in found.host_syncs
+             if s.phase in ("values", "critic") and s.where[0].startswith("megatron_gspo/")]  # fmt: skip
+    assert syncs == [("values", "copy to host"), ("critic", "copy to host")]  # results and metrics
 
 
 @on_fake_gpu
@@ -137,3 +158,85 @@ def test_the_first_expert_rank_gets_more_tokens_if_the_router_is_skewed() -> Non
 
     assert received(skewed) > 1.3 * received(even)
     assert skewed.memory.peak.total > even.memory.peak.total
+
+
+# Options of a step, several in each layout: rank, world, layout.
+OPTIONS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "one GPU": (0, 1, {}),
+    "R3, reference": (0, 2, dict(
+        expert_model_parallel_size=2, overrides=("routing.replay=r3", "algorithm.kl_loss_coef=0.001"))),
+    "selective, overlap": (2, 4, dict(
+        pipeline_model_parallel_size=2, overlap_grad_reduce=True, overlap_param_gather=True,
+        overrides=("model.recompute_granularity=selective",))),
+    "full, R2": (1, 2, dict(
+        context_parallel_size=2, overrides=("model.recompute_granularity=full", "routing.replay=r2"))),
+}  # fmt: skip
+
+
+@functools.lru_cache
+def with_options(name: str) -> tuple[RankRecord, list[HostSync]]:
+    rank, world, layout = OPTIONS[name]
+    return with_waits(rank, world, **layout)
+
+
+def flops(record: RankRecord, op: str) -> float:
+    """Of forward_backward, by those of a forward pass; the log-prob pass has one."""
+    return record.flops["forward_backward"][op] / record.flops["old_log_probs"][op]
+
+
+def copied_routes(record: RankRecord) -> dict[str, float]:
+    """Bytes of routes for each token that go to the device, by phase: an int32 row number, and the ids of 2 experts in
+    2 layers where they are replayed. None of the copies blocks."""
+    found = [one for one in record.host_copies if any(site.endswith(" begin_chunk") for site in one.where)]
+    assert not any(one.blocking for one in found), found
+    tokens = sum(record.micro_batches) / len(record.groups["cp"])
+    sizes: Counter[str] = Counter()
+    for one in found:
+        sizes[one.phase] += one.bytes
+    return {phase: size / tokens for phase, size in sizes.items()}
+
+
+@on_fake_gpu
+def test_our_code_does_not_wait_within_the_micro_batches() -> None:
+    for name in OPTIONS:
+        record, waits = with_options(name)
+        assert not [f for f in record.findings if f.is_defect], name
+        assert not [sync for sync in waits if sync.where[0].startswith("megatron_gspo/")], name
+    # expert counts and a stage's receives are read by Megatron, which is seen
+    for name, file in (("R3, reference", "moe/token_dispatcher.py"), ("selective, overlap", "p2p_communication.py")):
+        found = {sync.phase for sync in with_options(name)[1] if file in sync.where[0]}
+        assert found == {"old_log_probs", "forward_backward"}, (name, with_options(name)[1])
+
+
+@on_fake_gpu
+def test_one_gpu_alone() -> None:
+    record = with_options("one GPU")[0]
+    assert set(record.phases) >= {"old_log_probs", "forward_backward", "optimizer", "checkpoint_plan"}
+    assert {len(one.ranks) for one in record.collectives} <= {1} and not record.retained
+    assert flops(record, "aten::_grouped_mm") == 3
+
+
+@on_fake_gpu
+def test_routes_of_the_rollout_and_a_reference_policy() -> None:
+    record = with_options("R3, reference")[0]
+    policy, reference = (record.memory.states[name] for name in ("weights", "reference"))
+    assert 0 <= policy - reference < 1024  # DDP pads its buffers
+    assert flops(record, "aten::mm") == 3 / 2  # the reference policy has a log-prob pass too
+    assert copied_routes(record) == {"old_log_probs": 8.0, "forward_backward": 8.0}
+
+
+@on_fake_gpu
+def test_recomputed_attention_and_weights_that_are_gathered_late() -> None:
+    record = with_options("selective, overlap")[0]
+    assert flops(record, "torch_attn::_varlen_attn") == 2 and flops(record, "aten::_grouped_mm") == 3
+    gathers = {one.phase for one in record.collectives if one.group == "dp_cp" and one.op.startswith("allgather")}
+    assert "old_log_probs" in gathers and "optimizer" not in gathers
+    assert "optimizer" in {one.phase for one in rehearsed(0, 4, expert_model_parallel_size=4).collectives
+                           if one.op.startswith("allgather")}  # fmt: skip
+
+
+@on_fake_gpu
+def test_recomputed_layers_replay_recorded_routes() -> None:
+    record = with_options("full, R2")[0]
+    assert flops(record, "torch_attn::_varlen_attn") == 2 and flops(record, "aten::_grouped_mm") == 4
+    assert copied_routes(record) == {"old_log_probs": 4.0, "forward_backward": 8.0}  # recorded, then replayed
