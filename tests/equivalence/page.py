@@ -41,9 +41,9 @@ or two ranks each, up to 8 processes on two CPU cores. On every rank:
 A test checks that every parallel size occurs with every objective, cut, recomputation and optimizer. Communication
 overlap, the allgather dispatcher, tied embeddings with a padded vocabulary and dense layers between experts have their
 own cases in `tests/equivalence/test_layouts.py`. The other [families](models.md) are compared in a third of the layouts
-each, dense ones in two thirds: every feature is on, and biases are drawn so that a dropped one changes routes. [Adapters](lora.md) are compared
-with PEFT on Transformers, and those that experts share with a loop: the gradient of every adapter, log-probs with the
-adapters off, and no value of the base may change.
+each, dense ones in two thirds, with all choices in turn: every feature is on, and biases are drawn so that a dropped
+one changes routes. [Adapters](lora.md) are compared with PEFT on Transformers, and those that experts share with a
+loop: the gradient of every adapter, log-probs with the adapters off, and no value of the base may change.
 
 ## Tolerances
 
