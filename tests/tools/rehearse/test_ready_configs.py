@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow  # minutes; .ci/run runs those with the fewest lay
 
 SHIPPED = {folder.name: folder for folder in EXAMPLES.glob("*/models/*")}  # configurations of published models
 READY = [file for file in CONFIGS if Path(load_config(file).model.path or "").name in SHIPPED]
-FEWEST = {"235b": 14, "qwen3_next": 8, "minimax_m2": 14, "glm45": 10, "deepseek_v3": 43}  # layers; others have no stages
+FEWEST = {"235b": 14, "qwen3_next": 8, "minimax_m2": 14, "glm45": 10, "deepseek_v3": 43}  # others have no stages
 LENGTHS = {"data.max_prompt_length": 512, "rollout.max_response_length": 1536}
 
 
