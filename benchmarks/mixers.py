@@ -1,8 +1,9 @@
-"""The torch modules that mix the tokens of a layer, beside Transformers' own with the same weights.
+"""The torch modules that mix a layer's tokens, and gpt-oss's experts, beside Transformers' own with the same weights.
 
 Each module gets the inputs that it has in its model: they are captured from a pass of one sequence. A turn is a forward
 and a backward pass to its input and weights, on one core in float32. Both outputs are compared first. The last rows are
-the growth of our time: the exponent of a power law through the times at all lengths, 1 where time is linear.
+the growth of our time: the exponent of a power law through the times at all lengths, 1 where time is linear; and how
+well a n + b n^2 fits them for n tokens, with both parts.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from benchmarks.common import (
     timed,
     versions,
 )
-from benchmarks.scaling import exponent
+from benchmarks.scaling import exponent, linear_and_quadratic
 from benchmarks.step_vs_megatron import tiny_policy
 from tests.support.tiny_models import save_tiny_model
 
@@ -47,16 +48,21 @@ _LATENT = dict(kv_lora_rank=128, q_lora_rank=256, qk_nope_head_dim=64, qk_rope_h
                num_key_value_heads=8)  # fmt: skip
 _DELTA = dict(linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=64, linear_value_head_dim=64,
               layer_types=["linear_attention", "full_attention"])  # fmt: skip
+_WINDOW = dict(use_sliding_window=True, sliding_window=128, max_window_layers=0)
+_EXPERTS = dict(intermediate_size=512, num_local_experts=8, num_experts_per_tok=2)
+FITS = 0.1  # share of the times that a n + b n^2 may be off by, in the root mean square
 
 
 @dataclass(frozen=True)
 class Kind:
-    """family: of `save_tiny_model`, with other sizes. layer: of the two whose mixer is timed. grows: the exponent that
-    the time may have at most, 1 for linear and 2 for quadratic growth, with room for noise."""
+    """family: of `save_tiny_model`, with other sizes. layer: of the two whose module is timed; ours, theirs: its names
+    in the layer. grows: the exponent that the time may have at most, 1 for linear and 2 for quadratic growth, with room
+    for noise."""
 
     family: str
     sizes: dict[str, Any]
     layer: int = 0
+    ours: str = "self_attention"
     theirs: str = "self_attn"
     grows: float = 2.05
 
@@ -69,6 +75,8 @@ KINDS = {
     "norms over all heads (MiniMax-M2)": Kind("minimax", {}),
     "sinks and a window of 128 (gpt-oss)": Kind("gpt_oss", dict(sliding_window=128), grows=1.1),
     "sinks (gpt-oss)": Kind("gpt_oss", dict(sliding_window=128), layer=1),
+    "a window of 128 (Qwen3)": Kind("dense", _WINDOW, grows=1.1),
+    "router and experts (gpt-oss)": Kind("gpt_oss", _EXPERTS, ours="mlp", theirs="mlp", grows=1.1),
 }
 
 
@@ -111,7 +119,7 @@ def contestants(path: str, policy: Any, kind: Kind, length: int) -> dict[str, Ca
     mask = np.ones(length - 1, dtype=bool)
     batch = SampleBatch.of([Sample(0, 0, tokens, 1, mask, None, "stop")])
     training = TrainingConfig(steps=1, global_batch_size=1, max_tokens_per_micro_batch=length)
-    ours = policy.chunks[0].module.decoder.layers[kind.layer].self_attention
+    ours = getattr(policy.chunks[0].module.decoder.layers[kind.layer], kind.ours)
     own = inputs_of(ours, lambda: compute_log_probs(policy, batch, training, temperature=1.0))
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     theirs = getattr(model.model.layers[kind.layer], kind.theirs)
@@ -143,9 +151,16 @@ def measure(args: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
                              note=f"{lengths[-1]:,} tokens, hidden size {SIZES['hidden_size']}"))  # fmt: skip
         times = by_turns({length: lambda step=steps[length]["ours"]: timed(step).cpu for length in lengths},
                          repeats=args.repeats, seconds=args.seconds / len(KINDS))  # fmt: skip
-        found, _ = exponent(lengths, [statistics.median(times[length]) for length in lengths])
+        medians = [statistics.median(times[length]) for length in lengths]
+        found, _ = exponent(lengths, medians)
         grown.append(count_row("mixers", f"{name}: growth", found, 1.0, unit="exponent", peer_name="linear",
                                target=kind.grows, note=f"{lengths[0]:,} to {lengths[-1]:,} tokens"))  # fmt: skip
+        linear, quadratic, left = linear_and_quadratic(lengths, medians)
+        share = quadratic * lengths[-1] / (linear + quadratic * lengths[-1])
+        note = (f"{1e6 * linear:.3g} us a token, {1e9 * quadratic:.3g} ns a token squared: {100 * share:.0f} % of the "
+                f"time of {lengths[-1]:,} tokens")  # fmt: skip
+        grown.append(count_row("mixers", f"{name}: off a n + b n^2", left, 1.0, unit="share", peer_name="the times",
+                               target=FITS, note=note))  # fmt: skip
     return [*rows, *grown], {"hardware": machine, "versions": versions()}
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import operator
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -146,6 +147,20 @@ def exponent(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, f
     slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / sum((a - mean_x) ** 2 for a in x)
     left = [b - mean_y - slope * (a - mean_x) for a, b in zip(x, y, strict=True)]
     return slope, math.sqrt(sum(value * value for value in left) / len(left))
+
+
+def linear_and_quadratic(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float, float]:
+    """``a`` and ``b``, neither below 0, of seconds = a size + b size^2 with the least squares of relative errors, and
+    the root mean square of what is left, as a share."""
+    columns = [[size / taken for size, taken in zip(sizes, seconds, strict=True)],
+               [size * size / taken for size, taken in zip(sizes, seconds, strict=True)]]  # fmt: skip
+    (xx, xy), (_, yy) = ([sum(map(operator.mul, one, other)) for other in columns] for one in columns)
+    x, y = map(sum, columns)
+    a, b = (x * yy - y * xy) / (xx * yy - xy * xy), (y * xx - x * xy) / (xx * yy - xy * xy)
+    if a < 0 or b < 0:  # one of the two alone
+        a, b = (0.0, y / yy) if a < 0 else (x / xx, 0.0)
+    left = [a * one + b * other - 1 for one, other in zip(*columns, strict=True)]
+    return a, b, math.sqrt(sum(value * value for value in left) / len(left))
 
 
 def fit_row(fit: str, sizes: Sequence[int], taken: Mapping[Any, Sequence[Seconds]]) -> Row:

@@ -8,7 +8,16 @@ import pytest
 
 from benchmarks import worlds
 from benchmarks.common import Seconds, Spread
-from benchmarks.scaling import BARE, exponent, fit_row, fixed_lengths, in_turns, overhead_row, speedup_row
+from benchmarks.scaling import (
+    BARE,
+    exponent,
+    fit_row,
+    fixed_lengths,
+    in_turns,
+    linear_and_quadratic,
+    overhead_row,
+    speedup_row,
+)
 from benchmarks.step_vs_megatron import make_samples
 from benchmarks.worlds import World
 from tests.support import distributed
@@ -22,6 +31,15 @@ def test_exponents_by_hand():
     slope, left = exponent([1, 2, 4], [1, 2, 2])
     assert slope == pytest.approx(0.5)
     assert left == pytest.approx(0.6931 * (1 / 18) ** 0.5, rel=1e-3)
+
+
+def test_linear_and_quadratic_parts_by_hand():
+    assert linear_and_quadratic([1, 2, 4], [5, 14, 44]) == pytest.approx((3.0, 2.0, 0.0), abs=1e-12)
+    assert linear_and_quadratic([1, 2, 4], [3, 6, 12]) == pytest.approx((3.0, 0.0, 0.0), abs=1e-12)
+    # twice as many take less than twice as long: no quadratic part; off by 1/5 and -2/5 of a mean of (1 + 2) / (1 + 4)
+    a, b, left = linear_and_quadratic([1, 2], [1, 1])
+    assert (a, b) == (pytest.approx(3 / 5), 0.0) and left == pytest.approx(((0.4**2 + 0.2**2) / 2) ** 0.5)
+    assert linear_and_quadratic([1, 2], [1, 8])[:2] == (0.0, pytest.approx(1.5 / 1.25))
 
 
 def test_fit_rows_compare_the_growth_per_doubling():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from megatron_gspo.algorithms import Objective, preset
 from megatron_gspo.config import LoRAConfig
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.routing_replay.router_noise import RouterNoise
-from tests.equivalence.layouts import Arrangement, turn_of
+from tests.equivalence.layouts import DENSE, MOE, Arrangement, turn_of
 from tests.support.configs import adam, micro_batches_of
 
 
@@ -92,9 +93,10 @@ class Case:
     lora: LoRAConfig | None = None
 
 
-def case_of(arrangement: Arrangement) -> Case:
-    """All weights in an arrangement: every scenario, routing replay with experts, and training."""
-    turn = turn_of(arrangement)
+def case_of(arrangement: Arrangement, among: Sequence[Arrangement] | None = None) -> Case:
+    """All weights in an arrangement: every scenario, routing replay with experts, and training. ``among``: the model's
+    layouts, by default all."""
+    turn = turn_of(arrangement, among or (MOE if arrangement.moe else DENSE))
     runs = tuple((name, "packed") for name in SCENARIOS) + ((turn.one_by_one, "one by one"),)
     if arrangement.moe:
         runs += tuple((name, "packed") for name in REPLAYED)
@@ -102,9 +104,9 @@ def case_of(arrangement: Arrangement) -> Case:
                 replays=arrangement.moe)
 
 
-def lora_case(arrangement: Arrangement, lora: LoRAConfig) -> Case:
+def lora_case(arrangement: Arrangement, among: Sequence[Arrangement], lora: LoRAConfig) -> Case:
     """Adapters in an arrangement: one sequence-level and one token-level objective, replayed routes, and training."""
-    turn = turn_of(arrangement)
+    turn = turn_of(arrangement, among)
     runs = (("gspo", "packed"), ("grpo", "one by one")) + (("grpo, replayed", "packed"),) * arrangement.moe
     return Case(arrangement, dict(recompute=turn.recompute), runs, "gspo", turn.distributed_optimizers, lora=lora)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -89,20 +90,25 @@ class Turn:
     distributed_optimizers: tuple[bool, ...]
 
 
-def turn_of(arrangement: Arrangement) -> Turn:
-    """Every choice turns up with every size of every dimension (see test_enumeration.py)."""
-    i = layouts(arrangement.world_size, moe=arrangement.moe).index(arrangement)
+def turn_of(arrangement: Arrangement, among: Sequence[Arrangement]) -> Turn:
+    """By the place in a model's own list, so that every choice turns up with every size of every dimension there (see
+    test_enumeration.py). By the place in the list of all, every third layout would have one and the same choice."""
+    i = among.index(arrangement)
     both = arrangement.world_size <= 2
     return Turn(RECOMPUTE[i % 3], SCENARIO_NAMES[i // 3 % 3], (False, True) if both else ((i + i // 2) % 2 == 1,))
 
 
 MOE = layouts()
 DENSE = layouts(moe=False)
-# A third of the layouts for each of the other families with experts, not the same one.
+# A third of the layouts for each of the other families with experts, not the same one, and two thirds for dense ones.
+# `windows`, `moe_windows`: Qwen3 and Qwen3-MoE with YaRN, and windows in two layers and in all.
 FAMILIES = {"deepseek": MOE[::3], "moonlight": MOE[1::3], "glm_lite": MOE[2::3], "glm": MOE[::-3],
-            "gpt_oss": MOE[-2::-3], "next": MOE[-3::-3], "minimax": MOE[1::3]}  # fmt: skip
+            "gpt_oss": MOE[-2::-3], "next": MOE[-3::-3], "minimax": MOE[1::3],
+            "windows": DENSE[::-3] + DENSE[-2::-3], "moe_windows": MOE[2::3]}  # fmt: skip
 # Qwen3.5, the language model of a model with images: with experts, and dense with tied embeddings.
-LANGUAGE_MODELS = {"qwen35_moe": MOE[-1::-3], "qwen35": DENSE[::8]}
+LANGUAGE_MODELS = {"qwen35_moe": MOE[-1::-3], "qwen35": DENSE[::3] + DENSE[1::3]}
 # Adapters; the names are those of `lora.ADAPTERS`.
 LORA = {"lora_each": MOE[1::3], "lora_shared": MOE[2::6], "lora_some": DENSE[::5], "lora_router": MOE[4::9],
         "lora_latent": MOE[5::14], "lora_dense_parts": MOE[9::14]}  # fmt: skip
+# Every model that is measured, with its layouts.
+MEASURED = {"moe": MOE, "dense": DENSE, **FAMILIES, **LANGUAGE_MODELS, **LORA}

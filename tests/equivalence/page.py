@@ -41,9 +41,9 @@ or two ranks each, up to 8 processes on two CPU cores. On every rank:
 A test checks that every parallel size occurs with every objective, cut, recomputation and optimizer. Communication
 overlap, the allgather dispatcher, tied embeddings with a padded vocabulary and dense layers between experts have their
 own cases in `tests/equivalence/test_layouts.py`. The other [families](models.md) are compared in a third of the layouts
-each: every feature is on, and biases are drawn so that a dropped one changes routes. [Adapters](lora.md) are compared
-with PEFT on Transformers, and those that experts share with a loop: the gradient of every adapter, log-probs with the
-adapters off, and no value of the base may change.
+each, dense ones in two thirds, with all choices in turn: every feature is on, and biases are drawn so that a dropped
+one changes routes. [Adapters](lora.md) are compared with PEFT on Transformers, and those that experts share with a
+loop: the gradient of every adapter, log-probs with the adapters off, and no value of the base may change.
 
 ## Tolerances
 
@@ -65,6 +65,7 @@ OTHER_FAMILIES = {
     "next": "Qwen3-Next: gated delta nets, gated attention",
     "minimax": "MiniMax-M2: norms over all heads",
     "qwen35_moe": "Qwen3.5: language model with experts", "qwen35": "Qwen3.5: dense language model, tied embeddings",
+    "windows": "Qwen3: YaRN, windows in two layers", "moe_windows": "Qwen3-MoE: YaRN, windows in all layers",
     "glm_lite": "GLM-4.7-Flash: halves rotated", "glm": "GLM-4.5: grouped queries, half of each head rotated",
 }  # fmt: skip
 ADAPTERS = {

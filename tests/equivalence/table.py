@@ -25,7 +25,7 @@ from rich.progress import Progress
 from benchmarks.result_files import save
 from tests.equivalence.cases import Case
 from tests.equivalence.defects import measure_defects
-from tests.equivalence.layouts import DENSE, FAMILIES, LANGUAGE_MODELS, LORA, MOE, Arrangement
+from tests.equivalence.layouts import MEASURED, Arrangement
 from tests.equivalence.lora import ADAPTERS
 from tests.equivalence.measure import Models, case_for, launch, worst_of
 from tests.equivalence.page import render
@@ -104,8 +104,7 @@ def load_records(folder: Path = RESULTS) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("page", type=Path, help="where to write the page")
-    every = {"moe": MOE, "dense": DENSE, **FAMILIES, **LANGUAGE_MODELS, **LORA}
-    parser.add_argument("--models", nargs="+", default=list(every), choices=list(every), metavar="NAME",
+    parser.add_argument("--models", nargs="+", default=list(MEASURED), choices=list(MEASURED), metavar="NAME",
                         help="measure these only and keep the last results of the others")  # fmt: skip
     parser.add_argument("--render-only", action="store_true", help="measure nothing, use the results that are there")
     arguments = parser.parse_args()
@@ -114,9 +113,9 @@ def main() -> None:
     if not arguments.render_only:
         file = RESULTS / f"equivalence-{version('megatron-core')}.json"
         last = json.loads(file.read_text()) if file.exists() else None
-        for record in measure({name: every[name] for name in arguments.models}, console):
+        for record in measure({name: MEASURED[name] for name in arguments.models}, console):
             wrong = failures(record)
-            if last is not None and set(record["layouts"]) != set(every):
+            if last is not None and set(record["layouts"]) != set(MEASURED):
                 record = joined(last, record)
             save(file, record)  # after each model: what an interrupted run has measured is kept
         console.print(f"wrote {file} after {record['seconds']} s")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import fields
 
 import pytest
@@ -12,10 +13,12 @@ from tests.equivalence.layouts import (
     FAMILIES,
     LANGUAGE_MODELS,
     LORA,
+    MEASURED,
     MOE,
     RECOMPUTE,
     SCENARIO_NAMES,
     Arrangement,
+    Turn,
     layouts,
     turn_of,
 )
@@ -43,29 +46,41 @@ def test_nothing_is_impossible_and_nothing_possible_is_missing():
     assert layouts(1) == [Arrangement()]
 
 
-@pytest.mark.parametrize("found", [MOE, DENSE], ids=["moe", "dense"])
-def test_every_size_meets_every_choice(found):
+def turns_by_size(found: list[Arrangement]) -> Iterator[tuple[tuple[str, int], list[Turn]]]:
     for field in fields(Arrangement):
         for value in {getattr(a, field.name) for a in found}:
-            turns = [turn_of(a) for a in found if getattr(a, field.name) == value]
-            assert {turn.recompute for turn in turns} == set(RECOMPUTE), (field.name, value)
-            assert {turn.one_by_one for turn in turns} == set(SCENARIO_NAMES), (field.name, value)
-            assert {on for turn in turns for on in turn.distributed_optimizers} == {False, True}, (field.name, value)
+            yield (field.name, value), [turn_of(a, found) for a in found if getattr(a, field.name) == value]
 
 
-def test_other_families_meet_every_size_in_at_least_twenty_layouts():
-    for chosen in (*FAMILIES.values(), LANGUAGE_MODELS["qwen35_moe"]):
-        assert len(chosen) >= 20 and max(a.world_size for a in chosen) == 8
-        for name in ("tensor", "pipeline", "interleaved", "context", "data", "expert", "expert_tensor"):
-            assert len({getattr(a, name) for a in chosen}) == 2, name
+@pytest.mark.parametrize("found", [MOE, DENSE], ids=["moe", "dense"])
+def test_every_size_meets_every_scenario(found):
+    for size, turns in turns_by_size(found):
+        assert {turn.one_by_one for turn in turns} == set(SCENARIO_NAMES), size
 
 
-def test_adapters_meet_every_size_in_at_least_twenty_layouts():
-    assert len(LORA["lora_each"]) >= 20
-    for chosen in (LORA["lora_each"], LORA["lora_shared"]):
-        assert max(a.world_size for a in chosen) == 8
-        for name in ("tensor", "pipeline", "interleaved", "context", "data", "expert", "expert_tensor"):
-            assert len({getattr(a, name) for a in chosen}) == 2, name
+@pytest.mark.parametrize("name", ["moe", "dense", *FAMILIES, *LANGUAGE_MODELS, "lora_each"])
+def test_every_size_meets_every_recomputation_and_both_optimizers(name):
+    found = MEASURED[name]
+    for size, turns in turns_by_size(found):
+        assert {turn.recompute for turn in turns} == set(RECOMPUTE), size
+        assert {on for turn in turns for on in turn.distributed_optimizers} == {False, True}, size
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_every_model_meets_every_choice(name):
+    turns = [turn_of(a, MEASURED[name]) for a in MEASURED[name]]
+    assert {turn.recompute for turn in turns} == set(RECOMPUTE)
+    assert {on for turn in turns for on in turn.distributed_optimizers} == {False, True}
+    assert name in LORA or {turn.one_by_one for turn in turns} == set(SCENARIO_NAMES)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *LANGUAGE_MODELS, "lora_each", "lora_shared"])
+def test_other_models_meet_every_size_in_at_least_twenty_layouts(name):
+    chosen = MEASURED[name]
+    assert len(set(chosen)) == len(chosen) >= (12 if name == "lora_shared" else 20)
+    assert max(a.world_size for a in chosen) == max(a.world_size for a in (MOE if chosen[0].moe else DENSE))
+    for size in ("tensor", "pipeline", "interleaved", "context", "data", "expert", "expert_tensor"):
+        assert len({getattr(a, size) for a in chosen}) == (2 if chosen[0].moe or "expert" not in size else 1), size
 
 
 def test_names_say_it_all():

@@ -57,7 +57,7 @@ def test_dense(models, arrangement):
 )
 def test_family(models, family, arrangement):
     """The other families; those of `LANGUAGE_MODELS` are a part of a model that reads images too."""
-    check(models(family), case_of(arrangement))
+    check(models(family), case_for(family, arrangement))
 
 
 @pytest.mark.parametrize(
@@ -147,17 +147,6 @@ def test_dense_layers_between_experts_and_unnormalised_top_k(models, arrangement
 def test_shared_experts_and_attention_biases(models, arrangement):
     """Another family: Qwen2-MoE."""
     check(models("shared"), case_of(arrangement))
-
-
-@pytest.mark.parametrize(
-    "arrangement",
-    [Arrangement(context=2, moe=False), Arrangement(tensor=2, sequence_parallel=True, moe=False),
-     Arrangement(pipeline=2, moe=False)],
-    ids=lambda a: a.name,
-)  # fmt: skip
-def test_windows_and_yarn(models, arrangement):
-    """Qwen3 with a window shorter than the samples in its last two layers."""
-    check(models("windows"), case_of(arrangement))
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

@@ -130,6 +130,17 @@ def test_glm_air_has_the_published_size():
     assert 12 < (active_parameters(shape) - embedding) / 1e9 < 13
 
 
+@pytest.mark.parametrize(("model", "total", "active"), [
+    ("deepseek_v3/models/DeepSeek-V3", 671.03, 36.6), ("glm4_moe_lite/models/GLM-4.7-Flash", 29.94, 3.6),
+])  # fmt: skip
+def test_latent_attention_has_the_published_sizes(model, total, active):
+    """Billions of parameters; the active ones without the embedding."""
+    _, shape = family_of(read_config(EXAMPLES / model))
+    assert total_parameters(shape) / 1e9 == pytest.approx(total, abs=0.005)
+    embedding = shape.vocab_size * shape.hidden_size
+    assert (active_parameters(shape) - embedding) / 1e9 == pytest.approx(active, abs=0.05)
+
+
 @pytest.mark.parametrize(("name", "total", "active"), [("30B-A3B", 30.5, 3.3), ("235B-A22B", 235.1, 22.2)])
 def test_the_models_have_the_published_sizes(name, total, active):
     """Billions of parameters, counted by Transformers; those of 8 of 128 experts are active."""

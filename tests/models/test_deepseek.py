@@ -28,6 +28,11 @@ def test_one_group_is_no_group():
         assert shape.latent.query_rank is None and shape.rotary.yarn is None
 
 
+def test_shared_experts_are_one_as_wide_as_all():
+    assert family_of(tiny_config("glm_lite").to_dict())[1].shared_expert_size == 2 * 16
+    assert family_of(tiny_config("deepseek").to_dict() | {"n_shared_experts": None})[1].shared_expert_size == 0
+
+
 def test_kimi_k2_is_deepseek_v3_under_another_name():
     config = tiny_config("deepseek").to_dict()
     (first, one), (second, other) = family_of(config), family_of(config | {"model_type": "kimi_k2"})

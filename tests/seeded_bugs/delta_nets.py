@@ -10,6 +10,10 @@ FOLDER = "tests/mcore/gated_delta_net/"
 RECURRENCE = (FOLDER + "test_delta_rule.py::test_chunks_equal_the_recurrence",)
 PLACES = (FOLDER + "test_chunk_layout.py::test_layout_equals_a_loop_over_tokens",)
 MODULE = (FOLDER + "test_layer.py::test_layer_equals_the_recurrence",)
+NORMS, MIXERS = "megatron_gspo/mcore/norms.py", "megatron_gspo/mcore/mixers.py"
+ROWS = ("tests/models/test_qwen_next.py::test_rows_lie_head_by_head",)
+BACK = ("tests/models/test_rule_tables.py::test_every_rule_gives_back_what_it_was_given",)
+CENTRED = "tests/mcore/test_norms.py::test_a_"
 
 DELTA_NETS = (
     SeededBug(
@@ -66,12 +70,49 @@ DELTA_NETS = (
     ),
     SeededBug(
         "gated attention: queries and gates exchanged", "several converters", TABLES,
-        "grouped((query, gate, key, value), key", "grouped((gate, query, key, value), key",
-        ("tests/models/test_qwen_next.py::test_rows_lie_head_by_head",),
+        "grouped((query, gate, key, value), key", "grouped((gate, query, key, value), key", ROWS,
     ),
     SeededBug(
-        "a zero-centred norm multiplies by its weight", "several converters", "megatron_gspo/mcore/norms.py",
+        "gated attention: the gate left out", "one trainer", MIXERS,
+        "attention_output_gate=shape.attention_gate", "attention_output_gate=False",
+        ("tests/mcore/test_mixers.py::test_a_gate_of_attention",),
+    ),
+    SeededBug(
+        "gated attention: all queries read as above all gates", "several converters", TABLES,
+        "query, gate = ungrouped(both, (shape.head_dim, shape.head_dim))", "query, gate = both.chunk(2)", ROWS,
+    ),
+    SeededBug(
+        "gated attention: rows of all groups in four blocks", "design", TABLES,
+        "return grouped((query, gate, key, value), key.shape[0] // shape.head_dim)",
+        "return torch.cat((query, gate, key, value))", ROWS,
+    ),
+    SeededBug(
+        "gated attention: all queries exported above all gates", "several converters", TABLES,
+        "return [grouped((query, gate), query.shape[0] // shape.head_dim), key, value]",
+        "return [torch.cat((query, gate)), key, value]", BACK,
+    ),
+    SeededBug(
+        "a zero-centred norm multiplies by its weight", "several converters", NORMS,
         "1.0 + self.weight.to(dtype)", "self.weight.to(dtype)",
-        ("tests/mcore/test_norms.py::test_a_zero_centred_norm_multiplies_by_one_more_than_its_weight",),
+        (CENTRED + "zero_centred_norm_multiplies_by_one_more_than_its_weight",),
+    ),
+    SeededBug(
+        "a zero-centred norm of a new model begins at one", "design", NORMS,
+        "torch.nn.init.zeros_(self.weight)", "pass",
+        (CENTRED + "zero_centred_norm_multiplies_by_one_more_than_its_weight",),
+    ),
+    SeededBug(
+        "one more than a zero-centred norm's weight in bfloat16", "one engine", NORMS,
+        "1.0 + self.weight.to(dtype)", "(1.0 + self.weight).to(dtype)",
+        (CENTRED + "small_weight_of_a_zero_centred_norm_is_not_rounded_off",),
+    ),
+    SeededBug(
+        "zero-centred norms taken as plain ones", "several trainers", TABLES,
+        "zero_centred_norms=True", "zero_centred_norms=False",
+        ("tests/models/test_qwen_next.py::test_facts_are_read_from_the_config",),
+    ),
+    SeededBug(
+        "the norm of a delta net's heads taken as zero-centred", "several converters", LAYER,
+        "rms_norm(x.to(dtype), weight.to(dtype), eps)", "rms_norm(x.to(dtype), 1 + weight.to(dtype), eps)", MODULE,
     ),
 )  # fmt: skip

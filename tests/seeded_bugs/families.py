@@ -7,14 +7,19 @@ from tests.seeded_bugs.seeded_bug import SeededBug
 LATENT, ATTENTION = "megatron_gspo/mcore/latent_attention.py", "megatron_gspo/mcore/attention.py"
 READER, ROTARY = "megatron_gspo/models/config_reader.py", "megatron_gspo/models/rotary.py"
 BIAS, MODEL = "megatron_gspo/mcore/expert_bias.py", "megatron_gspo/mcore/model.py"
-FILES = "megatron_gspo/models/hf_checkpoint.py"
+FILES, TABLES = "megatron_gspo/models/hf_checkpoint.py", "megatron_gspo/models/rule_tables.py"
+FORMATS = "megatron_gspo/models/quantization/formats.py"
 HOOKS = "megatron_gspo/mcore/routing_replay/router_hooks.py"
 MODULE = "tests/mcore/test_latent_attention.py::test_equals_transformers_module"
 TENSOR = "tests/mcore/test_latent_attention.py::test_tensor_parallel_ranks_share_latents_and_the_rotated_key"
 OF_BIAS = "tests/mcore/test_expert_bias.py::"
 CHOICE = OF_BIAS + "test_it_takes_part_in_the_choice_and_not_in_the_weights"
+KEPT = "router.expert_bias.data = router.expert_bias.data.float()"
 FROZEN = OF_BIAS + "test_it_is_frozen_and_keeps_its_bits_in_training_checkpoints_and_streams"
 CONVERT = "tests/tools/convert/test_carried_tensors.py::"
+EIGHT_BITS = CONVERT + "test_weights_in_8_bits_are_read_as_their_dequantized_values"
+PART = ("tests/mcore/test_attention.py::test_a_part_of_each_head_is_rotated",)
+SHARED = "tests/equivalence/test_layouts.py::test_family[deepseek-tp1-pp1-cp1-dp1-ep1-etp1]"
 FREQUENCIES = "tests/models/test_rotary.py::test_frequencies_and_scales_are_those_of_transformers"
 
 OF_THE_FAMILIES = (
@@ -75,7 +80,23 @@ OF_THE_FAMILIES = (
         "part of a head rotated: its last dimensions, not its first", "several engines", ATTENTION,
         "turned, rest = x.split((rotary.dim, x.shape[-1] - rotary.dim), dim=-1)",
         "rest, turned = x.split((x.shape[-1] - rotary.dim, rotary.dim), dim=-1)",
-        ("tests/mcore/test_attention.py::test_a_part_of_each_head_is_rotated",),
+        PART,
+    ),
+    SeededBug(
+        "part of a head rotated: it is put behind the rest", "design", ATTENTION,
+        "torch.cat((rotate(turned, cos, sin, interleaved=rotary.interleaved), rest), dim=-1)",
+        "torch.cat((rest, rotate(turned, cos, sin, interleaved=rotary.interleaved)), dim=-1)", PART,
+    ),
+    SeededBug(
+        "part of a head rotated: frequencies spaced as over a head twice as wide", "several engines", ROTARY,
+        "torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim)",
+        "torch.arange(0, self.dim, 2, dtype=torch.float32) / (2 * self.dim))", (FREQUENCIES,),
+    ),
+    SeededBug(
+        "part of a head rotated: the share of rope_parameters not read", "one trainer", "megatron_gspo/models/glm.py",
+        'parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.5))',
+        'config.get("partial_rotary_factor", 0.5)',
+        ("tests/models/test_glm.py::test_biases_and_norms_are_options_and_the_rotated_share_has_two_places",),
     ),
     SeededBug(
         "bias left at 0 when weights are loaded", "Megatron-Bridge", "megatron_gspo/mcore/hf_weights.py",
@@ -84,7 +105,7 @@ OF_THE_FAMILIES = (
     ),
     SeededBug(
         "bias rounded to bfloat16", "miles", BIAS,
-        "router.expert_bias.data = router.expert_bias.data.float()", "pass", (FROZEN,),
+        KEPT, "pass", (FROZEN,),
     ),
     SeededBug(
         "bias updated though it is frozen", "design", BIAS, "if frozen:", "if not frozen:",
@@ -106,6 +127,30 @@ OF_THE_FAMILIES = (
         "moe_router_group_topk=router.groups if router.groups > 1 else None", (CHOICE,),
     ),
     SeededBug(
+        "weights of experts from the scores with the bias", "several trainers", BIAS, KEPT,
+        KEPT + "\n                router.register_forward_hook("
+        "lambda module, args, out: (out[0] + out[1] * module.expert_bias, out[1]))", (CHOICE,),
+    ),
+    SeededBug(
+        "width of one shared expert for all", "one converter", READER,
+        'config["moe_intermediate_size"] * (config.get("n_shared_experts") or 0)', 'config["moe_intermediate_size"]',
+        ("tests/models/test_deepseek.py::test_shared_experts_are_one_as_wide_as_all",),
+    ),
+    SeededBug(
+        "gate and up projection of shared experts exchanged", "several converters", TABLES,
+        '("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight")',
+        '("mlp.shared_experts.up_proj.weight", "mlp.shared_experts.gate_proj.weight")', (SHARED,),
+    ),
+    SeededBug(
+        "gate and up rows of shared experts alternate", "several converters", TABLES,
+        '("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),\n        Shard.ROWS,\n'
+        "        merge_rows,\n        split_two,\n        applies",
+        '("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),\n        Shard.ROWS,\n'
+        "        lambda parts, shape: merge_rows(parts, shape).unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1),\n"
+        "        split_two,\n        applies",
+        ("tests/models/test_rule_tables.py::test_every_rule_gives_back_what_it_was_given",),
+    ),
+    SeededBug(
         "router entropy of the scores with the bias", "design", HOOKS,
         "scores = scores if bias is None else scores - bias", "scores = scores + 0",
         (OF_BIAS + "test_entropy_is_that_of_the_scores_without_the_bias",),
@@ -118,12 +163,30 @@ OF_THE_FAMILIES = (
     SeededBug(
         "scales of 8-bit blocks from the beginning of the tensor for every slice", "design", FILES,
         "firsts = (start if dim == 0 else 0, start if dim == 1 else 0)", "firsts = (0, 0)",
-        (CONVERT + "test_weights_in_8_bits_are_read_as_their_dequantized_values",),
+        (EIGHT_BITS,),
+    ),
+    SeededBug(
+        "8-bit blocks of 128 x 128 whatever the config says", "one converter", FILES,
+        'settings.get("weight_block_size") or (128, 128)', "(128, 128)", (EIGHT_BITS,),
+    ),
+    SeededBug(
+        "8-bit values divided by their scale", "several converters", FORMATS,
+        "return values.float() * scales.float()[rows][:, columns]",
+        "return values.float() / scales.float()[rows][:, columns]", (EIGHT_BITS,),
+    ),
+    SeededBug(
+        "8-bit values scaled in bfloat16", "one converter", FORMATS,
+        "return values.float() * scales.float()[rows][:, columns]",
+        "return (values.bfloat16() * scales.bfloat16()[rows][:, columns]).float()", (EIGHT_BITS,),
+    ),
+    SeededBug(
+        "scales of 8-bit blocks among the model's tensors", "design", FILES,
+        "if name.removesuffix(_SCALE) not in self._files or not _is_scale(name)}", "}", (EIGHT_BITS,),
     ),
     SeededBug(
         "config of an export still names a quantization", "one trainer", FILES,
         '    changed.pop("quantization_config", None)\n', "",
-        (CONVERT + "test_weights_in_8_bits_are_read_as_their_dequantized_values",),
+        (EIGHT_BITS,),
     ),
     SeededBug(
         "names of any further layers pass as multi-token prediction", "design", READER,

@@ -6,6 +6,7 @@ from tests.seeded_bugs.seeded_bug import SeededBug
 
 PARAMETERS, SAVED = "tools/plan/parameters.py", "tools/plan/activations.py"
 TALK, ENGINE = "tools/plan/communication.py", "tools/plan/engine_memory.py"
+ORDER = ("tests/tools/plan/test_parameters.py::test_megatron_registers_the_same_tensors_in_the_same_order",)
 BY_HAND = "tests/tools/plan/test_delta_nets.py::"
 MEASURED, OF_RESULTS = "benchmarks/real_size_page.py", "tests/benchmarks/test_real_size_page.py::"
 
@@ -18,6 +19,14 @@ PLANS = (
     SeededBug(
         "plan: gated attention without the gate's rows", "design", PARAMETERS,
         "(1 + shape.attention_gate) * query", "query", (BY_HAND + "test_the_gate_of_attention_has_rows_of_its_own",),
+    ),
+    SeededBug(
+        "plan: a gate of shared experts that have none", "design", PARAMETERS,
+        "if shape.shared_expert_gate:", "if shape.shared_expert_size:", ORDER,
+    ),
+    SeededBug(
+        "plan: whole shared experts on each tensor-parallel rank", "design", PARAMETERS,
+        "width = shape.shared_expert_size // tp", "width = shape.shared_expert_size", ORDER,
     ),
     SeededBug(
         "plan: a shared expert takes tokens as they lie", "this project", TALK,

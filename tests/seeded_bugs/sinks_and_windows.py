@@ -109,6 +109,19 @@ BIASED_EXPERTS = (
         ("tests/models/test_mxfp4.py::test_values_by_hand",),
     ),
     SeededBug(
+        "powers of two of MXFP4 twice as large", "design", "megatron_gspo/models/mxfp4.py", "_BIAS = 127",
+        "_BIAS = 126", ("tests/models/test_mxfp4.py::test_values_by_hand",),
+    ),
+    SeededBug(
+        "signs of MXFP4 dropped", "design", "megatron_gspo/models/mxfp4.py", "*(-value for value in _VALUES)",
+        "*_VALUES", ("tests/models/test_mxfp4.py::test_all_bytes_are_those_of_transformers",),
+    ),
+    SeededBug(
+        "a stack sent before its last expert has come", "design", "megatron_gspo/models/stacked_experts.py",
+        "if len(filled) == experts:", "if len(filled) == experts - 1:",
+        ("tests/models/test_stacked_experts.py::test_slices_in_any_order_become_whole_tensors",),
+    ),
+    SeededBug(
         "experts of a stack in the wrong place", "design", "megatron_gspo/models/stacked_experts.py",
         "stack[expert].copy_(tensor)", "stack[len(filled)].copy_(tensor)",
         ("tests/models/test_stacked_experts.py::test_slices_in_any_order_become_whole_tensors",),

@@ -101,6 +101,8 @@ def variant(file: str, world: int, layers: int, **changes: object) -> Layout:
 
 SMALL, LARGE = "qwen3_30b_a3b_4x8_gspo", "qwen3_235b_a22b_24x8_gspo"
 NEXT, MINIMAX = "qwen3_next_80b_a3b_6x8_gspo", "minimax_m2_230b_a10b_24x8_gspo"
+MOONLIGHT, GLM_AIR = "moonlight_16b_a3b_2x8_gspo", "glm45_air_106b_a12b_10x8_gspo"
+GPT_OSS, QWEN35 = "gpt_oss_20b_1x8_80gb_gspo", "qwen35_35b_a3b_1x8_141gb_gspo"
 LAYOUTS = (
     Layout("30b_4x8_gspo", SMALL, 16, 2),
     Layout("30b_1x8_80gb_gspo", "qwen3_30b_a3b_1x8_80gb_gspo", 8, 2),
@@ -129,6 +131,14 @@ LAYOUTS = (
     variant(MINIMAX, 8, 2, tp=1, pp=1, vp="null", ep=8, recompute="none", embedding="false", loss="false"),
     variant(MINIMAX, 16, 2, tp=4, pp=1, vp="null", cp=2, ep=8, embedding="false", loss="false"),
     variant(MINIMAX, 16, 6, tp=2, pp=4, vp="null", ep=4),
+    variant(MOONLIGHT, 8, 2, ep=8),
+    variant(MOONLIGHT, 8, 2, tp=2, cp=2, ep=8, recompute="none"),
+    variant(GLM_AIR, 8, 2, tp=2, pp=1, ep=8, embedding="false", loss="false"),
+    variant(GLM_AIR, 8, 4, tp=2, pp=2, ep=4, recompute="none", embedding="false", loss="false"),
+    variant(GPT_OSS, 8, 2, tp=2, ep=8),
+    variant(GPT_OSS, 8, 2, tp=1, ep=8, recompute="none"),
+    variant(QWEN35, 8, 4, tp=2, ep=8),
+    variant(QWEN35, 8, 4, tp=1, ep=8, recompute="none"),
 )
 
 

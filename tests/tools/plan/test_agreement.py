@@ -90,9 +90,10 @@ def test_layouts_use_every_dimension() -> None:
     for key in ("tensor_model", "pipeline_model", "context", "expert_model"):
         assert any(getattr(one, f"{key}_parallel_size") > 1 for one in parallel), key
     assert any(one.virtual_pipeline_model_parallel_size for one in parallel)
-    assert {layout.shape.num_experts for layout in LAYOUTS} == {128, 256, 512}
-    assert {layout.shape.hidden_size for layout in LAYOUTS} == {2048, 3072, 4096}
-    assert any("gated_delta_net" in layout.shape.mixers for layout in LAYOUTS)
+    assert {layout.shape.num_experts for layout in LAYOUTS} == {32, 64, 128, 256, 512}
+    assert {layout.shape.hidden_size for layout in LAYOUTS} == {2048, 2880, 3072, 4096}
+    mixers = {mixer for layout in LAYOUTS for mixer in layout.shape.mixers}
+    assert mixers == {"attention", "gated_delta_net", "joint_norm_attention", "latent_attention", "sink_attention"}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)

@@ -136,5 +136,6 @@ def test_megatron_registers_the_same_tensors_in_the_same_order() -> None:
           for hf in (read_config(SMALL), {**shared, "tie_word_embeddings": True}) for place in (0, 7)],
     ]
     cases += [(tiny_config(kind).to_dict(), dict(tp=2, pp=2, ep=2, vp=2), 4, 3)
-              for kind in ("deepseek", "moonlight", "glm", "next", "minimax")]  # fmt: skip
+              for kind in ("deepseek", "moonlight", "glm_lite", "glm", "next", "minimax", "gpt_oss", "qwen35_moe")]
+    cases += [(tiny_config("qwen35").to_dict(), dict(tp=2, pp=2, ep=1, vp=2), 4, 3)]
     assert run_distributed(_same_as_megatron, 1, cases) == [[]]

@@ -15,18 +15,18 @@ pytestmark = pytest.mark.slow  # minutes; .ci/run runs those with the fewest lay
 
 SHIPPED = {folder.name: folder for folder in EXAMPLES.glob("*/models/*")}  # configurations of published models
 READY = [file for file in CONFIGS if Path(load_config(file).model.path or "").name in SHIPPED]
-FEWEST = {"235b": 14, "qwen3_next": 8, "minimax_m2": 14, "glm45": 10}  # layers; others have no stages
+FEWEST = {"235b": 14, "qwen3_next": 8, "minimax_m2": 14, "glm45": 10, "deepseek_v3": 43}  # others have no stages
 LENGTHS = {"data.max_prompt_length": 512, "rollout.max_response_length": 1536}
 
 
 def fewest_layers(file: Path) -> int:
-    """Two layers a stage, of which embedding and loss may each count as one; three where the one beside the embedding
-    is dense, so that the first stage has experts too. Without stages two."""
+    """Two layers a stage, of which embedding and loss may each count as one; more where those beside the embedding are
+    dense, so that the first stage has experts too. Without stages two."""
     config = load_config(file)
     parallel = config.parallel
     model = json.loads((SHIPPED[Path(config.model.path).name] / "config.json").read_text())
-    beside_dense = parallel.account_for_embedding_in_pipeline_split and model.get("first_k_dense_replace", 0) > 0
-    return (2 + beside_dense) * parallel.pipeline_model_parallel_size - parallel.extra_pipeline_layers
+    dense = model.get("first_k_dense_replace", 0) if parallel.account_for_embedding_in_pipeline_split else 0
+    return (2 + dense) * parallel.pipeline_model_parallel_size - parallel.extra_pipeline_layers
 
 
 def exchanging_groups(file: Path) -> set[str]:
