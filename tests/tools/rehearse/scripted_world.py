@@ -7,6 +7,7 @@ import contextlib
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -121,8 +122,9 @@ def scripted_world(rank: int, size: int, script: Script, state: object) -> Itera
 
 def _callers() -> set[str]:
     """Names of the functions that wait for this one."""
-    names, frame = set(), sys._getframe(1)
+    names: set[str] = set()
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         names.add(frame.f_code.co_name)
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return names

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,7 +59,7 @@ def response(prompt: Prompt, number: int, seed: int) -> ScriptedResponse:
 
 def config() -> Config:
     rollout = {"rollout_batch_size": PROMPTS, "n_samples_per_prompt": N, "max_response_length": 4096}
-    return Config.from_dict(base_config("model", "run", rollout=rollout, training={"global_batch_size": 2048}))
+    return Config.from_dict(base_config("model", Path("run"), rollout=rollout, training={"global_batch_size": 2048}))
 
 
 def scorer() -> RewardScorer:
@@ -84,7 +86,8 @@ def step(world: ScriptedWorld, script: Script, prompts: list[Prompt], clients: r
     given, size = config(), dist.get_world_size()
     dp, tp = (dist.new_group(ranks) for ranks in (clients, [RANK, RANK + 1]))
     servers = ServerConfig(urls=tuple(f"http://node-{i}:1" for i in range(SERVERS)))
-    source = ServerSource(None, Servers(response), clients, servers, groups_per_step=PROMPTS)
+    client: Any = Servers(response)
+    source = ServerSource(None, client, clients, servers, groups_per_step=PROMPTS)
     holder = script.rows["holder"]
     with world.phase("ledger"):
         source.submit(ChosenPrompts.by_index(prompts, range(PROMPTS)), given.rollout, seed=0)
