@@ -20,3 +20,5 @@ def test_biases_and_norms_are_options_and_the_rotated_share_has_two_places():
     assert not {name for name in names if "bias" in name or "q_norm" in name}
     old = {**config, "rope_parameters": None, "rope_theta": 5.0, "partial_rotary_factor": 0.25}
     assert (family_of(old)[1].rotary.dim, family_of(old)[1].rotary.base) == (4, 5.0)
+    new = old | {"rope_parameters": {"rope_theta": 6.0, "partial_rotary_factor": 0.75}}
+    assert (family_of(new)[1].rotary.dim, family_of(new)[1].rotary.base) == (12, 6.0)

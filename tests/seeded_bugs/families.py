@@ -83,9 +83,10 @@ OF_THE_FAMILIES = (
         PART,
     ),
     SeededBug(
-        "part of a head rotated: it is put behind the rest", "design", ATTENTION,
-        "torch.cat((rotate(turned, cos, sin, interleaved=rotary.interleaved), rest), dim=-1)",
-        "torch.cat((rest, rotate(turned, cos, sin, interleaved=rotary.interleaved)), dim=-1)", PART,
+        "part of a head rotated: the usual share instead of the config's", "one trainer",
+        "megatron_gspo/models/qwen_next.py",
+        'parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))', "0.25",
+        ("tests/models/test_qwen_next.py::test_facts_are_read_from_the_config",),
     ),
     SeededBug(
         "part of a head rotated: frequencies spaced as over a head twice as wide", "several engines", ROTARY,

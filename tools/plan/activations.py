@@ -92,6 +92,7 @@ class Sizes:
     qk_norm: bool
     scored: float
     latents: int = 0
+    query_latent: bool = False
     output_gate: bool = False
     joint_norms: bool = False
     wide_norms: bool = False  # that compute in float32 and save it
@@ -126,6 +127,7 @@ def sizes_of(shape: ModelShape, parallel: ParallelConfig, batch: MicroBatch, set
         query=shape.num_attention_heads // tp, groups=shape.num_query_groups // tp, d=attention_dim(shape),
         rotated=shape.rotary.dim,
         latents=0 if shape.latent is None else shape.latent.key_value_rank + (shape.latent.query_rank or 0),
+        query_latent=shape.latent is not None and shape.latent.query_rank is not None,
         ffn=shape.ffn_hidden_size // tp, moe=shape.moe_ffn_hidden_size // etp, experts=shape.num_experts,
         local=local_experts(shape, parallel) if shape.is_moe else 0, k=k, etp=etp,
         rows=even if batch.expert_rows is None else batch.expert_rows,

@@ -8,6 +8,7 @@ GPUs uses NVLink, any other the network.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 from megatron_gspo.config import ParallelConfig
@@ -37,10 +38,18 @@ class Links:
         return self.near if span <= self.node else self.far
 
 
+def tensor_parts(z: Sizes, *, is_moe: bool) -> tuple[float, float]:
+    """One layer's forward, gathered sizes: what it gathers before its mixer and what it scatters behind it, and the
+    same around a dense MLP or a shared expert; the other experts take the tokens as they lie. Of latent attention the
+    latents are gathered, and the hidden states where queries have none."""
+    both = (2 if is_moe and not z.shared else 4) * z.a * z.t * z.h
+    gathered = z.latents + (0 if z.query_latent else z.h) if z.latents else z.h
+    return both / 2 + z.a * z.t * (gathered - z.h), both / 2
+
+
 def tensor_bytes(z: Sizes, *, is_moe: bool) -> float:
-    """One layer's forward, gathered size: a gather before and a scatter after its mixer, and the same around a dense
-    MLP or a shared expert; the other experts take the tokens as they lie."""
-    return (2 if is_moe and not z.shared else 4) * z.a * z.t * z.h
+    """The sum of `tensor_parts`."""
+    return sum(tensor_parts(z, is_moe=is_moe))
 
 
 def tensor_seconds(z: Sizes, parallel: ParallelConfig, links: Links, *, is_moe: bool) -> float:
@@ -89,12 +98,15 @@ def context_seconds(z: Sizes, parallel: ParallelConfig, mixer: str, links: Links
 
 def layer_passes(setting: Setting) -> dict[str, float]:
     """Communication of a layer's forward and backward, by dimension, over that of its forward; `context_passes` apart.
-
-    Gradients of weights, which frozen ones don't have, gather the input again under TP.
-    """
+    That of TP is the mean of `tensor_passes`."""
     full = setting.recompute == "full"
-    tensor = 2.5 if setting.lora is None else 2.0
-    return {"tensor": tensor + full, "expert": 2.0 + full}
+    return {"tensor": sum(tensor_passes(setting)) / 2, "expert": 2.0 + full}
+
+
+def tensor_passes(setting: Setting) -> tuple[float, float]:
+    """The same of each of `tensor_parts`. Gradients of weights, which frozen ones don't have, gather inputs again."""
+    full = setting.recompute == "full"
+    return 2.0 + (setting.lora is None) + full, 2.0 + full
 
 
 def context_passes(setting: Setting, mixer: str) -> float:
@@ -124,16 +136,18 @@ def outer_bytes(z: Sizes, parallel: ParallelConfig, stage: int, *, is_frozen: bo
 def mini_batch_bytes(shape: ModelShape, parallel: ParallelConfig, gpus: int, stage: int, batch: MicroBatch,
                      micro_batches: int, setting: Setting) -> dict[str, int]:
     """Of a rank's collectives in the forward and backward passes and the optimizer step of a mini-batch, by purpose;
-    hidden states, gradients and weights without the few bytes of counts, probabilities, statistics and the adapters'
-    products (of a token their rank where a hidden state has the hidden size)."""
+    hidden states, gradients and weights without the few bytes of counts, probabilities, statistics, the rotated part of
+    keys that latent attention's heads share, and the adapters' products (of a token their rank where a hidden state has
+    the hidden size)."""
     z, passes = sizes_of(shape, parallel, batch, setting), layer_passes(setting)
     kinds = layer_kinds(shape, stage_layers(shape, parallel, stage))
-    layers = sum(count * tensor_bytes(z, is_moe=kind.is_moe) for kind, count in kinds.items())
+    layers = sum(count * sum(map(operator.mul, tensor_passes(setting), tensor_parts(z, is_moe=kind.is_moe)))
+                 for kind, count in kinds.items())  # fmt: skip
     context = sum(count * context_passes(setting, kind.mixer) * context_bytes(z, parallel, kind.mixer)
                   for kind, count in kinds.items())  # fmt: skip
     experts = sum(count for kind, count in kinds.items() if kind.is_moe)
     parts = {
-        "tensor": (parallel.tensor_model_parallel_size, passes["tensor"] * layers
+        "tensor": (parallel.tensor_model_parallel_size, layers
                    + outer_bytes(z, parallel, stage, is_frozen=setting.lora is not None)),
         "context": (parallel.context_parallel_size, context),
         "expert": (parallel.expert_model_parallel_size, passes["expert"] * experts * expert_bytes(z)),

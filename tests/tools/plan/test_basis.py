@@ -10,7 +10,7 @@ import pytest
 from megatron_gspo.tools.plan.__main__ import main
 from megatron_gspo.tools.plan.basis import ESTIMATED, REHEARSED, basis_of
 from megatron_gspo.tools.plan.workload import Workload
-from tests.support.model_shapes import NEXT, SMALL, dense_shape, shape_of
+from tests.support.model_shapes import FOLDER, MINIMAX_M2, NEXT, SMALL, dense_shape, shape_of
 
 TORCH = Workload(8192, implementation="torch")
 OPTIONS = ["--model", str(SMALL), "--gpus", "32", "--gpu", "h200", "--response-length", "8192", "--layout",
@@ -63,7 +63,11 @@ def test_only_layers_that_were_rehearsed_are() -> None:
     shape = shape_of(SMALL)
     assert basis_of(shape, TORCH)["memory_bytes"]["activations"] == REHEARSED
     assert basis_of(shape, TORCH)["collective_bytes"]["context"] == REHEARSED
-    assert basis_of(shape_of(NEXT), TORCH)["memory_bytes"]["activations"] == REHEARSED
+    for path in (NEXT, MINIMAX_M2, *(FOLDER / name for name in ("glm4_moe/models/GLM-4.5-Air", "gpt_oss/models/gpt-oss-20b",
+                                                                "qwen3_5_moe/models/Qwen3.5-35B-A3B"))):  # fmt: skip
+        assert basis_of(shape_of(path), TORCH)["memory_bytes"]["activations"] == REHEARSED, path
+    latent = basis_of(shape_of(FOLDER / "deepseek_v3" / "models" / "Moonlight-16B-A3B"), TORCH)
+    assert latent["memory_bytes"]["activations"] == ESTIMATED and latent["collective_bytes"]["tensor"] == REHEARSED
     engine = basis_of(shape, Workload(8192))
     assert engine["activations_bytes"]["full"] == engine["collective_bytes"]["context"] == ESTIMATED
     assert engine["memory_bytes"]["weights"] == engine["collective_bytes"]["expert"] == REHEARSED

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from megatron_gspo.config import ParallelConfig
+from megatron_gspo.models import family_of
 from megatron_gspo.tools.plan.activations import MicroBatch, Setting, sizes_of
 from megatron_gspo.tools.plan.communication import (
     Links,
@@ -24,6 +25,7 @@ from megatron_gspo.tools.plan.communication import (
 from megatron_gspo.tools.plan.model_states import States
 from tests.support.ideal_gpu import GPU, IDEAL
 from tests.support.model_shapes import SMALL, shape_of
+from tests.support.tiny_models import tiny_config
 
 LINKS = Links.of(GPU, IDEAL)
 
@@ -51,6 +53,17 @@ def test_collectives_by_hand() -> None:
     assert context_seconds(z, parallel, "attention", LINKS, IDEAL) == pytest.approx(4000 * 2 * 4 * 128 * 2 / 1e11)
     z, parallel = z_of(pp=4)  # neighbours of a stage of 8 GPUs are on another node
     assert send_seconds(z, parallel, LINKS, 32) == pytest.approx(8000 * 2048 * 2 / 1e10)
+
+
+@pytest.mark.parametrize(("kind", "gathered"), [("moonlight", 16 + 32), ("deepseek", 16 + 24)])
+def test_latents_are_gathered_over_tensor_ranks(kind: str, gathered: int) -> None:
+    """Of keys and values 16, of queries 24 or the hidden size of 32; each three times, what is scattered twice. The
+    dense layer and the shared experts gather and scatter as much as other models'."""
+    _, shape = family_of(tiny_config(kind).to_dict())
+    parallel = ParallelConfig(tensor_model_parallel_size=2)
+    found = mini_batch_bytes(shape, parallel, 2, 0, MicroBatch(100, 100, scored=50), 1, Setting(2, "torch", "none"))
+    layer = 3 * gathered + 2 * 32 + 3 * 32 + 2 * 32
+    assert found["tensor"] == 2 * 100 * (4 * layer + 2 * 32) + 50 * 32 * (2 + 2 + 4)
 
 
 @pytest.mark.parametrize(("implementation", "recompute", "expected"), [
