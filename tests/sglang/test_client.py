@@ -84,7 +84,13 @@ def test_a_fault_that_passes_is_survived_and_told(engine, proxy, sglang_model, n
 
 @pytest.mark.parametrize("kind", ["few_routes", "half"])
 def test_a_fault_that_lasts_ends_with_one_line_that_names_the_request(engine, proxy, sglang_model, kind, monkeypatch):
-    faulty_requests.give_up_with_one_line(engine, proxy, sglang_model, kind, monkeypatch)
+    monkeypatch.setattr(generation_client, "_BACKOFF_SECONDS", 0.02)
+    proxy.add(Fault(kind, times=10**6))
+    with pytest.raises(EngineError, match=r"^sample 0/[01]: given up after 5 tries in \d+ s; the last: ") as caught:
+        draw(engine, sglang_model, prompts_of([5], VOCABULARY))
+    assert "\n" not in str(caught.value)
+    proxy.clear()
+    draw(engine, sglang_model, prompts_of([5], VOCABULARY))  # the engine is as good as before
 
 
 def test_an_update_that_fails_leaves_a_server_out_until_one_succeeds(engine, proxy, sglang_model):
@@ -100,7 +106,7 @@ def test_an_update_that_fails_leaves_a_server_out_until_one_succeeds(engine, pro
 
 
 def test_an_interrupted_response_goes_on_under_new_weights(engine, sglang_model):
-    faulty_requests.continue_under_new_weights(engine, sglang_model)
+    faulty_requests.continue_under_new_weights(engine, sglang_model, length=350)
 
 
 def test_priming_a_prompt_raises_what_is_cached(engine, sglang_model, monkeypatch):

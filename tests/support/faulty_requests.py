@@ -6,7 +6,6 @@ The engine's one server, or the first of two, is behind a `FaultProxy`.
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,9 +13,7 @@ import torch
 
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.errors import EngineError
 from megatron_gspo.rollout.sample_checks import check_samples
-from megatron_gspo.rollout.server_engine import generation_client
 from megatron_gspo.rollout.server_engine.request_stream import RequestStream
 from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from tests.support.fault_proxy import Fault, FaultProxy
@@ -37,25 +34,10 @@ from tests.support.waiting import wait_for
 from tests.support.weight_updates import changed_model
 
 
-def give_up_with_one_line(engine: ServerEngine, proxy: FaultProxy, model: str, fault: str,
-                          monkeypatch: pytest.MonkeyPatch, *, retries: int = 4, samples: int = 2) -> None:  # fmt: skip
-    """A fault that lasts ends the generation with one line that names the request; the engine is as good as before."""
-    monkeypatch.setattr(generation_client, "_BACKOFF_SECONDS", 0.02)
-    monkeypatch.setattr(engine._client, "_config", replace(engine._client._config, retries=retries))
-    prompts, sampling = prompts_of([5], VOCABULARY), replace(SHORT, n_samples_per_prompt=samples)
-    proxy.add(Fault(fault, times=10**6))
-    line = rf"^sample 0/\d: given up after {retries + 1} tries in \d+ s; the last: "
-    with pytest.raises(EngineError, match=line) as caught:
-        draw(engine, model, prompts, sampling)
-    assert "\n" not in str(caught.value)
-    proxy.clear()
-    draw(engine, model, prompts, sampling)
-
-
-def continue_under_new_weights(engine: ServerEngine, path: str) -> None:
-    """Responses are interrupted twice. Each token has the version that drew it and its log-prob; each row of routes,
-    where the server gives them, is of the version that fed it."""
-    sampling = SamplingParams(n_samples_per_prompt=3, max_response_length=350, temperature=1.0)
+def continue_under_new_weights(engine: ServerEngine, path: str, *, length: int) -> None:
+    """Responses of `length` tokens at most are interrupted twice. Each token has the version that drew it and its
+    log-prob; each row of routes, where the server gives them, is of the version that fed it."""
+    sampling = SamplingParams(n_samples_per_prompt=3, max_response_length=length, temperature=1.0)
     prompts = prompts_of([70, 70, 90, 40], VOCABULARY, seed=8, shared=30)
     models = {version: changed_model(path, version) for version in (1, 2, 3)}
     engine.update_weights(checkpoint(models[1].float()).items(), version=1)

@@ -1,7 +1,7 @@
 """vLLM's servers as processes, and two of them as one engine's: a key, a trainer that ends, a server that is gone.
 
-A server that is killed, restarts and gets the weights again is in `test_faults_in_runs.py`. The second server starts
-once for this file: `make test-vllm` runs these tests, `.ci/run` those that need none.
+A server that is killed, restarts and gets the weights again is in `test_faults_in_runs.py`. A second server starts for
+this file: `make test-vllm` runs it, `.ci/run` does not.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from tests.support.weight_updates import HarmedWeights, changed_model
 from tests.vllm.test_faults_in_runs import MODULE
 from tests.vllm.test_weights import check
 
+pytestmark = pytest.mark.slow
 LIMITS = {"health_timeout": 60.0, "update_timeout": 120.0}  # of a busy machine
 
 
@@ -82,12 +83,10 @@ def test_arguments_that_vllm_refuses_are_named(vllm_model, vllm_python, tmp_path
     assert "\n" not in str(error.value) and str(tmp_path / "server_0.log") in str(error.value)
 
 
-@pytest.mark.slow
 def test_the_api_key_is_asked_for_and_nobody_sees_it(trainer):
     require_and_hide_the_key(trainer, generate)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("key", ["a-wrong-key", None])
 def test_without_the_key_a_run_ends_with_its_name(trainer, vllm_model, tmp_path, capfd, key):
     """At its first request of a response: vLLM guards nothing else."""
@@ -102,7 +101,6 @@ def test_without_the_key_a_run_ends_with_its_name(trainer, vllm_model, tmp_path,
     assert KEY not in said.out + said.err and "a-wrong-key" not in said.out + said.err
 
 
-@pytest.mark.slow
 def test_two_servers_share_the_load(pair, proxy, vllm_model):
     counts_of(pair)
     proxy.requests.clear()
@@ -111,22 +109,18 @@ def test_two_servers_share_the_load(pair, proxy, vllm_model):
     assert [member.outstanding_tokens for member in pair._pool.servers] == [0, 0]
 
 
-@pytest.mark.slow
 def test_one_with_old_weights_is_left_out_and_the_other_does_all(pair, proxy, vllm_model):
     faulty_requests.leave_out_old_weights(pair, proxy, vllm_model)
 
 
-@pytest.mark.slow
 def test_one_that_is_gone_and_comes_back_with_the_same_weights(pair, proxy, vllm_model):
     faulty_requests.return_with_the_same_weights(pair, proxy, vllm_model)
 
 
-@pytest.mark.slow
 def test_a_probe_leaves_out_a_server_that_fails_at_it(pair, proxy, trainer):
     faulty_requests.leave_out_of_a_probe(pair, proxy, trainer.url)
 
 
-@pytest.mark.slow
 def test_a_server_that_hangs_in_an_update_is_named_and_the_other_served(pair, trainer, vllm_model, monkeypatch):
     """It stops in mid-stream; the stream is still read to its end. Running again, it takes the weights."""
     lines: list[str] = []
@@ -154,6 +148,5 @@ def test_a_server_that_hangs_in_an_update_is_named_and_the_other_served(pair, tr
     check(pair, model, version)
 
 
-@pytest.mark.slow
 def test_a_server_ends_with_its_trainer(trainer):
     end_with_the_trainer(trainer)
