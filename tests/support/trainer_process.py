@@ -29,7 +29,8 @@ from megatron_gspo.rollout.server_kinds import SERVER_KINDS
 from megatron_gspo.servers.server_processes import LocalServers
 
 kind, section, model, python, log_dir, key_file = sys.argv[1:]
-config = getattr(megatron_gspo.config, section)(num_servers=1, python=python, api_key_file=key_file)
+settings = {"num_servers": 1, "python": python, "api_key_file": key_file, "start_timeout": 1800.0}
+config = getattr(megatron_gspo.config, section)(**settings)
 print(LocalServers(SERVER_KINDS[kind].launch(config, model, "float32", log_dir=log_dir)).start()[0], flush=True)
 time.sleep(3600)
 """

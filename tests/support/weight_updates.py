@@ -33,22 +33,21 @@ class HarmedWeights:
     def __init__(self, weights: Callable[[], Iterator[tuple[str, Tensor]]], harm: Callable[[], object],
                  at: int = 60) -> None:  # fmt: skip
         self._weights, self._harm, self._at = weights, harm, at
-        self._streams: list[Iterator[tuple[str, Tensor]]] = []
+        self._begun = self._read = 0  # transfers
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        self._streams.append(self._tensors(is_first=not self._streams))
-        return self._streams[-1]
-
-    def _tensors(self, is_first: bool) -> Iterator[tuple[str, Tensor]]:
+        self._begun += 1
+        is_first = self._begun == 1
         for number, pair in enumerate(self._weights()):
             if is_first and number == self._at:
                 self._harm()
             yield pair
+        self._read += 1
 
     @property
     def all_read(self) -> bool:
         """Whether every transfer was read to its end, as it must be where producing it is collective."""
-        return bool(self._streams) and all(next(stream, None) is None for stream in self._streams)
+        return self._begun == self._read > 0
 
 
 class VanishingTransport(DiskTransport):

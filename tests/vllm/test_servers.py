@@ -88,14 +88,13 @@ def test_the_api_key_is_asked_for_and_nobody_sees_it(trainer):
 
 
 @pytest.mark.parametrize("key", ["a-wrong-key", None])
-def test_without_the_key_a_run_ends_with_its_name(trainer, vllm_model, tmp_path, capfd, key):
-    """At its first request of a response: vLLM guards nothing else."""
+def test_without_the_key_a_run_ends_at_its_start(trainer, vllm_model, tmp_path, capfd, key):
+    """vLLM guards the generations alone: its other endpoints answer without a key."""
     (tmp_path / "key").write_text(f"{key}\n")
     with closing(engine_on([trainer.url], vllm_model, kind="vllm", routes=False, weight_transport="distributed",
                            api_key_file=str(tmp_path / "key") if key else None, **LIMITS)) as engine:  # fmt: skip
-        engine.update_weights(checkpoint_stream(vllm_model), version=0)
         with pytest.raises(EngineError, match=rf"^server \S+{PATH}: refused with 401; set .*vllm.api_key_file"):
-            draw(engine, vllm_model, prompts_of([5], VOCABULARY))
+            engine.check_servers()
         assert KEY not in repr(vars(engine)) + repr(vars(engine._pool))
     said = capfd.readouterr()
     assert KEY not in said.out + said.err and "a-wrong-key" not in said.out + said.err
