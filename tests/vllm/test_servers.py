@@ -68,10 +68,10 @@ def proxy(vllm_server: LocalServers) -> Iterator[FaultProxy]:
 
 @pytest.fixture(scope="module")
 def pair(proxy: FaultProxy, trainer: TrainerProcess, vllm_model: str) -> Iterator[ServerEngine]:
-    """Two servers: the first, behind the proxy, accepts any key; the second requires one."""
+    """Two servers: the first, behind the proxy, accepts any key; the second requires one. Updates have many buckets."""
     urls, key = [proxy.url, trainer.url], trainer.key_file
     with closing(engine_on(urls, vllm_model, kind="vllm", routes=False, weight_transport="distributed",
-                           api_key_file=key, **LIMITS)) as engine:  # fmt: skip
+                           api_key_file=key, weight_bucket_mb=0.05, **LIMITS)) as engine:  # fmt: skip
         engine.update_weights(checkpoint_stream(vllm_model), version=0)
         yield engine
 
